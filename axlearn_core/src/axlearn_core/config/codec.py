@@ -1,0 +1,334 @@
+"""Config trees to and from YAML 1.2, by cattrs and ruamel.yaml.
+
+In a file, a node is a mapping whose `type:` names a registered component. A file can never name a Python object. All
+problems of a file are reported at once, with line numbers.
+"""
+
+import collections.abc
+import contextlib
+import enum
+import io
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import attrs
+import cattrs
+import cattrs.gen
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError
+
+from axlearn_core.config.flat import qualified_name
+from axlearn_core.config.node import REQUIRED, Node, hints_of, interface_fields, is_node
+from axlearn_core.config.tree import children, config_class, join
+from axlearn_core.config.types import Mismatch, check_type, describe, show
+from axlearn_core.errors import ConfigError, Problem, RequestError, nearest
+
+
+class Names(Protocol):
+    """Where component names come from: the plugin registry, or a mapping in a test."""
+
+    def component(self, name: str) -> type[Node[Any]]:
+        """The config class registered as `name`; raises `RequestError` with the nearest names."""
+        ...
+
+    def name_of(self, cls: type) -> str:
+        """The registered name of a config class; raises `RequestError` where it has none."""
+        ...
+
+
+class QualifiedNames:
+    """Names for showing a tree without a registry: `module:Class`. Nothing can be read back by them."""
+
+    def component(self, name: str) -> type[Node[Any]]:
+        """Always an error: no component is registered here."""
+        raise RequestError(f"no component is registered as {name!r}")
+
+    def name_of(self, cls: type) -> str:
+        """`module:Class`."""
+        return qualified_name(cls)
+
+
+def encode(value: Any, names: Names) -> Any:
+    """A tree as plain data: dicts, lists and scalars. `REQUIRED` fields are left out; they are still to be set."""
+    if isinstance(value, Node):
+        hidden = interface_fields(type(value))
+        fields = {k: encode(v, names) for k, v in children(value).items() if k not in hidden and v is not REQUIRED}
+        return {"type": names.name_of(type(value)), **fields}
+    if isinstance(value, Mapping):
+        return {k: encode(v, names) for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [encode(v, names) for v in value]
+    if isinstance(value, enum.Enum):
+        return value.name
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise RequestError(
+        f"a config that goes to a file holds plain values and nodes, not {show(value)}; make it a registered component"
+    )
+
+
+def dump(data: Any) -> str:
+    """Plain data as YAML text."""
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    yaml.width = 120
+    stream = io.StringIO()
+    yaml.dump(data, stream)
+    return stream.getvalue()
+
+
+@attrs.frozen
+class Document:
+    """A parsed YAML file: plain data, and the line (from 1) of every path in it."""
+
+    data: Any
+    lines: Mapping[str, int]
+    source: str
+
+    def locate(self, problem: Problem, prefix: str = "") -> Problem:
+        """The problem with the file and line of its path, or of the nearest parent that is in the file."""
+        path = problem.path
+        while path and join(prefix, path) not in self.lines:
+            path = path.rpartition(".")[0]
+        line = self.lines.get(join(prefix, path) if path else prefix)
+        return attrs.evolve(problem, where=f"{self.source}:{line}" if line else self.source)
+
+
+_SCALARS = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str")}
+
+
+def parse(text: str, source: str = "<string>") -> Document:
+    """Reads YAML 1.2 safely: no tags, no duplicate keys, scalars by the core schema (`1e-4` is a float, `no` a string).
+
+    Raises:
+        ConfigError: the text is not YAML, with its line.
+    """
+    yaml = YAML(typ="safe", pure=True)
+    try:
+        root = yaml.compose(text)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{source}:{mark.line + 1}" if mark else source
+        raise ConfigError(Problem(path="", message=f"not valid YAML: {error.problem}", where=where)) from None
+    lines: dict[str, int] = {}
+    problems: list[Problem] = []
+
+    def visit(part: Any, path: str, line: int | None = None) -> Any:
+        lines[path] = line or part.start_mark.line + 1
+        if part.id == "scalar" and part.tag in _SCALARS:
+            return yaml.constructor.construct_object(part)
+        if part.id == "sequence":
+            return [visit(p, join(path, str(i))) for i, p in enumerate(part.value)]
+        if part.id == "mapping":
+            result: dict[Any, Any] = {}
+            for key_part, value_part in part.value:
+                key = visit(key_part, path, lines[path])
+                here = join(path, str(key))
+                if key in result:
+                    where = f"{source}:{key_part.start_mark.line + 1}"
+                    problems.append(Problem(path=here, message="is given twice", where=where))
+                result[key] = visit(value_part, here, key_part.start_mark.line + 1)
+            return result
+        problems.append(
+            Problem(path=path, message=f"the YAML tag {part.tag} is not allowed", where=f"{source}:{lines[path]}")
+        )
+        return None
+
+    data = visit(root, "") if root is not None else None
+    if problems:
+        raise ConfigError(problems)
+    return Document(data, lines, source)
+
+
+class Decoder:
+    """Plain data to nodes, through cattrs with hooks that coerce nothing."""
+
+    def __init__(self, names: Names):
+        self.names = names
+        self.converter = cattrs.Converter(detailed_validation=True, forbid_extra_keys=True)
+        self._generated: dict[type, Any] = {}
+        hook = self.converter.register_structure_hook_func
+        for scalar in (bool, int, float, str):
+            self.converter.register_structure_hook(scalar, self._plain)
+        hook(lambda t: t not in (bool, int, float, str), self._plain)
+        hook(_is_sequence, self._sequence)
+        hook(_is_mapping, self._mapping)
+        hook(_is_union, self._union)
+        hook(_is_node_type, self._node)
+
+    def decode(self, data: Any, annotation: Any, path: str = "") -> Any:
+        """`data` as a value of `annotation`; raises `ConfigError` with every problem and its path."""
+        try:
+            return self.converter.structure(data, annotation)
+        except (
+            cattrs.BaseValidationError,
+            Mismatch,
+            ConfigError,
+            RequestError,
+            cattrs.ForbiddenExtraKeysError,
+        ) as error:
+            raise ConfigError(_problems(error, path)) from None
+
+    def decode_at(self, tree: Any, path: str, data: Any) -> Any:
+        """`data` as a value for `path` of `tree`; a mapping without `type` edits the node that is there. For `patch`."""
+        annotation, current = _slot(tree, path)
+        if isinstance(current, Node) and isinstance(data, Mapping) and "type" not in data:
+            hints, problems, changes = hints_of(type(current)), [], {}
+            for key, value in data.items():
+                try:
+                    if key not in hints or key in interface_fields(type(current)):
+                        raise ConfigError(_unknown_key(type(current), str(key)))
+                    changes[key] = self.decode_at(current, key, value)
+                except ConfigError as error:
+                    problems += error.problems
+            if problems:
+                raise ConfigError(attrs.evolve(p, path=join(path, p.path)) for p in problems)
+            with _prefixed(path):
+                return attrs.evolve(current, **changes)
+        return self.decode(data, annotation, path)
+
+    def _plain(self, data: Any, annotation: Any) -> Any:
+        return check_type(data, annotation, is_node)
+
+    def _sequence(self, data: Any, annotation: Any) -> Any:
+        if not isinstance(data, (list, tuple)):
+            raise Mismatch(describe(annotation), data)
+        args = typing.get_args(annotation)
+        fixed = bool(args) and args[-1] is not ...
+        if fixed and len(args) != len(data):
+            raise Mismatch(f"{describe(annotation)} ({len(args)} items)", data)
+        kinds = args if fixed else [args[0] if args else Any] * len(data)
+        return tuple(self._below(str(i), v, k) for i, (v, k) in enumerate(zip(data, kinds, strict=True)))
+
+    def _mapping(self, data: Any, annotation: Any) -> Any:
+        if not isinstance(data, Mapping):
+            raise Mismatch(describe(annotation), data)
+        key, value = typing.get_args(annotation) or (str, Any)
+        return {check_type(k, key, is_node): self._below(str(k), v, value) for k, v in data.items()}
+
+    def _below(self, name: str, data: Any, annotation: Any) -> Any:
+        try:
+            return self.converter.structure(data, annotation)
+        except (cattrs.BaseValidationError, Mismatch, ConfigError, RequestError) as error:
+            raise ConfigError(_problems(error, name)) from None
+
+    def _union(self, data: Any, annotation: Any) -> Any:
+        nodes = [a for a in typing.get_args(annotation) if _is_node_type(a)]
+        if nodes and isinstance(data, Mapping) and "type" in data:
+            return self.converter.structure(data, nodes[0])
+        if isinstance(data, (list, tuple)):
+            for arm in typing.get_args(annotation):
+                if _is_sequence(arm):
+                    return self._sequence(data, arm)
+        if isinstance(data, Mapping):
+            for arm in typing.get_args(annotation):
+                if _is_mapping(arm):
+                    return self._mapping(data, arm)
+        return check_type(data, annotation, is_node)
+
+    def _node(self, data: Any, annotation: Any) -> Any:
+        if isinstance(data, Node):
+            return data
+        kind = typing.get_origin(annotation) or annotation
+        exact = kind.owner is not None and kind is not Node
+        if not isinstance(data, Mapping):
+            raise Mismatch("a mapping with `type:`", data)
+        fields = {k: v for k, v in data.items() if k != "type"}
+        if "type" in data:
+            if not isinstance(data["type"], str):
+                raise Mismatch("the name of a component", data["type"], ("type",))
+            try:
+                cls = config_class(self.names.component(data["type"]))
+            except RequestError as error:
+                raise ConfigError(Problem(path="type", message=str(error))) from None
+        elif exact:
+            cls = kind
+        else:
+            raise ConfigError(Problem(path="type", message="is missing", expected="the name of a component"))
+        problems = [_unknown_key(cls, str(k)) for k in fields if k not in hints_of(cls) or k in interface_fields(cls)]
+        bad = {p.path for p in problems}
+        if cls not in self._generated:
+            self._generated[cls] = cattrs.gen.make_dict_structure_fn(
+                cls, self.converter, _cattrs_forbid_extra_keys=True, _cattrs_detailed_validation=True
+            )
+        try:
+            made = self._generated[cls]({k: v for k, v in fields.items() if k not in bad}, cls)
+        except cattrs.ClassValidationError as error:
+            problems += _problems(error, "")
+        if problems:
+            raise ConfigError(problems)
+        return made  # pyright: ignore[reportPossiblyUnboundVariable]  # unbound only when there are problems
+
+
+@contextlib.contextmanager
+def _prefixed(path: str) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(attrs.evolve(p, path=join(path, p.path)) for p in error.problems) from None
+
+
+def _slot(tree: Any, path: str) -> tuple[Any, Any]:
+    """The annotation of a path and the value there (None for a new key of a mapping)."""
+    annotation: Any = Any
+    value = tree
+    for name in path.split(".") if path else []:
+        if isinstance(value, Node):
+            annotation = hints_of(type(value))[name]
+        else:
+            arms = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
+            inner = next((a for a in arms if _is_mapping(a) or _is_sequence(a)), Any)
+            args = typing.get_args(inner)
+            if not args:
+                annotation = Any
+            elif _is_mapping(inner):
+                annotation = args[1]
+            else:
+                annotation = args[0] if args[-1] is ... else args[int(name)]
+        value = children(value).get(name)
+    return annotation, value
+
+
+def _unknown_key(cls: Any, key: str) -> Problem:
+    known = [n for n in hints_of(cls) if n not in interface_fields(cls)]
+    if key in interface_fields(cls):
+        return Problem(path=key, message=f"is passed to {cls.__qualname__} by its parent and cannot be set")
+    return Problem(
+        path=key,
+        message=f"unknown key of {cls.__qualname__}",
+        expected=f"one of {', '.join(known)}" if known else "nothing: it has no settings",
+        nearest=nearest(key, known),
+    )
+
+
+def _problems(error: BaseException, path: str) -> list[Problem]:
+    """cattrs's tree of exceptions as problems with paths."""
+    if isinstance(error, cattrs.ClassValidationError):
+        with_notes, without = error.group_exceptions()
+        found = [p for inner, note in with_notes for p in _problems(inner, join(path, note.name))]
+        return found + [p for inner in without for p in _problems(inner, path)]
+    if isinstance(error, ConfigError):
+        return [attrs.evolve(p, path=join(path, p.path) if p.path else path) for p in error.problems]
+    if isinstance(error, Mismatch):
+        at = ".".join((path, *error.at)) if path else ".".join(error.at)
+        return [Problem(path=at, message="wrong type", got=show(error.got), expected=error.expected)]
+    return [Problem(path=path, message=str(error))]
+
+
+def _is_union(kind: Any) -> bool:
+    return typing.get_origin(kind) in (typing.Union, types.UnionType)
+
+
+def _is_sequence(kind: Any) -> bool:
+    return kind is tuple or typing.get_origin(kind) is tuple
+
+
+def _is_mapping(kind: Any) -> bool:
+    return kind is Mapping or typing.get_origin(kind) in (collections.abc.Mapping, dict)
+
+
+def _is_node_type(kind: Any) -> bool:
+    return is_node(typing.get_origin(kind) or kind)

@@ -1,0 +1,243 @@
+"""Config nodes: frozen attrs classes linked to the class that they configure.
+
+    class RMSNorm(Layer):
+        @node
+        class Config(Layer.Config["RMSNorm"]):
+            dim: int = interface()          # the parent offers it to build()
+            eps: float = setting(default=1e-6, gt=0)
+
+        def __init__(self, cfg: Config, *, rngs): ...
+
+    layer = RMSNorm.Config(eps=1e-5).build(dim=512, rngs=rngs)
+
+A node is a value: frozen, hashable, comparable, picklable. Whoever builds a child offers it the interface dimensions; the
+child takes those that it declares, as `interface()` fields of its config or as arguments of its constructor.
+"""
+
+import enum
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Generic, TypeVar, dataclass_transform
+
+import attrs
+
+from axlearn_core.config.types import Mismatch, check_type, show
+from axlearn_core.errors import ConfigError, Problem
+
+
+class Required(enum.Enum):
+    """The type of `REQUIRED`; an enum member keeps its identity through pickling."""
+
+    REQUIRED = "REQUIRED"
+
+    def __repr__(self) -> str:
+        return "REQUIRED"
+
+
+REQUIRED: Any = Required.REQUIRED
+"""The value of a field that has to be set before anything is built."""
+
+C = TypeVar("C")
+T_co = TypeVar("T_co", covariant=True)
+
+_INTERFACE, _BOUNDS = "axlearn_interface", "axlearn_bounds"
+_OPERATORS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
+    "ge": ("at least", lambda a, b: a >= b),
+    "gt": ("more than", lambda a, b: a > b),
+    "le": ("at most", lambda a, b: a <= b),
+    "lt": ("less than", lambda a, b: a < b),
+}
+
+
+def setting(*, default: Any, ge: Any = None, gt: Any = None, le: Any = None, lt: Any = None) -> Any:
+    """A field with bounds, checked wherever its value is a number."""
+    bounds = {k: v for k, v in dict(ge=ge, gt=gt, le=le, lt=lt).items() if v is not None}
+    return attrs.field(default=default, metadata={_BOUNDS: bounds})
+
+
+def interface(*, default: Any = REQUIRED) -> Any:
+    """A field that the parent offers at `build`; users never set it, and it is never reported as missing."""
+    return attrs.field(default=default, metadata={_INTERFACE: True})
+
+
+@dataclass_transform(
+    kw_only_default=True, frozen_default=True, eq_default=True, field_specifiers=(attrs.field, setting, interface)
+)
+def node(cls: type[C]) -> type[C]:
+    """Makes a config class: frozen, slotted, keyword-only, hashed once.
+
+    Raises:
+        TypeError: a field has no default (use `REQUIRED`), or has a name that every node needs for itself.
+    """
+    made = attrs.frozen(kw_only=True, slots=True, cache_hash=True)(cls)
+    for attribute in attrs.fields(made):
+        if attribute.default is attrs.NOTHING:
+            raise TypeError(f"{cls.__qualname__}.{attribute.name} has no default: give it one, or `= REQUIRED`")
+        if attribute.name in RESERVED:
+            raise TypeError(f"{cls.__qualname__}: no field can be called {attribute.name!r}; every node uses that name")
+    return made
+
+
+RESERVED = frozenset({"type", "build", "owner", "validate"})
+
+
+@attrs.frozen(kw_only=True, slots=True, cache_hash=True)
+class Node(Generic[T_co]):
+    """The base of all config nodes; `T_co` is what `build` returns."""
+
+    owner: ClassVar[Any] = None
+
+    def __attrs_post_init__(self) -> None:
+        """Brings every field into canonical form; raises `ConfigError` with all that do not fit."""
+        problems = []
+        hints = hints_of(type(self))
+        for attribute in attrs.fields(type(self)):
+            value = getattr(self, attribute.name)
+            if value is REQUIRED:
+                continue
+            try:
+                canonical = check_type(value, hints[attribute.name], is_node)
+            except Mismatch as error:
+                path = ".".join((attribute.name, *error.at))
+                problems.append(
+                    Problem(
+                        path=path,
+                        message=f"wrong type for {type(self).__qualname__}",
+                        got=show(error.got),
+                        expected=error.expected,
+                    )
+                )
+                continue
+            if canonical is not value:
+                object.__setattr__(self, attribute.name, canonical)
+            problems += _bound_problems(self, attribute, canonical)
+        if problems:
+            raise ConfigError(problems)
+
+    def validate(self) -> Iterable[Problem]:
+        """Problems between the fields of this node, with paths relative to it; called once everything is set."""
+        return ()
+
+    def build(self, **offered: Any) -> T_co:
+        """Builds the owner. It takes what it declares of `offered`; the rest is for siblings that declare more.
+
+        Raises:
+            ConfigError: a field is still `REQUIRED`.
+        """
+        made, rest = take(self, offered)
+        owner = type(self).owner
+        if owner is None:
+            raise TypeError(f"{type(self).__qualname__} belongs to no class that could be built")
+        return owner(made, **accepted(owner.__init__, rest))
+
+
+def take(cfg: Any, offered: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """`cfg` with its interface fields filled from `offered`, and what of `offered` they did not use."""
+    mine = {n: offered[n] for n in interface_fields(type(cfg)) if n in offered}
+    made = attrs.evolve(cfg, **mine) if mine else cfg
+    missing = [a.name for a in attrs.fields(type(made)) if getattr(made, a.name) is REQUIRED]
+    if missing:
+        raise ConfigError(
+            Problem(
+                path=name,
+                message=f"{type(cfg).__qualname__} needs a value",
+                fix="the parent must offer it to build()" if name in interface_fields(type(cfg)) else "set it",
+            )
+            for name in missing
+        )
+    return made, {k: v for k, v in offered.items() if k not in mine}
+
+
+def accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
+    """What of `offered` the function's signature takes."""
+    names, everything = _parameters(function)
+    return offered if everything else {k: v for k, v in offered.items() if k in names}
+
+
+@functools.lru_cache(maxsize=4096)
+def _parameters(function: Callable[..., Any]) -> tuple[frozenset[str], bool]:
+    parameters = inspect.signature(function).parameters.values()
+    return (
+        frozenset(p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)),
+        any(p.kind is p.VAR_KEYWORD for p in parameters),
+    )
+
+
+def is_node(kind: Any) -> bool:
+    """Whether `kind` is a config class."""
+    return isinstance(kind, type) and issubclass(kind, Node)
+
+
+def is_interface(attribute: Any) -> bool:
+    """Whether the attrs attribute is an `interface()` field."""
+    return bool(attribute.metadata.get(_INTERFACE))
+
+
+@functools.lru_cache(maxsize=4096)
+def interface_fields(cls: type) -> frozenset[str]:
+    """The names of the fields that the parent offers."""
+    return frozenset(a.name for a in attrs.fields(cls) if is_interface(a))
+
+
+@functools.lru_cache(maxsize=4096)
+def hints_of(cls: type) -> dict[str, Any]:
+    """The resolved annotation of each field."""
+    given = {a.name: a.type for a in attrs.fields(cls)}
+    if not any(isinstance(t, str) for t in given.values()) and getattr(cls, "__configured__", False):
+        return given
+    try:
+        found = typing.get_type_hints(cls, include_extras=True)
+    except NameError as error:
+        raise TypeError(
+            f"{cls.__module__}.{cls.__qualname__}: an annotation cannot be resolved ({error}); "
+            "define or import the name at module level, outside `if TYPE_CHECKING`"
+        ) from error
+    return {name: found.get(name, Any) for name in given}
+
+
+def _bound_problems(owner: Any, attribute: Any, value: Any) -> Iterable[Problem]:
+    bounds = attribute.metadata.get(_BOUNDS) or {}
+    if not bounds or isinstance(value, bool) or not isinstance(value, (int, float)):
+        return
+    if not all(_OPERATORS[k][1](value, b) for k, b in bounds.items()):
+        expected = " and ".join(f"{_OPERATORS[k][0]} {b}" for k, b in bounds.items())
+        yield Problem(
+            path=attribute.name,
+            message=f"out of range for {type(owner).__qualname__}",
+            got=show(value),
+            expected=expected,
+        )
+
+
+class Configurable:
+    """A class with a `Config` node. A subclass without its own gets one derived for it.
+
+    So `isinstance(cfg, Sub.Config)` is exact, and the class that a config builds is always the one that it names.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        own = vars(cls).get("Config")
+        if own is None:
+            base: Any = cls.Config  # type: ignore[attr-defined]  # from the nearest base; see below
+            names = {"__module__": cls.__module__, "__qualname__": f"{cls.__qualname__}.Config", "__doc__": None}
+            generic = getattr(base, "__parameters__", ())  # stays generic, so that subclasses can still name themselves
+            own = node(
+                types.new_class("Config", (base[generic] if generic else base,), exec_body=lambda ns: ns.update(names))
+            )
+            cls.Config = own  # type: ignore[misc]
+        elif "__attrs_attrs__" not in vars(own):
+            raise TypeError(f"{cls.__qualname__}.Config lacks @node")
+        elif not issubclass(own, Node):
+            raise TypeError(f"{cls.__qualname__}.Config does not derive from Node or from a base class's Config")
+        own.owner = cls
+
+    @node
+    class Config(Node[T_co]):
+        """The fields of the class; empty here."""
+
+
+Configurable.Config.owner = Configurable

@@ -1,0 +1,278 @@
+"""Edits and questions over config trees. Every edit returns a new tree; what it did not touch is the same object.
+
+A path is dotted: field names of nodes, keys of mappings, indices of tuples (`trackers.0.every_steps`). In a pattern, `*`
+stands for any one part and `**` for any number of parts, none included.
+"""
+
+import fnmatch
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import attrs
+from immutabledict import immutabledict
+
+from axlearn_core.config.node import REQUIRED, Node, interface_fields, is_interface
+from axlearn_core.config.types import show
+from axlearn_core.errors import ConfigError, Problem, nearest
+
+
+def children(value: Any) -> dict[str, Any]:
+    """What is directly below `value`: the fields of a node, the items of a tuple or mapping; empty for a leaf."""
+    if isinstance(value, Node):
+        return {a.name: getattr(value, a.name) for a in attrs.fields(type(value))}
+    if isinstance(value, tuple):
+        return {str(i): v for i, v in enumerate(value)}
+    if isinstance(value, Mapping):
+        return {str(k): v for k, v in value.items()}
+    return {}
+
+
+def with_children(value: Any, new: Mapping[str, Any]) -> Any:
+    """`value` with some of its children replaced; the same object where none of them differs."""
+    old = children(value)
+    changed = {k: v for k, v in new.items() if k not in old or v is not old[k]}
+    if not changed:
+        return value
+    if isinstance(value, Node):
+        return attrs.evolve(value, **changed)
+    if isinstance(value, tuple):
+        return tuple((old | changed).values())
+    return immutabledict({**value, **changed})
+
+
+def join(path: str, name: str) -> str:
+    """`path.name`, or `name` at the root."""
+    return f"{path}.{name}" if path else name
+
+
+def walk(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (path, value) for the tree and everything below it, parents first."""
+    yield path, tree
+    for name, child in children(tree).items():
+        yield from walk(child, join(path, name))
+
+
+def map(tree: Any, function: Callable[[Any], Any]) -> Any:  # the name of this operation everywhere
+    """Rebuilds bottom-up: `function` gets each node with its children already mapped; what it returns is not revisited."""
+    tree = with_children(tree, {k: map(v, function) for k, v in children(tree).items()})
+    return function(tree) if isinstance(tree, Node) else tree
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Whether a dotted path fits a pattern of `*` and `**` (a part may itself hold `*`, as in `layer*`)."""
+    return _fits(pattern.split(".") if pattern else [], path.split(".") if path else [])
+
+
+def _fits(pattern: list[str], parts: list[str]) -> bool:
+    if not pattern:
+        return not parts
+    if pattern[0] == "**":
+        return any(_fits(pattern[1:], parts[i:]) for i in range(len(parts) + 1))
+    return bool(parts) and fnmatch.fnmatchcase(parts[0], pattern[0]) and _fits(pattern[1:], parts[1:])
+
+
+def find(tree: Any, what: str | type) -> dict[str, Any]:
+    """Path -> value for all that fit a path pattern, or all nodes of a class (`RMSNorm` or `RMSNorm.Config`)."""
+    if isinstance(what, str):
+        return {p: v for p, v in walk(tree) if matches(what, p)}
+    kind = config_class(what)
+    return {p: v for p, v in walk(tree) if isinstance(v, kind)}
+
+
+def config_class(target: Any) -> type:
+    """The config class of `target`, which may be that class, its owner, or a callable given to `configure`."""
+    if isinstance(target, type) and issubclass(target, Node):
+        return target
+    kind = getattr(target, "Config", None)
+    if isinstance(kind, type) and issubclass(kind, Node):
+        return kind
+    raise TypeError(f"{target!r} has no Config")
+
+
+def get(tree: Any, path: str) -> Any:
+    """The value at a path; raises `ConfigError` with the nearest names where there is none."""
+    value = tree
+    done = ""
+    for name in path.split(".") if path else []:
+        below = children(value)
+        if name not in below:
+            raise ConfigError(no_such_path(path, done, name, value))
+        value, done = below[name], join(done, name)
+    return value
+
+
+def no_such_path(path: str, at: str, name: str, value: Any) -> Problem:
+    """The problem of a path that stops at `at`, where `value` has nothing called `name`."""
+    below = children(value)
+    kind = type(value).__qualname__ if isinstance(value, Node) else f"a {type(value).__name__}"
+    known = ", ".join(join(at, k) for k in below)
+    return Problem(
+        path=path,
+        message=f"no {name!r} in {at or 'the root'} ({kind})",
+        expected=f"one of {known}" if below else f"nothing below {at!r}: it is a value, {show(value)}",
+        nearest=[join(at, n) for n in nearest(name, below)],
+    )
+
+
+def expand(tree: Any, pattern: str) -> list[str]:
+    """The paths that a pattern stands for: at least one, or a `ConfigError`. A plain path may add a key to a mapping."""
+    if "*" not in pattern:
+        parent, _, name = pattern.rpartition(".")
+        if not (pattern and isinstance(get(tree, parent), Mapping)):
+            get(tree, pattern)
+        return [pattern]
+    found = list(find(tree, pattern))
+    if not found:
+        last = pattern.rpartition(".")[2]
+        names = {p.rpartition(".")[2] for p, _ in walk(tree) if p}
+        raise ConfigError(
+            Problem(
+                path=pattern,
+                message="the pattern matches nothing",
+                nearest=nearest(last, names),
+                fix="`axlearn config show --flat` lists every path",
+            )
+        )
+    return found
+
+
+Decode = Callable[[Any, str, Any], Any]  # (tree, concrete path, raw value) -> value
+
+
+def patch(tree: Any, edits: Mapping[str, Any], decode: Decode | None = None) -> Any:
+    """Sets each path or pattern to its value, all edits together, outer paths before the ones inside them.
+
+    Args:
+        tree: the config.
+        edits: path or pattern -> value.
+        decode: turns a raw value (from YAML) into one that fits the path; values are taken as they are without it.
+
+    Raises:
+        ConfigError: every path that matches nothing and every value that does not fit, at once.
+    """
+    problems: list[Problem] = []
+    for pattern, value in sorted(edits.items(), key=lambda e: e[0].count(".")):
+        try:
+            for path in expand(tree, pattern):
+                tree = _set(tree, path.split(".") if path else [], decode(tree, path, value) if decode else value, "")
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return tree
+
+
+def _set(tree: Any, parts: list[str], value: Any, at: str) -> Any:
+    if not parts:
+        return value
+    name, rest = parts[0], parts[1:]
+    here = join(at, name)
+    if isinstance(tree, Node) and name in interface_fields(type(tree)):
+        raise ConfigError(
+            Problem(
+                path=here,
+                message="is passed by the parent and cannot be set",
+                fix="set the parent's own dimension instead",
+            )
+        )
+    below = children(tree)
+    try:
+        return with_children(tree, {name: _set(below.get(name), rest, value, here)})
+    except ConfigError as error:
+        if all(p.path.startswith(here) for p in error.problems):
+            raise
+        raise ConfigError(attrs.evolve(p, path=join(at, p.path)) for p in error.problems) from None
+
+
+def replace_config(tree: Any, target: Any, new: Node[Any], drop: tuple[str, ...] = ()) -> Any:
+    """Puts `new` in the place of every `target` node, keeping what both have in common.
+
+    Each field of the old node that `new` also has, and leaves at its default, is carried over, children too. It neither
+    descends into nor matches again what it just placed, so applying it twice is applying it once.
+
+    Args:
+        tree: the config.
+        target: the class whose nodes are replaced (or its `Config`).
+        new: the node to put there.
+        drop: fields of the old nodes that may be lost.
+
+    Raises:
+        ConfigError: a field that was set would be lost and `drop` does not name it, or nothing matches.
+    """
+    kind = config_class(target)
+    defaults = {a.name: a.default for a in attrs.fields(type(new))}
+    problems: list[Problem] = []
+    count = 0
+
+    def swap(value: Any, path: str) -> Any:
+        nonlocal count
+        if isinstance(value, type(new)) and type(new) is not kind:
+            count += 1
+            return value  # placed before
+        if not isinstance(value, kind):
+            return with_children(value, {k: swap(v, join(path, k)) for k, v in children(value).items()})
+        count += 1
+        mine = attrs.fields(type(value))
+        lost = [
+            a.name
+            for a in mine
+            if a.name not in defaults
+            and a.name not in drop
+            and not is_interface(a)
+            and getattr(value, a.name) != a.default
+        ]
+        problems.extend(
+            Problem(
+                path=join(path, name),
+                message=f"would be lost: {type(new).__qualname__} has no such field",
+                got=show(getattr(value, name)),
+                fix=f"name {name!r} in drop= to let it go",
+            )
+            for name in lost
+        )
+        kept = {
+            a.name: getattr(value, a.name)
+            for a in mine
+            if a.name in defaults and getattr(new, a.name) == defaults[a.name] and getattr(value, a.name) != a.default
+        }
+        return attrs.evolve(new, **kept)
+
+    result = swap(tree, "")
+    if not count:
+        there = sorted({type(v).__qualname__ for _, v in walk(tree) if isinstance(v, Node)})
+        raise ConfigError(
+            Problem(
+                path="",
+                message=f"nothing to replace: the tree has no {kind.__qualname__}",
+                nearest=nearest(kind.__qualname__, there),
+                expected=f"one of {', '.join(there)}",
+            )
+        )
+    if problems:
+        raise ConfigError(problems)
+    return result
+
+
+def missing(tree: Any) -> list[Problem]:
+    """Every field that is still `REQUIRED` and that the user has to set."""
+    found = []
+    for path, value in walk(tree):
+        if isinstance(value, Node):
+            found += [
+                Problem(path=join(path, a.name), message=f"{type(value).__qualname__} needs a value", fix="set it")
+                for a in attrs.fields(type(value))
+                if getattr(value, a.name) is REQUIRED and not is_interface(a)
+            ]
+    return found
+
+
+def check(tree: Any) -> Any:
+    """Returns the tree when nothing is missing and every node accepts its own fields; raises all problems at once."""
+    problems = missing(tree)
+    unset = {p.path.rpartition(".")[0] for p in problems}
+    for path, value in walk(tree):
+        if isinstance(value, Node) and path not in unset:
+            problems += [attrs.evolve(p, path=join(path, p.path) if p.path else path) for p in value.validate()]
+    if problems:
+        raise ConfigError(problems)
+    return tree

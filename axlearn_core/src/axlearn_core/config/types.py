@@ -1,0 +1,155 @@
+"""Checks a value against a type annotation, exactly: `True` is no int, 2.9 is no int, "false" is no bool.
+
+The one conversion made is to the canonical immutable form: lists become tuples, mappings become `immutabledict`, and an
+int in a float's place becomes that float (so that `1` and `1.0` are the same config).
+"""
+
+import collections.abc
+import enum
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from immutabledict import immutabledict
+
+
+class Mismatch(Exception):
+    """A value that its annotation does not admit; `at` is the path inside the value."""
+
+    def __init__(self, expected: str, got: Any, at: tuple[str, ...] = ()):
+        super().__init__(expected)
+        self.expected, self.got, self.at = expected, got, at
+
+
+def describe(annotation: Any) -> str:
+    """How a person writes the annotation: `int`, `tuple[str, ...]`, `Node[Norm] or null`."""
+    if annotation is None or annotation is types.NoneType:
+        return "null"
+    if annotation is Any:
+        return "anything"
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(describe(a) for a in args)
+    if origin is typing.Literal:
+        return "one of " + ", ".join(repr(a) for a in args)
+    if origin is typing.Annotated:
+        return describe(args[0])
+    name = getattr(origin or annotation, "__qualname__", str(origin or annotation))
+    if args:
+        return f"{name}[{', '.join('...' if a is ... else describe(a) for a in args)}]"
+    return name
+
+
+def show(value: Any) -> str:
+    """A short form of a value, with its type, for an error message."""
+    text = repr(value)
+    if len(text) > 80:
+        text = text[:77] + "..."
+    return f"{text} ({type(value).__name__})"
+
+
+def check_type(value: Any, annotation: Any, is_node: Callable[[Any], bool]) -> Any:
+    """Returns `value` in canonical form, or raises `Mismatch`."""
+    if annotation is Any:
+        return freeze(value)
+    if annotation is None or annotation is types.NoneType:
+        if value is None:
+            return None
+        raise Mismatch("null", value)
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return check_type(value, args[0], is_node)
+    if origin in (typing.Union, types.UnionType):
+        return _check_union(value, annotation, args, is_node)
+    if origin is typing.Literal:
+        if any(value == a and type(value) is type(a) for a in args):
+            return value
+        raise Mismatch(describe(annotation), value)
+    if origin is tuple or annotation is tuple:
+        return _check_tuple(value, annotation, args, is_node)
+    if origin in (collections.abc.Mapping, dict, immutabledict) or annotation in (Mapping, dict, immutabledict):
+        return _check_mapping(value, annotation, args or (str, Any), is_node)
+    return _check_plain(value, annotation, origin or annotation, is_node)
+
+
+def _check_plain(value: Any, annotation: Any, kind: Any, is_node: Callable[[Any], bool]) -> Any:
+    if kind is float:
+        if type(value) is int:
+            return float(value)
+        if type(value) is float and not math.isnan(value):
+            return value
+    elif kind in (int, str, bool):
+        if type(value) is kind:
+            return value
+    elif isinstance(kind, type) and issubclass(kind, enum.Enum):
+        if isinstance(value, kind):
+            return value
+        if isinstance(value, str) and value in kind.__members__:
+            return kind[value]
+        raise Mismatch(f"one of {', '.join(kind.__members__)}", value)
+    elif kind in (collections.abc.Callable, type):
+        if callable(value):
+            return value
+    elif isinstance(kind, typing.TypeVar):
+        return freeze(value)
+    elif isinstance(kind, type):
+        # A slot annotated Node[Protocol] only checks that it holds a node; one annotated by a Config class checks that.
+        if is_node(kind) and is_node(type(value)) and isinstance(value, kind):
+            return value
+        if not is_node(kind) and isinstance(value, kind):
+            return value
+    raise Mismatch(describe(annotation), value)
+
+
+def _check_union(value: Any, annotation: Any, args: tuple[Any, ...], is_node: Callable[[Any], bool]) -> Any:
+    # An exact member first, so that `int | float` keeps an int an int.
+    deepest: Mismatch | None = None
+    for arg in sorted(args, key=lambda a: a is float and type(value) is int):
+        try:
+            return check_type(value, arg, is_node)
+        except Mismatch as error:
+            if error.at and (deepest is None or len(error.at) > len(deepest.at)):
+                deepest = error
+    raise deepest or Mismatch(describe(annotation), value)
+
+
+def _check_tuple(value: Any, annotation: Any, args: tuple[Any, ...], is_node: Callable[[Any], bool]) -> Any:
+    if not isinstance(value, (tuple, list)):
+        raise Mismatch(describe(annotation), value)
+    if not args:
+        return freeze(tuple(value))
+    kinds = [args[0]] * len(value) if len(args) == 2 and args[1] is ... else list(args)
+    if kinds == [()]:
+        kinds = []
+    if len(kinds) != len(value):
+        raise Mismatch(f"{describe(annotation)} ({len(kinds)} items)", value)
+    return tuple(_inside(str(i), v, k, is_node) for i, (v, k) in enumerate(zip(value, kinds, strict=True)))
+
+
+def _check_mapping(value: Any, annotation: Any, args: tuple[Any, ...], is_node: Callable[[Any], bool]) -> Any:
+    if not isinstance(value, Mapping):
+        raise Mismatch(describe(annotation), value)
+    key_type, value_type = args
+    return immutabledict(
+        {check_type(k, key_type, is_node): _inside(str(k), v, value_type, is_node) for k, v in value.items()}
+    )
+
+
+def _inside(name: str, value: Any, annotation: Any, is_node: Callable[[Any], bool]) -> Any:
+    try:
+        return check_type(value, annotation, is_node)
+    except Mismatch as error:
+        raise Mismatch(error.expected, error.got, (name, *error.at)) from None
+
+
+def freeze(value: Any) -> Any:
+    """The immutable, hashable form of plain data."""
+    if isinstance(value, (list, tuple)):
+        return tuple(freeze(v) for v in value)
+    if isinstance(value, Mapping):
+        return immutabledict({k: freeze(v) for k, v in value.items()})
+    if isinstance(value, (set, frozenset)):
+        return frozenset(freeze(v) for v in value)
+    return value

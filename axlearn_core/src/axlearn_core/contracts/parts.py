@@ -1,0 +1,170 @@
+"""The replaceable parts of a trainer, as protocols. Whatever meets one fits in its slot.
+
+Legend: B global batch, S sequence length, D width, V vocabulary. A parent offers interface values at `build`; a part takes
+those that it declares (see `axlearn_core.config.node`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import jax
+    import numpy as np
+    import optax
+
+Batch = Mapping[str, Any]
+"""One batch. For language models:
+
+tokens        int32   [B, S]  input token ids
+targets       int32   [B, S]  the token after each input token
+weights       float32 [B, S]  1 where the target counts in the loss, 0 for padding
+segment_ids   int32   [B, S]  1.. for the documents packed into a row, 0 for padding
+positions     int32   [B, S]  position within the document, from 0
+"""
+
+
+class Model(Protocol):
+    """What the trainer knows of a model: an `nnx.Module` whose parameters carry logical axis names.
+
+    Built with `rngs`.
+    """
+
+    def loss(self, batch: Batch) -> tuple[jax.Array, Mapping[str, jax.Array]]:
+        """The mean loss (float32 scalar) and scalar summaries.
+
+        `summaries["weight"]`, where given, is the number of targets that the mean is over; gradient accumulation and
+        evaluation weigh by it.
+        """
+        ...
+
+
+class BatchIterator(Protocol):
+    """An endless (training) or finite (evaluation) stream of this process's rows of each batch."""
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]: ...
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        """The next batch, with B / process_count rows."""
+        ...
+
+    def get_state(self) -> Any:
+        """The position after the batch returned last, as JSON-able data."""
+        ...
+
+    def set_state(self, state: Any) -> None:
+        """Goes to a position that `get_state` gave."""
+        ...
+
+    def close(self) -> None:
+        """Ends worker processes and threads."""
+        ...
+
+
+class Input(Protocol):
+    """Where batches come from. Built with `seed`, `process_index`, `process_count`, `vocab_size` where it declares them."""
+
+    def train(self) -> BatchIterator:
+        """Endless shuffled batches; the global stream is the same for any process count that divides the shards."""
+        ...
+
+    def evaluation(self) -> BatchIterator:
+        """One pass over the held-out data in a fixed order, the last batch padded with weight 0."""
+        ...
+
+    def describe(self) -> Mapping[str, Any]:
+        """Facts for the run lock: files, bytes, a hash of their names and sizes, tokenizer hash."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back."""
+
+    vocab_size: int
+    eos_id: int
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids, with no special tokens added."""
+        ...
+
+    def decode(self, ids: list[int]) -> str:
+        """The text, invalid UTF-8 replaced."""
+        ...
+
+
+class Learner(Protocol):
+    """Turns gradients into new parameters. Built with `max_steps`."""
+
+    def init(self, params: Any) -> Any:
+        """The state (optimizer moments, EMA, counters) for a pytree of parameters."""
+        ...
+
+    def update(self, grads: Any, state: Any, params: Any, loss: jax.Array) -> tuple[Any, Any, dict[str, jax.Array]]:
+        """(new params, new state, scalar summaries). Pure and traceable. Non-finite gradients change nothing."""
+        ...
+
+
+class Optimizer(Protocol):
+    """A node that builds an optax transformation; offered `max_steps` and `mask` (params -> bool tree: decayed or not)."""
+
+    def build(self, *, max_steps: int, mask: Callable[[Any], Any] | None = None) -> optax.GradientTransformation:
+        """The transformation."""
+        ...
+
+
+class Checkpointer(Protocol):
+    """Saves and restores training state. Built with `directory`."""
+
+    def save(self, step: int, state: Any, *, extra: Mapping[str, Any], metrics: Mapping[str, float]) -> bool:
+        """Starts saving a pytree of arrays and JSON-able `extra`; returns at once. False where the policy skips the step."""
+        ...
+
+    def latest_step(self) -> int | None:
+        """The newest complete step."""
+        ...
+
+    def steps(self) -> list[int]:
+        """All complete steps, oldest first."""
+        ...
+
+    def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
+        """(state, extra) of a step; `like` gives shapes, dtypes and shardings. Verifies before it reads."""
+        ...
+
+    def wait(self) -> None:
+        """Blocks until every save that was started is complete; raises what went wrong in one."""
+        ...
+
+    def close(self) -> None:
+        """Waits, then frees what it holds."""
+        ...
+
+
+class Tracker(Protocol):
+    """Receives what is logged. Built with `run_dir`."""
+
+    def start(self, info: Mapping[str, Any]) -> None:
+        """Called once, with the run's facts: experiment, parameters, devices, max_steps, start_step."""
+        ...
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Scalars of one step. Values of a step come in one call; evaluation results come in a call of their own."""
+        ...
+
+    def text(self, step: int, name: str, value: str) -> None:
+        """A sample or message."""
+        ...
+
+    def close(self) -> None:
+        """Writes out what is pending."""
+        ...
+
+
+class CheckpointStorage(Protocol):
+    """The storage behind a checkpoint URI."""
+
+    def prepare(self, uri: str) -> Path:
+        """A local or mounted directory to write to, created; raises `WorkError` when it cannot be written."""
+        ...

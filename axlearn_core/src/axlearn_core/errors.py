@@ -1,0 +1,92 @@
+"""One tree of errors, and the "did you mean" helper.
+
+Every error that a user can cause derives from `RequestError` and ends a command with exit code 2; work that was asked
+for correctly and failed (a full disk, a diverged loss) derives from `WorkError` and ends it with exit code 1.
+"""
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+import attrs
+
+
+class AxlearnError(Exception):
+    """The root of all errors that this framework raises on purpose."""
+
+    exit_code = 1
+
+
+class WorkError(AxlearnError):
+    """The request was right; doing it failed."""
+
+
+class RequestError(AxlearnError):
+    """The request was wrong. Nothing has been done or written."""
+
+    exit_code = 2
+
+
+class PluginError(RequestError):
+    """A plugin cannot be loaded, is for another version of the core, or claims what another one claims."""
+
+
+class InputError(RequestError):
+    """The training data is missing, empty or not what its reader expects."""
+
+
+class CheckpointError(RequestError):
+    """A checkpoint or run directory is damaged, or belongs to something else."""
+
+
+@attrs.frozen(kw_only=True)
+class Problem:
+    """One thing that is wrong with a config."""
+
+    path: str
+    message: str
+    got: str | None = None
+    expected: str | None = None
+    nearest: Sequence[str] = ()
+    fix: str | None = None
+    where: str | None = None  # "run.yaml:12"
+
+    def __str__(self) -> str:
+        head = f"{self.where}: " if self.where else ""
+        lines = [f"{head}{self.path or '(root)'}: {self.message}"]
+        for label, text in (("got", self.got), ("expected", self.expected)):
+            if text is not None:
+                lines.append(f"    {label}: {text}")
+        if self.nearest:
+            lines.append(f"    did you mean: {', '.join(self.nearest)}?")
+        if self.fix:
+            lines.append(f"    fix: {self.fix}")
+        return "\n".join(lines)
+
+
+class ConfigError(RequestError):
+    """One or more problems in a config, all of them reported at once."""
+
+    def __init__(self, problems: Problem | Iterable[Problem]):
+        self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        super().__init__(self.problems)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.problems))
+
+
+def nearest(name: str, candidates: Iterable[str], limit: int = 3) -> tuple[str, ...]:
+    """The `limit` candidates closest in spelling to `name`, best first; empty where nothing is close."""
+    return tuple(difflib.get_close_matches(name, sorted(set(candidates)), n=limit, cutoff=0.55))
+
+
+def unknown(kind: str, name: str, candidates: Iterable[str], *, listing: str | None = None) -> RequestError:
+    """The error for a name that is not one of `candidates`; `listing` is the command that lists them."""
+    known = sorted(set(candidates))
+    close = nearest(name, known)
+    lines = [f"unknown {kind} {name!r}"]
+    if close:
+        lines.append(f"    did you mean: {', '.join(close)}?")
+    lines.append(f"    known: {', '.join(known) if known else 'none is installed'}")
+    if listing:
+        lines.append(f"    fix: `{listing}` lists them")
+    return RequestError("\n".join(lines))

@@ -1,0 +1,1 @@
+"""Llama experiments for axlearn-core."""
