@@ -27,6 +27,8 @@ class Configured(Node[Any]):
         settings = {}
         for attribute in attrs.fields(type(made)):
             value = getattr(made, attribute.name)
+            if value == attribute.default and attribute.name in rest:
+                value = rest[attribute.name]  # offered, and not set by the user
             settings[attribute.name] = value.build(**offered) if isinstance(value, Node) else value
         settings |= {param: offered[name] for param, name in renames.items() if name in offered}
         return owner(**(accepted(owner, {k: v for k, v in rest.items() if k not in settings}) | settings))

@@ -1,0 +1,7 @@
+"""Every test runs on eight virtual CPU devices, with JAX's strict rules for ranks and dtypes."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
