@@ -1,0 +1,69 @@
+"""`Feature`: a config modifier that is found by name.
+
+    @node
+    class QKNorm(Feature):
+        '''Normalises queries and keys (the command line prints this docstring).'''
+
+        stage = "tune"
+        eps: float = setting(default=1e-6, gt=0)             # an option: `--with qk-norm:eps=1e-5`
+
+        def apply(self, cfg):
+            return patch(cfg, {"model.**.attention.qk_norm": RMSNorm.Config(eps=self.eps)})
+
+It is registered under the entry-point group `axlearn.features` of its distribution.
+"""
+
+from typing import Any, ClassVar, Literal, TypeVar
+
+import attrs
+
+from axlearn_core.config import Node, node
+
+Stage = Literal["replace", "wrap", "tune", "execute"]
+STAGES: tuple[Stage, ...] = ("replace", "wrap", "tune", "execute")
+Tree = TypeVar("Tree", bound=Node[Any])
+
+
+@node
+class Feature(Node[Any]):
+    """The base of all features. Its fields are the options that a user may give; it needs no other state.
+
+    Features are applied in the order of (stage, name), however the user wrote them:
+
+    - `replace` puts other components in place (RoPE, MoE);
+    - `wrap` puts something around what is there (LoRA, quantization);
+    - `tune` sets values;
+    - `execute` says how it runs and leaves the numbers as they are (remat, pipeline parallelism).
+    """
+
+    stage: ClassVar[Stage] = "tune"
+    needs: ClassVar[tuple[str, ...]] = ()
+    """Names of features that must be asked for together with this one."""
+    excludes: ClassVar[tuple[str, ...]] = ()
+    """Names of features that cannot be used together with this one."""
+
+    @classmethod
+    def __attrs_init_subclass__(cls) -> None:
+        own = {"stage", "needs", "excludes", "apply", "in_effect"}
+        if taken := own & {a.name for a in attrs.fields(cls)}:
+            name = min(taken)
+            raise TypeError(f"{cls.__qualname__}.{name} is no option: write `{name} = ...` without an annotation")
+        if cls.stage not in STAGES:
+            raise TypeError(f"{cls.__qualname__}.stage is {cls.stage!r}; it has to be one of {', '.join(STAGES)}")
+        if isinstance(cls.needs, str) or isinstance(cls.excludes, str):
+            raise TypeError(f"{cls.__qualname__}: needs and excludes are tuples of names")
+
+    def apply(self, cfg: Tree) -> Tree:
+        """The config with this feature in it; a pure function of the tree and the options.
+
+        Raises:
+            ConfigError: the config has nothing that this feature could change, or already has what it cannot change.
+        """
+        raise NotImplementedError(f"{type(self).__qualname__} does not define apply()")
+
+    def in_effect(self, cfg: Node[Any]) -> bool:
+        """Whether the config already is what `apply` makes of it; asked only where `apply` changed nothing.
+
+        A feature that changes nothing is an error unless this says that there was nothing left to do.
+        """
+        return False
