@@ -1,0 +1,66 @@
+"""axlearn-core: train and serve large models, with every feature a plugin.
+
+Importing this package imports nothing else; each name is loaded when it is first used.
+"""
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from axlearn_core.compose import compose
+    from axlearn_core.config import REQUIRED, Node, configure, diff, interface, node, patch, replace_config
+    from axlearn_core.nn import Layer
+    from axlearn_core.plugins.feature import Feature
+    from axlearn_core.plugins.hookspecs import hookimpl
+    from axlearn_core.plugins.resolve import resolve
+    from axlearn_core.train import load, train
+
+__all__ = [
+    "REQUIRED", "Feature", "Layer", "Node", "compose", "configure", "diff", "hookimpl", "interface", "load", "node",
+    "patch", "replace_config", "resolve", "train",
+]  # fmt: skip
+
+_CONFIG = ("REQUIRED", "Node", "configure", "diff", "interface", "node", "patch", "replace_config")
+_HOMES = dict.fromkeys(_CONFIG, "config") | {
+    "Feature": "plugins.feature",
+    "Layer": "nn",
+    "compose": "compose",
+    "hookimpl": "plugins.hookspecs",
+    "load": "train",
+    "resolve": "plugins.resolve",
+    "train": "train",
+}
+
+
+class _Callable(ModuleType):
+    """A subpackage that is called by its own name: `ax.train(...)` is `axlearn_core.train.train(...)`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return vars(self)[self.__name__.rpartition(".")[2]](*args, **kwargs)
+
+
+class _Package(ModuleType):
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Importing `axlearn_core.train` makes it an attribute here, in the place of the function `train`.
+        if isinstance(value, ModuleType) and name in __all__:
+            value.__class__ = _Callable
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = importlib.import_module(f"{__name__}.{_HOMES[name]}")
+    if name == _HOMES[name]:
+        return home
+    value = globals()[name] = getattr(home, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,35 @@
+"""All hooks, on one screen. A plugin module implements some of them with `@hookimpl`; docs/hooks.md has examples.
+
+Modules with hooks import no JAX: they say what there is, and name what to load as `"module:attribute"`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pluggy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from axlearn_core.contracts.kernels import KernelImplementation
+    from axlearn_core.contracts.parts import CheckpointStorage
+    from axlearn_core.contracts.target import Target
+
+hookspec = pluggy.HookspecMarker("axlearn")
+hookimpl = pluggy.HookimplMarker("axlearn")
+
+
+@hookspec
+def axlearn_kernels(op: str) -> Iterable[KernelImplementation]:  # type: ignore[empty-body]
+    """The implementations of an op (`"attention"`) that this plugin has."""
+
+
+@hookspec
+def axlearn_targets() -> Iterable[Target]:  # type: ignore[empty-body]
+    """The hardware that this plugin knows."""
+
+
+@hookspec
+def axlearn_checkpoint_storage(uri: str) -> CheckpointStorage | None:
+    """The storage for a checkpoint URI (`"s3://bucket/run"`), or None where its scheme is not this plugin's."""

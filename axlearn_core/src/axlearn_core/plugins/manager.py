@@ -1,0 +1,101 @@
+"""The hooks of what is installed (pluggy)."""
+
+import functools
+from typing import Any
+
+import pluggy
+
+from axlearn_core.contracts.target import Target
+from axlearn_core.errors import PluginError, nearest
+from axlearn_core.plugins import hookspecs
+from axlearn_core.plugins.registry import BLOCK, Entry, Registry, registry
+
+
+class Host:
+    """The plugins of a registry, loaded by name, so that nothing depends on the order of installation.
+
+    Raises:
+        PluginError: a module cannot be loaded, or has a hook that does not exist.
+    """
+
+    def __init__(self, registry: Registry):
+        self.manager = pluggy.PluginManager("axlearn")
+        self.manager.add_hookspecs(hookspecs)
+        self.origins: dict[str, str] = {}
+        for entry in registry.entries("plugins"):
+            register(self.manager, entry)
+            self.origins[entry.name] = entry.origin
+
+    @property
+    def hook(self) -> pluggy.HookRelay:
+        """The hooks, to call by name: `host().hook.axlearn_kernels(op="attention")` is a list of what plugins returned."""
+        return self.manager.hook
+
+    def answers(self, hook: str, **arguments: Any) -> list[tuple[str, Any]]:
+        """(plugin, distribution and version; what it returned) for each plugin that returns something."""
+        found = []
+        for implementation in getattr(self.hook, hook).get_hookimpls():
+            given = {name: arguments[name] for name in implementation.argnames}
+            if (result := implementation.function(**given)) is not None:
+                title = f"{implementation.plugin_name} of {self.origins[implementation.plugin_name]}"
+                found.append((title, result))
+        return sorted(found, key=lambda f: f[0])
+
+    def only(self, hook: str, **arguments: Any) -> Any | None:
+        """What the one plugin that answers returns; None where none does.
+
+        Raises:
+            PluginError: more than one plugin answers.
+        """
+        found = self.answers(hook, **arguments)
+        if len(found) > 1:
+            raise _claimed(f"{hook}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})", [t for t, _ in found])
+        return found[0][1] if found else None
+
+    def target(self, device_kind: str) -> Target | None:
+        """What is known of a device by its `jax.Device.device_kind`."""
+        found = [
+            (title, target)
+            for title, targets in self.answers("axlearn_targets")
+            for target in targets
+            if device_kind in target.device_kinds
+        ]
+        if len(found) > 1:
+            raise _claimed(f"the device kind {device_kind!r}", [f"{title} ({t.name})" for title, t in found])
+        return found[0][1] if found else None
+
+
+def register(manager: pluggy.PluginManager, entry: Entry) -> None:
+    """Loads one module and registers its hooks; raises `PluginError` for hooks that do not exist or take other arguments."""
+    module = entry.load()
+    try:
+        manager.register(module, name=entry.name)
+    except pluggy.PluginValidationError as error:
+        raise entry.failed("has a hook that does not fit", error) from error
+    known = [n for n in vars(hookspecs) if n.startswith("axlearn_")]
+    wrong = [c.name for c in manager.get_hookcallers(module) or () if c.name not in known]
+    if wrong:
+        close = nearest(wrong[0], known)
+        manager.unregister(module)
+        raise PluginError(
+            f"the {entry} implements the hook {wrong[0]!r}, which does not exist\n"
+            + (f"    did you mean: {', '.join(close)}?\n" if close else "")
+            + f"    known: {', '.join(known)}"
+        )
+    manager.check_pending()
+
+
+def _claimed(what: str, titles: list[str]) -> PluginError:
+    return PluginError(
+        f"{what} is claimed by {' and by '.join(titles)}\n    fix: uninstall one of them, or leave one out with {BLOCK}"
+    )
+
+
+def host(names: Registry | None = None) -> Host:
+    """The plugins of this process (or of the given registry), loaded once."""
+    return _host(names or registry())
+
+
+@functools.lru_cache(maxsize=1)
+def _host(names: Registry) -> Host:
+    return Host(names)
