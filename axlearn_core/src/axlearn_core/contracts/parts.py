@@ -101,6 +101,16 @@ class Learner(Protocol):
         """The state (optimizer moments, EMA, counters) for a pytree of parameters."""
         ...
 
+    def value_and_grad(
+        self, loss: Callable[[Any, Batch], tuple[Any, Any]], params: Any, batch: Batch
+    ) -> tuple[tuple[jax.Array, dict[str, jax.Array]], Any]:
+        """((mean loss, summaries), gradients) over the batch, taken in microbatches where the learner accumulates."""
+        ...
+
+    def evaluation_params(self, state: Any, params: Any) -> Any:
+        """What to evaluate and export with: the moving average where there is one, else `params`."""
+        ...
+
     def update(self, grads: Any, state: Any, params: Any, loss: jax.Array) -> tuple[Any, Any, dict[str, jax.Array]]:
         """(new params, new state, scalar summaries). Pure and traceable. Non-finite gradients change nothing."""
         ...
@@ -116,6 +126,10 @@ class Optimizer(Protocol):
 
 class Checkpointer(Protocol):
     """Saves and restores training state. Built with `directory`."""
+
+    def due(self, step: int) -> bool:
+        """Whether the policy saves after `step`."""
+        ...
 
     def save(self, step: int, state: Any, *, extra: Mapping[str, Any], metrics: Mapping[str, float]) -> bool:
         """Starts saving a pytree of arrays and JSON-able `extra`; returns at once. False where the policy skips the step."""

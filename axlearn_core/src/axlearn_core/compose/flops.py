@@ -1,0 +1,42 @@
+"""Floating-point operations of a traced function, counted from its jaxpr: XLA counts the body of a scan only once."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+def count_flops(function: Callable[..., Any], *args: Any) -> int:
+    """Matrix-product and convolution FLOPs (a multiply-add is two) of `function(*args)`, loops times their trip counts.
+
+    A `while` loop of unknown length counts once; a branch counts as its most expensive arm.
+    """
+    return _count(jax.make_jaxpr(function)(*args).jaxpr)
+
+
+def _count(jaxpr: Any) -> int:
+    total = 0
+    for eqn in jaxpr.eqns:
+        name, params = eqn.primitive.name, eqn.params
+        if name == "dot_general":
+            (lhs_contract, _), _ = params["dimension_numbers"]
+            contracted = math.prod(eqn.invars[0].aval.shape[d] for d in lhs_contract)
+            total += 2 * contracted * math.prod(eqn.outvars[0].aval.shape)
+        elif name == "conv_general_dilated":
+            kernel = eqn.invars[1].aval.shape
+            out_features = kernel[params["dimension_numbers"].rhs_spec[0]]
+            total += 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) // out_features
+        elif name == "cond":
+            total += max(_count(b.jaxpr) for b in params["branches"])
+        elif name == "scan":
+            total += params["length"] * _count(params["jaxpr"].jaxpr)
+        elif name == "while":
+            total += _count(params["body_jaxpr"].jaxpr)
+        elif name == "shard_map":
+            total += params["mesh"].size * _count(params["jaxpr"])
+        else:
+            inner = params.get("jaxpr") or params.get("call_jaxpr") or params.get("fun_jaxpr")
+            if inner is not None:
+                total += _count(getattr(inner, "jaxpr", inner))
+    return total

@@ -1,0 +1,87 @@
+"""Where arrays live: the device mesh, and logical axes to mesh axes."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from axlearn_core.contracts.mesh import DEFAULT_RULES, MESH_AXES, Mesh
+from axlearn_core.errors import ConfigError, Problem, nearest
+
+
+def make_mesh(config: Mesh, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
+    """The mesh of all devices (or of `devices`) in the shape that the config gives."""
+    devices = jax.devices() if devices is None else devices
+    sizes = config.sizes(len(devices))
+    grid = np.asarray(devices).reshape([sizes[a] for a in MESH_AXES])
+    return jax.sharding.Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+class Layout:
+    """Logical axes resolved on one mesh."""
+
+    def __init__(self, mesh: jax.sharding.Mesh, config: Mesh):
+        self.mesh = mesh
+        self.rules: Mapping[str, tuple[str, ...]] = {**DEFAULT_RULES, **config.rules}
+
+    def spec(self, axes: Sequence[str | None], shape: Sequence[int], path: str) -> PartitionSpec:
+        """The partition of an array with these logical axes; a mesh axis serves only the first dimension that asks for it.
+
+        Raises:
+            ConfigError: a logical axis that no rule covers, or a dimension that its mesh axes do not divide.
+        """
+        used: set[str] = set()
+        parts: list[tuple[str, ...] | str | None] = []
+        for dim, axis in enumerate(axes):
+            if axis is not None and axis not in self.rules:
+                raise ConfigError(
+                    Problem(
+                        path=path,
+                        message=f"no mesh rule covers the logical axis {axis!r}",
+                        nearest=nearest(axis, self.rules),
+                        fix=f"add it: --set mesh.rules.{axis}=[]",
+                    )
+                )
+            mesh_axes = [a for a in self.rules.get(axis or "", ()) if a not in used and self.mesh.shape[a] > 1]
+            count = math.prod(self.mesh.shape[a] for a in mesh_axes)
+            if shape[dim] % count:
+                raise ConfigError(
+                    Problem(
+                        path=path,
+                        message=f"dimension {dim} ({axis}) is not divisible by the mesh axes {', '.join(mesh_axes)}",
+                        got=f"{shape[dim]} over {count} devices",
+                        fix=f"change mesh.shape, or --set mesh.rules.{axis}=[] to keep this axis whole",
+                    )
+                )
+            used.update(mesh_axes)
+            parts.append(None if not mesh_axes else mesh_axes[0] if len(mesh_axes) == 1 else tuple(mesh_axes))
+        while parts and parts[-1] is None:
+            parts.pop()
+        return PartitionSpec(*parts)
+
+    def sharding(self, axes: Sequence[str | None], shape: Sequence[int], path: str) -> NamedSharding:
+        """`spec` on this mesh."""
+        return NamedSharding(self.mesh, self.spec(axes, shape, path))
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """The sharding of what every device holds whole."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def place_like(self, tree: Any, shardings: Mapping[str, NamedSharding], shapes: Mapping[str, Any]) -> Any:
+        """Shardings for a tree of abstract arrays: whatever lies under a parameter's name, in its shape, lives where it does.
+
+        So optimizer moments and moving averages follow their parameters; counters are replicated.
+        """
+
+        def place(path: Any, leaf: Any) -> NamedSharding:
+            for entry in reversed(path):
+                name = getattr(entry, "key", None)
+                if name in shardings and tuple(shapes[name].shape) == tuple(leaf.shape):
+                    return shardings[name]
+            return self.replicated
+
+        return jax.tree_util.tree_map_with_path(place, tree)

@@ -1,0 +1,169 @@
+"""A `Program`: one config made ready for one set of devices. The trainer runs the very program that a plan analyses."""
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import attrs
+import jax
+from jax.sharding import NamedSharding
+
+from axlearn_core.compose.flops import count_flops
+from axlearn_core.compose.functional import Functional
+from axlearn_core.compose.layout import Layout, make_mesh
+from axlearn_core.config import Node
+from axlearn_core.contracts.mesh import Mesh
+from axlearn_core.kernels import selection
+from axlearn_core.nn import sharding as nn_sharding
+
+BATCH_AXES = ("batch", "sequence")
+
+
+@attrs.frozen(eq=False)
+class Steps:
+    """The pure functions of an experiment over the state and a batch.
+
+    Attributes:
+        init: `(key) -> state`.
+        train: `(state, batch) -> (state, scalars)`.
+        evaluate: `(state, batch) -> scalars`.
+        loss: `(params, batch) -> (loss, summaries)`, for counting FLOPs.
+        model_params: `(state) -> params` to evaluate and export with: their moving average where there is one.
+    """
+
+    init: Callable[[jax.Array], Any]
+    train: Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
+    evaluate: Callable[[Any, Any], dict[str, jax.Array]]
+    loss: Callable[[Any, Any], Any]
+    model_params: Callable[[Any], Any]
+
+
+class Experiment(Protocol):
+    """What `compose` needs of a root config."""
+
+    @property
+    def model(self) -> Node[Any]:
+        """The model."""
+        ...
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh and its rules."""
+        ...
+
+    def steps(self, functional: Functional) -> Steps:
+        """The pure functions."""
+        ...
+
+
+class Program:
+    """Compiled functions over sharded state, for one mesh.
+
+    Attributes:
+        functional: the model as pure functions.
+        layout: the mesh and the logical axes resolved on it.
+        state: the abstract training state with its shardings.
+    """
+
+    def __init__(self, config: Experiment, devices: Sequence[Any] | None = None):
+        self.config = config
+        self.functional = Functional.of(config.model)
+        self.layout = Layout(make_mesh(config.mesh, devices), config.mesh)
+        self.kernels = selection.Selection(platform=self.layout.mesh.devices.flat[0].platform)
+        self.steps = config.steps(self.functional)
+        abstract, axes = self.functional.abstract, self.functional.axes
+        shardings = {p: self.layout.sharding(axes[p], s.shape, f"model ({p})") for p, s in abstract.items()}
+        state = jax.eval_shape(self.steps.init, jax.random.key(0))
+        places = self.layout.place_like(state, shardings, abstract)
+        self.state = jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), state, places)
+        self._init = jax.jit(self._traced(self.steps.init), out_shardings=places)
+        self._train = jax.jit(
+            self._traced(self.steps.train), donate_argnums=0, out_shardings=(places, self.layout.replicated)
+        )
+        self._evaluate = jax.jit(self._traced(self.steps.evaluate), out_shardings=self.layout.replicated)
+        self._compiled: dict[Any, Any] = {}
+
+    def _traced(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, traced under this program's mesh, rules and kernel selection."""
+
+        def run(*args: Any) -> Any:
+            with nn_sharding.logical_rules(self.layout.mesh, self.layout.rules), selection.use(self.kernels):
+                return function(*args)
+
+        return run
+
+    def init(self, seed: int) -> Any:
+        """The state of step 0, sharded."""
+        return self._init(jax.random.key(seed))
+
+    def compile_train(self, batch: Mapping[str, Any]) -> Any:
+        """The compiled training step for batches of these shapes; kept."""
+        key = tuple((k, v.shape, str(v.dtype)) for k, v in sorted(batch.items()))
+        if key not in self._compiled:
+            self._compiled[key] = self.lower(batch).compile()
+        return self._compiled[key]
+
+    def lower(self, batch: Mapping[str, Any]) -> Any:
+        """The training step lowered for global batches of these shapes."""
+        specs = {k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=self._batch_sharding(k, v)) for k, v in batch.items()}
+        return self._train.trace(self.state, specs).lower()
+
+    def train_step(self, state: Any, batch: Mapping[str, jax.Array]) -> tuple[Any, dict[str, jax.Array]]:
+        """One training step; `state` is donated."""
+        return self.compile_train(batch)(state, batch)
+
+    def eval_step(self, state: Any, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """The scalars of one evaluation batch."""
+        return self._evaluate(state, batch)
+
+    def model(self, state: Any) -> Any:
+        """The model with the parameters of a state, as an `nnx.Module`."""
+        return self.functional.bind(self.steps.model_params(state))
+
+    def put(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """This process's rows of a batch, as global arrays on the mesh."""
+        return {k: jax.make_array_from_process_local_data(self._batch_sharding(k, v), v) for k, v in batch.items()}
+
+    def _batch_sharding(self, name: str, value: Any) -> NamedSharding:
+        shape = tuple(value.shape)
+        if not isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
+            shape = (shape[0] * jax.process_count(), *shape[1:]) if shape else shape
+        axes = (*BATCH_AXES, *(None,) * len(shape))[: len(shape)]
+        return self.layout.sharding(axes, shape, f"input ({name})")
+
+    def model_flops(self, batch: Mapping[str, Any]) -> int:
+        """FLOPs of the mathematics of one step: three times the forward pass, with full (not causal-halved) attention.
+
+        The convention of model FLOPs utilisation (Chowdhery et al., 2022): recomputation does not count.
+        """
+        specs = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in batch.items()}
+        return 3 * count_flops(self.steps.loss, self.functional.abstract, specs)
+
+    def fingerprint(self, batch: Mapping[str, Any]) -> str:
+        """A hash of the lowered training step: equal fingerprints compute the same."""
+        return hashlib.sha256(self.lower(batch).as_text().encode()).hexdigest()[:16]
+
+    def memory(self, batch: Mapping[str, Any]) -> dict[str, int]:
+        """Bytes per device of the compiled step: arguments, outputs, temporaries, and outputs that alias arguments."""
+        found = self.compile_train(batch).memory_analysis()
+        return {
+            "argument_bytes": found.argument_size_in_bytes,
+            "output_bytes": found.output_size_in_bytes,
+            "temporary_bytes": found.temp_size_in_bytes,
+            "alias_bytes": found.alias_size_in_bytes,
+        }
+
+    @property
+    def devices(self) -> int:
+        """How many devices the mesh has."""
+        return math.prod(self.layout.mesh.devices.shape)
+
+
+def compose(config: Experiment, devices: Sequence[Any] | None = None) -> Program:
+    """Makes `config` ready for `devices` (by default all that JAX sees): mesh, sharding, kernels, step functions.
+
+    Raises:
+        ConfigError: the mesh does not fit the devices, or a logical axis has no rule or does not divide.
+    """
+    return Program(config, devices)

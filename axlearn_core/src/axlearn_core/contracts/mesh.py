@@ -1,0 +1,84 @@
+"""The mesh of devices and the rules that map logical axes to its axes. Imports no JAX."""
+
+from collections.abc import Iterable, Mapping
+
+from axlearn_core.config.node import Node, node
+from axlearn_core.errors import Problem, nearest
+
+MESH_AXES = ("pipeline", "data", "fsdp", "expert", "seq", "tensor")
+"""Every mesh has these axes, in this order, outermost first; those that a shape does not name have size 1."""
+
+DEFAULT_RULES: Mapping[str, tuple[str, ...]] = {
+    # activations
+    "batch": ("data", "fsdp", "expert"),
+    "sequence": ("seq",),
+    "activation_embed": (),
+    "activation_mlp": ("tensor",),
+    "activation_heads": ("tensor",),
+    "activation_kv": ("tensor",),
+    "activation_vocab": ("tensor",),
+    # parameters
+    "embed": ("fsdp",),
+    "mlp": ("tensor",),
+    "heads": ("tensor",),
+    "kv": ("tensor",),
+    "head_dim": (),
+    "vocab": ("tensor",),
+    "layers": (),
+    "experts": ("expert",),
+    "norm": (),
+}
+"""Fully sharded data parallelism over `fsdp`, tensor parallelism over `tensor`."""
+
+
+@node
+class Mesh(Node[None]):
+    """How many devices each mesh axis has, and which mesh axes a logical axis is split over.
+
+    `shape` may give one axis as -1: all the devices that are left. The default, an empty shape, puts every device on
+    `fsdp`. `rules` are laid over the default rules.
+    """
+
+    shape: Mapping[str, int] = {}
+    rules: Mapping[str, tuple[str, ...]] = {}
+
+    def validate(self) -> Iterable[Problem]:
+        """Axes that no mesh has, sizes that are no sizes, more than one -1."""
+        for where, names in (("shape", self.shape), *((f"rules.{k}", v) for k, v in self.rules.items())):
+            for axis in names:
+                if axis not in MESH_AXES:
+                    yield Problem(
+                        path=f"{where}.{axis}",
+                        message=f"no mesh has an axis {axis!r}",
+                        expected=f"one of {', '.join(MESH_AXES)}",
+                        nearest=nearest(axis, MESH_AXES),
+                    )
+        for axis, size in self.shape.items():
+            if size == 0 or size < -1:
+                yield Problem(path=f"shape.{axis}", message="no size", got=str(size), expected="a positive number, or -1")
+        if list(self.shape.values()).count(-1) > 1:
+            yield Problem(path="shape", message="only one axis can be -1", got=str(dict(self.shape)))
+
+    def sizes(self, devices: int) -> dict[str, int]:
+        """Axis -> size for a number of devices, all axes named; raises `ConfigError` where they do not multiply to it."""
+        from axlearn_core.errors import ConfigError
+
+        shape = dict(self.shape) or {"fsdp": -1}
+        known = 1
+        for size in shape.values():
+            known *= size if size != -1 else 1
+        free = [axis for axis, size in shape.items() if size == -1]
+        if free and devices % known == 0:
+            shape[free[0]] = devices // known
+            known = devices
+        if known != devices:
+            raise ConfigError(
+                Problem(
+                    path="mesh.shape",
+                    message="does not multiply to the number of devices",
+                    got=f"{dict(self.shape)} ({known})",
+                    expected=f"{devices} devices",
+                    fix="change one axis, or give it as -1 to take what is left",
+                )
+            )
+        return {axis: shape.get(axis, 1) for axis in MESH_AXES}

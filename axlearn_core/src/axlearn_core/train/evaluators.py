@@ -1,0 +1,113 @@
+"""What is measured during training: the loss on held-out data, and samples of generated text."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import jax
+
+from axlearn_core.config import Configurable, Node, node, setting
+from axlearn_core.contracts.parts import Input
+
+if TYPE_CHECKING:
+    from axlearn_core.train.session import Session
+
+
+class Evaluator(Protocol):
+    """One entry of `evaluators`. Built with `name`, its key there."""
+
+    def due(self, step: int, last: bool) -> bool:
+        """Whether it runs after `step`; `last` is true at the end of the run."""
+        ...
+
+    def run(self, session: "Session") -> Mapping[str, float]:
+        """Scalars for the trackers; texts go to `session.text`."""
+        ...
+
+
+class Periodic(Configurable):
+    """An evaluator that runs every so many steps, and at the end."""
+
+    @node
+    class Config(Configurable.Config["Periodic"]):
+        """`every_steps`: 0 runs it at the end only."""
+
+        every_steps: int = setting(default=0, ge=0)
+
+    def __init__(self, cfg: Config, *, name: str):
+        self.cfg, self.name = cfg, name
+
+    def due(self, step: int, last: bool) -> bool:
+        """After every `every_steps` steps, and after the last one."""
+        return last or (self.cfg.every_steps > 0 and step % self.cfg.every_steps == 0)
+
+
+class LossEvaluator(Periodic):
+    """The mean loss over held-out batches: `<name>_loss`, and `<name>_nats_per_byte` where the input counts bytes.
+
+    Nats per byte compare models with different tokenizers: the summed loss over the summed bytes of the targets.
+    """
+
+    @node
+    class Config(Periodic.Config["LossEvaluator"]):
+        """`input`: where batches come from, the trainer's own input by default. `max_batches`: None takes all."""
+
+        input: Node[Input] | None = None
+        max_batches: int | None = setting(default=None, ge=1)
+
+    def __init__(self, cfg: Config, *, name: str):
+        super().__init__(cfg, name=name)
+        self.limit = cfg.max_batches
+        self._input: Any = None
+
+    def run(self, session: "Session") -> Mapping[str, float]:
+        """Runs over the batches; sums stay on the device until the end."""
+        if self._input is None:
+            own = self.cfg.input  # type: ignore[attr-defined]
+            self._input = session.input if own is None else session.build_input(own)
+        batches = self._input.evaluation()
+        totals = None
+        try:
+            for i, batch in enumerate(batches):
+                if i == self.limit:
+                    break
+                sums = session.program.eval_step(session.state, session.program.put(batch))
+                totals = sums if totals is None else jax.tree.map(lambda a, b: a + b, totals, sums)
+        finally:
+            batches.close()
+        if totals is None:
+            return {}
+        sums = {k: float(v) for k, v in totals.items()}
+        values = {f"{self.name}_loss": sums["loss_sum"] / max(sums["weight"], 1.0)}
+        if sums.get("bytes"):
+            values[f"{self.name}_nats_per_byte"] = sums["loss_sum"] / sums["bytes"]
+        return values
+
+
+class SampleEvaluator(Periodic):
+    """Text that the model writes after a prompt, for the trackers' `text`."""
+
+    @node
+    class Config(Periodic.Config["SampleEvaluator"]):
+        """`temperature` 0 takes the likeliest token each time."""
+
+        prompt: str = "def "
+        max_tokens: int = setting(default=96, ge=1)
+        temperature: float = setting(default=0.7, ge=0)
+
+    def __init__(self, cfg: Config, *, name: str):
+        super().__init__(cfg, name=name)
+        self.sampling = cfg
+
+    def run(self, session: "Session") -> Mapping[str, float]:
+        """Generates one sample with the run's seed."""
+        from axlearn_core.train.load import generate_text
+
+        tokenizer = getattr(session.input, "tokenizer", None)
+        if tokenizer is None:
+            return {}
+        cfg = self.sampling
+        pieces = generate_text(
+            session.model(), tokenizer, cfg.prompt, max_tokens=cfg.max_tokens, temperature=cfg.temperature, seed=session.seed
+        )
+        session.text(self.name, cfg.prompt + "".join(pieces))
+        return {}

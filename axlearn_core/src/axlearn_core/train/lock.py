@@ -1,0 +1,50 @@
+"""What a run depended on besides its config: versions, devices, data, kernels."""
+
+import platform
+from collections.abc import Mapping
+from typing import Any
+
+import importlib_metadata
+import jax
+
+from axlearn_core.compose import Program
+from axlearn_core.contracts.parts import Input
+from axlearn_core.plugins.manager import host
+
+LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers", "numpy")
+
+
+def versions() -> dict[str, str]:
+    """Name -> version of the libraries that decide numbers, and of every installed distribution of this framework."""
+    found = {}
+    for dist in importlib_metadata.distributions():
+        name = dist.metadata["Name"]
+        plugin = any(ep.group.startswith("axlearn.") for ep in dist.entry_points)
+        if name in LIBRARIES or plugin:
+            found[name] = dist.version
+    return dict(sorted(found.items()))
+
+
+def make_lock(
+    program: Program, source: Input, *, experiment: str, provenance: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """The lock, less what is known only once the step is compiled (kernels, fingerprint)."""
+    devices = program.layout.mesh.devices.flat
+    return {
+        "experiment": experiment,
+        "versions": versions(),
+        "python": platform.python_version(),
+        "platform": devices[0].platform,
+        "devices": f"{program.devices} x {devices[0].device_kind}",
+        "mesh": {k: v for k, v in program.layout.mesh.shape.items() if v > 1},
+        "parameters": program.functional.num_parameters,
+        "data": dict(source.describe()),
+        "provenance": dict(provenance or {}),
+    }
+
+
+def peak_flops(program: Program) -> float | None:
+    """The dense bfloat16 peak of all devices together, in FLOP/s, where a plugin knows this hardware."""
+    target = host().target(program.layout.mesh.devices.flat[0].device_kind)
+    peak = target.peak_flops.get("bfloat16") if target else None
+    return peak * program.devices if peak else None

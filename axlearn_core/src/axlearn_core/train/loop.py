@@ -1,0 +1,129 @@
+"""The training loop."""
+
+import math
+import time
+from typing import Any, Protocol
+
+import jax
+
+from axlearn_core.config import Configurable, node, setting
+from axlearn_core.errors import WorkError
+from axlearn_core.train.session import Session, StepTimer, batch_tokens, say
+
+
+class Loop(Protocol):
+    """Takes a session from its step to `max_steps`."""
+
+    def run(self, session: Session) -> None:
+        """Returns when done or when `session.stop_signal` is set; saves what is to be kept."""
+        ...
+
+
+class TrainLoop(Configurable):
+    """Steps, logs, evaluates and saves.
+
+    The host stays one step ahead of the devices: the scalars of a step are fetched once the next one is on its way.
+    """
+
+    @node
+    class Config(Configurable.Config["TrainLoop"]):
+        """`max_nonfinite_steps`: how many steps in a row may have a loss or gradient that is no number."""
+
+        max_nonfinite_steps: int = setting(default=10, ge=0)
+
+    def __init__(self, cfg: Config):
+        self.max_nonfinite_steps = cfg.max_nonfinite_steps
+
+    def run(self, session: Session) -> None:
+        """See `Loop`."""
+        record = _Record(session, self.max_nonfinite_steps)
+        with session:
+            while session.step < session.max_steps and session.stop_signal is None:
+                batch = session.program.put(next(session.batches))
+                session.first_batch(batch)
+                if session.profiler is not None:
+                    session.profiler.before(session.step)
+                session.state, scalars = session.program.train_step(session.state, batch)
+                session.step += 1
+                record.flush()
+                record.hold(scalars, batch)
+                if session.profiler is not None:
+                    session.profiler.after(session.step, scalars)
+                if self._anything_due(session):
+                    record.flush()
+                    since = time.perf_counter()
+                    session.evaluate()
+                    session.save()
+                    record.timer.pause(since)
+            record.flush()
+            if session.stop_signal is None:
+                session.evaluate(last=True)
+            session.save(force=True)
+
+    @staticmethod
+    def _anything_due(session: Session) -> bool:
+        if session.step >= session.max_steps:
+            return False  # the end evaluates and saves by itself
+        return session.checkpointer.due(session.step) or any(
+            e.due(session.step, last=False) for e in session.evaluators.values()
+        )
+
+
+class _Record:
+    """Fetches the scalars of each step, watches them, and logs every so many."""
+
+    def __init__(self, session: Session, max_nonfinite: int):
+        self.session, self.max_nonfinite = session, max_nonfinite
+        self.timer: Any = None
+        self.held: tuple[int, dict[str, jax.Array], int | None, str] | None = None
+        self.since_log = 0
+        self.nonfinite = 0
+        self.first = True
+
+    def hold(self, scalars: dict[str, jax.Array], batch: Any) -> None:
+        """Keeps the scalars of the step that was just started."""
+        if self.timer is None:
+            self.timer = StepTimer()
+        self.held = (self.session.step, scalars, batch_tokens(batch), self.session.describe_batch())
+
+    def flush(self) -> None:
+        """Waits for the held step and handles its scalars."""
+        if self.held is None:
+            return
+        step, scalars, tokens, where = self.held
+        self.held = None
+        values = {k: float(v) for k, v in jax.device_get(scalars).items()}
+        self.since_log += 1
+        bad = [k for k in ("loss", "grad_norm") if not math.isfinite(values.get(k, 0.0))]
+        self.nonfinite = self.nonfinite + 1 if bad else 0
+        last = step >= self.session.max_steps
+        if step % self.session.log_every_steps == 0 or last or self.first or bad:
+            seconds = self.timer.lap(self.since_log)
+            self.session.log(step, self._logged(values, seconds, tokens))
+            self.since_log, self.first = 0, False
+        self.session.metrics["loss"] = values["loss"]
+        if bad:
+            self._report(step, values, bad, where)
+
+    def _logged(self, values: dict[str, float], seconds: float, tokens: int | None) -> dict[str, float]:
+        logged = {"loss": values["loss"], "step_seconds": seconds}
+        if tokens is not None:
+            logged["tokens_per_second"] = tokens / seconds
+        flops, peak = self.session.flops_per_step, self.session.peak_flops
+        if flops and peak:
+            logged["mfu"] = flops / seconds / peak
+        return logged | {k: v for k, v in values.items() if k not in logged}
+
+    def _report(self, step: int, values: dict[str, float], bad: list[str], where: str) -> None:
+        found = ", ".join(f"{k} {values[k]}" for k in bad)
+        say(f"step {step}: {found}; the update was skipped. Batch: {where}")
+        if self.nonfinite > self.max_nonfinite:
+            self.session.save(force=True)
+            self.session.checkpointer.wait()
+            raise WorkError(
+                f"{self.nonfinite} steps in a row had a {' and '.join(bad)} that is no finite number, the last of them step "
+                f"{step}; their updates were skipped, and the state before them is in the checkpoint\n"
+                f"    batch: {where}\n"
+                "    fix: lower the learning rate, clip harder, or look at the data there; "
+                "`loop.max_nonfinite_steps` sets the limit"
+            )

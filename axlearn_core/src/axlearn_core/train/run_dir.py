@@ -1,0 +1,137 @@
+"""The run directory: what is in it, whose it is, and whether it may be continued.
+
+    config.yaml       the resolved config
+    run.lock.json     versions, devices, kernels, data, provenance, fingerprint of the compiled step
+    metrics.jsonl     one object per logged step
+    checkpoints/      one directory per step
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from axlearn_core.config import Change, Node, diff, flatten
+from axlearn_core.errors import CheckpointError, RequestError, WorkError
+
+# What may differ when a run is continued: it changes neither the model nor the data nor the order of either.
+FREE = ("max_steps", "log_every_steps", "trackers", "checkpointer", "evaluators", "profiler", "distributed", "mesh")
+UNHASHED = ("max_steps", "trackers")
+
+
+def is_free(path: str) -> bool:
+    """Whether a run may be continued with another value at this path."""
+    return path.split(".")[0] in FREE or ".remat" in path or path.endswith((".stack.mode", ".attention.kernel"))
+
+
+def short_hash(config: Node[Any]) -> str:
+    """Eight hex digits of the config without what may change between runs of the same experiment."""
+    flat = {k: repr(v) for k, v in flatten(config).items() if k.split(".")[0] not in UNHASHED}
+    return hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def default_run_dir(experiment: str, config: Node[Any]) -> Path:
+    """`runs/<experiment>-<hash>`."""
+    return Path("runs") / f"{experiment}-{short_hash(config)}"
+
+
+@attrs.frozen
+class RunDir:
+    """A run directory that was checked against the config it is to be used with."""
+
+    path: Path
+    resumes: bool
+    notes: tuple[str, ...] = ()
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints lie."""
+        return self.path / "checkpoints"
+
+    @classmethod
+    def check(cls, path: Path, config: Node[Any], old: Node[Any] | None, *, allow_drift: bool) -> "RunDir":
+        """Decides between a new run and a continued one; writes nothing.
+
+        Args:
+            path: the directory, which need not exist.
+            config: the resolved config of this request.
+            old: the config that is in the directory, if there is one.
+            allow_drift: continue although the architecture or the data changed.
+
+        Raises:
+            RequestError: the directory holds something that is no run.
+            CheckpointError: it holds another experiment's run.
+        """
+        if path.exists() and not path.is_dir():
+            raise RequestError(f"{path} is a file\n    fix: give another --run-dir")
+        if old is None:
+            strangers = sorted(p.name for p in path.iterdir())[:5] if path.exists() else []
+            if strangers:
+                raise RequestError(
+                    f"{path} is not empty and is no run: it has no config.yaml\n    got: {', '.join(strangers)}\n"
+                    "    fix: give another --run-dir; nothing was written"
+                )
+            return cls(path, resumes=False)
+        changes = diff(old, config)
+        refused = [c for c in changes if not is_free(c.path)]
+        if refused and not allow_drift:
+            raise CheckpointError(
+                f"{path} holds a run with another config; nothing was written\n"
+                + "\n".join(f"    {show_change(c)}" for c in refused[:12])
+                + (f"\n    and {len(refused) - 12} more" if len(refused) > 12 else "")
+                + "\n    fix: give another --run-dir, or continue it all the same with --allow-drift"
+            )
+        return cls(path, resumes=True, notes=tuple(f"changed since the run began: {show_change(c)}" for c in changes))
+
+    def write(self, config_text: str, lock: Mapping[str, Any]) -> None:
+        """Writes the config and the lock, each in one piece. Raises `WorkError` where the directory cannot be written."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_whole(self.path / "config.yaml", config_text)
+            write_whole(self.path / "run.lock.json", json.dumps(lock, indent=1, default=str) + "\n")
+        except OSError as error:
+            raise WorkError(f"cannot write the run directory {self.path}: {error.strerror or error}") from error
+
+    def read_lock(self) -> dict[str, Any]:
+        """The lock, or an empty one where it is missing or torn."""
+        try:
+            return json.loads((self.path / "run.lock.json").read_text())
+        except (OSError, ValueError):
+            return {}
+
+    def write_fact(self, name: str, value: Any) -> None:
+        """Adds one fact to the lock that is known only once the step is compiled."""
+        lock = self.read_lock() | {name: value}
+        write_whole(self.path / "run.lock.json", json.dumps(lock, indent=1, default=str) + "\n")
+
+
+def show_change(change: Change) -> str:
+    """`path: old -> new`."""
+    return f"{change.path}: {change.old!r} -> {change.new!r}"
+
+
+def lock_drift(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What changed around the config since the lock was written: versions, data, devices."""
+    notes = []
+    for name in sorted({*old.get("versions", {}), *new.get("versions", {})}):
+        before, after = old.get("versions", {}).get(name), new.get("versions", {}).get(name)
+        if before != after:
+            notes.append(f"{name} was {before or 'not installed'}, is {after or 'not installed'}")
+    for key in ("python", "devices"):
+        if old.get(key) and old.get(key) != new.get(key):
+            notes.append(f"{key} was {old[key]}, is {new.get(key)}")
+    return notes
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file so that a reader, or a crash, sees all of it or none."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

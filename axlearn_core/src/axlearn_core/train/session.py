@@ -1,0 +1,155 @@
+"""A running training job: everything that the loop and the evaluators work on."""
+
+import math
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import jax
+import numpy as np
+
+from axlearn_core.compose import Program
+from axlearn_core.config import Node
+from axlearn_core.contracts.parts import BatchIterator, Checkpointer, Input, Tracker
+from axlearn_core.train.evaluators import Evaluator
+
+
+def say(message: str) -> None:
+    """One line for a person, on standard error, from the first process only."""
+    if jax.process_index() == 0:
+        print(message, file=sys.stderr, flush=True)
+
+
+class Session:
+    """The parts of one run, built; the state; and what the loop asks of them.
+
+    Attributes:
+        program: the compiled functions.
+        state: the training state after `step` steps.
+        batches: the training stream.
+        peak_flops: of all devices together for the dtype in use, or None where the hardware's peak is not known.
+    """
+
+    def __init__(
+        self,
+        *,
+        program: Program,
+        state: Any,
+        step: int,
+        max_steps: int,
+        log_every_steps: int,
+        seed: int,
+        input: Input,  # noqa: A002  # the name of the slot in the config
+        build_input: Callable[[Node[Any]], Input],
+        batches: BatchIterator,
+        evaluators: Mapping[str, Evaluator],
+        checkpointer: Checkpointer,
+        trackers: Sequence[Tracker],
+        run_dir: Path,
+        peak_flops: float | None,
+        on_compiled: Callable[["Session", Mapping[str, Any]], None],
+        profiler: Any = None,
+    ):
+        self.program, self.state, self.step, self.max_steps = program, state, step, max_steps
+        self.start_step, self.log_every_steps, self.seed = step, log_every_steps, seed
+        self.input, self.build_input, self.batches = input, build_input, batches
+        self.evaluators, self.checkpointer, self.trackers = evaluators, checkpointer, trackers
+        self.run_dir, self.peak_flops, self.profiler = run_dir, peak_flops, profiler
+        self.on_compiled = on_compiled
+        self.flops_per_step: int | None = None
+        self.metrics: dict[str, float] = {}
+        self.stop_signal: int | None = None
+        self._saved_step = step if step else -1
+
+    def first_batch(self, batch: Mapping[str, Any]) -> None:
+        """Compiles the step for this batch and counts its FLOPs, once."""
+        if self.flops_per_step is None:
+            self.program.compile_train(batch)
+            self.flops_per_step = self.program.model_flops(batch)
+            self.on_compiled(self, batch)
+
+    def model(self) -> Any:
+        """The model with the current parameters (their moving average where the learner keeps one)."""
+        return self.program.model(self.state)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Sends scalars to every tracker."""
+        for tracker in self.trackers:
+            tracker.log(step, values)
+
+    def text(self, name: str, value: str) -> None:
+        """Sends a text to every tracker."""
+        for tracker in self.trackers:
+            tracker.text(self.step, name, value)
+
+    def evaluate(self, *, last: bool = False) -> None:
+        """Runs every evaluator that is due."""
+        for evaluator in self.evaluators.values():
+            if evaluator.due(self.step, last):
+                values = dict(evaluator.run(self))
+                if values:
+                    self.metrics.update(values)
+                    self.log(self.step, values)
+
+    def save(self, *, force: bool = False) -> None:
+        """Starts a checkpoint of this step where one is due (or `force`)."""
+        if self.step == self._saved_step:
+            return
+        if not force and not self.checkpointer.due(self.step):
+            return
+        metrics = {k: v for k, v in self.metrics.items() if math.isfinite(v)}
+        extra = {"data": self.batches.get_state(), "step": self.step}
+        self.checkpointer.save(self.step, self.state, extra=extra, metrics=metrics)
+        self._saved_step = self.step
+
+    def describe_batch(self) -> str:
+        """Which batch was just taken, for a message about it: by the input itself where it can say, else by its number."""
+        describe = getattr(self.batches, "describe_position", None)
+        return str(describe()) if describe else f"number {self.step} of the stream"
+
+    def __enter__(self) -> "Session":
+        self._old = {}
+        if threading.current_thread() is threading.main_thread():
+            for name in (signal.SIGINT, signal.SIGTERM):
+                self._old[name] = signal.signal(name, self._stop)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name, handler in self._old.items():
+            signal.signal(name, handler)
+
+    def _stop(self, number: int, _frame: FrameType | None) -> None:
+        if self.stop_signal is not None:  # asked twice: at once
+            raise KeyboardInterrupt
+        self.stop_signal = number
+        say("stopping after this step, then saving; once more stops at once and loses the steps since the last checkpoint")
+
+
+class StepTimer:
+    """Seconds per step between log lines, without the time that evaluation and saving took."""
+
+    def __init__(self) -> None:
+        self.last = time.perf_counter()
+        self.paused = 0.0
+
+    def lap(self, steps: int) -> float:
+        """Seconds per step since the last lap."""
+        now = time.perf_counter()
+        seconds = (now - self.last - self.paused) / max(steps, 1)
+        self.last, self.paused = now, 0.0
+        return seconds
+
+    def pause(self, since: float) -> None:
+        """Takes the time since `since` out of the current lap."""
+        self.paused += time.perf_counter() - since
+
+
+def batch_tokens(batch: Mapping[str, Any]) -> int | None:
+    """Tokens of the global batch, or None where the batch has none."""
+    tokens = batch.get("tokens")
+    return int(np.prod(tokens.shape)) if tokens is not None else None

@@ -1,0 +1,50 @@
+"""The training and evaluation steps: pure functions over a state that is a plain pytree."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from axlearn_core.compose import Functional, Steps
+from axlearn_core.contracts.parts import Learner
+
+State = dict[str, Any]
+"""step (int32), rng (key data), params (path -> array), learner (whatever the learner keeps)."""
+
+
+def make_steps(functional: Functional, learner: Learner) -> Steps:
+    """The step functions for a model and a learner."""
+
+    def init(key: jax.Array) -> State:
+        model_key, step_key = jax.random.split(key)
+        params = functional.init(model_key)
+        return {
+            "step": jnp.zeros((), jnp.int32),
+            "rng": jax.random.key_data(step_key),
+            "params": params,
+            "learner": learner.init(params),
+        }
+
+    def loss(params: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+        value, summaries = functional.bind(params).loss(batch)
+        return value, dict(summaries)
+
+    def train(state: State, batch: Mapping[str, jax.Array]) -> tuple[State, dict[str, jax.Array]]:
+        (value, summaries), grads = learner.value_and_grad(loss, state["params"], batch)
+        params, learner_state, more = learner.update(grads, state["learner"], state["params"], value)
+        new = {"step": state["step"] + 1, "rng": state["rng"], "params": params, "learner": learner_state}
+        return new, {"loss": value, **summaries, **more}
+
+    def model_params(state: State) -> Any:
+        return learner.evaluation_params(state["learner"], state["params"])
+
+    def evaluate(state: State, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        value, summaries = loss(model_params(state), batch)
+        weight = summaries.get("weight", jnp.ones((), jnp.float32))
+        sums = {"loss_sum": value * weight, "weight": weight}
+        if "bytes" in batch:
+            sums["bytes"] = jnp.sum(batch["bytes"], dtype=jnp.float32)
+        return sums
+
+    return Steps(init=init, train=train, evaluate=evaluate, loss=loss, model_params=model_params)

@@ -1,0 +1,198 @@
+"""The root of every experiment, and how its parts become a running job."""
+
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import attrs
+import jax
+
+from axlearn_core.checkpoint import OrbaxCheckpointer
+from axlearn_core.compose import Functional, Program, Steps, compose
+from axlearn_core.config import REQUIRED, Configurable, Node, check, node, setting
+from axlearn_core.contracts.mesh import Mesh
+from axlearn_core.contracts.parts import Checkpointer, Input, Model, Tracker
+from axlearn_core.contracts.parts import Learner as LearnerProtocol
+from axlearn_core.errors import RequestError
+from axlearn_core.learn import Learner
+from axlearn_core.train.distributed import Distributed
+from axlearn_core.train.evaluators import Evaluator, LossEvaluator
+from axlearn_core.train.lock import make_lock, peak_flops
+from axlearn_core.train.loop import Loop, TrainLoop
+from axlearn_core.train.profiler import Profiler
+from axlearn_core.train.run_dir import RunDir, lock_drift
+from axlearn_core.train.session import Session, say
+from axlearn_core.train.step import make_steps
+from axlearn_core.train.trackers import ConsoleTracker, JsonlTracker, TensorBoardTracker
+
+
+@attrs.frozen
+class Result:
+    """What a run came to.
+
+    Attributes:
+        step: how many steps the state has seen.
+        metrics: the latest loss and evaluation results.
+        stop_signal: the signal that ended it early, or None.
+    """
+
+    run_dir: Path
+    step: int
+    metrics: Mapping[str, float]
+    stop_signal: int | None = None
+
+
+class Trainer(Configurable):
+    """Trains a model. Every field is a part that another component can replace."""
+
+    @node
+    class Config(Configurable.Config["Trainer"]):
+        """The root config: paths such as `model.decoder.num_layers` start here."""
+
+        model: Node[Model] = REQUIRED
+        learner: Node[LearnerProtocol] = Learner.Config()
+        input: Node[Input] = REQUIRED
+        evaluators: Mapping[str, Node[Evaluator]] = {"eval": LossEvaluator.Config()}
+        checkpointer: Node[Checkpointer] = OrbaxCheckpointer.Config()
+        mesh: Mesh = Mesh()
+        distributed: Distributed = Distributed()
+        trackers: tuple[Node[Tracker], ...] = (
+            ConsoleTracker.Config(),
+            JsonlTracker.Config(),
+            TensorBoardTracker.Config(),
+        )
+        loop: Node[Loop] = TrainLoop.Config()
+        profiler: Node[Profiler] | None = None
+        max_steps: int = setting(default=REQUIRED, ge=1)
+        log_every_steps: int = setting(default=10, ge=1)
+        seed: int = setting(default=0, ge=0)
+
+        def steps(self, functional: Functional) -> Steps:
+            """The pure functions of this experiment; see `axlearn_core.compose`."""
+            return make_steps(functional, self.learner.build(max_steps=self.max_steps))
+
+        def build_input(self, own: Node[Input], vocab_size: int | None) -> Input:
+            """An input for this process."""
+            return own.build(
+                seed=self.seed,
+                process_index=jax.process_index(),
+                process_count=jax.process_count(),
+                vocab_size=vocab_size,
+            )
+
+    def __init__(self, cfg: Config):
+        self.config = check(cfg)
+
+    def run(
+        self,
+        run_dir: RunDir,
+        *,
+        experiment: str = "",
+        config_text: str = "",
+        provenance: Mapping[str, Any] | None = None,
+        restore_step: int | None = None,
+    ) -> Result:
+        """Trains to `max_steps` in a run directory that was checked, from its newest checkpoint where it has one.
+
+        Everything is built, and the checkpoint verified, before anything is written.
+
+        Args:
+            run_dir: from `RunDir.check`.
+            experiment: a name for people.
+            config_text: the resolved config as YAML, to be kept in the directory.
+            provenance: path -> who set it, for the lock.
+            restore_step: a step to go back to; the default is the newest.
+        """
+        cfg = self.config
+        cfg.distributed.initialize()
+        program = compose(cfg)
+        vocab_size = getattr(program.functional.bind(program.functional.abstract), "vocab_size", None)
+        with ExitStack() as closing:
+            source = cfg.build_input(cfg.input, vocab_size)
+            batches = source.train()
+            closing.callback(batches.close)
+            evaluators = {name: e.build(name=name) for name, e in cfg.evaluators.items()}
+            checkpointer = cfg.checkpointer.build(directory=run_dir.checkpoints)
+            closing.callback(checkpointer.close)
+            state, step = self._restore(program, checkpointer, batches, restore_step)
+            lock = make_lock(program, source, experiment=experiment, provenance=provenance)
+            drift = lock_drift(run_dir.read_lock(), lock) if run_dir.resumes else []
+            for note in (*run_dir.notes, *drift):
+                say(f"note: {note}")
+            if jax.process_index() == 0:
+                run_dir.write(config_text, lock)
+            checkpointer.files = {"config.yaml": config_text, "run.lock.json": lambda: _text(run_dir)}
+            trackers = [t.build(run_dir=run_dir.path) for t in cfg.trackers] if jax.process_index() == 0 else []
+            for tracker in trackers:
+                closing.callback(tracker.close)
+                tracker.start(
+                    {
+                        "experiment": experiment,
+                        "parameters": program.functional.num_parameters,
+                        "devices": program.devices,
+                        "max_steps": cfg.max_steps,
+                        "start_step": step,
+                        "run_dir": str(run_dir.path),
+                    }
+                )
+            profiler = cfg.profiler.build(run_dir=run_dir.path) if cfg.profiler else None
+            if profiler:
+                closing.callback(profiler.close)
+            session = Session(
+                program=program,
+                state=program.init(cfg.seed) if state is None else state,
+                step=step,
+                max_steps=cfg.max_steps,
+                log_every_steps=cfg.log_every_steps,
+                seed=cfg.seed,
+                input=source,
+                build_input=lambda own: cfg.build_input(own, vocab_size),
+                batches=batches,
+                evaluators=evaluators,
+                checkpointer=checkpointer,
+                trackers=trackers,
+                run_dir=run_dir.path,
+                peak_flops=peak_flops(program),
+                on_compiled=lambda s, batch: self._compiled(s, batch, run_dir),
+                profiler=profiler,
+            )
+            cfg.loop.build().run(session)
+            checkpointer.wait()
+        return Result(run_dir.path, session.step, dict(session.metrics), session.stop_signal)
+
+    def _restore(self, program: Program, checkpointer: Any, batches: Any, wanted: int | None) -> tuple[Any, int]:
+        step = checkpointer.latest_step() if wanted is None else wanted
+        if step is None:
+            return None, 0
+        if step not in checkpointer.steps():
+            known = ", ".join(map(str, checkpointer.steps())) or "none"
+            raise RequestError(f"there is no checkpoint of step {step}\n    checkpoints: {known}")
+        state, extra = checkpointer.restore(step, program.state)
+        batches.set_state(extra["data"])
+        say(f"continuing from the checkpoint of step {step}")
+        return state, step
+
+    @staticmethod
+    def _compiled(session: Session, batch: Mapping[str, Any], run_dir: RunDir) -> None:
+        if jax.process_index() != 0:
+            return
+        kernels = [str(c) for c in session.program.kernels.choices]
+        run_dir.write_fact("kernels", kernels)
+        before, now = run_dir.read_lock().get("hlo_fingerprint"), session.program.fingerprint(batch)
+        if before and before != now:
+            say(f"note: the compiled step is another one than before ({before} -> {now}); losses may differ in the last bits")
+        run_dir.write_fact("hlo_fingerprint", now)
+
+
+def _text(run_dir: RunDir) -> str:
+    return (run_dir.path / "run.lock.json").read_text()
+
+
+def interrupted(result: Result, command: str) -> str:
+    """What to tell a person whose run ended early."""
+    return (
+        f"saved at step {result.step} in {result.run_dir}\n"
+        f"to go on: {command or ' '.join(sys.argv)}"
+    )
