@@ -28,7 +28,7 @@ class Host:
 
     @property
     def hook(self) -> pluggy.HookRelay:
-        """The hooks, to call by name: `host().hook.axlearn_kernels(op="attention")` is a list of what plugins returned."""
+        """The hooks, to call by name: `host().hook.axlearn_targets()` is a list of what the plugins returned."""
         return self.manager.hook
 
     def answers(self, hook: str, **arguments: Any) -> list[tuple[str, Any]]:
@@ -66,7 +66,7 @@ class Host:
 
 
 def register(manager: pluggy.PluginManager, entry: Entry) -> None:
-    """Loads one module and registers its hooks; raises `PluginError` for hooks that do not exist or take other arguments."""
+    """Loads one module and registers its hooks; raises `PluginError` for hooks that do not exist or do not fit."""
     module = entry.load()
     try:
         manager.register(module, name=entry.name)

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import importlib_metadata
@@ -61,7 +61,7 @@ class Entry:
 
     @functools.cached_property
     def core_range(self) -> str | None:
-        """The versions of the core that the distribution says it works with (`<0.2,>=0.1`); None where it says nothing."""
+        """The versions of the core that the distribution works with (`<0.2,>=0.1`); None where it says nothing."""
         from packaging.requirements import Requirement  # only where something is loaded: listing stays fast
 
         found = [Requirement(r) for r in (self._dist.requires if self._dist else None) or ()]
@@ -131,7 +131,7 @@ class Registry:
                     self.blocked.append(entry)
                 else:
                     self.claims[group].setdefault(entry.name, []).append(entry)
-        self._names: dict[type, str] = {}
+        self._names: dict[type, str | RequestError] = {}
 
     def _is_blocked(self, entry: Entry) -> bool:
         return bool(self.blocks & {entry.distribution, entry.name, f"{entry.group}:{entry.name}"})
@@ -159,7 +159,7 @@ class Registry:
         return [self.claims[group][name][0] for name in sorted(self.claims[group])]
 
     def entry(self, group: Group, name: str) -> Entry:
-        """The entry of a name; raises `RequestError` with the nearest names, or `PluginError` for a name claimed twice."""
+        """The entry of a name; raises `RequestError` with the nearest names, `PluginError` for a name claimed twice."""
         if problem := self.conflict(group, name):
             raise problem
         if name in self.claims[group]:
@@ -201,7 +201,7 @@ class Registry:
         return cls
 
     def component(self, name: str) -> "type[Node[Any]]":
-        """The config class of a named component: the class's `Config`, the node class itself, or one from `configure`."""
+        """The config class of a component: the class's `Config`, the node class itself, or one from `configure`."""
         from axlearn_core.config.configured import configured_class
         from axlearn_core.config.tree import config_class
 
@@ -219,32 +219,38 @@ class Registry:
     def name_of(self, cls: type) -> str:
         """The registered name of a config class; raises `RequestError` that says how to register it."""
         if cls not in self._names:
-            owner: Any = getattr(cls, "owner", None) or cls
-            written = f"{owner.__module__}:{getattr(owner, '__qualname__', '?')}"
-            self._names[cls] = self._search(cls, written)
-        return self._names[cls]
+            self._names[cls] = self._search(cls)
+        name = self._names[cls]
+        if isinstance(name, RequestError):
+            raise name
+        return name
 
-    def _search(self, cls: type, written: str) -> str:
-        # A class is imported before one asks for its name, so modules that are imported are tried first, and nothing
-        # is imported where the entry point says just where the class was defined.
-        found = sorted(
-            (claims[0].value != written, claims[0].value.partition(":")[0] not in sys.modules, name)
-            for name, claims in self.claims["components"].items()
-        )
-        for _, _, name in found:
+    def _search(self, cls: type) -> str | RequestError:
+        owner: Any = getattr(cls, "owner", None) or cls
+        written = f"{owner.__module__}:{getattr(owner, '__qualname__', '?')}"
+        # Where the class was defined, else where it may be exported from: what is imported, or is of the same package.
+        ranked = []
+        for name, (entry, *_) in self.claims["components"].items():
+            module = entry.value.partition(":")[0]
+            if entry.value == written or module in sys.modules or _top(module) == _top(owner.__module__):
+                ranked.append((entry.value != written, module not in sys.modules, name))
+        for elsewhere, _, name in sorted(ranked):
             try:
                 if self.component(name) is cls:
                     return name
-            except PluginError:
-                if self.claims["components"][name][0].value == written:
-                    raise  # the very class; another component that cannot be loaded is not what was asked for
-        if getattr(cls, "__interface__", ()):
-            written += f" with interface {', '.join(cls.__interface__)}"  # type: ignore[attr-defined]
-        raise RequestError(
-            f"{written} is not registered as a component, so it cannot be written to a file\n"
-            f'    fix: add `a-name = "{written.partition(" ")[0]}"` to [project.entry-points."axlearn.components"] '
-            "in the pyproject.toml of its distribution, and install that again"
+            except PluginError as error:
+                if not elsewhere:
+                    return error  # another component that cannot be loaded is not what was asked for
+        extra = f" with interface {', '.join(cls.__interface__)}" if getattr(cls, "__interface__", ()) else ""  # type: ignore[attr-defined]
+        return RequestError(
+            f"{written}{extra} is not registered as a component, so it cannot be written to a file\n"
+            f'    fix: add `a-name = "{written}"` to [project.entry-points."axlearn.components"] in the pyproject.toml of '
+            "its distribution, and install that again"
         )
+
+
+def _top(module: str) -> str:
+    return module.partition(".")[0]
 
 
 def _singular(group: str) -> str:
@@ -259,8 +265,8 @@ def _parse_blocks(text: str) -> frozenset[str]:
         if not part.startswith("-") or not rest or (group and group not in GROUPS):
             raise RequestError(
                 f"{BLOCK}={text!r}: {part!r} is not understood\n"
-                f"    expected: names with a leading `-`, separated by commas: `-DISTRIBUTION`, `-NAME` or `-GROUP:NAME` "
-                f"(groups: {', '.join(GROUPS)})"
+                "    expected: names with a leading `-`, separated by commas: `-DISTRIBUTION`, `-NAME` or `-GROUP:NAME`\n"
+                f"    groups: {', '.join(GROUPS)}"
             )
         blocks |= {name, normalized(name)} if not group else {name}
     return frozenset(blocks)
