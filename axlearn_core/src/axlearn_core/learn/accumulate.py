@@ -1,0 +1,69 @@
+"""Gradients over a batch, in one piece or in microbatches."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from axlearn_core.errors import ConfigError, Problem
+
+Loss = Callable[[Any, Any], tuple[jax.Array, Any]]
+
+
+def value_and_grad(loss: Loss, params: Any, batch: Any, num_microbatches: int = 1) -> Any:
+    """`((loss, summaries), grads)` of the mean loss over `batch`, for a `loss(params, batch) -> (mean, summaries)`.
+
+    Microbatches run one after the other in a scan, so that activations of only one are held. Each counts by its
+    `summaries["weight"]` (the number of targets that its mean is over; 1 where it gives none), so that the result is
+    that of the whole batch. `weight` is summed; every other summary is averaged in the same way.
+
+    Args:
+        loss: the mean loss and scalar summaries.
+        params: what to differentiate by.
+        batch: a pytree of arrays [B, ...].
+        num_microbatches: K, which divides B. Microbatch k takes rows k, k + K, ..., so that every device that holds
+            rows of the batch works on each.
+
+    Raises:
+        ConfigError: K does not divide B.
+    """
+    grad = jax.value_and_grad(loss, has_aux=True)
+    if num_microbatches == 1:
+        return grad(params, batch)
+
+    def split(x: jax.Array) -> jax.Array:
+        if x.shape[0] % num_microbatches:
+            raise ConfigError(
+                Problem(
+                    path="learner.accumulate_steps",
+                    message="does not divide the batch",
+                    got=f"{num_microbatches} microbatches of a batch of {x.shape[0]}",
+                    fix="change it or input.batch_size",
+                )
+            )
+        return jnp.swapaxes(x.reshape(x.shape[0] // num_microbatches, num_microbatches, *x.shape[1:]), 0, 1)
+
+    parts = jax.tree.map(split, batch)
+    (value, summaries), grads = jax.eval_shape(grad, params, jax.tree.map(lambda x: x[0], parts))
+    has_weight = "weight" in summaries
+    like = (value, {k: v for k, v in summaries.items() if k != "weight"}, grads)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, _sum_type(x)), like)
+
+    def body(carry: Any, part: Any) -> tuple[Any, None]:
+        sums, total = carry
+        (value, summaries), grads = grad(params, part)
+        summaries = dict(summaries)
+        weight = jnp.asarray(summaries.pop("weight", 1.0), jnp.float32)
+        add = lambda s, x: s + x.astype(s.dtype) * weight.astype(s.dtype)  # noqa: E731
+        return (jax.tree.map(add, sums, (value, summaries, grads)), total + weight), None
+
+    (sums, total), _ = jax.lax.scan(body, (zeros, jnp.zeros((), jnp.float32)), parts)
+    divisor = jnp.where(total == 0, jnp.ones_like(total), total)
+    value, summaries, grads = jax.tree.map(lambda s, x: (s / divisor.astype(s.dtype)).astype(x.dtype), sums, like)
+    return (value, {**summaries, "weight": total} if has_weight else summaries), grads
+
+
+def _sum_type(x: jax.Array) -> Any:
+    """Sums are kept in float32 at least, whatever the gradients are in."""
+    return jnp.promote_types(x.dtype, jnp.float32)

@@ -1,0 +1,206 @@
+"""Gradients to new parameters: clipping, an optax optimizer, rules by parameter path, average, non-finite steps."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from axlearn_core.config import REQUIRED, Configurable, Node, node, setting
+from axlearn_core.errors import ConfigError, Problem
+from axlearn_core.learn.accumulate import Loss, value_and_grad
+from axlearn_core.learn.optimizers import AdamW, Axes, Optimizer, rate_of
+from axlearn_core.learn.paths import flatten, logical_axes, select, unflatten
+
+
+@node
+class ParameterRule(Node[None]):
+    """What is different for the parameters whose dotted path fits `pattern` (`decoder.**.norm.*`).
+
+    Where several rules fit a parameter, scales multiply, and any of them can exempt it from decay or freeze it.
+
+    Attributes:
+        pattern: `*` stands for one part of the path, `**` for any number.
+        learning_rate_scale: multiplies the updates.
+        weight_decay: False exempts from weight decay.
+        freeze: True leaves the parameters as they are; they take no optimizer state.
+    """
+
+    pattern: str = REQUIRED
+    learning_rate_scale: float = setting(default=1.0, ge=0)
+    weight_decay: bool = True
+    freeze: bool = False
+
+
+class LearnerState(NamedTuple):
+    """What is kept between updates.
+
+    Attributes:
+        optimizer: optax's state; parameters in it are a dict by dotted path, without the frozen ones.
+        ema: float32 moving average of the trained parameters by dotted path, or None.
+        updates: int32, how many updates were made.
+        skipped: int32, how many were skipped because a gradient or the loss was not finite.
+        skipped_in_a_row: int32, how many of those since the last update.
+    """
+
+    optimizer: Any
+    ema: dict[str, jax.Array] | None
+    updates: jax.Array
+    skipped: jax.Array
+    skipped_in_a_row: jax.Array
+
+
+class Learner(Configurable):
+    """The shipped learner; see `axlearn_core.contracts.parts.Learner`.
+
+    Works on any pytree of parameters: a dict by dotted path, nested dicts, an `nnx.State`. One norm of the gradients
+    serves the clipping, the summary and the test for non-finite gradients.
+    """
+
+    @node
+    class Config(Configurable.Config["Learner"]):
+        """The fields of `Learner`.
+
+        Attributes:
+            optimizer: a node that builds an optax transformation.
+            max_grad_norm: clips the gradients to this global norm; None leaves them.
+            accumulate_steps: in how many microbatches the batch of a step is taken.
+            ema_decay: keeps a moving average of the parameters, which evaluation uses; None keeps none.
+            rules: what is different for some of the parameters.
+        """
+
+        optimizer: Node[Optimizer] = AdamW()
+        max_grad_norm: float | None = setting(default=1.0, gt=0)
+        accumulate_steps: int = setting(default=1, ge=1)
+        ema_decay: float | None = setting(default=None, gt=0, lt=1)
+        rules: tuple[ParameterRule, ...] = ()
+
+    def __init__(self, cfg: Config, *, max_steps: int, axes: Axes | None = None):
+        """`axes`: dotted path -> logical axis names, where the parameters themselves do not carry them."""
+        self.cfg, self.max_steps, self._axes = cfg, max_steps, axes
+        rate = getattr(cfg.optimizer, "learning_rate", None)  # every optax optimizer calls it so; for the summary only
+        self._rate = None if rate is None or callable(rate) else rate_of(rate, max_steps)
+
+    def init(self, params: Any) -> LearnerState:
+        """The state for a pytree of parameters.
+
+        Raises:
+            RequestError: a rule fits no parameter.
+            ConfigError: the rules leave nothing to train, or exempt from a weight decay that the optimizer cannot mask.
+        """
+        plan = self._plan(params)
+        trained = plan.trained(flatten(params))
+        optimizer = plan.optimizer.init(trained)
+        if plan.exempt and not plan.masks:
+            raise ConfigError(
+                Problem(
+                    path="learner.rules",
+                    message="the optimizer has no weight-decay mask, so no parameter can be exempted from its decay",
+                    got=f"weight_decay=False for {plan.exempt[0]}"
+                    + (f" and {len(plan.exempt) - 1} more" if len(plan.exempt) > 1 else ""),
+                    fix="take an optimizer that has one (adamw, muon, lion), or leave weight_decay out of the rules",
+                )
+            )
+        # Copies, because an average that shares its buffers with the parameters could not be donated with them.
+        average = {p: jnp.array(x, jnp.float32, copy=True) for p, x in trained.items()} if self.cfg.ema_decay else None
+        return LearnerState(optimizer, average, *(jnp.zeros((), jnp.int32) for _ in range(3)))
+
+    def value_and_grad(self, loss: Loss, params: Any, batch: Any) -> Any:
+        """`((mean loss, summaries), grads)` in `accumulate_steps` microbatches; see `learn.value_and_grad`."""
+        return value_and_grad(loss, params, batch, self.cfg.accumulate_steps)
+
+    def update(
+        self, grads: Any, state: LearnerState, params: Any, loss: jax.Array
+    ) -> tuple[Any, LearnerState, dict[str, jax.Array]]:
+        """(new params, new state, scalar summaries: `grad_norm` before clipping, `learning_rate`, `skipped_steps`).
+
+        Where the loss or a gradient is not finite, parameters, moments and average stay as they are and the step counts
+        as skipped.
+        """
+        plan = self._plan(params)
+        old, grads = plan.trained(flatten(params)), plan.trained(flatten(grads))
+        norm = global_norm(grads)
+        finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+        if self.cfg.max_grad_norm is not None:
+            grads = _clip(grads, norm, self.cfg.max_grad_norm)
+        with jax.numpy_dtype_promotion("standard"):  # optax raises its decays to integer powers
+            updates, optimizer = plan.optimizer.update(grads, state.optimizer, old, value=loss)
+            rate = self._rate(state.updates) if callable(self._rate) else self._rate
+        updates = {p: u * plan.scales[p] if p in plan.scales else u for p, u in updates.items()}
+        new: Any = optax.apply_updates(old, updates)
+        average, decay = state.ema, self.cfg.ema_decay
+        if average is not None and decay is not None:
+            average = {p: decay * a + (1 - decay) * new[p].astype(a.dtype) for p, a in average.items()}
+
+        def keep(made: Any, kept: Any) -> Any:
+            return jax.tree.map(lambda a, b: jnp.where(finite, a, b), made, kept)
+
+        skipped = (~finite).astype(jnp.int32)
+        made = LearnerState(
+            optimizer=keep(optimizer, state.optimizer),
+            ema=keep(average, state.ema),
+            updates=state.updates + 1 - skipped,
+            skipped=state.skipped + skipped,
+            skipped_in_a_row=(state.skipped_in_a_row + 1) * skipped,
+        )
+        summaries = {"grad_norm": norm, "skipped_steps": made.skipped}
+        if rate is not None:
+            summaries["learning_rate"] = jnp.asarray(rate, jnp.float32)
+        return unflatten(params, keep(new, old)), made, summaries
+
+    def evaluation_params(self, state: LearnerState, params: Any) -> Any:
+        """The moving average in the parameters' own dtypes, where one is kept; else the parameters."""
+        if state.ema is None:
+            return params
+        flat = flatten(params)
+        return unflatten(params, {p: a.astype(flat[p].dtype) for p, a in state.ema.items()})
+
+    def _plan(self, params: Any) -> "_Plan":
+        """Everything about these parameters that does not depend on their values; made anew for each trace."""
+        flat = flatten(params)
+        scales: dict[str, float] = {}
+        exempt: set[str] = set()
+        frozen: set[str] = set()
+        for i, rule in enumerate(self.cfg.rules):
+            found = select(rule.pattern, flat, what=f"learner.rules.{i}.pattern")
+            scales |= {p: scales.get(p, 1.0) * rule.learning_rate_scale for p in found}
+            exempt |= set() if rule.weight_decay else set(found)
+            frozen |= set(found) if rule.freeze else set()
+        names = [p for p in flat if p not in frozen]
+        if not names:
+            raise ConfigError(
+                Problem(path="learner.rules", message="every parameter is frozen: nothing is left to train")
+            )
+        axes = self._axes or logical_axes(params)
+        plan = _Plan(names, [p for p in names if p in exempt], {p: s for p, s in scales.items() if s != 1.0})
+        mask = {"mask": plan.mask, "weight_decay_mask": plan.mask} if plan.exempt else {}
+        built = self.cfg.optimizer.build(max_steps=self.max_steps, axes={p: axes.get(p) for p in names}, **mask)
+        plan.optimizer = optax.with_extra_args_support(built)
+        return plan
+
+
+class _Plan:
+    optimizer: Any
+
+    def __init__(self, names: list[str], exempt: list[str], scales: dict[str, float]):
+        self.names, self.exempt, self.scales = names, exempt, scales
+        self.masks = False  # whether the optimizer asked for the mask
+
+    def trained(self, flat: Mapping[str, Any]) -> dict[str, Any]:
+        return {p: flat[p] for p in self.names}
+
+    def mask(self, params: Mapping[str, Any]) -> dict[str, bool]:
+        self.masks = True
+        return {p: p not in self.exempt for p in params}
+
+
+def global_norm(tree: Any) -> jax.Array:
+    """The root of the sum of squares of all leaves, in float32."""
+    squares = (jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32))) for x in jax.tree.leaves(tree))
+    return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
+
+
+def _clip(grads: Any, norm: jax.Array, limit: float) -> Any:
+    # As optax.clip_by_global_norm, for a norm that is there already.
+    return jax.tree.map(lambda g: jnp.where(norm < limit, g, (g / norm.astype(g.dtype)) * limit), grads)

@@ -1,0 +1,91 @@
+"""Pytrees by dotted path: `decoder.layer.attention.query`, whatever they are made of.
+
+Parameters may be an `nnx.State` of variables or plain nested dicts of arrays; both give the same paths.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+
+from axlearn_core.config import matches
+from axlearn_core.errors import RequestError, nearest
+
+
+def path_of(keys: Iterable[Any]) -> str:
+    """JAX's key path, dotted."""
+    return ".".join(str(_name(k)) for k in keys)
+
+
+def _name(key: Any) -> Any:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return getattr(key, attribute)
+    return key
+
+
+def _is_variable(value: Any) -> bool:
+    return isinstance(value, nnx.Variable)
+
+
+def flatten(tree: Any) -> dict[str, Any]:
+    """Dotted path -> leaf, in the tree's order; variables give their arrays."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_variable)
+    return {path_of(k): v.get_value() if _is_variable(v) else v for k, v in leaves}
+
+
+def unflatten(like: Any, leaves: Mapping[str, Any]) -> Any:
+    """A tree like `like` with the leaves of `leaves` where it has them, and those of `like` elsewhere."""
+
+    def pick(keys: Any, old: Any) -> Any:
+        path = path_of(keys)
+        if path not in leaves:
+            return old
+        return old.replace(leaves[path]) if _is_variable(old) else leaves[path]
+
+    return jax.tree_util.tree_map_with_path(pick, like, is_leaf=_is_variable)
+
+
+def logical_axes(params: Any) -> dict[str, tuple[str | None, ...] | None]:
+    """Dotted path -> the logical axis names of the parameter; None where it carries none (a plain array)."""
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_variable)
+    return {path_of(k): v.get_metadata().get("out_sharding") if _is_variable(v) else None for k, v in leaves}
+
+
+def map_like_params(function: Callable[[Any, Any], Any], state: Any, params: Any) -> Any:
+    """Maps a learner's state with, for each leaf, the parameter that it belongs to (None where there is none).
+
+    A leaf belongs to a parameter where its path ends in the parameter's and their shapes agree: Adam's moments and the
+    EMA do, counters and factored statistics do not. For shardings:
+    `map_like_params(lambda leaf, p: p.sharding if p is not None else replicated, state, params)`.
+    """
+    known = flatten(params)
+
+    def apply(keys: Any, leaf: Any) -> Any:
+        found = known.get(str(_name(keys[-1]))) if keys else None
+        return function(leaf, found if found is not None and found.shape == leaf.shape else None)
+
+    return jax.tree_util.tree_map_with_path(apply, state)
+
+
+def select(pattern: str, paths: Iterable[str], *, what: str) -> list[str]:
+    """The paths that fit a pattern of `*` and `**`.
+
+    Raises:
+        RequestError: none does; names the nearest.
+    """
+    paths = list(paths)
+    found = [p for p in paths if matches(pattern, p)]
+    if not found:
+        plain = pattern.replace("**.", "").replace(".**", "")
+        by_tail = {
+            p.split(".", p.count(".") - plain.count("."))[-1]: p for p in paths if p.count(".") >= plain.count(".")
+        }
+        close = [by_tail[n] for n in nearest(plain, by_tail)] or list(nearest(pattern, paths))
+        raise RequestError(
+            f"{what}: the pattern {pattern!r} matches no parameter\n"
+            f"    nearest: {', '.join(close or paths[:5])}\n"
+            "    fix: `*` stands for one part of a dotted path, `**` for any number of parts"
+        )
+    return found

@@ -1,0 +1,95 @@
+"""Learning-rate schedules: optax's, as nodes whose horizon is the trainer's `max_steps`.
+
+All start with a linear warm-up over `warmup_steps`: update `i` of `W` gets `peak * (i + 1) / (W + 1)`, so that no update
+is wasted on a rate of zero and update `W` is the first at the peak. Numbers of steps are ints, or floats for a fraction
+of `max_steps`.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import optax
+
+from axlearn_core.config import Node, node, setting
+from axlearn_core.errors import Problem
+
+Schedule = Callable[[Any], Any]
+"""The index of the update (int32 scalar, from 0) to a value (float32 scalar)."""
+
+
+def steps_of(steps: int | float, max_steps: int) -> int:
+    """A number of steps: as it is, or, where it is a float, as that fraction of `max_steps`."""
+    return round(steps * max_steps) if isinstance(steps, float) else steps
+
+
+@node
+class _Warmed(Node[Schedule]):
+    peak: float = setting(default=3e-4, ge=0)
+    warmup_steps: int | float = setting(default=0.02, ge=0)
+
+    def validate(self) -> Iterable[Problem]:
+        """A float is a fraction."""
+        for name in ("warmup_steps", "decay_steps"):
+            value = getattr(self, name, 0)
+            if isinstance(value, float) and value > 1:
+                yield Problem(
+                    path=name,
+                    message="a float is a fraction of max_steps",
+                    got=str(value),
+                    expected="at most 1.0, or an int for a number of steps",
+                )
+
+    def build(self, *, max_steps: int, **_: object) -> Schedule:
+        """The schedule for a run of `max_steps` updates."""
+        warmup = steps_of(self.warmup_steps, max_steps)
+        after = self._after(max(1, max_steps - warmup), max_steps)
+        if not warmup:
+            return after
+        rise = optax.linear_schedule(self.peak / (warmup + 1), self.peak, warmup)
+        return optax.join_schedules([rise, after], [warmup])
+
+    def _after(self, steps: int, max_steps: int) -> Schedule:
+        raise NotImplementedError
+
+
+@node
+class Constant(_Warmed):
+    """`peak`, after the warm-up."""
+
+    def _after(self, steps: int, max_steps: int) -> Schedule:
+        return optax.constant_schedule(self.peak)
+
+
+@node
+class Cosine(_Warmed):
+    """Half a cosine from `peak` to `peak * end_ratio` at `max_steps` (Loshchilov & Hutter, 2017)."""
+
+    end_ratio: float = setting(default=0.1, ge=0, le=1)
+
+    def _after(self, steps: int, max_steps: int) -> Schedule:
+        return optax.cosine_decay_schedule(self.peak, steps, alpha=self.end_ratio)
+
+
+@node
+class Linear(_Warmed):
+    """A straight line from `peak` to `peak * end_ratio` at `max_steps`."""
+
+    end_ratio: float = setting(default=0.0, ge=0, le=1)
+
+    def _after(self, steps: int, max_steps: int) -> Schedule:
+        return optax.linear_schedule(self.peak, self.peak * self.end_ratio, steps)
+
+
+@node
+class WarmupStableDecay(_Warmed):
+    """`peak` until `decay_steps` before the end, then a line to `peak * end_ratio` (WSD; Hu et al., 2024, MiniCPM)."""
+
+    decay_steps: int | float = setting(default=0.2, ge=0)
+    end_ratio: float = setting(default=0.0, ge=0, le=1)
+
+    def _after(self, steps: int, max_steps: int) -> Schedule:
+        decay = min(steps, steps_of(self.decay_steps, max_steps))
+        end = self.peak * self.end_ratio
+        if not decay:
+            return optax.constant_schedule(self.peak)
+        return optax.linear_schedule(self.peak, end, decay, transition_begin=steps - decay)
