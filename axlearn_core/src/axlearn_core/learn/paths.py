@@ -3,7 +3,7 @@
 Parameters may be an `nnx.State` of variables or plain nested dicts of arrays; both give the same paths.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -51,22 +51,6 @@ def logical_axes(params: Any) -> dict[str, tuple[str | None, ...] | None]:
     """Dotted path -> the logical axis names of the parameter; None where it carries none (a plain array)."""
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_variable)
     return {path_of(k): v.get_metadata().get("out_sharding") if _is_variable(v) else None for k, v in leaves}
-
-
-def map_like_params(function: Callable[[Any, Any], Any], state: Any, params: Any) -> Any:
-    """Maps a learner's state with, for each leaf, the parameter that it belongs to (None where there is none).
-
-    A leaf belongs to a parameter where its path ends in the parameter's and their shapes agree: Adam's moments and the
-    EMA do, counters and factored statistics do not. For shardings:
-    `map_like_params(lambda leaf, p: p.sharding if p is not None else replicated, state, params)`.
-    """
-    known = flatten(params)
-
-    def apply(keys: Any, leaf: Any) -> Any:
-        found = known.get(str(_name(keys[-1]))) if keys else None
-        return function(leaf, found if found is not None and found.shape == leaf.shape else None)
-
-    return jax.tree_util.tree_map_with_path(apply, state)
 
 
 def select(pattern: str, paths: Iterable[str], *, what: str) -> list[str]:

@@ -1,8 +1,8 @@
 """Learning-rate schedules: optax's, as nodes whose horizon is the trainer's `max_steps`.
 
-All start with a linear warm-up over `warmup_steps`: update `i` of `W` gets `peak * (i + 1) / (W + 1)`, so that no update
-is wasted on a rate of zero and update `W` is the first at the peak. Numbers of steps are ints, or floats for a fraction
-of `max_steps`.
+All start with a linear warm-up over `warmup_steps`: update `i` of `W` gets `peak * (i + 1) / (W + 1)`, so that none is
+wasted on a rate of zero and update `W` is the first at the peak. Numbers of steps are ints, or floats for a fraction of
+`max_steps`.
 """
 
 from collections.abc import Callable, Iterable
