@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from axlearn_core.compose import compose
     from axlearn_core.config import REQUIRED, Node, configure, diff, interface, node, patch, replace_config
-    from axlearn_core.nn import Layer
+    from axlearn_core.nn.layer import Layer
     from axlearn_core.plugins.feature import Feature
     from axlearn_core.plugins.hookspecs import hookimpl
     from axlearn_core.plugins.resolve import resolve
@@ -25,7 +25,7 @@ __all__ = [
 _CONFIG = ("REQUIRED", "Node", "configure", "diff", "interface", "node", "patch", "replace_config")
 _HOMES = dict.fromkeys(_CONFIG, "config") | {
     "Feature": "plugins.feature",
-    "Layer": "nn",
+    "Layer": "nn.layer",
     "compose": "compose",
     "hookimpl": "plugins.hookspecs",
     "load": "train",

@@ -225,6 +225,15 @@ class Registry:
             raise name
         return name
 
+    def shown_name(self, cls: type) -> str:
+        """The registered name, or `module:Class`: showing a tree needs no registration."""
+        try:
+            return self.name_of(cls)
+        except RequestError:
+            from axlearn_core.config.flat import qualified_name
+
+            return qualified_name(cls)
+
     def _search(self, cls: type) -> str | RequestError:
         owner: Any = getattr(cls, "owner", None) or cls
         written = f"{owner.__module__}:{getattr(owner, '__qualname__', '?')}"
@@ -244,8 +253,8 @@ class Registry:
         extra = f" with interface {', '.join(cls.__interface__)}" if getattr(cls, "__interface__", ()) else ""  # type: ignore[attr-defined]
         return RequestError(
             f"{written}{extra} is not registered as a component, so it cannot be written to a file\n"
-            f'    fix: add `a-name = "{written}"` to [project.entry-points."axlearn.components"] in the pyproject.toml of '
-            "its distribution, and install that again"
+            f'    fix: add `a-name = "{written}"` to [project.entry-points."axlearn.components"] in the pyproject.toml '
+            "of its distribution, and install that again"
         )
 
 
@@ -265,7 +274,7 @@ def _parse_blocks(text: str) -> frozenset[str]:
         if not part.startswith("-") or not rest or (group and group not in GROUPS):
             raise RequestError(
                 f"{BLOCK}={text!r}: {part!r} is not understood\n"
-                "    expected: names with a leading `-`, separated by commas: `-DISTRIBUTION`, `-NAME` or `-GROUP:NAME`\n"
+                "    expected: `-DISTRIBUTION`, `-NAME` or `-GROUP:NAME`, more of them after commas\n"
                 f"    groups: {', '.join(GROUPS)}"
             )
         blocks |= {name, normalized(name)} if not group else {name}

@@ -11,7 +11,6 @@ from typing import Any
 import attrs
 
 from axlearn_core.config import ABSENT, Change, Decoder, Node, check, diff, flatten, get, patch
-from axlearn_core.config.flat import qualified_name
 from axlearn_core.config.tree import matches
 from axlearn_core.config.types import show
 from axlearn_core.errors import AxlearnError, ConfigError, PluginError, Problem, RequestError
@@ -146,13 +145,6 @@ class _Resolution:
             names=self.names,
         )
 
-    def name_of(self, cls: type) -> str:
-        """The registered name, or where the class is defined: showing a tree needs no registration."""
-        try:
-            return self.names.name_of(cls)
-        except RequestError:
-            return qualified_name(cls)
-
     def record(self, changes: Iterable[Change], who: str) -> None:
         for change in changes:
             step = Step(who, change.old, change.new)
@@ -162,7 +154,7 @@ class _Resolution:
         given = self.request.experiment
         if isinstance(given, Node):
             document = self.request.document
-            for path, value in flatten(given, self.name_of).items():
+            for path, value in flatten(given, self.names.shown_name).items():
                 line = document.lines.get(path) if document else None
                 who = f"{document.source}:{line}" if document and line else "the default" if document else "given"
                 self.record([Change(path, ABSENT, value)], who)
@@ -170,7 +162,7 @@ class _Resolution:
         entry = self.names.entry("experiments", str(given))
         tree = self.names.experiment(str(given))
         who = f"experiment {entry.name} ({entry.origin})"
-        self.record((Change(path, ABSENT, value) for path, value in flatten(tree, self.name_of).items()), who)
+        self.record((Change(path, ABSENT, value) for path, value in flatten(tree, self.names.shown_name).items()), who)
         return tree
 
     def _selected(self, rule_features: Sequence[FeatureUse]) -> tuple[list[FeatureUse], list[FeatureUse]]:
@@ -214,11 +206,11 @@ class _Resolution:
         for name, feature in sorted(made.items(), key=lambda f: (STAGES.index(f[1].stage), f[0])):
             entry = self.names.entry("features", name)
             before, tree = tree, _applied(tree, feature, entry)
-            changes = diff(before, tree, self.name_of)
+            changes = diff(before, tree, self.names.shown_name)
             if not changes and not feature.in_effect(tree):
                 raise RequestError(
                     f"the feature {name!r} ({entry.origin}) changes nothing in this config: nothing in it matches, or "
-                    f"all is as it would have it\n    fix: leave it out; `axlearn features show {name}` says what it does"
+                    f"all is as it would have it\n    fix: leave it out; see `axlearn features show {name}`"
                 )
             for change in changes:
                 if (key := (feature.stage, change.path)) in changed:
@@ -244,8 +236,8 @@ class _Resolution:
             after = patch(tree, {path: s.value for path, s in edits.items()}, self.decoder.decode_at)
         except ConfigError as error:
             raise ConfigError(_located(p, settings) for p in error.problems) from None
-        changes = {c.path: c for c in diff(tree, after, self.name_of)}
-        flat = flatten(after, self.name_of)
+        changes = {c.path: c for c in diff(tree, after, self.names.shown_name)}
+        flat = flatten(after, self.names.shown_name)
         for pattern in edits:
             for path in flat:  # set to what it was: the user still said so
                 if path not in changes and matches(pattern, path):

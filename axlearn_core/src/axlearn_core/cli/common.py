@@ -1,0 +1,82 @@
+"""What commands share: the options of a request, and how results are printed."""
+
+import functools
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import click
+
+json_option = click.option("--json", "as_json", is_flag=True, help='Print JSON: a list of objects with "name".')
+
+
+def request_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds --with, --without, --set, --target and --steps to a command with an argument `experiment`.
+
+    The command gets a `request` (`axlearn_core.plugins.request.Request`) in their place.
+    """
+
+    @click.option("--with", "with_", multiple=True, metavar="FEATURE[:key=value,...]", help="Add a feature.")
+    @click.option("--without", multiple=True, metavar="FEATURE", help="Leave out a feature that the file asks for.")
+    @click.option("--set", "set_", multiple=True, metavar="PATH=VALUE", help="Set a value; the path may hold * and **.")
+    @click.option("--steps", type=click.IntRange(min=1), metavar="N", help="Short for --set max_steps=N.")
+    @click.option("--target", metavar="NAME", help="The hardware to run on.")
+    @functools.wraps(function)
+    def command(
+        *args: Any,
+        experiment: str,
+        with_: Sequence[str],
+        without: Sequence[str],
+        set_: Sequence[str],
+        steps: int | None,
+        target: str | None,
+        **kwargs: Any,
+    ) -> Any:
+        from axlearn_core.plugins.request import Request
+
+        request = Request.of(experiment, with_=with_, without=without, set=set_, steps=steps, target=target)
+        return function(*args, request=request, **kwargs)
+
+    return command
+
+
+def no_devices() -> None:
+    """For a command that imports experiments and computes nothing: keeps JAX from looking for accelerators."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def plain(value: Any) -> Any:
+    """A config value as something that JSON can hold."""
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [plain(v) for v in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else repr(value)
+
+
+def print_json(rows: Sequence[Mapping[str, Any]]) -> None:
+    """A list of objects."""
+    click.echo(json.dumps([plain(row) for row in rows], indent=2, ensure_ascii=False))
+
+
+def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
+    """Aligned columns under a heading; nothing but a note on standard error where there are no rows."""
+    if not rows:
+        click.echo("none is installed", err=True)
+        return
+    texts = [[c.upper() for c in columns], *([str(row[c]) for c in columns] for row in rows)]
+    widths = [max(len(line[i]) for line in texts) for i in range(len(columns))]
+    for number, line in enumerate(texts):
+        text = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        click.echo(click.style(text, dim=True) if number == 0 else text)
+
+
+def entry_row(entry: Any) -> dict[str, Any]:
+    """What `list` says of a `plugins.registry.Entry`."""
+    return {
+        "name": entry.name,
+        "distribution": entry.distribution,
+        "version": entry.version,
+        "value": entry.value,
+    }

@@ -1,0 +1,127 @@
+"""`axlearn config`: what a request resolves to, and why."""
+
+import re
+from typing import Any
+
+import click
+
+from axlearn_core.cli.common import json_option, no_devices, plain, print_json, request_options
+from axlearn_core.config import ABSENT, diff, flatten, missing
+from axlearn_core.errors import ConfigError
+from axlearn_core.plugins.request import Request
+from axlearn_core.plugins.resolve import resolve
+
+experiment = click.argument("experiment", metavar="EXPERIMENT|FILE.yaml")
+
+
+@click.group()
+def config() -> None:
+    """Configs: what an experiment or a run file stands for."""
+    no_devices()
+
+
+@config.command()
+@experiment
+@request_options
+@click.option("--flat", is_flag=True, help="One line per value, as the paths that --set takes.")
+@json_option
+def show(request: Request, flat: bool, as_json: bool) -> None:
+    """Print the resolved config as a YAML file that every command takes in an experiment's place."""
+    resolved = resolve(request)
+    values = flatten(resolved.config, resolved.names.shown_name)
+    if as_json:
+        print_json([{"name": path, "value": value} for path, value in values.items()])
+    elif flat:
+        for path, value in values.items():
+            click.echo(f"{click.style(path, fg='cyan')}: {text(value)}")
+    else:
+        for line in resolved.to_yaml().splitlines():
+            click.echo(re.sub(r"^([ -]*)([^\s:]+:)", lambda m: m[1] + click.style(m[2], fg="cyan"), line))
+    for problem in missing(resolved.config):
+        click.echo(f"still to be set: {problem.path}", err=True)
+
+
+@config.command("diff")
+@click.argument("first", metavar="A")
+@click.argument("experiment", metavar="B")
+@request_options
+@json_option
+def diff_(first: str, request: Request, as_json: bool) -> None:
+    """Print what differs from A to B. The options apply to B."""
+    old, new = resolve(first), resolve(request)
+    changes = diff(old.config, new.config, new.names.shown_name)
+    if as_json:
+        print_json(
+            [{"name": c.path, "kind": c.kind, "old": json_value(c.old), "new": json_value(c.new)} for c in changes]
+        )
+        return
+    for change in changes:
+        if change.kind == "changed":
+            click.echo(click.style(f"~ {change.path}: {text(change.old)} -> {text(change.new)}", fg="yellow"))
+        elif change.kind == "added":
+            click.echo(click.style(f"+ {change.path}: {text(change.new)}", fg="green"))
+        else:
+            click.echo(click.style(f"- {change.path}: {text(change.old)}", fg="red"))
+    if not changes:
+        click.echo("the configs are the same", err=True)
+
+
+@config.command()
+@experiment
+@click.argument("path", default="")
+@request_options
+@json_option
+def explain(request: Request, path: str, as_json: bool) -> None:
+    """Print who set the value at PATH, step by step; for a node, of everything below it."""
+    found = resolve(request).explain(path)
+    if as_json:
+        rows = [
+            {"name": p, "steps": [{"who": s.who, "old": json_value(s.old), "new": json_value(s.new)} for s in steps]}
+            for p, steps in found.items()
+        ]
+        print_json(rows)
+        return
+    for name, steps in found.items():
+        click.echo(f"{click.style(name, fg='cyan')}: {text(steps[-1].new)}")
+        width = max(len(text(s.new)) for s in steps)
+        for step in steps:
+            click.echo(f"    {text(step.new).ljust(width)}  {click.style(step.who, dim=True)}")
+
+
+@config.command()
+@experiment
+@request_options
+@json_option
+def check(request: Request, as_json: bool) -> None:
+    """Check that nothing is missing and that all values fit together. Exit code 2 where they do not."""
+    try:
+        resolved = resolve(request).checked()
+    except ConfigError as error:
+        if not as_json:
+            raise
+        print_json([{"name": p.path, **_described(p)} for p in error.problems])
+        raise SystemExit(error.exit_code) from None
+    if as_json:
+        print_json([])
+    else:
+        count = len(flatten(resolved.config))
+        click.echo(f"{resolved.title}: nothing is missing, and its {count} values fit together")
+
+
+def _described(problem: Any) -> dict[str, Any]:
+    keys = ("message", "got", "expected", "nearest", "fix", "where")
+    return {k: getattr(problem, k) for k in keys if getattr(problem, k)}
+
+
+def text(value: Any) -> str:
+    """A value on one line, as in YAML where it is plain."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if value is ABSENT:
+        return "(removed)"
+    return value if isinstance(value, str) and value else repr(plain(value) if isinstance(value, tuple) else value)
+
+
+def json_value(value: Any) -> Any:
+    """A value for JSON; absent is null."""
+    return None if value is ABSENT else value

@@ -1,0 +1,64 @@
+"""`axlearn features`: config modifiers by name."""
+
+from typing import Any
+
+import click
+
+from axlearn_core.cli.common import entry_row, json_option, no_devices, print_json, print_table
+from axlearn_core.plugins.registry import registry
+
+
+@click.group()
+def features() -> None:
+    """Features: what `--with` adds to an experiment."""
+
+
+@features.command("list")
+@json_option
+def list_(as_json: bool) -> None:
+    """List the features that are installed; none is imported."""
+    rows = [entry_row(entry) for entry in registry().entries("features")]
+    print_json(rows) if as_json else print_table(rows, ("name", "distribution", "version"))
+
+
+@features.command()
+@click.argument("name")
+@json_option
+def show(name: str, as_json: bool) -> None:
+    """Show what the feature NAME does, and its options."""
+    no_devices()
+    row = _described(name)
+    if as_json:
+        print_json([row])
+        return
+    click.echo(f"{click.style(name, bold=True)}  ({row['distribution']} {row['version']}, stage: {row['stage']})\n")
+    click.echo(f"{row['description']}\n")
+    for kind in ("needs", "excludes"):
+        if row[kind]:
+            click.echo(f"{kind}: {', '.join(row[kind])}")
+    if row["options"]:
+        click.echo("options:")
+    for option in row["options"]:
+        default = "has to be given" if option["default"] == "REQUIRED" else f"default: {option['default']}"
+        click.echo(f"    {option['name']}: {option['type']}  ({default})")
+
+
+def _described(name: str) -> dict[str, Any]:
+    import inspect
+
+    import attrs
+
+    from axlearn_core.config.node import hints_of
+    from axlearn_core.config.types import describe
+
+    names = registry()
+    cls, hints = names.feature(name), hints_of(names.feature(name))
+    options = [{"name": a.name, "type": describe(hints[a.name]), "default": repr(a.default)} for a in attrs.fields(cls)]
+    return {
+        **entry_row(names.entry("features", name)),
+        "stage": cls.stage,
+        "needs": cls.needs,
+        "excludes": cls.excludes,
+        "description": inspect.getdoc(cls) or "(it has no description)",
+        "options": options,
+    }

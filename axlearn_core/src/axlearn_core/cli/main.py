@@ -1,0 +1,116 @@
+"""The command `axlearn`. A command is imported when it is called: `--help` imports no JAX, no configs, no plugins."""
+
+import difflib
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+# A built-in command: where it is, and its line in `axlearn --help`.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "train": ("axlearn_core.cli.train:train", "Train an experiment; goes on by itself where a run stopped."),
+    "generate": ("axlearn_core.cli.generate:generate", "Write text with the model of a run."),
+    "report": ("axlearn_core.cli.report:report", "Write a run as one HTML page."),
+    "config": ("axlearn_core.cli.config:config", "Show, compare, explain and check configs."),
+    "experiments": ("axlearn_core.cli.experiments:experiments", "List the experiments that are installed."),
+    "features": ("axlearn_core.cli.features:features", "List features, and show what one does."),
+    "plugins": ("axlearn_core.cli.plugins:plugins", "List and examine what is installed."),
+}
+
+
+class Commands(click.Group):
+    """The commands of the table above, then those that plugins register; also where errors become exit codes."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """All names, the core's first."""
+        return [*COMMANDS, *sorted(_plugin_commands().keys() - COMMANDS.keys())]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Imports the one command."""
+        claims = _plugin_commands(cmd_name)
+        if cmd_name in COMMANDS:
+            if claims:
+                from axlearn_core.errors import PluginError
+
+                origins = ", ".join(e.origin for e in claims[cmd_name])
+                raise PluginError(f"the command {cmd_name!r} is one of axlearn-core, and {origins} registers it too")
+            module, _, name = COMMANDS[cmd_name][0].partition(":")
+            return getattr(importlib.import_module(module), name)
+        if not claims:
+            return None
+        from axlearn_core.errors import PluginError
+        from axlearn_core.plugins.registry import registry
+
+        entry = registry().entry("commands", cmd_name)
+        command = entry.load()
+        if not isinstance(command, click.Command):
+            raise PluginError(f"the {entry} is no click command")
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Adds the nearest names to the error for an unknown command."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            close = difflib.get_close_matches(args[0], self.list_commands(ctx))
+            hint = f" Did you mean: {', '.join(close)}?" if close and "mean" not in error.message else ""
+            raise click.UsageError(error.message + hint, ctx) from None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The commands with the lines of the table, none of them imported."""
+        plugins = _plugin_commands()
+        rows = [(n, COMMANDS[n][1] if n in COMMANDS else f"({plugins[n][0].origin})") for n in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        """Reads the arguments; prints help where that is asked for."""
+        with _errors():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs the command."""
+        with _errors():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Errors as exit codes: 1 when the work failed, 2 when the request was wrong, 130 after Ctrl-C."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise click.exceptions.Exit(130) from None
+    except Exception as error:  # tells ours from the rest without importing ours at each start
+        from axlearn_core.errors import AxlearnError
+
+        if not isinstance(error, AxlearnError):
+            raise
+        click.echo(f"{click.style('error:', fg='red', bold=True)} {error}", err=True)
+        raise click.exceptions.Exit(error.exit_code) from error
+
+
+def _plugin_commands(name: str | None = None) -> dict[str, Any]:
+    """Name -> the entries that plugins register under it (all of them, or of one name); imports no plugin."""
+    from axlearn_core.plugins.registry import registry
+
+    claims = registry().claims["commands"]
+    return {n: c for n, c in claims.items() if name in (None, n)}
+
+
+@click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="axlearn-core", prog_name="axlearn")
+def cli() -> None:
+    """Train large models from a small core and installable plugins.
+
+    Start with `axlearn train quickstart`. Results go to standard output, messages to standard error.
+    """
+
+
+def main() -> None:
+    """The console script."""
+    cli(prog_name="axlearn")

@@ -1,0 +1,80 @@
+"""`axlearn plugins`: what is installed, and whether it works."""
+
+import sys
+from typing import Any
+
+import click
+
+from axlearn_core.cli.common import entry_row, json_option, no_devices, print_json, print_table
+from axlearn_core.plugins.registry import GROUPS, registry
+
+
+@click.group()
+def plugins() -> None:
+    """Distributions that add something to axlearn."""
+
+
+@plugins.command("list")
+@json_option
+def list_(as_json: bool) -> None:
+    """List the distributions, and how much each registers; none is imported."""
+    rows = _distributions()
+    if as_json:
+        print_json(rows)
+        return
+    for row in rows:
+        row["registers"] = ", ".join(
+            f"{len(row[g])} {g if len(row[g]) > 1 else g.removesuffix('s')}" for g in GROUPS if row[g]
+        )
+    print_table(rows, ("name", "version", "registers"))
+
+
+@plugins.command()
+@click.argument("name")
+@json_option
+def show(name: str, as_json: bool) -> None:
+    """Show all that the distribution NAME registers, or everything that is registered as NAME; none is imported."""
+    claims = [e for group in GROUPS for es in registry().claims[group].values() for e in es]
+    found = [e for e in claims if name in (e.distribution, e.name)]
+    if not found:
+        from axlearn_core.errors import unknown
+
+        known = {e.distribution for e in claims} | {e.name for e in claims}
+        raise unknown("plugin", name, known, listing="axlearn plugins list")
+    rows = [{**entry_row(e), "group": e.group} for e in found]
+    print_json(rows) if as_json else print_table(rows, ("group", "name", "value", "distribution", "version"))
+
+
+@plugins.command()
+@json_option
+def doctor(as_json: bool) -> None:
+    """Load everything that is installed and report what is wrong. Exit code 1 where something is."""
+    no_devices()
+    import attrs
+
+    from axlearn_core.plugins.doctor import examine
+
+    findings = list(examine(registry()))
+    if as_json:
+        print_json([attrs.asdict(f) for f in findings])
+    else:
+        for finding in findings:
+            color = {"ok": "green", "error": "red"}.get(finding.status, "yellow")
+            head = click.style(finding.status.ljust(7), fg=color)
+            click.echo(f"{head}  {finding.group} {finding.name}  ({finding.distribution} {finding.version})")
+            if finding.message:
+                click.echo("         " + finding.message.replace("\n", "\n         "))
+        bad = [f for f in findings if f.status == "error"]
+        click.echo(f"{len(findings)} examined, {len(bad)} with errors", err=True)
+    if any(f.status == "error" for f in findings):
+        sys.exit(1)
+
+
+def _distributions() -> list[dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for group in GROUPS:
+        for claims in registry().claims[group].values():
+            for entry in claims:
+                empty = {"name": entry.distribution, "version": entry.version, **{g: [] for g in GROUPS}}
+                found.setdefault(entry.distribution, empty)[group].append(entry.name)
+    return [found[name] for name in sorted(found)]

@@ -1,0 +1,80 @@
+"""Loads everything that is installed, one thing after the other, and says what is wrong."""
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+import pluggy
+
+from axlearn_core.errors import RequestError
+from axlearn_core.plugins import hookspecs
+from axlearn_core.plugins.manager import register
+from axlearn_core.plugins.registry import BLOCK, CORE, GROUPS, Entry, Group, Registry, core_version
+
+
+@attrs.frozen(kw_only=True)
+class Finding:
+    """What became of one entry point: `ok`, `warning`, `error` or `blocked`."""
+
+    name: str
+    group: str
+    distribution: str
+    version: str
+    status: str
+    message: str = ""
+
+
+def examine(names: Registry) -> Iterator[Finding]:
+    """One finding per entry point, per distribution with something to say of it, and per useless block."""
+    manager = pluggy.PluginManager("axlearn")
+    manager.add_hookspecs(hookspecs)
+    load: dict[Group, Callable[[Entry], Any]] = {
+        "plugins": lambda entry: register(manager, entry),
+        "commands": lambda entry: entry.load(),
+        "features": lambda entry: names.feature(entry.name),
+        "experiments": lambda entry: names.experiment(entry.name),
+        "components": lambda entry: names.component(entry.name),
+    }
+    unstated: dict[str, Entry] = {}
+    for group in sorted(GROUPS, key=list(load).index):  # hook modules first, while no JAX is there yet
+        for name in sorted(names.claims[group]):
+            claims = names.claims[group][name]
+            for entry in claims:
+                if entry.distribution != CORE and entry.core_range is None:
+                    unstated.setdefault(entry.distribution, entry)
+            if problem := names.conflict(group, name):
+                yield from (_finding(entry, "error", str(problem)) for entry in claims)
+            else:
+                yield _loaded(claims[0], load[group])
+    for entry in unstated.values():
+        message = f"it does not say which {CORE} it works with; fix: add `{CORE}>={core_version()}` to its dependencies"
+        yield attrs.evolve(_finding(entry, "warning", message), name=entry.distribution, group="distribution")
+    for entry in names.blocked:
+        yield _finding(entry, "blocked", f"by {BLOCK}")
+    for name in names.unused_blocks():
+        message = f"{BLOCK} blocks it, and nothing that is installed has that name"
+        yield Finding(name=name, group=BLOCK, distribution="", version="", status="warning", message=message)
+
+
+def _loaded(entry: Entry, load: Callable[[Entry], Any]) -> Finding:
+    before = "jax" in sys.modules
+    try:
+        load(entry)
+    except RequestError as error:
+        return _finding(entry, "error", str(error))
+    if entry.group == "plugins" and not before and "jax" in sys.modules:
+        message = "the module imports jax; hooks name what to load, so that commands that compute nothing start fast"
+        return _finding(entry, "warning", message)
+    return _finding(entry, "ok", "")
+
+
+def _finding(entry: Entry, status: str, message: str) -> Finding:
+    return Finding(
+        name=entry.name,
+        group=entry.group,
+        distribution=entry.distribution,
+        version=entry.version,
+        status=status,
+        message=message,
+    )
