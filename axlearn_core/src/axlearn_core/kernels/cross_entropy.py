@@ -1,0 +1,179 @@
+"""Linear output layer and cross-entropy in one op that never holds the logits of all positions.
+
+B batch, S positions, D width, V vocabulary.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from axlearn_core.contracts.kernels import OpRequest
+from axlearn_core.kernels import selection
+
+
+class Options(NamedTuple):
+    """The static options of the op.
+
+    Attributes:
+        dtype: of the matrix products; logits and loss are float32.
+        chunk: positions per row whose logits exist at one time.
+        softcap: caps logits to (-softcap, softcap) by a tanh (Gemma 2).
+        z_loss: weight of log(Z)^2, which keeps logits from drifting (Chowdhery et al., 2022).
+        constrain: lays out logits [B, positions, V] on the mesh.
+    """
+
+    dtype: str = "float32"
+    chunk: int = 128
+    softcap: float | None = None
+    z_loss: float = 0.0
+    constrain: Any = None
+
+
+def cross_entropy(
+    hidden: jax.Array,
+    weight: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    options: Options,
+    kernel: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The weighted sum of the cross-entropy of `hidden @ weight` with `targets`.
+
+    Args:
+        hidden: [B, S, D].
+        weight: [D, V], the output layer.
+        targets: int32 [B, S].
+        weights: float32 [B, S]; for a mean they sum to 1.
+        options: dtypes, chunking, soft cap and z-loss.
+        kernel: the name of an implementation; None leaves the choice to the selection in force.
+
+    Returns:
+        (loss, cross_entropy): float32 scalars; the first includes the z-loss, the second has no gradient.
+    """
+    described = {"chunk": options.chunk, "softcap": options.softcap, "z_loss": options.z_loss}
+    run = selection.chosen("cross_entropy", {"hidden": hidden, "weight": weight}, described, kernel)
+    return run(hidden, weight, targets, weights, options)
+
+
+def logits_of(hidden: jax.Array, weight: jax.Array, options: Options) -> jax.Array:
+    """float32 [B, S, V]: what the loss is over."""
+    logits = lax.dot_general(
+        hidden.astype(options.dtype),
+        weight.astype(options.dtype),
+        (((2,), (0,)), ((), ())),
+        preferred_element_type=jnp.float32,
+    )
+    logits = options.constrain(logits) if options.constrain else logits
+    return logits if options.softcap is None else options.softcap * jnp.tanh(logits / options.softcap)
+
+
+class _XLA:
+    """Chunks of positions in a scan. Differentiated, each leaves its gradients at once: three products, none twice."""
+
+    def supports(self, request: OpRequest) -> str | None:
+        """Everything."""
+        return None
+
+    def __call__(
+        self, hidden: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array, options: Options
+    ) -> tuple[jax.Array, jax.Array]:
+        """See `cross_entropy`."""
+        return _loss(hidden, weight, targets, weights, options)
+
+
+XLA = _XLA()
+
+
+class _Chunk(NamedTuple):
+    """Some positions of all rows."""
+
+    hidden: jax.Array  # [B, C, D]
+    targets: jax.Array  # [B, C]
+    weights: jax.Array  # [B, C]
+
+
+def _chunks(hidden: jax.Array, targets: jax.Array, weights: jax.Array, size: int) -> tuple[_Chunk, int]:
+    """The positions as chunks along a new leading axis, the last one padded with weight 0; and their number."""
+    length = hidden.shape[1]
+    count = -(-length // size)
+    size = -(-length // count)
+
+    def split(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, [(0, 0), (0, count * size - length)] + [(0, 0)] * (x.ndim - 2)) if length % size else x
+        return jnp.moveaxis(x.reshape(x.shape[0], count, size, *x.shape[2:]), 1, 0)
+
+    return _Chunk(*map(split, (hidden, targets, weights))), count
+
+
+def _values(logits: jax.Array, chunk: _Chunk, z_loss: float) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(sum of the loss, sum of the cross-entropy, log Z [B, C]) of a chunk."""
+    log_z = jax.nn.logsumexp(logits, axis=-1)
+    at_target = jnp.take_along_axis(logits, chunk.targets[..., None], axis=-1, mode="clip")[..., 0]
+    entropy = jnp.sum((log_z - at_target) * chunk.weights)
+    return (entropy + z_loss * jnp.sum(log_z**2 * chunk.weights) if z_loss else entropy), entropy, log_z
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _loss(
+    hidden: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array, options: Options
+) -> tuple[jax.Array, jax.Array]:
+    chunks, count = _chunks(hidden, targets, weights, options.chunk)
+    cast = weight.astype(options.dtype)
+
+    def step(total: tuple[jax.Array, ...], chunk: _Chunk) -> tuple[tuple[jax.Array, ...], None]:
+        values = _values(logits_of(chunk.hidden, cast, options), chunk, options.z_loss)
+        return (total[0] + values[0], total[1] + values[1]), None
+
+    zeros = (jnp.zeros((), jnp.float32),) * 2
+    if count == 1:
+        return step(zeros, jax.tree.map(lambda x: x[0], chunks))[0]  # type: ignore[return-value]
+    return lax.scan(step, zeros, chunks)[0]  # type: ignore[return-value]
+
+
+def _gradients(chunk: _Chunk, weight: jax.Array, options: Options) -> tuple[jax.Array, ...]:
+    """(loss, cross-entropy, d loss / d hidden, d loss / d weight in float32) of a chunk."""
+    logits = logits_of(chunk.hidden, weight, options)
+    loss, entropy, log_z = _values(logits, chunk, options.z_loss)
+    scale = chunk.weights * (1 + 2 * options.z_loss * log_z) if options.z_loss else chunk.weights
+    ids = lax.broadcasted_iota(jnp.int32, logits.shape, 2)
+    at_target = jnp.where(ids == chunk.targets[..., None], chunk.weights[..., None], 0.0)
+    slope = jnp.exp(logits - log_z[..., None]) * scale[..., None] - at_target
+    if options.softcap is not None:
+        slope = slope * (1 - (logits / options.softcap) ** 2)
+    slope = slope.astype(options.dtype)
+    to_hidden = lax.dot_general(slope, weight, (((2,), (1,)), ((), ())))
+    to_weight = lax.dot_general(
+        chunk.hidden.astype(options.dtype), slope, (((0, 1), (0, 1)), ((), ())), preferred_element_type=jnp.float32
+    )
+    return loss, entropy, to_hidden.astype(chunk.hidden.dtype), to_weight
+
+
+def _forward(
+    hidden: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array, options: Options
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+    chunks, count = _chunks(hidden, targets, weights, options.chunk)
+    cast = weight.astype(options.dtype)
+    if count == 1:
+        loss, entropy, to_hidden, to_weight = _gradients(jax.tree.map(lambda x: x[0], chunks), cast, options)
+        return (loss, entropy), (to_hidden, to_weight.astype(weight.dtype))
+
+    def step(total: tuple[jax.Array, ...], chunk: _Chunk) -> tuple[tuple[jax.Array, ...], jax.Array]:
+        loss, entropy, to_hidden, to_weight = _gradients(chunk, cast, options)
+        return (total[0] + loss, total[1] + entropy, total[2] + to_weight), to_hidden
+
+    zero = jnp.zeros((), jnp.float32)
+    total, to_hidden = lax.scan(step, (zero, zero, jnp.zeros(weight.shape, jnp.float32)), chunks)
+    to_hidden = jnp.moveaxis(to_hidden, 0, 1).reshape(hidden.shape[0], -1, hidden.shape[2])[:, : hidden.shape[1]]
+    return (total[0], total[1]), (to_hidden, total[2].astype(weight.dtype))
+
+
+def _backward(options: Options, kept: tuple[jax.Array, jax.Array], cotangents: tuple[jax.Array, jax.Array]) -> Any:
+    to_hidden, to_weight = kept
+    scale = cotangents[0]
+    return to_hidden * scale.astype(to_hidden.dtype), to_weight * scale.astype(to_weight.dtype), None, None
+
+
+_loss.defvjp(_forward, _backward)

@@ -1,0 +1,18 @@
+"""The implementations of the core, declared as any plugin declares its own. Imports no JAX."""
+
+from axlearn_core.contracts.kernels import KernelImplementation
+from axlearn_core.plugins.hookspecs import hookimpl
+
+_IMPLEMENTATIONS = (
+    KernelImplementation(name="xla", op="attention", load="axlearn_core.kernels.attention:XLA"),
+    KernelImplementation(
+        name="xla-blocked", op="attention", priority=10, load="axlearn_core.kernels.attention:XLA_BLOCKED"
+    ),
+    KernelImplementation(name="xla", op="cross_entropy", load="axlearn_core.kernels.cross_entropy:XLA"),
+)
+
+
+@hookimpl
+def axlearn_kernels(op: str) -> list[KernelImplementation]:
+    """The XLA references, and attention by blocks for masks that hide blocks."""
+    return [k for k in _IMPLEMENTATIONS if k.op == op]

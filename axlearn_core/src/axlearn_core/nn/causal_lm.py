@@ -1,0 +1,161 @@
+"""The causal language model: a decoder, its output layer and its loss."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from axlearn_core.config import REQUIRED, Node, node, setting
+from axlearn_core.contracts.parts import Batch
+from axlearn_core.errors import Problem, unknown
+from axlearn_core.kernels.cross_entropy import Options, cross_entropy, logits_of
+from axlearn_core.nn import summaries
+from axlearn_core.nn.layer import Context, Layer, Precision
+from axlearn_core.nn.sharding import constrain
+from axlearn_core.nn.transformer import Cache, Decoder
+
+_BATCH = ("tokens", "targets", "weights", "segment_ids", "positions", "prefix")
+
+
+class DecoderModel(Protocol):
+    """Token ids to hidden states. Built with `vocab_size`, `rngs`, `precision`."""
+
+    def __call__(self, tokens: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
+        """int32 [B, S] -> [B, S, D], and the new cache."""
+        ...
+
+    def head_weight(self) -> jax.Array:
+        """[D, V]."""
+        ...
+
+    def init_cache(self, batch: int, length: int) -> Any:
+        """An empty cache."""
+        ...
+
+    def unstacked(self) -> Any:
+        """The decoder in the form that decodes fastest."""
+        ...
+
+
+class CausalLM(Layer):
+    """Predicts the next token."""
+
+    @node
+    class Config(Layer.Config["CausalLM"]):
+        """The decoder, the dtypes and the loss.
+
+        `param_dtype` is of the stored parameters, `dtype` of what the layers compute, `output_dtype` of the logits that
+        calls return; the loss is always computed in float32. `z_loss` weighs log(Z)^2. `loss_chunk` is how many
+        positions per row have their logits in memory at one time.
+        """
+
+        vocab_size: int = setting(default=REQUIRED, ge=1)
+        decoder: Node[DecoderModel] = Decoder.Config()
+        param_dtype: str | None = "float32"
+        dtype: str | None = "float32"
+        output_dtype: str = "float32"
+        logit_softcap: float | None = setting(default=None, gt=0)
+        z_loss: float = setting(default=0.0, ge=0)
+        loss_chunk: int = setting(default=128, ge=1)
+        loss_kernel: str | None = None
+
+        def validate(self) -> Iterable[Problem]:
+            """Dtypes that do not exist or are not given."""
+            yield from super().validate()
+            for name in ("param_dtype", "dtype"):
+                if getattr(self, name) is None:
+                    yield Problem(
+                        path=name, message="the root of the model has no parent to take it from", fix="set it"
+                    )
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        super().__init__(cfg, precision=Precision())
+        self.vocab_size = cfg.vocab_size
+        self.decoder = self.child(cfg.decoder, rngs=rngs, vocab_size=cfg.vocab_size)
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        cache: Cache | None = None,
+    ) -> Any:
+        """Logits of the next token at every position.
+
+        Args:
+            tokens: int32 [B, S]; with a cache, those that follow what is in it.
+            positions: int32 [B or 1, S], position within the document; None counts from the start.
+            segment_ids: int32 [B, S], equal within a document; None means that each row is one.
+            cache: from `init_cache` or an earlier call.
+
+        Returns:
+            [B, S, V] in `output_dtype`; with a cache, a pair of that and the new cache.
+        """
+        x, new = self.decoder(tokens, Context(positions=positions, segment_ids=segment_ids), cache)
+        logits = self.logits(x)
+        return logits if cache is None else (logits, new)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """[B, S, D] from the decoder -> [B, S, V] in `output_dtype`."""
+        return logits_of(hidden, self.decoder.head_weight(), self._options()).astype(self.cfg.output_dtype)
+
+    def _options(self) -> Options:
+        cfg = self.cfg
+        return Options(self.precision.compute, cfg.loss_chunk, cfg.logit_softcap, cfg.z_loss, _constrain_logits)
+
+    def loss(self, batch: Batch) -> tuple[jax.Array, Mapping[str, jax.Array]]:
+        """The mean cross-entropy of the targets, in nats, plus z-loss and the auxiliary losses of the layers.
+
+        Args:
+            batch: see `contracts.parts.Batch`. `weights`, `segment_ids` and `positions` may be left out or None.
+                `prefix` (int32 [B]), where given, is how many leading tokens of each row see one another.
+
+        Returns:
+            (loss, summaries): `weight` is the number of targets, `cross_entropy` the loss without what is added to it
+            (where anything is), besides each auxiliary loss and what the layers report.
+        """
+        for name in batch:
+            if name not in _BATCH:
+                raise unknown("part of a batch", name, _BATCH)
+        given = {k: v for k, v in batch.items() if v is not None}
+        with summaries.collect() as found:
+            context = Context(**{k: given.get(k) for k in ("positions", "segment_ids", "prefix")})
+            hidden, _ = self.decoder(given["tokens"], context)
+        if "weights" in given:
+            weight = jnp.sum(given["weights"])
+            weights = given["weights"] / jnp.where(weight > 0, weight, 1.0)
+        else:
+            size = given["targets"].size
+            weight, weights = jnp.float32(size), jnp.full(given["targets"].shape, 1 / size, jnp.float32)
+        loss, entropy = cross_entropy(
+            hidden, self.decoder.head_weight(), given["targets"], weights, self._options(), self.cfg.loss_kernel
+        )
+        report = {"weight": weight, **found.summaries, **found.losses}
+        if self.cfg.z_loss or found.losses:
+            report["cross_entropy"] = entropy
+        for value in found.losses.values():
+            loss = loss + value
+        return loss, report
+
+    def init_cache(self, batch: int, length: int) -> Any:
+        """An empty cache for `batch` rows of at most `length` tokens."""
+        return self.decoder.init_cache(batch, length)
+
+    def unstacked(self) -> "CausalLM":
+        """This model in the form that decodes fastest; not for training."""
+        made = nnx.merge(*nnx.split(self))
+        made.decoder = self.decoder.unstacked()
+        return made
+
+
+def _constrain_logits(logits: jax.Array) -> jax.Array:
+    return constrain(logits, "batch", "sequence", "activation_vocab")
+
+
+def num_params(cfg: Node[Any]) -> int:
+    """How many numbers a model of this config holds; builds it abstractly, which allocates nothing."""
+    state = nnx.state(nnx.eval_shape(lambda: cfg.build(rngs=nnx.Rngs(0))), nnx.Param)
+    return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(state))

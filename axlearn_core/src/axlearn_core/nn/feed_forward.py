@@ -1,0 +1,84 @@
+"""Position-wise feed-forward layers."""
+
+from typing import Literal, Protocol
+
+import jax
+from flax import nnx
+
+from axlearn_core.config import REQUIRED, Node, Scaled, interface, node, size_of
+from axlearn_core.nn.layer import Layer, Precision
+from axlearn_core.nn.linear import Linear, Projection
+from axlearn_core.nn.remat import tag
+from axlearn_core.nn.sharding import constrain
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"]
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": jax.nn.relu,
+    "relu_squared": lambda x: jax.nn.relu(x) ** 2,  # So et al., 2021
+}
+
+
+class FeedForward(Protocol):
+    """Maps each position on its own. Built with `input_dim`, `rngs`, `precision`."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, S, D] -> [B, S, D]."""
+        ...
+
+
+class GatedFeedForward(Layer):
+    """`down(activation(gate(x)) * up(x))`: SwiGLU with its default activation (Shazeer, 2020)."""
+
+    @node
+    class Config(Layer.Config["GatedFeedForward"]):
+        """`hidden_dim` may be relative to the width; its default is Llama's 8/3, rounded up to a multiple of 128."""
+
+        input_dim: int = interface(default=REQUIRED)
+        hidden_dim: int | Node[int] = Scaled(factor=8 / 3, multiple_of=128)
+        activation: Activation = "silu"
+        gate: Node[Projection] = Linear.Config()
+        up: Node[Projection] = Linear.Config()
+        down: Node[Projection] = Linear.Config()
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
+        super().__init__(cfg, precision=precision)
+        width, hidden = (cfg.input_dim,), (size_of(cfg.hidden_dim, cfg.input_dim),)
+        into, out = ("embed", "mlp"), ("mlp", "embed")
+        self.gate = self.child(cfg.gate, rngs=rngs, input_dims=width, output_dims=hidden, axes=into)
+        self.up = self.child(cfg.up, rngs=rngs, input_dims=width, output_dims=hidden, axes=into)
+        self.down = self.child(cfg.down, rngs=rngs, input_dims=hidden, output_dims=width, axes=out)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, S, D] -> [B, S, D]."""
+        gate, up = tag(self.gate(x), "mlp_gate"), tag(self.up(x), "mlp_up")
+        hidden = tag(ACTIVATIONS[self.cfg.activation](gate) * up, "mlp_hidden")
+        return tag(self.down(constrain(hidden, "batch", "sequence", "activation_mlp")), "mlp_out")
+
+
+class PlainFeedForward(Layer):
+    """`down(activation(up(x)))` (Vaswani et al., 2017)."""
+
+    @node
+    class Config(Layer.Config["PlainFeedForward"]):
+        """`hidden_dim` may be a size relative to the width; its default is four times it."""
+
+        input_dim: int = interface(default=REQUIRED)
+        hidden_dim: int | Node[int] = Scaled(factor=4.0)
+        activation: Activation = "gelu"
+        up: Node[Projection] = Linear.Config()
+        down: Node[Projection] = Linear.Config()
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
+        super().__init__(cfg, precision=precision)
+        width, hidden = (cfg.input_dim,), (size_of(cfg.hidden_dim, cfg.input_dim),)
+        self.up = self.child(cfg.up, rngs=rngs, input_dims=width, output_dims=hidden, axes=("embed", "mlp"))
+        self.down = self.child(cfg.down, rngs=rngs, input_dims=hidden, output_dims=width, axes=("mlp", "embed"))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, S, D] -> [B, S, D]."""
+        hidden = tag(ACTIVATIONS[self.cfg.activation](tag(self.up(x), "mlp_up")), "mlp_hidden")
+        return tag(self.down(constrain(hidden, "batch", "sequence", "activation_mlp")), "mlp_out")

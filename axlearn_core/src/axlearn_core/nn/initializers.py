@@ -1,0 +1,67 @@
+"""How parameters are filled at first: nodes that build `(key, shape, dtype, *, in_axis, out_axis) -> array`."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from axlearn_core.config import Node, node, setting
+
+
+class Initializer(Protocol):
+    """Makes the first value of a parameter. `in_axis` and `out_axis` are the dimensions of the fan-in and fan-out."""
+
+    def __call__(
+        self, key: jax.Array, shape: Sequence[int], dtype: Any, *, in_axis: Sequence[int], out_axis: Sequence[int]
+    ) -> jax.Array:
+        """The array."""
+        ...
+
+
+@node
+class VarianceScaling(Node[Initializer]):
+    """Zero mean, variance `scale / fan`: 1.0 by fan-in is LeCun's, 2.0 by fan-in He's, 1.0 by fan-avg Glorot's.
+
+    The fan is the product of the dimensions that the layer contracts (`fan_in`) or produces (`fan_out`), so that a
+    weight [width, heads, head_dim] has the fan-in of its matrix.
+    """
+
+    scale: float = setting(default=1.0, gt=0)
+    mode: Literal["fan_in", "fan_out", "fan_avg"] = "fan_in"
+    distribution: Literal["truncated_normal", "normal", "uniform"] = "truncated_normal"
+
+    def build(self, **_: Any) -> Initializer:
+        """The initialiser."""
+
+        def init(
+            key: jax.Array, shape: Sequence[int], dtype: Any, *, in_axis: Sequence[int], out_axis: Sequence[int]
+        ) -> jax.Array:
+            make = jax.nn.initializers.variance_scaling(
+                self.scale, self.mode, self.distribution, in_axis=in_axis, out_axis=out_axis
+            )
+            return make(key, tuple(shape), dtype)
+
+        return init
+
+
+@node
+class Normal(Node[Initializer]):
+    """A normal distribution around zero."""
+
+    stddev: float = setting(default=0.02, ge=0)
+
+    def build(self, **_: Any) -> Initializer:
+        """The initialiser."""
+        return lambda key, shape, dtype, **_: (self.stddev * jax.random.normal(key, shape)).astype(dtype)
+
+
+@node
+class Constant(Node[Initializer]):
+    """One value everywhere."""
+
+    value: float = 0.0
+
+    def build(self, **_: Any) -> Initializer:
+        """The initialiser."""
+        return lambda key, shape, dtype, **_: jnp.full(shape, self.value, dtype)

@@ -1,0 +1,119 @@
+"""Linear maps and embeddings."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+from flax import nnx
+from jax import lax
+
+from axlearn_core.config import REQUIRED, Node, interface, node
+from axlearn_core.nn.initializers import Constant, Initializer, VarianceScaling
+from axlearn_core.nn.layer import Layer, Precision, expand_to
+
+
+class Projection(Protocol):
+    """Maps the trailing input dimensions to the output dimensions.
+
+    Built with `input_dims`, `output_dims` (tuples) and `axes` (one logical name for each of both), besides `rngs`,
+    `precision`.
+    """
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., *input_dims] -> [..., *output_dims]."""
+        ...
+
+
+class Linear(Layer):
+    """`x @ weight + bias`, where either side may be several dimensions ([D] -> [heads, head_dim])."""
+
+    @node
+    class Config(Layer.Config["Linear"]):
+        """`init` is scaled by the fan of all input dimensions; the bias starts at zero."""
+
+        input_dims: tuple[int, ...] = interface(default=REQUIRED)
+        output_dims: tuple[int, ...] = interface(default=REQUIRED)
+        bias: bool = False
+        init: Node[Initializer] = VarianceScaling()
+
+    def __init__(self, cfg: Config, *, axes: Sequence[str | None], rngs: nnx.Rngs, precision: Precision):
+        super().__init__(cfg, precision=precision)
+        count = len(cfg.input_dims)
+        shape = (*cfg.input_dims, *cfg.output_dims)
+        self.weight = self.parameter(rngs, cfg.init, shape, axes, fan_in=range(count), fan_out=range(count, len(shape)))
+        if cfg.bias:
+            self.bias = self.parameter(rngs, Constant(), cfg.output_dims, tuple(axes)[count:])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., *input_dims] -> [..., *output_dims]."""
+        count = len(self.cfg.input_dims)
+        x = x.astype(self.precision.compute)
+        contracted = (tuple(range(x.ndim - count, x.ndim)), tuple(range(count)))
+        y = lax.dot_general(x, self.computed(self.weight), (contracted, ((), ())))
+        return y + expand_to(self.computed(self.bias), y.ndim) if self.cfg.bias else y
+
+
+class TokenEmbedding(Protocol):
+    """Turns token ids into vectors. Built with `vocab_size`, `dim`, `rngs`, `precision`."""
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """int32 [B, S] -> [B, S, D]."""
+        ...
+
+    def head_weight(self) -> jax.Array:
+        """[D, V], for a decoder without a head of its own."""
+        ...
+
+
+class Embedding(Layer):
+    """A table of vectors by token id."""
+
+    @node
+    class Config(Layer.Config["Embedding"]):
+        """`scale` multiplies by sqrt(dim) (Vaswani et al., 2017). The default initialiser has the variance 1/dim."""
+
+        vocab_size: int = interface(default=REQUIRED)
+        dim: int = interface(default=REQUIRED)
+        scale: bool = False
+        init: Node[Initializer] = VarianceScaling(mode="fan_out", distribution="normal")
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
+        super().__init__(cfg, precision=precision)
+        self.weight = self.parameter(rngs, cfg.init, (cfg.vocab_size, cfg.dim), ("vocab", "embed"))
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """int32 [B, S] -> [B, S, D]."""
+        x = self.computed(self.weight)[tokens]
+        return x * self.cfg.dim**0.5 if self.cfg.scale else x
+
+    def head_weight(self) -> jax.Array:
+        """[D, V]: the table transposed."""
+        return self.weight[...].T
+
+
+class Head(Layer):
+    """The weights of an output head that is not tied to the embedding; the loss multiplies by them."""
+
+    @node
+    class Config(Layer.Config["Head"]):
+        """`init` is scaled by the width."""
+
+        vocab_size: int = interface(default=REQUIRED)
+        dim: int = interface(default=REQUIRED)
+        init: Node[Initializer] = VarianceScaling()
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
+        super().__init__(cfg, precision=precision)
+        self.weight = self.parameter(rngs, cfg.init, (cfg.dim, cfg.vocab_size), ("embed", "vocab"))
+
+    def head_weight(self) -> jax.Array:
+        """[D, V]."""
+        return self.weight[...]
+
+
+class OutputHead(Protocol):
+    """Gives the weights of the output layer. Built with `vocab_size`, `dim`, `rngs`, `precision`."""
+
+    def head_weight(self) -> Any:
+        """[D, V], in the dtype of the parameters."""
+        ...

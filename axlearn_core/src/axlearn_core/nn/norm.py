@@ -1,0 +1,71 @@
+"""Normalisation over the last axis."""
+
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from axlearn_core.config import REQUIRED, Node, interface, node, setting
+from axlearn_core.nn.initializers import Constant, Initializer
+from axlearn_core.nn.layer import Layer, Precision, expand_to
+
+
+class Norm(Protocol):
+    """Normalises the last axis. Built with `dim`, `rngs`, `precision`."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., dim] -> [..., dim]."""
+        ...
+
+
+class RMSNorm(Layer):
+    """Root-mean-square normalisation (Zhang & Sennrich, 2019), computed in float32."""
+
+    @node
+    class Config(Layer.Config["RMSNorm"]):
+        """`eps` is added to the mean square, `offset` to the weight, for models that store it around zero (Gemma)."""
+
+        dim: int = interface(default=REQUIRED)
+        eps: float = setting(default=1e-6, gt=0)
+        offset: float = 0.0
+        init: Node[Initializer] = Constant(value=1.0)
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
+        super().__init__(cfg, precision=precision)
+        self.weight = self.parameter(rngs, cfg.init, (cfg.dim,), ("norm",))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., dim] -> [..., dim]."""
+        y = x.astype(jnp.float32)
+        y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.cfg.eps)
+        weight = self.computed(self.weight)
+        weight = weight + self.cfg.offset if self.cfg.offset else weight
+        return y.astype(self.precision.compute) * expand_to(weight, x.ndim)
+
+
+class LayerNorm(Layer):
+    """Layer normalisation (Ba et al., 2016), computed in float32."""
+
+    @node
+    class Config(Layer.Config["LayerNorm"]):
+        """`eps` is added to the variance; without `bias` only a scale is learned."""
+
+        dim: int = interface(default=REQUIRED)
+        eps: float = setting(default=1e-5, gt=0)
+        bias: bool = True
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
+        super().__init__(cfg, precision=precision)
+        self.weight = self.parameter(rngs, Constant(value=1.0), (cfg.dim,), ("norm",))
+        if cfg.bias:
+            self.bias = self.parameter(rngs, Constant(), (cfg.dim,), ("norm",))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., dim] -> [..., dim]."""
+        y = x.astype(jnp.float32)
+        y = y - jnp.mean(y, axis=-1, keepdims=True)
+        y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.cfg.eps)
+        y = y.astype(self.precision.compute) * expand_to(self.computed(self.weight), x.ndim)
+        return y + expand_to(self.computed(self.bias), x.ndim) if self.cfg.bias else y

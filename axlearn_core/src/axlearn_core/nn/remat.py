@@ -1,0 +1,84 @@
+"""Rematerialisation by activation tag: what the backward pass keeps, and what it computes again.
+
+Layers tag what they compute with `tag(x, name)`. The tags of the core's layers:
+
+    query, key, value     projected, before normalisation and position encoding   [B, S, heads, H]
+    context               what attention returns                                  [B, S, N, H]
+    attention_out         after its output projection                             [B, S, D]
+    mlp_gate, mlp_up      projected                                               [B, S, F]
+    mlp_hidden            after the activation                                    [B, S, F]
+    mlp_out               after the down projection                               [B, S, D]
+"""
+
+import contextvars
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from axlearn_core.config import Configurable, node
+from axlearn_core.errors import unknown
+
+_seen: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("axlearn_tags", default=None)
+
+
+def tag(x: jax.Array, name: str) -> jax.Array:
+    """`x`, known to remat policies as `name`. It costs nothing at run time."""
+    seen = _seen.get()
+    if seen is not None:
+        seen.add(name)
+    return checkpoint_name(x, name)
+
+
+class Remat(Configurable):
+    """Computes a layer again in the backward pass, except for what is kept."""
+
+    @node
+    class Config(Configurable.Config["Remat"]):
+        """What to keep.
+
+        `save` names tags, or a general policy: `nothing`, `dots` (products without a batch dimension) or `everything`.
+        Tags in `offload` are kept in the host's memory.
+        """
+
+        save: tuple[str, ...] | Literal["nothing", "dots", "everything"] = ()
+        offload: tuple[str, ...] = ()
+
+    def __init__(self, cfg: Config):
+        self.cfg = cfg
+
+    def wrap(self, function: Callable[..., Any], *, in_loop: bool) -> Callable[..., Any]:
+        """`function`, rematerialised. `in_loop`: as the body of a scan, where no compiler merges what is computed
+        twice.
+
+        Raises:
+            RequestError: while tracing, for a tag that the function does not have.
+        """
+        policies = jax.checkpoint_policies
+        save = () if self.cfg.save == "nothing" else self.cfg.save
+        if self.cfg.offload:
+            policy = policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=list(save) if not isinstance(save, str) else [],
+                names_which_can_be_offloaded=list(self.cfg.offload),
+                offload_src="device",
+                offload_dst="pinned_host",
+            )
+        elif isinstance(save, str):
+            policy = policies.everything_saveable if save == "everything" else policies.dots_with_no_batch_dims_saveable
+        else:
+            policy = policies.save_only_these_names(*save)
+        wanted = {*(save if not isinstance(save, str) else ()), *self.cfg.offload}
+
+        def checked(*args: Any) -> Any:
+            token = _seen.set(set())
+            try:
+                result = function(*args)
+                seen = _seen.get() or set()
+            finally:
+                _seen.reset(token)
+            for name in sorted(wanted - seen):
+                raise unknown("activation tag in remat", name, seen)
+            return result
+
+        return jax.checkpoint(checked, policy=policy, prevent_cse=not in_loop)

@@ -1,0 +1,77 @@
+"""Auxiliary losses and summaries: any layer adds them, the root of the model collects them, no parent passes them up.
+
+    add_loss("load_balance", value)          # deep inside a layer
+    with collect() as found: ...             # at the root: found.losses, found.summaries
+
+The stack of layers collects within each layer, because values may not leak out of a scan or a rematerialised function,
+and adds what its layers reported to the collector outside: losses are summed over the layers, summaries averaged.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+
+import attrs
+import jax
+import jax.numpy as jnp
+
+from axlearn_core.errors import RequestError
+
+Values = dict[str, jax.Array]
+
+
+@attrs.define(eq=False)
+class Collector:
+    """What was added while it was in force: name -> float32 scalar."""
+
+    losses: Values = attrs.field(factory=dict)
+    summaries: Values = attrs.field(factory=dict)
+
+
+_in_force: contextvars.ContextVar[Collector | None] = contextvars.ContextVar("axlearn_collector", default=None)
+
+
+@contextlib.contextmanager
+def collect() -> Iterator[Collector]:
+    """Puts a fresh collector in force."""
+    found = Collector()
+    token = _in_force.set(found)
+    try:
+        yield found
+    finally:
+        _in_force.reset(token)
+
+
+def add_loss(name: str, value: jax.Array) -> None:
+    """Adds a scalar to the loss that is minimised. Values of one name add up. Nothing happens where nobody collects."""
+    found = _in_force.get()
+    if found is not None:
+        value = _scalar(name, value)
+        found.losses[name] = found.losses[name] + value if name in found.losses else value
+
+
+def add_summary(name: str, value: jax.Array) -> None:
+    """Reports a scalar; in a stack of layers, the mean over the layers. Nothing happens where nobody collects.
+
+    Raises:
+        RequestError: the name is taken.
+    """
+    found = _in_force.get()
+    if found is not None:
+        if name in found.summaries:
+            raise RequestError(f"two layers add the summary {name!r}; give each its own name")
+        found.summaries[name] = _scalar(name, value)
+
+
+def add_stacked(losses: Values, summaries: Values) -> None:
+    """Adds what a scan collected: losses and summaries with a leading axis of layers."""
+    for name, value in losses.items():
+        add_loss(name, jnp.sum(value, axis=0))
+    for name, value in summaries.items():
+        add_summary(name, jnp.mean(value, axis=0))
+
+
+def _scalar(name: str, value: jax.Array) -> jax.Array:
+    if jnp.shape(value):
+        raise RequestError(f"the loss or summary {name!r} has shape {jnp.shape(value)}; it has to be a scalar")
+    return jnp.asarray(value, jnp.float32)
