@@ -95,7 +95,10 @@ class Tokenizer(Protocol):
 
 
 class Learner(Protocol):
-    """Turns gradients into new parameters. Built with `max_steps`."""
+    """Turns gradients into new parameters.
+
+    Built with `max_steps` and `axes` (parameter path -> logical axis names).
+    """
 
     def init(self, params: Any) -> Any:
         """The state (optimizer moments, EMA, counters) for a pytree of parameters."""

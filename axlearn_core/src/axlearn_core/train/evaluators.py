@@ -1,7 +1,7 @@
 """What is measured during training: the loss on held-out data, and samples of generated text."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import jax
 
@@ -10,6 +10,8 @@ from axlearn_core.contracts.parts import Input
 
 if TYPE_CHECKING:
     from axlearn_core.train.session import Session
+
+T_co = TypeVar("T_co", covariant=True)
 
 
 class Evaluator(Protocol):
@@ -28,12 +30,12 @@ class Periodic(Configurable):
     """An evaluator that runs every so many steps, and at the end."""
 
     @node
-    class Config(Configurable.Config["Periodic"]):
+    class Config(Configurable.Config[T_co]):
         """`every_steps`: 0 runs it at the end only."""
 
         every_steps: int = setting(default=0, ge=0)
 
-    def __init__(self, cfg: Config, *, name: str):
+    def __init__(self, cfg: Config[Any], *, name: str):
         self.cfg, self.name = cfg, name
 
     def due(self, step: int, last: bool) -> bool:
@@ -56,14 +58,13 @@ class LossEvaluator(Periodic):
 
     def __init__(self, cfg: Config, *, name: str):
         super().__init__(cfg, name=name)
-        self.limit = cfg.max_batches
+        self.limit, self.own_input = cfg.max_batches, cfg.input
         self._input: Any = None
 
     def run(self, session: "Session") -> Mapping[str, float]:
         """Runs over the batches; sums stay on the device until the end."""
         if self._input is None:
-            own = self.cfg.input  # type: ignore[attr-defined]
-            self._input = session.input if own is None else session.build_input(own)
+            self._input = session.input if self.own_input is None else session.build_input(self.own_input)
         batches = self._input.evaluation()
         totals = None
         try:

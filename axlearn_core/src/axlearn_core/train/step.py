@@ -40,7 +40,7 @@ def make_steps(functional: Functional, learner: Learner) -> Steps:
         return learner.evaluation_params(state["learner"], state["params"])
 
     def evaluate(state: State, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        value, summaries = loss(model_params(state), batch)
+        value, summaries = loss(model_params(state), {k: v for k, v in batch.items() if k != "bytes"})
         weight = summaries.get("weight", jnp.ones((), jnp.float32))
         sums = {"loss_sum": value * weight, "weight": weight}
         if "bytes" in batch:

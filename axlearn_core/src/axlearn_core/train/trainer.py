@@ -71,7 +71,7 @@ class Trainer(Configurable):
 
         def steps(self, functional: Functional) -> Steps:
             """The pure functions of this experiment; see `axlearn_core.compose`."""
-            return make_steps(functional, self.learner.build(max_steps=self.max_steps))
+            return make_steps(functional, self.learner.build(max_steps=self.max_steps, axes=functional.axes))
 
         def build_input(self, own: Node[Input], vocab_size: int | None) -> Input:
             """An input for this process."""

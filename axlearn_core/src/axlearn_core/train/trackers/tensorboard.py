@@ -53,12 +53,12 @@ class TensorBoardTracker(Configurable):
         self._flush()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes one scalar per value."""
+        """Writes one scalar per value; values without `loss` are evaluation results."""
         from tensorboardX import summary
 
+        group = "train" if "loss" in values else "evaluation"
         for name, value in values.items():
-            group, tag = ("evaluation", name.removeprefix("eval_")) if name.startswith("eval_") else ("train", name)
-            self._add(step, summary=summary.scalar(f"{group}/{tag}", float(value)))
+            self._add(step, summary=summary.scalar(f"{group}/{name}", float(value)))
         if time.monotonic() - self._flushed >= self._flush_seconds:
             self._flush()
 

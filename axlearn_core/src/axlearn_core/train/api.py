@@ -1,0 +1,81 @@
+"""`train`: from a request to a finished run, in one call."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from axlearn_core.config import Node
+from axlearn_core.errors import CheckpointError, ConfigError, RequestError
+from axlearn_core.plugins.registry import registry
+from axlearn_core.plugins.request import Request, read
+from axlearn_core.plugins.resolve import Resolved, resolve
+from axlearn_core.train.run_dir import RunDir, default_run_dir
+from axlearn_core.train.trainer import Result, Trainer
+
+
+def train(
+    request: Request | str | Path | Node[Any],
+    *,
+    with_: Iterable[str] | Mapping[str, Mapping[str, Any] | None] = (),
+    set: Iterable[str] | Mapping[str, Any] = (),  # what it is called on the command line
+    steps: int | None = None,
+    run_dir: str | Path | None = None,
+    allow_drift: bool = False,
+    restore_step: int | None = None,
+) -> Result:
+    """Trains, and continues by itself where the run directory has a checkpoint.
+
+    Args:
+        request: an experiment's name, a YAML file, or a config.
+        with_: features, as on the command line (`"rope:theta=500000"`) or as name -> options.
+        set: settings, as on the command line (`"seed=1"`) or as path -> value.
+        steps: sets `max_steps`.
+        run_dir: by default `runs/<experiment>-<hash of the config>`.
+        allow_drift: continue a run although its architecture or data changed.
+        restore_step: continue from this checkpoint instead of the newest.
+
+    Raises:
+        RequestError: anything that is wrong with the request; nothing was written.
+        WorkError: what failed later, such as a full disk.
+    """
+    if not isinstance(request, Request):
+        request = Request.of(request, with_=with_, set=set, steps=steps)
+    resolved = resolve(request).checked()
+    if not isinstance(resolved.config, Trainer.Config):
+        raise RequestError(f"{resolved.title} is a {type(resolved.config).__qualname__}; expected a Trainer.Config")
+    path = Path(run_dir) if run_dir else default_run_dir(resolved.title, resolved.config)
+    text = resolved.to_yaml()
+    checked = RunDir.check(path, resolved.config, saved_config(path), allow_drift=allow_drift)
+    trainer = resolved.config.build()
+    return trainer.run(
+        checked,
+        experiment=resolved.title,
+        config_text=text,
+        provenance=provenance(resolved),
+        restore_step=restore_step,
+    )
+
+
+def saved_config(run_dir: Path) -> Node[Any] | None:
+    """The resolved config of a run directory; None where there is no config file.
+
+    Raises:
+        CheckpointError: the file cannot be read back.
+    """
+    file = run_dir / "config.yaml"
+    if not file.is_file():
+        return None
+    try:
+        request = read(file, registry())
+    except ConfigError as error:
+        raise CheckpointError(f"{file} cannot be read by what is installed now:\n{error}") from error
+    if not isinstance(request.experiment, Node):
+        raise CheckpointError(f"{file} is a run file, not the resolved config of a run (it lacks `resolved: true`)")
+    return request.experiment
+
+
+def provenance(resolved: Resolved) -> dict[str, list[dict[str, str]]]:
+    """Path -> who set it to what, first to last, as JSON."""
+    return {
+        path: [{"by": step.who, "value": str(step.new)} for step in steps] for path, steps in resolved.provenance.items()
+    }
