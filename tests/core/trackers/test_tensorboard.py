@@ -31,9 +31,9 @@ def read(run_dir):
 def test_tensorboard_reads_scalars_and_text(tmp_path):
     run(tmp_path, 0, 4).close()
     reader = read(tmp_path)
-    assert set(reader.Tags()["scalars"]) == {"train/loss", "train/learning_rate", "evaluation/loss"}
+    assert set(reader.Tags()["scalars"]) == {"train/loss", "train/learning_rate", "evaluation/eval_loss"}
     assert [(e.step, e.value) for e in reader.Scalars("train/loss")] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
-    assert [e.step for e in reader.Scalars("evaluation/loss")] == [2, 4]
+    assert [e.step for e in reader.Scalars("evaluation/eval_loss")] == [2, 4]
     sample = reader.Tensors("sample/text_summary")[0]
     text = tensor_util.make_ndarray(sample.tensor_proto).item().decode()
     assert text == "    def f():\n        return <b>\N{REPLACEMENT CHARACTER}[31m"
