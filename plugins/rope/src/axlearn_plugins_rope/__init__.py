@@ -1,1 +1,1 @@
-"""Rotary position embeddings as a feature of axlearn-core."""
+"""Rotary position embeddings for axlearn: the component `rope`, its length scalings, and the feature `rope`."""

@@ -1,0 +1,48 @@
+"""Rotary position embeddings (Su et al., 2021, "RoFormer")."""
+
+import jax
+import jax.numpy as jnp
+
+from axlearn_core.config import REQUIRED, Node, interface, node, setting
+from axlearn_core.errors import RequestError
+from axlearn_core.nn.layer import Layer, Precision
+from axlearn_plugins_rope.scaling import Frequencies, Scaling, unscaled
+
+
+class RotaryEmbedding(Layer):
+    """Turns each pair (i, i + head_dim / 2) of a query or key by an angle that grows with its position."""
+
+    @node
+    class Config(Layer.Config["RotaryEmbedding"]):
+        """`theta` is the base of the frequencies; `scaling` stretches them for longer texts."""
+
+        head_dim: int = interface(default=REQUIRED)
+        theta: float = setting(default=10000.0, gt=1)
+        scaling: Node[Scaling] | None = None
+
+    def __init__(self, cfg: Config, *, precision: Precision):
+        super().__init__(cfg, precision=precision)
+        if cfg.head_dim % 2:
+            raise RequestError(f"rope turns pairs: head_dim has to be even, got {cfg.head_dim}\n    fix: set head_dim")
+
+    def frequencies(self) -> Frequencies:
+        """Radians per position of each pair, and the factor on cosines and sines."""
+        cfg = self.cfg
+        if cfg.scaling is None:
+            return Frequencies(unscaled(cfg.head_dim, cfg.theta))
+        return cfg.scaling.build()(cfg.head_dim, cfg.theta)
+
+    def __call__(self, query: jax.Array, key: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """[B, S, N, H], [B, S, K, H] and int32 [B or 1, S] -> the same shapes. Angles are float32."""
+        radians, factor = self.frequencies()
+        angle = positions[:, :, None, None].astype(jnp.float32) * jnp.asarray(radians, jnp.float32)[None, None, None]
+        cos, sin = jnp.cos(angle), jnp.sin(angle)
+        if factor != 1.0:
+            cos, sin = cos * factor, sin * factor
+        return _turn(query, cos, sin), _turn(key, cos, sin)
+
+
+def _turn(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
+    a, b = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)

@@ -1,0 +1,134 @@
+"""How rotary frequencies are stretched so that a model reads texts longer than it was trained on.
+
+Each scaling is a node that builds a function of the unscaled frequencies. The definitions are those that Hugging Face's
+configs name, so that `rope_scaling` entries carry over: `linear`, `yarn`, `llama3`, and `ntk`, which is `dynamic` at a
+fixed length.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from axlearn_core.config import REQUIRED, Node, node, setting
+from axlearn_core.errors import Problem
+
+
+class Frequencies(NamedTuple):
+    """Radians per position of each pair, float64 [head_dim / 2], and the factor on cosines and sines."""
+
+    radians: np.ndarray
+    factor: float = 1.0
+
+
+def unscaled(head_dim: int, theta: float) -> np.ndarray:
+    """theta ** (-2i / head_dim) for pair i (Su et al., 2021): float64 [head_dim / 2]."""
+    return theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+
+
+Scaling = Callable[[int, float], Frequencies]
+"""(head_dim, theta) -> frequencies."""
+
+
+@node
+class LinearScaling(Node[Scaling]):
+    """Position interpolation (Chen et al., 2023): all positions divided by `factor`."""
+
+    factor: float = setting(default=REQUIRED, ge=1)
+
+    def build(self, **_: Any) -> Scaling:
+        """The function."""
+        return lambda head_dim, theta: Frequencies(unscaled(head_dim, theta) / self.factor)
+
+
+@node
+class NTKScaling(Node[Scaling]):
+    """NTK-aware scaling: theta * factor ** (d / (d - 2)), which stretches only the slowest pair in full."""
+
+    factor: float = setting(default=REQUIRED, ge=1)
+
+    def build(self, **_: Any) -> Scaling:
+        """The function."""
+
+        def scaled(head_dim: int, theta: float) -> Frequencies:
+            exponent = head_dim / max(head_dim - 2, 1)
+            return Frequencies(unscaled(head_dim, theta * self.factor**exponent))
+
+        return scaled
+
+
+@node
+class YarnScaling(Node[Scaling]):
+    """YaRN (Peng et al., 2023): interpolates slow pairs, leaves fast ones, blends between, and sharpens attention.
+
+    `beta_fast` and `beta_slow` are the rotations over `original_length` where the blend ends and begins.
+    `attention_factor` defaults to 0.1 ln(factor) + 1. `truncate` rounds the ends of the blend to whole pairs.
+    """
+
+    factor: float = setting(default=REQUIRED, ge=1)
+    original_length: int = setting(default=REQUIRED, ge=1)
+    beta_fast: float = setting(default=32.0, gt=0)
+    beta_slow: float = setting(default=1.0, gt=0)
+    attention_factor: float | None = setting(default=None, gt=0)
+    truncate: bool = True
+
+    def validate(self) -> Iterable[Problem]:
+        """A blend that begins after its end."""
+        if self.beta_slow >= self.beta_fast:
+            yield Problem(path="beta_slow", message="has to be less than beta_fast", got=str(self.beta_slow))
+
+    def build(self, **_: Any) -> Scaling:
+        """The function."""
+
+        def scaled(head_dim: int, theta: float) -> Frequencies:
+            def pair(rotations: float) -> float:
+                """Which pair makes this many rotations over the original length."""
+                return head_dim * math.log(self.original_length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+            low, high = pair(self.beta_fast), pair(self.beta_slow)
+            if self.truncate:
+                low, high = math.floor(low), math.ceil(high)
+            low, high = max(low, 0), min(high, head_dim - 1)
+            high = high + 0.001 if low == high else high
+            stretched = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0, 1)
+            radians = unscaled(head_dim, theta)
+            factor = self.attention_factor or 0.1 * math.log(self.factor) + 1
+            return Frequencies(radians * (stretched / self.factor + 1 - stretched), factor)
+
+        return scaled
+
+
+@node
+class Llama3Scaling(Node[Scaling]):
+    """Llama 3.1's (Grattafiori et al., 2024): stretches pairs by wavelength, with a smooth middle.
+
+    A pair whose wavelength is above original_length / low_frequency_factor is stretched by `factor`, one below
+    original_length / high_frequency_factor is left alone.
+    """
+
+    factor: float = setting(default=8.0, ge=1)
+    original_length: int = setting(default=8192, ge=1)
+    low_frequency_factor: float = setting(default=1.0, gt=0)
+    high_frequency_factor: float = setting(default=4.0, gt=0)
+
+    def validate(self) -> Iterable[Problem]:
+        """Factors in the wrong order."""
+        if self.low_frequency_factor >= self.high_frequency_factor:
+            yield Problem(
+                path="low_frequency_factor",
+                message="has to be less than high_frequency_factor",
+                got=str(self.low_frequency_factor),
+            )
+
+    def build(self, **_: Any) -> Scaling:
+        """The function."""
+
+        def scaled(head_dim: int, theta: float) -> Frequencies:
+            radians = unscaled(head_dim, theta)
+            rotations = self.original_length * radians / (2 * math.pi)
+            span = self.high_frequency_factor - self.low_frequency_factor
+            kept = np.clip((rotations - self.low_frequency_factor) / span, 0, 1)
+            return Frequencies(radians * (kept + (1 - kept) / self.factor))
+
+        return scaled
