@@ -64,9 +64,13 @@ def configure(function: Callable[..., Any], /, *interface_names: str, **settings
     return cls(**settings)
 
 
-@functools.lru_cache(maxsize=1024)
 def configured_class(function: Callable[..., Any], interface_names: tuple[str, ...] = ()) -> type[Node[Any]]:
     """The node class for a callable; the same one every time."""
+    return _made(function, interface_names)  # one spelling of the call: a cache tells `f(a)` from `f(a, ())`
+
+
+@functools.cache
+def _made(function: Callable[..., Any], interface_names: tuple[str, ...]) -> type[Node[Any]]:
     wanted = dict(_split(n) for n in interface_names)
     fields: dict[str, Any] = {}
     annotations: dict[str, Any] = {}

@@ -1,0 +1,40 @@
+"""What holds for everything that is installed here, whoever ships it."""
+
+import pytest
+
+from axlearn_core.config import flatten
+from axlearn_core.plugins.doctor import examine
+from axlearn_core.plugins.registry import registry
+from axlearn_core.plugins.resolve import resolve
+
+EXPERIMENTS = [entry.name for entry in registry().entries("experiments")]
+FEATURES = [entry.name for entry in registry().entries("features")]
+COMPONENTS = [entry.name for entry in registry().entries("components")]
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_goes_to_yaml_and_back(name, tmp_path):
+    resolved = resolve(name).checked()
+    file = tmp_path / f"{name}.yaml"
+    file.write_text(resolved.to_yaml())
+    again = resolve(file)
+    assert flatten(again.config) == flatten(resolved.config)
+    assert again.config == resolved.config
+    assert hash(again.config) == hash(resolved.config)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_every_feature_says_what_it_does(name):
+    cls = registry().feature(name)
+    assert "__doc__" in vars(cls)
+    assert len(cls.__doc__ or "") > 20
+
+
+@pytest.mark.parametrize("name", COMPONENTS)
+def test_every_component_loads_and_finds_its_name(name):
+    cls = registry().component(name)
+    assert registry().component(registry().name_of(cls)) is cls
+
+
+def test_the_doctor_finds_nothing():
+    assert [f for f in examine(registry()) if f.status != "ok"] == []

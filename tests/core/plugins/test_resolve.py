@@ -1,0 +1,280 @@
+"""From a request to a config: the order of steps, conflicts, and who set what."""
+
+import itertools
+
+import pytest
+
+from axlearn_core.config import ABSENT, Configurable, diff, get, patch
+from axlearn_core.errors import ConfigError, PluginError, RequestError
+from axlearn_core.plugins.registry import registry
+from axlearn_core.plugins.request import FeatureUse, Request
+from axlearn_core.plugins.resolve import resolve
+
+pytestmark = pytest.mark.usefixtures("toy")
+
+EXPERIMENT = "experiment toy (axlearn-plugins-toy 0.3)"
+
+
+def chain(resolved, path):
+    return [(step.who, step.old, step.new) for step in resolved.explain(path)[path]]
+
+
+def test_order_of_steps(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "experiment: toy\nfeatures:\n  - toy-wide\nset:\n  model.hidden_dim: 192\n  max_steps: 5\n  learning_rate: 1\n"
+    )
+    resolved = resolve(file, set=["model.hidden_dim=320"], steps=9, target="chip")
+    assert get(resolved.config, "model.hidden_dim") == 320
+    assert chain(resolved, "model.hidden_dim") == [
+        (EXPERIMENT, ABSENT, 64),
+        ("feature toy-wide (axlearn-plugins-toy 0.3)", 64, 128),
+        (f"{file}:5", 128, 192),
+        ("--set model.hidden_dim=320", 192, 320),
+    ]
+    assert chain(resolved, "max_steps")[1:] == [(f"{file}:6", 100, 5), ("--steps 9", 5, 9)]
+    assert chain(resolved, "learning_rate")[1:] == [(f"{file}:7", 1e-3, 1.0)]
+    assert (resolved.title, resolved.target) == ("toy", "chip")
+    assert [name for name, _ in resolved.features] == ["toy-wide"]
+
+
+def test_the_order_of_writing_does_not_matter():
+    texts = ["toy-rope:theta=5", "toy-moe:num_experts=4", "toy-needy", "toy-rope"]
+    trees = {
+        (resolve("toy", with_=order).config, tuple(n for n, _ in resolve("toy", with_=order).features))
+        for order in itertools.permutations(texts)
+    }
+    ((tree, names),) = trees
+    assert names == ("toy-moe", "toy-rope", "toy-needy")  # by stage, then by name
+    assert get(tree, "model.attention.position.theta") == 3.0
+
+
+def test_removed_leaves_are_kept_in_the_provenance():
+    resolved = resolve("toy", with_={"toy-moe": {"num_experts": 4}}, set=["model.feed_forward.hidden_dim=96"])
+    assert chain(resolved, "model.feed_forward.hidden_dim.factor")[-1] == (
+        "--set model.feed_forward.hidden_dim=96",
+        4.0,
+        ABSENT,
+    )
+    steps = chain(resolved, "model.feed_forward.type")
+    assert steps[-1] == ("feature toy-moe (axlearn-plugins-toy 0.3)", "toy-feedforward", "toy-experts")
+    assert set(resolved.explain("model.feed_forward")) >= {"model.feed_forward.type", "model.feed_forward.num_experts"}
+    assert resolved.explain("") == resolved.provenance
+
+
+def test_a_setting_to_what_was_there_is_recorded():
+    assert chain(resolve("toy", set=["max_steps=100"]), "max_steps")[1:] == [("--set max_steps=100", 100, 100)]
+
+
+def test_patterns_and_python_values():
+    import toy_parts
+
+    resolved = resolve("toy", set={"**.num_heads": 8, "model.attention.position": toy_parts.Rotary.Config(theta=7.0)})
+    assert get(resolved.config, "model.attention.num_heads") == 8
+    assert get(resolved.config, "model.attention.position.theta") == 7.0
+
+
+def test_provenance_covers_exactly_the_tree_and_what_was_removed():
+    from axlearn_core.config import flatten
+
+    resolved = resolve("toy", with_=["toy-rope"], set=["tags=[a, b]"])
+    flat = flatten(resolved.config, registry().shown_name)
+    kept = {path: steps[-1].new for path, steps in resolved.provenance.items() if steps[-1].new is not ABSENT}
+    assert kept == flat
+
+
+def test_options_are_merged_and_checked():
+    resolved = resolve("toy", with_=["toy-moe:num_experts=2", "toy-moe:names=[a, b]"])
+    ((_, feature),) = resolved.features
+    assert (feature.num_experts, feature.names) == (2, ("a", "b"))
+    with pytest.raises(RequestError, match=r"two values for 'theta': 1 \(int\) by --with toy-rope:theta=1, 2 \(int\)"):
+        resolve("toy", with_=["toy-rope:theta=1", "toy-rope:theta=2"])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("toy-rope:thetta=1", ["toy-rope.thetta: unknown key of Rope", "did you mean: theta"]),
+        ("toy-rope:theta=high", ["toy-rope.theta: wrong type", "'high' (str)", "float"]),
+        ("toy-rope:theta=-1", ["toy-rope.theta: out of range", "more than 0"]),
+        ("toy-moe", ["toy-moe.num_experts: Moe needs a value"]),
+        ("toy-moe:num_experts=2.0", ["toy-moe.num_experts: wrong type", "expected: int"]),
+        ("toy-roep", ["unknown feature 'toy-roep'", "toy-rope"]),
+    ],
+)
+def test_features_asked_for_wrongly(text, expected):
+    with pytest.raises(RequestError) as caught:
+        resolve("toy", with_=[text])
+    for part in (f"--with {text}", *expected):
+        assert part in str(caught.value)
+
+
+def test_two_features_of_one_stage_on_one_path(install):
+    install(
+        "axlearn-plugins-other",
+        "5.0",
+        modules={"other_part": OTHER},
+        points={"features": {"other": "other_part:Other"}},
+    )
+    with pytest.raises(RequestError) as caught:
+        resolve("toy", with_=["toy-wide", "other"])
+    for part in (
+        "stage 'tune'",
+        "model.hidden_dim",
+        "other (axlearn-plugins-other 5.0): 64 -> 96",
+        "toy-wide (axlearn-",
+    ):
+        assert part in str(caught.value)
+
+
+OTHER = """
+from axlearn_core.config import node, patch
+from axlearn_core.plugins.feature import Feature
+
+@node
+class Other(Feature):
+    def apply(self, cfg):
+        return patch(cfg, {"model.hidden_dim": 96})
+"""
+
+
+def test_needs_and_excludes():
+    with pytest.raises(RequestError, match=r"'toy-needy' \(--with toy-needy\) needs 'toy-rope'"):
+        resolve("toy", with_=["toy-needy"])
+    with pytest.raises(RequestError, match=r"'toy-moe' .* and 'toy-wide' .* cannot be used together"):
+        resolve("toy", with_=["toy-wide", "toy-moe:num_experts=2"])
+
+
+def test_a_feature_that_changes_nothing():
+    with pytest.raises(RequestError, match=r"'toy-idle' \(axlearn-plugins-toy 0.3\) changes nothing"):
+        resolve("toy", with_=["toy-idle"])
+    once = resolve("toy", with_=["toy-rope:theta=5"]).config
+    assert resolve(once, with_=["toy-rope:theta=5"]).config == once  # in effect, and says so
+    assert get(resolve(once, with_=["toy-rope:theta=6"]).config, "model.attention.position.theta") == 6.0
+
+
+def test_features_that_fail():
+    with pytest.raises(
+        RequestError, match=r"'toy-misfit' \(axlearn-plugins-toy 0.3\) does not fit this config:\n.*nope|deco"
+    ):
+        resolve("toy", with_=["toy-misfit"])
+    with pytest.raises(PluginError, match=r"'toy-broken'[\s\S]*KeyError: 'oops'[\s\S]*toy_features.py:"):
+        resolve("toy", with_=["toy-broken"])
+
+
+def test_features_of_the_mesh_rule():
+    rule = [FeatureUse(name="toy-wide", where="mesh rule chip"), FeatureUse(name="toy-rope", options={"theta": 2.0})]
+    resolved = resolve("toy", rule_features=rule)
+    assert [n for n, _ in resolved.features] == ["toy-rope", "toy-wide"]
+    mine = resolve("toy", with_=["toy-rope:theta=3"], rule_features=rule)
+    assert get(mine.config, "model.attention.position.theta") == 3.0  # what the user says wins
+    assert [n for n, _ in resolve("toy", without=["toy-wide"], rule_features=rule).features] == ["toy-rope"]
+
+
+def test_the_mesh_rule_comes_after_the_users_features(install):
+    install("axlearn-plugins-other", modules={"other_part": OTHER}, points={"features": {"other": "other_part:Other"}})
+    resolved = resolve("toy", with_=["toy-wide"], rule_features=[FeatureUse(name="other")])
+    assert [s[2] for s in chain(resolved, "model.hidden_dim")] == [64, 128, 96]
+
+
+def test_without():
+    request = Request.of("toy", with_=["toy-wide", "toy-rope"], without=["toy-wide"])
+    assert [n for n, _ in resolve(request).features] == ["toy-rope"]
+    with pytest.raises(
+        RequestError, match=r"--without toy-wide: that feature is not asked for\n    asked for: toy-rope"
+    ):
+        resolve("toy", with_=["toy-rope"], without=["toy-wide"])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "model.num_layer=4",
+            ["--set model.num_layer=4: model.num_layer: no 'num_layer'", "did you mean: model.num_layers"],
+        ),
+        ("**.nothing=4", ["--set **.nothing=4", "matches nothing"]),
+        ("model.num_layers=four", ["--set model.num_layers=four: model.num_layers: wrong type", "'four' (str)", "int"]),
+        ("model.num_layers=true", ["wrong type", "True (bool)"]),
+        ("model.attention.num_heads=0", ["--set model.attention.num_heads=0", "out of range", "at least 1"]),
+        ("model.attention.dim=4", ["passed by the parent"]),
+        ("model.attention={type: toy-atention}", ["unknown component 'toy-atention'", "toy-attention"]),
+        ("model.attention={num_head: 3}", ["model.attention.num_head: unknown key", "num_heads"]),
+    ],
+)
+def test_settings_that_do_not_fit(text, expected):
+    with pytest.raises(ConfigError) as caught:
+        resolve("toy", set=[text])
+    for part in expected:
+        assert part in str(caught.value)
+
+
+def test_all_problems_at_once_with_their_lines(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("experiment: toy\nset:\n  max_stepz: 4\n\n  model.*.num_heads: x\n")
+    with pytest.raises(ConfigError) as caught:
+        resolve(file)
+    assert f"{file}:3: max_stepz" in str(caught.value)
+    assert f"{file}:5: model.attention.num_heads: wrong type" in str(caught.value)
+
+
+def test_one_path_set_to_two_values():
+    with pytest.raises(ConfigError, match=r"max_steps: is set to two values[\s\S]*--set max_steps=3[\s\S]*--steps 4"):
+        resolve("toy", set=["max_steps=3"], steps=4)
+    assert resolve("toy", set=["max_steps=4"], steps=4).config.max_steps == 4
+
+
+def test_missing_and_invalid_values():
+    with pytest.raises(ConfigError, match=r"model.num_layers: Decoder.Config needs a value"):
+        resolve("unfinished").checked()
+    resolved = resolve("toy", set=["model.attention.num_kv_heads=3"])
+    with pytest.raises(ConfigError, match=r"set by --set model.attention.num_kv_heads=3: .*does not divide num_heads"):
+        resolved.checked()
+    assert resolve("toy").checked().title == "toy"
+
+
+def test_explaining_paths_that_are_not_there():
+    resolved = resolve("toy", set=["tags=[a]"])
+    with pytest.raises(ConfigError, match="did you mean: max_steps"):
+        resolved.explain("max_step")
+    with pytest.raises(ConfigError, match="passed by the parent"):
+        resolved.explain("model.attention.dim")
+    assert list(resolved.explain("tags.0")) == ["tags"]
+
+
+def test_resolved_configs_go_to_a_file_and_back(tmp_path):
+    resolved = resolve(
+        "toy", with_=["toy-rope:theta=9", "toy-moe:num_experts=4"], set=["tags=[a, 'no']", "**.num_kv_heads=2"]
+    )
+    file = tmp_path / "config.yaml"
+    file.write_text(resolved.to_yaml())
+    again = resolve(file)
+    assert again.config == resolved.config
+    assert again.to_yaml() == resolved.to_yaml()
+    line = next(i for i, t in enumerate(file.read_text().splitlines(), 1) if "max_steps" in t)
+    assert chain(again, "max_steps") == [(f"{file}:{line}", ABSENT, 100)]
+    assert resolve(file, set=["max_steps=2"], with_=["toy-needy", "toy-rope:theta=9"]).config.max_steps == 2
+
+
+def test_a_tuple_of_nodes_and_unset_values_go_to_a_file_and_back(tmp_path):
+    import toy_parts
+
+    tree = patch(toy_parts.unfinished(), {"parts": (toy_parts.Rotary.Config(theta=2.0), toy_parts.Attention.Config())})
+    file = tmp_path / "c.yaml"
+    file.write_text(resolve(tree).to_yaml())
+    assert resolve(file).config == tree
+
+
+def test_a_node_without_a_name_cannot_be_written():
+    class Local(Configurable):
+        pass
+
+    resolved = resolve("toy", set={"model.attention.position": Local.Config()})
+    with pytest.raises(RequestError, match="Local is not registered as a component"):
+        resolved.to_yaml()
+
+
+def test_a_request_takes_no_second_set_of_options():
+    with pytest.raises(TypeError):
+        resolve(Request.of("toy"), steps=3)
+    assert not diff(resolve(Request.of("toy")).config, resolve("toy").config)
