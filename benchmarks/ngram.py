@@ -1,10 +1,10 @@
-"""The byte-count model that the quickstart has to beat: 5-grams of bytes of the same training files, on the same held-out files.
+"""The byte-count model that the quickstart has to beat: 5-grams of bytes of the same training and held-out files.
 
     python benchmarks/ngram.py [--order 5] [--json]
 
-An order-n model predicts each byte from the n - 1 before it, by counts with interpolated Witten-Bell smoothing (Witten &
-Bell, 1991): p_n(b | c) = (count(c b) + types(c) * p_{n-1}(b | c')) / (count(c) + types(c)), where `types(c)` is how many
-different bytes follow the context c and c' is c without its first byte; p_0 is uniform over the 256 bytes.
+An order-n model predicts each byte from the n - 1 before it, by counts with interpolated Witten-Bell smoothing (Witten
+& Bell, 1991): p_n(b | c) = (count(c b) + types(c) * p_{n-1}(b | c')) / (count(c) + types(c)), where `types(c)` is how
+many different bytes follow the context c and c' is c without its first byte; p_0 is uniform over the 256 bytes.
 """
 
 import argparse

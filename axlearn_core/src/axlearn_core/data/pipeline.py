@@ -1,0 +1,215 @@
+"""Grain pipelines from records to rows of tokens.
+
+    records -> shuffle -> repeat -> every num_shards-th -> documents -> examples -> packed rows -> (mixture)
+
+Each virtual shard is such a pipeline of its own, whichever process or worker runs it, and gives the same rows of every
+batch. So the global stream depends on the seed and the number of virtual shards alone.
+
+Legend: S sequence length, T tokens of a document.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import grain
+import numpy as np
+from grain import experimental
+
+from axlearn_core.data.records import Document, Records
+from axlearn_core.data.sources import Part
+from axlearn_core.errors import InputError
+
+Example = np.ndarray
+"""int32 [T, 3]: input token, target, and the bits of the target's float32 weight. Grain packs them as one array."""
+
+Encode = Callable[[Document], Example | None]
+Finish = Callable[[Sequence[Mapping[str, np.ndarray]]], dict[str, np.ndarray]]
+
+INLINE = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)  # one thread or process reads ahead for all shards
+BINS = 16  # rows that first-fit packing fills at a time
+SEEDS = 2**32  # Grain's seeds are 32-bit
+PERIOD = 10_000  # steps of a mixing pattern over which shards are spread
+
+
+def example(inputs: Sequence[int], targets: Sequence[int], weights: Sequence[float] | float = 1.0) -> Example:
+    """An `Example` of T tokens."""
+    made = np.empty((len(targets), 3), np.int32)
+    made[:, 0], made[:, 1], made[:, 2] = inputs, targets, np.asarray(weights, np.float32).view(np.int32)
+    return made
+
+
+@attrs.frozen(eq=False)
+class NonEmpty:
+    """Records without empty documents; in an endless stream, one that has none left stands for the next that has."""
+
+    records: Records
+    endless: bool = True
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: Any) -> list[Document]:
+        for i in range(len(self.records) if self.endless else 1):
+            documents = [d for d in self.records[(index + i) % len(self.records)] if d.text]
+            if documents or not self.endless:
+                return documents
+        raise InputError(f"there is no text in {self.records.name(0)}, nor in the records after it")
+
+
+@attrs.frozen(eq=False)
+class Fan(experimental.FlatMapTransform):
+    """Each element as those that `function` makes of it."""
+
+    function: Callable[[Any], Sequence[Any]]
+
+    def flat_map(self, element: Any) -> Sequence[Any]:
+        """The elements."""
+        return self.function(element)
+
+
+@attrs.frozen
+class Packing:
+    """How examples become rows.
+
+    "concat" joins them and cuts every S tokens, so nothing is lost or padded; "first-fit" keeps those that fit into a
+    row whole; "none" gives each its own. The last two cut examples that are longer than a row.
+    """
+
+    kind: str
+    sequence_length: int
+
+    def __call__(self, examples: grain.IterDataset) -> grain.IterDataset:
+        """Rows: {"tokens": [S, 3], "tokens_segment_ids": [S], "tokens_positions": [S]}, zero where padded."""
+        length = {"tokens": self.sequence_length}
+        if self.kind == "concat":
+            return experimental.ConcatThenSplitIterDataset(examples.map(_named), length_struct=length)
+        return experimental.FirstFitPackIterDataset(
+            experimental.FlatMapIterDataset(examples, Fan(self.pieces)).map(_named),
+            length_struct=length,
+            num_packing_bins=BINS,
+            shuffle_bins=False,
+            max_sequences_per_bin=1 if self.kind == "none" else None,
+        )
+
+    def pieces(self, made: Example) -> list[Example]:
+        """An example in pieces of at most S tokens."""
+        return [made[i : i + self.sequence_length] for i in range(0, len(made), self.sequence_length)]
+
+
+def _named(made: Example) -> dict[str, Example]:
+    return {"tokens": made}
+
+
+def _something(made: Example | None) -> bool:
+    return made is not None and len(made) > 0
+
+
+def _shuffled(documents: list[Document], rng: np.random.Generator) -> list[Document]:
+    return [documents[i] for i in rng.permutation(len(documents))] if len(documents) > 1 else documents
+
+
+def _rows(records: grain.MapDataset, encode: Encode, packing: Packing) -> grain.IterDataset:
+    documents = experimental.FlatMapIterDataset(records.to_iter_dataset(INLINE), Fan(list))
+    return packing(documents.map(encode).filter(_something))
+
+
+@attrs.frozen
+class Order:
+    """The endless sequence of a shard's records, newly shuffled in every epoch."""
+
+    seed: int
+    shuffle: bool
+    num_shards: int
+
+    def of(self, part: int) -> int:
+        """The seed of a mixture's part: two parts of the same size are not shuffled alike."""
+        return (self.seed + part * 7919) % SEEDS
+
+    def __call__(self, source: Any, part: int, shard: int) -> grain.MapDataset:
+        """The elements of `source` in the order in which `shard` reads them."""
+        records = grain.MapDataset.source(source)
+        if self.shuffle:
+            records = records.shuffle(seed=self.of(part))
+        return records.repeat()[shard :: self.num_shards]
+
+
+def training_rows(
+    parts: Sequence[Part], encode: Encode, packing: Packing, order: Order, shard: int
+) -> grain.IterDataset:
+    """The endless rows of one virtual shard. The parts of a mixture are packed apart, and share the rows by weight."""
+    streams = []
+    for i, part in enumerate(parts):
+        records = order(NonEmpty(part.records), i, shard)
+        if order.shuffle:
+            records = records.random_map(_shuffled, seed=order.of(i))
+        streams.append(_rows(records, encode, packing))
+    if len(streams) == 1:
+        return streams[0]
+    # Shards start at different places of the mixing pattern; else each batch would come from one part only.
+    mixed = grain.IterDataset.mix(streams, [p.weight for p in parts])
+    return StartAt(mixed, shard * PERIOD // order.num_shards)
+
+
+class StartAt(grain.IterDataset):
+    """A mixture that begins `index` steps into its pattern, each part at its own beginning."""
+
+    def __init__(self, mixed: grain.IterDataset, index: int):
+        super().__init__(mixed)
+        self.index = index
+
+    def __iter__(self) -> Any:
+        iterator = self._parent.__iter__()
+        iterator.set_state({**iterator.get_state(), "index": self.index})
+        return iterator
+
+
+def evaluation_rows(parts: Iterable[Part], encode: Encode, packing: Packing) -> grain.IterDataset:
+    """All rows of all parts, once, in order."""
+    sources = [grain.MapDataset.source(NonEmpty(p.records, endless=False)) for p in parts]
+    return _rows(grain.MapDataset.concatenate(sources), encode, packing)
+
+
+class Shards(grain.IterDataset):
+    """Batches of some virtual shards: `rows` rows of each, in the order of the shards. Its state is kept by shard."""
+
+    def __init__(self, shards: Mapping[int, grain.IterDataset], rows: int, finish: Finish):
+        super().__init__(list(shards.values()))
+        self.ids, self.rows, self.finish = [str(i) for i in shards], rows, finish
+
+    def __iter__(self) -> Any:
+        return _ShardsIterator(self, [p.__iter__() for p in self._parents])
+
+
+class _ShardsIterator(grain.DatasetIterator):
+    def __init__(self, dataset: Shards, parents: Sequence[grain.DatasetIterator]):
+        super().__init__(parents)
+        self.dataset = dataset
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        return self.dataset.finish([next(parent) for parent in self._parents for _ in range(self.dataset.rows)])
+
+    def get_state(self) -> dict[str, Any]:
+        return {i: parent.get_state() for i, parent in zip(self.dataset.ids, self._parents, strict=True)}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        for i, parent in zip(self.dataset.ids, self._parents, strict=True):
+            parent.set_state(state[i])
+
+
+def start_worker(index: int, count: int) -> None:
+    """Run first in each Grain worker process: ends it when the process that started it is gone, even by `kill -9`."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # Grain imports JAX; no worker may take a device
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started it
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="axlearn-parent-watch", daemon=True).start()

@@ -1,0 +1,100 @@
+"""Data files, local or behind an fsspec URL (`s3://`, `gs://`, `memory://`, ...): listing and opening."""
+
+import glob
+import os
+from collections.abc import Sequence
+from typing import IO, Any
+
+import attrs
+
+from axlearn_core.errors import InputError, nearest
+
+
+@attrs.frozen
+class DataFile:
+    """A file of training data: where it is, the name that reports and splits use for it, and its size in bytes."""
+
+    path: str
+    name: str
+    size: int
+
+
+def is_url(path: str) -> bool:
+    """Whether fsspec has to open the path."""
+    return "://" in path
+
+
+def filesystem(url: str) -> tuple[Any, str]:
+    """fsspec's filesystem for a URL, and the path in it; raises `InputError` when fsspec or its driver is missing."""
+    try:
+        import fsspec
+
+        return fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:  # fsspec or a driver is not installed, or nobody knows the protocol
+        raise InputError(
+            f"cannot read {url}: {error}\n    fix: pip install 'axlearn-core[remote]' and fsspec's driver for "
+            f"{url.partition(':')[0]}"
+        ) from None
+
+
+def open_file(path: str) -> IO[bytes]:
+    """Opens for reading bytes; raises `InputError` with the reason when that is impossible."""
+    try:
+        if is_url(path):
+            fs, inner = filesystem(path)
+            return fs.open(inner, "rb")
+        return open(path, "rb")
+    except OSError as error:
+        raise InputError(f"cannot read the data file {path}: {error.strerror or error}") from None
+
+
+def list_files(patterns: Sequence[str]) -> tuple[DataFile, ...]:
+    """The files that paths and globs (`**` descends) stand for, sorted, each once.
+
+    A glob passes over empty files, which hold no data; naming an empty file is an error.
+
+    Raises:
+        InputError: a pattern matches nothing, or what it names is missing, empty or a directory.
+    """
+    found: dict[str, DataFile] = {}
+    for pattern in patterns:
+        files = _remote(pattern) if is_url(pattern) else _local(os.path.expanduser(pattern))
+        if not files:
+            raise InputError(f"no data file matches {pattern!r}{_hint(os.path.expanduser(pattern))}")
+        data = {f.path: f for f in files if f.size}
+        if not data:
+            raise InputError(f"the data file {pattern!r} is empty (0 bytes)")
+        found |= data
+    return tuple(found[path] for path in sorted(found))
+
+
+def _local(pattern: str) -> list[DataFile]:
+    if os.path.isdir(pattern):
+        raise InputError(
+            f"{pattern!r} is a directory\n    fix: a glob, such as {os.path.join(pattern, '**', '*.txt')!r}"
+        )
+    # A file whose own name has brackets or stars is that file.
+    paths = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
+    return [DataFile(p, p, os.path.getsize(p)) for p in paths if os.path.isfile(p)]
+
+
+def _remote(url: str) -> list[DataFile]:
+    fs, path = filesystem(url)
+    try:
+        infos = fs.glob(path, detail=True).values() if glob.has_magic(path) else [fs.info(path)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise InputError(f"cannot list {url}: {error}") from None
+    named = [(fs.unstrip_protocol(i["name"]), i) for i in infos if i["type"] == "file"]
+    return [DataFile(name, name, int(info["size"] or 0)) for name, info in named]
+
+
+def _hint(pattern: str) -> str:
+    folder, name = os.path.split(pattern)
+    if is_url(pattern) or glob.has_magic(folder):
+        return ""
+    if not os.path.isdir(folder or "."):
+        return f"\n    there is no directory {folder!r}"
+    close = nearest(name, os.listdir(folder or "."))
+    return f"\n    did you mean: {', '.join(os.path.join(folder, n) for n in close)}?" if close else ""
