@@ -12,7 +12,6 @@ import click
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("axlearn_core.cli.train:train", "Train an experiment; goes on by itself where a run stopped."),
     "generate": ("axlearn_core.cli.generate:generate", "Write text with the model of a run."),
-    "report": ("axlearn_core.cli.report:report", "Write a run as one HTML page."),
     "config": ("axlearn_core.cli.config:config", "Show, compare, explain and check configs."),
     "experiments": ("axlearn_core.cli.experiments:experiments", "List the experiments that are installed."),
     "features": ("axlearn_core.cli.features:features", "List features, and show what one does."),
@@ -96,6 +95,10 @@ def _errors() -> Iterator[None]:
 
 def _plugin_commands(name: str | None = None) -> dict[str, Any]:
     """Name -> the entries that plugins register under it (all of them, or of one name); imports no plugin."""
+    import importlib_metadata
+
+    if not importlib_metadata.entry_points(group="axlearn.commands"):
+        return {}  # as a rule; the registry and its errors take as long again to import as all of this
     from axlearn_core.plugins.registry import registry
 
     claims = registry().claims["commands"]

@@ -1,11 +1,28 @@
-"""The trainer: state, step, loop, run directory, trackers."""
+"""The trainer: state, step, loop, run directory, trackers. Names are loaded when they are first used."""
 
-from axlearn_core.train.api import train
-from axlearn_core.train.evaluators import Evaluator, LossEvaluator, SampleEvaluator
-from axlearn_core.train.load import Loaded, load
-from axlearn_core.train.loop import TrainLoop
-from axlearn_core.train.trainer import Result, Trainer
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from axlearn_core.train.api import train
+    from axlearn_core.train.evaluators import Evaluator, LossEvaluator, SampleEvaluator
+    from axlearn_core.train.loading import Loaded, load
+    from axlearn_core.train.loop import TrainLoop
+    from axlearn_core.train.trainer import Result, Trainer
 
 __all__ = [
     "Evaluator", "Loaded", "LossEvaluator", "Result", "SampleEvaluator", "TrainLoop", "Trainer", "load", "train",
 ]  # fmt: skip
+
+_HOMES = {
+    "train": "api", "Evaluator": "evaluators", "LossEvaluator": "evaluators", "SampleEvaluator": "evaluators",
+    "Loaded": "loading", "load": "loading", "TrainLoop": "loop", "Result": "trainer", "Trainer": "trainer",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    # Reading a run's files, as the report does, needs no JAX.
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)

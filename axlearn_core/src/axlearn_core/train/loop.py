@@ -78,7 +78,7 @@ class _Record:
         self.held: tuple[int, dict[str, jax.Array], int | None, str] | None = None
         self.since_log = 0
         self.nonfinite = 0
-        self.first = True
+        self.first = session.start_step == 0
 
     def hold(self, scalars: dict[str, jax.Array], batch: Any) -> None:
         """Keeps the scalars of the step that was just started."""

@@ -15,7 +15,11 @@ from axlearn_core.nn.remat import Remat
 from axlearn_core.nn.stack import Stack
 from axlearn_core.nn.transformer import Decoder, TransformerLayer
 from axlearn_core.train import LossEvaluator, SampleEvaluator, Trainer
+from axlearn_core.train.trackers import ConsoleTracker, JsonlTracker
+from axlearn_plugins_reporting.tensorboard import TensorBoardTracker
 from axlearn_plugins_rope import RotaryEmbedding
+
+TRACKERS = (ConsoleTracker.Config(), JsonlTracker.Config(), TensorBoardTracker.Config())
 
 
 def llama(
@@ -67,6 +71,7 @@ def pretraining(model: CausalLM.Config, *, sequence_length: int, peak: float, ma
             tokenizer=TokenizerJson.Config(),
         ),
         checkpointer=OrbaxCheckpointer.Config(every_steps=1000, keep_last=3),
+        trackers=TRACKERS,
         max_steps=max_steps,
     )
 
@@ -132,6 +137,7 @@ def quickstart() -> Trainer.Config:
             "sample": SampleEvaluator.Config(prompt="def "),
         },
         checkpointer=OrbaxCheckpointer.Config(every_steps=250, keep_last=2),
+        trackers=TRACKERS,
         max_steps=1000,
         log_every_steps=10,
     )

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from axlearn_core.report.charts import Series, histogram, line_chart, short, smooth, text
-from axlearn_core.report.run import Run, names, number, points, read_run
+from axlearn_plugins_reporting.charts import Series, histogram, line_chart, short, smooth, text
+from axlearn_plugins_reporting.run import Run, names, number, points, read_run
 from axlearn_core.train.run_dir import write_whole
 from axlearn_core.train.trackers.common import clock, writing
 
@@ -46,7 +46,7 @@ def render(run: Run) -> str:
         ("Environment", _environment(run)),
     ]
     body = "".join(f"<section><h2>{name}</h2>{content}</section>" for name, content in sections if content)
-    style = files("axlearn_core.report").joinpath("style.css").read_text()
+    style = files("axlearn_plugins_reporting").joinpath("style.css").read_text()
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'

@@ -6,7 +6,7 @@ import types
 import pytest
 
 from axlearn_core.errors import RequestError, WorkError
-from axlearn_core.train.trackers import WandbTracker
+from axlearn_plugins_reporting.wandb import WandbTracker
 
 
 class Errors(types.ModuleType):

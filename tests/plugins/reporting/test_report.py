@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from axlearn_core.cli.report import report
 from axlearn_core.errors import RequestError, WorkError
-from axlearn_core.report import write_report
+from axlearn_plugins_reporting import write_report
 from axlearn_core.train.trackers import JsonlTracker
 
 CONFIG = """

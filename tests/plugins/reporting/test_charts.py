@@ -2,7 +2,7 @@
 
 import pytest
 
-from axlearn_core.report.charts import Series, histogram, line_chart, log_ticks, short, smooth, thin, ticks
+from axlearn_plugins_reporting.charts import Series, histogram, line_chart, log_ticks, short, smooth, thin, ticks
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,6 @@ def report(run_dir: Path) -> None:
 
     The page is one file that needs nothing else. Its path goes to standard output.
     """
-    from axlearn_core.report import write_report
+    from axlearn_plugins_reporting import write_report
 
     click.echo(write_report(run_dir))

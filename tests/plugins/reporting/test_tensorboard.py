@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.util import tensor_util
 
 from axlearn_core.errors import WorkError
-from axlearn_core.train.trackers import TensorBoardTracker
+from axlearn_plugins_reporting.tensorboard import TensorBoardTracker
 
 
 def run(run_dir, first, last):
@@ -66,7 +66,7 @@ def test_a_full_disk_is_a_work_error_with_its_reason(tmp_path):
 
 def test_configs_of_trackers_load_no_heavy_library():
     code = (
-        "import sys, axlearn_core.train.trackers as t; t.TensorBoardTracker.Config();"
+        "import sys, axlearn_plugins_reporting.tensorboard as t; t.TensorBoardTracker.Config();"
         "print(sorted({'tensorboardX', 'wandb', 'tensorflow', 'torch'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

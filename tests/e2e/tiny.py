@@ -1,0 +1,90 @@
+"""A run small enough to do in seconds, through the command line as users call it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+# A rate that does not depend on max_steps, so that a shorter run is the beginning of a longer one.
+SETTINGS = (
+    "model.decoder.num_layers=2",
+    "model.decoder.hidden_dim=32",
+    "model.decoder.layer.attention.num_heads=2",
+    "model.decoder.layer.feed_forward.hidden_dim=64",
+    "learner.optimizer={type: adamw, learning_rate: 0.01}",
+    "input.batch_size=4",
+    "input.sequence_length=32",
+    "evaluators={}",
+    "checkpointer.every_steps=3",
+    "log_every_steps=1",
+)
+
+
+def arguments(run_dir: Path, *, steps: int, more: tuple[str, ...] = (), settings: tuple[str, ...] = ()) -> list[str]:
+    """`train quickstart` at toy size."""
+    sets = [word for s in (*SETTINGS, *settings) for word in ("--set", s)]
+    return ["train", "quickstart", "--run-dir", str(run_dir), "--steps", str(steps), *sets, *more]
+
+
+def environment() -> dict[str, str]:
+    """One CPU device, whatever the tests of this process use."""
+    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONUNBUFFERED": "1"}
+
+
+def axlearn(*args: str, code: int = 0, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """Runs the command and checks its exit code."""
+    done = subprocess.run(
+        [sys.executable, "-m", "axlearn_core.cli.main", *args],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=timeout,
+    )
+    assert done.returncode == code, f"exit {done.returncode}, not {code}\n{done.stdout[-2000:]}\n{done.stderr[-5000:]}"
+    return done
+
+
+def start(*args: str) -> subprocess.Popen[str]:
+    """Starts the command in the background."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "axlearn_core.cli.main", *args],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+
+
+def kill_when(process: subprocess.Popen[str], ready, number: int = signal.SIGKILL, timeout: float = 120) -> bool:
+    """Sends a signal once `ready()` holds; False where the process ended by itself before that."""
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        if process.poll() is not None:
+            return False
+        if ready():
+            process.send_signal(number)
+            return True
+        time.sleep(0.005)
+    process.kill()
+    raise AssertionError("the run did not get there in time")
+
+
+def metrics(run_dir: Path) -> list[dict]:
+    """The lines of metrics.jsonl; a last line that a kill tore is left out."""
+    file = run_dir / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    found = []
+    for line in lines:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            break
+    return found
+
+
+def losses(run_dir: Path) -> list[tuple[int, float]]:
+    """(step, loss) in the order of the file."""
+    return [(m["step"], m["loss"]) for m in metrics(run_dir) if "loss" in m]
