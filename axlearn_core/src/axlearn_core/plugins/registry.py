@@ -103,9 +103,10 @@ class Entry:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
         frames = [f for f in frames if f.filename != __file__]
         at = f"\n    at: {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+        out = f", or leave it out with {BLOCK}=-{self.distribution}" if self.distribution != CORE else ""
         return PluginError(
             f"the {self} {what}\n    cause: {type(error).__name__}: {error}{at}\n"
-            f"    fix: repair or upgrade {self.distribution}, or leave it out with {BLOCK}=-{self.distribution}"
+            f"    fix: repair or upgrade {self.distribution}{out}"
         )
 
 

@@ -1,0 +1,97 @@
+"""How fast the command line starts, and what it leaves unimported: real processes."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+IMPORTED = """
+import json, sys
+from axlearn_core.cli.main import main
+try:
+    main()
+except SystemExit as exit:
+    print(json.dumps([exit.code, sorted({m.partition(".")[0] for m in sys.modules} | set(sys.modules))]))
+"""
+HEAVY = {"jax", "jaxlib", "flax", "optax", "orbax", "grain", "numpy", "tensorstore"}
+
+
+def imported(*words: str) -> set[str]:
+    done = subprocess.run([sys.executable, "-c", IMPORTED, *words], capture_output=True, text=True, check=True)
+    code, modules = json.loads(done.stdout.splitlines()[-1])
+    assert not code, done.stderr
+    return set(modules)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"]])
+def test_help_imports_no_jax_no_trees_and_no_plugins(words):
+    modules = imported(*words)
+    assert not modules & HEAVY
+    assert not {m for m in modules if m.startswith(("axlearn_plugins", "axlearn_core.config", "rich", "cattrs"))}
+
+
+@pytest.mark.parametrize(
+    "words", [["experiments", "list"], ["features", "list"], ["plugins", "list", "--json"], ["plugins", "show", "core"]]
+)
+def test_listing_imports_no_jax_and_no_plugins(words):
+    modules = imported(*words)
+    assert not modules & HEAVY
+    assert not {m for m in modules if m.startswith(("axlearn_plugins", "axlearn_core.config"))}
+
+
+def test_the_package_and_its_config_names_import_no_jax():
+    code = (
+        "import sys, axlearn_core as ax; assert not hasattr(sys.modules['axlearn_core'], 'config')\n"
+        "names = ax.Node, ax.REQUIRED, ax.resolve, ax.Feature, ax.hookimpl, ax.patch, ax.diff, ax.configure, ax.node\n"
+        "names += ax.interface, ax.replace_config\n"
+        "from axlearn_core.plugins.manager import host; host().target('cpu')\n"
+        f"assert not set(sys.modules) & {HEAVY!r}"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def seconds(*words: str) -> float:
+    """Processor time of a Python process; the time on the clock depends on what else the machine does."""
+    before = os.times()
+    subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL)
+    after = os.times()
+    return after.children_user + after.children_system - before.children_user - before.children_system
+
+
+@pytest.mark.parametrize(("words", "limit"), [(["--help"], 0.25), (["experiments", "list"], 0.5)])
+def test_start_is_fast(words, limit):
+    # On an idle core the yardstick takes 0.11 s. The limits hold for an idle core, so a busy one stretches both.
+    yardstick, found = [], []
+    for _ in range(8):
+        yardstick.append(seconds("-c", "import click, importlib_metadata"))
+        found.append(seconds("-m", "axlearn_core.cli", *words))
+        if min(found) < limit * max(1.0, min(yardstick) / 0.11):
+            return
+    raise AssertionError(f"the best of {found} s is over {limit} s (yardstick: {yardstick})")
+
+
+def test_exit_codes_and_streams_of_a_real_process(tmp_path):
+    command = [sys.executable, "-m", "axlearn_core.cli"]
+    done = subprocess.run([*command, "config", "show", "no-such-thing"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: unknown experiment 'no-such-thing'")
+    done = subprocess.run([*command, "experiments", "list", "--jsn"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--json" in done.stderr
+
+
+def test_a_hook_module_that_imports_jax_is_warned_of(install):
+    site = install(
+        "axlearn-plugins-slow", modules={"slow_hooks": "import jax"}, points={"plugins": {"slow": "slow_hooks"}}
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "axlearn_core.cli", "plugins", "doctor", "--json"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(site)},
+    )
+    (row,) = [row for row in json.loads(done.stdout) if row["name"] == "slow"]
+    assert row["status"] == "warning"
+    assert "imports jax" in row["message"]
