@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,20 +29,17 @@ class Commands(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Imports the one command."""
-        claims = _plugin_commands(cmd_name)
-        if cmd_name in COMMANDS:
-            if claims:
-                from axlearn_core.errors import PluginError
-
-                origins = ", ".join(e.origin for e in claims[cmd_name])
-                raise PluginError(f"the command {cmd_name!r} is one of axlearn-core, and {origins} registers it too")
+        plugin = _plugin_commands().get(cmd_name)
+        if cmd_name in COMMANDS and not plugin:
             module, _, name = COMMANDS[cmd_name][0].partition(":")
             return getattr(importlib.import_module(module), name)
-        if not claims:
+        if not plugin:
             return None
         from axlearn_core.errors import PluginError
         from axlearn_core.plugins.registry import registry
 
+        if cmd_name in COMMANDS:
+            raise PluginError(f"the command {cmd_name!r} is one of axlearn-core, and {plugin} registers it too")
         entry = registry().entry("commands", cmd_name)
         command = entry.load()
         if not isinstance(command, click.Command):
@@ -61,10 +59,10 @@ class Commands(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The commands with the lines of the table, none of them imported."""
-        plugins = _plugin_commands()
-        rows = [(n, COMMANDS[n][1] if n in COMMANDS else f"({plugins[n][0].origin})") for n in self.list_commands(ctx)]
+        core = {name: line for name, (_, line) in COMMANDS.items()}
+        plugins = {name: f"({origin})" for name, origin in sorted(_plugin_commands().items())}
         with formatter.section("Commands"):
-            formatter.write_dl(rows)
+            formatter.write_dl(list((core | plugins | core).items()))
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         """Reads the arguments; prints help where that is asked for."""
@@ -93,16 +91,16 @@ def _errors() -> Iterator[None]:
         raise click.exceptions.Exit(error.exit_code) from error
 
 
-def _plugin_commands(name: str | None = None) -> dict[str, Any]:
-    """Name -> the entries that plugins register under it (all of them, or of one name); imports no plugin."""
-    import importlib_metadata
+def _plugin_commands() -> dict[str, str]:
+    """The commands that plugins register, and the distribution of each; imports no plugin."""
+    if os.environ.get("AXLEARN_PLUGINS"):
+        from axlearn_core.plugins.registry import registry
 
-    if not importlib_metadata.entry_points(group="axlearn.commands"):
-        return {}  # as a rule; the registry and its errors take as long again to import as all of this
-    from axlearn_core.plugins.registry import registry
+        return {name: claims[0].origin for name, claims in registry().claims["commands"].items()}
+    import importlib_metadata  # not the registry, whose imports would take as long again as all of `--help`
 
-    claims = registry().claims["commands"]
-    return {n: c for n, c in claims.items() if name in (None, n)}
+    points = importlib_metadata.entry_points(group="axlearn.commands")
+    return {p.name: f"{p.dist.name} {p.dist.version}" if p.dist else "" for p in points}
 
 
 @click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
