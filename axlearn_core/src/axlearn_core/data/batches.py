@@ -22,7 +22,7 @@ class Batches:
     Args:
         streams: Grain's iterators, each with the ids of its shards.
         workers: whether each stream runs in a worker process.
-        identify: names what was read between two positions, for messages.
+        identify: names what is read at a position, for messages.
     """
 
     def __init__(
@@ -30,11 +30,11 @@ class Batches:
         streams: Mapping[tuple[int, ...], Any],
         *,
         workers: bool = False,
-        identify: Callable[[Indices, Indices], dict[str, Any]] = lambda before, after: {},
+        identify: Callable[[Indices], dict[str, Any]] = lambda indices: {},
     ):
         self._streams, self._workers, self._identify = dict(streams), workers, identify
         self._count = 0
-        self._before = self._shards = self._read()
+        self._shards = self._read()
         # Grain's threads and processes end also where nobody closes them, and before Python takes modules apart.
         self._finalize = weakref.finalize(self, _close, self._streams)
 
@@ -51,7 +51,7 @@ class Batches:
             self.close()
             raise
         self._count += 1
-        self._before, self._shards = self._shards, self._read()
+        self._shards = self._read()
         return got[0] if len(got) == 1 else {k: np.concatenate([g[k] for g in got]) for k in got[0]}
 
     def get_state(self) -> dict[str, Any]:
@@ -73,12 +73,11 @@ class Batches:
                 mine = {**copy.deepcopy(stream.get_state()), "iterators_in_use_states": [mine]}
             stream.set_state(mine)
         self._count = state["batches"]
-        self._before = self._shards = self._read()
+        self._shards = self._read()
 
     def describe_position(self) -> dict[str, Any]:
-        """The identity of the batch returned last, for messages: its number from 1, and the records of each shard."""
-        before, after = ({i: _indices(state) for i, state in s.items()} for s in (self._before, self._shards))
-        return {"batch": self._count, **self._identify(before, after)}
+        """The identity of the batch returned last: its number from 1, and the records that its rows begin in."""
+        return {"batch": self._count, **self._identify({i: _indices(s) for i, s in self._shards.items()})}
 
     def close(self) -> None:
         """Ends worker processes and threads."""

@@ -103,7 +103,7 @@ class LanguageModelInput(Configurable):
             rows = {i: pipeline.training_rows(parts, self.example, self.packing, self.order, i) for i in ids}
             return pipeline.Shards(rows, cfg.batch_size // self.num_shards, batch_of)
 
-        identify = functools.partial(_records_read, parts, self.order)
+        identify = functools.partial(_records_at, parts, self.order)
         if not cfg.workers:
             ahead = experimental.ThreadPrefetchIterDataset(shards(mine), prefetch_buffer_size=cfg.prefetch)
             return Batches({tuple(mine): iter(ahead)}, identify=identify)
@@ -141,7 +141,7 @@ class LanguageModelInput(Configurable):
             fix = "\n    fix: set validation_paths or validation_fraction of the source" if split != "train" else ""
             raise InputError(f"input.source has no {split} data{fix}")
         for part in parts:
-            pipeline.NonEmpty(part.records)[0]  # what is wrong with the first record shows before training starts
+            pipeline.check_text(part.records)  # what is wrong with the first record shows before training starts
         return parts
 
 
@@ -171,13 +171,11 @@ def _share(mine: slice, sizes: np.ndarray, stacked: Mapping[str, np.ndarray]) ->
     return {**batch, "bytes": sizes[batch["targets"]] * (batch["segment_ids"] > 0)}
 
 
-def _records_read(parts: Sequence[Part], order: pipeline.Order, before: Indices, after: Indices) -> dict[str, Any]:
+def _records_at(parts: Sequence[Part], order: pipeline.Order, indices: Indices) -> dict[str, Any]:
+    """By shard, the record that its rows begin in, and the next: where the first is used up, they begin there."""
     found: dict[str, list[str]] = {}
-    for shard, ends in after.items():
-        spans = enumerate(zip(parts, before[shard], ends, strict=True))
-        found[shard] = [
-            part.records.name(int(order(range(len(part.records)), i, int(shard))[at]))  # pyright: ignore
-            for i, (part, first, last) in spans
-            for at in range(first, last + 1)
-        ]
+    for shard, at in indices.items():
+        for i, (part, index) in enumerate(zip(parts, at, strict=True)):
+            records: Any = order(range(len(part.records)), i, int(shard))
+            found.setdefault(shard, []).extend(part.records.name(int(records[index + k])) for k in (0, 1))
     return {"records": found}

@@ -43,33 +43,30 @@ def example(inputs: Sequence[int], targets: Sequence[int], weights: Sequence[flo
     return made
 
 
-@attrs.frozen(eq=False)
-class NonEmpty:
-    """Records without empty documents; in an endless stream, one that has none left stands for the next that has."""
-
-    records: Records
-    endless: bool = True
-
-    def __len__(self) -> int:
-        return len(self.records)
-
-    def __getitem__(self, index: Any) -> list[Document]:
-        for i in range(len(self.records) if self.endless else 1):
-            documents = [d for d in self.records[(index + i) % len(self.records)] if d.text]
-            if documents or not self.endless:
-                return documents
-        raise InputError(f"there is no text in {self.records.name(0)}, nor in the records after it")
-
-
-@attrs.frozen(eq=False)
 class Fan(experimental.FlatMapTransform):
-    """Each element as those that `function` makes of it."""
+    """Each element as those that `function` makes of it; many elements in a row that make none are an error."""
 
-    function: Callable[[Any], Sequence[Any]]
+    def __init__(self, function: Callable[[Any], Sequence[Any]], most: float = float("inf"), of: str = ""):
+        self.function, self.most, self.of, self.without = function, most, of, 0
 
     def flat_map(self, element: Any) -> Sequence[Any]:
         """The elements."""
-        return self.function(element)
+        made = self.function(element)
+        self.without = 0 if made else self.without + 1
+        if self.without > self.most:
+            raise InputError(f"a data shard finds no text in {self.of}\n    fix: shuffle, or set another num_shards")
+        return made
+
+
+def check_text(records: Records) -> None:
+    """Reads up to the first document; raises `InputError` where there is none, or what is read is no text."""
+    if not any(texts(records[i]) for i in range(len(records))):
+        raise InputError(f"there is no text in {records.name(0)}, nor in the records after it")
+
+
+def texts(documents: Sequence[Document]) -> list[Document]:
+    """The documents that are not empty."""
+    return [d for d in documents if d.text]
 
 
 @attrs.frozen
@@ -109,12 +106,12 @@ def _something(made: Example | None) -> bool:
     return made is not None and len(made) > 0
 
 
-def _shuffled(documents: list[Document], rng: np.random.Generator) -> list[Document]:
+def _shuffled(documents: Sequence[Document], rng: np.random.Generator) -> Sequence[Document]:
     return [documents[i] for i in rng.permutation(len(documents))] if len(documents) > 1 else documents
 
 
-def _rows(records: grain.MapDataset, encode: Encode, packing: Packing) -> grain.IterDataset:
-    documents = experimental.FlatMapIterDataset(records.to_iter_dataset(INLINE), Fan(list))
+def _rows(records: grain.MapDataset, fan: Fan, encode: Encode, packing: Packing) -> grain.IterDataset:
+    documents = experimental.FlatMapIterDataset(records.to_iter_dataset(INLINE), fan)
     return packing(documents.map(encode).filter(_something))
 
 
@@ -144,10 +141,12 @@ def training_rows(
     """The endless rows of one virtual shard. The parts of a mixture are packed apart, and share the rows by weight."""
     streams = []
     for i, part in enumerate(parts):
-        records = order(NonEmpty(part.records), i, shard)
+        records = order(part.records, i, shard)
         if order.shuffle:
             records = records.random_map(_shuffled, seed=order.of(i))
-        streams.append(_rows(records, encode, packing))
+        # By chance alone, a shard does not miss what text there is this often.
+        fan = Fan(texts, most=100 * len(part.records), of=part.records.name(0))
+        streams.append(_rows(records, fan, encode, packing))
     if len(streams) == 1:
         return streams[0]
     # Shards start at different places of the mixing pattern; else each batch would come from one part only.
@@ -170,8 +169,8 @@ class StartAt(grain.IterDataset):
 
 def evaluation_rows(parts: Iterable[Part], encode: Encode, packing: Packing) -> grain.IterDataset:
     """All rows of all parts, once, in order."""
-    sources = [grain.MapDataset.source(NonEmpty(p.records, endless=False)) for p in parts]
-    return _rows(grain.MapDataset.concatenate(sources), encode, packing)
+    records = grain.MapDataset.concatenate([grain.MapDataset.source(p.records) for p in parts])
+    return _rows(records, Fan(texts), encode, packing)
 
 
 class Shards(grain.IterDataset):

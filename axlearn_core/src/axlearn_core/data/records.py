@@ -88,10 +88,8 @@ class FileRecords:
         if kind == "parquet":
             return self._row_group(file, part)
         with open_file(file.path) as handle:
-            start, stop = (
-                _cut(handle, at * self.chunk_bytes, file.size, self.chunk_bytes, kind == "jsonl")
-                for at in (part, part + 1)
-            )
+            ends = (part * self.chunk_bytes, (part + 1) * self.chunk_bytes)
+            start, stop = (_cut(handle, at, file.size, kind == "jsonl") for at in ends)
             handle.seek(start)
             raw = handle.read(stop - start)
         if kind == "jsonl":
@@ -173,17 +171,18 @@ def _decode(file: DataFile, offset: int, raw: bytes, whole: bool = True) -> str:
     return text.removeprefix("\ufeff") if offset == 0 else text
 
 
-def _cut(handle: IO[bytes], at: int, size: int, chunk: int, lines_only: bool) -> int:
+def _cut(handle: IO[bytes], at: int, size: int, lines_only: bool) -> int:
     """The first line start at or after `at`; in text without line ends nearby, the first character start."""
     if at <= 0 or at >= size:
         return min(max(at, 0), size)
     position = at - 1
     handle.seek(position)
-    while block := handle.read(min(chunk, 1 << 16)):
+    while block := handle.read(1 << 16):
         found = block.find(b"\n")
         if found >= 0:
             return position + found + 1
         if not lines_only:
-            return at + next((i for i, byte in enumerate(block[1:5]) if byte & 0xC0 != 0x80), 0)
+            near = block[1:5]
+            return at + next((i for i, byte in enumerate(near) if byte & 0xC0 != 0x80), len(near))
         position += len(block)
     return size

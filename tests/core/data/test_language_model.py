@@ -1,0 +1,488 @@
+"""The stream: what is in a batch, the same for any processes and workers, exact resume, one padded evaluation pass."""
+
+import gc
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from axlearn_core.config import check
+from axlearn_core.data import ByteTokenizer, Files, LanguageModelInput, Mixture, StandardLibrary, TokenizerJson, example
+from axlearn_core.errors import ConfigError, InputError
+
+EOS = 256
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    """40 documents of 1 to 90 characters, each of one letter of its own, so that every token tells where it is from."""
+    folder = tmp_path_factory.mktemp("corpus")
+    rng = np.random.default_rng(0)
+    rows = [{"text": chr(0x30 + i) * int(rng.integers(1, 90))} for i in range(40)]
+    for i in range(4):
+        (folder / f"{i}.jsonl").write_text("\n".join(json.dumps(r) for r in rows[i::4]))
+    (folder / "held.txt").write_text("The quick brown fox. é\n" * 20, encoding="utf-8")
+    return folder
+
+
+def config(corpus, **settings):
+    source = Files.Config(
+        paths=str(corpus / "*.jsonl"), validation_paths=str(corpus / "held.txt"), chunk_bytes=settings.pop("chunk", 200)
+    )
+    base = {
+        "batch_size": 8,
+        "sequence_length": 16,
+        "source": source,
+        "tokenizer": ByteTokenizer.Config(),
+        "num_shards": 8,
+    }
+    return LanguageModelInput.Config(**{**base, **settings})
+
+
+def take(iterator, count):
+    return [next(iterator) for _ in range(count)]
+
+
+def equal(left, right):
+    return len(left) == len(right) and all(
+        a.keys() == b.keys() and all(np.array_equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+def through_json(state):
+    return json.loads(json.dumps(state))
+
+
+def documents(cfg, split="train"):
+    return [
+        d.text for p in cfg.source.build().parts(split) for i in range(len(p.records)) for d in p.records[i] if d.text
+    ]
+
+
+@pytest.mark.parametrize("packing", ["concat", "first-fit", "none"])
+def test_rows_are_what_a_plain_packer_makes(corpus, packing):
+    cfg = config(corpus, packing=packing, shuffle=False, batch_size=1, num_shards=1)
+    pairs = []
+    for text in documents(cfg):
+        ids = [*text.encode(), EOS]
+        pairs.append(list(zip([EOS, *ids[:-1]], ids, strict=True)))
+    rows = brute_force(pairs * 2, 16, packing)
+    with_stream = cfg.build().train()
+    for batch, row in zip(take(with_stream, len(rows) // 2), rows, strict=False):
+        got = {k: batch[k][0].tolist() for k in batch}
+        assert got == row
+    with_stream.close()
+
+
+def brute_force(pairs, length, packing):
+    """Rows as lists of (segment, position, input, target), by the rules of each packing."""
+    rows, current = [], []
+
+    def flush():
+        nonlocal current
+        if current:
+            rows.append(current)
+        current = []
+
+    if packing == "concat":
+        for document in pairs:
+            rest = document
+            while rest:
+                room = length - sum(map(len, current))
+                current.append(rest[:room])
+                rest = rest[room:]
+                if sum(map(len, current)) == length:
+                    flush()
+    else:
+        pieces = [d[i : i + length] for d in pairs for i in range(0, len(d), length)]
+        bins = [[] for _ in range(16)]
+        for piece in pieces:
+            for one in bins:
+                if (not one or packing == "first-fit") and sum(map(len, one)) + len(piece) <= length:
+                    one.append(piece)
+                    break
+            else:
+                rows += bins
+                bins = [[piece]] + [[] for _ in range(15)]
+    made = []
+    for row in rows:
+        flat = [(s, p, a, b) for s, piece in enumerate(row, 1) for p, (a, b) in enumerate(piece)]
+        flat += [(0, 0, 0, 0)] * (length - len(flat))
+        segments, positions, inputs, targets = (list(x) for x in zip(*flat, strict=True))
+        weights = [1.0 if s else 0.0 for s in segments]
+        made.append(
+            {"tokens": inputs, "targets": targets, "weights": weights, "segment_ids": segments, "positions": positions}
+        )
+    return made
+
+
+def test_an_epoch_has_every_document_once_and_epochs_differ(corpus):
+    cfg = config(corpus, batch_size=1, num_shards=1, packing="none", sequence_length=128, chunk=1 << 20)
+    expected = sorted(documents(cfg))
+    with_stream = cfg.build(seed=5).train()
+    rows = take(with_stream, 80)
+    texts = [bytes(b["targets"][0][: int(b["weights"].sum()) - 1].tolist()).decode() for b in rows]
+    assert sorted(texts[:40]) == sorted(texts[40:]) == expected
+    assert texts[:40] != texts[40:]
+    assert texts[:40] != expected
+    with_stream.close()
+
+
+@pytest.mark.parametrize("packing", ["concat", "first-fit"])
+@pytest.mark.parametrize("processes", [2, 4, 8])
+def test_the_global_stream_is_the_same_for_any_number_of_processes(corpus, processes, packing):
+    cfg = config(corpus, batch_size=16, packing=packing)
+    whole = cfg.build(seed=1).train()
+    parts = [cfg.build(seed=1, process_index=i, process_count=processes).train() for i in range(processes)]
+    for _ in range(12):
+        shares = [next(p) for p in parts]
+        joined = {k: np.concatenate([s[k] for s in shares]) for k in shares[0]}
+        assert equal([next(whole)], [joined])
+    merged = {"batches": 12, "shards": {k: v for p in parts for k, v in p.get_state()["shards"].items()}}
+    assert merged == whole.get_state()
+    resumed = cfg.build(seed=1, process_index=0, process_count=2).train()
+    resumed.set_state(through_json(merged))
+    assert np.array_equal(next(resumed)["tokens"], next(whole)["tokens"][:8])
+    for p in (whole, resumed, *parts):
+        p.close()
+
+
+def test_seeds_and_shuffling_change_the_order(corpus):
+    def first(seed, **settings):
+        iterator = config(corpus, **settings).build(seed=seed).train()
+        batches = take(iterator, 4)
+        iterator.close()
+        return batches
+
+    assert equal(first(1), first(1))
+    assert not equal(first(1), first(2))
+    assert not equal(first(1), first(1, shuffle=False))
+    assert equal(first(1, shuffle=False), first(2, shuffle=False))
+    assert equal(first(2**40 + 1), first(1))
+
+
+@pytest.mark.parametrize("packing", ["concat", "first-fit", "none"])
+@pytest.mark.parametrize("at", [0, 1, 7, 33])
+def test_resume_is_exact_anywhere(corpus, packing, at):
+    cfg = config(corpus, packing=packing)
+    one, other = cfg.build(seed=3).train(), cfg.build(seed=3).train()
+    take(one, at)
+    state = through_json(one.get_state())
+    expected = take(one, 25)
+    take(other, 5)  # a stream that has run goes to the position too
+    other.set_state(state)
+    assert other.get_state() == one_state(state)
+    assert equal(take(other, 25), expected)
+    assert through_json(other.get_state()) == through_json(one.get_state())
+    one.set_state(state)
+    assert equal(take(one, 25), expected)
+    one.close()
+    other.close()
+
+
+def one_state(state):
+    from axlearn_core.data.batches import _restored
+
+    return _restored(state)
+
+
+def test_a_state_that_was_given_does_not_change_later(corpus):
+    iterator = config(corpus).build().train()
+    next(iterator)
+    state = iterator.get_state()
+    before = json.dumps(state)
+    take(iterator, 10)
+    assert json.dumps(state) == before
+    iterator.close()
+
+
+def test_a_state_of_other_shards_is_refused(corpus):
+    state = config(corpus, num_shards=4).build().train().get_state()
+    with pytest.raises(InputError, match="the saved data position has the shards 0, 1, 2, 3; this process needs"):
+        config(corpus).build().train().set_state(state)
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_worker_processes_give_the_same_stream_and_end(corpus, workers):
+    cfg, many = config(corpus), config(corpus, workers=workers)
+    one, other = cfg.build(seed=3).train(), many.build(seed=3).train()
+    try:
+        assert equal(take(one, 9), take(other, 9))
+        state = through_json(other.get_state())
+        assert state == through_json(one.get_state())
+        assert other.describe_position() == one.describe_position()
+        expected = take(one, 20)
+        other.set_state(state)
+        assert equal(take(other, 20), expected)
+        one.set_state(state)
+        assert equal(take(one, 20), expected)
+        assert len(multiprocessing.active_children()) == workers
+    finally:
+        one.close()
+        other.close()
+    assert not multiprocessing.active_children()
+    with pytest.raises(StopIteration):
+        next(other)
+
+
+@pytest.mark.slow
+def test_an_error_in_a_worker_arrives_as_it_is(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"fine\n" * 5000 + b"\xff")
+    source = Files.Config(paths=str(tmp_path / "a.txt"), chunk_bytes=1000)
+    cfg = LanguageModelInput.Config(
+        batch_size=1, sequence_length=500, source=source, tokenizer=ByteTokenizer.Config(), shuffle=False, workers=1
+    )
+    iterator = cfg.build().train()
+    with pytest.raises(InputError, match=r"a\.txt is not UTF-8 text: byte 0xff at offset 25000"):
+        take(iterator, 60)
+    iterator.close()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
+def test_workers_end_with_a_killed_parent_and_take_no_device(corpus):
+    script = textwrap.dedent(f"""
+        import multiprocessing, time
+        from axlearn_core.data import *
+        if __name__ == "__main__":
+            source = Files.Config(paths={str(corpus / "*.jsonl")!r})
+            cfg = LanguageModelInput.Config(batch_size=2, sequence_length=8, source=source,
+                                            tokenizer=ByteTokenizer.Config(), workers=2)
+            stream = cfg.build().train()
+            next(stream)
+            print(*[p.pid for p in multiprocessing.active_children()], flush=True)
+            time.sleep(600)
+    """)
+    path = corpus / "parent.py"
+    path.write_text(script)
+    parent = subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    workers = [int(p) for p in parent.stdout.readline().split()]
+    assert len(workers) == 2
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and any(map(alive, workers)):
+        time.sleep(0.2)
+    assert not any(map(alive, workers))
+
+
+def alive(pid):
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def test_threads_end_when_a_stream_is_closed_dropped_or_exhausted(corpus):
+    def grain_threads():
+        return [t for t in threading.enumerate() if t.name.startswith("grain")]
+
+    made = config(corpus).build()
+    closed, dropped, done = made.train(), made.train(), made.evaluation()
+    next(closed)
+    next(dropped)
+    list(done)
+    assert grain_threads()
+    closed.close()
+    closed.close()
+    del dropped
+    gc.collect()
+    assert not grain_threads()
+    assert list(done) == []
+
+
+@pytest.mark.parametrize("packing", ["concat", "first-fit", "none"])
+def test_evaluation_is_one_pass_in_order_padded_with_weight_zero(corpus, packing):
+    cfg = config(corpus, packing=packing, batch_size=3, num_shards=3)
+    made = cfg.build(seed=1)
+    batches = list(made.evaluation())
+    assert equal(batches, list(cfg.build(seed=2).evaluation()))
+    assert all(b["tokens"].shape == (3, 16) for b in batches)
+    flat = {k: np.concatenate([b[k].reshape(-1) for b in batches]) for k in batches[0]}
+    inside = flat["segment_ids"] > 0
+    text = "".join(documents(cfg, "validation")).encode()
+    count = len(made.source.parts("validation")[0].records)
+    assert flat["bytes"].sum() == len(text)
+    assert flat["weights"].sum() == inside.sum() == len(text) + 1  # all bytes, and one end of the document
+    assert bytes(t for t in flat["targets"][inside].tolist() if t != EOS) == text
+    assert count > 1
+    assert all((flat[k][~inside] == 0).all() for k in flat)
+    assert flat["bytes"].dtype == flat["weights"].dtype == np.float32
+    last = batches[-1]
+    assert last["weights"].sum() < last["weights"].size
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_evaluation_is_the_same_for_any_number_of_processes(corpus, processes):
+    cfg = config(corpus, batch_size=4, num_shards=4)
+    whole = list(cfg.build().evaluation())
+    shares = [list(cfg.build(process_index=i, process_count=processes).evaluation()) for i in range(processes)]
+    joined = [{k: np.concatenate([s[k] for s in step]) for k in step[0]} for step in zip(*shares, strict=True)]
+    assert equal(whole, joined)
+
+
+def test_evaluation_resumes(corpus):
+    made = config(corpus, batch_size=2, num_shards=2).build()
+    iterator = made.evaluation()
+    take(iterator, 4)
+    state = through_json(iterator.get_state())
+    rest = list(iterator)
+    again = made.evaluation()
+    again.set_state(state)
+    assert equal(list(again), rest)
+
+
+def test_mixtures_share_the_rows_of_every_batch_by_weight(tmp_path):
+    for letter, count in (("a", 50), ("b", 2000), ("c", 400)):
+        (tmp_path / f"{letter}.txt").write_text(f"{letter * 9}\n" * count)
+    sources = {x: Files.Config(paths=str(tmp_path / f"{x}.txt"), chunk_bytes=500) for x in "abc"}
+    source = Mixture.Config(sources=sources, weights={"a": 0.5, "b": 0.125, "c": 0.375})
+    cfg = LanguageModelInput.Config(batch_size=16, sequence_length=32, source=source, tokenizer=ByteTokenizer.Config())
+    iterator = cfg.build().train()
+    batches = take(iterator, 25)
+    own = np.array([[sum((b["targets"] == ord(x)).any(axis=1)) for x in "abc"] for b in batches])
+    assert (own.sum(axis=1) == 16).all()  # no row has text of two sources
+    assert own.sum(axis=0) / own.sum() == pytest.approx([0.5, 0.125, 0.375], abs=0.02)
+    assert (own[:, 0] >= 5).all()  # nor does a batch leave out a large source
+    state = through_json(iterator.get_state())
+    other = cfg.build().train()
+    other.set_state(state)
+    assert equal(take(other, 10), take(iterator, 10))
+    found = iterator.describe_position()["records"]
+    assert len(found) == 16
+    assert all(len(names) == 6 for names in found.values())
+    iterator.close()
+    other.close()
+
+
+def test_positions_name_the_records_that_a_batch_came_from(corpus):
+    cfg = config(corpus, batch_size=2, num_shards=2, chunk=1 << 20)
+    made = cfg.build(seed=4)
+    iterator = made.train()
+    (part,) = made.source.parts("train")
+    letters = {part.records.name(i): {d.text[0] for d in part.records[i]} for i in range(len(part.records))}
+    for number in range(1, 30):
+        batch = next(iterator)
+        position = iterator.describe_position()
+        assert position["batch"] == number
+        for shard, row in enumerate(batch["targets"]):
+            if row[0] != EOS:
+                first, following = position["records"][str(shard)]
+                assert chr(row[0]) in letters[first] | letters[following]
+    iterator.close()
+
+
+def test_records_without_text_are_passed_over_and_no_shard_waits_forever(tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n" * 500 + '{"text": ""}\n' * 20 + '{"text": "only this"}\n' + "\n" * 500)
+    cfg = LanguageModelInput.Config(
+        batch_size=4,
+        sequence_length=10,
+        source=Files.Config(paths=str(tmp_path / "a.jsonl"), chunk_bytes=50),
+        tokenizer=ByteTokenizer.Config(),
+    )
+    iterator = cfg.build().train()
+    batch = next(iterator)
+    assert [bytes(row.tolist()[:9]) for row in batch["targets"]] == [b"only this"] * 4
+    iterator.close()
+    unshuffled = LanguageModelInput.Config(
+        batch_size=13,  # as many as there are records, so that most shards see one without text again and again
+        sequence_length=10,
+        source=Files.Config(paths=str(tmp_path / "a.jsonl"), chunk_bytes=-(-1281 // 13)),
+        tokenizer=ByteTokenizer.Config(),
+        shuffle=False,
+    )
+    made = unshuffled.build()
+    assert len(made.source.parts("train")[0].records) == 13
+    with pytest.raises(InputError, match=r"a data shard finds no text in .*a\.jsonl"):
+        next(made.train())
+    (tmp_path / "b.jsonl").write_text('{"text": ""}\n' * 20)
+    with pytest.raises(InputError, match=r"there is no text in .*b\.jsonl"):
+        LanguageModelInput.Config(
+            batch_size=4,
+            sequence_length=10,
+            source=Files.Config(paths=str(tmp_path / "b.jsonl")),
+            tokenizer=ByteTokenizer.Config(),
+        ).build().train()
+
+
+def test_what_does_not_fit_together_is_refused(corpus):
+    with pytest.raises(ConfigError, match="num_shards: does not divide the batch size 8"):
+        check(config(corpus, num_shards=3))
+    with pytest.raises(ConfigError, match="8 data shards cannot be split evenly over 3 processes"):
+        config(corpus).build(process_count=3)
+    with pytest.raises(ConfigError, match=r"model\.vocab_size: is 200, less than the 257 ids of input\.tokenizer"):
+        config(corpus).build(vocab_size=200)
+    only_train = config(corpus, source=Files.Config(paths=str(corpus / "*.jsonl"))).build()
+    with pytest.raises(InputError, match=r"input.source has no validation data\n.*validation_paths"):
+        only_train.evaluation()
+    only_held = config(corpus, source=Files.Config(validation_paths=str(corpus / "held.txt"))).build()
+    with pytest.raises(InputError, match="no train data"):
+        only_held.train()
+    assert len(list(only_held.evaluation())) > 1
+
+
+def test_configs_and_inputs_pickle(corpus):
+    cfg = config(corpus, tokenizer=TokenizerJson.Config(builtin="python-2k"))
+    assert pickle.loads(pickle.dumps(cfg)) == cfg
+    made = pickle.loads(pickle.dumps(cfg.build(vocab_size=2048)))
+    assert made.tokenizer.decode(made.tokenizer.encode("def f():")) == "def f():"
+
+
+def test_a_subclass_weighs_targets(corpus):
+    class Halves(LanguageModelInput):
+        """The first half of each document is given, not learnt."""
+
+        def example(self, document):
+            ids = self.tokenizer.encode(document.text)
+            weights = [0.0 if i < len(ids) // 2 else 0.5 for i in range(len(ids))]
+            return example([EOS, *ids[:-1]], ids, weights)
+
+    cfg = config(corpus)
+    made = Halves.Config(**{k: getattr(cfg, k) for k in ("batch_size", "sequence_length", "source", "tokenizer")})
+    iterator = made.build().train()
+    batch = next(iterator)
+    assert set(np.unique(batch["weights"])) == {0.0, 0.5}
+    iterator.close()
+
+
+def test_the_lock_has_the_facts(corpus):
+    facts = config(corpus).build().describe()
+    assert json.loads(json.dumps(facts)) == facts
+    assert facts["files"] == 5
+    assert facts["tokenizer"] == "utf-8 bytes"
+    assert facts["num_shards"] == 8
+
+
+def test_the_quickstart_input_starts_at_once():
+    cfg = LanguageModelInput.Config(
+        batch_size=8,
+        sequence_length=256,
+        source=StandardLibrary.Config(),
+        tokenizer=TokenizerJson.Config(builtin="python-2k"),
+    )
+    start = time.perf_counter()
+    made = cfg.build(seed=0, vocab_size=2048)
+    iterator = made.train()
+    batch = next(iterator)
+    assert time.perf_counter() - start < 5
+    assert made.tokenizer.decode(batch["targets"][0].tolist()).isprintable() is False
+    assert "self" in "".join(made.tokenizer.decode(r.tolist()) for b in take(iterator, 5) for r in b["targets"])
+    assert (batch["weights"] == 1).all()
+    iterator.close()
+    held = made.evaluation()
+    first = next(held)
+    assert first["bytes"].sum() / first["weights"].sum() > 2
+    held.close()
