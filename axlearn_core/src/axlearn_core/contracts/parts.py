@@ -22,7 +22,8 @@ tokens        int32   [B, S]  input token ids
 targets       int32   [B, S]  the token after each input token
 weights       float32 [B, S]  1 where the target counts in the loss, 0 for padding
 segment_ids   int32   [B, S]  1.. for the documents packed into a row, 0 for padding
-positions     int32   [B, S]  position within the document, from 0
+positions     int32   [B, S]  position within the row's piece of the document, from 0
+bytes         float32 [B, S]  bytes of text that each target stands for; in evaluation only, for losses per byte
 """
 
 
