@@ -17,7 +17,7 @@ import attrs
 import cattrs
 import cattrs.gen
 from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from axlearn_core.config.flat import qualified_name
 from axlearn_core.config.node import REQUIRED, Node, hints_of, interface_fields, is_node
@@ -53,7 +53,7 @@ class QualifiedNames:
 def encode(value: Any, names: Names) -> Any:
     """A tree as plain data: dicts, lists and scalars. `REQUIRED` fields are left out; they are still to be set."""
     if isinstance(value, Node):
-        hidden = interface_fields(type(value))
+        hidden = interface_fields(type(value)) | _defaults_of_code(value)
         fields = {k: encode(v, names) for k, v in children(value).items() if k not in hidden and v is not REQUIRED}
         return {"type": names.name_of(type(value)), **fields}
     if isinstance(value, Mapping):
@@ -67,6 +67,18 @@ def encode(value: Any, names: Names) -> Any:
     raise RequestError(
         f"a config that goes to a file holds plain values and nodes, not {show(value)}; make it a registered component"
     )
+
+
+def _defaults_of_code(value: Node[Any]) -> set[str]:
+    """The fields of a configured callable that hold a default of its signature which no file can hold (a dtype)."""
+    if not getattr(type(value), "__configured__", False):
+        return set()
+    return {
+        a.name
+        for a in attrs.fields(type(value))
+        if getattr(value, a.name) is a.default
+        and not (a.default is None or isinstance(a.default, (bool, int, float, str, tuple, Mapping, enum.Enum)))
+    }
 
 
 def dump(data: Any) -> str:
@@ -97,7 +109,8 @@ class Document:
         return attrs.evolve(problem, where=f"{self.source}:{line}" if line else self.source)
 
 
-_SCALARS = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str")}
+_TAG = "tag:yaml.org,2002:"
+_SCALARS = {_TAG + name for name in ("null", "bool", "int", "float", "str")}
 
 
 def parse(text: str, source: str = "<string>") -> Document:
@@ -113,29 +126,40 @@ def parse(text: str, source: str = "<string>") -> Document:
         mark = error.problem_mark or error.context_mark
         where = f"{source}:{mark.line + 1}" if mark else source
         raise ConfigError(Problem(path="", message=f"not valid YAML: {error.problem}", where=where)) from None
+    except YAMLError as error:
+        raise ConfigError(Problem(path="", message=f"not valid YAML: {error}", where=source)) from None
     lines: dict[str, int] = {}
     problems: list[Problem] = []
 
-    def visit(part: Any, path: str, line: int | None = None) -> Any:
+    def problem(path: str, message: str, part: Any) -> None:
+        problems.append(Problem(path=path, message=message, where=f"{source}:{part.start_mark.line + 1}"))
+
+    def visit(part: Any, path: str, line: int | None = None, above: tuple[Any, ...] = ()) -> Any:
         lines[path] = line or part.start_mark.line + 1
+        if any(part is p for p in above):
+            return problem(path, "contains itself", part)
+        if part.id == "scalar" and part.tag == _TAG + "timestamp":
+            return part.value  # the core schema knows no dates
         if part.id == "scalar" and part.tag in _SCALARS:
-            return yaml.constructor.construct_object(part)
+            try:
+                return yaml.constructor.construct_object(part)
+            except ValueError as error:
+                return problem(path, str(error), part)
         if part.id == "sequence":
-            return [visit(p, join(path, str(i))) for i, p in enumerate(part.value)]
-        if part.id == "mapping":
-            result: dict[Any, Any] = {}
-            for key_part, value_part in part.value:
-                key = visit(key_part, path, lines[path])
-                here = join(path, str(key))
-                if key in result:
-                    where = f"{source}:{key_part.start_mark.line + 1}"
-                    problems.append(Problem(path=here, message="is given twice", where=where))
-                result[key] = visit(value_part, here, key_part.start_mark.line + 1)
-            return result
-        problems.append(
-            Problem(path=path, message=f"the YAML tag {part.tag} is not allowed", where=f"{source}:{lines[path]}")
-        )
-        return None
+            return [visit(p, join(path, str(i)), None, (*above, part)) for i, p in enumerate(part.value)]
+        if part.id != "mapping":
+            return problem(path, f"the YAML tag {part.tag} is not allowed", part)
+        result: dict[Any, Any] = {}
+        for key_part, value_part in part.value:
+            if key_part.id != "scalar":
+                problem(path, "a key has to be a plain name", key_part)
+                continue
+            key = visit(key_part, path, lines[path])
+            here = join(path, str(key))
+            if key in result:
+                problem(here, "is given twice", key_part)
+            result[key] = visit(value_part, here, key_part.start_mark.line + 1, (*above, part))
+        return result
 
     data = visit(root, "") if root is not None else None
     if problems:
@@ -173,7 +197,7 @@ class Decoder:
             raise ConfigError(_problems(error, path)) from None
 
     def decode_at(self, tree: Any, path: str, data: Any) -> Any:
-        """`data` as a value for `path` of `tree`; a mapping without `type` edits the node that is there. For `patch`."""
+        """For `patch`: `data` as a value for a path; a mapping without `type` edits the node that is there."""
         annotation, current = _slot(tree, path)
         if isinstance(current, Node) and isinstance(data, Mapping) and "type" not in data:
             hints, problems, changes = hints_of(type(current)), [], {}
@@ -191,7 +215,15 @@ class Decoder:
         return self.decode(data, annotation, path)
 
     def _plain(self, data: Any, annotation: Any) -> Any:
-        return check_type(data, annotation, is_node)
+        if annotation is not Any:
+            return check_type(data, annotation, is_node)
+        if isinstance(data, Mapping):  # a field that takes anything takes nodes too
+            if isinstance(data.get("type"), str):
+                return self._node(data, Node)
+            return self._all({k: (v, Any) for k, v in data.items()})
+        if isinstance(data, (list, tuple)):
+            return self._sequence(data, tuple)
+        return data
 
     def _sequence(self, data: Any, annotation: Any) -> Any:
         if not isinstance(data, (list, tuple)):
@@ -201,19 +233,25 @@ class Decoder:
         if fixed and len(args) != len(data):
             raise Mismatch(f"{describe(annotation)} ({len(args)} items)", data)
         kinds = args if fixed else [args[0] if args else Any] * len(data)
-        return tuple(self._below(str(i), v, k) for i, (v, k) in enumerate(zip(data, kinds, strict=True)))
+        return tuple(self._all({str(i): (v, k) for i, (v, k) in enumerate(zip(data, kinds, strict=True))}).values())
 
     def _mapping(self, data: Any, annotation: Any) -> Any:
         if not isinstance(data, Mapping):
             raise Mismatch(describe(annotation), data)
         key, value = typing.get_args(annotation) or (str, Any)
-        return {check_type(k, key, is_node): self._below(str(k), v, value) for k, v in data.items()}
+        return self._all({check_type(k, key, is_node): (v, value) for k, v in data.items()})
 
-    def _below(self, name: str, data: Any, annotation: Any) -> Any:
-        try:
-            return self.converter.structure(data, annotation)
-        except (cattrs.BaseValidationError, Mismatch, ConfigError, RequestError) as error:
-            raise ConfigError(_problems(error, name)) from None
+    def _all(self, items: Mapping[Any, tuple[Any, Any]]) -> dict[Any, Any]:
+        """Each (value, annotation) decoded; the problems of all of them at once."""
+        made, problems = {}, []
+        for name, (data, annotation) in items.items():
+            try:
+                made[name] = self.converter.structure(data, annotation)
+            except (cattrs.BaseValidationError, Mismatch, ConfigError, RequestError) as error:
+                problems += _problems(error, str(name))
+        if problems:
+            raise ConfigError(problems)
+        return made
 
     def _union(self, data: Any, annotation: Any) -> Any:
         nodes = [a for a in typing.get_args(annotation) if _is_node_type(a)]
@@ -255,7 +293,7 @@ class Decoder:
                 cls, self.converter, _cattrs_forbid_extra_keys=True, _cattrs_detailed_validation=True
             )
         try:
-            made = self._generated[cls]({k: v for k, v in fields.items() if k not in bad}, cls)
+            made = self._generated[cls]({k: v for k, v in fields.items() if str(k) not in bad}, cls)
         except cattrs.ClassValidationError as error:
             problems += _problems(error, "")
         if problems:

@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 
 from axlearn_core.config.node import REQUIRED, RESERVED, Node, accepted, interface, take
+from axlearn_core.config.types import freeze
 from axlearn_core.errors import RequestError, nearest
 
 # What parents offer under these names is taken without being asked for, where the callable has no default for it.
@@ -90,7 +91,7 @@ def _made(function: Callable[..., Any], interface_names: tuple[str, ...]) -> typ
         if required and name in OFFERED:
             fields[name], annotations[name] = interface(), Any
             continue
-        fields[name] = attrs.field(default=REQUIRED if required else parameter.default)
+        fields[name] = attrs.field(default=REQUIRED if required else freeze(parameter.default))
         annotations[name] = _admitted(hints.get(name, Any))
     body = {
         **fields,

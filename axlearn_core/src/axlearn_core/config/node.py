@@ -10,8 +10,8 @@
 
     layer = RMSNorm.Config(eps=1e-5).build(dim=512, rngs=rngs)
 
-A node is a value: frozen, hashable, comparable, picklable. Whoever builds a child offers it the interface dimensions; the
-child takes those that it declares, as `interface()` fields of its config or as arguments of its constructor.
+A node is a value: frozen, hashable, comparable, picklable. Whoever builds a child offers it the interface dimensions;
+the child takes those that it declares, as `interface()` fields of its config or as arguments of its constructor.
 """
 
 import enum
@@ -54,7 +54,7 @@ _OPERATORS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
 
 def setting(*, default: Any, ge: Any = None, gt: Any = None, le: Any = None, lt: Any = None) -> Any:
     """A field with bounds, checked wherever its value is a number."""
-    bounds = {k: v for k, v in dict(ge=ge, gt=gt, le=le, lt=lt).items() if v is not None}
+    bounds = {k: v for k, v in {"ge": ge, "gt": gt, "le": le, "lt": lt}.items() if v is not None}
     return attrs.field(default=default, metadata={_BOUNDS: bounds})
 
 

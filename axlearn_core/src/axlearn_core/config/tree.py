@@ -1,7 +1,7 @@
 """Edits and questions over config trees. Every edit returns a new tree; what it did not touch is the same object.
 
-A path is dotted: field names of nodes, keys of mappings, indices of tuples (`trackers.0.every_steps`). In a pattern, `*`
-stands for any one part and `**` for any number of parts, none included.
+A path is dotted: field names of nodes, keys of mappings, indices of tuples (`trackers.0.every_steps`). In a pattern,
+`*` stands for any one part and `**` for any number of parts, none included.
 """
 
 import fnmatch
@@ -53,7 +53,7 @@ def walk(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def map(tree: Any, function: Callable[[Any], Any]) -> Any:  # the name of this operation everywhere
-    """Rebuilds bottom-up: `function` gets each node with its children already mapped; what it returns is not revisited."""
+    """Rebuilds bottom-up: `function` gets each node with its children mapped; what it returns is not revisited."""
     tree = with_children(tree, {k: map(v, function) for k, v in children(tree).items()})
     return function(tree) if isinstance(tree, Node) else tree
 
@@ -115,9 +115,9 @@ def no_such_path(path: str, at: str, name: str, value: Any) -> Problem:
 
 
 def expand(tree: Any, pattern: str) -> list[str]:
-    """The paths that a pattern stands for: at least one, or a `ConfigError`. A plain path may add a key to a mapping."""
+    """The paths that a pattern stands for, at least one, or `ConfigError`; a plain path may add a key to a mapping."""
     if "*" not in pattern:
-        parent, _, name = pattern.rpartition(".")
+        parent = pattern.rpartition(".")[0]
         if not (pattern and isinstance(get(tree, parent), Mapping)):
             get(tree, pattern)
         return [pattern]

@@ -7,6 +7,7 @@ int in a float's place becomes that float (so that `1` and `1.0` are the same co
 import collections.abc
 import enum
 import math
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -76,7 +77,7 @@ def check_type(value: Any, annotation: Any, is_node: Callable[[Any], bool]) -> A
 
 def _check_plain(value: Any, annotation: Any, kind: Any, is_node: Callable[[Any], bool]) -> Any:
     if kind is float:
-        if type(value) is int:
+        if type(value) is int and abs(value) <= sys.float_info.max:
             return float(value)
         if type(value) is float and not math.isnan(value):
             return value
