@@ -122,24 +122,26 @@ class Learner(Configurable):
         old, grads = plan.trained(flatten(params)), plan.trained(flatten(grads))
         norm = global_norm(grads)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
-        if self.cfg.max_grad_norm is not None:
-            grads = _clip(grads, norm, self.cfg.max_grad_norm)
+
+        def step(old: Any, optimizer: Any, average: Any, grads: Any) -> tuple[Any, Any, Any]:
+            if self.cfg.max_grad_norm is not None:
+                grads = _clip(grads, norm, self.cfg.max_grad_norm)
+            updates, optimizer = plan.optimizer.update(grads, optimizer, old, value=loss)
+            new = optax.apply_updates(
+                old, {p: u * plan.scales[p] if p in plan.scales else u for p, u in updates.items()}
+            )
+            return new, optimizer, self._averaged(average, new)
+
         with jax.numpy_dtype_promotion("standard"):  # optax raises its decays to integer powers
-            updates, optimizer = plan.optimizer.update(grads, state.optimizer, old, value=loss)
+            # A conditional rather than a select of every array: XLA updates in place, with no copies of the old state.
+            new, optimizer, average = jax.lax.cond(
+                finite, step, lambda *kept: kept[:3], old, state.optimizer, state.ema, grads
+            )
             rate = self._rate(state.updates) if callable(self._rate) else self._rate
-        updates = {p: u * plan.scales[p] if p in plan.scales else u for p, u in updates.items()}
-        new: Any = optax.apply_updates(old, updates)
-        average, decay = state.ema, self.cfg.ema_decay
-        if average is not None and decay is not None:
-            average = {p: decay * a + (1 - decay) * new[p].astype(a.dtype) for p, a in average.items()}
-
-        def keep(made: Any, kept: Any) -> Any:
-            return jax.tree.map(lambda a, b: jnp.where(finite, a, b), made, kept)
-
         skipped = (~finite).astype(jnp.int32)
         made = LearnerState(
-            optimizer=keep(optimizer, state.optimizer),
-            ema=keep(average, state.ema),
+            optimizer=optimizer,
+            ema=average,
             updates=state.updates + 1 - skipped,
             skipped=state.skipped + skipped,
             skipped_in_a_row=(state.skipped_in_a_row + 1) * skipped,
@@ -147,7 +149,7 @@ class Learner(Configurable):
         summaries = {"grad_norm": norm, "skipped_steps": made.skipped}
         if rate is not None:
             summaries["learning_rate"] = jnp.asarray(rate, jnp.float32)
-        return unflatten(params, keep(new, old)), made, summaries
+        return unflatten(params, new), made, summaries
 
     def evaluation_params(self, state: LearnerState, params: Any) -> Any:
         """The moving average in the parameters' own dtypes, where one is kept; else the parameters."""
@@ -155,6 +157,12 @@ class Learner(Configurable):
             return params
         flat = flatten(params)
         return unflatten(params, {p: a.astype(flat[p].dtype) for p, a in state.ema.items()})
+
+    def _averaged(self, average: dict[str, jax.Array] | None, new: Any) -> dict[str, jax.Array] | None:
+        decay = self.cfg.ema_decay
+        if average is None or decay is None:
+            return average
+        return {p: decay * a + (1 - decay) * new[p].astype(a.dtype) for p, a in average.items()}
 
     def _plan(self, params: Any) -> "_Plan":
         """Everything about these parameters that does not depend on their values; made anew for each trace."""
@@ -202,5 +210,7 @@ def global_norm(tree: Any) -> jax.Array:
 
 
 def _clip(grads: Any, norm: jax.Array, limit: float) -> Any:
-    # As optax.clip_by_global_norm, for a norm that is there already.
-    return jax.tree.map(lambda g: jnp.where(norm < limit, g, (g / norm.astype(g.dtype)) * limit), grads)
+    # As optax.clip_by_global_norm, but by one scale for all, which XLA fuses into the optimizer instead of storing
+    # clipped gradients.
+    scale = jnp.where(norm < limit, jnp.ones_like(norm), limit / norm)
+    return jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)

@@ -1,0 +1,224 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from axlearn_core.config import check, configure
+from axlearn_core.errors import ConfigError, RequestError
+from axlearn_core.learn import AdamW, Constant, Cosine, Learner, ParameterRule, flatten
+
+AXES = {
+    "embedding.weight": ("vocab", "embed"),
+    "layer.attention.query.weight": ("layers", "embed", "heads", "head_dim"),
+    "layer.attention.output.weight": ("layers", "heads", "head_dim", "embed"),
+    "layer.norm.scale": ("layers", "norm"),
+    "layer.up.weight": ("layers", "embed", "mlp"),
+}
+SHAPES = {
+    "embedding.weight": (11, 8),
+    "layer.attention.query.weight": (3, 8, 2, 4),
+    "layer.attention.output.weight": (3, 2, 4, 8),
+    "layer.norm.scale": (3, 8),
+    "layer.up.weight": (3, 8, 12),
+}
+LOSS = jnp.float32(1.0)
+
+
+def tree(seed: int, scale: float = 1.0) -> dict[str, jax.Array]:
+    keys = jax.random.split(jax.random.key(seed), len(SHAPES))
+    return {p: scale * jax.random.normal(k, s) for k, (p, s) in zip(keys, SHAPES.items(), strict=True)}
+
+
+def learner(**fields):
+    return check(Learner.Config(**fields)).build(max_steps=20, axes=AXES)
+
+
+@pytest.fixture(autouse=True)
+def strict():
+    with jax.numpy_dtype_promotion("strict"):
+        yield
+
+
+def run(made, params, steps: int, grads=lambda i: tree(i + 1)):
+    state, update, summaries = made.init(params), jax.jit(made.update), {}
+    for i in range(steps):
+        params, state, summaries = update(grads(i), state, params, LOSS)
+    assert update._cache_size() == 1  # shapes, dtypes and weak types come back as they went in
+    return params, state, summaries
+
+
+def by_hand(params, steps: int, optimizer):
+    state = optimizer.init(params)
+    for i in range(steps):
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = optimizer.update(tree(i + 1), state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+def close(a, b, tolerance=1e-6):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance), a, b)
+
+
+@pytest.mark.parametrize("norm", [1.0, 1e6])
+def test_the_default_is_clipping_and_adamw_by_hand(norm):
+    made = learner(optimizer=AdamW(learning_rate=3e-4), max_grad_norm=norm)
+    got, _, summaries = run(made, tree(0), 4)
+    reference = optax.chain(
+        optax.clip_by_global_norm(norm), optax.adamw(3e-4, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
+    )
+    close(got, by_hand(tree(0), 4, reference))
+    np.testing.assert_allclose(summaries["grad_norm"], optax.tree.norm(tree(4)), rtol=1e-6)
+    np.testing.assert_allclose(summaries["learning_rate"], 3e-4, rtol=1e-6)
+
+
+def test_any_optax_optimizer_stands_in_the_slot_and_its_schedule_is_reported():
+    made = learner(optimizer=configure(optax.lion, learning_rate=Cosine(peak=0.1, warmup_steps=2)), max_grad_norm=None)
+    got, _, summaries = run(made, tree(0), 3)
+    schedule = Cosine(peak=0.1, warmup_steps=2).build(max_steps=20)
+    close(got, by_hand(tree(0), 3, optax.lion(schedule)))
+    np.testing.assert_allclose(summaries["learning_rate"], schedule(2), rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["flat", "nested", "state"])
+def test_any_pytree_of_parameters_gives_the_same_numbers(kind):
+    flat = tree(0)
+
+    def shaped(values):
+        if kind == "flat":
+            return dict(values)
+        nested = nnx.traversals.unflatten_mapping({tuple(p.split(".")): v for p, v in values.items()})
+        if kind == "nested":
+            return nested
+        return nnx.State(jax.tree.map(lambda x: nnx.Param(x), nested))
+
+    made = learner(rules=(ParameterRule(pattern="**.norm.*", weight_decay=False),))
+    params, state = shaped(flat), made.init(shaped(flat))
+    new, _, _ = jax.jit(made.update)(shaped(tree(1)), state, params, LOSS)
+    assert jax.tree.structure(new) == jax.tree.structure(params)
+    expected, _, _ = run(made, flat, 1)
+    close(flatten(new), expected)
+
+
+def test_rules_scale_exempt_and_freeze_by_path():
+    rules = (
+        ParameterRule(pattern="layer.attention.**", learning_rate_scale=0.5),
+        ParameterRule(pattern="**.query.*", learning_rate_scale=0.5),
+        ParameterRule(pattern="**.norm.*", weight_decay=False),
+        ParameterRule(pattern="embedding.*", freeze=True),
+    )
+    optimizer = AdamW(learning_rate=1e-2, weight_decay=0.5)
+    made, plain = learner(optimizer=optimizer, rules=rules), learner(optimizer=optimizer)
+    no_decay = learner(optimizer=AdamW(learning_rate=1e-2, weight_decay=0.0))
+    frozen_grads = {**tree(1), "embedding.weight": jnp.zeros((11, 8))}  # those of frozen parameters do not count
+    old = tree(0)
+    new, state, summaries = run(made, old, 1)
+    base, _, _ = run(plain, old, 1, lambda i: frozen_grads)
+    bare, _, _ = run(no_decay, old, 1, lambda i: frozen_grads)
+
+    def moved(tree_, path):
+        return tree_[path] - old[path]
+
+    query, output = "layer.attention.query.weight", "layer.attention.output.weight"
+    close(moved(new, query), 0.25 * moved(base, query))
+    close(moved(new, output), 0.5 * moved(base, output))
+    close(new["layer.norm.scale"], bare["layer.norm.scale"])
+    close(new["layer.up.weight"], base["layer.up.weight"])
+    assert not np.allclose(new["layer.norm.scale"], base["layer.norm.scale"])
+    assert (new["embedding.weight"] == old["embedding.weight"]).all()
+    assert not any("embedding" in jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(state))
+    np.testing.assert_allclose(summaries["grad_norm"], optax.tree.norm(frozen_grads), rtol=1e-6)
+
+
+def test_a_rule_that_fits_nothing_names_the_nearest():
+    made = learner(rules=(ParameterRule(pattern="layer.norms.scale"),))
+    with pytest.raises(RequestError, match=r"learner\.rules\.0.*'layer\.norms\.scale'[^$]*nearest: layer\.norm\.scale"):
+        made.init(tree(0))
+
+
+def test_exempting_from_a_decay_that_cannot_be_masked_is_an_error():
+    made = learner(
+        optimizer=configure(optax.sgd, learning_rate=0.1), rules=(ParameterRule(pattern="**", weight_decay=False),)
+    )
+    with pytest.raises(ConfigError, match="no weight-decay mask"):
+        made.init(tree(0))
+
+
+def test_freezing_everything_is_an_error():
+    with pytest.raises(ConfigError, match="nothing is left to train"):
+        learner(rules=(ParameterRule(pattern="**", freeze=True),)).init(tree(0))
+
+
+def test_the_moving_average_follows_and_is_what_is_evaluated():
+    made = learner(ema_decay=0.9)
+    params, expected = tree(0), tree(0)
+    state = made.init(params)
+    for i in range(3):
+        params, state, _ = jax.jit(made.update, donate_argnums=(1, 2))(tree(i + 1), state, params, LOSS)
+        expected = {p: 0.9 * e + 0.1 * params[p] for p, e in expected.items()}
+    close(made.evaluation_params(state, params), expected)
+    assert learner().evaluation_params(learner().init(params), params) is params
+
+
+@pytest.mark.parametrize("bad", ["gradient", "loss"])
+def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(bad):
+    made = learner(ema_decay=0.5)
+    params, state, _ = run(made, tree(0), 2)
+    grads = tree(9)
+    if bad == "gradient":
+        grads["layer.norm.scale"] = grads["layer.norm.scale"].at[0, 0].set(jnp.nan)
+    new, after, summaries = jax.jit(made.update)(grads, state, params, LOSS if bad == "gradient" else jnp.inf * LOSS)
+    jax.tree.map(np.testing.assert_array_equal, new, params)
+    jax.tree.map(np.testing.assert_array_equal, (after.optimizer, after.ema), (state.optimizer, state.ema))
+    assert (after.updates, after.skipped, after.skipped_in_a_row, summaries["skipped_steps"]) == (2, 1, 1, 1)
+    _, later, _ = jax.jit(made.update)(tree(3), after, new, LOSS)
+    assert (later.updates, later.skipped, later.skipped_in_a_row) == (3, 1, 0)
+
+
+def test_low_precision_parameters_keep_their_dtype():
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree(0))
+    grads = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree(1))
+    made = learner(ema_decay=0.9, optimizer=AdamW(learning_rate=Constant(peak=0.01, warmup_steps=0)))
+    new, state, summaries = run(made, params, 2, lambda i: grads)
+    assert {x.dtype for x in jax.tree.leaves(new)} == {jnp.dtype("bfloat16")}
+    assert {x.dtype for x in jax.tree.leaves(state.ema)} == {jnp.dtype("float32")}
+    assert summaries["grad_norm"].dtype == jnp.float32
+    assert {x.dtype for x in jax.tree.leaves(made.evaluation_params(state, new))} == {jnp.dtype("bfloat16")}
+
+
+@pytest.mark.parametrize(
+    ("fields", "path"),
+    [
+        ({"max_grad_norm": -1.0}, "max_grad_norm"),
+        ({"accumulate_steps": 0}, "accumulate_steps"),
+        ({"ema_decay": 1.0}, "ema_decay"),
+        ({"optimizer": 3}, "optimizer"),
+    ],
+)
+def test_values_out_of_range_are_refused(fields, path):
+    with pytest.raises(ConfigError, match=path):
+        Learner.Config(**fields)
+
+
+def test_the_update_costs_what_the_hand_written_one_costs():
+    size = 1 << 20
+    params = {"w": jnp.ones((size // 1024, 1024)), "b": jnp.ones((1024,))}
+    made = Learner.Config(optimizer=AdamW(learning_rate=3e-4)).build(max_steps=10)
+    chain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1))
+
+    def hand(grads, state, params, loss):
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = chain.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    costs = []
+    for init, update in ((made.init, made.update), (chain.init, hand)):
+        compiled = jax.jit(update, donate_argnums=(1, 2)).lower(params, init(params), params, LOSS).compile()
+        memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
+        costs.append((cost["bytes accessed"], memory.temp_size_in_bytes + memory.output_size_in_bytes, cost["flops"]))
+    (our_bytes, our_memory, our_flops), (bytes_, memory, flops) = costs
+    assert our_bytes <= 1.02 * bytes_
+    assert our_memory <= 1.02 * memory
+    assert our_flops <= flops
