@@ -90,7 +90,7 @@ def test_a_hook_module_that_imports_jax_is_warned_of(install):
         [sys.executable, "-m", "axlearn_core.cli", "plugins", "doctor", "--json"],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(site)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])},
     )
     (row,) = [row for row in json.loads(done.stdout) if row["name"] == "slow"]
     assert row["status"] == "warning"

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -52,7 +53,8 @@ def plain(value: Any) -> Any:
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (tuple, list)):
         return [plain(v) for v in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else repr(value)
+    exact = value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
+    return value if exact else repr(value)
 
 
 def print_json(rows: Sequence[Mapping[str, Any]]) -> None:
