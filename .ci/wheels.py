@@ -7,7 +7,10 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MEMBERS = ["axlearn_core", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "plugins").iterdir() if (p / "pyproject.toml").exists())]
+MEMBERS = [
+    "axlearn_core",
+    *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "plugins").iterdir() if (p / "pyproject.toml").exists()),
+]
 TINY = [
     "train", "quickstart", "--steps", "3", "--run-dir", "run",
     "--set", "model.decoder.num_layers=1", "--set", "model.decoder.hidden_dim=32",
@@ -34,7 +37,10 @@ def main() -> None:
         # The versions that the workspace pins are the ones that were tested.
         pins = call("uv", "export", "-q", "--no-hashes", "--no-emit-workspace", "--no-dev", cwd=ROOT)
         (home / "pins.txt").write_text("\n".join(line for line in pins.splitlines() if not line.startswith("#")))
-        for title, chosen in (("core alone", [w for w in wheels if w.name.startswith("axlearn_core")]), ("all", wheels)):
+        for title, chosen in (
+            ("core alone", [w for w in wheels if w.name.startswith("axlearn_core")]),
+            ("all", wheels),
+        ):
             venv = home / title.replace(" ", "-")
             call("uv", "venv", "-q", "--python", sys.executable, str(venv), cwd=home)
             python = str(venv / "bin/python")

@@ -25,7 +25,10 @@ import numpy as np  # noqa: E402
 from axlearn_core import patch, resolve  # noqa: E402
 from axlearn_core.compose import compose  # noqa: E402
 
-WAYS = {"unrolled, blocked attention": ("unrolled", "blocked", "xla-blocked"), "scanned, plain attention": ("scan", "xla", "xla")}
+WAYS = {
+    "unrolled, blocked attention": ("unrolled", "blocked", "xla-blocked"),
+    "scanned, plain attention": ("scan", "xla", "xla"),
+}
 SMALL = {"2m": by_hand.Dims(4, 192, 4, 4, 512, 2048)}
 MODELS = {**by_hand.MODELS, **SMALL}
 
@@ -68,7 +71,12 @@ def cost(compiled):
     analysis = compiled.cost_analysis()
     analysis = analysis[0] if isinstance(analysis, list) else analysis
     memory = compiled.memory_analysis()
-    peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    peak = (
+        memory.argument_size_in_bytes
+        + memory.temp_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+    )
     return {"flops": analysis["flops"], "bytes": analysis["bytes accessed"], "peak_bytes": peak}
 
 

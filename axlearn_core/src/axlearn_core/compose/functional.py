@@ -82,6 +82,8 @@ def _axes(path: str, variable: Any, rank: int) -> tuple[str | None, ...]:
         return (None,) * rank
     if len(names) != rank:
         raise ConfigError(
-            Problem(path=path, message="one logical axis per dimension", got=str(tuple(names)), expected=f"{rank} names")
+            Problem(
+                path=path, message="one logical axis per dimension", got=str(tuple(names)), expected=f"{rank} names"
+            )
         )
     return tuple(names)

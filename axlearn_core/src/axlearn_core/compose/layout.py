@@ -79,7 +79,7 @@ class Layout:
 
         def place(path: Any, leaf: Any) -> NamedSharding:
             for entry in reversed(path):
-                name = getattr(entry, "key", None)
+                name = str(getattr(entry, "key", ""))
                 if name in shardings and tuple(shapes[name].shape) == tuple(leaf.shape):
                     return shardings[name]
             return self.replicated

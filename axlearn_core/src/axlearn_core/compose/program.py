@@ -106,7 +106,9 @@ class Program:
 
     def lower(self, batch: Mapping[str, Any]) -> Any:
         """The training step lowered for global batches of these shapes."""
-        specs = {k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=self._batch_sharding(k, v)) for k, v in batch.items()}
+        specs = {
+            k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=self._batch_sharding(k, v)) for k, v in batch.items()
+        }
         return self._train.trace(self.state, specs).lower()
 
     def train_step(self, state: Any, batch: Mapping[str, jax.Array]) -> tuple[Any, dict[str, jax.Array]]:

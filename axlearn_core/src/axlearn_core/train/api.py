@@ -77,5 +77,6 @@ def saved_config(run_dir: Path) -> Node[Any] | None:
 def provenance(resolved: Resolved) -> dict[str, list[dict[str, str]]]:
     """Path -> who set it to what, first to last, as JSON."""
     return {
-        path: [{"by": step.who, "value": str(step.new)} for step in steps] for path, steps in resolved.provenance.items()
+        path: [{"by": step.who, "value": str(step.new)} for step in steps]
+        for path, steps in resolved.provenance.items()
     }

@@ -108,7 +108,12 @@ class SampleEvaluator(Periodic):
             return {}
         cfg = self.sampling
         pieces = generate_text(
-            session.model(), tokenizer, cfg.prompt, max_tokens=cfg.max_tokens, temperature=cfg.temperature, seed=session.seed
+            session.model(),
+            tokenizer,
+            cfg.prompt,
+            max_tokens=cfg.max_tokens,
+            temperature=cfg.temperature,
+            seed=session.seed,
         )
         session.text(self.name, cfg.prompt + "".join(pieces))
         return {}

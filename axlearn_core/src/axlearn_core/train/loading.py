@@ -30,9 +30,7 @@ class Loaded:
     tokenizer: Tokenizer | None
     step: int
 
-    def generate(
-        self, prompt: str, *, max_tokens: int = 128, temperature: float = 0.0, seed: int = 0
-    ) -> str:
+    def generate(self, prompt: str, *, max_tokens: int = 128, temperature: float = 0.0, seed: int = 0) -> str:
         """The text that the model writes after `prompt`, without the prompt."""
         if self.tokenizer is None:
             raise RequestError("this run's input has no tokenizer, so its model cannot write text")
@@ -52,7 +50,9 @@ def load(run_dir: str | Path, *, step: int | None = None) -> Loaded:
     config = saved_config(path)
     if config is None:
         there = "has no config.yaml" if path.is_dir() else "does not exist"
-        raise CheckpointError(f"{path} is no run directory: it {there}\n    fix: give the directory that `axlearn train` named")
+        raise CheckpointError(
+            f"{path} is no run directory: it {there}\n    fix: give the directory that `axlearn train` named"
+        )
     if not isinstance(config, Trainer.Config):
         raise CheckpointError(f"{path}/config.yaml is no trainer's config")
     tokenizer_node: Any = getattr(config.input, "tokenizer", None)

@@ -1,9 +1,9 @@
 """The run directory: what is in it, whose it is, and whether it may be continued.
 
-    config.yaml       the resolved config
-    run.lock.json     versions, devices, kernels, data, provenance, fingerprint of the compiled step
-    metrics.jsonl     one object per logged step
-    checkpoints/      one directory per step
+config.yaml       the resolved config
+run.lock.json     versions, devices, kernels, data, provenance, fingerprint of the compiled step
+metrics.jsonl     one object per logged step
+checkpoints/      one directory per step
 """
 
 import hashlib

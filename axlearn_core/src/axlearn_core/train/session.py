@@ -127,7 +127,9 @@ class Session:
         if self.stop_signal is not None:  # asked twice: at once
             raise KeyboardInterrupt
         self.stop_signal = number
-        say("stopping after this step, then saving; once more stops at once and loses the steps since the last checkpoint")
+        say(
+            "stopping after this step, then saving; once more stops at once and loses the steps since the last checkpoint"
+        )
 
 
 class StepTimer:

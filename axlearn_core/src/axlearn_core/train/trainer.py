@@ -1,7 +1,7 @@
 """The root of every experiment, and how its parts become a running job."""
 
-import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from axlearn_core.checkpoint import OrbaxCheckpointer
 from axlearn_core.compose import Functional, Program, Steps, compose
 from axlearn_core.config import REQUIRED, Configurable, Node, check, node, setting
 from axlearn_core.contracts.mesh import Mesh
-from axlearn_core.contracts.parts import Checkpointer, Input, Model, Tracker
+from axlearn_core.contracts.parts import BatchIterator, Checkpointer, Input, Model, Tracker
 from axlearn_core.contracts.parts import Learner as LearnerProtocol
 from axlearn_core.errors import RequestError
 from axlearn_core.learn import Learner
@@ -138,7 +138,7 @@ class Trainer(Configurable):
                 closing.callback(profiler.close)
             session = Session(
                 program=program,
-                state=program.init(cfg.seed) if state is None else state,
+                state=_ready(program, batches, cfg.seed) if state is None else state,
                 step=step,
                 max_steps=cfg.max_steps,
                 log_every_steps=cfg.log_every_steps,
@@ -178,17 +178,22 @@ class Trainer(Configurable):
         run_dir.write_fact("kernels", kernels)
         before, now = run_dir.read_lock().get("hlo_fingerprint"), session.program.fingerprint(batch)
         if before and before != now:
-            say(f"note: the compiled step is another one than before ({before} -> {now}); losses may differ in the last bits")
+            say(
+                f"note: the compiled step is another one than before ({before} -> {now}); losses may differ in the last bits"
+            )
         run_dir.write_fact("hlo_fingerprint", now)
+
+
+def _ready(program: Program, batches: BatchIterator, seed: int) -> Any:
+    """A fresh state; while its initialisation compiles, so does the step."""
+    start = batches.get_state()
+    batch = program.put(next(batches))
+    batches.set_state(start)
+    with ThreadPoolExecutor(1) as pool:
+        state = pool.submit(program.init, seed)
+        program.compile_train(batch)
+        return state.result()
 
 
 def _text(run_dir: RunDir) -> str:
     return (run_dir.path / "run.lock.json").read_text()
-
-
-def interrupted(result: Result, command: str) -> str:
-    """What to tell a person whose run ended early."""
-    return (
-        f"saved at step {result.step} in {result.run_dir}\n"
-        f"to go on: {command or ' '.join(sys.argv)}"
-    )

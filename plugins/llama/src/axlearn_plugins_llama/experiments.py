@@ -17,7 +17,7 @@ from axlearn_core.nn.transformer import Decoder, TransformerLayer
 from axlearn_core.train import LossEvaluator, SampleEvaluator, Trainer
 from axlearn_core.train.trackers import ConsoleTracker, JsonlTracker
 from axlearn_plugins_reporting.tensorboard import TensorBoardTracker
-from axlearn_plugins_rope import RotaryEmbedding
+from axlearn_plugins_rope.rotary import RotaryEmbedding
 
 TRACKERS = (ConsoleTracker.Config(), JsonlTracker.Config(), TensorBoardTracker.Config())
 
