@@ -18,12 +18,12 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, str(Path(__file__).parent / "baselines"))
 
-import handwritten_llama as by_hand  # noqa: E402  # the path above comes first
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
+import handwritten_llama as by_hand  # the path above comes first
+import jax
+import numpy as np
 
-from axlearn_core import patch, resolve  # noqa: E402
-from axlearn_core.compose import compose  # noqa: E402
+from axlearn_core import patch, resolve
+from axlearn_core.compose import compose
 
 WAYS = {
     "unrolled, blocked attention": ("unrolled", "blocked", "xla-blocked"),
