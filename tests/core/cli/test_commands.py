@@ -234,3 +234,36 @@ def test_a_plugin_cannot_take_a_command_of_the_core(install):
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_every_command_of_the_table_is_there_and_has_help(name):
     assert "Usage: axlearn " + name in good(name, "--help")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("raises", ["cannot be loaded", "OSError: no driver", "axlearn-plugins-raises 1.0"]),
+        ("future", ["works with axlearn-core >=99", "is installed", "fix:"]),
+        (
+            "toy-rope",
+            ["2 distributions register the feature 'toy-rope'", "axlearn-plugins-twin", "axlearn-plugins-toy"],
+        ),
+    ],
+)
+def test_plugins_that_do_not_work_stop_the_command_that_asks_for_them(install, name, expected):
+    bad_part = {"ill_part": "raise OSError('no driver')"}
+    install("axlearn-plugins-raises", modules=bad_part, points={"features": {"raises": "ill_part:X"}})
+    install("axlearn-plugins-future", points={"features": {"future": "x:X"}}, requires=("axlearn-core>=99",))
+    install("axlearn-plugins-twin", points={"features": {"toy-rope": "x:X"}})
+    message = bad("config", "show", "toy", "--with", name)
+    for part in expected:
+        assert part in message
+    assert "max_steps" in good("config", "show", "toy", "--with", "toy-wide")  # and no other
+
+
+def test_a_misspelled_hook_stops_commands_that_need_hooks_and_no_others(install):
+    source = f"import click\nfrom axlearn_core import hookimpl\nfrom axlearn_core.plugins.manager import host\n{HOOK}\n"
+    source += "@click.command()\ndef needs():\n    host()"
+    points = {"plugins": {"odd": "odd_part"}, "commands": {"needs-hooks": "odd_part:needs"}}
+    install("axlearn-plugins-odd", modules={"odd_part": source}, points=points)
+    message = bad("needs-hooks")
+    assert "'axlearn_targest', which does not exist\n    did you mean: axlearn_targets" in message
+    assert "axlearn-plugins-odd 1.0" in message
+    good("config", "show", "toy")
