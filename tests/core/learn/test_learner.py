@@ -50,10 +50,10 @@ def run(made, params, steps: int, grads=lambda i: tree(i + 1)):
 
 
 def by_hand(params, steps: int, optimizer):
-    state = optimizer.init(params)
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
     for i in range(steps):
         with jax.numpy_dtype_promotion("standard"):
-            updates, state = optimizer.update(tree(i + 1), state, params)
+            updates, state = update(tree(i + 1), state, params)
         params = optax.apply_updates(params, updates)
     return params
 

@@ -66,4 +66,4 @@ def value_and_grad(loss: Loss, params: Any, batch: Any, num_microbatches: int = 
 
 def _sum_type(x: jax.Array) -> Any:
     """Sums are kept in float32 at least, whatever the gradients are in."""
-    return jnp.promote_types(x.dtype, jnp.float32)
+    return jnp.dtype(x.dtype if x.dtype == jnp.float64 else jnp.float32)

@@ -1,0 +1,107 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax.contrib import MuonDimensionNumbers, muon
+
+from axlearn_core.errors import RequestError
+from axlearn_core.learn import AdamW, Learner, Muon, ParameterRule
+from axlearn_core.learn.optimizers import matrix_axes
+
+
+@pytest.mark.parametrize(
+    ("axes", "expected"),
+    [
+        (("embed", "mlp"), ((0,), (1,))),
+        (("mlp", "embed"), ((0,), (1,))),
+        (("layers", "embed", "mlp"), ((1,), (2,))),
+        (("layers", "experts", "mlp", "embed"), ((2,), (3,))),
+        (("layers", "embed", "heads", "head_dim"), ((1,), (2, 3))),
+        (("layers", "heads", "head_dim", "embed"), ((1, 2), (3,))),
+        (("embed", "embed"), ((0,), (1,))),
+        (("vocab", "embed"), None),
+        (("embed", "vocab"), None),
+        (("layers", "norm"), None),
+        (("norm",), None),
+    ],
+)
+def test_logical_axes_say_which_dimensions_form_a_matrix(axes, expected):
+    assert matrix_axes("w", axes) == (expected and MuonDimensionNumbers(*expected))
+
+
+def test_muon_without_axes_is_refused_rather_than_guessed():
+    with pytest.raises(RequestError, match=r"'w'.*no logical axis names"):
+        Learner.Config(optimizer=Muon()).build(max_steps=3).init({"w": jnp.ones((3, 4))})
+
+
+def orthogonal(matrix, tolerance):
+    """Newton-Schulz brings singular values near 1, not to it."""
+    values = np.linalg.svd(matrix, compute_uv=False)
+    assert abs(values - 1).max() < tolerance, values
+
+
+def test_muon_orthogonalises_each_matrix_of_a_stack_and_leaves_the_rest_to_adamw():
+    axes = {"q": ("layers", "embed", "heads", "head_dim"), "norm": ("layers", "norm"), "e": ("vocab", "embed")}
+    shapes = {"q": (3, 16, 2, 4), "norm": (3, 16), "e": (11, 16)}
+    keys = jax.random.split(jax.random.key(0), 6)
+    params = {p: jax.random.normal(k, s) for k, (p, s) in zip(keys, shapes.items(), strict=False)}
+    grads = {p: jax.random.normal(k, s) for k, (p, s) in zip(keys[3:], shapes.items(), strict=True)}
+    optimizer = Muon(learning_rate=1.0, rms=0.2, weight_decay=0.0)
+    made = Learner.Config(optimizer=optimizer, max_grad_norm=None).build(max_steps=3, axes=axes)
+    with jax.numpy_dtype_promotion("strict"):
+        new, _, _ = jax.jit(made.update)(grads, made.init(params), params, jnp.float32(0))
+    for layer in range(3):
+        update = (params["q"][layer] - new["q"][layer]).reshape(16, 8)
+        orthogonal(update / (0.2 * 16**0.5), 0.35)
+    plain = Learner.Config(optimizer=AdamW(learning_rate=1.0, weight_decay=0.0), max_grad_norm=None).build(max_steps=3)
+    rest = {p: params[p] for p in ("norm", "e")}
+    expected, _, _ = plain.update({p: grads[p] for p in rest}, plain.init(rest), rest, jnp.float32(0))
+    for path in rest:
+        np.testing.assert_allclose(new[path], expected[path], rtol=1e-6)
+
+
+def test_muon_on_plain_matrices_is_optax_s():
+    params = {"w": jax.random.normal(jax.random.key(0), (6, 10))}
+    made = Learner.Config(optimizer=Muon(learning_rate=0.1), max_grad_norm=None).build(
+        max_steps=9, axes={"w": ("embed", "mlp")}
+    )
+    reference = muon(0.1, weight_decay=0.1, consistent_rms=0.2)
+    state, other, theirs = made.init(params), reference.init(params), params
+    for i in range(3):
+        grads = {"w": jax.random.normal(jax.random.key(i + 1), (6, 10))}
+        params, state, _ = made.update(grads, state, params, jnp.float32(0))
+        updates, other = reference.update(grads, other, theirs)
+        theirs = optax.apply_updates(theirs, updates)
+    np.testing.assert_allclose(params["w"], theirs["w"], rtol=2e-5, atol=1e-6)
+
+
+def test_muon_takes_the_decay_mask_for_both_of_its_parts():
+    axes = {"w": ("embed", "mlp"), "scale": ("norm",)}
+    params = {"w": jnp.eye(4), "scale": jnp.ones((4,))}
+    rules = (ParameterRule(pattern="*", weight_decay=False),)
+    zero = jax.tree.map(jnp.zeros_like, params)
+    for given, moves in ((rules, False), ((), True)):
+        made = Learner.Config(optimizer=Muon(learning_rate=0.1), rules=given).build(max_steps=3, axes=axes)
+        new, _, _ = made.update(zero, made.init(params), params, jnp.float32(0))
+        assert {p: bool((new[p] != params[p]).any()) for p in params} == {"w": moves, "scale": moves}
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_both_lower_a_loss(name):
+    optimizer = {"adamw": AdamW, "muon": Muon}[name](learning_rate=0.2)
+    target = jax.random.normal(jax.random.key(1), (8, 8))
+    params = {"w": jnp.zeros((8, 8))}
+    made = Learner.Config(optimizer=optimizer).build(max_steps=60, axes={"w": ("embed", "mlp")})
+    state = made.init(params)
+
+    @jax.jit
+    def step(state, params):
+        (loss, _), grads = made.value_and_grad(lambda p, _: (jnp.mean((p["w"] - target) ** 2), {}), params, {})
+        return loss, made.update(grads, state, params, loss)
+
+    losses = []
+    for _ in range(60):
+        loss, (params, state, _) = step(state, params)
+        losses.append(float(loss))
+    assert losses[-1] < 0.25 * losses[0]
