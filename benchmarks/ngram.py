@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from axlearn_core.data import StandardLibrary
+from axlearn_plugins_text import StandardLibrary
 
 
 def grams(files: list[bytes], order: int) -> np.ndarray:

@@ -10,14 +10,12 @@ from flax import nnx
 
 from axlearn_core.config import REQUIRED, Node, node, setting
 from axlearn_core.contracts.parts import Batch
-from axlearn_core.errors import Problem, unknown
+from axlearn_core.errors import Problem
 from axlearn_core.kernels.cross_entropy import Options, cross_entropy, logits_of
 from axlearn_core.nn import summaries
 from axlearn_core.nn.layer import Context, Layer, Precision
 from axlearn_core.nn.sharding import constrain
 from axlearn_core.nn.transformer import Cache, Decoder
-
-_BATCH = ("tokens", "targets", "weights", "segment_ids", "positions", "prefix")
 
 
 class DecoderModel(Protocol):
@@ -117,9 +115,6 @@ class CausalLM(Layer):
             (loss, summaries): `weight` is the number of targets, `cross_entropy` the loss without what is added to it
             (where anything is), besides each auxiliary loss and what the layers report.
         """
-        for name in batch:
-            if name not in _BATCH:
-                raise unknown("part of a batch", name, _BATCH)
         given = {k: v for k, v in batch.items() if v is not None}
         with summaries.collect() as found:
             context = Context(**{k: given.get(k) for k in ("positions", "segment_ids", "prefix")})

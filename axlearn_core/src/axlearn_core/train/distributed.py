@@ -24,7 +24,7 @@ class Distributed(Node[None]):
     num_processes: int | None = None
     process_id: int | None = None
 
-    def validate(self):  # noqa: ANN201  # an iterable of Problem, as in Node
+    def validate(self):  # an iterable of Problem, as in Node
         """The mode has a name that is known."""
         if self.mode not in ("auto", "on", "off"):
             yield Problem(path="mode", message="unknown mode", got=self.mode, expected="auto, on or off")

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import importlib_metadata
-import jax
 
 from axlearn_core.compose import Program
 from axlearn_core.contracts.parts import Input

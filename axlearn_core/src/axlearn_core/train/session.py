@@ -44,7 +44,7 @@ class Session:
         max_steps: int,
         log_every_steps: int,
         seed: int,
-        input: Input,  # noqa: A002  # the name of the slot in the config
+        input: Input,  # the name of the slot in the config
         build_input: Callable[[Node[Any]], Input],
         batches: BatchIterator,
         evaluators: Mapping[str, Evaluator],

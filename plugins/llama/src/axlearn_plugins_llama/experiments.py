@@ -4,7 +4,6 @@ The large ones leave open what only a user knows: `input.source.paths` and `inpu
 """
 
 from axlearn_core.checkpoint import OrbaxCheckpointer
-from axlearn_core.data import Files, LanguageModelInput, StandardLibrary, TokenizerJson
 from axlearn_core.learn import AdamW, Cosine, Learner, Muon, WarmupStableDecay
 from axlearn_core.nn.attention import Attention
 from axlearn_core.nn.causal_lm import CausalLM
@@ -18,6 +17,7 @@ from axlearn_core.train import LossEvaluator, SampleEvaluator, Trainer
 from axlearn_core.train.trackers import ConsoleTracker, JsonlTracker
 from axlearn_plugins_reporting.tensorboard import TensorBoardTracker
 from axlearn_plugins_rope.rotary import RotaryEmbedding
+from axlearn_plugins_text import Files, LanguageModelInput, StandardLibrary, TokenizerJson
 
 TRACKERS = (ConsoleTracker.Config(), JsonlTracker.Config(), TensorBoardTracker.Config())
 

@@ -13,8 +13,8 @@ from typing import IO, Any, Protocol
 import attrs
 import numpy as np
 
-from axlearn_core.data.storage import DataFile, is_url, open_file
 from axlearn_core.errors import InputError, nearest
+from axlearn_plugins_text.storage import DataFile, is_url, open_file
 
 
 @attrs.frozen
@@ -142,7 +142,7 @@ def _open_parquet(file: DataFile) -> Any:
     except ImportError:
         raise InputError(
             f"cannot read {file.name}: Parquet files need pyarrow, which is not installed\n"
-            "    fix: pip install 'axlearn-core[parquet]'"
+            "    fix: pip install 'axlearn-plugins-text[parquet]'"
         ) from None
     try:
         return pyarrow.parquet.ParquetFile(open_file(file.path) if is_url(file.path) else file.path)

@@ -12,11 +12,11 @@ import pyarrow.parquet
 import pytest
 
 from axlearn_core.config import check
-from axlearn_core.data import Files, Mixture, StandardLibrary
-from axlearn_core.data.records import FileRecords
-from axlearn_core.data.sources import describe, is_held_out, standard_library_files
-from axlearn_core.data.storage import DataFile, list_files
 from axlearn_core.errors import ConfigError, InputError
+from axlearn_plugins_text import Files, Mixture, StandardLibrary
+from axlearn_plugins_text.records import FileRecords
+from axlearn_plugins_text.sources import describe, is_held_out, standard_library_files
+from axlearn_plugins_text.storage import DataFile, list_files
 
 
 def texts(source, split="train"):

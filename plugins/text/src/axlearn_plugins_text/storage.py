@@ -32,7 +32,7 @@ def filesystem(url: str) -> tuple[Any, str]:
         return fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:  # fsspec or a driver is not installed, or nobody knows the protocol
         raise InputError(
-            f"cannot read {url}: {error}\n    fix: pip install 'axlearn-core[remote]' and fsspec's driver for "
+            f"cannot read {url}: {error}\n    fix: pip install 'axlearn-plugins-text[remote]' and fsspec's driver for "
             f"{url.partition(':')[0]}"
         ) from None
 

@@ -9,9 +9,9 @@ from typing import Any, Literal, Protocol
 import attrs
 
 from axlearn_core.config import REQUIRED, Configurable, Node, node, setting
-from axlearn_core.data.records import FileRecords, Records, check_head, format_of
-from axlearn_core.data.storage import DataFile, is_url, list_files
 from axlearn_core.errors import InputError, Problem
+from axlearn_plugins_text.records import FileRecords, Records, check_head, format_of
+from axlearn_plugins_text.storage import DataFile, is_url, list_files
 
 Split = Literal["train", "validation"]
 

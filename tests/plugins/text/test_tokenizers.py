@@ -13,8 +13,8 @@ import pytest
 import tokenizers
 
 from axlearn_core.config import check
-from axlearn_core.data import ByteTokenizer, StandardLibrary, TokenizerJson, token_bytes
 from axlearn_core.errors import ConfigError, InputError
+from axlearn_plugins_text import ByteTokenizer, StandardLibrary, TokenizerJson, token_bytes
 
 BUILTIN = TokenizerJson.Config(builtin="python-2k").build()
 WEIRD = [
@@ -56,7 +56,7 @@ def test_invalid_utf8_is_replaced():
 
 
 def test_the_shipped_tokenizer_is_small_and_compresses_code():
-    raw = resources.files("axlearn_core.data").joinpath("python-2k.json").read_bytes()
+    raw = resources.files("axlearn_plugins_text").joinpath("python-2k.json").read_bytes()
     assert len(raw) < 150_000
     assert BUILTIN.vocab_size == 2048
     assert BUILTIN.eos_id == 0
@@ -75,7 +75,7 @@ def test_the_shipped_tokenizer_is_small_and_compresses_code():
     reason="needs the Python and tokenizers that the shipped file was made with",
 )
 def test_the_script_makes_the_shipped_tokenizer(tmp_path):
-    script = Path(__file__).parents[3] / "scripts" / "train_tokenizer.py"
+    script = Path(__file__).parents[3] / "plugins" / "text" / "train_tokenizer.py"
     space = {"__name__": "train_tokenizer", "__file__": str(script)}
     exec(compile(script.read_text(), str(script), "exec"), space)
     made = space["train"](2048).to_str(pretty=False) + "\n"

@@ -1,6 +1,6 @@
 """Trains the tokenizer that the quickstart uses, on the training files of the standard library, and writes it.
 
-    python scripts/train_tokenizer.py [--vocab-size 2048] [--out FILE.json]
+    python plugins/text/train_tokenizer.py [--vocab-size 2048] [--out FILE.json]
 
 The shipped file was made with Python 3.11.7 and tokenizers 0.23.3; the same versions give the same bytes. It is a
 byte-level BPE (any text round-trips). Before merging, text is cut so that a newline with the indentation after it can
@@ -12,10 +12,10 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from axlearn_core.data import StandardLibrary
+from axlearn_plugins_text import StandardLibrary
 
 WORDS = r"(?:\r?\n)+[ \t]*|[ ]?[^\s\w]*\w+[(.:,=]?|[ ]?[^\s\w]+|\s+"
-OUT = Path(__file__).parents[1] / "axlearn_core/src/axlearn_core/data/python-2k.json"
+OUT = Path(__file__).parents[0] / "src/axlearn_plugins_text/python-2k.json"
 
 
 def train(vocab_size: int) -> Tokenizer:

@@ -10,8 +10,8 @@ import numpy as np
 import tokenizers
 
 from axlearn_core.config import Configurable, node
-from axlearn_core.data.storage import open_file
 from axlearn_core.errors import InputError, Problem, nearest
+from axlearn_plugins_text.storage import open_file
 
 
 class ByteTokenizer(Configurable):
@@ -48,7 +48,7 @@ _EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[EOS
 class TokenizerJson(Configurable):
     """A `tokenizer.json` file, or one that ships with this package.
 
-    `python-2k` is a byte-level BPE of 2,048 tokens for Python source code; `scripts/train_tokenizer.py` made it.
+    `python-2k` is a byte-level BPE of 2,048 tokens for Python source code; `plugins/text/train_tokenizer.py` made it.
     """
 
     @node
@@ -74,7 +74,7 @@ class TokenizerJson(Configurable):
     def __init__(self, cfg: Config):
         if cfg.builtin is not None:
             name = cfg.builtin
-            raw = importlib.resources.files("axlearn_core.data").joinpath(f"{cfg.builtin}.json").read_bytes()
+            raw = importlib.resources.files("axlearn_plugins_text").joinpath(f"{cfg.builtin}.json").read_bytes()
         else:
             name = os.path.expanduser(cfg.path or "")
             with open_file(name) as handle:

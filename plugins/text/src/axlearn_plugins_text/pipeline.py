@@ -20,9 +20,9 @@ import grain
 import numpy as np
 from grain import experimental
 
-from axlearn_core.data.records import Document, Records
-from axlearn_core.data.sources import Part
 from axlearn_core.errors import InputError
+from axlearn_plugins_text.records import Document, Records
+from axlearn_plugins_text.sources import Part
 
 Example = np.ndarray
 """int32 [T, 3]: input token, target, and the bits of the target's float32 weight. Grain packs them as one array."""

@@ -14,12 +14,12 @@ from grain import experimental
 
 from axlearn_core.config import REQUIRED, Configurable, Node, node, setting
 from axlearn_core.contracts.parts import Tokenizer
-from axlearn_core.data import pipeline
-from axlearn_core.data.batches import Batches, Indices
-from axlearn_core.data.records import Document
-from axlearn_core.data.sources import Part, Source, Split, describe
-from axlearn_core.data.tokenizers import token_bytes
 from axlearn_core.errors import ConfigError, InputError, Problem
+from axlearn_plugins_text import pipeline
+from axlearn_plugins_text.batches import Batches, Indices
+from axlearn_plugins_text.records import Document
+from axlearn_plugins_text.sources import Part, Source, Split, describe
+from axlearn_plugins_text.tokenizers import token_bytes
 
 
 class LanguageModelInput(Configurable):

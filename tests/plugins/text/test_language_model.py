@@ -17,8 +17,16 @@ import numpy as np
 import pytest
 
 from axlearn_core.config import check
-from axlearn_core.data import ByteTokenizer, Files, LanguageModelInput, Mixture, StandardLibrary, TokenizerJson, example
 from axlearn_core.errors import ConfigError, InputError
+from axlearn_plugins_text import (
+    ByteTokenizer,
+    Files,
+    LanguageModelInput,
+    Mixture,
+    StandardLibrary,
+    TokenizerJson,
+    example,
+)
 
 EOS = 256
 
@@ -192,7 +200,7 @@ def test_resume_is_exact_anywhere(corpus, packing, at):
 
 
 def one_state(state):
-    from axlearn_core.data.batches import _restored
+    from axlearn_plugins_text.batches import _restored
 
     return _restored(state)
 
@@ -254,7 +262,7 @@ def test_an_error_in_a_worker_arrives_as_it_is(tmp_path):
 def test_workers_end_with_a_killed_parent_and_take_no_device(corpus):
     script = textwrap.dedent(f"""
         import multiprocessing, time
-        from axlearn_core.data import *
+        from axlearn_plugins_text import *
         if __name__ == "__main__":
             source = Files.Config(paths={str(corpus / "*.jsonl")!r})
             cfg = LanguageModelInput.Config(batch_size=2, sequence_length=8, source=source,

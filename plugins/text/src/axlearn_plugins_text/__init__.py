@@ -1,0 +1,14 @@
+"""Input pipelines: sources, tokenizers, packing, and the iterator whose position a checkpoint keeps."""
+
+from axlearn_plugins_text.batches import Batches
+from axlearn_plugins_text.language_model import LanguageModelInput
+from axlearn_plugins_text.pipeline import Example, example
+from axlearn_plugins_text.records import Document, Records
+from axlearn_plugins_text.sources import Files, Mixture, Part, Source, StandardLibrary
+from axlearn_plugins_text.storage import DataFile
+from axlearn_plugins_text.tokenizers import ByteTokenizer, TokenizerJson, token_bytes
+
+__all__ = [
+    "Batches", "ByteTokenizer", "DataFile", "Document", "Example", "Files", "LanguageModelInput", "Mixture", "Part",
+    "Records", "Source", "StandardLibrary", "TokenizerJson", "example", "token_bytes",
+]  # fmt: skip
