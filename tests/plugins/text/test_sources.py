@@ -155,10 +155,10 @@ def test_parquet_columns_are_checked(tmp_path):
 def test_missing_extras_are_named(tmp_path, monkeypatch):
     write_parquet(tmp_path / "t.parquet", {"text": ["a"]})
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(InputError, match=r"axlearn-core\[parquet\]"):
+    with pytest.raises(InputError, match=r"axlearn-plugins-text\[parquet\]"):
         texts(files(tmp_path / "t.parquet"))
     monkeypatch.setitem(sys.modules, "fsspec", None)
-    with pytest.raises(InputError, match=r"axlearn-core\[remote\]"):
+    with pytest.raises(InputError, match=r"axlearn-plugins-text\[remote\]"):
         files("memory://bucket/a.txt")
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import click
 
 from axlearn_core.cli.common import request_options
-from axlearn_core.cli.target import use_target
 
 
 @click.command()
@@ -22,7 +21,6 @@ def train(request: Any, run_dir: Path | None, restore_step: int | None, allow_dr
 
     Continues by itself where the run directory has a checkpoint. Ctrl-C saves and says how to go on.
     """
-    use_target(request.target)
     from axlearn_core.train.api import train as run
 
     result = run(request, run_dir=run_dir, allow_drift=allow_drift, restore_step=restore_step)

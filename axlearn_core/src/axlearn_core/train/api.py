@@ -10,6 +10,7 @@ from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import Request, read
 from axlearn_core.plugins.resolve import Resolved, resolve
 from axlearn_core.train.run_dir import RunDir, default_run_dir
+from axlearn_core.train.target import use_target
 from axlearn_core.train.trainer import Result, Trainer
 
 
@@ -19,6 +20,7 @@ def train(
     with_: Iterable[str] | Mapping[str, Mapping[str, Any] | None] = (),
     set: Iterable[str] | Mapping[str, Any] = (),  # what it is called on the command line
     steps: int | None = None,
+    target: str | None = None,
     run_dir: str | Path | None = None,
     allow_drift: bool = False,
     restore_step: int | None = None,
@@ -30,6 +32,7 @@ def train(
         with_: features, as on the command line (`"rope:theta=500000"`) or as name -> options.
         set: settings, as on the command line (`"seed=1"`) or as path -> value.
         steps: sets `max_steps`.
+        target: `cpu`, or `cpu-8` for eight virtual devices; by default what JAX finds.
         run_dir: by default `runs/<experiment>-<hash of the config>`.
         allow_drift: continue a run although its architecture or data changed.
         restore_step: continue from this checkpoint instead of the newest.
@@ -39,8 +42,9 @@ def train(
         WorkError: what failed later, such as a full disk.
     """
     if not isinstance(request, Request):
-        request = Request.of(request, with_=with_, set=set, steps=steps)
+        request = Request.of(request, with_=with_, set=set, steps=steps, target=target)
     resolved = resolve(request).checked()
+    use_target(resolved.target)
     if not isinstance(resolved.config, Trainer.Config):
         raise RequestError(f"{resolved.title} is a {type(resolved.config).__qualname__}; expected a Trainer.Config")
     path = Path(run_dir) if run_dir else default_run_dir(resolved.title, resolved.config)

@@ -1,13 +1,15 @@
-"""`--target` on this machine: has to be settled before JAX starts."""
+"""`--target` on this machine: settled before JAX looks for devices."""
 
 import os
 import re
+
+import jax
 
 from axlearn_core.errors import RequestError, nearest
 
 
 def use_target(target: str | None) -> None:
-    """Prepares the environment for `cpu` or `cpu-N` (N virtual devices); None uses what JAX finds.
+    """Runs on `cpu`, or on `cpu-N`: N virtual devices. None uses what JAX finds.
 
     Raises:
         RequestError: hardware that this version cannot run on by name.
@@ -21,8 +23,9 @@ def use_target(target: str | None) -> None:
             f"unknown target {target!r}\n"
             + (f"    did you mean: {', '.join(close)}?\n" if close else "")
             + "    expected: cpu, or cpu-N for N virtual devices\n"
-            "    fix: without --target, training uses the accelerators that JAX finds"
+            "    fix: without a target, training uses the accelerators that JAX finds"
         )
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
-    os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={found[1] or 1}".strip()
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = re.sub(r"--xla_force_host_platform_device_count=\d+", "", flags).strip()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", int(found[1] or 1))
