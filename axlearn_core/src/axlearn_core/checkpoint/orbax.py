@@ -104,8 +104,8 @@ class OrbaxCheckpointer(Configurable):
         self.wait()
         texts = {name: text() if callable(text) else text for name, text in self.files.items()}
         texts[manifest.EXTRA] = json.dumps(dict(extra or {}))
-        arrays = stored(state)
         described = {p: describe(p, x) for p, x in flatten(state).items()}
+        arrays = stored(state)
         partial = self.directory / f".{step}.partial"
         try:
             if jax.process_index() == 0:
@@ -335,5 +335,6 @@ def _context(*, partial: bool = False) -> ocp.Context:
     # Otherwise a directory that cannot be created shows after minutes, as a signal that nobody sent.
     context.asynchronous.create_directories_asynchronously = False
     context.array.saving.enable_write_sharding_file = False  # shardings come from the reader
+    context.array.saving.use_compression = False  # trained weights shrink by a few percent, and it takes twice as long
     context.pytree.loading.partial_load = partial
     return context

@@ -1,0 +1,88 @@
+"""Several processes write one checkpoint, and agree on what went wrong."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+WORKER = """
+import sys
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+address, index, directory = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(address, 2, index)
+from axlearn_core.checkpoint import OrbaxCheckpointer, manifest
+from axlearn_core.errors import CheckpointError, WorkError
+
+mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+split = NamedSharding(mesh, P("fsdp"))
+make = lambda value: {"x": jax.jit(lambda: jnp.arange(64.0).reshape(8, 8) + value, out_shardings=split)()}
+one = OrbaxCheckpointer.Config(keep_last=2).build(directory=directory)
+for step in (1, 2, 3):
+    assert one.save(step, make(step), extra={"step": step})
+one.wait()
+assert one.steps() == [2, 3], one.steps()
+like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), make(0))
+got, extra = one.restore(3, like)
+assert extra == {"step": 3}
+for shard in got["x"].addressable_shards:
+    assert (shard.data == (jnp.arange(64.0).reshape(8, 8) + 3)[shard.index]).all()
+
+# The first process cannot commit: both hear of it, and both can go on.
+real = manifest.write
+def full(*args, **kwargs):
+    raise OSError(28, "No space left on device")
+manifest.write = full
+one.save(4, make(4))
+try:
+    one.wait()
+    raise SystemExit("no error")
+except WorkError as error:
+    expected = "No space left on device" if index == 0 else "failed on process 0"
+    assert expected in str(error), error
+manifest.write = real
+assert one.save(5, make(5))
+one.wait()
+
+# Only the first process verifies: both refuse.
+jax.experimental.multihost_utils.sync_global_devices("saved")
+if index == 0:
+    (one.directory / "5" / "extra.json").write_text("{} ")
+jax.experimental.multihost_utils.sync_global_devices("damaged")
+try:
+    one.restore(5, like)
+    raise SystemExit("no error")
+except (CheckpointError, WorkError) as error:
+    assert ("extra.json" if index == 0 else "process 0") in str(error), error
+one.close()
+print("done", index)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_save_restore_and_fail_together(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER, address, str(i), str(tmp_path / "checkpoints")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+        for i in range(2)
+    ]
+    try:
+        for i, worker in enumerate(workers):
+            out, err = worker.communicate(timeout=240)
+            assert worker.returncode == 0, err[-3000:]
+            assert f"done {i}" in out
+    finally:
+        for worker in workers:
+            worker.kill()
