@@ -25,7 +25,8 @@ SETTINGS = (
 
 def arguments(run_dir: Path, *, steps: int, more: tuple[str, ...] = (), settings: tuple[str, ...] = ()) -> list[str]:
     """`train quickstart` at toy size."""
-    sets = [word for s in (*SETTINGS, *settings) for word in ("--set", s)]
+    chosen = {s.partition("=")[0]: s for s in (*SETTINGS, *settings)}
+    sets = [word for s in chosen.values() for word in ("--set", s)]
     return ["train", "quickstart", "--run-dir", str(run_dir), "--steps", str(steps), *sets, *more]
 
 
@@ -37,7 +38,7 @@ def environment() -> dict[str, str]:
 def axlearn(*args: str, code: int = 0, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     """Runs the command and checks its exit code."""
     done = subprocess.run(
-        [sys.executable, "-m", "axlearn_core.cli.main", *args],
+        [sys.executable, "-m", "axlearn_core", *args],
         capture_output=True,
         text=True,
         env=environment(),
@@ -50,7 +51,7 @@ def axlearn(*args: str, code: int = 0, timeout: float = 300) -> subprocess.Compl
 def start(*args: str) -> subprocess.Popen[str]:
     """Starts the command in the background."""
     return subprocess.Popen(
-        [sys.executable, "-m", "axlearn_core.cli.main", *args],
+        [sys.executable, "-m", "axlearn_core", *args],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
