@@ -38,7 +38,7 @@ class _Callable(ModuleType):
     """A subpackage that is called by its own name: `ax.train(...)` is `axlearn_core.train.train(...)`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return vars(self)[self.__name__.rpartition(".")[2]](*args, **kwargs)
+        return getattr(self, self.__name__.rpartition(".")[2])(*args, **kwargs)  # may be lazy there
 
 
 class _Package(ModuleType):
