@@ -133,7 +133,7 @@ def quickstart() -> Trainer.Config:
             tokenizer=TokenizerJson.Config(builtin="python-2k"),
         ),
         evaluators={
-            "eval": LossEvaluator.Config(every_steps=250, max_batches=16),
+            "eval": LossEvaluator.Config(every_steps=300),
             "sample": SampleEvaluator.Config(prompt="def "),
         },
         checkpointer=OrbaxCheckpointer.Config(every_steps=250, keep_last=2),

@@ -1,0 +1,43 @@
+"""What the repository promises about itself."""
+
+import ast
+import io
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = [p for p in ROOT.rglob("*.py") if ".venv" not in p.parts]
+SHIPPED = [p for p in SOURCES if "src" in p.relative_to(ROOT).parts]
+NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+
+
+def code_lines(source: str) -> int:
+    """Lines with code: no blank lines, comments or docstrings."""
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in NO_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for scope in ast.walk(ast.parse(source)):
+        if isinstance(scope, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            first = scope.body[0] if scope.body else None
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+                lines -= set(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+    return len(lines)
+
+
+def test_the_core_stays_small():
+    core = sum(code_lines(p.read_text()) for p in (ROOT / "axlearn_core/src").rglob("*.py"))
+    assert core <= 5000
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_file_grows_long(path):
+    assert len(path.read_text().splitlines()) <= 400
+
+
+def test_every_distribution_has_its_license_and_readme():
+    for project in [ROOT / "axlearn_core", *(p.parent for p in ROOT.glob("plugins/*/pyproject.toml"))]:
+        assert (project / "LICENSE").read_text() == (ROOT / "LICENSE").read_text(), project
+        assert len((project / "README.md").read_text().splitlines()) > 3, project
