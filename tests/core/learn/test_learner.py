@@ -27,8 +27,8 @@ LOSS = jnp.float32(1.0)
 
 
 def tree(seed: int, scale: float = 1.0) -> dict[str, jax.Array]:
-    keys = jax.random.split(jax.random.key(seed), len(SHAPES))
-    return {p: scale * jax.random.normal(k, s) for k, (p, s) in zip(keys, SHAPES.items(), strict=True)}
+    dice = np.random.default_rng(seed)
+    return {p: jnp.asarray(scale * dice.standard_normal(s, np.float32)) for p, s in SHAPES.items()}
 
 
 def learner(**fields):
@@ -42,7 +42,7 @@ def strict():
 
 
 def run(made, params, steps: int, grads=lambda i: tree(i + 1)):
-    state, update, summaries = made.init(params), jax.jit(made.update), {}
+    state, update, summaries = jax.jit(made.init)(params), jax.jit(made.update), {}
     for i in range(steps):
         params, state, summaries = update(grads(i), state, params, LOSS)
     assert update._cache_size() == 1  # shapes, dtypes and weak types come back as they went in
@@ -50,11 +50,15 @@ def run(made, params, steps: int, grads=lambda i: tree(i + 1)):
 
 
 def by_hand(params, steps: int, optimizer):
-    state, update = optimizer.init(params), jax.jit(optimizer.update)
-    for i in range(steps):
-        with jax.numpy_dtype_promotion("standard"):
-            updates, state = update(tree(i + 1), state, params)
-        params = optax.apply_updates(params, updates)
+    @jax.jit
+    def update(params, state, grads):
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    with jax.numpy_dtype_promotion("standard"):
+        state = jax.jit(optimizer.init)(params)
+        for i in range(steps):
+            params, state = update(params, state, tree(i + 1))
     return params
 
 

@@ -11,7 +11,7 @@ from axlearn_core.config import REQUIRED, Configurable, Node, node, setting
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.learn.accumulate import Loss, value_and_grad
 from axlearn_core.learn.optimizers import AdamW, Axes, Optimizer, rate_of
-from axlearn_core.learn.paths import flatten, logical_axes, select, unflatten
+from axlearn_core.learn.paths import flatten, select, unflatten
 
 
 @node
@@ -77,8 +77,8 @@ class Learner(Configurable):
         rules: tuple[ParameterRule, ...] = ()
 
     def __init__(self, cfg: Config, *, max_steps: int, axes: Axes | None = None):
-        """`axes`: dotted path -> logical axis names, where the parameters themselves do not carry them."""
-        self.cfg, self.max_steps, self._axes = cfg, max_steps, axes
+        """`axes`: dotted path -> logical axis names of each parameter, for optimizers that go by them."""
+        self.cfg, self.max_steps, self._axes = cfg, max_steps, axes or {}
         rate = getattr(cfg.optimizer, "learning_rate", None)  # every optax optimizer calls it so; for the summary only
         self._rate = None if rate is None or callable(rate) else rate_of(rate, max_steps)
 
@@ -180,10 +180,9 @@ class Learner(Configurable):
             raise ConfigError(
                 Problem(path="learner.rules", message="every parameter is frozen: nothing is left to train")
             )
-        axes = self._axes or logical_axes(params)
         plan = _Plan(names, [p for p in names if p in exempt], {p: s for p, s in scales.items() if s != 1.0})
         mask = {"mask": plan.mask, "weight_decay_mask": plan.mask} if plan.exempt else {}
-        built = self.cfg.optimizer.build(max_steps=self.max_steps, axes={p: axes.get(p) for p in names}, **mask)
+        built = self.cfg.optimizer.build(max_steps=self.max_steps, axes={p: self._axes.get(p) for p in names}, **mask)
         plan.optimizer = optax.with_extra_args_support(built)
         return plan
 

@@ -8,11 +8,10 @@ mask                 params -> tree of bools: whether a parameter is decayed (al
 axes                 path -> logical axis names of each parameter's dimensions, or None where they are not known
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
@@ -116,7 +115,7 @@ def matrix_axes(path: str, names: tuple[str | None, ...] | None) -> MuonDimensio
     Raises:
         RequestError: the parameter has no logical axis names.
     """
-    if names is None:
+    if names is None or (len(names) > 1 and not any(names)):
         raise RequestError(
             f"Muon cannot tell which dimensions of the parameter {path!r} form a matrix: it has no logical axis names\n"
             '    fix: declare it as nnx.Param(value, out_sharding=("embed", "mlp")), or train it with AdamW'
@@ -131,11 +130,5 @@ def matrix_axes(path: str, names: tuple[str | None, ...] | None) -> MuonDimensio
     return MuonDimensionNumbers(tuple(dims[:split]), tuple(dims[split:]))
 
 
-def _rms_scale(update: jax.Array, numbers: Any, rms: float) -> jax.Array:
-    sizes = []
-    for dims in numbers:
-        size = 1
-        for dim in dims:
-            size *= update.shape[dim]
-        sizes.append(size)
-    return jnp.asarray(rms * max(sizes) ** 0.5, update.dtype)
+def _rms_scale(update: Any, numbers: Any, rms: float) -> float:
+    return rms * max(math.prod(update.shape[dim] for dim in dims) for dims in numbers) ** 0.5

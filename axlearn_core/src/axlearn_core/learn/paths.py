@@ -47,12 +47,6 @@ def unflatten(like: Any, leaves: Mapping[str, Any]) -> Any:
     return jax.tree_util.tree_map_with_path(pick, like, is_leaf=_is_variable)
 
 
-def logical_axes(params: Any) -> dict[str, tuple[str | None, ...] | None]:
-    """Dotted path -> the logical axis names of the parameter; None where it carries none (a plain array)."""
-    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_variable)
-    return {path_of(k): v.get_metadata().get("out_sharding") if _is_variable(v) else None for k, v in leaves}
-
-
 def select(pattern: str, paths: Iterable[str], *, what: str) -> list[str]:
     """The paths that fit a pattern of `*` and `**`.
 
