@@ -1,0 +1,1 @@
+"""Dynamic tanh, a plugin for axlearn-core."""

@@ -1,0 +1,29 @@
+"""The feature `dynamic-tanh`."""
+
+from typing import Any, TypeVar
+
+from axlearn_core.config import Node, find, node, patch, replace_config, setting
+from axlearn_core.nn.norm import RMSNorm
+from axlearn_core.plugins.feature import Feature
+from axlearn_plugins_my_norm.layer import DynamicTanh
+
+Tree = TypeVar("Tree", bound=Node[Any])
+
+
+@node
+class UseDynamicTanh(Feature):
+    """Puts a dynamic tanh in the place of every RMSNorm. Where there are some already, it sets their `alpha`."""
+
+    stage = "replace"
+    alpha: float = setting(default=0.5, gt=0)
+
+    def apply(self, cfg: Tree) -> Tree:
+        """Raises `ConfigError` where the config has neither an RMSNorm nor a dynamic tanh."""
+        if there := find(cfg, DynamicTanh):
+            return patch(cfg, {f"{path}.alpha": self.alpha for path in there})
+        return replace_config(cfg, RMSNorm, DynamicTanh.Config(alpha=self.alpha), drop=("eps", "offset", "init"))
+
+    def in_effect(self, cfg: Node[Any]) -> bool:
+        """Every dynamic tanh has this alpha."""
+        there = find(cfg, DynamicTanh)
+        return bool(there) and all(c.alpha == self.alpha for c in there.values())

@@ -1,0 +1,30 @@
+"""The component `dynamic-tanh`."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from axlearn_core.config import interface, node, setting
+from axlearn_core.nn.initializers import Constant
+from axlearn_core.nn.layer import Layer, Precision, expand_to
+
+
+class DynamicTanh(Layer):
+    """`weight * tanh(alpha * x)` in the place of a norm (Zhu et al., 2025, arXiv 2503.10622); alpha is learned."""
+
+    @node
+    class Config(Layer.Config["DynamicTanh"]):
+        """`alpha` is where the learned slope starts."""
+
+        dim: int = interface()
+        alpha: float = setting(default=0.5, gt=0)
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
+        super().__init__(cfg, precision=precision)
+        self.weight = self.parameter(rngs, Constant(value=1.0), (cfg.dim,), ("norm",))
+        self.alpha = self.parameter(rngs, Constant(value=cfg.alpha), (1,), (None,))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., dim] -> [..., dim]."""
+        alpha, weight = (expand_to(self.computed(p), x.ndim) for p in (self.alpha, self.weight))
+        return jnp.tanh(x * alpha) * weight

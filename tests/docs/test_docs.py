@@ -1,0 +1,169 @@
+"""What the pages say: commands and Python run as written, links resolve, every command is documented."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import blocks
+
+ROOT = Path(__file__).resolve().parents[2]
+PLUGIN = ROOT / "examples/my_norm_plugin"
+PAGES = sorted([*ROOT.glob("README.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/README.md")])
+MARKDOWN = sorted([*PAGES, ROOT / "axlearn_core/README.md", *ROOT.glob("plugins/*/README.md")])
+IDS = [str(p.relative_to(ROOT)) for p in PAGES]
+Run = Callable[[str, str, Path], dict]
+
+
+@pytest.fixture(scope="session")
+def installed_plugin(tmp_path_factory) -> Path:
+    """The example plugin as an installed distribution would be: its metadata, made from its pyproject.toml."""
+    site = tmp_path_factory.mktemp("site")
+    shutil.copytree(PLUGIN / "src/axlearn_plugins_my_norm", site / "axlearn_plugins_my_norm")
+    project = tomllib.loads((PLUGIN / "pyproject.toml").read_text())["project"]
+    info = site / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    info.mkdir()
+    requires = "".join(f"Requires-Dist: {r}\n" for r in project["dependencies"])
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n{requires}"
+    )
+    (info / "entry_points.txt").write_text(
+        "".join(
+            f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in points.items())
+            for group, points in project["entry-points"].items()
+        )
+    )
+    return site
+
+
+def environment(site: Path) -> dict[str, str]:
+    """What a user has: one device, and the example plugin installed."""
+    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(site)}
+
+
+@pytest.fixture(scope="session")
+def run(installed_plugin) -> Iterator[Run]:
+    """Runs a block in a directory."""
+    worker = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("worker.py"))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment(installed_plugin),
+    )
+    assert worker.stdin
+    assert worker.stdout
+
+    def call(kind: str, text: str, cwd: Path) -> dict:
+        worker.stdin.write(json.dumps({"cwd": str(cwd), "kind": kind, "text": text}) + "\n")
+        worker.stdin.flush()
+        return json.loads(worker.stdout.readline())
+
+    yield call
+    worker.stdin.close()
+    worker.wait(timeout=60)
+    worker.stdout.close()
+
+
+def follow(page: Path, run: Run, cwd: Path, *, slow: bool) -> None:
+    """Does what a page says, in order."""
+    if page.parent.parent == ROOT / "examples":
+        shutil.copytree(page.parent, cwd, dirs_exist_ok=True)
+    for block in blocks.read(page):
+        if block.mark == "skip":
+            assert block.argument, f"{block.where}: a skipped block says why"
+        elif block.file:
+            (cwd / block.file).write_text(block.text, "utf-8")
+        elif block.kind == "toml":
+            tomllib.loads(block.text)
+        elif block.kind in ("bash", "python") and (slow or block.mark != "slow"):
+            done = run(block.kind, block.text, cwd)
+            told = f"{block.where}\n{block.text}\n{done['out'][-2000:]}\n{done['err'][-5000:]}"
+            assert done["code"] == block.exit_code, f"exit code {done['code']}: {told}"
+            if block.expected is not None:
+                assert blocks.agrees(block.expected, done["out"]), f"it prints something else: {told}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_the_page_does_what_it_says(page, run, tmp_path):
+    follow(page, run, tmp_path, slow=False)
+
+
+SLOW = [p for p in PAGES if any(b.mark == "slow" for b in blocks.read(p))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", SLOW, ids=[str(p.relative_to(ROOT)) for p in SLOW])
+def test_the_slow_parts_of_the_page_too(page, run, tmp_path):
+    follow(page, run, tmp_path, slow=True)
+
+
+def test_the_readme_has_the_two_commands():
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert "python3 -m pip install uv && uv run axlearn train quickstart\n" in text
+    assert "python3 -m pip install uv && uv run pytest\n" in text
+
+
+@pytest.mark.parametrize("page", MARKDOWN, ids=[str(p.relative_to(ROOT)) for p in MARKDOWN])
+def test_links_resolve(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.M | re.S)
+    targets = re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", text) + re.findall(r'src="([^"]+)"', text)
+    for target in targets:
+        path, _, anchor = target.partition("#")
+        if "://" in target:
+            continue
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name} links to {target}, which is not there"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", file.read_text("utf-8"), re.M)
+            slugs = {re.sub(r"[^\w -]", "", h).strip().lower().replace(" ", "-") for h in headings}
+            assert anchor in slugs, f"{page.name} links to {target}; the headings there: {sorted(slugs)}"
+
+
+def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, click.Command]]:
+    """Every command, with its words."""
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        if isinstance(command, click.Group):
+            yield from commands(command, (*path, name))
+        else:
+            yield " ".join((*path, name)), command
+
+
+def test_every_command_and_option_is_in_cli_md():
+    from axlearn_core.cli.main import cli
+
+    text = (ROOT / "docs/cli.md").read_text("utf-8")
+    for name, command in commands(cli):
+        assert f"## `axlearn {name}" in text, f"docs/cli.md has no heading for `axlearn {name}`"
+        for option in (o for p in command.params if isinstance(p, click.Option) for o in p.opts if o.startswith("--")):
+            assert f"`{option}" in text, f"docs/cli.md does not mention {option} of `axlearn {name}`"
+
+
+def test_every_page_is_in_the_index():
+    text = (ROOT / "docs/index.md").read_text("utf-8")
+    for page in ROOT.glob("docs/*.md"):
+        assert page.name == "index.md" or f"({page.name})" in text, f"docs/index.md does not link to {page.name}"
+
+
+@pytest.mark.slow
+def test_the_example_plugin_passes_its_own_tests(installed_plugin, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, str(PLUGIN / "tests")],
+        cwd=tmp_path,
+        env=environment(installed_plugin),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
