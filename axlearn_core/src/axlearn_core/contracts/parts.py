@@ -52,7 +52,10 @@ class BatchIterator(Protocol):
         ...
 
     def get_state(self) -> Any:
-        """The position after the batch returned last, as JSON-able data."""
+        """The position after the batch returned last, as JSON-able data.
+
+        With several processes their states are united, mappings key by key, and `set_state` gets the union.
+        """
         ...
 
     def set_state(self, state: Any) -> None:

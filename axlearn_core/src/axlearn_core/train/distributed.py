@@ -1,8 +1,13 @@
 """Several processes as one job, through `jax.distributed`."""
 
+import functools
+import json
 import os
+from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from axlearn_core.config import Node, node
 from axlearn_core.errors import Problem
@@ -45,3 +50,21 @@ class Distributed(Node[None]):
             num_processes=number(self.num_processes, "JAX_NUM_PROCESSES"),
             process_id=number(self.process_id, "JAX_PROCESS_ID"),
         )
+
+
+def united(state: Any) -> Any:
+    """The states of all processes as one: mappings are united key by key, other values are the first process's."""
+    if jax.process_count() == 1:
+        return state
+    text = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.asarray([text.size])).reshape(-1)
+    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded[: text.size] = text
+    rows = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
+    return functools.reduce(_union, [json.loads(bytes(r[:n])) for r, n in zip(rows, sizes, strict=True)])
+
+
+def _union(a: Any, b: Any) -> Any:
+    if not (isinstance(a, dict) and isinstance(b, dict)):
+        return a
+    return {k: _union(a[k], b[k]) if k in a and k in b else a.get(k, b.get(k)) for k in a | b}

@@ -16,6 +16,7 @@ import numpy as np
 from axlearn_core.compose import Program
 from axlearn_core.config import Node
 from axlearn_core.contracts.parts import BatchIterator, Checkpointer, Input, Tracker
+from axlearn_core.train.distributed import united
 from axlearn_core.train.evaluators import Evaluator
 
 
@@ -103,7 +104,7 @@ class Session:
         if not force and not self.checkpointer.due(self.step):
             return
         metrics = {k: v for k, v in self.metrics.items() if math.isfinite(v)}
-        extra = {"data": self.batches.get_state(), "step": self.step}
+        extra = {"data": united(self.batches.get_state()), "step": self.step}
         self.checkpointer.save(self.step, self.state, extra=extra, metrics=metrics)
         self._saved_step = self.step
 

@@ -1,0 +1,39 @@
+"""Several processes as one job, over jax.distributed on loopback."""
+
+import socket
+import subprocess
+import sys
+
+import pytest
+import tiny
+
+
+def together(arguments, count=2):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = tiny.environment() | {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(count)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "axlearn_core", *arguments],
+            env=env | {"JAX_PROCESS_ID": str(i)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(count)
+    ]
+    for process in processes:
+        errors = process.communicate(timeout=300)[1]
+        assert process.returncode == 0, errors[-4000:]
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_losses_of_one_and_continue(tmp_path):
+    alone, shared = tmp_path / "alone", tmp_path / "shared"
+    tiny.axlearn(*tiny.arguments(alone, steps=6))
+    together(tiny.arguments(shared, steps=4))
+    together(tiny.arguments(shared, steps=6))
+    assert [s for s, _ in tiny.losses(shared)] == [1, 2, 3, 4, 5, 6]
+    for (step, loss), (_, expected) in zip(tiny.losses(shared), tiny.losses(alone), strict=True):
+        assert loss == pytest.approx(expected, rel=1e-5), step
