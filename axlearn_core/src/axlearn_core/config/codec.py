@@ -271,7 +271,7 @@ class Decoder:
         if isinstance(data, Node):
             return data
         kind = typing.get_origin(annotation) or annotation
-        exact = kind.owner is not None and kind is not Node
+        exact = kind is not Node  # a slot annotated by a config class; `Node[Protocol]` says nothing of which
         if not isinstance(data, Mapping):
             raise Mismatch("a mapping with `type:`", data)
         fields = {k: v for k, v in data.items() if k != "type"}

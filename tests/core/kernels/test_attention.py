@@ -1,0 +1,111 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from axlearn_core.errors import RequestError
+from axlearn_core.kernels.attention import attention
+from axlearn_core.kernels.masks import Causal, Full, Prefix, Segments, SlidingWindow
+
+
+def reference(q, k, v, visible, scale, softcap):
+    """By loops over rows and heads, in float64."""
+    q, k, v = (np.asarray(t, np.float64) for t in (q, k, v))
+    group = q.shape[2] // k.shape[2]
+    out = np.zeros(q.shape)
+    for b, n in np.ndindex(q.shape[0], q.shape[2]):
+        s = scale * q[b, :, n] @ k[b, :, n // group].T
+        s = softcap * np.tanh(s / softcap) if softcap else s
+        s = np.where(np.broadcast_to(visible, (q.shape[0], *visible.shape[1:]))[b], s, -np.inf)
+        w = np.exp(s - s.max(-1, keepdims=True))
+        out[b, :, n] = (w / w.sum(-1, keepdims=True)) @ v[b, :, n // group]
+    return out
+
+
+def operands(length, heads=4, kv_heads=2, size=8, dtype=jnp.float32, batch=2, keys=None):
+    shapes = [(batch, length, heads, size)] + [(batch, keys or length, kv_heads, size)] * 2
+    return [jax.random.normal(jax.random.key(i), s).astype(dtype) for i, s in enumerate(shapes)]
+
+
+IDS = jnp.asarray(np.repeat([[1, 2, 2, 3], [1, 1, 1, 2]], 64, axis=1), jnp.int32)
+MASKS = {
+    "causal": Causal(),
+    "window": Causal() & SlidingWindow(100),
+    "segments": Causal() & Segments(IDS, IDS),
+    "window and segments": Causal() & SlidingWindow(40) & Segments(IDS, IDS),
+    "prefix": (Causal() & SlidingWindow(70)) | Prefix(jnp.asarray([30, 0], jnp.int32)),
+}
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_reference_is_softmax_attention(mask, kv_heads, softcap):
+    q, k, v = operands(256, kv_heads=kv_heads)
+    found = attention(q, k, v, mask=mask, scale=0.3, softcap=softcap, kernel="xla")
+    expected = reference(q, k, v, np.asarray(mask.materialize((0, 256), (0, 256))), 0.3, softcap)
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+
+
+BLOCKED = {k: v for k, v in MASKS.items() if k != "prefix"}  # a prefix of unknown length hides no block
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 1)])
+@pytest.mark.parametrize("mask", BLOCKED.values(), ids=BLOCKED)
+def test_blocked_equals_reference_in_values_and_gradients(mask, heads, dtype):
+    args = operands(256, *heads, dtype=dtype)
+    weigh = jax.random.normal(jax.random.key(9), args[0].shape)
+
+    def total(kernel):
+        def run(q, k, v):
+            out = attention(q, k, v, mask=mask, scale=0.4, softcap=8.0, kernel=kernel)
+            return jnp.sum(out.astype(jnp.float32) * weigh), out
+
+        return jax.jit(jax.value_and_grad(run, argnums=(0, 1, 2), has_aux=True))
+
+    (_, expected), expected_grads = total("xla")(*args)
+    (_, found), found_grads = total("xla-blocked")(*args)
+    assert found.dtype == dtype
+    tolerance = 1e-5 if dtype == jnp.float32 else 2e-2
+    for a, b in zip((found, *found_grads), (expected, *expected_grads), strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * np.abs(b).max())
+
+
+def test_blocked_multiplies_only_blocks_that_are_visible():
+    q, k, v = operands(512, batch=1)
+
+    def flops(mask, kernel):
+        run = jax.jit(lambda q, k, v: attention(q, k, v, mask=mask, scale=1.0, kernel=kernel))
+        return run.lower(q, k, v).compile().cost_analysis()["flops"]
+
+    full = flops(Causal(), "xla")
+    assert flops(Causal(), "xla-blocked") < 0.66 * full  # 10 of 16 blocks
+    assert flops(Causal() & SlidingWindow(128), "xla-blocked") < 0.48 * full  # 7 of 16
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_queries_at_given_slots_are_rows_of_the_whole(kv_heads):
+    q, k, v = operands(9, kv_heads=kv_heads)
+    whole = attention(q, k, v, mask=Causal(), scale=1.0)
+    slots = jnp.asarray([[6], [3]], jnp.int32)
+    one = attention(
+        jnp.take_along_axis(q, slots[:, :, None, None], axis=1), k, v, mask=Causal(), scale=1.0,
+        query_slots=slots, key_slots=jnp.arange(9, dtype=jnp.int32)[None],
+    )  # fmt: skip
+    np.testing.assert_allclose(one, jnp.take_along_axis(whole, slots[:, :, None, None], axis=1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("length", "mask", "reason"),
+    [
+        (130, Causal(), "no multiple of 128"),
+        (256, Full(), "hides no whole block"),
+        (128 * 65, Causal(), "more than 64"),
+    ],
+)
+def test_blocked_says_why_it_cannot(length, mask, reason):
+    q, k, v = (jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32) for _ in range(3))
+    with pytest.raises(RequestError, match=reason):
+        jax.eval_shape(lambda q, k, v: attention(q, k, v, mask=mask, scale=1.0, kernel="xla-blocked"), q, k, v)

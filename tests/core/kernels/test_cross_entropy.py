@@ -1,0 +1,98 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from axlearn_core.kernels.cross_entropy import Options, cross_entropy
+
+B, S, D, V = 3, 20, 16, 37
+
+
+def plain(hidden, weight, targets, weights, softcap, z_loss):
+    logits = jnp.einsum("bsd,dv->bsv", hidden, weight)
+    logits = softcap * jnp.tanh(logits / softcap) if softcap else logits
+    log_z = jax.nn.logsumexp(logits, axis=-1)
+    entropy = log_z - jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return jnp.sum(weights * (entropy + z_loss * log_z**2)), jnp.sum(weights * entropy)
+
+
+@pytest.fixture
+def operands():
+    keys = jax.random.split(jax.random.key(0), 4)
+    return (
+        jax.random.normal(keys[0], (B, S, D)),
+        jax.random.normal(keys[1], (D, V)),
+        jax.random.randint(keys[2], (B, S), 0, V),
+        jax.random.uniform(keys[3], (B, S)) / (B * S),
+    )
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+@pytest.mark.parametrize("chunk", [1, 4, 7, 20, 64])
+def test_equals_the_plain_formulation(operands, chunk, z_loss, softcap):
+    options = Options(chunk=chunk, z_loss=z_loss, softcap=softcap)
+
+    def ours(h, w):
+        return cross_entropy(h, w, *operands[2:], options)
+
+    def theirs(h, w):
+        return plain(h, w, *operands[2:], softcap, z_loss)
+
+    # A cotangent other than 1, to see that it is used.
+    (found, found_aux), found_grads = jax.value_and_grad(
+        lambda h, w: (lambda r: (3 * r[0], r[1]))(ours(h, w)), argnums=(0, 1), has_aux=True
+    )(*operands[:2])
+    (expected, expected_aux), grads = jax.value_and_grad(
+        lambda h, w: (lambda r: (3 * r[0], r[1]))(theirs(h, w)), argnums=(0, 1), has_aux=True
+    )(*operands[:2])
+    np.testing.assert_allclose([found, found_aux], [expected, expected_aux], rtol=1e-5)
+    np.testing.assert_allclose(ours(*operands[:2]), theirs(*operands[:2]), rtol=1e-5)
+    for a, b in zip(found_grads, grads, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.abs(b).max()))
+
+
+def test_never_holds_all_logits_and_computes_no_product_twice():
+    b, s, d, v = 2, 256, 8, 512
+    shapes = [jax.ShapeDtypeStruct(x, t) for x, t in (
+        ((b, s, d), jnp.float32), ((d, v), jnp.float32), ((b, s), jnp.int32), ((b, s), jnp.float32))]  # fmt: skip
+
+    def step(hidden, weight, targets, weights):
+        return jax.grad(
+            lambda h, w: cross_entropy(h, w, targets, weights, Options(chunk=16))[0], argnums=(0, 1)
+        )(hidden, weight)  # fmt: skip
+
+    jaxpr = jax.make_jaxpr(step)(*shapes)
+    sizes, products = [], 0
+
+    def visit(part):
+        nonlocal products
+        for eqn in part.eqns:
+            sizes.extend(v.aval.size for v in eqn.outvars)
+            products += eqn.primitive.name == "dot_general"
+            for value in eqn.params.values():
+                inner = getattr(value, "jaxpr", value)
+                if hasattr(inner, "eqns"):
+                    visit(inner)
+
+    visit(jaxpr.jaxpr)
+    assert max(sizes) == b * 16 * v  # the logits of one chunk are the largest array there is
+    assert products == 3
+
+
+def test_gradients_of_the_head_add_up_in_float32(operands):
+    hidden, weight, targets, weights = operands
+    options = Options(dtype="bfloat16", chunk=4)
+    found = jax.grad(lambda w: cross_entropy(hidden, w, targets, weights, options)[0])(weight)
+    expected = jax.grad(lambda w: plain(hidden, w, targets, weights, None, 0.0)[0])(weight)
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, expected, atol=2e-2 * float(jnp.abs(expected).max()))
+
+
+def test_positions_without_weight_do_not_count(operands):
+    hidden, weight, targets, weights = operands
+    weights = weights.at[:, 5:].set(0)
+    other = hidden.at[:, 5:].set(100.0)
+    a = cross_entropy(hidden, weight, targets, weights, Options(chunk=3))
+    b = cross_entropy(other, weight, targets, weights, Options(chunk=3))
+    np.testing.assert_array_equal(a, b)

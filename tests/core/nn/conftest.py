@@ -1,0 +1,76 @@
+import functools
+
+import jax
+import pytest
+from flax import nnx
+
+from axlearn_core.config import patch
+from axlearn_core.nn.attention import Attention
+from axlearn_core.nn.causal_lm import CausalLM
+from axlearn_core.nn.feed_forward import GatedFeedForward
+from axlearn_core.nn.linear import Head
+from axlearn_core.nn.transformer import Decoder, TransformerLayer
+from axlearn_plugins_rope.rotary import RotaryEmbedding
+
+TINY = CausalLM.Config(
+    vocab_size=64,
+    loss_chunk=16,
+    decoder=Decoder.Config(
+        num_layers=3,
+        hidden_dim=32,
+        head=Head.Config(),
+        layer=TransformerLayer.Config(
+            attention=Attention.Config(num_heads=4, num_kv_heads=2, position=RotaryEmbedding.Config()),
+            feed_forward=GatedFeedForward.Config(hidden_dim=48),
+        ),
+    ),
+)
+
+
+@pytest.fixture
+def tiny():
+    """A small Llama's config, with edits by path."""
+    return lambda edits=None: patch(TINY, edits or {})
+
+
+@pytest.fixture
+def batch():
+    """Two rows of 48 random tokens and what follows them."""
+    tokens = jax.random.randint(jax.random.key(7), (2, 49), 0, 64)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+@functools.lru_cache(maxsize=64)
+def _initialised(cfg, seed):
+    graph = nnx.split(nnx.eval_shape(lambda: cfg.build(rngs=nnx.Rngs(0))))[0]
+    return graph, jax.jit(lambda: nnx.split(cfg.build(rngs=nnx.Rngs(seed)))[1])()
+
+
+@pytest.fixture
+def build():
+    """(config, seed) -> the model, its parameters made once per session under jit."""
+    return lambda cfg, seed=0: nnx.merge(*_initialised(cfg, seed))
+
+
+@pytest.fixture
+def run():
+    """(model, *args) -> model(*args) under jit; or a function of the model instead of its call."""
+
+    def run(model, *args, call=lambda model, *args, **kwargs: model(*args, **kwargs), **kwargs):
+        graph, state = nnx.split(model)
+        return jax.jit(lambda s, a, k: call(nnx.merge(graph, s), *a, **k))(state, args, kwargs)
+
+    return run
+
+
+@pytest.fixture
+def grads():
+    """(config, batch) -> loss, summaries and gradients by path, from the parameters of seed 0 or of `state`."""
+
+    def grads(cfg, batch, state=None):
+        graph, fresh = _initialised(cfg, 0)
+        step = jax.jit(jax.value_and_grad(lambda s: nnx.merge(graph, s).loss(batch), has_aux=True))
+        (loss, summaries), found = step(fresh if state is None else state)
+        return loss, summaries, {".".join(map(str, k)): v.get_value() for k, v in nnx.to_flat_state(found)}
+
+    return grads
