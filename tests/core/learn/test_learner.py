@@ -5,7 +5,7 @@ import optax
 import pytest
 from flax import nnx
 
-from axlearn_core.config import check, configure
+from axlearn_core.config import Decoder, QualifiedNames, check, configure
 from axlearn_core.errors import ConfigError, RequestError
 from axlearn_core.learn import AdamW, Constant, Cosine, Learner, ParameterRule, flatten
 
@@ -226,3 +226,8 @@ def test_the_update_costs_what_the_hand_written_one_costs():
     assert our_bytes <= 1.02 * bytes_
     assert our_memory <= 1.02 * memory
     assert our_flops <= flops
+
+
+def test_a_rule_in_a_file_needs_no_type():
+    read = Decoder(QualifiedNames()).decode([{"pattern": "a.*", "freeze": True}], tuple[ParameterRule, ...])
+    assert read == (ParameterRule(pattern="a.*", freeze=True),)
