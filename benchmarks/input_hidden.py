@@ -13,10 +13,10 @@ import time
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import jax  # noqa: E402
-from framework_tax import interval  # noqa: E402
+import jax
+from framework_tax import interval
 
-from axlearn_core import compose, resolve  # noqa: E402
+from axlearn_core import compose, resolve
 
 
 def main():
@@ -53,7 +53,9 @@ def main():
     if args.json:
         print(json.dumps(result))
     else:
-        print(f"real data / repeated batch: {median:.4f}  95% [{low:.4f}, {high:.4f}]; step {result['step_seconds']:.4f} s")
+        print(
+            f"real data / repeated batch: {median:.4f}  95% [{low:.4f}, {high:.4f}]; step {result['step_seconds']:.4f} s"
+        )
 
 
 if __name__ == "__main__":

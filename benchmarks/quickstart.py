@@ -56,7 +56,9 @@ def main():
     parser.add_argument("extra", nargs="*", help="more arguments for `axlearn train quickstart`, after --")
     args = parser.parse_args()
     result = run(args.extra)
-    counted = subprocess.run([sys.executable, str(HERE / "ngram.py"), "--json"], capture_output=True, text=True, check=True)
+    counted = subprocess.run(
+        [sys.executable, str(HERE / "ngram.py"), "--json"], capture_output=True, text=True, check=True
+    )
     result["ngram"] = json.loads(counted.stdout)
     if args.json:
         print(json.dumps(result))

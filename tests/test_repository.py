@@ -22,7 +22,11 @@ def code_lines(source: str) -> int:
     for scope in ast.walk(ast.parse(source)):
         if isinstance(scope, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             first = scope.body[0] if scope.body else None
-            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+            if (
+                isinstance(first, ast.Expr)
+                and isinstance(first.value, ast.Constant)
+                and isinstance(first.value.value, str)
+            ):
                 lines -= set(range(first.lineno, (first.end_lineno or first.lineno) + 1))
     return len(lines)
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from axlearn_core.errors import RequestError
-from axlearn_core.kernels.attention import attention
-from axlearn_core.kernels.masks import Causal, Full, Prefix, Segments, SlidingWindow
+from axlearn_plugins_transformer.kernels.attention import attention
+from axlearn_plugins_transformer.kernels.masks import Causal, Full, Prefix, Segments, SlidingWindow
 
 
 def reference(q, k, v, visible, scale, softcap):

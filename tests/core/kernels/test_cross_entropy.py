@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from axlearn_core.kernels.cross_entropy import Options, cross_entropy
+from axlearn_plugins_transformer.kernels.cross_entropy import Options, cross_entropy
 
 B, S, D, V = 3, 20, 16, 37
 

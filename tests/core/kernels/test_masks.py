@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from axlearn_core.kernels.masks import And, Causal, Full, Or, Prefix, Segments, SlidingWindow
+from axlearn_plugins_transformer.kernels.masks import And, Causal, Full, Or, Prefix, Segments, SlidingWindow
 
 LENGTH = 12
 IDS = jnp.asarray([[1, 1, 1, 1, 2, 2, 2, 3, 3, 3, 0, 0], [1] * 12], jnp.int32)

@@ -4,9 +4,9 @@ import pytest
 from axlearn_core.contracts.kernels import KernelImplementation
 from axlearn_core.errors import PluginError, RequestError
 from axlearn_core.kernels import selection
-from axlearn_core.kernels.attention import XLA, XLA_BLOCKED, attention
-from axlearn_core.kernels.masks import Causal, Full
 from axlearn_core.kernels.selection import Selection, chosen, use
+from axlearn_plugins_transformer.kernels.attention import XLA, XLA_BLOCKED, attention
+from axlearn_plugins_transformer.kernels.masks import Causal, Full
 
 SHAPES = {n: jnp.zeros((1, 256, 2, 8)) for n in ("query", "key", "value")}
 OPTIONS = {"mask": "causal", "softcap": None, "aligned": True, "skips": True}
@@ -43,11 +43,11 @@ def test_a_name_is_that_one_or_one_clear_error():
 
 def test_platforms_priorities_and_what_cannot_be_loaded():
     def declared(op):
-        load = "axlearn_core.kernels.attention:XLA"
+        load = "axlearn_plugins_transformer.kernels.attention:XLA"
         return [
             KernelImplementation(name="b", op=op, load=load, priority=5),
             KernelImplementation(name="a", op=op, load=load, priority=5),
-            KernelImplementation(name="fast", op=op, load="axlearn_core.kernels.attention:Nope", priority=9, platforms=("tpu",)),
+            KernelImplementation(name="fast", op=op, load="axlearn_plugins_transformer.kernels.attention:Nope", priority=9, platforms=("tpu",)),
         ]  # fmt: skip
 
     with use(Selection(platform="cpu", declared=declared)) as program:

@@ -6,13 +6,13 @@ from flax import nnx
 
 from axlearn_core.config import check
 from axlearn_core.errors import ConfigError, RequestError
-from axlearn_core.nn.attention import Attention
-from axlearn_core.nn.feed_forward import ACTIVATIONS, GatedFeedForward, PlainFeedForward
 from axlearn_core.nn.initializers import Constant, Normal, VarianceScaling
 from axlearn_core.nn.layer import Context, Precision
 from axlearn_core.nn.linear import Embedding, Head, Linear
 from axlearn_core.nn.norm import LayerNorm, RMSNorm
-from axlearn_core.nn.transformer import TransformerLayer
+from axlearn_plugins_transformer.attention import Attention
+from axlearn_plugins_transformer.feed_forward import ACTIVATIONS, GatedFeedForward, PlainFeedForward
+from axlearn_plugins_transformer.transformer import TransformerLayer
 
 
 def build(cfg, dtype="float32", params="float32", **offered):

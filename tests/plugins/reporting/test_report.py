@@ -8,10 +8,10 @@ from html.parser import HTMLParser
 import pytest
 from click.testing import CliRunner
 
-from axlearn_plugins_reporting.command import report
 from axlearn_core.errors import RequestError, WorkError
 from axlearn_core.train.trackers import JsonlTracker
 from axlearn_plugins_reporting import write_report
+from axlearn_plugins_reporting.command import report
 
 CONFIG = """
 resolved: true

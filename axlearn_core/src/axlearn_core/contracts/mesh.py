@@ -55,7 +55,9 @@ class Mesh(Node[None]):
                     )
         for axis, size in self.shape.items():
             if size == 0 or size < -1:
-                yield Problem(path=f"shape.{axis}", message="no size", got=str(size), expected="a positive number, or -1")
+                yield Problem(
+                    path=f"shape.{axis}", message="no size", got=str(size), expected="a positive number, or -1"
+                )
         if list(self.shape.values()).count(-1) > 1:
             yield Problem(path="shape", message="only one axis can be -1", got=str(dict(self.shape)))
 

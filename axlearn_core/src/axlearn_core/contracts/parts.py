@@ -6,7 +6,7 @@ those that it declares (see `axlearn_core.config.node`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -39,6 +39,16 @@ class Model(Protocol):
         `summaries["weight"]`, where given, is the number of targets that the mean is over; gradient accumulation and
         evaluation weigh by it.
         """
+        ...
+
+
+class TextModel(Model, Protocol):
+    """A model that also writes text."""
+
+    def generate(
+        self, prompt_ids: Sequence[int], *, max_tokens: int, temperature: float, seed: int, eos_id: int | None
+    ) -> Iterator[int]:
+        """The tokens that follow the prompt, one at a time; `temperature` 0 takes the likeliest."""
         ...
 
 

@@ -74,13 +74,13 @@ def generate_text(
     model: Any, tokenizer: Tokenizer, prompt: str, *, max_tokens: int, temperature: float, seed: int
 ) -> Iterator[str]:
     """Yields pieces of text as they are generated; a character that spans tokens comes when it is complete."""
-    from axlearn_core.nn.generate import generate
-
+    if not hasattr(model, "generate"):
+        raise RequestError(f"a {type(model).__name__} does not write text: it has no method `generate`")
     prompt_ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
     ids: list[int] = []
     shown = tokenizer.decode(prompt_ids)
-    for token in generate(
-        model, prompt_ids, max_tokens=max_tokens, temperature=temperature, seed=seed, eos_id=tokenizer.eos_id
+    for token in model.generate(
+        prompt_ids, max_tokens=max_tokens, temperature=temperature, seed=seed, eos_id=tokenizer.eos_id
     ):
         if token == tokenizer.eos_id:
             break

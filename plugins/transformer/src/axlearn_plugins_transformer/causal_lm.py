@@ -1,6 +1,6 @@
 """The causal language model: a decoder, its output layer and its loss."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -11,11 +11,11 @@ from flax import nnx
 from axlearn_core.config import REQUIRED, Node, node, setting
 from axlearn_core.contracts.parts import Batch
 from axlearn_core.errors import Problem
-from axlearn_core.kernels.cross_entropy import Options, cross_entropy, logits_of
 from axlearn_core.nn import summaries
 from axlearn_core.nn.layer import Context, Layer, Precision
 from axlearn_core.nn.sharding import constrain
-from axlearn_core.nn.transformer import Cache, Decoder
+from axlearn_plugins_transformer.kernels.cross_entropy import Options, cross_entropy, logits_of
+from axlearn_plugins_transformer.transformer import Cache, Decoder
 
 
 class DecoderModel(Protocol):
@@ -134,6 +134,12 @@ class CausalLM(Layer):
         for value in found.losses.values():
             loss = loss + value
         return loss, report
+
+    def generate(self, prompt_ids: Sequence[int], **options: Any) -> Iterator[int]:
+        """The tokens that follow a prompt, one at a time; the options are those of `generate.generate`."""
+        from axlearn_plugins_transformer.generate import generate
+
+        return generate(self, prompt_ids, **options)
 
     def init_cache(self, batch: int, length: int) -> Any:
         """An empty cache for `batch` rows of at most `length` tokens."""

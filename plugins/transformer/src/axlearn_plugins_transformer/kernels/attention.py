@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from axlearn_core.contracts.kernels import OpRequest
 from axlearn_core.kernels import selection
-from axlearn_core.kernels.masks import Mask, Range
+from axlearn_plugins_transformer.kernels.masks import Mask, Range
 
 BLOCK = 128
 MAX_BLOCKS = 64

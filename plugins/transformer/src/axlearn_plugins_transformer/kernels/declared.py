@@ -4,11 +4,14 @@ from axlearn_core.contracts.kernels import KernelImplementation
 from axlearn_core.plugins.hookspecs import hookimpl
 
 _IMPLEMENTATIONS = (
-    KernelImplementation(name="xla", op="attention", load="axlearn_core.kernels.attention:XLA"),
+    KernelImplementation(name="xla", op="attention", load="axlearn_plugins_transformer.kernels.attention:XLA"),
     KernelImplementation(
-        name="xla-blocked", op="attention", priority=10, load="axlearn_core.kernels.attention:XLA_BLOCKED"
+        name="xla-blocked",
+        op="attention",
+        priority=10,
+        load="axlearn_plugins_transformer.kernels.attention:XLA_BLOCKED",
     ),
-    KernelImplementation(name="xla", op="cross_entropy", load="axlearn_core.kernels.cross_entropy:XLA"),
+    KernelImplementation(name="xla", op="cross_entropy", load="axlearn_plugins_transformer.kernels.cross_entropy:XLA"),
 )
 
 
