@@ -68,14 +68,14 @@ def test_start_is_fast(words, limit):
     yardstick, found = [], []
     for _ in range(8):
         yardstick.append(seconds("-c", "import click, importlib_metadata"))
-        found.append(seconds("-m", "axlearn_core.cli", *words))
+        found.append(seconds("-m", "axlearn_core", *words))
         if min(found) < limit * max(1.0, min(yardstick) / 0.11):
             return
     raise AssertionError(f"the best of {found} s is over {limit} s (yardstick: {yardstick})")
 
 
 def test_exit_codes_and_streams_of_a_real_process(tmp_path):
-    command = [sys.executable, "-m", "axlearn_core.cli"]
+    command = [sys.executable, "-m", "axlearn_core"]
     done = subprocess.run([*command, "config", "show", "no-such-thing"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: unknown experiment 'no-such-thing'")
@@ -94,7 +94,7 @@ def test_a_hook_module_that_imports_jax_is_warned_of(install):
         "PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]),
         "AXLEARN_PLUGINS": ",".join(f"-{name}" for name in others),  # loading all of them takes its time
     }
-    command = [sys.executable, "-m", "axlearn_core.cli", "plugins", "doctor", "--json"]
+    command = [sys.executable, "-m", "axlearn_core", "plugins", "doctor", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0
     (row,) = [row for row in json.loads(done.stdout) if row["name"] == "slow"]

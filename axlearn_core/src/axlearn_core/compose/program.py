@@ -1,7 +1,6 @@
 """A `Program`: one config made ready for one set of devices. The trainer runs the very program that a plan analyses."""
 
 import hashlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -145,21 +144,6 @@ class Program:
     def fingerprint(self, batch: Mapping[str, Any]) -> str:
         """A hash of the lowered training step: equal fingerprints compute the same."""
         return hashlib.sha256(self.lower(batch).as_text().encode()).hexdigest()[:16]
-
-    def memory(self, batch: Mapping[str, Any]) -> dict[str, int]:
-        """Bytes per device of the compiled step: arguments, outputs, temporaries, and outputs that alias arguments."""
-        found = self.compile_train(batch).memory_analysis()
-        return {
-            "argument_bytes": found.argument_size_in_bytes,
-            "output_bytes": found.output_size_in_bytes,
-            "temporary_bytes": found.temp_size_in_bytes,
-            "alias_bytes": found.alias_size_in_bytes,
-        }
-
-    @property
-    def devices(self) -> int:
-        """How many devices the mesh has."""
-        return math.prod(self.layout.mesh.devices.shape)
 
 
 def compose(config: Experiment, devices: Sequence[Any] | None = None) -> Program:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from axlearn_core.config.node import Node, node
-from axlearn_core.errors import Problem, nearest
+from axlearn_core.errors import ConfigError, Problem, nearest
 
 MESH_AXES = ("pipeline", "data", "fsdp", "expert", "seq", "tensor")
 """Every mesh has these axes, in this order, outermost first; those that a shape does not name have size 1."""
@@ -63,8 +63,6 @@ class Mesh(Node[None]):
 
     def sizes(self, devices: int) -> dict[str, int]:
         """Axis -> size for a number of devices, all axes named; raises `ConfigError` where they do not multiply to it."""
-        from axlearn_core.errors import ConfigError
-
         shape = dict(self.shape) or {"fsdp": -1}
         known = 1
         for size in shape.values():

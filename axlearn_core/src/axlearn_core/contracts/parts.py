@@ -142,7 +142,12 @@ class Optimizer(Protocol):
 
 
 class Checkpointer(Protocol):
-    """Saves and restores training state. Built with `directory`."""
+    """Saves and restores training state. Built with `directory`.
+
+    The trainer sets `files`: name -> text, or a function that gives it, to be kept inside each checkpoint.
+    """
+
+    files: Any
 
     def due(self, step: int) -> bool:
         """Whether the policy saves after `step`."""

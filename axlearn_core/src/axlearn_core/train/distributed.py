@@ -3,14 +3,13 @@
 import functools
 import json
 import os
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from axlearn_core.config import Node, node
-from axlearn_core.errors import Problem
 
 # What the launchers that `jax.distributed` recognises set for more than one process.
 _COUNTS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "JAX_NUM_PROCESSES")
@@ -24,15 +23,10 @@ class Distributed(Node[None]):
     and `JAX_PROCESS_ID` in the environment) nothing has to be detected.
     """
 
-    mode: str = "auto"
+    mode: Literal["auto", "on", "off"] = "auto"
     coordinator_address: str | None = None
     num_processes: int | None = None
     process_id: int | None = None
-
-    def validate(self):  # an iterable of Problem, as in Node
-        """The mode has a name that is known."""
-        if self.mode not in ("auto", "on", "off"):
-            yield Problem(path="mode", message="unknown mode", got=self.mode, expected="auto, on or off")
 
     def initialize(self) -> None:
         """Joins the job, once."""

@@ -28,13 +28,13 @@ def make_lock(
     program: Program, source: Input, *, experiment: str, provenance: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """The lock, less what is known only once the step is compiled (kernels, fingerprint)."""
-    devices = program.layout.mesh.devices.flat
+    devices = program.layout.mesh.devices
     return {
         "experiment": experiment,
         "versions": versions(),
         "python": platform.python_version(),
-        "platform": devices[0].platform,
-        "devices": f"{program.devices} x {devices[0].device_kind}",
+        "platform": devices.flat[0].platform,
+        "devices": f"{devices.size} x {devices.flat[0].device_kind}",
         "mesh": {k: v for k, v in program.layout.mesh.shape.items() if v > 1},
         "parameters": program.functional.num_parameters,
         "data": dict(source.describe()),
@@ -44,6 +44,7 @@ def make_lock(
 
 def peak_flops(program: Program) -> float | None:
     """The dense bfloat16 peak of all devices together, in FLOP/s, where a plugin knows this hardware."""
-    target = host().target(program.layout.mesh.devices.flat[0].device_kind)
+    devices = program.layout.mesh.devices
+    target = host().target(devices.flat[0].device_kind)
     peak = target.peak_flops.get("bfloat16") if target else None
-    return peak * program.devices if peak else None
+    return peak * devices.size if peak else None

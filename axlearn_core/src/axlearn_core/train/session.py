@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import attrs
 import jax
 import numpy as np
 
@@ -26,6 +27,7 @@ def say(message: str) -> None:
         print(message, file=sys.stderr, flush=True)
 
 
+@attrs.define(kw_only=True, eq=False)
 class Session:
     """The parts of one run, built; the state; and what the loop asks of them.
 
@@ -36,36 +38,31 @@ class Session:
         peak_flops: of all devices together for the dtype in use, or None where the hardware's peak is not known.
     """
 
-    def __init__(
-        self,
-        *,
-        program: Program,
-        state: Any,
-        step: int,
-        max_steps: int,
-        log_every_steps: int,
-        seed: int,
-        input: Input,  # the name of the slot in the config
-        build_input: Callable[[Node[Any]], Input],
-        batches: BatchIterator,
-        evaluators: Mapping[str, Evaluator],
-        checkpointer: Checkpointer,
-        trackers: Sequence[Tracker],
-        run_dir: Path,
-        peak_flops: float | None,
-        on_compiled: Callable[["Session", Mapping[str, Any]], None],
-        profiler: Any = None,
-    ):
-        self.program, self.state, self.step, self.max_steps = program, state, step, max_steps
-        self.start_step, self.log_every_steps, self.seed = step, log_every_steps, seed
-        self.input, self.build_input, self.batches = input, build_input, batches
-        self.evaluators, self.checkpointer, self.trackers = evaluators, checkpointer, trackers
-        self.run_dir, self.peak_flops, self.profiler = run_dir, peak_flops, profiler
-        self.on_compiled = on_compiled
-        self.flops_per_step: int | None = None
-        self.metrics: dict[str, float] = {}
-        self.stop_signal: int | None = None
-        self._saved_step = step if step else -1
+    program: Program
+    state: Any
+    step: int
+    max_steps: int
+    log_every_steps: int
+    seed: int
+    input: Input
+    build_input: Callable[[Node[Any]], Input]
+    batches: BatchIterator
+    evaluators: Mapping[str, Evaluator]
+    checkpointer: Checkpointer
+    trackers: Sequence[Tracker]
+    run_dir: Path
+    peak_flops: float | None
+    on_compiled: Callable[["Session", Mapping[str, Any]], None]
+    profiler: Any = None
+    flops_per_step: int | None = None
+    metrics: dict[str, float] = attrs.field(factory=dict)
+    stop_signal: int | None = None
+    start_step: int = attrs.field(init=False)
+    _saved_step: int = attrs.field(init=False)
+    _old: dict[int, Any] = attrs.field(init=False, factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        self.start_step, self._saved_step = self.step, self.step or -1
 
     def first_batch(self, batch: Mapping[str, Any]) -> None:
         """Compiles the step for this batch and counts its FLOPs, once."""
@@ -114,7 +111,6 @@ class Session:
         return str(describe()) if describe else f"number {self.step} of the stream"
 
     def __enter__(self) -> "Session":
-        self._old = {}
         if threading.current_thread() is threading.main_thread():
             for name in (signal.SIGINT, signal.SIGTERM):
                 self._old[name] = signal.signal(name, self._stop)

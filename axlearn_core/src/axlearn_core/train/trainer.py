@@ -114,12 +114,16 @@ class Trainer(Configurable):
             closing.callback(checkpointer.close)
             state, step = self._restore(program, checkpointer, batches, restore_step)
             lock = make_lock(program, source, experiment=experiment, provenance=provenance)
-            drift = lock_drift(run_dir.read_lock(), lock) if run_dir.resumes else []
+            old = run_dir.read_lock() if run_dir.resumes else {}
+            drift = lock_drift(old, lock) if old else []
             for note in (*run_dir.notes, *drift):
                 say(f"note: {note}")
             if jax.process_index() == 0:
-                run_dir.write(config_text, lock)
-            checkpointer.files = {"config.yaml": config_text, "run.lock.json": lambda: _text(run_dir)}
+                run_dir.write(config_text, {k: old[k] for k in ("kernels", "hlo_fingerprint") if k in old} | lock)
+            checkpointer.files = {
+                "config.yaml": config_text,
+                "run.lock.json": (run_dir.path / "run.lock.json").read_text,
+            }
             trackers = [t.build(run_dir=run_dir.path) for t in cfg.trackers] if jax.process_index() == 0 else []
             for tracker in trackers:
                 closing.callback(tracker.close)
@@ -127,7 +131,7 @@ class Trainer(Configurable):
                     {
                         "experiment": experiment,
                         "parameters": program.functional.num_parameters,
-                        "devices": program.devices,
+                        "devices": program.layout.mesh.size,
                         "max_steps": cfg.max_steps,
                         "start_step": step,
                         "run_dir": str(run_dir.path),
@@ -193,7 +197,3 @@ def _ready(program: Program, batches: BatchIterator, seed: int) -> Any:
         state = pool.submit(program.init, seed)
         program.compile_train(batch)
         return state.result()
-
-
-def _text(run_dir: RunDir) -> str:
-    return (run_dir.path / "run.lock.json").read_text()
