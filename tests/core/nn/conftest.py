@@ -16,7 +16,7 @@ TINY = CausalLM.Config(
     vocab_size=64,
     loss_chunk=16,
     decoder=Decoder.Config(
-        num_layers=3,
+        num_layers=2,
         hidden_dim=32,
         head=Head.Config(),
         layer=TransformerLayer.Config(
@@ -52,13 +52,25 @@ def build():
     return lambda cfg, seed=0: nnx.merge(*_initialised(cfg, seed))
 
 
+# Compiled once for all tests that ask for the same thing.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _call(graph, call, state, args, kwargs):
+    model = nnx.merge(graph, state)
+    return call(model, *args, **kwargs) if call else model(*args, **kwargs)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _step(graph, state, batch):
+    return jax.value_and_grad(lambda s: nnx.merge(graph, s).loss(batch), has_aux=True)(state)
+
+
 @pytest.fixture
 def run():
-    """(model, *args) -> model(*args) under jit; or a function of the model instead of its call."""
+    """(model, *args) -> model(*args) under jit; or `call(model, *args)`."""
 
-    def run(model, *args, call=lambda model, *args, **kwargs: model(*args, **kwargs), **kwargs):
+    def run(model, *args, call=None, **kwargs):
         graph, state = nnx.split(model)
-        return jax.jit(lambda s, a, k: call(nnx.merge(graph, s), *a, **k))(state, args, kwargs)
+        return _call(graph, call, state, args, kwargs)
 
     return run
 
@@ -69,8 +81,7 @@ def grads():
 
     def grads(cfg, batch, state=None):
         graph, fresh = _initialised(cfg, 0)
-        step = jax.jit(jax.value_and_grad(lambda s: nnx.merge(graph, s).loss(batch), has_aux=True))
-        (loss, summaries), found = step(fresh if state is None else state)
+        (loss, summaries), found = _step(graph, fresh if state is None else state, batch)
         return loss, summaries, {".".join(map(str, k)): v.get_value() for k, v in nnx.to_flat_state(found)}
 
     return grads

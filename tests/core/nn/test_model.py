@@ -23,7 +23,15 @@ def assert_trees_close(a, b, tolerance=1e-5):
         np.testing.assert_allclose(a[name], b[name], rtol=tolerance, atol=tolerance * scale, err_msg=name)
 
 
-def llama_loss(p, batch, layers=3, heads=4, kv=2, eps=1e-6):
+def _loss(model, batch):
+    return model.loss(batch)
+
+
+def _prefixed(model, tokens, prefix):
+    return model.decoder(tokens, Context(prefix=prefix))[0]
+
+
+def llama_loss(p, batch, layers=2, heads=4, kv=2, eps=1e-6):
     """The model of the `tiny` config, written down plainly."""
 
     def rms(x, w):
@@ -114,7 +122,10 @@ def test_packed_rows_equal_separate_rows(tiny, build, run):
     packed = run(model, row, positions=positions, segment_ids=ids)
     np.testing.assert_allclose(packed[:, :11], run(model, a), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(packed[:, 11:31], run(model, b), rtol=1e-4, atol=1e-5)
-    loss = lambda batch: run(model, batch, call=lambda model, batch: model.loss(batch))  # noqa: E731
+
+    def loss(batch):
+        return run(model, batch, call=_loss)
+
     losses = [loss({"tokens": t[:, :-1], "targets": t[:, 1:]}) for t in (a, b)]
     targets = jnp.concatenate([row[:, 1:], padding[:, :1]], 1)
     weights = jnp.asarray([[1.0] * 10 + [0.0] + [1.0] * 19 + [0.0] * 6])
@@ -136,7 +147,7 @@ def test_a_prefix_is_seen_by_all(tiny, build, run, batch):
     model = build(tiny({"decoder.num_layers": 1}))
 
     def hidden(tokens, prefix):
-        return run(model, tokens, jnp.asarray(prefix), call=lambda m, t, p: m.decoder(t, Context(prefix=p))[0])
+        return run(model, tokens, jnp.asarray(prefix), call=_prefixed)
 
     other = batch["tokens"].at[:, 9].set(1)
     before, after = hidden(batch["tokens"], [10, 9]), hidden(other, [10, 9])

@@ -1,0 +1,205 @@
+"""The frequencies are held against the formulas of Hugging Face's `modeling_rope_utils`, written out pair by pair."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from axlearn_core.config import check, find, patch
+from axlearn_core.errors import ConfigError, RequestError
+from axlearn_core.nn.layer import Precision
+from axlearn_core.nn.norm import RMSNorm
+from axlearn_core.plugins.registry import registry
+from axlearn_plugins_rope.feature import Rope
+from axlearn_plugins_rope.rotary import RotaryEmbedding
+from axlearn_plugins_rope.scaling import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling
+from axlearn_plugins_transformer.attention import Attention
+from axlearn_plugins_transformer.causal_lm import CausalLM
+from axlearn_plugins_transformer.transformer import Decoder, TransformerLayer
+
+
+def rope(head_dim=16, **settings):
+    return RotaryEmbedding.Config(**settings).build(head_dim=head_dim, rngs=nnx.Rngs(0), precision=Precision())
+
+
+def frequencies(head_dim, theta=10000.0, scaling=None):
+    return rope(head_dim, theta=theta, scaling=scaling).frequencies()
+
+
+def default(dim, base):
+    return [1.0 / base ** (2 * i / dim) for i in range(dim // 2)]
+
+
+def dynamic_ntk(dim, base, factor, seq_len, max_position):
+    base = base * ((factor * seq_len / max_position) - (factor - 1)) ** (dim / (dim - 2))
+    return default(dim, base)
+
+
+def yarn(dim, base, factor, original, beta_fast=32, beta_slow=1, truncate=True):
+    def correction_dim(rotations):
+        return (dim * math.log(original / (rotations * 2 * math.pi))) / (2 * math.log(base))
+
+    low, high = correction_dim(beta_fast), correction_dim(beta_slow)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    result = []
+    for i in range(dim // 2):
+        position_frequency = base ** (2 * i / dim)
+        extrapolation, interpolation = 1.0 / position_frequency, 1.0 / (factor * position_frequency)
+        keep = 1 - min(max((i - low) / (high - low), 0), 1)
+        result.append(interpolation * (1 - keep) + extrapolation * keep)
+    return result
+
+
+def llama3(dim, base, factor, low_factor, high_factor, original):
+    result = []
+    for frequency in default(dim, base):
+        wavelength = 2 * math.pi / frequency
+        if wavelength < original / high_factor:
+            result.append(frequency)
+        elif wavelength > original / low_factor:
+            result.append(frequency / factor)
+        else:
+            smooth = (original / wavelength - low_factor) / (high_factor - low_factor)
+            result.append((1 - smooth) * frequency / factor + smooth * frequency)
+    return result
+
+
+@pytest.mark.parametrize("dim", [8, 64, 128])
+@pytest.mark.parametrize("theta", [10000.0, 500000.0])
+def test_frequencies_are_those_of_the_published_formulas(dim, theta):
+    def same(scaling, expected):
+        np.testing.assert_allclose(frequencies(dim, theta, scaling).radians, expected, rtol=1e-12)
+
+    same(None, default(dim, theta))
+    same(LinearScaling(factor=4.0), [f / 4 for f in default(dim, theta)])
+    same(NTKScaling(factor=2.5), dynamic_ntk(dim, theta, 2.0, seq_len=7168, max_position=4096))  # 2 * 7/4 - 1 = 2.5
+    same(YarnScaling(factor=16.0, original_length=4096), yarn(dim, theta, 16, 4096))
+    uneven = YarnScaling(factor=40.0, original_length=4096, beta_fast=20.0, beta_slow=2.0, truncate=False)
+    same(uneven, yarn(dim, theta, 40, 4096, 20, 2, truncate=False))
+    same(Llama3Scaling(factor=8.0), llama3(dim, theta, 8, 1, 4, 8192))
+    other = Llama3Scaling(factor=32.0, low_frequency_factor=2.0, high_frequency_factor=6.0, original_length=1024)
+    same(other, llama3(dim, theta, 32, 2, 6, 1024))
+
+
+def test_llama3_changes_slow_pairs_only():
+    plain, scaled = default(128, 500000.0), frequencies(128, 500000.0, Llama3Scaling()).radians
+    np.testing.assert_allclose(scaled[:28], plain[:28], rtol=1e-12)
+    np.testing.assert_allclose(scaled[-20:], np.asarray(plain[-20:]) / 8, rtol=1e-12)
+    assert (np.diff(scaled) < 0).all()
+
+
+def test_yarn_scales_cosines_and_sines():
+    assert frequencies(64, scaling=YarnScaling(factor=16.0, original_length=4096)).factor == pytest.approx(
+        0.1 * math.log(16) + 1
+    )
+    cfg = YarnScaling(factor=16.0, original_length=4096, attention_factor=1.5)
+    assert frequencies(64, scaling=cfg).factor == 1.5
+    x = jax.random.normal(jax.random.key(0), (1, 4, 2, 16))
+    q, k = rope(scaling=cfg)(x, x, jnp.arange(4)[None])
+    np.testing.assert_allclose(jnp.linalg.norm(q, axis=-1), 1.5 * jnp.linalg.norm(x, axis=-1), rtol=1e-5)
+    np.testing.assert_allclose(q, k)
+
+
+def test_each_pair_turns_by_its_angle():
+    x = np.asarray(jax.random.normal(jax.random.key(0), (2, 5, 3, 8)))
+    positions = np.asarray([[0, 1, 2, 0, 1], [7, 8, 9, 10, 300]])
+    found, _ = rope(8, theta=100.0)(jnp.asarray(x), jnp.asarray(x[:, :, :1]), jnp.asarray(positions))
+    for b, s, n, i in np.ndindex(2, 5, 3, 4):
+        turned = complex(x[b, s, n, i], x[b, s, n, i + 4]) * np.exp(1j * positions[b, s] * 100.0 ** (-i / 4))
+        np.testing.assert_allclose(found[b, s, n, [i, i + 4]], [turned.real, turned.imag], atol=2e-5)
+
+
+def test_scores_depend_on_the_distance_alone():
+    q, k = (jax.random.normal(jax.random.key(i), (1, 6, 2, 16)) for i in range(2))
+
+    def scores(start):
+        a, b = rope()(q, k, jnp.arange(6)[None] + start)
+        return jnp.einsum("btnh,bsnh->bnts", a, b)
+
+    np.testing.assert_allclose(scores(0), scores(1000), atol=2e-3)
+    assert not np.allclose(scores(0), jnp.einsum("btnh,bsnh->bnts", q, k), atol=0.1)
+
+
+def test_it_keeps_the_dtype_and_holds_no_parameters():
+    layer = rope()
+    x = jnp.ones((1, 3, 2, 16), jnp.bfloat16)
+    with jax.numpy_dtype_promotion("strict"):
+        assert layer(x, x, jnp.arange(3)[None])[0].dtype == jnp.bfloat16
+    assert not jax.tree.leaves(nnx.state(layer))
+
+
+@pytest.mark.parametrize(
+    ("cfg", "path"),
+    [
+        (YarnScaling(factor=2.0, original_length=8, beta_slow=40.0), "beta_slow"),
+        (Llama3Scaling(low_frequency_factor=4.0), "low_frequency_factor"),
+        (LinearScaling(), "factor"),
+    ],
+)
+def test_scalings_that_make_no_sense(cfg, path):
+    with pytest.raises(ConfigError) as error:
+        check(cfg)
+    assert [p.path for p in error.value.problems] == [path]
+
+
+def test_an_odd_head_size_is_an_error():
+    with pytest.raises(RequestError, match="head_dim has to be even, got 7"):
+        rope(7)
+
+
+MODEL = CausalLM.Config(
+    vocab_size=10,
+    decoder=Decoder.Config(
+        num_layers=2, hidden_dim=16, layer=TransformerLayer.Config(attention=Attention.Config(num_heads=2))
+    ),
+)
+PATH = "decoder.layer.attention.position"
+
+
+def test_the_feature_places_rope_and_then_sets_options_on_what_is_there():
+    made = Rope().apply(MODEL)
+    assert find(made, PATH) == {PATH: RotaryEmbedding.Config(theta=10000.0)}
+    assert find(Rope(theta=5e5).apply(MODEL), PATH) == {PATH: RotaryEmbedding.Config(theta=5e5)}
+    scaled = patch(made, {f"{PATH}.theta": 77.0, f"{PATH}.scaling": LinearScaling(factor=2.0)})
+    assert Rope().apply(scaled) == scaled
+    assert find(Rope(theta=5.0).apply(scaled), PATH)[PATH] == RotaryEmbedding.Config(
+        theta=5.0, scaling=LinearScaling(factor=2.0)
+    )
+    assert find(Rope(scaling=NTKScaling(factor=3.0)).apply(scaled), PATH)[PATH].theta == 77.0
+
+
+def test_the_feature_replaces_another_encoding_and_touches_nothing_else():
+    other = patch(MODEL, {PATH: RMSNorm.Config()})
+    made = Rope().apply(other)
+    assert made == patch(MODEL, {PATH: RotaryEmbedding.Config()})
+    assert made.decoder.layer.feed_forward is other.decoder.layer.feed_forward
+
+
+def test_the_feature_says_whether_it_is_in_effect():
+    made = Rope(theta=3.0).apply(MODEL)
+    assert Rope(theta=3.0).apply(made) == made
+    assert Rope(theta=3.0).in_effect(made)
+    assert Rope().in_effect(made)
+    assert not Rope(theta=4.0).in_effect(made)
+    assert not Rope().in_effect(MODEL)
+
+
+def test_a_config_without_attention_is_an_error():
+    with pytest.raises(ConfigError, match="rope finds no attention"):
+        Rope().apply(RMSNorm.Config())
+
+
+def test_all_names_are_registered():
+    names = registry()
+    parts = {"rope": RotaryEmbedding.Config, "linear-rope-scaling": LinearScaling, "ntk-rope-scaling": NTKScaling,
+             "yarn-rope-scaling": YarnScaling, "llama3-rope-scaling": Llama3Scaling}  # fmt: skip
+    for name, cls in parts.items():
+        assert names.component(name) is cls
+        assert names.name_of(cls) == name
