@@ -8,8 +8,8 @@ from flax import nnx
 import axlearn_core as ax
 from axlearn_core.errors import RequestError
 from axlearn_core.nn.layer import Precision
-from axlearn_core.nn.norm import RMSNorm
 from axlearn_plugins_my_norm.layer import DynamicTanh
+from axlearn_plugins_transformer.norm import RMSNorm
 
 
 def test_the_layer_is_its_formula():

@@ -43,11 +43,12 @@ def test_a_name_is_that_one_or_one_clear_error():
 
 def test_platforms_priorities_and_what_cannot_be_loaded():
     def declared(op):
-        load = "axlearn_plugins_transformer.kernels.attention:XLA"
+        module = "axlearn_plugins_transformer.kernels.attention"
+        load = f"{module}:XLA"
         return [
             KernelImplementation(name="b", op=op, load=load, priority=5),
             KernelImplementation(name="a", op=op, load=load, priority=5),
-            KernelImplementation(name="fast", op=op, load="axlearn_plugins_transformer.kernels.attention:Nope", priority=9, platforms=("tpu",)),
+            KernelImplementation(name="fast", op=op, load=f"{module}:Nope", priority=9, platforms=("tpu",)),
         ]  # fmt: skip
 
     with use(Selection(platform="cpu", declared=declared)) as program:

@@ -5,8 +5,8 @@ import pytest
 
 from axlearn_core.errors import RequestError
 from axlearn_core.nn import generate as module
-from axlearn_core.nn.norm import RMSNorm
 from axlearn_plugins_transformer.generate import Generator, generate
+from axlearn_plugins_transformer.norm import RMSNorm
 
 VARIANTS = {
     "llama": {},

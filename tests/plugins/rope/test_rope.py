@@ -11,13 +11,13 @@ from flax import nnx
 from axlearn_core.config import check, find, patch
 from axlearn_core.errors import ConfigError, RequestError
 from axlearn_core.nn.layer import Precision
-from axlearn_core.nn.norm import RMSNorm
 from axlearn_core.plugins.registry import registry
 from axlearn_plugins_rope.feature import Rope
 from axlearn_plugins_rope.rotary import RotaryEmbedding
 from axlearn_plugins_rope.scaling import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling
 from axlearn_plugins_transformer.attention import Attention
 from axlearn_plugins_transformer.causal_lm import CausalLM
+from axlearn_plugins_transformer.norm import RMSNorm
 from axlearn_plugins_transformer.transformer import Decoder, TransformerLayer
 
 

@@ -1,6 +1,7 @@
 """`axlearn config`: what a request resolves to, and why."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -119,7 +120,11 @@ def text(value: Any) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if value is ABSENT:
         return "(removed)"
-    return value if isinstance(value, str) and value else repr(plain(value) if isinstance(value, tuple) else value)
+    return (
+        value
+        if isinstance(value, str) and value
+        else repr(plain(value) if isinstance(value, (tuple, Mapping)) else value)
+    )
 
 
 def json_value(value: Any) -> Any:

@@ -13,6 +13,7 @@ import attrs
 from axlearn_core.config import ABSENT, Change, Decoder, Node, check, diff, flatten, get, patch
 from axlearn_core.config.tree import matches
 from axlearn_core.config.types import show
+from axlearn_core.contracts.target import cpu_devices
 from axlearn_core.errors import AxlearnError, ConfigError, PluginError, Problem, RequestError
 from axlearn_core.plugins.feature import STAGES, Feature
 from axlearn_core.plugins.registry import Entry, Registry, registry
@@ -135,6 +136,8 @@ class _Resolution:
             tree = self._features(tree, {u.name: made[u.name] for u in uses})
         for settings in (request.file_settings, request.settings):
             tree = self._settings(tree, settings)
+        if request.target is not None:
+            cpu_devices(request.target)
         title = request.title or (request.experiment if isinstance(request.experiment, str) else "config")
         return Resolved(
             config=tree,

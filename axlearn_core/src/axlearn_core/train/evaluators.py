@@ -1,6 +1,6 @@
 """What is measured during training: the loss on held-out data, and samples of generated text."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import jax
@@ -15,7 +15,10 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Evaluator(Protocol):
-    """One entry of `evaluators`. Built with `name`, its key there."""
+    """One entry of `evaluators`. Built with `name`, its key there, with `input`, the trainer's, and with `build_input`.
+
+    Its constructor checks what it can: nothing has been written or trained then.
+    """
 
     def due(self, step: int, last: bool) -> bool:
         """Whether it runs after `step`; `last` is true at the end of the run."""
@@ -56,16 +59,15 @@ class LossEvaluator(Periodic):
         input: Node[Input] | None = None
         max_batches: int | None = setting(default=None, ge=1)
 
-    def __init__(self, cfg: Config, *, name: str):
+    def __init__(self, cfg: Config, *, name: str, input: Input, build_input: Callable[[Node[Input]], Input]):
         super().__init__(cfg, name=name)
-        self.limit, self.own_input = cfg.max_batches, cfg.input
-        self._input: Any = None
+        self.limit = cfg.max_batches
+        self.input = input if cfg.input is None else build_input(cfg.input)
+        self.input.evaluation().close()  # says now if there is nothing to evaluate on
 
     def run(self, session: "Session") -> Mapping[str, float]:
         """Runs over the batches; sums stay on the device until the end."""
-        if self._input is None:
-            self._input = session.input if self.own_input is None else session.build_input(self.own_input)
-        batches = self._input.evaluation()
+        batches = self.input.evaluation()
         totals = None
         try:
             for i, batch in enumerate(batches):

@@ -52,13 +52,19 @@ class TrainLoop(Configurable):
                 if self._anything_due(session):
                     record.flush()
                     since = time.perf_counter()
-                    session.evaluate()
-                    session.save()
+                    self._evaluate_and_save(session, last=False)
                     record.timer.pause(since)
             record.flush()
+            if session.step > session.start_step:  # a run that was finished before has nothing to add
+                self._evaluate_and_save(session, last=True)
+
+    @staticmethod
+    def _evaluate_and_save(session: Session, *, last: bool) -> None:
+        try:
             if session.stop_signal is None:
-                session.evaluate(last=True)
-            session.save(force=True)
+                session.evaluate(last=last)
+        finally:  # an evaluation that fails loses no training
+            session.save(force=last)
 
     @staticmethod
     def _anything_due(session: Session) -> bool:

@@ -15,7 +15,6 @@ import jax
 import numpy as np
 
 from axlearn_core.compose import Program
-from axlearn_core.config import Node
 from axlearn_core.contracts.parts import BatchIterator, Checkpointer, Input, Tracker
 from axlearn_core.train.distributed import united
 from axlearn_core.train.evaluators import Evaluator
@@ -45,7 +44,6 @@ class Session:
     log_every_steps: int
     seed: int
     input: Input
-    build_input: Callable[[Node[Any]], Input]
     batches: BatchIterator
     evaluators: Mapping[str, Evaluator]
     checkpointer: Checkpointer

@@ -109,7 +109,8 @@ class Trainer(Configurable):
             source = cfg.build_input(cfg.input, vocab_size)
             batches = source.train()
             closing.callback(batches.close)
-            evaluators = {name: e.build(name=name) for name, e in cfg.evaluators.items()}
+            offered = {"input": source, "build_input": lambda own: cfg.build_input(own, vocab_size)}
+            evaluators = {name: e.build(name=name, **offered) for name, e in cfg.evaluators.items()}
             checkpointer = cfg.checkpointer.build(directory=run_dir.checkpoints)
             closing.callback(checkpointer.close)
             state, step = self._restore(program, checkpointer, batches, restore_step)
@@ -148,7 +149,6 @@ class Trainer(Configurable):
                 log_every_steps=cfg.log_every_steps,
                 seed=cfg.seed,
                 input=source,
-                build_input=lambda own: cfg.build_input(own, vocab_size),
                 batches=batches,
                 evaluators=evaluators,
                 checkpointer=checkpointer,

@@ -3,9 +3,9 @@
 from typing import Any, TypeVar
 
 from axlearn_core.config import Node, find, node, patch, replace_config, setting
-from axlearn_core.nn.norm import RMSNorm
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_my_norm.layer import DynamicTanh
+from axlearn_plugins_transformer.norm import RMSNorm
 
 Tree = TypeVar("Tree", bound=Node[Any])
 

@@ -6,7 +6,6 @@ The large ones leave open what only a user knows: `input.source.paths` and `inpu
 from axlearn_core.checkpoint import OrbaxCheckpointer
 from axlearn_core.learn import AdamW, Cosine, Learner, Muon, WarmupStableDecay
 from axlearn_core.nn.linear import Head
-from axlearn_core.nn.norm import RMSNorm
 from axlearn_core.nn.remat import Remat
 from axlearn_core.nn.stack import Stack
 from axlearn_core.train import LossEvaluator, SampleEvaluator, Trainer
@@ -17,6 +16,7 @@ from axlearn_plugins_text import Files, LanguageModelInput, StandardLibrary, Tok
 from axlearn_plugins_transformer.attention import Attention
 from axlearn_plugins_transformer.causal_lm import CausalLM
 from axlearn_plugins_transformer.feed_forward import GatedFeedForward
+from axlearn_plugins_transformer.norm import RMSNorm
 from axlearn_plugins_transformer.transformer import Decoder, TransformerLayer
 
 TRACKERS = (ConsoleTracker.Config(), JsonlTracker.Config(), TensorBoardTracker.Config())
@@ -124,7 +124,7 @@ def quickstart() -> Trainer.Config:
     return Trainer.Config(
         model=model,
         learner=Learner.Config(
-            optimizer=Muon(learning_rate=WarmupStableDecay(peak=0.01, warmup_steps=30, decay_steps=0.4))
+            optimizer=Muon(learning_rate=WarmupStableDecay(peak=0.012, warmup_steps=20, decay_steps=0.5))
         ),
         input=LanguageModelInput.Config(
             batch_size=8,
@@ -133,11 +133,11 @@ def quickstart() -> Trainer.Config:
             tokenizer=TokenizerJson.Config(builtin="python-2k"),
         ),
         evaluators={
-            "eval": LossEvaluator.Config(every_steps=300),
+            "eval": LossEvaluator.Config(every_steps=220),
             "sample": SampleEvaluator.Config(prompt="def "),
         },
-        checkpointer=OrbaxCheckpointer.Config(every_steps=250, keep_last=2),
+        checkpointer=OrbaxCheckpointer.Config(every_steps=110, keep_last=2),
         trackers=TRACKERS,
-        max_steps=1000,
+        max_steps=440,
         log_every_steps=10,
     )

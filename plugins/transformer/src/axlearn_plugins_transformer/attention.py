@@ -11,12 +11,12 @@ from axlearn_core.config import REQUIRED, Node, interface, node, setting
 from axlearn_core.errors import Problem, RequestError
 from axlearn_core.nn.layer import Context, Layer, Precision
 from axlearn_core.nn.linear import Linear, Projection
-from axlearn_core.nn.norm import Norm
 from axlearn_core.nn.remat import tag
 from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_transformer.kernels import masks
 from axlearn_plugins_transformer.kernels.attention import attention
 from axlearn_plugins_transformer.kv_cache import ContiguousCache, KVCache
+from axlearn_plugins_transformer.norm import Norm
 
 
 class PositionEncoding(Protocol):

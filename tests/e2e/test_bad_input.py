@@ -1,0 +1,31 @@
+"""What is wrong is said before anything is trained or written."""
+
+import tiny
+
+
+def test_no_validation_data_is_said_before_training(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("some words to read\n" * 50)
+    settings = (f"input.source={{type: files, paths: {text}}}", "evaluators={eval: {type: loss-evaluator}}")
+    done = tiny.axlearn(*tiny.arguments(tmp_path / "run", steps=2, settings=settings), code=2)
+    assert "no validation data" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_target_is_refused_by_every_command(tmp_path):
+    for command in (["config", "check", "quickstart"], tiny.arguments(tmp_path / "run", steps=2)):
+        done = tiny.axlearn(*command, "--target", "cpuu-8", code=2)
+        assert "did you mean: cpu-8" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tokenizer_that_does_not_fit_the_model_is_refused(tmp_path):
+    done = tiny.axlearn(*tiny.arguments(tmp_path / "run", steps=2, settings=("model.vocab_size=1024",)), code=2)
+    assert "model.vocab_size" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = tiny.axlearn(*tiny.arguments(tmp_path / "file" / "run", steps=2), code=1)
+    assert "file/run" in done.stderr
