@@ -115,7 +115,7 @@ def quickstart() -> Trainer.Config:
         vocab_size=2048,
         num_layers=4,
         hidden_dim=192,
-        num_heads=4,
+        num_heads=3,
         num_kv_heads=None,
         feed_forward_dim=512,
         dtype="float32",
@@ -124,7 +124,7 @@ def quickstart() -> Trainer.Config:
     return Trainer.Config(
         model=model,
         learner=Learner.Config(
-            optimizer=Muon(learning_rate=WarmupStableDecay(peak=0.012, warmup_steps=20, decay_steps=0.5))
+            optimizer=Muon(learning_rate=WarmupStableDecay(peak=0.02, warmup_steps=20, decay_steps=0.6))
         ),
         input=LanguageModelInput.Config(
             batch_size=8,
@@ -133,11 +133,11 @@ def quickstart() -> Trainer.Config:
             tokenizer=TokenizerJson.Config(builtin="python-2k"),
         ),
         evaluators={
-            "eval": LossEvaluator.Config(every_steps=220),
+            "eval": LossEvaluator.Config(every_steps=215),
             "sample": SampleEvaluator.Config(prompt="def "),
         },
         checkpointer=OrbaxCheckpointer.Config(every_steps=110, keep_last=2),
         trackers=TRACKERS,
-        max_steps=440,
+        max_steps=430,
         log_every_steps=10,
     )
