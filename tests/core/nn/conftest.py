@@ -40,10 +40,13 @@ def batch():
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
+QUICK = {"xla_backend_optimization_level": 0}  # most of the time of these tests would go into compiling
+
+
 @functools.lru_cache(maxsize=64)
 def _initialised(cfg, seed):
     graph = nnx.split(nnx.eval_shape(lambda: cfg.build(rngs=nnx.Rngs(0))))[0]
-    return graph, jax.jit(lambda: nnx.split(cfg.build(rngs=nnx.Rngs(seed)))[1])()
+    return graph, jax.jit(lambda: nnx.split(cfg.build(rngs=nnx.Rngs(seed)))[1], compiler_options=QUICK)()
 
 
 @pytest.fixture
@@ -53,13 +56,13 @@ def build():
 
 
 # Compiled once for all tests that ask for the same thing.
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=QUICK)
 def _call(graph, call, state, args, kwargs):
     model = nnx.merge(graph, state)
     return call(model, *args, **kwargs) if call else model(*args, **kwargs)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
 def _step(graph, state, batch):
     return jax.value_and_grad(lambda s: nnx.merge(graph, s).loss(batch), has_aux=True)(state)
 

@@ -50,6 +50,8 @@ class Resolved:
 
     def checked(self) -> "Resolved":
         """Itself, when nothing is missing and all values fit together; raises `ConfigError` with every problem."""
+        if self.target is not None:
+            cpu_devices(self.target)
         try:
             check(self.config)
         except ConfigError as error:
@@ -136,8 +138,6 @@ class _Resolution:
             tree = self._features(tree, {u.name: made[u.name] for u in uses})
         for settings in (request.file_settings, request.settings):
             tree = self._settings(tree, settings)
-        if request.target is not None:
-            cpu_devices(request.target)
         title = request.title or (request.experiment if isinstance(request.experiment, str) else "config")
         return Resolved(
             config=tree,
