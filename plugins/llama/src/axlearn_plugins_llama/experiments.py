@@ -115,7 +115,7 @@ def quickstart() -> Trainer.Config:
         vocab_size=2048,
         num_layers=4,
         hidden_dim=192,
-        num_heads=3,
+        num_heads=4,
         num_kv_heads=None,
         feed_forward_dim=512,
         dtype="float32",
@@ -133,11 +133,11 @@ def quickstart() -> Trainer.Config:
             tokenizer=TokenizerJson.Config(builtin="python-2k"),
         ),
         evaluators={
-            "eval": LossEvaluator.Config(every_steps=215),
+            "eval": LossEvaluator.Config(every_steps=210),
             "sample": SampleEvaluator.Config(prompt="def "),
         },
         checkpointer=OrbaxCheckpointer.Config(every_steps=110, keep_last=2),
         trackers=TRACKERS,
-        max_steps=430,
+        max_steps=420,
         log_every_steps=10,
     )

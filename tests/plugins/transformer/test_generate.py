@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from axlearn_core.errors import RequestError
-from axlearn_core.nn import generate as module
+from axlearn_plugins_transformer import generate as module
 from axlearn_plugins_transformer.generate import Generator, generate
 from axlearn_plugins_transformer.norm import RMSNorm
 
