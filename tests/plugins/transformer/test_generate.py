@@ -29,7 +29,10 @@ def greedy(model, prompt, count):
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("edits", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize(
+    "edits",
+    [pytest.param(v, id=k, marks=pytest.mark.slow if k == "llama" else ()) for k, v in VARIANTS.items()],
+)
 def test_logits_with_a_cache_are_those_without(tiny, build, run, batch, edits):
     model = build(tiny(edits), 0)
     tokens = batch["tokens"][:, :20]
@@ -37,7 +40,7 @@ def test_logits_with_a_cache_are_those_without(tiny, build, run, batch, edits):
     for form in (model, model.unstacked()):
         cache = form.init_cache(2, 24)
         parts = []
-        for start, end in ((0, 9), (9, 10), (10, 14), (14, 20)):
+        for start, end in ((0, 9), (9, 10), (10, 20)):
             logits, cache = run(form, tokens[:, start:end], cache=cache)
             parts.append(logits)
         np.testing.assert_allclose(jnp.concatenate(parts, 1), expected, rtol=1e-4, atol=1e-5)
