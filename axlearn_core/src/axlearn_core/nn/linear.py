@@ -1,5 +1,6 @@
 """Linear maps and embeddings."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -10,6 +11,7 @@ from jax import lax
 from axlearn_core.config import REQUIRED, Node, interface, node
 from axlearn_core.nn.initializers import Constant, Initializer, VarianceScaling
 from axlearn_core.nn.layer import Layer, Precision, expand_to
+from axlearn_core.nn.sharding import is_sharded
 
 
 class Projection(Protocol):
@@ -47,9 +49,13 @@ class Linear(Layer):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., *input_dims] -> [..., *output_dims]."""
         count = len(self.cfg.input_dims)
-        x = x.astype(self.precision.compute)
-        contracted = (tuple(range(x.ndim - count, x.ndim)), tuple(range(count)))
-        y = lax.dot_general(x, self.computed(self.weight), (contracted, ((), ())))
+        x, weight = x.astype(self.precision.compute), self.computed(self.weight)
+        if is_sharded():
+            contracted = (tuple(range(x.ndim - count, x.ndim)), tuple(range(count)))
+            y = lax.dot_general(x, weight, (contracted, ((), ())))
+        else:  # As one matrix: XLA for CPU copies the operands of a product over several dimensions.
+            inner = math.prod(self.cfg.input_dims)
+            y = (x.reshape(-1, inner) @ weight.reshape(inner, -1)).reshape(*x.shape[:-count], *self.cfg.output_dims)
         return y + expand_to(self.computed(self.bias), y.ndim) if self.cfg.bias else y
 
 

@@ -35,6 +35,11 @@ def logical_rules(mesh: jax.sharding.Mesh, rules: Rules) -> Iterator[None]:
         _in_force.reset(token)
 
 
+def is_sharded() -> bool:
+    """Whether the model is being traced for more than one device."""
+    return _in_force.get() is not None
+
+
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """`x`, laid out by one logical axis name per dimension; None leaves a dimension whole.
 

@@ -124,7 +124,7 @@ def quickstart() -> Trainer.Config:
     return Trainer.Config(
         model=model,
         learner=Learner.Config(
-            optimizer=Muon(learning_rate=WarmupStableDecay(peak=0.02, warmup_steps=20, decay_steps=0.6))
+            optimizer=Muon(learning_rate=WarmupStableDecay(peak=0.012, warmup_steps=20, decay_steps=0.6))
         ),
         input=LanguageModelInput.Config(
             batch_size=8,
@@ -133,11 +133,11 @@ def quickstart() -> Trainer.Config:
             tokenizer=TokenizerJson.Config(builtin="python-2k"),
         ),
         evaluators={
-            "eval": LossEvaluator.Config(every_steps=210),
+            "eval": LossEvaluator.Config(every_steps=260),
             "sample": SampleEvaluator.Config(prompt="def "),
         },
-        checkpointer=OrbaxCheckpointer.Config(every_steps=110, keep_last=2),
+        checkpointer=OrbaxCheckpointer.Config(every_steps=130, keep_last=2),
         trackers=TRACKERS,
-        max_steps=420,
+        max_steps=520,
         log_every_steps=10,
     )
