@@ -41,10 +41,13 @@ class Feature(Node[Any]):
     """Names of features that must be asked for together with this one."""
     excludes: ClassVar[tuple[str, ...]] = ()
     """Names of features that cannot be used together with this one."""
+    example: ClassVar[str] = ""
+    """Option text that makes sense on most experiments, for a feature with options that have to be given: what follows
+    the name in `--with NAME:EXAMPLE`. The suites that try every installed feature use it."""
 
     @classmethod
     def __attrs_init_subclass__(cls) -> None:
-        own = {"stage", "needs", "excludes", "apply", "in_effect"}
+        own = {"stage", "needs", "excludes", "example", "apply", "in_effect"}
         if taken := own & {a.name for a in attrs.fields(cls)}:
             name = min(taken)
             raise TypeError(f"{cls.__qualname__}.{name} is no option: write `{name} = ...` without an annotation")
