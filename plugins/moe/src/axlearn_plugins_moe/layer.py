@@ -1,0 +1,119 @@
+"""The mixture of experts: a feed-forward layer of which each token uses a part."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from axlearn_core.config import REQUIRED, Node, Scaled, interface, node, setting, size_of
+from axlearn_core.errors import Problem
+from axlearn_core.nn.initializers import Initializer, VarianceScaling
+from axlearn_core.nn.layer import Layer, Precision
+from axlearn_core.nn.remat import tag
+from axlearn_core.nn.summaries import add_summary
+from axlearn_plugins_moe.dispatch import Dispatch, DroplessDispatch, Experts
+from axlearn_plugins_moe.routers import SoftmaxRouter
+from axlearn_plugins_moe.routing import Router, counts
+from axlearn_plugins_transformer.feed_forward import Activation, FeedForward
+
+
+@node
+class PerExpert(Node[Initializer]):
+    """Fills the matrix of each expert (the leading axis) as `init` would fill that matrix alone."""
+
+    init: Node[Initializer] = VarianceScaling()
+
+    def build(self, **_: Any) -> Initializer:
+        """The initialiser."""
+        own = self.init.build()
+
+        def init(
+            key: jax.Array, shape: Sequence[int], dtype: Any, *, in_axis: Sequence[int], out_axis: Sequence[int]
+        ) -> jax.Array:
+            into, out = (tuple(a % len(shape) - 1 for a in axes) for axes in (in_axis, out_axis))
+            return jax.vmap(lambda k: own(k, shape[1:], dtype, in_axis=into, out_axis=out))(
+                jax.random.split(key, shape[0])
+            )
+
+        return init
+
+
+class MixtureOfExperts(Layer):
+    """`sum(weight_e * expert_e(x))` over the experts that the router chooses for a token (Shazeer et al., 2017).
+
+    It keeps the contract of a feed-forward layer and stands wherever one can.
+    """
+
+    @node
+    class Config(Layer.Config["MixtureOfExperts"]):
+        """The experts, and who chooses among them.
+
+        Attributes:
+            num_experts: how many experts there are.
+            top_k: how many each token uses (on average, where the experts choose).
+            hidden_dim: of one expert; it may be relative to the width.
+            activation: of the experts.
+            gated: `down(activation(gate(x)) * up(x))`, or else `down(activation(up(x)))`.
+            router: chooses experts for tokens.
+            dispatch: brings tokens to experts and back.
+            shared: a feed-forward layer that every token uses besides (DeepSeekMoE, arXiv 2401.06066).
+            init: fills the matrix of each expert, by its own fan.
+        """
+
+        input_dim: int = interface(default=REQUIRED)
+        num_experts: int = setting(default=8, ge=1)
+        top_k: int = setting(default=2, ge=1)
+        hidden_dim: int | Node[int] = Scaled(factor=8 / 3, multiple_of=128)
+        activation: Activation = "silu"
+        gated: bool = True
+        router: Node[Router] = SoftmaxRouter.Config()
+        dispatch: Node[Dispatch] = DroplessDispatch.Config()
+        shared: Node[FeedForward] | None = None
+        init: Node[Initializer] = VarianceScaling()
+
+        def validate(self) -> Iterable[Problem]:
+            """More experts per token than there are."""
+            yield from super().validate()
+            if self.top_k > self.num_experts:
+                yield Problem(
+                    path="top_k",
+                    message="a token cannot use more experts than there are",
+                    got=f"top_k={self.top_k} of num_experts={self.num_experts}",
+                    expected=f"at most {self.num_experts}",
+                    fix="lower top_k or raise num_experts",
+                )
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
+        super().__init__(cfg, precision=precision)
+        hidden = size_of(cfg.hidden_dim, cfg.input_dim)
+        sizes = {"input_dim": cfg.input_dim, "num_experts": cfg.num_experts, "top_k": cfg.top_k}
+        self.router = self.child(cfg.router, rngs=rngs, **sizes)
+        for name in ("gate", "up", "down") if cfg.gated else ("up", "down"):
+            shape, axes = (cfg.num_experts, cfg.input_dim, hidden), ("experts", "embed", "mlp")
+            if name == "down":
+                shape, axes = (shape[0], shape[2], shape[1]), (axes[0], axes[2], axes[1])
+            init = PerExpert(init=cfg.init)
+            setattr(self, name, self.parameter(rngs, init, shape, axes, fan_in=(1,), fan_out=(2,)))
+        if cfg.shared is not None:
+            self.shared = self.child(cfg.shared, rngs=rngs, input_dim=cfg.input_dim)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, S, D] -> [B, S, D]."""
+        cfg = self.cfg
+        x = x.astype(self.precision.compute)
+        routing = self.router(x)
+        self._report(routing.expert)
+        gate = self.computed(self.gate) if cfg.gated else None
+        experts = Experts(gate, self.computed(self.up), self.computed(self.down))
+        y = cfg.dispatch.build()(x, routing, experts, cfg.activation)
+        return tag(y if cfg.shared is None else y + self.shared(x), "mlp_out")
+
+    def _report(self, expert: jax.Array) -> None:
+        """How evenly the experts are used; 1 is even for the entropy, and for the load of the busiest expert."""
+        share = jnp.sum(counts(expert, self.cfg.num_experts), axis=0) / expert.size
+        add_summary("expert_load_max", jnp.max(share) * self.cfg.num_experts)
+        if self.cfg.num_experts > 1:
+            entropy = -jnp.sum(share * jnp.log(jnp.maximum(share, 1e-9)))
+            add_summary("expert_load_entropy", entropy / jnp.log(jnp.float32(self.cfg.num_experts)))

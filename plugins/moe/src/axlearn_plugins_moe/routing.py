@@ -1,0 +1,87 @@
+"""What a router tells a dispatch, and the losses that keep routers in order.
+
+B batch, S positions, D width, E experts, K experts per token, R assignments per row.
+"""
+
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+
+class Routing(NamedTuple):
+    """Assignments of tokens to experts: a list per row, in which earlier ones take precedence where room is short.
+
+    Attributes:
+        expert: int32 [B, R].
+        weight: float32 [B, R], what the expert's output is multiplied with.
+        token: int32 [B, R], the position in the row; None where R = K * S and the list holds the first choices of all
+            tokens, then the second choices of all tokens, and so on.
+    """
+
+    expert: jax.Array
+    weight: jax.Array
+    token: jax.Array | None = None
+
+
+class Router(Protocol):
+    """Chooses experts. Built with `input_dim`, `num_experts`, `top_k`, `rngs`, `precision`.
+
+    It adds its own auxiliary losses.
+    """
+
+    def __call__(self, x: jax.Array) -> Routing:
+        """[B, S, D] -> the assignments."""
+        ...
+
+
+def by_choice(chosen: jax.Array) -> jax.Array:
+    """[B, S, K] -> [B, K * S], the first choices first."""
+    return jnp.moveaxis(chosen, 2, 1).reshape(chosen.shape[0], -1)
+
+
+def counts(expert: jax.Array, num_experts: int) -> jax.Array:
+    """int32 [B, R] -> float32 [B, E]: how many assignments of each row an expert gets."""
+    return jnp.sum(jax.nn.one_hot(expert, num_experts, dtype=jnp.float32), axis=1)
+
+
+def load_balance_loss(expert: jax.Array, probabilities: jax.Array, *, per_row: bool = False) -> jax.Array:
+    """`E * sum(f_e * P_e)` (Fedus et al., 2021): 1 where the load is even, E where one expert takes all.
+
+    Args:
+        expert: int32 [B, R]; f_e is the share of the assignments that expert e gets.
+        probabilities: float32 [B, S, E], summing to 1 over the experts; P_e is their mean over the tokens.
+        per_row: takes both over each row and averages the losses of the rows (the sequence-wise loss of DeepSeek-V3),
+            instead of over the batch.
+    """
+    num_experts = probabilities.shape[-1]
+    share, mean = counts(expert, num_experts) / expert.shape[1], jnp.mean(probabilities, axis=1)
+    if not per_row:
+        share, mean = jnp.mean(share, axis=0, keepdims=True), jnp.mean(mean, axis=0, keepdims=True)
+    return num_experts * jnp.mean(jnp.sum(share * mean, axis=-1))
+
+
+def z_loss(logits: jax.Array) -> jax.Array:
+    """The mean of log(Z)^2 over the tokens of [B, S, E] (Zoph et al., 2022, "ST-MoE")."""
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) ** 2)
+
+
+@jax.custom_vjp
+def injected(parameter: jax.Array, gradient: jax.Array) -> jax.Array:
+    """Exactly zero, with a given gradient by `parameter`: as a loss it leaves the loss as it is.
+
+    For parameters that follow a rule of their own and no loss: the learner's machinery (accumulation, sharding, the
+    test for non-finite gradients) then serves them too.
+    """
+    return jnp.zeros((), jnp.float32)
+
+
+def _injected_forward(parameter: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return jnp.zeros((), jnp.float32), gradient.astype(parameter.dtype)
+
+
+def _injected_backward(gradient: jax.Array, scale: jax.Array) -> tuple[jax.Array, None]:
+    return gradient * scale.astype(gradient.dtype), None
+
+
+injected.defvjp(_injected_forward, _injected_backward)

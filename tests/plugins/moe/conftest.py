@@ -1,0 +1,88 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from axlearn_core.nn import summaries
+from axlearn_core.nn.layer import Precision
+from axlearn_plugins_moe.layer import MixtureOfExperts
+from axlearn_plugins_transformer.feed_forward import ACTIVATIONS
+
+QUICK = {"xla_backend_optimization_level": 0}  # most of the time of these tests would go into compiling
+
+
+def parameters(layer):
+    return {".".join(map(str, k)): v.get_value() for k, v in nnx.to_flat_state(nnx.state(layer))}
+
+
+@pytest.fixture
+def normal():
+    return lambda *shape, seed=0: jax.random.normal(jax.random.key(seed), shape)
+
+
+@pytest.fixture
+def build():
+    """(settings) -> the layer, of width 16 and hidden size 24."""
+
+    def build(dtype="float32", params="float32", width=16, **settings):
+        cfg = MixtureOfExperts.Config(**{"hidden_dim": 24, **settings})
+        return cfg.build(input_dim=width, rngs=nnx.Rngs(0), precision=Precision(params, dtype))
+
+    return build
+
+
+@pytest.fixture
+def grads():
+    """(layer, x, probe, call) -> output, losses, summaries, gradients of `sum(output * probe) + losses` by name and x."""
+
+    def grads(layer, x, probe, call=None):
+        graph, state = nnx.split(layer)
+
+        def loss(state, x):
+            with summaries.collect() as found:
+                y = (call or (lambda layer, x: layer(x)))(nnx.merge(graph, state), x)
+            total = jnp.sum(y * probe) + sum(found.losses.values(), start=jnp.float32(0))
+            return total, (y, found.losses, found.summaries)
+
+        run = jax.jit(jax.grad(loss, (0, 1), has_aux=True), compiler_options=QUICK)
+        (by_state, by_x), (y, losses, reported) = run(state, x)
+        found = {".".join(map(str, k)): v.get_value() for k, v in nnx.to_flat_state(by_state)}
+        return y, losses, reported, found | {"x": by_x}
+
+    return grads
+
+
+@pytest.fixture
+def naive():
+    """(layer, x) -> every expert on every token, weighed by hand; the routing is the layer's own."""
+
+    def naive(layer, x):
+        routing = layer.router(x)
+        length, act = x.shape[1], ACTIVATIONS[layer.cfg.activation]
+        token = routing.token
+        if token is None:
+            token = jnp.broadcast_to(jnp.arange(routing.expert.shape[1])[None] % length, routing.expert.shape)
+        y = jnp.zeros_like(x)
+        for e in range(layer.cfg.num_experts):
+            hidden = act(x @ layer.up[e]) if not layer.cfg.gated else act(x @ layer.gate[e]) * (x @ layer.up[e])
+            mine = jnp.where(routing.expert == e, routing.weight, 0.0)
+            weight = jnp.sum(jnp.where(token[:, None] == jnp.arange(length)[None, :, None], mine[:, None], 0.0), -1)
+            y = y + weight[..., None] * (hidden @ layer.down[e])
+        return y if layer.cfg.shared is None else y + layer.shared(x)
+
+    return naive
+
+
+@pytest.fixture
+def close():
+    """Trees of arrays agree to a part of each array's norm."""
+
+    def close(a, b, tolerance=1e-5):
+        assert a.keys() == b.keys()
+        for name in a:
+            norm = float(jnp.linalg.norm(b[name].ravel()))
+            assert float(jnp.linalg.norm((a[name] - b[name]).ravel())) <= tolerance * norm, name
+            assert norm > 0 or not np.any(a[name]), name
+
+    return close

@@ -1,0 +1,186 @@
+"""The layer against a plain loop over experts, values and gradients, whatever the router, dispatch and kernel."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from axlearn_core.config import Scaled, check
+from axlearn_core.errors import ConfigError
+from axlearn_core.kernels import selection
+from axlearn_core.nn import summaries
+from axlearn_core.nn.initializers import VarianceScaling
+from axlearn_core.nn.remat import Remat
+from axlearn_plugins_moe.dispatch import CapacityDispatch, DroplessDispatch
+from axlearn_plugins_moe.grouped_matmul import XLA, XLA_BLOCKED, grouped_matmul
+from axlearn_plugins_moe.layer import MixtureOfExperts
+from axlearn_plugins_moe.routers import ExpertChoiceRouter, SigmoidRouter, SoftmaxRouter
+from axlearn_plugins_transformer.feed_forward import GatedFeedForward
+
+ROUTERS = {
+    "softmax": {},
+    "switch": {"top_k": 1, "activation": "gelu", "gated": False},
+    "sigmoid": {"router": SigmoidRouter.Config(scale=2.5, load_balance=0.01), "top_k": 3},
+    "expert-choice": {"router": ExpertChoiceRouter.Config(z_loss=0.1), "shared": GatedFeedForward.Config(hidden_dim=8)},
+}
+DISPATCHES = {
+    "ragged": DroplessDispatch.Config(kernel="xla"),
+    "blocked": DroplessDispatch.Config(kernel="xla-blocked"),
+    "capacity": CapacityDispatch.Config(capacity_factor=8.0),  # room for every token in every expert
+}
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("dispatch", DISPATCHES)
+def test_it_is_the_sum_over_experts(router, dispatch, build, naive, grads, close, normal):
+    layer = build(dispatch=DISPATCHES[dispatch], **ROUTERS[router])
+    x, probe = normal(2, 37, 16), normal(2, 37, 16, seed=1)
+    y, losses, reported, found = grads(layer, x, probe)
+    expected, expected_losses, _, expected_grads = grads(layer, x, probe, naive)
+    close({"y": y}, {"y": expected})
+    assert losses == expected_losses
+    close(found, expected_grads)
+    assert reported.get("dropped_assignments", 0.0) == 0.0
+
+
+def test_capacity_drops_what_has_no_room(build, naive, normal):
+    """With room for two of a row's eight tokens: first choices come first, then earlier positions."""
+    layer = build(num_experts=2, top_k=2, dispatch=CapacityDispatch.Config(capacity_factor=0.25))
+    layer.router.weight[...] = jnp.zeros_like(layer.router.weight[...]).at[0, 0].set(4.0)
+    x = normal(1, 8, 16).at[0, :, 0].set(jnp.asarray([1.0, -1, -1, 1, 1, -1, 1, -1]))
+    with summaries.collect() as found:
+        y = layer(x)
+    assert found.summaries["dropped_assignments"] == 0.75
+    whole = naive(layer, x)
+    kept = {0: [0, 3], 1: [1, 2]}
+    for token in range(8):
+        weight = jax.nn.softmax(jnp.asarray([4.0 * x[0, token, 0], 0.0]))
+        parts = [weight[e] * _expert(layer, e, x[0, token]) for e in range(2) if token in kept[e]]
+        np.testing.assert_allclose(y[0, token], sum(parts, start=jnp.zeros(16)), rtol=1e-5, atol=1e-6)
+    assert not np.allclose(y, whole, atol=1e-3)
+
+
+def _expert(layer, e, x):
+    return (jax.nn.silu(x @ layer.gate[e]) * (x @ layer.up[e])) @ layer.down[e]
+
+
+@pytest.mark.parametrize("length", [1, 6])
+def test_rows_are_capacity_groups_of_their_own(length):
+    cfg = CapacityDispatch.Config(capacity_factor=1.25).build()
+    assert cfg.capacity(length, 2 * length, 8) == (1 if length == 1 else 2)
+    assert cfg.capacity(4096, 8192, 8) == 1280
+    assert CapacityDispatch.Config(capacity_factor=100.0).build().capacity(64, 128, 8) == 64
+
+
+@pytest.mark.parametrize("sizes", [[3, 0, 200, 1], [0, 0, 0, 0], [0, 0, 0, 300], [128, 128, 40, 4], [1, 1, 1, 1]])
+def test_the_blocked_product_is_that_of_each_group(sizes, normal):
+    lhs, rhs, probe = normal(300, 7), normal(4, 7, 5, seed=1), normal(300, 5, seed=2)
+    counted = jnp.asarray(sizes, jnp.int32)
+    total, ends = sum(sizes), np.cumsum(sizes)
+    mine = (jnp.arange(300) < total)[:, None]
+
+    def out(kernel):
+        def run(lhs, rhs):
+            y = jnp.where(mine, kernel(jnp.where(mine, lhs, 0), rhs, counted), 0)
+            return jnp.sum(y * probe), y
+
+        return jax.jit(jax.grad(run, (0, 1), has_aux=True))(lhs, rhs)
+
+    (by_lhs, by_rhs), y = out(XLA_BLOCKED)
+    for e, end in enumerate(ends):
+        rows = slice(end - sizes[e], end)
+        np.testing.assert_allclose(y[rows], lhs[rows] @ rhs[e], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(by_lhs[rows], probe[rows] @ rhs[e].T, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(by_rhs[e], lhs[rows].T @ probe[rows], rtol=1e-4, atol=1e-4)
+    (_, reference_rhs), reference = out(XLA)
+    np.testing.assert_allclose(y, reference, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(by_rhs, reference_rhs, rtol=1e-4, atol=1e-4)
+
+
+def test_the_selection_knows_the_op_and_takes_the_blocked_product_on_cpu(normal):
+    with selection.use(selection.Selection(platform="cpu")) as chosen:
+        grouped_matmul(normal(4, 3), normal(2, 3, 5), jnp.asarray([1, 3]))
+    assert [(c.name, c.request.op) for c in chosen.choices] == [("xla-blocked", "grouped_matmul")]
+    with selection.use(selection.Selection(platform="tpu")) as chosen:
+        grouped_matmul(normal(4, 3), normal(2, 3, 5), jnp.asarray([1, 3]))
+    assert chosen.choices[0].name == "xla"
+    assert "not on tpu" in chosen.choices[0].rejected["xla-blocked"]
+
+
+def test_every_axis_is_named_and_each_expert_is_initialised_alone(build):
+    layer = build(width=64, num_experts=40, hidden_dim=Scaled(factor=2.0), router=SigmoidRouter.Config())
+    axes = {".".join(map(str, k)): v.out_sharding for k, v in nnx.to_flat_state(nnx.state(layer))}
+    assert axes == {
+        "gate": ("experts", "embed", "mlp"),
+        "up": ("experts", "embed", "mlp"),
+        "down": ("experts", "mlp", "embed"),
+        "router.weight": ("embed", "experts"),
+        "router.bias": ("experts",),
+    }
+    assert layer.down.shape == (40, 128, 64)
+    assert float(jnp.var(layer.gate[...])) == pytest.approx(1 / 64, rel=0.05)
+    assert float(jnp.var(layer.down[...])) == pytest.approx(1 / 128, rel=0.05)
+    assert not np.allclose(layer.gate[0], layer.gate[1])
+    wide = build(width=64, num_experts=40, init=VarianceScaling(mode="fan_out"), hidden_dim=16)
+    assert float(jnp.var(wide.gate[...])) == pytest.approx(1 / 16, rel=0.05)
+
+
+def test_dtypes(build, normal):
+    layer = build(dtype="bfloat16", router=SigmoidRouter.Config())
+    with jax.numpy_dtype_promotion("strict"):
+        assert layer(normal(1, 5, 16).astype(jnp.bfloat16)).dtype == jnp.bfloat16
+        assert layer.router(normal(1, 5, 16).astype(jnp.bfloat16)).weight.dtype == jnp.float32
+    assert build(params="bfloat16").up.dtype == jnp.bfloat16
+
+
+def test_remat_keeps_tags_and_changes_no_number(build, grads, close, normal):
+    layer, x = build(top_k=2), normal(1, 9, 16)
+    tags = ("mlp_gate", "mlp_up", "mlp_hidden", "mlp_out", "router_logits")
+
+    def wrapped(layer, x):
+        graph, state = nnx.split(layer)
+        remat = Remat.Config(save=tags).build()
+        return remat.wrap(lambda s, x: nnx.merge(graph, s)(x), in_loop=False)(state, x)
+
+    layer.cfg  # noqa: B018
+    plain, rematerialised = (grads(layer, x, x, call)[3] for call in (lambda layer, x: layer(x), wrapped))
+    # Losses stay inside a rematerialised function; they are not what is compared here.
+    for name in ("gate", "up", "down"):
+        close({name: rematerialised[name]}, {name: plain[name]})
+
+
+def test_summaries_say_how_the_experts_are_used(build, normal):
+    layer = build(num_experts=4, top_k=1)
+    layer.router.weight[...] = jnp.zeros_like(layer.router.weight[...]).at[:, 2].set(5.0)
+    with summaries.collect() as found:
+        layer(jnp.ones((2, 6, 16)))
+    assert found.summaries["expert_load_max"] == 4.0
+    assert float(found.summaries["expert_load_entropy"]) == pytest.approx(0.0, abs=1e-6)
+    layer.router.weight[...] = jnp.eye(16, 4) * 9
+    with summaries.collect() as found:
+        layer(jnp.eye(16)[None, :4])
+    assert float(found.summaries["expert_load_max"]) == pytest.approx(1.0)
+    assert float(found.summaries["expert_load_entropy"]) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "path"),
+    [
+        ({"top_k": 9}, "top_k"),
+        ({"num_experts": 0}, "num_experts"),
+        ({"top_k": 0}, "top_k"),
+        ({"activation": "sulu"}, "activation"),
+    ],
+)
+def test_wrong_settings_are_named(settings, path):
+    with pytest.raises(ConfigError) as error:
+        check(MixtureOfExperts.Config(**settings))
+    assert [p.path for p in error.value.problems] == [path]
+
+
+def test_the_default_router_normalises_where_there_is_something_to_normalise(build, normal):
+    x = normal(1, 5, 16)
+    np.testing.assert_allclose(build(top_k=2).router(x).weight.reshape(2, 5).sum(0), 1, rtol=1e-6)
+    assert (build(top_k=1).router(x).weight < 1).all()
+    assert (build(top_k=1, router=SoftmaxRouter.Config(normalize=True)).router(x).weight == 1).all()
