@@ -1,7 +1,7 @@
 """Multi-head and grouped-query attention."""
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -15,16 +15,34 @@ from axlearn_core.nn.remat import tag
 from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_transformer.kernels import masks
 from axlearn_plugins_transformer.kernels.attention import attention
+from axlearn_plugins_transformer.kernels.bias import Bias
 from axlearn_plugins_transformer.kv_cache import ContiguousCache, KVCache
 from axlearn_plugins_transformer.norm import Norm
 
 
 class PositionEncoding(Protocol):
-    """Tells queries and keys where they are. Built with `head_dim`, `rngs`, `precision`."""
+    """Tells queries and keys where they are. Built with `head_dim`, `num_heads`, `rngs`, `precision`.
+
+    One that works on the scores as well, or only on them, is a `ScoreBias` too.
+    """
 
     def __call__(self, query: jax.Array, key: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """[B, S, N, H], [B, S, K, H] and int32 [B or 1, S] -> the same shapes."""
         ...
+
+
+@runtime_checkable
+class ScoreBias(Protocol):
+    """What a position encoding may be besides: something that is added to the scores."""
+
+    def score_bias(self) -> Bias:
+        """The bias, for `num_heads` query heads."""
+        ...
+
+
+def bias_of(position: Any) -> Bias | None:
+    """The bias of a position encoding on the scores; None where it has none."""
+    return position.score_bias() if isinstance(position, ScoreBias) else None
 
 
 class AttentionLayer(Protocol):
@@ -101,7 +119,7 @@ class Attention(Layer):
             self.query_norm = self.child(cfg.qk_norm, rngs=rngs, dim=self.head_dim)
             self.key_norm = self.child(cfg.qk_norm, rngs=rngs, dim=self.head_dim)
         if cfg.position is not None:
-            self.position = self.child(cfg.position, rngs=rngs, head_dim=self.head_dim)
+            self.position = self.child(cfg.position, rngs=rngs, head_dim=self.head_dim, num_heads=cfg.num_heads)
 
     def init_cache(self, batch: int, length: int) -> Any:
         """An empty cache for `batch` rows of at most `length` tokens."""
@@ -109,14 +127,7 @@ class Attention(Layer):
 
     def mask(self, context: Context) -> masks.Mask:
         """Which keys a query sees."""
-        mask: masks.Mask = masks.Causal()
-        if self.cfg.window is not None:
-            mask = mask & masks.SlidingWindow(self.cfg.window)
-        if context.prefix is not None:
-            mask = mask | masks.Prefix(context.prefix)
-        if context.segment_ids is not None:
-            mask = mask & masks.Segments(context.segment_ids, context.segment_ids)
-        return mask
+        return masks.visible(context, self.cfg.window)
 
     def __call__(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
         """[B, S, D] and its cache -> ([B, S, D], the new cache)."""
@@ -144,6 +155,7 @@ class Attention(Layer):
             mask=self.mask(context),
             scale=cfg.scale or self.head_dim**-0.5,
             softcap=cfg.softcap,
+            bias=None if cfg.position is None else bias_of(self.position),
             query_slots=None if slots is None else context.slots,
             key_slots=slots,
             kernel=cfg.kernel if cache is None else None,

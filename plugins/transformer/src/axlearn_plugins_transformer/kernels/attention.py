@@ -1,6 +1,6 @@
 """Scaled dot-product attention.
 
-B batch, Q queries, K keys, N query heads, G key-value heads (N is a multiple of G), H head size.
+B batch, Q queries, K keys, N query heads, G key-value heads (N is a multiple of G), H head size, V size of the values.
 """
 
 import jax
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from axlearn_core.contracts.kernels import OpRequest
 from axlearn_core.kernels import selection
+from axlearn_plugins_transformer.kernels.bias import Bias
 from axlearn_plugins_transformer.kernels.masks import Mask, Range
 
 BLOCK = 128
@@ -22,25 +23,27 @@ def attention(
     mask: Mask,
     scale: float,
     softcap: float | None = None,
+    bias: Bias | None = None,
     query_slots: jax.Array | None = None,
     key_slots: jax.Array | None = None,
     kernel: str | None = None,
 ) -> jax.Array:
-    """softmax(mask(cap(scale * query @ key))) @ value, the softmax in float32.
+    """softmax(mask(cap(scale * query @ key) + bias)) @ value, the softmax in float32.
 
     Args:
         query: [B, Q, N, H].
         key: [B, K, G, H].
-        value: [B, K, G, H].
+        value: [B, K, G, V]; in most models V is H.
         mask: which keys each query sees.
         scale: multiplies the queries.
         softcap: caps the scores to (-softcap, softcap) by a tanh.
+        bias: what is added to them. A kernel gets it only where there is one; the option `bias` describes it.
         query_slots: int32 [B or 1, Q], the slots that the mask counts by; None means the index.
         key_slots: int32 [B or 1, K].
         kernel: the name of an implementation; None leaves the choice to the selection in force.
 
     Returns:
-        [B, Q, N, H] in the dtype of the query.
+        [B, Q, N, V] in the dtype of the value.
 
     Raises:
         RequestError: the implementation does not exist or cannot do it.
@@ -51,11 +54,14 @@ def attention(
     options = {
         "mask": mask.describe(),
         "softcap": softcap,
+        "bias": None if bias is None else bias.describe(),
         "aligned": aligned,
         "skips": any(mask.block((i, i + BLOCK), (j, j + BLOCK)) is False for i in blocks for j in blocks),
     }
     run = selection.chosen("attention", {"query": query, "key": key, "value": value}, options, kernel)
-    return run(query, key, value, mask=mask, scale=scale, softcap=softcap, query_slots=query_slots, key_slots=key_slots)
+    slots = {"query_slots": query_slots, "key_slots": key_slots}
+    biased = {} if bias is None else {"bias": bias}  # kernels that know of no biases are not called with one
+    return run(query, key, value, mask=mask, scale=scale, softcap=softcap, **slots, **biased)
 
 
 def _by_head(query: jax.Array, key: jax.Array, value: jax.Array, scale: float) -> tuple[jax.Array, ...]:
@@ -66,11 +72,20 @@ def _by_head(query: jax.Array, key: jax.Array, value: jax.Array, scale: float) -
     return jnp.swapaxes(query * scale, 1, 2), jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
 
 
-def _attend(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array | None, softcap: float | None) -> jax.Array:
-    """[..., Q, H], [..., K, H] and a mask [B or 1, 1..., Q, K] -> [..., Q, H]."""
+def _attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    visible: jax.Array | None,
+    softcap: float | None,
+    bias: jax.Array | None = None,
+) -> jax.Array:
+    """[..., Q, H], [..., K, H], [..., K, V], a mask [B or 1, 1..., Q, K], a bias [B or 1, ..., Q, K] -> [..., Q, V]."""
     scores = jnp.einsum("...td,...sd->...ts", q, k).astype(jnp.float32)
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
     if visible is not None:
         scores = jnp.where(visible, scores, -1e30)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
@@ -95,18 +110,23 @@ class _XLA:
         softcap: float | None,
         query_slots: jax.Array | None,
         key_slots: jax.Array | None,
+        bias: Bias | None = None,
     ) -> jax.Array:
         """See `attention`."""
         queries, keys = (0, query.shape[1]), (0, key.shape[1])
         visible = mask.materialize(queries, keys, query_slots, key_slots)
+        added = None if bias is None else bias.materialize(queries, keys, query_slots, key_slots)
         if query_slots is None or query.shape[1] > 1 or query.shape[2] == key.shape[2]:
             q, k, v = _by_head(query, key, value, scale)
-            return jnp.swapaxes(_attend(q, k, v, visible[:, None], softcap), 1, 2)
+            return jnp.swapaxes(_attend(q, k, v, visible[:, None], softcap, added), 1, 2)
         # Decoding: the group of query heads takes the place of the queries, so that no key is repeated.
         batch, _, heads, size = query.shape
-        q = (query * scale).reshape(batch, key.shape[2], heads // key.shape[2], size)
-        out = _attend(q, jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2), visible[:, None], softcap)
-        return out.reshape(query.shape)
+        groups = (key.shape[2], heads // key.shape[2])
+        q = (query * scale).reshape(batch, *groups, size)
+        if added is not None:
+            added = added.reshape(added.shape[0], *groups, key.shape[1])
+        out = _attend(q, jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2), visible[:, None], softcap, added)
+        return out.reshape(batch, 1, heads, value.shape[3])
 
 
 class _XLABlocked:
@@ -134,6 +154,7 @@ class _XLABlocked:
         softcap: float | None,
         query_slots: jax.Array | None,
         key_slots: jax.Array | None,
+        bias: Bias | None = None,
     ) -> jax.Array:
         """See `attention`."""
         q, k, v = _by_head(query, key, value, scale)
@@ -142,7 +163,8 @@ class _XLABlocked:
             rows = (start, start + BLOCK)
             low, high = _visible_keys(mask, rows, key.shape[1])
             visible = None if mask.block(rows, (low, high)) else mask.materialize(rows, (low, high))[:, None]
-            parts.append(_attend(q[:, :, slice(*rows)], k[:, :, low:high], v[:, :, low:high], visible, softcap))
+            added = None if bias is None else bias.materialize(rows, (low, high))
+            parts.append(_attend(q[:, :, slice(*rows)], k[:, :, low:high], v[:, :, low:high], visible, softcap, added))
         return jnp.swapaxes(jnp.concatenate(parts, axis=2), 1, 2)
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from axlearn_core.nn.layer import Context
+
 Range = tuple[int, int]
 
 
@@ -62,7 +64,7 @@ def _static(**kwargs: Any) -> Any:
     return field(metadata={"static": True}, **kwargs)
 
 
-def _slots(part: Range, slots: jax.Array | None, axis: int) -> jax.Array:
+def slots_of(part: Range, slots: jax.Array | None, axis: int) -> jax.Array:
     """Slots as [B or 1, n, 1] for queries (axis 1) or [B or 1, 1, n] for keys (axis 2)."""
     if slots is None:
         shape = (1, part[1] - part[0], 1) if axis == 1 else (1, 1, part[1] - part[0])
@@ -95,7 +97,7 @@ class Causal(Mask):
 
     def materialize(self, queries, keys, query_slots=None, key_slots=None) -> jax.Array:
         """key <= query."""
-        return _slots(keys, key_slots, 2) <= _slots(queries, query_slots, 1)
+        return slots_of(keys, key_slots, 2) <= slots_of(queries, query_slots, 1)
 
 
 @_mask
@@ -112,7 +114,7 @@ class SlidingWindow(Mask):
 
     def materialize(self, queries, keys, query_slots=None, key_slots=None) -> jax.Array:
         """key > query - size."""
-        return _slots(keys, key_slots, 2) > _slots(queries, query_slots, 1) - self.size
+        return slots_of(keys, key_slots, 2) > slots_of(queries, query_slots, 1) - self.size
 
     def describe(self) -> str:
         """With the size."""
@@ -139,7 +141,7 @@ class Prefix(Mask):
 
     def materialize(self, queries, keys, query_slots=None, key_slots=None) -> jax.Array:
         """key < length."""
-        seen = _slots(keys, key_slots, 2) < self.length[:, None, None]
+        seen = slots_of(keys, key_slots, 2) < self.length[:, None, None]
         return jnp.broadcast_to(seen, (seen.shape[0], queries[1] - queries[0], seen.shape[2]))
 
 
@@ -194,3 +196,15 @@ class Or(Mask):
     def describe(self) -> str:
         """All parts, sorted."""
         return "(" + " | ".join(sorted(m.describe() for m in self.masks)) + ")"
+
+
+def visible(context: Context, window: int | None = None) -> Mask:
+    """What a query of a causal decoder sees: the past, of which the last `window`, and the prefix; of its document."""
+    mask: Mask = Causal()
+    if window is not None:
+        mask = mask & SlidingWindow(window)
+    if context.prefix is not None:
+        mask = mask | Prefix(context.prefix)
+    if context.segment_ids is not None:
+        mask = mask & Segments(context.segment_ids, context.segment_ids)
+    return mask

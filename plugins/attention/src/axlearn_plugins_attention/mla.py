@@ -1,0 +1,61 @@
+"""The feature `mla`."""
+
+from typing import Any, TypeVar
+
+import attrs
+
+from axlearn_core.config import Node, find, map, node, replace_config, setting
+from axlearn_core.errors import ConfigError, Problem
+from axlearn_core.plugins.feature import Feature
+from axlearn_plugins_attention.latent import LatentAttention
+from axlearn_plugins_transformer.attention import Attention
+
+Tree = TypeVar("Tree", bound=Node[Any])
+
+
+@node
+class UseLatentAttention(Feature):
+    """Multi-head latent attention (DeepSeek-V2) in the place of every multi-head or grouped-query attention.
+
+    Heads, their size, position encoding, window, softcap, kernel and the projections that both have are taken over;
+    `num_kv_heads` goes, as every head has keys of its own. The position encoding works on a part of the queries and one
+    key for all heads, of `rope_head_dim`. What else was set on the attention (`qk_norm`, another KV cache) has no
+    counterpart and is an error.
+
+    `kv_rank` is the size of the latent that keys and values are made of, `query_rank` that of the queries (0 for none),
+    `value_head_dim` the size of a value. What is not given has the ratios of the paper. On an attention that is latent
+    already, the options that are given are set, and the others stay.
+    """
+
+    stage = "replace"
+
+    kv_rank: int | None = setting(default=None, ge=1)
+    query_rank: int | None = setting(default=None, ge=0)
+    rope_head_dim: int | None = setting(default=None, ge=1)
+    value_head_dim: int | None = setting(default=None, ge=1)
+
+    def apply(self, cfg: Tree) -> Tree:
+        """Swaps every `Attention`, and sets the options on every `LatentAttention`."""
+        if not find(cfg, Attention) and not find(cfg, LatentAttention):
+            raise ConfigError(
+                Problem(
+                    path="model",
+                    message="mla finds no attention that it could replace",
+                    expected="an attention or a latent-attention",
+                    fix="leave mla out",
+                )
+            )
+        names = ("kv_rank", "query_rank", "rope_head_dim", "value_head_dim")
+        given = {n: getattr(self, n) for n in names if getattr(self, n) is not None}
+        if self.query_rank == 0:
+            given["query_rank"] = None
+        made = replace_config(cfg, Attention, LatentAttention.Config(), drop=("num_kv_heads",))
+
+        def options(part: Node[Any]) -> Node[Any]:
+            return attrs.evolve(part, **given) if isinstance(part, LatentAttention.Config) else part
+
+        return map(made, options) if given else made
+
+    def in_effect(self, cfg: Node[Any]) -> bool:
+        """Every attention is latent, with these options."""
+        return self.apply(cfg) == cfg

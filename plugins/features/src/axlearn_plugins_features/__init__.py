@@ -1,0 +1,1 @@
+"""The everyday features of axlearn, each a config modifier in a module of its own."""

@@ -1,0 +1,73 @@
+"""What the features share: setting fields by path or wherever nodes have them, and components by name."""
+
+from typing import Any
+
+import attrs
+
+from axlearn_core.config import Node, map
+from axlearn_core.config.node import is_interface
+from axlearn_core.config.tree import get
+from axlearn_core.errors import ConfigError, Problem
+from axlearn_core.plugins.registry import registry
+
+
+def set_fields(cfg: Any, has: frozenset[str], values: dict[str, Any], *, feature: str, needs: str) -> Any:
+    """`cfg` with the values set on every node that has all the fields of `has`.
+
+    Raises:
+        ConfigError: no node has them; `needs` says what `feature` looks for.
+    """
+    count = 0
+
+    def place(part: Node[Any]) -> Node[Any]:
+        nonlocal count
+        if not has <= {a.name for a in attrs.fields(type(part))}:
+            return part
+        count += 1
+        return part if all(getattr(part, k) == v for k, v in values.items()) else attrs.evolve(part, **values)
+
+    made = map(cfg, place)
+    if not count:
+        raise ConfigError(
+            Problem(
+                path="",
+                message=f"{feature} finds nothing to set",
+                expected=needs,
+                fix=f"leave the feature {feature} out",
+            )
+        )
+    return made
+
+
+def require_fields(cfg: Any, path: str, names: tuple[str, ...], *, feature: str) -> Any:
+    """The node at a path; raises `ConfigError` where there is none, or it lacks one of the fields."""
+    part = get(cfg, path)
+    known = {a.name for a in attrs.fields(type(part))} if isinstance(part, Node) else set()
+    lacking = [n for n in names if n not in known]
+    if lacking:
+        raise ConfigError(
+            Problem(
+                path=f"{path}.{lacking[0]}",
+                message=f"{feature} cannot set it: {type(part).__qualname__} has no such field",
+                fix=f"leave the feature {feature} out, or set what that component has in its place",
+            )
+        )
+    return part
+
+
+def component(given: str | Node[Any]) -> Node[Any]:
+    """A component that an option gives: by its registered name, or as a node.
+
+    Raises:
+        RequestError: no component has that name.
+    """
+    return registry().component(given)() if isinstance(given, str) else given
+
+
+def given_fields(node: Node[Any]) -> dict[str, Any]:
+    """The fields of a node that differ from their defaults: what whoever wrote it asked for."""
+    return {
+        a.name: getattr(node, a.name)
+        for a in attrs.fields(type(node))
+        if not is_interface(a) and getattr(node, a.name) != a.default
+    }

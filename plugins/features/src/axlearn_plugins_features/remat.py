@@ -1,0 +1,70 @@
+"""The feature `remat`."""
+
+from collections.abc import Iterable
+from typing import Any, Literal, TypeVar
+
+from axlearn_core.config import Node, node
+from axlearn_core.errors import Problem
+from axlearn_core.nn.remat import Remat
+from axlearn_core.plugins.feature import Feature
+from axlearn_plugins_features.edit import set_fields
+from axlearn_plugins_features.remat_tags import RematTags
+
+Tree = TypeVar("Tree", bound=Node[Any])
+
+
+@node
+class UseRemat(Feature):
+    """Says what the backward pass keeps of each layer, and what it computes again.
+
+    One of these, by default `policy=full`:
+
+    - `policy`: `full` keeps nothing but the layer's input, `dots` the products without a batch dimension, `everything`
+      all of it under a checkpoint, `none` takes rematerialisation out;
+    - `save`: the activation tags to keep (`[query, key, value, context]`); all else is computed again;
+    - `recompute`: the tags to compute again; every other tagged activation is kept, and what has no tag is not.
+
+    `offload` names tags to keep in the host's memory, alone or with `save`. A tag that the layer does not have stops
+    the run while it is compiled, with the tags that there are. On an experiment with rematerialisation this replaces
+    it.
+    """
+
+    stage = "execute"
+
+    policy: Literal["full", "none", "dots", "everything"] | None = None
+    save: tuple[str, ...] | None = None
+    recompute: tuple[str, ...] | None = None
+    offload: tuple[str, ...] = ()
+
+    def validate(self) -> Iterable[Problem]:
+        """Options that contradict one another."""
+        given = [n for n in ("policy", "save", "recompute") if getattr(self, n) is not None]
+        if len(given) > 1:
+            yield Problem(
+                path=given[1], message=f"cannot be given together with {given[0]}", fix="leave one of them out"
+            )
+        if self.offload and (self.policy is not None or self.recompute is not None):
+            other = "policy" if self.policy is not None else "recompute"
+            yield Problem(path="offload", message=f"cannot be given together with {other}", fix="use save with it")
+        if both := sorted({*(self.save or ())} & {*self.offload}):
+            yield Problem(
+                path="offload", message="a tag is kept in one place", got=f"{', '.join(both)} in save as well"
+            )
+
+    def apply(self, cfg: Tree) -> Tree:
+        """Sets `remat` of every stack."""
+        needs = "a stack of layers: a node with `mode` and `remat`"
+        return set_fields(cfg, frozenset({"mode", "remat"}), {"remat": self._node()}, feature="remat", needs=needs)
+
+    def in_effect(self, cfg: Node[Any]) -> bool:
+        """Every stack does it so."""
+        return self.apply(cfg) == cfg
+
+    def _node(self) -> Node[Remat] | None:
+        if self.policy == "none":
+            return None
+        if self.recompute is not None:
+            return RematTags.Config(recompute=self.recompute)
+        if self.policy in ("dots", "everything"):
+            return Remat.Config(save=self.policy)
+        return Remat.Config(save=self.save or (), offload=self.offload)
