@@ -27,6 +27,7 @@ DEFAULT_RULES: Mapping[str, tuple[str, ...]] = {
     "layers": (),
     "experts": ("expert",),
     "norm": (),
+    "rank": (),  # the narrow side of a factored matrix
 }
 """Fully sharded data parallelism over `fsdp`, tensor parallelism over `tensor`."""
 

@@ -48,21 +48,22 @@ def unflatten(like: Any, leaves: Mapping[str, Any]) -> Any:
 
 
 def select(pattern: str, paths: Iterable[str], *, what: str) -> list[str]:
-    """The paths that fit a pattern of `*` and `**`.
+    """The paths that fit a pattern of `*` and `**`; with a leading `!`, those that do not.
 
     Raises:
         RequestError: none does; names the nearest.
     """
     paths = list(paths)
-    found = [p for p in paths if matches(pattern, p)]
+    negated, plain = pattern.startswith("!"), pattern.removeprefix("!")
+    found = [p for p in paths if matches(plain, p) != negated]
     if not found:
-        plain = pattern.replace("**.", "").replace(".**", "")
+        plain = plain.replace("**.", "").replace(".**", "")
         by_tail = {
             p.split(".", p.count(".") - plain.count("."))[-1]: p for p in paths if p.count(".") >= plain.count(".")
         }
-        close = [by_tail[n] for n in nearest(plain, by_tail)] or list(nearest(pattern, paths))
+        close = [by_tail[n] for n in nearest(plain, by_tail)] or list(nearest(plain, paths))
         raise RequestError(
-            f"{what}: the pattern {pattern!r} matches no parameter\n"
+            f"{what}: the pattern {pattern!r} {'leaves' if negated else 'matches'} no parameter\n"
             f"    nearest: {', '.join(close or paths[:5])}\n"
             "    fix: `*` stands for one part of a dotted path, `**` for any number of parts"
         )
