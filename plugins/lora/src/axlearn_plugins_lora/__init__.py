@@ -1,0 +1,1 @@
+"""Low-rank adaptation for axlearn: the component `lora-linear`, the feature `lora`, the command `axlearn lora`."""

@@ -1,0 +1,202 @@
+"""Adapters as values: merged into the weights, taken out of them again, and kept in files of their own.
+
+Parameters are flat dicts by dotted path (`decoder.layer.attention.query.lora_a`). `scales` has alpha / rank of each adapted
+map by its path (`decoder.layer.attention.query`); `scales_of(model)` gives it.
+
+The files of exported adapters:
+
+    adapters.safetensors    lora_a and lora_b of each adapted map
+    adapters.json           the scales, and a hash of the weights that they were trained beside
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from axlearn_core.errors import CheckpointError, RequestError, WorkError, nearest
+from axlearn_plugins_lora.linear import ADAPTERS, is_adapted
+
+Params = Mapping[str, Any]
+WEIGHTS, FACTS = "adapters.safetensors", "adapters.json"
+_FORMAT = 1
+
+
+def is_adapter(path: str) -> bool:
+    """Whether a parameter belongs to an adapter."""
+    return path.rpartition(".")[2] in ADAPTERS
+
+
+def scales_of(model: Any) -> dict[str, float]:
+    """alpha / rank of each adapted map in a module, by path; the module may be abstract."""
+    return {".".join(map(str, path)): m.lora_scale for path, m in nnx.iter_modules(model) if is_adapted(m)}
+
+
+def split(params: Params) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the base's parameters, the adapters')."""
+    base = {p: x for p, x in params.items() if not is_adapter(p)}
+    return base, {p: x for p, x in params.items() if is_adapter(p)}
+
+
+def merge(params: Params, scales: Mapping[str, float]) -> dict[str, Any]:
+    """The parameters of the dense model that computes what the adapted one does: W + alpha / rank * A B.
+
+    The sum is taken in float32 and rounded once to the dtype of W.
+
+    Raises:
+        RequestError: an adapted map has no parameter `weight` of the shape of A B, or an adapter has no scale.
+    """
+    return _added(params, scales, 1.0)
+
+
+def unmerge(params: Params, adapters: Params, scales: Mapping[str, float]) -> dict[str, Any]:
+    """The parameters of the adapted model again: takes the adapters out of merged weights, and puts them beside them.
+
+    Equal to what was merged but for the rounding of `merge`.
+    """
+    made = _added({**params, **adapters}, scales, -1.0)
+    return {**made, **adapters}
+
+
+def _added(params: Params, scales: Mapping[str, float], sign: float) -> dict[str, Any]:
+    made, adapters = split(params)
+    found = {p.rpartition(".")[0] for p in adapters}
+    if found != set(scales):
+        odd = sorted(found ^ set(scales))
+        raise RequestError(f"adapters and their scales are of different maps\n    got: {', '.join(odd[:5])}")
+    for path, scale in scales.items():
+        name, a, b = f"{path}.weight", adapters[f"{path}.lora_a"], adapters[f"{path}.lora_b"]
+        weight = made.get(name)
+        if weight is None or not jnp.issubdtype(weight.dtype, jnp.floating):
+            raise RequestError(
+                f"{path}: adapters merge into a floating-point parameter `weight`, and there is none\n"
+                "    fix: merge before the weights are quantized"
+            )
+        _check_shape(path, weight, a, b)
+        made[name] = _sum(weight, a, b, sign * scale)
+    return made
+
+
+@jax.jit
+def _sum(weight: jax.Array, a: jax.Array, b: jax.Array, scale: jax.Array) -> jax.Array:
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    stacked = tuple(range(_stacked(weight, a, b)))
+    contracted = (a.ndim - 1,), (len(stacked),)
+    product = lax.dot_general(a, b, (contracted, (stacked, stacked)), precision=lax.Precision.HIGHEST)
+    return (weight.astype(jnp.float32) + scale * product).astype(weight.dtype)
+
+
+def _stacked(weight: Any, a: Any, b: Any) -> int:
+    """How many leading dimensions number the layers: those that are in A, B and W alike."""
+    return a.ndim + b.ndim - 2 - weight.ndim
+
+
+def _check_shape(path: str, weight: Any, a: Any, b: Any) -> None:
+    count = _stacked(weight, a, b)
+    shape = (*a.shape[:-1], *b.shape[count + 1 :]) if count >= 0 else ()
+    if shape != weight.shape or a.shape[:count] != b.shape[:count] or a.shape[-1] != b.shape[count]:
+        raise RequestError(
+            f"{path}: the adapters are of another base\n"
+            f"    got: A {tuple(a.shape)}, B {tuple(b.shape)} beside a weight {tuple(weight.shape)}\n"
+            "    fix: use the base that they were trained with"
+        )
+
+
+@attrs.frozen(eq=False)
+class Exported:
+    """Adapters on their own.
+
+    Attributes:
+        params: their parameters by path.
+        scales: alpha / rank by the path of the adapted map.
+        base: `fingerprint` of the weights that they belong to.
+    """
+
+    params: dict[str, Any]
+    scales: dict[str, float]
+    base: str
+
+    def check(self, params: Params) -> None:
+        """Raises `RequestError` unless `params` holds the base that the adapters were trained with."""
+        for path in self.scales:
+            if f"{path}.weight" not in params:
+                there = {p.removesuffix(".weight") for p in params if p.endswith(".weight")}
+                close = nearest(path, there)
+                raise RequestError(
+                    f"the adapters are of another base: this model has no {path}.weight\n"
+                    + (f"    nearest: {', '.join(close)}\n" if close else "")
+                    + "    fix: use the base that they were trained with"
+                )
+            a, b = (self.params[f"{path}.{name}"] for name in ADAPTERS)
+            _check_shape(path, params[f"{path}.weight"], a, b)
+        if fingerprint(params, self.scales) != self.base:
+            raise RequestError(
+                "the adapters are of another base: its weights have the right shapes and other values\n"
+                "    fix: use the base that they were trained with"
+            )
+
+
+def fingerprint(params: Params, scales: Mapping[str, float]) -> str:
+    """A hash of the weights that have adapters."""
+    digest = hashlib.sha256()
+    for path in sorted(scales):
+        weight = np.ascontiguousarray(np.asarray(params[f"{path}.weight"]))
+        digest.update(f"{path} {weight.dtype} {weight.shape}".encode())
+        digest.update(weight.reshape(-1).view(np.uint8))
+    return digest.hexdigest()
+
+
+def save(directory: Path, params: Params, scales: Mapping[str, float]) -> None:
+    """Writes the adapters among `params`, and a hash of the base beside them.
+
+    Raises:
+        RequestError: there are none.
+        WorkError: the directory cannot be written.
+    """
+    from safetensors.flax import save_file
+
+    _, adapters = split(params)
+    if not adapters:
+        raise RequestError("there are no adapters to write: the model has none")
+    facts = {"format": _FORMAT, "base": fingerprint(params, scales), "scales": dict(sorted(scales.items()))}
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file({p: jnp.asarray(np.asarray(x)) for p, x in adapters.items()}, str(directory / WEIGHTS))
+        (directory / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise WorkError(f"cannot write adapters to {directory}: {error.strerror or error}") from error
+
+
+def load(directory: Path) -> Exported:
+    """The adapters that `save` wrote.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    from safetensors import SafetensorError
+    from safetensors.flax import load_file
+
+    try:
+        facts = json.loads((directory / FACTS).read_text(encoding="utf-8"))
+        if facts["format"] != _FORMAT:
+            raise ValueError(f"format {facts['format']} is not {_FORMAT}")
+        made = Exported(load_file(str(directory / WEIGHTS)), facts["scales"], facts["base"])
+    except OSError as error:
+        reason = error.strerror or error
+        raise CheckpointError(
+            f"{directory} holds no exported adapters: {reason}\n    fix: `axlearn lora export RUN_DIR DIR` writes them"
+        ) from error
+    except (ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise CheckpointError(f"the adapters in {directory} are damaged: {error}\n    fix: export them again") from error
+    expected = {f"{path}.{name}" for path in made.scales for name in ADAPTERS}
+    if expected != made.params.keys():
+        raise CheckpointError(f"the adapters in {directory} are damaged: {FACTS} and {WEIGHTS} name different maps")
+    return made

@@ -1,0 +1,146 @@
+"""Beginning a run with the parameters of another one."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from axlearn_core.config import Configurable, Node, node, setting
+from axlearn_core.errors import CheckpointError, RequestError
+from axlearn_core.train import TrainLoop
+from axlearn_core.train.api import saved_config
+from axlearn_core.train.loop import Loop
+from axlearn_core.train.session import Session, say
+from axlearn_plugins_lora import adapters
+from axlearn_plugins_lora.adapters import is_adapter
+
+PARAMS, AVERAGE = "params.", "learner.ema."
+
+
+class StartFromRun(Configurable):
+    """Loads parameters into a run that is at its beginning, then hands over to the loop inside.
+
+    A run that continues from its own checkpoint loads nothing.
+    """
+
+    @node
+    class Config(Configurable.Config["StartFromRun"]):
+        """Where the parameters come from.
+
+        Attributes:
+            run_dir: a run of the same model; adapters that it does not have stay as they were initialised.
+            step: which of its checkpoints; the newest where it is None.
+            adapters: a directory written by `axlearn lora export`.
+            loop: what trains.
+        """
+
+        run_dir: str | None = None
+        step: int | None = setting(default=None, ge=0)
+        adapters: str | None = None
+        loop: Node[Loop] = TrainLoop.Config()
+
+    def __init__(self, cfg: Config):
+        self.cfg = cfg
+        self.loop = cfg.loop.build()
+
+    def run(self, session: Session) -> None:
+        """See `axlearn_core.train.loop.Loop`."""
+        if session.start_step == 0:
+            session.state = self.started(session.state)
+        self.loop.run(session)
+
+    def started(self, state: Any) -> Any:
+        """A training state with the parameters in place, sharded as they were."""
+        params: dict[str, jax.Array] = dict(state["params"])
+        if self.cfg.run_dir is not None:
+            directory = Path(self.cfg.run_dir).expanduser()
+            found = run_parameters(directory, params, step=self.cfg.step)
+            say(f"starting from the parameters of {directory}: {len(found)} of {len(params)} arrays")
+            params |= found
+        if self.cfg.adapters is not None:
+            exported = adapters.load(Path(self.cfg.adapters).expanduser())
+            _check_same_maps(exported.params, params)
+            exported.check(params)
+            params |= {p: _placed(x, params[p]) for p, x in exported.params.items()}
+        learner = state["learner"]
+        average = getattr(learner, "ema", None)
+        if average is not None:  # begins at the parameters, in buffers of its own
+            learner = learner._replace(
+                ema={p: jnp.array(params[p], jnp.float32, copy=True, device=a.sharding) for p, a in average.items()}
+            )
+        return {**state, "params": params, "learner": learner}
+
+
+def run_parameters(run_dir: Path, like: Mapping[str, Any], *, step: int | None = None) -> dict[str, jax.Array]:
+    """The parameters of a run's checkpoint (their moving average where it kept one), as `like` has them.
+
+    Args:
+        run_dir: the run.
+        like: path -> array, which may be abstract; gives dtypes and shardings.
+        step: by default the newest.
+
+    Returns:
+        Those that the run has: all of `like`, but for adapters.
+
+    Raises:
+        CheckpointError: it is no run, has no such checkpoint, or is of another model.
+    """
+    config: Any = saved_config(run_dir)
+    if config is None:
+        raise CheckpointError(f"{run_dir} is no run directory: it has no config.yaml")
+    checkpointer = config.checkpointer.build(directory=run_dir / "checkpoints")
+    try:
+        if not (hasattr(checkpointer, "inspect") and hasattr(checkpointer, "restore_partial")):
+            raise RequestError(f"the checkpointer of {run_dir} cannot restore a part of a state")
+        known = checkpointer.steps()
+        step = max(known, default=None) if step is None else step
+        if step not in known:
+            listed = ", ".join(map(str, known)) or "none"
+            raise CheckpointError(f"{run_dir} has no checkpoint{f' of step {step}' if known else ''} (there: {listed})")
+        there = checkpointer.inspect(step).arrays
+        _check_model(run_dir, there, like)
+        sources = {p: next((k for k in (AVERAGE + p, PARAMS + p) if k in there), None) for p in like}
+        wanted = {
+            key: jax.ShapeDtypeStruct(like[p].shape, there[key].dtype, sharding=getattr(like[p], "sharding", None))
+            for p, key in sources.items()
+            if key is not None
+        }
+        loaded = checkpointer.restore_partial(step, wanted, "**")
+    finally:
+        checkpointer.close()
+    return {p: loaded[key].astype(like[p].dtype) for p, key in sources.items() if key is not None}
+
+
+def _check_model(run_dir: Path, there: Mapping[str, Any], like: Mapping[str, Any]) -> None:
+    has = {k.removeprefix(PARAMS): info for k, info in there.items() if k.startswith(PARAMS)}
+    problems = [f"missing: {p}" for p in like if p not in has and not is_adapter(p)]
+    problems += [
+        f"differs: {p}: {tuple(has[p].shape)} there, {tuple(x.shape)} here"
+        for p, x in like.items()
+        if p in has and tuple(has[p].shape) != tuple(x.shape)
+    ]
+    stray = [p for p in has if p not in like]
+    problems += [f"not in this model: {p}" for p in stray]
+    if problems:
+        more = [f"and {len(problems) - 12} more"] if len(problems) > 12 else []
+        merge = any(is_adapter(p) for p in stray)
+        fix = "merge its adapters first: `axlearn lora merge`" if merge else "start from a run of the same model"
+        listed = "\n".join(f"    {p}" for p in [*problems[:12], *more])
+        raise CheckpointError(f"{run_dir} is of another model\n{listed}\n    fix: {fix}")
+
+
+def _check_same_maps(exported: Mapping[str, Any], params: Mapping[str, Any]) -> None:
+    here = {p: tuple(x.shape) for p, x in params.items() if is_adapter(p)}
+    given = {p: tuple(x.shape) for p, x in exported.items()}
+    if here != given:
+        odd = sorted(set(here.items()) ^ set(given.items()))[0]
+        raise RequestError(
+            f"the exported adapters are not those of this model: they differ at {odd[0]} {odd[1]}\n"
+            "    fix: give lora the target and rank that they were trained with"
+        )
+
+
+def _placed(value: Any, like: jax.Array) -> jax.Array:
+    return jax.device_put(jnp.asarray(value, like.dtype), like.sharding)
