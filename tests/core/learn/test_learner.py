@@ -136,6 +136,16 @@ def test_rules_scale_exempt_and_freeze_by_path():
     np.testing.assert_allclose(summaries["grad_norm"], optax.tree.norm(frozen_grads), rtol=1e-6)
 
 
+def test_a_rule_with_a_leading_mark_is_about_all_others():
+    params = tree(0)
+    new, state, _ = run(learner(rules=(ParameterRule(pattern="!**.attention.*.weight", freeze=True),)), params, 2)
+    trained = {p for p in params if "attention" in p}
+    assert {p for p in params if not np.array_equal(new[p], params[p])} == trained
+    assert {p for p in flatten(state.optimizer) if p.endswith("scale") or "embedding" in p} == set()
+    with pytest.raises(RequestError, match=r"the pattern '!\*\*' leaves no parameter"):
+        learner(rules=(ParameterRule(pattern="!**", freeze=True),)).init(params)
+
+
 def test_a_rule_that_fits_nothing_names_the_nearest():
     made = learner(rules=(ParameterRule(pattern="layer.norms.scale"),))
     with pytest.raises(RequestError, match=r"learner\.rules\.0.*'layer\.norms\.scale'[^$]*nearest: layer\.norm\.scale"):
@@ -231,3 +241,28 @@ def test_the_update_costs_what_the_hand_written_one_costs():
 def test_a_rule_in_a_file_needs_no_type():
     read = Decoder(QualifiedNames()).decode([{"pattern": "a.*", "freeze": True}], tuple[ParameterRule, ...])
     assert read == (ParameterRule(pattern="a.*", freeze=True),)
+
+
+def test_a_rule_s_optimizer_updates_its_parameters_alone_and_out_of_the_clipping_norm():
+    params = {"decoder.w": jnp.ones((4, 4)), "router.bias": jnp.zeros((3,))}
+    grads = {"decoder.w": jnp.full((4, 4), 2.0), "router.bias": jnp.asarray([300.0, -5.0, 0.0])}
+    rule = ParameterRule(pattern="**.bias", optimizer=configure(optax.sgd, learning_rate=0.5))
+    made = Learner.Config(optimizer=AdamW(learning_rate=0.1), rules=(rule,)).build(max_steps=9)
+    state = made.init(params)
+    new, _, summaries = jax.jit(made.update)(grads, state, params, jnp.float32(0))
+    alone = Learner.Config(optimizer=AdamW(learning_rate=0.1)).build(max_steps=9)
+    rest = {"decoder.w": params["decoder.w"]}
+    expected, _, _ = jax.jit(alone.update)({"decoder.w": grads["decoder.w"]}, alone.init(rest), rest, jnp.float32(0))
+    np.testing.assert_allclose(new["decoder.w"], expected["decoder.w"], rtol=1e-6)
+    assert float(summaries["grad_norm"]) == pytest.approx(8.0)
+    np.testing.assert_allclose(new["router.bias"], -0.5 * grads["router.bias"] / 8.0, rtol=1e-6)
+
+
+def test_a_gradient_of_a_rule_s_optimizer_that_is_not_finite_skips_the_step():
+    params = {"w": jnp.ones((2,)), "bias": jnp.zeros((2,))}
+    rule = ParameterRule(pattern="bias", optimizer=configure(optax.sgd, learning_rate=0.5))
+    made = Learner.Config(rules=(rule,)).build(max_steps=9)
+    grads = {"w": jnp.ones((2,)), "bias": jnp.asarray([jnp.nan, 0.0])}
+    new, state, _ = jax.jit(made.update)(grads, made.init(params), params, jnp.float32(0))
+    assert int(state.skipped) == 1
+    np.testing.assert_array_equal(new["w"], params["w"])

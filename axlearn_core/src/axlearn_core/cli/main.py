@@ -12,7 +12,6 @@ import click
 # A built-in command: where it is, and its line in `axlearn --help`.
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("axlearn_core.cli.train:train", "Train an experiment; goes on by itself where a run stopped."),
-    "generate": ("axlearn_core.cli.generate:generate", "Write text with the model of a run."),
     "checkpoint": ("axlearn_core.cli.checkpoint:checkpoint", "List what a run has saved, and what is in it."),
     "config": ("axlearn_core.cli.config:config", "Show, compare, explain and check configs."),
     "experiments": ("axlearn_core.cli.experiments:experiments", "List the experiments that are installed."),

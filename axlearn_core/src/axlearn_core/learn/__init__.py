@@ -2,12 +2,12 @@
 
 from axlearn_core.learn.accumulate import value_and_grad
 from axlearn_core.learn.learner import Learner, LearnerState, ParameterRule, global_norm
-from axlearn_core.learn.optimizers import AdamW, Muon, Optimizer
+from axlearn_core.learn.optimizers import AdamW, Optimizer
 from axlearn_core.learn.paths import flatten, path_of, select, unflatten
 from axlearn_core.learn.schedules import Constant, Cosine, Linear, Schedule, WarmupStableDecay
 
 __all__ = [
-    "AdamW", "Constant", "Cosine", "Learner", "LearnerState", "Linear", "Muon", "Optimizer", "ParameterRule",
+    "AdamW", "Constant", "Cosine", "Learner", "LearnerState", "Linear", "Optimizer", "ParameterRule",
     "Schedule", "WarmupStableDecay", "flatten", "global_norm", "path_of", "select", "unflatten",
     "value_and_grad",
 ]  # fmt: skip

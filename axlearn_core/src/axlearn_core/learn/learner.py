@@ -21,16 +21,18 @@ class ParameterRule(Node[None]):
     Where several rules fit a parameter, scales multiply, and any of them can exempt it from decay or freeze it.
 
     Attributes:
-        pattern: `*` stands for one part of the path, `**` for any number.
+        pattern: `*` stands for one part of the path, `**` for any number; a leading `!` means all others (`!**.lora_*`).
         learning_rate_scale: multiplies the updates.
         weight_decay: False exempts from weight decay.
         freeze: True leaves the parameters as they are; they take no optimizer state.
+        optimizer: updates these parameters instead of the learner's; their gradients do not count for clipping.
     """
 
     pattern: str = REQUIRED
     learning_rate_scale: float = setting(default=1.0, ge=0)
     weight_decay: bool = True
     freeze: bool = False
+    optimizer: Node[Optimizer] | None = None
 
 
 class LearnerState(NamedTuple):
@@ -120,8 +122,8 @@ class Learner(Configurable):
         """
         plan = self._plan(params)
         old, grads = plan.trained(flatten(params)), plan.trained(flatten(grads))
-        norm = global_norm(grads)
-        finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+        norm = global_norm({p: g for p, g in grads.items() if p not in plan.own})
+        finite = jnp.isfinite(norm) & jnp.isfinite(loss) & jnp.isfinite(global_norm({p: grads[p] for p in plan.own}))
 
         def step(old: Any, optimizer: Any, average: Any, grads: Any) -> tuple[Any, Any, Any]:
             if self.cfg.max_grad_norm is not None:
@@ -170,11 +172,14 @@ class Learner(Configurable):
         scales: dict[str, float] = {}
         exempt: set[str] = set()
         frozen: set[str] = set()
-        for i, rule in enumerate(self.cfg.rules):
+        own: dict[str, str] = {}
+        rules = self.cfg.rules
+        for i, rule in enumerate(rules):
             found = select(rule.pattern, flat, what=f"learner.rules.{i}.pattern")
             scales |= {p: scales.get(p, 1.0) * rule.learning_rate_scale for p in found}
             exempt |= set() if rule.weight_decay else set(found)
             frozen |= set(found) if rule.freeze else set()
+            own |= dict.fromkeys(found, str(i)) if rule.optimizer is not None else {}
         names = [p for p in flat if p not in frozen]
         if not names:
             raise ConfigError(
@@ -182,8 +187,16 @@ class Learner(Configurable):
             )
         plan = _Plan(names, [p for p in names if p in exempt], {p: s for p, s in scales.items() if s != 1.0})
         mask = {"mask": plan.mask, "weight_decay_mask": plan.mask} if plan.exempt else {}
-        built = self.cfg.optimizer.build(max_steps=self.max_steps, axes={p: self._axes.get(p) for p in names}, **mask)
-        plan.optimizer = optax.with_extra_args_support(built)
+        plan.own = {p: i for p, i in own.items() if p not in frozen}
+
+        def built(optimizer: Node[Optimizer], label: str) -> Optimizer:
+            axes = {p: self._axes.get(p) for p in names if plan.own.get(p, "") == label}
+            return optax.with_extra_args_support(optimizer.build(max_steps=self.max_steps, axes=axes, **mask))
+
+        plan.optimizer = built(self.cfg.optimizer, "")
+        if plan.own:
+            others = {i: built(rules[int(i)].optimizer, i) for i in sorted(set(plan.own.values()))}  # type: ignore[arg-type]
+            plan.optimizer = optax.partition({"": plan.optimizer, **others}, {p: plan.own.get(p, "") for p in names})
         return plan
 
 
@@ -192,6 +205,7 @@ class _Plan:
 
     def __init__(self, names: list[str], exempt: list[str], scales: dict[str, float]):
         self.names, self.exempt, self.scales = names, exempt, scales
+        self.own: dict[str, str] = {}  # path -> index of the rule whose optimizer updates it
         self.masks = False  # whether the optimizer asked for the mask
 
     def trained(self, flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -47,13 +47,11 @@ class Remat(Configurable):
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
+        self._tags: set[str] = set()
 
     def wrap(self, function: Callable[..., Any], *, in_loop: bool) -> Callable[..., Any]:
         """`function`, rematerialised. `in_loop`: as the body of a scan, where no compiler merges what is computed
         twice.
-
-        Raises:
-            RequestError: while tracing, for a tag that the function does not have.
         """
         policies = jax.checkpoint_policies
         save = () if self.cfg.save == "nothing" else self.cfg.save
@@ -68,17 +66,22 @@ class Remat(Configurable):
             policy = policies.everything_saveable if save == "everything" else policies.dots_with_no_batch_dims_saveable
         else:
             policy = policies.save_only_these_names(*save)
-        wanted = {*(save if not isinstance(save, str) else ()), *self.cfg.offload}
 
-        def checked(*args: Any) -> Any:
-            token = _seen.set(set())
+        def watched(*args: Any) -> Any:
+            token = _seen.set(self._tags)
             try:
-                result = function(*args)
-                seen = _seen.get() or set()
+                return function(*args)
             finally:
                 _seen.reset(token)
-            for name in sorted(wanted - seen):
-                raise unknown("activation tag in remat", name, seen)
-            return result
 
-        return jax.checkpoint(checked, policy=policy, prevent_cse=not in_loop)
+        return jax.checkpoint(watched, policy=policy, prevent_cse=not in_loop)
+
+    def check(self) -> None:
+        """To be called when all wrapped functions were traced.
+
+        Raises:
+            RequestError: a tag that none of them has.
+        """
+        save = () if isinstance(self.cfg.save, str) else self.cfg.save
+        for name in sorted({*save, *self.cfg.offload} - self._tags):
+            raise unknown("activation tag in remat", name, self._tags)

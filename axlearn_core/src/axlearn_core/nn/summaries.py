@@ -9,7 +9,7 @@ and adds what its layers reported to the collector outside: losses are summed ov
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import attrs
 import jax
@@ -63,12 +63,11 @@ def add_summary(name: str, value: jax.Array) -> None:
         found.summaries[name] = _scalar(name, value)
 
 
-def add_stacked(losses: Values, summaries: Values) -> None:
-    """Adds what a scan collected: losses and summaries with a leading axis of layers."""
-    for name, value in losses.items():
-        add_loss(name, jnp.sum(value, axis=0))
-    for name, value in summaries.items():
-        add_summary(name, jnp.mean(value, axis=0))
+def add_layers(reports: Sequence[tuple[Values, Values]]) -> None:
+    """Adds what the layers of a stack collected: (losses, summaries) of each, scalars or, from a scan, [repeats]."""
+    for which, add, combine in ((0, add_loss, jnp.sum), (1, add_summary, jnp.mean)):
+        for name in dict.fromkeys(name for report in reports for name in report[which]):
+            add(name, combine(jnp.concatenate([jnp.ravel(r[which][name]) for r in reports if name in r[which]])))
 
 
 def _scalar(name: str, value: jax.Array) -> jax.Array:

@@ -5,17 +5,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from axlearn_core.train.api import train
-    from axlearn_core.train.evaluators import Evaluator, LossEvaluator, SampleEvaluator
+    from axlearn_core.train.evaluators import Evaluator, LossEvaluator
     from axlearn_core.train.loading import Loaded, load
     from axlearn_core.train.loop import TrainLoop
     from axlearn_core.train.trainer import Result, Trainer
 
 __all__ = [
-    "Evaluator", "Loaded", "LossEvaluator", "Result", "SampleEvaluator", "TrainLoop", "Trainer", "load", "train",
+    "Evaluator", "Loaded", "LossEvaluator", "Result", "TrainLoop", "Trainer", "load", "train",
 ]  # fmt: skip
 
 _HOMES = {
-    "train": "api", "Evaluator": "evaluators", "LossEvaluator": "evaluators", "SampleEvaluator": "evaluators",
+    "train": "api", "Evaluator": "evaluators", "LossEvaluator": "evaluators",
     "Loaded": "loading", "load": "loading", "TrainLoop": "loop", "Result": "trainer", "Trainer": "trainer",
 }  # fmt: skip
 

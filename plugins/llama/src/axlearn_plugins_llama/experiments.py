@@ -4,15 +4,17 @@ The large ones leave open what only a user knows: `input.source.paths` and `inpu
 """
 
 from axlearn_core.checkpoint import OrbaxCheckpointer
-from axlearn_core.learn import AdamW, Cosine, Learner, Muon, WarmupStableDecay
+from axlearn_core.learn import AdamW, Cosine, Learner, WarmupStableDecay
 from axlearn_core.nn.linear import Head
 from axlearn_core.nn.remat import Remat
 from axlearn_core.nn.stack import Stack
-from axlearn_core.train import LossEvaluator, SampleEvaluator, Trainer
+from axlearn_core.train import LossEvaluator, Trainer
 from axlearn_core.train.trackers import ConsoleTracker, JsonlTracker
+from axlearn_plugins_optimizers.muon import Muon
 from axlearn_plugins_reporting.tensorboard import TensorBoardTracker
 from axlearn_plugins_rope.rotary import RotaryEmbedding
 from axlearn_plugins_text import Files, LanguageModelInput, StandardLibrary, TokenizerJson
+from axlearn_plugins_text.sampling import SampleEvaluator
 from axlearn_plugins_transformer.attention import Attention
 from axlearn_plugins_transformer.causal_lm import CausalLM
 from axlearn_plugins_transformer.feed_forward import GatedFeedForward

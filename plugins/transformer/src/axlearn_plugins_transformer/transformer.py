@@ -13,7 +13,7 @@ from axlearn_core.errors import Problem
 from axlearn_core.nn.layer import Context, Layer, Precision
 from axlearn_core.nn.linear import Embedding, OutputHead, TokenEmbedding
 from axlearn_core.nn.sharding import constrain
-from axlearn_core.nn.stack import LayerStack, Stack, StackLayer, unstack
+from axlearn_core.nn.stack import LayerStack, Stack, StackLayer, each_layer, unstack
 from axlearn_plugins_transformer.attention import Attention, AttentionLayer
 from axlearn_plugins_transformer.feed_forward import FeedForward, GatedFeedForward
 from axlearn_plugins_transformer.norm import Norm, RMSNorm
@@ -109,7 +109,7 @@ class Decoder(Layer):
         sizes = {"vocab_size": cfg.vocab_size, "dim": cfg.hidden_dim}
         self.embedding = self.child(cfg.embedding, rngs=rngs, **sizes)
         self.layer = cfg.stack.build().init(
-            lambda rngs: self.child(cfg.layer, rngs=rngs, input_dim=cfg.hidden_dim), cfg.num_layers, rngs
+            lambda layer, rngs: self.child(layer, rngs=rngs, input_dim=cfg.hidden_dim), cfg.layer, cfg.num_layers, rngs
         )
         if cfg.norm is not None:
             self.norm = self.child(cfg.norm, rngs=rngs, dim=cfg.hidden_dim)
@@ -132,8 +132,7 @@ class Decoder(Layer):
 
     def init_cache(self, batch: int, length: int) -> Cache:
         """An empty cache for `batch` rows of at most `length` tokens."""
-        layer = self.layer[0] if isinstance(self.layer, nnx.List) else self.layer
-        entries = tuple(layer.init_cache(batch, length) for _ in range(self.cfg.num_layers))
+        entries = tuple(x.init_cache(batch, length) for x in each_layer(self.layer, self.cfg.num_layers))
         return Cache(entries, jnp.zeros((), jnp.int32))
 
     def unstacked(self) -> "Decoder":

@@ -6,8 +6,8 @@ import pytest
 from optax.contrib import MuonDimensionNumbers, muon
 
 from axlearn_core.errors import RequestError
-from axlearn_core.learn import AdamW, Learner, Muon, ParameterRule
-from axlearn_core.learn.optimizers import matrix_axes
+from axlearn_core.learn import AdamW, Learner, ParameterRule
+from axlearn_plugins_optimizers.muon import Muon, matrix_axes
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,179 @@
+"""Stacks of layers of several kinds, on a layer that is easy to compute by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from axlearn_core.config import REQUIRED, interface, node, patch, replace_config
+from axlearn_core.errors import ConfigError, RequestError
+from axlearn_core.nn import summaries
+from axlearn_core.nn.alternate import Alternate, Plan, layer_configs, plan
+from axlearn_core.nn.layer import Context, Layer, Precision
+from axlearn_core.nn.linear import Linear
+from axlearn_core.nn.remat import Remat, tag
+from axlearn_core.nn.stack import MixedLayers, Stack, each_layer, unstack
+
+
+class Wide(Layer):
+    """x + sum over `width` copies."""
+
+    @node
+    class Config(Layer.Config["Wide"]):
+        dim: int = interface(default=REQUIRED)
+        width: int = 2
+
+    def __init__(self, cfg, *, rngs, precision):
+        super().__init__(cfg, precision=precision)
+        self.up = self.child(
+            Linear.Config(), rngs=rngs, input_dims=(cfg.dim,), output_dims=(cfg.width,), axes=("embed", "mlp")
+        )
+
+    def __call__(self, x):
+        y = tag(self.up(x), f"wide{self.cfg.width}")
+        summaries.add_loss("size", jnp.float32(self.cfg.width))
+        summaries.add_summary(f"width{self.cfg.width}", jnp.sum(y) * 0 + self.cfg.width)
+        return x + jnp.mean(jnp.tanh(y), axis=-1, keepdims=True)
+
+
+class Block(Layer):
+    @node
+    class Config(Layer.Config["Block"]):
+        input_dim: int = interface(default=REQUIRED)
+        inner: object = Wide.Config()
+
+    def __init__(self, cfg, *, rngs, precision):
+        super().__init__(cfg, precision=precision)
+        self.inner = self.child(cfg.inner, rngs=rngs, dim=cfg.input_dim)
+
+    def __call__(self, x, context, cache=None):
+        return self.inner(x), None if cache is None else cache + 1
+
+    def init_cache(self, batch, length):
+        return jnp.full((), self.inner.cfg.width, jnp.int32)
+
+
+def block(children, first=()):
+    wide = lambda widths: tuple(Wide.Config(width=w) for w in widths)  # noqa: E731
+    return Block.Config(inner=Alternate(children=wide(children), first=wide(first)))
+
+
+def make(stack, cfg, num_layers):
+    build = lambda c, rngs: c.build(rngs=rngs, precision=Precision(), input_dim=4)  # noqa: E731
+    return stack.init(build, cfg, num_layers, nnx.Rngs(0))
+
+
+def run(stack, layers, x):
+    with summaries.collect() as found:
+        y, _ = stack(layers, x, Context())
+    return y, found.losses, found.summaries
+
+
+CASES = {
+    "every other": ((2, 3), (), 6, [2, 3] * 3),
+    "dense first": ((3,), (2,), 5, [2, 3, 3, 3, 3]),
+    "five to one, and a rest": ((2, 2, 3), (), 8, [2, 2, 3, 2, 2, 3, 2, 2]),
+    "three kinds": ((2, 3, 5), (3, 3), 9, [3, 3, 2, 3, 5, 2, 3, 5, 2]),
+    "one layer": ((2, 3), (), 1, [2]),
+    "nothing repeats": ((2, 3, 5), (), 3, [2, 3, 5]),
+}
+
+
+@pytest.mark.parametrize("remat", [None, Remat.Config(save=("wide2",))], ids=["plain", "remat"])
+@pytest.mark.parametrize("case", CASES)
+def test_scan_unrolled_and_one_by_one_are_the_same(case, remat):
+    children, first, count, widths = CASES[case]
+    cfg = block(children, first)
+    scan, unrolled = (Stack(Stack.Config(mode=m, remat=remat)) for m in ("scan", "unrolled"))
+    layers = make(scan, cfg, count)
+    assert [x.inner.cfg.width for x in each_layer(layers, count)] == widths
+    x = jax.random.normal(jax.random.key(1), (2, 3, 4))
+
+    def loss(stack, layers, x):
+        y, losses, reported = run(stack, layers, x)
+        return jnp.sum(y**2), (y, losses, reported)
+
+    results = [
+        nnx.jit(nnx.value_and_grad(lambda m, s=s: loss(s, m, x), has_aux=True))(layers) for s in (scan, unrolled)
+    ]
+    by_hand = x
+    for layer in unstack(layers, count):
+        by_hand, _ = layer(by_hand, Context())
+    for (_, (y, losses, reported)), grads in results:
+        np.testing.assert_allclose(y, by_hand, rtol=1e-6)
+        assert float(losses["size"]) == sum(widths)
+        assert {k: float(v) for k, v in reported.items()} == {f"width{w}": w for w in widths}
+        for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(results[0][1]), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_each_kind_has_its_own_parameters_with_an_axis_of_layers():
+    layers = make(Stack(Stack.Config()), block((2, 3)), 5)
+    assert isinstance(layers, MixedLayers)
+    flat = {".".join(map(str, k)): v for k, v in nnx.to_flat_state(nnx.state(layers))}
+    assert {k: v.get_value().shape for k, v in flat.items()} == {
+        "0.inner.up.weight": (3, 4, 2),
+        "1.inner.up.weight": (2, 4, 3),
+    }
+    meta = flat["0.inner.up.weight"].get_metadata()
+    assert tuple(meta.get("out_sharding") or meta.get("sharding_names")) == ("layers", "embed", "mlp")
+
+
+def test_equal_layers_stay_one_stack():
+    layers = make(Stack(Stack.Config()), block((2, 2)), 4)
+    assert not isinstance(layers, MixedLayers)
+
+
+def test_with_a_cache_each_layer_gets_its_own():
+    stack = Stack(Stack.Config())
+    layers = make(stack, block((2, 3)), 4)
+    cache = tuple(layer.init_cache(1, 8) for layer in each_layer(layers, 4))
+    x = jnp.ones((1, 1, 4))
+    for module in (layers, unstack(layers, 4)):
+        _, new = stack(module, x, Context(), cache)
+        assert [int(c) for c in new] == [3, 4, 3, 4]
+
+
+def test_a_scan_has_the_code_of_one_period():
+    stack = Stack(Stack.Config())
+    text = {}
+    for count in (4, 40):
+        layers = make(stack, block((2, 3)), count)
+        text[count] = str(jax.make_jaxpr(lambda x, m=layers: run(stack, m, x)[0])(jnp.ones((1, 2, 4)))).count("tanh")
+    assert text == {4: 2, 40: 2}
+
+
+def test_a_tag_that_no_kind_has_is_refused_and_one_that_one_kind_has_is_not():
+    stack = Stack(Stack.Config(remat=Remat.Config(save=("wide4",))))
+    layers = make(stack, block((2, 3)), 4)
+    with pytest.raises(RequestError, match="wide4"):
+        stack(layers, jnp.ones((1, 2, 4)), Context())
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        ([0, 0, 0], (0, 1, 3)),
+        ([0, 1, 0, 1], (0, 2, 2)),
+        ([0, 1, 1, 1], (1, 1, 3)),
+        ([0, 0, 1, 0, 0, 1, 0, 0], (0, 3, 2)),
+    ],
+)
+def test_the_plan_has_the_least_code(kinds, expected):
+    assert plan(kinds) == Plan(*expected)
+
+
+def test_features_reach_the_children_and_each_layer_has_its_own():
+    cfg = replace_config(block((2, 3)), Wide, Wide.Config(dtype="bfloat16"))
+    cfg = patch(cfg, {"inner.children.1.width": 7})
+    assert [(c.inner.width, c.inner.dtype) for c in layer_configs(cfg, 3)] == [
+        (2, "bfloat16"),
+        (7, "bfloat16"),
+        (2, "bfloat16"),
+    ]
+
+
+def test_where_no_stack_chooses_it_says_so():
+    with pytest.raises(ConfigError, match="no stack of layers"):
+        Alternate(children=(Wide.Config(),)).build()
