@@ -1,11 +1,11 @@
 """What the features share: setting fields by path or wherever nodes have them, and components by name."""
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
 
-from axlearn_core.config import Node, map
-from axlearn_core.config.node import is_interface
+from axlearn_core.config import Decoder, Node, map
 from axlearn_core.config.tree import get
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.registry import registry
@@ -55,19 +55,22 @@ def require_fields(cfg: Any, path: str, names: tuple[str, ...], *, feature: str)
     return part
 
 
-def component(given: str | Node[Any]) -> Node[Any]:
-    """A component that an option gives: by its registered name, or as a node.
+def component(name: str, settings: Mapping[str, Any]) -> tuple[Node[Any], dict[str, Any]]:
+    """The component that is registered as `name`, with settings as a file has them; also those settings, decoded.
+
+    What the settings leave out may still be `REQUIRED`.
 
     Raises:
-        RequestError: no component has that name.
+        RequestError: no component has that name, or it has no such setting.
     """
-    return registry().component(given)() if isinstance(given, str) else given
+    node = Decoder(registry()).decode({"type": name, **settings}, Node[Any])
+    return node, {k: getattr(node, k) for k in settings}
 
 
-def given_fields(node: Node[Any]) -> dict[str, Any]:
-    """The fields of a node that differ from their defaults: what whoever wrote it asked for."""
-    return {
-        a.name: getattr(node, a.name)
-        for a in attrs.fields(type(node))
-        if not is_interface(a) and getattr(node, a.name) != a.default
-    }
+def component_problems(name: str, settings: Mapping[str, Any]) -> Iterable[Problem]:
+    """What `component` would raise, as problems of the options `component` and `settings`."""
+    try:
+        component(name, settings)
+    except ConfigError as error:
+        for problem in error.problems:
+            yield attrs.evolve(problem, path="component" if problem.path == "type" else f"settings.{problem.path}")

@@ -1,6 +1,6 @@
 """The feature `replace`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import attrs
@@ -10,7 +10,7 @@ from axlearn_core.config.tree import children, expand, get, join, with_children
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.feature import Feature
 from axlearn_core.plugins.registry import registry
-from axlearn_plugins_features.edit import component, given_fields
+from axlearn_plugins_features.edit import component, component_problems
 
 Tree = TypeVar("Tree", bound=Node[Any])
 
@@ -19,32 +19,34 @@ Tree = TypeVar("Tree", bound=Node[Any])
 class Replace(Feature):
     """Puts a component in the place of others, chosen by their path, by what they are, or by both.
 
-    `component` is the name of a registered component (`layer-norm`), or a mapping with settings
-    (`{type: layer-norm, bias: false}`). `path` is a path or pattern of nodes (`model.decoder.layer.norm`, `**.norm`);
-    `target` is the name of a component: its nodes are replaced, below `path` where both are given.
+    `component` is the name of a registered component (`layer-norm`), `settings` are its settings (`{bias: false}`).
+    `path` is a path or pattern of nodes (`model.decoder.layer.norm`, `**.norm`); `target` is the name of a component:
+    its nodes are replaced, at `path` where both are given.
 
     What is taken over: each field that both have, child nodes included, with the value of the old node wherever that
-    value was set and `component` leaves it at its default. What the old node was set to and the new one has no field
-    for is an error, unless `drop` names the field. A node that is of the new class already keeps its settings and gets
-    those that `component` gives. What is inside a replaced node is not searched.
+    value was set and `settings` do not give another. What the old node was set to and the new one has no field for is
+    an error, unless `drop` names the field. A node that is of the new class already keeps its settings and gets those
+    that are given. What is inside a replaced node is not searched.
     """
 
     stage = "replace"
     example = "target=rms-norm,component=layer-norm"
 
-    component: str | Node[Any] = REQUIRED
+    component: str = REQUIRED
+    settings: Mapping[str, Any] = {}
     path: str | None = None
     target: str | None = None
     drop: tuple[str, ...] = ()
 
     def validate(self) -> Iterable[Problem]:
-        """Nothing says what to replace."""
+        """Nothing says what to replace, or by what."""
+        yield from component_problems(self.component, self.settings)
         if self.path is None and self.target is None:
             yield Problem(path="target", message="nothing says what to replace", expected="path, target, or both")
 
     def apply(self, cfg: Tree) -> Tree:
         """Swaps every node that is meant."""
-        new = component(self.component)
+        new, given = component(self.component, self.settings)
         if self.path is not None:
             _expect_nodes(cfg, self.path)
         kind = registry().component(self.target) if self.target is not None else Node
@@ -57,11 +59,11 @@ class Replace(Feature):
                 if type(value) is type(new):
                     meant = self.path is not None or isinstance(value, kind)
                     count += meant
-                    return attrs.evolve(value, **given_fields(new)) if meant else value  # else: placed before
+                    return attrs.evolve(value, **given) if meant else value  # else: placed before
                 if isinstance(value, kind):
                     count += 1
                     try:
-                        return replace_config(value, type(value), new, self.drop)
+                        return attrs.evolve(replace_config(value, type(value), new, self.drop), **given)
                     except ConfigError as error:
                         problems.extend(attrs.evolve(p, path=join(path, p.path)) for p in error.problems)
             return with_children(value, {k: swap(v, join(path, k)) for k, v in children(value).items()})
@@ -69,7 +71,7 @@ class Replace(Feature):
         made = swap(cfg, "")
         if problems:
             raise ConfigError(attrs.evolve(p, fix=_fix(p)) for p in problems)
-        if not count and not self._is_there(cfg, new):
+        if not count and not _is_there(cfg, type(new), given):
             there = ", ".join(sorted({registry().shown_name(type(n)) for n in find(cfg, Node).values()}))
             where = f" at {self.path}" if self.path else ""
             raise ConfigError(
@@ -81,13 +83,13 @@ class Replace(Feature):
             )
         return made
 
-    def _is_there(self, cfg: Node[Any], new: Node[Any]) -> bool:
-        given = given_fields(new)
-        return any(all(getattr(n, k) == v for k, v in given.items()) for n in find(cfg, type(new)).values())
-
     def in_effect(self, cfg: Node[Any]) -> bool:
         """No target is left, and the component stands somewhere with these settings."""
         return self.apply(cfg) == cfg
+
+
+def _is_there(cfg: Node[Any], kind: type, given: Mapping[str, Any]) -> bool:
+    return any(all(getattr(n, k) == v for k, v in given.items()) for n in find(cfg, kind).values())
 
 
 def _expect_nodes(cfg: Node[Any], pattern: str) -> None:
