@@ -5,11 +5,11 @@ import pytest
 from flax import nnx
 
 from axlearn_core.config import patch
-from axlearn_core.nn.linear import Head
 from axlearn_plugins_rope.rotary import RotaryEmbedding
 from axlearn_plugins_transformer.attention import Attention
 from axlearn_plugins_transformer.causal_lm import CausalLM
 from axlearn_plugins_transformer.feed_forward import GatedFeedForward
+from axlearn_plugins_transformer.head import Head
 from axlearn_plugins_transformer.transformer import Decoder, TransformerLayer
 
 TINY = CausalLM.Config(

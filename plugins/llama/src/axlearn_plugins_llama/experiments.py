@@ -5,7 +5,6 @@ The large ones leave open what only a user knows: `input.source.paths` and `inpu
 
 from axlearn_core.checkpoint import OrbaxCheckpointer
 from axlearn_core.learn import AdamW, Cosine, Learner, WarmupStableDecay
-from axlearn_core.nn.linear import Head
 from axlearn_core.nn.remat import Remat
 from axlearn_core.nn.stack import Stack
 from axlearn_core.train import LossEvaluator, Trainer
@@ -18,6 +17,7 @@ from axlearn_plugins_text.sampling import SampleEvaluator
 from axlearn_plugins_transformer.attention import Attention
 from axlearn_plugins_transformer.causal_lm import CausalLM
 from axlearn_plugins_transformer.feed_forward import GatedFeedForward
+from axlearn_plugins_transformer.head import Head
 from axlearn_plugins_transformer.norm import RMSNorm
 from axlearn_plugins_transformer.transformer import Decoder, TransformerLayer
 
