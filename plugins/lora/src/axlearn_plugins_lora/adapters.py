@@ -195,7 +195,9 @@ def load(directory: Path) -> Exported:
             f"{directory} holds no exported adapters: {reason}\n    fix: `axlearn lora export RUN_DIR DIR` writes them"
         ) from error
     except (ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise CheckpointError(f"the adapters in {directory} are damaged: {error}\n    fix: export them again") from error
+        raise CheckpointError(
+            f"the adapters in {directory} are damaged: {error}\n    fix: export them again"
+        ) from error
     expected = {f"{path}.{name}" for path in made.scales for name in ADAPTERS}
     if expected != made.params.keys():
         raise CheckpointError(f"the adapters in {directory} are damaged: {FACTS} and {WEIGHTS} name different maps")

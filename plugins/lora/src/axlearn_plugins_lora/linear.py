@@ -62,9 +62,7 @@ def adapt(base: Any, cfg: LoraLinear.Config, *, axes: Sequence[str | None], rngs
     precision = Precision(cfg.param_dtype or given.params, cfg.dtype or given.compute)
     count = len(cfg.input_dims)
     dtype = jnp.dtype(precision.params)
-    a = cfg.init.build()(
-        _key(rngs), (*cfg.input_dims, cfg.rank), dtype, in_axis=tuple(range(count)), out_axis=(count,)
-    )
+    a = cfg.init.build()(_key(rngs), (*cfg.input_dims, cfg.rank), dtype, in_axis=tuple(range(count)), out_axis=(count,))
     b = jnp.zeros((cfg.rank, *cfg.output_dims), dtype)
     base.__class__ = _adapted(type(base))
     base.lora_a = nnx.Param(a, out_sharding=(*axes[:count], "rank"), eager_sharding=False)

@@ -76,12 +76,16 @@ def merge_run(run_dir: Path, out: Path, *, exported: Path | None = None, step: i
         RequestError: there is nothing to merge, the adapters are of another base, or `out` is taken.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RequestError(f"{out} is there already\n    fix: give a directory that does not exist; nothing was written")
+        raise RequestError(
+            f"{out} is there already\n    fix: give a directory that does not exist; nothing was written"
+        )
     found = restored(run_dir, step)
     params, scales = found.params, found.scales
     if exported is not None:
         if scales:
-            raise RequestError(f"{run_dir} has adapters of its own\n    fix: give the run of their base, or leave --adapters out")
+            raise RequestError(
+                f"{run_dir} has adapters of its own\n    fix: give the run of their base, or leave --adapters out"
+            )
         given = adapters.load(exported)
         given.check(params)
         params, scales = {**params, **given.params}, given.scales

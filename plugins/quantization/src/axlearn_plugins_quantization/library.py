@@ -1,0 +1,131 @@
+"""The one place that knows qwix. It is imported when a quantized layer is first built: that takes a second."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import attrs
+import jax
+
+from axlearn_core.errors import PluginError
+
+Format = Literal["int8", "int4", "float8_e4m3fn", "float8_e5m2"]
+Dimensions = Any
+"""As `jax.lax.dot_general` takes them: ((lhs contracted, rhs contracted), (lhs batch, rhs batch))."""
+
+
+@functools.cache
+def load() -> tuple[Any, Any]:
+    """(the package, its module of products for training).
+
+    Raises:
+        PluginError: qwix is missing, or does not work with the JAX and Flax that are installed.
+    """
+    try:
+        import qwix
+        from qwix._src.core import dot_general_qt  # where qwix keeps what its `QtProvider` calls; no public name
+    except (ImportError, AttributeError, TypeError) as error:  # what a library raises that meets another JAX
+        import importlib_metadata
+
+        found = {d: _version(importlib_metadata, d) for d in ("qwix", "jax", "flax")}
+        listed = ", ".join(f"{name} {version}" for name, version in found.items())
+        raise PluginError(
+            f"quantization needs qwix, which cannot be imported: {error}\n    installed: {listed}\n"
+            '    fix: install "qwix>=0.1.8,<0.2" beside a JAX that it supports, or leave quantization out'
+        ) from error
+    return qwix, dot_general_qt
+
+
+def _version(metadata: Any, name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+@attrs.frozen
+class Rule:
+    """How a product of activations and weights is computed; becomes a `qwix.QtRule`.
+
+    Attributes:
+        weights: the format of the weights.
+        activations: of the activations; None leaves them, and the product is one of floating-point numbers.
+        gradients: of the gradients in both products of the backward pass; None leaves those products as they are.
+        tile_size: how many numbers along the last contracted dimension share a scale; None: all of them.
+    """
+
+    weights: str
+    activations: str | None
+    gradients: str | None
+    tile_size: int | None = None
+
+    def of_qwix(self) -> Any:
+        """The rule in qwix's own terms."""
+        return load()[0].QtRule(
+            weight_qtype=self.weights,
+            act_qtype=self.activations,
+            bwd_qtype=self.gradients,
+            tile_size=self.tile_size,
+        )
+
+
+@functools.cache
+def product(rule: Rule, dimensions: Dimensions) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """`(activations, weights) -> product` by a rule, with qwix's gradients for it."""
+    dot, config = load()[1], _config(rule)
+
+    def plain(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return dot.dot_general_qt(x, weight, dimensions, config)
+
+    # qwix multiplies integers by floating-point scales, forward and backward, which strict promotion forbids.
+    @jax.custom_vjp
+    def loose(x: jax.Array, weight: jax.Array) -> jax.Array:
+        with jax.numpy_dtype_promotion("standard"):
+            return plain(x, weight)
+
+    def forward(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, Any]:
+        with jax.numpy_dtype_promotion("standard"):
+            return jax.vjp(plain, x, weight)
+
+    def backward(pull: Any, gradient: jax.Array) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            return pull(gradient)
+
+    loose.defvjp(forward, backward)
+    return loose
+
+
+def _config(rule: Rule) -> Any:
+    # As qwix's QtProvider makes it from a QtRule. The provider itself tells weights from activations by the frames of
+    # the caller and by shapes, which errs where a batch has the shape of a weight; here it is known which is which.
+    made = rule.of_qwix()
+    return load()[1].DotGeneralQtConfig(
+        lhs_qtype=made.act_qtype,
+        rhs_qtype=made.weight_qtype,
+        tile_size=made.tile_size,
+        rhs_calibration_method=made.weight_calibration_method,
+        dlhs_grad_qtype=made.bwd_qtype,
+        drhs_grad_qtype=made.bwd_qtype,
+        dlhs_grad_calibration_method=made.bwd_calibration_method,
+        drhs_grad_calibration_method=made.bwd_calibration_method,
+        use_original_residuals=made.bwd_qtype is None,
+    )
+
+
+def quantized(weight: jax.Array, inputs: int, storage: str, tile_size: int | None) -> tuple[jax.Array, jax.Array]:
+    """(values, scales) of a weight [*input_dims, *output_dims]; a scale for each output, and for each tile of inputs."""
+    made = load()[0].quantize(
+        weight,
+        storage,
+        channelwise_axes=tuple(range(inputs, weight.ndim)),
+        tiled_axes={} if tile_size is None else {inputs - 1: tile_size},
+        scale_dtype="float32",
+    )
+    return made.qvalue, made.scale
+
+
+def stored_product(x: jax.Array, values: jax.Array, scales: jax.Array, dimensions: Dimensions) -> jax.Array:
+    """The product of activations and a weight that `quantized` made, in the dtype of the activations."""
+    package = load()[0]
+    with jax.numpy_dtype_promotion("standard"):
+        return package.dot_general(x, package.QArray(values, scales.astype(x.dtype)), dimensions)

@@ -1,0 +1,104 @@
+"""Trained runs with their weights stored as integers."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from axlearn_core.compose import Functional, compose
+from axlearn_core.config import patch
+from axlearn_core.errors import CheckpointError, RequestError
+from axlearn_core.plugins.registry import registry
+from axlearn_core.plugins.request import write
+from axlearn_core.train.api import saved_config
+from axlearn_core.train.run_dir import RunDir
+from axlearn_plugins_quantization.feature import stored
+from axlearn_plugins_quantization.weight_only import WeightOnlyLinear
+
+
+def store(params: Mapping[str, Any], functional: Functional) -> dict[str, Any]:
+    """The parameters of a dense model as `functional`, the same model with stored weights, has them.
+
+    Raises:
+        RequestError: a parameter is missing, so it is not the same model.
+    """
+    model = functional.bind(functional.abstract)
+    made = {p: params[p] for p in functional.abstract if p in params}
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, WeightOnlyLinear):
+            name = ".".join(map(str, path))
+            if f"{name}.weight" not in params:
+                raise RequestError(f"{name}: the dense model has no parameter {name}.weight")
+            made[f"{name}.weight"], made[f"{name}.weight_scale"] = _stored(module, params[f"{name}.weight"])
+    wrong = [p for p, s in functional.abstract.items() if p not in made or made[p].shape != s.shape]
+    if wrong:
+        raise RequestError(f"the dense model is of another shape: {', '.join(wrong[:5])}")
+    return {p: made[p] for p in functional.abstract}
+
+
+def _stored(module: WeightOnlyLinear, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+    function = module.quantized
+    for _ in range(weight.ndim - len(module.cfg.input_dims) - len(module.cfg.output_dims)):
+        function = jax.vmap(function)  # over the layers of a stack
+    return jax.jit(function)(weight.astype(jnp.float32))
+
+
+def size(params: Mapping[str, Any]) -> int:
+    """Bytes that parameters take where integers of four bits are packed, as accelerators do."""
+    return sum(x.size * jnp.iinfo(x.dtype).bits // 8 if x.dtype == jnp.int4 else x.nbytes for x in params.values())
+
+
+def quantize_run(
+    run_dir: Path,
+    out: Path,
+    *,
+    storage: str,
+    tile_size: int | None = None,
+    target: str = "model.**",
+    step: int | None = None,
+) -> tuple[int, int]:
+    """Writes the run `out`, whose model has the weights of `run_dir` stored as integers.
+
+    Returns:
+        The bytes of its parameters before and after.
+
+    Raises:
+        RequestError: `run_dir` is no run, `out` is taken, or nothing fits `target`.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RequestError(
+            f"{out} is there already\n    fix: give a directory that does not exist; nothing was written"
+        )
+    config: Any = saved_config(run_dir)
+    if config is None:
+        raise CheckpointError(f"{run_dir} is no run directory: it has no config.yaml")
+    made: Any = stored(config, storage, tile_size=tile_size, target=target)
+    program = compose(config, jax.devices()[:1])
+    checkpointer = config.checkpointer.build(directory=run_dir / "checkpoints")
+    try:
+        known = checkpointer.steps()
+        at = max(known, default=None) if step is None else step
+        if at is None or at not in known:
+            listed = ", ".join(map(str, known)) or "none"
+            raise CheckpointError(f"{run_dir} has no checkpoint{f' of step {step}' if step else ''} (there: {listed})")
+        state, extra = checkpointer.restore(at, program.state)
+    finally:
+        checkpointer.close()
+    dense = program.steps.model_params(state)
+    if getattr(made.checkpointer, "uri", None) is not None:  # the new run keeps its checkpoints to itself
+        made = patch(made, {"checkpointer.uri": None})
+    serving = compose(made, jax.devices()[:1])
+    params = store(dense, serving.functional)
+    text = write(made, registry())
+    directory = RunDir(out, resumes=False)
+    directory.write(text, {"made_from": str(run_dir), "step": at})
+    checkpointer = made.checkpointer.build(directory=directory.checkpoints)
+    checkpointer.files = {"config.yaml": text}
+    try:
+        checkpointer.save(at, {**state, "params": params, "learner": {}}, extra=extra, metrics={})
+    finally:
+        checkpointer.close()
+    return size(dense), size(params)
