@@ -181,7 +181,6 @@ class CapacityDispatch(Configurable):
     @staticmethod
     def _run(rows: jax.Array, experts: Experts, activation: Activation) -> jax.Array:
         """[B, E, C, D] -> [B, E, C, D]: each expert on its rows."""
-        batch, _, capacity, width = rows.shape
 
         def laid_out(x: jax.Array, last: str) -> jax.Array:
             # Experts first, so that they get their mesh axis and rows what is left: the exchange is an all-to-all.

@@ -1,0 +1,222 @@
+"""The feature `moe`."""
+
+import typing
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import attrs
+
+from axlearn_core.config import Node, Scaled, node, setting
+from axlearn_core.config.node import hints_of, is_interface
+from axlearn_core.config.tree import children, join, with_children
+from axlearn_core.errors import ConfigError, Problem
+from axlearn_core.learn.learner import Learner, ParameterRule
+from axlearn_core.nn.alternate import Alternate
+from axlearn_core.plugins.feature import Feature
+from axlearn_plugins_moe.dispatch import Dispatch
+from axlearn_plugins_moe.layer import MixtureOfExperts
+from axlearn_plugins_moe.optimizers import SignDescent
+from axlearn_plugins_moe.routers import SigmoidRouter
+from axlearn_plugins_moe.routing import Router
+from axlearn_plugins_transformer.feed_forward import FeedForward, GatedFeedForward, PlainFeedForward
+
+Tree = TypeVar("Tree", bound=Node[Any])
+
+SLOT = "feed_forward"
+BALANCED = ParameterRule(pattern="**.router.bias", optimizer=SignDescent())
+"""How the biases of sigmoid routers are trained."""
+
+
+@node
+class MoE(Feature):
+    """A mixture of experts in the place of every feed-forward layer.
+
+    An expert has the hidden size and the activation of the layer that it replaces, unless `hidden_dim` says otherwise.
+    `every=2` replaces that of every second layer, the last of each two; `dense_layers` is how many layers at the bottom
+    keep theirs. `shared_experts` is how many experts' worth of a feed-forward layer every token uses besides. `router`
+    and `dispatch` are nodes, such as `{type: sigmoid-router}` and `{type: capacity-dispatch, capacity_factor: 1.5}`.
+    The default: 8 experts, of which the router takes 2 by a softmax, and no token is dropped. With a sigmoid router the
+    learner gets the rule that balances it.
+
+    Where there are experts already, the options that are given are set on them and the rest stays; `every` and
+    `dense_layers` then move them, where some layers have kept the feed-forward layer that the others need.
+    """
+
+    stage = "replace"
+
+    num_experts: int | None = setting(default=None, ge=1)
+    top_k: int | None = setting(default=None, ge=1)
+    every: int | None = setting(default=None, ge=1)
+    dense_layers: int | None = setting(default=None, ge=0)
+    router: Node[Router] | None = None
+    dispatch: Node[Dispatch] | None = None
+    shared_experts: int | None = setting(default=None, ge=0)
+    hidden_dim: int | Node[int] | None = setting(default=None, ge=1)
+
+    def apply(self, cfg: Tree) -> Tree:
+        """Puts experts into every slot for a feed-forward layer, and the rule for their biases into the learner."""
+        problems: list[Problem] = []
+        count = 0
+
+        def place(old: Any, path: str) -> Any:
+            nonlocal count
+            count += 1
+            try:
+                return self._slot(old)
+            except ConfigError as error:
+                problems.extend(attrs.evolve(p, path=join(path, p.path) if p.path else path) for p in error.problems)
+                return old
+
+        made = _in_slots(cfg, place)
+        if not count:
+            raise ConfigError(
+                Problem(
+                    path="model",
+                    message="moe finds no feed-forward layer to replace",
+                    expected=f"a node with a child `{SLOT}`, or one annotated Node[FeedForward]",
+                    fix="leave moe out, or name that child so",
+                )
+            )
+        if problems:
+            raise ConfigError(problems)
+        return _with_rule(made)
+
+    def in_effect(self, cfg: Node[Any]) -> bool:
+        """Every slot has the experts that are asked for."""
+        return self.apply(cfg) == cfg
+
+    def _slot(self, old: Node[Any]) -> Node[Any]:
+        """What stands in a slot instead of `old`."""
+        kinds = (*old.first, *old.children) if isinstance(old, Alternate) else (old,)
+        if not any(map(_has_experts, kinds)):
+            if not isinstance(old, Alternate):
+                return _arranged(old, self._new(old), self.dense_layers or 0, self.every or 1)
+            if self.every is not None or self.dense_layers is not None:
+                raise _refused("feed-forward layers alternate here already", "leave `every` and `dense_layers` out")
+            return _each(old, self._new)
+        lead, every = (len(old.first), len(old.children)) if isinstance(old, Alternate) else (0, 1)
+        wanted = lead if self.dense_layers is None else self.dense_layers, every if self.every is None else self.every
+        if wanted == (lead, every):
+            return _each(old, lambda kind: self._set(kind) if _has_experts(kind) else kind)
+        dense = [k for k in kinds if not _has_experts(k)]
+        if wanted != (0, 1) and not dense:
+            raise _refused(
+                "every layer has experts already, and none says which feed-forward layer the others should have",
+                "leave `every` and `dense_layers` out, or begin with a model without experts",
+            )
+        if old != _arranged(dense[0], kinds[-1], lead, every):
+            raise _refused("experts and feed-forward layers are mixed here", "leave `every` and `dense_layers` out")
+        return _arranged(dense[0] if dense else old, self._set(kinds[-1]), *wanted)
+
+    def _new(self, old: Any) -> MixtureOfExperts.Config:
+        """The experts that replace a feed-forward layer; raises `ConfigError` where one of its settings would be lost."""
+        default = MixtureOfExperts.Config()
+        taken = {"hidden_dim", "activation", "dtype", "param_dtype"}
+        fields = {a.name: a for a in attrs.fields(type(old))}
+        lost = [
+            Problem(
+                path=name,
+                message="would be lost: experts have no such setting",
+                got=repr(getattr(old, name)),
+                fix="set it back to its default, or leave moe out",
+            )
+            for name, a in fields.items()
+            if name not in taken and not is_interface(a) and getattr(old, name) != a.default
+        ]
+        if lost:
+            raise ConfigError(lost)
+        kept: dict[str, Any] = {name: getattr(old, name) for name in taken & fields.keys()}
+        gated = default.gated if "up" not in fields else "gate" in fields
+        return self._set(attrs.evolve(default, gated=gated, **kept))
+
+    def _set(self, experts: MixtureOfExperts.Config) -> MixtureOfExperts.Config:
+        """The experts with the options that are given."""
+        names = ("num_experts", "top_k", "router", "dispatch", "hidden_dim")
+        options = {n: getattr(self, n) for n in names if getattr(self, n) is not None}
+        made = attrs.evolve(experts, **options)
+        if self.shared_experts is None:
+            return made
+        return attrs.evolve(made, shared=_shared(made, self.shared_experts) if self.shared_experts else None)
+
+
+def _shared(experts: MixtureOfExperts.Config, count: int) -> Node[FeedForward]:
+    """One feed-forward layer of the size of `count` experts."""
+    size = experts.hidden_dim
+    if isinstance(size, int):
+        size = size * count
+    elif isinstance(size, Scaled):
+        size = attrs.evolve(size, factor=size.factor * count)
+    else:
+        raise _refused(f"cannot tell what {count} times the size {size!r} is", "set `shared` of the experts yourself")
+    kind = GatedFeedForward.Config if experts.gated else PlainFeedForward.Config
+    return kind(hidden_dim=size, activation=experts.activation)
+
+
+def _has_experts(kind: Any) -> bool:
+    return isinstance(kind, MixtureOfExperts.Config)
+
+
+def _each(slot: Any, change: Callable[[Any], Any]) -> Any:
+    """A slot with each of the nodes that take turns in it changed, or the one that it holds."""
+    if not isinstance(slot, Alternate):
+        return change(slot)
+    return attrs.evolve(slot, first=tuple(map(change, slot.first)), children=tuple(map(change, slot.children)))
+
+
+def _arranged(dense: Any, experts: Any, lead: int, every: int) -> Any:
+    """`lead` dense layers, then experts in the last of each `every` layers."""
+    if (lead, every) == (0, 1):
+        return experts
+    return Alternate(first=(dense,) * lead, children=(*(dense,) * (every - 1), experts))
+
+
+def _refused(message: str, fix: str) -> ConfigError:
+    return ConfigError(Problem(path="", message=message, fix=fix))
+
+
+def _in_slots(value: Any, place: Callable[[Any, str], Any], path: str = "") -> Any:
+    """`value` with the outermost node of each slot for a feed-forward layer replaced by what `place` makes of it."""
+    changed = {}
+    hints = hints_of(type(value)) if isinstance(value, Node) else {}
+    for name, child in children(value).items():
+        here = join(path, name)
+        if isinstance(child, Node) and (name == SLOT or _takes_feed_forward(hints.get(name))):
+            changed[name] = place(child, here)
+        else:
+            changed[name] = _in_slots(child, place, here)
+    return with_children(value, changed)
+
+
+def _takes_feed_forward(annotation: Any) -> bool:
+    found = (annotation, *typing.get_args(annotation))
+    return any(FeedForward in typing.get_args(a) for a in found)
+
+
+def _with_rule(tree: Tree) -> Tree:
+    """The tree with the rule for the biases of its routers in the learner, where there are such; else without it.
+
+    Raises:
+        ConfigError: the learner takes no rules.
+    """
+    learner = children(tree).get("learner")
+    if not isinstance(learner, Node):
+        return tree  # a part of an experiment
+    needed = _has_bias(tree)
+    if not isinstance(learner, Learner.Config):
+        if needed:
+            raise ConfigError(
+                Problem(
+                    path="learner",
+                    message=f"{type(learner).__qualname__} has no rules, so nothing balances the sigmoid router",
+                    fix="take axlearn's own learner, or another router",
+                )
+            )
+        return tree
+    others = tuple(r for r in learner.rules if r.pattern != BALANCED.pattern)
+    if needed == (len(others) < len(learner.rules)):
+        return tree  # one that a user wrote stays as it is
+    return attrs.evolve(tree, learner=attrs.evolve(learner, rules=(*others, BALANCED) if needed else others))
+
+
+def _has_bias(value: Any) -> bool:
+    return isinstance(value, SigmoidRouter.Config) or any(map(_has_bias, children(value).values()))

@@ -1,0 +1,183 @@
+import pytest
+
+import axlearn_core as ax
+from axlearn_core.config import Configurable, Scaled, diff, find, node, patch
+from axlearn_core.errors import ConfigError, RequestError
+from axlearn_core.learn import Learner, ParameterRule
+from axlearn_core.nn.alternate import Alternate
+from axlearn_core.nn.linear import Linear
+from axlearn_core.plugins.registry import registry
+from axlearn_plugins_moe.dispatch import CapacityDispatch, DroplessDispatch
+from axlearn_plugins_moe.feature import BALANCED, MoE
+from axlearn_plugins_moe.layer import MixtureOfExperts, PerExpert
+from axlearn_plugins_moe.optimizers import SignDescent
+from axlearn_plugins_moe.routers import ExpertChoiceRouter, SigmoidRouter, SoftmaxRouter
+from axlearn_plugins_transformer.attention import Attention
+from axlearn_plugins_transformer.causal_lm import CausalLM
+from axlearn_plugins_transformer.feed_forward import GatedFeedForward, PlainFeedForward
+from axlearn_plugins_transformer.norm import RMSNorm
+from axlearn_plugins_transformer.transformer import Decoder, TransformerLayer
+
+SLOT = "decoder.layer.feed_forward"
+DENSE = GatedFeedForward.Config(hidden_dim=48, activation="gelu", dtype="bfloat16")
+MODEL = CausalLM.Config(
+    vocab_size=10,
+    decoder=Decoder.Config(
+        num_layers=4,
+        hidden_dim=16,
+        layer=TransformerLayer.Config(attention=Attention.Config(num_heads=2), feed_forward=DENSE),
+    ),
+)
+EXPERTS = MixtureOfExperts.Config(hidden_dim=48, activation="gelu", dtype="bfloat16")
+
+
+def placed(feature, model=MODEL):
+    made = feature.apply(model)
+    assert feature.apply(made) == made
+    assert feature.in_effect(made)
+    return find(made, SLOT)[SLOT]
+
+
+def with_slot(value):
+    return patch(MODEL, {SLOT: value})
+
+
+def test_experts_take_over_what_they_replace():
+    assert placed(MoE()) == EXPERTS
+    assert placed(MoE(num_experts=4, top_k=1, hidden_dim=Scaled(factor=2.0))) == MixtureOfExperts.Config(
+        num_experts=4, top_k=1, hidden_dim=Scaled(factor=2.0), activation="gelu", dtype="bfloat16"
+    )
+    plain = with_slot(PlainFeedForward.Config(activation="relu"))
+    assert placed(MoE(), plain) == MixtureOfExperts.Config(
+        hidden_dim=Scaled(factor=4.0), activation="relu", gated=False
+    )
+    made = MoE().apply(MODEL)
+    assert made.decoder.layer.attention is MODEL.decoder.layer.attention
+    assert not MoE().in_effect(MODEL)
+
+
+def test_options_are_set_on_experts_that_are_there():
+    there = with_slot(patch(EXPERTS, {"router": SigmoidRouter.Config(scale=2.5), "num_experts": 16}))
+    assert placed(MoE(top_k=4), there) == patch(find(there, SLOT)[SLOT], {"top_k": 4})
+    assert placed(MoE(), there) == find(there, SLOT)[SLOT]
+    capacity = CapacityDispatch.Config(capacity_factor=2.0)
+    made = placed(MoE(router=ExpertChoiceRouter.Config(), dispatch=capacity), there)
+    assert (made.router, made.dispatch, made.num_experts) == (ExpertChoiceRouter.Config(), capacity, 16)
+
+
+def test_shared_experts():
+    made = placed(MoE(shared_experts=2))
+    assert made.shared == GatedFeedForward.Config(hidden_dim=96, activation="gelu")
+    there = with_slot(made)
+    assert placed(MoE(shared_experts=0), there).shared is None
+    assert placed(MoE(), there).shared == made.shared
+    relative = placed(MoE(shared_experts=3), with_slot(PlainFeedForward.Config()))
+    assert relative.shared == PlainFeedForward.Config(hidden_dim=Scaled(factor=12.0))
+
+
+def test_some_layers_keep_their_feed_forward():
+    assert placed(MoE(every=2)) == Alternate(children=(DENSE, EXPERTS))
+    made = MoE(dense_layers=1, every=3).apply(MODEL)
+    assert find(made, SLOT)[SLOT] == Alternate(first=(DENSE,), children=(DENSE, DENSE, EXPERTS))
+    assert placed(MoE(top_k=1), made).children[2].top_k == 1
+    assert placed(MoE(every=2), made) == Alternate(first=(DENSE,), children=(DENSE, EXPERTS))
+    assert placed(MoE(every=1, dense_layers=0), made) == EXPERTS
+    both = with_slot(Alternate(children=(DENSE, PlainFeedForward.Config())))
+    assert [type(c) for c in placed(MoE(), both).children] == [MixtureOfExperts.Config] * 2
+
+
+@pytest.mark.parametrize(
+    ("feature", "slot", "message"),
+    [
+        (MoE(every=2), EXPERTS, "every layer has experts already"),
+        (MoE(dense_layers=1), EXPERTS, "every layer has experts already"),
+        (MoE(every=2), Alternate(children=(DENSE, PlainFeedForward.Config())), "alternate here already"),
+        (MoE(every=3), Alternate(children=(EXPERTS, DENSE)), "are mixed here"),
+        (MoE(), GatedFeedForward.Config(gate=Linear.Config(bias=True)), "would be lost"),
+        (MoE(shared_experts=1), GatedFeedForward.Config(hidden_dim=MixtureOfExperts.Config()), "cannot tell what"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_the_path(feature, slot, message):
+    with pytest.raises(ConfigError) as error:
+        feature.apply(with_slot(slot))
+    (problem,) = error.value.problems
+    assert message in problem.message
+    assert problem.path.startswith(SLOT)
+    assert problem.fix
+
+
+def test_a_config_without_feed_forward_is_an_error():
+    with pytest.raises(ConfigError, match="moe finds no feed-forward layer"):
+        MoE().apply(RMSNorm.Config())
+
+
+class Root(Configurable):
+    @node
+    class Config(Configurable.Config["Root"]):
+        model: CausalLM.Config = MODEL
+        learner: Learner.Config | RMSNorm.Config = Learner.Config()
+
+
+def test_a_router_with_a_bias_brings_its_rule_and_takes_it_away():
+    own = ParameterRule(pattern="decoder.norm.*", weight_decay=False)
+    root = Root.Config(learner=Learner.Config(rules=(own,)))
+    sigmoid = MoE(router=SigmoidRouter.Config())
+    made = sigmoid.apply(root)
+    assert made.learner.rules == (own, BALANCED)
+    assert sigmoid.apply(made) == made
+    assert MoE().apply(made) == made
+    assert MoE(router=SoftmaxRouter.Config()).apply(made).learner.rules == (own,)
+    faster = patch(made, {"learner.rules.1.optimizer.rate": 0.01})
+    assert sigmoid.apply(faster) == faster
+    with pytest.raises(ConfigError, match="nothing balances the sigmoid router"):
+        sigmoid.apply(Root.Config(learner=RMSNorm.Config()))
+    assert MoE().apply(Root.Config(learner=RMSNorm.Config())).model == MoE().apply(MODEL)
+
+
+OPEN = {"input.source.paths": ["x"], "input.tokenizer.path": "y"}
+
+
+@pytest.mark.parametrize("experiment", ["quickstart", "llama2-7b", "llama2-70b", "llama3-8b"])
+def test_every_dense_experiment_takes_experts(experiment):
+    plain = ax.resolve(experiment).config
+    made = ax.resolve(experiment, with_=["moe:num_experts=4,top_k=2"]).config
+    (changed,) = {c.path.split(".feed_forward")[0] for c in diff(plain, made)}
+    assert changed == "model.decoder.layer"
+    dense, experts = plain.model.decoder.layer.feed_forward, made.model.decoder.layer.feed_forward
+    assert experts == MixtureOfExperts.Config(num_experts=4, hidden_dim=dense.hidden_dim)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (["moe:num_experts=2,top_k=4"], "a token cannot use more experts than there are"),
+        (["moe:num_expert=4"], "did you mean: num_experts"),
+        (["moe:router={type: sigmoid-ruoter}"], "did you mean: sigmoid-router"),
+        (["moe:every=0"], "at least 1"),
+    ],
+)
+def test_bad_options_are_errors_before_anything_is_built(request_, message):
+    with pytest.raises(RequestError) as error:
+        ax.resolve("quickstart", with_=request_).checked()
+    assert message in str(error.value)
+
+
+def test_a_resolved_config_with_experts_can_be_written_and_read(tmp_path):
+    options = (
+        "moe:every=2,shared_experts=1,router={type: sigmoid-router, scale: 2.5},dispatch={type: capacity-dispatch}"
+    )
+    resolved = ax.resolve("quickstart", with_=[options]).checked()
+    (tmp_path / "run.yaml").write_text(resolved.to_yaml())
+    assert ax.resolve(tmp_path / "run.yaml").config == resolved.config
+
+
+def test_all_names_are_registered():
+    names = registry()
+    parts = {"mixture-of-experts": MixtureOfExperts.Config, "softmax-router": SoftmaxRouter.Config,
+             "sigmoid-router": SigmoidRouter.Config, "expert-choice-router": ExpertChoiceRouter.Config,
+             "dropless-dispatch": DroplessDispatch.Config, "capacity-dispatch": CapacityDispatch.Config,
+             "per-expert-initializer": PerExpert, "sign-descent": SignDescent}  # fmt: skip
+    for name, cls in parts.items():
+        assert names.component(name) is cls
+        assert names.name_of(cls) == name
+    assert names.feature("moe") is MoE
