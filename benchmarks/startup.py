@@ -31,7 +31,7 @@ def best(function: Callable[[], object], runs: int) -> float:
 
 def command(*words: str) -> Callable[[], object]:
     """A call of the command line in a process of its own."""
-    words = (sys.executable, "-m", "axlearn_core.cli", *words)
+    words = (sys.executable, "-m", "axlearn_core", *words)
     return lambda: subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
 
 
