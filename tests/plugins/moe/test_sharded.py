@@ -1,0 +1,119 @@
+"""Eight devices give the loss, the summaries and the gradients of one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from axlearn_core.compose import Functional
+from axlearn_core.compose.layout import Layout, make_mesh
+from axlearn_core.contracts.mesh import Mesh
+from axlearn_core.errors import ConfigError
+from axlearn_core.kernels import selection
+from axlearn_core.nn import sharding
+from axlearn_core.nn.layer import Precision
+from axlearn_plugins_moe.dispatch import CapacityDispatch, DroplessDispatch
+from axlearn_plugins_moe.layer import MixtureOfExperts
+from axlearn_plugins_moe.routers import ExpertChoiceRouter, SigmoidRouter, SoftmaxRouter
+from axlearn_plugins_transformer.attention import Attention
+from axlearn_plugins_transformer.causal_lm import CausalLM
+from axlearn_plugins_transformer.feed_forward import GatedFeedForward
+from axlearn_plugins_transformer.transformer import Decoder, TransformerLayer
+
+QUICK = {"xla_backend_optimization_level": 0}
+
+
+def model(**settings):
+    experts = MixtureOfExperts.Config(hidden_dim=24, **{"num_experts": 4, **settings})
+    layer = TransformerLayer.Config(attention=Attention.Config(num_heads=2), feed_forward=experts)
+    return CausalLM.Config(vocab_size=32, decoder=Decoder.Config(num_layers=2, hidden_dim=16, layer=layer))
+
+
+def batch(rows):
+    tokens = np.random.default_rng(0).integers(0, 32, (rows, 17))
+    return {"tokens": jnp.asarray(tokens[:, :-1]), "targets": jnp.asarray(tokens[:, 1:])}
+
+
+def on(cfg, shape, rows=8):
+    """(loss, summaries, gradients) on a mesh; an empty shape is one device."""
+    functional = Functional.of(cfg)
+    mesh = Mesh(shape=shape or {"fsdp": 1})
+    layout = Layout(make_mesh(mesh, None if shape else jax.devices()[:1]), mesh)
+    params = jax.jit(functional.init, compiler_options=QUICK)(jax.random.key(0))
+    places = {p: layout.sharding(functional.axes[p], s.shape, p) for p, s in functional.abstract.items()}
+    params = {p: jax.device_put(x, places[p]) for p, x in params.items()}
+    given = {k: jax.device_put(v, layout.sharding(("batch", "sequence"), v.shape, k)) for k, v in batch(rows).items()}
+
+    def loss(params, given):
+        with sharding.logical_rules(layout.mesh, layout.rules), selection.use(selection.Selection()):
+            return jax.value_and_grad(lambda p: functional.bind(p).loss(given), has_aux=True)(params)
+
+    (value, summaries), grads = jax.jit(loss, compiler_options=QUICK)(params, given)
+    return jax.device_get((value, summaries, grads))
+
+
+CASES = {
+    "dropless": {},
+    "sigmoid-shared": {"router": SigmoidRouter.Config(), "shared": GatedFeedForward.Config(hidden_dim=8)},
+    "capacity": {"dispatch": CapacityDispatch.Config(capacity_factor=1.0)},
+    "expert-choice": {"router": ExpertChoiceRouter.Config()},
+    "ragged": {"dispatch": DroplessDispatch.Config(kernel="xla"), "router": SoftmaxRouter.Config(load_balance=1.0)},
+}
+MESHES = [
+    {"expert": 2, "fsdp": 2, "tensor": 2},
+    {"expert": 4, "data": 2},
+    {"seq": 2, "expert": 2, "tensor": 2},
+    {"fsdp": 8},
+]
+SHORT = [("dropless", 0), ("capacity", 0)]
+
+
+def agree(case, mesh, rows=8):
+    (loss, summaries, grads), (expected, expected_summaries, expected_grads) = (
+        on(model(**CASES[case]), shape, rows) for shape in (mesh, {})
+    )
+    np.testing.assert_allclose(loss, expected, rtol=2e-6)
+    for name, value in expected_summaries.items():
+        np.testing.assert_allclose(summaries[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+    for name, value in expected_grads.items():
+        np.testing.assert_allclose(grads[name], value, rtol=1e-4, atol=1e-5 * np.abs(value).max(), err_msg=name)
+
+
+@pytest.mark.parametrize(("case", "mesh"), SHORT)
+def test_a_mesh_changes_no_number(case, mesh):
+    agree(case, MESHES[mesh])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", range(len(MESHES)))
+@pytest.mark.parametrize("case", CASES)
+def test_no_mesh_changes_a_number(case, mesh):
+    agree(case, MESHES[mesh])
+
+
+@pytest.mark.slow
+def test_rows_that_the_devices_do_not_divide():
+    """Then every device has all tokens, and the experts' parts are summed up."""
+    cfg = model()
+    layer = cfg.decoder.layer.feed_forward
+    functional = Functional.of(layer, input_dim=16, precision=Precision())
+    params = functional.init(jax.random.key(0))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 6, 16)).astype(np.float32))
+    expected = functional.bind(params)(x)
+    mesh = Mesh(shape=MESHES[0])
+    layout = Layout(make_mesh(mesh), mesh)
+    params = {p: jax.device_put(v, layout.sharding(functional.axes[p], v.shape, p)) for p, v in params.items()}
+
+    def call(params, x):
+        with sharding.logical_rules(layout.mesh, layout.rules):
+            return functional.bind(params)(x)
+
+    np.testing.assert_allclose(jax.jit(call)(params, x), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_experts_that_the_mesh_does_not_divide_are_named():
+    with pytest.raises(ConfigError) as error:
+        on(model(num_experts=3), MESHES[0])
+    assert "feed_forward" in str(error.value)
+    assert "is not divisible by the mesh axes expert" in str(error.value)
+    assert "fix: change mesh.shape" in str(error.value)

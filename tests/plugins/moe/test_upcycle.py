@@ -1,0 +1,110 @@
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import axlearn_core as ax
+from axlearn_core.cli.main import cli
+from axlearn_core.compose import Functional
+from axlearn_core.errors import CheckpointError
+from axlearn_plugins_moe.feature import MoE
+from axlearn_plugins_moe.routers import SigmoidRouter
+from axlearn_plugins_moe.upcycle import upcycle
+from axlearn_plugins_transformer.attention import Attention
+from axlearn_plugins_transformer.causal_lm import CausalLM
+from axlearn_plugins_transformer.feed_forward import GatedFeedForward, PlainFeedForward
+from axlearn_plugins_transformer.transformer import Decoder, TransformerLayer
+
+QUICK = {"xla_backend_optimization_level": 0}
+
+
+def model(feed_forward=None):
+    layer = TransformerLayer.Config(
+        attention=Attention.Config(num_heads=2), feed_forward=feed_forward or GatedFeedForward.Config(hidden_dim=24)
+    )
+    return CausalLM.Config(vocab_size=32, decoder=Decoder.Config(num_layers=4, hidden_dim=16, layer=layer))
+
+
+def logits(functional, params):
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 32, (2, 9)))
+    return jax.jit(lambda p: functional.bind(p)(tokens), compiler_options=QUICK)(params)
+
+
+@pytest.fixture(scope="module")
+def dense():
+    functional = Functional.of(model())
+    params = jax.jit(functional.init, compiler_options=QUICK)(jax.random.key(0))
+    return functional, params, logits(functional, params)
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [
+        MoE(num_experts=4),
+        MoE(num_experts=4, every=2, dense_layers=1, shared_experts=1),
+        MoE(num_experts=3, top_k=3, router=SigmoidRouter.Config()),
+    ],
+)
+def test_the_upcycled_model_computes_what_the_dense_one_did(feature, dense):
+    source, params, expected = dense
+    target = Functional.of(feature.apply(model()))
+    made = upcycle(params, source, target)
+    assert {p: (v.shape, v.dtype) for p, v in made.items()} == {
+        p: (s.shape, s.dtype) for p, s in target.abstract.items()
+    }
+    np.testing.assert_allclose(logits(target, made), expected, rtol=1e-5, atol=1e-5)
+    again = upcycle(made, target, target)  # and what has experts keeps them
+    assert all((again[p] == made[p]).all() for p in made)
+
+
+def test_plain_layers_too():
+    source = Functional.of(model(PlainFeedForward.Config(hidden_dim=24)))
+    params = jax.jit(source.init, compiler_options=QUICK)(jax.random.key(0))
+    target = Functional.of(MoE(num_experts=2, top_k=2).apply(model(PlainFeedForward.Config(hidden_dim=24))))
+    np.testing.assert_allclose(
+        logits(target, upcycle(params, source, target)), logits(source, params), rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (MoE(hidden_dim=32).apply(model()), r"differs: decoder.layer.feed_forward.down: \[4, 8, 24, 16\]"),
+        (MoE().apply(model(PlainFeedForward.Config(hidden_dim=24))), "has no place: decoder.layer.feed_forward.gate"),
+        (model(PlainFeedForward.Config(hidden_dim=20)), "differs: decoder.layer.feed_forward.down.weight"),
+    ],
+)
+def test_a_model_that_cannot_be_made_of_it(target, message, dense):
+    source, params, _ = dense
+    with pytest.raises(CheckpointError, match=message):
+        upcycle(params, source, Functional.of(target))
+
+
+TINY = ["model.decoder.num_layers=2", "model.decoder.hidden_dim=32", "input.batch_size=2", "input.sequence_length=32"]
+
+
+@pytest.mark.slow
+def test_the_command_makes_a_run_that_goes_on(tmp_path):
+    dense, experts = str(tmp_path / "dense"), str(tmp_path / "experts")
+    settings = [*TINY, "evaluators={}", "model.decoder.layer.feed_forward.hidden_dim=48"]
+    before = ax.train("quickstart", set=settings, steps=30, run_dir=dense)
+
+    def call(*args):
+        return CliRunner().invoke(cli, ["upcycle", *args])
+
+    done = call(dense, experts, "--with", "moe:num_experts=4,router={type: sigmoid-router}", "--set", "max_steps=10")
+    assert done.exit_code == 0, done.output
+    after = ax.train(f"{experts}/config.yaml", run_dir=experts)
+    assert after.step == 10
+    first = json.loads((tmp_path / "experts/metrics.jsonl").read_text().splitlines()[0])
+    assert first["loss"] < 7.0  # a fresh model begins at log(2048) = 7.6
+    assert before.step == 30
+    again = call(dense, experts)
+    assert again.exit_code == 2
+    assert "holds a run already" in again.output
+    assert call(str(tmp_path / "nothing"), experts).exit_code == 2
+    assert call(dense, str(tmp_path / "new"), "--step", "7").exit_code == 2
+    assert not (tmp_path / "new").exists()
