@@ -32,8 +32,24 @@ DISPATCHES = {
 }
 
 
-@pytest.mark.parametrize("router", ROUTERS)
-@pytest.mark.parametrize("dispatch", DISPATCHES)
+@pytest.mark.parametrize(
+    ("router", "dispatch"),
+    [
+        ("softmax", "dropless"),
+        ("switch", "capacity"),
+        ("expert-choice", "dropless"),
+        *(
+            pytest.param(router, dispatch, marks=pytest.mark.slow)
+            for router, dispatch in (
+                ("softmax", "capacity"),
+                ("switch", "dropless"),
+                ("sigmoid", "dropless"),
+                ("sigmoid", "capacity"),
+                ("expert-choice", "capacity"),
+            )
+        ),
+    ],
+)
 def test_it_is_the_sum_over_experts(router, dispatch, build, naive, grads, close, normal):
     layer = build(dispatch=DISPATCHES[dispatch], **ROUTERS[router])
     x, probe = normal(2, 37, 16), normal(2, 37, 16, seed=1)

@@ -65,7 +65,6 @@ MESHES = [
     {"seq": 2, "expert": 2, "tensor": 2},
     {"fsdp": 8},
 ]
-SHORT = [("dropless", 0), ("capacity", 0)]
 
 
 def agree(case, mesh, rows=8):
@@ -79,9 +78,8 @@ def agree(case, mesh, rows=8):
         np.testing.assert_allclose(grads[name], value, rtol=1e-4, atol=1e-5 * np.abs(value).max(), err_msg=name)
 
 
-@pytest.mark.parametrize(("case", "mesh"), SHORT)
-def test_a_mesh_changes_no_number(case, mesh):
-    agree(case, MESHES[mesh])
+def test_a_mesh_changes_no_number():
+    agree("dropless", MESHES[0])
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ def model(feed_forward=None):
     layer = TransformerLayer.Config(
         attention=Attention.Config(num_heads=2), feed_forward=feed_forward or GatedFeedForward.Config(hidden_dim=24)
     )
-    return CausalLM.Config(vocab_size=32, decoder=Decoder.Config(num_layers=4, hidden_dim=16, layer=layer))
+    return CausalLM.Config(vocab_size=32, decoder=Decoder.Config(num_layers=3, hidden_dim=16, layer=layer))
 
 
 def logits(functional, params):
@@ -43,9 +43,9 @@ def dense():
 @pytest.mark.parametrize(
     "feature",
     [
-        MoE(num_experts=4),
+        pytest.param(MoE(num_experts=4), marks=pytest.mark.slow),
         MoE(num_experts=4, every=2, dense_layers=1, shared_experts=1),
-        MoE(num_experts=3, top_k=3, router=SigmoidRouter.Config()),
+        pytest.param(MoE(num_experts=3, top_k=3, router=SigmoidRouter.Config()), marks=pytest.mark.slow),
     ],
 )
 def test_the_upcycled_model_computes_what_the_dense_one_did(feature, dense):
@@ -60,6 +60,7 @@ def test_the_upcycled_model_computes_what_the_dense_one_did(feature, dense):
     assert all((again[p] == made[p]).all() for p in made)
 
 
+@pytest.mark.slow
 def test_plain_layers_too():
     source = Functional.of(model(PlainFeedForward.Config(hidden_dim=24)))
     params = jax.jit(source.init, compiler_options=QUICK)(jax.random.key(0))
@@ -72,7 +73,7 @@ def test_plain_layers_too():
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        (MoE(hidden_dim=32).apply(model()), r"differs: decoder.layer.feed_forward.down: \[4, 8, 24, 16\]"),
+        (MoE(hidden_dim=32).apply(model()), r"differs: decoder.layer.feed_forward.down: \[3, 8, 24, 16\]"),
         (MoE().apply(model(PlainFeedForward.Config(hidden_dim=24))), "has no place: decoder.layer.feed_forward.gate"),
         (model(PlainFeedForward.Config(hidden_dim=20)), "differs: decoder.layer.feed_forward.down.weight"),
     ],

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from axlearn_core.compose import Functional
@@ -61,7 +62,8 @@ class _Source:
     def whole(self, path: str) -> Any:
         """A parameter, or None."""
         self.used.add(path)
-        return self.params.get(path)
+        found = self.params.get(path)
+        return None if found is None else np.asarray(found)  # on the host: there are many shapes, each used once
 
     def row(self, stack: str, name: str, index: int) -> Any:
         """The parameter `name` of one layer of a stack; None where the layer has none."""
@@ -91,19 +93,19 @@ def upcycle(params: Mapping[str, Any], source: Functional, target: Functional, *
     """
     old, new = _Source(params, _Layout(source)), _Layout(target)
     stacks = sorted({*old.layout.kinds, *new.kinds}, key=len, reverse=True)
-    fresh = jax.jit(target.init)(jax.random.key(seed))
+    fresh = _fresh(target, seed)
     problems: list[str] = []
     made = {}
     for path, wanted in target.abstract.items():
         value = _value(old, new, target, path, stacks)
-        if value is None and set(FRESH) & set(path.split(".")):
-            value = jnp.zeros_like(fresh[path]) if path.endswith("shared.down.weight") else fresh[path]
+        if value is None and path in fresh:
+            value = np.zeros_like(fresh[path]) if path.endswith("shared.down.weight") else fresh[path]
         if value is None:
             problems.append(f"missing: {path} {wanted.dtype}{list(wanted.shape)}")
         elif value.shape != wanted.shape:
             problems.append(f"differs: {path}: {list(value.shape)} in the old model, expected {list(wanted.shape)}")
         else:
-            made[path] = value.astype(wanted.dtype)
+            made[path] = jnp.asarray(value, wanted.dtype)
     problems += [f"has no place: {path}" for path in params if path not in old.used]
     if problems:
         more = [f"and {len(problems) - 12} more"] if len(problems) > 12 else []
@@ -113,6 +115,17 @@ def upcycle(params: Mapping[str, Any], source: Functional, target: Functional, *
             + "\n    fix: keep the hidden size and the gate of its feed-forward layers, and all else as it is"
         )
     return made
+
+
+def _fresh(model: Functional, seed: int) -> Params:
+    """The initial values of what no dense layer has."""
+    names = [p for p in model.abstract if set(FRESH) & set(p.split("."))]
+    made = (
+        jax.jit(lambda key: {p: x for p, x in model.init(key).items() if p in names})(jax.random.key(seed))
+        if names
+        else {}
+    )
+    return {p: np.asarray(x) for p, x in made.items()}
 
 
 def _value(old: _Source, new: _Layout, target: Functional, path: str, stacks: Sequence[str]) -> Any:
@@ -125,7 +138,7 @@ def _value(old: _Source, new: _Layout, target: Functional, path: str, stacks: Se
         parts = [
             _copied(old.row(stack, name, i), lambda i=i: old.row(stack, f"{name}.weight", i), copies, 0) for i in rows
         ]
-        return None if any(p is None for p in parts) else jnp.stack(parts)
+        return None if any(p is None for p in parts) else np.stack(parts)
     axis = axes.index("experts") if copies is not None else 0
     return _copied(old.whole(path), lambda: old.whole(f"{path}.weight"), copies, axis)
 
@@ -135,4 +148,4 @@ def _copied(same: Any, dense: Callable[[], Any], copies: int | None, axis: int) 
     if same is not None or copies is None:
         return same
     found = dense()
-    return None if found is None else jnp.repeat(jnp.expand_dims(found, axis), copies, axis=axis)
+    return None if found is None else np.repeat(np.expand_dims(found, axis), copies, axis=axis)
