@@ -40,7 +40,7 @@ class Interleave(Feature):
             nonlocal count
             if isinstance(value, Alternate) and any(_is_attention(c) for c in value.children):
                 count += 1
-                if len({_base(c) for c in value.children}) == 1:
+                if len({_base(c) for c in (*value.first, *value.children)}) == 1:
                     there = next((c.window for c in value.children if c.window is not None), None)
                     return self._alternation(_base(value.children[-1]), len(value.children), there)
                 problems.append(

@@ -157,13 +157,17 @@ class LatentAttention(Layer):
         self, q: jax.Array, q_rope: jax.Array, latents: jax.Array, k_rope: jax.Array, context: Context, slots: Any
     ) -> jax.Array:
         """In the space of the latents, [B, T, R], which are the keys and values of one head: [B, S, N, U]."""
-        up_key, _ = _affine(self.key, latents)  # a bias of keys adds the same to every score of a query
-        up_value, bias = _affine(self.value, latents)
-        q = jnp.einsum("bsnh,rnh->bsnr", q, up_key)
-        keys = jnp.concatenate([latents[:, :, None], k_rope], axis=-1)
-        y = self._attend(jnp.concatenate([q, q_rope], axis=-1), keys, latents[:, :, None], context, slots)
+        up_key, key_bias = _affine(self.key, latents)
+        up_value, value_bias = _affine(self.value, latents)
+        queries = [jnp.einsum("bsnh,rnh->bsnr", q, up_key), q_rope]
+        keys = [latents[:, :, None], k_rope]
+        if key_bias is not None:  # the same for all keys of a query, which a cap on the scores does not ignore
+            queries.append(jnp.einsum("bsnh,nh->bsn", q, key_bias)[..., None])
+            keys.append(jnp.ones_like(k_rope[..., :1]))
+        q, k = jnp.concatenate(queries, axis=-1), jnp.concatenate(keys, axis=-1)
+        y = self._attend(q, k, latents[:, :, None], context, slots)
         y = jnp.einsum("bsnr,rnu->bsnu", y, up_value)
-        return y if bias is None else y + bias[None, None]
+        return y if value_bias is None else y + value_bias[None, None]
 
     def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, context: Context, slots: Any) -> jax.Array:
         cfg = self.cfg

@@ -1,0 +1,90 @@
+"""Every pair of installed features on every installed experiment: one tree, whatever the order, or one and the same refusal.
+
+The features come from their entry points. One with options that have to be given says by its `example` how.
+"""
+
+import itertools
+
+import attrs
+import pytest
+
+from axlearn_core.config import REQUIRED
+from axlearn_core.errors import ConfigError, PluginError, RequestError
+from axlearn_core.plugins.registry import registry
+from axlearn_core.plugins.resolve import resolve
+
+NAMES = registry()
+EXPERIMENTS = [entry.name for entry in NAMES.entries("experiments")]
+FEATURES = [entry.name for entry in NAMES.entries("features")]
+PAIRS = list(itertools.combinations(FEATURES, 2))
+
+
+def use(name):
+    """The text of `--with` for a feature by itself."""
+    example = NAMES.feature(name).example
+    return f"{name}:{example}" if example else name
+
+
+def outcome(experiment, *names):
+    """(tree, features in the order of their application, provenance) or the text of the refusal."""
+    try:
+        made = resolve(experiment, with_=[use(n) for n in names])
+    except PluginError:
+        raise  # a feature that fails, and does not refuse
+    except RequestError as error:
+        return str(error)
+    return made.config, made.features, dict(made.provenance)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_feature_that_needs_options_has_an_example(name):
+    cls = NAMES.feature(name)
+    needed = [a.name for a in attrs.fields(cls) if a.default is REQUIRED]
+    assert all(f"{option}=" in cls.example for option in needed), f"{name} needs {needed}; give it an `example`"
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_each_feature_alone_changes_the_tree_or_is_in_effect_and_twice_is_once(experiment):
+    for name in FEATURES:
+        made = outcome(experiment, name)
+        needs = NAMES.feature(name).needs
+        if needs:
+            assert isinstance(made, str)
+            made = outcome(experiment, name, *needs)
+        assert not isinstance(made, str), f"{name} on {experiment}: {made}"
+        again = made[0]
+        for _, feature in made[1]:
+            again = feature.apply(again)
+        assert again == made[0], f"{name} on {experiment}: twice is not once"
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_the_order_of_a_pair_does_not_matter(experiment):
+    for first, second in PAIRS:
+        one, other = outcome(experiment, first, second), outcome(experiment, second, first)
+        if isinstance(one, str):
+            assert isinstance(other, str), f"{second}, {first} is let through, and {first}, {second} is refused: {one}"
+            assert {first, second} <= set(one.replace("'", " ").replace(":", " ").split()), f"it names both: {one}"
+            assert _without_places(one) == _without_places(other)
+        else:
+            assert one == other, f"{first}, {second} on {experiment}"
+
+
+def _without_places(text):
+    return sorted(text.split())
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_a_pair_of_one_stage_gives_the_same_tree_applied_in_either_order(experiment):
+    """The names of features decide their order within a stage, and must not decide what comes of it."""
+    for first, second in PAIRS:
+        made = outcome(experiment, first, second)
+        if isinstance(made, str) or len({feature.stage for _, feature in made[1]}) > 1:
+            continue
+        swapped = resolve(experiment).config
+        try:
+            for _, feature in reversed(made[1]):
+                swapped = feature.apply(swapped)
+        except ConfigError as error:
+            pytest.fail(f"{second} before {first} on {experiment}: {error}")
+        assert swapped == made[0], f"{first}, {second} on {experiment}"
