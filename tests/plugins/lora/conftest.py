@@ -10,6 +10,7 @@ from axlearn_core.config import patch
 SIZES = {
     "model.vocab_size": 64,
     "model.decoder.num_layers": 2,
+    "model.decoder.stack.mode": "scan",
     "model.decoder.hidden_dim": 32,
     "model.decoder.layer.attention.num_heads": 4,
     "model.decoder.layer.feed_forward.hidden_dim": 48,

@@ -37,7 +37,8 @@ def is_adapter(path: str) -> bool:
 
 def scales_of(model: Any) -> dict[str, float]:
     """alpha / rank of each adapted map in a module, by path; the module may be abstract."""
-    return {".".join(map(str, path)): m.lora_scale for path, m in nnx.iter_modules(model) if is_adapted(m)}
+    modules: Any = nnx.iter_modules(model)
+    return {".".join(map(str, path)): m.lora_scale for path, m in modules if is_adapted(m)}
 
 
 def split(params: Params) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -150,7 +151,7 @@ def fingerprint(params: Params, scales: Mapping[str, float]) -> str:
     for path in sorted(scales):
         weight = np.ascontiguousarray(np.asarray(params[f"{path}.weight"]))
         digest.update(f"{path} {weight.dtype} {weight.shape}".encode())
-        digest.update(weight.reshape(-1).view(np.uint8))
+        digest.update(memoryview(weight.reshape(-1).view(np.uint8)))
     return digest.hexdigest()
 
 

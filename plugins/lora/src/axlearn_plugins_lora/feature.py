@@ -69,7 +69,9 @@ class Lora(Feature):
         return LoraLinear.Config(base=part, **options)
 
     def _started(self, cfg: Tree) -> Tree:
-        options = {k: v for k, v in (("run_dir", self.base), ("adapters", self.adapters)) if v is not None}
+        options: dict[str, Any] = {
+            k: v for k, v in (("run_dir", self.base), ("adapters", self.adapters)) if v is not None
+        }
         loop: Any = getattr(cfg, "loop", None)
         if not isinstance(loop, Node):
             raise ConfigError(

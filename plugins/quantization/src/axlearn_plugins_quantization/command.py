@@ -1,6 +1,7 @@
 """`axlearn quantize`: a trained run with its weights stored as integers."""
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -14,7 +15,7 @@ import click
 )
 @click.option("--target", default="model.**", show_default=True, metavar="PATTERN", help="Which linear maps.")
 @click.option("--step", type=click.IntRange(min=0), help="The checkpoint to take; default: the newest.")
-def quantize(run_dir: Path, out: Path, storage: str, tile_size: int | None, target: str, step: int | None) -> None:
+def quantize(run_dir: Path, out: Path, storage: Any, tile_size: int | None, target: str, step: int | None) -> None:
     """Write the run OUT: the model of RUN_DIR with the weights of its linear maps stored as integers.
 
     OUT generates as RUN_DIR does, and cannot be trained. Its path goes to standard output, the sizes to standard error.

@@ -11,7 +11,7 @@ from axlearn_core.errors import ConfigError, Problem, nearest
 from axlearn_core.nn.linear import Linear
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_quantization.linear import QuantizedLinear
-from axlearn_plugins_quantization.weight_only import NoLearner, WeightOnlyLinear
+from axlearn_plugins_quantization.weight_only import NoLearner, Storage, WeightOnlyLinear
 
 Tree = TypeVar("Tree", bound=Node[Any])
 
@@ -62,7 +62,7 @@ class Quantization(Feature):
         return QuantizedLinear.Config(**_fields(part), **options)
 
 
-def stored(cfg: Tree, storage: str, *, tile_size: int | None, target: str | tuple[str, ...] = "model.**") -> Tree:
+def stored(cfg: Tree, storage: Storage, *, tile_size: int | None, target: str | tuple[str, ...] = "model.**") -> Tree:
     """The config of the same model with weights stored as integers, which only serves."""
 
     def place(part: Linear.Config) -> Node[Any]:

@@ -16,7 +16,7 @@ from axlearn_core.plugins.request import write
 from axlearn_core.train.api import saved_config
 from axlearn_core.train.run_dir import RunDir
 from axlearn_plugins_quantization.feature import stored
-from axlearn_plugins_quantization.weight_only import WeightOnlyLinear
+from axlearn_plugins_quantization.weight_only import Storage, WeightOnlyLinear
 
 
 def store(params: Mapping[str, Any], functional: Functional) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def quantize_run(
     run_dir: Path,
     out: Path,
     *,
-    storage: str,
+    storage: Storage,
     tile_size: int | None = None,
     target: str = "model.**",
     step: int | None = None,

@@ -1,0 +1,133 @@
+"""What users do: fine-tune a run, merge it, hand out its adapters. Trains for real, at toy size."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import axlearn_core as ax
+from axlearn_core.checkpoint import manifest
+from axlearn_core.errors import CheckpointError, RequestError
+from axlearn_plugins_lora.adapters import is_adapter
+from axlearn_plugins_lora.runs import export_run, merge_run, restored
+from axlearn_plugins_lora.start import StartFromRun, run_parameters
+
+SETTINGS = {
+    "model.decoder.num_layers": 1,
+    "model.decoder.hidden_dim": 32,
+    "model.decoder.layer.attention.num_heads": 2,
+    "model.decoder.layer.feed_forward.hidden_dim": 32,
+    "learner.optimizer": {"type": "adamw", "learning_rate": 0.01},
+    "input.batch_size": 4,
+    "input.sequence_length": 16,
+    "evaluators": {},
+    "trackers": [{"type": "jsonl"}],
+    "log_every_steps": 1,
+}
+
+
+def train(path, steps, lora=None, **more):
+    features = {} if lora is None else {"lora": {"rank": 2, **lora}}
+    ax.train("quickstart", with_=features, set={**SETTINGS, **more}, steps=steps, run_dir=path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run, and one that adapts it."""
+    place = tmp_path_factory.mktemp("runs")
+    base = train(place / "base", 2, **{"learner.ema_decay": 0.5})
+    return base, train(place / "tuned", 3, {"base": str(base)})
+
+
+def flat(run, step=None):
+    return restored(run, step).params
+
+
+def test_a_run_begins_with_the_parameters_of_its_base(runs):
+    base, tuned = runs
+    before, after = flat(base), flat(tuned)  # of the base, its moving average
+    assert {p for p in after if not is_adapter(p)} == before.keys()
+    assert all(np.array_equal(before[p], after[p]) for p in before)
+    assert any(np.asarray(after[p]).any() for p in after if p.endswith("lora_b"))
+    arrays = manifest.inspect(tuned / "checkpoints", 3).arrays
+    assert not [p for p in arrays if p.startswith("learner.") and p.endswith(".weight")]
+
+
+def test_merged_exported_and_merged_again(runs, tmp_path):
+    base, tuned = runs
+    merge_run(tuned, tmp_path / "merged")
+    export_run(tuned, tmp_path / "alone")
+    merge_run(base, tmp_path / "again", exported=tmp_path / "alone")
+    one, two = ax.load(tmp_path / "merged"), ax.load(tmp_path / "again")
+    assert one.step == 3
+    assert not isinstance(one.config.loop, StartFromRun.Config)
+    mine, other = flat(tmp_path / "merged"), flat(tmp_path / "again")
+    assert all(np.array_equal(mine[p], other[p]) for p in mine)
+    tokens = jax.random.randint(jax.random.key(0), (2, 12), 0, 2000)
+    first, second = (np.asarray(jax.jit(lambda t, m=m: m(t))(tokens)) for m in (ax.load(tuned).model, one.model))
+    np.testing.assert_allclose(first, second, atol=2e-5 * np.abs(first).max())
+    assert isinstance(two.generate("def ", max_tokens=2), str)
+
+    train(tmp_path / "merged", 4, **{"checkpointer.every_steps": 500})  # it is a run like any other, and goes on
+    assert manifest.steps(tmp_path / "merged" / "checkpoints") == [3, 4]
+
+    size = sum(f.stat().st_size for f in (tmp_path / "alone").iterdir())
+    assert size < 20_000
+    train(tmp_path / "onward", 1, {"base": str(base), "adapters": str(tmp_path / "alone")}, **{"learner.rules": [
+        {"pattern": "**", "learning_rate_scale": 0.0}]})  # fmt: skip
+    for path, value in flat(tuned).items():
+        np.testing.assert_array_equal(value, flat(tmp_path / "onward")[path], err_msg=path)
+
+
+def test_what_does_not_fit_is_refused(runs, tmp_path):
+    base, tuned = runs
+    with pytest.raises(RequestError, match="has no adapters to merge"):
+        merge_run(base, tmp_path / "no")
+    with pytest.raises(RequestError, match="is there already"):
+        merge_run(tuned, base)
+    with pytest.raises(CheckpointError, match="no run directory"):
+        merge_run(tmp_path / "nowhere", tmp_path / "no")
+    with pytest.raises(CheckpointError, match="has no checkpoint of step 9"):
+        export_run(tuned, tmp_path / "no", step=9)
+    export_run(tuned, tmp_path / "alone")
+    with pytest.raises(RequestError, match="has adapters of its own"):
+        merge_run(tuned, tmp_path / "no", exported=tmp_path / "alone")
+    facts = json.loads((tmp_path / "alone" / "adapters.json").read_text())
+    (tmp_path / "alone" / "adapters.json").write_text(json.dumps({**facts, "base": "0" * 64}))
+    with pytest.raises(RequestError, match="of another base"):
+        merge_run(base, tmp_path / "no", exported=tmp_path / "alone")
+    assert not (tmp_path / "no").exists()
+
+    params = flat(tuned)
+    with pytest.raises(CheckpointError, match=r"(?s)not in this model: .*lora.*merge its adapters first"):
+        run_parameters(tuned, {p: x for p, x in params.items() if not is_adapter(p)})
+    with pytest.raises(CheckpointError, match=r"missing: decoder\.more\.weight"):
+        run_parameters(base, {**params, "decoder.more.weight": params["decoder.norm.scale"]})
+    with pytest.raises(CheckpointError, match=r"differs: decoder.norm.scale: \(32,\) there, \(31,\) here"):
+        run_parameters(base, {**params, "decoder.norm.scale": params["decoder.norm.scale"][:31]})
+
+
+def test_on_the_command_line_a_wrong_target_ends_with_exit_code_2():
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "axlearn_core",
+            "config",
+            "check",
+            "quickstart",
+            "--with",
+            "lora:target=model.**.atention.*",
+        ],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"XLA_FLAGS": ""},
+    )
+    assert done.returncode == 2
+    assert "fits no linear map" in done.stderr
+    assert "did you mean" in done.stderr

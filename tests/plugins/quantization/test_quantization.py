@@ -1,0 +1,206 @@
+"""Bounds: rounding to n levels of the largest magnitude errs by a uniform half step, so by 1 / (2 n sqrt(3)) of it.
+
+The largest of some hundred normal numbers is about three times their deviation, so a tensor of int8 has a relative error of
+3 / (254 sqrt(3)) = 0.7%, and a product of two of them 1%. e4m3 keeps 3 bits of mantissa: at most 1/16, 2.6% in the root mean
+square, and 3.7% for a product of two; e5m2 keeps 2, which is twice as much.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import axlearn_core as ax
+from axlearn_core.compose import Functional, compose
+from axlearn_core.config import check, find, patch
+from axlearn_core.errors import ConfigError, PluginError
+from axlearn_core.nn.layer import Precision
+from axlearn_core.nn.linear import Linear
+from axlearn_core.nn.remat import Remat
+from axlearn_core.plugins.registry import registry
+from axlearn_plugins_quantization import library
+from axlearn_plugins_quantization.feature import Quantization
+from axlearn_plugins_quantization.linear import QuantizedLinear
+
+QUICK = {"xla_backend_optimization_level": 0}
+FP8 = {"weights": "float8_e4m3fn", "activations": "float8_e4m3fn", "gradients": "float8_e5m2"}
+INT8 = {"weights": "int8", "activations": "int8", "gradients": "int8"}
+ATTENTION = "model.decoder.layer.attention"
+
+
+def build(cfg, inputs=(96,), outputs=(4, 32), axes=("embed", "heads", "head_dim")):
+    return cfg.build(input_dims=inputs, output_dims=outputs, axes=axes, rngs=nnx.Rngs(0), precision=Precision())
+
+
+def away(found, expected):
+    return float(jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected))
+
+
+def products(function, *args):
+    """(dtypes of the operands) of each product in a program, inner ones too."""
+    found = []
+
+    def visit(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "dot_general":
+                found.append(tuple(str(v.aval.dtype) for v in equation.invars))
+            for inner in jax.core.jaxprs_in_params(equation.params):
+                visit(inner)
+
+    visit(jax.make_jaxpr(function)(*args).jaxpr)
+    return found
+
+
+@pytest.mark.parametrize(("settings", "forward", "backward"), [(INT8, 0.013, 0.013), (FP8, 0.045, 0.08)])
+@pytest.mark.parametrize(("inputs", "outputs"), [((96,), (4, 32)), ((4, 24), (80,))])
+def test_values_and_gradients_are_close(settings, forward, backward, inputs, outputs):
+    exact, close = build(Linear.Config(), inputs, outputs), build(QuantizedLinear.Config(**settings), inputs, outputs)
+    assert np.array_equal(exact.weight[...], close.weight[...])
+    x = jax.random.normal(jax.random.key(1), (3, 40, *inputs))
+    to = jax.random.normal(jax.random.key(2), (3, 40, *outputs))
+
+    def gradients(layer):
+        graph, state = nnx.split(layer)
+
+        def loss(state, x):
+            y = nnx.merge(graph, state)(x)
+            return jnp.sum(y * to), y
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True), compiler_options=QUICK)(state, x)
+
+    ((_, y), (of_weight, of_x)), ((_, y_close), (of_weight_close, of_x_close)) = gradients(exact), gradients(close)
+    assert 1e-4 < away(y_close, y) < forward
+    assert 1e-4 < away(of_x_close, of_x) < backward
+    assert 1e-4 < away(of_weight_close["weight"].get_value(), of_weight["weight"].get_value()) < backward
+
+
+def test_without_quantized_gradients_the_backward_pass_is_exact():
+    exact, close = build(Linear.Config()), build(QuantizedLinear.Config(gradients=None))
+    x = jax.random.normal(jax.random.key(1), (5, 96))
+    one, two = (jax.grad(lambda x, m=m: jnp.sum(m(x) ** 1))(x) for m in (exact, close))
+    np.testing.assert_allclose(one, two, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("settings", "kinds"), [(INT8, {("int8", "int8")}), (
+    FP8, {("float8_e4m3fn", "float8_e4m3fn"), ("float8_e5m2", "float8_e4m3fn")})])  # fmt: skip
+def test_all_three_products_are_of_quantized_numbers(settings, kinds):
+    layer = build(QuantizedLinear.Config(**settings))
+    graph, state = nnx.split(layer)
+    found = products(jax.grad(lambda s, x: jnp.sum(nnx.merge(graph, s)(x)), (0, 1)), state, jnp.ones((2, 5, 96)))
+    assert len(found) == 3
+    assert set(found) == kinds
+
+
+def test_bias_dtype_and_tiles():
+    layer = build(QuantizedLinear.Config(bias=True, tile_size=24))
+    layer.bias.set_value(jnp.full((4, 32), 2.0))
+    x = jax.random.normal(jax.random.key(0), (3, 96))
+    plain = jnp.einsum("bd,dnh->bnh", x, layer.weight[...]) + 2.0
+    assert away(layer(x), plain) < 0.012
+    half = QuantizedLinear.Config(dtype="bfloat16")
+    assert build(half)(x).dtype == jnp.bfloat16
+
+
+def train(config, steps, devices=1):
+    """Losses on a task that can be learned: each token follows from the one before."""
+    program = compose(config, jax.devices()[:devices])
+    state, found = program.init(0), []
+    follows = np.random.default_rng(3).permutation(64)
+    for i in range(steps):
+        rows = [np.random.default_rng(i).integers(0, 64, 8)]
+        for _ in range(16):
+            rows.append(follows[rows[-1]])
+        tokens = np.stack(rows, axis=1).astype(np.int32)
+        batch = program.put({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]})
+        state, summary = program.train_step(state, batch)
+        found.append(float(summary["loss"]))
+    return np.array(found)
+
+
+def far(found, expected):
+    """How far two loss curves are apart, as means of ten steps."""
+    a, b = (x.reshape(-1, 10).mean(axis=1) for x in (found, expected))
+    return float(np.abs(a / b - 1).max())
+
+
+def test_training_in_int8_follows_float32(toy):
+    """200 steps within 2%, and the backward pass is quantized too."""
+    exact, close = train(toy(), 200), train(Quantization().apply(toy()), 200)
+    assert exact[-10:].mean() < 0.6 * exact[0]
+    assert not np.array_equal(exact, close)
+    assert far(close, exact) < 0.02
+
+
+def test_training_in_fp8_follows_float32(toy):
+    exact, close = train(toy(), 60), train(Quantization(format="fp8").apply(toy()), 60)
+    assert not np.array_equal(exact, close)
+    assert far(close, exact) < 0.03
+
+
+def test_scan_remat_and_a_mesh_of_eight_devices(toy):
+    config, remat = Quantization().apply(toy()), Remat.Config(save=("mlp_hidden",))
+    spread = patch(config, {"mesh.shape": {"data": 2, "fsdp": 2, "tensor": 2}, "model.decoder.stack.remat": remat})
+    np.testing.assert_allclose(train(config, 3), train(spread, 3, devices=8), rtol=2e-3)
+
+
+def test_the_model_keeps_its_parameters(toy, batch):
+    dense, close = (Functional.of(c.model) for c in (toy(), Quantization().apply(toy())))
+    assert dense.abstract == close.abstract
+    assert dense.axes == close.axes
+    found = products(lambda p: close.bind(p).loss(batch)[0], close.abstract)
+    assert found.count(("int8", "int8")) == 7  # query, key, value, output, gate, up, down, in one scanned layer
+
+
+def test_the_feature_says_what_is_quantized(toy):
+    made = Quantization(format="fp8", target="model.**.attention.*").apply(toy())
+    nodes = find(made, QuantizedLinear)
+    assert set(nodes) == {f"{ATTENTION}.{n}" for n in ("query", "key", "value", "output")}
+    assert set(nodes.values()) == {QuantizedLinear.Config(**FP8)}
+    assert Quantization(target="model.**.attention.*").in_effect(made)
+    assert Quantization(target="model.**.attention.*").apply(made) == made
+    both = Quantization(gradients=False).apply(made)
+    kinds = {p.rpartition(".")[2]: (n.weights, n.gradients) for p, n in find(both, QuantizedLinear).items()}
+    assert kinds["query"] == ("float8_e4m3fn", None)
+    assert kinds["up"] == ("int8", None)
+    assert Quantization(format="int8").apply(both) == Quantization(format="int8", gradients=False).apply(both)
+    with pytest.raises(ConfigError, match=r"fits no linear map") as error:
+        Quantization(target="model.**.atention.*").apply(toy())
+    assert error.value.problems[0].nearest[0].startswith(ATTENTION)
+
+
+def test_what_a_linear_map_was_set_to_stays(toy):
+    odd = patch(toy(), {f"{ATTENTION}.query": Linear.Config(bias=True, dtype="bfloat16")})
+    query = find(Quantization().apply(odd), f"{ATTENTION}.query")[f"{ATTENTION}.query"]
+    assert query == QuantizedLinear.Config(bias=True, dtype="bfloat16")
+
+
+def test_lora_and_quantization_in_any_order(batch):
+    names = ["lora:rank=4", "quantization"]
+    one, other = (ax.resolve("quickstart", with_=w).config for w in (names, names[::-1]))
+    assert one == other
+    assert type(find(one, f"{ATTENTION}.query.base")[f"{ATTENTION}.query.base"]) is QuantizedLinear.Config
+    made = Functional.of(one.model)
+    found = products(lambda p: made.bind(p).loss(batch)[0], made.abstract)
+    assert ("int8", "int8") in found
+
+
+def test_gradients_alone_cannot_be_quantized():
+    with pytest.raises(ConfigError, match="needs quantized activations"):
+        check(QuantizedLinear.Config(activations=None))
+    assert check(QuantizedLinear.Config(activations=None, gradients=None))
+
+
+def test_a_qwix_that_cannot_be_imported_is_named(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "qwix", None)
+    with pytest.raises(PluginError, match=r"(?s)needs qwix, which cannot be imported.*installed: qwix .*jax"):
+        library.load.__wrapped__()
+
+
+def test_all_names_are_registered():
+    names = registry()
+    assert names.component("quantized-linear") is QuantizedLinear.Config
+    assert names.feature("quantization") is Quantization
+    assert "quantize" in names.claims["commands"]

@@ -1,0 +1,115 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import axlearn_core as ax
+from axlearn_core.checkpoint import manifest
+from axlearn_core.compose import Functional
+from axlearn_core.config import find
+from axlearn_core.errors import CheckpointError, ConfigError, RequestError
+from axlearn_core.nn.layer import Precision
+from axlearn_core.nn.linear import Linear
+from axlearn_plugins_quantization.feature import stored
+from axlearn_plugins_quantization.runs import quantize_run, size, store
+from axlearn_plugins_quantization.weight_only import NoLearner, WeightOnlyLinear
+
+QUICK = {"xla_backend_optimization_level": 0}
+
+
+def build(cfg):
+    axes = ("embed", "heads", "head_dim")
+    return cfg.build(input_dims=(128,), output_dims=(4, 32), axes=axes, rngs=nnx.Rngs(0), precision=Precision())
+
+
+@pytest.mark.parametrize(
+    ("storage", "tile", "bound"), [("int8", None, 0.009), ("int4", None, 0.14), ("int4", 32, 0.11)]
+)
+def test_values_are_close(storage, tile, bound):
+    """int4 has 7.5 steps to a side of the largest magnitude: 2.7 / (15 sqrt(3)) = 10%, less where fewer share a scale."""
+    exact, close = build(Linear.Config()), build(WeightOnlyLinear.Config(storage=storage, tile_size=tile))
+    assert close.weight[...].dtype == jnp.dtype(storage)
+    assert close.weight_scale[...].shape == (1 if tile is None else 128 // tile, 4, 32)
+    x = jax.random.normal(jax.random.key(1), (3, 7, 128))
+    y, z = exact(x), close(x)
+    assert 1e-4 < float(jnp.linalg.norm(y - z) / jnp.linalg.norm(y)) < bound
+    assert close(x.astype(jnp.bfloat16)).dtype == jnp.float32  # what it computes in
+    assert close.weight_scale.get_metadata()["out_sharding"] == (None, "heads", "head_dim")
+
+
+def test_smaller_tiles_are_closer():
+    x, exact = jax.random.normal(jax.random.key(1), (9, 128)), build(Linear.Config())
+    errors = [
+        float(jnp.linalg.norm(build(WeightOnlyLinear.Config(storage="int4", tile_size=t))(x) - exact(x)))
+        for t in (None, 32, 8)
+    ]
+    assert errors[0] > errors[1] > errors[2]
+
+
+def test_tiles_divide_the_input():
+    with pytest.raises(RequestError, match="tile_size=48 does not divide the input dimension 128"):
+        build(WeightOnlyLinear.Config(tile_size=48))
+
+
+@pytest.mark.parametrize(("storage", "share"), [("int8", 0.27), ("int4", 0.145)])
+def test_a_stored_model_computes_the_same_from_less(toy, batch, storage, share):
+    config = toy({"model.decoder.hidden_dim": 128, "model.decoder.layer.feed_forward.hidden_dim": 256})
+    dense, serving = Functional.of(config.model), Functional.of(stored(config, storage, tile_size=None).model)
+    params = jax.jit(dense.init, compiler_options=QUICK)(jax.random.key(0))
+    made = store(params, serving)
+    assert {p: (x.shape, x.dtype) for p, x in made.items()} == {
+        p: (s.shape, s.dtype) for p, s in serving.abstract.items()
+    }
+    maps = [p.removesuffix("_scale") for p in made if p.endswith("weight_scale")]
+    assert len(maps) == 7
+    small = size({p: x for p, x in made.items() if p.startswith(tuple(maps))})
+    assert small / size({p: params[p] for p in maps}) < share
+    one, two = (
+        jax.jit(lambda p, f=f: f.bind(p).loss(batch)[0], compiler_options=QUICK)(v)
+        for f, v in ((dense, params), (serving, made))
+    )
+    assert one != two
+    assert abs(float(one - two)) < (0.002 if storage == "int8" else 0.05) * float(one)
+    with pytest.raises(RequestError, match="has no parameter"):
+        store({p: x for p, x in params.items() if "query" not in p}, serving)
+
+
+def test_only_what_the_target_fits_is_stored(toy):
+    made = stored(toy(), "int4", tile_size=16, target="model.**.feed_forward.*")
+    assert {p.rpartition(".")[2] for p in find(made, WeightOnlyLinear)} == {"gate", "up", "down"}
+    assert made.learner == NoLearner.Config()
+    with pytest.raises(ConfigError, match="fits no linear map"):
+        stored(toy(), "int8", tile_size=None, target="model.**.gat")
+
+
+def test_a_stored_run_generates_and_refuses_to_train(tmp_path):
+    settings = {
+        "model.decoder.num_layers": 1,
+        "model.decoder.hidden_dim": 32,
+        "model.decoder.layer.attention.num_heads": 2,
+        "model.decoder.layer.feed_forward.hidden_dim": 32,
+        "learner.optimizer": {"type": "adamw", "learning_rate": 0.01},
+        "input.batch_size": 4,
+        "input.sequence_length": 16,
+        "evaluators": {},
+        "trackers": [{"type": "jsonl"}],
+    }
+    with jax.numpy_dtype_promotion("standard"):
+        ax.train("quickstart", set=settings, steps=2, run_dir=tmp_path / "run")
+        for storage in ("int8", "int4"):
+            before, after = quantize_run(tmp_path / "run", tmp_path / storage, storage=storage)
+            assert after < before
+            loaded = ax.load(tmp_path / storage)
+            assert loaded.step == 2
+            assert isinstance(loaded.generate("def ", max_tokens=3), str)
+            arrays = manifest.inspect(tmp_path / storage / "checkpoints", 2).arrays
+            assert arrays["params.decoder.layer.feed_forward.up.weight"].dtype == storage
+        with pytest.raises(RequestError, match="its weights are stored as integers"):
+            ax.train(tmp_path / "int8" / "config.yaml", steps=3, run_dir=tmp_path / "int8")
+    with pytest.raises(RequestError, match="is there already"):
+        quantize_run(tmp_path / "run", tmp_path / "int8", storage="int8")
+    with pytest.raises(CheckpointError, match="no run directory"):
+        quantize_run(tmp_path / "nowhere", tmp_path / "x", storage="int8")
+    dense, small = (np.asarray(ax.load(tmp_path / n).model(jnp.ones((1, 8), jnp.int32))) for n in ("run", "int8"))
+    assert 0 < np.abs(dense - small).max() < 0.05 * np.abs(dense).max()
