@@ -151,7 +151,7 @@ def fingerprint(params: Params, scales: Mapping[str, float]) -> str:
     for path in sorted(scales):
         weight = np.ascontiguousarray(np.asarray(params[f"{path}.weight"]))
         digest.update(f"{path} {weight.dtype} {weight.shape}".encode())
-        digest.update(memoryview(weight.reshape(-1).view(np.uint8)))
+        digest.update(weight.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
 
 
