@@ -29,12 +29,12 @@ def trained(with_, steps):
 
 
 def test_a_sigmoid_router_learns_and_balances_without_a_loss():
-    state, found = trained("moe:num_experts=4,top_k=1,router={type: sigmoid-router}", 60)
+    state, found = trained("moe:num_experts=4,top_k=1,router={type: sigmoid-router}", 40)
     assert found[-1]["cross_entropy"] < 0.5 * found[0]["cross_entropy"]
     assert found[-1]["loss"] == found[-1]["cross_entropy"]
     assert found[-1]["router_bias"] == 0
     bias = state["params"]["decoder.layer.feed_forward.router.bias"]
-    assert 0 < float(abs(bias).max()) <= 0.0601
+    assert 0 < float(abs(bias).max()) <= 0.0401
     assert np.abs(np.asarray(bias) * 1000 - np.round(np.asarray(bias) * 1000)).max() < 1e-3  # steps of one size
 
 
@@ -52,9 +52,7 @@ def test_a_softmax_router_learns_and_the_loss_balances_it():
 def test_large_experiments_can_be_planned_with_experts(experiment):
     config = ax.resolve(experiment, with_=["moe:num_experts=8,top_k=2"]).config
     model = compose(config, jax.devices()).functional
-    layers, width, hidden = model.abstract["decoder.layer.feed_forward.up"].shape[:1] + (
-        config.model.decoder.hidden_dim,
-        config.model.decoder.layer.feed_forward.hidden_dim,
-    )
-    assert model.abstract["decoder.layer.feed_forward.down"].shape == (layers, 8, hidden, width)
+    decoder = config.model.decoder
+    shape = (decoder.num_layers, 8, decoder.layer.feed_forward.hidden_dim, decoder.hidden_dim)
+    assert model.abstract["decoder.layer.feed_forward.down"].shape == shape
     assert model.axes["decoder.layer.feed_forward.down"] == ("layers", "experts", "mlp", "embed")

@@ -129,7 +129,7 @@ class MoE(Feature):
         gated = default.gated if "up" not in fields else "gate" in fields
         return self._set(attrs.evolve(default, gated=gated, **kept))
 
-    def _set(self, experts: MixtureOfExperts.Config) -> MixtureOfExperts.Config:
+    def _set(self, experts: Any) -> MixtureOfExperts.Config:
         """The experts with the options that are given."""
         names = ("num_experts", "top_k", "router", "dispatch", "hidden_dim")
         options = {n: getattr(self, n) for n in names if getattr(self, n) is not None}

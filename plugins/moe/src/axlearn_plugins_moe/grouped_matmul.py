@@ -62,10 +62,10 @@ XLA_BLOCKED = _XLABlocked()
 
 
 class _Blocks(NamedTuple):
-    """Each block is `block` rows from `start` on, of which the first `count` are its group's; in the order of the rows."""
+    """Each block is `block` rows from `start` on, of which the first `filled` are its group's; in the order of the rows."""
 
     start: jax.Array  # int32 [blocks]
-    count: jax.Array  # int32 [blocks], 0 for those that are not needed
+    filled: jax.Array  # int32 [blocks], 0 for those that are not needed
     group: jax.Array  # int32 [blocks]
 
 
@@ -92,8 +92,8 @@ def _products(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, block: int, cont
             matrix = lax.dynamic_index_in_dim(rhs, at.group, keepdims=False)
             return lax.dot_general(x, matrix, (((1,), (contract,)), ((), ())))
 
-        # Rows behind the count are the next block's, which overwrites them.
-        new = lax.cond(at.count > 0, product, lambda: lax.dynamic_slice_in_dim(made, at.start, block))
+        # Rows behind those are the next block's, which overwrites them.
+        new = lax.cond(at.filled > 0, product, lambda: lax.dynamic_slice_in_dim(made, at.start, block))
         return lax.dynamic_update_slice_in_dim(made, new, at.start, 0), None
 
     made = jnp.zeros((rows + block, out), lhs.dtype)
@@ -107,12 +107,12 @@ def _outer(lhs: jax.Array, grads: jax.Array, sizes: jax.Array, block: int) -> ja
     def step(total: jax.Array, at: _Blocks) -> tuple[jax.Array, None]:
         def product() -> jax.Array:
             x = lax.dynamic_slice_in_dim(lhs, at.start, block)
-            mine = jnp.arange(block)[:, None] < at.count
+            mine = jnp.arange(block)[:, None] < at.filled
             g = jnp.where(mine, lax.dynamic_slice_in_dim(grads, at.start, block), 0)
             return lax.dot_general(x, g, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
         old = lax.dynamic_index_in_dim(total, at.group, keepdims=False)
-        new = old + lax.cond(at.count > 0, product, lambda: jnp.zeros_like(old))
+        new = old + lax.cond(at.filled > 0, product, lambda: jnp.zeros_like(old))
         return lax.dynamic_update_index_in_dim(total, new, at.group, 0), None
 
     zeros = jnp.zeros((sizes.shape[0], lhs.shape[1], grads.shape[1]), jnp.float32)

@@ -90,12 +90,10 @@ class MixtureOfExperts(Layer):
         hidden = size_of(cfg.hidden_dim, cfg.input_dim)
         sizes = {"input_dim": cfg.input_dim, "num_experts": cfg.num_experts, "top_k": cfg.top_k}
         self.router = self.child(cfg.router, rngs=rngs, **sizes)
-        for name in ("gate", "up", "down") if cfg.gated else ("up", "down"):
-            shape, axes = (cfg.num_experts, cfg.input_dim, hidden), ("experts", "embed", "mlp")
-            if name == "down":
-                shape, axes = (shape[0], shape[2], shape[1]), (axes[0], axes[2], axes[1])
-            init = PerExpert(init=cfg.init)
-            setattr(self, name, self.parameter(rngs, init, shape, axes, fan_in=(1,), fan_out=(2,)))
+        into, out = (cfg.num_experts, cfg.input_dim, hidden), (cfg.num_experts, hidden, cfg.input_dim)
+        self.gate = self._matrices(rngs, into, ("experts", "embed", "mlp")) if cfg.gated else None
+        self.up = self._matrices(rngs, into, ("experts", "embed", "mlp"))
+        self.down = self._matrices(rngs, out, ("experts", "mlp", "embed"))
         if cfg.shared is not None:
             self.shared = self.child(cfg.shared, rngs=rngs, input_dim=cfg.input_dim)
 
@@ -105,10 +103,13 @@ class MixtureOfExperts(Layer):
         x = x.astype(self.precision.compute)
         routing = self.router(x)
         self._report(routing.expert)
-        gate = self.computed(self.gate) if cfg.gated else None
+        gate = None if self.gate is None else self.computed(self.gate)
         experts = Experts(gate, self.computed(self.up), self.computed(self.down))
         y = cfg.dispatch.build()(x, routing, experts, cfg.activation)
         return tag(y if cfg.shared is None else y + self.shared(x), "mlp_out")
+
+    def _matrices(self, rngs: nnx.Rngs, shape: Sequence[int], axes: Sequence[str]) -> nnx.Param[jax.Array]:
+        return self.parameter(rngs, PerExpert(init=self.cfg.init), shape, axes, fan_in=(1,), fan_out=(2,))
 
     def _report(self, expert: jax.Array) -> None:
         """How evenly the experts are used; 1 is even for the entropy, and for the load of the busiest expert."""

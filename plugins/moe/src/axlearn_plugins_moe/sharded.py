@@ -81,6 +81,6 @@ def over_devices(local: Local, x: jax.Array, routing: Routing, experts: Any) -> 
 
     if not by_row:  # [B, K, S], so that a device gets the choices of its own positions
         routing = jax.tree.map(lambda a: a.reshape(a.shape[0], -1, length), routing)
-    routed = Routing(lists, lists, lists if by_row else None)
+    routed = jax.tree.map(lambda _: lists, routing)
     mapped = jax.shard_map(run, mesh=axes.mesh, in_specs=(tokens, routed, matrices), out_specs=tokens, check_vma=False)
     return mapped(x, routing, experts)
