@@ -1,0 +1,28 @@
+"""Conformance suites: what every part of a kind has to keep, for the tests of whoever writes one.
+
+    class TestMyNorm(LayerSuite):
+        config = MyNorm.Config()
+
+pytest collects the test methods of the suite in the author's own file. Nothing but tests imports this package; it needs
+pytest (`pip install "axlearn-core[testing]"`).
+"""
+
+import pytest
+
+for _module in ("checkpoint", "common", "data", "feature", "kernel", "layer", "learn", "tracker", "train"):
+    pytest.register_assert_rewrite(f"{__name__}.{_module}")  # before it is imported
+
+from axlearn_core.testing.checkpoint import CheckpointerSuite, StorageSuite  # noqa: E402
+from axlearn_core.testing.contracts import Contract, contract_of  # noqa: E402
+from axlearn_core.testing.data import InputSuite  # noqa: E402
+from axlearn_core.testing.feature import FeatureSuite  # noqa: E402
+from axlearn_core.testing.kernel import Case, KernelSuite  # noqa: E402
+from axlearn_core.testing.layer import LayerSuite  # noqa: E402
+from axlearn_core.testing.learn import LearnerSuite  # noqa: E402
+from axlearn_core.testing.tracker import TrackerSuite  # noqa: E402
+from axlearn_core.testing.train import TrainerSuite  # noqa: E402
+
+__all__ = [
+    "Case", "CheckpointerSuite", "Contract", "FeatureSuite", "InputSuite", "KernelSuite", "LayerSuite", "LearnerSuite",
+    "StorageSuite", "TrackerSuite", "TrainerSuite", "contract_of",
+]  # fmt: skip

@@ -1,0 +1,174 @@
+"""The suites for checkpointers and for the storages behind them."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from axlearn_core.config import Node
+from axlearn_core.contracts.parts import CheckpointStorage
+from axlearn_core.errors import CheckpointError, WorkError
+from axlearn_core.plugins.manager import host
+from axlearn_core.testing.common import assert_equal, need_devices
+
+
+class CheckpointerSuite:
+    """What every checkpointer keeps.
+
+    Attributes:
+        config: the checkpointer, with a policy that keeps at least three checkpoints.
+    """
+
+    config: Node[Any]
+
+    def open(self, directory: Path) -> Any:
+        """A checkpointer over a directory."""
+        return self.config.build(directory=directory)
+
+    def state(self, seed: int = 0) -> Any:
+        """A training state with every kind of leaf that there is."""
+        key = jax.random.key(seed)
+        return {
+            "step": jnp.asarray(seed, jnp.int32),
+            "rng": jax.random.key_data(key),
+            "params": {"a.weight": jax.random.normal(key, (16, 8)), "b": jnp.ones((3,), jnp.bfloat16) * seed},
+            "learner": (jnp.arange(6).reshape(2, 3), {"empty": ()}, [jnp.zeros((), jnp.float32)]),
+        }
+
+    def saved(self, directory: Path, *steps: int, extra: Any = None) -> None:
+        """Saves some steps, each with the state of that seed."""
+        checkpointer = self.open(directory)
+        for step in steps:
+            checkpointer.save(step, self.state(step), extra=extra or {"step": step}, metrics={"loss": 1.0 / step})
+            checkpointer.wait()
+        checkpointer.close()
+
+    def test_what_is_restored_is_what_was_saved(self, tmp_path: Path) -> None:
+        extra = {"data": {"shards": {"0": [1, 2]}, "name": "ü"}, "step": 3, "none": None}
+        self.saved(tmp_path, 3, extra=extra)
+        again = self.open(tmp_path)  # as another process would
+        state, found = again.restore(3, jax.eval_shape(self.state))
+        again.close()
+        assert_equal(state, self.state(3), "state")
+        assert jax.tree.structure(state) == jax.tree.structure(self.state())
+        assert found == extra
+
+    def test_steps_are_listed_oldest_first(self, tmp_path: Path) -> None:
+        empty = self.open(tmp_path)
+        assert (empty.steps(), empty.latest_step()) == ([], None)
+        empty.close()
+        self.saved(tmp_path, 2, 10, 9)
+        again = self.open(tmp_path)
+        assert (again.steps(), again.latest_step()) == ([2, 9, 10], 10)
+        again.close()
+
+    def test_the_state_may_be_donated_once_save_returns(self, tmp_path: Path) -> None:
+        checkpointer, state = self.open(tmp_path), self.state(1)
+        checkpointer.save(1, state, extra={}, metrics={})
+        for leaf in jax.tree.leaves(state):
+            leaf.delete()
+        checkpointer.wait()
+        assert_equal(checkpointer.restore(1, jax.eval_shape(self.state))[0], self.state(1), "state")
+        checkpointer.close()
+
+    def test_restored_arrays_have_the_shardings_that_are_asked_for(self, tmp_path: Path) -> None:
+        need_devices(2)
+        self.saved(tmp_path, 1)
+        half = NamedSharding(Mesh(jax.devices()[:2], ("data",)), PartitionSpec("data"))
+        like: Any = jax.eval_shape(self.state)
+        like["params"]["a.weight"] = jax.ShapeDtypeStruct((16, 8), jnp.float32, sharding=half)
+        checkpointer = self.open(tmp_path)
+        state, _ = checkpointer.restore(1, like)
+        checkpointer.close()
+        assert state["params"]["a.weight"].sharding.is_equivalent_to(half, 2)
+        assert_equal(state, self.state(1), "state")
+
+    def test_text_files_are_kept_inside(self, tmp_path: Path) -> None:
+        checkpointer = self.open(tmp_path)
+        checkpointer.files = {"config.yaml": "a: 1\n", "made.json": lambda: "{}"}
+        checkpointer.save(1, self.state(1), extra={}, metrics={})
+        checkpointer.close()  # which waits
+        for name, text in (("config.yaml", "a: 1\n"), ("made.json", "{}")):
+            assert [p.read_text() for p in tmp_path.rglob(name)] == [text], name
+
+    def test_another_model_and_a_missing_step_are_refused(self, tmp_path: Path) -> None:
+        self.saved(tmp_path, 1)
+        checkpointer = self.open(tmp_path)
+        like: Any = jax.eval_shape(self.state)
+        for change in (
+            {"params": {**like["params"], "b": jax.ShapeDtypeStruct((4,), jnp.bfloat16)}},
+            {"params": {**like["params"], "b": jax.ShapeDtypeStruct((3,), jnp.float32)}},
+            {"params": {**like["params"], "c": jax.ShapeDtypeStruct((3,), jnp.float32)}},
+            {"params": {"b": like["params"]["b"]}},
+        ):
+            with pytest.raises(CheckpointError):
+                checkpointer.restore(1, {**like, **change})
+        with pytest.raises(CheckpointError):
+            checkpointer.restore(2, like)
+        checkpointer.close()
+
+    def test_damage_is_found_before_anything_is_read(self, tmp_path: Path) -> None:
+        self.saved(tmp_path, 1, 2)
+        for file in sorted(p for p in tmp_path.rglob("*") if p.is_file() and p.stat().st_size):
+            whole = file.read_bytes()
+            file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+            checkpointer = self.open(tmp_path)
+            hurt = [s for s in checkpointer.steps() if not self._restores(checkpointer, s)]
+            checkpointer.close()
+            file.write_bytes(whole)
+            assert len(hurt) == 1, f"one bit of {file.relative_to(tmp_path)} differs, and the steps {hurt} are refused"
+
+    def _restores(self, checkpointer: Any, step: int) -> bool:
+        try:
+            checkpointer.restore(step, jax.eval_shape(self.state))
+        except CheckpointError:
+            return False
+        return True
+
+    def test_due_is_a_matter_of_the_step(self, tmp_path: Path) -> None:
+        one, two = self.open(tmp_path / "a"), self.open(tmp_path / "b")
+        due = [one.due(s) for s in range(1, 2000)]
+        assert all(type(d) is bool for d in due)
+        assert due == [two.due(s) for s in range(1, 2000)], "processes have to agree on what is due"
+        one.close()
+        two.close()
+
+
+class StorageSuite:
+    """What every checkpoint storage keeps.
+
+    Attributes:
+        uri: what it stores; `{tmp}` stands for a directory of the test.
+        unwritable: a URI that it cannot write to, where there is one.
+    """
+
+    uri: str
+    unwritable: str | None = None
+
+    def storage(self, uri: str) -> CheckpointStorage:
+        """The storage that answers for a URI; by default the one that a plugin has for it."""
+        found = host().only("axlearn_checkpoint_storage", uri=uri)
+        assert found is not None, f"no installed plugin answers axlearn_checkpoint_storage({uri!r})"
+        return found
+
+    def test_it_gives_a_directory_to_write_to(self, tmp_path: Path) -> None:
+        uri = self.uri.format(tmp=tmp_path)
+        made = self.storage(uri).prepare(uri)
+        assert made.is_dir(), f"{made} was not created"
+        (made / "nested").mkdir()
+        (made / "nested" / "file").write_bytes(b"x")
+        (made / "nested").rename(made / "renamed")
+        assert (made / "renamed" / "file").read_bytes() == b"x"
+        again = self.storage(uri).prepare(uri)
+        assert (again / "renamed" / "file").read_bytes() == b"x", "what is there is found again under the same URI"
+
+    def test_what_cannot_be_written_is_an_error(self, tmp_path: Path) -> None:
+        if self.unwritable is None:
+            pytest.skip("needs a URI that cannot be written to: set `unwritable`")
+        (tmp_path / "file").touch()
+        uri = self.unwritable.format(tmp=tmp_path)
+        with pytest.raises(WorkError):
+            self.storage(uri).prepare(uri)

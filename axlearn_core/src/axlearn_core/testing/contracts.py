@@ -1,0 +1,162 @@
+"""The contracts of layers: what a parent offers at `build`, what it calls the layer with, and what it gets.
+
+A layer's contract is known by what it declares: the names of its call's arguments, and the interface that it needs.
+
+Toy sizes: 8 rows B of 16 positions S, width D 32, 8 heads N of size H 8, vocabulary V 64, 8 experts.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import attrs
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from axlearn_core.config import REQUIRED, Node
+from axlearn_core.config.node import interface_fields
+from axlearn_core.nn.layer import Context, Precision
+
+B, S, D, N, H, V = 8, 16, 32, 8, 8, 64
+Inputs = Callable[[np.random.Generator], tuple[Any, ...]]
+
+
+@attrs.frozen(kw_only=True)
+class Contract:
+    """How layers of one kind are built and called.
+
+    Attributes:
+        name: what it is called here.
+        arguments: the names of the arguments of `method` that a parent gives by position.
+        offered: what a parent offers at `build`, besides `rngs` and `precision`.
+        inputs: makes the arguments, floats as float32.
+        outputs: `(inputs, compute dtype) -> tree of jax.ShapeDtypeStruct`; None promises no shapes.
+        method: what the parent calls.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    offered: Mapping[str, Any] = {}
+    inputs: Inputs
+    outputs: Callable[[tuple[Any, ...], Any], Any] | None = None
+    method: str = "__call__"
+
+    def built(self, config: Node[Any], precision: Precision = Precision(), seed: int = 0) -> Any:
+        """The layer, abstract."""
+        return nnx.eval_shape(lambda: config.build(rngs=nnx.Rngs(seed), precision=precision, **self.offered))
+
+    def fits(self, config: Node[Any]) -> bool:
+        """Whether what a config builds has this contract."""
+        kind = type(config)
+        needed = {a.name for a in attrs.fields(kind) if a.name in interface_fields(kind) and a.default is REQUIRED}
+        if not needed <= self.offered.keys():
+            return False
+        # What a config builds is mostly an instance of its owner, but need not be one.
+        method = getattr(kind.owner, self.method, None) or getattr(type(self.built(config)), self.method, None)
+        if not inspect.isfunction(method):
+            return False
+        return tuple(inspect.signature(method).parameters)[1 : len(self.arguments) + 1] == self.arguments
+
+
+def contract_of(config: Node[Any], among: Iterable[Contract] = ()) -> Contract | None:
+    """The contract of what a config builds, of `among` and those below; None where nothing fits."""
+    mine = interface_fields(type(config))
+    found = [c for c in (*among, *CONTRACTS) if c.fits(config)]
+    # The one that asks for most: what is called with `tokens` and `context` is no embedding.
+    return max(found, key=lambda c: (len(c.arguments), len(c.offered.keys() & mine)), default=None)
+
+
+def normal(*shape: int) -> Inputs:
+    """One float32 input of a shape."""
+    return lambda rng: (rng.standard_normal(shape, np.float32),)
+
+
+def tokens(rng: np.random.Generator) -> np.ndarray:
+    """int32 [B, S]."""
+    return rng.integers(0, V, (B, S), np.int32)
+
+
+def context(rng: np.random.Generator) -> Context:
+    """Two documents in each row, with positions of their own."""
+    cut = rng.integers(1, S, (B, 1))
+    at = np.broadcast_to(np.arange(S), (B, S))
+    positions = np.where(at < cut, at, at - cut)
+    return Context(positions=jnp.asarray(positions, jnp.int32), segment_ids=jnp.asarray(1 + (at >= cut), jnp.int32))
+
+
+def batch(rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """A batch of a language model; see `axlearn_core.contracts.parts.Batch`."""
+    ids, where = rng.integers(0, V, (B, S + 1), np.int32), context(rng)
+    return {
+        "tokens": ids[:, :-1],
+        "targets": ids[:, 1:],
+        "weights": (rng.random((B, S)) < 0.9).astype(np.float32),
+        "segment_ids": np.asarray(where.segment_ids),
+        "positions": np.asarray(where.positions),
+    }
+
+
+def like(index: int, *shape: int) -> Callable[[tuple[Any, ...], Any], Any]:
+    """The shape of an input (or `shape`), in the dtype that the layer computes in."""
+    return lambda inputs, dtype: jax.ShapeDtypeStruct(shape or inputs[index].shape, dtype)
+
+
+def _turned(inputs: tuple[Any, ...], dtype: Any) -> Any:
+    return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs[:2])
+
+
+def _mixed(inputs: tuple[Any, ...], dtype: Any) -> Any:
+    return jax.ShapeDtypeStruct((B, S, D), dtype), None
+
+
+CONTRACTS = (
+    Contract(name="norm", arguments=("x",), offered={"dim": D}, inputs=normal(B, S, D), outputs=like(0)),
+    Contract(
+        name="projection",
+        arguments=("x",),
+        offered={"input_dims": (D,), "output_dims": (N, H), "axes": ("embed", "heads", "head_dim")},
+        inputs=normal(B, S, D),
+        outputs=like(0, B, S, N, H),
+    ),
+    Contract(name="feed-forward", arguments=("x",), offered={"input_dim": D}, inputs=normal(B, S, D), outputs=like(0)),
+    Contract(
+        name="embedding",
+        arguments=("tokens",),
+        offered={"vocab_size": V, "dim": D},
+        inputs=lambda rng: (tokens(rng),),
+        outputs=like(0, B, S, D),
+    ),
+    Contract(
+        name="head",
+        arguments=(),
+        offered={"vocab_size": V, "dim": D},
+        inputs=lambda rng: (),
+        method="head_weight",
+    ),
+    Contract(
+        name="position-encoding",
+        arguments=("query", "key", "positions"),
+        offered={"head_dim": H, "num_heads": N},
+        inputs=lambda rng: (
+            *(rng.standard_normal((B, S, n, H), np.float32) for n in (N, N // 2)),
+            context(rng).positions,
+        ),
+        outputs=_turned,
+    ),
+    Contract(
+        name="layer",
+        arguments=("x", "context"),
+        offered={"input_dim": D},
+        inputs=lambda rng: (*normal(B, S, D)(rng), context(rng)),
+        outputs=_mixed,
+    ),
+    Contract(
+        name="decoder",
+        arguments=("tokens", "context"),
+        offered={"vocab_size": V},
+        inputs=lambda rng: (tokens(rng), context(rng)),
+    ),
+    Contract(name="model", arguments=("batch",), inputs=lambda rng: (batch(rng),), method="loss"),
+)

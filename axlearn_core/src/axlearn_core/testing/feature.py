@@ -1,0 +1,131 @@
+"""The suite for features."""
+
+from typing import Any
+
+from axlearn_core.config import Node, diff
+from axlearn_core.errors import AxlearnError, ConfigError
+from axlearn_core.plugins.feature import STAGES, Feature
+from axlearn_core.plugins.registry import registry
+from axlearn_core.plugins.resolve import resolve
+
+
+class FeatureSuite:
+    """What every feature keeps.
+
+    Attributes:
+        name: the feature, as it is registered.
+        options: what follows the name in `--with NAME:OPTIONS`; by default the feature's own `example`.
+        experiments: those that it is tried on; by default all that are installed.
+        others: the features that it is tried together with; by default all others that are installed.
+    """
+
+    name: str
+    options: str | None = None
+    experiments: tuple[str, ...] | None = None
+    others: tuple[str, ...] | None = None
+
+    def text(self) -> str:
+        """`NAME:OPTIONS`."""
+        return self.name if not self.options else f"{self.name}:{self.options}"
+
+    def trees(self) -> tuple[str, ...]:
+        """The experiments that it is tried on."""
+        return self.experiments or tuple(e.name for e in registry().entries("experiments"))
+
+    def partners(self) -> tuple[str, ...]:
+        """`NAME:EXAMPLE` of the features that it is tried together with."""
+        names = self.others or [e.name for e in registry().entries("features") if e.name != self.name]
+        return tuple(_text(n, registry().feature(n)) for n in names)
+
+    def setup_method(self) -> None:
+        """Fills in the example."""
+        if self.options is None:
+            self.options = registry().feature(self.name).example
+
+    def test_its_docstring_says_what_it_does(self) -> None:
+        cls = registry().feature(self.name)
+        assert vars(cls).get("__doc__"), "the command line prints a feature's docstring, and this one has none"
+
+    def test_its_stage_is_one_of_the_four(self) -> None:
+        cls = registry().feature(self.name)
+        assert cls.stage in STAGES
+        known = {e.name for e in registry().entries("features")}
+        assert self.name not in {*cls.needs, *cls.excludes}, "a feature cannot need or exclude itself"
+        assert all(isinstance(n, str) for n in (*cls.needs, *cls.excludes)), "needs and excludes name features"
+        assert set(cls.needs) <= known, f"it needs {', '.join(set(cls.needs) - known)}, which is not installed"
+
+    def test_twice_is_once_on_every_experiment(self) -> None:
+        for experiment in self.trees():
+            before = registry().experiment(experiment)
+            feature = self.made(before)
+            if feature is None:
+                continue
+            once = applied(feature, before, experiment)
+            if once is None:
+                continue
+            twice = feature.apply(once)
+            assert diff(once, twice) == (), f"{experiment}: applied again it changes more"
+            assert once != before or feature.in_effect(before), (
+                f"{experiment}: it changes nothing, and in_effect() does not say that there was nothing to do"
+            )
+            assert feature.in_effect(once), f"{experiment}: in_effect() denies what apply() just made"
+
+    def test_the_order_with_any_other_feature_makes_no_difference(self) -> None:
+        for experiment in self.trees():
+            tree = registry().experiment(experiment)
+            for other in self.partners():
+                where = f"{experiment} with {self.text()} and {other}"
+                one, two = resolved(tree, self.text(), other), resolved(tree, other, self.text())
+                if isinstance(one, Node) and isinstance(two, Node):
+                    assert diff(one, two) == (), f"{where}: the tree depends on the order"
+                    self._commutes(tree, one, other, where)
+                else:
+                    assert str(one) == str(two), f"{where}: one order is refused otherwise than the other"
+
+    def _commutes(self, tree: Node[Any], both: Node[Any], other: str, where: str) -> None:
+        """Within a stage the order is that of the names, which means nothing: any order has to give the same tree."""
+        pair = [f for _, f in resolve(tree, with_=[self.text(), other]).features]
+        if len(pair) == 2 and pair[0].stage == pair[1].stage:
+            try:
+                turned: Any = pair[0].apply(pair[1].apply(tree))
+            except AxlearnError as error:
+                turned = error
+            assert isinstance(turned, Node), (
+                f"{where}: in the order that the names do not give, it is refused: {turned}"
+            )
+            assert diff(both, turned) == (), f"{where}: the tree depends on the names, as both are of one stage"
+
+    def made(self, tree: Node[Any]) -> Feature | None:
+        """The feature with its options; None where the request is refused, with an error that says what to do."""
+        found = resolved(tree, self.text(), whole=True)
+        if isinstance(found, AxlearnError):
+            assert_helps(found)
+            return None
+        return next(f for name, f in found.features if name == self.name)
+
+
+def _text(name: str, cls: type[Feature]) -> str:
+    return f"{name}:{cls.example}" if cls.example else name
+
+
+def resolved(tree: Node[Any], *features: str, whole: bool = False) -> Any:
+    """The tree (or all that was resolved) with some features; the error where that is refused."""
+    try:
+        found = resolve(tree, with_=features)
+    except AxlearnError as error:
+        return error
+    return found if whole else found.config
+
+
+def applied(feature: Feature, tree: Node[Any], where: str) -> Node[Any] | None:
+    """What the feature makes of a tree; None where it refuses, with an error that says what to do."""
+    try:
+        return feature.apply(tree)
+    except ConfigError as error:
+        assert_helps(error)
+        return None
+
+
+def assert_helps(error: AxlearnError) -> None:
+    """A refusal says what to do."""
+    assert any(word in str(error) for word in ("fix:", "did you mean", "expected:")), f"it gives no remedy: {error}"

@@ -1,0 +1,116 @@
+"""The suite for kernels: implementations of an op."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from axlearn_core.contracts.kernels import KernelImplementation
+from axlearn_core.errors import RequestError
+from axlearn_core.kernels import selection
+from axlearn_core.testing.common import assert_close, compiled, is_float
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Case:
+    """One call of an op.
+
+    Attributes:
+        name: what the test is called.
+        run: `(kernel name or None, *operands) -> result`, which calls the op.
+        operands: arrays, or pytrees of arrays.
+        tolerance: of results and gradients, relative to the norm of each array.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    operands: tuple[Any, ...]
+    tolerance: float = 1e-5
+
+
+class KernelSuite:
+    """What every implementation of an op keeps.
+
+    Attributes:
+        op: the op.
+        name: the implementation, as it is declared through `axlearn_kernels`.
+        cases: the calls that it is tried on; those that it does not support have to be refused with a reason.
+        against: the implementation that it is compared with.
+    """
+
+    op: str
+    name: str
+    cases: Sequence[Case]
+    against: str = selection.REFERENCE
+
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        """A test for each case."""
+        if "case" in metafunc.fixturenames:
+            metafunc.parametrize("case", self.cases, ids=[c.name for c in self.cases])
+
+    def declared(self, name: str) -> KernelImplementation:
+        """The declaration of an implementation of the op."""
+        known = {k.name: k for k in selection.installed(self.op)}
+        assert name in known, f"no installed plugin declares the {self.op} kernel {name!r}, only {', '.join(known)}"
+        return known[name]
+
+    def test_values_and_gradients_are_those_of_the_reference(self, case: Case) -> None:
+        reason = self._refusal(case, self._here())
+        if reason is not None:
+            return  # a refusal is a right answer; the test below is about it
+        got, expected = (self._measured(case, name) for name in (self.name, self.against))
+        assert_close(got, expected, case.tolerance, f"{case.name}: (results, gradients)")
+
+    def test_a_refusal_has_a_reason_and_is_kept(self, case: Case) -> None:
+        mine = self._here()
+        reason = self._refusal(case, mine)
+        assert reason is None or (isinstance(reason, str) and reason.strip()), "supports() gives None, or says why not"
+        if reason is not None:
+            with pytest.raises(RequestError, match="cannot do this") as error, self._only(mine):
+                jax.eval_shape(lambda *operands: case.run(self.name, *operands), *case.operands)
+            assert reason in str(error.value)
+
+    def test_it_supports_one_of_the_cases(self) -> None:
+        mine = self._here()
+        assert any(self._refusal(case, mine) is None for case in self.cases), "it refuses every case: nothing is tried"
+
+    def _here(self) -> KernelImplementation:
+        mine = self.declared(self.name)
+        if mine.platforms and jax.default_backend() not in mine.platforms:
+            pytest.skip(f"needs a device of {' or '.join(mine.platforms)}; here is {jax.default_backend()}")
+        return mine
+
+    def _only(self, *implementations: KernelImplementation) -> Any:
+        return selection.use(selection.Selection(declared=lambda op: implementations if op == self.op else ()))
+
+    def _refusal(self, case: Case, mine: KernelImplementation) -> str | None:
+        """What the implementation answers to the request that the call makes."""
+        with self._only(self.declared(self.against)) as made:
+            jax.eval_shape(lambda *operands: case.run(self.against, *operands), *case.operands)
+        requests = [choice.request for choice in made.choices]
+        assert requests, f"{case.name} does not ask for the op {self.op!r}"
+        module, _, attribute = mine.load.partition(":")
+        kernel = getattr(__import__(module, fromlist=[attribute]), attribute)
+        return next((reason for r in requests if (reason := kernel.supports(r)) is not None), None)
+
+    def _measured(self, case: Case, name: str) -> Any:
+        """Results, and gradients of a random weighting of them by every float operand."""
+        flat, tree = jax.tree.flatten(case.operands)
+        floats = {i: jnp.asarray(x) for i, x in enumerate(flat) if is_float(x)}
+
+        def loss(floats: dict[int, Any]) -> tuple[Any, Any]:
+            result = case.run(name, *tree.unflatten([floats.get(i, x) for i, x in enumerate(flat)]))
+            rng = np.random.default_rng(0)
+            parts = [
+                jnp.sum(x.astype(jnp.float32) * rng.normal(0, 1, x.shape).astype(np.float32))
+                for x in jax.tree.leaves(result)
+            ]
+            return sum(parts, start=jnp.zeros(())), result
+
+        with self._only(self.declared(name)):
+            (_, result), gradients = compiled(jax.value_and_grad(loss, has_aux=True))(floats)
+        return result, gradients

@@ -1,0 +1,88 @@
+"""The suite for trackers."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from axlearn_core.config import Node
+from axlearn_core.errors import RequestError, WorkError
+
+INFO = {"experiment": "a/b ü", "parameters": 10, "devices": 2, "max_steps": 4, "start_step": 0, "run_dir": "runs/a"}
+Read = Callable[[Path], list[tuple[int, dict[str, float]]]]
+
+
+class TrackerSuite:
+    """What every tracker keeps.
+
+    Attributes:
+        config: the tracker.
+        read: run directory -> (step, values) of what was logged, for trackers whose files can be read back.
+    """
+
+    config: Node[Any]
+    read: Read | None = None
+
+    def tracker(self, run_dir: Path) -> Any:
+        """The tracker of a run."""
+        try:
+            return self.config.build(run_dir=run_dir)
+        except RequestError as error:
+            pytest.skip(str(error))  # a package or service that is not here; the error names it
+
+    def follow(self, run_dir: Path, *steps: int, start: int = 0) -> None:
+        """A run that logs some steps."""
+        tracker = self.tracker(run_dir)
+        tracker.start({**INFO, "start_step": start})
+        for step in steps:
+            tracker.log(step, {"loss": 1.0 / step, "step_seconds": 0.5, "tokens_per_second": 10.0})
+        tracker.close()
+
+    def logged(self, run_dir: Path) -> list[tuple[int, float]]:
+        """(step, loss) as they can be read back."""
+        assert self.read is not None
+        return [(step, values["loss"]) for step, values in type(self).read(run_dir) if "loss" in values]  # type: ignore[misc]
+
+    def test_it_takes_a_whole_run(self, tmp_path: Path, capfd: Any) -> None:
+        tracker = self.tracker(tmp_path / "not" / "there" / "yet")
+        tracker.start(INFO)
+        tracker.log(1, {"loss": 2.0, "grad_norm": 1.0, "step_seconds": 0.1, "some new summary": 3.0})
+        tracker.log(2, {"loss": float("nan"), "grad_norm": float("inf")})
+        tracker.log(2, {"eval_loss": 1.5})
+        tracker.text(2, "sample", "def f():\n\t\x1b[2J\x00 \ud800 ü 😀\r\n")
+        tracker.close()
+        tracker.close()
+        assert capfd.readouterr().out == "", "standard output is for results"
+
+    def test_nothing_to_log_is_no_trouble(self, tmp_path: Path) -> None:
+        self.tracker(tmp_path).close()  # a run that fails while it is being built
+        tracker = self.tracker(tmp_path)
+        tracker.start({})
+        tracker.close()
+
+    def test_what_was_logged_is_there_after_closing(self, tmp_path: Path) -> None:
+        if self.read is None:
+            pytest.skip("needs a way to read the log: set `read`")
+        self.follow(tmp_path, 1, 2)
+        assert self.logged(tmp_path) == [(1, 1.0), (2, 0.5)]
+
+    def test_a_resumed_run_reads_like_one_that_was_never_stopped(self, tmp_path: Path) -> None:
+        self.follow(tmp_path / "stopped", 1, 2, 3)
+        self.follow(tmp_path / "stopped", 3, 4, start=2)
+        if self.read is not None:
+            self.follow(tmp_path / "whole", 1, 2, 3, 4)
+            assert self.logged(tmp_path / "stopped") == self.logged(tmp_path / "whole")
+
+    def test_a_directory_that_cannot_be_written_is_said_to_be_so(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        tracker = self.tracker(tmp_path / "file")
+        said = ""
+        try:
+            tracker.start(INFO)
+            tracker.log(1, {"loss": 1.0})
+        except WorkError as error:
+            said = str(error)
+        finally:
+            tracker.close()
+        assert not said or str(tmp_path) in said, f"which directory? {said}"

@@ -1,0 +1,87 @@
+"""Calls of the ops that the plugins of this repository define."""
+
+import functools
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+
+from axlearn_core.testing import Case
+from axlearn_plugins_moe.grouped_matmul import grouped_matmul
+from axlearn_plugins_transformer.kernels.attention import attention
+from axlearn_plugins_transformer.kernels.bias import LinearBias
+from axlearn_plugins_transformer.kernels.cross_entropy import Options, cross_entropy
+from axlearn_plugins_transformer.kernels.masks import Causal, Full, Prefix, Segments, SlidingWindow
+
+RNG = np.random.default_rng(0)
+TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2}
+
+
+def normal(*shape, dtype="float32"):
+    return jnp.asarray(RNG.standard_normal(shape, np.float32), dtype)
+
+
+def _attend(kernel, query, key, value, mask, **options):
+    return attention(query, key, value, mask=mask, scale=0.3, kernel=kernel, **options)
+
+
+def _attention(name, mask, *, q=256, k=256, heads=4, groups=2, dtype="float32", **options):
+    operands = (normal(2, q, heads, 8, dtype=dtype), *(normal(2, k, groups, 8, dtype=dtype) for _ in "kv"), mask)
+    return Case(
+        name=f"{name}-{q}x{k}-{heads}of{groups}-{dtype}",
+        run=functools.partial(_attend, **options),
+        operands=operands,
+        tolerance=TOLERANCE[dtype],
+    )
+
+
+def _attentions():
+    ids = jnp.asarray(np.sort(RNG.integers(1, 5, (2, 256)), axis=1), jnp.int32)
+    prefix = jnp.asarray([3, 140], jnp.int32)
+    window = Causal() & SlidingWindow(100)
+    yield _attention("causal", Causal())
+    yield _attention("causal", Causal(), dtype="bfloat16")
+    yield _attention("causal", Causal(), groups=1)
+    yield _attention("odd", Causal(), q=100, k=100)
+    yield _attention("window", window, softcap=2.0)
+    yield _attention("packed", window & Segments(ids, ids))
+    yield _attention("prefix", Causal() | Prefix(prefix))
+    yield _attention("alibi", Causal(), bias=LinearBias((0.5, 0.25, 0.125, 0.0625)))
+    yield _attention("full", Full(), q=128, k=256)
+    slots = {"query_slots": jnp.asarray([[200]]), "key_slots": jnp.arange(256)[None]}
+    yield _attention("decoding", Causal(), q=1, **slots)
+
+
+def _entropy(kernel, hidden, weight, targets, weights, options):
+    return cross_entropy(hidden, weight, targets, weights, options, kernel)[0]
+
+
+def _entropies():
+    for chunk, softcap, dtype in itertools.product((16, 7), (None, 5.0), ("float32", "bfloat16")):
+        options = Options(dtype=dtype, chunk=chunk, softcap=softcap, z_loss=1e-3 if softcap else 0.0)
+        yield Case(
+            name=f"chunk{chunk}-softcap{softcap}-{dtype}",
+            run=functools.partial(_entropy, options=options),
+            operands=(normal(2, 16, 8, dtype=dtype), normal(8, 32), RNG.integers(0, 32, (2, 16)), normal(2, 16)),
+            tolerance=TOLERANCE[dtype],
+        )
+
+
+def _groups(kernel, lhs, rhs, sizes):
+    used = jnp.arange(lhs.shape[0]) < jnp.sum(sizes)  # what is behind the last group is not specified
+    return jnp.where(used[:, None], grouped_matmul(jnp.where(used[:, None], lhs, 0), rhs, sizes, kernel), 0)
+
+
+def _grouped():
+    for sizes, dtype in itertools.product(
+        ([100, 0, 156], [0, 0, 200], [1, 2, 3], [128, 128, 0], [0, 0, 0]), ("float32", "bfloat16")
+    ):
+        yield Case(
+            name=f"{'-'.join(map(str, sizes))}-{dtype}",
+            run=_groups,
+            operands=(normal(256, 16, dtype=dtype), normal(3, 16, 8, dtype=dtype), jnp.asarray(sizes, jnp.int32)),
+            tolerance=TOLERANCE[dtype],
+        )
+
+
+CASES = {"attention": list(_attentions()), "cross_entropy": list(_entropies()), "grouped_matmul": list(_grouped())}

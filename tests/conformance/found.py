@@ -1,0 +1,75 @@
+"""What is installed, sorted by what it can stand for; and toy values for what has to be set."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from axlearn_core.config import Decoder, Node, missing, patch
+from axlearn_core.contracts.kernels import KernelImplementation
+from axlearn_core.nn.layer import Layer
+from axlearn_core.plugins.manager import host
+from axlearn_core.plugins.registry import registry
+
+TOY = {
+    "num_heads": 8,
+    "num_layers": 2,
+    "hidden_dim": 32,
+    "vocab_size": 64,
+    "batch_size": 4,
+    "sequence_length": 16,
+}
+
+
+def toy(config: type[Node[Any]], **settings: Any) -> Node[Any]:
+    """A config with everything set, small: by the name of the field, whatever the component."""
+    made: Any = Decoder(registry()).decode_at(config(), "", settings)
+    return patch(
+        made, {p.path: TOY[p.path.rpartition(".")[2]] for p in missing(made) if p.path.rpartition(".")[2] in TOY}
+    )
+
+
+def components() -> dict[str, type[Node[Any]]]:
+    """Name -> config class of everything that is registered."""
+    return {e.name: registry().component(e.name) for e in registry().entries("components")}
+
+
+def owned(test: Callable[[type], bool]) -> dict[str, Node[Any]]:
+    """Name -> toy config of the components whose class passes a test."""
+    return {n: toy(c) for n, c in components().items() if isinstance(c.owner, type) and test(c.owner)}
+
+
+def layers() -> dict[str, Node[Any]]:
+    """Those that are layers."""
+    return owned(lambda owner: issubclass(owner, Layer))
+
+
+def suites(base: type, configs: dict[str, Node[Any]], **more: Any) -> dict[str, type]:
+    """A test class for each component: `TestRmsNorm` for `rms-norm`."""
+    return {
+        f"Test{name.title().replace('-', '')}": type(f"Test{name}", (base,), {"config": config, **more})
+        for name, config in configs.items()
+    }
+
+
+def has_methods(owner: type, protocol: type) -> bool:
+    """Whether a class has every method of a protocol."""
+    wanted = [n for n, v in vars(protocol).items() if inspect.isfunction(v) and not n.startswith("_")]
+    return all(inspect.isfunction(getattr(owner, n, None)) for n in wanted)
+
+
+class AnyOp(str):
+    """Compares equal to every op: what a plugin declares for it is all that it declares."""
+
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+
+def kernels() -> list[KernelImplementation]:
+    """Everything that is declared through `axlearn_kernels`."""
+    answers = host().answers("axlearn_kernels", op=AnyOp("any"))
+    return [implementation for _, declared in answers for implementation in declared]

@@ -1,0 +1,102 @@
+"""Every installed input, learner, checkpointer, storage, tracker and training loop keeps its contract.
+
+What a component can stand for is known by the methods of its class.
+"""
+
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import found
+
+from axlearn_core.checkpoint.storage import resolve
+from axlearn_core.config import patch
+from axlearn_core.contracts import parts
+from axlearn_core.testing import (
+    CheckpointerSuite,
+    InputSuite,
+    LearnerSuite,
+    StorageSuite,
+    TrackerSuite,
+    TrainerSuite,
+)  # fmt: skip
+from axlearn_core.train.loop import Loop
+from axlearn_core.train.trackers.jsonl import METRICS, read_jsonl
+
+
+def of(protocol):
+    return found.owned(lambda owner: found.has_methods(owner, protocol))
+
+
+TEXT = "def f(x):\n    return x\n\nprint('grüße', f(1))\n" * 6
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory):
+    """Files of several lengths."""
+    folder = tmp_path_factory.mktemp("texts")
+    for i in range(6):
+        (folder / f"{i}.txt").write_text(TEXT[: 60 * (i + 1)] + f"# {i}\n", "utf-8")
+    return folder
+
+
+class Input(InputSuite):
+    """Over a few short texts."""
+
+    vocab_size = 300
+
+    @pytest.fixture(autouse=True)
+    def over_texts(self, texts):
+        files = {"type": "files", "paths": [f"{texts}/[0-3].txt"], "validation_paths": [f"{texts}/[45].txt"]}
+        self.config = found.toy(type(self.config), source=files, tokenizer={"type": "byte-tokenizer"})
+
+
+class Jsonl(TrackerSuite):
+    """What can be read back."""
+
+
+def read_json_lines(run_dir):
+    return [(r["step"], r) for r in read_jsonl(run_dir / METRICS)[0]]
+
+
+def read_events(run_dir):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of TensorBoard's own imports
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    events = EventAccumulator(str(run_dir / "tensorboard"))
+    events.Reload()
+    return [(e.step, {"loss": e.value}) for e in events.Scalars("train/loss")]
+
+
+READERS = {"jsonl": read_json_lines, "tensorboard": read_events}
+
+globals().update(found.suites(Input, of(parts.Input)))
+globals().update(found.suites(LearnerSuite, of(parts.Learner)))
+globals().update(found.suites(CheckpointerSuite, of(parts.Checkpointer)))
+for _name, _config in of(parts.Tracker).items():
+    _read = {"read": staticmethod(READERS[_name])} if _name in READERS else {}
+    globals().update(found.suites(TrackerSuite, {_name: _config}, **_read))
+globals().update(found.suites(TrainerSuite, of(Loop)))
+
+
+class TestAccumulatingLearner(LearnerSuite):
+    config = patch(found.toy(found.components()["learner"]), {"accumulate_steps": 4, "ema_decay": 0.5})
+
+
+class Directories:
+    """Paths and file:// URIs, which the core stores without a plugin, as a storage."""
+
+    def prepare(self, uri):
+        made = resolve(uri)
+        made.mkdir(parents=True, exist_ok=True)
+        return made
+
+
+class TestDirectories(StorageSuite):
+    uri = "file://{tmp}/checkpoints"
+
+    def storage(self, uri):
+        return Directories()
