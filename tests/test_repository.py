@@ -32,7 +32,9 @@ def code_lines(source: str) -> int:
 
 
 def test_the_core_stays_small():
-    core = sum(code_lines(p.read_text()) for p in (ROOT / "axlearn_core/src").rglob("*.py"))
+    files = (ROOT / "axlearn_core/src/axlearn_core").rglob("*.py")
+    # The suites in testing/ are for the tests of plugin authors: no run imports them.
+    core = sum(code_lines(p.read_text()) for p in files if "testing" not in p.parts)
     assert core <= 5000
 
 
