@@ -2,9 +2,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from flax import nnx
 
 import axlearn_core as ax
+from axlearn_core.cli.main import cli
 from axlearn_core.compose import Functional
 from axlearn_core.config import find, patch
 from axlearn_core.errors import ConfigError, RequestError
@@ -183,6 +185,13 @@ def test_rope_and_lora_give_one_tree_in_any_order():
     assert one == other
     assert find(one, f"{ATTENTION}.position.theta") == {f"{ATTENTION}.position.theta": 7.0}
     assert Rope(theta=7.0).apply(one) == one
+
+
+def test_on_the_command_line_a_wrong_target_ends_with_exit_code_2():
+    done = CliRunner().invoke(cli, ["config", "check", "quickstart", "--with", "lora:target=model.**.atention.*"])
+    assert done.exit_code == 2
+    assert "fits no linear map" in done.stderr
+    assert "did you mean" in done.stderr
 
 
 def test_a_learner_without_rules_cannot_freeze(toy):

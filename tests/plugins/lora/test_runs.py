@@ -1,9 +1,6 @@
 """What users do: fine-tune a run, merge it, hand out its adapters. Trains for real, at toy size."""
 
 import json
-import os
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -16,13 +13,15 @@ from axlearn_plugins_lora.adapters import is_adapter
 from axlearn_plugins_lora.runs import export_run, merge_run, restored
 from axlearn_plugins_lora.start import StartFromRun, run_parameters
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = {
     "model.decoder.num_layers": 1,
     "model.decoder.hidden_dim": 32,
     "model.decoder.layer.attention.num_heads": 2,
     "model.decoder.layer.feed_forward.hidden_dim": 32,
     "learner.optimizer": {"type": "adamw", "learning_rate": 0.01},
-    "input.batch_size": 4,
+    "input.batch_size": 8,
     "input.sequence_length": 16,
     "evaluators": {},
     "trackers": [{"type": "jsonl"}],
@@ -107,27 +106,6 @@ def test_what_does_not_fit_is_refused(runs, tmp_path):
     with pytest.raises(CheckpointError, match=r"(?s)not in this model: .*lora.*merge its adapters first"):
         run_parameters(tuned, {p: x for p, x in params.items() if not is_adapter(p)})
     with pytest.raises(CheckpointError, match=r"missing: decoder\.more\.weight"):
-        run_parameters(base, {**params, "decoder.more.weight": params["decoder.norm.scale"]})
-    with pytest.raises(CheckpointError, match=r"differs: decoder.norm.scale: \(32,\) there, \(31,\) here"):
-        run_parameters(base, {**params, "decoder.norm.scale": params["decoder.norm.scale"][:31]})
-
-
-def test_on_the_command_line_a_wrong_target_ends_with_exit_code_2():
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "axlearn_core",
-            "config",
-            "check",
-            "quickstart",
-            "--with",
-            "lora:target=model.**.atention.*",
-        ],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"XLA_FLAGS": ""},
-    )
-    assert done.returncode == 2
-    assert "fits no linear map" in done.stderr
-    assert "did you mean" in done.stderr
+        run_parameters(base, {**params, "decoder.more.weight": params["decoder.norm.weight"]})
+    with pytest.raises(CheckpointError, match=r"differs: decoder.norm.weight: \(32,\) there, \(31,\) here"):
+        run_parameters(base, {**params, "decoder.norm.weight": params["decoder.norm.weight"][:31]})

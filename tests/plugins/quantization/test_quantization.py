@@ -5,11 +5,14 @@ The largest of some hundred normal numbers is about three times their deviation,
 square, and 3.7% for a product of two; e5m2 keeps 2, which is twice as much.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.extend.core import jaxprs_in_params
 
 import axlearn_core as ax
 from axlearn_core.compose import Functional, compose
@@ -45,7 +48,7 @@ def products(function, *args):
         for equation in jaxpr.eqns:
             if equation.primitive.name == "dot_general":
                 found.append(tuple(str(v.aval.dtype) for v in equation.invars))
-            for inner in jax.core.jaxprs_in_params(equation.params):
+            for inner in jaxprs_in_params(equation.params):
                 visit(inner)
 
     visit(jax.make_jaxpr(function)(*args).jaxpr)
@@ -102,20 +105,25 @@ def test_bias_dtype_and_tiles():
     assert build(half)(x).dtype == jnp.bfloat16
 
 
+@functools.cache
 def train(config, steps, devices=1):
-    """Losses on a task that can be learned: each token follows from the one before."""
+    """Losses on a task that can be learned in part: half of the tokens follow from the one before, the rest are random.
+
+    So the loss has a floor, as that of text has, and a ratio of losses means something to the end.
+    """
     program = compose(config, jax.devices()[:devices])
     state, found = program.init(0), []
     follows = np.random.default_rng(3).permutation(64)
     for i in range(steps):
-        rows = [np.random.default_rng(i).integers(0, 64, 8)]
+        dice = np.random.default_rng(i)
+        rows = [dice.integers(0, 64, 8)]
         for _ in range(16):
-            rows.append(follows[rows[-1]])
+            rows.append(np.where(dice.random(8) < 0.5, follows[rows[-1]], dice.integers(0, 64, 8)))
         tokens = np.stack(rows, axis=1).astype(np.int32)
         batch = program.put({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]})
         state, summary = program.train_step(state, batch)
-        found.append(float(summary["loss"]))
-    return np.array(found)
+        found.append(summary["loss"])
+    return np.array([float(x) for x in found])
 
 
 def far(found, expected):
@@ -125,15 +133,16 @@ def far(found, expected):
 
 
 def test_training_in_int8_follows_float32(toy):
-    """200 steps within 2%, and the backward pass is quantized too."""
+    """200 steps within 2%, the backward pass quantized too."""
     exact, close = train(toy(), 200), train(Quantization().apply(toy()), 200)
-    assert exact[-10:].mean() < 0.6 * exact[0]
+    assert exact[-10:].mean() < 0.85 * exact[0]
     assert not np.array_equal(exact, close)
     assert far(close, exact) < 0.02
 
 
+@pytest.mark.slow
 def test_training_in_fp8_follows_float32(toy):
-    exact, close = train(toy(), 60), train(Quantization(format="fp8").apply(toy()), 60)
+    exact, close = train(toy(), 200)[:60], train(Quantization(format="fp8").apply(toy()), 60)
     assert not np.array_equal(exact, close)
     assert far(close, exact) < 0.03
 
@@ -141,7 +150,7 @@ def test_training_in_fp8_follows_float32(toy):
 def test_scan_remat_and_a_mesh_of_eight_devices(toy):
     config, remat = Quantization().apply(toy()), Remat.Config(save=("mlp_hidden",))
     spread = patch(config, {"mesh.shape": {"data": 2, "fsdp": 2, "tensor": 2}, "model.decoder.stack.remat": remat})
-    np.testing.assert_allclose(train(config, 3), train(spread, 3, devices=8), rtol=2e-3)
+    np.testing.assert_allclose(train(config, 200)[:3], train(spread, 3, devices=8), rtol=2e-3)
 
 
 def test_the_model_keeps_its_parameters(toy, batch):

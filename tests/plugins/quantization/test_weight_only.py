@@ -90,7 +90,7 @@ def test_a_stored_run_generates_and_refuses_to_train(tmp_path):
         "model.decoder.layer.attention.num_heads": 2,
         "model.decoder.layer.feed_forward.hidden_dim": 32,
         "learner.optimizer": {"type": "adamw", "learning_rate": 0.01},
-        "input.batch_size": 4,
+        "input.batch_size": 8,
         "input.sequence_length": 16,
         "evaluators": {},
         "trackers": [{"type": "jsonl"}],
