@@ -8,8 +8,8 @@ from axlearn_core.config import patch
 from axlearn_plugins_rope.rotary import RotaryEmbedding
 from axlearn_plugins_transformer.attention import Attention
 from axlearn_plugins_transformer.causal_lm import CausalLM
+from axlearn_plugins_transformer.embedding import Head
 from axlearn_plugins_transformer.feed_forward import GatedFeedForward
-from axlearn_plugins_transformer.head import Head
 from axlearn_plugins_transformer.transformer import Decoder, TransformerLayer
 
 TINY = CausalLM.Config(

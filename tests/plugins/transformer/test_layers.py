@@ -8,10 +8,10 @@ from axlearn_core.config import check
 from axlearn_core.errors import ConfigError, RequestError
 from axlearn_core.nn.initializers import Constant, Normal, VarianceScaling
 from axlearn_core.nn.layer import Context, Precision
-from axlearn_core.nn.linear import Embedding, Linear
+from axlearn_core.nn.linear import Linear
 from axlearn_plugins_transformer.attention import Attention
+from axlearn_plugins_transformer.embedding import Embedding, Head
 from axlearn_plugins_transformer.feed_forward import ACTIVATIONS, GatedFeedForward, PlainFeedForward
-from axlearn_plugins_transformer.head import Head
 from axlearn_plugins_transformer.norm import LayerNorm, RMSNorm
 from axlearn_plugins_transformer.transformer import TransformerLayer
 

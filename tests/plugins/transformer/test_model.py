@@ -8,10 +8,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from axlearn_core.errors import RequestError
 from axlearn_core.nn import summaries
 from axlearn_core.nn.layer import Context
-from axlearn_core.nn.linear import Embedding
 from axlearn_core.nn.remat import Remat
 from axlearn_core.nn.sharding import constrain, logical_rules
 from axlearn_plugins_transformer.causal_lm import num_params
+from axlearn_plugins_transformer.embedding import Embedding
 from axlearn_plugins_transformer.norm import LayerNorm, RMSNorm
 from axlearn_plugins_transformer.transformer import TransformerLayer
 

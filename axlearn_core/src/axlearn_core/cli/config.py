@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import click
 
 from axlearn_core.cli.common import json_option, no_devices, plain, print_json, request_options
 from axlearn_core.config import ABSENT, diff, flatten, missing
-from axlearn_core.errors import ConfigError
+from axlearn_core.errors import ConfigError, RequestError
 from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import resolve
 
@@ -46,11 +47,19 @@ def show(request: Request, flat: bool, as_json: bool) -> None:
 @click.argument("first", metavar="A")
 @click.argument("experiment", metavar="B")
 @request_options
+@click.option("--html", type=click.Path(path_type=Path), help="Draw the tree of B, what differs in green, to a file.")
 @json_option
-def diff_(first: str, request: Request, as_json: bool) -> None:
+def diff_(first: str, request: Request, html: Path | None, as_json: bool) -> None:
     """Print what differs from A to B. The options apply to B."""
     old, new = resolve(first), resolve(request)
     changes = diff(old.config, new.config, new.names.shown_name)
+    if html is not None:
+        draw = new.names.entry("components", "config-tree-picture").load()
+        title = " ".join([first, "->", new.title, *(f"+ {name}" for name, _ in new.features)])
+        try:
+            html.write_text(draw(title, new.config, changes, new.names.shown_name, text), encoding="utf-8")
+        except OSError as error:
+            raise RequestError(f"cannot write {html}: {error.strerror}\n    fix: name another file") from error
     if as_json:
         print_json(
             [{"name": c.path, "kind": c.kind, "old": json_value(c.old), "new": json_value(c.new)} for c in changes]

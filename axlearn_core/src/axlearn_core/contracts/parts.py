@@ -6,14 +6,13 @@ those that it declares (see `axlearn_core.config.node`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import jax
     import numpy as np
-    import optax
 
 Batch = Mapping[str, Any]
 """One batch. For language models:
@@ -39,16 +38,6 @@ class Model(Protocol):
         `summaries["weight"]`, where given, is the number of targets that the mean is over; gradient accumulation and
         evaluation weigh by it.
         """
-        ...
-
-
-class TextModel(Model, Protocol):
-    """A model that also writes text."""
-
-    def generate(
-        self, prompt_ids: Sequence[int], *, max_tokens: int, temperature: float, seed: int, eos_id: int | None
-    ) -> Iterator[int]:
-        """The tokens that follow the prompt, one at a time; `temperature` 0 takes the likeliest."""
         ...
 
 
@@ -130,14 +119,6 @@ class Learner(Protocol):
 
     def update(self, grads: Any, state: Any, params: Any, loss: jax.Array) -> tuple[Any, Any, dict[str, jax.Array]]:
         """(new params, new state, scalar summaries). Pure and traceable. Non-finite gradients change nothing."""
-        ...
-
-
-class Optimizer(Protocol):
-    """A node that builds an optax transformation; offered `max_steps` and `mask` (params -> bool tree: decayed or not)."""
-
-    def build(self, *, max_steps: int, mask: Callable[[Any], Any] | None = None) -> optax.GradientTransformation:
-        """The transformation."""
         ...
 
 

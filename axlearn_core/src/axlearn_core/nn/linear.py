@@ -1,4 +1,4 @@
-"""Linear maps and embeddings."""
+"""Linear maps."""
 
 import math
 from collections.abc import Sequence
@@ -57,41 +57,3 @@ class Linear(Layer):
             inner = math.prod(self.cfg.input_dims)
             y = (x.reshape(-1, inner) @ weight.reshape(inner, -1)).reshape(*x.shape[:-count], *self.cfg.output_dims)
         return y + expand_to(self.computed(self.bias), y.ndim) if self.cfg.bias else y
-
-
-class TokenEmbedding(Protocol):
-    """Turns token ids into vectors. Built with `vocab_size`, `dim`, `rngs`, `precision`."""
-
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """int32 [B, S] -> [B, S, D]."""
-        ...
-
-    def head_weight(self) -> jax.Array:
-        """[D, V], for a decoder without a head of its own."""
-        ...
-
-
-class Embedding(Layer):
-    """A table of vectors by token id."""
-
-    @node
-    class Config(Layer.Config["Embedding"]):
-        """`scale` multiplies by sqrt(dim) (Vaswani et al., 2017). The default initialiser has the variance 1/dim."""
-
-        vocab_size: int = interface(default=REQUIRED)
-        dim: int = interface(default=REQUIRED)
-        scale: bool = False
-        init: Node[Initializer] = VarianceScaling(mode="fan_out", distribution="normal")
-
-    def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
-        super().__init__(cfg, precision=precision)
-        self.weight = self.parameter(rngs, cfg.init, (cfg.vocab_size, cfg.dim), ("vocab", "embed"))
-
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """int32 [B, S] -> [B, S, D]."""
-        x = self.computed(self.weight)[tokens]
-        return x * self.cfg.dim**0.5 if self.cfg.scale else x
-
-    def head_weight(self) -> jax.Array:
-        """[D, V]: the table transposed."""
-        return self.weight[...].T

@@ -84,8 +84,7 @@ def _slices(state: Any, count: int, sizes: Sequence[int] | None = None) -> list[
     # lax.split and not indexing: its gradient is one concatenation instead of a padded sum per layer.
     leaves, tree = jax.tree.flatten(state)
     split = [lax.split(leaf, sizes or (1,) * count, axis=0) for leaf in leaves]
-    squeeze = (lambda x: x) if sizes else (lambda x: lax.squeeze(x, (0,)))
-    return [tree.unflatten([squeeze(parts[i]) for parts in split]) for i in range(count)]
+    return [tree.unflatten([p[i] if sizes else lax.squeeze(p[i], (0,)) for p in split]) for i in range(count)]
 
 
 class Stack(Configurable):
@@ -151,7 +150,8 @@ class Stack(Configurable):
             if part.scanned is not None:
 
                 def body(x: jax.Array, states: Any, part: "Run" = part) -> tuple[jax.Array, list[Any]]:
-                    rows = [iter(_rows(state, part.kinds.count(kind))) for kind, state in enumerate(states)]
+                    counts = [part.kinds.count(kind) for kind in range(len(states))]
+                    rows = [iter([s] if n == 1 else _slices(s, n)) for s, n in zip(states, counts, strict=True)]
                     found = []
                     for kind in part.kinds:
                         x, (_, report) = layer(kind, True)(x, next(rows[kind]))
@@ -203,7 +203,3 @@ def _grouped(state: Any, repeats: int) -> Any:
     if leaves[0].shape[0] == repeats:
         return state
     return jax.tree.map(lambda x: x.reshape(repeats, -1, *x.shape[1:]), state)
-
-
-def _rows(state: Any, count: int) -> list[Any]:
-    return [state] if count == 1 else _slices(state, count) if count else []

@@ -21,7 +21,6 @@ from axlearn_core.train.distributed import Distributed
 from axlearn_core.train.evaluators import Evaluator, LossEvaluator
 from axlearn_core.train.lock import make_lock, peak_flops
 from axlearn_core.train.loop import Loop, TrainLoop
-from axlearn_core.train.profiler import Profiler
 from axlearn_core.train.run_dir import RunDir, lock_drift
 from axlearn_core.train.session import Session, say
 from axlearn_core.train.step import make_steps
@@ -60,7 +59,7 @@ class Trainer(Configurable):
         distributed: Distributed = Distributed()
         trackers: tuple[Node[Tracker], ...] = (ConsoleTracker.Config(), JsonlTracker.Config())
         loop: Node[Loop] = TrainLoop.Config()
-        profiler: Node[Profiler] | None = None
+        profiler: Node[Any] | None = None
         max_steps: int = setting(default=REQUIRED, ge=1)
         log_every_steps: int = setting(default=10, ge=1)
         seed: int = setting(default=0, ge=0)

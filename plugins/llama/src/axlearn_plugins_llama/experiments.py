@@ -16,8 +16,8 @@ from axlearn_plugins_text import Files, LanguageModelInput, StandardLibrary, Tok
 from axlearn_plugins_text.sampling import SampleEvaluator
 from axlearn_plugins_transformer.attention import Attention
 from axlearn_plugins_transformer.causal_lm import CausalLM
+from axlearn_plugins_transformer.embedding import Head
 from axlearn_plugins_transformer.feed_forward import GatedFeedForward
-from axlearn_plugins_transformer.head import Head
 from axlearn_plugins_transformer.norm import RMSNorm
 from axlearn_plugins_transformer.transformer import Decoder, TransformerLayer
 

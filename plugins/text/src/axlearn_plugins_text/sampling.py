@@ -1,13 +1,24 @@
 """Text written by the model that is being trained."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from axlearn_core.config import node, setting
+from axlearn_core.contracts.parts import Model
 from axlearn_core.train.evaluators import Periodic
 
 if TYPE_CHECKING:
     from axlearn_core.train.session import Session
+
+
+class TextModel(Model, Protocol):
+    """A model that also writes text."""
+
+    def generate(
+        self, prompt_ids: Sequence[int], *, max_tokens: int, temperature: float, seed: int, eos_id: int | None
+    ) -> Iterator[int]:
+        """The tokens that follow the prompt, one at a time; `temperature` 0 takes the likeliest."""
+        ...
 
 
 class SampleEvaluator(Periodic):

@@ -45,6 +45,11 @@ def bias_of(position: Any) -> Bias | None:
     return position.score_bias() if isinstance(position, ScoreBias) else None
 
 
+def window_of(window: int | Node[int | None] | None) -> int | None:
+    """A window, given as a number or as a node: so that layers of one stack can differ in it alone."""
+    return window.build() if isinstance(window, Node) else window
+
+
 class AttentionLayer(Protocol):
     """Mixes information between positions. Built with `input_dim`, `rngs`, `precision`."""
 
@@ -69,7 +74,8 @@ class Attention(Layer):
 
         `num_kv_heads` defaults to `num_heads`, `head_dim` to the width over the heads, `scale` to head_dim ** -0.5.
         `qk_norm` is a norm over each head of queries and keys, `softcap` caps the scores, `window` limits how far back
-        a query sees (itself included), `kernel` names an implementation of the op `attention`.
+        a query sees, itself included (a node that builds an int or None may stand for it), `kernel` names an
+        implementation of the op `attention`.
         """
 
         input_dim: int = interface(default=REQUIRED)
@@ -80,7 +86,7 @@ class Attention(Layer):
         qk_norm: Node[Norm] | None = None
         scale: float | None = setting(default=None, gt=0)
         softcap: float | None = setting(default=None, gt=0)
-        window: int | None = setting(default=None, ge=1)
+        window: int | Node[int | None] | None = setting(default=None, ge=1)
         kernel: str | None = None
         query: Node[Projection] = Linear.Config()
         key: Node[Projection] = Linear.Config()
@@ -127,7 +133,7 @@ class Attention(Layer):
 
     def mask(self, context: Context) -> masks.Mask:
         """Which keys a query sees."""
-        return masks.visible(context, self.cfg.window)
+        return masks.visible(context, window_of(self.cfg.window))
 
     def __call__(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
         """[B, S, D] and its cache -> ([B, S, D], the new cache)."""

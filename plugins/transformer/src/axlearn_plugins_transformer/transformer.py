@@ -11,12 +11,11 @@ from flax import nnx
 from axlearn_core.config import REQUIRED, Node, interface, node, setting
 from axlearn_core.errors import Problem
 from axlearn_core.nn.layer import Context, Layer, Precision
-from axlearn_core.nn.linear import Embedding, TokenEmbedding
 from axlearn_core.nn.sharding import constrain
 from axlearn_core.nn.stack import LayerStack, Stack, StackLayer, each_layer, unstack
 from axlearn_plugins_transformer.attention import Attention, AttentionLayer
+from axlearn_plugins_transformer.embedding import Embedding, OutputHead, TokenEmbedding
 from axlearn_plugins_transformer.feed_forward import FeedForward, GatedFeedForward
-from axlearn_plugins_transformer.head import OutputHead
 from axlearn_plugins_transformer.norm import Norm, RMSNorm
 
 
