@@ -1,0 +1,46 @@
+"""Counting lines by git, and fitting how they grow."""
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+LAUNCHER = "launch.py"
+
+
+def git(root: Path, *words: str) -> str:
+    """What a git command prints."""
+    who = ("-c", "user.name=user", "-c", "user.email=user@localhost", "-c", "commit.gpgsign=false")
+    config = ("-c", "core.autocrlf=false", "-c", "gc.auto=0", "-c", "core.hooksPath=/dev/null")
+    done = subprocess.run(["git", "-C", str(root), *who, *config, *words], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def commit(root: Path) -> None:
+    """Makes a repository of the folder as it is."""
+    git(root, "init", "-q", "-b", "main")
+    git(root, "add", "-A")
+    git(root, "commit", "-q", "-m", "The project before the feature")
+
+
+def changed(root: Path) -> dict[str, int]:
+    """File -> lines that were added or changed since the commit, the packages of features left out."""
+    git(root, "add", "-A")
+    text = git(root, "diff", "--cached", "--numstat", "--no-renames", "HEAD", "--", ".", ":(exclude)packages")
+    rows = (line.split("\t") for line in text.splitlines())
+    return {name: max(int(added), int(deleted)) for added, deleted, name in rows}  # a changed line is in both columns
+
+
+def undo(root: Path) -> None:
+    """Back to the commit."""
+    git(root, "reset", "-q", "--hard")
+    git(root, "clean", "-qfdx")
+
+
+def slope(sizes: Sequence[int], lines: Sequence[int]) -> float:
+    """Lines per further module or experiment: the slope of the line of least squares; 0 where there is one size only."""
+    if len(set(sizes)) < 2:
+        return 0.0
+    fitted = float(np.polyfit(sizes, lines, 1)[0])
+    return 0.0 if len(set(lines)) == 1 else round(fitted, 6)  # no rounding error where nothing grows

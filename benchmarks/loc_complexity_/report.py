@@ -1,0 +1,111 @@
+"""The table and the plot, beside what others publish."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+PUBLISHED = {
+    "Megatron-LM": ("O(NM)", "O(N)", 400, 20),
+    "DeepSpeed": ("O(NM)", "O(NM)", 320, 4000),
+    "TorchTitan, before its config trees": ("O(NM)", "O(NM)", 240, 400),
+    "Praxis": ("O(NM)", "O(M)", 300, 5),
+    "MaxText": ("O(NM)", "O(NM)", 200, 300),
+    "AXLearn": ("O(1)", "O(1)", 0, 0),
+}
+"""arXiv 2507.05411: system -> growth and lines of RoPE and MoE, estimated there for 20 model x 10 attention variants."""
+
+
+def table(found: dict[str, Any]) -> str:
+    """The measured table in Markdown."""
+    n, m, base = found["modules"], found["experiments"], found["baseline"]
+    rows = [
+        f"{n} modules x {m} experiments, {found['cells']} cells",
+        "",
+        "| | lines in existing files | lines of activation | lines per module | lines per experiment | active cells |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for title, facts in (("axlearn-core", found), ("subtyping", base)):
+        for feature, slopes in facts["slopes"].items():
+            rows.append(
+                f"| {title}, {feature} | {facts['changed_lines'][feature]:,} | {facts['activation_lines'][feature]} | "
+                f"{slopes['N']:g} | {slopes['M']:g} | {facts['active'][feature]:,} of {found['cells']:,} |"
+            )
+    rows += [
+        "",
+        "| published, estimated for 20 x 10 | RoPE | MoE | RoPE lines | MoE lines |",
+        "|---|---|---|---:|---:|",
+    ]
+    rows += [f"| {name} | {a} | {b} | {x:,} | {y:,} |" for name, (a, b, x, y) in PUBLISHED.items()]
+    for title, facts in (("subtyping", base), ("axlearn-core", found)):
+        at = {f: next((t for a, b, t in facts["lines"][f] if (a, b) == (20, 10)), None) for f in ("rope", "moe")}
+        if at["rope"] is not None:
+            o = "O(NM)" if facts is base else "O(1)"
+            rows.append(f"| {title}, counted here | {o} | {o} | {at['rope']:,} | {at['moe']:,} |")
+    told = ", ".join(f"{f} {lines}" for f, lines in found["modifier_lines"].items())
+    seconds = found["seconds"]
+    rows += [
+        "",
+        f"Lines of a modifier (at most 10): {told}",
+        f"RoPE and MoE applied to {found['timed_configs']:,} configs (at most 2 s for 1,000): {seconds['apply']:.2f} s; "
+        f"as whole requests by name, with who set what: {seconds['resolve']:.2f} s",
+    ]
+    return "\n".join(rows)
+
+
+def need_matplotlib() -> None:
+    """Ends with what to install where matplotlib is not there."""
+    if importlib.util.find_spec("matplotlib") is None:
+        sys.exit("--plot needs matplotlib, which is not installed\n    fix: uv pip install matplotlib, or leave it out")
+
+
+def plot(found: dict[str, Any], file: Path) -> None:
+    """Lines over modules and over experiments, and the published rows."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.6), width_ratios=(1, 1, 1.25))
+    most = {"N": found["modules"], "M": found["experiments"]}
+    for axis, (along, other), word in zip(axes, (("N", "M"), ("M", "N")), ("modules", "experiments"), strict=False):
+        fixed = most[other]
+        for title, facts, style in (("subtyping", found["baseline"], "--"), ("axlearn-core", found, "-")):
+            for (feature, points), colour in zip(facts["lines"].items(), ("C0", "C1", "C2"), strict=True):
+                chosen = [(n if along == "N" else m, t) for n, m, t in points if (m if along == "N" else n) == fixed]
+                label = f"{title}, {feature}: {facts['slopes'][feature][along]:g} per {word[:-1]}"
+                axis.plot(*zip(*chosen, strict=True), style, marker="o", color=colour, label=label)
+        axis.set(xlabel=word, ylabel="lines outside the feature's package", title=f"{fixed} {_other(word)}")
+        axis.set_yscale("symlog", linthresh=10)
+        axis.set_ylim(-0.5, None)
+        axis.legend(fontsize=7, loc="center right")
+    _bars(axes[2], found)
+    figure.tight_layout()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=110, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def _other(word: str) -> str:
+    return "experiments" if word == "modules" else "modules"
+
+
+def _bars(axis: Any, found: dict[str, Any]) -> None:
+    """Published lines, and ours where 20 x 10 was counted."""
+    names = [n.replace(", before", ",\nbefore") for n in PUBLISHED]
+    values = [(x, y) for _, _, x, y in PUBLISHED.values()]
+    for title, facts in (("subtyping (counted)", found["baseline"]), ("axlearn-core (counted)", found)):
+        at = {f: next((t for a, b, t in facts["lines"][f] if (a, b) == (20, 10)), None) for f in ("rope", "moe")}
+        if at["rope"] is not None:
+            names.append(title)
+            values.append((at["rope"], at["moe"]))
+    for k, (label, colour) in enumerate((("RoPE", "C0"), ("MoE", "C1"))):
+        places = [p + 0.4 * k for p in range(len(names))]
+        bars = axis.barh(places, [v[k] for v in values], height=0.38, color=colour, label=label)
+        axis.bar_label(bars, fontsize=7, padding=2)
+    axis.set_yticks([p + 0.2 for p in range(len(names))], names, fontsize=8)
+    axis.set_xscale("symlog", linthresh=10)
+    axis.set_xlim(0, 30_000)
+    axis.invert_yaxis()
+    axis.set(xlabel="lines", title="20 modules x 10 experiments; the others as published (estimates)")
+    axis.legend(fontsize=8)

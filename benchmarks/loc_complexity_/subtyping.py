@@ -1,0 +1,240 @@
+"""The baseline: the same project where parents instantiate their children, in plain NumPy.
+
+Every parent has a method that makes its child, so that a feature comes by subtyping: a subclass of each module, and then
+a subclass of each parent that makes it. Blank lines, docstrings and options of the features are left out, and the features
+themselves are a package that is not counted: these are the fewest lines that this style needs.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+PACKAGE = "subtyped"
+
+LAYERS = '''"""What all blocks share."""
+
+import numpy as np
+
+
+def weights(rows, columns, seed):
+    return np.random.default_rng(seed).normal(size=(rows, columns)) / rows**0.5
+
+
+def normed(x):
+    return x / np.sqrt(1e-6 + (x * x).mean(-1, keepdims=True))
+
+
+class FeedForward:
+    def __init__(self, width, hidden, seed):
+        self.up, self.down = weights(width, hidden, seed + 4), weights(hidden, width, seed + 5)
+
+    def __call__(self, x):
+        return np.maximum(x @ self.up, 0) @ self.down
+'''
+
+BLOCK = '''"""Block {i}."""
+
+import numpy as np
+from subtyped.layers import FeedForward, normed, weights
+
+
+class Attention{i}:
+    def __init__(self, width, heads, seed):
+        self.heads = heads
+        self.query, self.key, self.value, self.output = (weights(width, width, seed + k) for k in range(4))
+
+    def scores(self, query, key):
+        return np.einsum("qnh,knh->nqk", query, key) * {scale}
+
+    def __call__(self, x):
+        q, k, v = ((x @ w).reshape(len(x), self.heads, -1) for w in (self.query, self.key, self.value))
+        distance = np.arange(len(x))[:, None] - np.arange(len(x))
+        scores = np.where((distance >= 0) & (distance < {window}), self.scores(q, k), -1e9)
+        seen = np.exp(scores - scores.max(-1, keepdims=True))
+        mixed = np.einsum("nqk,knh->qnh", seen / seen.sum(-1, keepdims=True), v)
+        return mixed.reshape(x.shape) @ self.output
+
+
+class Block{i}:
+    def __init__(self, width, heads, hidden, seed):
+        self.attention = self.make_attention(width, heads, seed)
+        self.feed_forward = self.make_feed_forward(width, hidden, seed)
+
+    def make_attention(self, width, heads, seed):
+        return Attention{i}(width, heads, seed)
+
+    def make_feed_forward(self, width, hidden, seed):
+        return FeedForward(width, hidden, seed)
+
+    def __call__(self, x):
+        x = x + {a} * self.attention(normed(x))
+        return x + self.feed_forward(normed(x))
+'''
+
+EXPERIMENT = '''"""Experiment {j}."""
+
+import numpy as np
+from subtyped.layers import normed, weights
+{imports}
+
+
+class Experiment{j}:
+    width, heads, hidden, layers, seed = {width}, 2, {hidden}, {layers}, {seed}
+
+    def __init__(self):
+        self.embedding = weights(32, self.width, self.seed)
+        self.blocks = [self.make_block(100 * (n + 1) + self.seed) for n in range(self.layers)]
+
+    def __call__(self, tokens):
+        x = self.embedding[tokens]
+        for block in self.blocks:
+            x = block(x)
+        return normed(x) @ self.embedding.T
+{cells}'''
+
+CELL = """
+
+class Experiment{j}Block{i}(Experiment{j}):
+    def make_block(self, seed):
+        return Block{i}(self.width, self.heads, self.hidden, seed)
+"""
+
+FEATURES = '''"""The features."""
+
+import numpy as np
+from subtyped.layers import FeedForward, weights
+
+
+def turned(x):
+    half = x.shape[-1] // 2
+    angle = np.arange(len(x))[:, None, None] * 100.0 ** (-np.arange(half) / half)
+    y = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)
+    return np.concatenate([y.real, y.imag], -1)
+
+
+class Experts:
+    def __init__(self, width, hidden, seed):
+        self.router = weights(width, 4, seed + 6)
+        self.experts = [FeedForward(width, hidden, seed + 10 * e) for e in range(4)]
+
+    def __call__(self, x):
+        logits = x @ self.router
+        kept = np.where(logits >= np.sort(logits)[:, -2:-1], np.exp(logits), 0)
+        return sum((kept / kept.sum(-1, keepdims=True))[:, e, None] * f(x) for e, f in enumerate(self.experts))
+
+
+class Shifted:
+    def __init__(self, layer):
+        self.layer = layer
+
+    def __call__(self, x):
+        return self.layer(0.7 * x + 0.3 * np.concatenate([np.zeros_like(x[:1]), x[:-1]]))
+'''
+
+PREFIX = {"rope": "Rope", "moe": "Moe", "token-shift": "Shift"}
+
+SUBTYPE = {
+    "rope": """class RopeAttention{i}(Attention{i}):
+    def scores(self, query, key):
+        return super().scores(turned(query), turned(key))
+class RopeBlock{i}(Block{i}):
+    def make_attention(self, width, heads, seed):
+        return RopeAttention{i}(width, heads, seed)
+""",
+    "moe": """class MoeBlock{i}(Block{i}):
+    def make_feed_forward(self, width, hidden, seed):
+        return Experts(width, hidden, seed)
+""",
+    "token-shift": """class ShiftBlock{i}(Block{i}):
+    def make_feed_forward(self, width, hidden, seed):
+        return Shifted(super().make_feed_forward(width, hidden, seed))
+""",
+}
+IMPORTED = {"rope": "turned", "moe": "Experts", "token-shift": "Shifted"}
+
+PARENT = """class {prefix}Experiment{j}Block{i}(Experiment{j}Block{i}):
+    def make_block(self, seed):
+        return {prefix}Block{i}(self.width, self.heads, self.hidden, seed)
+"""
+
+
+def write(root: Path, modules: int, experiments: int) -> None:
+    """Writes the whole project."""
+    package = root / "src" / PACKAGE
+    for folder in ("", "blocks", "experiments"):
+        (package / folder).mkdir(parents=True, exist_ok=True)
+        (package / folder / "__init__.py").write_text("")
+    (package / "layers.py").write_text(LAYERS)
+    for i in range(modules):
+        facts = {"i": f"{i:02}", "a": round(0.5 + 0.02 * i, 2), "scale": round(0.3 + 0.01 * i, 2), "window": 2 + i % 7}
+        (package / f"blocks/block_{i:02}.py").write_text(BLOCK.format(**facts))
+    numbers = [f"{i:02}" for i in range(modules)]
+    for j in range(experiments):
+        text = EXPERIMENT.format(
+            j=f"{j:02}",
+            width=(8, 16)[j % 2],
+            hidden=16 + j,
+            layers=1 + j % 3,
+            seed=j,
+            imports="\n".join(f"from subtyped.blocks.block_{i} import Block{i}" for i in numbers),
+            cells="".join(CELL.format(i=i, j=f"{j:02}") for i in numbers),
+        )
+        (package / f"experiments/experiment_{j:02}.py").write_text(text)
+
+
+def integrate(root: Path, feature: str, modules: int, experiments: int) -> None:
+    """A subtype of every module, and of every parent that makes one."""
+    package, prefix = root / "src" / PACKAGE, PREFIX[feature]
+    own = root / "packages/subtyped_features"
+    own.mkdir(parents=True)
+    (own / "subtyped_features.py").write_text(FEATURES)
+    for i in (f"{i:02}" for i in range(modules)):
+        file = package / f"blocks/block_{i}.py"
+        first = f"import numpy as np\nfrom subtyped_features import {IMPORTED[feature]}\n"
+        file.write_text(file.read_text().replace("import numpy as np\n", first) + SUBTYPE[feature].format(i=i))
+    for j in (f"{j:02}" for j in range(experiments)):
+        file = package / f"experiments/experiment_{j}.py"
+        text = file.read_text()
+        for i in (f"{i:02}" for i in range(modules)):
+            text = text.replace(f"import Block{i}\n", f"import Block{i}, {prefix}Block{i}\n")
+            text += PARENT.format(i=i, j=j, prefix=prefix)
+        file.write_text(text)
+
+
+@contextmanager
+def importable(root: Path) -> Iterator[None]:
+    """The project with a feature in it can be imported."""
+    paths = [str(root / "src"), str(root / "packages/subtyped_features")]
+    sys.path[:0] = paths
+    try:
+        yield
+    finally:
+        del sys.path[: len(paths)]
+        for name in [n for n in sys.modules if n.split(".")[0] in (PACKAGE, "subtyped_features")]:
+            del sys.modules[name]
+
+
+def active(i: int, j: int, feature: str) -> bool:
+    """Whether the feature is active in a cell: its output is another one, and that of a model changed by hand."""
+    parents: Any = __import__(f"{PACKAGE}.experiments.experiment_{j:02}", fromlist=["*"])
+    brought: Any = __import__("subtyped_features")
+    tokens = np.random.default_rng(0).integers(0, 32, 6)
+    name = f"Experiment{j:02}Block{i:02}"
+    plain, hand = getattr(parents, name)(), getattr(parents, name)()
+    after = getattr(parents, PREFIX[feature] + name)()(tokens)
+    for n, block in enumerate(hand.blocks):
+        seed = 100 * (n + 1) + hand.seed
+        if feature == "rope":
+            own = block.attention.scores
+            block.attention.scores = lambda q, k, own=own: own(brought.turned(q), brought.turned(k))
+        elif feature == "moe":
+            block.feed_forward = brought.Experts(hand.width, hand.hidden, seed)
+        else:
+            block.feed_forward = brought.Shifted(block.feed_forward)
+    norm = np.linalg.norm(after)
+    changed = np.linalg.norm(after - plain(tokens)) >= 1e-3 * norm
+    return bool(changed and np.linalg.norm(after - hand(tokens)) <= 1e-9 * norm)
