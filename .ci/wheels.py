@@ -28,7 +28,7 @@ def call(*command: str, cwd: Path) -> str:
 
 
 def main() -> None:
-    """Core alone first: it must list and check without any plugin. Then all."""
+    """Core alone first: it must list and check without any plugin. Then all, then packages of third parties."""
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         for member in MEMBERS:
@@ -51,6 +51,18 @@ def main() -> None:
             call(axlearn, "plugins", "doctor", cwd=home)
             print(f"{title}: {call(axlearn, 'experiments', 'list', cwd=home).split() or 'no experiments'}")
         call(axlearn, *TINY, cwd=home)
+        # A third party's package beside the wheels, as its author makes it.
+        call(axlearn, "plugins", "new", "my-gate", cwd=home)
+        for source in (home / "axlearn-plugins-my-gate", ROOT / "examples/my_norm_plugin"):
+            call("uv", "build", "-q", "--wheel", str(source), "-o", str(home / "third"), cwd=home)
+        third = [f"{w}[test]" if "gate" in w.name else str(w) for w in (home / "third").glob("*.whl")]
+        call(*install, "--find-links", str(home / "wheels"), *third, cwd=home)
+        for name in ("my-gate", "dynamic-tanh"):
+            call(axlearn, "config", "diff", "llama2-7b", "llama2-7b", "--with", name, cwd=home)
+        print(call(axlearn, "plugins", "show", "my-gate", cwd=home))
+        for tests in (home / "axlearn-plugins-my-gate/tests", ROOT / "examples/my_norm_plugin/tests"):
+            command = (python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tests), str(tests))
+            print(call(*command, cwd=home))
         print(call(axlearn, "generate", "run", "--prompt", "def ", "--max-tokens", "4", cwd=home))
 
 
