@@ -1,15 +1,17 @@
 import functools
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
 from axlearn_core.config import patch
 from axlearn_core.nn.layer import Precision
-from axlearn_plugins_transformer.head import Head
 from axlearn_plugins_rope.rotary import RotaryEmbedding
 from axlearn_plugins_transformer.attention import Attention
 from axlearn_plugins_transformer.causal_lm import CausalLM
+from axlearn_plugins_transformer.embedding import Head
 from axlearn_plugins_transformer.feed_forward import GatedFeedForward
 from axlearn_plugins_transformer.transformer import Decoder, TransformerLayer
 
@@ -53,15 +55,27 @@ def run():
     return run
 
 
+def normal(*shape, seed=0):
+    """By NumPy, which compiles nothing."""
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+@pytest.fixture(name="normal")
+def normal_():
+    """(*shape, seed) -> random numbers."""
+    return normal
+
+
 @pytest.fixture
 def layer():
     """(config, width) -> the layer, with random weights everywhere (norms and biases too)."""
 
     def layer(cfg, width=24):
-        made = cfg.build(rngs=nnx.Rngs(0), precision=Precision(), input_dim=width)
-        graph, state = nnx.split(made)
+        graph, state = nnx.split(
+            nnx.eval_shape(lambda: cfg.build(rngs=nnx.Rngs(0), precision=Precision(), input_dim=width))
+        )
         leaves, tree = jax.tree.flatten(state)
-        noisy = [leaf + 0.3 * jax.random.normal(jax.random.key(i), leaf.shape) for i, leaf in enumerate(leaves)]
-        return nnx.merge(graph, tree.unflatten(noisy))
+        values = [0.4 * normal(*leaf.shape, seed=i) + float(leaf.ndim == 1) for i, leaf in enumerate(leaves)]
+        return nnx.merge(graph, tree.unflatten(values))
 
     return layer

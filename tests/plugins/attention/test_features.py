@@ -17,12 +17,12 @@ from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_attention.alibi import Alibi
 from axlearn_plugins_attention.alibi_feature import UseAlibi
-from axlearn_plugins_attention.interleave import Interleave
+from axlearn_plugins_attention.interleave import Interleave, Window
 from axlearn_plugins_attention.latent import LatentAttention
 from axlearn_plugins_attention.mla import UseLatentAttention
 from axlearn_plugins_rope.feature import Rope
 from axlearn_plugins_rope.rotary import RotaryEmbedding
-from axlearn_plugins_transformer.attention import Attention
+from axlearn_plugins_transformer.attention import Attention, window_of
 from axlearn_plugins_transformer.generate import generate
 from axlearn_plugins_transformer.norm import RMSNorm
 
@@ -72,39 +72,54 @@ def test_alibi_takes_the_place_of_any_position_encoding():
 
 
 def windows(cfg, layers=8):
-    return [c.attention.window for c in layer_configs(cfg.model.decoder.layer, layers)]
+    return [window_of(c.attention.window) for c in layer_configs(cfg.model.decoder.layer, layers)]
 
 
 def test_every_nth_layer_is_global():
     before = resolve("llama2-7b").config
-    assert windows(Interleave().apply(before), 4) == [4096, None, 4096, None]
-    gemma3 = Interleave(every=6, window=1024).apply(before)
-    assert windows(gemma3, 12) == ([1024] * 5 + [None]) * 2
-    assert {attrs.evolve(c, window=None) for c in get(gemma3, ATTENTION).children} == {get(before, ATTENTION)}
+    made = Interleave().apply(before)
+    assert windows(made, 4) == [4096, None, 4096, None]
+    assert patch(made, {f"{ATTENTION}.window": None}) == before
+    assert windows(Interleave(every=6, window=1024).apply(before), 12) == ([1024] * 5 + [None]) * 2
     mistral = patch(before, {f"{ATTENTION}.window": 512})
     assert windows(Interleave().apply(mistral), 4) == [512, None, 512, None]
 
 
-def test_interleave_sets_options_on_an_alternation_of_windows():
+def test_interleave_sets_options_on_what_interleaves_already():
     first = Interleave(every=3, window=100).apply(resolve("llama2-7b").config)
     assert windows(Interleave().apply(first), 6) == [100, 100, None] * 2
     assert windows(Interleave(every=2).apply(first), 4) == [100, None, 100, None]
     assert windows(Interleave(window=9).apply(first), 3) == [9, 9, None]
     assert windows(Interleave(every=2, window=9).apply(first), 2) == [9, None]
-    other = patch(first, {f"{ATTENTION}.children.0.softcap": 5.0})
-    with pytest.raises(ConfigError, match=rf"{ATTENTION}: interleave cannot set the windows"):
-        Interleave().apply(other)
-    mixed = patch(first, {ATTENTION: Alternate(children=(get(first, ATTENTION).children[0], RMSNorm.Config()))})
-    with pytest.raises(ConfigError, match="alternate in something else"):
-        Interleave().apply(mixed)
 
 
-def test_the_other_features_reach_into_an_alternation():
-    cfg = Interleave(window=8).apply(resolve("quickstart").config)
-    latent = UseLatentAttention().apply(UseAlibi().apply(cfg))
-    assert [type(c) for c in get(latent, ATTENTION).children] == [LatentAttention.Config] * 2
-    assert windows(latent, 2) == [8, None]
-    assert all(isinstance(c.position, Alibi.Config) for c in get(latent, ATTENTION).children)
+@pytest.mark.parametrize(
+    "window",
+    [
+        Window(size=4),
+        Alternate(children=(Window(), Window(size=4))),
+        Alternate(children=(Window(size=3), Window(size=4), Window())),
+        Alternate(children=(Window(), Window())),
+        Alternate(children=(Window(size=3), Window()), first=(Window(),)),
+    ],
+)
+def test_interleave_refuses_windows_of_another_kind(window):
+    cfg = patch(resolve("quickstart").config, {f"{ATTENTION}.window": window})
+    with pytest.raises(ConfigError, match=rf"{ATTENTION}.window: interleave cannot change"):
+        Interleave().apply(cfg)
+
+
+def test_the_features_reach_into_attention_layers_that_alternate():
+    before = resolve("quickstart").config
+    old = get(before, ATTENTION)
+    cfg = patch(before, {ATTENTION: Alternate(children=(old, attrs.evolve(old, softcap=5.0), old))})
+    for feature in (Interleave(window=8), UseLatentAttention(), UseAlibi()):
+        cfg = feature.apply(cfg)
+    layers = [c.attention for c in layer_configs(cfg.model.decoder.layer, 6)]
+    assert {type(c) for c in layers} == {LatentAttention.Config}
+    assert {type(c.position) for c in layers} == {Alibi.Config}
+    assert [c.softcap for c in layers] == [None, 5.0, None] * 2
+    assert [window_of(c.window) for c in layers] == [8, None] * 3
 
 
 @pytest.mark.parametrize("features", [[UseLatentAttention(), UseAlibi(), Interleave(window=8)],
@@ -139,13 +154,12 @@ def test_options_that_do_not_fit(use):
         resolve("quickstart", with_=[use])
 
 
-def test_interleaved_layers_see_as_far_as_they_say(tiny, run):
-    """With windows as long as the text the model is the plain one, with the same weights; with shorter ones it is not."""
-    tokens = jax.random.randint(jax.random.key(7), (1, 12), 0, 64)
+def test_interleaved_layers_see_as_far_as_they_say(tiny, layer, run):
+    """With the same weights, a window of 3 changes nothing for the first three tokens and something for all others."""
     small = tiny({"decoder.num_layers": 2})
-    whole, short = (run(Interleave(window=w).apply(small).build(rngs=nnx.Rngs(3)), tokens) for w in (12, 3))
-    assert find(small, Attention)
-    np.testing.assert_allclose(whole[:, :3], short[:, :3], rtol=1e-5, atol=1e-5)
+    tokens = jnp.arange(12, dtype=jnp.int32)[None]
+    whole, short = (run(layer(Interleave(window=w).apply(small)), tokens) for w in (12, 3))
+    np.testing.assert_allclose(whole[:, :3], short[:, :3], rtol=1e-4, atol=1e-4)
     assert (np.abs(whole[:, 3:] - short[:, 3:]).max(-1) > 1e-3).all()
 
 

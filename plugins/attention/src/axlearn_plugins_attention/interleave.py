@@ -16,14 +16,25 @@ EVERY, WINDOW = 2, 4096
 
 
 @node
+class Window(Node[int | None]):
+    """How many positions back a layer sees, itself included; None is all of them. For `alternate` in a window's place."""
+
+    size: int | None = setting(default=None, ge=1)
+
+    def build(self, **_: object) -> int | None:
+        """The size."""
+        return self.size
+
+
+@node
 class Interleave(Feature):
     """Sliding windows in most layers, and every nth layer global, as in Gemma 2 and 3.
 
     Layers n - 1, 2 n - 1, ... (from 0) see everything; each other layer sees the last `window` positions. `every` is n,
     by default 2, and `window` is by default that of the attention, where it has one, else 4096 (both as in Gemma 2;
-    Gemma 3 has `every=6,window=1024`). Each attention becomes an alternation of n equal ones that differ in their
-    window; their settings are then at `attention.children.*`. On an experiment that interleaves already, the options
-    that are given are set. Attention layers that alternate in anything else are refused.
+    Gemma 3 has `every=6,window=1024`). It sets `window` of every attention layer, and nothing else. On an experiment
+    that interleaves already, the options that are given are set. Windows that differ by layer in another way are
+    refused.
     """
 
     stage = "tune"
@@ -32,29 +43,30 @@ class Interleave(Feature):
     window: int | None = setting(default=None, ge=1)
 
     def apply(self, cfg: Tree) -> Tree:
-        """Puts an `Alternate` in the place of every node with `num_heads` and `window`."""
+        """Sets `window` of every node that has it and `num_heads`."""
         count = 0
         problems: list[Problem] = []
 
         def place(value: Any, path: str) -> Any:
             nonlocal count
-            if isinstance(value, Alternate) and any(_is_attention(c) for c in value.children):
-                count += 1
-                if len({_base(c) for c in (*value.first, *value.children)}) == 1:
-                    there = next((c.window for c in value.children if c.window is not None), None)
-                    return self._alternation(_base(value.children[-1]), len(value.children), there)
+            value = with_children(value, {k: place(v, join(path, k)) for k, v in children(value).items()})
+            if not isinstance(value, Node) or not {"num_heads", "window"} <= {
+                a.name for a in attrs.fields(type(value))
+            }:
+                return value
+            count += 1
+            there = _known(value.window)  # type: ignore[attr-defined]
+            if there is None:
                 problems.append(
                     Problem(
-                        path=path,
-                        message="interleave cannot set the windows of attention layers that alternate in something else",
-                        fix="leave interleave out, and set `window` of each of its children",
+                        path=join(path, "window"),
+                        message="interleave cannot change windows that differ by layer in another way",
+                        fix="leave interleave out, or set this to a number or to null",
                     )
                 )
                 return value
-            if _is_attention(value):
-                count += 1
-                return self._alternation(_base(value), EVERY, value.window)
-            return with_children(value, {k: place(v, join(path, k)) for k, v in children(value).items()})
+            new = self._windows(*there)
+            return value if new == value.window else attrs.evolve(value, window=new)  # type: ignore[attr-defined]
 
         made = place(cfg, "")
         if problems:
@@ -74,14 +86,18 @@ class Interleave(Feature):
         """Every attention is interleaved so."""
         return self.apply(cfg) == cfg
 
-    def _alternation(self, base: Any, every: int, window: int | None) -> Alternate:
-        local = attrs.evolve(base, window=self.window or window or WINDOW)
-        return Alternate(children=(local,) * ((self.every or every) - 1) + (base,))
+    def _windows(self, every: int, window: int) -> Alternate:
+        local = Window(size=self.window or window)
+        return Alternate(children=(local,) * ((self.every or every) - 1) + (Window(),))
 
 
-def _is_attention(value: Any) -> bool:
-    return isinstance(value, Node) and {"num_heads", "window"} <= {a.name for a in attrs.fields(type(value))}
-
-
-def _base(part: Any) -> Any:
-    return attrs.evolve(part, window=None) if _is_attention(part) else part
+def _known(window: Any) -> tuple[int, int] | None:
+    """(every, window) of what stands in a window's place; None where this feature could not have put it there."""
+    if window is None or isinstance(window, int):
+        return EVERY, window or WINDOW
+    if not isinstance(window, Alternate) or not window.children or window.first:
+        return None
+    *local, last = window.children
+    if last != Window() or len(set(local)) != 1 or not isinstance(local[0], Window) or local[0].size is None:
+        return None
+    return len(window.children), local[0].size

@@ -17,7 +17,7 @@ from axlearn_core.nn.linear import Linear, Projection
 from axlearn_core.nn.remat import tag
 from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_attention.latent_cache import ContiguousLatentCache, LatentCache
-from axlearn_plugins_transformer.attention import PositionEncoding, bias_of
+from axlearn_plugins_transformer.attention import PositionEncoding, bias_of, window_of
 from axlearn_plugins_transformer.kernels.attention import attention
 from axlearn_plugins_transformer.kernels.masks import visible
 from axlearn_plugins_transformer.norm import Norm, RMSNorm
@@ -58,7 +58,7 @@ class LatentAttention(Layer):
         norm: Node[Norm] | None = RMSNorm.Config()
         scale: float | None = setting(default=None, gt=0)
         softcap: float | None = setting(default=None, gt=0)
-        window: int | None = setting(default=None, ge=1)
+        window: int | Node[int | None] | None = setting(default=None, ge=1)
         kernel: str | None = None
         query_down: Node[Projection] = Linear.Config()
         query: Node[Projection] = Linear.Config()
@@ -175,7 +175,7 @@ class LatentAttention(Layer):
             q,
             k,
             v,
-            mask=visible(context, cfg.window),
+            mask=visible(context, window_of(cfg.window)),
             scale=cfg.scale or (self.head_dim + self.rope_dim) ** -0.5,
             softcap=cfg.softcap,
             bias=None if cfg.position is None else bias_of(self.position),

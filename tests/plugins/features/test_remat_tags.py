@@ -1,0 +1,46 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import print_saved_residuals
+
+from axlearn_core.errors import RequestError
+from axlearn_core.nn.remat import tag
+from axlearn_plugins_features.remat_tags import RematTags
+
+
+def layer(x):
+    first = tag(jnp.sin(x), "first")
+    second = tag(jnp.sin(first * first), "second")
+    return jnp.sum(jnp.sin(second * second))
+
+
+def wrapped(*recompute, in_loop=False):
+    return RematTags.Config(recompute=recompute).build().wrap(layer, in_loop=in_loop)
+
+
+X = jnp.linspace(0.1, 1.0, 5)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "kept"), [((), {"first", "second"}), (("first",), {"second"}), (("first", "second"), set())]
+)
+def test_every_tag_is_kept_but_those_named(recompute, kept, capsys):
+    print_saved_residuals(wrapped(*recompute), X)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "from the argument" not in line]
+    assert {name for name in ("first", "second") if any(f"'{name}'" in line for line in lines)} == kept
+    assert len(lines) == len(kept)  # and nothing that has no tag
+    np.testing.assert_allclose(jax.grad(wrapped(*recompute))(X), jax.grad(layer)(X), rtol=1e-6)
+
+
+def test_a_tag_that_there_is_not():
+    with pytest.raises(RequestError, match=r"unknown activation tag in remat 'fist'\n.*did you mean: first"):
+        jax.jit(wrapped("fist", in_loop=True))(X)
+
+
+def test_tags_inside_of_calls_and_loops_are_found():
+    def looped(x):
+        return jax.lax.scan(lambda c, y: (tag(jnp.sin(c), "inner") + y, None), x[0], x)[0]
+
+    made = RematTags.Config(recompute=("inner",)).build().wrap(jax.jit(looped), in_loop=True)
+    np.testing.assert_allclose(jax.grad(made)(X), jax.grad(looped)(X), rtol=1e-6)
