@@ -86,16 +86,16 @@ class LatentAttention(Layer):
         def project(of: Node[Projection], source: tuple[int, ...], to: tuple[int, ...], *axes: str | None) -> Any:
             return self.child(of, rngs=rngs, input_dims=source, output_dims=to, axes=axes)
 
-        # Ranks are no axis that a rule splits where they are made; where they are read they are the input, as `embed`.
+        # Ranks are split by no default rule where they are made; where they are read they are the input, as `embed`.
         into = ("embed", "heads", "head_dim")
         source = (width,)
         if cfg.query_rank is not None:
             source = (size_of(cfg.query_rank, width),)
-            self.query_down = project(cfg.query_down, (width,), source, "embed", None)
+            self.query_down = project(cfg.query_down, (width,), source, "embed", "rank")
         self.query = project(cfg.query, source, (heads, self.head_dim), *into)
         self.query_rope = project(cfg.query_rope, source, (heads, self.rope_dim), *into)
-        self.down = project(cfg.down, (width,), (self.rank,), "embed", None)
-        self.key_rope = project(cfg.key_rope, (width,), (self.rope_dim,), "embed", None)
+        self.down = project(cfg.down, (width,), (self.rank,), "embed", "rank")
+        self.key_rope = project(cfg.key_rope, (width,), (self.rope_dim,), "embed", "head_dim")
         self.key = project(cfg.key, (self.rank,), (heads, self.head_dim), *into)
         self.value = project(cfg.value, (self.rank,), values, *into)
         self.output = project(cfg.output, values, (width,), "heads", "head_dim", "embed")
