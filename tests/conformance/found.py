@@ -5,10 +5,13 @@ from collections.abc import Callable
 from typing import Any
 
 from axlearn_core.config import Decoder, Node, missing, patch
+from axlearn_core.contracts import parts
 from axlearn_core.contracts.kernels import KernelImplementation
 from axlearn_core.nn.layer import Layer
 from axlearn_core.plugins.manager import host
 from axlearn_core.plugins.registry import registry
+from axlearn_core.train.evaluators import Evaluator
+from axlearn_core.train.loop import Loop
 
 TOY = {
     "num_heads": 8,
@@ -51,10 +54,25 @@ def suites(base: type, configs: dict[str, Node[Any]], **more: Any) -> dict[str, 
     }
 
 
-def has_methods(owner: type, protocol: type) -> bool:
-    """Whether a class has every method of a protocol."""
-    wanted = [n for n, v in vars(protocol).items() if inspect.isfunction(v) and not n.startswith("_")]
-    return all(inspect.isfunction(getattr(owner, n, None)) for n in wanted)
+PROTOCOLS = (parts.Input, parts.Learner, parts.Checkpointer, parts.Tracker, Loop, Evaluator)
+
+
+def met(owner: type, protocol: Any) -> int:
+    """How many methods a protocol has, where a class has all of them with those arguments; else 0."""
+    wanted = {n: f for n, f in vars(protocol).items() if inspect.isfunction(f) and not n.startswith("_")}
+    mine = {n: getattr(owner, n, None) for n in wanted}
+    fits = all(inspect.isfunction(mine[n]) and _arguments(mine[n])[: len(_arguments(f))] == _arguments(f)
+               for n, f in wanted.items())  # fmt: skip
+    return len(wanted) * fits
+
+
+def _arguments(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def of(protocol: Any) -> dict[str, Node[Any]]:
+    """The components that meet a protocol, and none that asks for more."""
+    return owned(lambda owner: bool(met(owner, protocol)) and max(PROTOCOLS, key=lambda p: met(owner, p)) is protocol)
 
 
 class AnyOp(str):

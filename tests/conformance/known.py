@@ -1,14 +1,19 @@
-"""Contracts that plugins of this repository define, and plain formulas of layers whose gradients are no derivatives."""
+"""Contracts that plugins of this repository define, and formulas of layers that finite differences cannot judge.
 
+A routed layer jumps where a token changes its experts, and the gradients of a quantized one pass through its rounding.
+"""
+
+import jax
 import jax.numpy as jnp
 
 from axlearn_core.testing.contracts import B, Contract, D, S, normal
 
+EXPERTS, TOP_K = 8, 2
 CONTRACTS = (
     Contract(
         name="router",
         arguments=("x",),
-        offered={"input_dim": D, "num_experts": 8, "top_k": 2},
+        offered={"input_dim": D, "num_experts": EXPERTS, "top_k": TOP_K},
         inputs=normal(B, S, D),
     ),
 )
@@ -19,4 +24,52 @@ def linear(params, x):
     return jnp.einsum("bsd,dnh->bsnh", x, params["weight"])
 
 
-REFERENCES = {"quantized-linear": {"reference": staticmethod(linear), "reference_tolerance": 0.02}}
+def best(by, of):
+    """(expert, weight), [B, 2 * S] each: the two largest of each token by one, weighed by the other."""
+    expert = jnp.argsort(-by, axis=-1)[..., :TOP_K]
+    weight = jnp.take_along_axis(of, expert, axis=-1)
+    weight = weight / weight.sum(-1, keepdims=True)
+    return tuple(jnp.concatenate([a[..., k] for k in range(TOP_K)], axis=1) for a in (expert, weight))
+
+
+def softmax_router(params, x):
+    """Shazeer et al., 2017."""
+    p = jax.nn.softmax(x @ params["weight"], axis=-1)
+    return (*best(p, p), None)
+
+
+def sigmoid_router(params, x):
+    """DeepSeek-V3."""
+    scores = jax.nn.sigmoid(x @ params["weight"])
+    return (*best(jax.lax.stop_gradient(scores + params["bias"][None, None]), scores), None)
+
+
+def expert_choice_router(params, x):
+    """Zhou et al., 2022: every expert takes its tokens, the best first."""
+    p = jax.nn.softmax(x @ params["weight"], axis=-1)
+    room = S * TOP_K // EXPERTS
+    taken = [jnp.argsort(-p[..., e], axis=1)[:, :room] for e in range(EXPERTS)]
+    weight = [jnp.take_along_axis(p[..., e], t, axis=1) for e, t in enumerate(taken)]
+    expert = [jnp.full((B, room), e, jnp.int32) for e in range(EXPERTS)]
+    return tuple(jnp.concatenate(parts, axis=1) for parts in (expert, weight, taken))
+
+
+def mixture_of_experts(params, x):
+    """Every expert for every token, weighed by the router."""
+    expert, weight, _ = softmax_router({"weight": params["router.weight"]}, x)
+    shares = sum(jax.nn.one_hot(e, EXPERTS) * w[..., None] for e, w in zip(
+        jnp.split(expert, TOP_K, axis=1), jnp.split(weight, TOP_K, axis=1), strict=True))  # fmt: skip
+    y = jnp.zeros_like(x)
+    for e in range(EXPERTS):
+        hidden = jax.nn.silu(x @ params["gate"][e]) * (x @ params["up"][e])
+        y = y + shares[..., e, None] * (hidden @ params["down"][e])
+    return y
+
+
+REFERENCES = {
+    "quantized-linear": {"reference": staticmethod(linear), "reference_tolerance": 0.02},
+    **{
+        f.__name__.replace("_", "-"): {"reference": staticmethod(f)}
+        for f in (softmax_router, sigmoid_router, expert_choice_router, mixture_of_experts)
+    },
+}

@@ -3,6 +3,8 @@
 from axlearn_core.plugins.registry import registry
 from axlearn_core.testing import FeatureSuite
 
-for _entry in registry().entries("features"):
-    _name = f"Test{_entry.name.title().replace('-', '')}"
-    globals()[_name] = type(_name, (FeatureSuite,), {"name": _entry.name})
+_names = [e.name for e in registry().entries("features")]
+for _i, _feature in enumerate(_names):
+    _name = f"Test{_feature.title().replace('-', '')}"
+    _later = tuple(_names[_i + 1 :])  # every pair once: the suite tries both orders
+    globals()[_name] = type(_name, (FeatureSuite,), {"name": _feature, "others": _later})

@@ -26,11 +26,6 @@ from axlearn_core.testing import (
 from axlearn_core.train.loop import Loop
 from axlearn_core.train.trackers.jsonl import METRICS, read_jsonl
 
-
-def of(protocol):
-    return found.owned(lambda owner: found.has_methods(owner, protocol))
-
-
 TEXT = "def f(x):\n    return x\n\nprint('grüße', f(1))\n" * 6
 
 
@@ -54,10 +49,6 @@ class Input(InputSuite):
         self.config = found.toy(type(self.config), source=files, tokenizer={"type": "byte-tokenizer"})
 
 
-class Jsonl(TrackerSuite):
-    """What can be read back."""
-
-
 def read_json_lines(run_dir):
     return [(r["step"], r) for r in read_jsonl(run_dir / METRICS)[0]]
 
@@ -73,13 +64,13 @@ def read_events(run_dir):
 
 READERS = {"jsonl": read_json_lines, "tensorboard": read_events}
 
-globals().update(found.suites(Input, of(parts.Input)))
-globals().update(found.suites(LearnerSuite, of(parts.Learner)))
-globals().update(found.suites(CheckpointerSuite, of(parts.Checkpointer)))
-for _name, _config in of(parts.Tracker).items():
+globals().update(found.suites(Input, found.of(parts.Input)))
+globals().update(found.suites(LearnerSuite, found.of(parts.Learner)))
+globals().update(found.suites(CheckpointerSuite, found.of(parts.Checkpointer)))
+for _name, _config in found.of(parts.Tracker).items():
     _read = {"read": staticmethod(READERS[_name])} if _name in READERS else {}
     globals().update(found.suites(TrackerSuite, {_name: _config}, **_read))
-globals().update(found.suites(TrainerSuite, of(Loop)))
+globals().update(found.suites(TrainerSuite, found.of(Loop)))
 
 
 class TestAccumulatingLearner(LearnerSuite):

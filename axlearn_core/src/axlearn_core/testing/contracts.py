@@ -54,10 +54,13 @@ class Contract:
         if not needed <= self.offered.keys():
             return False
         # What a config builds is mostly an instance of its owner, but need not be one.
-        method = getattr(kind.owner, self.method, None) or getattr(type(self.built(config)), self.method, None)
-        if not inspect.isfunction(method):
+        method = self._called(kind.owner) or self._called(type(self.built(config)))
+        if method is None:
             return False
         return tuple(inspect.signature(method).parameters)[1 : len(self.arguments) + 1] == self.arguments
+
+    def _called(self, cls: Any) -> Any:
+        return next((vars(c)[self.method] for c in cls.__mro__ if self.method in vars(c)), None)
 
 
 def contract_of(config: Node[Any], among: Iterable[Contract] = ()) -> Contract | None:
@@ -112,6 +115,7 @@ def _mixed(inputs: tuple[Any, ...], dtype: Any) -> Any:
 
 
 CONTRACTS = (
+    Contract(name="model", arguments=("batch",), inputs=lambda rng: (batch(rng),), method="loss"),
     Contract(name="norm", arguments=("x",), offered={"dim": D}, inputs=normal(B, S, D), outputs=like(0)),
     Contract(
         name="projection",
@@ -158,5 +162,4 @@ CONTRACTS = (
         offered={"vocab_size": V},
         inputs=lambda rng: (tokens(rng), context(rng)),
     ),
-    Contract(name="model", arguments=("batch",), inputs=lambda rng: (batch(rng),), method="loss"),
 )

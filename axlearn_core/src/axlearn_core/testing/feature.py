@@ -34,7 +34,8 @@ class FeatureSuite:
 
     def partners(self) -> tuple[str, ...]:
         """`NAME:EXAMPLE` of the features that it is tried together with."""
-        names = self.others or [e.name for e in registry().entries("features") if e.name != self.name]
+        every = [e.name for e in registry().entries("features") if e.name != self.name]
+        names = every if self.others is None else self.others
         return tuple(_text(n, registry().feature(n)) for n in names)
 
     def setup_method(self) -> None:

@@ -27,6 +27,7 @@ from axlearn_core.testing.common import assert_close, assert_equal, compiled, is
 from axlearn_core.testing.contracts import Contract, contract_of
 
 DEVICES = 8
+DTYPES = (("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16"))
 STEP = 1e-3  # of the finite differences
 
 
@@ -34,7 +35,6 @@ STEP = 1e-3  # of the finite differences
 class Measured:
     """One call: its outputs, and the gradients of a fixed random weighting of them by all floats that went in."""
 
-    value: Any
     outputs: Any
     gradients: Any
 
@@ -67,7 +67,7 @@ class LayerSuite:
 
     def how(self) -> Contract:
         """The contract."""
-        found = self.contract or contract_of(self.config)
+        found = self.contract or _contract(self.config)
         if found is None:
             pytest.fail(
                 f"no contract is known that {type(self.config).__qualname__} fits: set `contract` to a "
@@ -77,7 +77,7 @@ class LayerSuite:
 
     def built(self, params: str = "float32", compute: str = "float32") -> Functional:
         """The layer as pure functions."""
-        return Functional.of(self.config, precision=Precision(params, compute), **self.how().offered)
+        return _built(type(self), params, compute)
 
     def inputs(self) -> tuple[Any, ...]:
         """What the parent calls it with, floats in float32."""
@@ -87,20 +87,24 @@ class LayerSuite:
         """The call that a parent makes."""
         return getattr(layer, self.how().method)(*inputs)
 
-    @pytest.mark.parametrize(
-        ("params", "compute"), [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16",) * 2]
-    )
+    @pytest.mark.parametrize(("params", "compute"), DTYPES)
     def test_outputs_have_the_promised_shapes_and_dtypes(self, params: str, compute: str) -> None:
-        functional = self.built(params, compute)
+        functional, expected = self.built(params, compute), self.how().outputs
         inputs = jax.tree.map(lambda x: x.astype(compute) if is_float(x) else x, self.inputs())
-        values = compiled(functional.init)(jax.random.key(self.seed))
-        outputs = compiled(lambda values, inputs: self.call(functional.bind(values), *inputs))(values, inputs)
+        got = leaves_of(jax.eval_shape(self._bound(functional), functional.abstract, inputs))
+        if expected is not None:
+            wanted = leaves_of(expected(inputs, jnp.dtype(compute)))
+            assert {p: (x.shape, x.dtype) for p, x in got.items()} == {p: (x.shape, x.dtype) for p, x in wanted.items()}
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_outputs_are_finite(self, dtype: str) -> None:
+        outputs = _single(type(self)).outputs
+        if dtype != "float32":
+            given = (_params(type(self)), self.inputs())
+            given = jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, given)
+            outputs = compiled(self._bound(self.built(dtype, dtype)))(*given)
         for path, x in leaves_of(outputs).items():
             assert np.isfinite(np.asarray(x, np.float32)).all(), f"outputs{path} has values that are no finite numbers"
-        if (expected := self.how().outputs) is not None:
-            wanted = leaves_of(expected(inputs, jnp.dtype(compute)))
-            got = leaves_of(outputs)
-            assert {p: (x.shape, x.dtype) for p, x in got.items()} == {p: (x.shape, x.dtype) for p, x in wanted.items()}
 
     def test_every_parameter_axis_is_named(self) -> None:
         functional = self.built()
@@ -115,18 +119,20 @@ class LayerSuite:
         floats, fixed = self._arguments()
         if self.reference is not None:
             reference = type(self).reference  # what is given may be a plain function
-            expected = self._measured(lambda params, inputs: reference(params, *inputs))(floats, fixed)  # type: ignore[misc]
-            assert_close(single.outputs, expected.outputs, self.reference_tolerance, "outputs")
+            expected = compiled(self._measured(lambda params, inputs: reference(params, *inputs)))(floats, fixed)  # type: ignore[misc]
+            got, wanted = (jax.tree.leaves(m.outputs) for m in (single, expected))  # any tuple stands for a named one
+            assert_close(got, wanted, self.reference_tolerance, "outputs")
             assert_close(single.gradients, expected.gradients, self.reference_tolerance, "gradients")
             return
         for path, leaf in floats.items():  # one at a time: what is small beside the others is seen too
             gradient = single.gradients[path]
 
             def value(x: Any, path: str = path) -> Any:
-                return _run(type(self))(floats | {path: x}, fixed).value
+                outputs = _run(type(self))(floats | {path: x}, fixed).outputs
+                return self._weighed(outputs, np, "float64")  # summed in float32 it would be rounded too much
 
-            def differentiated(x: Any, gradient: Any = gradient) -> Any:
-                return single.value, lambda cotangent: (cotangent * gradient,)
+            def differentiated(x: Any, value: Any = value, gradient: Any = gradient) -> Any:
+                return value(x), lambda cotangent: (cotangent * gradient,)
 
             check_vjp(
                 value,
@@ -154,14 +160,13 @@ class LayerSuite:
             assert_close(found.gradients, single.gradients, self.tolerance, f"{where}gradients")
 
     def test_a_checkpoint_gives_every_parameter_back(self, tmp_path: Path) -> None:
-        functional = self.built("bfloat16", "float32")
-        params = compiled(functional.init)(jax.random.key(self.seed))
+        params = _params(type(self))
         if not params:
             return  # nothing to keep
         checkpointer = OrbaxCheckpointer.Config().build(directory=tmp_path)
         checkpointer.save(1, params, extra={}, metrics={})
         checkpointer.wait()
-        restored, _ = checkpointer.restore(1, functional.abstract)
+        restored, _ = checkpointer.restore(1, self.built().abstract)
         checkpointer.close()
         assert_equal(restored, params, "restored")
 
@@ -207,18 +212,20 @@ class LayerSuite:
             def loss(floats: dict[str, Any]) -> tuple[Any, Any]:
                 given = tree.unflatten([{**floats, **fixed}[p] for p in paths])
                 outputs = function(given["params"], given["inputs"])
-                rng = np.random.default_rng(self.seed + 1)
-                parts = [
-                    jnp.sum(x.astype(jnp.float32) * rng.normal(0, x.size**-0.5, x.shape).astype(np.float32))
-                    for x in jax.tree.leaves(outputs)
-                    if is_float(x)
-                ]
-                return sum(parts, start=jnp.zeros(())), outputs
+                return self._weighed(outputs, jnp, "float32"), outputs
 
-            (value, outputs), gradients = jax.value_and_grad(loss, has_aux=True)(floats)
-            return Measured(value, outputs, gradients)
+            (_, outputs), gradients = jax.value_and_grad(loss, has_aux=True)(floats)
+            return Measured(outputs, gradients)
 
         return measured
+
+    def _weighed(self, outputs: Any, numpy: Any, dtype: str) -> Any:
+        """One number of all floats in the outputs: their sum, weighed at random."""
+        rng = np.random.default_rng(self.seed + 1)
+        floats = [x for x in jax.tree.leaves(outputs) if is_float(x)]
+        weights = [rng.normal(0, x.size**-0.5, x.shape) for x in floats]
+        parts = [numpy.sum(numpy.asarray(x, dtype) * w.astype(dtype)) for x, w in zip(floats, weights, strict=True)]
+        return sum(parts, start=numpy.zeros((), dtype))
 
     def _place(self, layout: Layout, functional: Functional, path: str, x: Any) -> Any:
         for name, axes in functional.axes.items():
@@ -252,11 +259,20 @@ class LayerSuite:
 
 
 jax.tree_util.register_pytree_node(
-    Measured, lambda m: ((m.value, m.outputs, m.gradients), None), lambda _, parts: Measured(*parts)
+    Measured, lambda m: ((m.outputs, m.gradients), None), lambda _, parts: Measured(*parts)
 )
 
 
-# One compilation for all tests of a suite: pytest makes an instance for each of them.
+# Once for all tests of a suite: pytest makes an instance for each of them.
+_contract = functools.cache(contract_of)
+
+
+@functools.cache
+def _built(suite: type[LayerSuite], params: str, compute: str) -> Functional:
+    made = suite()
+    return Functional.of(made.config, precision=Precision(params, compute), **made.how().offered)
+
+
 @functools.cache
 def _params(suite: type[LayerSuite]) -> Any:
     made = suite()

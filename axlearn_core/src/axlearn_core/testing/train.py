@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from axlearn_core.config import Configurable, Node, node, patch
+from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.learn import AdamW, Learner
 from axlearn_core.nn.layer import Layer, Precision
 from axlearn_core.testing.common import assert_equal
@@ -145,6 +146,7 @@ class TrainerSuite:
             evaluators={"eval": LossEvaluator.Config(every_steps=2)},
             trackers=(Journal.Config(),),
             loop=self.config,
+            mesh=Mesh(shape={"data": -1}),
             max_steps=5,
             log_every_steps=self.log_every_steps,
         )
