@@ -20,6 +20,8 @@ from axlearn_plugins_optimizers.muon import Muon, matrix_axes
         (("layers", "embed", "heads", "head_dim"), ((1,), (2, 3))),
         (("layers", "heads", "head_dim", "embed"), ((1, 2), (3,))),
         (("embed", "embed"), ((0,), (1,))),
+        (("layers", "heads", "head_dim", "rank"), ((1, 2), (3,))),
+        (("rank", "heads", "head_dim"), ((0,), (1, 2))),
         (("vocab", "embed"), None),
         (("embed", "vocab"), None),
         (("layers", "norm"), None),

@@ -81,8 +81,10 @@ def matrix_axes(path: str, names: tuple[str | None, ...] | None) -> MuonDimensio
     dims = [i for i, name in enumerate(names) if name not in _BATCH_AXES]
     if len(dims) < 2:
         return None
-    # The width is the input of what fans out of it, and the output of what comes back to it.
-    split = len(dims) - 1 if names[dims[-1]] == "embed" and names[dims[0]] != "embed" else 1
+    # The width is the input of what fans out of it, and the output of what comes back to it; the rank of a factored
+    # matrix is the output of its first factor.
+    into_last = names[dims[-1]] == "rank" or (names[dims[-1]] == "embed" and names[dims[0]] != "embed")
+    split = len(dims) - 1 if into_last else 1
     return MuonDimensionNumbers(tuple(dims[:split]), tuple(dims[split:]))
 
 
