@@ -84,7 +84,7 @@ def test_a_model_that_cannot_be_made_of_it(target, message, dense):
         upcycle(params, source, Functional.of(target))
 
 
-TINY = ["model.decoder.num_layers=2", "model.decoder.hidden_dim=32", "input.batch_size=2", "input.sequence_length=32"]
+TINY = ["model.decoder.num_layers=2", "model.decoder.hidden_dim=32", "input.batch_size=8", "input.sequence_length=32"]
 
 
 @pytest.mark.slow
