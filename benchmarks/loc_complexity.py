@@ -12,12 +12,16 @@ of activation, modifiers of at most 10 lines, RoPE and MoE applied to 1,000 expe
 """
 
 import argparse
+import itertools
 import json
 import os
+import runpy
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -64,37 +68,48 @@ def slopes(lines: Lines) -> dict[str, float]:
 
 
 def prove_ours(n: int, m: int, tell: Callable[[str], None]) -> dict[str, set[tuple[int, int]]]:
-    """Feature -> the cells in which it is active, each project as the counted integration left it."""
-    import runpy
+    """Feature -> the cells in which it is active; the experiments are shared out among the cores."""
+    found: dict[str, set[tuple[int, int]]] = {feature: set() for feature in features.ACTIVATION}
+    size = 10  # experiments at a time: what a process compiles serves it for all of them
+    parts = [(f, range(j, min(j + size, m))) for f in found for j in range(0, m, size)]
+    with ProcessPoolExecutor(min(len(parts), os.cpu_count() or 1), get_context("spawn")) as pool:
+        waiting = {pool.submit(proven, feature, n, m, part): (feature, part) for feature, part in parts}
+        for done in as_completed(waiting):
+            feature, part = waiting[done]
+            cells, problems = done.result()
+            found[feature] |= cells
+            tell(f"{feature}: {len(cells)} of {n * len(part)} cells of experiments {part[0]} to {part[-1]} are active")
+            for problem in problems:
+                tell(problem)
+    return found
 
+
+def proven(feature: str, n: int, m: int, experiments: range) -> tuple[set[tuple[int, int]], list[str]]:
+    """The cells of some experiments in which a feature is active, in a project as the counted integration leaves it."""
     from loc_complexity_ import cells
 
     from axlearn_core.errors import AxlearnError
 
-    found: dict[str, set[tuple[int, int]]] = {}
-    for feature in features.ACTIVATION:
-        with tempfile.TemporaryDirectory(prefix="loc-complexity-") as folder:
-            root = Path(folder)
-            modules.write(root, n, m)
-            plain = runpy.run_path(str(root / "launch.py"))["config"]
-            features.integrate(root, feature)
-            launch = runpy.run_path(str(root / "launch.py"))["config"]
-            own = [root / features.SHIFT_PACKAGE] if feature == "token-shift" else []
-            found[feature] = set()
-            with installed(root, *own, site=root / "site"):
-                for j in range(m):
-                    for i in range(n):
-                        name = modules.name(i, j)
-                        try:
-                            before, after = plain(name), launch(name)
-                            modifier = features.MODIFIERS.get(feature)
-                            same = modifier is None or modifier(before) == after
-                            if same and cells.active(before, after, feature):
-                                found[feature].add((i, j))
-                        except (AxlearnError, TypeError, AttributeError) as error:
-                            tell(f"{name}: {type(error).__name__}: {error}")
-                    tell(f"{feature}: experiment {j + 1} of {m}, {len(found[feature])} cells active")
-    return found
+    active, problems = set(), []
+    with tempfile.TemporaryDirectory(prefix="loc-complexity-") as folder:
+        root = Path(folder)
+        modules.write(root, n, m)
+        plain = runpy.run_path(str(root / "launch.py"))["config"]
+        features.integrate(root, feature)
+        launch = runpy.run_path(str(root / "launch.py"))["config"]
+        own = [root / features.SHIFT_PACKAGE] if feature == "token-shift" else []
+        with installed(root, *own, site=root / "site"):
+            for i, j in itertools.product(range(n), experiments):
+                name = modules.name(i, j)
+                try:
+                    before, after = plain(name), launch(name)
+                    modifier = features.MODIFIERS.get(feature)
+                    same = modifier is None or modifier(before) == after
+                    if same and cells.active(before, after, feature):
+                        active.add((i, j))
+                except (AxlearnError, TypeError, AttributeError) as error:  # a cell that does not work is inactive
+                    problems.append(f"{name}: {type(error).__name__}: {error}")
+    return active, problems
 
 
 def prove_baseline(n: int, m: int) -> dict[str, set[tuple[int, int]]]:

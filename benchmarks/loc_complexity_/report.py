@@ -107,5 +107,5 @@ def _bars(axis: Any, found: dict[str, Any]) -> None:
     axis.set_xscale("symlog", linthresh=10)
     axis.set_xlim(0, 30_000)
     axis.invert_yaxis()
-    axis.set(xlabel="lines", title="20 modules x 10 experiments; the others as published (estimates)")
+    axis.set(xlabel="lines", title="20 x 10; others: published estimates")
     axis.legend(fontsize=8)
