@@ -4,13 +4,12 @@ import itertools
 from typing import Any
 
 import attrs
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from axlearn_core.config import Decoder, diff, encode, find, get, patch
+from axlearn_core.config import Decoder, diff, encode, get, patch
 from axlearn_core.errors import ConfigError, RequestError
 from axlearn_core.nn.alternate import Alternate, layer_configs
 from axlearn_core.plugins.registry import registry
@@ -22,7 +21,7 @@ from axlearn_plugins_attention.latent import LatentAttention
 from axlearn_plugins_attention.mla import UseLatentAttention
 from axlearn_plugins_rope.feature import Rope
 from axlearn_plugins_rope.rotary import RotaryEmbedding
-from axlearn_plugins_transformer.attention import Attention, window_of
+from axlearn_plugins_transformer.attention import window_of
 from axlearn_plugins_transformer.generate import generate
 from axlearn_plugins_transformer.norm import RMSNorm
 
