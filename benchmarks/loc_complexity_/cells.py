@@ -100,7 +100,7 @@ def built(cfg: Any) -> Any:
 def _filled(path: str, spec: Any) -> jax.Array:
     name = path.replace(".inner.", ".")
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
-    values = np.random.default_rng(seed).normal(size=spec.shape) * (0.5 if "feed_forward" in name else 0.3)
+    values = np.random.default_rng(seed).normal(size=spec.shape) * 0.7
     return jnp.asarray(values + (1.0 if name.endswith("scale") else 0.0), spec.dtype)
 
 
