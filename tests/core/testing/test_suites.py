@@ -317,7 +317,7 @@ class Forgetful(TrainLoop):
     """Saves nothing at the end."""
 
     def run(self, session):
-        session.save = lambda *, force=False: None
+        session.checkpointer.save = lambda *args, **kwargs: True
         super().run(session)
 
 
@@ -370,7 +370,7 @@ class Trusting(Configurable):
     ],
 )
 def test_checkpointers(test, tmp_path):
-    with pytest.raises((AssertionError, KeyError, FileNotFoundError, FAILS)):
+    with pytest.raises((KeyError, FileNotFoundError, *FAILS)):
         getattr(type("S", (CheckpointerSuite,), {"config": Trusting.Config()})(), test)(tmp_path)
 
 

@@ -12,7 +12,7 @@ import pytest
 from axlearn_core.contracts.kernels import KernelImplementation
 from axlearn_core.errors import RequestError
 from axlearn_core.kernels import selection
-from axlearn_core.testing.common import assert_close, compiled, is_float
+from axlearn_core.testing.common import assert_close, compiled, is_float, leaves_of
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -62,7 +62,12 @@ class KernelSuite:
         reason = self._refusal(case, self._here())
         if reason is not None:
             return  # a refusal is a right answer; the test below is about it
-        got, expected = (self._measured(case, name) for name in (self.name, self.against))
+        got = self._measured(case, self.name)
+        for path, x in leaves_of(got).items():
+            assert np.isfinite(np.asarray(x, np.float32)).all(), (
+                f"{case.name}{path} has values that are no finite numbers"
+            )
+        expected = got if self.name == self.against else self._measured(case, self.against)
         assert_close(got, expected, case.tolerance, f"{case.name}: (results, gradients)")
 
     def test_a_refusal_has_a_reason_and_is_kept(self, case: Case) -> None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from axlearn_core.compose import compose
 from axlearn_core.config import Configurable, Node, node, patch
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.learn import AdamW, Learner
@@ -131,11 +132,9 @@ class TrainerSuite:
 
     Attributes:
         config: the loop.
-        log_every_steps: what the trainer is told.
     """
 
     config: Node[Any] = TrainLoop.Config()
-    log_every_steps: int = 1
 
     def trainer(self, **edits: Any) -> Trainer.Config:
         """The root config; `edits` are by path, with `__` for the dots."""
@@ -148,38 +147,26 @@ class TrainerSuite:
             loop=self.config,
             mesh=Mesh(shape={"data": -1}),
             max_steps=5,
-            log_every_steps=self.log_every_steps,
+            log_every_steps=1,
         )
         return patch(cfg, {"checkpointer.every_steps": 2, **{k.replace("__", "."): v for k, v in edits.items()}})
 
     def run(self, path: Path, **edits: Any) -> Result:
         """A run in a directory, continued where it has a checkpoint."""
         cfg = self.trainer(**edits)
-        old = cfg if path.exists() else None
-        checked = RunDir(path, resumes=old is not None)
-        return cfg.build().run(checked, config_text="resolved: true\n")
+        return cfg.build().run(RunDir(path, resumes=path.exists()), config_text="resolved: true\n")
 
     def losses(self, path: Path) -> list[tuple[int, float]]:
         """(step, loss) as they were logged."""
         return [(e[1], e[2]["loss"]) for e in Journal.journals[path] if e[0] == "loss"]
 
     def saved(self, path: Path) -> dict[int, Any]:
-        """Step -> parameters of each checkpoint."""
+        """Step -> state of each checkpoint."""
         cfg = self.trainer()
-        checkpointer = cfg.checkpointer.build(directory=path / "checkpoints")
-        found = {s: checkpointer.inspect(s) for s in checkpointer.steps()}  # type: ignore[attr-defined]
+        checkpointer, like = cfg.checkpointer.build(directory=path / "checkpoints"), compose(cfg).state
+        found = {step: checkpointer.restore(step, like)[0] for step in checkpointer.steps()}
         checkpointer.close()
         return found
-
-    def parameters(self, path: Path, step: int) -> Any:
-        """The state of a checkpoint."""
-        from axlearn_core.compose import compose
-
-        cfg = self.trainer()
-        checkpointer = cfg.checkpointer.build(directory=path / "checkpoints")
-        state, _ = checkpointer.restore(step, compose(cfg).state)
-        checkpointer.close()
-        return state
 
     def test_it_goes_to_the_last_step_and_keeps_it(self, tmp_path: Path) -> None:
         result = self.run(tmp_path / "run")
@@ -196,14 +183,14 @@ class TrainerSuite:
         self.run(tmp_path / "one")
         self.run(tmp_path / "two")
         assert self.losses(tmp_path / "one") == self.losses(tmp_path / "two")
-        assert_equal(self.parameters(tmp_path / "one", 5), self.parameters(tmp_path / "two", 5), "state")
+        assert_equal(self.saved(tmp_path / "one")[5], self.saved(tmp_path / "two")[5], "state")
 
     def test_a_continued_run_is_the_uninterrupted_one(self, tmp_path: Path) -> None:
         self.run(tmp_path / "whole")
         self.run(tmp_path / "parts", max_steps=3)
         self.run(tmp_path / "parts")
         assert self.losses(tmp_path / "parts") == self.losses(tmp_path / "whole")
-        assert_equal(self.parameters(tmp_path / "parts", 5), self.parameters(tmp_path / "whole", 5), "state")
+        assert_equal(self.saved(tmp_path / "parts")[5], self.saved(tmp_path / "whole")[5], "state")
 
     def test_a_finished_run_has_nothing_to_add(self, tmp_path: Path) -> None:
         self.run(tmp_path / "run")
@@ -222,4 +209,4 @@ class TrainerSuite:
     def test_a_batch_of_no_numbers_is_skipped_and_said(self, tmp_path: Path, capfd: Any) -> None:
         self.run(tmp_path / "run", input__bad=3)
         assert "step 3" in capfd.readouterr().err, "standard error says which step it was"
-        assert np.isfinite(self.parameters(tmp_path / "run", 5)["params"]["weight"]).all()
+        assert np.isfinite(self.saved(tmp_path / "run")[5]["params"]["weight"]).all()
