@@ -1,0 +1,134 @@
+"""Features x layouts x experiments: a pairwise covering set builds and steps, at toy size.
+
+Each layout meets each experiment once, with as many features at a time as go together, chosen so that every feature meets
+every layout and every experiment, and every two features that go together meet each other. What does not go together
+refuses where the config is made, which is tested elsewhere.
+"""
+
+import functools
+import itertools
+import os
+import random
+import time
+
+import jax
+import numpy as np
+import pytest
+import toy
+
+from axlearn_core.compose import compose
+from axlearn_core.config import patch
+from axlearn_core.contracts.mesh import Mesh
+
+LAYOUTS = {
+    "one": {"fsdp": 1},
+    "fsdp": {"fsdp": 8},
+    "mixed": {"data": 2, "fsdp": 2, "tensor": 2},
+    "experts": {"expert": 4, "seq": 2},
+}
+ROWS = list(itertools.product(LAYOUTS, toy.experiments()))
+MOST = 5  # features at a time
+
+
+@pytest.fixture(scope="module")
+def plan():
+    """(layout, experiment) -> the features that it is tried with."""
+    return cover()[0]
+
+
+@functools.cache
+def cover():
+    """The features of each row, and the pairs that go together and that no row covers."""
+    names = toy.features()
+    together = {(e, *p) for e in toy.experiments() for p in itertools.combinations(names, 2) if toy.fits(e, *p)}
+    missing = {(n, x) for n in names for x in (*LAYOUTS, *toy.experiments())} | {(a, b) for _, a, b in together}
+    rows = dict.fromkeys(ROWS, ())
+
+    def add(row, names, most):
+        """Adds those of the features that cover most of what is missing."""
+        while len(rows[row]) < most:
+            gains = {n: _gain(row, rows[row], n, missing) for n in names if _joins(row, rows[row], n, together)}
+            best = max(gains, key=gains.get, default=None)
+            if best is None or not gains[best] or not toy.fits(row[1], *rows[row], best):
+                return
+            rows[row] = (*rows[row], best)
+            missing.difference_update(covered(row, rows[row]))
+
+    for row in ROWS:
+        add(row, names, MOST)
+    for pair in sorted(missing):  # what the first pass left over, wherever it has room
+        for row in ROWS:
+            if pair in missing and set(pair) <= {*rows[row], *row, *names}:
+                add(row, [n for n in pair if n in names], 2 * MOST)
+    return rows, missing
+
+
+def _gain(row, chosen, name, missing):
+    # A layout and an experiment meet in one row only, two features in any: the scarce come first.
+    new = covered(row, (*chosen, name)) & missing
+    return sum(1 if set(pair) & {*chosen} else 8 for pair in new)
+
+
+def _joins(row, chosen, name, together):
+    return name not in chosen and all((row[1], min(name, c), max(name, c)) in together for c in chosen)
+
+
+def covered(row, chosen):
+    """The pairs that a row covers."""
+    return set(itertools.combinations(sorted(chosen), 2)) | {(n, x) for n in chosen for x in row}
+
+
+def step(layout, experiment, names):
+    """Builds the program, and takes one step that is as it should be."""
+    cfg = patch(toy.config(experiment, *names), {"mesh": Mesh(shape=LAYOUTS[layout])})
+    count = int(np.prod(list(LAYOUTS[layout].values())))
+    program = compose(cfg, jax.devices()[:count])
+    batch = program.put(toy.batch())
+    state = program.init(0)
+    before = jax.device_get(state["params"])
+    state, scalars = program.train_step(state, batch)
+    told = f"{experiment} on {layout} with {', '.join(names)}"
+    assert np.isfinite(float(scalars["loss"])), told
+    assert int(state["step"]) == 1, told
+    after = jax.device_get(state["params"])
+    assert any(np.any(before[p] != after[p]) for p in before), f"{told}: the step changed no parameter"
+    wanted = program.state["params"]
+    assert all(state["params"][p].sharding.is_equivalent_to(s.sharding, s.ndim) for p, s in wanted.items()), told
+
+
+@pytest.fixture(autouse=True)
+def quick_to_compile():
+    """Most of the time would go into optimizing what runs once."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.mark.parametrize(("layout", "experiment"), ROWS)
+def test_it_builds_and_steps(layout, experiment, plan):
+    step(layout, experiment, plan[layout, experiment])
+
+
+def test_the_set_covers_every_pair(plan):
+    names, missing = toy.features(), cover()[1]
+    met = set().union(*(covered(row, chosen) for row, chosen in plan.items()))
+    assert {(n, layout) for n in names for layout in LAYOUTS} <= met
+    assert {(n, e) for n in names for e in toy.experiments()} <= met
+    assert not missing, f"features that go together and never meet: {sorted(missing)}"
+
+
+@pytest.mark.slow
+def test_all_of_them():
+    """Every feature on every layout and experiment, in random order, for three minutes (or as the variable says)."""
+    end = time.monotonic() + float(os.environ.get("AXLEARN_COMPOSITION_SECONDS", "180"))
+    cases = list(itertools.product(LAYOUTS, toy.experiments(), toy.features()))
+    random.Random(int(os.environ.get("AXLEARN_COMPOSITION_SEED", "0"))).shuffle(cases)
+    done = 0
+    for layout, experiment, name in cases:
+        step(layout, experiment, (name,))
+        done += 1
+        if time.monotonic() > end:
+            break
+    print(f"{done} of {len(cases)}")
+    assert done >= 10

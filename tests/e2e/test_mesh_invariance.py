@@ -1,0 +1,126 @@
+"""Random meshes x features x dtypes: eight virtual devices give the loss and the gradients of one.
+
+The features come from their entry points. What is allowed between the two is measured, not chosen: gradients of one device
+whose parameters are moved by as much as the dtype rounds. A quantized or routed model jumps where a value crosses a
+boundary, and it does so there too.
+"""
+
+import random
+import time
+
+import jax
+import numpy as np
+import pytest
+import toy
+
+from axlearn_core.compose import compose
+from axlearn_core.config import patch
+from axlearn_core.contracts.mesh import Mesh
+from axlearn_core.kernels import selection
+from axlearn_core.nn import sharding
+
+QUICK = {"xla_backend_optimization_level": 0}  # most of the time would go into compiling
+AXES = ("data", "fsdp", "expert", "seq", "tensor")
+FLOOR = {"float32": 2e-5, "bfloat16": 1e-2}
+"""The least that is allowed, relative to the norm of the gradients; rounding alone makes as much."""
+EPSILON = {"float32": 2.0**-22, "bfloat16": 2.0**-8}
+
+
+def case(seed):
+    """(experiment, features, dtype, mesh shape): the seed chooses all of them, and the first feature in turn."""
+    rng = random.Random(seed)
+    names, experiments = toy.features(), toy.experiments()
+    experiment = experiments[(seed + seed // len(names)) % len(experiments)]
+    chosen = [random.Random(1).sample(names, len(names))[seed % len(names)]]
+    for other in rng.sample(names, len(names)):
+        if other not in chosen and len(chosen) < 3 and toy.fits(experiment, *chosen, other):
+            chosen.append(other)
+    shape = dict.fromkeys(AXES, 1)
+    for _ in range(3):
+        shape[rng.choice(AXES)] *= 2
+    return experiment, tuple(chosen), ("float32", "bfloat16")[seed % 2], {k: v for k, v in shape.items() if v > 1}
+
+
+def gradients(cfg, devices, moved=()):
+    """[(loss, gradients by path)] on these devices: of the parameters as they are, then moved by each random amount."""
+    program = compose(cfg, devices)
+    learner = cfg.learner.build(max_steps=cfg.max_steps, axes=program.functional.axes)
+    layout = program.layout
+    params, axes = toy.filled(program.functional), program.functional.axes
+    places = {p: layout.sharding(axes[p], x.shape, p) for p, x in params.items()}
+
+    def run(params, batch):
+        with sharding.logical_rules(layout.mesh, layout.rules), selection.use(program.kernels):
+            return learner.value_and_grad(program.steps.loss, params, batch)
+
+    made, found = jax.jit(run, compiler_options=QUICK), []
+    for seed, amount in enumerate((0.0, *moved)):
+        rng = np.random.default_rng(seed)
+        near = {p: x + (amount * np.abs(x) * rng.normal(size=x.shape)).astype(x.dtype) for p, x in params.items()}
+        given = {p: jax.device_put(near[p], places[p]) for p in params}
+        (loss, _), grads = jax.device_get(made(given, program.put(toy.batch())))
+        found.append((float(loss), {p: np.asarray(g, np.float64) for p, g in grads.items()}))
+    return found
+
+
+def distance(one, other):
+    """How far the gradients are apart, relative to their norm: of all together, and of the worst parameter.
+
+    A parameter whose gradient is next to nothing is compared to a hundredth of what all have.
+    """
+    norm = np.sqrt(sum((g**2).sum() for g in one.values()))
+    apart = {p: np.linalg.norm(one[p] - other[p]) for p in one}
+    worst = max(apart[p] / (np.linalg.norm(one[p]) + 0.01 * norm) for p in one)
+    return np.sqrt(sum(d**2 for d in apart.values())) / norm, worst
+
+
+def agree(seed):
+    """Runs a case; the message of a failure is how to run it again."""
+    experiment, names, dtype, shape = case(seed)
+    # a dtype that a feature chose stays: patching comes first
+    small = patch(toy.small(experiment), {"model.dtype": dtype, "model.param_dtype": "float32"})
+    texts = list(dict.fromkeys(text for name in names for text in toy.use(name)))
+    cfg = toy.resolve(small, with_=texts).config
+    rounds = cfg.model.dtype if cfg.model.dtype in FLOOR else dtype
+    alone = patch(cfg, {"mesh": Mesh(shape={"fsdp": 1}, rules=cfg.mesh.rules)})
+    spread = patch(cfg, {"mesh": Mesh(shape=shape, rules=cfg.mesh.rules)})
+    (loss, grads), *others = gradients(alone, jax.devices()[:1], (EPSILON[rounds],) * 3)
+    ((loss_there, grads_there),) = gradients(spread, jax.devices()[:8])
+    allowed = [max(FLOOR[rounds], 4 * max(d)) for d in zip(*(distance(grads, g) for _, g in others), strict=True)]
+    near = max(FLOOR[rounds], 4 * max(abs(v / loss - 1) for v, _ in others))
+    told = f"seed {seed}: {experiment} with {', '.join(names)}, {dtype}, {shape}"
+    assert np.isfinite(loss), told
+    assert max(allowed) < 0.5, f"{told}: rounding alone changes the gradients by {allowed}: nothing would be compared"
+    assert abs(loss_there / loss - 1) <= near, f"{told}: loss {loss_there}, on one device {loss}"
+    found = distance(grads, grads_there)
+    assert found[0] <= allowed[0], f"{told}: gradients are apart by {found}, allowed {allowed}"
+    assert found[1] <= allowed[1], f"{told}: a gradient is apart by {found}, allowed {allowed}"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_mesh_gives_the_loss_and_the_gradients_of_one_device(seed):
+    agree(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
+def test_many_meshes(part):
+    """As many cases as 90 seconds take, at least six."""
+    end = time.monotonic() + 90
+    for count, seed in enumerate(range(5 + part, 1000, 4)):
+        if count >= 6 and time.monotonic() > end:
+            break
+        agree(seed)
+
+
+def test_the_comparison_can_fail():
+    one = {"a": np.ones(4), "b": np.full(4, 1e-3)}
+    assert distance(one, one) == (0, 0)
+    whole, worst = distance(one, {"a": one["a"], "b": -one["b"]})
+    assert whole == pytest.approx(2e-3, rel=0.01)
+    assert worst > 0.09, "a small gradient of the wrong sign is seen"
+
+
+def test_every_feature_is_the_first_of_some_case():
+    names = toy.features()
+    assert {case(seed)[1][0] for seed in range(len(names))} == set(names)

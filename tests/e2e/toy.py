@@ -1,0 +1,84 @@
+"""Any installed experiment at toy size, any installed feature with options that make sense, and batches for them."""
+
+import functools
+import hashlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from axlearn_core.config import get, patch
+from axlearn_core.errors import PluginError, RequestError
+from axlearn_core.plugins.registry import registry
+from axlearn_core.plugins.resolve import resolve
+
+ROWS, LENGTH, VOCABULARY = 16, 16, 64
+
+# Sizes that every mesh axis of up to eight devices divides.
+SIZES = {
+    "model.vocab_size": VOCABULARY,
+    "model.decoder.num_layers": 2,
+    "model.decoder.hidden_dim": 32,
+    "model.decoder.layer.attention.num_heads": 8,
+    "model.decoder.layer.feed_forward.hidden_dim": 64,
+}
+
+
+def experiments():
+    """The names of what is installed."""
+    return [entry.name for entry in registry().entries("experiments")]
+
+
+def features():
+    """The names of what is installed."""
+    return [entry.name for entry in registry().entries("features")]
+
+
+def use(name):
+    """The text of `--with` for a feature, and for those that it needs."""
+    cls = registry().feature(name)
+    return [f"{name}:{cls.example}" if cls.example else name, *(text for n in cls.needs for text in use(n))]
+
+
+@functools.cache
+def small(experiment):
+    """The experiment's config, with small sizes."""
+    cfg = resolve(experiment).config
+    heads = "model.decoder.layer.attention.num_kv_heads"
+    return patch(cfg, SIZES if get(cfg, heads) is None else {**SIZES, heads: 8})
+
+
+def config(experiment, *names, **settings):
+    """The small experiment with features; raises `RequestError` where they do not go together."""
+    texts = list(dict.fromkeys(text for name in names for text in use(name)))
+    return resolve(small(experiment), with_=texts, set=settings).config
+
+
+def fits(experiment, *names):
+    """Whether the features go together on the experiment."""
+    try:
+        config(experiment, *names)
+    except PluginError:
+        raise  # one that fails, and does not refuse
+    except RequestError:
+        return False
+    return True
+
+
+def batch(seed=0, rows=ROWS):
+    """Random tokens and what follows them; some targets do not count."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, VOCABULARY, (rows, LENGTH + 1), dtype=np.int32)
+    weights = (rng.random((rows, LENGTH)) < 0.9).astype(np.float32)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
+
+
+def filled(functional):
+    """Path -> parameter, filled at random by its path: not one is zero, as initialised adapters and biases would be."""
+    return {path: _filled(path, spec) for path, spec in functional.abstract.items()}
+
+
+def _filled(path, spec):
+    seed = int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "little")
+    values = np.random.default_rng(seed).normal(size=spec.shape) * 0.2
+    return jax.device_put(jnp.asarray(values + (1.0 if path.endswith("scale") else 0.0), spec.dtype))
