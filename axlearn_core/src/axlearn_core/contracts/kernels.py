@@ -37,7 +37,8 @@ class OpRequest:
         shapes: operand -> shape.
         dtypes: operand -> dtype name.
         options: the op's static options. For attention: `mask` (a description of its structure), `softcap`,
-            `aligned` (query i and key i are the same position), `skips` (whether the mask hides whole blocks).
+            `aligned` (query i and key i are the same position), `skips` (whether the mask hides whole blocks), and where scores
+            take one, `bias` (a description of it). Values may have another head size than keys.
         gradients: whether the program differentiates through the call.
     """
 
