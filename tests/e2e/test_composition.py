@@ -22,10 +22,10 @@ from axlearn_core.contracts.mesh import Mesh
 
 LAYOUTS = {
     "one": {"fsdp": 1},
-    "fsdp": {"fsdp": 8},
     "mixed": {"data": 2, "fsdp": 2, "tensor": 2},
     "experts": {"expert": 4, "seq": 2},
 }
+MORE = {**LAYOUTS, "fsdp": {"fsdp": 8}, "tensor": {"data": 2, "tensor": 4}}
 ROWS = list(itertools.product(LAYOUTS, toy.experiments()))
 MOST = 5  # features at a time
 
@@ -78,13 +78,13 @@ def covered(row, chosen):
     return set(itertools.combinations(sorted(chosen), 2)) | {(n, x) for n in chosen for x in row}
 
 
-def step(layout, experiment, names):
-    """Builds the program, and takes one step that is as it should be."""
-    cfg = patch(toy.config(experiment, *names), {"mesh": Mesh(shape=LAYOUTS[layout])})
-    count = int(np.prod(list(LAYOUTS[layout].values())))
+def step(layout, experiment, names, *, init=False):
+    """Builds the program, and takes one step that is as it should be; from its own initial state, or from any."""
+    cfg = patch(toy.config(experiment, *names), {"mesh": Mesh(shape=MORE[layout])})
+    count = int(np.prod(list(MORE[layout].values())))
     program = compose(cfg, jax.devices()[:count])
     batch = program.put(toy.batch())
-    state = program.init(0)
+    state = program.init(0) if init else any_state(program)
     before = jax.device_get(state["params"])
     state, scalars = program.train_step(state, batch)
     told = f"{experiment} on {layout} with {', '.join(names)}"
@@ -96,13 +96,19 @@ def step(layout, experiment, names):
     assert all(state["params"][p].sharding.is_equivalent_to(s.sharding, s.ndim) for p, s in wanted.items()), told
 
 
+def any_state(program):
+    """A state of its shapes and places, without compiling its initialisation: random parameters, the rest zero."""
+    state = jax.tree.map(lambda s: jax.device_put(np.zeros(s.shape, s.dtype), s.sharding), program.state)
+    wanted = program.state["params"]
+    filled = {p: jax.device_put(x, wanted[p].sharding) for p, x in toy.filled(program.functional).items()}
+    return {**state, "params": filled}
+
+
 @pytest.fixture(autouse=True)
-def quick_to_compile():
+def quick():
     """Most of the time would go into optimizing what runs once."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    with toy.quick_to_compile():
+        yield
 
 
 @pytest.mark.parametrize(("layout", "experiment"), ROWS)
@@ -122,11 +128,11 @@ def test_the_set_covers_every_pair(plan):
 def test_all_of_them():
     """Every feature on every layout and experiment, in random order, for three minutes (or as the variable says)."""
     end = time.monotonic() + float(os.environ.get("AXLEARN_COMPOSITION_SECONDS", "180"))
-    cases = list(itertools.product(LAYOUTS, toy.experiments(), toy.features()))
+    cases = list(itertools.product(MORE, toy.experiments(), toy.features()))
     random.Random(int(os.environ.get("AXLEARN_COMPOSITION_SEED", "0"))).shuffle(cases)
     done = 0
     for layout, experiment, name in cases:
-        step(layout, experiment, (name,))
+        step(layout, experiment, (name,), init=True)
         done += 1
         if time.monotonic() > end:
             break

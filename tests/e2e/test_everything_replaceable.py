@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import toy
 
 from axlearn_core.config import find
 from axlearn_core.plugins.resolve import resolve
@@ -42,7 +43,8 @@ def installed(tmp_path, monkeypatch):
     (info / "entry_points.txt").write_text(f"[axlearn.components]\n{lines}")
     monkeypatch.syspath_prepend(str(info.parent))
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    yield
+    with toy.quick_to_compile():
+        yield
     sys.modules.pop("third_party", None)
 
 

@@ -1,5 +1,6 @@
 """Any installed experiment at toy size, any installed feature with options that make sense, and batches for them."""
 
+import contextlib
 import functools
 import hashlib
 
@@ -82,3 +83,14 @@ def _filled(path, spec):
     seed = int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "little")
     values = np.random.default_rng(seed).normal(size=spec.shape) * 0.2
     return jax.device_put(jnp.asarray(values + (1.0 if path.endswith("scale") else 0.0), spec.dtype))
+
+
+@contextlib.contextmanager
+def quick_to_compile():
+    """Compiles without most optimizations: what runs once is not worth them."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
