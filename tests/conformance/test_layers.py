@@ -5,10 +5,25 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 import found
+import pytest
 from known import CONTRACTS, REFERENCES
 
 from axlearn_core.testing import LayerSuite, contract_of
 
 for _name, _config in found.layers().items():
-    _more = {"contract": contract_of(_config, CONTRACTS), "meshes": 1, **REFERENCES.get(_name, {})}
+    _contract = contract_of(_config, CONTRACTS)
+    _more = {"contract": _contract, "meshes": 1, **REFERENCES.get(_name, {})}
+    if _contract is not None and _contract.name in ("decoder", "model"):  # made of the others, and seconds to compile
+        _more["pytestmark"] = pytest.mark.slow
     globals().update(found.suites(LayerSuite, {_name: _config}, **_more))
+
+
+@pytest.mark.slow
+class TestManyMeshes:
+    """The same on more meshes."""
+
+    @pytest.mark.parametrize("name", found.layers())
+    def test_meshes_change_no_number(self, name):
+        config = found.layers()[name]
+        more = {"config": config, "contract": contract_of(config, CONTRACTS), "meshes": 5, "seed": 1}
+        type(name, (LayerSuite,), more)().test_meshes_change_no_number()

@@ -70,7 +70,10 @@ globals().update(found.suites(CheckpointerSuite, found.of(parts.Checkpointer)))
 for _name, _config in found.of(parts.Tracker).items():
     _read = {"read": staticmethod(READERS[_name])} if _name in READERS else {}
     globals().update(found.suites(TrackerSuite, {_name: _config}, **_read))
-globals().update(found.suites(TrainerSuite, found.of(Loop)))
+for _name, _config in found.of(Loop).items():
+    _own = type(_config).__module__.startswith("axlearn_core.")
+    # A run takes seconds to compile: the loops of plugins are among the long proofs.
+    globals().update(found.suites(TrainerSuite, {_name: _config}, pytestmark=[] if _own else [pytest.mark.slow]))
 
 
 class TestAccumulatingLearner(LearnerSuite):
