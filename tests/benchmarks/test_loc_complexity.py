@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # a repository per case, and a forward pass per cell
+
 ROOT = Path(__file__).resolve().parents[2]
 FEATURES = ("rope", "moe", "token-shift")
 

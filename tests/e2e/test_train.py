@@ -85,6 +85,7 @@ def test_interrupting_saves_and_says_how_to_go_on(whole, tmp_path):
     assert tiny.losses(run)[:8] == tiny.losses(whole[0])[: done + 2]
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_offered(whole, tmp_path):
     run = tmp_path / "run"
     tiny.axlearn(*tiny.arguments(run, steps=6))
@@ -109,6 +110,7 @@ def test_a_loss_that_is_no_number_is_reported_with_its_batch(tmp_path):
     assert "batch:" in done.stderr
 
 
+@pytest.mark.slow
 def test_eight_virtual_devices_give_the_loss_of_one(whole, tmp_path):
     run = tmp_path / "run"
     mesh = "mesh.shape={fsdp: 2, tensor: 2, data: 2}"

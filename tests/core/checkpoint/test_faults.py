@@ -72,6 +72,7 @@ def kill_often(make, directory: Path, times: int, seed: int) -> None:
     assert len(again.steps()) <= 2
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_of_a_save(make, tmp_path):
     kill_often(make, tmp_path / "checkpoints", 2, seed=0)
 

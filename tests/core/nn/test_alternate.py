@@ -80,7 +80,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("remat", [None, Remat.Config(save=("wide2",))], ids=["plain", "remat"])
+@pytest.mark.parametrize(
+    "remat",
+    [pytest.param(None, id="plain"), pytest.param(Remat.Config(save=("wide2",)), id="remat", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("case", CASES)
 def test_scan_unrolled_and_one_by_one_are_the_same(case, remat):
     children, first, count, widths = CASES[case]

@@ -78,6 +78,7 @@ def agree(case, mesh, rows=8):
         np.testing.assert_allclose(grads[name], value, rtol=1e-4, atol=1e-5 * np.abs(value).max(), err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_mesh_changes_no_number():
     agree("dropless", MESHES[0])
 

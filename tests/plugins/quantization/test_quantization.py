@@ -132,6 +132,7 @@ def far(found, expected):
     return float(np.abs(a / b - 1).max())
 
 
+@pytest.mark.slow
 def test_training_in_int8_follows_float32(toy):
     """200 steps within 2%, the backward pass quantized too."""
     exact, close = train(toy(), 200), train(Quantization().apply(toy()), 200)

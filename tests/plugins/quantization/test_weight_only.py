@@ -83,6 +83,7 @@ def test_only_what_the_target_fits_is_stored(toy):
         stored(toy(), "int8", tile_size=None, target="model.**.gat")
 
 
+@pytest.mark.slow
 def test_a_stored_run_generates_and_refuses_to_train(tmp_path):
     settings = {
         "model.decoder.num_layers": 1,

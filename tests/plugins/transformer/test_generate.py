@@ -31,7 +31,7 @@ def greedy(model, prompt, count):
 
 @pytest.mark.parametrize(
     "edits",
-    [pytest.param(v, id=k, marks=pytest.mark.slow if k == "llama" else ()) for k, v in VARIANTS.items()],
+    [pytest.param(v, id=k, marks=() if k == "all heads" else pytest.mark.slow) for k, v in VARIANTS.items()],
 )
 def test_logits_with_a_cache_are_those_without(tiny, build, run, batch, edits):
     model = build(tiny(edits), 0)
@@ -47,6 +47,7 @@ def test_logits_with_a_cache_are_those_without(tiny, build, run, batch, edits):
         assert cache.length == 20
 
 
+@pytest.mark.slow
 def test_rows_of_different_length_share_a_cache(tiny, build, run, batch):
     model = build(tiny(), 0).unstacked()
     tokens = batch["tokens"][:, :8]
