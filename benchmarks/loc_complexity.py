@@ -86,10 +86,12 @@ def prove_ours(n: int, m: int, tell: Callable[[str], None]) -> dict[str, set[tup
 
 def proven(feature: str, n: int, m: int, experiments: range) -> tuple[set[tuple[int, int]], list[str]]:
     """The cells of some experiments in which a feature is active, in a project as the counted integration leaves it."""
+    import jax
     from loc_complexity_ import cells
 
     from axlearn_core.errors import AxlearnError
 
+    jax.config.update("jax_disable_most_optimizations", True)  # what runs once is not worth them
     active, problems = set(), []
     with tempfile.TemporaryDirectory(prefix="loc-complexity-") as folder:
         root = Path(folder)

@@ -107,7 +107,7 @@ def _filled(path: str, spec: Any) -> jax.Array:
 def active(plain: Any, activated: Any, feature: str) -> bool:
     """Whether the feature is active in a cell: configs of the experiment without and with it."""
     off, on = built(plain), built(activated)
-    before, after = _forward(off), _forward(on)
+    before, after = _forward(off.unstacked()), _forward(on)
     hand = off.unstacked()
     for layer, other in zip(hand.decoder.layer, on.unstacked().decoder.layer, strict=True):
         BY_HAND[feature](layer, other)
