@@ -5,6 +5,7 @@ import optax
 import pytest
 from optax.contrib import MuonDimensionNumbers, muon
 
+from axlearn_core.config import configure
 from axlearn_core.errors import RequestError
 from axlearn_core.learn import AdamW, Learner, ParameterRule
 from axlearn_plugins_optimizers.muon import Muon, matrix_axes
@@ -112,3 +113,18 @@ def test_both_lower_a_loss(name):
         loss, (params, state, _) = step(state, params)
         losses.append(float(loss))
     assert losses[-1] < 0.25 * losses[0]
+
+
+def test_muon_leaves_alone_what_a_rule_gives_another_optimizer():
+    axes = {"w": ("embed", "mlp"), "bias": ("experts",)}
+    params = {"w": normal(0, (4, 6)), "bias": jnp.zeros((3,))}
+    grads = {"w": normal(1, (4, 6)), "bias": jnp.asarray([1.0, -2.0, 0.0])}
+    rule = ParameterRule(pattern="bias", optimizer=configure(optax.sgd, learning_rate=0.5))
+    both = Learner.Config(optimizer=Muon(learning_rate=0.1), rules=(rule,)).build(max_steps=3, axes=axes)
+    alone = Learner.Config(optimizer=Muon(learning_rate=0.1)).build(max_steps=3, axes={"w": axes["w"]})
+    rest = {"w": params["w"]}
+    new, state, _ = jax.jit(both.update)(grads, both.init(params), params, jnp.float32(0))
+    expected, _, _ = jax.jit(alone.update)({"w": grads["w"]}, alone.init(rest), rest, jnp.float32(0))
+    np.testing.assert_allclose(new["w"], expected["w"], rtol=1e-6)
+    assert np.sign(new["bias"]).tolist() == [-1.0, 1.0, 0.0]
+    jax.jit(both.update)(grads, state, new, jnp.float32(0))

@@ -20,9 +20,10 @@ def _count(jaxpr: Any) -> int:
     for eqn in jaxpr.eqns:
         name, params = eqn.primitive.name, eqn.params
         if name == "dot_general":
-            (lhs_contract, _), _ = params["dimension_numbers"]
-            contracted = math.prod(eqn.invars[0].aval.shape[d] for d in lhs_contract)
+            contracted = math.prod(eqn.invars[0].aval.shape[d] for d in params["dimension_numbers"][0][0])
             total += 2 * contracted * math.prod(eqn.outvars[0].aval.shape)
+        elif name == "ragged_dot_general":  # each row meets one group's matrix
+            total += 2 * eqn.invars[0].aval.shape[-1] * math.prod(eqn.outvars[0].aval.shape)
         elif name == "conv_general_dilated":
             kernel = eqn.invars[1].aval.shape
             out_features = kernel[params["dimension_numbers"].rhs_spec[0]]

@@ -25,7 +25,7 @@ UNHASHED = ("max_steps", "trackers")
 
 def is_free(path: str) -> bool:
     """Whether a run may be continued with another value at this path."""
-    return path.split(".")[0] in FREE or ".remat" in path or path.endswith((".stack.mode", ".attention.kernel"))
+    return path.split(".")[0] in FREE or ".remat" in path or path.endswith((".stack.mode", ".kernel"))
 
 
 def short_hash(config: Node[Any]) -> str:

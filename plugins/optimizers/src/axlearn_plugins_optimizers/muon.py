@@ -59,7 +59,12 @@ class Muon(Node[Optimizer]):
             optax.scale_by_learning_rate(rate),
         )
         rest = optax.adamw(rate, b1=self.b1, b2=self.b2, eps=self.eps, weight_decay=self.weight_decay, mask=mask)
-        return optax.partition({"muon": matrices, "adamw": rest}, labels)
+
+        def labelled(tree: Any) -> Any:
+            # Parameters that another optimizer updates are there as masked nodes, without axes.
+            return {path: labels.get(path, "adamw") for path in tree}
+
+        return optax.partition({"muon": matrices, "adamw": rest}, labelled)
 
 
 _BATCH_AXES = ("layers", "experts")
