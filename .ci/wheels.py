@@ -61,7 +61,7 @@ def main() -> None:
             call(axlearn, "config", "diff", "llama2-7b", "llama2-7b", "--with", name, cwd=home)
         print(call(axlearn, "plugins", "show", "my-gate", cwd=home))
         for tests in (home / "axlearn-plugins-my-gate/tests", ROOT / "examples/my_norm_plugin/tests"):
-            command = (python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tests), str(tests))
+            command = (python, "-m", "pytest", "-q", "-c", os.devnull, "-p", "no:cacheprovider", str(tests))
             print(call(*command, cwd=home))
         print(call(axlearn, "generate", "run", "--prompt", "def ", "--max-tokens", "4", cwd=home))
 
