@@ -1,14 +1,29 @@
 """Every test runs on eight virtual CPU devices, with JAX's strict rules for ranks and dtypes.
 
-Programs are compiled fast rather than well: most of them run once.
+Programs are compiled fast rather than well: most of them run once. One that several tests use is compiled once: they
+share a cache, also with the commands that they start.
 """
 
 import os
+import shutil
+import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
+
+
+def pytest_configure(config):
+    if not hasattr(config, "workerinput") and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        config.compiled = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="axlearn-tests-")
+
+
+def pytest_unconfigure(config):
+    if made := getattr(config, "compiled", None):
+        shutil.rmtree(made, ignore_errors=True)
 
 
 def pytest_addoption(parser):

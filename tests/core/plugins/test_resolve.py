@@ -7,7 +7,7 @@ import pytest
 from axlearn_core.config import ABSENT, Configurable, diff, get, patch
 from axlearn_core.errors import ConfigError, PluginError, RequestError
 from axlearn_core.plugins.registry import registry
-from axlearn_core.plugins.request import FeatureUse, Request
+from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import resolve
 
 pytestmark = pytest.mark.usefixtures("toy")
@@ -24,7 +24,7 @@ def test_order_of_steps(tmp_path):
     file.write_text(
         "experiment: toy\nfeatures:\n  - toy-wide\nset:\n  model.hidden_dim: 192\n  max_steps: 5\n  learning_rate: 1\n"
     )
-    resolved = resolve(file, set=["model.hidden_dim=320"], steps=9, target="chip")
+    resolved = resolve(file, set=["model.hidden_dim=320"], steps=9, target="cpu-8")
     assert get(resolved.config, "model.hidden_dim") == 320
     assert chain(resolved, "model.hidden_dim") == [
         (EXPERIMENT, ABSENT, 64),
@@ -34,7 +34,9 @@ def test_order_of_steps(tmp_path):
     ]
     assert chain(resolved, "max_steps")[1:] == [(f"{file}:6", 100, 5), ("--steps 9", 5, 9)]
     assert chain(resolved, "learning_rate")[1:] == [(f"{file}:7", 1e-3, 1.0)]
-    assert (resolved.title, resolved.target) == ("toy", "chip")
+    assert resolved.title == "toy"
+    assert resolved.machine is not None
+    assert (resolved.machine.name, resolved.machine.devices) == ("cpu-8", 8)
     assert [name for name, _ in resolved.features] == ["toy-wide"]
 
 
@@ -162,19 +164,85 @@ def test_features_that_fail():
         resolve("toy", with_=["toy-broken"])
 
 
-def test_features_of_the_mesh_rule():
-    rule = [FeatureUse(name="toy-wide", where="mesh rule chip"), FeatureUse(name="toy-rope", options={"theta": 2.0})]
-    resolved = resolve("toy", rule_features=rule)
+CHIP = """
+from axlearn_core.contracts.mesh import MeshRule
+from axlearn_core.contracts.target import Target
+from axlearn_core.plugins.hookspecs import hookimpl
+
+@hookimpl
+def axlearn_targets():
+    return [Target(name="chip", size="hosts", platform="gpu", examples=("chip-8x4",))]
+
+@hookimpl
+def axlearn_mesh_rules():
+    return [{}]
+"""
+
+
+def install_chip(install, *rules):
+    module = CHIP.replace("[{}]", f"[{', '.join(rules)}]")
+    install("axlearn-plugins-chip", modules={"chip_part": module}, points={"plugins": {"chip": "chip_part"}})
+
+
+WIDE = 'MeshRule(target="chip-*", features=("toy-wide", "toy-rope:theta=2"))'
+
+
+def test_features_of_the_mesh_rule(install):
+    install_chip(install, WIDE)
+    resolved = resolve("toy", target="chip-8x4")
     assert [n for n, _ in resolved.features] == ["toy-rope", "toy-wide"]
-    mine = resolve("toy", with_=["toy-rope:theta=3"], rule_features=rule)
+    assert resolved.rule == "mesh rule 'chip-*' (chip of axlearn-plugins-chip 1.0)"
+    mine = resolve("toy", with_=["toy-rope:theta=3"], target="chip-8x4")
     assert get(mine.config, "model.attention.position.theta") == 3.0  # what the user says wins
-    assert [n for n, _ in resolve("toy", without=["toy-wide"], rule_features=rule).features] == ["toy-rope"]
+    assert [n for n, _ in resolve("toy", without=["toy-wide"], target="chip-8x4").features] == ["toy-rope"]
 
 
 def test_the_mesh_rule_comes_after_the_users_features(install):
+    install_chip(install, 'MeshRule(target="chip-*", features=("other",))')
     install("axlearn-plugins-other", modules={"other_part": OTHER}, points={"features": {"other": "other_part:Other"}})
-    resolved = resolve("toy", with_=["toy-wide"], rule_features=[FeatureUse(name="other")])
+    resolved = resolve("toy", with_=["toy-wide"], target="chip-8x4")
     assert [s[2] for s in chain(resolved, "model.hidden_dim")] == [64, 128, 96]
+
+
+def test_a_feature_of_the_mesh_rule_that_does_not_fit_is_left_out_with_a_note(install):
+    install_chip(install, 'MeshRule(target="chip-*", features=("toy-misfit", "toy-wide", "not-installed"))')
+    resolved = resolve("toy", target="chip-1x1")
+    assert [n for n, _ in resolved.features] == ["toy-wide"]
+    unknown, misfit = resolved.notes
+    assert "the feature 'not-installed' is left out: " in unknown
+    assert (
+        "the feature 'toy-misfit' is left out: the feature 'toy-misfit' (axlearn-plugins-toy 0.3) does not fit"
+        in misfit
+    )
+
+
+def test_the_most_specific_rule_holds(install):
+    rules = ['MeshRule(target="chip-*")', 'MeshRule(target="chip-8x*")', 'MeshRule(target="*")']
+    install_chip(install, *rules)
+    assert "'chip-8x*'" in str(resolve("toy", target="chip-8x4").rule)
+    assert "'chip-*'" in str(resolve("toy", target="chip-4x4").rule)
+    assert "'cpu*'" in str(resolve("toy", target="cpu").rule)
+
+
+def test_two_rules_that_are_equally_specific_are_both_named(install):
+    install_chip(install, WIDE, WIDE)
+    with pytest.raises(PluginError, match=r"two mesh rules are equally specific for chip-8x4: 'chip-\*' of chip of"):
+        resolve("toy", target="chip-8x4")
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("chip-8", r"'chip-8' is no size of the target 'chip'\n    expected: chip-CHIPSxHOSTS, such as chip-8x4"),
+        ("chip-0x4", "is no size of"),
+        ("cpu-2x2", "'cpu-2x2' is no size of the target 'cpu'\n    expected: cpu-DEVICES"),
+        ("chop-8x4", r"unknown target 'chop-8x4'\n    did you mean: chip-8x4"),
+    ],
+)
+def test_targets_that_there_are_not(install, target, message):
+    install_chip(install)
+    with pytest.raises(RequestError, match=message):
+        resolve("toy", target=target)
 
 
 def test_without():

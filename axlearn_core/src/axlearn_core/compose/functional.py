@@ -87,3 +87,8 @@ def _axes(path: str, variable: Any, rank: int) -> tuple[str | None, ...]:
             )
         )
     return tuple(names)
+
+
+def count_parameters(config: Node[Any]) -> int:
+    """How many numbers a model of this config holds; builds it abstractly."""
+    return Functional.of(config).num_parameters

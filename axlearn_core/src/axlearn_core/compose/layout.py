@@ -6,18 +6,47 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from axlearn_core.contracts.mesh import DEFAULT_RULES, MESH_AXES, Mesh
 from axlearn_core.errors import ConfigError, Problem, nearest
 
 
-def make_mesh(config: Mesh, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
-    """The mesh of all devices (or of `devices`) in the shape that the config gives."""
+def make_mesh(config: Mesh, devices: Sequence[Any] | None = None, domains: int = 1) -> jax.sharding.Mesh:
+    """The mesh of all devices (or of `devices`) in the shape that the config gives.
+
+    On TPUs, neighbours on a mesh axis are neighbours in the machine where its shape allows. With several `domains` the
+    outermost axes go across them, and all others stay within one.
+
+    Raises:
+        ConfigError: the shape does not multiply to the devices, or cannot be laid over the domains.
+    """
     devices = jax.devices() if devices is None else devices
     sizes = config.sizes(len(devices))
-    grid = np.asarray(devices).reshape([sizes[a] for a in MESH_AXES])
+    shape = [sizes[a] for a in MESH_AXES]
+    grid = _on_tpu(shape, devices, domains) if devices[0].platform == "tpu" else np.asarray(devices).reshape(shape)
     return jax.sharding.Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def _on_tpu(shape: Sequence[int], devices: Sequence[Any], domains: int) -> np.ndarray:
+    across, left = [], domains
+    for size in shape:
+        across.append(math.gcd(size, left))
+        left //= across[-1]
+    if left > 1:
+        raise ConfigError(
+            Problem(
+                path="mesh.shape",
+                message="no mesh axis goes across the slices",
+                got=str({a: n for a, n in zip(MESH_AXES, shape, strict=True) if n > 1}),
+                expected=f"outer axes whose sizes multiply to a multiple of {domains}",
+            )
+        )
+    within = [n // m for n, m in zip(shape, across, strict=True)]
+    if domains == 1:
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    return mesh_utils.create_hybrid_device_mesh(within, across, devices, allow_split_physical_axes=True)
 
 
 class Layout:

@@ -8,13 +8,16 @@ import attrs
 import jax
 from jax.sharding import NamedSharding
 
+from axlearn_core.compose import devices as machines
 from axlearn_core.compose.flops import count_flops
 from axlearn_core.compose.functional import Functional
 from axlearn_core.compose.layout import Layout, make_mesh
 from axlearn_core.config import Node
 from axlearn_core.contracts.mesh import Mesh
+from axlearn_core.contracts.target import Machine
 from axlearn_core.kernels import selection
 from axlearn_core.nn import sharding as nn_sharding
+from axlearn_core.plugins.manager import host
 
 BATCH_AXES = ("batch", "sequence")
 
@@ -60,16 +63,22 @@ class Program:
     """Compiled functions over sharded state, for one mesh.
 
     Attributes:
+        target: what is known of the hardware; None where no plugin knows it.
         functional: the model as pure functions.
         layout: the mesh and the logical axes resolved on it.
         state: the abstract training state with its shardings.
     """
 
-    def __init__(self, config: Experiment, devices: Sequence[Any] | None = None):
+    def __init__(self, config: Experiment, devices: Sequence[Any] | None = None, machine: Machine | None = None):
+        devices = machines.here(machine) if devices is None else devices
         self.config = config
         self.functional = Functional.of(config.model)
-        self.layout = Layout(make_mesh(config.mesh, devices), config.mesh)
-        self.kernels = selection.Selection(platform=self.layout.mesh.devices.flat[0].platform)
+        self.layout = Layout(make_mesh(config.mesh, devices, machine.domains if machine else 1), config.mesh)
+        self.target = machine.target if machine else host().target(devices[0].device_kind)
+        self.kernels = selection.Selection(
+            platform=self.target.platform if self.target else devices[0].platform,
+            target=self.target.name if self.target else "",
+        )
         self.steps = config.steps(self.functional)
         abstract, axes = self.functional.abstract, self.functional.axes
         shardings = {p: self.layout.sharding(axes[p], s.shape, f"model ({p})") for p, s in abstract.items()}
@@ -100,7 +109,8 @@ class Program:
         """The compiled training step for batches of these shapes; kept."""
         key = tuple((k, v.shape, str(v.dtype)) for k, v in sorted(batch.items()))
         if key not in self._compiled:
-            self._compiled[key] = self.lower(batch).compile()
+            options = dict(self.target.compiler_options) if self.target else None
+            self._compiled[key] = self.lower(batch).compile(compiler_options=options or None)
         return self._compiled[key]
 
     def lower(self, batch: Mapping[str, Any]) -> Any:
@@ -108,7 +118,9 @@ class Program:
         specs = {
             k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=self._batch_sharding(k, v)) for k, v in batch.items()
         }
-        return self._train.trace(self.state, specs).lower()
+        platform = self.layout.mesh.devices.flat[0].platform
+        lowered_for = "cuda" if platform == "gpu" else str(platform)
+        return self._train.trace(self.state, specs).lower(lowering_platforms=(lowered_for,))
 
     def train_step(self, state: Any, batch: Mapping[str, jax.Array]) -> tuple[Any, dict[str, jax.Array]]:
         """One training step; `state` is donated."""
@@ -146,10 +158,16 @@ class Program:
         return hashlib.sha256(self.lower(batch).as_text().encode()).hexdigest()[:16]
 
 
-def compose(config: Experiment, devices: Sequence[Any] | None = None) -> Program:
+def compose(config: Experiment, devices: Sequence[Any] | None = None, *, machine: Machine | None = None) -> Program:
     """Makes `config` ready for `devices` (by default all that JAX sees): mesh, sharding, kernels, step functions.
+
+    Args:
+        config: resolved for the machine, whose mesh rule it holds.
+        devices: of `machine`; `axlearn_core.compose.devices.absent` has those that are not here.
+        machine: what the devices are. Without it they are known by what JAX says of them.
 
     Raises:
         ConfigError: the mesh does not fit the devices, or a logical axis has no rule or does not divide.
+        RequestError: `machine` is not what is here.
     """
-    return Program(config, devices)
+    return Program(config, devices, machine)

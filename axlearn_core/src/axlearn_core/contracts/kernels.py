@@ -34,6 +34,7 @@ class OpRequest:
     Attributes:
         op: the op.
         platform: where the program will run (`cpu`, `gpu`, `tpu`, `neuron`).
+        target: on which hardware (`h100`, `tpu-v5p`); empty where that is not known.
         shapes: operand -> shape.
         dtypes: operand -> dtype name.
         options: the op's static options. For attention: `mask` (a description of its structure), `softcap`,
@@ -48,6 +49,7 @@ class OpRequest:
     dtypes: Mapping[str, str]
     options: Mapping[str, Any]
     gradients: bool
+    target: str = ""
 
     def __str__(self) -> str:
         operands = (f"{name} {self.dtypes[name]}{list(shape)}" for name, shape in self.shapes.items())

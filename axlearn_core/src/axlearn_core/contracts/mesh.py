@@ -1,8 +1,12 @@
 """The mesh of devices and the rules that map logical axes to its axes. Imports no JAX."""
 
 from collections.abc import Iterable, Mapping
+from typing import Literal
+
+import attrs
 
 from axlearn_core.config.node import Node, node
+from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import ConfigError, Problem, nearest
 
 MESH_AXES = ("pipeline", "data", "fsdp", "expert", "seq", "tensor")
@@ -32,16 +36,62 @@ DEFAULT_RULES: Mapping[str, tuple[str, ...]] = {
 """Fully sharded data parallelism over `fsdp`, tensor parallelism over `tensor`."""
 
 
+Size = int | Literal["host", "domain", "domains"]
+"""Of a mesh axis in a mesh rule: a number, -1 for all that are left, or what the machine has: the devices of a `host` or
+of a `domain` (with fast links among themselves), or the number of `domains`."""
+
+
+@attrs.frozen(kw_only=True)
+class MeshRule:
+    """How programs are laid out on some machines. Of the rules that match, the most specific one holds.
+
+    Attributes:
+        target: a pattern of machine names (`tpu-v5e-*`, `h100-8x*`).
+        parameters: the sizes of model that it is for, in parameters: from, up to but not with.
+        shape: mesh axis -> size; see `Size`.
+        rules: logical axis -> mesh axes, over the default rules.
+        features: what to apply there, as on the command line (`remat:save=[query,key]`).
+    """
+
+    target: str
+    parameters: tuple[float, float] = (0, float("inf"))
+    shape: Mapping[str, Size] = {}
+    rules: Mapping[str, tuple[str, ...]] = {}
+    features: tuple[str, ...] = ()
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """The most specific rule has the greatest: letters that a pattern fixes, then how narrow its sizes are."""
+        low, high = self.parameters
+        return sum(c not in "*?" for c in self.target), -(high - low)
+
+    def sizes(self, machine: Machine) -> dict[str, int]:
+        """`shape` in numbers."""
+        meant = {"host": machine.devices_per_host, "domain": machine.devices_per_domain, "domains": machine.domains}
+        return {axis: meant[size] if isinstance(size, str) else size for axis, size in self.shape.items()}
+
+
+@node
+class TargetRule(Node[None]):
+    """A mesh rule of one experiment, for the machines whose names fit its key in `mesh.targets`."""
+
+    shape: Mapping[str, Size] = {}
+    rules: Mapping[str, tuple[str, ...]] = {}
+    features: tuple[str, ...] = ()
+
+
 @node
 class Mesh(Node[None]):
     """How many devices each mesh axis has, and which mesh axes a logical axis is split over.
 
     `shape` may give one axis as -1: all the devices that are left. The default, an empty shape, puts every device on
-    `fsdp`. `rules` are laid over the default rules.
+    `fsdp`. `rules` are laid over the default rules. `targets` are mesh rules of this experiment, by a pattern of machine
+    names; where one fits, it holds instead of those of plugins.
     """
 
     shape: Mapping[str, int] = {}
     rules: Mapping[str, tuple[str, ...]] = {}
+    targets: Mapping[str, TargetRule] = {}
 
     def validate(self) -> Iterable[Problem]:
         """Axes that no mesh has, sizes that are no sizes, more than one -1."""

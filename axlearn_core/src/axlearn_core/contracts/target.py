@@ -1,41 +1,125 @@
-"""What is known of a piece of hardware."""
+"""What is known of hardware, and a number of it under one name. Imports no JAX."""
+
+from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any, Literal
 
 import attrs
 
-from axlearn_core.errors import RequestError, nearest
+from axlearn_core.errors import RequestError
 
 
 @attrs.frozen(kw_only=True)
 class Target:
-    """Hardware that a program runs on, as far as a plugin knows it.
+    """A kind of hardware, as far as a plugin knows it. A device is what JAX calls one; a chip may have several.
 
     Attributes:
-        name: what users call it (`h100`).
+        name: what users call it (`h100`, `tpu-v5p`); with a size behind it, it names a machine (`h100-8x64`).
+        size: how that size is written. `devices`: `-N`. `chips` and `cores`: `-N` in one slice, `-NxS` in S slices.
+            `hosts`: `-CxH`, C chips on each of H hosts.
+        platform: the JAX platform (`cpu`, `gpu`, `tpu`, `neuron`), by which kernels are chosen.
         device_kinds: the values of `jax.Device.device_kind` that mean this hardware.
+        devices_per_chip: JAX devices.
+        cores_per_chip: what a size in `cores` counts.
+        chips_per_host: of a whole host.
         peak_flops: dtype name (`bfloat16`) -> FLOP/s of one device, dense; empty where there is no figure.
+        hbm_bytes: memory of one device that a program can have.
+        hbm_bandwidth: bytes/s of one device.
+        link_bandwidth: bytes/s that one device sends within its domain (a TPU slice, an NVLink host), all links together.
+        network_bandwidth: bytes/s that one device sends out of its domain.
+        topology: `"module:function"`, from a `Machine` to JAX devices that are not here, to compile for; None where
+            only the hardware itself will do. It raises `RequestError` where its compiler is not installed.
+        stand_in: why a program compiled so is not the one that runs there; empty where it is.
+        compiler_options: for `Lowered.compile`.
+        source: where the figures are from.
     """
 
     name: str
-    device_kinds: tuple[str, ...]
+    size: Literal["devices", "chips", "cores", "hosts"] = "devices"
+    platform: str = "cpu"
+    device_kinds: tuple[str, ...] = ()
+    devices_per_chip: int = 1
+    cores_per_chip: int = 1
+    chips_per_host: int = 8
     peak_flops: Mapping[str, float] = {}
+    hbm_bytes: float | None = None
+    hbm_bandwidth: float | None = None
+    link_bandwidth: float | None = None
+    network_bandwidth: float | None = None
+    topology: str | None = None
+    stand_in: str = ""
+    compiler_options: Mapping[str, Any] = {}
+    examples: tuple[str, ...] = ()
+    source: str = ""
 
+    @property
+    def form(self) -> str:
+        """How a machine of it is named, for people."""
+        unit = {"devices": "DEVICES", "chips": "CHIPS[xSLICES]", "cores": "CORES[xSLICES]", "hosts": "CHIPSxHOSTS"}
+        return f"{self.name}-{unit[self.size]}"
 
-def cpu_devices(target: str) -> int:
-    """How many virtual devices `cpu` or `cpu-N` asks for.
+    def machine(self, name: str) -> Machine:
+        """The machine that a name means; `name` is this target's, or starts with it and a dash.
 
-    Raises:
-        RequestError: hardware that this version cannot run on by name.
-    """
-    found = re.fullmatch(r"cpu(?:-([1-9]\d*))?", target)
-    if not found:
-        close = nearest(target, ["cpu", "cpu-8"])
-        raise RequestError(
-            f"unknown target {target!r}\n"
-            + (f"    did you mean: {', '.join(close)}?\n" if close else "")
-            + "    expected: cpu, or cpu-N for N virtual devices\n"
-            "    fix: without a target, training uses the accelerators that JAX finds"
+        Raises:
+            RequestError: what follows is no size of this target.
+        """
+        text = name.removeprefix(self.name).removeprefix("-")
+        found = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", text or "1")
+        first, second = (int(g or 1) for g in found.groups()) if found else (0, 0)
+        wrong = (
+            not found
+            or ("x" in text) < (self.size == "hosts" and bool(text))
+            or ("x" in text and self.size == "devices")
         )
-    return int(found[1] or 1)
+        if not wrong and self.size == "cores" and first % self.cores_per_chip:
+            wrong = True
+        if wrong:
+            per = f"; {self.cores_per_chip} cores make a chip" if self.cores_per_chip > 1 else ""
+            example = f", such as {self.examples[0]}" if self.examples else ""
+            raise RequestError(
+                f"{name!r} is no size of the target {self.name!r}\n    expected: {self.form}{example}{per}"
+            )
+        if self.size == "hosts":
+            return Machine(name=name, target=self, chips=first * second, domains=second, chips_per_host=first)
+        chips = first // self.cores_per_chip if self.size == "cores" else first
+        return Machine(
+            name=name,
+            target=self,
+            chips=chips * second,
+            domains=second,
+            chips_per_host=min(self.chips_per_host, chips),
+        )
+
+
+@attrs.frozen(kw_only=True)
+class Machine:
+    """A number of chips of one kind, named by what follows the target's name.
+
+    Attributes:
+        chips: all of them.
+        domains: how many groups of chips have fast links among themselves: slices of a TPU, hosts of GPUs.
+    """
+
+    name: str
+    target: Target
+    chips: int
+    domains: int
+    chips_per_host: int
+
+    @property
+    def devices(self) -> int:
+        """JAX devices, all of them."""
+        return self.chips * self.target.devices_per_chip
+
+    @property
+    def devices_per_host(self) -> int:
+        """JAX devices of one host."""
+        return self.chips_per_host * self.target.devices_per_chip
+
+    @property
+    def devices_per_domain(self) -> int:
+        """JAX devices with fast links among themselves."""
+        return self.devices // self.domains

@@ -39,12 +39,14 @@ class Selection:
 
     Attributes:
         platform: where the program runs.
+        target: on which hardware, by its name; empty where that is not known.
         gradients: whether it differentiates.
         declared: op -> its implementations.
         choices: what was chosen, in the order of the trace, each different call once.
     """
 
     platform: str = attrs.field(factory=jax.default_backend)
+    target: str = ""
     gradients: bool = True
     declared: Callable[[str], Sequence[KernelImplementation]] = installed
     choices: list[Choice] = attrs.field(factory=list)
@@ -125,6 +127,7 @@ def chosen(op: str, operands: dict[str, Any], options: dict[str, Any], name: str
     request = OpRequest(
         op=op,
         platform=selection.platform,
+        target=selection.target,
         shapes={k: tuple(v.shape) for k, v in operands.items()},
         dtypes={k: str(v.dtype) for k, v in operands.items()},
         options=options,

@@ -11,7 +11,9 @@ Layers tag what they compute with `tag(x, name)`. The tags of the core's layers:
 """
 
 import contextvars
-from collections.abc import Callable
+import functools
+import re
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -38,8 +40,8 @@ class Remat(Configurable):
     class Config(Configurable.Config["Remat"]):
         """What to keep.
 
-        `save` names tags, or a general policy: `nothing`, `dots` (products without a batch dimension) or `everything`.
-        Tags in `offload` are kept in the host's memory.
+        `save` names tags, or regular expressions that fit whole tags (`mlp_.*`), or a general policy: `nothing`, `dots`
+        (products without a batch dimension) or `everything`. Tags in `offload` are kept in the host's memory.
         """
 
         save: tuple[str, ...] | Literal["nothing", "dots", "everything"] = ()
@@ -55,17 +57,11 @@ class Remat(Configurable):
         """
         policies = jax.checkpoint_policies
         save = () if self.cfg.save == "nothing" else self.cfg.save
-        if self.cfg.offload:
-            policy = policies.save_and_offload_only_these_names(
-                names_which_can_be_saved=list(save) if not isinstance(save, str) else [],
-                names_which_can_be_offloaded=list(self.cfg.offload),
-                offload_src="device",
-                offload_dst="pinned_host",
-            )
-        elif isinstance(save, str):
-            policy = policies.everything_saveable if save == "everything" else policies.dots_with_no_batch_dims_saveable
+        if isinstance(save, str):
+            kept = policies.everything_saveable if save == "everything" else policies.dots_with_no_batch_dims_saveable
         else:
-            policy = policies.save_only_these_names(*save)
+            kept = functools.partial(_kept, save)
+        policy = functools.partial(_offloaded, self.cfg.offload, kept) if self.cfg.offload else kept
 
         def watched(*args: Any) -> Any:
             token = _seen.set(self._tags)
@@ -83,5 +79,23 @@ class Remat(Configurable):
             RequestError: a tag that none of them has.
         """
         save = () if isinstance(self.cfg.save, str) else self.cfg.save
-        for name in sorted({*save, *self.cfg.offload} - self._tags):
-            raise unknown("activation tag in remat", name, self._tags)
+        for pattern in sorted({*save, *self.cfg.offload}):
+            if not any(re.fullmatch(pattern, name) for name in self._tags):
+                raise unknown("activation tag in remat", pattern, self._tags)
+
+
+def _kept(patterns: Sequence[str], primitive: Any, *_: Any, **params: Any) -> bool:
+    """A policy of `jax.checkpoint`: whether the value is one with a tag that is to be kept."""
+    return primitive.name == "name" and any(re.fullmatch(p, params["name"]) for p in patterns)
+
+
+def _offloaded(patterns: Sequence[str], kept: Callable[..., Any], primitive: Any, *args: Any, **params: Any) -> Any:
+    if not _kept(patterns, primitive, **params):
+        return kept(primitive, *args, **params)
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[params["name"]],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    return policy(primitive, *args, **params)

@@ -1,5 +1,6 @@
 """What the core itself says through hooks."""
 
+from axlearn_core.contracts.mesh import MeshRule
 from axlearn_core.contracts.target import Target
 from axlearn_core.plugins.hookspecs import hookimpl
 
@@ -7,4 +8,14 @@ from axlearn_core.plugins.hookspecs import hookimpl
 @hookimpl
 def axlearn_targets() -> list[Target]:
     """The CPU, which has no peak that holds for all of them: no MFU is shown on it."""
-    return [Target(name="cpu", device_kinds=("cpu",))]
+    return [
+        Target(
+            name="cpu", device_kinds=("cpu",), examples=("cpu", "cpu-8"), topology="axlearn_core.compose.devices:cpu"
+        )
+    ]
+
+
+@hookimpl
+def axlearn_mesh_rules() -> list[MeshRule]:
+    """XLA:CPU compiles unrolled layers to a faster program than a scan of them."""
+    return [MeshRule(target="cpu*", features=("scan:on=false",))]

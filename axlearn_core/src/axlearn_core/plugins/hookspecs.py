@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from axlearn_core.contracts.kernels import KernelImplementation
+    from axlearn_core.contracts.mesh import MeshRule
     from axlearn_core.contracts.parts import CheckpointStorage
+    from axlearn_core.contracts.remat import RematPolicy
     from axlearn_core.contracts.target import Target
 
 hookspec = pluggy.HookspecMarker("axlearn")
@@ -28,6 +30,16 @@ def axlearn_kernels(op: str) -> Iterable[KernelImplementation]:  # type: ignore[
 @hookspec
 def axlearn_targets() -> Iterable[Target]:  # type: ignore[empty-body]
     """The hardware that this plugin knows."""
+
+
+@hookspec
+def axlearn_mesh_rules() -> Iterable[MeshRule]:  # type: ignore[empty-body]
+    """How programs are laid out on some machines."""
+
+
+@hookspec
+def axlearn_remat_policies() -> Iterable[RematPolicy]:  # type: ignore[empty-body]
+    """Named choices of what the backward pass keeps (`--with remat:policy=NAME`)."""
 
 
 @hookspec

@@ -13,11 +13,13 @@ import attrs
 from axlearn_core.config import ABSENT, Change, Decoder, Node, check, diff, flatten, get, patch
 from axlearn_core.config.tree import matches
 from axlearn_core.config.types import show
-from axlearn_core.contracts.target import cpu_devices
+from axlearn_core.contracts.mesh import Mesh, MeshRule
+from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import AxlearnError, ConfigError, PluginError, Problem, RequestError
 from axlearn_core.plugins.feature import STAGES, Feature
 from axlearn_core.plugins.registry import Entry, Registry, registry
-from axlearn_core.plugins.request import FeatureUse, Request, Setting, is_file, read, write
+from axlearn_core.plugins.request import FeatureUse, Request, Setting, is_file, parse_feature, read, write
+from axlearn_core.plugins.targets import find_machine, find_rule, load
 
 
 @attrs.frozen
@@ -38,20 +40,22 @@ class Resolved:
         provenance: path (as `flatten` gives them) -> its steps, first to last; paths that were removed are kept.
         title: the name of the experiment or file.
         features: the features that were applied, in that order, with their options.
-        target: the hardware that was asked for.
+        machine: the hardware that was asked for.
+        rule: who says how to lay it out there.
+        notes: for people, what of the mesh rule does not fit this config and was left out.
     """
 
     config: Node[Any]
     provenance: Mapping[str, tuple[Step, ...]]
     title: str
     features: tuple[tuple[str, Feature], ...] = ()
-    target: str | None = None
+    machine: Machine | None = None
+    rule: str | None = None
+    notes: tuple[str, ...] = ()
     names: Registry = attrs.field(repr=False)
 
     def checked(self) -> "Resolved":
         """Itself, when nothing is missing and all values fit together; raises `ConfigError` with every problem."""
-        if self.target is not None:
-            cpu_devices(self.target)
         try:
             check(self.config)
         except ConfigError as error:
@@ -83,7 +87,6 @@ class Resolved:
 def resolve(
     request: Request | str | Path | Node[Any],
     *,
-    rule_features: Sequence[FeatureUse] = (),
     names: Registry | None = None,
     **options: Any,
 ) -> Resolved:
@@ -92,7 +95,6 @@ def resolve(
     Args:
         request: a `Request`, or the experiment with `options` of `Request.of`:
             `resolve("quickstart", with_=["rope:theta=500000"], set={"max_steps": 20})`.
-        rule_features: the features of the target's mesh rule; options that the user gives to one of them win.
         names: what is installed; by default `registry()`.
 
     Raises:
@@ -103,7 +105,7 @@ def resolve(
         request = Request.of(request, **options)
     elif options:
         raise TypeError(f"a Request takes no further options: {', '.join(options)}")
-    return _Resolution(_with_file(request, names), names).run(rule_features)
+    return _Resolution(_with_file(request, names), names).run()
 
 
 def _with_file(request: Request, names: Registry) -> Request:
@@ -127,15 +129,23 @@ class _Resolution:
         self.decoder = Decoder(names)
         self.provenance: dict[str, tuple[Step, ...]] = {}
         self.applied: list[tuple[str, Feature]] = []
+        self.notes: list[str] = []
 
-    def run(self, rule_features: Sequence[FeatureUse]) -> Resolved:
+    def run(self) -> Resolved:
         request = self.request
         tree = self._experiment()
-        asked, of_rule = self._selected(rule_features)
-        made = {use.name: self._made(use) for use in (*asked, *of_rule)}
-        _check_needs(made, {u.name: u.where for u in (*asked, *of_rule)})
-        for uses in (asked, of_rule):
-            tree = self._features(tree, {u.name: made[u.name] for u in uses})
+        machine = find_machine(request.target) if request.target else None
+        who, rule = self._rule(tree, machine) if machine else (None, None)
+        asked, of_rule = self._selected(
+            [attrs.evolve(parse_feature(f), where=str(who)) for f in rule.features] if rule else []
+        )
+        made = {use.name: self._made(use) for use in asked}
+        _check_needs(made, {u.name: u.where for u in asked})
+        tree = self._features(tree, made)
+        if machine and rule:
+            for use in sorted(of_rule, key=self._stage):
+                tree = self._optional(tree, use)
+            tree = self._laid_out(tree, rule, machine, str(who))
         for settings in (request.file_settings, request.settings):
             tree = self._settings(tree, settings)
         title = request.title or (request.experiment if isinstance(request.experiment, str) else "config")
@@ -144,9 +154,48 @@ class _Resolution:
             provenance=self.provenance,
             title=title,
             features=tuple(self.applied),
-            target=request.target,
+            machine=machine,
+            rule=who,
+            notes=tuple(self.notes),
             names=self.names,
         )
+
+    def _rule(self, tree: Node[Any], machine: Machine) -> tuple[str | None, MeshRule | None]:
+        """The mesh rule that holds, and who says so."""
+
+        def count() -> int:  # of the model as the user asks for it
+            trial = _Resolution(attrs.evolve(self.request, target=None), self.names).run().config
+            counted: Any = load("axlearn_core.compose.functional:count_parameters")  # imports JAX: only where asked for
+            return counted(getattr(trial, "model", trial))
+
+        mesh = getattr(tree, "mesh", None)
+        return find_rule(machine, mesh.targets if isinstance(mesh, Mesh) else {}, count) or (None, None)
+
+    def _stage(self, use: FeatureUse) -> tuple[int, str]:
+        known = use.name in self.names.claims["features"]
+        return (STAGES.index(self.names.feature(use.name).stage) if known else 0), use.name
+
+    def _optional(self, tree: Node[Any], use: FeatureUse) -> Node[Any]:
+        """A feature of the mesh rule; rules are for all models, so one that does not fit is left out, with a note."""
+        try:
+            made = {use.name: self._made(use)}
+            _check_needs({**dict(self.applied), **made}, dict.fromkeys((*dict(self.applied), use.name), use.where))
+            return self._features(tree, made)
+        except PluginError:
+            raise
+        except RequestError as error:
+            reason = str(error).splitlines()[0].rstrip(":")
+            self.notes.append(f"{use.where}: the feature {use.name!r} is left out: {reason}")
+            return tree
+
+    def _laid_out(self, tree: Node[Any], rule: MeshRule, machine: Machine, who: str) -> Node[Any]:
+        mesh = getattr(tree, "mesh", None)
+        if not isinstance(mesh, Mesh) or not (rule.shape or rule.rules):
+            return tree
+        edits = {"mesh.rules": {**mesh.rules, **rule.rules}, "mesh.shape": rule.sizes(machine) or dict(mesh.shape)}
+        after = patch(tree, edits, self.decoder.decode_at)
+        self.record(diff(tree, after, self.names.shown_name), who)
+        return after
 
     def record(self, changes: Iterable[Change], who: str) -> None:
         for change in changes:

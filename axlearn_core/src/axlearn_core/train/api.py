@@ -4,13 +4,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from axlearn_core.compose.devices import settle
 from axlearn_core.config import Node
 from axlearn_core.errors import CheckpointError, ConfigError, RequestError
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import Request, read
 from axlearn_core.plugins.resolve import Resolved, resolve
 from axlearn_core.train.run_dir import RunDir, default_run_dir
-from axlearn_core.train.target import use_target
 from axlearn_core.train.trainer import Result, Trainer
 
 
@@ -32,7 +32,8 @@ def train(
         with_: features, as on the command line (`"rope:theta=500000"`) or as name -> options.
         set: settings, as on the command line (`"seed=1"`) or as path -> value.
         steps: sets `max_steps`.
-        target: `cpu`, or `cpu-8` for eight virtual devices; by default what JAX finds.
+        target: the machine to run on, whose mesh rule holds: `cpu-8` (eight virtual devices), `h100-8x64`; by default what
+            JAX finds, without a rule.
         run_dir: by default `runs/<experiment>-<hash of the config>`.
         allow_drift: continue a run although its architecture or data changed.
         restore_step: continue from this checkpoint instead of the newest.
@@ -44,7 +45,7 @@ def train(
     if not isinstance(request, Request):
         request = Request.of(request, with_=with_, set=set, steps=steps, target=target)
     resolved = resolve(request).checked()
-    use_target(resolved.target)
+    settle(resolved.machine)
     if not isinstance(resolved.config, Trainer.Config):
         raise RequestError(f"{resolved.title} is a {type(resolved.config).__qualname__}; expected a Trainer.Config")
     path = Path(run_dir) if run_dir else default_run_dir(resolved.title, resolved.config)
@@ -57,6 +58,7 @@ def train(
         config_text=text,
         provenance=provenance(resolved),
         restore_step=restore_step,
+        machine=resolved.machine,
     )
 
 

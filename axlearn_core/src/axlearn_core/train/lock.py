@@ -8,7 +8,6 @@ import importlib_metadata
 
 from axlearn_core.compose import Program
 from axlearn_core.contracts.parts import Input
-from axlearn_core.plugins.manager import host
 
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers", "numpy")
 
@@ -44,7 +43,5 @@ def make_lock(
 
 def peak_flops(program: Program) -> float | None:
     """The dense bfloat16 peak of all devices together, in FLOP/s, where a plugin knows this hardware."""
-    devices = program.layout.mesh.devices
-    target = host().target(devices.flat[0].device_kind)
-    peak = target.peak_flops.get("bfloat16") if target else None
-    return peak * devices.size if peak else None
+    peak = program.target.peak_flops.get("bfloat16") if program.target else None
+    return peak * program.layout.mesh.size if peak else None

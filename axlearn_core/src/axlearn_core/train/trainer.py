@@ -15,6 +15,7 @@ from axlearn_core.config import REQUIRED, Configurable, Node, check, node, setti
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.contracts.parts import BatchIterator, Checkpointer, Input, Model, Tracker
 from axlearn_core.contracts.parts import Learner as LearnerProtocol
+from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import RequestError
 from axlearn_core.learn import Learner
 from axlearn_core.train.distributed import Distributed
@@ -88,6 +89,7 @@ class Trainer(Configurable):
         config_text: str = "",
         provenance: Mapping[str, Any] | None = None,
         restore_step: int | None = None,
+        machine: Machine | None = None,
     ) -> Result:
         """Trains to `max_steps` in a run directory that was checked, from its newest checkpoint where it has one.
 
@@ -99,10 +101,11 @@ class Trainer(Configurable):
             config_text: the resolved config as YAML, to be kept in the directory.
             provenance: path -> who set it, for the lock.
             restore_step: a step to go back to; the default is the newest.
+            machine: what it has to run on; None is what JAX finds.
         """
         cfg = self.config
         cfg.distributed.initialize()
-        program = compose(cfg)
+        program = compose(cfg, machine=machine)
         vocab_size = getattr(program.functional.bind(program.functional.abstract), "vocab_size", None)
         with ExitStack() as closing:
             source = cfg.build_input(cfg.input, vocab_size)

@@ -1,16 +1,32 @@
 """The feature `remat`."""
 
 from collections.abc import Iterable
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from axlearn_core.config import Node, node
-from axlearn_core.errors import Problem
+from axlearn_core.contracts.remat import RematPolicy
+from axlearn_core.errors import PluginError, Problem, nearest
 from axlearn_core.nn.remat import Remat
 from axlearn_core.plugins.feature import Feature
+from axlearn_core.plugins.manager import host
 from axlearn_plugins_features.edit import set_fields
 from axlearn_plugins_features.remat_tags import RematTags
 
 Tree = TypeVar("Tree", bound=Node[Any])
+
+PLAIN = ("full", "none", "dots", "everything")
+
+
+def policies() -> dict[str, RematPolicy]:
+    """The policies of plugins, by name; raises `PluginError` where two plugins claim one."""
+    found: dict[str, tuple[str, RematPolicy]] = {}
+    for origin, declared in host().answers("axlearn_remat_policies"):
+        for policy in declared:
+            if policy.name in PLAIN or policy.name in found:
+                other = found[policy.name][0] if policy.name in found else "the feature remat itself"
+                raise PluginError(f"the remat policy {policy.name!r} is claimed by {other} and by {origin}")
+            found[policy.name] = (origin, policy)
+    return {name: policy for name, (_, policy) in found.items()}
 
 
 @node
@@ -20,8 +36,9 @@ class UseRemat(Feature):
     One of these, by default `policy=full`:
 
     - `policy`: `full` keeps nothing but the layer's input, `dots` the products without a batch dimension, `everything`
-      all of it under a checkpoint, `none` takes rematerialisation out;
-    - `save`: the activation tags to keep (`[query, key, value, context]`); all else is computed again;
+      all of it under a checkpoint, `none` takes rematerialisation out; plugins have more;
+    - `save`: the activation tags to keep (`[query, key, value, context]`), or regular expressions that fit whole tags
+      (`["mlp_.*"]`); all else is computed again;
     - `recompute`: the tags to compute again; every other tagged activation is kept, and what has no tag is not.
 
     `offload` names tags to keep in the host's memory, alone or with `save`. A tag that the layer does not have stops
@@ -31,13 +48,22 @@ class UseRemat(Feature):
 
     stage = "execute"
 
-    policy: Literal["full", "none", "dots", "everything"] | None = None
+    policy: str | None = None
     save: tuple[str, ...] | None = None
     recompute: tuple[str, ...] | None = None
     offload: tuple[str, ...] = ()
 
     def validate(self) -> Iterable[Problem]:
-        """Options that contradict one another."""
+        """Options that contradict one another, and a policy that nobody has."""
+        if self.policy is not None and self.policy not in PLAIN and self.policy not in (named := policies()):
+            known = [*PLAIN, *named]
+            yield Problem(
+                path="policy",
+                message="no such policy",
+                got=repr(self.policy),
+                expected=f"one of {', '.join(map(repr, known))}",
+                nearest=nearest(self.policy, known),
+            )
         given = [n for n in ("policy", "save", "recompute") if getattr(self, n) is not None]
         if len(given) > 1:
             yield Problem(
@@ -67,4 +93,7 @@ class UseRemat(Feature):
             return RematTags.Config(recompute=self.recompute)
         if self.policy in ("dots", "everything"):
             return Remat.Config(save=self.policy)
+        if self.policy is not None and self.policy != "full":
+            found = policies()[self.policy]
+            return Remat.Config(save=found.save, offload=found.offload)
         return Remat.Config(save=self.save or (), offload=self.offload)

@@ -22,7 +22,7 @@ class _Axes:
     """The mesh axes of each kind of dimension, as the mesh rules in force have them."""
 
     def __init__(self, x: jax.Array, experts: Any, *, by_row: bool):
-        placement: Any = sharding._in_force.get()
+        placement: Any = sharding.placement()
         self.mesh, self._rules = placement.mesh, placement.rules
         used: set[str] = set()
         self.batch = self._take("batch", x.shape[0], used)

@@ -1,0 +1,78 @@
+"""The devices of a machine: those that are here, to run on, or absent ones, to compile for."""
+
+import contextlib
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from axlearn_core.contracts.target import Machine
+from axlearn_core.errors import RequestError
+from axlearn_core.plugins.targets import load
+
+
+def settle(machine: Machine | None) -> None:
+    """Before JAX looks for devices: a CPU machine gets its virtual ones. None uses what JAX finds."""
+    if machine is not None and machine.target.platform == "cpu":
+        cpu(machine)
+
+
+def cpu(machine: Machine) -> Sequence[Any]:
+    """As many virtual devices as the machine has.
+
+    Raises:
+        RequestError: JAX has started with fewer.
+    """
+    virtual(machine.devices)
+    return _enough(machine, jax.devices("cpu"))
+
+
+def virtual(count: int) -> None:
+    """Gives this process `count` virtual CPU devices and no others, where JAX has not started yet."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = re.sub(r"--xla_force_host_platform_device_count=\d+", "", flags).strip()
+    with contextlib.suppress(RuntimeError):  # JAX has started
+        jax.config.update("jax_num_cpu_devices", count)
+        jax.config.update("jax_platforms", "cpu")
+
+
+def here(machine: Machine | None) -> Sequence[Any]:
+    """All devices that JAX sees, which have to be those of the machine where one is named.
+
+    Raises:
+        RequestError: there are others, or another number of them.
+    """
+    found = jax.devices()
+    if machine is None:
+        return found
+    kinds = machine.target.device_kinds
+    if kinds and found[0].device_kind not in kinds:
+        raise RequestError(
+            f"the target {machine.name!r} is not this machine\n"
+            f"    got: {len(found)} x {found[0].device_kind}\n    expected: {machine.devices} x {' or '.join(kinds)}\n"
+            "    fix: leave --target out to run on what is here, or see what it would need: `axlearn plan`"
+        )
+    return _enough(machine, found)
+
+
+def _enough(machine: Machine, found: Sequence[Any]) -> Sequence[Any]:
+    if len(found) != machine.devices:
+        raise RequestError(
+            f"the target {machine.name!r} has {machine.devices} devices, and JAX sees {len(found)}\n"
+            "    fix: name the target by what is here, or start a process on every host"
+        )
+    return found
+
+
+def absent(machine: Machine) -> Sequence[Any]:
+    """Devices that can be compiled for, and need not be here.
+
+    Raises:
+        RequestError: nothing can compile for this target without it, or its compiler is not installed.
+    """
+    if machine.target.topology is None:
+        raise RequestError(f"nothing that is installed can compile for {machine.name!r} without that hardware")
+    make: Any = load(machine.target.topology)
+    return make(machine)
