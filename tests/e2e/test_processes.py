@@ -1,5 +1,6 @@
 """Several processes as one job, over jax.distributed on loopback."""
 
+import signal
 import socket
 import subprocess
 import sys
@@ -8,12 +9,12 @@ import pytest
 import tiny
 
 
-def together(arguments, count=2):
+def start(arguments, count=2):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     env = tiny.environment() | {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(count)}
-    processes = [
+    return [
         subprocess.Popen(
             [sys.executable, "-m", "axlearn_core", *arguments],
             env=env | {"JAX_PROCESS_ID": str(i)},
@@ -23,9 +24,16 @@ def together(arguments, count=2):
         )
         for i in range(count)
     ]
+
+
+def finish(processes, code=0):
     for process in processes:
         errors = process.communicate(timeout=300)[1]
-        assert process.returncode == 0, errors[-4000:]
+        assert process.returncode == code, errors[-4000:]
+
+
+def together(arguments, count=2):
+    finish(start(arguments, count))
 
 
 @pytest.mark.slow
@@ -37,3 +45,15 @@ def test_two_processes_give_the_losses_of_one_and_continue(tmp_path):
     assert [s for s, _ in tiny.losses(shared)] == [1, 2, 3, 4, 5, 6]
     for (step, loss), (_, expected) in zip(tiny.losses(shared), tiny.losses(alone), strict=True):
         assert loss == pytest.approx(expected, rel=1e-5), step
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_stops_all_of_them_at_one_step(tmp_path):
+    run = tmp_path / "run"
+    settings = ("log_every_steps=2", "checkpointer.every_steps=1000")
+    processes = start(tiny.arguments(run, steps=100_000, settings=settings))
+    assert tiny.kill_when(processes[1], lambda: len(tiny.metrics(run)) > 2, signal.SIGINT)
+    finish(processes, 128 + signal.SIGINT)
+    (saved,) = sorted((run / "checkpoints").iterdir())
+    assert int(saved.name) % 2 == 0
+    assert tiny.metrics(run)[-1]["step"] == int(saved.name)

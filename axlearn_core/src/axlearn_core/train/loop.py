@@ -15,7 +15,7 @@ class Loop(Protocol):
     """Takes a session from its step to `max_steps`."""
 
     def run(self, session: Session) -> None:
-        """Returns when done or when `session.stop_signal` is set; saves what is to be kept."""
+        """Returns when done or when `session.stops()` says so; saves what is to be kept."""
         ...
 
 
@@ -38,7 +38,7 @@ class TrainLoop(Configurable):
         """See `Loop`."""
         record = _Record(session, self.max_nonfinite_steps)
         with session:
-            while session.step < session.max_steps and session.stop_signal is None:
+            while session.step < session.max_steps and not session.stops():
                 batch = session.program.put(next(session.batches))
                 session.first_batch(batch)
                 if session.profiler is not None:
@@ -61,7 +61,7 @@ class TrainLoop(Configurable):
     @staticmethod
     def _evaluate_and_save(session: Session, *, last: bool) -> None:
         try:
-            if session.stop_signal is None:
+            if not session.stops():
                 session.evaluate(last=last)
         finally:  # an evaluation that fails loses no training
             session.save(force=last)

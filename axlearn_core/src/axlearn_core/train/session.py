@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from axlearn_core.compose import Program
 from axlearn_core.contracts.parts import BatchIterator, Checkpointer, Input, Tracker
@@ -35,6 +36,8 @@ class Session:
         state: the training state after `step` steps.
         batches: the training stream.
         peak_flops: of all devices together for the dtype in use, or None where the hardware's peak is not known.
+        metrics: the latest values.
+        stop_signal: what asked the job to stop, once `stops` has said so.
     """
 
     program: Program
@@ -57,6 +60,8 @@ class Session:
     stop_signal: int | None = None
     start_step: int = attrs.field(init=False)
     _saved_step: int = attrs.field(init=False)
+    _asked: int | None = attrs.field(init=False, default=None)
+    _measured: dict[str, int] = attrs.field(init=False, factory=dict)
     _old: dict[int, Any] = attrs.field(init=False, factory=dict)
 
     def __attrs_post_init__(self) -> None:
@@ -90,6 +95,7 @@ class Session:
                 values = dict(evaluator.run(self))
                 if values:
                     self.metrics.update(values)
+                    self._measured.update(dict.fromkeys(values, self.step))
                     self.log(self.step, values)
 
     def save(self, *, force: bool = False) -> None:
@@ -98,7 +104,8 @@ class Session:
             return
         if not force and not self.checkpointer.due(self.step):
             return
-        metrics = {k: v for k, v in self.metrics.items() if math.isfinite(v)}
+        now = {k: v for k, v in self.metrics.items() if self._measured.get(k, self.step) == self.step}
+        metrics = {k: v for k, v in now.items() if math.isfinite(v)}
         extra = {"data": united(self.batches.get_state()), "step": self.step}
         self.checkpointer.save(self.step, self.state, extra=extra, metrics=metrics)
         self._saved_step = self.step
@@ -107,6 +114,16 @@ class Session:
         """Which batch was just taken, for a message about it: by the input itself where it can say, else by its number."""
         describe = getattr(self.batches, "describe_position", None)
         return str(describe()) if describe else f"number {self.step} of the stream"
+
+    def stops(self) -> bool:
+        """Whether a signal asks the job to stop here; several processes agree on it at steps that are logged."""
+        asked = self._asked
+        if jax.process_count() > 1 and self.stop_signal is None:
+            if self.step % self.log_every_steps:
+                return False
+            asked = int(multihost_utils.process_allgather(np.asarray(asked or 0)).max()) or None
+        self.stop_signal = self.stop_signal or asked
+        return self.stop_signal is not None
 
     def __enter__(self) -> "Session":
         if threading.current_thread() is threading.main_thread():
@@ -119,9 +136,9 @@ class Session:
             signal.signal(name, handler)
 
     def _stop(self, number: int, _frame: FrameType | None) -> None:
-        if self.stop_signal is not None:  # asked twice: at once
+        if self._asked is not None:  # asked twice: at once
             raise KeyboardInterrupt
-        self.stop_signal = number
+        self._asked = number
         say(
             "stopping after this step, then saving; once more stops at once and loses the steps since the last checkpoint"
         )
