@@ -9,7 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 MEMBERS = [
     "axlearn_core",
-    *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "plugins").iterdir() if (p / "pyproject.toml").exists()),
+    *sorted(str(p.parent.relative_to(ROOT)) for p in ROOT.glob("axlearn_plugins_*/pyproject.toml")),
+    *sorted(str(p.parent.relative_to(ROOT)) for p in ROOT.glob("plugins/*/pyproject.toml")),
 ]
 TINY = [
     "train", "quickstart", "--steps", "3", "--run-dir", "run",

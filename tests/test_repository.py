@@ -44,6 +44,6 @@ def test_no_file_grows_long(path):
 
 
 def test_every_distribution_has_its_license_and_readme():
-    for project in [ROOT / "axlearn_core", *(p.parent for p in ROOT.glob("plugins/*/pyproject.toml"))]:
+    for project in [p.parent for folder in ("", "plugins") for p in (ROOT / folder).glob("*/pyproject.toml")]:
         assert (project / "LICENSE").read_text() == (ROOT / "LICENSE").read_text(), project
         assert len((project / "README.md").read_text().splitlines()) > 3, project

@@ -19,7 +19,14 @@ import blocks
 ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = ROOT / "examples/my_norm_plugin"
 PAGES = sorted([*ROOT.glob("README.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/README.md")])
-MARKDOWN = sorted([*PAGES, ROOT / "axlearn_core/README.md", *ROOT.glob("plugins/*/README.md")])
+MARKDOWN = sorted(
+    [
+        *PAGES,
+        ROOT / "axlearn_core/README.md",
+        *ROOT.glob("plugins/*/README.md"),
+        *ROOT.glob("axlearn_plugins_*/README.md"),
+    ]
+)
 IDS = [str(p.relative_to(ROOT)) for p in PAGES]
 Run = Callable[[str, str, Path], dict]
 

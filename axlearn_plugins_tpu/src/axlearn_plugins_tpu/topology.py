@@ -1,0 +1,54 @@
+"""JAX devices of TPUs that are not here, to compile for: libtpu is a compiler too, and needs no TPU for that."""
+
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from axlearn_core.contracts.target import Machine
+from axlearn_core.errors import RequestError
+from axlearn_plugins_tpu.shapes import SLICES, shape_of
+
+
+def topology_name(machine: Machine) -> str:
+    """What libtpu calls one slice of the machine: `v5p:8x8x8`; raises `RequestError` where no slice has that size."""
+    target = machine.target
+    unit = target.cores_per_chip if target.size == "cores" else 1
+    shape = shape_of(target.name, machine.chips // machine.domains, unit)
+    return f"{SLICES[target.name].prefix}:{'x'.join(map(str, shape))}"
+
+
+def devices(machine: Machine) -> Sequence[Any]:
+    """The devices of all slices, to compile for; programs cannot run on them.
+
+    Raises:
+        RequestError: no slice has that many chips, or libtpu is not installed.
+    """
+    name = topology_name(machine)
+    if find_spec("libtpu") is None:
+        raise RequestError(
+            f"compiling for {machine.name!r} needs libtpu, which is not installed\n"
+            "    fix: pip install 'axlearn-plugins-tpu[compile]'"
+        )
+    _prepare(SLICES[machine.target.name].accelerator)
+    from jax.experimental import topologies
+
+    options: dict[str, Any] = {}
+    if machine.domains > 1:
+        options["num_slices"] = machine.domains
+    if machine.target.name == "tpu-v4":
+        options["chip_config_name"] = "megacore"  # otherwise each core is a device of its own
+    if machine.chips_per_host == 1:
+        options["chips_per_host_bounds"] = (1, 1, 1)
+    return topologies.get_topology_desc(topology_name=name, platform="tpu", **options).devices
+
+
+def _prepare(accelerator: str) -> None:
+    """Tells libtpu what it would otherwise look for on a TPU machine, and complain of where there is none.
+
+    It lets one process at a time load it, for the sake of the TPU; whoever only compiles may be one of many.
+    """
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", accelerator)
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")

@@ -1,0 +1,93 @@
+"""Machines by name, and the shapes of their slices."""
+
+import subprocess
+import sys
+
+import pytest
+
+from axlearn_core.compose.devices import absent
+from axlearn_core.errors import RequestError
+from axlearn_core.plugins.targets import find_machine
+from axlearn_plugins_tpu.shapes import SLICES, shape_of
+from axlearn_plugins_tpu.targets import TARGETS
+from axlearn_plugins_tpu.topology import topology_name
+
+
+@pytest.mark.parametrize(
+    ("name", "chips", "devices", "domains", "topology"),
+    [
+        ("tpu-v4-8", 4, 4, 1, "v4:2x2x1"),
+        ("tpu-v5p-2", 1, 1, 1, "v5p:1x1x1"),
+        ("tpu-v5p-32", 16, 16, 1, "v5p:2x2x4"),
+        ("tpu-v5p-512", 256, 256, 1, "v5p:4x8x8"),
+        ("tpu-v5p-1024", 512, 512, 1, "v5p:8x8x8"),
+        ("tpu-v5p-16384x4", 32768, 32768, 4, "v5p:16x16x32"),
+        ("tpu-v5p-17920", 8960, 8960, 1, "v5p:16x20x28"),
+        ("tpu-v5e-8", 8, 8, 1, "v5e:2x4"),
+        ("tpu-v5e-256x4", 1024, 1024, 4, "v5e:16x16"),
+        ("tpu-v6e-128", 128, 128, 1, "v6e:8x16"),
+        ("tpu-7x-4", 4, 8, 1, "tpu7x:2x2x1"),
+        ("tpu-7x-256x2", 512, 1024, 2, "tpu7x:4x8x8"),
+    ],
+)
+def test_a_name_means_a_machine(name, chips, devices, domains, topology):
+    machine = find_machine(name)
+    assert (machine.chips, machine.devices, machine.domains) == (chips, devices, domains)
+    assert topology_name(machine) == topology
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("tpu-v5p-1000", ["500 chips", "tpu-v5p-896, tpu-v5p-1024", "8,960"]),
+        ("tpu-v5p-20000", ["10,000 chips", "nearest: tpu-v5p-16384, tpu-v5p-17920\n"]),
+        ("tpu-v5e-512", ["512 chips", "tpu-v5e-256", "tpu-v5e-256x2"]),
+        ("tpu-v4-2", ["1 chips", "nearest: tpu-v4-8"]),
+        ("tpu-v6e-7x3", ["7 chips", "tpu-v6e-4, tpu-v6e-8"]),
+    ],
+)
+def test_a_size_that_no_slice_has_is_an_error_that_says_what_there_is(name, says):
+    with pytest.raises(RequestError) as error:
+        absent(find_machine(name))
+    assert not [s for s in says if s not in str(error.value)], str(error.value)
+
+
+def test_every_listed_shape_is_found_and_close_to_a_cube():
+    for name, slices in SLICES.items():
+        for shape in slices.small:
+            chips = 1
+            for n in shape:
+                chips *= n
+            assert shape_of(name, chips) == shape
+    assert shape_of("tpu-v5p", 6144) == (16, 16, 24)
+    assert shape_of("tpu-7x", 9216) == (16, 24, 24)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
+def test_devices_of_absent_tpus_are_those_of_the_target(target):
+    pytest.importorskip("libtpu", reason="needs libtpu: axlearn-plugins-tpu[compile]")
+    for name in target.examples:
+        machine = find_machine(name)
+        found = absent(machine)
+        assert len(found) == machine.devices
+        assert found[0].platform == "tpu"
+        assert found[0].device_kind in target.device_kinds
+        assert len({getattr(d, "slice_index", 0) for d in found}) == machine.domains
+
+
+def test_figures_are_those_of_a_device():
+    by_name = {t.name: t for t in TARGETS}
+    assert all(t.peak_flops["bfloat16"] > 1e14 and t.source and t.examples for t in TARGETS)
+    assert by_name["tpu-7x"].peak_flops["bfloat16"] * 2 == 2307e12  # two devices make a chip
+    assert by_name["tpu-v5p"].peak_flops["bfloat16"] == 459e12
+
+
+def test_without_libtpu_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("axlearn_plugins_tpu.topology.find_spec", lambda name: None)
+    with pytest.raises(RequestError, match=r"pip install 'axlearn-plugins-tpu\[compile\]'"):
+        absent(find_machine("tpu-v5p-8"))
+
+
+def test_hooks_import_no_jax():
+    code = "import sys, axlearn_plugins_tpu.hooks; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
