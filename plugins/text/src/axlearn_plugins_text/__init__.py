@@ -1,6 +1,9 @@
-"""Input pipelines: sources, tokenizers, packing, and the iterator whose position a checkpoint keeps."""
+"""Input pipelines: sources, tokenizers, packing, conversations, and the iterator whose position a checkpoint keeps."""
 
 from axlearn_plugins_text.batches import Batches
+from axlearn_plugins_text.chat import ChatInput
+from axlearn_plugins_text.chat_template import ChatTemplate
+from axlearn_plugins_text.conversations import ChatFiles, Conversation
 from axlearn_plugins_text.language_model import LanguageModelInput
 from axlearn_plugins_text.pipeline import Example, example
 from axlearn_plugins_text.records import Document, Records
@@ -9,6 +12,7 @@ from axlearn_plugins_text.storage import DataFile
 from axlearn_plugins_text.tokenizers import ByteTokenizer, TokenizerJson, token_bytes
 
 __all__ = [
-    "Batches", "ByteTokenizer", "DataFile", "Document", "Example", "Files", "LanguageModelInput", "Mixture", "Part",
-    "Records", "Source", "StandardLibrary", "TokenizerJson", "example", "token_bytes",
+    "Batches", "ByteTokenizer", "ChatFiles", "ChatInput", "ChatTemplate", "Conversation", "DataFile", "Document", "Example",
+    "Files", "LanguageModelInput", "Mixture", "Part", "Records", "Source", "StandardLibrary", "TokenizerJson", "example",
+    "token_bytes",
 ]  # fmt: skip

@@ -168,7 +168,7 @@ def _unpacked(stacked: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def _share(mine: slice, sizes: np.ndarray, stacked: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     batch = _unpacked({k: v[mine] for k, v in stacked.items()})
-    return {**batch, "bytes": sizes[batch["targets"]] * (batch["segment_ids"] > 0)}
+    return {**batch, "bytes": sizes[batch["targets"]] * (batch["weights"] > 0)}
 
 
 def _records_at(parts: Sequence[Part], order: pipeline.Order, indices: Indices) -> dict[str, Any]:

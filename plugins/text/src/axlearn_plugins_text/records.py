@@ -94,7 +94,7 @@ class FileRecords:
             raw = handle.read(stop - start)
         if kind == "jsonl":
             return self._json_lines(file, start, raw)
-        return (Document(_decode(file, start, raw), ends=stop >= file.size),)
+        return (Document(decode(file, start, raw), ends=stop >= file.size),)
 
     def name(self, index: int) -> str:
         """The file's name, and `#part` where it has several."""
@@ -107,7 +107,7 @@ class FileRecords:
             if line.strip():
                 where = f"{file.name}: the line at byte {start}"
                 try:
-                    row = json.loads(_decode(file, start, line))
+                    row = json.loads(decode(file, start, line))
                 except json.JSONDecodeError as error:
                     raise InputError(f"{where} is not JSON: {error.msg}\n    expected: one object per line") from None
                 documents.append(Document(self._text(row, where)))
@@ -154,10 +154,11 @@ def check_head(file: DataFile) -> None:
     """Raises `InputError` when the first bytes of what should be a text file are those of a binary one."""
     with open_file(file.path) as handle:
         head = handle.read(4096)
-    _decode(file, 0, head, whole=len(head) == file.size)
+    decode(file, 0, head, whole=len(head) == file.size)
 
 
-def _decode(file: DataFile, offset: int, raw: bytes, whole: bool = True) -> str:
+def decode(file: DataFile, offset: int, raw: bytes, whole: bool = True) -> str:
+    """The text of bytes that begin at `offset` of a file; raises `InputError` where they are binary or no UTF-8."""
     bad, reason = raw.find(b"\0"), "is binary"
     try:
         text = codecs.utf_8_decode(raw, "strict", whole)[0]

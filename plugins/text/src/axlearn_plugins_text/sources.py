@@ -49,14 +49,11 @@ class Files(Configurable):
 
         def validate(self) -> Iterable[Problem]:
             """There is data, and one way of holding some out."""
-            if not self.paths and not self.validation_paths:
-                yield Problem(path="paths", message="names no data files", fix="set it to paths or globs")
-            if self.validation_paths and self.validation_fraction:
-                yield Problem(path="validation_fraction", message="cannot be used together with validation_paths")
+            return check_paths(self.paths, self.validation_paths, self.validation_fraction)
 
     def __init__(self, cfg: Config):
         self.config = cfg
-        self.train_files, self.validation_files = list_files(_many(cfg.paths)), list_files(_many(cfg.validation_paths))
+        self.train_files, self.validation_files = list_files(many(cfg.paths)), list_files(many(cfg.validation_paths))
         both = sorted({f.name for f in self.train_files} & {f.name for f in self.validation_files})
         if both:
             raise InputError(f"in both paths and validation_paths: {', '.join(both[:5])}")
@@ -80,7 +77,16 @@ class Files(Configurable):
         return (Part(records, 1.0, files),) if len(records) else ()
 
 
-def _many(paths: str | tuple[str, ...]) -> tuple[str, ...]:
+def check_paths(paths: object, validation_paths: object, validation_fraction: float) -> Iterable[Problem]:
+    """What is wrong with the fields of these names."""
+    if not paths and not validation_paths:
+        yield Problem(path="paths", message="names no data files", fix="set it to paths or globs")
+    if validation_paths and validation_fraction:
+        yield Problem(path="validation_fraction", message="cannot be used together with validation_paths")
+
+
+def many(paths: str | tuple[str, ...]) -> tuple[str, ...]:
+    """One path or several, as several."""
     return (paths,) if isinstance(paths, str) and paths else tuple(paths)
 
 

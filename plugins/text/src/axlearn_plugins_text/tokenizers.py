@@ -79,6 +79,7 @@ class TokenizerJson(Configurable):
             name = os.path.expanduser(cfg.path or "")
             with open_file(name) as handle:
                 raw = handle.read()
+        self.folder = None if cfg.path is None else os.path.dirname(name)
         self.digest = hashlib.sha256(raw).hexdigest()[:16]
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(raw)
@@ -96,7 +97,15 @@ class TokenizerJson(Configurable):
                 f"the tokenizer {name} has no end-of-document token: expected {tried}\n"
                 "    fix: set eos to the token that ends a document"
             )
-        self.eos_id = vocab[wanted[0]]
+        self.eos_token, self.eos_id = wanted[0], vocab[wanted[0]]
+        # Where a template spells special tokens out, they are commands.
+        self._special = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        self._special.encode_special_tokens = False
+
+    def encode_special(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """(token ids, the characters [start, stop) of each), the special tokens that the text spells out among them."""
+        made = self._special.encode(text, add_special_tokens=False)
+        return made.ids, made.offsets
 
     def encode(self, text: str) -> list[int]:
         """Token ids, with no special tokens added."""

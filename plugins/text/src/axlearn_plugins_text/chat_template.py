@@ -1,0 +1,257 @@
+"""Conversations as text, by a Jinja template, with the places of what the assistant said.
+
+The templates are those of Hugging Face tokenizers (`chat_template` in tokenizer_config.json, or chat_template.jinja), run in
+Jinja's sandbox: a template is text that somebody else wrote, and may call nothing but what it is given.
+"""
+
+import datetime
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import attrs
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from axlearn_core.config import Configurable, node
+from axlearn_core.contracts.parts import Tokenizer
+from axlearn_core.errors import InputError
+from axlearn_plugins_text.storage import open_file
+
+PLAIN = (
+    "{% for message in messages %}{{ message.role | capitalize }}:\n"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}"
+    "{% else %}{{ message.content }}{% endif %}{{ '\n\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:\n{% endif %}"
+)
+"""For tokenizers that bring no template: the role on a line of its own, and the end-of-document token after answers."""
+
+# Unicode noncharacters: no text has them. They stand where an answer begins and ends, and for an end-of-document token
+# that has no spelling.
+_BEGIN, _END, EOS = "\ufdd0", "\ufdd1", "\ufdd2"
+_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+_FAILURES = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+
+
+class Span(NamedTuple):
+    """Characters from `start` up to `stop`."""
+
+    start: int
+    stop: int
+
+
+@attrs.frozen
+class Rendered:
+    """A conversation as text.
+
+    Attributes:
+        text: for the tokenizer, special tokens spelled out.
+        answers: where the assistant's messages are, each with what ends it.
+    """
+
+    text: str
+    answers: tuple[Span, ...] = ()
+
+
+class ChatTemplate(Configurable):
+    """Renders conversations, and turns them into tokens of which the assistant's are marked."""
+
+    @node
+    class Config(Configurable.Config["ChatTemplate"]):
+        """Where the template is.
+
+        Attributes:
+            path: a tokenizer_config.json or a .jinja file. None takes what lies beside the tokenizer's own file; where
+                nothing does, a plain one.
+            today: what templates that ask for the date are told (YYYY-MM-DD), so that equal data gives equal tokens.
+        """
+
+        path: str | None = None
+        today: str = "2024-07-26"
+
+    def __init__(self, cfg: Config, *, tokenizer: Tokenizer):
+        self.config, self.tokenizer = cfg, tokenizer
+        path = os.path.expanduser(cfg.path) if cfg.path is not None else _beside(tokenizer)
+        found, self.special = _read(path) if path else (None, {})
+        if found is None and cfg.path is not None:
+            raise InputError(f"{path} has no chat template\n    expected: a field 'chat_template', or a .jinja file")
+        self.source = PLAIN if found is None else found
+        self.name = "the plain chat template" if found is None else path
+        self.special.setdefault("eos_token", getattr(tokenizer, "eos_token", EOS))
+
+    @property
+    def digest(self) -> str:
+        """A hash of the template, for the run lock."""
+        return hashlib.sha256(json.dumps([self.source, self.special, self.config.today]).encode()).hexdigest()[:16]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in vars(self).items() if k != "_template"}  # compiled anew in each worker process
+
+    @functools.cached_property
+    def _template(self) -> jinja2.Template:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+        )
+        today = datetime.date.fromisoformat(self.config.today)
+        environment.filters["tojson"] = _to_json
+        environment.globals |= {"raise_exception": _raise, "strftime_now": today.strftime}
+        try:
+            return environment.from_string(self.source)
+        except jinja2.TemplateSyntaxError as error:
+            raise InputError(f"{self.name}: line {error.lineno}: {error.message}") from None
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, prompt: bool = False, tools: Any = None, where: str = "chat"
+    ) -> Rendered:
+        """The text of a conversation.
+
+        Args:
+            messages: each with `role` and `content`.
+            prompt: ends it with what begins an answer, for the assistant to go on from.
+            tools: descriptions of functions, for templates that take them.
+            where: names the conversation in errors.
+
+        Returns:
+            The text, and where it says itself that answers are (`{% generation %}`).
+
+        Raises:
+            InputError: the template refuses the conversation, or fails.
+        """
+        given = {"messages": list(messages), "add_generation_prompt": prompt, "tools": tools, **self.special}
+        try:
+            marked = self._template.render(given)
+        except _FAILURES as error:
+            raise InputError(f"{where}: {self.name} cannot render it: {error}") from None
+        parts, spans, start = [], [], 0
+        for i, piece in enumerate(marked.replace(_END, _BEGIN).split(_BEGIN)):
+            parts.append(piece)
+            if i % 2:
+                spans.append(Span(start, start + len(piece)))
+            start += len(piece)
+        return Rendered("".join(parts), tuple(spans))
+
+    def answered(
+        self, messages: Sequence[Mapping[str, Any]], *, last: bool = False, tools: Any = None, where: str = "chat"
+    ) -> Rendered:
+        """The text of a conversation with the places of the assistant's messages.
+
+        Where the template does not mark them, an answer is what rendering it adds to the conversation before it.
+
+        Args:
+            messages: each with `role` and `content`.
+            last: marks the last answer only.
+            tools: as for `render`.
+            where: names the conversation in errors.
+
+        Raises:
+            InputError: the template renders an answer otherwise once more follows, so that its place is not known.
+        """
+        whole = self.render(messages, tools=tools, where=where)
+        turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        if "endgeneration" in self.source and whole.answers:
+            return attrs.evolve(whole, answers=whole.answers[-1:]) if last else whole
+        spans = []
+        for i in turns[-1:] if last else turns:
+            before = self.render(messages[:i], prompt=True, tools=tools, where=where).text
+            after = self.render(messages[: i + 1], tools=tools, where=where).text
+            if not (after.startswith(before) and whole.text.startswith(after)):
+                raise InputError(
+                    f"{where}: {self.name} renders messages[{i}] otherwise once more follows, so its place is not known\n"
+                    "    fix: set answers to 'last', or put {% generation %} and {% endgeneration %} around answers in "
+                    "the template"
+                )
+            spans.append(Span(len(before), len(after)))
+        return attrs.evolve(whole, answers=tuple(spans))
+
+    def encode(self, rendered: Rendered) -> tuple[list[int], list[bool]]:
+        """(token ids, whether each belongs to an answer). Special tokens that the text spells out are special tokens."""
+        encode = getattr(self.tokenizer, "encode_special", None)
+        if encode is not None:  # as one text: the pieces alone could have other tokens
+            ids, offsets = encode(rendered.text)
+            return ids, _inside(offsets, rendered.answers)
+        ids, marks, at = [], [], 0
+        for span in (*rendered.answers, Span(len(rendered.text), len(rendered.text))):
+            for text, inside in (
+                (rendered.text[at : span.start], False),
+                (rendered.text[span.start : span.stop], True),
+            ):
+                piece = self._pieces(text)
+                ids, marks = [*ids, *piece], [*marks, *[inside] * len(piece)]
+            at = span.stop
+        return ids, marks
+
+    def _pieces(self, text: str) -> list[int]:
+        first, *rest = text.split(EOS)
+        ids = self.tokenizer.encode(first) if first else []
+        for piece in rest:
+            ids = [*ids, self.tokenizer.eos_id, *(self.tokenizer.encode(piece) if piece else [])]
+        return ids
+
+
+class _Generation(Extension):
+    """`{% generation %}...{% endgeneration %}`: what the assistant says."""
+
+    tags = {"generation"}  # noqa: RUF012  # as Jinja has it
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+    @staticmethod
+    def _marked(caller: Any) -> str:
+        return f"{_BEGIN}{caller()}{_END}"
+
+
+def _inside(offsets: Sequence[tuple[int, int]], answers: Sequence[Span]) -> list[bool]:
+    """Whether each token begins in an answer; both are in the order of the text."""
+    marks, at = [], 0
+    for start, _ in offsets:
+        while at < len(answers) and answers[at].stop <= start:
+            at += 1
+        marks.append(at < len(answers) and answers[at].start <= start)
+    return marks
+
+
+def _beside(tokenizer: Tokenizer) -> str | None:
+    folder = getattr(tokenizer, "folder", None)
+    there = [os.path.join(folder, name) for name in _FILES] if folder is not None else []
+    return next((p for p in there if os.path.isfile(p) and _read(p)[0] is not None), None)
+
+
+def _read(path: str) -> tuple[str | None, dict[str, str]]:
+    """(the template in a file, the special tokens by name); a .jinja file's tokens are those in tokenizer_config.json."""
+    with open_file(path) as handle:
+        text = handle.read().decode("utf-8", "replace")
+    if not path.endswith(".json"):
+        config = os.path.join(os.path.dirname(path), "tokenizer_config.json")
+        return text, _read(config)[1] if os.path.isfile(config) else {}
+    try:
+        facts = json.loads(text)
+        template = facts.get("chat_template")
+    except (ValueError, AttributeError) as error:
+        raise InputError(f"{path} is not a tokenizer_config.json: {error}") from None
+    if isinstance(template, list):  # several, by name
+        template = {t["name"]: t["template"] for t in template}.get("default")
+    named = {k: v["content"] if isinstance(v, dict) else v for k, v in facts.items() if k.endswith("_token")}
+    special = {k: v for k, v in named.items() if isinstance(v, str)}
+    if not special and os.path.basename(path) != "tokenizer_config.json":
+        config = os.path.join(os.path.dirname(path), "tokenizer_config.json")
+        special = _read(config)[1] if os.path.isfile(config) else {}
+    return template, special
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+    """As templates of Hugging Face expect it: without HTML escapes."""
+    return json.dumps(
+        value, ensure_ascii=False, indent=indent, **{k: v for k, v in options.items() if k != "ensure_ascii"}
+    )

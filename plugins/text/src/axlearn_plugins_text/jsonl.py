@@ -1,0 +1,61 @@
+"""JSONL files, line by line, with the place of everything that is wrong."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+
+from axlearn_core.errors import InputError
+from axlearn_plugins_text.records import decode
+from axlearn_plugins_text.storage import DataFile, open_file
+
+
+@attrs.frozen
+class Row:
+    """One line that holds an object.
+
+    Attributes:
+        value: the object.
+        number: of the line, from 1.
+        offset: where the line begins, in bytes.
+        size: of the line, in bytes.
+        where: names file and line, for messages.
+    """
+
+    value: dict[str, Any]
+    number: int
+    offset: int
+    size: int
+    where: str
+
+
+def rows(file: DataFile) -> Iterator[Row]:
+    """The objects of a file, in order; blank lines are passed over.
+
+    Raises:
+        InputError: a line is no UTF-8, no JSON or no object, or there is no line with anything in it.
+    """
+    offset, found = 0, False
+    with open_file(file.path) as handle:
+        for number, raw in enumerate(handle, 1):
+            if raw.strip():
+                found = True
+                where = f"{file.name}, line {number}"
+                yield Row(parse(decode(file, offset, raw), where), number, offset, len(raw), where)
+            offset += len(raw)
+    if not found:
+        raise InputError(f"{file.name} has no rows: every line is blank\n    expected: one JSON object per line")
+
+
+def parse(text: str, where: str) -> dict[str, Any]:
+    """The object that a line holds; raises `InputError`, which begins with `where`, for anything else."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InputError(
+            f"{where}: is not JSON: {error.msg} at column {error.colno}\n    expected: one JSON object per line"
+        ) from None
+    if not isinstance(value, dict):
+        raise InputError(f"{where}: is a {type(value).__name__}\n    expected: one JSON object per line")
+    return value
