@@ -1,0 +1,1 @@
+"""NVIDIA GPUs: targets, mesh rules, remat policies and kernels."""

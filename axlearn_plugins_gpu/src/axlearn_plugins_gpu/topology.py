@@ -1,0 +1,116 @@
+"""JAX devices of GPUs that are not there: programs for them are compiled by XLA's GPU compiler, which needs none."""
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import jax
+from jax.experimental import topologies
+
+from axlearn_core.contracts.target import Machine
+from axlearn_core.errors import RequestError
+
+
+@attrs.frozen(kw_only=True)
+class Chip:
+    """What XLA's GPU compiler wants to know of a GPU.
+
+    Sources: NVIDIA's tuning guides for Ampere, Hopper and Blackwell, and what the driver reports.
+
+    Attributes:
+        capability: CUDA compute capability, (major, minor).
+        accelerated: whether instructions of exactly this architecture may be used (`sm_90a`).
+        cores: streaming multiprocessors.
+        fpus: float32 units of each.
+        clock: GHz.
+        shared: bytes of shared memory of a multiprocessor; a block can have all but 1 KiB.
+        l2: bytes of the second-level cache.
+    """
+
+    capability: tuple[int, int]
+    accelerated: bool
+    cores: int
+    fpus: int
+    clock: float
+    shared: int
+    l2: int
+
+
+CHIPS = {
+    "a100": Chip(capability=(8, 0), accelerated=False, cores=108, fpus=64, clock=1.41, shared=164 * 1024, l2=40 << 20),
+    "h100": Chip(capability=(9, 0), accelerated=True, cores=132, fpus=128, clock=1.98, shared=228 * 1024, l2=50 << 20),
+    "h200": Chip(capability=(9, 0), accelerated=True, cores=132, fpus=128, clock=1.98, shared=228 * 1024, l2=60 << 20),
+    "b200": Chip(
+        capability=(10, 0), accelerated=True, cores=148, fpus=128, clock=1.965, shared=228 * 1024, l2=132_644_864
+    ),
+}
+
+
+def devices(machine: Machine) -> Sequence[Any]:
+    """The GPUs of a machine, host by host, to compile for.
+
+    Raises:
+        RequestError: XLA's GPU compiler is not installed.
+    """
+    _register(machine)
+    hosts = machine.domains
+    found = topologies.get_topology_desc(
+        platform="cuda",
+        topology_name="",
+        target_config=target_config(machine),
+        topology=f"1x{hosts}x{machine.chips_per_host}",  # partitions, hosts, GPUs of each
+    )
+    return found.devices
+
+
+def target_config(machine: Machine) -> str:
+    """The GPU as a `GpuTargetConfigProto` of XLA, in text form."""
+    target, chip = machine.target, CHIPS[machine.target.name]
+    major, minor = chip.capability
+    extension = "ACCELERATED_FEATURES" if chip.accelerated else "NONE"
+    return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: {48 * 1024}
+  shared_memory_per_core: {chip.shared}
+  shared_memory_per_block_optin: {chip.shared - 1024}
+  threads_per_core_limit: 2048
+  core_count: {chip.cores}
+  fpus_per_core: {chip.fpus}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {int(target.hbm_bandwidth or 0)}
+  l2_cache_size: {chip.l2}
+  clock_rate_ghz: {chip.clock}
+  device_memory_size: {int(target.hbm_bytes or 0)}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {extension} }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 8 patch: 0 }}
+runtime_version {{ major: 12 minor: 8 patch: 0 }}
+device_description_str: "{target.device_kinds[0]}"
+"""
+
+
+def _register(machine: Machine) -> None:
+    """Makes JAX know the CUDA platform, on a machine that has none."""
+    if importlib.util.find_spec("jax_cuda12_plugin") is None and importlib.util.find_spec("jax_cuda13_plugin") is None:
+        raise RequestError(
+            f"compiling for {machine.name!r} needs XLA's GPU compiler, which is not installed\n"
+            "    fix: pip install 'axlearn-plugins-gpu[compile]' (Linux only)"
+        )
+    # Without it, JAX's CUDA plugin looks for the libraries of a GPU and refuses to start.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    jax.devices("cpu")  # has JAX find its plugins
+    from jax._src import xla_bridge  # nothing public tells which platforms have one
+
+    if "cuda" not in xla_bridge._backend_factories:
+        # It had looked for them before, and the one of CUDA had refused.
+        importlib.import_module("jax_plugins.xla_cuda12").initialize()

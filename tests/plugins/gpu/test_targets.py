@@ -1,0 +1,50 @@
+"""What is known of GPUs, and devices of those that are not here."""
+
+import subprocess
+import sys
+
+import pytest
+
+from axlearn_core.compose.devices import absent
+from axlearn_core.errors import RequestError
+from axlearn_core.plugins.targets import find_machine
+from axlearn_plugins_gpu import targets, topology
+
+
+@pytest.mark.parametrize("target", targets.TARGETS, ids=lambda t: t.name)
+def test_devices_of_absent_gpus_are_those_of_the_target(target):
+    for name in target.examples:
+        machine = find_machine(name)
+        found = absent(machine)
+        assert len(found) == machine.devices
+        assert found[0].platform == "gpu"
+        assert found[0].device_kind in target.device_kinds
+        assert [d.process_index for d in found] == [i // machine.chips_per_host for i in range(machine.devices)]
+
+
+def test_a_size_is_gpus_of_a_host_by_hosts():
+    machine = find_machine("h100-8x64")
+    assert (machine.chips, machine.domains, machine.devices_per_host) == (512, 64, 8)
+    with pytest.raises(RequestError, match="expected: h100-CHIPSxHOSTS, such as h100-8x1"):
+        find_machine("h100-512")
+
+
+def test_figures_are_dense_and_of_one_device():
+    for target in targets.TARGETS:
+        peaks = target.peak_flops
+        assert peaks["float32"] < peaks["bfloat16"] < peaks["int8"]
+        assert target.source
+        assert target.hbm_bandwidth > target.link_bandwidth > target.network_bandwidth
+        assert set(topology.CHIPS) >= {target.name}
+
+
+def test_without_the_compiler_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RequestError, match=r"needs XLA's GPU compiler.*\n.*axlearn-plugins-gpu\[compile\]"):
+        absent(find_machine("h100-8x1"))
+
+
+def test_the_compiler_is_not_heard_where_there_is_no_gpu():
+    code = "import jax; assert jax.devices()[0].platform == 'cpu'"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
