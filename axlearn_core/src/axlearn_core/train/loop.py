@@ -12,7 +12,7 @@ from axlearn_core.train.session import Session, StepTimer, batch_tokens, say
 
 
 class Loop(Protocol):
-    """Takes a session from its step to `max_steps`."""
+    """Takes a session from its step to `max_steps`. Built with `input`, the trainer's, before anything is written."""
 
     def run(self, session: Session) -> None:
         """Returns when done or when `session.stops()` says so; saves what is to be kept."""

@@ -113,6 +113,7 @@ class Trainer(Configurable):
             closing.callback(batches.close)
             offered = {"input": source, "build_input": lambda own: cfg.build_input(own, vocab_size)}
             evaluators = {name: e.build(name=name, **offered) for name, e in cfg.evaluators.items()}
+            loop = cfg.loop.build(**offered)
             checkpointer = cfg.checkpointer.build(directory=run_dir.checkpoints)
             closing.callback(checkpointer.close)
             state, step = self._restore(program, checkpointer, batches, restore_step)
@@ -160,7 +161,7 @@ class Trainer(Configurable):
                 on_compiled=lambda s, batch: self._compiled(s, batch, run_dir),
                 profiler=profiler,
             )
-            cfg.loop.build().run(session)
+            loop.run(session)
             checkpointer.wait()
         return Result(run_dir.path, session.step, dict(session.metrics), session.stop_signal)
 

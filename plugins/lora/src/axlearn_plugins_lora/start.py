@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from axlearn_core.config import Configurable, Node, node, setting
-from axlearn_core.errors import CheckpointError, RequestError
+from axlearn_core.errors import CheckpointError, InputError, RequestError
 from axlearn_core.train import TrainLoop
 from axlearn_core.train.api import saved_config
 from axlearn_core.train.loop import Loop
@@ -33,17 +33,21 @@ class StartFromRun(Configurable):
             run_dir: a run of the same model; adapters that it does not have stay as they were initialised.
             step: which of its checkpoints; the newest where it is None.
             adapters: a directory written by `axlearn lora export`.
+            same_tokenizer: refuses data whose tokenizer is not that of `run_dir`.
             loop: what trains.
         """
 
         run_dir: str | None = None
         step: int | None = setting(default=None, ge=0)
         adapters: str | None = None
+        same_tokenizer: bool = True
         loop: Node[Loop] = TrainLoop.Config()
 
-    def __init__(self, cfg: Config):
+    def __init__(self, cfg: Config, *, input: Any = None):
         self.cfg = cfg
-        self.loop = cfg.loop.build()
+        self.loop = cfg.loop.build(input=input)
+        if cfg.run_dir is not None and cfg.same_tokenizer:
+            _check_tokenizer(Path(cfg.run_dir).expanduser(), getattr(input, "tokenizer", None))
 
     def run(self, session: Session) -> None:
         """See `axlearn_core.train.loop.Loop`."""
@@ -111,6 +115,26 @@ def run_parameters(run_dir: Path, like: Mapping[str, Any], *, step: int | None =
     finally:
         checkpointer.close()
     return {p: loaded[key].astype(like[p].dtype) for p, key in sources.items() if key is not None}
+
+
+def _check_tokenizer(run_dir: Path, mine: Any) -> None:
+    """Raises `RequestError` where a run was trained with another tokenizer than the data is read with."""
+    node: Any = getattr(getattr(saved_config(run_dir), "input", None), "tokenizer", None)
+    if mine is None or node is None:
+        return
+    try:
+        its = node.build()
+    except InputError as error:
+        say(f"note: the tokenizer of {run_dir} cannot be compared with the data's: {error}")
+        return
+    facts = [{n: getattr(t, n, None) for n in ("digest", "vocab_size", "eos_id")} for t in (its, mine)]
+    if facts[0] != facts[1]:
+        its, mine = (", ".join(f"{k} {v}" for k, v in f.items()) for f in facts)
+        raise RequestError(
+            f"input.tokenizer is not the tokenizer of {run_dir}, so its parameters mean other tokens\n"
+            f"    got: {mine}\n    expected: {its}\n"
+            "    fix: set input.tokenizer to that of the run; if another one is meant, set loop.same_tokenizer to false"
+        )
 
 
 def _check_model(run_dir: Path, there: Mapping[str, Any], like: Mapping[str, Any]) -> None:
