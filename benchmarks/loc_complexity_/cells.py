@@ -52,9 +52,9 @@ class HandExperts(nnx.Module):
         weights, y = kept / kept.sum(-1, keepdims=True), jnp.zeros_like(x)
         activation = ACTIVATIONS[own.cfg.activation]
         for e in range(4):
-            up = x @ own.up[e]
-            hidden = activation(x @ own.gate[e]) * up if own.cfg.gated else activation(up)
-            y = y + weights[..., e, None] * (hidden @ own.down[e])
+            up = x @ own.up.weight[e]
+            hidden = activation(up) if own.gate is None else activation(x @ own.gate.weight[e]) * up
+            y = y + weights[..., e, None] * (hidden @ own.down.weight[e])
         return y
 
 

@@ -117,7 +117,7 @@ def moe_modifier(cfg: Any) -> Any:
             return part
         old = part.feed_forward
         sizes = {"num_experts": 4, "top_k": 2, "hidden_dim": old.hidden_dim}
-        experts = MixtureOfExperts.Config(**sizes, gated=hasattr(old, "gate"), activation=old.activation)
+        experts = MixtureOfExperts.Config(**sizes, gate=getattr(old, "gate", None), activation=old.activation)
         return attrs.evolve(part, feed_forward=experts)
 
     return map(cfg, place)

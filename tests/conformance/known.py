@@ -61,8 +61,8 @@ def mixture_of_experts(params, x):
         jnp.split(expert, TOP_K, axis=1), jnp.split(weight, TOP_K, axis=1), strict=True))  # fmt: skip
     y = jnp.zeros_like(x)
     for e in range(EXPERTS):
-        hidden = jax.nn.silu(x @ params["gate"][e]) * (x @ params["up"][e])
-        y = y + shares[..., e, None] * (hidden @ params["down"][e])
+        hidden = jax.nn.silu(x @ params["gate.weight"][e]) * (x @ params["up.weight"][e])
+        y = y + shares[..., e, None] * (hidden @ params["down.weight"][e])
     return y
 
 

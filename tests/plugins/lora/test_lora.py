@@ -18,6 +18,7 @@ from axlearn_plugins_lora import adapters
 from axlearn_plugins_lora.adapters import is_adapter, merge, scales_of, split, unmerge
 from axlearn_plugins_lora.feature import FROZEN, Lora, without_adapters
 from axlearn_plugins_lora.linear import LoraLinear, is_adapted
+from axlearn_plugins_moe.feature import MoE
 from axlearn_plugins_rope.feature import Rope
 
 ATTENTION = "model.decoder.layer.attention"
@@ -97,6 +98,37 @@ def test_merged_weights_compute_the_same_and_come_apart_again(toy, batch, progra
     assert again.keys() == params.keys()
     for path in params:
         np.testing.assert_allclose(again[path], params[path], rtol=0, atol=2e-7, err_msg=path)
+
+
+def test_the_experts_of_a_mixture_have_adapters_of_their_own(toy, tmp_path):
+    """At first it is the base exactly; what was trained merges, and is saved alone."""
+    dense = MoE(num_experts=3, shared_experts=1).apply(toy())
+    config = Lora(rank=3, target="model.**.feed_forward.**").apply(dense)
+    whole = Functional.of(config.model)
+    assert whole.abstract["decoder.layer.feed_forward.down.lora_a"].shape == (2, 3, 48, 3)
+    assert whole.axes["decoder.layer.feed_forward.down.lora_a"] == ("layers", "experts", "mlp", "rank")
+
+    plain, adapted = (
+        Functional.of(c.model.decoder.layer.feed_forward, input_dim=32, precision=Precision()) for c in (dense, config)
+    )
+    scales = scales_of(adapted.bind(adapted.abstract))
+    assert set(scales) == {f"{part}{name}" for part in ("", "shared.") for name in ("gate", "up", "down")}
+    params = jax.jit(adapted.init, compiler_options=QUICK)(jax.random.key(3))
+    assert not np.array_equal(params["up.lora_a"][0], params["up.lora_a"][1])
+    x = jax.random.normal(jax.random.key(0), (2, 8, 32))
+    without, with_ = (jax.jit(lambda p, f=f: f.bind(p)(x), compiler_options=QUICK) for f in (plain, adapted))
+    base, first = split(params)
+    before = without(base)
+    assert np.array_equal(with_(params), before)
+    dice = np.random.default_rng(0)
+    params |= {p: jnp.asarray(0.3 * dice.normal(size=x.shape), x.dtype) for p, x in first.items() if "lora_b" in p}
+    after = with_(params)
+    assert float(jnp.abs(after - before).max()) > 1e-2
+    np.testing.assert_allclose(without(merge(params, scales)), after, rtol=0, atol=1e-6 * float(jnp.abs(after).max()))
+    adapters.save(tmp_path, params, scales)
+    found = adapters.load(tmp_path)
+    found.check(base)
+    assert np.array_equal(with_({**base, **found.params}), after)
 
 
 def test_merging_takes_adapters_of_the_right_shape_only():

@@ -86,6 +86,12 @@ def naive():
     return _naive
 
 
+def _one(maps, e, x):
+    """What the map of one expert makes of x."""
+    y = x @ maps.weight[e]
+    return y + maps.bias[e][None, None] if maps.cfg.bias else y
+
+
 def _naive(layer, x):
     routing = layer.router(x)
     length, act = x.shape[1], ACTIVATIONS[layer.cfg.activation]
@@ -94,10 +100,11 @@ def _naive(layer, x):
         token = jnp.broadcast_to(jnp.arange(routing.expert.shape[1])[None] % length, routing.expert.shape)
     y = jnp.zeros_like(x)
     for e in range(layer.cfg.num_experts):
-        hidden = act(x @ layer.up[e]) if not layer.cfg.gated else act(x @ layer.gate[e]) * (x @ layer.up[e])
+        up = _one(layer.up, e, x)
+        hidden = act(up) if layer.gate is None else act(_one(layer.gate, e, x)) * up
         mine = jnp.where(routing.expert == e, routing.weight, 0.0)
         weight = jnp.sum(jnp.where(token[:, None] == jnp.arange(length)[None, :, None], mine[:, None], 0.0), -1)
-        y = y + weight[..., None] * (hidden @ layer.down[e])
+        y = y + weight[..., None] * _one(layer.down, e, hidden)
     return y if layer.cfg.shared is None else y + layer.shared(x)
 
 

@@ -9,7 +9,7 @@ from axlearn_core.nn.linear import Linear
 from axlearn_core.plugins.registry import registry
 from axlearn_plugins_moe.dispatch import CapacityDispatch, DroplessDispatch
 from axlearn_plugins_moe.feature import BALANCED, MoE
-from axlearn_plugins_moe.layer import MixtureOfExperts, PerExpert
+from axlearn_plugins_moe.layer import MixtureOfExperts
 from axlearn_plugins_moe.optimizers import SignDescent
 from axlearn_plugins_moe.routers import ExpertChoiceRouter, SigmoidRouter, SoftmaxRouter
 from axlearn_plugins_transformer.attention import Attention
@@ -31,6 +31,12 @@ MODEL = CausalLM.Config(
 EXPERTS = MixtureOfExperts.Config(hidden_dim=48, activation="gelu", dtype="bfloat16")
 
 
+class Capped(GatedFeedForward):
+    @node
+    class Config(GatedFeedForward.Config):
+        cap: float = 1.0
+
+
 def placed(feature, model=MODEL):
     made = feature.apply(model)
     assert feature.apply(made) == made
@@ -48,9 +54,10 @@ def test_experts_take_over_what_they_replace():
         num_experts=4, top_k=1, hidden_dim=Scaled(factor=2.0), activation="gelu", dtype="bfloat16"
     )
     plain = with_slot(PlainFeedForward.Config(activation="relu"))
-    assert placed(MoE(), plain) == MixtureOfExperts.Config(
-        hidden_dim=Scaled(factor=4.0), activation="relu", gated=False
-    )
+    assert placed(MoE(), plain) == MixtureOfExperts.Config(hidden_dim=Scaled(factor=4.0), activation="relu", gate=None)
+    biased = GatedFeedForward.Config(up=Linear.Config(bias=True))
+    assert placed(MoE(shared_experts=1), with_slot(biased)).up == biased.up
+    assert placed(MoE(shared_experts=1), with_slot(biased)).shared == biased
     made = MoE().apply(MODEL)
     assert made.decoder.layer.attention is MODEL.decoder.layer.attention
     assert not MoE().in_effect(MODEL)
@@ -93,7 +100,7 @@ def test_some_layers_keep_their_feed_forward():
         (MoE(dense_layers=1), EXPERTS, "every layer has experts already"),
         (MoE(every=2), Alternate(children=(DENSE, PlainFeedForward.Config())), "alternate here already"),
         (MoE(every=3), Alternate(children=(EXPERTS, DENSE)), "are mixed here"),
-        (MoE(), GatedFeedForward.Config(gate=Linear.Config(bias=True)), "would be lost"),
+        (MoE(), Capped.Config(cap=2.0), "would be lost"),
         (MoE(shared_experts=1), GatedFeedForward.Config(hidden_dim=MixtureOfExperts.Config()), "cannot tell what"),
     ],
 )
@@ -176,7 +183,7 @@ def test_all_names_are_registered():
     parts = {"mixture-of-experts": MixtureOfExperts.Config, "softmax-router": SoftmaxRouter.Config,
              "sigmoid-router": SigmoidRouter.Config, "expert-choice-router": ExpertChoiceRouter.Config,
              "dropless-dispatch": DroplessDispatch.Config, "capacity-dispatch": CapacityDispatch.Config,
-             "per-expert-initializer": PerExpert, "sign-descent": SignDescent}  # fmt: skip
+             "sign-descent": SignDescent}  # fmt: skip
     for name, cls in parts.items():
         assert names.component(name) is cls
         assert names.name_of(cls) == name

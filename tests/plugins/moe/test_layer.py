@@ -13,6 +13,7 @@ from axlearn_core.errors import ConfigError
 from axlearn_core.kernels import selection
 from axlearn_core.nn import summaries
 from axlearn_core.nn.initializers import VarianceScaling
+from axlearn_core.nn.linear import Linear
 from axlearn_core.nn.remat import Remat
 from axlearn_plugins_moe.dispatch import CapacityDispatch, DroplessDispatch
 from axlearn_plugins_moe.grouped_matmul import XLA_BLOCKED, grouped_matmul
@@ -20,9 +21,10 @@ from axlearn_plugins_moe.layer import MixtureOfExperts
 from axlearn_plugins_moe.routers import ExpertChoiceRouter, SigmoidRouter
 from axlearn_plugins_transformer.feed_forward import GatedFeedForward
 
+BIASED = Linear.Config(bias=True)
 ROUTERS = {
     "softmax": {},
-    "switch": {"top_k": 1, "activation": "gelu", "gated": False},
+    "switch": {"top_k": 1, "activation": "gelu", "gate": None, "up": BIASED, "down": BIASED},
     "sigmoid": {"router": SigmoidRouter.Config(scale=2.5, load_balance=0.01), "top_k": 3},
     "expert-choice": {"router": ExpertChoiceRouter.Config(z_loss=0.1), "shared": GatedFeedForward.Config(hidden_dim=8)},
 }
@@ -52,6 +54,9 @@ DISPATCHES = {
 )
 def test_it_is_the_sum_over_experts(router, dispatch, build, naive, grads, close, normal):
     layer = build(dispatch=DISPATCHES[dispatch], **ROUTERS[router])
+    for maps in (layer.up, layer.down):
+        if maps.cfg.bias:
+            maps.bias[...] = normal(*maps.bias.shape)
     x, probe = normal(2, 37, 16), normal(2, 37, 16, seed=1)
     y, losses, reported, found = grads(layer, x, probe)
     expected, expected_losses, _, expected_grads = grads(layer, x, probe, naive)
@@ -80,7 +85,7 @@ def test_capacity_drops_what_has_no_room(build, naive, run, normal):
     first = jax.nn.sigmoid(4.0)  # the weight of a first choice; the second choice of each is dropped
     for token, e in ((0, 0), (1, 1), (2, 1), (3, 0)):
         t = x[0, token]
-        expected = first * ((jax.nn.silu(t @ layer.gate[e]) * (t @ layer.up[e])) @ layer.down[e])
+        expected = first * ((jax.nn.silu(t @ layer.gate.weight[e]) * (t @ layer.up.weight[e])) @ layer.down.weight[e])
         np.testing.assert_allclose(y[0, token], expected, rtol=1e-5, atol=1e-6)
 
 
@@ -130,18 +135,20 @@ def test_every_axis_is_named_and_each_expert_is_initialised_alone(build):
     layer = build(width=64, num_experts=40, hidden_dim=Scaled(factor=2.0), router=SigmoidRouter.Config())
     axes = {".".join(map(str, k)): v.out_sharding for k, v in nnx.to_flat_state(nnx.state(layer))}
     assert axes == {
-        "gate": ("experts", "embed", "mlp"),
-        "up": ("experts", "embed", "mlp"),
-        "down": ("experts", "mlp", "embed"),
+        "gate.weight": ("experts", "embed", "mlp"),
+        "up.weight": ("experts", "embed", "mlp"),
+        "down.weight": ("experts", "mlp", "embed"),
         "router.weight": ("embed", "experts"),
         "router.bias": ("experts",),
     }
-    assert layer.down.shape == (40, 128, 64)
-    assert float(jnp.var(layer.gate[...])) == pytest.approx(1 / 64, rel=0.05)
-    assert float(jnp.var(layer.down[...])) == pytest.approx(1 / 128, rel=0.05)
-    assert not np.allclose(layer.gate[0], layer.gate[1])
-    wide = build(width=64, num_experts=8, init=VarianceScaling(mode="fan_out"), hidden_dim=16)
-    assert float(jnp.var(wide.gate[...])) == pytest.approx(1 / 16, rel=0.05)
+    gate, down = layer.gate.weight, layer.down.weight
+    assert down.shape == (40, 128, 64)
+    assert float(jnp.var(gate[...])) == pytest.approx(1 / 64, rel=0.05)
+    assert float(jnp.var(down[...])) == pytest.approx(1 / 128, rel=0.05)
+    assert not np.allclose(gate[0], gate[1])
+    wide = Linear.Config(init=VarianceScaling(mode="fan_out"))
+    made = build(width=64, num_experts=8, gate=wide, hidden_dim=16).gate.weight
+    assert float(jnp.var(made[...])) == pytest.approx(1 / 16, rel=0.05)
 
 
 def test_dtypes(build):
@@ -150,7 +157,7 @@ def test_dtypes(build):
         x = jax.ShapeDtypeStruct((1, 5, 16), jnp.bfloat16)
         assert jax.eval_shape(layer, x).dtype == jnp.bfloat16
         assert jax.eval_shape(layer.router, x).weight.dtype == jnp.float32
-    assert build(params="bfloat16").up.dtype == jnp.bfloat16
+    assert build(params="bfloat16").up.weight.dtype == jnp.bfloat16
 
 
 def _remat(layer, x):

@@ -12,6 +12,7 @@ from axlearn_core.errors import ConfigError
 from axlearn_core.kernels import selection
 from axlearn_core.nn import sharding
 from axlearn_core.nn.layer import Precision
+from axlearn_core.nn.linear import Linear
 from axlearn_plugins_moe.dispatch import CapacityDispatch, DroplessDispatch
 from axlearn_plugins_moe.layer import MixtureOfExperts
 from axlearn_plugins_moe.routers import ExpertChoiceRouter, SigmoidRouter, SoftmaxRouter
@@ -40,6 +41,12 @@ def on(cfg, shape, rows=8):
     mesh = Mesh(shape=shape or {"fsdp": 1})
     layout = Layout(make_mesh(mesh, None if shape else jax.devices()[:1]), mesh)
     params = jax.jit(functional.init, compiler_options=QUICK)(jax.random.key(0))
+    dice = np.random.default_rng(1)
+    params |= {
+        p: jnp.asarray(dice.normal(size=x.shape), x.dtype)
+        for p, x in params.items()
+        if p.endswith(("up.bias", "down.bias"))
+    }
     places = {p: layout.sharding(functional.axes[p], s.shape, p) for p, s in functional.abstract.items()}
     params = {p: jax.device_put(x, places[p]) for p, x in params.items()}
     given = {k: jax.device_put(v, layout.sharding(("batch", "sequence"), v.shape, k)) for k, v in batch(rows).items()}
@@ -57,6 +64,7 @@ CASES = {
     "sigmoid-shared": {"router": SigmoidRouter.Config(), "shared": GatedFeedForward.Config(hidden_dim=8)},
     "capacity": {"dispatch": CapacityDispatch.Config(capacity_factor=1.0)},
     "expert-choice": {"router": ExpertChoiceRouter.Config()},
+    "biased": {"up": Linear.Config(bias=True), "down": Linear.Config(bias=True)},
     "ragged": {"dispatch": DroplessDispatch.Config(kernel="xla"), "router": SoftmaxRouter.Config(load_balance=1.0)},
 }
 MESHES = [

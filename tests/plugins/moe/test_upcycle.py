@@ -73,7 +73,7 @@ def test_plain_layers_too():
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        (MoE(hidden_dim=32).apply(model()), r"differs: decoder.layer.feed_forward.down: \[3, 8, 24, 16\]"),
+        (MoE(hidden_dim=32).apply(model()), r"differs: decoder.layer.feed_forward.down.weight: \[3, 8, 24, 16\]"),
         (MoE().apply(model(PlainFeedForward.Config(hidden_dim=24))), "has no place: decoder.layer.feed_forward.gate"),
         (model(PlainFeedForward.Config(hidden_dim=20)), "differs: decoder.layer.feed_forward.down.weight"),
     ],

@@ -17,11 +17,13 @@ from jax.extend.core import jaxprs_in_params
 import axlearn_core as ax
 from axlearn_core.compose import Functional, compose
 from axlearn_core.config import check, find, patch
-from axlearn_core.errors import ConfigError, PluginError
+from axlearn_core.errors import ConfigError, PluginError, RequestError
 from axlearn_core.nn.layer import Precision
 from axlearn_core.nn.linear import Linear
 from axlearn_core.nn.remat import Remat
 from axlearn_core.plugins.registry import registry
+from axlearn_plugins_moe.dispatch import DroplessDispatch
+from axlearn_plugins_moe.experts import BatchedProduct, GroupedProduct
 from axlearn_plugins_quantization import library
 from axlearn_plugins_quantization.feature import Quantization
 from axlearn_plugins_quantization.linear import QuantizedLinear
@@ -46,8 +48,8 @@ def products(function, *args):
 
     def visit(jaxpr):
         for equation in jaxpr.eqns:
-            if equation.primitive.name == "dot_general":
-                found.append(tuple(str(v.aval.dtype) for v in equation.invars))
+            if equation.primitive.name in ("dot_general", "ragged_dot_general"):
+                found.append(tuple(str(v.aval.dtype) for v in equation.invars[:2]))
             for inner in jaxprs_in_params(equation.params):
                 visit(inner)
 
@@ -146,6 +148,47 @@ def test_training_in_fp8_follows_float32(toy):
     exact, close = train(toy(), 200)[:60], train(Quantization(format="fp8").apply(toy()), 60)
     assert not np.array_equal(exact, close)
     assert far(close, exact) < 0.03
+
+
+@pytest.mark.parametrize(("settings", "forward", "backward"), [(INT8, 0.013, 0.013), (FP8, 0.045, 0.08), (
+    {"gradients": None}, 0.013, 0.0)])  # fmt: skip
+@pytest.mark.parametrize("sizes", [None, (100, 0, 60)])
+def test_products_of_groups_are_close(settings, forward, backward, sizes):
+    """The bounds are those of one product. Behind the groups stands what must not get into any scale."""
+    rule = library.Rule(**{**INT8, **settings})
+    exact = BatchedProduct() if sizes is None else GroupedProduct(jnp.asarray(sizes))
+    dice = np.random.default_rng(0)
+    rows = (3, 64) if sizes is None else (200,)
+    shapes = (*rows, 48), (3, 48, 40), (*rows, 40)
+    x, weights, to = (jnp.asarray(dice.normal(size=shape), jnp.float32) for shape in shapes)
+    if sizes is not None:
+        x, to = (a.at[sum(sizes) :].multiply(1e6) for a in (x, to))
+
+    def gradients(product):
+        def loss(x, weights):
+            y = product(x, weights) if sizes is None else product(x, weights)[: sum(sizes)]
+            return jnp.sum(y * to[: y.shape[0]]), y
+
+        (of_x, of_weights), y = jax.jit(jax.grad(loss, (0, 1), has_aux=True), compiler_options=QUICK)(x, weights)
+        return y, of_x, of_weights
+
+    found = gradients(lambda x, w: library.grouped_product(rule, x, w, exact))
+    for close, true, bound in zip(found, gradients(exact), (forward, backward, backward), strict=True):
+        assert away(close, true) <= bound
+    assert away(found[0], gradients(exact)[0]) > 1e-4
+
+
+@pytest.mark.parametrize("dispatch", ["dropless-dispatch", "capacity-dispatch"])
+def test_the_experts_of_a_mixture_are_quantized(batch, dispatch):
+    with_ = [f"moe:num_experts=4,dispatch={{type: {dispatch}}}", "quantization", "lora:rank=2,target=model.**"]
+    config = ax.resolve("quickstart", with_=with_, set={"model.decoder.num_layers": 1}).config
+    made = Functional.of(config.model)
+    assert made.axes["decoder.layer.feed_forward.up.lora_a"] == ("layers", "experts", "embed", "rank")
+    found = products(lambda p: made.bind(p).loss(batch)[0], made.abstract)
+    assert found.count(("int8", "int8")) == 7
+    named = patch(config, {"model.decoder.layer.feed_forward.dispatch": DroplessDispatch.Config(kernel="xla")})
+    with pytest.raises(RequestError, match=r"quantized experts: the kernel 'xla' of the dispatch"):
+        jax.eval_shape(lambda p: Functional.of(named.model).bind(p).loss(batch), made.abstract)
 
 
 def test_scan_remat_and_a_mesh_of_eight_devices(toy):

@@ -11,6 +11,7 @@ from axlearn_core.config import find
 from axlearn_core.errors import CheckpointError, ConfigError, RequestError
 from axlearn_core.nn.layer import Precision
 from axlearn_core.nn.linear import Linear
+from axlearn_plugins_moe.feature import MoE
 from axlearn_plugins_quantization.feature import stored
 from axlearn_plugins_quantization.runs import quantize_run, size, store
 from axlearn_plugins_quantization.weight_only import NoLearner, WeightOnlyLinear
@@ -73,6 +74,23 @@ def test_a_stored_model_computes_the_same_from_less(toy, batch, storage, share):
     assert abs(float(one - two)) < (0.002 if storage == "int8" else 0.05) * float(one)
     with pytest.raises(RequestError, match="has no parameter"):
         store({p: x for p, x in params.items() if "query" not in p}, serving)
+
+
+def test_stored_experts_compute_the_same(toy, batch):
+    config = MoE(num_experts=4).apply(toy({"model.decoder.num_layers": 1}))
+    dense, serving = (
+        Functional.of(config.model),
+        Functional.of(stored(config, "int8", tile_size=16, target="model.**.feed_forward.*").model),
+    )
+    assert serving.abstract["decoder.layer.feed_forward.up.weight_scale"].shape == (1, 4, 2, 64)
+    params = jax.jit(dense.init, compiler_options=QUICK)(jax.random.key(0))
+    made = store(params, serving)
+    one, two = (
+        jax.jit(lambda p, f=f: f.bind(p).loss(batch)[0], compiler_options=QUICK)(v)
+        for f, v in ((dense, params), (serving, made))
+    )
+    assert one != two
+    assert abs(float(one - two)) < 0.002 * float(one)
 
 
 def test_only_what_the_target_fits_is_stored(toy):

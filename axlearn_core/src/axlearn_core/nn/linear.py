@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 from flax import nnx
@@ -57,3 +57,10 @@ class Linear(Layer):
             inner = math.prod(self.cfg.input_dims)
             y = (x.reshape(-1, inner) @ weight.reshape(inner, -1)).reshape(*x.shape[:-count], *self.cfg.output_dims)
         return y + expand_to(self.computed(self.bias), y.ndim) if self.cfg.bias else y
+
+    def grouped(self, x: jax.Array, product: Any) -> jax.Array:
+        """What each of a stack of these maps makes of its own rows: `product(x, weights)` multiplies rows with the weight
+        of their map, and `product.spread(biases, y)` gives the bias of its map for each row of y.
+        """
+        y = product(x.astype(self.precision.compute), self.computed(self.weight))
+        return y + product.spread(self.computed(self.bias), y) if self.cfg.bias else y

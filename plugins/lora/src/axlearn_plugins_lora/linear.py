@@ -93,8 +93,16 @@ def _adapted(kind: Any) -> type:
         update = _product(_product(x.astype(self.lora_dtype), a, self.lora_inputs), b, 1)
         return y + (self.lora_scale * update).astype(y.dtype)
 
+    def grouped(self: Any, x: jax.Array, product: Any) -> jax.Array:
+        y = kind.grouped(self, x, product)
+        a, b = (p[...].astype(self.lora_dtype) for p in (self.lora_a, self.lora_b))
+        update = product(product(x.astype(self.lora_dtype), a), b)
+        return y + (self.lora_scale * update).astype(y.dtype)
+
+    # Only what can be a stack of maps as it is can be one with adapters.
+    methods = {"__call__": __call__, **({"grouped": grouped} if hasattr(kind, "grouped") else {})}
     # With no other base: Python lets a module change its class to one of the same layout only.
-    names = {"__module__": __name__, "__qualname__": f"{kind.__qualname__}WithLora", "__call__": __call__}
+    names = {"__module__": __name__, "__qualname__": f"{kind.__qualname__}WithLora", **methods}
     return types.new_class(f"{kind.__name__}WithLora", (kind,), exec_body=lambda body: body.update(names))
 
 

@@ -4,34 +4,20 @@ B batch, S positions, D width, E experts, K experts per token, R assignments per
 """
 
 import math
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol
 
+import attrs
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from axlearn_core.config import Configurable, node, setting
 from axlearn_core.nn.remat import tag
 from axlearn_core.nn.sharding import constrain, is_sharded
 from axlearn_core.nn.summaries import add_summary
 from axlearn_plugins_moe import sharded
-from axlearn_plugins_moe.grouped_matmul import grouped_matmul
+from axlearn_plugins_moe.experts import BatchedProduct, Experts, GroupedProduct, Product
 from axlearn_plugins_moe.routing import Routing
 from axlearn_plugins_transformer.feed_forward import ACTIVATIONS, Activation
-
-
-class Experts(NamedTuple):
-    """The matrices of all experts, in the compute dtype.
-
-    Attributes:
-        gate: [E, D, F], or None where the experts are not gated.
-        up: [E, D, F].
-        down: [E, F, D].
-    """
-
-    gate: jax.Array | None
-    up: jax.Array
-    down: jax.Array
 
 
 class Dispatch(Protocol):
@@ -42,12 +28,12 @@ class Dispatch(Protocol):
         ...
 
 
-def _hidden(x: jax.Array, experts: Experts, activation: Activation, product: Any) -> jax.Array:
-    """What goes into the down projection; `product(x, matrices)` multiplies rows with their experts' matrices."""
-    up = tag(product(x, experts.up), "mlp_up")
+def _hidden(x: jax.Array, experts: Experts, activation: Activation, product: Product) -> jax.Array:
+    """What goes into the down projection."""
+    up = tag(experts.up.grouped(x, product), "mlp_up")
     if experts.gate is None:
         return tag(ACTIVATIONS[activation](up), "mlp_hidden")
-    return tag(ACTIVATIONS[activation](tag(product(x, experts.gate), "mlp_gate")) * up, "mlp_hidden")
+    return tag(ACTIVATIONS[activation](tag(experts.gate.grouped(x, product), "mlp_gate")) * up, "mlp_hidden")
 
 
 def _collect(y: jax.Array, token: jax.Array | None, length: int) -> jax.Array:
@@ -98,21 +84,23 @@ class DroplessDispatch(Configurable):
     def __call__(self, x: jax.Array, routing: Routing, experts: Experts, activation: Activation) -> jax.Array:
         """[B, S, D] -> [B, S, D]."""
 
-        def local(x: jax.Array, routing: Routing, experts: Experts, first: jax.Array | None = None) -> jax.Array:
-            return self._local(x, routing, experts, activation, first)
+        def local(x: jax.Array, routing: Routing, experts: Experts, device: sharded.Device) -> jax.Array:
+            return self._local(x, routing, experts, activation, device)
 
-        return sharded.over_devices(local, x, routing, experts) if is_sharded() else local(x, routing, experts)
+        if is_sharded():
+            return sharded.over_devices(local, x, routing, experts)
+        return local(x, routing, experts, sharded.Device())
 
     def _local(
-        self, x: jax.Array, routing: Routing, experts: Experts, activation: Activation, first: jax.Array | None
+        self, x: jax.Array, routing: Routing, experts: Experts, activation: Activation, device: sharded.Device
     ) -> jax.Array:
-        """The part of the sum that these experts give; `first` is the number of the first where they are not all."""
-        count, width = experts.up.shape[0], x.shape[-1]
+        """The part of the sum that the experts of a device give."""
+        count, width = experts.num_experts, x.shape[-1]
         rows = _spread(x, routing.token, routing.expert.shape[1]).reshape(-1, width)
         expert = routing.expert.reshape(-1)
         mine = None
-        if first is not None:
-            expert = expert - first
+        if device.first is not None:
+            expert = expert - device.first
             mine = (expert >= 0) & (expert < count)
             expert = jnp.where(mine, expert, count)  # behind all groups
             rows = jnp.where(mine[:, None], rows, 0)
@@ -121,11 +109,10 @@ class DroplessDispatch(Configurable):
         inverse = jnp.zeros_like(order).at[order].set(places, unique_indices=True, mode="promise_in_bounds")
         sizes = jnp.sum(jax.nn.one_hot(expert, count, dtype=jnp.int32), axis=0)
 
-        def product(rows: jax.Array, matrices: jax.Array) -> jax.Array:
-            return grouped_matmul(rows, matrices, sizes, self.cfg.kernel)
-
+        product = GroupedProduct(sizes, self.cfg.kernel)
         hidden = _hidden(_permute(rows, order, inverse), experts, activation, product)
-        y = _permute(product(hidden, experts.down), inverse, order)
+        y = experts.down.grouped(hidden, attrs.evolve(product, adds=device.adds))
+        y = _permute(y, inverse, order)
         if mine is not None:
             y = jnp.where(mine[:, None], y, 0)
         y = y.reshape(x.shape[0], -1, width) * routing.weight[..., None].astype(y.dtype)
@@ -155,7 +142,7 @@ class CapacityDispatch(Configurable):
 
     def __call__(self, x: jax.Array, routing: Routing, experts: Experts, activation: Activation) -> jax.Array:
         """[B, S, D] -> [B, S, D]."""
-        (batch, length, width), count = x.shape, experts.up.shape[0]
+        (batch, length, width), count = x.shape, experts.num_experts
         expert, capacity = routing.expert, self.capacity(length, routing.expert.shape[1], count)
         order = jnp.argsort(expert, axis=1, stable=True).astype(jnp.int32)
         sizes = jnp.sum(jax.nn.one_hot(expert, count, dtype=jnp.int32), axis=1)  # [B, E]
@@ -186,13 +173,8 @@ class CapacityDispatch(Configurable):
             # Experts first, so that they get their mesh axis and rows what is left: the exchange is an all-to-all.
             return constrain(x, "experts", "batch", None, last)
 
-        def product(x: jax.Array, matrices: jax.Array) -> jax.Array:
-            if is_sharded():
-                return lax.dot_general(x, matrices, (((3,), (1,)), ((0,), (0,))))
-            flat = x.reshape(x.shape[0], -1, x.shape[-1])
-            return (flat @ matrices).reshape(*x.shape[:-1], matrices.shape[-1])
-
+        product = BatchedProduct()
         rows = laid_out(jnp.swapaxes(rows, 0, 1), "activation_embed")
         hidden = laid_out(_hidden(rows, experts, activation, product), "activation_mlp")
-        y = laid_out(product(hidden, experts.down), "activation_embed")
+        y = laid_out(experts.down.grouped(hidden, product), "activation_embed")
         return constrain(jnp.swapaxes(y, 0, 1), "batch", None, None, "activation_embed")

@@ -31,10 +31,10 @@ BALANCED = ParameterRule(pattern="**.router.bias", optimizer=SignDescent())
 class MoE(Feature):
     """A mixture of experts in the place of every feed-forward layer.
 
-    An expert has the hidden size and the activation of the layer that it replaces, unless `hidden_dim` says otherwise.
-    `every=2` replaces that of every second layer, the last of each two; `dense_layers` is how many layers at the bottom
-    keep theirs. `shared_experts` is how many experts' worth of a feed-forward layer every token uses besides. `router`
-    and `dispatch` are nodes, such as `{type: sigmoid-router}` and `{type: capacity-dispatch, capacity_factor: 1.5}`.
+    An expert has the hidden size, the activation and the linear maps of the layer that it replaces; `hidden_dim` gives it
+    another size. `every=2` replaces that of every second layer, the last of each two; `dense_layers` is how many layers at
+    the bottom keep theirs. `shared_experts` is how many experts' worth of a feed-forward layer every token uses besides.
+    `router` and `dispatch` are nodes, such as `{type: sigmoid-router}` and `{type: capacity-dispatch, capacity_factor: 1.5}`.
     The default: 8 experts, of which the router takes 2 by a softmax, and no token is dropped. With a sigmoid router the
     learner gets the rule that balances it.
 
@@ -111,7 +111,7 @@ class MoE(Feature):
     def _new(self, old: Any) -> MixtureOfExperts.Config:
         """The experts that replace a feed-forward layer; raises `ConfigError` where one of its settings would be lost."""
         default = MixtureOfExperts.Config()
-        taken = {"hidden_dim", "activation", "dtype", "param_dtype"}
+        taken = {"hidden_dim", "activation", "dtype", "param_dtype", "gate", "up", "down"}
         fields = {a.name: a for a in attrs.fields(type(old))}
         lost = [
             Problem(
@@ -126,8 +126,9 @@ class MoE(Feature):
         if lost:
             raise ConfigError(lost)
         kept: dict[str, Any] = {name: getattr(old, name) for name in taken & fields.keys()}
-        gated = default.gated if "up" not in fields else "gate" in fields
-        return self._set(attrs.evolve(default, gated=gated, **kept))
+        if "up" in fields and "gate" not in fields:
+            kept["gate"] = None
+        return self._set(attrs.evolve(default, **kept))
 
     def _set(self, experts: Any) -> MixtureOfExperts.Config:
         """The experts with the options that are given."""
@@ -148,8 +149,15 @@ def _shared(experts: MixtureOfExperts.Config, count: int) -> Node[FeedForward]:
         size = attrs.evolve(size, factor=size.factor * count)
     else:
         raise _refused(f"cannot tell what {count} times the size {size!r} is", "set `shared` of the experts yourself")
-    kind = GatedFeedForward.Config if experts.gated else PlainFeedForward.Config
-    return kind(hidden_dim=size, activation=experts.activation)
+    sizes: dict[str, Any] = {
+        "hidden_dim": size,
+        "activation": experts.activation,
+        "up": experts.up,
+        "down": experts.down,
+    }
+    if experts.gate is None:
+        return PlainFeedForward.Config(**sizes)
+    return GatedFeedForward.Config(gate=experts.gate, **sizes)
 
 
 def _has_experts(kind: Any) -> bool:

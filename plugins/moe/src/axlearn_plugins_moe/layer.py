@@ -1,6 +1,6 @@
 """The mixture of experts: a feed-forward layer of which each token uses a part."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -9,35 +9,15 @@ from flax import nnx
 
 from axlearn_core.config import REQUIRED, Node, Scaled, interface, node, setting, size_of
 from axlearn_core.errors import Problem
-from axlearn_core.nn.initializers import Initializer, VarianceScaling
 from axlearn_core.nn.layer import Layer, Precision
+from axlearn_core.nn.linear import Linear
 from axlearn_core.nn.remat import tag
 from axlearn_core.nn.summaries import add_summary
-from axlearn_plugins_moe.dispatch import Dispatch, DroplessDispatch, Experts
+from axlearn_plugins_moe.dispatch import Dispatch, DroplessDispatch
+from axlearn_plugins_moe.experts import ExpertProjection, Experts, stacked
 from axlearn_plugins_moe.routers import SoftmaxRouter
 from axlearn_plugins_moe.routing import Router, counts
 from axlearn_plugins_transformer.feed_forward import Activation, FeedForward
-
-
-@node
-class PerExpert(Node[Initializer]):
-    """Fills the matrix of each expert (the leading axis) as `init` would fill that matrix alone."""
-
-    init: Node[Initializer] = VarianceScaling()
-
-    def build(self, **_: Any) -> Initializer:
-        """The initialiser."""
-        own = self.init.build()
-
-        def init(
-            key: jax.Array, shape: Sequence[int], dtype: Any, *, in_axis: Sequence[int], out_axis: Sequence[int]
-        ) -> jax.Array:
-            into, out = (tuple(a % len(shape) - 1 for a in axes) for axes in (in_axis, out_axis))
-            return jax.vmap(lambda k: own(k, shape[1:], dtype, in_axis=into, out_axis=out))(
-                jax.random.split(key, shape[0])
-            )
-
-        return init
 
 
 class MixtureOfExperts(Layer):
@@ -55,11 +35,12 @@ class MixtureOfExperts(Layer):
             top_k: how many each token uses (on average, where the experts choose).
             hidden_dim: of one expert; it may be relative to the width.
             activation: of the experts.
-            gated: `down(activation(gate(x)) * up(x))`, or else `down(activation(up(x)))`.
             router: chooses experts for tokens.
             dispatch: brings tokens to experts and back.
             shared: a feed-forward layer that every token uses besides (DeepSeekMoE, arXiv 2401.06066).
-            init: fills the matrix of each expert, by its own fan.
+            gate: the matrices of `down(activation(gate(x)) * up(x))`; None makes experts `down(activation(up(x)))`.
+            up: see `gate`; like the others it is that of one expert, and made anew for each.
+            down: see `gate`.
         """
 
         input_dim: int = interface(default=REQUIRED)
@@ -67,11 +48,12 @@ class MixtureOfExperts(Layer):
         top_k: int = setting(default=2, ge=1)
         hidden_dim: int | Node[int] = Scaled(factor=8 / 3, multiple_of=128)
         activation: Activation = "silu"
-        gated: bool = True
         router: Node[Router] = SoftmaxRouter.Config()
         dispatch: Node[Dispatch] = DroplessDispatch.Config()
         shared: Node[FeedForward] | None = None
-        init: Node[Initializer] = VarianceScaling()
+        gate: Node[ExpertProjection] | None = Linear.Config()
+        up: Node[ExpertProjection] = Linear.Config()
+        down: Node[ExpertProjection] = Linear.Config()
 
         def validate(self) -> Iterable[Problem]:
             """More experts per token than there are."""
@@ -90,10 +72,15 @@ class MixtureOfExperts(Layer):
         hidden = size_of(cfg.hidden_dim, cfg.input_dim)
         sizes = {"input_dim": cfg.input_dim, "num_experts": cfg.num_experts, "top_k": cfg.top_k}
         self.router = self.child(cfg.router, rngs=rngs, **sizes)
-        into, out = (cfg.num_experts, cfg.input_dim, hidden), (cfg.num_experts, hidden, cfg.input_dim)
-        self.gate = self._matrices(rngs, into, ("experts", "embed", "mlp")) if cfg.gated else None
-        self.up = self._matrices(rngs, into, ("experts", "embed", "mlp"))
-        self.down = self._matrices(rngs, out, ("experts", "mlp", "embed"))
+        width, hidden = (cfg.input_dim,), (size_of(cfg.hidden_dim, cfg.input_dim),)
+
+        def maps(of: Any, source: tuple[int, ...], to: tuple[int, ...], *axes: str) -> Any:
+            offered = {"input_dims": source, "output_dims": to, "axes": axes, "precision": self.precision}
+            return stacked(of, cfg.num_experts, rngs=rngs, **offered)
+
+        self.gate = None if cfg.gate is None else maps(cfg.gate, width, hidden, "embed", "mlp")
+        self.up = maps(cfg.up, width, hidden, "embed", "mlp")
+        self.down = maps(cfg.down, hidden, width, "mlp", "embed")
         if cfg.shared is not None:
             self.shared = self.child(cfg.shared, rngs=rngs, input_dim=cfg.input_dim)
 
@@ -103,13 +90,9 @@ class MixtureOfExperts(Layer):
         x = x.astype(self.precision.compute)
         routing = self.router(x)
         self._report(routing.expert)
-        gate = None if self.gate is None else self.computed(self.gate)
-        experts = Experts(gate, self.computed(self.up), self.computed(self.down))
+        experts = Experts(self.gate, self.up, self.down, cfg.num_experts)
         y = cfg.dispatch.build()(x, routing, experts, cfg.activation)
         return tag(y if cfg.shared is None else y + self.shared(x), "mlp_out")
-
-    def _matrices(self, rngs: nnx.Rngs, shape: Sequence[int], axes: Sequence[str]) -> nnx.Param[jax.Array]:
-        return self.parameter(rngs, PerExpert(init=self.cfg.init), shape, axes, fan_in=(1,), fan_out=(2,))
 
     def _report(self, expert: jax.Array) -> None:
         """How evenly the experts are used; 1 is even for the entropy, and for the load of the busiest expert."""

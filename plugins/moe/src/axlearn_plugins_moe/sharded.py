@@ -5,32 +5,84 @@ collectives: gathered tokens and weights have their gradients scattered, each to
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import attrs
 import jax
+from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
 from axlearn_core.nn import sharding
+from axlearn_plugins_moe.experts import Experts
 from axlearn_plugins_moe.routing import Routing
 
-Local = Callable[[jax.Array, Routing, Any, jax.Array | None], jax.Array]
+
+@attrs.frozen(eq=False)
+class Device:
+    """What a device computes.
+
+    Attributes:
+        first: the number of the first of its experts; None where it has all.
+        adds: whether it adds biases to the outputs, where it has a part of the hidden dimension; None where it has all.
+    """
+
+    first: jax.Array | None = None
+    adds: jax.Array | None = None
+
+
+Local = Callable[[jax.Array, Routing, Experts, Device], jax.Array]
+
+
+class _Parameters:
+    """The parameters of the maps of all experts, and the structure that they are put back into."""
+
+    def __init__(self, experts: Experts):
+        parts = {n: nnx.split(m) for n, m in experts._asdict().items() if n != "num_experts" and m is not None}
+        self._graphs = {n: graph for n, (graph, _) in parts.items()}
+        self._flat = {n: nnx.to_flat_state(state) for n, (_, state) in parts.items()}
+        self.arrays = {n: [v.get_value() for _, v in flat] for n, flat in self._flat.items()}
+        # A layer of a stack has its own part of the parameters, under the names of the whole: theirs are the last.
+        self.axes = {
+            n: [v.get_metadata()["out_sharding"][-v.get_value().ndim :] for _, v in flat]
+            for n, flat in self._flat.items()
+        }
+
+    def sizes(self) -> dict[str, int]:
+        """Of each logical axis."""
+        pairs = [(a, x) for n in self.arrays for a, x in zip(self.axes[n], self.arrays[n], strict=True)]
+        return {name: size for axes, x in pairs for name, size in zip(axes, x.shape, strict=True) if name}
+
+    def each(self, function: Callable[..., Any], *trees: Any) -> dict[str, list[Any]]:
+        """`function(axes, *leaves)` of each array."""
+        return {
+            n: [function(*leaf) for leaf in zip(axes, *(t[n] for t in trees), strict=True)]
+            for n, axes in self.axes.items()
+        }
+
+    def experts(self, arrays: Mapping[str, list[jax.Array]], count: int) -> Experts:
+        """The maps with other values for their parameters."""
+        made: dict[str, Any] = dict.fromkeys(("gate", "up", "down"))
+        for n, flat in self._flat.items():
+            values = [(path, v.replace(x)) for (path, v), x in zip(flat, arrays[n], strict=True)]
+            made[n] = nnx.merge(self._graphs[n], nnx.from_flat_state(values))
+        return Experts(**made, num_experts=count)
 
 
 class _Axes:
     """The mesh axes of each kind of dimension, as the mesh rules in force have them."""
 
-    def __init__(self, x: jax.Array, experts: Any, *, by_row: bool):
+    def __init__(self, x: jax.Array, sizes: Mapping[str, int], *, by_row: bool):
         placement: Any = sharding.placement()
         self.mesh, self._rules = placement.mesh, placement.rules
         used: set[str] = set()
         self.batch = self._take("batch", x.shape[0], used)
         self.sequence = () if by_row else self._take("sequence", x.shape[1], used)
         used = set()
-        self.experts = self._take("experts", experts.up.shape[0], used)
-        self.embed = self._take("embed", experts.up.shape[1], used)
-        self.mlp = self._take("mlp", experts.up.shape[2], used)
+        self.experts = self._take("experts", sizes["experts"], used)
+        self.embed = self._take("embed", sizes["embed"], used)
+        self.mlp = self._take("mlp", sizes["mlp"], used)
 
     def _take(self, name: str, size: int, used: set[str]) -> tuple[str, ...]:
         axes = tuple(a for a in self._rules.get(name, ()) if a not in used and self.mesh.shape[a] > 1)
@@ -39,48 +91,53 @@ class _Axes:
         used.update(axes)
         return axes
 
+    def spec(self, axes: tuple[str | None, ...]) -> PartitionSpec:
+        """The partition of a parameter of experts."""
+        known = {"experts": self.experts, "embed": self.embed, "mlp": self.mlp}
+        return PartitionSpec(*(known.get(a or "") or None for a in axes))
 
-def over_devices(local: Local, x: jax.Array, routing: Routing, experts: Any) -> jax.Array:
+
+def over_devices(local: Local, x: jax.Array, routing: Routing, experts: Experts) -> jax.Array:
     """Runs `local` on every device for its own experts and the tokens of all devices that share the experts.
 
     Args:
-        local: `(x, routing, experts, first) -> [b, s, D]`, the part of the sum that these experts give; `first` is the
-            number of the first of them.
+        local: `(x, routing, experts, device) -> [b, s, D]`, the part of the sum that these experts give.
         x: [B, S, D].
         routing: of all tokens.
-        experts: matrices [E, D, F] and [E, F, D].
+        experts: all of them.
 
     Returns:
         [B, S, D], the sum over all experts.
     """
     length, by_row = x.shape[1], routing.token is not None
-    axes = _Axes(x, experts, by_row=by_row)
+    parameters = _Parameters(experts)
+    axes = _Axes(x, parameters.sizes(), by_row=by_row)
     tokens = PartitionSpec(axes.batch or None, axes.sequence or None)
     lists = PartitionSpec(axes.batch or None) if by_row else PartitionSpec(axes.batch or None, None, *tokens[1:])
-    into = PartitionSpec(*(a or None for a in (axes.experts, axes.embed, axes.mlp)))
-    matrices = type(experts)(None if experts.gate is None else into, into, PartitionSpec(into[0], into[2], into[1]))
     exchange = tuple(a for a in axes.experts if a in axes.batch)
     summed = tuple(a for a in axes.experts if a not in exchange) + axes.mlp
 
-    def run(x: jax.Array, routing: Routing, experts: Any) -> jax.Array:
-        if axes.embed:
-            dims = type(experts)(1, 1, 2)
-            experts = type(experts)(
-                *(
-                    None if m is None else lax.all_gather(m, axes.embed, axis=dim, tiled=True)
-                    for m, dim in zip(experts, dims, strict=True)
-                )
-            )
+    def whole(names: tuple[str | None, ...], array: jax.Array) -> jax.Array:
+        if "embed" not in names or not axes.embed:
+            return array
+        return lax.all_gather(array, axes.embed, axis=names.index("embed"), tiled=True)
+
+    def run(x: jax.Array, routing: Routing, arrays: Any) -> jax.Array:
+        arrays = parameters.each(whole, arrays)
         if exchange:
             x, routing = jax.tree.map(lambda a: lax.all_gather(a, exchange, axis=0, tiled=True), (x, routing))
         routing = jax.tree.map(lambda a: a.reshape(a.shape[0], -1), routing)
-        first = lax.axis_index(axes.experts) * experts.up.shape[0] if axes.experts else None
-        y = local(x, routing, experts, first)
+        held = experts.num_experts // math.prod(axes.mesh.shape[a] for a in axes.experts)
+        device = Device(
+            first=lax.axis_index(axes.experts) * held if axes.experts else None,
+            adds=lax.axis_index(axes.mlp) == 0 if axes.mlp else None,
+        )
+        y = local(x, routing, parameters.experts(arrays, held), device)
         y = lax.psum(y, summed) if summed else y
         return lax.psum_scatter(y, exchange, scatter_dimension=0, tiled=True) if exchange else y
 
     if not by_row:  # [B, K, S], so that a device gets the choices of its own positions
         routing = jax.tree.map(lambda a: a.reshape(a.shape[0], -1, length), routing)
-    routed = jax.tree.map(lambda _: lists, routing)
-    mapped = jax.shard_map(run, mesh=axes.mesh, in_specs=(tokens, routed, matrices), out_specs=tokens, check_vma=False)
-    return mapped(x, routing, experts)
+    specs = tokens, jax.tree.map(lambda _: lists, routing), parameters.each(axes.spec)
+    mapped = jax.shard_map(run, mesh=axes.mesh, in_specs=specs, out_specs=tokens, check_vma=False)
+    return mapped(x, routing, parameters.arrays)

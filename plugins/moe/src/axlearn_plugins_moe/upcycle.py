@@ -4,7 +4,7 @@ Every expert starts as a copy of the feed-forward layer that it comes from. Wher
 to 1, the new model computes what the old one did, until training makes the experts differ.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -135,17 +135,13 @@ def _value(old: _Source, new: _Layout, target: Functional, path: str, stacks: Se
     stack, name, layers = new.split(path, stacks)
     if stack:
         rows = range(shape[0]) if layers is None else layers
-        parts = [
-            _copied(old.row(stack, name, i), lambda i=i: old.row(stack, f"{name}.weight", i), copies, 0) for i in rows
-        ]
+        parts = [_copied(old.row(stack, name, i), len(shape) - 1, copies, 0) for i in rows]
         return None if any(p is None for p in parts) else np.stack(parts)
-    axis = axes.index("experts") if copies is not None else 0
-    return _copied(old.whole(path), lambda: old.whole(f"{path}.weight"), copies, axis)
+    return _copied(old.whole(path), len(shape), copies, axes.index("experts") if copies is not None else 0)
 
 
-def _copied(same: Any, dense: Callable[[], Any], copies: int | None, axis: int) -> Any:
-    """The parameter as it is in the old model, or a copy of the dense layer's for each expert; None without either."""
-    if same is not None or copies is None:
-        return same
-    found = dense()
-    return None if found is None else np.repeat(np.expand_dims(found, axis), copies, axis=axis)
+def _copied(found: Any, rank: int, copies: int | None, axis: int) -> Any:
+    """The parameter as it is in the old model, or a copy for each expert where it is that of a dense layer."""
+    if found is None or copies is None or found.ndim == rank:
+        return found
+    return np.repeat(np.expand_dims(found, axis), copies, axis=axis)

@@ -26,7 +26,7 @@ class Quantization(Feature):
     The products of every linear map that `target` fits (a pattern of config paths, or several; by default all of the
     model) are taken in `format`: `int8` (the default), or `fp8`, which is e4m3 forward and e5m2 for gradients. Parameters
     and optimizer stay as they are. `gradients=false` leaves the products of the backward pass in floating point.
-    Embeddings, the output layer and the experts of a mixture are no linear maps in this sense, and stay as they are.
+    Embeddings and the output layer are no linear maps in this sense, and stay as they are; the experts of a mixture are.
 
     Linear maps that are quantized already get the options that are given. A map that has LoRA adapters keeps them; what
     they adapt is quantized. It comes after the features that wrap linear maps, so it is of the stage `tune`.

@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 import attrs
 import jax
+import jax.numpy as jnp
 
-from axlearn_core.errors import PluginError
+from axlearn_core.errors import PluginError, RequestError
 
 Format = Literal["int8", "int4", "float8_e4m3fn", "float8_e5m2"]
 Dimensions = Any
@@ -15,15 +16,18 @@ Dimensions = Any
 
 
 @functools.cache
-def load() -> tuple[Any, Any]:
-    """(the package, its module of products for training).
+def load() -> tuple[Any, Any, Any]:
+    """(the package, its module of products for training, that of products of groups).
 
     Raises:
         PluginError: qwix is missing, or does not work with the JAX and Flax that are installed.
     """
     try:
         import qwix
-        from qwix._src.core import dot_general_qt  # where qwix keeps what its `QtProvider` calls; no public name
+        from qwix._src.core import (
+            dot_general_qt,
+            ragged_dot_qt,
+        )  # what its `QtProvider` calls; they have no public name
     except (ImportError, AttributeError, TypeError) as error:  # what a library raises that meets another JAX
         import importlib_metadata
 
@@ -33,7 +37,7 @@ def load() -> tuple[Any, Any]:
             f"quantization needs qwix, which cannot be imported: {error}\n    installed: {listed}\n"
             '    fix: install "qwix>=0.1.8,<0.2" beside a JAX that it supports, or leave quantization out'
         ) from error
-    return qwix, dot_general_qt
+    return qwix, dot_general_qt, ragged_dot_qt
 
 
 def _version(metadata: Any, name: str) -> str:
@@ -77,15 +81,19 @@ def product(rule: Rule, dimensions: Dimensions) -> Callable[[jax.Array, jax.Arra
     def plain(x: jax.Array, weight: jax.Array) -> jax.Array:
         return dot.dot_general_qt(x, weight, dimensions, config)
 
+    return _loose(plain)
+
+
+def _loose(plain: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     # qwix multiplies integers by floating-point scales, forward and backward, which strict promotion forbids.
     @jax.custom_vjp
-    def loose(x: jax.Array, weight: jax.Array) -> jax.Array:
+    def loose(*args: jax.Array) -> jax.Array:
         with jax.numpy_dtype_promotion("standard"):
-            return plain(x, weight)
+            return plain(*args)
 
-    def forward(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, Any]:
+    def forward(*args: jax.Array) -> tuple[jax.Array, Any]:
         with jax.numpy_dtype_promotion("standard"):
-            return jax.vjp(plain, x, weight)
+            return jax.vjp(plain, *args)
 
     def backward(pull: Any, gradient: jax.Array) -> Any:
         with jax.numpy_dtype_promotion("standard"):
@@ -93,6 +101,73 @@ def product(rule: Rule, dimensions: Dimensions) -> Callable[[jax.Array, jax.Arra
 
     loose.defvjp(forward, backward)
     return loose
+
+
+def grouped_product(rule: Rule, x: jax.Array, weights: jax.Array, exact: Any) -> jax.Array:
+    """The product of rows with the weights of their groups, [G, K, N], by a rule.
+
+    Args:
+        rule: without tiles.
+        x: [G, ..., K], or [M, K] where the rows of the groups follow one another.
+        weights: [G, K, N].
+        exact: the product in floating point; `exact.sizes` is int32 [G], the rows of each group in [M, K], or None.
+
+    Raises:
+        RequestError: the rule has tiles, or `exact` is to be taken by a kernel that the config names.
+    """
+    if rule.tile_size is not None or exact.kernel is not None:
+        what = "tile_size" if rule.tile_size is not None else f"the kernel {exact.kernel!r} of the dispatch"
+        raise RequestError(
+            f"quantized experts: {what} has no meaning for them, as qwix multiplies with one scale for each output\n"
+            "    fix: leave it out, or give quantization a target without the experts"
+        )
+    if exact.sizes is None:
+        return product(rule, (((x.ndim - 1,), (1,)), ((0,), (0,))))(x, weights)
+    # Rows behind the last group may hold anything, which must not get into the scales.
+    used = jnp.arange(x.shape[0])[:, None] < jnp.sum(exact.sizes)
+    x = jnp.where(used, x, 0)
+    if rule.activations is None:
+        y = _exact_backward(lambda x, w, n: jax.lax.ragged_dot(x, _rounded(w, rule.weights), n))(
+            x, weights, exact.sizes
+        )
+    elif rule.gradients is None:
+        y = _exact_backward(_groups(rule))(x, weights, exact.sizes)
+    else:
+        y = _loose(_groups(rule))(x, weights, exact.sizes)
+    return jnp.where(used, y, 0)
+
+
+def _rounded(weights: jax.Array, to: str) -> jax.Array:
+    package = load()[0]
+    with jax.numpy_dtype_promotion("standard"):
+        return package.dequantize(package.quantize(weights, to, channelwise_axes=(0, 2))).astype(weights.dtype)
+
+
+def _groups(rule: Rule) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
+    module = load()[2]
+    config = module.RaggedDotQtConfig(
+        lhs_qtype=rule.activations,
+        rhs_qtype=rule.weights,
+        dlhs_grad_qtype=rule.gradients,
+        drhs_grad_qtype=rule.gradients,
+    )
+    return lambda x, weights, sizes: module.ragged_dot_qt(x, weights, sizes, config)
+
+
+def _exact_backward(forward: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`forward`, with the gradients of `jax.lax.ragged_dot`."""
+
+    @jax.custom_vjp
+    def made(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+        with jax.numpy_dtype_promotion("standard"):
+            return forward(x, weights, sizes)
+
+    def backward(kept: Any, gradient: jax.Array) -> Any:
+        x, weights, sizes = kept
+        return (*jax.vjp(lambda x, w: jax.lax.ragged_dot(x, w, sizes), x, weights)[1](gradient), None)
+
+    made.defvjp(lambda *args: (made(*args), args), backward)
+    return made
 
 
 def _config(rule: Rule) -> Any:
@@ -129,3 +204,10 @@ def stored_product(x: jax.Array, values: jax.Array, scales: jax.Array, dimension
     package = load()[0]
     with jax.numpy_dtype_promotion("standard"):
         return package.dot_general(x, package.QArray(values, scales.astype(x.dtype)), dimensions)
+
+
+def dequantized(values: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
+    """A weight that `quantized` made, or a stack of such, in floating point."""
+    package = load()[0]
+    with jax.numpy_dtype_promotion("standard"):
+        return package.dequantize(package.QArray(values, scales.astype(dtype))).astype(dtype)

@@ -11,7 +11,7 @@ from axlearn_core.errors import Problem
 from axlearn_core.nn.layer import expand_to
 from axlearn_core.nn.linear import Linear
 from axlearn_core.nn.sharding import is_sharded
-from axlearn_plugins_quantization.library import Format, Rule, product
+from axlearn_plugins_quantization.library import Format, Rule, grouped_product, product
 
 
 class QuantizedLinear(Linear):
@@ -51,6 +51,18 @@ class QuantizedLinear(Linear):
             y = product(rule, contracted(2, 1))(x.reshape(-1, inner), weight.reshape(inner, -1))
             y = y.reshape(*x.shape[:-count], *cfg.output_dims)
         return y + expand_to(self.computed(self.bias), y.ndim) if cfg.bias else y
+
+    def grouped(self, x: jax.Array, product: Any) -> jax.Array:
+        """See `Linear.grouped`; for rows in groups of any size a scale of an output serves the weights of all groups.
+
+        Raises:
+            RequestError: what is asked for has no quantized product of groups.
+        """
+        cfg: Any = self.cfg
+        rule = Rule(cfg.weights, cfg.activations, cfg.gradients, cfg.tile_size)
+        x, weight = x.astype(self.precision.compute), self.computed(self.weight)
+        y = grouped_product(rule, x, weight, product)
+        return y + product.spread(self.computed(self.bias), y) if cfg.bias else y
 
 
 def contracted(rank: int, count: int) -> Any:

@@ -11,7 +11,7 @@ from axlearn_core.config import REQUIRED, Configurable, Node, interface, node, s
 from axlearn_core.errors import Problem, RequestError
 from axlearn_core.nn.initializers import Constant, Initializer, VarianceScaling
 from axlearn_core.nn.layer import Layer, Precision, expand_to
-from axlearn_plugins_quantization.library import quantized, stored_product
+from axlearn_plugins_quantization.library import dequantized, quantized, stored_product
 from axlearn_plugins_quantization.linear import contracted
 
 Storage = Literal["int8", "int4"]
@@ -67,6 +67,22 @@ class WeightOnlyLinear(Layer):
         dimensions = contracted(x.ndim, len(self.cfg.input_dims))
         y = stored_product(x, self.weight[...], self.weight_scale[...], dimensions)
         return y + expand_to(self.computed(self.bias), y.ndim) if self.cfg.bias else y
+
+    def grouped(self, x: jax.Array, product: Any) -> jax.Array:
+        """See `axlearn_core.nn.linear.Linear.grouped`. The weights are made floating-point for the product.
+
+        Raises:
+            RequestError: a device has a part of the inputs, and tiles of them have scales of their own.
+        """
+        values, scales = self.weight[...], self.weight_scale[...]
+        inputs, tiles = values.shape[-2], scales.shape[-2]
+        if tiles > 1 and tiles * (self.cfg.tile_size or 0) != inputs:
+            raise RequestError(
+                f"stored experts: the mesh splits inputs ({inputs} are here) that {tiles} tiles have scales for\n"
+                "    fix: --set mesh.rules.mlp=[] keeps them whole; or quantize without --tile-size"
+            )
+        y = product(x.astype(self.precision.compute), dequantized(values, scales, self.precision.compute))
+        return y + product.spread(self.computed(self.bias), y) if self.cfg.bias else y
 
 
 class NoLearner(Configurable):
