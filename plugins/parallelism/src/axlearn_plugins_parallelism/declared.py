@@ -1,0 +1,21 @@
+"""What the plugin says through hooks. Imports no JAX."""
+
+from axlearn_core.contracts.kernels import KernelImplementation
+from axlearn_core.plugins.hookspecs import hookimpl
+
+_MODULE = "axlearn_plugins_parallelism.context"
+_BY_NAME_ONLY = -1  # the reference has 0 and can do everything
+_IMPLEMENTATIONS = tuple(
+    KernelImplementation(name=name, op="attention", priority=_BY_NAME_ONLY, load=f"{_MODULE}:{attribute}")
+    for name, attribute in (
+        ("ring", "RING"),
+        ("context-all-gather", "ALL_GATHER"),
+        ("context-all-to-all", "ALL_TO_ALL"),
+    )
+)
+
+
+@hookimpl
+def axlearn_kernels(op: str) -> list[KernelImplementation]:
+    """Attention over a sequence that is split over devices."""
+    return [k for k in _IMPLEMENTATIONS if k.op == op]

@@ -1,0 +1,118 @@
+"""The features of this distribution that rewrite models and meshes."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar
+
+import attrs
+
+from axlearn_core.config import REQUIRED, Node, get, map, node, patch, setting
+from axlearn_core.contracts.mesh import DEFAULT_RULES
+from axlearn_core.errors import ConfigError, Problem
+from axlearn_core.nn.stack import Stack
+from axlearn_core.plugins.feature import Feature
+from axlearn_plugins_parallelism.pipeline import AXIS, PipelinedStack
+
+Tree = TypeVar("Tree", bound=Node[Any])
+
+
+def with_rules(cfg: Tree, rules: Mapping[str, tuple[str, ...]]) -> Tree:
+    """`cfg` with mesh rules over those that it has."""
+    old = get(cfg, "mesh.rules")
+    new = {**old, **rules}
+    return cfg if new == dict(old) else patch(cfg, {"mesh.rules": new})
+
+
+def rewrite(cfg: Tree, fits: Callable[[Any], bool], change: Callable[[Any], Any], *, name: str, needs: str) -> Tree:
+    """`cfg` with every node that fits changed; raises `ConfigError` where none does."""
+    count = 0
+
+    def place(part: Node[Any]) -> Node[Any]:
+        nonlocal count
+        if not fits(part):
+            return part
+        count += 1
+        new = change(part)
+        return part if new == part else new
+
+    made = map(cfg, place)
+    if not count:
+        fix = f"leave the feature {name} out"
+        raise ConfigError(Problem(path="model", message=f"{name} finds nothing to change", expected=needs, fix=fix))
+    return made
+
+
+@node
+class Pipeline(Feature):
+    """Pipeline parallelism: every stack of layers is split into stages over the mesh axis `pipeline`.
+
+    `--with pipeline:microbatches=8 --set mesh.shape="{pipeline: 2, fsdp: -1}"` makes two stages of the layers, through
+    which the batch goes in 8 microbatches. `schedule=interleaved` gives each stage `rounds` smaller chunks of layers,
+    which takes less time to fill and to drain: (stages - 1) of (rounds * microbatches + stages - 1) ticks are idle; with
+    `gpipe`, rounds is 1. Parameters, checkpoints, remat and scan stay what they are. On an experiment that has it
+    already, the options are set anew.
+    """
+
+    stage = "execute"
+    example = "microbatches=2"
+
+    microbatches: int = setting(default=REQUIRED, ge=1)
+    schedule: Literal["gpipe", "interleaved"] = "gpipe"
+    rounds: int = setting(default=2, ge=2)
+
+    def apply(self, cfg: Tree) -> Tree:
+        """Puts a `PipelinedStack` in the place of every `Stack`, and the layers on the axis `pipeline`."""
+        options = {n: getattr(self, n) for n in ("microbatches", "schedule", "rounds")}
+
+        def change(stack: Any) -> Any:
+            kept = {a.name: getattr(stack, a.name) for a in attrs.fields(Stack.Config)}
+            return PipelinedStack.Config(**{**kept, **options})
+
+        needs = "a stack of layers (`stack`, or a component that is one)"
+        made = rewrite(cfg, _is_stack, change, name="pipeline", needs=needs)
+        layers = get(made, "mesh.rules").get("layers", DEFAULT_RULES["layers"])
+        return made if AXIS in layers else with_rules(made, {"layers": (AXIS, *layers)})
+
+    def in_effect(self, cfg: Node[Any]) -> bool:
+        """Every stack is pipelined so."""
+        return self.apply(cfg) == cfg
+
+
+def _is_stack(part: Any) -> bool:
+    return type(part) in (Stack.Config, PipelinedStack.Config)
+
+
+METHODS = {"ring": "ring", "all-gather": "context-all-gather", "all-to-all": "context-all-to-all"}
+
+
+@node
+class ContextParallel(Feature):
+    """Context parallelism: attention over sequences that are split over the mesh axis `seq`.
+
+    `--with context-parallel --set mesh.shape="{seq: 4, fsdp: -1}"` gives each of four devices a quarter of every row.
+    `method` says how queries see the keys of other devices: `ring` passes keys and values around, so that no device ever
+    holds all of them (Liu et al., 2023); `all-gather` gathers them; `all-to-all` gives each device all positions of some
+    heads (Jacobs et al., 2023), which has to divide the heads, and runs the fastest kernel there is. With the first two,
+    each device has an early and a late piece of the sequence, so that under a causal mask all have equal work. Where the
+    sequence is not split, the best kernel is chosen, as without this feature. On an experiment that has it already, the
+    method is set anew.
+    """
+
+    stage = "execute"
+
+    method: Literal["ring", "all-gather", "all-to-all"] = "ring"
+
+    def apply(self, cfg: Tree) -> Tree:
+        """Sets `kernel` of every attention."""
+        kernel = METHODS[self.method]
+        fits = {"num_heads", "kernel"}
+        return rewrite(
+            cfg,
+            lambda part: fits <= {a.name for a in attrs.fields(type(part))},
+            lambda part: attrs.evolve(part, kernel=kernel),
+            name="context-parallel",
+            needs="an attention layer: a node with `num_heads` and `kernel`",
+        )
+
+    def in_effect(self, cfg: Node[Any]) -> bool:
+        """Every attention does it so."""
+        return self.apply(cfg) == cfg
