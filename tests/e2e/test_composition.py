@@ -111,7 +111,14 @@ def quick():
         yield
 
 
-@pytest.mark.parametrize(("layout", "experiment"), ROWS)
+def _rows():
+    """By default each layout once, each with another experiment; the rest is among the slow proofs."""
+    names = toy.experiments()
+    quick = {(layout, names[i % len(names)]) for i, layout in enumerate(LAYOUTS)}
+    return [row if row in quick else pytest.param(*row, marks=pytest.mark.slow) for row in ROWS]
+
+
+@pytest.mark.parametrize(("layout", "experiment"), _rows())
 def test_it_builds_and_steps(layout, experiment, plan):
     step(layout, experiment, plan[layout, experiment])
 
@@ -126,15 +133,14 @@ def test_the_set_covers_every_pair(plan):
 
 @pytest.mark.slow
 def test_all_of_them():
-    """Every feature on every layout and experiment, in random order, for three minutes (or as the variable says)."""
-    end = time.monotonic() + float(os.environ.get("AXLEARN_COMPOSITION_SECONDS", "180"))
+    """Every feature on every layout and experiment, in random order, for a minute (or as the variable says)."""
+    end = time.monotonic() + float(os.environ.get("AXLEARN_COMPOSITION_SECONDS", "60"))
     cases = list(itertools.product(MORE, toy.experiments(), toy.features()))
     random.Random(int(os.environ.get("AXLEARN_COMPOSITION_SEED", "0"))).shuffle(cases)
     done = 0
     for layout, experiment, name in cases:
         step(layout, experiment, (name,), init=True)
         done += 1
-        if time.monotonic() > end:
+        if done >= 10 and time.monotonic() > end:
             break
     print(f"{done} of {len(cases)}")
-    assert done >= 10

@@ -5,6 +5,7 @@ whose parameters are moved by as much as the dtype rounds. A quantized or routed
 boundary, and it does so there too.
 """
 
+import os
 import random
 import time
 
@@ -97,7 +98,7 @@ def agree(seed):
     assert found[1] <= allowed[1], f"{told}: a gradient is apart by {found}, allowed {allowed}"
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_mesh_gives_the_loss_and_the_gradients_of_one_device(seed):
     agree(seed)
 
@@ -105,10 +106,10 @@ def test_a_mesh_gives_the_loss_and_the_gradients_of_one_device(seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_many_meshes(part):
-    """As many cases as 90 seconds take, at least six."""
-    end = time.monotonic() + 90
-    for count, seed in enumerate(range(5 + part, 1000, 4)):
-        if count >= 6 and time.monotonic() > end:
+    """As many cases as the time takes (40 seconds, or as the variable says), at least four."""
+    end = time.monotonic() + float(os.environ.get("AXLEARN_MESH_SECONDS", "40"))
+    for count, seed in enumerate(range(3 + part, 1000, 4)):
+        if count >= 4 and time.monotonic() > end:
             break
         agree(seed)
 
