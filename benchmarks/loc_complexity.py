@@ -107,7 +107,7 @@ def proven(feature: str, n: int, m: int, experiments: range) -> tuple[set[tuple[
                     before, after = plain(name), launch(name)
                     modifier = features.MODIFIERS.get(feature)
                     same = modifier is None or modifier(before) == after
-                    if same and cells.active(before, after, feature):
+                    if same and cells.active(before, after, feature, scanned=j == experiments[0]):
                         active.add((i, j))
                 except (AxlearnError, TypeError, AttributeError) as error:  # a cell that does not work is inactive
                     problems.append(f"{name}: {type(error).__name__}: {error}")

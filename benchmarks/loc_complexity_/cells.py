@@ -104,15 +104,20 @@ def _filled(path: str, spec: Any) -> jax.Array:
     return jnp.asarray(values + (1.0 if name.endswith("scale") else 0.0), spec.dtype)
 
 
-def active(plain: Any, activated: Any, feature: str) -> bool:
-    """Whether the feature is active in a cell: configs of the experiment without and with it."""
+def active(plain: Any, activated: Any, feature: str, *, scanned: bool) -> bool:
+    """Whether the feature is active in a cell: configs of the experiment without and with it.
+
+    Layers run one by one, as for generation; with `scanned` also as in training, which has to be compiled.
+    """
     off, on = built(plain), built(activated)
-    before, after = _forward(off.unstacked()), _forward(on)
-    hand = off.unstacked()
-    for layer, other in zip(hand.decoder.layer, on.unstacked().decoder.layer, strict=True):
+    layers, hand = on.unstacked(), off.unstacked()
+    before, after = _forward(off.unstacked()), _forward(layers)
+    for layer, other in zip(hand.decoder.layer, layers.decoder.layer, strict=True):
         BY_HAND[feature](layer, other)
     expected, norm = _forward(hand), np.linalg.norm(after)
     equal = np.linalg.norm(after - expected) <= EQUAL * norm
+    if scanned:
+        equal &= np.linalg.norm(_forward(on) - expected) <= EQUAL * norm
     return bool(np.isfinite(norm) and equal and np.linalg.norm(after - before) >= DIFFERENT * norm)
 
 
