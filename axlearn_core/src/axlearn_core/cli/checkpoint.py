@@ -6,14 +6,28 @@ from typing import Any
 import click
 
 from axlearn_core.cli.common import json_option, print_json, print_table
+from axlearn_core.cli.main import _plugin_commands, cli
 from axlearn_core.errors import CheckpointError
 
 run_dir_argument = click.argument("run_dir", type=click.Path(path_type=Path))
 
 
-@click.group()
+class Commands(click.Group):
+    """The commands below, and what plugins register as `checkpoint-NAME`."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """All names."""
+        plugins = sorted(n for n in _plugin_commands() if n.startswith("checkpoint-"))
+        return [*super().list_commands(ctx), *(n.removeprefix("checkpoint-") for n in plugins)]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Imports the command of a plugin."""
+        return super().get_command(ctx, cmd_name) or cli.get_command(ctx, f"checkpoint-{cmd_name}")
+
+
+@click.group(cls=Commands)
 def checkpoint() -> None:
-    """Checkpoints: what a run has saved."""
+    """Checkpoints: what a run has saved, and other formats."""
 
 
 @checkpoint.command("list")

@@ -76,9 +76,4 @@ def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> No
 
 def entry_row(entry: Any) -> dict[str, Any]:
     """What `list` says of a `plugins.registry.Entry`."""
-    return {
-        "name": entry.name,
-        "distribution": entry.distribution,
-        "version": entry.version,
-        "value": entry.value,
-    }
+    return {name: getattr(entry, name) for name in ("name", "distribution", "version", "value")}

@@ -25,7 +25,8 @@ class Commands(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """All names, the core's first."""
-        return [*COMMANDS, *sorted(_plugin_commands().keys() - COMMANDS.keys())]
+        names = {n for n in _plugin_commands() if not n.startswith("checkpoint-")}  # those are below `checkpoint`
+        return [*COMMANDS, *sorted(names - COMMANDS.keys())]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Imports the one command."""
@@ -59,10 +60,9 @@ class Commands(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The commands with the lines of the table, none of them imported."""
-        core = {name: line for name, (_, line) in COMMANDS.items()}
-        plugins = {name: f"({origin})" for name, origin in sorted(_plugin_commands().items())}
+        plugins, names = _plugin_commands(), self.list_commands(ctx)
         with formatter.section("Commands"):
-            formatter.write_dl(list((core | plugins | core).items()))
+            formatter.write_dl([(n, COMMANDS[n][1] if n in COMMANDS else f"({plugins[n]})") for n in names])
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         """Reads the arguments; prints help where that is asked for."""

@@ -11,6 +11,7 @@ import pluggy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
     from axlearn_core.contracts.kernels import KernelImplementation
     from axlearn_core.contracts.mesh import MeshRule
@@ -45,3 +46,8 @@ def axlearn_remat_policies() -> Iterable[RematPolicy]:  # type: ignore[empty-bod
 @hookspec
 def axlearn_checkpoint_storage(uri: str) -> CheckpointStorage | None:
     """The storage for a checkpoint URI (`"s3://bucket/run"`), or None where its scheme is not this plugin's."""
+
+
+@hookspec
+def axlearn_load(directory: Path) -> object | None:
+    """The model in a directory that is no run (an `axlearn_core.train.loading.Loaded`), or None where it is not known."""

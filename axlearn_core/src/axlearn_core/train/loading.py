@@ -10,6 +10,7 @@ import jax
 from axlearn_core.compose import Program, compose
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import CheckpointError, RequestError
+from axlearn_core.plugins.manager import host
 from axlearn_core.train.api import saved_config
 from axlearn_core.train.trainer import Trainer
 
@@ -34,20 +35,21 @@ class Loaded:
         """The text that the model writes after `prompt`, without the prompt."""
         if self.tokenizer is None:
             raise RequestError("this run's input has no tokenizer, so its model cannot write text")
-        pieces = generate_text(
-            self.model, self.tokenizer, prompt, max_tokens=max_tokens, temperature=temperature, seed=seed
+        return "".join(
+            generate_text(self.model, self.tokenizer, prompt, max_tokens=max_tokens, temperature=temperature, seed=seed)
         )
-        return "".join(pieces)
 
 
 def load(run_dir: str | Path, *, step: int | None = None) -> Loaded:
-    """The model of a run directory at a step, by default the newest.
+    """The model of a run directory at a step, by default the newest; or of another directory that a plugin can read.
 
     Raises:
         CheckpointError: the directory is no run, has no such checkpoint, or the checkpoint is damaged.
     """
     path = Path(run_dir)
     config = saved_config(path)
+    if config is None and step is None and (found := host().only("axlearn_load", directory=path)) is not None:
+        return found
     if config is None:
         there = "has no config.yaml" if path.is_dir() else "does not exist"
         raise CheckpointError(
@@ -76,7 +78,7 @@ def generate_text(
     """Yields pieces of text as they are generated; a character that spans tokens comes when it is complete."""
     if not hasattr(model, "generate"):
         raise RequestError(f"a {type(model).__name__} does not write text: it has no method `generate`")
-    prompt_ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
+    prompt_ids = getattr(tokenizer, "encode_prompt", tokenizer.encode)(prompt) or [tokenizer.eos_id]
     ids: list[int] = []
     shown = tokenizer.decode(prompt_ids)
     for token in model.generate(

@@ -173,7 +173,8 @@ class Trainer(Configurable):
             known = ", ".join(map(str, checkpointer.steps())) or "none"
             raise RequestError(f"there is no checkpoint of step {step}\n    checkpoints: {known}")
         state, extra = checkpointer.restore(step, program.state)
-        batches.set_state(extra["data"])
+        if "data" in extra:  # not where the run was made of a model from elsewhere
+            batches.set_state(extra["data"])
         say(f"continuing from the checkpoint of step {step}")
         return state, step
 

@@ -58,6 +58,7 @@ class TokenizerJson(Configurable):
         path: str | None = None
         builtin: str | None = None
         eos: str | None = None  # the token that ends a document; None: the usual one that the vocabulary has
+        bos: str | None = None  # the token that a prompt begins with, for models that expect one
 
         def validate(self) -> Iterable[Problem]:
             """One place to read from, and one that exists."""
@@ -101,6 +102,9 @@ class TokenizerJson(Configurable):
         # Where a template spells special tokens out, they are commands.
         self._special = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
         self._special.encode_special_tokens = False
+        if cfg.bos is not None and cfg.bos not in vocab:
+            raise InputError(f"the tokenizer {name} has no token {cfg.bos!r}\n    fix: set bos to one that it has, or to null")
+        self._front = [] if cfg.bos is None else [vocab[cfg.bos]]
 
     def encode_special(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """(token ids, the characters [start, stop) of each), the special tokens that the text spells out among them."""
@@ -112,6 +116,18 @@ class TokenizerJson(Configurable):
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[
             0
         ].ids  # a third faster than `encode`
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of a text that a model is to go on from: behind `bos`, where that is set."""
+        return self._front + self.encode(text)
+
+    def to_json(self) -> str:
+        """The text of a `tokenizer.json`."""
+        return self._tokenizer.to_str(pretty=False)
+
+    def token(self, token_id: int) -> str | None:
+        """The token of an id, as the vocabulary spells it."""
+        return self._tokenizer.id_to_token(token_id)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text, invalid UTF-8 replaced; special tokens stand for nothing."""

@@ -1,0 +1,221 @@
+"""Safetensors files of a model directory: what is in them, tensor by tensor, and how they are written.
+
+The format (huggingface.co/docs/safetensors): eight bytes with the length of a header, the header as JSON (name -> dtype,
+shape, begin and end of its bytes), the bytes. The header is read here rather than through the library so that a tensor can
+be read in slices into memory of our own: a mapped file would count as memory until the system takes it back.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import ml_dtypes
+import numpy as np
+
+from axlearn_core.errors import CheckpointError, nearest
+
+DTYPES: dict[str, Any] = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+}
+"""What weights can be; other dtypes (of quantized models) are refused by name."""
+CODES = {str(np.dtype(dtype)): code for code, dtype in DTYPES.items()}
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD_BYTES = 5_000_000_000
+
+
+@attrs.frozen
+class Stored:
+    """One tensor in a file: where, what."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    bytes: int
+
+    def rows(self, begin: int, end: int) -> np.ndarray:
+        """Reads `[begin:end]` of the first axis; of a scalar, everything.
+
+        Raises:
+            CheckpointError: the file ends before it.
+        """
+        dtype = np.dtype(DTYPES[self.dtype])
+        shape = (end - begin, *self.shape[1:]) if self.shape else ()
+        made = np.empty(shape, dtype)
+        row = self.bytes // self.shape[0] if self.shape and self.shape[0] else 0
+        with self.file.open("rb", buffering=0) as file:
+            file.seek(self.start + begin * row)
+            view = memoryview(made.reshape(-1).view(np.uint8))
+            done = 0
+            while done < len(view):
+                count = file.readinto(view[done:])
+                if not count:
+                    raise CheckpointError(f"{self.file} ends too early; it was changed while it was read")
+                done += count
+        return made
+
+
+def stored_tensors(directory: Path) -> dict[str, Stored]:
+    """All tensors of a model directory, by name: of `model.safetensors`, or of the shards that the index names.
+
+    Raises:
+        CheckpointError: there are no weights, a shard is missing or truncated, or the index is not of these shards.
+    """
+    if (directory / INDEX).is_file():
+        return _sharded(directory)
+    shards = sorted(directory.glob("*.safetensors"))
+    if (directory / SINGLE).is_file():
+        return _header(directory / SINGLE)
+    if len(shards) == 1:
+        return _header(shards[0])
+    there = ", ".join(sorted(p.name for p in directory.iterdir())[:8]) if directory.is_dir() else "no such directory"
+    fix = "restore the index" if shards else "save the model with `save_pretrained`, which writes safetensors"
+    raise CheckpointError(f"{directory} has neither {SINGLE} nor {INDEX}\n    got: {there}\n    fix: {fix}")
+
+
+def _sharded(directory: Path) -> dict[str, Stored]:
+    index = directory / INDEX
+    try:
+        weights: dict[str, str] = dict(json.loads(index.read_text("utf-8"))["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{index} is no index of safetensors: {type(error).__name__} {error}") from None
+    files = sorted({*weights.values(), *(p.name for p in directory.glob("model-*.safetensors"))})
+    missing = [f for f in files if not (directory / f).is_file()]
+    if missing:
+        raise CheckpointError(f"{index} names shards that are missing: {', '.join(missing)}\n    fix: download them")
+    headers = {f: _header(directory / f) for f in files}
+    problems = [f"{n}: the index says {f}, which lacks it" for n, f in weights.items() if n not in headers[f]]
+    problems += [
+        f"{n}: in {f}, not in the index" for f, tensors in headers.items() for n in tensors if weights.get(n) != f
+    ]
+    if problems:
+        raise listed(f"{index} does not fit its shards", problems, "download the index and the shards together")
+    return {n: headers[f][n] for n, f in weights.items()}
+
+
+def _header(file: Path) -> dict[str, Stored]:
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as handle:
+            length = int.from_bytes(handle.read(8), "little")
+            if not 2 <= length <= size - 8:
+                raise ValueError(f"its header would have {length} bytes, and the file has {size}")
+            header: dict[str, Any] = json.loads(handle.read(length))
+        header.pop("__metadata__", None)
+        found = {}
+        for name, info in header.items():
+            begin, end = info["data_offsets"]
+            found[name] = Stored(file, info["dtype"], tuple(info["shape"]), 8 + length + begin, end - begin)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file} is no safetensors file: {error}\n    fix: download it again") from None
+    wanted = max((t.start + t.bytes for t in found.values()), default=8 + length)
+    if size != wanted:
+        raise CheckpointError(
+            f"{file} is {'truncated' if size < wanted else 'not what its header says'}\n"
+            f"    got: {size} bytes\n    expected: {wanted} bytes\n    fix: download it again"
+        )
+    for name, tensor in found.items():
+        if tensor.dtype not in DTYPES:
+            raise CheckpointError(
+                f"{file}: {name} has the dtype {tensor.dtype}\n    expected: one of {', '.join(DTYPES)}\n"
+                "    fix: convert the model to bfloat16 first; quantized weights cannot be read"
+            )
+        if tensor.bytes != int(np.prod(tensor.shape)) * np.dtype(DTYPES[tensor.dtype]).itemsize:
+            raise CheckpointError(f"{file}: {name} {list(tensor.shape)} has {tensor.bytes} bytes\n    fix: download it again")
+    return found
+
+
+def listed(what: str, problems: Sequence[str], fix: str) -> CheckpointError:
+    """One error for many problems."""
+    more = [f"and {len(problems) - 12} more"] if len(problems) > 12 else []
+    lines = "\n".join(f"    {p}" for p in [*problems[:12], *more])
+    return CheckpointError(f"{what}\n{lines}\n    fix: {fix}")
+
+
+def check(stored: Mapping[str, Stored], wanted: Mapping[str, Sequence[int]], spare: Iterable[str], where: Path) -> None:
+    """Compares what a directory has with what the model needs.
+
+    Args:
+        stored: what is there.
+        wanted: name -> shape.
+        spare: names that may be there besides.
+        where: for the message.
+
+    Raises:
+        CheckpointError: tensors that are missing, that nothing uses, or of another shape, all at once.
+    """
+    stray = sorted(stored.keys() - wanted.keys() - set(spare))
+    problems = []
+    for name, shape in wanted.items():
+        if name not in stored:
+            close = nearest(name, stray, limit=1)
+            problems.append(f"missing: {name} {list(shape)}" + (f" (nearest there: {close[0]})" if close else ""))
+        elif stored[name].shape != tuple(shape):
+            problems.append(f"shape: {name}: {list(stored[name].shape)} there, expected {list(shape)}")
+    problems += [f"unused: {name} {list(stored[name].shape)}" for name in stray]
+    if problems:
+        raise listed(
+            f"the weights in {where} are not those of the model that its config.json describes",
+            problems,
+            "take config.json and weights of the same model",
+        )
+
+
+Made = tuple[str, str, tuple[int, ...]]
+"""(name, dtype code, shape) of a tensor to be written."""
+
+
+def shards(tensors: Iterable[Made], limit: int = SHARD_BYTES) -> list[list[Made]]:
+    """The tensors in files of at most `limit` bytes each, in order."""
+    found: list[list[Made]] = [[]]
+    room = limit
+    for tensor in tensors:
+        size = _bytes(tensor)
+        if found[-1] and size > room:
+            found.append([])
+            room = limit
+        found[-1].append(tensor)
+        room -= size
+    return found
+
+
+def write_shard(file: Path, tensors: Sequence[Made], values: Iterator[np.ndarray]) -> None:
+    """Writes one file; `values` gives the tensors one at a time, in order."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, code, shape in tensors:
+        size = _bytes((name, code, shape))
+        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as handle:
+        handle.write(len(text).to_bytes(8, "little"))
+        handle.write(text)
+        for _ in tensors:
+            value = np.ascontiguousarray(next(values))
+            handle.write(memoryview(value.reshape(-1).view(np.uint8)))
+        handle.flush()
+        os.fsync(handle.fileno())
+
+
+def write(directory: Path, files: Sequence[Sequence[Made]], values: Iterator[np.ndarray]) -> None:
+    """Writes all shards, and the index where there is more than one."""
+    names = [SINGLE] if len(files) == 1 else [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+    for name, tensors in zip(names, files, strict=True):
+        write_shard(directory / name, tensors, values)
+    if len(files) > 1:
+        total = sum(_bytes(t) for tensors in files for t in tensors)
+        where = {t[0]: name for name, tensors in zip(names, files, strict=True) for t in tensors}
+        body = {"metadata": {"total_size": total}, "weight_map": where}
+        (directory / INDEX).write_text(json.dumps(body, indent=2, sort_keys=True) + "\n", "utf-8")
+
+
+def _bytes(tensor: Made) -> int:
+    return int(np.prod(tensor[2])) * np.dtype(DTYPES[tensor[1]]).itemsize

@@ -1,0 +1,209 @@
+"""Run directories made of Hugging Face models, and the other way round."""
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from axlearn_core.checkpoint import OrbaxCheckpointer
+from axlearn_core.compose import Functional, compose
+from axlearn_core.errors import CheckpointError, ConfigError, RequestError, WorkError
+from axlearn_core.train.api import provenance, saved_config
+from axlearn_core.train.loading import Loaded
+from axlearn_core.train.run_dir import RunDir
+from axlearn_core.train.session import say
+from axlearn_plugins_huggingface import files, stream
+from axlearn_plugins_huggingface.family import Family, Json, family, family_of
+from axlearn_plugins_huggingface.source import CONFIG, TOKENIZER, Source, open_model
+from axlearn_plugins_huggingface.table import layout
+
+KEPT = "huggingface"
+"""The folder of a run directory that keeps what was in the model directory besides the weights."""
+TENSORS = "tensors.json"
+SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
+PARAMS, AVERAGE = "params.", "learner.ema."
+
+
+def load(directory: Path) -> Loaded:
+    """The model of a directory, on one device, with its parameters in the dtype of the files."""
+    source = open_model(directory, stored_dtype=True)
+    _say(source)
+    program = compose(source.config, jax.devices()[:1])
+    model = program.functional.bind(source.read(program.state["params"]))
+    return Loaded(source.config, program, model, source.config.input.tokenizer.build(), 0)
+
+
+def import_run(directory: Path, run_dir: Path, *, with_: Iterable[str] = (), set: Iterable[str] = ()) -> Source:
+    """Writes a run at step 0 with the weights of a model directory.
+
+    Args:
+        directory: a model in Hugging Face format.
+        run_dir: the new run.
+        with_: features to add to the experiment, as on the command line.
+        set: settings to make in it.
+
+    Raises:
+        RequestError: the directory is not what it says, or `run_dir` is taken; nothing was written.
+        WorkError: it cannot be written.
+    """
+    source = open_model(directory, tokenizer=run_dir / TOKENIZER, with_=with_, set=set)
+    config = source.config
+    if RunDir.check(run_dir, config, saved_config(run_dir), allow_drift=True).resumes:
+        raise RequestError(f"{run_dir} holds a run already; nothing was written\n    fix: give another RUN_DIR")
+    program = compose(config)
+    params = source.read(program.state["params"])
+    _say(source)
+    learner = config.learner.build(max_steps=config.max_steps, axes=program.functional.axes)
+    shardings = jax.tree.map(lambda s: s.sharding, program.state["learner"])
+    state = {
+        "step": jnp.zeros((), jnp.int32),
+        "rng": jax.random.key_data(jax.random.split(jax.random.key(config.seed))[1]),
+        "params": params,
+        "learner": jax.jit(learner.init, out_shardings=shardings)(params),
+    }
+    text = source.resolved.to_yaml()
+    place = RunDir(run_dir, resumes=False)
+    place.write(text, {"imported_from": str(directory), "provenance": provenance(source.resolved)})
+    _keep(source, run_dir)
+    checkpointer = config.checkpointer.build(directory=place.checkpoints)
+    checkpointer.files = {"config.yaml": text}
+    try:
+        checkpointer.save(0, state, extra={"step": 0}, metrics={})
+        checkpointer.wait()
+    finally:
+        checkpointer.close()
+    return source
+
+
+def _keep(source: Source, run_dir: Path) -> None:
+    """What an export needs that the run does not: the small files, and how the tensors were stored."""
+    folder = run_dir / KEPT
+    try:
+        folder.mkdir(exist_ok=True)
+        for file in {f for pattern in SIDE_FILES for f in source.directory.glob(pattern)} - {source.directory / files.INDEX}:
+            shutil.copyfile(file, folder / file.name)
+        shutil.copyfile(source.directory / TOKENIZER, run_dir / TOKENIZER)
+        stored = {n: [s.dtype, s.file.name] for n, s in source.stored.items()}
+        (folder / TENSORS).write_text(json.dumps(stored) + "\n", "utf-8")
+    except OSError as error:
+        raise WorkError(f"cannot write {folder}: {error.strerror or error}") from error
+
+
+def export_run(run_dir: Path, directory: Path, *, step: int | None = None, dtype: str | None = None) -> None:
+    """Writes the model of a run in Hugging Face format; it appears in one piece.
+
+    Args:
+        run_dir: the run.
+        directory: where; it must not be there yet.
+        step: which checkpoint; by default the newest.
+        dtype: of the tensors; by default that of the files that the run was imported from, else of the parameters.
+
+    Raises:
+        RequestError: it is no run, nothing in the format describes its model, or `directory` is taken.
+        WorkError: it cannot be written.
+    """
+    if directory.exists():
+        raise RequestError(f"{directory} is there already; nothing was written\n    fix: give another DIR")
+    config: Any = saved_config(run_dir)
+    if config is None:
+        raise CheckpointError(f"{run_dir} is no run directory: it has no config.yaml")
+    made, data = _described(run_dir, config)
+    model = Functional.of(config.model)
+    tensors = layout(model, made.rules)
+    params = _parameters(run_dir, config, step)
+    known: dict[str, list[str]] = _read_json(run_dir / KEPT / TENSORS)
+    own = files.CODES[dtype or str(config.model.param_dtype)]
+    wanted = [
+        (n, own if dtype or n not in known else known[n][0], t.shape)
+        for n, t in sorted(tensors.items(), key=lambda item: known.get(item[0], ["", ""])[1])
+    ]
+    if dtype or not known:
+        data["dtype"] = dtype or config.model.param_dtype
+    partial = directory.with_name(f".{directory.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        shards = files.shards(wanted)
+        files.write(partial, shards, stream.values(tensors, params, shards))
+        for file in (run_dir / KEPT).glob("*") if (run_dir / KEPT).is_dir() else ():
+            if file.name != TENSORS:
+                shutil.copyfile(file, partial / file.name)
+        _write_tokenizer(config, partial)
+        (partial / CONFIG).write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", "utf-8")
+        partial.rename(directory)
+    except OSError as error:
+        raise WorkError(f"cannot write {directory}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _described(run_dir: Path, config: Any) -> tuple[Family, Json]:
+    """The family and `config.json` of a run: those that it was imported from, where they still describe it."""
+    if data := _read_json(run_dir / KEPT / CONFIG):
+        made = family(str(data["model_type"]))
+        if not made.differences(data, config):
+            return made, data
+    made, fresh = family_of(config)
+    same = {k: v for k, v in data.items() if k.endswith("_token_id")}
+    eos = _eos(config)
+    return made, {"eos_token_id": eos, "max_position_embeddings": _length(config), **fresh, **same}
+
+
+def _length(config: Any) -> int | None:
+    length = getattr(config.input, "sequence_length", None)
+    return length if isinstance(length, int) else None
+
+
+def _eos(config: Any) -> int | None:
+    try:
+        return config.input.tokenizer.build().eos_id
+    except (AttributeError, RequestError):
+        return None
+
+
+def _write_tokenizer(config: Any, directory: Path) -> None:
+    """The tokenizer of a run that did not come with one in this format."""
+    node = getattr(config.input, "tokenizer", None)
+    if (directory / TOKENIZER).exists() or not hasattr(node, "eos"):
+        return
+    try:
+        tokenizer = node.build()  # type: ignore[union-attr]
+    except (ConfigError, RequestError):
+        return
+    (directory / TOKENIZER).write_text(tokenizer.to_json(), "utf-8")
+    described = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.token(tokenizer.eos_id)}
+    (directory / "tokenizer_config.json").write_text(json.dumps(described, indent=2) + "\n", "utf-8")
+
+
+def _parameters(run_dir: Path, config: Any, step: int | None) -> dict[str, jax.Array]:
+    """The parameters of a run (their moving average where it kept one), on one device."""
+    program = compose(config, jax.devices()[:1])
+    checkpointer: OrbaxCheckpointer = config.checkpointer.build(directory=run_dir / "checkpoints")
+    try:
+        known = checkpointer.steps()
+        at = max(known, default=None) if step is None else step
+        if at is None or at not in known:
+            listed = ", ".join(map(str, known)) or "none"
+            raise CheckpointError(f"{run_dir} has no checkpoint{f' of step {step}' if step is not None else ''} (there: {listed})")
+        there = checkpointer.inspect(at).arrays
+        like: dict[str, Any] = {}
+        for path, value in program.state["params"].items():
+            key = AVERAGE + path if AVERAGE + path in there else PARAMS + path
+            like[key] = jax.ShapeDtypeStruct(value.shape, there[key].dtype if key in there else value.dtype, sharding=value.sharding)
+        found = checkpointer.restore_partial(at, like, "**")
+    finally:
+        checkpointer.close()
+    return {key.removeprefix(AVERAGE).removeprefix(PARAMS): x for key, x in found.items()}
+
+
+def _read_json(file: Path) -> Json:
+    return json.loads(file.read_text("utf-8")) if file.is_file() else {}
+
+
+def _say(source: Source) -> None:
+    for note in source.notes:
+        say(f"note: {note}")

@@ -1,0 +1,149 @@
+"""A model directory in Hugging Face format, opened: everything about it is checked, and no weight has been read."""
+
+import fnmatch
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import tokenizers
+
+from axlearn_core.compose import Functional
+from axlearn_core.errors import CheckpointError, ConfigError, Problem
+from axlearn_core.plugins.request import Request
+from axlearn_core.plugins.resolve import Resolved, resolve
+from axlearn_plugins_huggingface import files, stream
+from axlearn_plugins_huggingface.family import Family, Json, Settings, family
+from axlearn_plugins_huggingface.files import Stored
+from axlearn_plugins_huggingface.table import Tensor, layout
+
+CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+COMPUTE = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
+
+
+@attrs.frozen(eq=False)
+class Source:
+    """A model directory.
+
+    Attributes:
+        data: its `config.json`.
+        resolved: the experiment that it stands for.
+        model: the model of that, abstract.
+        tensors: what the model needs, by name.
+        stored: what the files have, by name; the names are those of `tensors`.
+        notes: what a user should know.
+    """
+
+    directory: Path
+    data: Json
+    family: Family
+    resolved: Resolved
+    model: Functional
+    tensors: dict[str, Tensor]
+    stored: dict[str, Stored]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def config(self) -> Any:
+        """The config of the trainer."""
+        return self.resolved.config
+
+    def read(self, like: Mapping[str, Any]) -> dict[str, Any]:
+        """The parameters; see `stream.read`."""
+        return stream.read(self.tensors, self.stored, like)
+
+
+def is_model(directory: Path) -> bool:
+    """Whether a directory may hold a model in this format: its `config.json` says what it is."""
+    return (directory / CONFIG).is_file() and "model_type" in _json(directory / CONFIG)
+
+
+def open_model(
+    directory: Path,
+    *,
+    tokenizer: Path | None = None,
+    with_: Iterable[str] = (),
+    set: Iterable[str] = (),  # what it is called on the command line
+    stored_dtype: bool = False,
+) -> Source:
+    """Opens a model directory.
+
+    Args:
+        directory: with `config.json`, safetensors in any number of shards, and `tokenizer.json`.
+        tokenizer: where `tokenizer.json` will be when the config is used; by default where it is.
+        with_: features to add to the experiment.
+        set: settings to make in it.
+        stored_dtype: keeps parameters in the dtype of the files, for use; for training they are float32.
+
+    Raises:
+        RequestError: whatever is wrong with it; nothing was read but the headers.
+    """
+    if not (directory / CONFIG).is_file():
+        raise CheckpointError(f"{directory} has no {CONFIG}\n    fix: give the directory of a Hugging Face model")
+    data = _json(directory / CONFIG)
+    made = family(str(data.get("model_type", "(none)")))
+    dtype = COMPUTE.get(str(data.get("dtype") or data.get("torch_dtype")), "float32")
+    more: Json = {"model.dtype": dtype, **_tokenizer(directory, Settings(data), tokenizer)}
+    if stored_dtype:
+        more["model.param_dtype"] = dtype
+    base, unread = made.resolve(data, **more)
+    length = data.get("max_position_embeddings") or data.get("n_positions")
+    if length and getattr(base.config.input, "sequence_length", 0) > length:
+        base, unread = made.resolve(data, **more, **{"input.sequence_length": length})
+    resolved = resolve(attrs.evolve(Request.of(base.config, with_=with_, set=set), title=made.model_type))
+    model = Functional.of(resolved.config.model)  # type: ignore[attr-defined]
+    tensors, stored = layout(model, made.rules), files.stored_tensors(directory)
+    ignored = {n for n in stored if any(fnmatch.fnmatchcase(n, p) for p in made.ignored)}
+    copies = {n: of for n, of in made.copies.items() if n in stored and of in stored and n not in tensors}
+    files.check(stored, {n: t.shape for n, t in tensors.items()}, {*ignored, *copies}, directory)
+    differing = [f"{n} is not {of}" for n, of in copies.items() if not stream.same(stored[n], stored[of])]
+    if differing:
+        raise files.listed(f"{directory}: tensors that the config ties differ", differing, "set tie_word_embeddings to false")
+    notes = [f"config.json has keys that nothing looked at: {', '.join(unread)}"] if unread else []
+    notes += [f"not part of the model, left out: {', '.join(sorted(ignored)[:8])}"] if ignored else []
+    kept = {n: stored[n] for n in tensors}
+    return Source(directory, data, made, resolved, model, tensors, kept, tuple(notes))
+
+
+def _json(file: Path) -> Json:
+    try:
+        data = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from None
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{file} is no JSON object")
+    return data
+
+
+def _tokenizer(directory: Path, hf: Settings, place: Path | None) -> Json:
+    """What is set of the input: the tokenizer, the token that ends a text, and the one that begins a prompt."""
+    file = directory / TOKENIZER
+    if not file.is_file():
+        raise CheckpointError(
+            f"{directory} has no {TOKENIZER}\n"
+            "    fix: `AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)` of transformers writes one"
+        )
+    try:
+        made = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exceptions
+        raise CheckpointError(f"{file} is not a tokenizer.json that can be read: {error}") from None
+    size = max(made.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    if size > hf.need("vocab_size"):
+        raise ConfigError(
+            Problem(
+                path="config.json: vocab_size",
+                message=f"the tokenizer {file} has more tokens than the model",
+                got=str(hf["vocab_size"]),
+                expected=f"at least {size}",
+                fix="take the tokenizer that belongs to the weights",
+            )
+        )
+    ends = hf.get("eos_token_id")
+    ends = ends[0] if isinstance(ends, list) and ends else ends
+    eos = made.id_to_token(ends) if isinstance(ends, int) else None
+    # What the file's template puts in front of a text is what the model expects there.
+    front, plain = made.encode("a").ids, made.encode("a", add_special_tokens=False).ids
+    bos = made.id_to_token(front[0]) if plain and front[: len(plain)] != plain and front[0] != plain[0] else None
+    path = str((place or file).absolute())
+    return {"input.tokenizer": {"type": "tokenizer-json", "path": path, "eos": eos, "bos": bos}}
