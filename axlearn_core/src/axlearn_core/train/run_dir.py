@@ -15,7 +15,7 @@ from typing import Any
 
 import attrs
 
-from axlearn_core.config import REQUIRED, Change, Node, diff, flatten
+from axlearn_core.config import Change, Node, diff, flatten
 from axlearn_core.errors import CheckpointError, RequestError, WorkError
 
 # What may differ when a run is continued: it changes neither the model nor the data nor the order of either.
@@ -77,7 +77,7 @@ class RunDir:
                 )
             return cls(path, resumes=False)
         changes = diff(old, config)
-        refused = [c for c in changes if not is_free(c.path) and c.old is not REQUIRED]  # what was open may be filled in
+        refused = [c for c in changes if not is_free(c.path)]
         if refused and not allow_drift:
             raise CheckpointError(
                 f"{path} holds a run with another config; nothing was written\n"

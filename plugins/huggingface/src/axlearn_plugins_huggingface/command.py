@@ -14,8 +14,8 @@ import click
 def import_hf(directory: Path, run_dir: Path, with_: Sequence[str], set_: Sequence[str]) -> None:
     """Make a run, in RUN_DIR, of the Hugging Face model in DIR.
 
-    The run begins at step 0 with these weights and a fresh optimizer. What it is to be trained on is set here
-    (`--set input.source.paths=[...]`), or when it is trained.
+    The run begins at step 0 with these weights and a fresh optimizer. What it is to be trained on, and how, is set here:
+    `--set input.source.paths=[...]`.
     """
     from axlearn_plugins_huggingface.runs import import_run
 

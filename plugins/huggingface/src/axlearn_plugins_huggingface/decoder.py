@@ -1,6 +1,6 @@
 """What the pre-norm decoders in Hugging Face format have in common: keys of `config.json`, and names of tensors."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from axlearn_plugins_huggingface.family import Family, Json, Key, Settings
 from axlearn_plugins_huggingface.rope import read_rope, write_rope
@@ -70,7 +70,9 @@ def feed_forward_rules(ours: str = "feed_forward", theirs: str = "mlp") -> tuple
     )
 
 
-def expert_rules(theirs: str = "mlp", names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> tuple[Rule, ...]:
+def expert_rules(
+    theirs: str = "mlp", names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> tuple[Rule, ...]:
     """The router and the matrices of each expert."""
     return (
         Rule(f"{OURS}.feed_forward.router.weight", f"{THEIRS}.{theirs}.gate.weight", "e d -> d e"),
@@ -84,7 +86,7 @@ def expert_rules(theirs: str = "mlp", names: tuple[str, str, str] = ("gate_proj"
 class RopeDecoder(Family):
     """The base of families with one rotary encoding for all layers."""
 
-    keys = {**SIZES, **HEADS, **DENSE, **NORMS, "tie_word_embeddings": TIED}
+    keys: ClassVar = {**SIZES, **HEADS, **DENSE, **NORMS, "tie_word_embeddings": TIED}
     rules = (*OUTER_RULES, *NORM_RULES, *ATTENTION_RULES, *feed_forward_rules())
     ignored = ("*.rotary_emb.inv_freq",)
 

@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 
 import attrs
 
-from axlearn_core.config import REQUIRED, Configurable, Node, children, diff, get, map, patch, size_of
+from axlearn_core.config import REQUIRED, Configurable, Node, diff, get, map, size_of
 from axlearn_core.config.flat import Change
+from axlearn_core.config.tree import children
 from axlearn_core.errors import ConfigError, Problem, RequestError, nearest, unknown
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import Request
@@ -21,13 +22,16 @@ PREFIX = "huggingface-"
 Json = dict[str, Any]
 
 IRRELEVANT = frozenset(
-    "_attn_implementation_autoset _name_or_path add_cross_attention architectures attention_dropout attn_pdrop "
-    "auto_map bos_token_id cache_implementation dtype embd_pdrop ep_size eos_token_id head_dim initializer_range "
-    "initializer_factor is_decoder max_position_embeddings max_window_layers model_type moe_layer_freq "
-    "num_nextn_predict_layers output_attentions output_hidden_states output_router_logits pad_token_id pretraining_tp "
-    "resid_pdrop return_dict router_aux_loss_coef router_jitter_noise rope_scaling rope_parameters rope_theta seq_aux "
-    "aux_loss_alpha summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj "
-    "task_specific_params torch_dtype transformers_version unk_token_id use_cache qk_head_dim n_ctx".split()
+    """
+    _attn_implementation_autoset _name_or_path add_cross_attention architectures attention_dropout attn_pdrop
+    auto_map bos_token_id cache_implementation dtype embd_pdrop ep_size eos_token_id head_dim
+    initializer_range initializer_factor is_decoder max_position_embeddings max_window_layers model_type
+    moe_layer_freq num_nextn_predict_layers output_attentions output_hidden_states output_router_logits
+    pad_token_id pretraining_tp resid_pdrop return_dict router_aux_loss_coef router_jitter_noise rope_scaling
+    rope_parameters rope_theta seq_aux aux_loss_alpha summary_activation summary_first_dropout
+    summary_proj_to_labels summary_type summary_use_proj task_specific_params torch_dtype transformers_version
+    unk_token_id use_cache qk_head_dim n_ctx
+    """.split()  # noqa: SIM905 - a list of one word per line would be longer than what it belongs to
 )
 """Keys of `config.json` that change nothing that a model computes from its weights, or that families read together."""
 
@@ -106,7 +110,9 @@ class Key:
         value = get(config, self.places[0])
         if self.values is None:
             return None if value is None else self.write(value)
-        given = {k: v for k, v in self.values.items() if v == value or (isinstance(v, dict) and isinstance(value, Node))}
+        given = {
+            k: v for k, v in self.values.items() if v == value or (isinstance(v, dict) and isinstance(value, Node))
+        }
         return next(iter(given), value)
 
 
@@ -188,24 +194,11 @@ class Family(Configurable):
     def differences(self, data: Mapping[str, Any], config: Any) -> list[Change]:
         """How the model of a `config.json` differs from that of a config, in what it computes."""
         theirs: Any = self.resolve(data)[0].config
-        return diff(_essential(theirs), _essential(config))
+        return list(diff(_essential(theirs), _essential(config)))
 
 
-EXECUTION = {
-    "stack": None,
-    "kernel": None,
-    "loss_kernel": None,
-    "init": None,
-    "dtype": None,
-    "param_dtype": None,
-    "output_dtype": None,
-    "loss_chunk": None,
-    "z_loss": None,
-    "load_balance": None,
-    "dispatch": None,
-    "kv_cache": None,
-    "latent_cache": None,
-}
+_RUN = ("stack", "kernel", "loss_kernel", "init", "dtype", "param_dtype", "output_dtype", "loss_chunk", "dispatch")
+EXECUTION = frozenset((*_RUN, "z_loss", "load_balance", "kv_cache", "latent_cache"))
 """Fields that say how a model is run and trained, not what it computes."""
 
 
@@ -215,17 +208,14 @@ def _essential(config: Any) -> Any:
     width = model.decoder.hidden_dim
 
     def plain(part: Node[Any]) -> Node[Any]:
-        fields = children(part)
-        made: Json = {}
-        for name in fields.keys() & EXECUTION.keys():
-            default = getattr(attrs.fields(type(part)), name).default
-            made[name] = default
+        fields: Json = children(part)
+        made: Json = {n: getattr(attrs.fields(type(part)), n).default for n in fields.keys() & EXECUTION}
         if fields.get("num_heads") and "head_dim" in fields and fields["head_dim"] is None:
             made["head_dim"] = width // fields["num_heads"]
         if fields.get("num_heads") and "num_kv_heads" in fields and fields["num_kv_heads"] is None:
             made["num_kv_heads"] = fields["num_heads"]
-        if "scale" in fields and "num_heads" in fields and fields["scale"] is None and "rope_head_dim" not in fields:
-            made["scale"] = (made.get("head_dim") or fields["head_dim"]) ** -0.5
+        if {"scale", "num_heads"} <= fields.keys() and fields["scale"] is None and "rope_head_dim" not in fields:
+            made["scale"] = (fields["head_dim"] or made["head_dim"]) ** -0.5
         if isinstance(fields.get("hidden_dim"), Node):
             made["hidden_dim"] = size_of(fields["hidden_dim"], width)
         return attrs.evolve(part, **made)
@@ -289,8 +279,3 @@ def unsupported(key: str, value: Any, known: Any) -> ConfigError:
             fix="install a family that has it: docs/huggingface.md says how one is made",
         )
     )
-
-
-def patched(config: Any, edits: Json) -> Any:
-    """`patch`, with plain data."""
-    return patch(config, edits)

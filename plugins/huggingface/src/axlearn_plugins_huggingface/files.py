@@ -51,7 +51,7 @@ class Stored:
         row = self.bytes // self.shape[0] if self.shape and self.shape[0] else 0
         with self.file.open("rb", buffering=0) as file:
             file.seek(self.start + begin * row)
-            view = memoryview(made.reshape(-1).view(np.uint8))
+            view = made.reshape(-1).view(np.uint8).data
             done = 0
             while done < len(view):
                 count = file.readinto(view[done:])
@@ -127,7 +127,9 @@ def _header(file: Path) -> dict[str, Stored]:
                 "    fix: convert the model to bfloat16 first; quantized weights cannot be read"
             )
         if tensor.bytes != int(np.prod(tensor.shape)) * np.dtype(DTYPES[tensor.dtype]).itemsize:
-            raise CheckpointError(f"{file}: {name} {list(tensor.shape)} has {tensor.bytes} bytes\n    fix: download it again")
+            raise CheckpointError(
+                f"{file}: {name} {list(tensor.shape)} has {tensor.bytes} bytes\n    fix: download it again"
+            )
     return found
 
 
@@ -200,14 +202,18 @@ def write_shard(file: Path, tensors: Sequence[Made], values: Iterator[np.ndarray
         handle.write(text)
         for _ in tensors:
             value = np.ascontiguousarray(next(values))
-            handle.write(memoryview(value.reshape(-1).view(np.uint8)))
+            handle.write(value.reshape(-1).view(np.uint8).data)
         handle.flush()
         os.fsync(handle.fileno())
 
 
 def write(directory: Path, files: Sequence[Sequence[Made]], values: Iterator[np.ndarray]) -> None:
     """Writes all shards, and the index where there is more than one."""
-    names = [SINGLE] if len(files) == 1 else [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+    names = (
+        [SINGLE]
+        if len(files) == 1
+        else [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+    )
     for name, tensors in zip(names, files, strict=True):
         write_shard(directory / name, tensors, values)
     if len(files) > 1:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from axlearn_core.config import children
+from axlearn_core.config.tree import children
 from axlearn_plugins_huggingface.family import Json, Settings, unsupported
 
 THETA = 10_000.0

@@ -84,7 +84,9 @@ def _keep(source: Source, run_dir: Path) -> None:
     folder = run_dir / KEPT
     try:
         folder.mkdir(exist_ok=True)
-        for file in {f for pattern in SIDE_FILES for f in source.directory.glob(pattern)} - {source.directory / files.INDEX}:
+        for file in {f for pattern in SIDE_FILES for f in source.directory.glob(pattern)} - {
+            source.directory / files.INDEX
+        }:
             shutil.copyfile(file, folder / file.name)
         shutil.copyfile(source.directory / TOKENIZER, run_dir / TOKENIZER)
         stored = {n: [s.dtype, s.file.name] for n, s in source.stored.items()}
@@ -188,12 +190,16 @@ def _parameters(run_dir: Path, config: Any, step: int | None) -> dict[str, jax.A
         at = max(known, default=None) if step is None else step
         if at is None or at not in known:
             listed = ", ".join(map(str, known)) or "none"
-            raise CheckpointError(f"{run_dir} has no checkpoint{f' of step {step}' if step is not None else ''} (there: {listed})")
+            raise CheckpointError(
+                f"{run_dir} has no checkpoint{f' of step {step}' if step is not None else ''} (there: {listed})"
+            )
         there = checkpointer.inspect(at).arrays
         like: dict[str, Any] = {}
         for path, value in program.state["params"].items():
             key = AVERAGE + path if AVERAGE + path in there else PARAMS + path
-            like[key] = jax.ShapeDtypeStruct(value.shape, there[key].dtype if key in there else value.dtype, sharding=value.sharding)
+            like[key] = jax.ShapeDtypeStruct(
+                value.shape, there[key].dtype if key in there else value.dtype, sharding=value.sharding
+            )
         found = checkpointer.restore_partial(at, like, "**")
     finally:
         checkpointer.close()

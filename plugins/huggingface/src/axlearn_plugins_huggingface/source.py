@@ -89,7 +89,8 @@ def open_model(
         more["model.param_dtype"] = dtype
     base, unread = made.resolve(data, **more)
     length = data.get("max_position_embeddings") or data.get("n_positions")
-    if length and getattr(base.config.input, "sequence_length", 0) > length:
+    trainer: Any = base.config
+    if length and getattr(trainer.input, "sequence_length", 0) > length:
         base, unread = made.resolve(data, **more, **{"input.sequence_length": length})
     resolved = resolve(attrs.evolve(Request.of(base.config, with_=with_, set=set), title=made.model_type))
     model = Functional.of(resolved.config.model)  # type: ignore[attr-defined]
@@ -99,7 +100,9 @@ def open_model(
     files.check(stored, {n: t.shape for n, t in tensors.items()}, {*ignored, *copies}, directory)
     differing = [f"{n} is not {of}" for n, of in copies.items() if not stream.same(stored[n], stored[of])]
     if differing:
-        raise files.listed(f"{directory}: tensors that the config ties differ", differing, "set tie_word_embeddings to false")
+        raise files.listed(
+            f"{directory}: tensors that the config ties differ", differing, "set tie_word_embeddings to false"
+        )
     notes = [f"config.json has keys that nothing looked at: {', '.join(unread)}"] if unread else []
     notes += [f"not part of the model, left out: {', '.join(sorted(ignored)[:8])}"] if ignored else []
     kept = {n: stored[n] for n in tensors}

@@ -52,7 +52,10 @@ def same(a: Stored, b: Stored) -> bool:
     """Whether two tensors in files are equal, bit by bit."""
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
-    return all(np.array_equal(a.rows(*rows).view(np.uint8), b.rows(*rows).view(np.uint8)) for rows in _rows(a.shape, a.bytes, 1))
+    return all(
+        np.array_equal(a.rows(*rows).view(np.uint8), b.rows(*rows).view(np.uint8))
+        for rows in _rows(a.shape, a.bytes, 1)
+    )
 
 
 def values(tensors: Mapping[str, Tensor], params: Mapping[str, Any], files: list[list[Made]]) -> Iterator[np.ndarray]:
@@ -153,4 +156,3 @@ def _row(whole: jax.Array, index: jax.Array) -> jax.Array:
     count = index.shape[0]
     begin = [*(index[i] for i in range(count)), *(jnp.int32(0) for _ in whole.shape[count:])]
     return lax.dynamic_slice(whole, begin, (*(1,) * count, *whole.shape[count:])).reshape(whole.shape[count:])
-

@@ -55,7 +55,9 @@ class Axes:
         indexed = tuple(a for a in names if a not in there)
         ours = tuple(names[len(indexed) :])
         if set(ours) != there or names[: len(indexed)] != list(indexed) or len(joined) > 1:
-            raise ValueError(f"{pattern!r}: the axes on both sides have to be the same, but for leading ones on the right")
+            raise ValueError(
+                f"{pattern!r}: the axes on both sides have to be the same, but for leading ones on the right"
+            )
         return cls(theirs, ours, indexed, joined[0] if joined else "")
 
     @property

@@ -1,5 +1,7 @@
 """Llama 2, 3, and 3.1 to 3.3 in Hugging Face format."""
 
+from typing import ClassVar
+
 from axlearn_plugins_huggingface.decoder import RopeDecoder
 
 
@@ -8,4 +10,4 @@ class Llama(RopeDecoder):
 
     experiment = "llama3-8b"
     architectures = ("LlamaForCausalLM",)
-    fixed = {"attention_bias": False, "mlp_bias": False}
+    fixed: ClassVar = {"attention_bias": False, "mlp_bias": False}

@@ -103,7 +103,9 @@ class TokenizerJson(Configurable):
         self._special = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
         self._special.encode_special_tokens = False
         if cfg.bos is not None and cfg.bos not in vocab:
-            raise InputError(f"the tokenizer {name} has no token {cfg.bos!r}\n    fix: set bos to one that it has, or to null")
+            raise InputError(
+                f"the tokenizer {name} has no token {cfg.bos!r}\n    fix: set bos to one that it has, or to null"
+            )
         self._front = [] if cfg.bos is None else [vocab[cfg.bos]]
 
     def encode_special(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:

@@ -1,0 +1,212 @@
+"""Makes tests/plugins/huggingface/fixtures: a tiny random model of each family, by `transformers`, and what it computes.
+
+    uv run --group parity python scripts/make_hf_fixtures.py [NAME ...]
+
+Each folder is a model directory as users have it, with `expected.safetensors` beside the weights: tokens and logits of padded
+and of packed rows, 64 tokens generated greedily, the losses of three steps of AdamW, and of two models the gradients. The
+weights are such that no likeliest token is less than 1e-3 ahead of the next.
+"""
+
+import copy
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import tokenizers
+import torch
+import transformers
+from safetensors.torch import save_file
+from torch.nn.functional import cross_entropy
+
+FIXTURES = Path(__file__).parents[1] / "tests/plugins/huggingface/fixtures"
+VOCAB, NEW, MARGIN = 96, 64, 1e-3
+LENGTHS = (40, 23)  # of padded rows
+PACKED = (17, 5, 18)  # of the documents in one row
+
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 8}
+LATENT = {
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+}
+
+# name -> (class, config, options): shards, gradients
+MODELS = {
+    "llama2": ("Llama", {"num_key_value_heads": 4}, {"gradients": True}),
+    "llama3": ("Llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}, {"shard": "20KB"}),
+    "qwen3": ("Qwen3", {"head_dim": 16, "rope_theta": 1000000.0}, {}),
+    "qwen3-moe": ("Qwen3Moe", {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+                               "norm_topk_prob": True}, {}),
+    "gemma2": ("Gemma2", {**GEMMA, "num_hidden_layers": 4, "attn_logit_softcapping": 5.0,
+                          "final_logit_softcapping": 6.0}, {"gradients": True}),
+    "gemma3": ("Gemma3", {**GEMMA, "num_hidden_layers": 7}, {}),
+    "deepseek-v2": ("DeepseekV2", {**LATENT, "q_lora_rank": None, "topk_method": "group_limited_greedy", "n_group": 4,
+                                   "topk_group": 2, "routed_scaling_factor": 1.5, "norm_topk_prob": False}, {}),
+    "deepseek-v3": ("DeepseekV3", {**LATENT, "q_lora_rank": 24, "n_group": 4, "topk_group": 2,
+                                   "rope_parameters": YARN}, {}),
+    "qwen2": ("Qwen2", {}, {}),
+    "mistral": ("Mistral", {"sliding_window": 8}, {}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, {}),
+    "gpt2": ("GPT2", {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}, {}),
+}  # fmt: skip
+
+
+def tokenizer() -> tokenizers.Tokenizer:
+    """A word-level tokenizer of 96 tokens whose template puts `<s>` in front."""
+    words = ["<unk>", "<s>", "</s>", *(f"w{i}" for i in range(VOCAB - 3))]
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made.decoder = tokenizers.decoders.WordPiece(prefix="##")
+    made.add_special_tokens(["<unk>", "<s>", "</s>"])
+    made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return made
+
+
+def build(kind: str, more: dict, seed: int) -> torch.nn.Module:
+    """The model, with weights that bfloat16 holds exactly."""
+    prefix = "Gemma3Text" if kind == "Gemma3" else kind
+    sizes = {"bos_token_id": 1, "eos_token_id": 2} if kind == "GPT2" else SIZES
+    config = getattr(transformers, f"{prefix}Config")(**{**sizes, **more}, attn_implementation="eager")
+    head = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
+    model = getattr(transformers, head)(config).eval().float()
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if "correction_bias" in n)]
+    with torch.no_grad():
+        for name, value in tensors:
+            noise = torch.randn(value.shape, generator=generator)
+            if "norm" in name or "ln_" in name:
+                noise = 0.2 * noise + (value if value.ndim == 1 else 0)
+            elif value.ndim == 1:
+                noise = 0.1 * noise
+            else:
+                fan = value.shape[-2 if kind == "GPT2" and "wte" not in name and "wpe" not in name else -1]
+                noise = noise * (0.5 if "emb" in name or "wte" in name or "wpe" in name else 1.2 * fan**-0.5)
+            value.copy_(noise.bfloat16().float())
+    return model
+
+
+def entropy(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """The mean cross-entropy of the next tokens, without auxiliary losses."""
+    logits = model(input_ids=tokens).logits
+    return cross_entropy(logits[:, :-1].reshape(-1, VOCAB).float(), tokens[:, 1:].reshape(-1))
+
+
+def losses(model: torch.nn.Module, tokens: torch.Tensor) -> list[float]:
+    """Before each of three steps of AdamW, and after the last."""
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    found = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = entropy(model, tokens)
+        found.append(loss.item())
+        loss.backward()
+        optimizer.step()
+    return [*found, entropy(model, tokens).item()]
+
+
+def expectations(model: torch.nn.Module, gradients: bool) -> dict[str, torch.Tensor] | None:
+    """What the model computes; None where a margin is too small."""
+    generator = torch.Generator().manual_seed(7)
+    draw = lambda *shape: torch.randint(3, VOCAB, shape, generator=generator)  # noqa: E731
+    prompt = draw(1, 12)
+    with torch.no_grad():
+        made = model.generate(prompt, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
+        top = model(made).logits[0, 11:-1].topk(2).values
+        if made.shape[1] != 12 + NEW or (top[:, 0] - top[:, 1]).min() < MARGIN or len(set(made[0, 12:].tolist())) < 12:
+            return None
+        padded = draw(len(LENGTHS), max(LENGTHS))
+        mask = torch.arange(max(LENGTHS))[None] < torch.tensor(LENGTHS)[:, None]
+        padded = torch.where(mask, padded, 0)
+        packed = draw(1, sum(PACKED))
+        found = {
+            "padded": padded,
+            "lengths": torch.tensor(LENGTHS),
+            "padded_logits": model(padded, attention_mask=mask.long()).logits,
+            "packed": packed,
+            "documents": torch.tensor(PACKED),
+            "packed_logits": torch.cat([model(part).logits for part in packed.split(PACKED, dim=1)], dim=1),
+            "prompt": prompt[0],
+            "generated": made[0, 12:],
+        }
+    batch = draw(4, 24)
+    found |= {"batch": batch, "losses": torch.tensor(losses(model, batch), dtype=torch.float64)}
+    if gradients:
+        entropy(model, batch).backward()
+        tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+        found |= {f"gradient.{n}": p.grad for n, p in model.named_parameters() if n not in tied}
+    return {k: v.int() if v.dtype == torch.int64 else v.contiguous() for k, v in found.items()}
+
+
+def make(name: str) -> None:
+    """Writes one folder, with the first seed that fits."""
+    kind, more, options = MODELS[name]
+    for seed in range(200):
+        model = build(kind, more, seed)
+        if (found := expectations(model, options.get("gradients", False))) is not None:
+            break
+    else:
+        raise SystemExit(f"{name}: no seed of 200 fits")
+    folder = FIXTURES / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.grad = None
+    model.to(torch.bfloat16).save_pretrained(folder, max_shard_size=options.get("shard", "50GB"))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
+    (folder / "tokenizer.json").write_text(tokenizer().to_str() + "\n")
+    save_file(found, folder / "expected.safetensors")
+    size = sum(f.stat().st_size for f in folder.iterdir())
+    print(
+        f"{name}: seed {seed}, {size / 1000:.0f} kB, logits up to {found['padded_logits'].abs().max():.1f}", flush=True
+    )
+
+
+if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    for wanted in sys.argv[1:] or MODELS:
+        make(wanted)

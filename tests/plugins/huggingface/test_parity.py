@@ -1,0 +1,100 @@
+"""Imported models against what transformers computes: fixtures made by scripts/make_hf_fixtures.py, so that no torch is needed."""
+
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from axlearn_core.compose import compose
+from axlearn_core.config import patch
+from axlearn_core.learn import AdamW, Learner
+from axlearn_plugins_huggingface.source import open_model
+
+FIXTURES = Path(__file__).parent / "fixtures"
+MODELS = sorted(p.name for p in FIXTURES.iterdir())
+GRADIENTS = [
+    n for n in MODELS if any(k.startswith("gradient.") for k in load_file(FIXTURES / n / "expected.safetensors"))
+]
+
+
+@functools.cache
+def loaded(name):
+    """(source, parameters, model, what is expected), in float32."""
+    source = open_model(FIXTURES / name, set=["model.dtype=float32", "model.decoder.stack.mode=unrolled"])
+    params = source.read(compose(source.config, jax.devices()[:1]).state["params"])
+    return source, params, source.model.bind(params), load_file(FIXTURES / name / "expected.safetensors")
+
+
+def assert_close(got, expected):
+    """Each value within 1e-4, and all of them within 1e-5 of their size."""
+    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
+    assert got.shape == expected.shape
+    assert np.abs(got - expected).max() < 1e-4
+    assert np.linalg.norm(got - expected) < 1e-5 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits(name):
+    _, _, model, expected = loaded(name)
+    logits = np.asarray(model(jnp.asarray(expected["padded"])))
+    for row, length in enumerate(expected["lengths"]):
+        assert_close(logits[row, :length], expected["padded_logits"][row, :length])
+    sizes = expected["documents"]
+    positions = jnp.asarray(np.concatenate([np.arange(n) for n in sizes])[None], jnp.int32)
+    segments = jnp.asarray(np.repeat(np.arange(1, len(sizes) + 1), sizes)[None], jnp.int32)
+    packed = model(jnp.asarray(expected["packed"]), positions=positions, segment_ids=segments)
+    assert_close(packed, expected["packed_logits"])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens_with_a_cache(name):
+    _, _, model, expected = loaded(name)
+    tokens = list(model.generate(expected["prompt"].tolist(), max_tokens=64))
+    assert tokens == expected["generated"].tolist()
+
+
+def three_steps(name):
+    """The losses that three steps of AdamW begin with, and the one after them."""
+    source, params, _, expected = loaded(name)
+    batch = {"tokens": jnp.asarray(expected["batch"][:, :-1]), "targets": jnp.asarray(expected["batch"][:, 1:])}
+    optimizer = AdamW(learning_rate=3e-3, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
+    config = patch(source.config, {"learner": Learner.Config(optimizer=optimizer, max_grad_norm=None)})
+    routers = {
+        p: 0.0 for p in ("model.**.router.load_balance", "model.**.router.z_loss") if "router" in str(config.model)
+    }
+    steps = patch(config, routers).steps(source.model)
+    state = jax.eval_shape(steps.init, jax.random.key(0))
+    learner = config.learner.build(max_steps=10, axes=source.model.axes)
+    state = {
+        **jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state),
+        "params": params,
+        "learner": learner.init(params),
+    }
+    train, losses = jax.jit(steps.train), []
+    for _ in range(4):
+        state, summaries = train(state, batch)
+        losses.append(float(summaries["loss"]))
+    return losses, expected["losses"]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in GRADIENTS else pytest.mark.slow) for n in MODELS])
+def test_three_steps_of_adamw(name):
+    losses, expected = three_steps(name)
+    assert np.abs(np.asarray(losses) - expected).max() < 1e-4
+    assert expected[0] - expected[-1] > 0.01
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients(name):
+    source, params, _, expected = loaded(name)
+    batch = {"tokens": jnp.asarray(expected["batch"][:, :-1]), "targets": jnp.asarray(expected["batch"][:, 1:])}
+    gradients = jax.jit(jax.grad(lambda p: source.model.bind(p).loss(batch)[0]))(params)
+    from axlearn_plugins_huggingface import stream
+
+    made = [(n, "F32", t.shape) for n, t in source.tensors.items()]
+    for (tensor, _, _), value in zip(made, stream.values(source.tensors, gradients, [made]), strict=True):
+        assert_close(value, expected[f"gradient.{tensor}"])
