@@ -1,12 +1,48 @@
-"""How programs are laid out on TPUs. Imports no JAX."""
+"""How programs are laid out on TPUs, and what their backward passes keep. Imports no JAX.
 
-from axlearn_core.contracts.mesh import MeshRule
+Within a slice parameters are sharded over all chips (FSDP), whose links keep up with it; across slices, over the slower
+network, replicas only sum their gradients. A v5e or v6e chip has a third of the memory of a v5p chip or less, so that there
+activations go to the host's memory, or are computed again.
+"""
 
-RULES = tuple(
-    MeshRule(
-        target=f"{target}-*",
-        shape={"data": "domains", "fsdp": -1},
-        features=("scan", "precision:dtype=bfloat16", "remat:save=[query,key,value,context,attention_out]"),
-    )
-    for target in ("tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-7x")
+from axlearn_core.contracts.mesh import MeshRule, Size
+from axlearn_core.contracts.remat import RematPolicy
+
+ATTENTION = ("query", "key", "value", "attention_residuals", "attention_out")
+"""What attention computes. `attention_residuals` is what splash attention's backward kernel takes of its forward one; the
+tag `context` names the same numbers once more, in the layout that the output projection takes them in."""
+
+POLICIES = (
+    RematPolicy(
+        name="tpu-attention", save=ATTENTION, description="Keeps what attention computes; the feed-forward runs again."
+    ),
+    RematPolicy(
+        name="tpu-attention-offload",
+        offload=ATTENTION,
+        description="Keeps what attention computes in the host's memory; the feed-forward runs again.",
+    ),
+    RematPolicy(
+        name="tpu-products-offload",
+        offload=(*ATTENTION, "mlp_gate", "mlp_up", "mlp_out"),
+        description="Keeps every matrix product in the host's memory; only what is cheap runs again.",
+    ),
+)
+
+FSDP: dict[str, Size] = {"data": "domains", "fsdp": -1}
+BASE = ("scan", "precision:dtype=bfloat16")
+LARGE_MEMORY = ("tpu-v4", "tpu-v5p", "tpu-7x")
+SMALL_MEMORY = ("tpu-v5e", "tpu-v6e")
+
+RULES = (
+    *(MeshRule(target=f"{t}*", shape=FSDP, features=(*BASE, "remat:policy=tpu-attention")) for t in LARGE_MEMORY),
+    *(MeshRule(target=f"{t}*", shape=FSDP, features=(*BASE, "remat:policy=full")) for t in SMALL_MEMORY),
+    *(
+        MeshRule(
+            target=f"{t}*",
+            parameters=(1e9, 20e9),
+            shape=FSDP,
+            features=(*BASE, "remat:policy=tpu-attention-offload"),
+        )
+        for t in SMALL_MEMORY
+    ),
 )

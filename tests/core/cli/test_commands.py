@@ -112,7 +112,7 @@ def test_check():
         (["config", "show", "toy", "--steps", "0"], ["0 is not in the range"]),
         (["confg", "show"], ["No such command 'confg'", "config"]),
         (["features", "show", "toy-rop"], ["did you mean: toy-rope"]),
-        (["plugins", "show", "axlearn-plugins-tpy"], ["unknown plugin", "did you mean: axlearn-plugins-toy"]),
+        (["plugins", "show", "axlearn-plugins-toyy"], ["unknown plugin", "did you mean: axlearn-plugins-toy"]),
     ],
 )
 def test_bad_requests(words, expected):

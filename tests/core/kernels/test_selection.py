@@ -26,7 +26,7 @@ def test_a_program_gets_the_highest_priority_that_supports_the_call_and_keeps_th
         assert request() is XLA_BLOCKED
         assert request(skips=False, mask="full") is XLA
     assert [c.name for c in program.choices] == ["xla-blocked", "xla"]
-    assert program.choices[1].rejected == {"xla-blocked": "the mask (full) hides no whole block"}
+    assert program.choices[1].rejected["xla-blocked"] == "the mask (full) hides no whole block"
     assert "attention(query float32[1, 256, 2, 8]" in str(program.choices[0].request)
     assert request() is XLA  # and it is over
 

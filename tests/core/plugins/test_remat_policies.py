@@ -1,15 +1,18 @@
 """Named remat policies of plugins, by which the feature `remat` sets stacks."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import print_saved_residuals
 
 from axlearn_core.config import check
-from axlearn_core.errors import ConfigError, PluginError
+from axlearn_core.errors import ConfigError, PluginError, RequestError
 from axlearn_core.nn.remat import Remat, tag
 from axlearn_core.nn.stack import Stack
 from axlearn_plugins_features.remat import UseRemat
+from axlearn_plugins_features.remat_tags import RematPolicyTags
 
 POLICY = """
 from axlearn_core.contracts.remat import RematPolicy
@@ -23,10 +26,21 @@ def axlearn_remat_policies():
 
 def test_a_remat_policy_of_a_plugin(install):
     install("a-chip", modules={"chip_part": POLICY.format("chip")}, points={"plugins": {"chip": "chip_part"}})
-    expected = Remat.Config(save=("query|key", "mlp_.*"), offload=("context",))
+    expected = RematPolicyTags.Config(save=("query|key", "mlp_.*"), offload=("context",))
     assert UseRemat(policy="chip").apply(Stack.Config()) == Stack.Config(remat=expected)
-    with pytest.raises(ConfigError, match=r"policy: no such policy\n.*'chop'\n.*'chip'\n.*did you mean: chip"):
+    with pytest.raises(ConfigError, match=r"policy: no such policy\n.*'chop'\n.*'chip'.*\n.*did you mean: chip"):
         check(UseRemat(policy="chop"))
+
+
+def test_a_policy_does_not_miss_the_tags_that_a_layer_does_not_have():
+    for node, missed in (
+        (RematPolicyTags.Config(save=("query", "key")), False),
+        (Remat.Config(save=("query", "key")), True),
+    ):
+        remat = node.build()
+        jax.grad(remat.wrap(lambda x: jnp.sum(tag(jnp.sin(x), "query")), in_loop=False))(jnp.ones(3))
+        with pytest.raises(RequestError, match="'key'") if missed else contextlib.nullcontext():
+            remat.check()
 
 
 def test_remat_policies_with_one_name(install):

@@ -194,6 +194,8 @@ def test_features_of_the_mesh_rule(install):
     assert resolved.rule == "mesh rule 'chip-*' (chip of axlearn-plugins-chip 1.0)"
     mine = resolve("toy", with_=["toy-rope:theta=3"], target="chip-8x4")
     assert get(mine.config, "model.attention.position.theta") == 3.0  # what the user says wins
+    mine = resolve("toy", with_=["toy-rope"], target="chip-8x4")  # all of it, options that are left out too
+    assert get(mine.config, "model.attention.position.theta") != 2.0
     assert [n for n, _ in resolve("toy", without=["toy-wide"], target="chip-8x4").features] == ["toy-rope"]
 
 

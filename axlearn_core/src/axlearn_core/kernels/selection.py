@@ -119,6 +119,11 @@ def use(selection: Selection) -> Iterator[Selection]:
         _in_force.reset(token)
 
 
+def in_force() -> Selection | None:
+    """The selection of the program that is being traced: for kernels that depend on the target."""
+    return _in_force.get()
+
+
 def chosen(op: str, operands: dict[str, Any], options: dict[str, Any], name: str | None = None) -> Kernel:
     """The kernel for one call of an op under the selection in force; the reference (or `name`) where there is none."""
     selection = _in_force.get()

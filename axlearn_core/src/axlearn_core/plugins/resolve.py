@@ -218,7 +218,10 @@ class _Resolution:
         return tree
 
     def _selected(self, rule_features: Sequence[FeatureUse]) -> tuple[list[FeatureUse], list[FeatureUse]]:
-        """What the user asks for and what the mesh rule adds, each once, without what is to be left out."""
+        """What the user asks for and what the mesh rule adds, each once, without what is to be left out.
+
+        A feature that the user asks for is as the user says, whatever options the rule has for it.
+        """
         asked: dict[str, FeatureUse] = {}
         for use in self.request.features:
             asked[use.name] = _merged(asked[use.name], use) if use.name in asked else use
@@ -228,14 +231,9 @@ class _Resolution:
                 known = {*asked, *of_rule}
                 hint = f"\n    asked for: {', '.join(sorted(known))}" if known else "; no feature is asked for"
                 raise RequestError(f"--without {name}: that feature is not asked for{hint}")
-        for name, use in list(of_rule.items()):
-            if name in asked:
-                asked[name] = attrs.evolve(asked[name], options={**use.options, **asked[name].options})
-                del of_rule[name]
         left_out = set(self.request.without)
-        return [u for u in asked.values() if u.name not in left_out], [
-            u for u in of_rule.values() if u.name not in left_out
-        ]
+        mine = [u for u in asked.values() if u.name not in left_out]
+        return mine, [u for u in of_rule.values() if u.name not in {*left_out, *asked}]
 
     def _made(self, use: FeatureUse) -> Feature:
         """The feature with its options."""

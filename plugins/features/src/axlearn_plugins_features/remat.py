@@ -10,7 +10,7 @@ from axlearn_core.nn.remat import Remat
 from axlearn_core.plugins.feature import Feature
 from axlearn_core.plugins.manager import host
 from axlearn_plugins_features.edit import set_fields
-from axlearn_plugins_features.remat_tags import RematTags
+from axlearn_plugins_features.remat_tags import RematPolicyTags, RematTags
 
 Tree = TypeVar("Tree", bound=Node[Any])
 
@@ -36,7 +36,8 @@ class UseRemat(Feature):
     One of these, by default `policy=full`:
 
     - `policy`: `full` keeps nothing but the layer's input, `dots` the products without a batch dimension, `everything`
-      all of it under a checkpoint, `none` takes rematerialisation out; plugins have more;
+      all of it under a checkpoint, `none` takes rematerialisation out; plugins have more, for layers of any kind, which need
+      not have all of their tags;
     - `save`: the activation tags to keep (`[query, key, value, context]`), or regular expressions that fit whole tags
       (`["mlp_.*"]`); all else is computed again;
     - `recompute`: the tags to compute again; every other tagged activation is kept, and what has no tag is not.
@@ -95,5 +96,5 @@ class UseRemat(Feature):
             return Remat.Config(save=self.policy)
         if self.policy is not None and self.policy != "full":
             found = policies()[self.policy]
-            return Remat.Config(save=found.save, offload=found.offload)
+            return RematPolicyTags.Config(save=found.save, offload=found.offload)
         return Remat.Config(save=self.save or (), offload=self.offload)

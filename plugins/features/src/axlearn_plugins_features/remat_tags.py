@@ -1,4 +1,4 @@
-"""Rematerialisation of some tags: keeps every tagged activation but these."""
+"""Rematerialisation by tags that are not all known: of every tag but some, and by policies for any layer."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -44,6 +44,13 @@ class RematTags(Remat):
             return rematerialised(*args)
 
         return checked
+
+
+class RematPolicyTags(Remat):
+    """Keeps the tags of a policy that is meant for any layer: those that a layer does not have are not missed."""
+
+    def check(self) -> None:
+        """Everything is as it should be."""
 
 
 def _tags(jaxpr: Any) -> Iterator[str]:

@@ -1,0 +1,1 @@
+"""Kernels for TPUs: adapters to those that JAX ships."""

@@ -1,0 +1,94 @@
+"""How large the blocks of each kernel are on each generation of TPUs, as data. Imports no JAX.
+
+A larger block reads operands fewer times and takes more of a core's vector memory. The entries compile for their generation;
+they are a start and no result of measurements.
+"""
+
+from collections.abc import Mapping
+
+import attrs
+
+LANES = 128
+"""Numbers side by side in a vector register: what all blocks are multiples of."""
+
+
+@attrs.frozen(kw_only=True)
+class SplashBlocks:
+    """Rows per block of splash attention, for heads of up to 512 bytes (256 numbers in bfloat16).
+
+    Attributes:
+        query: queries, forward.
+        key: keys in memory, forward.
+        key_compute: keys per product, forward.
+        backward_query: queries, backward.
+        backward_key: keys in memory, backward.
+        backward_key_compute: keys per product, backward.
+        fused_up_to: blocks of keys up to which the backward pass is one kernel. That one writes the gradients by the
+            queries once per block of keys, to be summed, and reads everything once instead of twice.
+    """
+
+    query: int
+    key: int
+    key_compute: int
+    backward_query: int
+    backward_key: int
+    backward_key_compute: int
+    fused_up_to: int = 4
+
+
+@attrs.frozen(kw_only=True)
+class GroupedBlocks:
+    """Tiles of a grouped matrix product [M, K] x [G, K, N]."""
+
+    rows: int
+    inner: int
+    outer: int
+
+
+SPLASH: Mapping[str, SplashBlocks] = {
+    "": SplashBlocks(
+        query=512, key=512, key_compute=512, backward_query=512, backward_key=512, backward_key_compute=512
+    ),
+    "tpu-v4": SplashBlocks(
+        query=512, key=512, key_compute=512, backward_query=512, backward_key=512, backward_key_compute=512
+    ),
+    "tpu-v5e": SplashBlocks(
+        query=512, key=1024, key_compute=512, backward_query=512, backward_key=1024, backward_key_compute=512
+    ),
+    "tpu-v5p": SplashBlocks(
+        query=1024, key=1024, key_compute=512, backward_query=1024, backward_key=1024, backward_key_compute=512
+    ),
+    "tpu-v6e": SplashBlocks(
+        query=1024, key=1024, key_compute=1024, backward_query=1024, backward_key=1024, backward_key_compute=1024
+    ),
+    "tpu-7x": SplashBlocks(
+        query=1024, key=1024, key_compute=1024, backward_query=1024, backward_key=1024, backward_key_compute=1024
+    ),
+}
+"""By target; the empty name is for a TPU that no target knows."""
+
+GROUPED: Mapping[str, GroupedBlocks] = {
+    "": GroupedBlocks(rows=128, inner=512, outer=512),
+    "tpu-v4": GroupedBlocks(rows=256, inner=512, outer=512),
+    "tpu-v5e": GroupedBlocks(rows=512, inner=512, outer=1024),
+    "tpu-v5p": GroupedBlocks(rows=512, inner=1024, outer=1024),
+    "tpu-v6e": GroupedBlocks(rows=512, inner=1024, outer=1024),
+    "tpu-7x": GroupedBlocks(rows=512, inner=1024, outer=1024),
+}
+
+
+WIDEST = 512
+"""Bytes of a head for which the entries are meant."""
+
+
+def narrowed(blocks: SplashBlocks, head_bytes: int) -> SplashBlocks:
+    """The blocks for heads of so many bytes: of wider ones fewer rows fit."""
+    if head_bytes <= WIDEST:
+        return blocks
+    rows = {f: v * WIDEST // head_bytes for f, v in attrs.asdict(blocks).items() if f != "fused_up_to"}
+    return attrs.evolve(blocks, **rows)
+
+
+def fitting(length: int, most: int) -> int:
+    """The largest multiple of `LANES` up to `most` that divides `length`, which is such a multiple itself."""
+    return max((n for n in range(LANES, min(length, most) + 1, LANES) if length % n == 0), default=LANES)

@@ -1,0 +1,219 @@
+"""Attention by splash attention (`jax.experimental.pallas.ops.tpu.splash_attention`), which skips blocks that a mask hides.
+
+B batch, S positions, N query heads, G key-value heads, H head size, V size of the values.
+"""
+
+import functools
+import re
+from collections.abc import Sequence
+
+import attrs
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_masks
+
+from axlearn_core.contracts.kernels import OpRequest
+from axlearn_core.kernels import selection
+from axlearn_core.nn.remat import tag
+from axlearn_core.nn.sharding import per_device, placement
+from axlearn_plugins_tpu.kernels.blocks import LANES, SPLASH, SplashBlocks, fitting, narrowed
+from axlearn_plugins_transformer.kernels.masks import Causal, Full, Mask, Or, Prefix, Segments, SlidingWindow
+
+RESIDUALS = "attention_residuals"
+"""The tag of what the backward kernel needs of the forward one: the result [N, S, V], and log Z [N, S] in float32."""
+
+QUERY_AXES = ("batch", None, "activation_heads", None)
+KEY_AXES = ("batch", None, "activation_kv", None)
+
+_PARTS = re.compile(r"full|causal|segments|slidingwindow\(\d+\)|\(causal \| prefix\)")
+
+
+@attrs.frozen
+class Structure:
+    """A mask as the kernel takes it.
+
+    Attributes:
+        causal: whether later keys are hidden.
+        window: the last keys that a query sees; None where there is no limit.
+        segments: ids of documents.
+        prefix: int32 [B], keys that every query sees.
+    """
+
+    causal: bool
+    window: int | None
+    segments: Segments | None
+    prefix: jax.Array | None
+
+    @classmethod
+    def of(cls, mask: Mask) -> "Structure":
+        """The structure of a mask whose description `supports` accepted."""
+        windows = [p.size for p in mask.parts if isinstance(p, SlidingWindow)]
+        segments = [p for p in mask.parts if isinstance(p, Segments)]
+        either = [p for p in mask.parts if isinstance(p, Or)]
+        prefix = [m.length for p in either for m in p.masks if isinstance(m, Prefix)]
+        causal = bool(either) or any(isinstance(p, Causal) for p in mask.parts)
+        assert all(isinstance(p, (Full, Causal, SlidingWindow, Segments, Or)) for p in mask.parts)
+        return cls(causal, min(windows, default=None), segments[0] if segments else None, prefix[0] if prefix else None)
+
+    def static(self, length: int) -> splash_masks.Mask:
+        """What is known of it while tracing."""
+        shape = (length, length)
+        if self.prefix is not None:
+            return _CausalFrom(length)
+        if self.window is not None:
+            return splash_masks.LocalMask(shape, (self.window - 1, 0 if self.causal else None), 0)
+        return splash_masks.CausalMask(shape) if self.causal else splash_masks.FullMask(shape)
+
+
+class _CausalFrom(splash_masks.Mask):
+    """A causal mask whose queries get their positions with the data, so that no block is known to be hidden.
+
+    A query that sees the first L keys and those up to its own position is a causal query at position max(L - 1, its own).
+    """
+
+    def __init__(self, length: int):
+        self.q_sequence = np.arange(length, dtype=np.int32)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.q_sequence), len(self.q_sequence))
+
+    @staticmethod
+    def mask_function(q_ids: jax.Array, kv_ids: jax.Array) -> jax.Array:
+        """What the kernel computes."""
+        return q_ids >= kv_ids
+
+    def __getitem__(self, idx: Sequence[slice]) -> np.ndarray:
+        rows, columns = (len(range(*s.indices(len(self.q_sequence)))) for s in idx)
+        return np.arange(rows * columns).reshape(rows, columns) == 0  # neither all nor none
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _CausalFrom) and other.shape == self.shape
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.shape))
+
+
+class _Splash:
+    """Forward and backward in blocks, with nothing of the size S x S in memory."""
+
+    def supports(self, request: OpRequest) -> str | None:
+        """Self-attention under causal, sliding-window, prefix and segment masks."""
+        options = request.options
+        (_, length, heads, _), groups = request.shapes["query"], request.shapes["key"][2]
+        dtypes = {request.dtypes[name] for name in ("query", "key", "value")}
+        if not options["aligned"]:
+            return "queries and keys are not the same positions"
+        if options.get("bias"):
+            return f"it adds no bias to scores ({options['bias']})"
+        if unknown := [p for p in options["mask"].split(" & ") if not _PARTS.fullmatch(p)]:
+            return f"it has no such mask ({' & '.join(unknown)})"
+        if "prefix" in options["mask"] and "slidingwindow" in options["mask"]:
+            return f"a prefix goes with a causal mask alone ({options['mask']})"
+        if length % LANES:
+            return f"the sequence length {length} is no multiple of {LANES}"
+        if heads % groups:
+            return f"{groups} key-value heads do not divide {heads} query heads"
+        if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float32"}:
+            return f"the dtypes are {', '.join(sorted(dtypes))}; it takes bfloat16, or float32"
+        return None
+
+    def __call__(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        *,
+        mask: Mask,
+        scale: float,
+        softcap: float | None,
+        query_slots: jax.Array | None,
+        key_slots: jax.Array | None,
+    ) -> jax.Array:
+        """See `axlearn_plugins_transformer.kernels.attention.attention`."""
+        structure = Structure.of(mask)
+        chosen = selection.in_force()
+        blocks = SPLASH.get(chosen.target if chosen else "", SPLASH[""])
+        if _splits(query.shape, QUERY_AXES) != _splits(key.shape, KEY_AXES):
+            # Fewer key-value heads than devices that share the heads: each needs a copy of those of its queries.
+            repeats = query.shape[2] // key.shape[2]
+            key, value = jnp.repeat(key, repeats, axis=2), jnp.repeat(value, repeats, axis=2)
+        ids = (None, None) if structure.segments is None else (structure.segments.queries, structure.segments.keys)
+        tag(jnp.zeros(()), RESIDUALS)  # makes the tag known to remat; the kernel gives it to the values themselves
+        run = functools.partial(
+            _local, structure=attrs.evolve(structure, segments=None), softcap=softcap, blocks=blocks
+        )
+        axes = [QUERY_AXES, KEY_AXES, KEY_AXES, *(None if x is None else ("batch", None) for x in ids)]
+        axes.append(None if structure.prefix is None else ("batch",))
+        spread = per_device(run, axes, QUERY_AXES)
+        return spread(query * scale, key, value, *ids, structure.prefix)
+
+
+def _splits(shape: Sequence[int], axes: Sequence[str | None]) -> object:
+    found = placement()
+    return None if found is None else found.spec(shape, axes)[2]
+
+
+def _local(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    query_ids: jax.Array | None,
+    key_ids: jax.Array | None,
+    prefix: jax.Array | None,
+    *,
+    structure: Structure,
+    softcap: float | None,
+    blocks: SplashBlocks,
+) -> jax.Array:
+    """[B, S, N, H], [B, S, G, H], [B, S, G, V], int32 [B, S] twice, int32 [B] -> [B, S, N, V], on one device."""
+    length, heads = query.shape[1:3]
+    blocks = narrowed(blocks, max(query.shape[3], value.shape[3]) * query.dtype.itemsize)
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
+    kernel = splash.make_splash_mha(
+        splash_masks.MultiHeadMask([structure.static(length)] * heads),
+        block_sizes=_block_sizes(blocks, length),
+        head_shards=1,
+        q_seq_shards=1,
+        attn_logits_soft_cap=softcap,
+        residual_checkpoint_name=RESIDUALS,
+    )
+    ids = None if query_ids is None or key_ids is None else splash.SegmentIds(query_ids, key_ids)
+
+    def one_row(q: jax.Array, k: jax.Array, v: jax.Array, ids: splash.SegmentIds | None, seen: jax.Array | None):
+        return (kernel if seen is None else _seeing(kernel, seen))(q, k, v, ids)
+
+    return jnp.swapaxes(jax.vmap(one_row)(q, k, v, ids, prefix), 1, 2)
+
+
+def _seeing(kernel: splash.SplashAttentionKernel, prefix: jax.Array) -> splash.SplashAttentionKernel:
+    """The kernel for a row of which every query sees the first `prefix` keys."""
+
+    def moved(info):
+        return None if info is None else info._replace(q_sequence=jnp.maximum(info.q_sequence, prefix - 1))
+
+    infos = (kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info)
+    return splash.SplashAttentionKernel(*map(moved, infos), **kernel.kwargs)
+
+
+def _block_sizes(blocks: SplashBlocks, length: int) -> splash.BlockSizes:
+    """The table's, cut down to what divides the length."""
+    key, back_key = fitting(length, blocks.key), fitting(length, blocks.backward_key)
+    back_query = fitting(length, blocks.backward_query)
+    fused = length // back_key <= blocks.fused_up_to
+    return splash.BlockSizes(
+        block_q=fitting(length, blocks.query),
+        block_kv=key,
+        block_kv_compute=fitting(key, blocks.key_compute),
+        block_q_dkv=back_query,
+        block_kv_dkv=back_key,
+        block_kv_dkv_compute=fitting(back_key, blocks.backward_key_compute),
+        block_q_dq=None if fused else back_query,
+        block_kv_dq=None if fused else back_key,
+        use_fused_bwd_kernel=fused,
+    )
+
+
+SPLASH_ATTENTION = _Splash()
