@@ -32,6 +32,7 @@ class Steps:
         evaluate: `(state, batch) -> scalars`.
         loss: `(params, batch) -> (loss, summaries)`, for counting FLOPs.
         model_params: `(state) -> params` to evaluate and export with: their moving average where there is one.
+        place: `(shardings, abstract state) -> shardings`, where some of it is to live elsewhere.
     """
 
     init: Callable[[jax.Array], Any]
@@ -39,6 +40,7 @@ class Steps:
     evaluate: Callable[[Any, Any], dict[str, jax.Array]]
     loss: Callable[[Any, Any], Any]
     model_params: Callable[[Any], Any]
+    place: Callable[[Any, Any], Any] = lambda places, state: places
 
 
 class Experiment(Protocol):
@@ -83,7 +85,7 @@ class Program:
         abstract, axes = self.functional.abstract, self.functional.axes
         shardings = {p: self.layout.sharding(axes[p], s.shape, f"model ({p})") for p, s in abstract.items()}
         state = jax.eval_shape(self.steps.init, jax.random.key(0))
-        places = self.layout.place_like(state, shardings, abstract)
+        places = self.steps.place(self.layout.place_like(state, shardings, abstract), state)
         self.state = jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), state, places)
         self._init = jax.jit(self._traced(self.steps.init), out_shardings=places)
         self._train = jax.jit(

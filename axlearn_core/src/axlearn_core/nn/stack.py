@@ -131,7 +131,7 @@ class Stack(Configurable):
             def run(x: jax.Array, state: Any, cache: Any = None) -> tuple[Any, Any]:
                 with summaries.collect() as found:
                     x, cache = nnx.merge(graphs[kind], state)(
-                        constrain(x, "batch", "sequence", "activation_embed"), context, cache
+                        constrain(x, "batch", "residual_sequence", "activation_embed"), context, cache
                     )
                 return x, (cache, (found.losses, found.summaries))
 

@@ -47,4 +47,8 @@ def make_steps(functional: Functional, learner: Learner) -> Steps:
             sums["bytes"] = jnp.sum(batch["bytes"], dtype=jnp.float32)
         return sums
 
-    return Steps(init=init, train=train, evaluate=evaluate, loss=loss, model_params=model_params)
+    def place(places: Any, state: Any) -> Any:
+        own = getattr(learner, "place", None)  # a learner may keep its state elsewhere than the parameters are
+        return {**places, "learner": own(places["learner"], state["learner"])} if own else places
+
+    return Steps(init=init, train=train, evaluate=evaluate, loss=loss, model_params=model_params, place=place)

@@ -116,3 +116,26 @@ class ContextParallel(Feature):
     def in_effect(self, cfg: Node[Any]) -> bool:
         """Every attention does it so."""
         return self.apply(cfg) == cfg
+
+
+@node
+class SequenceParallel(Feature):
+    """Sequence sharding between blocks, for tensor parallelism (Korthikanti et al., 2022).
+
+    Where each position is worked on by itself (norms, residual sums), activations are split over the axis `tensor` by
+    position instead of being held whole by all its devices: their memory is divided by its size, and an all-reduce after
+    each block becomes a reduce-scatter after it and an all-gather before the next. Without an axis `tensor` in the mesh it
+    changes nothing at run time.
+    """
+
+    stage = "execute"
+
+    def apply(self, cfg: Tree) -> Tree:
+        """Adds `tensor` to the mesh rule of `residual_sequence`."""
+        name = "residual_sequence"
+        axes = get(cfg, "mesh.rules").get(name, DEFAULT_RULES[name])
+        return cfg if "tensor" in axes else with_rules(cfg, {name: (*axes, "tensor")})
+
+    def in_effect(self, cfg: Node[Any]) -> bool:
+        """The rule is there."""
+        return self.apply(cfg) == cfg

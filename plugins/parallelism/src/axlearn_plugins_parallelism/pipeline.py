@@ -26,6 +26,7 @@ from axlearn_core.nn.stack import MixedLayers, Stack
 from axlearn_plugins_parallelism.schedule import Schedule
 
 AXIS = "pipeline"
+RESIDUAL = ("batch", "residual_sequence", "activation_embed")
 
 
 class PipelinedStack(Stack):
@@ -224,13 +225,13 @@ def _microbatches(tree: Any, rows: int, count: int) -> tuple[Any, Callable[[jax.
         return _laid_out(made)
 
     def rejoin(y: jax.Array) -> jax.Array:
-        return constrain(jnp.swapaxes(y, 0, 1).reshape(rows, *y.shape[2:]), "batch", "sequence", "activation_embed")
+        return constrain(jnp.swapaxes(y, 0, 1).reshape(rows, *y.shape[2:]), *RESIDUAL)
 
     return jax.tree.map(split, tree), rejoin
 
 
 def _laid_out(x: jax.Array) -> jax.Array:
-    return constrain(x, *(None, "batch", "sequence", "activation_embed")[: x.ndim])
+    return constrain(x, *(None, *RESIDUAL)[: x.ndim])
 
 
 def _one_after_the_other(run: Callable[..., jax.Array], parts: Any, count: int) -> tuple[jax.Array, Any]:

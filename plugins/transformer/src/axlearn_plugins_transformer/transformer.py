@@ -18,6 +18,9 @@ from axlearn_plugins_transformer.embedding import Embedding, OutputHead, TokenEm
 from axlearn_plugins_transformer.feed_forward import FeedForward, GatedFeedForward
 from axlearn_plugins_transformer.norm import Norm, RMSNorm
 
+RESIDUAL = ("batch", "residual_sequence", "activation_embed")
+"""The logical axes of what goes from block to block."""
+
 
 class TransformerLayer(Layer):
     """`x + post(attention(norm(x)))`, then the same with the feed-forward layer.
@@ -68,6 +71,7 @@ class TransformerLayer(Layer):
         return x if self.cfg.norm is None else getattr(self, f"{half}_norm")(x)
 
     def _after(self, half: str, x: jax.Array, y: jax.Array) -> jax.Array:
+        y = constrain(y, *RESIDUAL)
         if self.cfg.post_norm is None:
             return x + y
         norm = getattr(self, f"{half}_post_norm")
@@ -120,7 +124,7 @@ class Decoder(Layer):
         self, tokens: jax.Array, context: Context, cache: Cache | None = None
     ) -> tuple[jax.Array, Cache | None]:
         """int32 [B, S], with a cache the tokens after those in it -> ([B, S, D], the new cache)."""
-        x = constrain(self.embedding(tokens), "batch", "sequence", "activation_embed")
+        x = constrain(self.embedding(tokens), *RESIDUAL)
         entries = None
         if cache is not None:
             slots = jnp.reshape(cache.length, (-1, 1)) + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]

@@ -1,0 +1,71 @@
+"""The features `optimizer-precision` and `offload-optimizer`."""
+
+from typing import Any, Literal, TypeVar
+
+import attrs
+
+from axlearn_core.config import Node, get, node, patch
+from axlearn_core.errors import ConfigError, Problem
+from axlearn_core.learn.learner import Learner
+from axlearn_core.plugins.feature import Feature
+from axlearn_plugins_parallelism.learner import PlacedLearner
+
+Tree = TypeVar("Tree", bound=Node[Any])
+
+
+def _with_learner(cfg: Tree, feature: str, **settings: Any) -> Tree:
+    """`cfg` with a learner that places its state so; raises `ConfigError` where another learner stands there."""
+    old = get(cfg, "learner")
+    if type(old) not in (Learner.Config, PlacedLearner.Config):
+        raise ConfigError(
+            Problem(
+                path="learner",
+                message=f"{feature} does not know {type(old).__qualname__}",
+                expected="axlearn's own learner",
+                fix=f"leave the feature {feature} out",
+            )
+        )
+    kept = {a.name: getattr(old, a.name) for a in attrs.fields(type(old))}
+    new = PlacedLearner.Config(**{**kept, **settings})
+    return cfg if new == old else patch(cfg, {"learner": new})
+
+
+@node
+class OptimizerPrecision(Feature):
+    """Stores what the optimizer keeps of each parameter (its moments) in another dtype, by default `bfloat16`.
+
+    Updates are computed in the dtype that the optimizer itself would use. In bfloat16 a second moment whose decay is slower
+    than about 0.99 stands still, because its steps round to nothing: keep `b2` below that. On an experiment that has it
+    already, the dtype is set anew.
+    """
+
+    stage = "tune"
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+
+    def apply(self, cfg: Tree) -> Tree:
+        """Sets the learner's `state_dtype`."""
+        return _with_learner(cfg, "optimizer-precision", state_dtype=self.dtype)
+
+    def in_effect(self, cfg: Node[Any]) -> bool:
+        """It is stored so."""
+        return self.apply(cfg) == cfg
+
+
+@node
+class OffloadOptimizer(Feature):
+    """Keeps what the optimizer keeps of each parameter (its moments) in the host's memory between steps.
+
+    They are read into the device's memory for each update and written back. The numbers are the same. On an experiment that
+    has it already, nothing changes.
+    """
+
+    stage = "execute"
+
+    def apply(self, cfg: Tree) -> Tree:
+        """Sets the learner's `offload`."""
+        return _with_learner(cfg, "offload-optimizer", offload=True)
+
+    def in_effect(self, cfg: Node[Any]) -> bool:
+        """It is kept there."""
+        return self.apply(cfg) == cfg
