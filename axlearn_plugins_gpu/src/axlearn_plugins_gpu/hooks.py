@@ -1,8 +1,11 @@
 """What the plugin says through hooks. Imports no JAX."""
 
+from axlearn_core.contracts.kernels import KernelImplementation
 from axlearn_core.contracts.mesh import MeshRule
+from axlearn_core.contracts.remat import RematPolicy
 from axlearn_core.contracts.target import Target
 from axlearn_core.plugins.hookspecs import hookimpl
+from axlearn_plugins_gpu.rules import POLICIES, rules
 from axlearn_plugins_gpu.targets import TARGETS
 
 
@@ -14,5 +17,26 @@ def axlearn_targets() -> list[Target]:
 
 @hookimpl
 def axlearn_mesh_rules() -> list[MeshRule]:
-    """Fully sharded data parallelism."""
-    return [MeshRule(target=f"{t.name}-*", shape={"fsdp": -1}) for t in TARGETS]
+    """By the size of the model."""
+    return rules()
+_KERNELS = (
+    KernelImplementation(
+        name="cudnn",
+        op="attention",
+        priority=50,
+        platforms=("gpu",),
+        load="axlearn_plugins_gpu.kernels.cudnn_attention:CUDNN",
+    ),
+)
+
+
+@hookimpl
+def axlearn_remat_policies() -> list[RematPolicy]:
+    """What to keep on GPUs."""
+    return list(POLICIES)
+
+
+@hookimpl
+def axlearn_kernels(op: str) -> list[KernelImplementation]:
+    """Adapters to cuDNN."""
+    return [k for k in _KERNELS if k.op == op]

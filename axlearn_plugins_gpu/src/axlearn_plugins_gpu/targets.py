@@ -13,9 +13,12 @@ from axlearn_core.contracts.target import Target
 TOPOLOGY = "axlearn_plugins_gpu.topology:devices"
 
 OPTIONS: Mapping[str, Any] = {
+    # Collectives start as early and are awaited as late as the program allows, by an estimate of what everything takes.
     "xla_gpu_enable_latency_hiding_scheduler": True,
+    # Two layers to a turn of the loop over layers: the parameters of one are fetched while the other is computed.
+    "xla_gpu_enable_while_loop_double_buffering": True,
 }
-"""For every GPU: collectives are started early and awaited late."""
+"""For every GPU. These are known to XLA in all supported versions; flags of pipelined collectives are not."""
 
 
 def _peaks(bfloat16: float, tf32: float, eight_bits: float, *, fp8: bool = True) -> dict[str, float]:

@@ -6,47 +6,12 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import attrs
 import jax
 from jax.experimental import topologies
 
 from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import RequestError
-
-
-@attrs.frozen(kw_only=True)
-class Chip:
-    """What XLA's GPU compiler wants to know of a GPU.
-
-    Sources: NVIDIA's tuning guides for Ampere, Hopper and Blackwell, and what the driver reports.
-
-    Attributes:
-        capability: CUDA compute capability, (major, minor).
-        accelerated: whether instructions of exactly this architecture may be used (`sm_90a`).
-        cores: streaming multiprocessors.
-        fpus: float32 units of each.
-        clock: GHz.
-        shared: bytes of shared memory of a multiprocessor; a block can have all but 1 KiB.
-        l2: bytes of the second-level cache.
-    """
-
-    capability: tuple[int, int]
-    accelerated: bool
-    cores: int
-    fpus: int
-    clock: float
-    shared: int
-    l2: int
-
-
-CHIPS = {
-    "a100": Chip(capability=(8, 0), accelerated=False, cores=108, fpus=64, clock=1.41, shared=164 * 1024, l2=40 << 20),
-    "h100": Chip(capability=(9, 0), accelerated=True, cores=132, fpus=128, clock=1.98, shared=228 * 1024, l2=50 << 20),
-    "h200": Chip(capability=(9, 0), accelerated=True, cores=132, fpus=128, clock=1.98, shared=228 * 1024, l2=60 << 20),
-    "b200": Chip(
-        capability=(10, 0), accelerated=True, cores=148, fpus=128, clock=1.965, shared=228 * 1024, l2=132_644_864
-    ),
-}
+from axlearn_plugins_gpu.chips import CHIPS
 
 
 def devices(machine: Machine) -> Sequence[Any]:

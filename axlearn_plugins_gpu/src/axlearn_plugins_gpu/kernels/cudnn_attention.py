@@ -1,0 +1,160 @@
+"""Attention by cuDNN: FlashAttention-2 on Ampere, FlashAttention-3's schedule on Hopper, and Blackwell's own.
+
+Causal masks and sliding windows are cuDNN's, which skips what they hide. Whatever else a mask says is added to the scores
+as a bias of 0 or -infinity, [B, 1, Q, K] in the dtype of the queries.
+
+It calls JAX's binding of cuDNN below its public function (`jax.nn.dot_product_attention`) for two reasons. That one asks the
+GPU of this machine what it can do, and here programs are compiled for others. And its residuals have no names: a backward
+pass that was told to keep the context would still run the forward pass again, for the softmax statistics.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
+from jax.ad_checkpoint import checkpoint_name
+
+from axlearn_core.contracts.kernels import OpRequest
+from axlearn_plugins_gpu.chips import CHIPS, unknown_gpu
+from axlearn_plugins_gpu.kernels.heads import by_heads
+from axlearn_plugins_transformer.kernels.bias import Bias
+from axlearn_plugins_transformer.kernels.masks import And, Causal, Full, Mask, SlidingWindow
+
+VERSION = 91000
+"""The cuDNN that programs are made for, 9.10: the oldest one that has all that `supports` says."""
+
+
+class _Static(NamedTuple):
+    """What of a call is known while tracing."""
+
+    scale: float
+    mask: Any  # cudnn.MaskType
+    window: int | None
+    biased: bool
+
+
+class _CuDNN:
+    """See the module."""
+
+    def supports(self, request: OpRequest) -> str | None:
+        """16-bit numbers; heads up to 128, 256 from Hopper on, where values may have a size of their own; no soft cap."""
+        if reason := unknown_gpu(request.target):
+            return reason
+        query, key, value = (request.shapes[n] for n in ("query", "key", "value"))
+        if dtype := next((d for d in request.dtypes.values() if d not in ("bfloat16", "float16")), None):
+            return f"it takes bfloat16 and float16, not {dtype}"
+        if len(set(request.dtypes.values())) > 1:
+            return "queries, keys and values differ in dtype"
+        if request.options["softcap"] is not None:
+            return "it has no soft cap"
+        if request.options["bias"] is not None:
+            return "it takes no bias on the scores whose gradient is needed"
+        hopper = CHIPS[request.target].capability >= (9, 0)
+        largest = 256 if hopper else 128
+        for size in (query[3], value[3]):
+            if size > largest or size % 8:
+                return f"the head size {size} is no multiple of 8 up to {largest}"
+        if query[3] != value[3] and not hopper:
+            return "queries and values of different head sizes need Hopper or later"
+        if not request.options["aligned"] and query[1] == 1:
+            return "decoding reads the cache once, which XLA does as well"
+        if request.gradients and (query[1] % 2 or key[1] % 2):
+            return f"the lengths {query[1]} and {key[1]} are not both even"
+        return None
+
+    def __call__(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        *,
+        mask: Mask,
+        scale: float,
+        softcap: float | None,
+        query_slots: jax.Array | None,
+        key_slots: jax.Array | None,
+        bias: Bias | None = None,
+    ) -> jax.Array:
+        """See `axlearn_plugins_transformer.kernels.attention.attention`."""
+        aligned = query_slots is None and key_slots is None and query.shape[1] == key.shape[1]
+        kind, window, rest = structure(mask, (query.shape[1], key.shape[1]), aligned)
+        hidden = None
+        if rest is not None:
+            visible = rest.materialize((0, query.shape[1]), (0, key.shape[1]), query_slots, key_slots)
+            # Half of the least number: two of them still add up to one, not to an infinity that is no number when subtracted.
+            hidden = jnp.where(visible, 0, jnp.finfo(query.dtype).min / 2).astype(query.dtype)[:, None]
+        static = _Static(scale=scale, mask=kind, window=window, biased=hidden is not None)
+        run = functools.partial(_attend, static=static)
+        return by_heads(run, query, key, value, hidden)
+
+
+CUDNN = _CuDNN()
+
+
+def structure(mask: Mask, lengths: tuple[int, int], aligned: bool) -> tuple[Any, int | None, Mask | None]:
+    """A mask as cuDNN's own kind, its window, and what is left for a bias."""
+    if not aligned:
+        return cudnn.MaskType.NO_MASK, None, mask
+    causal, window, rest = False, None, []
+    for part in mask.parts:
+        if isinstance(part, Causal):
+            causal = True
+        elif isinstance(part, SlidingWindow):
+            window = part.size if window is None else min(window, part.size)
+        elif not isinstance(part, Full):
+            rest.append(part)
+    if window is not None and not causal:
+        rest.append(SlidingWindow(window))  # cuDNN knows windows of causal attention only
+        window = None
+    if window is not None and window >= lengths[1]:
+        window = None
+    left = None if not rest else rest[0] if len(rest) == 1 else And(tuple(rest))
+    return (cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK), window, left
+
+
+def _attend(
+    query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | None, *, static: _Static
+) -> jax.Array:
+    bias = jnp.zeros(0, query.dtype) if bias is None else bias
+    return _attention(query, key, value, bias, static)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attention(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array, static: _Static) -> jax.Array:
+    return _run(query, key, value, bias, static, training=False)[0]
+
+
+def _settings(static: _Static) -> tuple[Any, ...]:
+    seed, dropout = 42, 0.0
+    layout = cudnn.AttentionLayout.BTNH.value
+    return static.scale, seed, dropout, (static.biased, False), static.mask, layout, static.window
+
+
+def _run(
+    query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array, static: _Static, training: bool
+) -> Any:
+    """(the result,), and when training the softmax statistics as well."""
+    unused = jnp.zeros(0, query.dtype)
+    names = ("scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length")
+    settings = dict(zip(names, _settings(static), strict=True))
+    operands = (query, key, value, bias, *(unused,) * 6)
+    return cudnn._dot_product_attention_fwd_p_wrapper.bind(*operands, **settings, is_training=training)
+
+
+def _forward(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array, static: _Static) -> Any:
+    out, statistics = _run(query, key, value, bias, static, training=True)
+    out, statistics = checkpoint_name(out, "context"), checkpoint_name(statistics, "context")
+    return out, (query, key, value, bias, out, statistics)
+
+
+def _backward(static: _Static, kept: Any, gradient: jax.Array) -> tuple[Any, ...]:
+    query, key, value, bias, out, statistics = kept
+    unused = jnp.zeros(0, query.dtype)
+    residuals = (query, key, value, bias, *(unused,) * 6, statistics, out)
+    grads = cudnn._dot_product_attention_bwd_rule(*_settings(static), True, False, residuals, gradient)
+    return (*grads[:3], None)
+
+
+_attention.defvjp(_forward, _backward)
