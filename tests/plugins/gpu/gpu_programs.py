@@ -28,9 +28,7 @@ def compiled(function, machine, *shapes, gradients=False, tensor=1, options=None
     target = find_machine(machine).target
     mesh = mesh_of(machine, fsdp=find_machine(machine).devices // tensor, tensor=tensor)
     chosen = selection.Selection(platform="gpu", target=target.name, gradients=gradients)
-    specs = [
-        jax.ShapeDtypeStruct(s[0], s[1], sharding=NamedSharding(mesh, PartitionSpec(*s[2:]))) for s in shapes
-    ]
+    specs = [jax.ShapeDtypeStruct(s[0], s[1], sharding=NamedSharding(mesh, PartitionSpec(*s[2:]))) for s in shapes]
 
     def run(*args):
         with sharding.logical_rules(mesh, DEFAULT_RULES), selection.use(chosen):

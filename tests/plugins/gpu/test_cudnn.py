@@ -95,11 +95,14 @@ def attend(mask, scale=0.1):
 
 def operands(heads=8, groups=2, size=64, value=None, batch=8, length=128):
     return [
-        ((batch, length, n, h), jnp.bfloat16, "fsdp") for n, h in ((heads, size), (groups, size), (groups, value or size))
+        ((batch, length, n, h), jnp.bfloat16, "fsdp")
+        for n, h in ((heads, size), (groups, size), (groups, value or size))
     ]
 
 
-@pytest.mark.parametrize("target", ["h100", *(pytest.param(t, marks=pytest.mark.slow) for t in ("a100", "h200", "b200"))])
+@pytest.mark.parametrize(
+    "target", ["h100", *(pytest.param(t, marks=pytest.mark.slow) for t in ("a100", "h200", "b200"))]
+)
 def test_it_compiles_forward_and_backward(target):
     for mask in (Causal(), Full()) if target == "h100" else (Causal(), Full(), Causal() & SlidingWindow(32)):
         text, chosen = compiled(attend(mask), f"{target}-8x1", *operands(), gradients=True)

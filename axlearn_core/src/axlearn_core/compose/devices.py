@@ -10,6 +10,7 @@ import jax
 
 from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import RequestError
+from axlearn_core.plugins.manager import host
 from axlearn_core.plugins.targets import load
 
 if os.environ.get("TPU_SKIP_MDS_QUERY"):  # set by JAX where it finds no TPU: keeps libtpu from complaining about that
@@ -19,6 +20,7 @@ if os.environ.get("TPU_SKIP_MDS_QUERY"):  # set by JAX where it finds no TPU: ke
 
 def settle(machine: Machine | None) -> None:
     """Before JAX looks for devices: a CPU machine gets its virtual ones. None uses what JAX finds."""
+    host()  # modules with hooks may have to tell JAX's plugins something before
     if machine is not None and machine.target.platform == "cpu":
         cpu(machine)
 

@@ -9,6 +9,7 @@ pass that was told to keep the context would still run the forward pass again, f
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -98,7 +99,8 @@ def structure(mask: Mask, lengths: tuple[int, int], aligned: bool) -> tuple[Any,
     if not aligned:
         return cudnn.MaskType.NO_MASK, None, mask
     causal, window, rest = False, None, []
-    for part in mask.parts:
+    parts: Sequence[Any] = mask.parts
+    for part in parts:
         if isinstance(part, Causal):
             causal = True
         elif isinstance(part, SlidingWindow):
@@ -126,15 +128,13 @@ def _attention(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Arr
     return _run(query, key, value, bias, static, training=False)[0]
 
 
-def _settings(static: _Static) -> tuple[Any, ...]:
+def _settings(static: _Static) -> tuple[float, int, float, tuple[bool, bool], Any, int, int | None]:
     seed, dropout = 42, 0.0
     layout = cudnn.AttentionLayout.BTNH.value
     return static.scale, seed, dropout, (static.biased, False), static.mask, layout, static.window
 
 
-def _run(
-    query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array, static: _Static, training: bool
-) -> Any:
+def _run(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array, static: _Static, training: bool) -> Any:
     """(the result,), and when training the softmax statistics as well."""
     unused = jnp.zeros(0, query.dtype)
     names = ("scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length")

@@ -1,0 +1,78 @@
+"""Which layout a program gets on GPUs, and that the published ones fit."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import axlearn_core as ax
+from axlearn_core.compose import compose
+from axlearn_core.compose.devices import absent
+from axlearn_core.plugins.request import Request
+
+
+def resolved(experiment, target, **kwargs):
+    return ax.resolve(Request.of(experiment, target=target, **kwargs))
+
+
+@pytest.mark.parametrize("target", ["a100-8x4", "h100-8x64", "h200-8x2", "b200-8x64"])
+def test_small_models_are_fully_sharded_and_large_ones_split_over_the_host(target):
+    small, large = (resolved(e, target).config for e in ("llama2-7b", "llama2-70b"))
+    assert dict(small.mesh.shape) == {"fsdp": -1}
+    assert dict(large.mesh.shape) == {"fsdp": -1, "tensor": 8}
+    assert large.mesh.rules["activation_embed"] == ("tensor",)
+    for config in (small, large):
+        assert config.model.decoder.stack.remat.save == ("query|key|value", "context", "attention_out")
+
+
+def test_hosts_of_four_gpus_are_split_over_four():
+    assert resolved("llama2-70b", "h100-4x16").config.mesh.shape["tensor"] == 4
+
+
+def planned(experiment, target, **kwargs):
+    """(bytes that one GPU needs, what it has, the names of the kernels) of a training step."""
+    found = resolved(experiment, target, **kwargs)
+    program = compose(found.config, absent(found.machine), machine=found.machine)
+    shape = (found.config.input.batch_size, found.config.input.sequence_length)
+    dtypes = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), np.int32) | {"weights": np.float32}
+    step = program.compile_train({k: jax.ShapeDtypeStruct(shape, d) for k, d in dtypes.items()})
+    memory = step.memory_analysis()
+    used = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    used += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return used, program.target.hbm_bytes, [c.name for c in program.kernels.choices]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("experiment", "target", "at_most"),
+    [("llama2-7b", "h100-8x32", 35), ("llama2-70b", "h100-8x64", 66), ("llama2-70b", "b200-8x64", 66)],
+)
+def test_the_published_runs_fit(experiment, target, at_most):
+    used, memory, kernels = planned(experiment, target)
+    assert used < memory
+    assert used / 2**30 < at_most
+    assert "cudnn" in kernels
+
+
+@pytest.mark.slow
+def test_a_run_on_this_machine_says_nothing_of_gpus(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "axlearn_core",
+        "train",
+        "quickstart",
+        "--steps",
+        "1",
+        "--run-dir",
+        str(tmp_path / "r"),
+    ]
+    small = ("model.decoder.num_layers=1", "model.decoder.hidden_dim=32", "input.batch_size=2", "evaluators={}")
+    command += [part for s in (*small, "input.sequence_length=32") for part in ("--set", s)]
+    env = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert not [w for w in ("CUDA", "cuda", "Traceback", "plugin") if w in done.stderr], done.stderr
