@@ -36,12 +36,13 @@ def test_a_base_that_is_gone_does_not_stop_a_run_that_goes_on(tmp_path):
 
 
 def test_the_trainer_offers_its_input(base, tmp_path):
+    settings = {
+        "input.tokenizer": {"type": "byte-tokenizer"},
+        "loop": {"type": "start-from-run", "run_dir": base},
+        "model.decoder.num_layers": 1,
+        "model.decoder.hidden_dim": 32,
+        "evaluators": {},
+    }
     with pytest.raises(RequestError, match="is not the tokenizer of"):
-        ax.train(
-            "quickstart",
-            set={"input.tokenizer": {"type": "byte-tokenizer"}, "loop": {"type": "start-from-run", "run_dir": base}, "model.decoder.num_layers": 1,
-                 "model.decoder.hidden_dim": 32, "evaluators": {}},
-            steps=1,
-            run_dir=tmp_path / "run",
-        )  # fmt: skip
+        ax.train("quickstart", set=settings, steps=1, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -1,0 +1,73 @@
+"""Writes what the example needs: text for a base model, conversations to tune it with, and questions to ask it.
+
+python make_data.py [--out data] [--seed 0]
+
+The text counts up and down in words. The conversations ask what comes after or before a number.
+"""
+
+import argparse
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+WORDS = "zero one two three four five six seven eight nine ten eleven twelve".split()
+ASKED = ("after", "before")
+
+
+def text(rng: random.Random, lines: int) -> str:
+    """Lines such as `two three four five.` and `five four three two.`"""
+    made = []
+    for _ in range(lines):
+        start, count = rng.randrange(len(WORDS) - 4), rng.randrange(4, 9)
+        run = WORDS[start : start + count]
+        made.append(" ".join(run if rng.random() < 0.5 else run[::-1]) + ".\n")
+    return "".join(made)
+
+
+def pairs() -> list[tuple[str, str, str]]:
+    """(what is asked for, the number, the answer), of every number that has both neighbours."""
+    return [
+        (how, WORDS[i], WORDS[i + (1 if how == "after" else -1)]) for how in ASKED for i in range(1, len(WORDS) - 1)
+    ]
+
+
+def conversation(rng: random.Random, asked: list[tuple[str, str, str]]) -> dict[str, Any]:
+    """One to three questions with their answers."""
+    messages = []
+    for how, number, answer in rng.sample(asked, rng.randint(1, 3)):
+        messages.append({"role": "user", "content": f"What comes {how} {number}?"})
+        messages.append({"role": "assistant", "content": answer})
+    return {"messages": messages}
+
+
+def question(rng: random.Random, how: str, number: str, answer: str) -> dict[str, Any]:
+    """The same as a question with four choices, in the words of the plain chat template."""
+    others = rng.sample([w for w in WORDS if w not in (answer, number)], 3)
+    choices = rng.sample([answer, *others], 4)
+    prompt = f"User:\nWhat comes {how} {number}?\n\nAssistant:\n"
+    return {"prompt": prompt, "choices": choices, "answer": choices.index(answer), "delimiter": ""}
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("data"))
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    rng = random.Random(args.seed)
+    args.out.mkdir(parents=True, exist_ok=True)
+    asked = pairs()
+    (args.out / "text.txt").write_text(text(rng, 4000), "utf-8")
+    rows = {
+        "train.jsonl": [conversation(rng, asked) for _ in range(400)],
+        "held_out.jsonl": [conversation(rng, asked) for _ in range(40)],
+        "questions.jsonl": [question(rng, *pair) for pair in asked],
+    }
+    for name, made in rows.items():
+        (args.out / name).write_text("".join(json.dumps(row) + "\n" for row in made), "utf-8")
+        print(f"{len(made)} rows in {args.out / name}")
+
+
+if __name__ == "__main__":
+    main()
