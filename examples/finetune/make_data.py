@@ -11,7 +11,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-WORDS = "zero one two three four five six seven eight nine ten eleven twelve".split()
+WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 ASKED = ("after", "before")
 
 

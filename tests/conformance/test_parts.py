@@ -3,6 +3,8 @@
 What a component can stand for is known by the methods of its class.
 """
 
+import contextlib
+import json
 import sys
 import warnings
 from pathlib import Path
@@ -15,6 +17,7 @@ import found
 from axlearn_core.checkpoint.storage import resolve
 from axlearn_core.config import patch
 from axlearn_core.contracts import parts
+from axlearn_core.errors import ConfigError
 from axlearn_core.testing import (
     CheckpointerSuite,
     InputSuite,
@@ -35,6 +38,8 @@ def texts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("texts")
     for i in range(6):
         (folder / f"{i}.txt").write_text(TEXT[: 60 * (i + 1)] + f"# {i}\n", "utf-8")
+        talk = [{"role": "user", "content": TEXT[: 4 * i + 5]}, {"role": "assistant", "content": f"{i} " * (3 * i + 2)}]
+        (folder / f"{i}.jsonl").write_text(json.dumps({"messages": talk}), "utf-8")
     return folder
 
 
@@ -45,8 +50,14 @@ class Input(InputSuite):
 
     @pytest.fixture(autouse=True)
     def over_texts(self, texts):
-        files = {"type": "files", "paths": [f"{texts}/[0-3].txt"], "validation_paths": [f"{texts}/[45].txt"]}
-        self.config = found.toy(type(self.config), source=files, tokenizer={"type": "byte-tokenizer"})
+        for kind, suffix in (("files", "txt"), ("chat-files", "jsonl")):  # the first that the input takes
+            paths = {"paths": [f"{texts}/[0-3].{suffix}"], "validation_paths": [f"{texts}/[45].{suffix}"]}
+            source = {"type": kind, **paths}
+            settings = {"source": source, "tokenizer": {"type": "byte-tokenizer"}, "sequence_length": 80}
+            self.config = found.toy(type(self.config), **settings)
+            with contextlib.suppress(ConfigError):
+                self.build()
+                break
 
 
 def read_json_lines(run_dir):

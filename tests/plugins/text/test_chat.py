@@ -186,6 +186,12 @@ def test_text_beside_conversations_is_learnt_as_a_whole(file, tmp_path):
     assert seen == {"4$", "plain text. " * 3 + "$"}
 
 
+def test_text_alone_is_no_conversation(tmp_path):
+    (tmp_path / "text.txt").write_text("plain text")
+    with pytest.raises(ConfigError, match=r"input.source: holds no conversations[\s\S]*fix: what a run file"):
+        config("", source=Files.Config(paths=str(tmp_path / "text.txt"))).build()
+
+
 def test_equal_conversations_are_held_out_together(file):
     path = file(*[{"messages": [ASK, {"role": "assistant", "content": str(i % 20)}]} for i in range(200)])
     source = ChatFiles.Config(paths=path, validation_fraction=0.3).build()

@@ -4,12 +4,15 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from axlearn_core.config import Node, node
-from axlearn_core.errors import InputError
+from axlearn_core.errors import ConfigError, InputError, Problem
 from axlearn_plugins_text import pipeline
 from axlearn_plugins_text.chat_template import ChatTemplate
 from axlearn_plugins_text.conversations import Conversation
 from axlearn_plugins_text.language_model import LanguageModelInput
 from axlearn_plugins_text.records import Document
+from axlearn_plugins_text.sources import Split
+
+SPLITS: tuple[Split, ...] = ("train", "validation")
 
 
 class ChatInput(LanguageModelInput):
@@ -39,6 +42,7 @@ class ChatInput(LanguageModelInput):
 
     def __init__(self, cfg: Config, **offered: Any):
         super().__init__(cfg, **offered)
+        self._check_source()
         self.template = cfg.template.build(tokenizer=self.tokenizer)
         if cfg.too_long == "error" and cfg.packing != "concat":
             self._check_lengths()
@@ -62,9 +66,23 @@ class ChatInput(LanguageModelInput):
         """As any language model's input, and a hash of the template."""
         return {**super().describe(), "template": self.template.digest}
 
+    def _check_source(self) -> None:
+        parts = [part for split in SPLITS for part in self.source.parts(split)]
+        if parts and not any(isinstance(d, Conversation) for part in parts for d in part.records[0]):
+            raise ConfigError(
+                Problem(
+                    path="input.source",
+                    message="holds no conversations",
+                    got=type(self.config.source).__qualname__,
+                    expected="chat-files, or a mixture with it",
+                    fix="what a run file or --set says of input.source goes over the feature chat: leave it out there, or "
+                    "set it to {type: chat-files, paths: ...}",
+                )
+            )
+
     def _check_lengths(self) -> None:
         """Looks at what may be too long before anything is trained: rows of few bytes have few tokens."""
-        for split in ("train", "validation"):
+        for split in SPLITS:
             for part in self.source.parts(split):
                 sizes = getattr(part.records, "sizes", ())
                 for i in range(len(sizes)):
