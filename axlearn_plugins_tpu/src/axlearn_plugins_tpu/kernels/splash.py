@@ -6,6 +6,7 @@ B batch, S positions, N query heads, G key-value heads, H head size, V size of t
 import functools
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 import jax
@@ -19,7 +20,7 @@ from axlearn_core.kernels import selection
 from axlearn_core.nn.remat import tag
 from axlearn_core.nn.sharding import per_device, placement
 from axlearn_plugins_tpu.kernels.blocks import LANES, SPLASH, SplashBlocks, fitting, narrowed
-from axlearn_plugins_transformer.kernels.masks import Causal, Full, Mask, Or, Prefix, Segments, SlidingWindow
+from axlearn_plugins_transformer.kernels.masks import Causal, Mask, Or, Prefix, Segments, SlidingWindow
 
 RESIDUALS = "attention_residuals"
 """The tag of what the backward kernel needs of the forward one: the result [N, S, V], and log Z [N, S] in float32."""
@@ -49,12 +50,12 @@ class Structure:
     @classmethod
     def of(cls, mask: Mask) -> "Structure":
         """The structure of a mask whose description `supports` accepted."""
-        windows = [p.size for p in mask.parts if isinstance(p, SlidingWindow)]
-        segments = [p for p in mask.parts if isinstance(p, Segments)]
-        either = [p for p in mask.parts if isinstance(p, Or)]
+        parts: list[Any] = list(mask.parts)
+        windows = [p.size for p in parts if isinstance(p, SlidingWindow)]
+        segments = [p for p in parts if isinstance(p, Segments)]
+        either = [p for p in parts if isinstance(p, Or)]
         prefix = [m.length for p in either for m in p.masks if isinstance(m, Prefix)]
-        causal = bool(either) or any(isinstance(p, Causal) for p in mask.parts)
-        assert all(isinstance(p, (Full, Causal, SlidingWindow, Segments, Or)) for p in mask.parts)
+        causal = bool(either) or any(isinstance(p, Causal) for p in parts)
         return cls(causal, min(windows, default=None), segments[0] if segments else None, prefix[0] if prefix else None)
 
     def static(self, length: int) -> splash_masks.Mask:
@@ -116,6 +117,8 @@ class _Splash:
             return f"the sequence length {length} is no multiple of {LANES}"
         if heads % groups:
             return f"{groups} key-value heads do not divide {heads} query heads"
+        if options["mask"].count("segments") > 1 or options["mask"].count("prefix") > 1:
+            return f"it takes one set of segments and one prefix ({options['mask']})"
         if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float32"}:
             return f"the dtypes are {', '.join(sorted(dtypes))}; it takes bfloat16, or float32"
         return None
@@ -182,7 +185,7 @@ def _local(
     )
     ids = None if query_ids is None or key_ids is None else splash.SegmentIds(query_ids, key_ids)
 
-    def one_row(q: jax.Array, k: jax.Array, v: jax.Array, ids: splash.SegmentIds | None, seen: jax.Array | None):
+    def one_row(q: jax.Array, k: jax.Array, v: jax.Array, ids: splash.SegmentIds | None, seen: jax.Array | None) -> Any:
         return (kernel if seen is None else _seeing(kernel, seen))(q, k, v, ids)
 
     return jnp.swapaxes(jax.vmap(one_row)(q, k, v, ids, prefix), 1, 2)
@@ -191,11 +194,11 @@ def _local(
 def _seeing(kernel: splash.SplashAttentionKernel, prefix: jax.Array) -> splash.SplashAttentionKernel:
     """The kernel for a row of which every query sees the first `prefix` keys."""
 
-    def moved(info):
+    def moved(info: Any) -> Any:
         return None if info is None else info._replace(q_sequence=jnp.maximum(info.q_sequence, prefix - 1))
 
-    infos = (kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info)
-    return splash.SplashAttentionKernel(*map(moved, infos), **kernel.kwargs)
+    infos = (moved(kernel.fwd_mask_info), moved(kernel.dq_mask_info), moved(kernel.dkv_mask_info))
+    return splash.SplashAttentionKernel(*infos, **kernel.kwargs)
 
 
 def _block_sizes(blocks: SplashBlocks, length: int) -> splash.BlockSizes:

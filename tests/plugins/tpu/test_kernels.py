@@ -1,0 +1,206 @@
+"""Kernels against the XLA reference in Pallas' interpreter, and compiled for TPUs that are not here."""
+
+import functools
+import sys
+from pathlib import Path
+
+import attrs
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "conformance"))
+import cases
+
+from axlearn_core.compose.devices import absent
+from axlearn_core.compose.layout import make_mesh
+from axlearn_core.contracts.mesh import DEFAULT_RULES, Mesh
+from axlearn_core.kernels import selection
+from axlearn_core.nn.sharding import logical_rules
+from axlearn_core.plugins.targets import find_machine
+from axlearn_core.testing import Case, KernelSuite
+from axlearn_plugins_moe.grouped_matmul import grouped_matmul
+from axlearn_plugins_tpu.hooks import KERNELS
+from axlearn_plugins_tpu.kernels import megablox, splash
+from axlearn_plugins_tpu.kernels.blocks import GROUPED, LANES, SPLASH, SplashBlocks, fitting, narrowed
+from axlearn_plugins_tpu.targets import TARGETS
+from axlearn_plugins_transformer.kernels.attention import attention
+from axlearn_plugins_transformer.kernels.masks import Causal, Prefix, Segments, SlidingWindow
+
+GENERATIONS = ["tpu-v4-8", "tpu-v5e-4", "tpu-v5p-8", "tpu-v6e-4", "tpu-7x-4"]
+SMALL = SplashBlocks(
+    query=128, key=256, key_compute=128, backward_query=128, backward_key=128, backward_key_compute=128, fused_up_to=1
+)
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Both kernels run in Pallas' interpreter, splash attention with several blocks each way."""
+    make, product = splash.splash.make_splash_mha, megablox.ops.gmm
+    monkeypatch.setattr(splash.splash, "make_splash_mha", functools.partial(make, interpret=True))
+    monkeypatch.setattr(megablox.ops, "gmm", lambda *a: product(*a, None, None, False, True))
+    monkeypatch.setitem(SPLASH, "", SMALL)
+    monkeypatch.setitem(GROUPED, "", attrs.evolve(GROUPED[""], inner=128, outer=128))
+
+
+@pytest.mark.usefixtures("interpreted")
+class Interpreted(KernelSuite):
+    """What each kernel of the op keeps, here."""
+
+    def declared(self, name):
+        return attrs.evolve(super().declared(name), platforms=())
+
+
+QUICK = ("window", "prefix", "decoding", "odd", "alibi")
+
+
+class TestSplash(Interpreted):
+    op, name = "attention", "splash"
+    cases = tuple(c for c in cases.CASES["attention"] if c.name.startswith(QUICK))
+
+
+@pytest.mark.slow
+class TestSplashOnTheOtherCases(Interpreted):
+    op, name = "attention", "splash"
+    cases = tuple(c for c in cases.CASES["attention"] if not c.name.startswith(QUICK))
+
+
+def _groups(kernel, lhs, rhs, sizes):
+    used = jnp.arange(lhs.shape[0]) < jnp.sum(sizes)  # what is behind the last group is not specified
+    return jnp.where(used[:, None], grouped_matmul(jnp.where(used[:, None], lhs, 0), rhs, sizes, kernel), 0)
+
+
+class TestMegablox(Interpreted):
+    op, name = "grouped_matmul", "megablox"
+    cases = tuple(
+        Case(
+            name=f"{rows}-{dtype}",
+            run=_groups,
+            operands=(
+                cases.normal(rows, 128, dtype=dtype),
+                cases.normal(3, 128, width, dtype=dtype),
+                jnp.asarray(sizes, jnp.int32),
+            ),
+            tolerance=cases.TOLERANCE[dtype],
+        )
+        for rows, width, sizes, dtype in ((300, 256, [100, 0, 150], "float32"), (128, 64, [0, 8, 120], "bfloat16"))
+    )
+
+
+@pytest.mark.parametrize(("shape", "groups"), [({"data": 2, "tensor": 4}, 4), ({"fsdp": 2, "tensor": 4}, 2)])
+def test_devices_attend_on_their_own_rows_and_heads(interpreted, shape, groups):
+    """With fewer key-value heads than devices that share the heads, too."""
+    rng = np.random.default_rng(0)
+    query, key, value = (jnp.asarray(rng.normal(size=(2, 128, n, 8)), jnp.float32) for n in (4, groups, groups))
+    ids = jnp.asarray(np.sort(rng.integers(1, 4, (2, 128)), axis=1), jnp.int32)
+    mesh = make_mesh(Mesh(shape=shape))
+
+    def run(kernel, *operands):
+        return attention(*operands, mask=Causal() & Segments(ids, ids), scale=0.3, kernel=kernel)
+
+    declared = [attrs.evolve(k, platforms=()) for k in KERNELS if k.op == "attention"]
+
+    @jax.jit
+    def sharded(*operands):
+        with selection.use(selection.Selection(declared=lambda op: declared)), logical_rules(mesh, DEFAULT_RULES):
+            return run("splash", *operands)
+
+    np.testing.assert_allclose(sharded(query, key, value), run("xla", query, key, value), rtol=2e-5, atol=2e-5)
+
+
+def compiled(generation, function, *operands):
+    """A program with its gradients by all operands, for one device; and the kernels that it took."""
+    pytest.importorskip("libtpu", reason="needs libtpu: axlearn-plugins-tpu[compile]")
+    machine = find_machine(generation)
+    place = jax.sharding.SingleDeviceSharding(absent(machine)[0])
+    shapes = [jax.ShapeDtypeStruct(s, d, sharding=place) for s, d in operands]
+
+    def loss(*operands):
+        return jnp.sum(function(*operands).astype(jnp.float32) ** 2)
+
+    with selection.use(selection.Selection(platform="tpu", target=machine.target.name)) as chosen:
+        floats = tuple(i for i, (_, d) in enumerate(operands) if d != "int32")
+        lowered = jax.jit(jax.value_and_grad(loss, floats)).trace(*shapes).lower(lowering_platforms=("tpu",))
+    return lowered.compile(), [c.name for c in chosen.choices]
+
+
+def attend(query, key, value, ids, prefix=None, window=None, softcap=None):
+    mask = Causal() | Prefix(prefix) if prefix is not None else Causal()
+    mask = mask if window is None else mask & SlidingWindow(window)
+    return attention(query, key, value, mask=mask & Segments(ids, ids), scale=0.1, softcap=softcap)
+
+
+def attended(generation, length, heads, groups, size, dtype, rows=1, **options):
+    """Splash attention compiled for a generation."""
+    shapes = [((rows, length, n, size), dtype) for n in (heads, groups, groups)] + [((rows, length), "int32")]
+    if options.pop("prefix", False):
+        shapes.append(((rows,), "int32"))
+    program, names = compiled(generation, functools.partial(attend, **options), *shapes)
+    assert names == ["splash"]
+    return program
+
+
+def not_only(default, values):
+    """The values; all but the default one are for the long run."""
+    return [v if v == default else pytest.param(v, marks=pytest.mark.slow) for v in values]
+
+
+@pytest.mark.parametrize("generation", not_only("tpu-v5p-8", GENERATIONS))
+def test_attention_compiles_for_every_generation(generation):
+    attended(generation, 256, 2, 1, 128, "bfloat16", softcap=30.0)
+    if generation != "tpu-v5p-8":
+        attended(generation, 256, 2, 1, 64, "bfloat16", prefix=True)
+
+
+@pytest.mark.parametrize("generation", not_only("tpu-v5p-8", GENERATIONS))
+def test_grouped_products_compile_for_every_generation(generation):
+    lhs, rhs, sizes = ((300, 256), "bfloat16"), ((3, 256, 512), "bfloat16"), ((3,), "int32")
+    assert compiled(generation, grouped_matmul, lhs, rhs, sizes)[1] == ["megablox"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize(("length", "dtype"), [(4096, "bfloat16"), (8192, "float32")])
+def test_the_largest_blocks_compile_for_their_generation(generation, length, dtype):
+    attended(generation, length, 2, 1, 256, dtype, softcap=30.0)  # fused, and not
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_the_largest_tiles_compile_for_their_generation(generation):
+    for dtype in ("bfloat16", "float32"):
+        lhs, rhs, sizes = ((4096, 2048), dtype), ((8, 2048, 2048), dtype), ((8,), "int32")
+        assert compiled(generation, grouped_matmul, lhs, rhs, sizes)[1] == ["megablox"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "value_size"), [(8, 8), (80, 80), (192, 128)])
+def test_head_sizes_that_are_no_multiple_of_a_lane_compile(size, value_size):
+    shapes = [((1, 256, 2, n), "bfloat16") for n in (size, size, value_size)] + [((1, 256), "int32")]
+    assert compiled("tpu-v5p-8", attend, *shapes)[1] == ["splash"]
+
+
+def test_every_entry_of_the_block_tables_is_for_a_target_and_reached():
+    targets = {t.name for t in TARGETS}
+    for table in (SPLASH, GROUPED):
+        assert table.keys() == {*targets, ""}
+    for blocks in SPLASH.values():
+        rows = {f: n for f, n in attrs.asdict(blocks).items() if f != "fused_up_to"}
+        assert all(n % LANES == 0 and fitting(8192, n) == n for n in rows.values())
+        assert blocks.key % blocks.key_compute == blocks.backward_key % blocks.backward_key_compute == 0
+        assert narrowed(blocks, 512) == blocks
+        assert narrowed(blocks, 1024).query == blocks.query // 2
+
+
+@pytest.mark.parametrize("target", sorted(SPLASH))
+def test_the_blocks_are_those_of_the_target(target, monkeypatch):
+    seen = []
+    monkeypatch.setattr(splash, "_local", lambda q, *a, blocks, **k: seen.append(blocks) or q)
+    monkeypatch.setattr(megablox.ops, "gmm", lambda lhs, rhs, sizes, dtype, tiling: seen.append(tiling) or lhs)
+    with selection.use(selection.Selection(platform="tpu", target=target)):
+        x = jnp.ones((1, 4096, 2, 128), jnp.bfloat16)
+        jax.eval_shape(lambda x: attention(x, x, x, mask=Causal(), scale=1.0), x)
+        y = jnp.ones((4096, 4096))
+        jax.eval_shape(lambda y: grouped_matmul(y, y[None], jnp.asarray([4096])), y)
+    assert seen == [SPLASH[target], (GROUPED[target].rows, GROUPED[target].inner, GROUPED[target].outer)]
