@@ -15,20 +15,27 @@ def count_flops(function: Callable[..., Any], *args: Any) -> int:
     return _count(jax.make_jaxpr(function)(*args).jaxpr)
 
 
+def equation_flops(eqn: Any) -> int:
+    """FLOPs of one equation of a jaxpr, without those of what it calls."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "dot_general":
+        contracted = math.prod(eqn.invars[0].aval.shape[d] for d in params["dimension_numbers"][0][0])
+        return 2 * contracted * math.prod(eqn.outvars[0].aval.shape)
+    if name == "ragged_dot_general":  # each row meets one group's matrix
+        return 2 * eqn.invars[0].aval.shape[-1] * math.prod(eqn.outvars[0].aval.shape)
+    if name == "conv_general_dilated":
+        kernel = eqn.invars[1].aval.shape
+        out_features = kernel[params["dimension_numbers"].rhs_spec[0]]
+        return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) // out_features
+    return 0
+
+
 def _count(jaxpr: Any) -> int:
     total = 0
     for eqn in jaxpr.eqns:
         name, params = eqn.primitive.name, eqn.params
-        if name == "dot_general":
-            contracted = math.prod(eqn.invars[0].aval.shape[d] for d in params["dimension_numbers"][0][0])
-            total += 2 * contracted * math.prod(eqn.outvars[0].aval.shape)
-        elif name == "ragged_dot_general":  # each row meets one group's matrix
-            total += 2 * eqn.invars[0].aval.shape[-1] * math.prod(eqn.outvars[0].aval.shape)
-        elif name == "conv_general_dilated":
-            kernel = eqn.invars[1].aval.shape
-            out_features = kernel[params["dimension_numbers"].rhs_spec[0]]
-            total += 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) // out_features
-        elif name == "cond":
+        total += equation_flops(eqn)
+        if name == "cond":
             total += max(_count(b.jaxpr) for b in params["branches"])
         elif name == "scan":
             total += params["length"] * _count(params["jaxpr"].jaxpr)

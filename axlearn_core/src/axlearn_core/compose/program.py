@@ -115,14 +115,17 @@ class Program:
             self._compiled[key] = self.lower(batch).compile(compiler_options=options or None)
         return self._compiled[key]
 
-    def lower(self, batch: Mapping[str, Any]) -> Any:
-        """The training step lowered for global batches of these shapes."""
+    def trace(self, batch: Mapping[str, Any]) -> Any:
+        """The training step traced for global batches of these shapes: its jaxpr, and the choice of kernels."""
         specs = {
             k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=self._batch_sharding(k, v)) for k, v in batch.items()
         }
+        return self._train.trace(self.state, specs)
+
+    def lower(self, batch: Mapping[str, Any]) -> Any:
+        """The training step lowered for global batches of these shapes."""
         platform = self.layout.mesh.devices.flat[0].platform
-        lowered_for = "cuda" if platform == "gpu" else str(platform)
-        return self._train.trace(self.state, specs).lower(lowering_platforms=(lowered_for,))
+        return self.trace(batch).lower(lowering_platforms=("cuda" if platform == "gpu" else str(platform),))
 
     def train_step(self, state: Any, batch: Mapping[str, jax.Array]) -> tuple[Any, dict[str, jax.Array]]:
         """One training step; `state` is donated."""

@@ -54,6 +54,12 @@ class LanguageModelInput(Configurable):
                     expected="a divisor of batch_size, or null for one shard per row",
                 )
 
+        def batch_shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
+            """Name -> (shape, dtype) of the arrays of a global training batch; needs no data."""
+            shape = (self.batch_size, self.sequence_length)
+            integers = ("tokens", "targets", "segment_ids", "positions")
+            return {"weights": (shape, "float32"), **{name: (shape, "int32") for name in integers}}
+
     def __init__(
         self,
         cfg: Config,

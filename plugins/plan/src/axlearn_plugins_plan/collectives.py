@@ -1,0 +1,162 @@
+"""What the devices of a program send one another, read from its optimized module."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import attrs
+import numpy as np
+
+from axlearn_plugins_plan.groups import Places, pairs, replica_groups
+from axlearn_plugins_plan.hlo import Computation, Instruction, Module
+
+KINDS = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+
+
+@attrs.frozen(kw_only=True)
+class Collective:
+    """One collective of the module, as one device sees it.
+
+    Attributes:
+        kind: of `KINDS`.
+        axes: the mesh axes that it goes over, joined by `+`.
+        size: how many devices take part in a group.
+        times: how often it runs in a step.
+        operand_bytes: what one device puts in, each time.
+        link_bytes: what one device sends to devices of its domain, each time.
+        network_bytes: what one device sends out of its domain, each time.
+        asynchronous: whether the program goes on meanwhile.
+    """
+
+    name: str
+    kind: str
+    axes: str
+    size: int
+    times: float
+    operand_bytes: int
+    link_bytes: float
+    network_bytes: float
+    asynchronous: bool
+
+    @property
+    def bytes(self) -> float:
+        """What one device sends in a step, over links or over the network: the larger where it takes both."""
+        return self.times * max(self.link_bytes, self.network_bytes)
+
+
+def sent(kind: str, operand_bytes: float, size: int) -> float:
+    """The bytes that one of `size` devices sends in a bandwidth-optimal (ring) algorithm (Thakur et al., 2005)."""
+    if size < 2:
+        return 0.0
+    if kind == "all-gather":
+        return operand_bytes * (size - 1)
+    if kind == "all-reduce":
+        return 2 * operand_bytes * (size - 1) / size
+    if kind in ("collective-permute", "collective-broadcast"):
+        return float(operand_bytes)
+    return operand_bytes * (size - 1) / size  # reduce-scatter, all-to-all
+
+
+def collectives(module: Module, places: Places) -> list[Collective]:
+    """All collectives that move data, those of fusions and asynchronous computations too, in the order of the text.
+
+    Raises:
+        ValueError: replica groups of a form that is not known.
+    """
+    found = []
+    for computation, times in module.scheduled():
+        channels: set[str] = set()
+        for outer in computation.instructions.values():
+            for inside, instruction in _parts(module, computation, outer):
+                kind = instruction.opcode.removesuffix("-start")
+                if kind not in KINDS:
+                    continue
+                # The pieces of one that is spread over several fusions share its channel.
+                channel = instruction.attribute("channel_id")
+                if instruction is not outer and channel is not None:
+                    if channel in channels:
+                        continue
+                    channels.add(channel)
+                if kind == "all-reduce" and inside.name.startswith("all-reduce-scatter"):
+                    kind = "reduce-scatter"  # as TPU programs write it: a fusion of a sum with a slice
+                is_async = outer.opcode.endswith("-start") or "async" in inside.name
+                found += _collective(kind, instruction, inside, places, times, is_async)
+    return found
+
+
+def _parts(module: Module, computation: Computation, outer: Instruction) -> Iterator[tuple[Computation, Instruction]]:
+    if outer.opcode in ("fusion", "async-start"):
+        yield from module.inside(outer)
+    else:
+        yield computation, outer
+
+
+def _collective(
+    kind: str, instruction: Instruction, inside: Computation, places: Places, times: float, is_async: bool
+) -> Iterator[Collective]:
+    operands = [inside.instructions[o] for o in instruction.operands if o in inside.instructions]
+    if kind == "ragged-all-to-all":
+        operands = operands[:1]  # the others are offsets, sizes and the place of the result
+    size = sum(b.bytes for o in operands for b in o.outputs)
+    if kind == "collective-permute":
+        routes = pairs(instruction.attribute("source_target_pairs") or "")
+        routes = routes[routes[:, 0] != routes[:, 1]]
+        if not len(routes):
+            return
+        crosses = bool(np.any(places.domains[routes[:, 0]] != places.domains[routes[:, 1]]))
+        axes = {places.axes(route) for route in routes}
+        link, network, members = (0.0, float(size), 2) if crosses else (float(size), 0.0, 2)
+        name = "+".join(a for a in places.shape if any(a in axis.split("+") for axis in axes))
+    else:
+        groups = replica_groups(instruction.attribute("replica_groups") or "{}", len(places.domains))
+        members = groups.shape[1]
+        if members < 2:
+            return
+        link, network = _split(kind, size, members, *places.spread(groups[0]))
+        name = places.axes(groups[0])
+    yield Collective(
+        name=instruction.name,
+        kind=kind,
+        axes=name,
+        size=members,
+        times=times,
+        operand_bytes=size,
+        link_bytes=link,
+        network_bytes=network,
+        asynchronous=is_async,
+    )
+
+
+def _split(kind: str, size: int, members: int, domains: int, within: int) -> tuple[float, float]:
+    """(bytes over links, bytes over the network) that one device sends.
+
+    A group that is in several domains has `within` members in each, which share what goes out of it.
+    """
+    if domains == 1:
+        return sent(kind, size, members), 0.0
+    if "all-to-all" in kind:
+        return size * (within - 1) / members, size * (members - within) / members
+    link = sent(kind, size, members) if within > 1 else 0.0
+    # Each domain takes part as one member that puts in what its devices hold together.
+    whole = size * within if kind == "all-gather" else size
+    return link, sent(kind, whole, domains) / within
+
+
+def by_axes(found: Sequence[Collective]) -> Mapping[str, float]:
+    """Mesh axes -> the bytes that one device sends over them in a step."""
+    total: dict[str, float] = {}
+    for collective in found:
+        total[collective.axes] = total.get(collective.axes, 0.0) + collective.bytes
+    return total
+
+
+def waits(found: Sequence[Collective]) -> float:
+    """The share of the bytes that is sent while the program waits."""
+    whole = sum(c.bytes for c in found)
+    return sum(c.bytes for c in found if not c.asynchronous) / whole if whole else 0.0

@@ -1,0 +1,43 @@
+"""`axlearn plan`."""
+
+import json
+from typing import Any
+
+import click
+
+from axlearn_core.cli.common import no_devices, plain, request_options
+
+
+@click.command()
+@click.argument("experiment", metavar="EXPERIMENT|FILE.yaml")
+@request_options
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; bytes are of one chip.")
+def plan(request: Any, as_json: bool) -> None:
+    """Print what a training step takes of hardware that need not be here. Exit code 1 where it does not fit.
+
+    The step is the very program that `axlearn train` runs, compiled for the machine that --target names.
+    """
+    no_devices()
+    from axlearn_core.plugins.registry import registry
+    from axlearn_core.plugins.resolve import resolve
+    from axlearn_plugins_plan import render
+    from axlearn_plugins_plan.plan import make_plan
+    from axlearn_plugins_plan.remedies import remedies
+
+    made = make_plan(resolve(request))
+    found = remedies(made, frozenset(registry().claims["features"]))
+    if as_json:
+        click.echo(json.dumps(plain(render.as_json(made, found)), indent=2, ensure_ascii=False))
+    else:
+        for line in render.text(made, found).splitlines():
+            click.echo(_styled(line))
+    if not made.memory.fits:
+        raise SystemExit(1)
+
+
+def _styled(line: str) -> str:
+    if line.startswith("  fits:"):
+        return click.style(line, fg="green")
+    if line.startswith("  does not fit:"):
+        return click.style(line, fg="red", bold=True)
+    return click.style(line, bold=True) if line and not line.startswith(" ") else line

@@ -1,0 +1,187 @@
+"""Floating-point operations of a program, read from its jaxpr, kernels included.
+
+Two conventions for attention stand beside one another: *full* counts all pairs of positions, as most published
+utilisations do (Chowdhery et al., 2022, appendix B); *causal* only those that the mask lets through.
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+import jax
+
+from axlearn_core.compose import Program
+from axlearn_core.compose.flops import equation_flops
+from axlearn_core.contracts.kernels import Kernel, OpRequest
+from axlearn_core.kernels.selection import REFERENCE, Selection, use
+from axlearn_core.nn.sharding import logical_rules
+
+BLOCKS = 64  # a mask is asked about this many blocks of queries and of keys
+_SCOPE = re.compile(r"visible_pairs_([\d.]+)")
+_CUDNN = re.compile(r"dot_product_attention_(?:fp8_)?(fwd|bwd)")
+
+
+@attrs.frozen
+class Work:
+    """An equation that computes, and how often it runs.
+
+    Attributes:
+        times: in one step, on all devices together.
+        visible: the share of the pairs of positions that the mask of the attention around it lets through.
+        kernel: whether it is in a kernel, which skips what no mask lets through.
+    """
+
+    equation: Any
+    times: float
+    visible: float
+    kernel: bool
+
+    @property
+    def flops(self) -> float:
+        """Of all its runs, as if every pair of positions were visible; a multiply-add is two."""
+        name, params = self.equation.primitive.name, self.equation.params
+        if name == "pallas_call":
+            return self.times * params["cost_estimate"].flops
+        if found := _CUDNN.match(name):
+            query, key, value = (self.equation.invars[i].aval.shape for i in range(3))
+            batch, length, heads, size = query  # the layout BTNH, the only one that JAX passes on
+            forward = 2 * batch * heads * length * key[1] * (size + value[3])
+            return self.times * forward * (1 if found[1] == "fwd" else 2.5)  # five products for two
+        return self.times * equation_flops(self.equation)
+
+    @property
+    def dtype(self) -> str:
+        """Of what is multiplied: the narrower of both sides."""
+        operands = [v.aval.dtype for v in self.equation.invars[:2] if hasattr(v.aval, "dtype")]
+        return str(min(operands, key=lambda d: d.itemsize)) if operands else "float32"
+
+
+def works(jaxpr: Any, times: float = 1, visible: float = 1.0, kernel: bool = False) -> Iterator[Work]:
+    """All equations of a jaxpr that compute, those of what it calls too, loops times their trip counts.
+
+    A `while` of unknown length counts once, a branch as its most expensive arm. A kernel's body counts once for each
+    point of its grid; where the grid is known at run time only, what the kernel declares to cost.
+    """
+    for equation in jaxpr.eqns:
+        name, params = equation.primitive.name, equation.params
+        scope = _SCOPE.search(str(equation.source_info.name_stack))
+        seen = visible if visible != 1.0 or not scope else float(scope[1])
+        if name == "cond":
+            arms = [list(works(b.jaxpr, times, seen, kernel)) for b in params["branches"]]
+            yield from max(arms, key=lambda arm: sum(w.flops for w in arm))
+        elif name == "scan":
+            yield from works(params["jaxpr"].jaxpr, times * params["length"], seen, kernel)
+        elif name == "while":
+            yield from works(params["body_jaxpr"].jaxpr, times, seen, kernel)
+        elif name == "shard_map":
+            manual = params.get("manual_axes") or params["mesh"].axis_names
+            devices = math.prod(params["mesh"].shape[a] for a in manual)
+            yield from works(params["jaxpr"], times * devices, seen, kernel)
+        elif name == "pallas_call":
+            grid = params["grid_mapping"].grid
+            if all(isinstance(size, int) for size in grid):
+                yield from works(params["jaxpr"], times * math.prod(grid), seen, True)
+            elif params["cost_estimate"] is not None:
+                yield Work(equation, times, seen, True)
+        elif _CUDNN.match(name):
+            yield Work(equation, times, seen, True)
+        elif equation_flops(equation):
+            yield Work(equation, times, seen, kernel)
+        else:
+            inner = params.get("jaxpr") or params.get("call_jaxpr") or params.get("fun_jaxpr")
+            if inner is not None:
+                yield from works(getattr(inner, "jaxpr", inner), times, seen, kernel)
+
+
+@attrs.frozen(kw_only=True)
+class ModelFlops:
+    """What the mathematics of one training step takes: three times the forward pass, no recomputation.
+
+    Attributes:
+        full: with all pairs of positions in attention.
+        causal: with those that the masks let through, a block that lets through some of its pairs counted as half.
+    """
+
+    full: float
+    causal: float
+
+
+def model_flops(program: Program, batch: Mapping[str, Any]) -> ModelFlops:
+    """Counted with the reference implementations of all ops, so that no kernel's choice of blocks plays a part."""
+    selection = _Reference(platform=program.kernels.platform, target=program.kernels.target)
+    with use(selection):
+        jaxpr = jax.make_jaxpr(program.steps.loss)(program.functional.abstract, dict(batch)).jaxpr
+    found = list(works(jaxpr))
+    return ModelFlops(full=3 * sum(w.flops for w in found), causal=3 * sum(w.flops * w.visible for w in found))
+
+
+def executed_flops(program: Program, batch: Mapping[str, Any]) -> Mapping[str, float]:
+    """Dtype -> FLOPs that the program asks for in one step, on all devices: recomputation too, kernels without the pairs
+    of positions that they skip.
+    """
+    selection = _Marked(platform=program.kernels.platform, target=program.kernels.target)
+    with use(selection), logical_rules(program.layout.mesh, program.layout.rules):
+        jaxpr = jax.make_jaxpr(program.steps.train)(program.state, dict(batch)).jaxpr
+    total: dict[str, float] = {}
+    for work in works(jaxpr):
+        done = work.flops * (work.visible if work.kernel else 1.0)
+        total[work.dtype] = total.get(work.dtype, 0.0) + done
+    return total
+
+
+def visible_pairs(mask: Any, queries: int, keys: int) -> float:
+    """The share of (query, key) pairs that a mask lets through, as far as its structure tells.
+
+    Parts that depend on the data (segments, prefixes) count as if they let everything through: rows of one document.
+    """
+    parts = [p for p in getattr(mask, "parts", (mask,)) if hasattr(p, "block") and not jax.tree.leaves(p)]
+    if not parts or queries != keys:
+        return 1.0
+    blocks = max(1, min(BLOCKS, queries))
+    edges = [i * queries // blocks for i in range(blocks + 1)]
+    ranges = list(itertools.pairwise(edges))
+    seen = 0.0
+    for rows in ranges:
+        for columns in ranges:
+            answers = [part.block(rows, columns) for part in parts]
+            share = 0.0 if False in answers else 1.0 if all(answers) else 0.5
+            seen += share * (rows[1] - rows[0]) * (columns[1] - columns[0])
+    return seen / (queries * keys)
+
+
+@attrs.frozen(eq=False)
+class _Scoped:
+    """A kernel whose equations carry the share of visible pairs in their names, which changes nothing else."""
+
+    kernel: Any
+
+    def supports(self, request: OpRequest) -> str | None:
+        """As the kernel."""
+        return self.kernel.supports(request)
+
+    def __call__(self, *operands: Any, **options: Any) -> Any:
+        """As the kernel."""
+        share = visible_pairs(options["mask"], operands[0].shape[1], operands[1].shape[1])
+        with jax.named_scope(f"visible_pairs_{share:.6f}"):
+            return self.kernel(*operands, **options)
+
+
+class _Marked(Selection):
+    """The usual choice."""
+
+    def choose(self, request: OpRequest, name: str | None = None) -> Kernel:
+        """The kernel, its equations marked."""
+        kernel = super().choose(request, name)
+        return _Scoped(kernel) if request.op == "attention" and request.options.get("aligned") else kernel
+
+
+class _Reference(_Marked):
+    """The reference of each op that has one, whatever the config names."""
+
+    def choose(self, request: OpRequest, name: str | None = None) -> Kernel:
+        """The reference, its equations marked."""
+        has = any(k.name == REFERENCE for k in self.declared(request.op))
+        return super().choose(request, REFERENCE if has else name)

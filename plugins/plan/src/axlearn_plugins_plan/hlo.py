@@ -1,0 +1,294 @@
+"""XLA's text of an optimized module: computations, instructions, the shapes of buffers, and how often each runs.
+
+The text is what `compiled.as_text()` gives; its grammar is that of XLA's `hlo_parser` (openxla.org/xla). Only what the
+analyses of a plan read is parsed.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+
+import attrs
+
+_HEADER = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\) -> .* \{$")
+_COMMENT = re.compile(r"/\*.*?\*/")
+_BUFFER = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](\{[^}]*\})?")
+_CALLED = re.compile(r"(calls|body|condition|to_apply|branch_computations|called_computations)=(\{[^}]*\}|%?[\w.\-]+)")
+_NAME = re.compile(r"%([\w.\-]+)")
+HBM = 0
+HOST = 5
+"""Memory spaces of layouts, `S(n)`; the others are on-chip memories."""
+
+
+@attrs.frozen
+class Buffer:
+    """An array as the module lays it out.
+
+    Attributes:
+        space: its memory space; `HBM` where the layout names none.
+    """
+
+    dtype: str
+    dims: tuple[int, ...]
+    space: int = HBM
+
+    @property
+    def bytes(self) -> int:
+        """Its size without padding."""
+        return math.ceil(math.prod(self.dims) * bits(self.dtype) / 8)
+
+
+def bits(dtype: str) -> int:
+    """Of one element: `bf16`, `f8e4m3fn`, `s4`, `pred`; 0 for tokens and opaque values."""
+    if dtype == "pred":
+        return 8
+    found = re.match(r"(?:bf|[a-z])(\d+)", dtype)
+    return int(found[1]) if found else 0
+
+
+def buffers(shape: str) -> tuple[Buffer, ...]:
+    """The arrays of a shape, those of a tuple in order."""
+    found = []
+    for dtype, dims, layout in _BUFFER.findall(shape):
+        space = re.search(r"S\((\d+)\)", layout)
+        sizes = tuple(int(d.removeprefix("<=")) for d in dims.split(",") if d)
+        found.append(Buffer(dtype, sizes, int(space[1]) if space else HBM))
+    return tuple(found)
+
+
+@attrs.frozen(eq=False)
+class Instruction:
+    """One instruction.
+
+    Attributes:
+        shape: the text of its shape.
+        operands: the names of the instructions that it reads.
+        rest: the text of its attributes.
+        text: that between its parentheses: of a constant the value, of a parameter the index.
+    """
+
+    name: str
+    shape: str
+    opcode: str
+    operands: tuple[str, ...]
+    rest: str
+    text: str
+    root: bool
+
+    @property
+    def outputs(self) -> tuple[Buffer, ...]:
+        """The arrays that it gives."""
+        return buffers(self.shape)
+
+    @cached_property
+    def called(self) -> Mapping[str, tuple[str, ...]]:
+        """The computations that it names, by attribute (`calls`, `body`, `condition`, `to_apply`, ...)."""
+        return {key: tuple(n.strip(" %") for n in names.strip("{}").split(",")) for key, names in self._calls()}
+
+    def _calls(self) -> Sequence[tuple[str, str]]:
+        return _CALLED.findall(self.rest)
+
+    def attribute(self, name: str) -> str | None:
+        """The text of `name=...`, with its brackets."""
+        found = re.search(rf"(?:^|[ ,]){name}=", self.rest)
+        return None if found is None else _balanced(self.rest, found.end())
+
+
+@attrs.frozen(eq=False)
+class Computation:
+    """The instructions of one computation, by name, in the order of the text."""
+
+    name: str
+    instructions: Mapping[str, Instruction]
+
+    @property
+    def root(self) -> Instruction:
+        """What it returns."""
+        return next(i for i in self.instructions.values() if i.root)
+
+    @cached_property
+    def users(self) -> Mapping[str, tuple[Instruction, ...]]:
+        """By name, the instructions that read it."""
+        found: dict[str, list[Instruction]] = {}
+        for instruction in self.instructions.values():
+            for operand in dict.fromkeys(instruction.operands):
+                found.setdefault(operand, []).append(instruction)
+        return {name: tuple(users) for name, users in found.items()}
+
+    @cached_property
+    def parameters(self) -> Mapping[int, Instruction]:
+        """By index."""
+        return {int(i.text): i for i in self.instructions.values() if i.opcode == "parameter"}
+
+
+@attrs.frozen(eq=False)
+class Module:
+    """A parsed module.
+
+    Attributes:
+        entry: the name of the computation that runs.
+    """
+
+    computations: Mapping[str, Computation]
+    entry: str
+
+    def scheduled(self) -> Iterator[tuple[Computation, float]]:
+        """The computations that run as such (the entry, the bodies of loops, branches), and how often each does in all.
+
+        What fusions and asynchronous instructions call is not among them: see `inside`. A branch counts as if it were
+        taken each time.
+        """
+        times: dict[str, float] = {self.entry: 1.0}
+        for name in self._callers_first():
+            if name not in times:
+                continue
+            for instruction in self.computations[name].instructions.values():
+                for key, below in _bodies(instruction):
+                    count = self.trips(instruction) if key in ("body", "condition") else 1
+                    times[below] = times.get(below, 0.0) + times[name] * (count or 1)
+        for name, count in times.items():
+            yield self.computations[name], count
+
+    def _callers_first(self) -> Sequence[str]:
+        order: list[str] = []
+        seen: set[str] = set()
+
+        def visit(name: str) -> None:
+            if name in seen:
+                return
+            seen.add(name)
+            for instruction in self.computations[name].instructions.values():
+                for _, below in _bodies(instruction):
+                    visit(below)
+            order.append(name)
+
+        visit(self.entry)
+        return order[::-1]
+
+    def inside(self, instruction: Instruction) -> Iterator[tuple[Computation, Instruction]]:
+        """What an instruction does itself: itself, or what the computation does that a fusion or an async start calls."""
+        names = [n for key in ("calls", "called_computations") for n in instruction.called.get(key, ())]
+        for name in names:
+            for below in self.computations[name].instructions.values():
+                for _, found in self.inside(below):
+                    yield self.computations[name], found
+        if not names:
+            yield next(iter(self.computations.values())), instruction
+
+    def unknown_loops(self) -> list[str]:
+        """The loops whose number of trips the text does not tell; they count once."""
+        loops = [i for c, _ in self.scheduled() for i in c.instructions.values() if i.opcode == "while"]
+        return [loop.name for loop in loops if self.trips(loop) is None]
+
+    def trips(self, loop: Instruction) -> int | None:
+        """How often the body of a `while` runs: what the compiler wrote down, else what its condition counts up to."""
+        known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest)
+        if known:
+            return int(known[1])
+        condition = self.computations[loop.called["condition"][0]]
+        root = condition.root
+        if root.opcode == "fusion" and root.called.get("calls"):
+            inner = self.computations[root.called["calls"][0]]
+            compared, given = inner.root, dict(enumerate(root.operands))
+            sides = [self._constant(condition, inner, o, given) for o in compared.operands]
+        else:
+            compared = root
+            sides = [self._constant(condition, condition, o, {}) for o in root.operands]
+        if compared.opcode != "compare" or len(sides) != 2:
+            return None
+        # `i < n` from 0 by 1, which is how JAX writes a scan and a fori_loop.
+        direction, (left, right) = compared.attribute("direction"), sides
+        if direction == "LT" and left is None:
+            return right
+        return left if direction == "GT" and right is None else None
+
+    def _constant(self, outer: Computation, inner: Computation, name: str, given: Mapping[int, str]) -> int | None:
+        found = inner.instructions[name]
+        if found.opcode == "parameter" and given:
+            found = outer.instructions[given[int(found.text)]]
+        while found.opcode in ("copy", "bitcast", "convert") and found.operands[0] in outer.instructions:
+            found = outer.instructions[found.operands[0]]
+        return int(found.text) if found.opcode == "constant" and re.fullmatch(r"-?\d+", found.text) else None
+
+
+def _bodies(instruction: Instruction) -> Iterator[tuple[str, str]]:
+    if instruction.opcode not in ("while", "conditional", "call"):
+        return
+    for key, names in instruction.called.items():
+        for name in names:
+            yield key, name
+
+
+def _balanced(text: str, start: int) -> str:
+    """From `start` to the comma or the end that no bracket of it encloses."""
+    depth = 0
+    for i in range(start, len(text)):
+        if text[i] in "([{":
+            depth += 1
+        elif text[i] in ")]}":
+            depth -= 1
+        elif text[i] == "," and depth == 0:
+            return text[start:i]
+    return text[start:]
+
+
+def _closing(text: str, start: int) -> int:
+    """The index of the bracket that closes the one at `start`."""
+    depth = 0
+    for i in range(start, len(text)):
+        if text[i] == "(":
+            depth += 1
+        elif text[i] == ")":
+            depth -= 1
+            if depth == 0:
+                return i
+    return len(text)
+
+
+def _instruction(line: str) -> Instruction | None:
+    name, equals, rest = line.partition(" = ")
+    if not equals:
+        return None
+    root = name.startswith("ROOT ")
+    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.find(" ")
+    shape, rest = rest[:end], rest[end:].lstrip()
+    opcode, _, _ = rest.partition("(")
+    if not re.fullmatch(r"[a-z][\w\-]*", opcode):
+        return None
+    close = _closing(rest, len(opcode))
+    inner = rest[len(opcode) + 1 : close]
+    operands = () if opcode in ("constant", "parameter") else _operands(inner)
+    return Instruction(
+        name.removeprefix("ROOT ").lstrip("%"), shape, opcode, operands, rest[close + 1 :].lstrip(", "), inner, root
+    )
+
+
+def _operands(text: str) -> tuple[str, ...]:
+    if "%" in text:
+        return tuple(_NAME.findall(text))
+    return tuple(part.split()[-1] for part in text.split(",") if part.strip() and part.strip()[-1] not in "})]")
+
+
+def parse(text: str) -> Module:
+    """The module that a text describes.
+
+    Raises:
+        ValueError: the text has no entry computation.
+    """
+    computations: dict[str, Computation] = {}
+    entry, name, found = "", "", {}
+    for raw in text.splitlines():
+        line = _COMMENT.sub("", raw).strip() if "/*" in raw else raw.strip()
+        header = _HEADER.match(line) if not name else None
+        if header:
+            name, found = header[2], {}
+            entry = name if header[1] else entry
+        elif line == "}" and name:
+            computations[name] = Computation(name, found)
+            name = ""
+        elif name and (made := _instruction(line)):
+            found[made.name] = made
+    if not entry:
+        raise ValueError("the text has no ENTRY computation")
+    return Module(computations, entry)

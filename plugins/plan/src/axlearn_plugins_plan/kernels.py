@@ -1,0 +1,37 @@
+"""`axlearn kernels`."""
+
+from typing import Any
+
+import click
+
+from axlearn_core.cli.common import json_option, no_devices, print_json, request_options
+
+
+@click.group()
+def kernels() -> None:
+    """The implementations of ops."""
+
+
+@kernels.command()
+@click.argument("experiment", metavar="EXPERIMENT")
+@request_options
+@json_option
+def explain(request: Any, as_json: bool) -> None:
+    """Print, for each call of an op in a training step, which implementation was chosen and why the others were not.
+
+    The step is traced for the machine that --target names, and not compiled.
+    """
+    no_devices()
+    from axlearn_core.plugins.resolve import resolve
+    from axlearn_plugins_plan.plan import prepared
+    from axlearn_plugins_plan.render import kernel_lines, kernels_json
+
+    program, batch = prepared(resolve(request))
+    program.trace(batch)
+    if as_json:
+        print_json(kernels_json(program.kernels.choices))
+        return
+    for line in kernel_lines(program.kernels.choices):
+        click.echo(line if line.startswith(" ") else click.style(line, bold=True))
+    if not program.kernels.choices:
+        click.echo("nothing in this model calls an op that has implementations", err=True)

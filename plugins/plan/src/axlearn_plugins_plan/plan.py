@@ -1,0 +1,208 @@
+"""A plan: the training step of a config, compiled for a machine, and what is read from it."""
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import attrs
+import jax
+
+from axlearn_core.compose import Program, compose
+from axlearn_core.compose.devices import absent, settle
+from axlearn_core.config import Node, flatten, get, missing
+from axlearn_core.config.tree import walk
+from axlearn_core.contracts.kernels import Choice
+from axlearn_core.contracts.target import Machine
+from axlearn_core.errors import ConfigError, RequestError, WorkError
+from axlearn_core.plugins.resolve import Resolved
+from axlearn_core.plugins.targets import targets
+from axlearn_plugins_plan.batches import abstract_batch
+from axlearn_plugins_plan.collectives import Collective, by_axes, collectives
+from axlearn_plugins_plan.flops import ModelFlops, executed_flops, model_flops
+from axlearn_plugins_plan.groups import Places, domains_of
+from axlearn_plugins_plan.hlo import parse
+from axlearn_plugins_plan.memory import Memory, of_compiled, of_refusal, shard_bytes
+from axlearn_plugins_plan.roofline import Roofline, roofline, utilisation
+from axlearn_plugins_plan.tags import Tag, tags
+from axlearn_plugins_plan.traffic import hbm_bytes
+
+
+@attrs.frozen(kw_only=True)
+class Plan:
+    """What is known of one training step on one machine. Bytes and collectives are those of one device.
+
+    Attributes:
+        memory: what it takes, and whether that fits.
+        flops: of the mathematics, of all devices.
+        executed: dtype -> FLOPs that the program does, of all devices.
+        hbm_traffic: bytes to and from memory; None where the compiler stopped.
+        collectives: None where the compiler stopped.
+        tags: activation tags; empty where the model has none.
+        compile_seconds: tracing, lowering and compiling.
+    """
+
+    title: str
+    machine: Machine
+    rule: str | None
+    notes: tuple[str, ...]
+    mesh: Mapping[str, int]
+    rows: int
+    tokens: int | None
+    parameters: int
+    remat: tuple[str, ...]
+    memory: Memory
+    flops: ModelFlops
+    executed: Mapping[str, float]
+    hbm_traffic: float | None
+    collectives: Sequence[Collective] | None
+    roofline: Roofline
+    kernels: tuple[Choice, ...]
+    tags: tuple[Tag, ...]
+    gradient_bytes: int
+    accumulate_steps: int
+    compile_seconds: float
+
+    def mfu(self, causal: bool = False) -> float | None:
+        """At the roofline; None where the hardware's peak is not known."""
+        flops = self.flops.causal if causal else self.flops.full
+        return utilisation(flops, self.roofline.step, self.machine.target, self.machine.devices)
+
+    @property
+    def collective_bytes(self) -> Mapping[str, float] | None:
+        """Mesh axes -> bytes that one device sends over them."""
+        return None if self.collectives is None else by_axes(self.collectives)
+
+
+def machine_of(resolved: Resolved) -> Machine:
+    """The machine that a request names; raises `RequestError` where it names none."""
+    if resolved.machine is None:
+        examples = sorted({e for _, t in targets().values() for e in t.examples})
+        raise RequestError(
+            "a plan is for some hardware, and none is named\n"
+            f"    fix: add --target NAME, such as {', '.join(examples[:6])}; `axlearn targets list` lists them"
+        )
+    return resolved.machine
+
+
+def prepared(resolved: Resolved) -> tuple[Program, dict[str, jax.ShapeDtypeStruct]]:
+    """The program of a request for its machine, and the shapes of its batches.
+
+    What only the data needs (files, a tokenizer) may be unset where the input can tell the shapes without it.
+
+    Raises:
+        ConfigError: something else is missing, or does not fit.
+        RequestError: no machine is named, or nothing can compile for it.
+    """
+    machine, config = machine_of(resolved), resolved.config
+    if not hasattr(config, "input") or not hasattr(config, "steps"):
+        raise RequestError(f"{resolved.title} is a {type(config).__qualname__}; expected a Trainer.Config")
+    _check(resolved)
+    settle(machine)
+    program = compose(config, absent(machine), machine=machine)  # type: ignore[arg-type]
+    vocab_size = getattr(program.functional.bind(program.functional.abstract), "vocab_size", None)
+    return program, abstract_batch(config, vocab_size)
+
+
+def _check(resolved: Resolved) -> None:
+    """What is wrong with the config, but for what the parts of an input need that tells the shapes of its batches."""
+    try:
+        resolved.checked()
+    except ConfigError as error:
+        told: Any = getattr(get(resolved.config, "input"), "batch_shapes", None)
+        unset = {p.path for p in missing(resolved.config)}
+        parts = [
+            p for p in error.problems if p.path.startswith("input.") and (p.path.count(".") > 1 or p.path in unset)
+        ]
+        if told is None:
+            raise
+        if others := [p for p in error.problems if p not in parts]:
+            raise ConfigError(others) from None
+        if not all(isinstance(size, int) for shape, _ in told().values() for size in shape):
+            raise
+
+
+def make_plan(resolved: Resolved) -> Plan:
+    """Compiles the step of a request for its machine, and reads what the compiler made.
+
+    Raises:
+        RequestError: the request is wrong; see `prepared`.
+        WorkError: the compiler stopped for another reason than memory.
+    """
+    program, batch = prepared(resolved)
+    machine = machine_of(resolved)
+    arguments = shard_bytes(program.state)
+    with ThreadPoolExecutor(1) as pool:  # the compiler leaves Python free to count meanwhile
+        compiling = pool.submit(_compiled, program, batch, arguments, machine)
+        flops, executed, found = model_flops(program, batch), executed_flops(program, batch), tags(program, batch)
+        compiled, memory, seconds = compiling.result()
+    moved = sent = None
+    notes = [*resolved.notes]
+    if machine.target.stand_in:
+        notes.append(f"not the program that runs there: {machine.target.stand_in}")
+    if compiled is not None:
+        module = parse(compiled.as_text())
+        moved, sent, more = _read(module, program, machine)
+        notes += more
+    else:
+        notes.append("the compiler stopped for lack of memory: no module tells what is sent and moved")
+    rows = max((s.shape[0] for s in batch.values() if s.shape), default=0)
+    return Plan(
+        title=resolved.title,
+        machine=machine,
+        rule=resolved.rule,
+        notes=tuple(notes),
+        mesh={a: n for a, n in program.layout.mesh.shape.items() if n > 1},
+        rows=rows,
+        tokens=int(batch["tokens"].size) if "tokens" in batch else None,
+        parameters=program.functional.num_parameters,
+        remat=_remat(resolved.config),
+        memory=memory,
+        flops=flops,
+        executed=executed,
+        hbm_traffic=moved,
+        collectives=sent,
+        roofline=roofline(machine.target, machine.devices, executed, moved, sent),
+        kernels=tuple(program.kernels.choices),
+        tags=tuple(found),
+        gradient_bytes=shard_bytes(program.state["params"]) if "params" in program.state else 0,
+        accumulate_steps=getattr(getattr(resolved.config, "learner", None), "accumulate_steps", 1),
+        compile_seconds=seconds,
+    )
+
+
+def _compiled(
+    program: Program, batch: Mapping[str, Any], arguments: int, machine: Machine
+) -> tuple[Any, Memory, float]:
+    """(the compiled step or None, its memory, seconds)."""
+    started = time.perf_counter()
+    try:
+        compiled = program.compile_train(batch)
+    except jax.errors.JaxRuntimeError as error:
+        memory = of_refusal(str(error), arguments, machine)
+        if memory is None:
+            raise WorkError(f"the compiler stopped: {error}") from error
+        return None, memory, time.perf_counter() - started
+    return compiled, of_compiled(compiled, machine), time.perf_counter() - started
+
+
+def _read(module: Any, program: Program, machine: Machine) -> tuple[float, list[Collective], list[str]]:
+    """(bytes to and from memory, collectives, notes)."""
+    mesh = program.layout.mesh
+    devices = list(mesh.devices.flat)
+    places = Places(dict(mesh.shape), domains_of(devices, machine.devices_per_domain))
+    notes = [f"the loop {name} is counted once: its length is not known" for name in module.unknown_loops()]
+    return hbm_bytes(module), collectives(module, places), notes
+
+
+def _remat(config: Node[Any]) -> tuple[str, ...]:
+    """What the config says of rematerialisation, a line for each stack that does."""
+    found = []
+    for path, value in walk(config):
+        if isinstance(value, Node) and hasattr(value, "remat"):
+            remat: Any = getattr(value, "remat")  # noqa: B009
+            if remat is None:
+                found.append(f"{path}.remat: null")
+            else:
+                found += [f"{path}.remat.{k}: {v}" for k, v in flatten(remat).items() if k != "type"]
+    return tuple(found)

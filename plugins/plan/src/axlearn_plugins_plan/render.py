@@ -1,0 +1,237 @@
+"""A plan as text for people, and as JSON."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from axlearn_core.contracts.kernels import Choice
+from axlearn_core.kernels.selection import installed
+from axlearn_plugins_plan.plan import Plan
+from axlearn_plugins_plan.remedies import Remedy
+
+GIB = 2**30
+
+
+def size(value: float | None) -> str:
+    """Bytes for people."""
+    if value is None:
+        return "?"
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if value >= scale:
+            return f"{value / scale:.3g} {unit}" if value < 1000 * scale else f"{value / scale:.0f} {unit}"
+    return f"{value:.0f} B"
+
+
+def seconds(value: float | None) -> str:
+    """Seconds for people."""
+    if value is None:
+        return "?"
+    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def count(value: float) -> str:
+    """A large number for people."""
+    for unit, scale in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if value >= scale:
+            return f"{value / scale:.4g} {unit}"
+    return f"{value:.4g} "
+
+
+def share(value: float | None) -> str:
+    """A percentage."""
+    return "?" if value is None else f"{100 * value:.1f}%"
+
+
+def text(plan: Plan, remedies: Sequence[Remedy] = ()) -> str:
+    """The plan, section by section."""
+    machine = plan.machine
+    per = f" of {machine.target.devices_per_chip} devices each" if machine.target.devices_per_chip > 1 else ""
+    lines = [f"{plan.title} on {machine.name}: {machine.chips} chips{per}, {plan.parameters:,} parameters"]
+    sections = (
+        ("memory of one device", _memory(plan)),
+        ("to make it fit (estimates; add the words to the command)", _remedies(remedies)),
+        ("time of one step at the roofline", _roofline(plan)),
+        ("collectives, bytes that one device sends", _collectives(plan)),
+        ("kernels", kernel_lines(plan.kernels)),
+        ("activations, bytes of one device to keep and FLOPs to compute again (estimates)", _tags(plan)),
+        ("mesh", _mesh(plan)),
+    )
+    for heading, found in sections:
+        body = list(found)
+        if body:
+            lines += ["", heading, *(f"  {line}" for line in body)]
+    lines += ["", f"compiled in {plan.compile_seconds:.1f} s"]
+    return "\n".join(lines)
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    memory = plan.memory
+    verdict = "fits" if memory.fits else "does not fit"
+    yield f"{verdict}: {size(memory.total)} of {size(memory.capacity)}"
+    yield f"arguments    {size(memory.arguments)}"
+    yield f"temporaries  {size(memory.temporaries)}"
+    if memory.code:
+        yield f"program      {size(memory.code)}"
+
+
+def _remedies(remedies: Sequence[Remedy]) -> Iterator[str]:
+    for remedy in remedies:
+        cost = "cost not known" if remedy.seconds is None else f"+{seconds(remedy.seconds)} a step"
+        if remedy.chips > 1:
+            cost = f"{remedy.chips} times the chips"
+        yield remedy.words
+        yield f"    about {size(remedy.total)}, {cost}: {remedy.why}"
+
+
+def _roofline(plan: Plan) -> Iterator[str]:
+    line, devices = plan.roofline, plan.machine.devices
+    executed = sum(plan.executed.values())
+    rows = (
+        ("compute", line.compute, f"{count(executed / devices)}FLOP"),
+        ("memory", line.hbm, "?" if plan.hbm_traffic is None else f"{size(plan.hbm_traffic)} to and from it"),
+        ("links", line.links, _sent(plan, "link_bytes")),
+        ("network", line.network, _sent(plan, "network_bytes")),
+    )
+    for name, time, what in rows:
+        yield f"{name:8} {seconds(time):>9}  {what}"
+    if line.step is None:
+        yield "step             ?  this target has no figure for its peak"
+    else:
+        per_second = f", {count(plan.tokens / line.step)}tokens/s" if plan.tokens else ""
+        yield f"step     {seconds(line.step):>9}  bound by {line.bound}{per_second}; {seconds(line.serial)} where nothing overlaps"
+    yield (
+        f"MFU      {share(plan.mfu()):>9}  of {count(plan.flops.full)}FLOP with full attention; "
+        f"causal: {share(plan.mfu(causal=True))} of {count(plan.flops.causal)}FLOP"
+    )
+
+
+def _sent(plan: Plan, field: str) -> str:
+    if plan.collectives is None:
+        return "?"
+    return f"{size(sum(c.times * getattr(c, field) for c in plan.collectives))} sent"
+
+
+def _collectives(plan: Plan) -> Iterator[str]:
+    grouped: dict[tuple[str, str], list[float]] = {}
+    for found in plan.collectives or ():
+        total = grouped.setdefault((found.axes, found.kind), [0.0, 0.0, 0.0])
+        total[0] += found.times
+        total[1] += found.bytes
+        total[2] += 0 if found.asynchronous else found.bytes
+    for (axes, kind), (times, sent, waiting) in sorted(grouped.items(), key=lambda item: -item[1][1]):
+        blocking = "" if not sent or waiting == 0 else f", {share(waiting / sent)} of it while the program waits"
+        yield f"{axes:12} {kind:18} {size(sent):>9} in {times:.0f}{blocking}"
+
+
+def kernel_lines(choices: Sequence[Choice]) -> Iterator[str]:
+    """For each call site who was chosen, and why the others were not."""
+    for choice in choices:
+        yield f"{choice.request}"
+        yield f"    {choice.name}"
+        for name, reason in rejected(choice).items():
+            yield f"    not {name}: {reason}"
+
+
+def rejected(choice: Choice) -> dict[str, str]:
+    """Name -> why not, for all implementations of the op but the one that was chosen."""
+    ranked = {k.name: k.priority for k in installed(choice.request.op)}
+    best = ranked.pop(choice.name, None)
+    ways = {name: f"can do it too; its priority is {n}, not {best}" for name, n in ranked.items()}
+    return {**choice.rejected, **{n: why for n, why in ways.items() if n not in choice.rejected}}
+
+
+def _tags(plan: Plan) -> Iterator[str]:
+    yield from plan.remat
+    if not plan.tags:
+        return
+    width = max(len(t.name) for t in plan.tags)
+    for tag in plan.tags:
+        kept = {"free": "kept as the backward pass needs it"}.get(tag.kept, tag.kept)
+        yield f"{tag.name:{width}}  {size(tag.bytes):>9}  {count(tag.flops):>9}FLOP  {kept}"
+
+
+def _mesh(plan: Plan) -> Iterator[str]:
+    yield ", ".join(f"{a}={n}" for a, n in plan.mesh.items()) or "one device"
+    yield f"by {plan.rule}" if plan.rule else "no mesh rule fits: all devices on fsdp, or what the config says"
+    for note in plan.notes:
+        yield f"note: {note}"
+
+
+def as_json(plan: Plan, remedies: Sequence[Remedy] = ()) -> dict[str, Any]:
+    """The plan as one object. Bytes and collectives are of one chip."""
+    per_chip = plan.machine.target.devices_per_chip
+    memory, line = plan.memory, plan.roofline
+    return {
+        "name": plan.title,
+        "target": plan.machine.name,
+        "chips": plan.machine.chips,
+        "devices": plan.machine.devices,
+        "parameters": plan.parameters,
+        "fits": memory.fits,
+        "argument_bytes": memory.arguments * per_chip,
+        "temporary_bytes": memory.temporaries * per_chip,
+        "code_bytes": memory.code * per_chip,
+        "hbm_bytes": None if memory.capacity is None else memory.capacity * per_chip,
+        "model_flops": plan.flops.full,
+        "model_flops_causal": plan.flops.causal,
+        "model_flops_per_chip": plan.flops.full / plan.machine.chips,
+        "executed_flops_per_chip": {d: f / plan.machine.chips for d, f in plan.executed.items()},
+        "hbm_traffic_bytes": None if plan.hbm_traffic is None else plan.hbm_traffic * per_chip,
+        "roofline_step_seconds": line.step,
+        "roofline_bound": line.bound,
+        "roofline_seconds": {n: getattr(line, n) for n in ("compute", "hbm", "links", "network", "serial")},
+        "roofline_mfu": plan.mfu(),
+        "roofline_mfu_causal": plan.mfu(causal=True),
+        "tokens_per_step": plan.tokens,
+        "collective_bytes": _scaled(plan.collective_bytes, per_chip),
+        "collectives": None if plan.collectives is None else [_collective(c, per_chip) for c in plan.collectives],
+        "kernels": kernels_json(plan.kernels),
+        "remat": list(plan.remat),
+        "activations": [
+            {"name": t.name, "kept": t.kept, "bytes": t.bytes * per_chip, "flops": t.flops * per_chip}
+            for t in plan.tags
+        ],
+        "mesh": dict(plan.mesh),
+        "mesh_rule": plan.rule,
+        "notes": list(plan.notes),
+        "compile_seconds": plan.compile_seconds,
+        "remedies": [
+            {
+                "words": r.words,
+                "estimated_bytes": r.total * per_chip,
+                "estimated_extra_seconds": r.seconds,
+                "times_the_chips": r.chips,
+                "why": r.why,
+            }
+            for r in remedies
+        ],
+    }
+
+
+def _scaled(values: Mapping[str, float] | None, factor: float) -> dict[str, float] | None:
+    return None if values is None else {k: v * factor for k, v in values.items()}
+
+
+def _collective(found: Any, per_chip: int) -> dict[str, Any]:
+    return {
+        "kind": found.kind,
+        "axes": found.axes,
+        "group": found.size,
+        "times": found.times,
+        "link_bytes": found.times * found.link_bytes * per_chip,
+        "network_bytes": found.times * found.network_bytes * per_chip,
+        "asynchronous": found.asynchronous,
+    }
+
+
+def kernels_json(choices: Sequence[Choice]) -> list[dict[str, Any]]:
+    """Each call site as an object."""
+    return [
+        {
+            "name": c.request.op,
+            "kernel": c.name,
+            "call": str(c.request),
+            "gradients": c.request.gradients,
+            "rejected": rejected(c),
+        }
+        for c in choices
+    ]

@@ -1,0 +1,140 @@
+"""What each activation tag costs to keep, and to compute again."""
+
+import re
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import jax
+
+from axlearn_core.compose import Program
+from axlearn_core.kernels.selection import Selection, use
+from axlearn_core.nn.sharding import Placement, logical_rules
+from axlearn_plugins_plan.flops import works
+
+_HEADS = ("batch", "sequence", "activation_heads", None)
+_KEYS = ("batch", "sequence", "activation_kv", None)
+_WIDTH = ("batch", "sequence", "activation_embed")
+_HIDDEN = ("batch", "sequence", "activation_mlp")
+# The tags that `axlearn_core.nn.remat` describes. Others are taken to be split as what they are constrained to right
+# beside the tag, or else over the batch and the sequence.
+_AXES: Mapping[str, tuple[str | None, ...]] = {
+    **dict.fromkeys(("query", "context"), _HEADS),
+    **dict.fromkeys(("key", "value"), _KEYS),
+    **dict.fromkeys(("attention_out", "mlp_out"), _WIDTH),
+    **dict.fromkeys(("mlp_gate", "mlp_up", "mlp_hidden"), _HIDDEN),
+}
+
+
+@attrs.frozen(kw_only=True)
+class Tag:
+    """An activation tag, over all layers that have it.
+
+    Attributes:
+        kept: `saved`, `offloaded` or `recomputed` by the policy around it; `free` where there is none and the backward
+            pass keeps what it needs.
+        bytes: of one device, to keep it.
+        flops: of one device, to compute it again from the layer's input and the tags before it.
+    """
+
+    name: str
+    kept: str
+    bytes: float
+    flops: float
+
+
+def tags(program: Program, batch: Mapping[str, Any]) -> list[Tag]:
+    """The tags of a model, in the order of its forward pass."""
+    mesh, rules = program.layout.mesh, program.layout.rules
+    selection = Selection(platform=program.kernels.platform, target=program.kernels.target)
+    with use(selection), logical_rules(mesh, rules):
+        jaxpr = jax.make_jaxpr(program.steps.loss)(program.functional.abstract, dict(batch)).jaxpr
+    placement = Placement(mesh, rules)
+    found: dict[str, Tag] = {}
+    for tag in _tags(jaxpr, placement, 1.0, None, False):
+        before = found.get(tag.name)
+        found[tag.name] = (
+            attrs.evolve(tag, bytes=tag.bytes + before.bytes, flops=tag.flops + before.flops) if before else tag
+        )
+    return list(found.values())
+
+
+def _tags(jaxpr: Any, placement: Placement, times: float, policy: Any, local: bool) -> Iterator[Tag]:
+    made = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
+    for equation in jaxpr.eqns:
+        name, params = equation.primitive.name, equation.params
+        if name == "name":
+            yield Tag(
+                name=params["name"],
+                kept=_kept(equation, policy),
+                bytes=times * _device_bytes(jaxpr, made, equation, placement, local),
+                flops=times * _slice_flops(made, equation) / (1 if local else placement.mesh.size),
+            )
+            continue
+        more = times * params["length"] if name == "scan" else times
+        around = params["policy"] or _NOTHING if name in ("checkpoint", "remat2", "remat") else policy
+        for inner in _jaxprs(params):
+            yield from _tags(inner, placement, more, around, local or name == "shard_map")
+
+
+def _jaxprs(params: Mapping[str, Any]) -> list[Any]:
+    if "branches" in params:
+        return [params["branches"][-1].jaxpr]
+    inner = params.get("jaxpr") or params.get("call_jaxpr") or params.get("fun_jaxpr") or params.get("body_jaxpr")
+    return [] if inner is None else [getattr(inner, "jaxpr", inner)]
+
+
+def _NOTHING(*_: Any, **__: Any) -> bool:  # what `jax.checkpoint` does without a policy
+    return False
+
+
+def _kept(equation: Any, policy: Any) -> str:
+    if policy is None:
+        return "free"
+    answer = policy(equation.primitive, *(v.aval for v in equation.invars), **equation.params)
+    if isinstance(answer, bool):
+        return "saved" if answer else "recomputed"
+    kind = type(answer).__name__.lower() + str(answer).lower()
+    return "offloaded" if "offload" in kind else "recomputed" if "recompute" in kind else "saved"
+
+
+def _device_bytes(jaxpr: Any, made: Mapping[Any, Any], equation: Any, placement: Placement, local: bool) -> float:
+    aval = equation.outvars[0].aval
+    size = aval.size * aval.dtype.itemsize
+    if local:
+        return size
+    beside = [made.get(equation.invars[0])] if equation.invars[0] in made else []
+    beside += [e for e in jaxpr.eqns if e.invars and e.invars[0] is equation.outvars[0]]
+    for neighbour in beside:
+        if neighbour is not None and neighbour.primitive.name == "sharding_constraint":
+            shard = neighbour.params["sharding"].shard_shape(aval.shape)
+            break
+    else:
+        axes = _AXES.get(equation.params["name"], ("batch", "sequence"))
+        axes = axes if len(axes) == aval.ndim else ("batch", "sequence")
+        axes = (*axes, *(None,) * aval.ndim)[: aval.ndim]
+        spec = placement.spec(aval.shape, axes)
+        shard = jax.sharding.NamedSharding(placement.mesh, spec).shard_shape(aval.shape)
+    for whole, part in zip(aval.shape, shard, strict=True):
+        size = size * part / max(whole, 1)
+    return size
+
+
+def _slice_flops(made: Mapping[Any, Any], equation: Any) -> float:
+    """Of what leads to a tag, back to the tags before it and to the arguments."""
+    pending, seen, total = list(equation.invars), set(), 0.0
+    while pending:
+        var = pending.pop()
+        producer = made.get(var) if not hasattr(var, "val") else None  # literals hash by identity only
+        if producer is None or producer.primitive.name == "name" or id(producer) in seen:
+            continue
+        seen.add(id(producer))
+        total += sum(w.flops for w in works(SimpleNamespace(eqns=[producer])))
+        pending += producer.invars
+    return total
+
+
+def matching(found: list[Tag], patterns: tuple[str, ...]) -> list[Tag]:
+    """The tags that one of the patterns fits whole."""
+    return [t for t in found if any(re.fullmatch(p, t.name) for p in patterns)]

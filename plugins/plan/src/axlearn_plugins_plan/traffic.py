@@ -1,0 +1,113 @@
+"""How many bytes a program moves to and from the memory of a device, read from its optimized module.
+
+Each top-level instruction reads its operands and writes its results once; what happens inside a fusion stays on chip.
+Slices of an array count what they take, updates in place what they write. Arrays in other memory spaces do not count.
+It is what the module asks for: a kernel may read an operand more than once, and a compiler may keep one on chip.
+"""
+
+from axlearn_plugins_plan.hlo import HBM, Computation, Instruction, Module
+
+FREE = {
+    "after-all",
+    "bitcast",
+    "call",
+    "conditional",
+    "constant",
+    "get-tuple-element",
+    "iota",
+    "opt-barrier",
+    "parameter",
+    "partition-id",
+    "replica-id",
+    "tuple",
+    "while",
+}
+"""Instructions that move nothing themselves."""
+_SEEN_THROUGH = ("bitcast", "copy", "convert", "reshape")
+
+
+def hbm_bytes(module: Module) -> float:
+    """Bytes that one device reads and writes in its memory in one step."""
+    total = 0.0
+    for computation, times in module.scheduled():
+        moved = sum(_moved(module, computation, i) for i in computation.instructions.values())
+        total += times * moved
+    return total
+
+
+def _moved(module: Module, computation: Computation, instruction: Instruction) -> float:
+    opcode = instruction.opcode
+    if opcode in FREE or opcode.endswith(("-done", "-update")):
+        return 0
+    if opcode in ("fusion", "async-start") and instruction.called.get("calls"):
+        return _fused(computation, instruction, module.computations[instruction.called["calls"][0]])
+    if opcode in ("dynamic-slice", "gather", "slice"):
+        return 2 * _written(instruction)
+    if opcode in ("dynamic-update-slice", "scatter"):
+        return 2 * _size(computation, instruction.operands[1 if opcode == "dynamic-update-slice" else -1])
+    read = sum(_size(computation, operand) for operand in dict.fromkeys(instruction.operands))
+    if opcode.endswith("-start"):  # its result holds the operand too
+        return read + max(0.0, _written(instruction) - read)
+    return read + _written(instruction)
+
+
+def _written(instruction: Instruction) -> float:
+    return sum(b.bytes for b in instruction.outputs if b.space == HBM)
+
+
+def _size(computation: Computation, name: str) -> float:
+    found = computation.instructions.get(name)
+    return _written(found) if found is not None else 0
+
+
+def _fused(computation: Computation, fusion: Instruction, body: Computation) -> float:
+    """Of a fusion: an operand that is only sliced counts its slices, a result that is updated in place the update."""
+    total = 0.0
+    updated: set[str] = set()
+    for result in _results(body):
+        origin = _origin(body, result)
+        if origin.opcode == "dynamic-update-slice":
+            update = origin.operands[1]
+            total += sum(b.bytes for b in body.instructions[update].outputs)
+            updated.add(_origin(body, origin.operands[0]).name)
+    total += sum(
+        b.bytes
+        for b, result in zip(fusion.outputs, _results(body), strict=False)
+        if b.space == HBM and _origin(body, result).opcode != "dynamic-update-slice"
+    )
+    for index, operand in enumerate(fusion.operands):
+        parameter = body.parameters.get(index)
+        if parameter is None or parameter.name in updated:
+            continue
+        slices = _slices(body, parameter.name)
+        size = _size(computation, operand)
+        total += size if slices is None else min(size, slices)
+    return total
+
+
+def _results(body: Computation) -> tuple[str, ...]:
+    root = body.root
+    return root.operands if root.opcode == "tuple" else (root.name,)
+
+
+def _origin(body: Computation, name: str) -> Instruction:
+    found = body.instructions[name]
+    while found.opcode in _SEEN_THROUGH and found.operands[0] in body.instructions:
+        found = body.instructions[found.operands[0]]
+    return found
+
+
+def _slices(body: Computation, name: str) -> float | None:
+    """The bytes of the slices that are all that is read of a value; None where it is read whole."""
+    total = 0.0
+    for user in body.users.get(name, ()):
+        if user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == name:
+            total += sum(b.bytes for b in user.outputs)
+        elif user.opcode == "bitcast":
+            below = _slices(body, user.name)
+            if below is None:
+                return None
+            total += below
+        else:
+            return None
+    return total

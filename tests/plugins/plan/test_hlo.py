@@ -1,0 +1,171 @@
+"""What is read from the text of optimized modules, each in the form in which a compiler writes it."""
+# ruff: noqa: E501
+
+import numpy as np
+import pytest
+
+from axlearn_plugins_plan import hlo, traffic
+from axlearn_plugins_plan.collectives import by_axes, collectives, sent
+from axlearn_plugins_plan.groups import Places, replica_groups
+
+# As XLA:TPU writes a scan over layers: no known_trip_count, memory spaces, a sum of pieces, a fused reduce-scatter.
+TPU = """\
+HloModule jit_step, is_scheduled=true
+
+%add (x: bf16[], y: bf16[]) -> bf16[] {
+  %x = bf16[] parameter(0)
+  %y = bf16[] parameter(1)
+  ROOT %sum = bf16[] add(%x, %y)
+}
+
+%all-reduce-scatter.1 (input: bf16[64,128]) -> bf16[16,128] {
+  %input = bf16[64,128]{1,0:T(8,128)(2,1)} parameter(0)
+  %all-reduce.9 = bf16[64,128]{1,0:T(8,128)(2,1)} all-reduce(%input), channel_id=9, replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_1'}, use_global_device_ids=true, to_apply=%add
+  %zero = u32[] constant(0)
+  ROOT %slice.1 = bf16[16,128]{1,0:T(8,128)(2,1)} dynamic-slice(%all-reduce.9, %zero, %zero), dynamic_slice_sizes={16,128}
+}
+
+%body (state: (s32[], bf16[64,128], bf16[5,16,128])) -> (s32[], bf16[64,128], bf16[5,16,128]) {
+  %state = (s32[]{:T(128)}, bf16[64,128]{1,0:T(8,128)(2,1)}, /*index=2*/bf16[5,16,128]{2,1,0:T(8,128)(2,1)}) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%state), index=0
+  %x = bf16[64,128]{1,0:T(8,128)(2,1)} get-tuple-element(%state), index=1
+  %stack = bf16[5,16,128]{2,1,0:T(8,128)(2,1)} get-tuple-element(%state), index=2
+  %gathered = bf16[64,128]{1,0:T(8,128)(2,1)} all-reduce(%x), channel_id=1, replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_1'}, use_global_device_ids=true, to_apply=%add
+  %piece = bf16[16,128]{1,0:T(8,128)(2,1)S(1)} fusion(%gathered), kind=kCustom, calls=%all-reduce-scatter.1
+  ROOT %next = (s32[]{:T(128)}, bf16[64,128]{1,0}, bf16[5,16,128]{2,1,0}) tuple(%i, %gathered, %stack)
+}
+
+%condition (state.1: (s32[], bf16[64,128], bf16[5,16,128])) -> pred[] {
+  %limit = s32[]{:T(128)} constant(5)
+  %state.1 = (s32[]{:T(128)}, bf16[64,128]{1,0}, bf16[5,16,128]{2,1,0}) parameter(0)
+  %j = s32[]{:T(128)} get-tuple-element(%state.1), index=0
+  ROOT %less = pred[]{:T(512)} compare(%j, %limit), direction=LT
+}
+
+ENTRY %main (p0: bf16[64,128], p1: bf16[5,16,128]) -> bf16[64,128] {
+  %p0 = bf16[64,128]{1,0:T(8,128)(2,1)} parameter(0)
+  %p1 = bf16[5,16,128]{2,1,0:T(8,128)(2,1)} parameter(1)
+  %start = s32[] constant(0)
+  %init = (s32[], bf16[64,128]{1,0}, bf16[5,16,128]{2,1,0}) tuple(%start, %p0, %p1)
+  %loop = (s32[]{:T(128)}, bf16[64,128]{1,0}, bf16[5,16,128]{2,1,0}) while(%init), condition=%condition, body=%body
+  ROOT %out = bf16[64,128]{1,0} get-tuple-element(%loop), index=1
+}
+"""
+
+# As XLA:GPU and XLA:CPU write it: asynchronous starts, iota groups, a loop with its trip count, slices in fusions.
+GPU = """\
+HloModule jit_step, is_scheduled=true, num_partitions=8
+
+%fused_slice (param_0: f32[10,4,8], param_1: s32[]) -> f32[4,8] {
+  %param_0 = f32[10,4,8]{2,1,0} parameter(0)
+  %param_1 = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %cut = f32[1,4,8]{2,1,0} dynamic-slice(%param_0, %param_1, %zero, %zero), dynamic_slice_sizes={1,4,8}
+  ROOT %bitcast = f32[4,8]{1,0} bitcast(%cut)
+}
+
+%async_scatter (param_2: f32[32,8]) -> f32[8,8] {
+  %param_2 = f32[32,8]{1,0} parameter(0)
+  ROOT %rs = f32[8,8]{1,0} reduce-scatter(%param_2), channel_id=4, replica_groups={{0,2,4,6},{1,3,5,7}}, use_global_device_ids=true, dimensions={0}, to_apply=%plus
+}
+
+%plus (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+
+%body (arg: (s32[], f32[10,4,8])) -> (s32[], f32[10,4,8]) {
+  %arg = (s32[], f32[10,4,8]{2,1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%arg), index=0
+  %weights = f32[10,4,8]{2,1,0} get-tuple-element(%arg), index=1
+  %weight = f32[4,8]{1,0} fusion(%weights, %i), kind=kLoop, calls=%fused_slice
+  %ag = (f32[4,8]{1,0}, f32[32,8]{1,0}) all-gather-start(%weight), channel_id=1, replica_groups=[1,8]<=[8], dimensions={0}, use_global_device_ids=true
+  %agd = f32[32,8]{1,0} all-gather-done(%ag)
+  %rss = ((f32[32,8]{1,0}), f32[8,8]{1,0}) async-start(%agd), calls=%async_scatter
+  %rsd = f32[8,8]{1,0} async-done(%rss)
+  ROOT %out = (s32[], f32[10,4,8]{2,1,0}) tuple(%i, %weights)
+}
+
+%condition (arg.1: (s32[], f32[10,4,8])) -> pred[] {
+  %arg.1 = (s32[], f32[10,4,8]{2,1,0}) parameter(0)
+  ROOT %unknown = pred[] custom-call(%arg.1), custom_call_target="x"
+}
+
+ENTRY %main (p: f32[10,4,8]) -> f32[10,4,8] {
+  %p = f32[10,4,8]{2,1,0} parameter(0)
+  %start = s32[] constant(0)
+  %init = (s32[], f32[10,4,8]{2,1,0}) tuple(%start, %p)
+  %loop = (s32[], f32[10,4,8]{2,1,0}) while(%init), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"10"}}
+  %tail = f32[10,4,8]{2,1,0} get-tuple-element(%loop), index=1
+  ROOT %ring = f32[10,4,8]{2,1,0} collective-permute(%tail), channel_id=2, source_target_pairs={{0,2},{2,4},{4,6},{6,0}}
+}
+"""
+
+
+def test_a_tpu_program():
+    module = hlo.parse(TPU)
+    places = Places({"data": 2, "fsdp": 4}, np.zeros(8, int))
+    assert module.unknown_loops() == []
+    assert {c.name: n for c, n in module.scheduled()} == {"main": 1, "body": 5, "condition": 5}
+    gathered, scattered = collectives(module, places)
+    size = 64 * 128 * 2
+    assert (gathered.kind, gathered.axes, gathered.size, gathered.times) == ("all-reduce", "fsdp", 4, 5)
+    assert gathered.bytes == 5 * 2 * size * 3 / 4
+    assert (scattered.kind, scattered.bytes) == ("reduce-scatter", 5 * size * 3 / 4)
+    # The sum reads and writes its 16 KiB; the fusion reads them, and what it writes is on the chip.
+    assert traffic.hbm_bytes(module) == 5 * 3 * size + 5 * (4 + 1 + 4)  # and the comparison its numbers
+
+
+def test_a_gpu_program():
+    module = hlo.parse(GPU)
+    # Two hosts of four: the axis `data` goes from one to the other.
+    places = Places({"data": 2, "fsdp": 2, "tensor": 2}, np.repeat([0, 1], 4))
+    found = {c.kind: c for c in collectives(module, places)}
+    gather, scatter, ring = (found[k] for k in ("all-gather", "reduce-scatter", "collective-permute"))
+    assert (gather.axes, gather.times, gather.asynchronous) == ("data+fsdp+tensor", 10, True)
+    assert gather.link_bytes == 7 * 4 * 8 * 4
+    # A host puts in what its four devices hold, and each of them sends a fourth of that to the other host.
+    assert gather.network_bytes == 4 * 8 * 4
+    assert (scatter.axes, scatter.size, scatter.asynchronous) == ("data+fsdp", 4, True)
+    assert scatter.network_bytes == 32 * 8 * 4 * (1 / 2) / 2
+    assert (ring.axes, ring.times, ring.link_bytes, ring.network_bytes) == ("data+fsdp", 1, 0, 10 * 4 * 8 * 4)
+    assert by_axes(list(found.values())) == {
+        "data+fsdp+tensor": gather.bytes,
+        "data+fsdp": scatter.bytes + ring.bytes,
+    }
+    # The fused slice reads one layer of ten, and no more, each time.
+    loop = next(c for c, _ in module.scheduled() if c.name == "body")
+    assert traffic._moved(module, loop, loop.instructions["weight"]) == 4 * 8 * 4 * 2 + 4
+
+
+def test_a_loop_of_unknown_length_is_named():
+    module = hlo.parse(GPU.replace(', backend_config={"known_trip_count":{"n":"10"}}', ""))
+    assert module.unknown_loops() == ["loop"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{{0,1},{2,3}}", [[0, 1], [2, 3]]),
+        ("{}", [[0, 1, 2, 3]]),
+        ("[2,2]<=[4]", [[0, 1], [2, 3]]),
+        ("[2,2]<=[2,2]T(1,0)", [[0, 2], [1, 3]]),
+        ("mesh['x'=2,'y'=2] {'y'}", [[0, 1], [2, 3]]),
+        ("mesh['x'=2,'y'=2] {'x'}", [[0, 2], [1, 3]]),
+        ("mesh['x'=4] {'x':(2)2}", [[0, 1], [2, 3]]),
+        ("mesh['x'=4] {'x':(1)2}", [[0, 2], [1, 3]]),
+        ("mesh['x'=2,'y'=2, device_ids=([2,2]T(1,0))] {'y'}", None),
+    ],
+)
+def test_replica_groups(text, expected):
+    if expected is None:
+        with pytest.raises(ValueError, match="no known form"):
+            replica_groups(text.replace("mesh[", "grid["), 4)
+        return
+    assert replica_groups(text, 4).tolist() == expected
+
+
+def test_ring_formulas():
+    assert [sent(k, 8.0, 4) for k in ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")] == [24, 6, 12, 6]
+    assert sent("all-reduce", 8.0, 1) == 0

@@ -1,0 +1,192 @@
+"""Plans of real configs, their figures against what can be reckoned by hand."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from axlearn_core.cli.main import cli
+from axlearn_core.contracts.target import Machine, Target
+from axlearn_core.plugins.resolve import resolve
+from axlearn_plugins_plan.batches import abstract_batch
+from axlearn_plugins_plan.flops import visible_pairs
+from axlearn_plugins_plan.memory import of_refusal
+from axlearn_plugins_plan.plan import make_plan
+from axlearn_plugins_plan.remedies import remedies
+from axlearn_plugins_plan.render import as_json, text
+from axlearn_plugins_plan.roofline import peak, roofline
+from axlearn_plugins_transformer.kernels.masks import Causal, Segments, SlidingWindow
+
+SMALL = (
+    "model.decoder.num_layers=2",
+    "input.batch_size=16",
+    "input.sequence_length=256",
+    "learner.optimizer={type: adamw, learning_rate: 0.01}",
+)
+WIDTH, HIDDEN, VOCAB, LAYERS, ROWS, LENGTH = 192, 512, 2048, 2, 16, 256
+
+
+@pytest.fixture(scope="module")
+def plan():
+    """Two layers of the quickstart over eight virtual devices."""
+    return make_plan(resolve("quickstart", set=SMALL, target="cpu-8", with_=["remat:save=[query,mlp_up]"]))
+
+
+def test_flops_by_hand(plan):
+    tokens = ROWS * LENGTH
+    matrices = LAYERS * (4 * WIDTH * WIDTH + 3 * WIDTH * HIDDEN) + WIDTH * VOCAB
+    pairs = LAYERS * 2 * WIDTH * LENGTH  # scores and values, for each query
+    assert plan.flops.full == 3 * 2 * tokens * (matrices + pairs)
+    assert plan.flops.causal == 3 * 2 * tokens * (matrices + pairs / 2)
+    # The step does the three passes, and most of the forward pass of the layers once more.
+    assert plan.flops.causal < sum(plan.executed.values()) < 4 / 3 * plan.flops.full
+    assert set(plan.executed) == {"float32"}
+
+
+def test_memory_and_collectives_by_hand(plan):
+    # Parameters and two moments, an eighth of each here (norms as well), and the batch of five arrays.
+    batch = 5 * 4 * ROWS * LENGTH // 8
+    assert plan.memory.arguments == pytest.approx(3 * 4 * plan.parameters / 8 + batch, rel=0.01)
+    assert plan.memory.fits
+    assert set(plan.collective_bytes) == {"fsdp"}
+    # Every parameter is gathered at least once, seven eighths of it from others, and its gradient is summed.
+    assert plan.collective_bytes["fsdp"] > 2 * 4 * plan.parameters * 7 / 8
+    assert plan.roofline.step is None  # a CPU has no figures
+
+
+def test_tags(plan):
+    found = {t.name: t for t in plan.tags}
+    assert {n: t.kept for n, t in found.items() if t.kept != "recomputed"} == {"query": "saved", "mlp_up": "saved"}
+    assert found["query"].bytes == LAYERS * ROWS * LENGTH * WIDTH * 4 / 8
+    assert found["mlp_up"].bytes == LAYERS * ROWS * LENGTH * HIDDEN * 4 / 8
+    assert found["mlp_up"].flops == LAYERS * 2 * ROWS * LENGTH * WIDTH * HIDDEN / 8
+    assert found["mlp_hidden"].flops == 0  # no products
+
+
+def test_it_is_printed(plan):
+    shown, fields = text(plan), as_json(plan)
+    assert "fits: " in shown
+    assert "fsdp=8" in shown
+    assert "xla-blocked" in shown
+    needed = "fits argument_bytes temporary_bytes hbm_bytes model_flops roofline_step_seconds roofline_mfu"
+    assert {*needed.split(), "collective_bytes", "kernels", "compile_seconds"} <= set(json.loads(json.dumps(fields)))
+    attention = next(k for k in fields["kernels"] if k["name"] == "attention")
+    assert attention["kernel"] == "xla-blocked"
+    assert "priority" in attention["rejected"]["xla"]
+
+
+def test_what_does_not_fit_comes_with_remedies(plan):
+    import attrs
+
+    small = attrs.evolve(plan.memory, capacity=plan.memory.arguments + plan.memory.temporaries // 2)
+    tight = attrs.evolve(plan, memory=small)
+    found = remedies(tight, frozenset({"remat", "gradient-accumulation"}))
+    assert "--with gradient-accumulation:steps=2" in [r.words for r in found]  # two rows a device: no more than two
+    assert any(r.words.startswith("--with remat:save=[") for r in found)
+    assert "does not fit" in text(tight, found)
+    assert remedies(plan, frozenset({"remat"})) == []
+
+
+def test_the_command_fails_where_it_does_not_fit(monkeypatch):
+    import axlearn_plugins_plan.memory as memory
+
+    monkeypatch.setattr(memory, "capacity", lambda machine: 1000)
+    words = [w for s in SMALL for w in ("--set", s)]
+    done = CliRunner().invoke(cli, ["plan", "quickstart", "--target", "cpu-8", "--json", *words])
+    assert done.exit_code == 1
+    shown = json.loads(done.stdout)
+    assert shown["fits"] is False
+    assert shown["hbm_bytes"] == 1000
+    assert {r["words"] for r in shown["remedies"]} >= {"--with remat:policy=full"}
+
+
+def test_wrong_requests():
+    run = CliRunner().invoke
+    for words, said in (
+        (["plan", "quickstart"], "add --target NAME"),
+        (["plan", "quickstart", "--target", "cpu-x"], "no size of the target"),
+        (["plan", "quickstrt", "--target", "cpu-8"], "quickstart"),
+        (["plan", "quickstart", "--target", "cpu-8", "--set", "input.batch_size=3"], "not divisible"),
+        (["kernels", "explain", "quickstart"], "add --target NAME"),
+    ):
+        done = run(cli, words)
+        assert done.exit_code == 2, done.output
+        assert said in done.stderr
+
+
+def test_lists():
+    listed = CliRunner().invoke(cli, ["targets", "list", "--json"])
+    rows = {r["name"]: r for r in json.loads(listed.stdout)}
+    assert rows["cpu"]["form"] == "cpu-DEVICES"
+    assert "axlearn-core" in rows["cpu"]["distribution"]
+    words = [w for s in SMALL for w in ("--set", s)]
+    explained = CliRunner().invoke(cli, ["kernels", "explain", "quickstart", "--target", "cpu-8", "--json", *words])
+    found = {r["name"]: r for r in json.loads(explained.stdout)}
+    assert found["attention"]["kernel"] == "xla-blocked"
+    assert found["attention"]["gradients"] is True
+
+
+def test_the_shapes_of_batches_are_those_of_real_ones():
+    config = resolve("quickstart", set=SMALL).config
+    batches = config.build_input(config.input, VOCAB).train()
+    real = {k: (v.shape, v.dtype) for k, v in next(batches).items()}
+    batches.close()
+    assert {k: (v.shape, v.dtype) for k, v in abstract_batch(config).items()} == real
+
+
+def test_data_may_be_missing_and_nothing_else():
+    words = ["kernels", "explain", "llama2-7b", "--target", "cpu-8", "--set", "model.decoder.num_layers=1"]
+    done = CliRunner().invoke(cli, words)
+    assert done.exit_code == 0, done.output
+    assert "xla-blocked" in done.stdout
+    done = CliRunner().invoke(cli, [*words, "--set", "model.decoder.layer.attention.num_kv_heads=5"])
+    assert done.exit_code == 2
+    assert "num_kv_heads" in done.stderr
+    assert "tokenizer" not in done.stderr
+
+
+def test_visible_pairs():
+    ids = jax.ShapeDtypeStruct((2, 256), np.int32)
+    assert visible_pairs(Causal(), 256, 256) == 0.5
+    assert visible_pairs(Causal() & Segments(ids, ids), 256, 256) == 0.5
+    assert visible_pairs(Causal() & SlidingWindow(64), 256, 256) == pytest.approx((64 * 256 - 64 * 64 / 2) / 256**2)
+    assert visible_pairs(Segments(ids, ids), 256, 256) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("message", "temporaries", "arguments"),
+    [
+        (
+            "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (131.13G) "
+            "exceeds available HBM (95.74G).",
+            131.13,
+            1.0,
+        ),
+        (
+            "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 110.50G of "
+            "95.74G hbm. Exceeded hbm capacity by 14.76G.\n\nTotal hbm usage >= 110.76G:\n    reserved        264.00M \n"
+            "    program         109.00G \n    arguments         1.50G \n",
+            109.0,
+            1.5,
+        ),
+    ],
+)
+def test_what_compilers_say_when_memory_is_out(message, temporaries, arguments):
+    target = Target(name="chip", hbm_bytes=95.74 * 2**30)
+    machine = Machine(name="chip-1", target=target, chips=1, domains=1, chips_per_host=1)
+    memory = of_refusal(message, 2**30, machine)
+    assert memory is not None
+    assert not memory.fits
+    assert memory.temporaries == pytest.approx(temporaries * 2**30)
+    assert memory.arguments == pytest.approx(arguments * 2**30)
+    assert of_refusal("INTERNAL: a kernel does not compile", 0, machine) is None
+
+
+def test_the_roofline_is_the_slowest_of_its_parts():
+    target = Target(name="chip", peak_flops={"bfloat16": 100.0, "int8": 200.0}, hbm_bandwidth=10.0, link_bandwidth=5.0)
+    line = roofline(target, 2, {"bfloat16": 400.0, "int8": 400.0}, 70.0, [])
+    assert line.compute == 400 / 2 / 100 + 400 / 2 / 200
+    assert (line.hbm, line.step, line.bound) == (7.0, 7.0, "hbm")
+    assert peak(target, "float32") == 100.0
