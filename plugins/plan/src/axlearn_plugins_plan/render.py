@@ -135,7 +135,7 @@ def rejected(choice: Choice) -> dict[str, str]:
     """Name -> why not, for all implementations of the op but the one that was chosen."""
     ranked = {k.name: k.priority for k in installed(choice.request.op)}
     best = ranked.pop(choice.name, None)
-    ways = {name: f"can do it too; its priority is {n}, not {best}" for name, n in ranked.items()}
+    ways = {name: f"not asked, since its priority is {n} and not {best}" for name, n in ranked.items()}
     return {**choice.rejected, **{n: why for n, why in ways.items() if n not in choice.rejected}}
 
 

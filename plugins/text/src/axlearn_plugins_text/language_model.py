@@ -58,7 +58,7 @@ class LanguageModelInput(Configurable):
             """Name -> (shape, dtype) of the arrays of a global training batch; needs no data."""
             shape = (self.batch_size, self.sequence_length)
             integers = ("tokens", "targets", "segment_ids", "positions")
-            return {"weights": (shape, "float32"), **{name: (shape, "int32") for name in integers}}
+            return {"weights": (shape, "float32"), **dict.fromkeys(integers, (shape, "int32"))}
 
     def __init__(
         self,
