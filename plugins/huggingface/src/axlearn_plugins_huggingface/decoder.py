@@ -77,7 +77,7 @@ def expert_rules(
     return (
         Rule(f"{OURS}.feed_forward.router.weight", f"{THEIRS}.{theirs}.gate.weight", "e d -> d e"),
         *(
-            Rule(f"{OURS}.feed_forward.{part}", f"{THEIRS}.{theirs}.experts.{{e}}.{name}.weight", "o i -> e i o")
+            Rule(f"{OURS}.feed_forward.{part}.weight", f"{THEIRS}.{theirs}.experts.{{e}}.{name}.weight", "o i -> e i o")
             for part, name in zip(("gate", "up", "down"), names, strict=True)
         ),
     )

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import attrs
 
+from axlearn_core.compose import Functional
 from axlearn_core.config import REQUIRED, Configurable, Node, diff, get, map, size_of
 from axlearn_core.config.flat import Change
 from axlearn_core.config.tree import children
@@ -126,6 +127,7 @@ class Family(Configurable):
         fixed: key -> the only value that the family's layers have; it is what a missing key means.
         rules: the table of tensors.
         ignored: tensors that may be in the files and are not part of the model, as patterns of `fnmatch`.
+        idle: keys of `config.json` that say nothing where the `fixed` ones are as they are.
         copies: tensor -> another one that it may repeat, such as a tied output layer.
     """
 
@@ -135,6 +137,7 @@ class Family(Configurable):
     fixed: ClassVar[Mapping[str, Any]] = {}
     rules: ClassVar[tuple[Rule, ...]]
     ignored: ClassVar[tuple[str, ...]] = ()
+    idle: ClassVar[tuple[str, ...]] = ()
     copies: ClassVar[Mapping[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, cfg: Any = None):
@@ -151,6 +154,10 @@ class Family(Configurable):
     def described(self, config: Any) -> Json:
         """Key -> value of `config.json`, for a config tree: the inverse of `features` and `settings`."""
         return {}
+
+    def table(self, model: Functional) -> tuple[Rule, ...]:
+        """The rules for a model; where the names depend on it, a later rule holds instead of an earlier one."""
+        return self.rules
 
     def resolve(self, data: Mapping[str, Any], **more: Any) -> tuple[Resolved, list[str]]:
         """The resolved experiment of a `config.json`, and the keys in it that nothing looked at.
@@ -177,7 +184,7 @@ class Family(Configurable):
             values |= dict.fromkeys(key.places, key.ours(name, hf))
         features, settings = self.features(hf), self.settings(hf)
         made = resolve(Request.of(self.experiment, with_=features, set={**values, **settings, **more}))
-        return made, sorted(hf.data.keys() - hf.used - IRRELEVANT)
+        return made, sorted(hf.data.keys() - hf.used - IRRELEVANT - {*self.idle})
 
     def config_json(self, config: Any) -> Json:
         """`config.json` for a config tree; `differences` says whether it describes all of it."""

@@ -115,7 +115,7 @@ def export_run(run_dir: Path, directory: Path, *, step: int | None = None, dtype
         raise CheckpointError(f"{run_dir} is no run directory: it has no config.yaml")
     made, data = _described(run_dir, config)
     model = Functional.of(config.model)
-    tensors = layout(model, made.rules)
+    tensors = layout(model, made.table(model))
     params = _parameters(run_dir, config, step)
     known: dict[str, list[str]] = _read_json(run_dir / KEPT / TENSORS)
     own = files.CODES[dtype or str(config.model.param_dtype)]

@@ -94,7 +94,7 @@ def open_model(
         base, unread = made.resolve(data, **more, **{"input.sequence_length": length})
     resolved = resolve(attrs.evolve(Request.of(base.config, with_=with_, set=set), title=made.model_type))
     model = Functional.of(resolved.config.model)  # type: ignore[attr-defined]
-    tensors, stored = layout(model, made.rules), files.stored_tensors(directory)
+    tensors, stored = layout(model, made.table(model)), files.stored_tensors(directory)
     ignored = {n for n in stored if any(fnmatch.fnmatchcase(n, p) for p in made.ignored)}
     copies = {n: of for n, of in made.copies.items() if n in stored and of in stored and n not in tensors}
     files.check(stored, {n: t.shape for n, t in tensors.items()}, {*ignored, *copies}, directory)

@@ -89,6 +89,11 @@ class Rule:
         """The parameters."""
         return (self.ours,) if isinstance(self.ours, str) else self.ours
 
+    @property
+    def rank(self) -> int | None:
+        """Of the parameters without stacked axes; None fits any. So experts and a dense layer can have one path."""
+        return len(self.pattern.partition("->")[2].split()) or None
+
     def axes(self, rank: int) -> Axes:
         """The parsed pattern, for parameters of this rank without stacked axes."""
         return _axes(self.pattern or (lambda names: f"{names} -> {names}")(" ".join(f"a{i}" for i in range(rank))))
@@ -143,22 +148,26 @@ class Layers:
 
 
 def layout(model: Functional, rules: Iterable[Rule]) -> dict[str, Tensor]:
-    """Every tensor that a file of this model has, by name.
+    """Every tensor that a file of this model has, by name. Of several rules for a parameter the last one holds.
 
     Raises:
         ConfigError: parameters of the model that the table does not know.
     """
-    layers, by_path = Layers(model), {path: rule for rule in rules for path in rule.paths}
+    layers, by_path = Layers(model), dict[str, list[Rule]]()
+    for rule in rules:
+        for path in rule.paths:
+            by_path.setdefault(path, []).insert(0, rule)
     found: dict[str, tuple[Rule, Axes, dict[str, Part]]] = {}
     strangers = []
     for path, value in model.abstract.items():
         generic, numbers = layers.of(path, value.shape, model.axes[path])
-        rule = by_path.get(generic)
+        stacked = numbers is not None
+        rank = len(value.shape) - stacked
+        rule = next((r for r in by_path.get(generic, ()) if r.rank in (None, rank)), None)
         if rule is None:
             strangers.append((generic, nearest(generic, by_path)))
             continue
-        stacked = numbers is not None
-        axes = rule.axes(len(value.shape) - stacked)
+        axes = rule.axes(rank)
         sizes = dict(zip((*axes.indexed, *axes.ours), value.shape[stacked:], strict=True))
         for index, names in _indices(numbers, axes, sizes):
             name = rule.theirs.format(**names)

@@ -49,6 +49,30 @@ class LinearRouter(Layer):
         return logits
 
 
+def check_groups(kind: str, cfg: Any) -> None:
+    """Raises `RequestError` for groups of experts that a router cannot use."""
+    size, rest = divmod(cfg.num_experts, cfg.num_groups)
+    if rest or cfg.top_groups > cfg.num_groups or cfg.top_groups * size < cfg.top_k:
+        raise RequestError(
+            f"{kind} router: experts have to form equal groups, and the groups of a token have to hold its experts\n"
+            f"    got: num_experts={cfg.num_experts}, top_k={cfg.top_k}, num_groups={cfg.num_groups}, "
+            f"top_groups={cfg.top_groups}\n    fix: set num_groups to a divisor of num_experts, or top_groups higher"
+        )
+
+
+def allowed(scores: jax.Array, num_groups: int, top_groups: int, *, judges: int) -> jax.Array:
+    """[B, S, E] with -inf for the experts in groups that the token does not use.
+
+    It uses the groups with the largest sum of their `judges` best scores.
+    """
+    if top_groups == num_groups:
+        return scores
+    grouped = scores.reshape(*scores.shape[:2], num_groups, -1)
+    best = jnp.sum(lax.top_k(grouped, min(judges, grouped.shape[-1]))[0], axis=-1)
+    used = jnp.sum(jax.nn.one_hot(lax.top_k(best, top_groups)[1], num_groups), axis=-2) > 0
+    return jnp.where(used[..., None], grouped, -jnp.inf).reshape(scores.shape)
+
+
 class SoftmaxRouter(LinearRouter):
     """Each token takes the `top_k` experts with the largest softmax probability (Shazeer et al., 2017)."""
 
@@ -60,25 +84,35 @@ class SoftmaxRouter(LinearRouter):
             normalize: the weights of a token's experts are divided by their sum (Mixtral); otherwise they are the
                 probabilities (Switch). None normalises where a token has more than one expert: the weight of a single
                 one would be 1, and the router would learn nothing.
+            scale: multiplies the weights after that (the routed scaling factor of DeepSeek-V2, arXiv 2405.04434).
+            num_groups: experts form so many groups of neighbours, of which a token uses `top_groups`: those with the
+                largest probability of one expert (device-limited routing, section 2.2.2 there).
             load_balance: weight of the load-balance loss (Fedus et al., 2021), over the whole batch.
             z_loss: weight of log(Z)^2 (Zoph et al., 2022).
         """
 
         normalize: bool | None = None
+        scale: float = setting(default=1.0, gt=0)
+        num_groups: int = setting(default=1, ge=1)
+        top_groups: int = setting(default=1, ge=1)
         load_balance: float = setting(default=0.01, ge=0)
         z_loss: float = setting(default=0.001, ge=0)
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
+        super().__init__(cfg, rngs=rngs, precision=precision)
+        check_groups("softmax", cfg)
 
     def __call__(self, x: jax.Array) -> Routing:
         """[B, S, D] -> the assignments."""
         cfg = self.cfg
         probabilities = jax.nn.softmax(self.logits(x), axis=-1)
-        weight, expert = lax.top_k(probabilities, cfg.top_k)
+        weight, expert = lax.top_k(allowed(probabilities, cfg.num_groups, cfg.top_groups, judges=1), cfg.top_k)
         if cfg.top_k > 1 if cfg.normalize is None else cfg.normalize:
             weight = weight / jnp.sum(weight, axis=-1, keepdims=True)
         expert = by_choice(expert)
         if cfg.load_balance:
             add_loss("load_balance", cfg.load_balance * load_balance_loss(expert, probabilities))
-        return Routing(expert, by_choice(weight))
+        return Routing(expert, cfg.scale * by_choice(weight))
 
 
 class SigmoidRouter(LinearRouter):
@@ -110,13 +144,7 @@ class SigmoidRouter(LinearRouter):
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
         super().__init__(cfg, rngs=rngs, precision=precision)
-        size, rest = divmod(cfg.num_experts, cfg.num_groups)
-        if rest or cfg.top_groups > cfg.num_groups or cfg.top_groups * size < cfg.top_k:
-            raise RequestError(
-                "sigmoid router: experts have to form equal groups, and the groups of a token have to hold its experts\n"
-                f"    got: num_experts={cfg.num_experts}, top_k={cfg.top_k}, num_groups={cfg.num_groups}, "
-                f"top_groups={cfg.top_groups}\n    fix: set num_groups to a divisor of num_experts, or top_groups higher"
-            )
+        check_groups("sigmoid", cfg)
         self.bias = self.parameter(rngs, Constant(), (cfg.num_experts,), ("experts",))
 
     def __call__(self, x: jax.Array) -> Routing:
@@ -124,7 +152,7 @@ class SigmoidRouter(LinearRouter):
         cfg = self.cfg
         scores = jax.nn.sigmoid(self.logits(x))
         bias = lax.stop_gradient(self.bias[...].astype(jnp.float32))
-        expert = lax.top_k(self._allowed(scores + bias[None, None]), cfg.top_k)[1]
+        expert = lax.top_k(allowed(scores + bias[None, None], cfg.num_groups, cfg.top_groups, judges=2), cfg.top_k)[1]
         weight = jnp.take_along_axis(scores, expert, axis=-1)
         if cfg.normalize:
             weight = weight / (jnp.sum(weight, axis=-1, keepdims=True) + 1e-20)
@@ -136,16 +164,6 @@ class SigmoidRouter(LinearRouter):
             shares = scores / jnp.sum(scores, axis=-1, keepdims=True)
             add_loss("load_balance", cfg.load_balance * load_balance_loss(expert, shares, per_row=True))
         return Routing(expert, cfg.scale * by_choice(weight))
-
-    def _allowed(self, scores: jax.Array) -> jax.Array:
-        """[B, S, E] with -inf for the experts in groups that the token does not use."""
-        cfg = self.cfg
-        if cfg.top_groups == cfg.num_groups:
-            return scores
-        grouped = scores.reshape(*scores.shape[:2], cfg.num_groups, -1)
-        best = jnp.sum(lax.top_k(grouped, min(2, grouped.shape[-1]))[0], axis=-1)
-        used = jnp.sum(jax.nn.one_hot(lax.top_k(best, cfg.top_groups)[1], cfg.num_groups), axis=-2) > 0
-        return jnp.where(used[..., None], grouped, -jnp.inf).reshape(scores.shape)
 
 
 class ExpertChoiceRouter(LinearRouter):

@@ -10,7 +10,10 @@ from axlearn_plugins_rope.scaling import Frequencies, Scaling, unscaled
 
 
 class RotaryEmbedding(Layer):
-    """Turns each pair (i, i + head_dim / 2) of a query or key by an angle that grows with its position."""
+    """Turns each pair (i, i + head_dim / 2) of a query or key by an angle that grows with its position.
+
+    With `interleaved` the pairs are (2i, 2i + 1), as in the paper, in GPT-J and in DeepSeek.
+    """
 
     @node
     class Config(Layer.Config["RotaryEmbedding"]):
@@ -19,6 +22,7 @@ class RotaryEmbedding(Layer):
         head_dim: int = interface(default=REQUIRED)
         theta: float = setting(default=10000.0, gt=1)
         scaling: Node[Scaling] | None = None
+        interleaved: bool = False
 
     def __init__(self, cfg: Config, *, precision: Precision):
         super().__init__(cfg, precision=precision)
@@ -39,10 +43,18 @@ class RotaryEmbedding(Layer):
         cos, sin = jnp.cos(angle), jnp.sin(angle)
         if factor != 1.0:
             cos, sin = cos * factor, sin * factor
-        return _turn(query, cos, sin), _turn(key, cos, sin)
+        turn = _turn_neighbours if self.cfg.interleaved else _turn
+        return turn(query, cos, sin), turn(key, cos, sin)
 
 
 def _turn(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
     a, b = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def _turn_neighbours(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
+    pairs = x.reshape(*x.shape[:-1], -1, 2)
+    a, b = pairs[..., 0], pairs[..., 1]
+    return jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(x.shape)

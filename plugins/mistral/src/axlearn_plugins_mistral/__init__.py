@@ -1,0 +1,1 @@
+"""Mistral and Mixtral for axlearn-core."""
