@@ -9,8 +9,7 @@ pass that was told to keep the context would still run the forward pass again, f
 """
 
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -98,13 +97,14 @@ def structure(mask: Mask, lengths: tuple[int, int], aligned: bool) -> tuple[Any,
     """A mask as cuDNN's own kind, its window, and what is left for a bias."""
     if not aligned:
         return cudnn.MaskType.NO_MASK, None, mask
-    causal, window, rest = False, None, []
-    parts: Sequence[Any] = mask.parts
-    for part in parts:
+    causal, rest = False, []
+    window: int | None = None
+    for part in mask.parts:
         if isinstance(part, Causal):
             causal = True
         elif isinstance(part, SlidingWindow):
-            window = part.size if window is None else min(window, part.size)
+            size: int = cast(Any, part).size
+            window = size if window is None else min(window, size)
         elif not isinstance(part, Full):
             rest.append(part)
     if window is not None and not causal:

@@ -1,0 +1,1 @@
+"""AWS Trainium: target, mesh rules, and attention by the Neuron SDK's kernels."""

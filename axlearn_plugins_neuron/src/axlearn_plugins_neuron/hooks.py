@@ -1,0 +1,36 @@
+"""What the plugin says through hooks. Imports no JAX."""
+
+from axlearn_core.contracts.kernels import KernelImplementation
+from axlearn_core.contracts.mesh import MeshRule
+from axlearn_core.contracts.remat import RematPolicy
+from axlearn_core.contracts.target import Target
+from axlearn_core.plugins.hookspecs import hookimpl
+from axlearn_plugins_neuron.rules import POLICIES, rules
+from axlearn_plugins_neuron.targets import TRN2
+
+
+@hookimpl
+def axlearn_targets() -> list[Target]:
+    """Trainium2."""
+    return [TRN2]
+
+
+@hookimpl
+def axlearn_mesh_rules() -> list[MeshRule]:
+    """By the size of the model."""
+    return rules()
+
+
+@hookimpl
+def axlearn_remat_policies() -> list[RematPolicy]:
+    """What to keep on Trainium."""
+    return list(POLICIES)
+
+
+@hookimpl
+def axlearn_kernels(op: str) -> list[KernelImplementation]:
+    """Flash attention of the Neuron SDK."""
+    if op != "attention":
+        return []
+    load = "axlearn_plugins_neuron.attention:NKI_FLASH"
+    return [KernelImplementation(name="nki-flash", op=op, load=load, priority=50, platforms=("neuron",))]
