@@ -110,7 +110,7 @@ def _attend(
 
     def row(operands: tuple[jax.Array, ...]) -> jax.Array:
         query, key, value, hidden = (x[None] for x in operands)
-        return _attention(query, key, value, hidden, static)[0]
+        return jnp.squeeze(_attention(query, key, value, hidden, static), 0)
 
     return lax.map(row, (query, key, value, hidden))  # each with its own bias
 

@@ -1,10 +1,11 @@
 """Devices to partition programs over where no Trainium is."""
 
 import functools
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
-from jaxlib import _jax, xla_client
+from jaxlib import xla_client
 
 from axlearn_core.contracts.target import Machine
 
@@ -21,4 +22,5 @@ def _client(count: int) -> Any:
     JAX's own has so many devices only if nothing has asked for one before, and compiles for at most 2,048: XLA takes those
     beyond for other processes', and has to be given a way to reach them. Nothing runs here, so it is never used.
     """
-    return xla_client.make_cpu_client(num_devices=count, collectives=_jax.make_mpi_collectives())
+    bindings: Any = importlib.import_module("jaxlib._jax")  # has no types
+    return xla_client.make_cpu_client(num_devices=count, collectives=bindings.make_mpi_collectives())
