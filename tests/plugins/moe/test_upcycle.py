@@ -73,7 +73,10 @@ def test_plain_layers_too():
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        (MoE(hidden_dim=32).apply(model()), r"differs: decoder.layer.feed_forward.down.weight: \[3, 8, 24, 16\]"),
+        (
+            MoE(hidden_dim=32).apply(model()),
+            r"differs: decoder.layer.feed_forward.down.weight: \[3, 8, 24, 16\] in the old",
+        ),
         (MoE().apply(model(PlainFeedForward.Config(hidden_dim=24))), "has no place: decoder.layer.feed_forward.gate"),
         (model(PlainFeedForward.Config(hidden_dim=20)), "differs: decoder.layer.feed_forward.down.weight"),
     ],
@@ -105,7 +108,7 @@ def test_the_command_makes_a_run_that_goes_on(tmp_path):
     assert before.step == 30
     again = call(dense, experts)
     assert again.exit_code == 2
-    assert "holds a run already" in again.output
+    assert "is there already" in again.output
     assert call(str(tmp_path / "nothing"), experts).exit_code == 2
     assert call(dense, str(tmp_path / "new"), "--step", "7").exit_code == 2
     assert not (tmp_path / "new").exists()

@@ -59,10 +59,11 @@ class Resolved:
         try:
             check(self.config)
         except ConfigError as error:
-            raise ConfigError(attrs.evolve(p, where=p.where or self._setter(p.path)) for p in error.problems) from None
+            raise ConfigError(attrs.evolve(p, where=p.where or self.setter(p.path)) for p in error.problems) from None
         return self
 
-    def _setter(self, path: str) -> str | None:
+    def setter(self, path: str) -> str | None:
+        """Who set a path last; None where it is as the experiment has it."""
         steps = self.provenance.get(path)
         return f"set by {steps[-1].who}" if steps and len(steps) > 1 else None
 

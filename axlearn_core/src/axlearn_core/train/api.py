@@ -50,7 +50,8 @@ def train(
         raise RequestError(f"{resolved.title} is a {type(resolved.config).__qualname__}; expected a Trainer.Config")
     path = Path(run_dir) if run_dir else default_run_dir(resolved.title, resolved.config)
     text = resolved.to_yaml()
-    checked = RunDir.check(path, resolved.config, saved_config(path), allow_drift=allow_drift)
+    old = saved_config(path)
+    checked = RunDir.check(path, resolved.config, old, allow_drift=allow_drift, who=resolved.setter)
     trainer = resolved.config.build()
     return trainer.run(
         checked,

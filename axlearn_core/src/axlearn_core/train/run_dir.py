@@ -9,7 +9,7 @@ checkpoints/      one directory per step
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from axlearn_core.errors import CheckpointError, RequestError, WorkError
 # What may differ when a run is continued: it changes neither the model nor the data nor the order of either.
 FREE = ("max_steps", "log_every_steps", "trackers", "checkpointer", "evaluators", "profiler", "distributed", "mesh")
 UNHASHED = ("max_steps", "trackers")
+Who = Callable[[str], str | None]
 
 
 def is_free(path: str) -> bool:
@@ -53,14 +54,15 @@ class RunDir:
         return self.path / "checkpoints"
 
     @classmethod
-    def check(cls, path: Path, config: Node[Any], old: Node[Any] | None, *, allow_drift: bool) -> "RunDir":
+    def check(cls, path: Path, config: Node[Any], old: Any, *, allow_drift: bool, who: Who = {}.get) -> "RunDir":
         """Decides between a new run and a continued one; writes nothing.
 
         Args:
             path: the directory, which need not exist.
             config: the resolved config of this request.
-            old: the config that is in the directory, if there is one.
+            old: the config that is in the directory, or None.
             allow_drift: continue although the architecture or the data changed.
+            who: config path -> who set it in this request, for the error; None where nobody did.
 
         Raises:
             RequestError: the directory holds something that is no run.
@@ -81,9 +83,10 @@ class RunDir:
         if refused and not allow_drift:
             raise CheckpointError(
                 f"{path} holds a run with another config; nothing was written\n"
-                + "\n".join(f"    {show_change(c)}" for c in refused[:12])
+                + "\n".join(f"    {show_change(c)}{f' ({w})' if (w := who(c.path)) else ''}" for c in refused[:12])
                 + (f"\n    and {len(refused) - 12} more" if len(refused) > 12 else "")
-                + "\n    fix: give another --run-dir, or continue it all the same with --allow-drift"
+                + "\n    fix: give another --run-dir, or continue it all the same with --allow-drift; where parameters"
+                "\n    changed with a feature, `axlearn convert` makes a new run of this one, or says why it cannot"
             )
         return cls(path, resumes=True, notes=tuple(f"changed since the run began: {show_change(c)}" for c in changes))
 

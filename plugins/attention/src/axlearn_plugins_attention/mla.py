@@ -28,6 +28,10 @@ class UseLatentAttention(Feature):
     """
 
     stage = "replace"
+    no_bridge = (
+        "it makes keys and values of one short latent, and gives positions to a part of each head only; "
+        "no weights of a dense attention become such factors without another function"
+    )
 
     kv_rank: int | None = setting(default=None, ge=1)
     query_rank: int | None = setting(default=None, ge=0)

@@ -35,6 +35,7 @@ class Lora(Feature):
     """
 
     stage = "wrap"
+    bridge = "axlearn_plugins_lora.runs:bridge"
 
     rank: int | None = setting(default=None, ge=1)
     alpha: float | None = setting(default=None, gt=0)

@@ -43,6 +43,7 @@ class MoE(Feature):
     """
 
     stage = "replace"
+    bridge = "axlearn_plugins_moe.upcycle:bridge"
 
     num_experts: int | None = setting(default=None, ge=1)
     top_k: int | None = setting(default=None, ge=1)

@@ -8,15 +8,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from axlearn_core.compose import Functional, compose
-from axlearn_core.config import patch
+from axlearn_core.compose import Functional
 from axlearn_core.errors import CheckpointError, RequestError
-from axlearn_core.plugins.registry import registry
-from axlearn_core.plugins.request import write
 from axlearn_core.train.api import saved_config
-from axlearn_core.train.run_dir import RunDir
 from axlearn_plugins_quantization.feature import stored
 from axlearn_plugins_quantization.weight_only import Storage, WeightOnlyLinear
+from axlearn_plugins_runs import check_new, restored, write_run
 
 
 def store(params: Mapping[str, Any], functional: Functional) -> dict[str, Any]:
@@ -68,37 +65,12 @@ def quantize_run(
     Raises:
         RequestError: `run_dir` is no run, `out` is taken, or nothing fits `target`.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RequestError(
-            f"{out} is there already\n    fix: give a directory that does not exist; nothing was written"
-        )
-    config: Any = saved_config(run_dir)
+    check_new(out)
+    config = saved_config(run_dir)
     if config is None:
         raise CheckpointError(f"{run_dir} is no run directory: it has no config.yaml")
-    made: Any = stored(config, storage, tile_size=tile_size, target=target)
-    program = compose(config, jax.devices()[:1])
-    checkpointer = config.checkpointer.build(directory=run_dir / "checkpoints")
-    try:
-        known = checkpointer.steps()
-        at = max(known, default=None) if step is None else step
-        if at is None or at not in known:
-            listed = ", ".join(map(str, known)) or "none"
-            raise CheckpointError(f"{run_dir} has no checkpoint{f' of step {step}' if step else ''} (there: {listed})")
-        state, extra = checkpointer.restore(at, program.state)
-    finally:
-        checkpointer.close()
-    dense = program.steps.model_params(state)
-    if getattr(made.checkpointer, "uri", None) is not None:  # the new run keeps its checkpoints to itself
-        made = patch(made, {"checkpointer.uri": None})
-    serving = compose(made, jax.devices()[:1])
-    params = store(dense, serving.functional)
-    text = write(made, registry())
-    directory = RunDir(out, resumes=False)
-    directory.write(text, {"made_from": str(run_dir), "step": at})
-    checkpointer = made.checkpointer.build(directory=directory.checkpoints)
-    checkpointer.files = {"config.yaml": text}
-    try:
-        checkpointer.save(at, {**state, "params": params, "learner": {}}, extra=extra, metrics={})
-    finally:
-        checkpointer.close()
-    return size(dense), size(params)
+    made: Any = stored(config, storage, tile_size=tile_size, target=target)  # a wrong target costs no restoring
+    found = restored(run_dir, step)
+    params = store(found.params, Functional.of(made.model))
+    write_run(out, made, params, found)
+    return size(found.params), size(params)
