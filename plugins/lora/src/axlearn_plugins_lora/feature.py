@@ -9,12 +9,13 @@ import attrs
 
 from axlearn_core.config import Node, map, node, patch, setting
 from axlearn_core.config.node import interface_fields
-from axlearn_core.config.tree import children, join, matches, with_children
-from axlearn_core.errors import ConfigError, Problem, nearest
+from axlearn_core.config.tree import children, join, with_children
+from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.learn import ParameterRule
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_lora.linear import LoraLinear
 from axlearn_plugins_lora.start import StartFromRun
+from axlearn_plugins_runs.targets import chosen
 
 Tree = TypeVar("Tree", bound=Node[Any])
 
@@ -27,7 +28,8 @@ class Lora(Feature):
     """Low-rank adapters on linear maps; everything else is frozen (Hu et al., 2021).
 
     `target` is a pattern of config paths, or several; every linear map that one of them fits is adapted, by default those
-    of attention (`model.**` takes all there are). `rank` (16 on a new adapter) is the width of an adapter, and its update
+    of attention (`model.**` takes all there are). Where layers take turns with several components (`alternate`), those are all
+    at the path of the slot. `rank` (16 on a new adapter) is the width of an adapter, and its update
     is scaled by `alpha` (16) / rank. `base` is the directory of a run whose parameters a new run begins with, and
     `adapters` that of adapters written by `axlearn lora export`.
 
@@ -52,11 +54,8 @@ class Lora(Feature):
 
     def apply(self, cfg: Tree) -> Tree:
         """Adapts what `target` fits, freezes the rest, and puts the loop that loads `base` in place."""
-        patterns = (self.target,) if isinstance(self.target, str) else self.target
-        problems = [p for pattern in patterns if (p := _unmatched(cfg, pattern)) is not None]
-        if problems:
-            raise ConfigError(problems)
-        made = _frozen(_placed(cfg, "", patterns, self._adapted))
+        targets = chosen(cfg, self.target, [path for path, _ in projections(cfg)], what="lora")
+        made = _frozen(_placed(cfg, "", targets, self._adapted))
         return made if self.base is None and self.adapters is None else self._started(made)
 
     def in_effect(self, cfg: Node[Any]) -> bool:
@@ -116,30 +115,12 @@ def _is_projection(part: Any) -> bool:
     return {"input_dims", "output_dims"} <= takes
 
 
-def _placed(value: Any, path: str, patterns: tuple[str, ...], adapt: Any) -> Any:
-    if _is_projection(value) and any(matches(p, path) for p in patterns):
+def _placed(value: Any, path: str, targets: set[str], adapt: Any) -> Any:
+    if path in targets:
         return adapt(value)
     if isinstance(value, LoraLinear.Config):
         return value  # what it adapts is not adapted again
-    return with_children(value, {k: _placed(v, join(path, k), patterns, adapt) for k, v in children(value).items()})
-
-
-def _unmatched(cfg: Node[Any], pattern: str) -> Problem | None:
-    there = [path for path, _ in projections(cfg)]
-    if any(matches(pattern, path) for path in there):
-        return None
-    plain = pattern.replace("**.", "").replace(".**", "").replace(".*", "")
-    tails = {".".join(p.split(".")[-n:]): p for p in there for n in range(len(p.split(".")), 0, -1)}
-    owners = {p.rpartition(".")[0].rpartition(".")[2]: p for p in there}
-    close = [(tails | owners)[n] for n in nearest(plain.removeprefix("model."), tails | owners)]
-    shown = [*there[:8], *([f"and {len(there) - 8} more"] if len(there) > 8 else [])]
-    return Problem(
-        path=pattern,
-        message="the target of lora fits no linear map",
-        expected=f"a pattern that fits one of {', '.join(shown)}" if there else "a model with linear maps",
-        nearest=close,
-        fix="`axlearn config show --flat` lists every path; `model.**` takes all linear maps",
-    )
+    return with_children(value, {k: _placed(v, join(path, k), targets, adapt) for k, v in children(value).items()})
 
 
 def _frozen(cfg: Tree) -> Tree:

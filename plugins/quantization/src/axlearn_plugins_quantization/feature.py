@@ -6,12 +6,12 @@ from typing import Any, Literal, TypeVar
 import attrs
 
 from axlearn_core.config import Node, node
-from axlearn_core.config.tree import children, join, matches, with_children
-from axlearn_core.errors import ConfigError, Problem, nearest
+from axlearn_core.config.tree import children, join, with_children
 from axlearn_core.nn.linear import Linear
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_quantization.linear import QuantizedLinear
 from axlearn_plugins_quantization.weight_only import NoLearner, Storage, WeightOnlyLinear
+from axlearn_plugins_runs.targets import chosen
 
 Tree = TypeVar("Tree", bound=Node[Any])
 
@@ -24,8 +24,9 @@ class Quantization(Feature):
     """Trains with quantized matrix products, through qwix.
 
     The products of every linear map that `target` fits (a pattern of config paths, or several; by default all of the
-    model) are taken in `format`: `int8` (the default), or `fp8`, which is e4m3 forward and e5m2 for gradients. Parameters
-    and optimizer stay as they are. `gradients=false` leaves the products of the backward pass in floating point.
+    model) are taken in `format`: `int8` (the default), or `fp8`, which is e4m3 forward and e5m2 for gradients. Where layers
+    take turns with several components, those are all at the path of the slot. Parameters and optimizer stay as they are.
+    `gradients=false` leaves the products of the backward pass in floating point.
     Embeddings and the output layer are no linear maps in this sense, and stay as they are; the experts of a mixture are.
 
     Linear maps that are quantized already get the options that are given. A map that has LoRA adapters keeps them; what
@@ -78,14 +79,11 @@ def placed(cfg: Tree, target: str | tuple[str, ...], place: Callable[[Any], Node
     Raises:
         ConfigError: a pattern fits none.
     """
-    patterns = (target,) if isinstance(target, str) else target
-    there = [_shown(path) for path in _linears(cfg, "")]
-    if problems := [_unmatched(p, there, what) for p in patterns if not any(matches(p, path) for path in there)]:
-        raise ConfigError(problems)
+    targets = chosen(cfg, target, list(_linears(cfg, "")), what=what)
 
     def visit(value: Any, path: str) -> Any:
-        if _is_linear(value):
-            return place(value) if any(matches(p, _shown(path)) for p in patterns) else value
+        if path in targets:
+            return place(value)
         return with_children(value, {k: visit(v, join(path, k)) for k, v in children(value).items()})
 
     return visit(cfg, "")
@@ -105,24 +103,3 @@ def _linears(value: Any, path: str) -> Iterator[str]:
         return
     for name, child in children(value).items():
         yield from _linears(child, join(path, name))
-
-
-def _shown(path: str) -> str:
-    """The path that a pattern is held against: that of what wraps the map, where it is the `base` of something."""
-    while path.endswith(".base"):
-        path = path.removesuffix(".base")
-    return path
-
-
-def _unmatched(pattern: str, there: list[str], what: str) -> Problem:
-    plain = pattern.replace("**.", "").replace(".**", "").replace(".*", "").removeprefix("model.")
-    tails = {".".join(p.split(".")[-n:]): p for p in there for n in range(len(p.split(".")), 0, -1)}
-    owners = {p.rpartition(".")[0].rpartition(".")[2]: p for p in there}
-    shown = [*there[:8], *([f"and {len(there) - 8} more"] if len(there) > 8 else [])]
-    return Problem(
-        path=pattern,
-        message=f"the target of {what} fits no linear map",
-        expected=f"a pattern that fits one of {', '.join(shown)}" if there else "a model with linear maps",
-        nearest=[(tails | owners)[n] for n in nearest(plain, tails | owners)],
-        fix="`axlearn config show --flat` lists every path; `model.**` takes all linear maps",
-    )

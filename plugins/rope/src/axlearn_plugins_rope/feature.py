@@ -6,6 +6,7 @@ import attrs
 
 from axlearn_core.config import Node, map, node, setting
 from axlearn_core.errors import ConfigError, Problem
+from axlearn_core.nn.alternate import Alternate
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_rope.rotary import RotaryEmbedding
 from axlearn_plugins_rope.scaling import Scaling
@@ -18,7 +19,8 @@ class Rope(Feature):
     """Rotary position embeddings in every attention layer.
 
     Options that are given are set on the rotary embeddings that are already there; any other position encoding, or
-    none, is replaced by a new rotary embedding. `theta` is the base of its frequencies (10000 on a new one), `scaling`
+    none, is replaced by a new rotary embedding. Where layers take turns with several (`alternate`), this holds for each of
+    them. `theta` is the base of its frequencies (10000 on a new one), `scaling`
     a node such as `{type: yarn-rope-scaling, factor: 4, original_length: 4096}`.
     """
 
@@ -32,13 +34,19 @@ class Rope(Feature):
         options = {k: v for k, v in (("theta", self.theta), ("scaling", self.scaling)) if v is not None}
         count = 0
 
+        def rotary(old: Any) -> Node[Any]:
+            if isinstance(old, Alternate):
+                first, children = (tuple(rotary(kind) for kind in kinds) for kinds in (old.first, old.children))
+                return attrs.evolve(old, first=first, children=children)
+            return attrs.evolve(old if isinstance(old, RotaryEmbedding.Config) else RotaryEmbedding.Config(), **options)
+
         def place(part: Node[Any]) -> Node[Any]:
             nonlocal count
             if not _takes_position(part):
                 return part
             count += 1
             old = part.position  # type: ignore[attr-defined]
-            new = attrs.evolve(old if isinstance(old, RotaryEmbedding.Config) else RotaryEmbedding.Config(), **options)
+            new = rotary(old)
             return part if new == old else attrs.evolve(part, position=new)
 
         made = map(cfg, place)

@@ -1,0 +1,77 @@
+"""Every installed feature on a stack whose layers take turns with several components, alone and beside `interleave`."""
+
+import pytest
+
+import axlearn_core as ax
+from axlearn_core.compose import Functional
+from axlearn_core.config import find
+from axlearn_core.errors import AxlearnError
+from axlearn_core.nn.alternate import Alternate
+from axlearn_core.plugins.registry import registry
+from axlearn_core.plugins.resolve import resolve
+from axlearn_plugins_attention.alibi import Alibi
+from axlearn_plugins_lora.linear import LoraLinear
+from axlearn_plugins_moe.layer import MixtureOfExperts
+from axlearn_plugins_quantization.linear import QuantizedLinear
+from axlearn_plugins_rope.rotary import RotaryEmbedding
+
+LAYER = "model.decoder.layer"
+ROPE = {"type": "rope"}
+CONFIG = ax.resolve(
+    "quickstart",
+    set={
+        "model.decoder.num_layers": 4,
+        "model.decoder.hidden_dim": 32,
+        f"{LAYER}.attention.num_heads": 4,
+        f"{LAYER}.attention.num_kv_heads": 2,
+        f"{LAYER}.attention.position": {"type": "alternate", "children": [ROPE, {**ROPE, "theta": 1e6}]},
+        f"{LAYER}.feed_forward": {
+            "type": "alternate",
+            "first": [{"type": "gated-feed-forward", "hidden_dim": 48}],
+            "children": [{"type": "feed-forward", "hidden_dim": 48}, {"type": "gated-feed-forward", "hidden_dim": 64}],
+        },
+    },
+).config
+FEATURES = [e.name for e in registry().entries("features")]
+
+
+def use(name):
+    example = registry().feature(name).example
+    return f"{name}:{example}" if example else name
+
+
+def with_(*features):
+    """The config, or the text of the refusal."""
+    try:
+        return resolve(CONFIG, with_=features).config
+    except AxlearnError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_feature_alone_is_applied_once_and_the_model_can_be_built(name):
+    found = resolve(CONFIG, with_=[use(name), *registry().feature(name).needs])
+    for _, feature in found.features:
+        assert feature.apply(found.config) == found.config
+        assert feature.in_effect(found.config)
+    assert Functional.of(found.config.model).num_parameters
+
+
+def test_any_order_beside_interleave_gives_one_tree():
+    others = [use(n) for n in FEATURES if n != "interleave"]
+    found = {other: (with_(other, "interleave"), with_("interleave", other)) for other in others}
+    assert all(one == two for one, two in found.values())
+    refused = [other for other, (one, _) in found.items() if isinstance(one, str)]
+    assert len(refused) < len(others) / 2
+
+
+def test_options_reach_what_takes_turns():
+    slot = resolve(CONFIG, with_=["rope:theta=7.0"]).config.model.decoder.layer.attention.position
+    assert slot == Alternate(children=(RotaryEmbedding.Config(theta=7.0),) * 2)
+    assert with_("alibi").model.decoder.layer.attention.position == Alibi.Config()
+    assert len(find(with_("moe"), MixtureOfExperts)) == 3
+    for feature, kind in (("lora", LoraLinear), ("quantization", QuantizedLinear)):
+        made = resolve(CONFIG, with_=[f"{feature}:target=model.**.feed_forward.up"]).config
+        assert len(find(made, kind)) == 3
+        only = resolve(CONFIG, with_=[f"{feature}:target=model.**.feed_forward.children.1.up"]).config
+        assert set(find(only, kind)) == {f"{LAYER}.feed_forward.children.1.up"}
