@@ -155,15 +155,21 @@ def test_a_loop_of_unknown_length_is_named():
         ("mesh['x'=2,'y'=2] {'x'}", [[0, 2], [1, 3]]),
         ("mesh['x'=4] {'x':(2)2}", [[0, 1], [2, 3]]),
         ("mesh['x'=4] {'x':(1)2}", [[0, 2], [1, 3]]),
-        ("mesh['x'=2,'y'=2, device_ids=([2,2]T(1,0))] {'y'}", None),
+        ("mesh['x'=2,'y'=2], device_ids=([2,2]T(1,0)) {'y'}", [[0, 2], [1, 3]]),
+        ("mesh['x'=2,'y'=2], device_ids=(0,3,1,2) {'y'}", [[0, 3], [1, 2]]),
     ],
 )
 def test_replica_groups(text, expected):
-    if expected is None:
-        with pytest.raises(ValueError, match="no known form"):
-            replica_groups(text.replace("mesh[", "grid["), 4)
-        return
     assert replica_groups(text, 4).tolist() == expected
+
+
+def test_a_form_that_is_not_known_is_no_guess():
+    with pytest.raises(ValueError, match="no known form"):
+        replica_groups("grid['x'=4] {'x'}", 4)
+    rest = "channel_id=1, replica_groups=mesh['x'=2,'y'=2], device_ids=([2,2]T(1,0)) {'y'}, dimensions={0}"
+    instruction = hlo.Instruction("a", "f32[]", "all-gather", (), rest, "", False)
+    assert instruction.attribute("replica_groups") == "mesh['x'=2,'y'=2], device_ids=([2,2]T(1,0)) {'y'}"
+    assert instruction.attribute("dimensions") == "{0}"
 
 
 def test_ring_formulas():

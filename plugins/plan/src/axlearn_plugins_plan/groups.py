@@ -11,7 +11,8 @@ import attrs
 import numpy as np
 
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_MESH = re.compile(r"mesh\[(.*)\] ?\{(.*)\}$")
+_MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? ?\{([^}]*)\}")
+_ORDER = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _AXIS = re.compile(r"'([^']+)'=(\d+)")
 _PART = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 
@@ -34,7 +35,8 @@ def replica_groups(text: str, devices: int) -> np.ndarray:
 
     The forms: `{{0,1},{2,3}}`; `{}` for one group of all; `[2,4]<=[8]` and `[2,4]<=[4,2]T(1,0)`, an iota that is
     reshaped, transposed and reshaped; `mesh['x'=2,'y'=4] {'y'}` and `{'y':(2)2}`, the devices that differ in these axes
-    (or in a part of one: of size 2, with 2 before it).
+    (or in a part of one: of size 2, with 2 before it); `mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'y'}`, the same
+    with the devices in another order, which may be written out.
 
     Raises:
         ValueError: it is none of them.
@@ -52,13 +54,14 @@ def replica_groups(text: str, devices: int) -> np.ndarray:
     if not mesh:
         raise ValueError(f"no known form of replica groups: {text[:80]!r}")
     axes = {name: int(size) for name, size in _AXIS.findall(mesh[1])}
-    _, _, order = mesh[1].partition("device_ids=")
-    ids = _iota(order) if order else None
-    flat = np.arange(math.prod(axes.values())) if ids is None else ids.reshape(-1)
-    if order and ids is None:
-        flat = np.array(_numbers(order))
+    flat = np.arange(math.prod(axes.values()))
+    if mesh[2] and (order := _ORDER.match(mesh[2])):
+        dims = _numbers(order[1])
+        flat = flat.reshape(dims).transpose(*(_numbers(order[2]) if order[2] else range(len(dims)))).reshape(-1)
+    elif mesh[2]:
+        flat = np.array(_numbers(mesh[2]))
     sizes, grouped = [], []
-    parts = {name: (int(before or 1), int(size or axes[name])) for name, before, size in _PART.findall(mesh[2])}
+    parts = {name: (int(before or 1), int(size or axes[name])) for name, before, size in _PART.findall(mesh[3])}
     for name, size in axes.items():
         before, part = parts.get(name, (1, 1))
         sizes += [before, part, size // before // part]

@@ -15,6 +15,7 @@ _HEADER = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\) -> .* \{$")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _BUFFER = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](\{[^}]*\})?")
 _CALLED = re.compile(r"(calls|body|condition|to_apply|branch_computations|called_computations)=(\{[^}]*\}|%?[\w.\-]+)")
+_MESH = re.compile(r"mesh\[[^\]]*\](?:, device_ids=\([^{]*\))? ?\{[^}]*\}")
 _NAME = re.compile(r"%([\w.\-]+)")
 HBM = 0
 HOST = 5
@@ -92,7 +93,10 @@ class Instruction:
     def attribute(self, name: str) -> str | None:
         """The text of `name=...`, with its brackets."""
         found = re.search(rf"(?:^|[ ,]){name}=", self.rest)
-        return None if found is None else _balanced(self.rest, found.end())
+        if found is None:
+            return None
+        mesh = _MESH.match(self.rest, found.end())  # has a comma of its own
+        return mesh[0] if mesh else _balanced(self.rest, found.end())
 
 
 @attrs.frozen(eq=False)

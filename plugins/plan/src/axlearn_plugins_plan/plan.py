@@ -186,13 +186,17 @@ def _compiled(
     return compiled, of_compiled(compiled, machine), time.perf_counter() - started
 
 
-def _read(module: Any, program: Program, machine: Machine) -> tuple[float, list[Collective], list[str]]:
+def _read(module: Any, program: Program, machine: Machine) -> tuple[float, list[Collective] | None, list[str]]:
     """(bytes to and from memory, collectives, notes)."""
     mesh = program.layout.mesh
     devices = list(mesh.devices.flat)
     places = Places(dict(mesh.shape), domains_of(devices, machine.devices_per_domain))
     notes = [f"the loop {name} is counted once: its length is not known" for name in module.unknown_loops()]
-    return hbm_bytes(module), collectives(module, places), notes
+    try:
+        sent = collectives(module, places)
+    except ValueError as error:  # a compiler that writes them in a way of its own; all else is still known
+        return hbm_bytes(module), None, [*notes, f"what is sent is not known: {error}"]
+    return hbm_bytes(module), sent, notes
 
 
 def _remat(config: Node[Any]) -> tuple[str, ...]:

@@ -133,10 +133,17 @@ def kernel_lines(choices: Sequence[Choice]) -> Iterator[str]:
 
 def rejected(choice: Choice) -> dict[str, str]:
     """Name -> why not, for all implementations of the op but the one that was chosen."""
-    ranked = {k.name: k.priority for k in installed(choice.request.op)}
-    best = ranked.pop(choice.name, None)
-    ways = {name: f"not asked, since its priority is {n} and not {best}" for name, n in ranked.items()}
-    return {**choice.rejected, **{n: why for n, why in ways.items() if n not in choice.rejected}}
+    found, platform = dict(choice.rejected), choice.request.platform
+    declared = installed(choice.request.op)
+    best = next((k.priority for k in declared if k.name == choice.name), 0)
+    for other in sorted(declared, key=lambda k: (-k.priority, k.name)):
+        if other.name == choice.name or other.name in found:
+            continue
+        if other.platforms and platform not in other.platforms:
+            found[other.name] = f"runs on {', '.join(other.platforms)}, not on {platform}"
+        else:
+            found[other.name] = f"not asked, since its priority is {other.priority} and not {best}"
+    return found
 
 
 def _tags(plan: Plan) -> Iterator[str]:

@@ -1,0 +1,115 @@
+"""Our compiled Llama2-70B step for tpu-v5p-1024 against the hand-written one: FLOPs, memory, collectives.
+
+    uv run python benchmarks/plan_baseline.py [--layers N] [--json]
+
+Same dimensions, layout (FSDP over 512 chips), attention kernel and remat. Both are compiled for TPUs that need not be here,
+and read by the same code. The goals: FLOPs 1.00, arguments plus temporaries at most 1.02, collective bytes at most 1.00
+times the baseline's. `--layers` compares smaller models in less time.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+TARGET = "tpu-v5p-1024"
+
+
+def described(compiled, jaxpr, places, seconds):
+    from axlearn_plugins_plan.collectives import by_axes, collectives
+    from axlearn_plugins_plan.flops import works
+    from axlearn_plugins_plan.hlo import parse
+    from axlearn_plugins_plan.traffic import hbm_bytes
+
+    module = parse(compiled.as_text())
+    stats, found = compiled.memory_analysis(), collectives(module, places)
+    kinds = {}
+    for c in found:
+        kinds[c.kind] = kinds.get(c.kind, 0) + c.bytes
+    return {
+        "flops": sum(w.flops for w in works(jaxpr.jaxpr)),
+        "argument_bytes": stats.argument_size_in_bytes,
+        "temporary_bytes": stats.temp_size_in_bytes,
+        "bytes": stats.argument_size_in_bytes + stats.temp_size_in_bytes,
+        "collective_bytes": sum(by_axes(found).values()),
+        "collectives": kinds,
+        "hbm_traffic_bytes": hbm_bytes(module),
+        "compile_seconds": seconds,
+    }
+
+
+def ours(layers):
+    from axlearn_core.plugins.resolve import resolve
+    from axlearn_plugins_plan.groups import Places, domains_of
+    from axlearn_plugins_plan.plan import prepared
+
+    start = time.perf_counter()
+    sets = {"model.decoder.num_layers": layers} if layers else {}
+    program, batch = prepared(resolve("llama2-70b", target=TARGET, set=sets))
+    compiled = program.compile_train(batch)
+    seconds = time.perf_counter() - start
+    mesh = program.layout.mesh
+    places = Places(dict(mesh.shape), domains_of(list(mesh.devices.flat), mesh.size))
+    return described(compiled, program.trace(batch).jaxpr, places, seconds)
+
+
+def baseline(layers):
+    sys.path.insert(0, str(Path(__file__).parent / "baselines"))
+    import handwritten_llama as handwritten
+    import jax
+    import numpy as np
+
+    from axlearn_core.compose.devices import absent
+    from axlearn_core.plugins.targets import find_machine
+    from axlearn_plugins_plan.groups import Places
+
+    start = time.perf_counter()
+    dims = handwritten.MODELS["70b"]
+    dims = dataclasses.replace(dims, layers=layers) if layers else dims
+    mesh = jax.sharding.Mesh(np.array(absent(find_machine(TARGET))).reshape(-1, 1), ("fsdp", "tensor"))
+    remat = ("qkv", "context", "attention_out")
+    step, state, batch, _ = handwritten.build(
+        dims, 1024, 4096, dtype="bfloat16", attention="splash", remat=remat, mesh=mesh
+    )
+    traced = jax.jit(step, donate_argnums=(0, 1)).trace(*state, batch)
+    compiled = traced.lower(lowering_platforms=("tpu",)).compile()
+    seconds = time.perf_counter() - start
+    places = Places({"fsdp": mesh.size, "tensor": 1}, np.zeros(mesh.size, int))
+    return described(compiled, traced.jaxpr, places, seconds)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, help="of both models; default: 80")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--one", choices=("ours", "baseline"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    if args.one:
+        print(json.dumps((ours if args.one == "ours" else baseline)(args.layers)))
+        return
+    found = {}
+    for name in ("baseline", "ours"):  # a process each: what one compiles does not warm up the other
+        command = [sys.executable, __file__, "--one", name]
+        command += ["--layers", str(args.layers)] if args.layers else []
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        if done.returncode:
+            sys.exit(f"{name} failed with exit code {done.returncode}")
+        found[name] = json.loads(done.stdout.splitlines()[-1])
+    if args.json:
+        print(json.dumps(found, indent=1))
+        return
+    for key in ("flops", "bytes", "argument_bytes", "temporary_bytes", "collective_bytes", "hbm_traffic_bytes"):
+        a, b = found["ours"][key], found["baseline"][key]
+        print(f"{key:18} ours {a:.6g}  baseline {b:.6g}  ratio {a / b:.4f}")
+    for name, figures in found.items():
+        sent = ", ".join(f"{k} {v / 2**30:.3g} GiB" for k, v in sorted(figures["collectives"].items()))
+        print(f"{name:9} sends {sent}; compiled in {figures['compile_seconds']:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
