@@ -1,5 +1,8 @@
 """What this plugin says through hooks. Imports no JAX."""
 
+import os
+from pathlib import Path
+
 from axlearn_core.contracts.kernels import KernelImplementation
 from axlearn_core.contracts.mesh import MeshRule
 from axlearn_core.contracts.remat import RematPolicy
@@ -7,6 +10,24 @@ from axlearn_core.contracts.target import Target
 from axlearn_core.plugins.hookspecs import hookimpl
 from axlearn_plugins_tpu.rules import POLICIES, RULES
 from axlearn_plugins_tpu.targets import TARGETS
+
+OTHER_DEVICES = ("0x001f", "0x0042")
+"""What else Google makes for the PCI bus: storage and network adapters of its virtual machines."""
+
+
+def tpu_here(bus: Path = Path("/sys/bus/pci/devices")) -> bool:
+    """Whether this machine has a TPU, or something of Google's that may be one."""
+    for device in bus.glob("*"):
+        vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "device"))
+        if vendor == "0x1ae0" and kind not in OTHER_DEVICES:
+            return True
+    return False
+
+
+if not tpu_here():
+    # JAX tries libtpu where it is installed, to compile with, and that prints that it misses what a TPU machine tells it.
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
 KERNELS = (
     KernelImplementation(

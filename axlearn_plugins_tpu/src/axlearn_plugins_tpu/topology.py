@@ -46,7 +46,7 @@ def devices(machine: Machine) -> Sequence[Any]:
 def _prepare(accelerator: str) -> None:
     """Tells libtpu what it would otherwise look for on a TPU machine, and complain of where there is none.
 
-    It lets one process at a time load it, for the sake of the TPU; whoever only compiles may be one of many.
+    It lets one process at a time load it, for the sake of the TPU; those that only compile may be many.
     """
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", accelerator)
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")

@@ -1,5 +1,7 @@
 """Machines by name, and the shapes of their slices."""
 
+import functools
+import os
 import subprocess
 import sys
 
@@ -8,6 +10,7 @@ import pytest
 from axlearn_core.compose.devices import absent
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.targets import find_machine
+from axlearn_plugins_tpu.hooks import tpu_here
 from axlearn_plugins_tpu.shapes import SLICES, shape_of
 from axlearn_plugins_tpu.targets import TARGETS
 from axlearn_plugins_tpu.topology import topology_name
@@ -91,3 +94,43 @@ def test_without_libtpu_the_error_says_what_to_install(monkeypatch):
 def test_hooks_import_no_jax():
     code = "import sys, axlearn_plugins_tpu.hooks; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("devices", "here"),
+    [([], False), ([("0x1ae0", "0x0042"), ("0x10de", "0x2330")], False), ([("0x1ae0", "0x0063")], True)],
+)
+def test_a_tpu_on_the_bus_is_seen(devices, here, tmp_path):
+    for number, (vendor, kind) in enumerate(devices):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "vendor").write_text(f"{vendor}\n")
+        (tmp_path / str(number) / "device").write_text(f"{kind}\n")
+    assert tpu_here(tmp_path) is here
+
+
+def test_jax_starts_in_silence_where_libtpu_is_and_no_tpu():
+    pytest.importorskip("libtpu", reason="needs libtpu: axlearn-plugins-tpu[compile]")
+    if tpu_here():
+        pytest.skip("needs a machine without a TPU")
+    hidden = ("JAX_PLATFORMS", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES", "TPU_SKIP_MDS_QUERY")
+    env = {k: v for k, v in os.environ.items() if k not in hidden}
+    code = "from axlearn_core.compose.devices import settle; settle(None); import jax; print(jax.default_backend())"
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "cpu\n", "")
+
+
+@pytest.mark.slow
+def test_programs_are_compiled_in_several_processes_at_once():
+    pytest.importorskip("libtpu", reason="needs libtpu: axlearn-plugins-tpu[compile]")
+    code = (
+        "import sys; from axlearn_core.compose.devices import absent; from axlearn_core.plugins.targets import find_machine\n"
+        "print(len(absent(find_machine('tpu-v5e-16'))), flush=True); sys.stdin.read()"
+    )
+    start = functools.partial(
+        subprocess.Popen, [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with start() as one, start() as two:
+        found = [p.stdout.readline() for p in (one, two)]  # both hold libtpu now
+        for process in (one, two):
+            process.communicate("")
+    assert found == ["16\n", "16\n"]

@@ -13,10 +13,6 @@ from axlearn_core.errors import RequestError
 from axlearn_core.plugins.manager import host
 from axlearn_core.plugins.targets import load
 
-if os.environ.get("TPU_SKIP_MDS_QUERY"):  # set by JAX where it finds no TPU: keeps libtpu from complaining about that
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-
 
 def settle(machine: Machine | None) -> None:
     """Before JAX looks for devices: a CPU machine gets its virtual ones. None uses what JAX finds."""

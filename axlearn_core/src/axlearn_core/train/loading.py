@@ -8,6 +8,7 @@ import attrs
 import jax
 
 from axlearn_core.compose import Program, compose
+from axlearn_core.compose.devices import settle
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import CheckpointError, RequestError
 from axlearn_core.plugins.manager import host
@@ -46,6 +47,7 @@ def load(run_dir: str | Path, *, step: int | None = None) -> Loaded:
     Raises:
         CheckpointError: the directory is no run, has no such checkpoint, or the checkpoint is damaged.
     """
+    settle(None)
     path = Path(run_dir)
     config = saved_config(path)
     if config is None and step is None and (found := host().only("axlearn_load", directory=path)) is not None:
