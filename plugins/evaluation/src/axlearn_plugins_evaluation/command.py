@@ -9,7 +9,7 @@ from axlearn_core.cli.common import json_option, print_json, print_table
 
 
 @click.command()
-@click.argument("model", metavar="RUN_DIR", type=click.Path(path_type=Path))
+@click.argument("model", metavar="RUN_DIR|HF_DIR", type=click.Path(path_type=Path))
 @click.option(
     "--data",
     "data",
@@ -38,18 +38,18 @@ def evaluate(
     model: Path, data: tuple[str, ...], step: int | None, limit: int | None, max_length: int | None, stride: int | None,
     text_field: str, as_json: bool,
 ) -> None:  # fmt: skip
-    """Evaluates the model of RUN_DIR on data: what a row holds says how.
+    """Evaluates the model of a run, or one in Hugging Face format, on data: what a row holds says how.
 
     A row with `text` (or a text file) is scored by perplexity and bits per byte, one with `messages` by those of the
     assistant's part, and one with `prompt`, `choices` and `answer` by whether the right choice is the likeliest.
     """
     from axlearn_plugins_evaluation.data import read
     from axlearn_plugins_evaluation.evaluate import evaluate as run
-    from axlearn_plugins_evaluation.subjects import load, subject_of
+    from axlearn_plugins_evaluation.subjects import subject_in
 
     # All data is read before the model is: what is wrong with it shows at once.
     sets = {name: read(name, text_field=text_field, limit=limit) for name in data}
-    subject = subject_of(load(model, step=step), length=max_length)
+    subject = subject_in(model, step=step, length=max_length)
     results = [{"name": n, "kind": d.kind, **run(subject, d, stride=stride)} for n, d in sets.items()]
     if as_json:
         print_json(results)

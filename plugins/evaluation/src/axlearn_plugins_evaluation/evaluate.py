@@ -23,13 +23,15 @@ class Subject:
         scorer: the model.
         tokenizer: the model's.
         template: for conversations.
-        prefix: what stands before every text, as in training: the token that begins one.
+        prefix: what stands before a text: the token that begins one.
+        always: whether it does so before every text, as in training, or only where nothing else would stand there.
     """
 
     scorer: Scorer
     tokenizer: Tokenizer
     template: ChatTemplate
     prefix: tuple[int, ...]
+    always: bool = True
 
     def pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """The tokens of a context, the prefix before them, and those of what follows it.
@@ -41,7 +43,8 @@ class Subject:
         continuation, context = context[len(kept) :] + continuation, kept
         whole = self.tokenizer.encode(context + continuation)
         before = self.tokenizer.encode(context) if context else []
-        return [*self.prefix, *before], whole[len(before) :]
+        front = self.prefix if self.always or not before else ()
+        return [*front, *before], whole[len(before) :]
 
     def text(self, text: str) -> tuple[list[int], list[bool]]:
         """The tokens of a text, which all count, and the prefix, which does not."""

@@ -4,56 +4,68 @@ from pathlib import Path
 from typing import Any
 
 from axlearn_core.config import Node
-from axlearn_core.errors import CheckpointError, RequestError
+from axlearn_core.errors import RequestError
 from axlearn_plugins_evaluation.evaluate import Subject
 from axlearn_plugins_evaluation.scoring import Scorer
 from axlearn_plugins_text.chat_template import ChatTemplate
 
 
-def subject_of(loaded: Any, *, length: int | None = None) -> Subject:
+def subject_of(loaded: Any, *, length: int | None = None, own: bool = True) -> Subject:
     """What was loaded, for evaluation.
 
     Args:
         loaded: of `axlearn_core.train.load`.
         length: of the longest row, in tokens; by default that of the rows that the model was trained with.
+        own: whether it was trained on rows that begin with the token that ends a document.
 
     Raises:
         RequestError: it has no tokenizer, or its model gives no likelihoods.
     """
     if loaded.tokenizer is None:
         raise RequestError("this run's input has no tokenizer, so its model cannot be evaluated on text")
-    own: Any = loaded.config.input
-    template = getattr(own, "template", None)
+    source: Any = loaded.config.input
+    template = getattr(source, "template", None)
     if not (isinstance(template, Node) and hasattr(template, "today")):
         template = ChatTemplate.Config()
     return subject(
         loaded.model,
         loaded.tokenizer,
-        length=length or own.sequence_length,
+        length=length or source.sequence_length,
         template=template.build(tokenizer=loaded.tokenizer),
         kernels=loaded.program.kernels,
+        always=own,
     )
 
 
-def subject(model: Any, tokenizer: Any, *, length: int, template: Any = None, kernels: Any = None) -> Subject:
-    """A model with its tokenizer, for evaluation. Texts begin with the token that training puts before a document."""
-    first = getattr(tokenizer, "bos_id", None)
+def subject(
+    model: Any, tokenizer: Any, *, length: int, template: Any = None, kernels: Any = None, always: bool = True
+) -> Subject:
+    """A model with its tokenizer, for evaluation.
+
+    A text begins with the token that the model expects there (`bos` of its tokenizer); without one with that which ends
+    a document, as the rows of `language-model-input` do.
+    """
+    front = getattr(tokenizer, "encode_prompt", tokenizer.encode)("")
     return Subject(
         Scorer(model, length=length, kernels=kernels),
         tokenizer,
         template or ChatTemplate.Config().build(tokenizer=tokenizer),
-        (tokenizer.eos_id if first is None else first,),
+        tuple(front or (tokenizer.eos_id,)),
+        always or bool(front),
     )
 
 
-def load(directory: Path, *, step: int | None = None) -> Any:
-    """The model of a run directory.
+def subject_in(directory: Path, *, step: int | None = None, length: int | None = None) -> Subject:
+    """The model of a run, or of another directory that an installed plugin can read, for evaluation.
 
     Raises:
-        CheckpointError: it is none, or has no such checkpoint.
+        CheckpointError: nothing can be loaded from it, or it has no such checkpoint.
     """
-    from axlearn_core.train import load as load_run
+    from axlearn_core.train import load
 
-    if not (directory / "config.yaml").is_file() and (directory / "config.json").is_file():
-        raise CheckpointError(f"{directory} is a model of Hugging Face, and no run directory")
-    return load_run(directory, step=step)
+    return subject_of(load(directory, step=step), length=length, own=_is_own(directory))
+
+
+def _is_own(directory: Path) -> bool:
+    """Whether a model was trained on rows of ours from the start: others never saw a text behind the end of another."""
+    return (directory / "config.yaml").is_file() and not (directory / "huggingface").is_dir()

@@ -32,13 +32,23 @@ def merge(run_dir: Path, out: Path, adapters: Path | None, step: int | None) -> 
 @lora.command()
 @click.argument("run_dir", type=_path)
 @click.argument("directory", metavar="DIR", type=_path)
+@click.option("--format", "format_", type=click.Choice(["axlearn", "peft"]), default="axlearn", show_default=True)
+@click.option("--base", metavar="NAME", help="With --format peft: what the files name as the base model.")
 @_step
-def export(run_dir: Path, directory: Path, step: int | None) -> None:
+def export(run_dir: Path, directory: Path, format_: str, base: str | None, step: int | None) -> None:
     """Write the adapters of RUN_DIR, without their base, to DIR.
 
-    `--with lora:adapters=DIR` and `axlearn lora merge BASE OUT --adapters DIR` take them. The path goes to standard output.
+    `--with lora:adapters=DIR` and `axlearn lora merge BASE OUT --adapters DIR` take them; with `--format peft`, the library
+    PEFT does, beside the base in Hugging Face format. The path goes to standard output.
     """
-    from axlearn_plugins_lora.runs import export_run
+    if base is not None and format_ != "peft":
+        raise click.UsageError("--base goes with --format peft")
+    if format_ == "peft":
+        from axlearn_plugins_lora.peft import export_peft
 
-    export_run(run_dir, directory, step=step)
+        export_peft(run_dir, directory, base=base, step=step)
+    else:
+        from axlearn_plugins_lora.runs import export_run
+
+        export_run(run_dir, directory, step=step)
     click.echo(directory)

@@ -35,6 +35,7 @@ PLAIN = (
 # that has no spelling.
 _BEGIN, _END, EOS = "\ufdd0", "\ufdd1", "\ufdd2"
 _FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+_KEPT = "huggingface"  # where imported runs keep what came with a model, besides the tokenizer itself
 _FAILURES = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
 
@@ -83,6 +84,8 @@ class ChatTemplate(Configurable):
         self.source = PLAIN if found is None else found
         self.name = "the plain chat template" if found is None else path
         self.special.setdefault("eos_token", getattr(tokenizer, "eos_token", EOS))
+        if bos := getattr(tokenizer, "bos_token", None):
+            self.special.setdefault("bos_token", bos)
 
     @property
     def digest(self) -> str:
@@ -220,7 +223,8 @@ def _inside(offsets: Sequence[tuple[int, int]], answers: Sequence[Span]) -> list
 
 def _beside(tokenizer: Tokenizer) -> str | None:
     folder = getattr(tokenizer, "folder", None)
-    there = [os.path.join(folder, name) for name in _FILES] if folder is not None else []
+    folders = [] if folder is None else [folder, os.path.join(folder, _KEPT)]
+    there = [os.path.join(f, name) for f in folders for name in _FILES]
     return next((p for p in there if os.path.isfile(p) and _read(p)[0] is not None), None)
 
 

@@ -106,7 +106,7 @@ class TokenizerJson(Configurable):
             raise InputError(
                 f"the tokenizer {name} has no token {cfg.bos!r}\n    fix: set bos to one that it has, or to null"
             )
-        self._front = [] if cfg.bos is None else [vocab[cfg.bos]]
+        self.bos_token, self._front = cfg.bos, [] if cfg.bos is None else [vocab[cfg.bos]]
 
     def encode_special(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """(token ids, the characters [start, stop) of each), the special tokens that the text spells out among them."""
