@@ -4,7 +4,7 @@ B batch, S positions, D width, E experts, K experts per token, R assignments per
 """
 
 import math
-from typing import Protocol
+from typing import Literal, Protocol
 
 import attrs
 import jax
@@ -15,6 +15,7 @@ from axlearn_core.nn.remat import tag
 from axlearn_core.nn.sharding import constrain, is_sharded
 from axlearn_core.nn.summaries import add_summary
 from axlearn_plugins_moe import sharded
+from axlearn_plugins_moe.exchange import exchanged
 from axlearn_plugins_moe.experts import BatchedProduct, Experts, GroupedProduct, Product
 from axlearn_plugins_moe.routing import Routing
 from axlearn_plugins_transformer.feed_forward import ACTIVATIONS, Activation
@@ -69,7 +70,9 @@ class DroplessDispatch(Configurable):
 
     On several devices each holds its share of the experts (the logical axis `experts`): the tokens of the devices that
     share the experts among them are gathered, each device runs its own experts on them, and the sums are scattered back.
-    Nothing is ever dropped; the price is that each of these devices has memory for the tokens of all of them.
+    Nothing is ever dropped; the price is that each of these devices has memory for the tokens of all of them. With
+    `exchange="all-to-all"` each token goes to the devices of its own experts alone: less to send where those are fewer than
+    the devices, for the same memory.
     """
 
     @node
@@ -77,6 +80,7 @@ class DroplessDispatch(Configurable):
         """`kernel` names an implementation of the op `grouped_matmul`; None has the best one chosen."""
 
         kernel: str | None = None
+        exchange: Literal["all-gather", "all-to-all"] = "all-gather"
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
@@ -88,7 +92,7 @@ class DroplessDispatch(Configurable):
             return self._local(x, routing, experts, activation, device)
 
         if is_sharded():
-            return sharded.over_devices(local, x, routing, experts)
+            return sharded.over_devices(local, x, routing, experts, gathers=self.cfg.exchange == "all-gather")
         return local(x, routing, experts, sharded.Device())
 
     def _local(
@@ -98,9 +102,23 @@ class DroplessDispatch(Configurable):
         count, width = experts.num_experts, x.shape[-1]
         rows = _spread(x, routing.token, routing.expert.shape[1]).reshape(-1, width)
         expert = routing.expert.reshape(-1)
-        mine = None
-        if device.first is not None:
-            expert = expert - device.first
+
+        def run(rows: jax.Array, expert: jax.Array) -> jax.Array:
+            return self._grouped(rows, expert, experts, activation, device)
+
+        if device.exchange:
+            y = exchanged(rows, expert, device.exchange, device.devices, count, run)
+        else:
+            y = run(rows, expert if device.first is None else expert - device.first)
+        y = y.reshape(x.shape[0], -1, width) * routing.weight[..., None].astype(y.dtype)
+        return _collect(y, routing.token, x.shape[1])
+
+    def _grouped(
+        self, rows: jax.Array, expert: jax.Array, experts: Experts, activation: Activation, device: sharded.Device
+    ) -> jax.Array:
+        """[M, D] -> [M, D], each row by its expert; zero for the rows of experts that the device does not have."""
+        count, mine = experts.num_experts, None
+        if device.first is not None or device.exchange:
             mine = (expert >= 0) & (expert < count)
             expert = jnp.where(mine, expert, count)  # behind all groups
             rows = jnp.where(mine[:, None], rows, 0)
@@ -113,10 +131,7 @@ class DroplessDispatch(Configurable):
         hidden = _hidden(_permute(rows, order, inverse), experts, activation, product)
         y = experts.down.grouped(hidden, attrs.evolve(product, adds=device.adds))
         y = _permute(y, inverse, order)
-        if mine is not None:
-            y = jnp.where(mine[:, None], y, 0)
-        y = y.reshape(x.shape[0], -1, width) * routing.weight[..., None].astype(y.dtype)
-        return _collect(y, routing.token, x.shape[1])
+        return y if mine is None else jnp.where(mine[:, None], y, 0)
 
 
 class CapacityDispatch(Configurable):

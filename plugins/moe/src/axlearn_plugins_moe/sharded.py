@@ -26,10 +26,14 @@ class Device:
     Attributes:
         first: the number of the first of its experts; None where it has all.
         adds: whether it adds biases to the outputs, where it has a part of the hidden dimension; None where it has all.
+        exchange: the mesh axes over which it sends tokens to their experts; empty where it has the tokens of all.
+        devices: how many devices those are.
     """
 
     first: jax.Array | None = None
     adds: jax.Array | None = None
+    exchange: tuple[str, ...] = ()
+    devices: int = 1
 
 
 Local = Callable[[jax.Array, Routing, Experts, Device], jax.Array]
@@ -97,8 +101,11 @@ class _Axes:
         return PartitionSpec(*(known.get(a or "") or None for a in axes))
 
 
-def over_devices(local: Local, x: jax.Array, routing: Routing, experts: Experts) -> jax.Array:
+def over_devices(local: Local, x: jax.Array, routing: Routing, experts: Experts, *, gathers: bool = True) -> jax.Array:
     """Runs `local` on every device for its own experts and the tokens of all devices that share the experts.
+
+    Where `gathers` is false and all of these devices have tokens of their own, each gets its own tokens only and is told to
+    exchange them.
 
     Args:
         local: `(x, routing, experts, device) -> [b, s, D]`, the part of the sum that these experts give.
@@ -116,6 +123,7 @@ def over_devices(local: Local, x: jax.Array, routing: Routing, experts: Experts)
     lists = PartitionSpec(axes.batch or None) if by_row else PartitionSpec(axes.batch or None, None, *tokens[1:])
     exchange = tuple(a for a in axes.experts if a in axes.batch)
     summed = tuple(a for a in axes.experts if a not in exchange) + axes.mlp
+    sends = bool(exchange) and not gathers and exchange == axes.experts
 
     def whole(names: tuple[str | None, ...], array: jax.Array) -> jax.Array:
         if "embed" not in names or not axes.embed:
@@ -124,17 +132,19 @@ def over_devices(local: Local, x: jax.Array, routing: Routing, experts: Experts)
 
     def run(x: jax.Array, routing: Routing, arrays: Any) -> jax.Array:
         arrays = parameters.each(whole, arrays)
-        if exchange:
+        if exchange and not sends:
             x, routing = jax.tree.map(lambda a: lax.all_gather(a, exchange, axis=0, tiled=True), (x, routing))
         routing = jax.tree.map(lambda a: a.reshape(a.shape[0], -1), routing)
         held = experts.num_experts // math.prod(axes.mesh.shape[a] for a in axes.experts)
         device = Device(
-            first=lax.axis_index(axes.experts) * held if axes.experts else None,
+            first=lax.axis_index(axes.experts) * held if axes.experts and not sends else None,
             adds=lax.axis_index(axes.mlp) == 0 if axes.mlp else None,
+            exchange=exchange if sends else (),
+            devices=experts.num_experts // held,
         )
         y = local(x, routing, parameters.experts(arrays, held), device)
         y = lax.psum(y, summed) if summed else y
-        return lax.psum_scatter(y, exchange, scatter_dimension=0, tiled=True) if exchange else y
+        return lax.psum_scatter(y, exchange, scatter_dimension=0, tiled=True) if exchange and not sends else y
 
     if not by_row:  # [B, K, S], so that a device gets the choices of its own positions
         routing = jax.tree.map(lambda a: a.reshape(a.shape[0], -1, length), routing)

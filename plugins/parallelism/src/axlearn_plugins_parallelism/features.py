@@ -10,6 +10,7 @@ from axlearn_core.contracts.mesh import DEFAULT_RULES
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.nn.stack import Stack
 from axlearn_core.plugins.feature import Feature
+from axlearn_plugins_moe.dispatch import DroplessDispatch
 from axlearn_plugins_parallelism.pipeline import AXIS, PipelinedStack
 
 Tree = TypeVar("Tree", bound=Node[Any])
@@ -138,4 +139,33 @@ class SequenceParallel(Feature):
 
     def in_effect(self, cfg: Node[Any]) -> bool:
         """The rule is there."""
+        return self.apply(cfg) == cfg
+
+
+@node
+class ExpertParallel(Feature):
+    """How tokens come to experts that are split over the mesh axis `expert`.
+
+    `exchange=all-to-all` (the default here) sends each token to the devices of its experts alone, `all-gather` gathers the
+    tokens of all devices that share the experts, as experts do without this feature. No token is dropped by either. It is
+    for the dropless dispatch; the one with capacities always sends.
+    """
+
+    stage = "execute"
+    needs = ("moe",)
+
+    exchange: Literal["all-gather", "all-to-all"] = "all-to-all"
+
+    def apply(self, cfg: Tree) -> Tree:
+        """Sets `exchange` of every dropless dispatch."""
+        return rewrite(
+            cfg,
+            lambda part: isinstance(part, DroplessDispatch.Config),
+            lambda part: attrs.evolve(part, exchange=self.exchange),
+            name="expert-parallel",
+            needs="experts with the dropless dispatch",
+        )
+
+    def in_effect(self, cfg: Node[Any]) -> bool:
+        """Every dropless dispatch does it so."""
         return self.apply(cfg) == cfg
