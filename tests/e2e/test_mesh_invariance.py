@@ -5,6 +5,7 @@ whose parameters are moved by as much as the dtype rounds. A quantized or routed
 boundary, and it does so there too.
 """
 
+import itertools
 import os
 import random
 import time
@@ -125,3 +126,66 @@ def test_the_comparison_can_fail():
 def test_every_feature_is_the_first_of_some_case():
     names = toy.features()
     assert {case(seed)[1][0] for seed in range(len(names))} == set(names)
+
+
+# Name -> features, mesh shape. Two that share an axis have it twice as large.
+PARALLELISMS = {
+    "data": ((), {"data": 2}),
+    "fsdp": ((), {"fsdp": 2}),
+    "tensor": ((), {"tensor": 2}),
+    "sequence": (("sequence-parallel",), {"tensor": 2}),
+    "ring": (("context-parallel:method=ring",), {"seq": 2}),
+    "all-gather": (("context-parallel:method=all-gather",), {"seq": 2}),
+    "all-to-all": (("context-parallel:method=all-to-all",), {"seq": 2}),
+    "compiler": ((), {"seq": 2}),
+    "experts": (("moe",), {"expert": 2}),
+    "experts-sent": (("moe", "expert-parallel"), {"expert": 2}),
+    "pipeline": (("pipeline:microbatches=4",), {"pipeline": 2}),
+    "interleaved": (("pipeline:microbatches=4,schedule=interleaved",), {"pipeline": 2}),
+}
+EXACT = 1e-5
+"""What is allowed in float32, of the loss and of each gradient, relative to its norm."""
+
+
+def together(*names):
+    """(features, mesh shape) of several parallelisms at once; None where two of them say different things of one feature."""
+    features = list(dict.fromkeys(f for n in names for f in PARALLELISMS[n][0]))
+    shape = {}
+    for name in names:
+        for axis, size in PARALLELISMS[name][1].items():
+            shape[axis] = shape.get(axis, 1) * size
+    kinds = [f.partition(":")[0] for f in features]
+    clash = len(kinds) > len(set(kinds)) or ("compiler" in names and "context-parallel" in kinds)
+    return None if clash else (features, shape)
+
+
+def exact(*names, layers=2):
+    """Parallelisms together give the loss and each gradient of one device, in float32."""
+    found = together(*names)
+    assert found is not None
+    features, shape = found
+    small = patch(toy.small("quickstart"), {"model.decoder.num_layers": 4 if "interleaved" in names else layers})
+    cfg = toy.resolve(small, with_=features).config
+    rules = cfg.mesh.rules
+    alone = patch(cfg, {"mesh": Mesh(shape={"fsdp": 1}, rules=rules)})
+    spread = patch(cfg, {"mesh": Mesh(shape=shape, rules=rules)})
+    ((loss, grads),) = gradients(alone, jax.devices()[:1])
+    ((loss_there, grads_there),) = gradients(spread, jax.devices()[: int(np.prod(list(shape.values())))])
+    assert abs(loss_there / loss - 1) <= EXACT, f"{names}: loss {loss_there}, on one device {loss}"
+    apart = {p: np.linalg.norm(grads_there[p] - g) / np.linalg.norm(g) for p, g in grads.items()}
+    far = {p: d for p, d in apart.items() if not d <= EXACT}
+    assert not far, f"{names} on {shape}: gradients are apart by {far}"
+
+
+@pytest.mark.parametrize("names", [("pipeline", "ring", "sequence"), ("experts-sent", "fsdp", "data")], ids="-".join)
+def test_parallelisms_together_are_exact(names):
+    exact(*names, layers=1 if "experts-sent" in names else 2)
+
+
+PAIRS = [p for p in itertools.combinations(PARALLELISMS, 2) if together(*p) is not None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [*((n,) for n in PARALLELISMS), *PAIRS], ids="-".join)
+def test_every_parallelism_alone_and_in_pairs_is_exact(names):
+    exact(*names)

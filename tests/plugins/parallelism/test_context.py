@@ -1,0 +1,131 @@
+"""Attention over a split sequence is the reference's, with its gradients, under every kind of mask."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from axlearn_core.compose.layout import Layout, make_mesh
+from axlearn_core.contracts.mesh import Mesh
+from axlearn_core.errors import RequestError
+from axlearn_core.kernels import selection
+from axlearn_core.nn import sharding
+from axlearn_plugins_parallelism import context
+from axlearn_plugins_parallelism.blockwise import Scores
+from axlearn_plugins_parallelism.zigzag import Parts
+from axlearn_plugins_transformer.kernels.attention import attention
+from axlearn_plugins_transformer.kernels.bias import LinearBias
+from axlearn_plugins_transformer.kernels.masks import Causal, Full, Mask, Prefix, Segments, SlidingWindow
+
+RNG = np.random.default_rng(0)
+IDS = jnp.asarray(np.sort(RNG.integers(1, 4, (2, 24)), axis=1), jnp.int32)
+CASES = {
+    "causal": (Causal(), {}),
+    "window": (Causal() & SlidingWindow(5), {"softcap": 2.0}),
+    "packed": (Causal() & SlidingWindow(9) & Segments(IDS, IDS), {}),
+    "prefix": (Causal() | Prefix(jnp.asarray([3, 20], jnp.int32)), {}),
+    "alibi": (Causal(), {"bias": LinearBias((0.5, 0.25, 0.125, 0.0625))}),
+    "full": (Full(), {}),
+}
+METHODS = ("ring", "context-all-gather", "context-all-to-all")
+
+
+def operands(groups, length=24):
+    shapes = ((2, length, 4, 8), (2, length, groups, 8), (2, length, groups, 6))
+    return [jnp.asarray(RNG.normal(size=s), jnp.float32) for s in shapes]
+
+
+def both(kernel, case, shape, groups=2, rules=None, length=24):
+    """Outputs and gradients: of the reference, and of a kernel on a mesh."""
+    mask, options = CASES[case]
+    given = operands(groups, length)
+    probe = jnp.asarray(RNG.normal(size=(2, length, 4, 6)), jnp.float32)
+
+    def run(q, k, v, kernel):
+        out = attention(q, k, v, mask=mask, scale=0.3, kernel=kernel, **options)
+        return jnp.sum(out * probe), out
+
+    def on(kernel, config):
+        layout = Layout(make_mesh(config, jax.devices()[: int(np.prod(list(config.shape.values())))]), config)
+
+        def call(*args):
+            with sharding.logical_rules(layout.mesh, layout.rules), selection.use(selection.Selection()):
+                return jax.value_and_grad(functools.partial(run, kernel=kernel), (0, 1, 2), has_aux=True)(*args)
+
+        (_, out), grads = jax.jit(call)(*given)
+        return [out, *grads]
+
+    return on("xla", Mesh(shape={"fsdp": 1})), on(kernel, Mesh(shape=shape, rules=rules or {}))
+
+
+def agree(*args, **kwargs):
+    for expected, found in zip(*both(*args, **kwargs), strict=True):
+        assert np.linalg.norm(found - expected) <= 2e-6 * np.linalg.norm(expected)
+
+
+def test_a_ring_of_four_sees_what_one_device_sees():
+    agree("ring", "packed", {"seq": 4, "tensor": 2})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [{"seq": 2, "data": 2, "tensor": 2}, {"seq": 4}], ids=str)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kernel", METHODS)
+def test_every_method_and_mask(kernel, case, shape):
+    agree(kernel, case, shape)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", METHODS)
+def test_fewer_key_heads_than_devices_that_share_the_heads(kernel):
+    agree(kernel, "causal", {"seq": 2, "tensor": 2}, groups=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", METHODS)
+def test_parts_of_odd_length_are_not_cut(kernel):
+    agree(kernel, "causal", {"seq": 4}, length=12)
+
+
+@pytest.mark.slow
+def test_queries_in_several_tiles(monkeypatch):
+    monkeypatch.setattr(context, "TILE", 3)
+    agree("ring", "packed", {"seq": 2})
+    agree("context-all-gather", "window", {"seq": 2})
+
+
+def test_a_sequence_that_the_axis_does_not_divide_is_refused_with_the_reason():
+    with pytest.raises(RequestError, match="sequence length 10 is not divisible by the mesh axes seq"):
+        both("ring", "causal", {"seq": 4}, length=10)
+    with pytest.raises(RequestError, match="4 heads are not divisible by the mesh axes seq"):
+        both("context-all-to-all", "causal", {"seq": 8})
+
+
+def test_a_mask_with_arrays_that_nobody_knows_is_refused():
+    @jax.tree_util.register_pytree_node_class
+    class Odd(Mask):
+        def tree_flatten(self):
+            return (jnp.zeros(3),), None
+
+        @classmethod
+        def tree_unflatten(cls, _, leaves):
+            return cls()
+
+    with pytest.raises(RequestError, match="does not go with the mask 'odd'"):
+        Scores(Causal() & Odd(), 1.0, None, None)
+
+
+@pytest.mark.parametrize("devices", [2, 3, 8])
+def test_halves_in_zigzag_balance_a_causal_mask(devices):
+    parts = Parts.of(("seq",), devices, 4)
+    starts = [parts.start(d) for d in range(devices)]
+    assert sorted(int(s) for pair in starts for s in pair) == list(range(0, 4 * devices, 2))
+    work = {int(sum(s // 2 + 1 for s in pair)) for pair in starts}  # halves of keys that each half of queries sees
+    assert work == {2 * devices + 1}
+    for half in range(2):
+        route = parts._route(half)
+        assert sorted(to for _, to in route) == list(range(devices)), "every device gets one half"
+        for at, to in route:
+            assert (2 * at + half) * parts.size in [int(s) for s in starts[to]]

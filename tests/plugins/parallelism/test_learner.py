@@ -1,0 +1,64 @@
+"""Where the optimizer's state is, and in which dtype."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+from axlearn_core.compose import compose
+from axlearn_core.config import patch
+from axlearn_core.contracts.mesh import Mesh
+from axlearn_core.errors import ConfigError
+from axlearn_core.plugins.resolve import resolve
+
+
+def program(*features):
+    small = patch(toy.small("quickstart"), {"model.decoder.num_layers": 1})
+    return compose(patch(resolve(small, with_=features).config, {"mesh": Mesh(shape={"fsdp": 8})}))
+
+
+def stepped(*features):
+    """The state after some steps on eight devices, and the losses."""
+    made, losses = program(*features), []
+    state = made.init(0)
+    for seed in range(3):
+        state, told = made.train_step(state, made.put(toy.batch(seed)))
+        losses.append(float(told["loss"]))
+    return state, losses
+
+
+def moments(state):
+    return [x for x in jax.tree.leaves(state["learner"].optimizer) if x.ndim]
+
+
+def test_moments_live_on_the_host_in_their_dtype_where_their_parameters_are_split():
+    plain, other = program().state, program("offload-optimizer", "optimizer-precision").state
+    assert {m.sharding.memory_kind for m in moments(other)} == {"pinned_host"}
+    assert {m.dtype for m in moments(other)} == {jnp.dtype("bfloat16")}
+    assert {m.sharding.memory_kind for m in moments(plain)} != {"pinned_host"}
+    assert [m.sharding.spec for m in moments(other)] == [m.sharding.spec for m in moments(plain)]
+    assert other["params"] == plain["params"]
+
+
+@pytest.mark.slow
+def test_a_run_keeps_them_there_and_its_losses_are_near():
+    with toy.quick_to_compile():
+        (state, others), (_, losses) = stepped("offload-optimizer", "optimizer-precision"), stepped()
+    assert {m.sharding.memory_kind for m in moments(state)} == {"pinned_host"}
+    assert {x.sharding.memory_kind for x in state["params"].values()} == {"device"}
+    assert others[0] == losses[0]
+    assert others != losses, "the moments were rounded"
+    np.testing.assert_allclose(others, losses, rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_offloading_changes_no_number():
+    with toy.quick_to_compile():
+        assert stepped("offload-optimizer")[1] == stepped()[1]
+
+
+def test_a_dtype_that_there_is_not():
+    with pytest.raises(ConfigError, match=r"no dtype of an optimizer's state") as error:
+        resolve("quickstart", with_=["offload-optimizer"], set={"learner.state_dtype": "bfloat"}).checked()
+    assert "did you mean: bfloat16" in str(error.value)

@@ -1,0 +1,74 @@
+"""What a pipeline refuses, and what it keeps of a plain stack."""
+
+import jax
+import numpy as np
+import pytest
+import toy
+
+from axlearn_core.compose import compose
+from axlearn_core.config import patch
+from axlearn_core.contracts.mesh import Mesh
+from axlearn_core.errors import ConfigError
+from axlearn_core.plugins.resolve import resolve
+from axlearn_plugins_parallelism.pipeline import PipelinedStack
+
+
+def program(*features, shape=None, layers=2, rows=None):
+    small = patch(toy.small("quickstart"), {"model.decoder.num_layers": layers})
+    cfg = resolve(small, with_=features).config
+    shape = shape or {"pipeline": 2, "fsdp": 4}
+    return compose(
+        patch(cfg, {"mesh": Mesh(shape=shape, rules=cfg.mesh.rules)}), jax.devices()[: int(np.prod([*shape.values()]))]
+    )
+
+
+def traced(made, rows=16):
+    specs = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in toy.batch(rows=rows).items()}
+    return made.lower(specs)
+
+
+def test_an_axis_that_splits_nothing_is_refused_and_the_feature_is_named():
+    with pytest.raises(
+        ConfigError, match=r"mesh\.shape\.pipeline: no mesh rule.*\n.*got: 2 devices\n.*--with pipeline:"
+    ):
+        program()
+
+
+def test_layers_that_make_no_equal_stages():
+    with pytest.raises(ConfigError, match=r"dimension 0 \(layers\) is not divisible by the mesh axes pipeline"):
+        program("pipeline:microbatches=2", layers=3)
+    with pytest.raises(ConfigError, match=r"equal parts\n.*got: 2 layers for 2 stages of 2 chunks"):
+        traced(program("pipeline:microbatches=2,schedule=interleaved"))
+
+
+def test_stages_of_different_kinds():
+    with pytest.raises(ConfigError, match=r"same kinds of layers, in the same order\n.*kinds 0 0 1 1 in parts of 2"):
+        traced(program("pipeline:microbatches=2", "moe:dense_layers=2", layers=4, shape={"pipeline": 2}))
+
+
+def test_microbatches_that_do_not_fit():
+    with pytest.raises(ConfigError, match=r"microbatches: does not divide the rows of the batch\n.*3 for 16 rows"):
+        traced(program("pipeline:microbatches=3"))
+    with pytest.raises(ConfigError, match=r"2 rows per microbatch, and 4 devices share the batch"):
+        traced(program("pipeline:microbatches=8"))
+    with pytest.raises(ConfigError, match=r"as many as the stages, or a multiple\n.*1 microbatches for 2 stages"):
+        traced(program("pipeline:microbatches=1,schedule=interleaved", layers=4))
+
+
+def test_parameters_are_those_of_a_plain_stack_and_each_stage_has_its_own():
+    plain = program(shape={"fsdp": 8}).functional
+    made = program("pipeline:microbatches=2")
+    assert made.functional.abstract == plain.abstract
+    stacked = [p for p, axes in made.functional.axes.items() if "layers" in axes]
+    assert stacked
+    for path in stacked:
+        assert made.state["params"][path].sharding.spec[0] == "pipeline", path
+
+
+def test_other_features_reach_the_pipelined_stack():
+    stack = resolve(
+        "quickstart", with_=["pipeline:microbatches=4", "remat", "scan:on=false"]
+    ).config.model.decoder.stack
+    assert isinstance(stack, PipelinedStack.Config)
+    assert stack.remat is not None
+    assert stack.mode == "unrolled"
