@@ -6,7 +6,7 @@ A routed layer jumps where a token changes its experts, and the gradients of a q
 import jax
 import jax.numpy as jnp
 
-from axlearn_core.testing.contracts import B, Contract, D, S, normal
+from axlearn_core.testing.contracts import B, Contract, D, S, context, like, normal
 
 EXPERTS, TOP_K = 8, 2
 CONTRACTS = (
@@ -15,6 +15,13 @@ CONTRACTS = (
         arguments=("x",),
         offered={"input_dim": D, "num_experts": EXPERTS, "top_k": TOP_K},
         inputs=normal(B, S, D),
+    ),
+    Contract(
+        name="position-embedding",
+        arguments=("positions",),
+        offered={"dim": D},
+        inputs=lambda rng: (context(rng).positions,),
+        outputs=like(0, B, S, D),
     ),
 )
 

@@ -18,6 +18,7 @@ from axlearn_plugins_attention.alibi import Alibi
 from axlearn_plugins_attention.alibi_feature import UseAlibi
 from axlearn_plugins_attention.interleave import Interleave, Window
 from axlearn_plugins_attention.latent import LatentAttention
+from axlearn_plugins_attention.latent_cache import ContiguousLatentCache
 from axlearn_plugins_attention.mla import UseLatentAttention
 from axlearn_plugins_rope.feature import Rope
 from axlearn_plugins_rope.rotary import RotaryEmbedding
@@ -57,8 +58,10 @@ def test_mla_takes_over_what_both_have():
     expected = LatentAttention.Config(num_heads=64, position=old.position, window=7, softcap=2.0, kv_rank=256)
     assert get(after, ATTENTION) == expected
     assert get(UseLatentAttention(query_rank=0).apply(after), ATTENTION) == attrs.evolve(expected, query_rank=None)
-    with pytest.raises(ConfigError, match=rf"{ATTENTION}.qk_norm: would be lost"):
-        UseLatentAttention().apply(patch(before, {f"{ATTENTION}.qk_norm": RMSNorm.Config()}))
+    normed = patch(before, {f"{ATTENTION}.qk_norm": RMSNorm.Config()})
+    assert UseLatentAttention(kv_rank=256).apply(normed) == after
+    with pytest.raises(ConfigError, match=rf"{ATTENTION}.kv_cache: would be lost"):
+        UseLatentAttention().apply(patch(before, {f"{ATTENTION}.kv_cache": ContiguousLatentCache.Config()}))
 
 
 def test_alibi_takes_the_place_of_any_position_encoding():

@@ -18,9 +18,9 @@ class UseLatentAttention(Feature):
     """Multi-head latent attention (DeepSeek-V2) in the place of every multi-head or grouped-query attention.
 
     Heads, their size, position encoding, window, softcap, kernel and the projections that both have are taken over;
-    `num_kv_heads` goes, as every head has keys of its own. The position encoding works on a part of the queries and one
-    key for all heads, of `rope_head_dim`. What else was set on the attention (`qk_norm`, another KV cache) has no
-    counterpart and is an error.
+    `num_kv_heads` goes, as every head has keys of its own, and so does `qk_norm`, as the latents have norms. The position
+    encoding works on a part of the queries and one key for all heads, of `rope_head_dim`. What else was set on the
+    attention (another KV cache) has no counterpart and is an error.
 
     `kv_rank` is the size of the latent that keys and values are made of, `query_rank` that of the queries (0 for none),
     `value_head_dim` the size of a value. What is not given has the ratios of the paper. On an attention that is latent
@@ -53,7 +53,7 @@ class UseLatentAttention(Feature):
         given = {n: getattr(self, n) for n in names if getattr(self, n) is not None}
         if self.query_rank == 0:
             given["query_rank"] = None
-        made = replace_config(cfg, Attention, LatentAttention.Config(), drop=("num_kv_heads",))
+        made = replace_config(cfg, Attention, LatentAttention.Config(), drop=("num_kv_heads", "qk_norm"))
 
         def options(part: Node[Any]) -> Node[Any]:
             return attrs.evolve(part, **given) if isinstance(part, LatentAttention.Config) else part

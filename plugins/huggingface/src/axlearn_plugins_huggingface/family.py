@@ -128,6 +128,7 @@ class Family(Configurable):
         rules: the table of tensors.
         ignored: tensors that may be in the files and are not part of the model, as patterns of `fnmatch`.
         idle: keys of `config.json` that say nothing where the `fixed` ones are as they are.
+        prefix: of the names in the table; files may lack it throughout.
         copies: tensor -> another one that it may repeat, such as a tied output layer.
     """
 
@@ -138,6 +139,7 @@ class Family(Configurable):
     rules: ClassVar[tuple[Rule, ...]]
     ignored: ClassVar[tuple[str, ...]] = ()
     idle: ClassVar[tuple[str, ...]] = ()
+    prefix: ClassVar[str] = ""
     copies: ClassVar[Mapping[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, cfg: Any = None):

@@ -95,6 +95,9 @@ def open_model(
     resolved = resolve(attrs.evolve(Request.of(base.config, with_=with_, set=set), title=made.model_type))
     model = Functional.of(resolved.config.model)  # type: ignore[attr-defined]
     tensors, stored = layout(model, made.table(model)), files.stored_tensors(directory)
+    if made.prefix and not any(n.startswith(made.prefix) for n in stored):
+        bare = {n.removeprefix(made.prefix): t for n, t in tensors.items()}
+        tensors = {n: attrs.evolve(t, name=n) for n, t in bare.items()}
     ignored = {n for n in stored if any(fnmatch.fnmatchcase(n, p) for p in made.ignored)}
     copies = {n: of for n, of in made.copies.items() if n in stored and of in stored and n not in tensors}
     files.check(stored, {n: t.shape for n, t in tensors.items()}, {*ignored, *copies}, directory)

@@ -3,10 +3,12 @@
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
-from axlearn_core.config import REQUIRED, Node, interface, node
-from axlearn_core.nn.initializers import Initializer, VarianceScaling
+from axlearn_core.config import REQUIRED, Node, interface, node, setting
+from axlearn_core.errors import RequestError
+from axlearn_core.nn.initializers import Initializer, Normal, VarianceScaling
 from axlearn_core.nn.layer import Layer, Precision
 
 
@@ -46,6 +48,39 @@ class Embedding(Layer):
     def head_weight(self) -> jax.Array:
         """[D, V]: the table transposed."""
         return self.weight[...].T
+
+
+class PositionEmbedding(Protocol):
+    """Turns positions into vectors that are added to those of the tokens. Built with `dim`, `rngs`, `precision`."""
+
+    def __call__(self, positions: jax.Array) -> jax.Array:
+        """int32 [B or 1, S] -> [B or 1, S, D]."""
+        ...
+
+
+class LearnedPositions(Layer):
+    """A table of vectors by position (Gehring et al., 2017; GPT-2)."""
+
+    @node
+    class Config(Layer.Config["LearnedPositions"]):
+        """`max_length` is how many positions there are; a position beyond them becomes NaN."""
+
+        dim: int = interface(default=REQUIRED)
+        max_length: int = setting(default=1024, ge=1)
+        init: Node[Initializer] = Normal(stddev=0.02)
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
+        super().__init__(cfg, precision=precision)
+        self.weight = self.parameter(rngs, cfg.init, (cfg.max_length, cfg.dim), ("vocab", "embed"))
+
+    def __call__(self, positions: jax.Array) -> jax.Array:
+        """int32 [B or 1, S] -> [B or 1, S, D]; raises `RequestError` where S is more than there are."""
+        if positions.shape[1] > self.cfg.max_length:
+            raise RequestError(
+                f"learned-positions: {positions.shape[1]} positions, and there are {self.cfg.max_length}\n"
+                "    fix: set input.sequence_length to at most that, or max_length higher"
+            )
+        return self.computed(self.weight).at[positions].get(mode="fill", fill_value=jnp.nan)
 
 
 class Head(Layer):

@@ -14,7 +14,7 @@ from axlearn_core.nn.layer import Context, Layer, Precision
 from axlearn_core.nn.sharding import constrain
 from axlearn_core.nn.stack import LayerStack, Stack, StackLayer, each_layer, unstack
 from axlearn_plugins_transformer.attention import Attention, AttentionLayer
-from axlearn_plugins_transformer.embedding import Embedding, OutputHead, TokenEmbedding
+from axlearn_plugins_transformer.embedding import Embedding, OutputHead, PositionEmbedding, TokenEmbedding
 from axlearn_plugins_transformer.feed_forward import FeedForward, GatedFeedForward
 from axlearn_plugins_transformer.norm import Norm, RMSNorm
 
@@ -97,12 +97,16 @@ class Decoder(Layer):
 
     @node
     class Config(Layer.Config["Decoder"]):
-        """`hidden_dim` is the width. Without a `head` the output layer is the embedding transposed."""
+        """`hidden_dim` is the width. Without a `head` the output layer is the embedding transposed.
+
+        `position` is added to the embeddings, for models whose attention has no positions of its own.
+        """
 
         vocab_size: int = interface(default=REQUIRED)
         num_layers: int = setting(default=REQUIRED, ge=1)
         hidden_dim: int = setting(default=REQUIRED, ge=1)
         embedding: Node[TokenEmbedding] = Embedding.Config()
+        position: Node[PositionEmbedding] | None = None
         layer: Node[StackLayer] = TransformerLayer.Config()
         stack: Node[LayerStack] = Stack.Config()
         norm: Node[Norm] | None = RMSNorm.Config()
@@ -112,6 +116,8 @@ class Decoder(Layer):
         super().__init__(cfg, precision=precision)
         sizes = {"vocab_size": cfg.vocab_size, "dim": cfg.hidden_dim}
         self.embedding = self.child(cfg.embedding, rngs=rngs, **sizes)
+        if cfg.position is not None:
+            self.position = self.child(cfg.position, rngs=rngs, dim=cfg.hidden_dim)
         self.layer = cfg.stack.build().init(
             lambda layer, rngs: self.child(layer, rngs=rngs, input_dim=cfg.hidden_dim), cfg.layer, cfg.num_layers, rngs
         )
@@ -124,12 +130,15 @@ class Decoder(Layer):
         self, tokens: jax.Array, context: Context, cache: Cache | None = None
     ) -> tuple[jax.Array, Cache | None]:
         """int32 [B, S], with a cache the tokens after those in it -> ([B, S, D], the new cache)."""
-        x = constrain(self.embedding(tokens), *RESIDUAL)
-        entries = None
+        x, entries = self.embedding(tokens), None
         if cache is not None:
             slots = jnp.reshape(cache.length, (-1, 1)) + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
             positions = slots if context.positions is None else context.positions
             context, entries = dataclasses.replace(context, slots=slots, positions=positions), cache.layers
+        if self.cfg.position is not None:
+            at = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+            x = x + jnp.broadcast_to(self.position(at if context.positions is None else context.positions), x.shape)
+        x = constrain(x, *RESIDUAL)
         x, entries = self.cfg.stack.build()(self.layer, x, context, entries)
         cache = None if cache is None else Cache(entries, cache.length + tokens.shape[1])
         return (x if self.cfg.norm is None else self.norm(x)), cache
