@@ -205,8 +205,10 @@ def _filled(cell: Any, fresh: Any, row: int | None, wanted: Any) -> np.ndarray:
 def _cannot(problems: Sequence[str], reasons: Mapping[str, str]) -> CheckpointError:
     more = [f"and {len(problems) - 12} more"] if len(problems) > 12 else []
     why = [f"{name}: {reason}" for name, reason in reasons.items()]
-    fix = f"leave {' and '.join(reasons)} out, or train that model from the beginning" if reasons else (
-        "keep what the features do not change as it is: sizes, and which layers there are"
+    fix = (
+        f"leave {' and '.join(reasons)} out, or train that model from the beginning"
+        if reasons
+        else ("keep what the features do not change as it is: sizes, and which layers there are")
     )
     listed = "\n".join(f"    {p}" for p in [*why, *problems[:12], *more])
     return CheckpointError(f"the parameters cannot be carried over to this model\n{listed}\n    fix: {fix}")
