@@ -6,10 +6,10 @@ from axlearn_plugins_huggingface import decoder as d
 from axlearn_plugins_huggingface.family import Family, Json, Key, Settings, unsupported
 from axlearn_plugins_huggingface.table import Rule
 
-THEIRS = "transformer.h.{layer}"
-NORMS = {"decoder.layer.attention_norm": f"{THEIRS}.ln_1", "decoder.layer.feed_forward_norm": f"{THEIRS}.ln_2",
-         "decoder.norm": "transformer.ln_f"}  # fmt: skip
+THEIRS, NORM = "transformer.h.{layer}", "decoder.layer.{}_norm"
+NORMS = {NORM.format("attention"): f"{THEIRS}.ln_1", NORM.format("feed_forward"): f"{THEIRS}.ln_2"}
 MAPS = {"attention.output": "attn.c_proj", "feed_forward.up": "mlp.c_fc", "feed_forward.down": "mlp.c_proj"}
+SAME = {**NORMS, "decoder.norm": "transformer.ln_f", **{f"{d.OURS}.{a}": f"{THEIRS}.{b}" for a, b in MAPS.items()}}
 FUSED = ("query", "key", "value")
 LINEAR = {"type": "linear", "bias": True}
 
@@ -21,12 +21,10 @@ class GPT2(Family):
     architectures = ("GPT2LMHeadModel",)
     prefix = "transformer."
     keys: ClassVar = {
-        "vocab_size": "model.vocab_size",
-        "n_layer": "model.decoder.num_layers",
-        "n_embd": "model.decoder.hidden_dim",
+        "vocab_size": "model.vocab_size", "n_layer": "model.decoder.num_layers", "n_embd": "model.decoder.hidden_dim",
         "n_head": Key((f"{d.ATTENTION}.num_heads", f"{d.ATTENTION}.num_kv_heads")),
         "tie_word_embeddings": Key("model.decoder.head", default=True, values=d.TIED.values),
-    }
+    }  # fmt: skip
     fixed: ClassVar = {
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,
@@ -39,14 +37,11 @@ class GPT2(Family):
         Rule("decoder.embedding.weight", "transformer.wte.weight"),
         Rule("decoder.position.weight", "transformer.wpe.weight"),
         Rule("decoder.head.weight", "lm_head.weight", "v d -> d v"),
-        *(Rule(f"{a}.{part}", f"{b}.{part}") for a, b in NORMS.items() for part in ("weight", "bias")),
-        *(Rule(f"{d.OURS}.{a}.{part}", f"{THEIRS}.{b}.{part}") for a, b in MAPS.items() for part in ("weight", "bias")),
+        *(Rule(f"{a}.{part}", f"{b}.{part}") for a, b in SAME.items() for part in ("weight", "bias")),
         Rule(f"{d.OURS}.attention.output.weight", f"{THEIRS}.attn.c_proj.weight", "(n h) d -> n h d"),
-        Rule(
-            tuple(f"{d.OURS}.attention.{p}.weight" for p in FUSED), f"{THEIRS}.attn.c_attn.weight", "d (n* h) -> d n h"
-        ),
+        Rule(tuple(f"{d.OURS}.attention.{p}.weight" for p in FUSED), f"{THEIRS}.attn.c_attn.weight", "d (n* h) -> d n h"),
         Rule(tuple(f"{d.OURS}.attention.{p}.bias" for p in FUSED), f"{THEIRS}.attn.c_attn.bias", "(n* h) -> n h"),
-    )
+    )  # fmt: skip
 
     def settings(self, hf: Settings) -> Json:
         """Norms, feed-forward layers, biases, positions."""

@@ -260,8 +260,8 @@ def family_of(config: Any) -> tuple[Family, Json]:
         try:
             data = one.config_json(config)
             changes = one.differences(data, config)
-        except RequestError:
-            continue  # it does not even have these parts
+        except (AttributeError, RequestError):
+            continue  # `described` reads what trees of its family have, and this one has other parts
         if not changes:
             return one, data
         if nearly is None or len(changes) < nearly[0]:
