@@ -39,7 +39,11 @@ def show(name: str, as_json: bool) -> None:
     if row["options"]:
         click.echo("options:")
     for option in row["options"]:
-        default = "has to be given" if option["default"] == "REQUIRED" else f"default: {option['default']}"
+        default = (
+            "has to be given"
+            if option["default"] == "REQUIRED"
+            else f"default: {option['default'].replace('None', 'null')}"
+        )
         click.echo(f"    {option['name']}: {option['type']}  ({default})")
 
 

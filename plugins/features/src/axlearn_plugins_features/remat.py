@@ -40,7 +40,8 @@ class UseRemat(Feature):
       not have all of their tags;
     - `save`: the activation tags to keep (`[query, key, value, context]`), or regular expressions that fit whole tags
       (`["mlp_.*"]`); all else is computed again;
-    - `recompute`: the tags to compute again; every other tagged activation is kept, and what has no tag is not.
+    - `recompute`: the tags to compute again (expressions too); every other tagged activation is kept, and what has no tag
+      is not.
 
     `offload` names tags to keep in the host's memory, alone or with `save`. A tag that the layer does not have stops
     the run while it is compiled, with the tags that there are. On an experiment with rematerialisation this replaces

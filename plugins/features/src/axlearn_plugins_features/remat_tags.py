@@ -1,10 +1,8 @@
 """Rematerialisation by tags that are not all known: of every tag but some, and by policies for any layer."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+import re
 
-import jax
-from jax.ad_checkpoint import checkpoint_policies
+import attrs
 
 from axlearn_core.config import node
 from axlearn_core.errors import unknown
@@ -19,31 +17,19 @@ class RematTags(Remat):
 
     @node
     class Config(Remat.Config):
-        """`recompute` names tags. `save` and `offload` have no meaning here."""
+        """`recompute` names tags, or regular expressions that fit whole tags. `save` has no meaning here."""
 
         recompute: tuple[str, ...] = ()
 
     def __init__(self, cfg: Config):
-        super().__init__(cfg)
+        super().__init__(attrs.evolve(cfg, save=(f"(?!(?:{'|'.join(cfg.recompute)})$).*",)))
         self.recompute = cfg.recompute
 
-    def wrap(self, function: Callable[..., Any], *, in_loop: bool) -> Callable[..., Any]:
-        """`function`, rematerialised.
-
-        Raises:
-            RequestError: while tracing, for a tag that the function does not have.
-        """
-        policy = checkpoint_policies.save_any_names_but_these(*self.recompute)
-        rematerialised = jax.checkpoint(function, policy=policy, prevent_cse=not in_loop)
-
-        def checked(*args: Any) -> Any:
-            seen = set(_tags(jax.make_jaxpr(function)(*args).jaxpr))  # a second trace, and no second program
-            for name in self.recompute:
-                if name not in seen:
-                    raise unknown("activation tag in remat", name, seen)
-            return rematerialised(*args)
-
-        return checked
+    def check(self) -> None:
+        """See `Remat.check`."""
+        for pattern in self.recompute:
+            if not any(re.fullmatch(pattern, name) for name in self._tags):
+                raise unknown("activation tag in remat", pattern, self._tags)
 
 
 class RematPolicyTags(Remat):
@@ -51,14 +37,3 @@ class RematPolicyTags(Remat):
 
     def check(self) -> None:
         """Everything is as it should be."""
-
-
-def _tags(jaxpr: Any) -> Iterator[str]:
-    """The names that `checkpoint_name` gave, in a jaxpr and all that it calls."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "name":
-            yield equation.params["name"]
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda v: hasattr(v, "eqns")):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                yield from _tags(inner)

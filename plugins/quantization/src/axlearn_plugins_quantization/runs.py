@@ -9,11 +9,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from axlearn_core.compose import Functional
-from axlearn_core.errors import CheckpointError, RequestError
-from axlearn_core.train.api import saved_config
+from axlearn_core.errors import RequestError
 from axlearn_plugins_quantization.feature import stored
 from axlearn_plugins_quantization.weight_only import Storage, WeightOnlyLinear
-from axlearn_plugins_runs import check_new, restored, write_run
+from axlearn_plugins_runs import check_new, config_of, restored, write_run
 
 
 def store(params: Mapping[str, Any], functional: Functional) -> dict[str, Any]:
@@ -66,10 +65,9 @@ def quantize_run(
         RequestError: `run_dir` is no run, `out` is taken, or nothing fits `target`.
     """
     check_new(out)
-    config = saved_config(run_dir)
-    if config is None:
-        raise CheckpointError(f"{run_dir} is no run directory: it has no config.yaml")
-    made: Any = stored(config, storage, tile_size=tile_size, target=target)  # a wrong target costs no restoring
+    made: Any = stored(
+        config_of(run_dir), storage, tile_size=tile_size, target=target
+    )  # a wrong target costs no restoring
     found = restored(run_dir, step)
     params = store(found.params, Functional.of(made.model))
     write_run(out, made, params, found)

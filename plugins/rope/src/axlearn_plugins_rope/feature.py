@@ -20,8 +20,8 @@ class Rope(Feature):
 
     Options that are given are set on the rotary embeddings that are already there; any other position encoding, or
     none, is replaced by a new rotary embedding. Where layers take turns with several (`alternate`), this holds for each of
-    them. `theta` is the base of its frequencies (10000 on a new one), `scaling`
-    a node such as `{type: yarn-rope-scaling, factor: 4, original_length: 4096}`.
+    them. `theta` is the base of its frequencies (10000 on a new one), `scaling` a node such as
+    `{type: yarn-rope-scaling, factor: 4, original_length: 4096}`.
     """
 
     stage = "replace"

@@ -6,8 +6,8 @@ fixed length.
 """
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -27,8 +27,12 @@ def unscaled(head_dim: int, theta: float) -> np.ndarray:
     return theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
 
 
-Scaling = Callable[[int, float], Frequencies]
-"""(head_dim, theta) -> frequencies."""
+class Scaling(Protocol):
+    """Stretches the frequencies of a rotary embedding."""
+
+    def __call__(self, head_dim: int, theta: float, /) -> Frequencies:
+        """The frequencies for heads of this size and this base."""
+        ...
 
 
 @node

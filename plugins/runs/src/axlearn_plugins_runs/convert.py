@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from axlearn_core.compose import Functional
-from axlearn_core.errors import CheckpointError
 from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import resolve
-from axlearn_core.train.api import provenance, saved_config
+from axlearn_core.train.api import provenance
 from axlearn_plugins_runs.carry import bridges, carry
-from axlearn_plugins_runs.runs import check_new, restored, write_run
+from axlearn_plugins_runs.runs import check_new, config_of, restored, write_run
 
 
 def converted(
@@ -30,10 +29,7 @@ def converted(
         RequestError: `out` is taken, or a feature does not fit.
     """
     check_new(out)
-    old = saved_config(run_dir)
-    if old is None:
-        raise CheckpointError(f"{run_dir} is no run directory: it has no config.yaml")
-    resolved = resolve(Request.of(old, with_=with_, set=set)).checked()
+    resolved = resolve(Request.of(config_of(run_dir), with_=with_, set=set)).checked()
     config: Any = resolved.config
     found = restored(run_dir, step)
     by, reasons = bridges(resolved.features)

@@ -40,18 +40,24 @@ class Restored:
     extra: dict[str, Any]
 
 
+def config_of(run_dir: Path) -> Trainer.Config:
+    """The config of a run; raises `CheckpointError` where the directory is none."""
+    config = saved_config(run_dir)
+    if not isinstance(config, Trainer.Config):
+        there = "its config is no trainer's" if config else "it has no config.yaml"
+        raise CheckpointError(
+            f"{run_dir} is no run directory: {there}\n    fix: give the directory that `axlearn train` named"
+        )
+    return config
+
+
 def restored(run_dir: Path, step: int | None = None) -> Restored:
     """Reads a run at a step, by default the newest.
 
     Raises:
         CheckpointError: the directory is no run, has no such checkpoint, or the checkpoint is damaged.
     """
-    config: Any = saved_config(run_dir)
-    if not isinstance(config, Trainer.Config):
-        there = "its config is no trainer's" if config else "it has no config.yaml"
-        raise CheckpointError(
-            f"{run_dir} is no run directory: {there}\n    fix: give the directory that `axlearn train` named"
-        )
+    config: Any = config_of(run_dir)
     program = compose(config, jax.devices()[:1])
     checkpointer = config.checkpointer.build(directory=run_dir / "checkpoints")
     try:
