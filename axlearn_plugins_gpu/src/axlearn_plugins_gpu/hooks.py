@@ -36,6 +36,13 @@ _KERNELS = (
         platforms=("gpu",),
         load="axlearn_plugins_gpu.kernels.cudnn_attention:CUDNN",
     ),
+    KernelImplementation(
+        name="tokamax-triton",
+        op="grouped_matmul",
+        priority=50,
+        platforms=("gpu",),
+        load="axlearn_plugins_gpu.kernels.grouped_matmul:TRITON",
+    ),
 )
 
 
@@ -47,5 +54,5 @@ def axlearn_remat_policies() -> list[RematPolicy]:
 
 @hookimpl
 def axlearn_kernels(op: str) -> list[KernelImplementation]:
-    """Adapters to cuDNN."""
+    """Adapters to cuDNN and tokamax."""
     return [k for k in _KERNELS if k.op == op]
