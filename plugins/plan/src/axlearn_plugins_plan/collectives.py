@@ -85,7 +85,9 @@ def collectives(module: Module, places: Places) -> list[Collective]:
                     channels.add(channel)
                 if kind == "all-reduce" and inside.name.startswith("all-reduce-scatter"):
                     kind = "reduce-scatter"  # as TPU programs write it: a fusion of a sum with a slice
-                is_async = outer.opcode.endswith("-start") or "async" in inside.name
+                is_async = "async" in inside.name or (
+                    outer.opcode.endswith("-start") and '"is_sync":true' not in outer.rest
+                )
                 found += _collective(kind, instruction, inside, places, times, is_async)
     return found
 
