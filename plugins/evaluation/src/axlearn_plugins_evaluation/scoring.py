@@ -81,7 +81,7 @@ class Scorer:
     def __init__(self, model: Any, *, length: int, batch_tokens: int = 8192, kernels: Any = None):
         if not (hasattr(model, "decoder") and hasattr(model, "logits")):
             raise RequestError(f"a {type(model).__name__} gives no likelihoods: it has no decoder with logits")
-        self.length, self.batch_tokens, self.kernels = length, batch_tokens, kernels
+        self.model, self.length, self.batch_tokens, self.kernels = model, length, batch_tokens, kernels
         self.graph, self.state = nnx.split(model)
 
     def __call__(

@@ -1,0 +1,117 @@
+"""A model for EleutherAI's lm-evaluation-harness, in this process.
+
+    import lm_eval
+    from axlearn_plugins_evaluation.harness import AxlearnLM
+
+    lm_eval.simple_evaluate(model=AxlearnLM("runs/mine"), tasks=["hellaswag"])
+
+Needs `axlearn-plugins-evaluation[lm-eval]`. Source: `lm_eval.api.model.LM`.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lm_eval.api.model import LM  # type: ignore[import-not-found]  # pyright: ignore[reportMissingImports]
+
+from axlearn_core.errors import RequestError
+from axlearn_plugins_evaluation.evaluate import Subject
+from axlearn_plugins_evaluation.subjects import subject_in
+from axlearn_plugins_transformer.generate import Generator
+
+
+class AxlearnLM(LM):
+    """The requests of the harness, answered by a model of ours.
+
+    Args:
+        model: a run directory, or one in Hugging Face format; or a `Subject`.
+        step: which checkpoint; by default the newest.
+        max_length: of the longest row, in tokens; by default that of the rows that the model was trained with.
+        max_gen_toks: how many tokens are generated where a task does not say.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Subject,
+        *,
+        step: int | None = None,
+        max_length: int | None = None,
+        max_gen_toks: int = 256,
+    ):
+        super().__init__()
+        found = model if isinstance(model, Subject) else subject_in(Path(model), step=step, length=max_length)
+        self.subject, self.max_gen_toks = found, max_gen_toks
+        self._writer: Generator | None = None
+
+    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+        """(log-likelihood, whether it is what greedy decoding writes) of each continuation of `(context, continuation)`."""
+        pairs = [self.subject.pair(*request.args) for request in requests]
+        found = [(s.log_likelihood, s.greedy) for s in self.subject.scorer.continuations(pairs)]
+        return self._kept("loglikelihood", requests, found)
+
+    def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
+        """The log-likelihood of each text of `(text,)`, each token predicted once."""
+        texts = [self.subject.text(request.args[0]) for request in requests]
+        found = [s.log_likelihood for s in self.subject.scorer(texts)]
+        return self._kept("loglikelihood_rolling", requests, found)
+
+    def generate_until(self, requests: Sequence[Any]) -> list[str]:
+        """What the model writes after each context of `(context, options)`, up to the first of `until`.
+
+        The options are those of the harness: `until`, `max_gen_toks`, `do_sample`, `temperature`, `top_k`.
+        """
+        found = [self._written(*request.args) for request in requests]
+        return self._kept("generate_until", requests, found)
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """A conversation as the text of a prompt, by the chat template of the model."""
+        return self.subject.template.render(chat_history, prompt=add_generation_prompt).text
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Tells apart what the harness keeps of different tokenizers and templates."""
+        digest = getattr(self.subject.tokenizer, "digest", type(self.subject.tokenizer).__name__)
+        return f"{digest}-{self.subject.template.digest}"
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The source of the chat template, for the record."""
+        return self.subject.template.source
+
+    def _kept(self, kind: str, requests: Sequence[Any], found: list[Any]) -> list[Any]:
+        for request, answer in zip(requests, found, strict=True):
+            self.cache_hook.add_partial(kind, request.args, answer)
+        return found
+
+    def _written(self, context: str, options: dict[str, Any]) -> str:
+        unknown = options.keys() - {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
+        if unknown or float(options.get("top_p") or 1.0) != 1.0:
+            raise RequestError(
+                f"this model does not generate with {', '.join(sorted(unknown)) or 'top_p'}\n"
+                "    expected: until, max_gen_toks, do_sample, temperature, top_k\n    fix: change the task's generation_kwargs"
+            )
+        until = options.get("until") or ()
+        stops = [s for s in ((until,) if isinstance(until, str) else until) if s]
+        count = int(options.get("max_gen_toks") or self.max_gen_toks)
+        heat = float(options.get("temperature") or 0.0) if options.get("do_sample", True) else 0.0
+        tokenizer, scorer = self.subject.tokenizer, self.subject.scorer
+        prompt = getattr(tokenizer, "encode_prompt", tokenizer.encode)(context) or [*self.subject.prefix]
+        prompt = prompt[-max(1, scorer.length - count) :]
+        more = {"top_k": int(options["top_k"])} if options.get("top_k") else {}
+        ids: list[int] = []
+        text = ""
+        for token in self._writes()(
+            prompt, max_tokens=count, temperature=heat, seed=0, eos_id=tokenizer.eos_id, **more
+        ):
+            if token == tokenizer.eos_id:
+                break
+            ids.append(token)
+            text = tokenizer.decode(ids)
+            if any(s in text for s in stops):
+                break
+        return text[: min((text.find(s) for s in stops if s in text), default=len(text))]
+
+    def _writes(self) -> Generator:
+        """The model taken apart for decoding, once."""
+        if self._writer is None:
+            self._writer = Generator(self.subject.scorer.model)
+        return self._writer
