@@ -146,6 +146,7 @@ def test_merging_takes_adapters_of_the_right_shape_only():
         merge(params, {})
 
 
+@pytest.mark.slow
 def test_eight_devices_train_as_one(toy, trained):
     config = ALL.apply(toy())
     sharded = patch(config, {"mesh.shape": {"data": 2, "fsdp": 2, "tensor": 2}})

@@ -194,7 +194,7 @@ def test_the_experts_of_a_mixture_are_quantized(batch, dispatch):
 def test_scan_remat_and_a_mesh_of_eight_devices(toy):
     config, remat = Quantization().apply(toy()), Remat.Config(save=("mlp_hidden",))
     spread = patch(config, {"mesh.shape": {"data": 2, "fsdp": 2, "tensor": 2}, "model.decoder.stack.remat": remat})
-    np.testing.assert_allclose(train(config, 200)[:3], train(spread, 3, devices=8), rtol=2e-3)
+    np.testing.assert_allclose(train(config, 3), train(spread, 3, devices=8), rtol=2e-3)
 
 
 def test_the_model_keeps_its_parameters(toy, batch):
