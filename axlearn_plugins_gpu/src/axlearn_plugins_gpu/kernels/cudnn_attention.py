@@ -9,6 +9,8 @@ pass that was told to keep the context would still run the forward pass again, f
 """
 
 import functools
+from collections.abc import Sequence
+from inspect import signature
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -128,19 +130,29 @@ def _attention(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Arr
     return _run(query, key, value, bias, static, training=False)[0]
 
 
-def _settings(static: _Static) -> tuple[float, int, float, tuple[bool, bool], Any, int, int | None]:
-    seed, dropout = 42, 0.0
-    layout = cudnn.AttentionLayout.BTNH.value
-    return static.scale, seed, dropout, (static.biased, False), static.mask, layout, static.window
+# Versions of JAX from 0.11 on have a function of the scores there.
+_NEWER = {"score_mod": None} if "score_mod" in signature(cudnn._dot_product_attention_fwd_rule).parameters else {}
+
+
+def _bind(primitive: Any, static: _Static, operands: Sequence[jax.Array], *rest: jax.Array, **options: bool) -> Any:
+    """Of the operands queries, keys, values and bias; lengths, offsets and pages are not used."""
+    unused = jnp.zeros(0, operands[0].dtype)
+    settings = {
+        "scale": static.scale,
+        "seed": 42,  # of the dropout that there is not
+        "dropout_rate": 0.0,
+        "variadic_args": (static.biased, False),  # whether there is a bias, and a gradient by it
+        "mask_type": static.mask,
+        "layout": cudnn.AttentionLayout.BTNH.value,
+        "sliding_window_length": static.window,
+    }
+    return primitive.bind(*operands, *(unused,) * 6, *rest, **settings, **_NEWER, **options)
 
 
 def _run(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array, static: _Static, training: bool) -> Any:
     """(the result,), and when training the softmax statistics as well."""
-    unused = jnp.zeros(0, query.dtype)
-    names = ("scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length")
-    settings = dict(zip(names, _settings(static), strict=True))
-    operands = (query, key, value, bias, *(unused,) * 6)
-    return cudnn._dot_product_attention_fwd_p_wrapper.bind(*operands, **settings, is_training=training)
+    primitive: Any = cudnn._dot_product_attention_fwd_p_wrapper
+    return _bind(primitive, static, (query, key, value, bias), is_training=training)
 
 
 def _forward(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array, static: _Static) -> Any:
@@ -150,10 +162,9 @@ def _forward(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array
 
 
 def _backward(static: _Static, kept: Any, gradient: jax.Array) -> tuple[Any, ...]:
-    query, key, value, bias, out, statistics = kept
-    unused = jnp.zeros(0, query.dtype)
-    residuals = (query, key, value, bias, *(unused,) * 6, statistics, out)
-    grads = cudnn._dot_product_attention_bwd_rule(*_settings(static), True, False, residuals, gradient)
+    *operands, out, statistics = kept
+    primitive: Any = cudnn._dot_product_attention_bwd_p_wrapper
+    grads = _bind(primitive, static, operands, statistics, out, gradient)
     return (*grads[:3], None)
 
 
