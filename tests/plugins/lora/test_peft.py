@@ -1,5 +1,8 @@
 """Adapters in PEFT's format: applied to the exported base by PEFT's formula they give the merged model's weights."""
 
+from pathlib import Path
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,9 +12,10 @@ from axlearn_core.compose import Functional
 from axlearn_core.config import patch
 from axlearn_core.errors import RequestError
 from axlearn_plugins_huggingface.runs import export_run
-from axlearn_plugins_lora.adapters import merge, scales_of, split
+from axlearn_plugins_lora.adapters import merge, split
 from axlearn_plugins_lora.peft import adapter_config, export_peft, files
-from axlearn_plugins_lora.runs import Restored, merge_run, write_run
+from axlearn_plugins_lora.runs import merge_run, scales_of
+from axlearn_plugins_runs import Restored, write_run
 
 SIZES = {
     "model.vocab_size": 64,
@@ -29,7 +33,7 @@ def found(config):
     model = Functional.of(config.model)
     rng = np.random.default_rng(0)
     params = {p: jnp.asarray(rng.normal(size=s.shape) * 0.1, s.dtype) for p, s in model.abstract.items()}
-    return Restored(config, params, scales_of(model.bind(model.abstract)), 1, {})
+    return Restored(Path("base"), config, model, {"rng": jax.random.key_data(jax.random.key(0))}, params, 1, {})
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +59,7 @@ def test_the_arrays_are_what_peft_adds_to_the_weights(config):
     assert arrays["base_model.model.model.layers.1.self_attn.k_proj.lora_A.weight"].shape == (3, 32)
     assert arrays["base_model.model.model.layers.1.self_attn.k_proj.lora_B.weight"].shape == (16, 3)
 
-    merged = merge(run.params, run.scales)
+    merged = merge(run.params, scales_of(run))
     added = {p: np.asarray(merged[p], np.float64) - np.asarray(run.params[p], np.float64) for p in merged}
     for layer in range(2):
         attention, feed_forward = (f"decoder.layer.{n}" for n in ("attention", "feed_forward"))
@@ -89,7 +93,7 @@ def test_a_model_that_the_format_does_not_have_is_refused(config):
 def run_of(directory, config):
     """A run at step 1."""
     made = found(config)
-    write_run(directory, config, made.params, made, source=directory)
+    write_run(directory, config, made.params, made)
     return directory
 
 
@@ -103,7 +107,7 @@ def test_peft_computes_the_same(config, tmp_path):
     merge_run(run, tmp_path / "merged")
     export_peft(run, tmp_path / "peft", base=str(tmp_path / "hf"))
     dense, made = ax.load(tmp_path / "merged"), found(config)
-    write_run(tmp_path / "base", dense.config, split(made.params)[0], made, source=run)
+    write_run(tmp_path / "base", dense.config, split(made.params)[0], made)
     export_run(tmp_path / "base", tmp_path / "hf")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     model = peft.PeftModel.from_pretrained(model, tmp_path / "peft")

@@ -19,7 +19,8 @@ from axlearn_core.compose import Functional
 from axlearn_core.errors import RequestError, WorkError
 from axlearn_plugins_lora.feature import without_adapters
 from axlearn_plugins_lora.linear import ADAPTERS
-from axlearn_plugins_lora.runs import Restored, restored
+from axlearn_plugins_lora.runs import scales_of
+from axlearn_plugins_runs import Restored, restored
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
@@ -42,7 +43,7 @@ def export_peft(run_dir: Path, directory: Path, *, base: str | None = None, step
     from safetensors.flax import save_file
 
     found = restored(run_dir, step)
-    if not found.scales:
+    if not scales_of(found):
         raise RequestError(f"{run_dir} has no adapters to write\n    fix: give a run that was trained with lora")
     arrays, facts = files(found, base=base)
     try:
@@ -55,13 +56,13 @@ def export_peft(run_dir: Path, directory: Path, *, base: str | None = None, step
 
 def files(found: Restored, *, base: str | None = None) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """(the arrays by name, `adapter_config.json`) of a run's adapters; see `export_peft`."""
-    tensors = _tensors(without_adapters(found.config))
+    tensors, scales = _tensors(without_adapters(found.config)), scales_of(found)
     modules: dict[str, tuple[str, Any]] = {}
     for name, tensor in tensors.items():
         path = tensor.parts[0].path.removesuffix(".weight")
-        if path in found.scales:
+        if path in scales:
             modules[name.removesuffix(".weight")] = (path, tensor)
-    left = set(found.scales) - {path for path, _ in modules.values()}
+    left = set(scales) - {path for path, _ in modules.values()}
     if left:
         raise RequestError(f"Hugging Face's format has no weights for the adapted maps {', '.join(sorted(left)[:5])}")
     arrays: dict[str, np.ndarray] = {}
@@ -70,7 +71,7 @@ def files(found: Restored, *, base: str | None = None) -> tuple[dict[str, np.nda
     for name, (path, tensor) in modules.items():
         a, b = _matrices(path, tensor, found)
         arrays |= {f"{PREFIX}{name}.lora_A.weight": a, f"{PREFIX}{name}.lora_B.weight": b}
-        ranks[name], alphas[name] = len(a), _number(found.scales[path] * len(a))
+        ranks[name], alphas[name] = len(a), _number(scales[path] * len(a))
     every = {n.removesuffix(".weight") for n in tensors if n.endswith(".weight")}
     return arrays, adapter_config(ranks, alphas, every, base)
 
