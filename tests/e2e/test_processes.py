@@ -9,11 +9,12 @@ import pytest
 import tiny
 
 
-def start(arguments, count=2):
+def start(arguments, count=2, devices=1):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    env = tiny.environment() | {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(count)}
+    flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    env = tiny.environment() | flags | {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(count)}
     return [
         subprocess.Popen(
             [sys.executable, "-m", "axlearn_core", *arguments],
@@ -32,8 +33,8 @@ def finish(processes, code=0):
         assert process.returncode == code, errors[-4000:]
 
 
-def together(arguments, count=2):
-    finish(start(arguments, count))
+def together(arguments, count=2, devices=1):
+    finish(start(arguments, count, devices))
 
 
 @pytest.mark.slow
@@ -57,3 +58,21 @@ def test_a_signal_to_one_process_stops_all_of_them_at_one_step(tmp_path):
     (saved,) = sorted((run / "checkpoints").iterdir())
     assert int(saved.name) % 2 == 0
     assert tiny.metrics(run)[-1]["step"] == int(saved.name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "features"),
+    [
+        ("{pipeline: 2, tensor: 2}", ("--with", "pipeline:microbatches=2")),  # both processes need all rows
+        ("{seq: 4}", ("--with", "context-parallel")),  # and here all rows, but half of each
+        ("{expert: 4}", ("--with", "moe:num_experts=4", "--with", "expert-parallel")),
+    ],
+    ids=["pipeline", "ring", "experts"],
+)
+def test_axes_across_processes_give_the_losses_of_one_device(tmp_path, shape, features):
+    alone, shared = tmp_path / "alone", tmp_path / "shared"
+    tiny.axlearn(*tiny.arguments(alone, steps=2, more=features))
+    together(tiny.arguments(shared, steps=2, more=features, settings=(f"mesh.shape={shape}",)), devices=2)
+    for (step, loss), (_, expected) in zip(tiny.losses(shared), tiny.losses(alone), strict=True):
+        assert loss == pytest.approx(expected, rel=1e-5), step

@@ -55,16 +55,11 @@ class Layout:
     def __init__(self, mesh: jax.sharding.Mesh, config: Mesh):
         self.mesh = mesh
         self.rules: Mapping[str, tuple[str, ...]] = {**DEFAULT_RULES, **config.rules}
-        idle = [a for a, n in mesh.shape.items() if n > 1 and not any(a in axes for axes in self.rules.values())]
-        if idle:
-            raise ConfigError(
-                Problem(
-                    path=f"mesh.shape.{idle[0]}",
-                    message="no mesh rule splits anything over this axis: all its devices would do the same work",
-                    got=f"{mesh.shape[idle[0]]} devices",
-                    fix="leave it out, or add the feature that uses it (`--with pipeline:microbatches=8`)",
-                )
-            )
+        for axis, size in mesh.shape.items():
+            if size > 1 and not any(axis in axes for axes in self.rules.values()):
+                message = "no mesh rule splits anything over this axis: all its devices would do the same work"
+                fix = "leave it out, or add the feature that uses it (`--with pipeline:microbatches=8`)"
+                raise ConfigError(Problem(path=f"mesh.shape.{axis}", message=message, got=f"{size} devices", fix=fix))
 
     def spec(self, axes: Sequence[str | None], shape: Sequence[int], path: str) -> PartitionSpec:
         """The partition of an array with these logical axes; a mesh axis serves only the first dimension that asks for it.

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import attrs
 import jax
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from axlearn_core.compose import devices as machines
@@ -141,7 +142,20 @@ class Program:
 
     def put(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         """This process's rows of a batch, as global arrays on the mesh."""
-        return {k: jax.make_array_from_process_local_data(self._batch_sharding(k, v), v) for k, v in batch.items()}
+        return {k: self._global(self._batch_sharding(k, v), v) for k, v in batch.items()}
+
+    @staticmethod
+    def _global(sharding: NamedSharding, value: Any) -> jax.Array:
+        rows: dict[Any, set[int]] = {}
+        if jax.process_count() > 1 and value.ndim:
+            shape = (value.shape[0] * jax.process_count(), *value.shape[1:])
+            for device, index in sharding.devices_indices_map(shape).items():
+                rows.setdefault(index[0].start, set()).add(device.process_index)
+        if all(len(processes) == 1 for processes in rows.values()):
+            return jax.make_array_from_process_local_data(sharding, value)
+        # Where an axis that does not split the batch goes across processes, several need the same rows.
+        whole = multihost_utils.process_allgather(value, tiled=True)
+        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
     def _batch_sharding(self, name: str, value: Any) -> NamedSharding:
         shape = tuple(value.shape)
