@@ -142,20 +142,7 @@ class Program:
 
     def put(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         """This process's rows of a batch, as global arrays on the mesh."""
-        return {k: self._global(self._batch_sharding(k, v), v) for k, v in batch.items()}
-
-    @staticmethod
-    def _global(sharding: NamedSharding, value: Any) -> jax.Array:
-        rows: dict[Any, set[int]] = {}
-        if jax.process_count() > 1 and value.ndim:
-            shape = (value.shape[0] * jax.process_count(), *value.shape[1:])
-            for device, index in sharding.devices_indices_map(shape).items():
-                rows.setdefault(index[0].start, set()).add(device.process_index)
-        if all(len(processes) == 1 for processes in rows.values()):
-            return jax.make_array_from_process_local_data(sharding, value)
-        # Where an axis that does not split the batch goes across processes, several need the same rows.
-        whole = multihost_utils.process_allgather(value, tiled=True)
-        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+        return {k: _global(self._batch_sharding(k, v), v) for k, v in batch.items()}
 
     def _batch_sharding(self, name: str, value: Any) -> NamedSharding:
         shape = tuple(value.shape)
@@ -175,6 +162,17 @@ class Program:
     def fingerprint(self, batch: Mapping[str, Any]) -> str:
         """A hash of the lowered training step: equal fingerprints compute the same."""
         return hashlib.sha256(self.lower(batch).as_text().encode()).hexdigest()[:16]
+
+
+def _global(sharding: NamedSharding, value: Any) -> jax.Array:
+    if jax.process_count() > 1 and value.ndim:
+        shape = (value.shape[0] * jax.process_count(), *value.shape[1:])
+        held = {(index[0].start, d.process_index) for d, index in sharding.devices_indices_map(shape).items()}
+        if len(held) > len({start for start, _ in held}):
+            # An axis that does not split the batch goes across processes: several need the same rows.
+            whole = multihost_utils.process_allgather(value, tiled=True)
+            return jax.make_array_from_callback(shape, sharding, lambda index: whole[index])
+    return jax.make_array_from_process_local_data(sharding, value)
 
 
 def compose(config: Experiment, devices: Sequence[Any] | None = None, *, machine: Machine | None = None) -> Program:
