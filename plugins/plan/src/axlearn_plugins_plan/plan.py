@@ -144,6 +144,9 @@ def make_plan(resolved: Resolved) -> Plan:
         module = parse(compiled.as_text())
         moved, sent, more = _read(module, program, machine)
         notes += more
+        if machine.target.stand_in:  # whose fusions say nothing of the other compiler's
+            moved = 2.0 * memory.arguments
+            notes.append("to and from memory only the state is counted, read and written once")
     else:
         notes.append("the compiler stopped for lack of memory: no module tells what is sent and moved")
     rows = max((s.shape[0] for s in batch.values() if s.shape), default=0)
