@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from axlearn_plugins_huggingface.files import DTYPES, Made, Stored
 from axlearn_plugins_huggingface.table import Axes, Part, Tensor
 
-SLICE = 64 * 2**20
+SLICE = 32 * 2**20
 Params = dict[str, Any]
 
 
@@ -145,8 +145,12 @@ def _zeros(shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=3, donate_argnums=0)
 def _put(whole: jax.Array, piece: jax.Array, start: jax.Array, sharding: Any) -> jax.Array:
     """`whole` with `piece`, in its dtype, from the index `start` on."""
-    piece = piece.astype(whole.dtype).reshape((1,) * (whole.ndim - piece.ndim) + piece.shape)
+    piece, dtype = piece.astype(whole.dtype), whole.dtype
+    if dtype.itemsize == 2:  # XLA for CPU would convert the whole array to float32 and back to update it
+        piece, whole = (lax.bitcast_convert_type(x, jnp.uint16) for x in (piece, whole))
+    piece = piece.reshape((1,) * (whole.ndim - piece.ndim) + piece.shape)
     made = lax.dynamic_update_slice(whole, piece, [start[i] for i in range(whole.ndim)])
+    made = lax.bitcast_convert_type(made, dtype) if made.dtype != dtype else made
     return lax.with_sharding_constraint(made, sharding)
 
 
