@@ -201,6 +201,6 @@ def test_the_blocks_are_those_of_the_target(target, monkeypatch):
     with selection.use(selection.Selection(platform="tpu", target=target)):
         x = jnp.ones((1, 4096, 2, 128), jnp.bfloat16)
         jax.eval_shape(lambda x: attention(x, x, x, mask=Causal(), scale=1.0), x)
-        y = jnp.ones((4096, 4096))
+        y = jnp.ones((4096, 4096), jnp.bfloat16)
         jax.eval_shape(lambda y: grouped_matmul(y, y[None], jnp.asarray([4096])), y)
     assert seen == [SPLASH[target], (GROUPED[target].rows, GROUPED[target].inner, GROUPED[target].outer)]

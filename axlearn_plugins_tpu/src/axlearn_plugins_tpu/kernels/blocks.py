@@ -38,7 +38,7 @@ class SplashBlocks:
 
 @attrs.frozen(kw_only=True)
 class GroupedBlocks:
-    """Tiles of a grouped matrix product [M, K] x [G, K, N]."""
+    """Tiles of a grouped matrix product [M, K] x [G, K, N] in bfloat16; in float32 the inner size is half of that."""
 
     rows: int
     inner: int

@@ -32,7 +32,8 @@ class _Megablox:
         rows = lhs.shape[0]
         tile = min(blocks.rows, -(-rows // LANES) * LANES)
         padded = jnp.pad(lhs, ((0, -rows % tile), (0, 0)))  # rows of no group
-        tiling = (tile, min(blocks.inner, rhs.shape[1]), min(blocks.outer, rhs.shape[2]))
+        inner = max(LANES, blocks.inner * 2 // lhs.dtype.itemsize)
+        tiling = (tile, min(inner, rhs.shape[1]), min(blocks.outer, rhs.shape[2]))
         return ops.gmm(padded, rhs, sizes, lhs.dtype, tiling)[:rows]
 
 
