@@ -13,6 +13,7 @@ from axlearn_core.kernels import selection
 from axlearn_core.nn import sharding
 from axlearn_core.nn.layer import Precision
 from axlearn_core.nn.linear import Linear
+from axlearn_plugins_lora.linear import LoraLinear
 from axlearn_plugins_moe.dispatch import CapacityDispatch, DroplessDispatch
 from axlearn_plugins_moe.layer import MixtureOfExperts
 from axlearn_plugins_moe.routers import ExpertChoiceRouter, SigmoidRouter, SoftmaxRouter
@@ -45,7 +46,7 @@ def on(cfg, shape, rows=8):
     params |= {
         p: jnp.asarray(dice.normal(size=x.shape), x.dtype)
         for p, x in params.items()
-        if p.endswith(("up.bias", "down.bias"))
+        if p.endswith(("up.bias", "down.bias", "lora_b"))
     }
     places = {p: layout.sharding(functional.axes[p], s.shape, p) for p, s in functional.abstract.items()}
     params = {p: jax.device_put(x, places[p]) for p, x in params.items()}
@@ -64,6 +65,7 @@ CASES = {
     "sigmoid-shared": {"router": SigmoidRouter.Config(), "shared": GatedFeedForward.Config(hidden_dim=8)},
     "capacity": {"dispatch": CapacityDispatch.Config(capacity_factor=1.0)},
     "expert-choice": {"router": ExpertChoiceRouter.Config()},
+    "adapted": {n: LoraLinear.Config(rank=2, alpha=0.5) for n in ("gate", "up", "down")},
     "biased": {"up": Linear.Config(bias=True), "down": Linear.Config(bias=True)},
     "ragged": {"dispatch": DroplessDispatch.Config(kernel="xla"), "router": SoftmaxRouter.Config(load_balance=1.0)},
 }
