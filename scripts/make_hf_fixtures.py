@@ -1,6 +1,8 @@
 """Makes tests/plugins/huggingface/fixtures: a tiny random model of each family, by `transformers`, and what it computes.
 
-    uv run --group parity python scripts/make_hf_fixtures.py [NAME ...]
+    uv run --with torch --with transformers python scripts/make_hf_fixtures.py [NAME ...]
+
+(With UV_FIND_LINKS=$PIP_FIND_LINKS where a build of torch for CPUs lies on disk.)
 
 Each folder is a model directory as users have it, with `expected.safetensors` beside the weights: tokens and logits of padded
 and of packed rows, 64 tokens generated greedily, the losses of three steps of AdamW, and of two models the gradients. The
