@@ -17,7 +17,8 @@ TARGETS = ["h100", *(pytest.param(t, marks=pytest.mark.slow) for t in ("a100", "
 
 @pytest.fixture
 def library():
-    pytest.importorskip("tokamax", reason="needs tokamax: axlearn-plugins-gpu[kernels]")
+    if reason := tokamax.missing():
+        pytest.skip(reason)
 
 
 def request(inner=256, outer=512, dtype="bfloat16", target="h100"):
@@ -46,13 +47,20 @@ def test_it_says_what_it_cannot_do(library):
     assert "is none that it is known" in TRITON.supports(request(target="rtx"))
 
 
-def test_without_the_library_the_reason_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(tokamax.importlib.util, "find_spec", lambda name: None)
-    assert "axlearn-plugins-gpu[kernels]" in TRITON.supports(request())
+@pytest.mark.parametrize("version", [None, "0.0.17"])
+def test_without_the_library_the_reason_says_what_to_install(monkeypatch, version):
+    def found(name):
+        if version is None:
+            raise tokamax.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(tokamax.metadata, "version", found)
     chosen = Selection(platform="gpu", target="h100")
     chosen.choose(request())
     assert chosen.choices[0].name != "tokamax-triton"
-    assert "axlearn-plugins-gpu[kernels]" in chosen.choices[0].rejected["tokamax-triton"]
+    reason = chosen.choices[0].rejected["tokamax-triton"]
+    assert "axlearn-plugins-gpu[kernels]" in reason
+    assert version is None or version in reason
 
 
 @pytest.mark.parametrize("target", TARGETS)

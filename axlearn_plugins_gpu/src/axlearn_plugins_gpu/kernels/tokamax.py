@@ -2,17 +2,24 @@
 
 import contextlib
 import importlib
-import importlib.util
 import warnings
 from collections.abc import Iterator
+from importlib import metadata
 from typing import Any
 
-MISSING = "tokamax is not installed: pip install 'axlearn-plugins-gpu[kernels]'"
+VERSION = "0.0.12"
+"""The one whose Triton kernels are used. Later ones have none for grouped products, and need Python 3.12."""
+
+_FIX = "pip install 'axlearn-plugins-gpu[kernels]' with Python 3.11"
 
 
 def missing() -> str | None:
     """Why its kernels cannot be used; None where they can."""
-    return None if importlib.util.find_spec("tokamax") else MISSING
+    try:
+        found = metadata.version("tokamax")
+    except metadata.PackageNotFoundError:
+        return f"tokamax is not installed: {_FIX}"
+    return None if found == VERSION else f"tokamax {found} is not {VERSION}, whose kernels are used: {_FIX}"
 
 
 def module(name: str) -> Any:
