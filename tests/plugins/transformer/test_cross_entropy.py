@@ -2,7 +2,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
+from axlearn_core.contracts.mesh import DEFAULT_RULES, MESH_AXES
+from axlearn_core.nn.sharding import constrain, logical_rules
+from axlearn_plugins_plan.collectives import collectives
+from axlearn_plugins_plan.groups import Places
+from axlearn_plugins_plan.hlo import parse
 from axlearn_plugins_transformer.kernels.cross_entropy import Options, cross_entropy
 
 B, S, D, V = 3, 20, 16, 37
@@ -97,3 +103,29 @@ def test_positions_without_weight_do_not_count(operands):
     a = cross_entropy(hidden, weight, targets, weights, Options(chunk=3))
     b = cross_entropy(other, weight, targets, weights, Options(chunk=3))
     np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 8, 1, 1, 1), (1, 2, 2, 1, 1, 2)])
+def test_chunks_send_nothing_of_the_weight(shape):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(shape), MESH_AXES)
+    keys = jax.random.split(jax.random.key(0), 3)
+    hidden, weight = jax.random.normal(keys[0], (16, 64, 32)), jax.random.normal(keys[1], (32, 128))
+    targets, weights = jax.random.randint(keys[2], (16, 64), 0, 128), jnp.full((16, 64), 1 / 1024)
+    options = Options(chunk=8, constrain=lambda x: constrain(x, "batch", "sequence", "activation_vocab"))
+    loss = jax.value_and_grad(lambda h, w: cross_entropy(h, w, targets, weights, options)[0], (0, 1))
+
+    def sharded(h, w):
+        with logical_rules(mesh, DEFAULT_RULES):
+            return loss(h, w)
+
+    rows, matrix = (jax.sharding.NamedSharding(mesh, P(*s)) for s in ((("data", "fsdp"),), ("fsdp", "tensor")))
+    compiled = jax.jit(sharded, in_shardings=(rows, matrix), out_shardings=(None, (rows, matrix))).lower(hidden, weight)
+    compiled = compiled.compile()
+    got = compiled(jax.device_put(hidden, rows), jax.device_put(weight, matrix))
+    for ours, alone in zip(jax.tree.leaves(got), jax.tree.leaves(loss(hidden, weight)), strict=True):
+        np.testing.assert_allclose(ours, alone, rtol=1e-5, atol=1e-7)
+    places = Places(dict(zip(MESH_AXES, shape, strict=True)), np.zeros(8, int))
+    over_rows = [c for c in collectives(parse(compiled.as_text()), places) if "tensor" not in c.axes]
+    whole = 32 * 128 * 4 // mesh.shape["tensor"]
+    assert any(c.operand_bytes >= whole for c in over_rows)  # the gradient, once
+    assert all(c.times == 1 or c.operand_bytes < 100 for c in over_rows)

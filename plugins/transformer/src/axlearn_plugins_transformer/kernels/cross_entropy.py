@@ -4,6 +4,7 @@ B batch, S positions, D width, V vocabulary.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ from jax import lax
 
 from axlearn_core.contracts.kernels import OpRequest
 from axlearn_core.kernels import selection
+from axlearn_core.nn.sharding import constrain, placement
 
 
 class Options(NamedTuple):
@@ -133,8 +135,11 @@ def _loss(
     return lax.scan(step, zeros, chunks)[0]  # type: ignore[return-value]
 
 
-def _gradients(chunk: _Chunk, weight: jax.Array, options: Options) -> tuple[jax.Array, ...]:
-    """(loss, cross-entropy, d loss / d hidden, d loss / d weight in float32) of a chunk."""
+def _gradients(chunk: _Chunk, weight: jax.Array, options: Options, parts: int = 1) -> tuple[jax.Array, ...]:
+    """(loss, cross-entropy, d loss / d hidden, d loss / d weight in float32) of a chunk.
+
+    The last is [parts, D, V], for equal parts of the rows.
+    """
     logits = logits_of(chunk.hidden, weight, options)
     loss, entropy, log_z = _values(logits, chunk, options.z_loss)
     scale = chunk.weights * (1 + 2 * options.z_loss * log_z) if options.z_loss else chunk.weights
@@ -145,10 +150,19 @@ def _gradients(chunk: _Chunk, weight: jax.Array, options: Options) -> tuple[jax.
         slope = slope * (1 - (logits / options.softcap) ** 2)
     slope = slope.astype(options.dtype)
     to_hidden = lax.dot_general(slope, weight, (((2,), (1,)), ((), ())))
-    to_weight = lax.dot_general(
-        chunk.hidden.astype(options.dtype), slope, (((0, 1), (0, 1)), ((), ())), preferred_element_type=jnp.float32
-    )
+    rows, slopes = (x.reshape(parts, -1, *x.shape[1:]) for x in (chunk.hidden.astype(options.dtype), slope))
+    to_weight = lax.dot_general(rows, slopes, (((1, 2), (1, 2)), ((0,), (0,))), preferred_element_type=jnp.float32)
+    to_weight = constrain(to_weight, "batch", None, "activation_vocab")
     return loss, entropy, to_hidden.astype(chunk.hidden.dtype), to_weight
+
+
+def _row_shards(rows: int) -> int:
+    """Over how many devices the rows of the batch are split."""
+    found = placement()
+    if found is None:
+        return 1
+    axes = found.spec((rows,), ("batch",))[0] or ()
+    return math.prod(found.mesh.shape[a] for a in ((axes,) if isinstance(axes, str) else axes))
 
 
 def _forward(
@@ -158,16 +172,19 @@ def _forward(
     cast = weight.astype(options.dtype)
     if count == 1:
         loss, entropy, to_hidden, to_weight = _gradients(jax.tree.map(lambda x: x[0], chunks), cast, options)
-        return (loss, entropy), (to_hidden, to_weight.astype(weight.dtype))
+        return (loss, entropy), (to_hidden, to_weight[0].astype(weight.dtype))
+    # The weight is gathered before the loop, and each device sums the gradient of its rows: chunks send nothing of either.
+    cast, parts = constrain(cast, None, "activation_vocab"), _row_shards(hidden.shape[0])
 
     def step(total: tuple[jax.Array, ...], chunk: _Chunk) -> tuple[tuple[jax.Array, ...], jax.Array]:
-        loss, entropy, to_hidden, to_weight = _gradients(chunk, cast, options)
+        loss, entropy, to_hidden, to_weight = _gradients(chunk, cast, options, parts)
         return (total[0] + loss, total[1] + entropy, total[2] + to_weight), to_hidden
 
     zero = jnp.zeros((), jnp.float32)
-    total, to_hidden = lax.scan(step, (zero, zero, jnp.zeros(weight.shape, jnp.float32)), chunks)
+    zeros = constrain(jnp.zeros((parts, *weight.shape), jnp.float32), "batch", None, "activation_vocab")
+    total, to_hidden = lax.scan(step, (zero, zero, zeros), chunks)
     to_hidden = jnp.moveaxis(to_hidden, 0, 1).reshape(hidden.shape[0], -1, hidden.shape[2])[:, : hidden.shape[1]]
-    return (total[0], total[1]), (to_hidden, total[2].astype(weight.dtype))
+    return (total[0], total[1]), (to_hidden, jnp.sum(total[2], axis=0).astype(weight.dtype))
 
 
 def _backward(options: Options, kept: tuple[jax.Array, jax.Array], cotangents: tuple[jax.Array, jax.Array]) -> Any:
