@@ -27,7 +27,7 @@ LAYOUTS = {
 }
 MORE = {**LAYOUTS, "fsdp": {"fsdp": 8}, "tensor": {"data": 2, "tensor": 4}}
 ROWS = list(itertools.product(LAYOUTS, toy.experiments()))
-MOST = 5  # features at a time
+MOST = 8  # features at a time
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def test_the_set_covers_every_pair(plan):
     names, missing = toy.features(), cover()[1]
     met = set().union(*(covered(row, chosen) for row, chosen in plan.items()))
     assert {(n, layout) for n in names for layout in LAYOUTS} <= met
-    assert {(n, e) for n in names for e in toy.experiments()} <= met
+    assert {(n, e) for n in names for e in toy.experiments() if toy.fits(e, n)} <= met
     assert not missing, f"features that go together and never meet: {sorted(missing)}"
 
 
