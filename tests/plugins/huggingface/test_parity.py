@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from axlearn_core.compose import compose
-from axlearn_core.config import patch
+from axlearn_core.compose import Functional, compose
+from axlearn_core.config import find, patch
 from axlearn_core.learn import AdamW, Learner
+from axlearn_core.learn.learner import ParameterRule
 from axlearn_plugins_huggingface.source import open_model
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -76,11 +77,14 @@ def three_steps(name):
     source, params, _, expected = loaded(name)
     batch = {"tokens": jnp.asarray(expected["batch"][:, :-1]), "targets": jnp.asarray(expected["batch"][:, 1:])}
     optimizer = AdamW(learning_rate=3e-3, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
-    config = patch(source.config, {"learner": Learner.Config(optimizer=optimizer, max_grad_norm=None)})
-    routers = {
-        p: 0.0 for p in ("model.**.router.load_balance", "model.**.router.z_loss") if "router" in str(config.model)
-    }
-    steps = patch(config, routers).steps(source.model)
+    # transformers adds no auxiliary losses here, and the biases that balance a router are no parameters there.
+    frozen = tuple(ParameterRule(pattern=p, freeze=True) for p in source.model.abstract if p.endswith("router.bias"))
+    learner = Learner.Config(optimizer=optimizer, max_grad_norm=None, rules=frozen)
+    auxiliary = [f"model.**.router.{n}" for n in ("load_balance", "z_loss")]
+    unused = {p: 0.0 for p in auxiliary if find(source.config, p)}
+    config = patch(source.config, {"learner": learner, **unused})
+    model = Functional.of(config.model)
+    steps = config.steps(model)
     state = jax.eval_shape(steps.init, jax.random.key(0))
     learner = config.learner.build(max_steps=10, axes=source.model.axes)
     state = {
