@@ -33,4 +33,4 @@ def axlearn_kernels(op: str) -> list[KernelImplementation]:
     if op != "attention":
         return []
     load = "axlearn_plugins_neuron.attention:NKI_FLASH"
-    return [KernelImplementation(name="nki-flash", op=op, load=load, priority=50, platforms=("neuron",))]
+    return [KernelImplementation(name="nki-flash", op="attention", load=load, priority=50, platforms=("neuron",))]
