@@ -1,5 +1,6 @@
 """What is wrong is said before anything is trained or written."""
 
+import pytest
 import tiny
 from click.testing import CliRunner
 
@@ -23,12 +24,14 @@ def test_an_unknown_target_is_refused_by_every_command(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_does_not_fit_the_model_is_refused(tmp_path):
     done = tiny.axlearn(*tiny.arguments(tmp_path / "run", steps=2, settings=("model.vocab_size=1024",)), code=2)
     assert "model.vocab_size" in done.stderr
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_directory_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     done = tiny.axlearn(*tiny.arguments(tmp_path / "file" / "run", steps=2), code=1)

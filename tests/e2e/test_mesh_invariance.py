@@ -99,7 +99,7 @@ def agree(seed):
     assert found[1] <= allowed[1], f"{told}: a gradient is apart by {found}, allowed {allowed}"
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(1))
 def test_a_mesh_gives_the_loss_and_the_gradients_of_one_device(seed):
     agree(seed)
 
@@ -109,7 +109,7 @@ def test_a_mesh_gives_the_loss_and_the_gradients_of_one_device(seed):
 def test_many_meshes(part):
     """As many cases as the time takes (40 seconds, or as the variable says), at least four."""
     end = time.monotonic() + float(os.environ.get("AXLEARN_MESH_SECONDS", "40"))
-    for count, seed in enumerate(range(2 + part, 1000, 4)):
+    for count, seed in enumerate(range(1 + part, 1000, 4)):
         if count >= 4 and time.monotonic() > end:
             break
         agree(seed)

@@ -102,6 +102,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_offered(whole, tmp_
     assert tiny.losses(run) == tiny.losses(whole[0])
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_no_number_is_reported_with_its_batch(tmp_path):
     run = tmp_path / "run"
     settings = ("learner.optimizer={type: adamw, learning_rate: 1.0e+30}", "loop.max_nonfinite_steps=2")

@@ -34,7 +34,10 @@ def written(source, params):
     return {name: value.tobytes() for (name, _, _), value in zip(made, found, strict=True)}
 
 
-@pytest.mark.parametrize("name", MODELS)
+QUICK = {"deepseek-v3", "gemma3", "gpt2", "llama3", "qwen3-moe"}
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
 def test_every_tensor_comes_back_and_the_config_too(name, monkeypatch):
     monkeypatch.setattr(stream, "SLICE", 1500)  # so that these small tensors are read in slices
     source = open_model(FIXTURES / name)

@@ -191,6 +191,7 @@ def test_the_experts_of_a_mixture_are_quantized(batch, dispatch):
         jax.eval_shape(lambda p: Functional.of(named.model).bind(p).loss(batch), made.abstract)
 
 
+@pytest.mark.slow
 def test_scan_remat_and_a_mesh_of_eight_devices(toy):
     config, remat = Quantization().apply(toy()), Remat.Config(save=("mlp_hidden",))
     spread = patch(config, {"mesh.shape": {"data": 2, "fsdp": 2, "tensor": 2}, "model.decoder.stack.remat": remat})
