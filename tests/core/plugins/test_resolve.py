@@ -226,6 +226,18 @@ def test_the_most_specific_rule_holds(install):
     assert "'cpu*'" in str(resolve("toy", target="cpu").rule)
 
 
+def test_a_rule_for_a_size_of_model_may_bring_what_the_request_leaves_out_or_sets(install):
+    rule = 'MeshRule(target="chip-*", parameters=(0, 1e12), features=("toy-rope:theta=2",))'
+    install_chip(install, rule)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("axlearn_core.plugins.resolve.load", lambda path: lambda config: 5)
+        assert not resolve("toy", without=["toy-rope"], target="chip-1x1").features
+        resolved = resolve("toy", set={"model.attention.position.theta": 7.0}, target="chip-1x1")
+        assert get(resolved.config, "model.attention.position.theta") == 7.0
+        with pytest.raises(ConfigError, match="max_step: no 'max_step'"):
+            resolve("toy", set={"max_step": 7}, target="chip-1x1")
+
+
 def test_two_rules_that_are_equally_specific_are_both_named(install):
     install_chip(install, WIDE, WIDE)
     with pytest.raises(PluginError, match=r"two mesh rules are equally specific for chip-8x4: 'chip-\*' of chip of"):
@@ -237,6 +249,7 @@ def test_two_rules_that_are_equally_specific_are_both_named(install):
     [
         ("chip-8", r"'chip-8' is no size of the target 'chip'\n    expected: chip-CHIPSxHOSTS, such as chip-8x4"),
         ("chip-0x4", "is no size of"),
+        ("cpu-", "is no size of"),
         ("cpu-2x2", "'cpu-2x2' is no size of the target 'cpu'\n    expected: cpu-DEVICES"),
         ("chop-8x4", r"unknown target 'chop-8x4'\n    did you mean: chip-8x4"),
     ],

@@ -92,6 +92,7 @@ def test_remat_sets_the_node_of_every_stack(options, expected):
         ("remat:policy=dots,offload=[query]", "cannot be given together with policy"),
         ("remat:save=[query],offload=[query]", "kept in one place"),
         ("remat:policy=ful", "'full'"),
+        ("remat:save=['(']", "save: no regular expression"),
         ("precision", "no dtype is given"),
         ("precision:dtype=int8", "'bfloat16'"),
         ("ema:decay=1.0", "less than 1"),

@@ -18,7 +18,7 @@ def settle(machine: Machine | None) -> None:
     """Before JAX looks for devices: a CPU machine gets its virtual ones. None uses what JAX finds."""
     host()  # modules with hooks may have to tell JAX's plugins something before
     if machine is not None and machine.target.platform == "cpu":
-        cpu(machine)
+        virtual(machine.devices)  # `here` counts them, once all processes have joined
 
 
 def cpu(machine: Machine) -> Sequence[Any]:

@@ -66,17 +66,10 @@ class Target:
         Raises:
             RequestError: what follows is no size of this target.
         """
-        text = name.removeprefix(self.name).removeprefix("-")
-        found = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", text or "1")
-        first, second = (int(g or 1) for g in found.groups()) if found else (0, 0)
-        wrong = (
-            not found
-            or ("x" in text) < (self.size == "hosts" and bool(text))
-            or ("x" in text and self.size == "devices")
-        )
-        if not wrong and self.size == "cores" and first % self.cores_per_chip:
-            wrong = True
-        if wrong:
+        form = {"devices": "-(N)", "hosts": "-(N)x(N)"}.get(self.size, "-(N)(?:x(N))?").replace("N", r"[1-9]\d*")
+        found = re.fullmatch(rf"{re.escape(self.name)}(?:{form})?", name)
+        first, second = (*(int(g or 1) for g in found.groups()), 1)[:2] if found else (0, 0)
+        if not found or (self.size == "cores" and first % self.cores_per_chip):
             per = f"; {self.cores_per_chip} cores make a chip" if self.cores_per_chip > 1 else ""
             example = f", such as {self.examples[0]}" if self.examples else ""
             raise RequestError(

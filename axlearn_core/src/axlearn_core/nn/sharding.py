@@ -78,15 +78,14 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
 
 def per_device(
-    function: Callable[..., Any], operands: Sequence[Axes], results: Axes | Sequence[Axes]
+    function: Callable[..., Any], operands: Sequence[Axes], result: Sequence[str | None]
 ) -> Callable[..., Any]:
     """`function` run by every device on its own part of the operands: for kernels, which the compiler cannot partition.
 
     Args:
-        function: of arrays (or None), to one array or a tuple of them.
+        function: of arrays (or None), to one array.
         operands: the logical axes of each operand; None for an operand that is None.
-        results: the logical axes of the result, or of each of them. Its dimensions are split as those of the operands
-            with the same names are.
+        result: the logical axes of the result, whose dimensions are split as those of the operands with the same names.
     """
     found = _in_force.get()
     if found is None:
@@ -101,10 +100,7 @@ def per_device(
             for name, part in zip(axes or (), spec, strict=False):
                 if name is not None:
                     split.setdefault(name, part)
-        many = bool(results) and not (results[0] is None or isinstance(results[0], str))
-        made = [PartitionSpec(*(split.get(n or "") for n in r or ())) for r in (results if many else (results,))]  # type: ignore[union-attr]
-        return jax.shard_map(
-            function, mesh=found.mesh, in_specs=specs, out_specs=tuple(made) if many else made[0], check_vma=False
-        )(*args)
+        made = PartitionSpec(*(split.get(name or "") for name in result))
+        return jax.shard_map(function, mesh=found.mesh, in_specs=specs, out_specs=made, check_vma=False)(*args)
 
     return run

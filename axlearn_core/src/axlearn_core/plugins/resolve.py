@@ -165,9 +165,18 @@ class _Resolution:
         """The mesh rule that holds, and who says so."""
 
         def count() -> int:  # of the model as the user asks for it
-            trial = _Resolution(attrs.evolve(self.request, target=None), self.names).run().config
+            asked = {use.name for use in self.request.features}
+            own = tuple(n for n in self.request.without if n in asked)
+            trial = attrs.evolve(self.request, target=None, without=own)
+            try:
+                config = _Resolution(trial, self.names).run().config
+            except (
+                ConfigError
+            ):  # a setting may be of what the rule brings; a wrong one is reported with the rule in place
+                bare = attrs.evolve(trial, settings=(), file_settings=())
+                config = _Resolution(bare, self.names).run().config
             counted: Any = load("axlearn_core.compose.functional:count_parameters")  # imports JAX: only where asked for
-            return counted(getattr(trial, "model", trial))
+            return counted(getattr(config, "model", config))
 
         mesh = getattr(tree, "mesh", None)
         return find_rule(machine, mesh.targets if isinstance(mesh, Mesh) else {}, count) or (None, None)

@@ -1,5 +1,6 @@
 """The feature `remat`."""
 
+import re
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -66,6 +67,12 @@ class UseRemat(Feature):
                 expected=f"one of {', '.join(map(repr, known))}",
                 nearest=nearest(self.policy, known),
             )
+        for name in ("save", "recompute", "offload"):
+            for pattern in getattr(self, name) or ():
+                try:
+                    re.compile(pattern)
+                except re.error as error:
+                    yield Problem(path=name, message=f"no regular expression: {error}", got=repr(pattern))
         given = [n for n in ("policy", "save", "recompute") if getattr(self, n) is not None]
         if len(given) > 1:
             yield Problem(
