@@ -27,6 +27,8 @@ SETTINGS = {
     "trackers": [{"type": "jsonl"}],
     "log_every_steps": 1,
 }
+STILL = [{"pattern": "**", "learning_rate_scale": 0.0}]
+"""Parameters stay as they were at first."""
 
 
 def train(path, steps, lora=None, **more):
@@ -57,6 +59,42 @@ def test_a_run_begins_with_the_parameters_of_its_base(runs):
     assert not [p for p in arrays if p.startswith("learner.") and p.endswith(".weight")]
 
 
+def test_a_run_with_experts_begins_with_a_dense_one(runs, tmp_path):
+    """Through the bridge of `moe`; with adapters at once through that of `lora` too."""
+    base, _ = runs
+    start = {"loop": {"type": "start-from-run", "run_dir": str(base)}, "learner.rules": STILL}
+    ax.train("quickstart", with_=["moe:num_experts=2"], set={**SETTINGS, **start}, steps=1, run_dir=tmp_path / "moe")
+    dense, experts = flat(base), flat(tmp_path / "moe")
+    up, down = (f"decoder.layer.feed_forward.{n}.weight" for n in ("up", "down"))
+    for path in (up, down):
+        assert experts[path].shape[1] == 2
+        assert all(np.array_equal(experts[path][:, i], dense[path]) for i in range(2))
+    added = {p for p in experts if p not in dense}
+    assert added == {"decoder.layer.feed_forward.router.weight"}
+    assert all(np.array_equal(experts[p], dense[p]) for p in dense if "feed_forward" not in p)
+
+    adapted = ["moe:num_experts=2", f"lora:rank=2,base={base},target=model.**"]
+    ax.train("quickstart", with_=adapted, set=SETTINGS, steps=1, run_dir=tmp_path / "both")
+    both = flat(tmp_path / "both")
+    for path in (up, down):
+        assert all(np.array_equal(both[path][:, i], dense[path]) for i in range(2))
+
+
+def test_what_no_bridge_carries_over_says_why(runs, tmp_path):
+    base, _ = runs
+    start = {"loop": {"type": "start-from-run", "run_dir": str(base)}}
+    with pytest.raises(
+        CheckpointError, match=r"is of another model: [\s\S]*mla: it makes keys[\s\S]*fix: leave mla out"
+    ):
+        ax.train("quickstart", with_=["mla"], set={**SETTINGS, **start}, steps=1, run_dir=tmp_path / "mla")
+    wide = {**SETTINGS, **start, "model.decoder.layer.feed_forward.hidden_dim": 48}
+    with pytest.raises(
+        CheckpointError, match=r"is of another model: [\s\S]*differs: decoder.layer.feed_forward"
+    ) as error:
+        ax.train("quickstart", set=wide, steps=1, run_dir=tmp_path / "wide")
+    assert "mla" not in str(error.value)
+
+
 def test_merged_exported_and_merged_again(runs, tmp_path):
     base, tuned = runs
     merge_run(tuned, tmp_path / "merged")
@@ -77,8 +115,7 @@ def test_merged_exported_and_merged_again(runs, tmp_path):
 
     size = sum(f.stat().st_size for f in (tmp_path / "alone").iterdir())
     assert size < 20_000
-    train(tmp_path / "onward", 1, {"base": str(base), "adapters": str(tmp_path / "alone")}, **{"learner.rules": [
-        {"pattern": "**", "learning_rate_scale": 0.0}]})  # fmt: skip
+    train(tmp_path / "onward", 1, {"base": str(base), "adapters": str(tmp_path / "alone")}, **{"learner.rules": STILL})
     for path, value in flat(tuned).items():
         np.testing.assert_array_equal(value, flat(tmp_path / "onward")[path], err_msg=path)
 

@@ -56,5 +56,5 @@ def test_large_experiments_can_be_planned_with_experts(experiment):
     model = compose(config, jax.devices()).functional
     decoder = config.model.decoder
     shape = (decoder.num_layers, 8, decoder.layer.feed_forward.hidden_dim, decoder.hidden_dim)
-    assert model.abstract["decoder.layer.feed_forward.down"].shape == shape
-    assert model.axes["decoder.layer.feed_forward.down"] == ("layers", "experts", "mlp", "embed")
+    assert model.abstract["decoder.layer.feed_forward.down.weight"].shape == shape
+    assert model.axes["decoder.layer.feed_forward.down.weight"] == ("layers", "experts", "mlp", "embed")

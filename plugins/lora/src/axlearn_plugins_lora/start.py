@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from axlearn_core.compose import Program
 from axlearn_core.config import Configurable, Node, node, setting
 from axlearn_core.errors import CheckpointError, InputError, RequestError
 from axlearn_core.train import TrainLoop
@@ -15,8 +16,13 @@ from axlearn_core.train.loop import Loop
 from axlearn_core.train.session import Session, say
 from axlearn_plugins_lora import adapters
 from axlearn_plugins_lora.adapters import is_adapter
+from axlearn_plugins_runs import carried
 
 PARAMS, AVERAGE = "params.", "learner.ema."
+
+
+class OtherModel(CheckpointError):
+    """The parameters of a run are not those of the model at hand."""
 
 
 class StartFromRun(Configurable):
@@ -30,7 +36,8 @@ class StartFromRun(Configurable):
         """Where the parameters come from.
 
         Attributes:
-            run_dir: a run of the same model; adapters that it does not have stay as they were initialised.
+            run_dir: a run of the same model; adapters that it does not have stay as they were initialised. One of another
+                model is carried over where the features that this model has more have bridges (a dense model to experts).
             step: which of its checkpoints; the newest where it is None.
             adapters: a directory written by `axlearn lora export`.
             same_tokenizer: refuses data whose tokenizer is not that of `run_dir`.
@@ -52,15 +59,15 @@ class StartFromRun(Configurable):
     def run(self, session: Session) -> None:
         """See `axlearn_core.train.loop.Loop`."""
         if session.start_step == 0:
-            session.state = self.started(session.state)
+            session.state = self.started(session.state, session.program)
         self.loop.run(session)
 
-    def started(self, state: Any) -> Any:
-        """A training state with the parameters in place, sharded as they were."""
+    def started(self, state: Any, program: Program) -> Any:
+        """A training state of a program with the parameters in place, sharded as they were."""
         params: dict[str, jax.Array] = dict(state["params"])
         if self.cfg.run_dir is not None:
             directory = Path(self.cfg.run_dir).expanduser()
-            found = run_parameters(directory, params, step=self.cfg.step)
+            found = _parameters(directory, params, program, self.cfg.step)
             say(f"starting from the parameters of {directory}: {len(found)} of {len(params)} arrays")
             params |= found
         if self.cfg.adapters is not None:
@@ -77,6 +84,16 @@ class StartFromRun(Configurable):
         return {**state, "params": params, "learner": learner}
 
 
+def _parameters(run_dir: Path, params: Mapping[str, Any], program: Program, step: int | None) -> Mapping[str, Any]:
+    """Those of a run of the same model; of another one, what its parameters become in this model."""
+    try:
+        return run_parameters(run_dir, params, step=step)
+    except OtherModel:
+        made = carried(run_dir, program.config, program.functional, step=step)
+    say(f"{run_dir} is of another model: its parameters are carried over")
+    return {p: _placed(x, params[p]) for p, x in made.items()}
+
+
 def run_parameters(run_dir: Path, like: Mapping[str, Any], *, step: int | None = None) -> dict[str, jax.Array]:
     """The parameters of a run's checkpoint (their moving average where it kept one), as `like` has them.
 
@@ -89,7 +106,8 @@ def run_parameters(run_dir: Path, like: Mapping[str, Any], *, step: int | None =
         Those that the run has: all of `like`, but for adapters.
 
     Raises:
-        CheckpointError: it is no run, has no such checkpoint, or is of another model.
+        OtherModel: it is a run of another model.
+        CheckpointError: it is no run, or has no such checkpoint.
     """
     config: Any = saved_config(run_dir)
     if config is None:
@@ -152,7 +170,8 @@ def _check_model(run_dir: Path, there: Mapping[str, Any], like: Mapping[str, Any
         merge = any(is_adapter(p) for p in stray)
         fix = "merge its adapters first: `axlearn lora merge`" if merge else "start from a run of the same model"
         listed = "\n".join(f"    {p}" for p in [*problems[:12], *more])
-        raise CheckpointError(f"{run_dir} is of another model\n{listed}\n    fix: {fix}")
+        kind = CheckpointError if merge else OtherModel
+        raise kind(f"{run_dir} is of another model\n{listed}\n    fix: {fix}")
 
 
 def _check_same_maps(exported: Mapping[str, Any], params: Mapping[str, Any]) -> None:

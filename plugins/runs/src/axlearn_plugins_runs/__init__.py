@@ -1,6 +1,19 @@
 """Runs made of runs: read one, carry its parameters over to another model, write the new one."""
 
 from axlearn_plugins_runs.carry import FRESH, ZERO, Bridge, bridges, carry
+from axlearn_plugins_runs.convert import carried
 from axlearn_plugins_runs.runs import Restored, check_new, config_of, restored, write_run
 
-__all__ = ["FRESH", "ZERO", "Bridge", "Restored", "bridges", "carry", "check_new", "config_of", "restored", "write_run"]
+__all__ = [
+    "FRESH",
+    "ZERO",
+    "Bridge",
+    "Restored",
+    "bridges",
+    "carried",
+    "carry",
+    "check_new",
+    "config_of",
+    "restored",
+    "write_run",
+]
