@@ -11,7 +11,7 @@ import tiny
 def whole(tmp_path_factory):
     """A run of eight steps, never interrupted."""
     run = tmp_path_factory.mktemp("whole") / "run"
-    done = tiny.axlearn(*tiny.arguments(run, steps=8))
+    done = tiny.axlearn(*tiny.arguments(run, steps=8), fresh=True)
     return run, done
 
 

@@ -1,7 +1,10 @@
 """A run small enough to do in seconds, through the command line as users call it."""
 
+import atexit
+import functools
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -32,18 +35,42 @@ def arguments(run_dir: Path, *, steps: int, more: tuple[str, ...] = (), settings
 
 def environment() -> dict[str, str]:
     """One CPU device, whatever the tests of this process use."""
-    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONUNBUFFERED": "1"}
+    return os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": os.environ["XLA_FLAGS_OF_ONE_DEVICE"],
+        "PYTHONUNBUFFERED": "1",
+    }
 
 
-def axlearn(*args: str, code: int = 0, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    """Runs the command and checks its exit code."""
-    done = subprocess.run(
-        [sys.executable, "-m", "axlearn_core", *args],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=timeout,
+@functools.cache
+def worker() -> subprocess.Popen[str]:
+    """One process that has JAX imported, for the commands of all tests that need no process of their own."""
+    file = Path(__file__).parents[1] / "docs/worker.py"
+    process = subprocess.Popen(
+        [sys.executable, str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
     )
+
+    def close() -> None:
+        process.communicate(timeout=60)
+
+    atexit.register(close)
+    return process
+
+
+def axlearn(*args: str, code: int = 0, timeout: float = 300, fresh: bool = False) -> subprocess.CompletedProcess[str]:
+    """Runs the command and checks its exit code; `fresh`: in a process of its own."""
+    if fresh:
+        command = [sys.executable, "-m", "axlearn_core", *args]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=timeout)
+    else:
+        serving = worker()
+        assert serving.stdin
+        assert serving.stdout
+        request = {"cwd": os.getcwd(), "kind": "bash", "text": shlex.join(["axlearn", *args])}
+        serving.stdin.write(json.dumps(request) + "\n")
+        serving.stdin.flush()
+        answer = json.loads(serving.stdout.readline())
+        done = subprocess.CompletedProcess(args, answer["code"], answer["out"], answer["err"])
     assert done.returncode == code, f"exit {done.returncode}, not {code}\n{done.stdout[-2000:]}\n{done.stderr[-5000:]}"
     return done
 
