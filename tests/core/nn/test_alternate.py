@@ -104,7 +104,8 @@ def test_scan_unrolled_and_one_by_one_are_the_same(case, remat):
     for layer in unstack(layers, count):
         by_hand, _ = layer(by_hand, Context())
     for (_, (y, losses, reported)), grads in results:
-        np.testing.assert_allclose(y, by_hand, rtol=1e-6)
+        # Of the largest: an element near zero is a difference of others, and rounds as they do.
+        np.testing.assert_allclose(y, by_hand, rtol=0, atol=1e-6 * np.abs(by_hand).max())
         assert float(losses["size"]) == sum(widths)
         assert {k: float(v) for k, v in reported.items()} == {f"width{w}": w for w in widths}
         for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(results[0][1]), strict=True):
