@@ -54,7 +54,11 @@ def installed_plugin(tmp_path_factory) -> Path:
 
 def environment(site: Path) -> dict[str, str]:
     """What a user has: one device, and the example plugin installed."""
-    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": os.environ["XLA_FLAGS_OF_ONE_DEVICE"], "PYTHONPATH": str(site)}
+    return os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": os.environ["XLA_FLAGS_OF_ONE_DEVICE"],
+        "PYTHONPATH": str(site),
+    }
 
 
 @pytest.fixture(scope="session")

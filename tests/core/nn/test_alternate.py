@@ -80,6 +80,11 @@ CASES = {
 }
 
 
+def close(got, expected):
+    """Of the largest: an element near zero is a difference of others, and rounds as they do."""
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+
+
 @pytest.mark.parametrize(
     "remat",
     [pytest.param(None, id="plain"), pytest.param(Remat.Config(save=("wide2",)), id="remat", marks=pytest.mark.slow)],
@@ -104,12 +109,11 @@ def test_scan_unrolled_and_one_by_one_are_the_same(case, remat):
     for layer in unstack(layers, count):
         by_hand, _ = layer(by_hand, Context())
     for (_, (y, losses, reported)), grads in results:
-        # Of the largest: an element near zero is a difference of others, and rounds as they do.
-        np.testing.assert_allclose(y, by_hand, rtol=0, atol=1e-6 * np.abs(by_hand).max())
+        close(y, by_hand)
         assert float(losses["size"]) == sum(widths)
         assert {k: float(v) for k, v in reported.items()} == {f"width{w}": w for w in widths}
         for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(results[0][1]), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+            close(a, b)
 
 
 def test_each_kind_has_its_own_parameters_with_an_axis_of_layers():
