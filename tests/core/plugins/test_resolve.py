@@ -339,6 +339,19 @@ def test_resolved_configs_go_to_a_file_and_back(tmp_path):
     assert resolve(file, set=["max_steps=2"], with_=["toy-needy", "toy-rope:theta=9"]).config.max_steps == 2
 
 
+def test_a_run_file_stands_on_another_file(tmp_path):
+    base, run, loop = (tmp_path / f"{n}.yaml" for n in ("base", "run", "loop"))
+    base.write_text(resolve("quickstart", set={"seed": 3, "max_steps": 7}).to_yaml())
+    run.write_text(f"experiment: {base}\nfeatures: [{{ema: {{}}}}]\nset: {{max_steps: 9}}\n")
+    made = resolve(run, set={"log_every_steps": 2})
+    assert (made.config.seed, made.config.max_steps, made.config.log_every_steps) == (3, 9, 2)
+    assert [name for name, _ in made.features] == ["ema"]
+    assert made.setter("max_steps") == f"{run}:3"
+    loop.write_text(f"experiment: {loop}\n")
+    with pytest.raises(RequestError, match="begin with one another"):
+        resolve(loop)
+
+
 def test_a_tuple_of_nodes_and_unset_values_go_to_a_file_and_back(tmp_path):
     import toy_parts
 

@@ -87,6 +87,8 @@ def test_a_run_that_was_not_imported_finds_its_family():
     assert family_of(resolve("qwen3-30b-a3b").config)[0].model_type == "qwen3_moe"
     with pytest.raises(RequestError, match=r"no family describes .*this model"):
         family_of(resolve("quickstart", with_=["alibi"]).config)
+    with pytest.raises(RequestError, match="lacks parts"):
+        family_of(patch(config, {"model.decoder.layer.attention.position": None}))
     with pytest.raises(RequestError, match=r"softcap: None, here 3.0"):
         family_of(
             patch(config, {"model.decoder.layer.attention.softcap": 3.0, "model.decoder.layer.attention.window": 9})

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -47,7 +48,7 @@ def rewrite(directory, change):
     write(directory, [[(n, "BF16", v.shape) for n, v in values.items()]], iter(values.values()))
 
 
-def test_a_round_trip_changes_no_bit(tmp_path):
+def test_a_round_trip_changes_no_bit(tmp_path, monkeypatch):
     source = model_copy("llama3", tmp_path)
     import_run(source, tmp_path / "run", set=[UNROLLED])
     export_run(tmp_path / "run", tmp_path / "out")
@@ -63,6 +64,10 @@ def test_a_round_trip_changes_no_bit(tmp_path):
         import_run(source, tmp_path / "run")
     with pytest.raises(RequestError, match="is there already"):
         export_run(tmp_path / "run", tmp_path / "out")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(RequestError, match=r"not enough disk[\s\S]*got: 1,000 bytes free[\s\S]*expected: 37,184 bytes"):
+        export_run(tmp_path / "run", tmp_path / "new/out")
+    assert not (tmp_path / "new").exists()
 
 
 def test_shards_are_written_with_an_index(tmp_path):
@@ -87,6 +92,12 @@ def out_of_the_index(d):
     data = json.loads(file.read_text())
     data["weight_map"].pop("model.norm.weight")
     file.write_text(json.dumps(data))
+
+
+def pickled(d):
+    for file in d.glob("*.safetensors*"):
+        file.unlink()
+    (d / "pytorch_model.bin").write_bytes(b"\x80\x02.")
 
 
 def larger_tokenizer(d):
@@ -130,6 +141,7 @@ WRONG = {
     "shard": (lambda d: (d / "model-00002-of-00002.safetensors").unlink(), ["names shards that are missing"]),
     "index": (out_of_the_index, ["model.norm.weight: in model-", "not in the index"]),
     "no-index": (lambda d: (d / "model.safetensors.index.json").unlink(), ["has neither model.safetensors nor"]),
+    "pickle": (pickled, ["pytorch_model.bin: pickle, which runs whatever code", "save_pretrained"]),
     "tokenizer": (larger_tokenizer, ["has more tokens than the model", "got: 96", "expected: at least 99"]),
     "no-tokenizer": (lambda d: (d / "tokenizer.json").unlink(), ["has no tokenizer.json"]),
 }  # fmt: skip

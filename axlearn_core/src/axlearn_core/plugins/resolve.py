@@ -109,17 +109,16 @@ def resolve(
     return _Resolution(_with_file(request, names), names).run()
 
 
-def _with_file(request: Request, names: Registry) -> Request:
+def _with_file(request: Request, names: Registry, seen: tuple[str, ...] = ()) -> Request:
+    """With what the file says, and the file that it begins with: a run file may stand on the config of a run."""
     if isinstance(request.experiment, Node) or not is_file(request.experiment):
         return request
-    file = read(request.experiment, names)
-    return attrs.evolve(
-        file,
-        features=file.features + request.features,
-        without=file.without + request.without,
-        settings=request.settings,
-        target=request.target or file.target,
-    )
+    if (name := str(request.experiment)) in seen:
+        raise RequestError(f"run files that begin with one another: {' -> '.join((*seen, name))}")
+    file = read(name, names)
+    both = {k: getattr(file, k) + getattr(request, k) for k in ("features", "without", "file_settings")}
+    made = attrs.evolve(file, **both, settings=request.settings, target=request.target or file.target)
+    return _with_file(made, names, (*seen, name))
 
 
 class _Resolution:

@@ -267,7 +267,10 @@ def family_of(config: Any) -> tuple[Family, Json]:
         if nearly is None or len(changes) < nearly[0]:
             nearly = len(changes), name, changes
     if nearly is None:
-        raise RequestError(f"no family describes this model\n    known: {', '.join(families())}")
+        raise RequestError(
+            "no family describes this model: it lacks parts that every one of them has, or has others\n"
+            f"    known: {', '.join(families())}\n    fix: install or write a family that has it; docs/huggingface.md says how"
+        )
     raise RequestError(
         f"no family describes all of this model; {nearly[1]} has something else at\n"
         + "\n".join(f"    {c.path}: {c.old!r}, here {c.new!r}" for c in nearly[2][:8])

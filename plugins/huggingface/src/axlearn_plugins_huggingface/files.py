@@ -7,6 +7,7 @@ be read in slices into memory of our own: a mapped file would count as memory un
 
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import attrs
 import ml_dtypes
 import numpy as np
 
-from axlearn_core.errors import CheckpointError, nearest
+from axlearn_core.errors import CheckpointError, RequestError, nearest
 
 DTYPES: dict[str, Any] = {
     "F64": np.float64,
@@ -74,6 +75,12 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
         return _header(directory / SINGLE)
     if len(shards) == 1:
         return _header(shards[0])
+    if pickled := sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in directory.glob(pattern)):
+        raise CheckpointError(
+            f"{directory} has its weights in {', '.join(pickled[:4])}: pickle, which runs whatever code is in it when it is "
+            "read\n    expected: safetensors\n    fix: take the model's safetensors, or load it with transformers where you "
+            "trust it, and save it with `save_pretrained`"
+        )
     there = ", ".join(sorted(p.name for p in directory.iterdir())[:8]) if directory.is_dir() else "no such directory"
     fix = "restore the index" if shards else "save the model with `save_pretrained`, which writes safetensors"
     raise CheckpointError(f"{directory} has neither {SINGLE} nor {INDEX}\n    got: {there}\n    fix: {fix}")
@@ -185,6 +192,17 @@ def shards(tensors: Iterable[Made], limit: int = SHARD_BYTES) -> list[list[Made]
         found[-1].append(tensor)
         room -= size
     return found
+
+
+def check_space(directory: Path, tensors: Iterable[Made]) -> None:
+    """Raises `RequestError` where there is no room for the tensors beside a directory that is not there yet."""
+    there = next(p for p in (directory.parent, *directory.absolute().parents) if p.exists())
+    need, free = sum(map(_bytes, tensors)), shutil.disk_usage(there).free
+    if need > free:
+        raise RequestError(
+            f"{directory}: not enough disk; nothing was written\n    got: {free:,} bytes free\n    expected: {need:,} bytes"
+            "\n    fix: make room, give a DIR on another disk, or export with --dtype bfloat16"
+        )
 
 
 def write_shard(file: Path, tensors: Sequence[Made], values: Iterator[np.ndarray]) -> None:

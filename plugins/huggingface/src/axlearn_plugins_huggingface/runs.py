@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from axlearn_core.checkpoint import OrbaxCheckpointer
 from axlearn_core.compose import Functional, compose
+from axlearn_core.compose.devices import settle
 from axlearn_core.errors import CheckpointError, ConfigError, RequestError, WorkError
 from axlearn_core.train.api import provenance, saved_config
 from axlearn_core.train.loading import Loaded
@@ -50,6 +51,7 @@ def import_run(directory: Path, run_dir: Path, *, with_: Iterable[str] = (), set
         RequestError: the directory is not what it says, or `run_dir` is taken; nothing was written.
         WorkError: it cannot be written.
     """
+    settle(None)
     source = open_model(directory, tokenizer=run_dir / TOKENIZER, with_=with_, set=set)
     config = source.config
     if RunDir.check(run_dir, config, saved_config(run_dir), allow_drift=True).resumes:
@@ -108,6 +110,7 @@ def export_run(run_dir: Path, directory: Path, *, step: int | None = None, dtype
         RequestError: it is no run, nothing in the format describes its model, or `directory` is taken.
         WorkError: it cannot be written.
     """
+    settle(None)
     if directory.exists():
         raise RequestError(f"{directory} is there already; nothing was written\n    fix: give another DIR")
     config: Any = saved_config(run_dir)
@@ -116,13 +119,14 @@ def export_run(run_dir: Path, directory: Path, *, step: int | None = None, dtype
     made, data = _described(run_dir, config)
     model = Functional.of(config.model)
     tensors = layout(model, made.table(model))
-    params = _parameters(run_dir, config, step)
     known: dict[str, list[str]] = _read_json(run_dir / KEPT / TENSORS)
     own = files.CODES[dtype or str(config.model.param_dtype)]
     wanted = [
         (n, own if dtype or n not in known else known[n][0], t.shape)
         for n, t in sorted(tensors.items(), key=lambda item: known.get(item[0], ["", ""])[1])
     ]
+    files.check_space(directory, wanted)
+    params = _parameters(run_dir, config, step)
     if dtype or not known:
         data["dtype"] = dtype or config.model.param_dtype
     partial = directory.with_name(f".{directory.name}.partial")

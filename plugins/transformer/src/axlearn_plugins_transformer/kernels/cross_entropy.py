@@ -172,6 +172,8 @@ def _forward(
     cast = weight.astype(options.dtype)
     if count == 1:
         loss, entropy, to_hidden, to_weight = _gradients(jax.tree.map(lambda x: x[0], chunks), cast, options)
+        # A tied output layer transposes it: XLA for CPU would turn the product around, into one that it cannot run in bfloat16.
+        to_weight = lax.optimization_barrier(to_weight)
         return (loss, entropy), (to_hidden, to_weight[0].astype(weight.dtype))
     # The weight is gathered before the loop, and each device sums the gradient of its rows: chunks send nothing of either.
     cast, parts = constrain(cast, None, "activation_vocab"), _row_shards(hidden.shape[0])
