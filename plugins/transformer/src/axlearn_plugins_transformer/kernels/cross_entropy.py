@@ -186,7 +186,15 @@ def _forward(
     zeros = constrain(jnp.zeros((parts, *weight.shape), jnp.float32), "batch", None, "activation_vocab")
     total, to_hidden = lax.scan(step, (zero, zero, zeros), chunks)
     to_hidden = jnp.moveaxis(to_hidden, 0, 1).reshape(hidden.shape[0], -1, hidden.shape[2])[:, : hidden.shape[1]]
-    return (total[0], total[1]), (to_hidden, jnp.sum(total[2], axis=0).astype(weight.dtype))
+    return (total[0], total[1]), (to_hidden, _summed(total[2], options).astype(weight.dtype))
+
+
+def _summed(to_weight: jax.Array, options: Options) -> jax.Array:
+    """The sum of the parts of [parts, D, V]: among devices in the dtype of the product, as other matrices' gradients are."""
+    if to_weight.shape[0] == 1:
+        return to_weight[0]
+    to_weight = to_weight.astype(options.dtype)
+    return lax.reduce(to_weight, jnp.zeros((), to_weight.dtype), lax.add, (0,))  # `jnp.sum` would send float32
 
 
 def _backward(options: Options, kept: tuple[jax.Array, jax.Array], cotangents: tuple[jax.Array, jax.Array]) -> Any:

@@ -1,0 +1,62 @@
+"""What is wrong with a request for a plan is one clear error, and exit code 2."""
+
+import importlib.util
+
+import pytest
+from click.testing import CliRunner
+
+from axlearn_core.cli.main import cli
+
+LAYER = "model.decoder.layer"
+
+
+def refused(*words: str) -> str:
+    """What `axlearn plan` says of a request that is wrong."""
+    done = CliRunner().invoke(cli, ["plan", *words])
+    assert done.exit_code == 2, done.output
+    assert not done.stdout
+    assert done.stderr.startswith("error: ")
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("target", "setting", "said"),
+    [
+        ("tpu-v5", None, ["unknown target 'tpu-v5'", "did you mean: tpu-v5"]),
+        ("h10-8x4", None, ["unknown target 'h10-8x4'", "h100"]),
+        ("cpu-8", "mesh.shape={fsdp: 3}", ["mesh.shape", "does not multiply", "expected: 8 devices"]),
+        ("cpu-8", "mesh.shape={pipeline: 2, fsdp: 4}", ["mesh.shape.pipeline", "no mesh rule", "--with pipeline"]),
+        ("cpu-8", "mesh.shape={tensors: 2}", ["mesh.shape", "tensors", "tensor"]),
+        ("cpu-8", "mesh.shape={tensor: 8}", ["attention.key.weight", "(kv) is not divisible", "4 over 8 devices"]),
+        (
+            "cpu-8",
+            f"{LAYER}.attention.kernel=cudnn",
+            ["the attention kernel 'cudnn'", "runs on gpu, not on cpu", "fix"],
+        ),
+        ("cpu-8", f"{LAYER}.attention.kernel=cudn", ["unknown attention kernel 'cudn'", "did you mean: cudnn"]),
+    ],
+)
+def test_it_says_what_is_wrong(target, setting, said):
+    words = ["--set", "model.decoder.num_layers=1", *(("--set", setting) if setting else ())]
+    error = refused("quickstart", "--target", target, *words)
+    assert not [s for s in said if s not in error], error
+
+
+@pytest.mark.parametrize(
+    ("target", "module", "extra"),
+    [
+        ("tpu-v5p-8", "axlearn_plugins_tpu.topology.find_spec", "pip install 'axlearn-plugins-tpu[compile]'"),
+        ("h100-8x1", "importlib.util.find_spec", "pip install 'axlearn-plugins-gpu[compile]'"),
+    ],
+)
+def test_without_a_compiler_it_says_what_to_install(monkeypatch, target, module, extra):
+
+    found = importlib.util.find_spec
+
+    def without_compilers(name, *rest):
+        return None if name in ("libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin") else found(name, *rest)
+
+    monkeypatch.setattr(module, without_compilers)
+    error = refused("quickstart", "--target", target, "--set", "model.decoder.num_layers=1")
+    assert f"compiling for '{target}' needs" in error
+    assert extra in error
