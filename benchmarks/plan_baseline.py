@@ -27,9 +27,11 @@ def described(compiled, jaxpr, places, seconds):
 
     module = parse(compiled.as_text())
     stats, found = compiled.memory_analysis(), collectives(module, places)
-    kinds = {}
+    kinds, each = {}, {}
     for c in found:
         kinds[c.kind] = kinds.get(c.kind, 0) + c.bytes
+        size = f"{c.kind} of {c.operand_bytes / 2**20:.4g} MiB x {c.times:.0f}"
+        each[size] = each.get(size, 0) + c.bytes
     return {
         "flops": sum(w.flops for w in works(jaxpr.jaxpr)),
         "argument_bytes": stats.argument_size_in_bytes,
@@ -37,6 +39,7 @@ def described(compiled, jaxpr, places, seconds):
         "bytes": stats.argument_size_in_bytes + stats.temp_size_in_bytes,
         "collective_bytes": sum(by_axes(found).values()),
         "collectives": kinds,
+        "each_collective": each,
         "hbm_traffic_bytes": hbm_bytes(module),
         "compile_seconds": seconds,
     }
@@ -82,6 +85,14 @@ def baseline(layers):
     return described(compiled, traced.jaxpr, places, seconds)
 
 
+def differences(ours, baseline):
+    """What one sends and the other does not, by kind, size and how often."""
+    for size in sorted(ours.keys() | baseline.keys(), key=lambda s: -abs(ours.get(s, 0) - baseline.get(s, 0))):
+        more = ours.get(size, 0) - baseline.get(size, 0)
+        if abs(more) > 1e6:
+            yield f"{'ours' if more > 0 else 'baseline'} sends {abs(more) / 1e9:.3f} GB more by {size}"
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, help="of both models; default: 80")
@@ -106,6 +117,8 @@ def main():
     for key in ("flops", "bytes", "argument_bytes", "temporary_bytes", "collective_bytes", "hbm_traffic_bytes"):
         a, b = found["ours"][key], found["baseline"][key]
         print(f"{key:18} ours {a:.6g}  baseline {b:.6g}  ratio {a / b:.4f}")
+    for line in differences(found["ours"]["each_collective"], found["baseline"]["each_collective"]):
+        print(line)
     for name, figures in found.items():
         sent = ", ".join(f"{k} {v / 2**30:.3g} GiB" for k, v in sorted(figures["collectives"].items()))
         print(f"{name:9} sends {sent}; compiled in {figures['compile_seconds']:.0f} s")

@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,6 +102,7 @@ def lines(row: Row, plan: dict) -> list[str]:
     for system, seconds, mfu in row.published:
         found.append("    published " + compared(system, seconds, mfu, plan))
     found += [f"    note: {note}" for note in plan["notes"]]
+    found.append(f"    compiled in {plan['compile_seconds']:.0f} s")
     return found
 
 
@@ -144,13 +146,15 @@ def main():
         [sys.executable, "-m", "axlearn_core", "experiments", "list", "--json"], capture_output=True, text=True
     )
     installed = {e["name"] for e in json.loads(known.stdout)}
-    plans = []
+    plans, started = [], time.perf_counter()
     for row in ROWS:
         if args.only not in f"{row.model} {row.target} {row.note}":
             continue
         plan = measure(row) if row.model in installed else {"error": f"the experiment {row.model} is not installed"}
         print("\n".join(lines(row, plan)), flush=True)
         plans.append({"model": row.model, "target": row.target, "note": row.note, **plan})
+    load = ", ".join(f"{n:.1f}" for n in os.getloadavg())
+    print(f"{len(plans)} rows in {time.perf_counter() - started:.0f} s on {os.cpu_count()} cores; load {load}")
     if args.json:
         args.json.write_text(json.dumps(plans, indent=1))
 

@@ -3,7 +3,9 @@
 Within a slice parameters are sharded over all chips (FSDP), whose links keep up with it; across slices, over the slower
 network, replicas only sum their gradients. A v5e or v6e chip has a third of the memory of a v5p chip or less, so that there
 activations go to the host's memory, or are computed again: with what attention computes on the host, Llama 2 7B at four rows of
-4,096 tokens per chip still has temporaries of 17.3 GiB on the chip, too many for a v5e.
+4,096 tokens per chip still has temporaries of 17.3 GiB on the chip, too many for a v5e. A v5e chip multiplies 8-bit integers
+twice as fast as bfloat16, so that there the linear maps are quantized, as AXLearn does (arXiv 2507.05411); `--without quantization`
+takes that back.
 """
 
 from axlearn_core.contracts.mesh import MeshRule, Size
@@ -32,11 +34,11 @@ POLICIES = (
 FSDP: dict[str, Size] = {"data": "domains", "fsdp": -1}
 BASE = ("scan", "precision:dtype=bfloat16")
 LARGE_MEMORY = ("tpu-v4", "tpu-v5p", "tpu-7x")
-SMALL_MEMORY = ("tpu-v5e", "tpu-v6e")
 
 RULES = (
     *(MeshRule(target=f"{t}*", shape=FSDP, features=(*BASE, "remat:policy=tpu-attention")) for t in LARGE_MEMORY),
-    *(MeshRule(target=f"{t}*", shape=FSDP, features=(*BASE, "remat:policy=full")) for t in SMALL_MEMORY),
+    MeshRule(target="tpu-v5e*", shape=FSDP, features=(*BASE, "remat:policy=full", "quantization:format=int8")),
+    MeshRule(target="tpu-v6e*", shape=FSDP, features=(*BASE, "remat:policy=full")),
     MeshRule(
         target="tpu-v6e*",
         parameters=(1e9, 20e9),

@@ -1,5 +1,7 @@
 """Eight devices give the loss, the summaries and the gradients of one."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -126,3 +128,19 @@ def test_experts_that_the_mesh_does_not_divide_are_named():
     assert "feed_forward" in str(error.value)
     assert "is not divisible by the mesh axes expert" in str(error.value)
     assert "fix: change mesh.shape" in str(error.value)
+
+
+def test_the_parameters_of_experts_are_sent_in_the_dtype_that_they_compute_in():
+    layer = MixtureOfExperts.Config(num_experts=4, hidden_dim=24)
+    functional = Functional.of(layer, input_dim=16, precision=Precision(compute="bfloat16"))
+    mesh = Mesh(shape={"fsdp": 8})
+    layout = Layout(make_mesh(mesh), mesh)
+
+    def loss(params, x):
+        with sharding.logical_rules(layout.mesh, layout.rules):
+            return jnp.sum(functional.bind(params)(x).astype(jnp.float32))
+
+    x = jax.ShapeDtypeStruct((8, 6, 16), jnp.bfloat16)
+    jaxpr = str(jax.make_jaxpr(jax.grad(loss))(functional.abstract, x))
+    sent = re.findall(r":(\w+)\[[\d,]*\] = (?:all_gather|reduce_scatter)\[", jaxpr)
+    assert sent == ["bf16"] * 6  # three matrices, and their gradients

@@ -38,6 +38,17 @@ def test_how_experiments_are_laid_out(experiment, target, shape, remat):
     assert get(resolved.config, "model.param_dtype") == "float32"
 
 
+@pytest.mark.parametrize(
+    ("target", "words", "quantized"),
+    [("tpu-v5e-256", {}, True), ("tpu-v5e-256", {"without": ["quantization"]}, False), ("tpu-v6e-256", {}, False)],
+)
+def test_linear_maps_are_quantized_on_v5e(target, words, quantized):
+    pytest.importorskip("axlearn_plugins_quantization", reason="needs axlearn-plugins-quantization")
+    resolved = resolve("llama2-7b", target=target, **words)
+    kind = type(get(resolved.config, "model.decoder.layer.feed_forward.up")).__qualname__
+    assert kind == ("QuantizedLinear.Config" if quantized else "Linear.Config")
+
+
 def test_what_the_user_says_of_remat_wins():
     resolved = resolve("llama2-7b", target="tpu-v5p-512", with_=["remat:save=[query]"])
     assert get(resolved.config, "model.decoder.stack.remat.save") == ("query",)

@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from axlearn_core.nn import sharding
+from axlearn_core.nn.linear import Linear
 from axlearn_plugins_moe.experts import Experts
 from axlearn_plugins_moe.routing import Routing
 
@@ -45,6 +46,10 @@ class _Parameters:
     def __init__(self, experts: Experts):
         parts = {n: nnx.split(m) for n, m in experts._asdict().items() if n != "num_experts" and m is not None}
         self._graphs = {n: graph for n, (graph, _) in parts.items()}
+        # A linear map computes with its parameters in the compute dtype: they and their gradients are sent in that.
+        self.sent = {
+            n: m.precision.compute if _is_linear(m) else None for n, m in experts._asdict().items() if n in parts
+        }
         self._flat = {n: nnx.to_flat_state(state) for n, (_, state) in parts.items()}
         self.arrays = {n: [v.get_value() for _, v in flat] for n, flat in self._flat.items()}
         # A layer of a stack has its own part of the parameters, under the names of the whole: theirs are the last.
@@ -57,6 +62,10 @@ class _Parameters:
         """Of each logical axis."""
         pairs = [(a, x) for n in self.arrays for a, x in zip(self.axes[n], self.arrays[n], strict=True)]
         return {name: size for axes, x in pairs for name, size in zip(axes, x.shape, strict=True) if name}
+
+    def in_sent(self, arrays: Mapping[str, list[jax.Array]]) -> dict[str, list[jax.Array]]:
+        """The arrays in the dtype that devices send them in."""
+        return {n: [a if self.sent[n] is None else a.astype(self.sent[n]) for a in of] for n, of in arrays.items()}
 
     def each(self, function: Callable[..., Any], *trees: Any) -> dict[str, list[Any]]:
         """`function(axes, *leaves)` of each array."""
@@ -72,6 +81,10 @@ class _Parameters:
             values = [(path, v.replace(x)) for (path, v), x in zip(flat, arrays[n], strict=True)]
             made[n] = nnx.merge(self._graphs[n], nnx.from_flat_state(values))
         return Experts(**made, num_experts=count)
+
+
+def _is_linear(module: Any) -> bool:
+    return getattr(type(module), "grouped", None) is Linear.grouped
 
 
 class _Axes:
@@ -131,7 +144,7 @@ def over_devices(local: Local, x: jax.Array, routing: Routing, experts: Experts,
         return lax.all_gather(array, axes.embed, axis=names.index("embed"), tiled=True)
 
     def run(x: jax.Array, routing: Routing, arrays: Any) -> jax.Array:
-        arrays = parameters.each(whole, arrays)
+        arrays = parameters.each(whole, parameters.in_sent(arrays))
         if exchange and not sends:
             x, routing = jax.tree.map(lambda a: lax.all_gather(a, exchange, axis=0, tiled=True), (x, routing))
         routing = jax.tree.map(lambda a: a.reshape(a.shape[0], -1), routing)

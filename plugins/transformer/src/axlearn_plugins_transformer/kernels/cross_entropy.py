@@ -15,6 +15,8 @@ from axlearn_core.contracts.kernels import OpRequest
 from axlearn_core.kernels import selection
 from axlearn_core.nn.sharding import constrain, placement
 
+WEIGHT_AXES = ("embed", "vocab")
+
 
 class Options(NamedTuple):
     """The static options of the op.
@@ -176,7 +178,8 @@ def _forward(
         to_weight = lax.optimization_barrier(to_weight)
         return (loss, entropy), (to_hidden, to_weight[0].astype(weight.dtype))
     # The weight is gathered before the loop, and each device sums the gradient of its rows: chunks send nothing of either.
-    cast, parts = constrain(cast, None, "activation_vocab"), _row_shards(hidden.shape[0])
+    # First laid out as it is kept: otherwise XLA gathers it before the cast.
+    cast, parts = constrain(constrain(cast, *WEIGHT_AXES), None, "activation_vocab"), _row_shards(hidden.shape[0])
 
     def step(total: tuple[jax.Array, ...], chunk: _Chunk) -> tuple[tuple[jax.Array, ...], jax.Array]:
         loss, entropy, to_hidden, to_weight = _gradients(chunk, cast, options, parts)
@@ -186,7 +189,9 @@ def _forward(
     zeros = constrain(jnp.zeros((parts, *weight.shape), jnp.float32), "batch", None, "activation_vocab")
     total, to_hidden = lax.scan(step, (zero, zero, zeros), chunks)
     to_hidden = jnp.moveaxis(to_hidden, 0, 1).reshape(hidden.shape[0], -1, hidden.shape[2])[:, : hidden.shape[1]]
-    return (total[0], total[1]), (to_hidden, _summed(total[2], options).astype(weight.dtype))
+    # Before the layers' backward pass: XLA would hold what each device has summed until after it.
+    to_hidden, to_weight = lax.optimization_barrier((to_hidden, _summed(total[2], options)))
+    return (total[0], total[1]), (to_hidden, to_weight.astype(weight.dtype))
 
 
 def _summed(to_weight: jax.Array, options: Options) -> jax.Array:
@@ -194,7 +199,8 @@ def _summed(to_weight: jax.Array, options: Options) -> jax.Array:
     if to_weight.shape[0] == 1:
         return to_weight[0]
     to_weight = to_weight.astype(options.dtype)
-    return lax.reduce(to_weight, jnp.zeros((), to_weight.dtype), lax.add, (0,))  # `jnp.sum` would send float32
+    to_weight = lax.reduce(to_weight, jnp.zeros((), to_weight.dtype), lax.add, (0,))  # `jnp.sum` would send float32
+    return constrain(to_weight, *WEIGHT_AXES)
 
 
 def _backward(options: Options, kept: tuple[jax.Array, jax.Array], cotangents: tuple[jax.Array, jax.Array]) -> Any:
