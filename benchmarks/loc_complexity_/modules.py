@@ -124,7 +124,7 @@ FEED_FORWARDS = (
 EXPERIMENT = '''"""Experiment {j}: {layers} layers of width {width}, {optimizer} at {rate}."""
 
 from axlearn_core.learn import AdamW, Learner
-from axlearn_core.nn.stack import Stack
+from axlearn_plugins_transformer.stack import Stack
 from axlearn_core.train import Trainer
 from axlearn_plugins_optimizers.muon import Muon
 from axlearn_plugins_text import LanguageModelInput, StandardLibrary, TokenizerJson

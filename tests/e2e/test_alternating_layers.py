@@ -6,7 +6,6 @@ import axlearn_core as ax
 from axlearn_core.compose import Functional
 from axlearn_core.config import find
 from axlearn_core.errors import AxlearnError
-from axlearn_core.nn.alternate import Alternate
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_attention.alibi import Alibi
@@ -14,6 +13,7 @@ from axlearn_plugins_lora.linear import LoraLinear
 from axlearn_plugins_moe.layer import MixtureOfExperts
 from axlearn_plugins_quantization.linear import QuantizedLinear
 from axlearn_plugins_rope.rotary import RotaryEmbedding
+from axlearn_plugins_transformer.alternate import Alternate
 
 LAYER = "model.decoder.layer"
 ROPE = {"type": "rope"}

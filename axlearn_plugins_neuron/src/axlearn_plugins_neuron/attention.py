@@ -19,10 +19,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from axlearn_core.contracts.kernels import OpRequest
-from axlearn_core.nn import sharding
 from axlearn_plugins_neuron.sdk import missing
 from axlearn_plugins_transformer.kernels.bias import Bias
 from axlearn_plugins_transformer.kernels.masks import And, Causal, Full, Mask
+from axlearn_plugins_transformer.kernels.per_device import per_device
 
 TILES = (2048, 1024, 512)
 """Keys that the forward kernel takes at a time: the largest that divides their number."""
@@ -78,7 +78,7 @@ class _Flash:
             key, value = jnp.repeat(key, repeats, axis=2), jnp.repeat(value, repeats, axis=2)
         rows = None if hidden is None else ("batch" if hidden.shape[0] > 1 else None, None, None)
         run = functools.partial(_attend, static=static)
-        return sharding.per_device(run, [HEADS, HEADS, HEADS, rows], HEADS)(query, key, value, hidden)
+        return per_device(run, [HEADS, HEADS, HEADS, rows], HEADS)(query, key, value, hidden)
 
 
 NKI_FLASH = _Flash()

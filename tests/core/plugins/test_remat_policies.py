@@ -10,9 +10,9 @@ from jax.ad_checkpoint import print_saved_residuals
 from axlearn_core.config import check
 from axlearn_core.errors import ConfigError, PluginError, RequestError
 from axlearn_core.nn.remat import Remat, tag
-from axlearn_core.nn.stack import Stack
 from axlearn_plugins_features.remat import UseRemat
 from axlearn_plugins_features.remat_tags import RematPolicyTags
+from axlearn_plugins_transformer.stack import Stack
 
 POLICY = """
 from axlearn_core.contracts.remat import RematPolicy

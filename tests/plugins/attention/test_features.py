@@ -11,7 +11,6 @@ from flax import nnx
 
 from axlearn_core.config import Decoder, diff, encode, get, patch
 from axlearn_core.errors import ConfigError, RequestError
-from axlearn_core.nn.alternate import Alternate, layer_configs
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_attention.alibi import Alibi
@@ -22,6 +21,7 @@ from axlearn_plugins_attention.latent_cache import ContiguousLatentCache
 from axlearn_plugins_attention.mla import UseLatentAttention
 from axlearn_plugins_rope.feature import Rope
 from axlearn_plugins_rope.rotary import RotaryEmbedding
+from axlearn_plugins_transformer.alternate import Alternate, layer_configs
 from axlearn_plugins_transformer.attention import window_of
 from axlearn_plugins_transformer.generate import generate
 from axlearn_plugins_transformer.norm import RMSNorm

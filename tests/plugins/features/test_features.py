@@ -8,7 +8,6 @@ from axlearn_core.config import Decoder, Node, diff, encode, find, get, node, pa
 from axlearn_core.errors import ConfigError, RequestError
 from axlearn_core.learn import AdamW, Cosine, Learner, ParameterRule
 from axlearn_core.nn.remat import Remat
-from axlearn_core.nn.stack import Stack
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_features.ema import Ema
@@ -22,6 +21,7 @@ from axlearn_plugins_features.replace import Replace
 from axlearn_plugins_features.scan import Scan
 from axlearn_plugins_transformer.feed_forward import PlainFeedForward
 from axlearn_plugins_transformer.norm import LayerNorm, RMSNorm
+from axlearn_plugins_transformer.stack import Stack
 
 NAMES = registry()
 EXPERIMENTS = (

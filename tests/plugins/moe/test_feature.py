@@ -4,7 +4,6 @@ import axlearn_core as ax
 from axlearn_core.config import Configurable, Scaled, diff, find, node, patch
 from axlearn_core.errors import ConfigError, RequestError
 from axlearn_core.learn import Learner, ParameterRule
-from axlearn_core.nn.alternate import Alternate
 from axlearn_core.nn.linear import Linear
 from axlearn_core.plugins.registry import registry
 from axlearn_plugins_moe.dispatch import CapacityDispatch, DroplessDispatch
@@ -12,6 +11,7 @@ from axlearn_plugins_moe.feature import BALANCED, MoE
 from axlearn_plugins_moe.layer import MixtureOfExperts
 from axlearn_plugins_moe.optimizers import SignDescent
 from axlearn_plugins_moe.routers import ExpertChoiceRouter, SigmoidRouter, SoftmaxRouter
+from axlearn_plugins_transformer.alternate import Alternate
 from axlearn_plugins_transformer.attention import Attention
 from axlearn_plugins_transformer.causal_lm import CausalLM
 from axlearn_plugins_transformer.feed_forward import GatedFeedForward, PlainFeedForward

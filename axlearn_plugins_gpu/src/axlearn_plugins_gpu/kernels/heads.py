@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from axlearn_core.nn import sharding
+from axlearn_plugins_transformer.kernels.per_device import per_device
 
 QUERY = ("batch", None, "activation_heads", None)
 
@@ -32,4 +33,4 @@ def by_heads(
         if repeats > 1:
             key, value = jnp.repeat(key, repeats, axis=2), jnp.repeat(value, repeats, axis=2)
     rows = [None if x is None else ("batch" if x.shape[0] > 1 else None, *(None,) * (x.ndim - 1)) for x in by_row]
-    return sharding.per_device(run, [QUERY, QUERY, QUERY, *rows], QUERY)(query, key, value, *by_row)
+    return per_device(run, [QUERY, QUERY, QUERY, *rows], QUERY)(query, key, value, *by_row)

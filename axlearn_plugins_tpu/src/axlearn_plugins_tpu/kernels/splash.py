@@ -18,9 +18,10 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from axlearn_core.contracts.kernels import OpRequest
 from axlearn_core.kernels import selection
 from axlearn_core.nn.remat import tag
-from axlearn_core.nn.sharding import per_device, placement
+from axlearn_core.nn.sharding import placement
 from axlearn_plugins_tpu.kernels.blocks import LANES, SPLASH, SplashBlocks, fitting, narrowed
 from axlearn_plugins_transformer.kernels.masks import Causal, Mask, Or, Prefix, Segments, SlidingWindow
+from axlearn_plugins_transformer.kernels.per_device import per_device
 
 RESIDUALS = "attention_residuals"
 """The tag of what the backward kernel needs of the forward one: the result [N, S, V], and log Z [N, S] in float32."""

@@ -7,8 +7,8 @@ import attrs
 from axlearn_core.config import Node, node, setting
 from axlearn_core.config.tree import children, join, with_children
 from axlearn_core.errors import ConfigError, Problem
-from axlearn_core.nn.alternate import Alternate
 from axlearn_core.plugins.feature import Feature
+from axlearn_plugins_transformer.alternate import Alternate
 
 Tree = TypeVar("Tree", bound=Node[Any])
 

@@ -20,7 +20,7 @@ from flax import nnx
 
 from axlearn_core.compose import Functional
 from axlearn_core.errors import ConfigError, Problem, nearest
-from axlearn_core.nn.stack import MixedLayers
+from axlearn_plugins_transformer.stack import MixedLayers
 
 LAYER = "layer"
 """The placeholder of the layer's number in names of tensors."""

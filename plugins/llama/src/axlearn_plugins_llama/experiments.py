@@ -6,7 +6,6 @@ The large ones leave open what only a user knows: `input.source.paths` and `inpu
 from axlearn_core.checkpoint import OrbaxCheckpointer
 from axlearn_core.learn import AdamW, Cosine, Learner, WarmupStableDecay
 from axlearn_core.nn.remat import Remat
-from axlearn_core.nn.stack import Stack
 from axlearn_core.train import LossEvaluator, Trainer
 from axlearn_core.train.trackers import ConsoleTracker, JsonlTracker
 from axlearn_plugins_optimizers.muon import Muon
@@ -19,6 +18,7 @@ from axlearn_plugins_transformer.causal_lm import CausalLM
 from axlearn_plugins_transformer.embedding import Head
 from axlearn_plugins_transformer.feed_forward import GatedFeedForward
 from axlearn_plugins_transformer.norm import RMSNorm
+from axlearn_plugins_transformer.stack import Stack
 from axlearn_plugins_transformer.transformer import Decoder, TransformerLayer
 
 TRACKERS = (ConsoleTracker.Config(), JsonlTracker.Config(), TensorBoardTracker.Config())

@@ -11,13 +11,13 @@ from axlearn_core.config.node import hints_of, is_interface
 from axlearn_core.config.tree import children, join, with_children
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.learn.learner import Learner, ParameterRule
-from axlearn_core.nn.alternate import Alternate
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_moe.dispatch import Dispatch
 from axlearn_plugins_moe.layer import MixtureOfExperts
 from axlearn_plugins_moe.optimizers import SignDescent
 from axlearn_plugins_moe.routers import SigmoidRouter
 from axlearn_plugins_moe.routing import Router
+from axlearn_plugins_transformer.alternate import Alternate
 from axlearn_plugins_transformer.feed_forward import FeedForward, GatedFeedForward, PlainFeedForward
 
 Tree = TypeVar("Tree", bound=Node[Any])

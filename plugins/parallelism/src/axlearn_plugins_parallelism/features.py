@@ -8,10 +8,10 @@ import attrs
 from axlearn_core.config import REQUIRED, Node, get, map, node, patch, setting
 from axlearn_core.contracts.mesh import DEFAULT_RULES
 from axlearn_core.errors import ConfigError, Problem
-from axlearn_core.nn.stack import Stack
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_moe.dispatch import DroplessDispatch
 from axlearn_plugins_parallelism.pipeline import AXIS, PipelinedStack
+from axlearn_plugins_transformer.stack import Stack
 
 Tree = TypeVar("Tree", bound=Node[Any])
 

@@ -22,8 +22,8 @@ from axlearn_core.nn import summaries
 from axlearn_core.nn.layer import Context
 from axlearn_core.nn.remat import Remat
 from axlearn_core.nn.sharding import Placement, constrain, logical_rules, placement
-from axlearn_core.nn.stack import MixedLayers, Stack
 from axlearn_plugins_parallelism.schedule import Schedule
+from axlearn_plugins_transformer.stack import MixedLayers, Stack
 
 AXIS = "pipeline"
 RESIDUAL = ("batch", "residual_sequence", "activation_embed")

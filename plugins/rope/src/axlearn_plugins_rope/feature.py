@@ -6,10 +6,10 @@ import attrs
 
 from axlearn_core.config import Node, map, node, setting
 from axlearn_core.errors import ConfigError, Problem
-from axlearn_core.nn.alternate import Alternate
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_rope.rotary import RotaryEmbedding
 from axlearn_plugins_rope.scaling import Scaling
+from axlearn_plugins_transformer.alternate import Alternate
 
 Tree = TypeVar("Tree", bound=Node[Any])
 

@@ -22,8 +22,8 @@ from flax import nnx
 
 from axlearn_core.compose import Functional
 from axlearn_core.errors import CheckpointError
-from axlearn_core.nn.stack import MixedLayers
 from axlearn_core.plugins.feature import Feature
+from axlearn_plugins_transformer.stack import MixedLayers
 
 Params = dict[str, Any]
 

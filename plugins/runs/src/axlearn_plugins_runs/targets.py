@@ -5,7 +5,7 @@ from typing import Any
 
 from axlearn_core.config.tree import children, matches
 from axlearn_core.errors import ConfigError, Problem, nearest
-from axlearn_core.nn.alternate import Alternate
+from axlearn_plugins_transformer.alternate import Alternate
 
 
 def slot_path(tree: Any, path: str) -> str:

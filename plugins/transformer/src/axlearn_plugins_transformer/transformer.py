@@ -12,11 +12,11 @@ from axlearn_core.config import REQUIRED, Node, interface, node, setting
 from axlearn_core.errors import Problem
 from axlearn_core.nn.layer import Context, Layer, Precision
 from axlearn_core.nn.sharding import constrain
-from axlearn_core.nn.stack import LayerStack, Stack, StackLayer, each_layer, unstack
 from axlearn_plugins_transformer.attention import Attention, AttentionLayer
 from axlearn_plugins_transformer.embedding import Embedding, OutputHead, PositionEmbedding, TokenEmbedding
 from axlearn_plugins_transformer.feed_forward import FeedForward, GatedFeedForward
 from axlearn_plugins_transformer.norm import Norm, RMSNorm
+from axlearn_plugins_transformer.stack import LayerStack, Stack, StackLayer, each_layer, unstack
 
 RESIDUAL = ("batch", "residual_sequence", "activation_embed")
 """The logical axes of what goes from block to block."""

@@ -11,10 +11,10 @@ from jax import lax
 
 from axlearn_core.config import Configurable, Node, node
 from axlearn_core.nn import summaries
-from axlearn_core.nn.alternate import Plan, layer_configs, plan
 from axlearn_core.nn.layer import Context
 from axlearn_core.nn.remat import Remat
 from axlearn_core.nn.sharding import constrain
+from axlearn_plugins_transformer.alternate import Plan, layer_configs, plan
 
 
 class StackLayer(Protocol):

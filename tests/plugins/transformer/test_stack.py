@@ -9,11 +9,11 @@ from flax import nnx
 from axlearn_core.config import REQUIRED, interface, node, patch, replace_config
 from axlearn_core.errors import ConfigError, RequestError
 from axlearn_core.nn import summaries
-from axlearn_core.nn.alternate import Alternate, Plan, layer_configs, plan
 from axlearn_core.nn.layer import Context, Layer, Precision
 from axlearn_core.nn.linear import Linear
 from axlearn_core.nn.remat import Remat, tag
-from axlearn_core.nn.stack import MixedLayers, Stack, each_layer, unstack
+from axlearn_plugins_transformer.alternate import Alternate, Plan, layer_configs, plan
+from axlearn_plugins_transformer.stack import MixedLayers, Stack, each_layer, unstack
 
 
 class Wide(Layer):
