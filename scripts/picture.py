@@ -10,8 +10,8 @@ import re
 from importlib.resources import files
 from pathlib import Path
 
-from axlearn_core.train.trackers.common import clock
 from axlearn_plugins_reporting.charts import WIDTH, Series, line_chart, smooth, text
+from axlearn_plugins_reporting.durations import clock
 from axlearn_plugins_reporting.run import Run, points, read_run
 
 OUT = Path(__file__).resolve().parents[1] / "docs/images/quickstart.svg"

@@ -18,6 +18,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "features": ("axlearn_core.cli.features:features", "List features, and show what one does."),
     "plugins": ("axlearn_core.cli.plugins:plugins", "List and examine what is installed."),
 }
+OPEN = ("checkpoint", "plugins")  # below these, plugins add commands of their own
 
 
 class Commands(click.Group):
@@ -25,7 +26,7 @@ class Commands(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """All names, the core's first."""
-        names = {n for n in _plugin_commands() if not n.startswith("checkpoint-")}  # those are below `checkpoint`
+        names = {n for n in _plugin_commands() if n.partition("-")[0] not in OPEN}
         return [*COMMANDS, *sorted(names - COMMANDS.keys())]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -73,6 +74,20 @@ class Commands(click.Group):
         """Runs the command."""
         with _errors():
             return super().invoke(ctx)
+
+
+class Group(click.Group):
+    """Commands below a word: those of the core, and what plugins register as `WORD-NAME`."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """All names."""
+        prefix = f"{self.name}-"
+        plugins = sorted(n.removeprefix(prefix) for n in _plugin_commands() if n.startswith(prefix))
+        return [*super().list_commands(ctx), *plugins]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Imports the command of a plugin."""
+        return super().get_command(ctx, cmd_name) or cli.get_command(ctx, f"{self.name}-{cmd_name}")
 
 
 @contextmanager

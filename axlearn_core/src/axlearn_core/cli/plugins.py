@@ -1,18 +1,21 @@
 """`axlearn plugins`: what is installed, and whether it works."""
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import click
 
 from axlearn_core.cli.common import entry_row, json_option, no_devices, print_json, print_table
+from axlearn_core.cli.main import Group
 from axlearn_core.plugins.registry import GROUPS, registry
 
 
-@click.group()
+@click.group(cls=Group)
 def plugins() -> None:
-    """Distributions that add something to axlearn."""
+    """Distributions that add something to axlearn.
+
+    `new` comes from axlearn-plugins-scaffold.
+    """
 
 
 @plugins.command("list")
@@ -69,25 +72,6 @@ def doctor(as_json: bool) -> None:
         click.echo(f"{len(findings)} examined, {len(bad)} with errors", err=True)
     if any(f.status == "error" for f in findings):
         sys.exit(1)
-
-
-@plugins.command()
-@click.argument("name")
-@click.option("--path", type=click.Path(path_type=Path), help="Where to write it. Default: ./axlearn-plugins-NAME")
-@json_option
-def new(name: str, path: Path | None, as_json: bool) -> None:
-    """Write a plugin package called NAME: a layer, the feature that uses it, tests, entry points."""
-    import importlib_metadata
-
-    from axlearn_core.plugins.scaffold import write_plugin
-
-    folder = path or Path(f"axlearn-plugins-{name}")
-    written = write_plugin(name, folder, registry(), importlib_metadata.version("axlearn-core"))
-    if as_json:
-        print_json([{"name": str(file)} for file in written])
-        return
-    click.echo("\n".join(map(str, written)))
-    click.echo(f'try next:\n  pip install -e "{folder}[test]"\n  pytest {folder}', err=True)
 
 
 def _distributions() -> list[dict[str, Any]]:

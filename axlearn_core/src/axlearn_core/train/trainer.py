@@ -25,7 +25,7 @@ from axlearn_core.train.loop import Loop, TrainLoop
 from axlearn_core.train.run_dir import RunDir, lock_drift
 from axlearn_core.train.session import Session, say
 from axlearn_core.train.step import make_steps
-from axlearn_core.train.trackers import ConsoleTracker, JsonlTracker
+from axlearn_core.train.trackers import JsonlTracker, LinesTracker
 
 
 @attrs.frozen
@@ -58,7 +58,7 @@ class Trainer(Configurable):
         checkpointer: Node[Checkpointer] = OrbaxCheckpointer.Config()
         mesh: Mesh = Mesh()
         distributed: Distributed = Distributed()
-        trackers: tuple[Node[Tracker], ...] = (ConsoleTracker.Config(), JsonlTracker.Config())
+        trackers: tuple[Node[Tracker], ...] = (LinesTracker.Config(), JsonlTracker.Config())
         loop: Node[Loop] = TrainLoop.Config()
         profiler: Node[Any] | None = None
         max_steps: int = setting(default=REQUIRED, ge=1)

@@ -7,8 +7,9 @@ from axlearn_core.checkpoint import OrbaxCheckpointer
 from axlearn_core.learn import AdamW, Cosine, Learner, WarmupStableDecay
 from axlearn_core.nn.remat import Remat
 from axlearn_core.train import LossEvaluator, Trainer
-from axlearn_core.train.trackers import ConsoleTracker, JsonlTracker
+from axlearn_core.train.trackers import JsonlTracker
 from axlearn_plugins_optimizers.muon import Muon
+from axlearn_plugins_reporting.console import ConsoleTracker
 from axlearn_plugins_reporting.tensorboard import TensorBoardTracker
 from axlearn_plugins_rope.rotary import RotaryEmbedding
 from axlearn_plugins_text import Files, LanguageModelInput, StandardLibrary, TokenizerJson

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from axlearn_core.train.run_dir import write_whole
-from axlearn_core.train.trackers.common import clock, writing
+from axlearn_core.train.trackers.common import writing
 from axlearn_plugins_reporting.charts import Series, histogram, line_chart, short, smooth, text
+from axlearn_plugins_reporting.durations import clock
 from axlearn_plugins_reporting.run import Run, names, number, points, read_run
 
 _CHARTED = ("loss", "step_seconds", "tokens_per_second")

@@ -1,6 +1,6 @@
 """Trackers: where a run's scalars and samples go. Each meets `axlearn_core.contracts.parts.Tracker`."""
 
-from axlearn_core.train.trackers.console import ConsoleTracker
 from axlearn_core.train.trackers.jsonl import JsonlTracker
+from axlearn_core.train.trackers.lines import LinesTracker
 
-__all__ = ["ConsoleTracker", "JsonlTracker"]
+__all__ = ["JsonlTracker", "LinesTracker"]

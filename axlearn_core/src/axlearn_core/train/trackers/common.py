@@ -30,10 +30,3 @@ def printable(text: str) -> str:
     return "".join(
         c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cs") else "\N{REPLACEMENT CHARACTER}" for c in text
     )
-
-
-def clock(seconds: float) -> str:
-    """A duration as `m:ss` or `h:mm:ss`."""
-    minutes, rest = divmod(round(max(seconds, 0.0)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

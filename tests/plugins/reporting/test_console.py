@@ -6,8 +6,9 @@ import re
 import pytest
 from rich.console import Console
 
-from axlearn_core.train.trackers import ConsoleTracker
-from axlearn_core.train.trackers.common import clock, printable
+from axlearn_core.train.trackers.common import printable
+from axlearn_plugins_reporting.console import ConsoleTracker
+from axlearn_plugins_reporting.durations import clock
 
 INFO = {"experiment": "quickstart", "parameters": 2_600_000, "devices": 1, "max_steps": 400, "start_step": 0}
 VALUES = {"loss": 7.625, "tokens_per_second": 8012.3, "mfu": 0.412, "step_seconds": 0.25, "grad_norm": 1.0}

@@ -5,16 +5,18 @@ import jax.numpy as jnp
 import pytest
 from click.testing import CliRunner
 
+from axlearn_core.checkpoint import OrbaxCheckpointer
 from axlearn_core.cli.main import cli
 
 
 @pytest.fixture
-def run_dir(make, tmp_path):
+def run_dir(tmp_path):
     (tmp_path / "config.yaml").write_text("resolved: true\ncheckpointer: {type: orbax, uri: null}\n")
-    one = make()
+    one = OrbaxCheckpointer.Config().build(directory=tmp_path / "checkpoints")
     for step in (10, 20):
         one.save(step, {"params": {"w": jnp.ones((3, 4))}, "step": jnp.int32(step)}, metrics={"eval_loss": 0.5})
     one.wait()
+    one.close()
     return tmp_path
 
 

@@ -1,0 +1,1 @@
+"""`axlearn plugins new`: a plugin package to begin with."""
