@@ -1,6 +1,10 @@
+import re
+
 import pytest
+from click.testing import CliRunner
 
 import axlearn_core as ax
+from axlearn_core.cli.main import cli
 from axlearn_core.config import Configurable, Scaled, diff, find, node, patch
 from axlearn_core.errors import ConfigError, RequestError
 from axlearn_core.learn import Learner, ParameterRule
@@ -188,3 +192,26 @@ def test_all_names_are_registered():
         assert names.component(name) is cls
         assert names.name_of(cls) == name
     assert names.feature("moe") is MoE
+
+
+@pytest.mark.parametrize(
+    ("with_", "more", "message"),
+    [
+        (
+            "moe:num_experts=8",
+            ["--set", "mesh.shape.expert=3"],
+            r"\(experts\) is not divisible[\s\S]*got: 8 over 3 dev",
+        ),
+        ("moe:num_experts=6", ["--set", "mesh.shape.expert=-1", "--target", "cpu-8"], r"got: 6 over 8 devices\s*fix: "),
+        ("moe:num_experts=8", ["--set", "mesh.shape.expert=4"], ""),
+        (
+            "moe:num_experts=4,top_k=5",
+            [],
+            r"feed_forward.top_k: a token cannot use more experts than there are[\s\S]*fix:",
+        ),
+    ],
+)
+def test_config_check_finds_experts_that_do_not_fit(with_, more, message):
+    done = CliRunner().invoke(cli, ["config", "check", "quickstart", "--with", with_, *more])
+    assert done.exit_code == (2 if message else 0), done.stderr
+    assert re.search(message, done.stderr), done.stderr

@@ -103,9 +103,14 @@ def explain(request: Request, path: str, as_json: bool) -> None:
 @request_options
 @json_option
 def check(request: Request, as_json: bool) -> None:
-    """Check that nothing is missing and that all values fit together. Exit code 2 where they do not."""
+    """Check that nothing is missing, and that all values fit together and the mesh. Exit code 2 where they do not."""
     try:
         resolved = resolve(request).checked()
+        experiment: Any = resolved.config
+        if getattr(getattr(experiment, "mesh", None), "shape", None):
+            from axlearn_core.compose.program import check_layout  # imports JAX
+
+            check_layout(experiment, resolved.machine)
     except ConfigError as error:
         if not as_json:
             raise

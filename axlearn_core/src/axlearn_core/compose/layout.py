@@ -52,7 +52,7 @@ def _on_tpu(shape: Sequence[int], devices: Sequence[Any], domains: int) -> np.nd
 class Layout:
     """Logical axes resolved on one mesh."""
 
-    def __init__(self, mesh: jax.sharding.Mesh, config: Mesh):
+    def __init__(self, mesh: Any, config: Mesh):
         self.mesh = mesh
         self.rules: Mapping[str, tuple[str, ...]] = {**DEFAULT_RULES, **config.rules}
         for axis, size in mesh.shape.items():

@@ -1,6 +1,7 @@
 """A `Program`: one config made ready for one set of devices. The trainer runs the very program that a plan analyses."""
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -173,6 +174,24 @@ def _global(sharding: NamedSharding, value: Any) -> jax.Array:
             whole = multihost_utils.process_allgather(value, tiled=True)
             return jax.make_array_from_callback(shape, sharding, lambda index: whole[index])
     return jax.make_array_from_process_local_data(sharding, value)
+
+
+def check_layout(config: Experiment, machine: Machine | None = None) -> None:
+    """Checks that every parameter can be split over the mesh that the config asks for, without any devices.
+
+    Args:
+        config: of which the mesh says nothing where `mesh.shape` is empty; an axis of -1 counts where there is a machine.
+        machine: how many devices there are.
+
+    Raises:
+        ConfigError: a logical axis has no rule, or a dimension that its mesh axes do not divide.
+    """
+    if shape := config.mesh.shape:
+        sizes = config.mesh.sizes(machine.devices if machine else math.prod(map(abs, shape.values())))
+        layout = Layout(jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes)), config.mesh)
+        model = Functional.of(config.model)
+        for path, array in model.abstract.items():
+            layout.spec(model.axes[path], array.shape, f"model ({path})")
 
 
 def compose(config: Experiment, devices: Sequence[Any] | None = None, *, machine: Machine | None = None) -> Program:
