@@ -5,13 +5,18 @@ import itertools
 
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
+from axlearn_core.nn.layer import Precision
+from axlearn_core.nn.linear import Linear
 from axlearn_core.testing import Case
 from axlearn_plugins_moe.grouped_matmul import grouped_matmul
 from axlearn_plugins_transformer.kernels.attention import attention
 from axlearn_plugins_transformer.kernels.bias import LinearBias
 from axlearn_plugins_transformer.kernels.cross_entropy import Options, cross_entropy
+from axlearn_plugins_transformer.kernels.gated_linear_unit import ACTIVATIONS, gated_linear_unit
 from axlearn_plugins_transformer.kernels.masks import Causal, Full, Prefix, Segments, SlidingWindow
+from axlearn_plugins_transformer.kernels.rms_norm import rms_norm
 
 RNG = np.random.default_rng(0)
 TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2}
@@ -83,4 +88,64 @@ def _grouped():
         )
 
 
-CASES = {"attention": list(_attentions()), "cross_entropy": list(_entropies()), "grouped_matmul": list(_grouped())}
+def _normalized(kernel, x, weight, **options):
+    return rms_norm(x, weight, kernel=kernel, **options)
+
+
+def _norms():
+    options = {"eps": 1e-5, "offset": 0.0}
+    for shape, dtype, offset in (
+        ((2, 16, 32), "float32", 0.0),
+        ((2, 16, 24), "float32", 1.0),
+        ((2, 16, 4, 8), "float32", 0.0),
+        ((2, 16, 32), "bfloat16", 1.0),
+        ((2, 3, 4, 5, 8), "float32", 0.0),
+    ):
+        yield Case(
+            name=f"{'x'.join(map(str, shape))}-offset{offset}-{dtype}",
+            run=functools.partial(_normalized, **options | {"offset": offset}),
+            operands=(normal(*shape, dtype=dtype), normal(shape[-1], dtype=dtype)),
+            tolerance=TOLERANCE[dtype],
+        )
+
+
+def projection(weight, bias=None):
+    """A linear map with these parameters."""
+    dims = {"input_dims": weight.shape[:1], "output_dims": weight.shape[1:]}
+    precision = Precision(str(weight.dtype), str(weight.dtype))
+    config = Linear.Config(bias=bias is not None, **dims)
+    made = config.build(axes=("embed", "mlp"), rngs=nnx.Rngs(0), precision=precision)
+    made.weight = nnx.Param(weight)
+    if bias is not None:
+        made.bias = nnx.Param(bias)
+    return made
+
+
+def gated(kernel, x, gate, up, bias=None, activation="silu"):
+    """The op `gated_linear_unit` of arrays."""
+    return gated_linear_unit(x, projection(gate, bias), projection(up), activation=activation, kernel=kernel)
+
+
+def _gated_units():
+    for activation, hidden, bias, dtype in (
+        *((a, 64, False, "float32") for a in ACTIVATIONS),
+        ("silu", 64, True, "float32"),
+        *((a, 64, False, "bfloat16") for a in ACTIVATIONS),
+        ("silu", 80, False, "bfloat16"),
+    ):
+        more = (normal(hidden, dtype=dtype),) if bias else ()
+        yield Case(
+            name=f"{activation}-{hidden}-{'bias-' if bias else ''}{dtype}",
+            run=functools.partial(gated, activation=activation),
+            operands=(normal(2, 16, 32, dtype=dtype), *(normal(32, hidden, dtype=dtype) / 6 for _ in "gu"), *more),
+            tolerance=TOLERANCE[dtype],
+        )
+
+
+CASES = {
+    "attention": list(_attentions()),
+    "cross_entropy": list(_entropies()),
+    "gated_linear_unit": list(_gated_units()),
+    "grouped_matmul": list(_grouped()),
+    "rms_norm": list(_norms()),
+}

@@ -43,6 +43,21 @@ _KERNELS = (
         platforms=("gpu",),
         load="axlearn_plugins_gpu.kernels.grouped_matmul:TRITON",
     ),
+    # Behind the reference, which XLA fuses: for configs that name them, until measurements on a GPU say more.
+    KernelImplementation(
+        name="tokamax-triton",
+        op="rms_norm",
+        priority=-1,
+        platforms=("gpu",),
+        load="axlearn_plugins_gpu.kernels.rms_norm:TRITON",
+    ),
+    KernelImplementation(
+        name="tokamax-triton",
+        op="gated_linear_unit",
+        priority=-1,
+        platforms=("gpu",),
+        load="axlearn_plugins_gpu.kernels.gated_linear_unit:TRITON",
+    ),
 )
 
 

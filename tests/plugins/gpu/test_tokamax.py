@@ -1,16 +1,36 @@
 """Kernels of tokamax: which calls they take, and that they compile for every GPU."""
 
+import functools
+import sys
+from pathlib import Path
+
+import attrs
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from gpu_programs import compiled
+from jax.experimental import pallas
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "conformance"))
+import cases
+
+from axlearn_core.compose.layout import make_mesh
 from axlearn_core.contracts.kernels import OpRequest
+from axlearn_core.contracts.mesh import DEFAULT_RULES, Mesh
+from axlearn_core.kernels import selection
 from axlearn_core.kernels.selection import Selection
+from axlearn_core.nn.sharding import logical_rules
+from axlearn_core.testing import KernelSuite
 from axlearn_plugins_gpu.chips import CHIPS
+from axlearn_plugins_gpu.hooks import axlearn_kernels
 from axlearn_plugins_gpu.kernels import tokamax
-from axlearn_plugins_gpu.kernels.blocks import GROUPED, grouped
+from axlearn_plugins_gpu.kernels.blocks import GROUPED, WIDEST, gated, grouped, normalized
+from axlearn_plugins_gpu.kernels.gated_linear_unit import TRITON as GATED
 from axlearn_plugins_gpu.kernels.grouped_matmul import TRITON
+from axlearn_plugins_gpu.kernels.rms_norm import TRITON as NORM
 from axlearn_plugins_moe.grouped_matmul import grouped_matmul
+from axlearn_plugins_transformer.kernels.rms_norm import rms_norm
 
 TARGETS = ["h100", *(pytest.param(t, marks=pytest.mark.slow) for t in ("a100", "h200", "b200"))]
 
@@ -70,3 +90,160 @@ def test_grouped_products_compile_forward_and_backward(library, target):
         text, chosen = compiled(grouped_matmul, f"{target}-1x1", *shapes, gradients=gradients)
         assert chosen == ["tokamax-triton"]
         assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == kernels
+
+
+@pytest.fixture
+def interpreted(library, monkeypatch):
+    """Kernels run in Pallas' interpreter."""
+    run = functools.partial(pallas.pallas_call, interpret=True)
+    monkeypatch.setattr(pallas, "pallas_call", run)
+    references = tokamax.module("pallas.block").BlockRefIndexer
+    at = references.__getitem__
+
+    def indexed(self, index):  # the interpreter has no plain integers among slices
+        index = index if isinstance(index, tuple) else (index,)
+        return at(self, tuple(jnp.int32(i) if type(i) is int else i for i in index))
+
+    monkeypatch.setattr(references, "__getitem__", indexed)
+
+
+def here(op):
+    """The plugin's kernels of an op, as if they ran anywhere."""
+    return [attrs.evolve(k, platforms=()) for k in axlearn_kernels(op)]
+
+
+@pytest.mark.usefixtures("interpreted")
+class Interpreted(KernelSuite):
+    """What each kernel of an op keeps, here."""
+
+    name = "tokamax-triton"
+
+    def declared(self, name):
+        return attrs.evolve(super().declared(name), platforms=())
+
+    def _only(self, *implementations):
+        return selection.use(Selection(target="h100", declared=lambda op: implementations if op == self.op else ()))
+
+
+class TestNorm(Interpreted):
+    op = "rms_norm"
+    cases = tuple(cases.CASES["rms_norm"])
+
+
+QUICK = ("silu-64-bfloat16", "silu-64-float32", "relu_squared-64-bfloat16", "silu-80")
+
+
+class TestGated(Interpreted):
+    op = "gated_linear_unit"
+    cases = tuple(c for c in cases.CASES["gated_linear_unit"] if c.name.startswith(QUICK))
+
+
+@pytest.mark.slow
+class TestGatedOnTheOtherCases(Interpreted):
+    op = "gated_linear_unit"
+    cases = tuple(c for c in cases.CASES["gated_linear_unit"] if not c.name.startswith(QUICK))
+
+
+def rows(dims, dtype="bfloat16"):
+    return OpRequest(
+        op="rms_norm",
+        platform="gpu",
+        target="h100",
+        shapes={"x": dims, "weight": dims[-1:]},
+        dtypes={"x": dtype, "weight": dtype},
+        options={"eps": 1e-5, "offset": 0.0},
+        gradients=True,
+    )
+
+
+def test_norm_says_what_it_cannot_do(library):
+    assert NORM.supports(rows((2, 8, WIDEST))) is None
+    assert "16385 numbers is longer than 16384" in NORM.supports(rows((2, 8, WIDEST + 1)))
+    assert "2 to 4 dimensions, not 5" in NORM.supports(rows((2, 2, 2, 2, 8)))
+    assert "float64" in NORM.supports(rows((2, 8, 64), "float64"))
+    assert "is none that it is known" in NORM.supports(attrs.evolve(rows((2, 8, 64)), target="rtx"))
+
+
+def unit(dims=(2, 16, 32), hidden=64, dtype="bfloat16", plain=True, activation="silu"):
+    shapes = {"x": dims, **({"gate": (dims[-1], hidden), "up": (dims[-1], hidden)} if plain else {})}
+    return OpRequest(
+        op="gated_linear_unit",
+        platform="gpu",
+        target="h100",
+        shapes=shapes,
+        dtypes=dict.fromkeys(shapes, dtype),
+        options={"activation": activation, "plain": plain},
+        gradients=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({}, None),
+        ({"plain": False}, "adapters, a bias, quantization"),
+        ({"dtype": "float32"}, "float32; it takes bfloat16"),
+        ({"activation": "gelu"}, "error function"),
+        ({"hidden": 80}, "hidden size on a device, 80, is no multiple of 32"),
+        ({"dims": (2, 16, 40)}, "width on a device, 40, is no multiple of 32"),
+        ({"dims": (1, 16, 32)}, "number of rows on a device, 16, is no multiple of 32"),
+    ],
+)
+def test_a_gated_unit_says_what_it_cannot_do(library, asked, reason):
+    said = GATED.supports(unit(**asked))
+    assert said is None if reason is None else reason in said
+
+
+def test_what_a_device_has_decides(library):
+    with logical_rules(make_mesh(Mesh(shape={"fsdp": 2, "tensor": 4})), DEFAULT_RULES):
+        assert "rows on a device, 16" in GATED.supports(unit((2, 16, 32), 128))
+        assert "hidden size on a device, 16" in GATED.supports(unit((2, 32, 32), 64))
+        assert GATED.supports(unit((2, 32, 32), 128)) is None
+
+
+def test_devices_compute_their_own_rows_and_columns(interpreted):
+    rng = np.random.default_rng(0)
+    x, weight, gate, up = (
+        jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((2, 32, 64), (64,), (64, 128), (64, 128))
+    )
+
+    def loss(kernel, x, weight, gate, up):
+        y = cases.gated(kernel, rms_norm(x, weight, eps=1e-5, kernel=kernel), gate / 8, up / 8)
+        return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    measured = jax.grad(loss, argnums=(1, 2, 3, 4))
+    expected = measured("xla", x, weight, gate, up)
+    with (
+        selection.use(Selection(target="h100", declared=here)) as made,
+        logical_rules(make_mesh(Mesh(shape={"fsdp": 2, "tensor": 4})), DEFAULT_RULES),
+    ):
+        got = jax.jit(measured, static_argnums=0)(None, x, weight, gate, up)
+    assert [c.name for c in made.choices] == ["tokamax-triton"] * 2
+    for a, b in zip(got, expected, strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        assert np.linalg.norm(a - b) <= 3e-2 * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_norms_and_gated_units_compile_forward_and_backward(library, target):
+    def run(x, weight, gate, up):
+        y = rms_norm(x, weight, eps=1e-5, kernel="tokamax-triton")
+        return cases.gated("tokamax-triton", y, gate, up)
+
+    shapes = [(s, jnp.bfloat16) for s in ((4, 128, 256), (256,), (256, 512), (256, 512))]
+    for gradients, kernels in ((False, 2), (True, 3)):  # the backward pass of the gated unit is XLA's
+        text, chosen = compiled(run, f"{target}-1x1", *shapes, gradients=gradients)
+        assert chosen == ["tokamax-triton"] * 2
+        assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == kernels
+
+
+def test_blocks_of_rows_fit_their_registers_and_occupy_the_gpu():
+    for target, chip in CHIPS.items():
+        for width in (64, 4096, 12345, WIDEST):
+            found = normalized(target, 1 << 20, width, 1024)
+            assert found.rows == 1 or found.rows * width <= WIDEST
+            assert found.warps in (1, 2, 4)
+        assert normalized(target, 256, 64, 1024).rows == 1  # rather more blocks than large ones
+        assert gated(target, 8192, 8192).m == 128
+        assert (256 // gated(target, 256, 1024).m) * 16 >= 64
+        assert gated(target, 8192, 8192).shared <= chip.shared - 1024

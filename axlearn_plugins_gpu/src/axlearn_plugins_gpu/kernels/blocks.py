@@ -36,3 +36,46 @@ GROUPED: dict[tuple[int, int], Blocks] = {
 def grouped(target: str) -> Blocks:
     """For a GPU that `CHIPS` knows."""
     return GROUPED[CHIPS[target].capability]
+
+
+@attrs.frozen(kw_only=True)
+class Rows:
+    """Of a normalisation: whole rows, so many to a block."""
+
+    rows: int
+    warps: int
+
+
+REGISTERS = 64 * 1024
+"""Of 32 bits in a multiprocessor; a block of rows takes a quarter of them at most."""
+
+WIDEST = REGISTERS // 4
+"""Numbers in the widest row that is normalised at once."""
+
+
+def normalized(target: str, rows: int, width: int, per_warp: int) -> Rows:
+    """Rows to a block: as many as fit, and so few that every multiprocessor has four blocks.
+
+    Args:
+        target: a GPU that `CHIPS` knows.
+        rows: how many there are.
+        width: of a row, up to `WIDEST`.
+        per_warp: numbers for which a warp is worth having.
+    """
+    padded, block = 1 << (width - 1).bit_length(), 32
+    while block > 1 and (block * padded > WIDEST or rows // block < 4 * CHIPS[target].cores):
+        block //= 2
+    warps = min(4, -(-block * padded // per_warp))
+    return Rows(rows=block, warps=1 << (warps - 1).bit_length())
+
+
+def gated(target: str, rows: int, outer: int) -> Blocks:
+    """Of a gated linear unit, whose two products share a block of rows.
+
+    `rows` and `outer` are multiples of 32. Small problems get small blocks, so that every multiprocessor has one.
+    """
+    m = next(b for b in (128, 64, 32) if rows % b == 0)
+    n = next(b for b in (64, 32) if outer % b == 0)
+    while m > 32 and (rows // m) * (outer // n) < CHIPS[target].cores:
+        m //= 2
+    return Blocks(m=m, n=n, k=32, warps=4, stages=4)

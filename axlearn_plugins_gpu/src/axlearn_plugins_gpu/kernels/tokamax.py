@@ -2,10 +2,16 @@
 
 import contextlib
 import importlib
+import types
 import warnings
 from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
+from unittest import mock
+
+import jax
+
+from axlearn_plugins_gpu.chips import CHIPS
 
 VERSION = "0.0.12"
 """The one whose Triton kernels are used. Later ones have none for grouped products, and need Python 3.12."""
@@ -31,8 +37,20 @@ def module(name: str) -> Any:
 
 
 @contextlib.contextmanager
+def numbered_for(target: str) -> Iterator[None]:
+    """While a kernel is traced that numbers its blocks by how many run at once: on the target, and not on what is here.
+
+    tokamax takes that from `jax.devices()`, by the name `jax` of a module that needs nothing else of it.
+    """
+    here = types.SimpleNamespace(devices=lambda: [types.SimpleNamespace(core_count=CHIPS[target].cores)])
+    with mock.patch.object(module("pallas.grid"), "jax", here):
+        yield
+
+
+@contextlib.contextmanager
 def for_target() -> Iterator[None]:
     """While its kernels are traced: they are for the target, whatever this machine has. `supports` has asked already."""
-    with module("config").cross_compile(True), warnings.catch_warnings():
+    # It promotes ranks, which our tests forbid to our own code.
+    with module("config").cross_compile(True), jax.numpy_rank_promotion("allow"), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # it uses names that JAX is moving
         yield

@@ -1,6 +1,6 @@
 """Position-wise feed-forward layers."""
 
-from typing import Literal, Protocol
+from typing import Protocol
 
 import jax
 from flax import nnx
@@ -10,16 +10,7 @@ from axlearn_core.nn.layer import Layer, Precision
 from axlearn_core.nn.linear import Linear, Projection
 from axlearn_core.nn.remat import tag
 from axlearn_core.nn.sharding import constrain
-
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"]
-
-ACTIVATIONS = {
-    "silu": jax.nn.silu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-    "relu": jax.nn.relu,
-    "relu_squared": lambda x: jax.nn.relu(x) ** 2,  # So et al., 2021
-}
+from axlearn_plugins_transformer.kernels.gated_linear_unit import ACTIVATIONS, Activation, gated_linear_unit
 
 
 class FeedForward(Protocol):
@@ -35,11 +26,15 @@ class GatedFeedForward(Layer):
 
     @node
     class Config(Layer.Config["GatedFeedForward"]):
-        """`hidden_dim` may be relative to the width; its default is Llama's 8/3, rounded up to a multiple of 128."""
+        """`hidden_dim` may be relative to the width; its default is Llama's 8/3, rounded up to a multiple of 128.
+
+        `kernel` names an implementation of the op `gated_linear_unit`.
+        """
 
         input_dim: int = interface(default=REQUIRED)
         hidden_dim: int | Node[int] = Scaled(factor=8 / 3, multiple_of=128)
         activation: Activation = "silu"
+        kernel: str | None = None
         gate: Node[Projection] = Linear.Config()
         up: Node[Projection] = Linear.Config()
         down: Node[Projection] = Linear.Config()
@@ -54,8 +49,9 @@ class GatedFeedForward(Layer):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, S, D] -> [B, S, D]."""
-        gate, up = tag(self.gate(x), "mlp_gate"), tag(self.up(x), "mlp_up")
-        hidden = tag(ACTIVATIONS[self.cfg.activation](gate) * up, "mlp_hidden")
+        cfg = self.cfg
+        hidden = gated_linear_unit(x, self.gate, self.up, activation=cfg.activation, kernel=cfg.kernel)
+        hidden = tag(hidden, "mlp_hidden")
         return tag(self.down(constrain(hidden, "batch", "sequence", "activation_mlp")), "mlp_out")
 
 

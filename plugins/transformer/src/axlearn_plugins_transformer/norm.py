@@ -10,6 +10,7 @@ from jax import lax
 from axlearn_core.config import REQUIRED, Node, interface, node, setting
 from axlearn_core.nn.initializers import Constant, Initializer
 from axlearn_core.nn.layer import Layer, Precision, expand_to
+from axlearn_plugins_transformer.kernels.rms_norm import rms_norm
 
 
 class Norm(Protocol):
@@ -25,11 +26,15 @@ class RMSNorm(Layer):
 
     @node
     class Config(Layer.Config["RMSNorm"]):
-        """`eps` is added to the mean square, `offset` to the weight, for models that store it around zero (Gemma)."""
+        """`eps` is added to the mean square, `offset` to the weight, for models that store it around zero (Gemma).
+
+        `kernel` names an implementation of the op `rms_norm`.
+        """
 
         dim: int = interface(default=REQUIRED)
         eps: float = setting(default=1e-6, gt=0)
         offset: float = 0.0
+        kernel: str | None = None
         init: Node[Initializer] = Constant(value=1.0)
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
@@ -38,11 +43,8 @@ class RMSNorm(Layer):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., dim] -> [..., dim]."""
-        y = x.astype(jnp.float32)
-        y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.cfg.eps)
-        weight = self.computed(self.weight)
-        weight = weight + self.cfg.offset if self.cfg.offset else weight
-        return y.astype(self.precision.compute) * expand_to(weight, x.ndim)
+        cfg = self.cfg
+        return rms_norm(x, self.computed(self.weight), eps=cfg.eps, offset=cfg.offset, kernel=cfg.kernel)
 
 
 class LayerNorm(Layer):

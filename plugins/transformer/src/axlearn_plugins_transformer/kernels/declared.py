@@ -1,4 +1,4 @@
-"""The implementations of the core, declared as any plugin declares its own. Imports no JAX."""
+"""The implementations of this plugin, declared as any plugin declares its own. Imports no JAX."""
 
 from axlearn_core.contracts.kernels import KernelImplementation
 from axlearn_core.plugins.hookspecs import hookimpl
@@ -12,6 +12,10 @@ _IMPLEMENTATIONS = (
         load="axlearn_plugins_transformer.kernels.attention:XLA_BLOCKED",
     ),
     KernelImplementation(name="xla", op="cross_entropy", load="axlearn_plugins_transformer.kernels.cross_entropy:XLA"),
+    KernelImplementation(
+        name="xla", op="gated_linear_unit", load="axlearn_plugins_transformer.kernels.gated_linear_unit:XLA"
+    ),
+    KernelImplementation(name="xla", op="rms_norm", load="axlearn_plugins_transformer.kernels.rms_norm:XLA"),
 )
 
 
