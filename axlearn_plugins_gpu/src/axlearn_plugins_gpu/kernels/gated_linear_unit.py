@@ -20,6 +20,7 @@ from axlearn_plugins_gpu.chips import unknown_gpu
 from axlearn_plugins_gpu.kernels import tokamax
 from axlearn_plugins_gpu.kernels.blocks import gated
 from axlearn_plugins_transformer.kernels.gated_linear_unit import ACTIVATIONS, Activation, matrices
+from axlearn_plugins_transformer.kernels.per_device import per_device
 
 ROWS = ("batch", "sequence", None)
 HIDDEN = ("batch", "sequence", "activation_mlp")
@@ -63,7 +64,7 @@ class _Triton:
         def run(x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
             return _gated(x, gate, up, target, activation)
 
-        return sharding.per_device(run, [ROWS, MATRIX, MATRIX], HIDDEN)(*matrices(x, gate, up))
+        return per_device(run, [ROWS, MATRIX, MATRIX], HIDDEN)(*matrices(x, gate, up))
 
 
 TRITON = _Triton()

@@ -11,10 +11,10 @@ import jax
 
 from axlearn_core.contracts.kernels import OpRequest
 from axlearn_core.kernels import selection
-from axlearn_core.nn import sharding
 from axlearn_plugins_gpu.chips import unknown_gpu
 from axlearn_plugins_gpu.kernels import tokamax
 from axlearn_plugins_gpu.kernels.blocks import WIDEST, normalized
+from axlearn_plugins_transformer.kernels.per_device import per_device
 
 AXES = {
     2: ("batch", None),
@@ -46,7 +46,7 @@ class _Triton:
         def run(x: jax.Array, weight: jax.Array) -> jax.Array:
             return _normalized(x, weight, _Static(target, eps, offset))
 
-        return sharding.per_device(run, [axes, (None,)], axes)(x, weight)
+        return per_device(run, [axes, (None,)], axes)(x, weight)
 
 
 TRITON = _Triton()
