@@ -87,6 +87,11 @@ def _slices(state: Any, count: int, sizes: Sequence[int] | None = None) -> list[
     return [tree.unflatten([p[i] if sizes else lax.squeeze(p[i], (0,)) for p in split]) for i in range(count)]
 
 
+def _no_view(primitive: Any, *_: Any, **__: Any) -> bool:
+    # A loop keeps every value for its backward pass apart: also each of the views that several linear maps take of one.
+    return primitive.name not in ("reshape", "squeeze")
+
+
 class Stack(Configurable):
     """Runs layers by a scan (compiles each kind once, whatever their number) or unrolled (lets the compiler see all).
 
@@ -135,7 +140,9 @@ class Stack(Configurable):
                     )
                 return x, (cache, (found.losses, found.summaries))
 
-            return run if remat is None else remat.wrap(run, in_loop=in_loop)
+            if remat is None:
+                return jax.checkpoint(run, policy=_no_view, prevent_cse=False) if in_loop else run
+            return remat.wrap(run, in_loop=in_loop)
 
         if isinstance(layers, nnx.List):
             graphs, states = zip(*map(nnx.split, layers), strict=True)
