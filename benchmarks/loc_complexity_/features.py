@@ -102,7 +102,7 @@ def rope_modifier(cfg: Any) -> Any:
     """Rotary position embeddings in every attention."""
 
     def place(part: Any) -> Any:
-        if not hasattr(part, "position"):
+        if not (hasattr(part, "num_heads") and hasattr(part, "position")):  # the decoder takes learned positions
             return part
         return attrs.evolve(part, position=RotaryEmbedding.Config(theta=100.0))
 

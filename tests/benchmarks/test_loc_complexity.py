@@ -111,9 +111,9 @@ def project(parts, tmp_path_factory):
 def test_the_proof_can_fail(parts, project, feature, wrong):
     active = parts["cells"].active
     plain, activated = project(), project(parts["features"].ACTIVATION[feature])
-    assert active(plain, activated, feature)
-    assert not active(plain, project(wrong), feature), "another output than the one placed by hand"
-    assert not active(activated, activated, feature), "an output that does not change"
+    assert active(plain, activated, feature, scanned=True)
+    assert not active(plain, project(wrong), feature, scanned=False), "another output than the one placed by hand"
+    assert not active(activated, activated, feature, scanned=False), "an output that does not change"
 
 
 def test_no_two_modules_and_no_two_experiments_are_the_same(parts):

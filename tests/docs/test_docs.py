@@ -52,24 +52,21 @@ def installed_plugin(tmp_path_factory) -> Path:
     return site
 
 
-def environment(site: Path) -> dict[str, str]:
+def environment(site: Path, flags: str = "") -> dict[str, str]:
     """What a user has: one device, and the example plugin installed."""
-    return os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": os.environ["XLA_FLAGS_OF_ONE_DEVICE"],
-        "PYTHONPATH": str(site),
-    }
+    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(site)}
 
 
 @pytest.fixture(scope="session")
-def run(installed_plugin) -> Iterator[Run]:
-    """Runs a block in a directory."""
+def run(installed_plugin, request) -> Iterator[Run]:
+    """Runs a block in a directory. What is slow trains at full size: there, programs are compiled well and not fast."""
+    flags = "" if request.config.option.markexpr == "slow" else os.environ["XLA_FLAGS_OF_ONE_DEVICE"]
     worker = subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("worker.py"))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=environment(installed_plugin),
+        env=environment(installed_plugin, flags),
     )
     assert worker.stdin
     assert worker.stdout
