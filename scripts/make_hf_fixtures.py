@@ -1,12 +1,13 @@
 """Makes tests/plugins/huggingface/fixtures: a tiny random model of each family, by `transformers`, and what it computes.
 
-    uv run --with torch --with transformers python scripts/make_hf_fixtures.py [NAME ...]
+    uv run --group parity python scripts/make_hf_fixtures.py [NAME ...]
 
-(With UV_FIND_LINKS=$PIP_FIND_LINKS where a build of torch for CPUs lies on disk.)
+(UV_FIND_LINKS names a folder, where a build of torch for CPUs lies on disk.) Without names it makes all of them.
 
 Each folder is a model directory as users have it, with `expected.safetensors` beside the weights: tokens and logits of padded
 and of packed rows, 64 tokens generated greedily, the losses of three steps of AdamW, and of two models the gradients. The
-weights are such that no likeliest token is less than 1e-3 ahead of the next.
+weights are such that no likeliest token is less than 1e-3 ahead of the next. `vit` classifies images: pixels, logits, labels
+and the losses of three steps.
 """
 
 import copy
@@ -183,8 +184,45 @@ def expectations(model: torch.nn.Module, gradients: bool) -> dict[str, torch.Ten
     return {k: v.int() if v.dtype == torch.int64 else v.contiguous() for k, v in found.items()}
 
 
+def make_vit() -> None:
+    """Writes the classifier of images."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    config = transformers.ViTConfig(
+        **sizes, image_size=16, patch_size=4, num_labels=5, hidden_dropout_prob=0.0, attn_implementation="eager"
+    )
+    model = transformers.ViTForImageClassification(config).eval().float()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            noise = torch.randn(value.shape, generator=generator)
+            large = value.ndim > 1 and "embeddings." not in name
+            value.copy_((noise * (value.shape[-1] ** -0.5 if large else 0.2) + ("norm" in name)).bfloat16().float())
+    pixels = torch.randn((6, 3, 16, 16), generator=generator)
+    labels = torch.tensor([0, 1, 2, 3, 4, 0])
+    with torch.no_grad():
+        found = {"pixels": pixels, "labels": labels.int(), "logits": model(pixels).logits}
+    trained = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    steps = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = cross_entropy(trained(pixels).logits, labels)
+        steps.append(loss.item())
+        loss.backward()
+        optimizer.step()
+    folder = FIXTURES.parents[1] / "vit/fixtures/vit"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    save_file({**found, "losses": torch.tensor(steps, dtype=torch.float64)}, folder / "expected.safetensors")
+    print(f"vit: {sum(f.stat().st_size for f in folder.iterdir()) / 1000:.0f} kB, losses {steps}", flush=True)
+
+
 def make(name: str) -> None:
     """Writes one folder, with the first seed that fits."""
+    if name == "vit":
+        make_vit()
+        return
     kind, more, options = MODELS[name]
     for seed in range(200):
         model = build(kind, more, seed)
@@ -214,5 +252,5 @@ if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    for wanted in sys.argv[1:] or MODELS:
+    for wanted in sys.argv[1:] or (*MODELS, "vit"):
         make(wanted)

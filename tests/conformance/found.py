@@ -20,6 +20,9 @@ TOY = {
     "vocab_size": 64,
     "batch_size": 4,
     "sequence_length": 16,
+    "num_classes": 8,
+    "image_size": 8,
+    "patch_size": 4,
 }
 
 

@@ -5,11 +5,30 @@ A routed layer jumps where a token changes its experts, and the gradients of a q
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from axlearn_core.testing.contracts import B, Contract, D, S, context, like, normal
+from axlearn_plugins_vit.model import ImageClassifier
 
 EXPERTS, TOP_K = 8, 2
+IMAGES = normal(B, 8, 8, 3)
+
+
+class OfImages(Contract):
+    """Of models of images: they are called as those of text are, with other batches."""
+
+    def fits(self, config):
+        return type(config).owner is ImageClassifier
+
+
 CONTRACTS = (
+    Contract(name="images", arguments=("images",), offered={"dim": D}, inputs=IMAGES, outputs=like(0, B, 5, D)),
+    OfImages(
+        name="model",
+        arguments=("batch",),
+        inputs=lambda rng: ({"images": IMAGES(rng)[0], "labels": rng.integers(0, 8, B, np.int32)},),
+        method="loss",
+    ),
     Contract(
         name="router",
         arguments=("x",),

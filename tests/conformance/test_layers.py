@@ -13,7 +13,11 @@ from axlearn_core.testing import LayerSuite, contract_of
 for _name, _config in found.layers().items():
     _contract = contract_of(_config, CONTRACTS)
     _more = {"contract": _contract, "meshes": 1, **REFERENCES.get(_name, {})}
-    if _contract is not None and _contract.name in ("decoder", "model"):  # made of the others, and seconds to compile
+    if _contract is not None and _contract.name in (
+        "decoder",
+        "images",
+        "model",
+    ):  # made of the others, and seconds to compile
         _more["pytestmark"] = pytest.mark.slow
     globals().update(found.suites(LayerSuite, {_name: _config}, **_more))
 

@@ -346,7 +346,7 @@ def test_a_run_file_stands_on_another_file(tmp_path):
     made = resolve(run, set={"log_every_steps": 2})
     assert (made.config.seed, made.config.max_steps, made.config.log_every_steps) == (3, 9, 2)
     assert [name for name, _ in made.features] == ["ema"]
-    assert made.setter("max_steps") == f"{run}:3"
+    assert made.setter("max_steps") == f"set by {run}:3"
     loop.write_text(f"experiment: {loop}\n")
     with pytest.raises(RequestError, match="begin with one another"):
         resolve(loop)

@@ -129,6 +129,7 @@ class Family(Configurable):
         ignored: tensors that may be in the files and are not part of the model, as patterns of `fnmatch`.
         idle: keys of `config.json` that say nothing where the `fixed` ones are as they are.
         prefix: of the names in the table; files may lack it throughout.
+        text: whether the model reads text, so that a tokenizer belongs to it.
         copies: tensor -> another one that it may repeat, such as a tied output layer.
     """
 
@@ -140,6 +141,7 @@ class Family(Configurable):
     ignored: ClassVar[tuple[str, ...]] = ()
     idle: ClassVar[tuple[str, ...]] = ()
     prefix: ClassVar[str] = ""
+    text: ClassVar[bool] = True
     copies: ClassVar[Mapping[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, cfg: Any = None):
@@ -214,7 +216,7 @@ EXECUTION = frozenset((*_RUN, "z_loss", "load_balance", "kv_cache", "latent_cach
 def _essential(config: Any) -> Any:
     """The model of a config without what does not change its results; sizes that were left to be derived are set."""
     model = config.model
-    width = model.decoder.hidden_dim
+    width = model.hidden_dim if hasattr(model, "hidden_dim") else model.decoder.hidden_dim
 
     def plain(part: Node[Any]) -> Node[Any]:
         fields: Json = children(part)

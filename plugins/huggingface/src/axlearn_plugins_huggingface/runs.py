@@ -35,7 +35,8 @@ def load(directory: Path) -> Loaded:
     _say(source)
     program = compose(source.config, jax.devices()[:1])
     model = program.functional.bind(source.read(program.state["params"]))
-    return Loaded(source.config, program, model, source.config.input.tokenizer.build(), 0)
+    tokenizer = source.config.input.tokenizer.build() if source.family.text else None
+    return Loaded(source.config, program, model, tokenizer, 0)
 
 
 def import_run(directory: Path, run_dir: Path, *, with_: Iterable[str] = (), set: Iterable[str] = ()) -> Source:
@@ -90,7 +91,8 @@ def _keep(source: Source, run_dir: Path) -> None:
             source.directory / files.INDEX
         }:
             shutil.copyfile(file, folder / file.name)
-        shutil.copyfile(source.directory / TOKENIZER, run_dir / TOKENIZER)
+        if source.family.text:
+            shutil.copyfile(source.directory / TOKENIZER, run_dir / TOKENIZER)
         stored = {n: [s.dtype, s.file.name] for n, s in source.stored.items()}
         (folder / TENSORS).write_text(json.dumps(stored) + "\n", "utf-8")
     except OSError as error:
@@ -155,8 +157,8 @@ def _described(run_dir: Path, config: Any) -> tuple[Family, Json]:
             return made, data
     made, fresh = family_of(config)
     same = {k: v for k, v in data.items() if k.endswith("_token_id")}
-    eos = _eos(config)
-    return made, {"eos_token_id": eos, "max_position_embeddings": _length(config), **fresh, **same}
+    text = {"eos_token_id": _eos(config), "max_position_embeddings": _length(config)} if made.text else {}
+    return made, {**text, **fresh, **same}
 
 
 def _length(config: Any) -> int | None:

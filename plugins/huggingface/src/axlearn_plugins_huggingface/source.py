@@ -84,7 +84,9 @@ def open_model(
     data = _json(directory / CONFIG)
     made = family(str(data.get("model_type", "(none)")))
     dtype = COMPUTE.get(str(data.get("dtype") or data.get("torch_dtype")), "float32")
-    more: Json = {"model.dtype": dtype, **_tokenizer(directory, Settings(data), tokenizer)}
+    more: Json = {"model.dtype": dtype}
+    if made.text:
+        more |= _tokenizer(directory, Settings(data), tokenizer)
     if stored_dtype:
         more["model.param_dtype"] = dtype
     base, unread = made.resolve(data, **more)

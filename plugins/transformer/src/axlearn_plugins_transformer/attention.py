@@ -63,7 +63,7 @@ class AttentionLayer(Protocol):
 
 
 class Attention(Layer):
-    """Causal self-attention (Vaswani et al., 2017), grouped-query where `num_kv_heads` is less (Ainslie et al., 2023).
+    """Self-attention, causal by default (Vaswani et al., 2017), grouped-query where `num_kv_heads` is less (Ainslie et al., 2023).
 
     It has no position encoding unless `position` gives one.
     """
@@ -75,7 +75,7 @@ class Attention(Layer):
         `num_kv_heads` defaults to `num_heads`, `head_dim` to the width over the heads, `scale` to head_dim ** -0.5.
         `qk_norm` is a norm over each head of queries and keys, `softcap` caps the scores, `window` limits how far back
         a query sees, itself included (a node that builds an int or None may stand for it), `kernel` names an
-        implementation of the op `attention`.
+        implementation of the op `attention`. With `causal: false` a query sees what comes after it too: for encoders.
         """
 
         input_dim: int = interface(default=REQUIRED)
@@ -87,6 +87,7 @@ class Attention(Layer):
         scale: float | None = setting(default=None, gt=0)
         softcap: float | None = setting(default=None, gt=0)
         window: int | Node[int | None] | None = setting(default=None, ge=1)
+        causal: bool = True
         kernel: str | None = None
         query: Node[Projection] = Linear.Config()
         key: Node[Projection] = Linear.Config()
@@ -133,7 +134,7 @@ class Attention(Layer):
 
     def mask(self, context: Context) -> masks.Mask:
         """Which keys a query sees."""
-        return masks.visible(context, window_of(self.cfg.window))
+        return masks.visible(context, window_of(self.cfg.window), causal=self.cfg.causal)
 
     def __call__(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
         """[B, S, D] and its cache -> ([B, S, D], the new cache)."""

@@ -198,9 +198,12 @@ class Or(Mask):
         return "(" + " | ".join(sorted(m.describe() for m in self.masks)) + ")"
 
 
-def visible(context: Context, window: int | None = None) -> Mask:
-    """What a query of a causal decoder sees: the past, of which the last `window`, and the prefix; of its document."""
-    mask: Mask = Causal()
+def visible(context: Context, window: int | None = None, *, causal: bool = True) -> Mask:
+    """What a query of a causal decoder sees: the past, of which the last `window`, and the prefix; of its document.
+
+    In an encoder (not `causal`) it also sees all that comes later.
+    """
+    mask: Mask = Causal() if causal else Full()
     if window is not None:
         mask = mask & SlidingWindow(window)
     if context.prefix is not None:

@@ -1,0 +1,1 @@
+"""Image classifiers made of transformer layers."""
