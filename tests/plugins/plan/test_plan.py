@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 from axlearn_core.cli.main import cli
 from axlearn_core.contracts.target import Machine, Target
+from axlearn_core.kernels.selection import use
 from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_plan.batches import abstract_batch
 from axlearn_plugins_plan.flops import visible_pairs
@@ -190,3 +191,28 @@ def test_the_roofline_is_the_slowest_of_its_parts():
     assert line.compute == 400 / 2 / 100 + 400 / 2 / 200
     assert (line.hbm, line.step, line.bound) == (7.0, 7.0, "hbm")
     assert peak(target, "float32") == 100.0
+
+
+@pytest.mark.parametrize(
+    ("platform", "target", "kernel"), [("gpu", "b200", "tokamax-triton"), ("tpu", "tpu-v5p", "megablox")]
+)
+def test_a_kernel_of_a_grouped_product_counts_its_rows_once_whatever_the_groups(platform, target, kernel):
+    pytest.importorskip("tokamax", reason="needs tokamax: axlearn-plugins-gpu[kernels]")
+    from axlearn_plugins_moe.grouped_matmul import grouped_matmul
+    from axlearn_plugins_plan.flops import _Marked, works
+
+    rows, groups, inner, outer = 256, 4, 256, 384
+    shapes = [jax.ShapeDtypeStruct(s, "bfloat16") for s in ((rows, inner), (groups, inner, outer))]
+    sizes = jax.ShapeDtypeStruct((groups,), "int32")
+    selection = _Marked(platform=platform, target=target)
+
+    def loss(lhs, rhs, sizes):
+        return grouped_matmul(lhs, rhs, sizes).astype("float32").sum()
+
+    with use(selection):
+        found = list(works(jax.make_jaxpr(jax.grad(jax.checkpoint(loss), (0, 1)))(*shapes, sizes).jaxpr))
+    assert [c.name for c in selection.choices] == [kernel]
+    products = [w for w in found if w.flops == 2 * rows * inner * outer]
+    assert len(products) in (3, 4)  # forward, perhaps once more, and by either operand
+    assert sum(w.flops for w in found) == pytest.approx(2 * rows * inner * outer * len(products), rel=0.02)
+    assert {w.dtype for w in products} == {"bfloat16"}

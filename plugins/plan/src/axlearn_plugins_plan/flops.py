@@ -7,7 +7,7 @@ utilisations do (Chowdhery et al., 2022, appendix B); *causal* only those that t
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -21,6 +21,7 @@ from axlearn_core.nn.sharding import logical_rules
 
 BLOCKS = 64  # a mask is asked about this many blocks of queries and of keys
 _SCOPE = re.compile(r"visible_pairs_([\d.]+)")
+_PRODUCT = re.compile(r"grouped_product_(\d+)")
 _CUDNN = re.compile(r"dot_product_attention_(?:fp8_)?(fwd|bwd)")
 
 
@@ -32,17 +33,22 @@ class Work:
         times: in one step, on all devices together.
         visible: the share of the pairs of positions that the mask of the attention around it lets through.
         kernel: whether it is in a kernel, which skips what no mask lets through.
+        product: the FLOPs of one run, where it is a kernel of a grouped product: its grid has all groups for all rows, and
+            which of those it skips only the data tell.
     """
 
     equation: Any
     times: float
     visible: float
     kernel: bool
+    product: float | None = None
 
     @property
     def flops(self) -> float:
         """Of all its runs, as if every pair of positions were visible; a multiply-add is two."""
         name, params = self.equation.primitive.name, self.equation.params
+        if self.product is not None:
+            return self.times * self.product
         if name == "pallas_call":
             return self.times * params["cost_estimate"].flops
         if found := _CUDNN.match(name):
@@ -55,31 +61,39 @@ class Work:
     @property
     def dtype(self) -> str:
         """Of what is multiplied: the narrower of both sides."""
-        operands = [v.aval.dtype for v in self.equation.invars[:2] if hasattr(v.aval, "dtype")]
-        return str(min(operands, key=lambda d: d.itemsize)) if operands else "float32"
+        operands = [v.aval for v in self.equation.invars if hasattr(v.aval, "dtype")]
+        operands = [a for a in operands if a.ndim > 1] or operands  # a kernel has offsets among its operands
+        return str(min((a.dtype for a in operands[:2]), key=lambda d: d.itemsize)) if operands else "float32"
 
 
-def works(jaxpr: Any, times: float = 1, visible: float = 1.0, kernel: bool = False) -> Iterator[Work]:
+def works(
+    jaxpr: Any, times: float = 1, visible: float = 1.0, kernel: bool = False, product: float | None = None
+) -> Iterator[Work]:
     """All equations of a jaxpr that compute, those of what it calls too, loops times their trip counts.
 
     A `while` of unknown length counts once, a branch as its most expensive arm. A kernel's body counts once for each
-    point of its grid; where the grid is known at run time only, what the kernel declares to cost.
+    point of its grid; where the grid is known at run time only, what the kernel declares to cost. Each kernel of the op
+    `grouped_matmul`, forward or backward, counts as one product of all its rows.
     """
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
         scope = _SCOPE.search(str(equation.source_info.name_stack))
         seen = visible if visible != 1.0 or not scope else float(scope[1])
+        scope = _PRODUCT.search(str(equation.source_info.name_stack))
+        given = float(scope[1]) if scope else product
         if name == "cond":
-            arms = [list(works(b.jaxpr, times, seen, kernel)) for b in params["branches"]]
+            arms = [list(works(b.jaxpr, times, seen, kernel, given)) for b in params["branches"]]
             yield from max(arms, key=lambda arm: sum(w.flops for w in arm))
         elif name == "scan":
-            yield from works(params["jaxpr"].jaxpr, times * params["length"], seen, kernel)
+            yield from works(params["jaxpr"].jaxpr, times * params["length"], seen, kernel, given)
         elif name == "while":
-            yield from works(params["body_jaxpr"].jaxpr, times, seen, kernel)
+            yield from works(params["body_jaxpr"].jaxpr, times, seen, kernel, given)
         elif name == "shard_map":
             manual = params.get("manual_axes") or params["mesh"].axis_names
             devices = math.prod(params["mesh"].shape[a] for a in manual)
-            yield from works(params["jaxpr"], times * devices, seen, kernel)
+            yield from works(params["jaxpr"], times * devices, seen, kernel, given)
+        elif name == "pallas_call" and given is not None:
+            yield Work(equation, times, seen, True, given)
         elif name == "pallas_call":
             grid = params["grid_mapping"].grid
             if all(isinstance(size, int) for size in grid):
@@ -91,9 +105,11 @@ def works(jaxpr: Any, times: float = 1, visible: float = 1.0, kernel: bool = Fal
         elif equation_flops(equation):
             yield Work(equation, times, seen, kernel)
         else:
-            inner = params.get("jaxpr") or params.get("call_jaxpr") or params.get("fun_jaxpr")
-            if inner is not None:
-                yield from works(getattr(inner, "jaxpr", inner), times, seen, kernel)
+            names = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")  # the last is that of custom_vmap
+            inner = next((params[n] for n in names if params.get(n) is not None), None)
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from works(inner, times, seen, kernel, given)
 
 
 @attrs.frozen(kw_only=True)
@@ -154,9 +170,10 @@ def visible_pairs(mask: Any, queries: int, keys: int) -> float:
 
 @attrs.frozen(eq=False)
 class _Scoped:
-    """A kernel whose equations carry the share of visible pairs in their names, which changes nothing else."""
+    """A kernel whose equations carry what it computes in their names, which changes nothing else."""
 
     kernel: Any
+    scope: Callable[..., str]
 
     def supports(self, request: OpRequest) -> str | None:
         """As the kernel."""
@@ -164,9 +181,16 @@ class _Scoped:
 
     def __call__(self, *operands: Any, **options: Any) -> Any:
         """As the kernel."""
-        share = visible_pairs(options["mask"], operands[0].shape[1], operands[1].shape[1])
-        with jax.named_scope(f"visible_pairs_{share:.6f}"):
+        with jax.named_scope(self.scope(*operands, **options)):
             return self.kernel(*operands, **options)
+
+
+def _pairs(query: Any, key: Any, *_: Any, mask: Any, **__: Any) -> str:
+    return f"visible_pairs_{visible_pairs(mask, query.shape[1], key.shape[1]):.6f}"
+
+
+def _product(lhs: Any, rhs: Any, *_: Any) -> str:
+    return f"grouped_product_{2 * lhs.size * rhs.shape[2]}"
 
 
 class _Marked(Selection):
@@ -175,7 +199,9 @@ class _Marked(Selection):
     def choose(self, request: OpRequest, name: str | None = None) -> Kernel:
         """The kernel, its equations marked."""
         kernel = super().choose(request, name)
-        return _Scoped(kernel) if request.op == "attention" and request.options.get("aligned") else kernel
+        if request.op == "grouped_matmul":
+            return _Scoped(kernel, _product)
+        return _Scoped(kernel, _pairs) if request.op == "attention" and request.options.get("aligned") else kernel
 
 
 class _Reference(_Marked):
