@@ -22,7 +22,7 @@ for _name, _config in found.layers().items():
     globals().update(found.suites(LayerSuite, {_name: _config}, **_more))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 class TestManyMeshes:
     """The same on more meshes."""
 

@@ -130,7 +130,7 @@ def test_the_set_covers_every_pair(plan):
     assert not missing, f"features that go together and never meet: {sorted(missing)}"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_all_of_them():
     """Every feature on every layout and experiment, in random order, for a minute (or as the variable says)."""
     end = time.monotonic() + float(os.environ.get("AXLEARN_COMPOSITION_SECONDS", "60"))

@@ -104,8 +104,9 @@ def test_a_mesh_gives_the_loss_and_the_gradients_of_one_device(seed):
     agree(seed)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize(
+    "part", [pytest.param(n, marks=pytest.mark.exhaustive if n else pytest.mark.slow) for n in range(4)]
+)
 def test_many_meshes(part):
     """As many cases as the time takes (40 seconds, or as the variable says), at least four."""
     end = time.monotonic() + float(os.environ.get("AXLEARN_MESH_SECONDS", "40"))
@@ -190,7 +191,12 @@ def test_more_of_them_together_are_exact(names):
 PAIRS = [p for p in itertools.combinations(PARALLELISMS, 2) if together(*p) is not None]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("names", [*((n,) for n in PARALLELISMS), *PAIRS], ids="-".join)
+SETS = [
+    *(pytest.param((n,), marks=pytest.mark.slow) for n in PARALLELISMS),
+    *(pytest.param(pair, marks=pytest.mark.exhaustive) for pair in PAIRS),
+]
+
+
+@pytest.mark.parametrize("names", SETS, ids=lambda names: "-".join(names))
 def test_every_parallelism_alone_and_in_pairs_is_exact(names):
     exact(*names)

@@ -96,9 +96,15 @@ def agree(case, mesh):
         np.testing.assert_allclose(grads[name], value, rtol=1e-4, atol=1e-5 * np.abs(value).max(), err_msg=name)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", range(len(MESHES)))
-@pytest.mark.parametrize("case", CASES)
+# Each case on one mesh; all on all in the exhaustive set.
+PLACED = [
+    pytest.param(case, mesh, marks=pytest.mark.slow if n % len(MESHES) == mesh else pytest.mark.exhaustive)
+    for n, case in enumerate(CASES)
+    for mesh in range(len(MESHES))
+]
+
+
+@pytest.mark.parametrize(("case", "mesh"), PLACED)
 def test_no_mesh_changes_a_number(case, mesh):
     agree(case, MESHES[mesh])
 
