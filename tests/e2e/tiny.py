@@ -86,7 +86,7 @@ def start(*args: str) -> subprocess.Popen[str]:
     )
 
 
-def kill_when(process: subprocess.Popen[str], ready, number: int = signal.SIGKILL, timeout: float = 120) -> bool:
+def kill_when(process: subprocess.Popen[str], ready, number: int = signal.SIGKILL, timeout: float = 300) -> bool:
     """Sends a signal once `ready()` holds; False where the process ended by itself before that."""
     end = time.monotonic() + timeout
     while time.monotonic() < end:
