@@ -6,6 +6,9 @@ from typing import Any
 
 import jax
 
+CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
+"""Where an equation has the function that it calls: of a jit, a rematerialised one, custom derivatives, custom batching."""
+
 
 def count_flops(function: Callable[..., Any], *args: Any) -> int:
     """Matrix-product and convolution FLOPs (a multiply-add is two) of `function(*args)`, loops times their trip counts.
@@ -21,8 +24,12 @@ def equation_flops(eqn: Any) -> int:
     if name == "dot_general":
         contracted = math.prod(eqn.invars[0].aval.shape[d] for d in params["dimension_numbers"][0][0])
         return 2 * contracted * math.prod(eqn.outvars[0].aval.shape)
-    if name == "ragged_dot_general":  # each row meets one group's matrix
-        return 2 * eqn.invars[0].aval.shape[-1] * math.prod(eqn.outvars[0].aval.shape)
+    if name == "ragged_dot_general":  # each row meets one group's matrix, also where the groups split the sum
+        ragged = params["ragged_dot_dimension_numbers"]
+        lhs, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+        summed = ragged.dot_dimension_numbers[0][0]
+        groups = out[0] if ragged.lhs_ragged_dimensions[0] in summed else 1
+        return 2 * math.prod(lhs[d] for d in summed) * math.prod(out) // groups
     if name == "conv_general_dilated":
         kernel = eqn.invars[1].aval.shape
         out_features = kernel[params["dimension_numbers"].rhs_spec[0]]
@@ -44,7 +51,7 @@ def _count(jaxpr: Any) -> int:
         elif name == "shard_map":
             total += params["mesh"].size * _count(params["jaxpr"])
         else:
-            inner = params.get("jaxpr") or params.get("call_jaxpr") or params.get("fun_jaxpr")
+            inner = next((params[k] for k in CALLED if params.get(k)), None)
             if inner is not None:
                 total += _count(getattr(inner, "jaxpr", inner))
     return total

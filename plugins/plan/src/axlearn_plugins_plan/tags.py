@@ -9,6 +9,7 @@ import attrs
 import jax
 
 from axlearn_core.compose import Program
+from axlearn_core.compose.flops import CALLED
 from axlearn_core.kernels.selection import Selection, use
 from axlearn_core.nn.sharding import Placement, logical_rules
 from axlearn_plugins_plan.flops import works
@@ -81,7 +82,7 @@ def _tags(jaxpr: Any, placement: Placement, times: float, policy: Any, local: bo
 def _jaxprs(params: Mapping[str, Any]) -> list[Any]:
     if "branches" in params:
         return [params["branches"][-1].jaxpr]
-    inner = params.get("jaxpr") or params.get("call_jaxpr") or params.get("fun_jaxpr") or params.get("body_jaxpr")
+    inner = next((params[k] for k in (*CALLED, "body_jaxpr") if params.get(k)), None)
     return [] if inner is None else [getattr(inner, "jaxpr", inner)]
 
 
