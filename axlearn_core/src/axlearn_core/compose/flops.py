@@ -1,13 +1,10 @@
 """Floating-point operations of a traced function, counted from its jaxpr: XLA counts the body of a scan only once."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-
-CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
-"""Where an equation has the function that it calls: of a jit, a rematerialised one, custom derivatives, custom batching."""
 
 
 def count_flops(function: Callable[..., Any], *args: Any) -> int:
@@ -37,6 +34,13 @@ def equation_flops(eqn: Any) -> int:
     return 0
 
 
+def called(params: Mapping[str, Any]) -> Any:
+    """The jaxpr that an equation calls once: of a jit, of rematerialisation, of custom derivatives or batching. Or None."""
+    found = (params.get(name) for name in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call"))
+    jaxprs = (getattr(value, "jaxpr", value) for value in found)
+    return next((j for j in jaxprs if hasattr(j, "eqns")), None)
+
+
 def _count(jaxpr: Any) -> int:
     total = 0
     for eqn in jaxpr.eqns:
@@ -51,7 +55,6 @@ def _count(jaxpr: Any) -> int:
         elif name == "shard_map":
             total += params["mesh"].size * _count(params["jaxpr"])
         else:
-            inner = next((params[k] for k in CALLED if params.get(k)), None)
-            if inner is not None:
-                total += _count(getattr(inner, "jaxpr", inner))
+            inner = called(params)
+            total += 0 if inner is None else _count(inner)
     return total

@@ -14,7 +14,7 @@ import attrs
 import jax
 
 from axlearn_core.compose import Program
-from axlearn_core.compose.flops import equation_flops
+from axlearn_core.compose.flops import called, equation_flops
 from axlearn_core.contracts.kernels import Kernel, OpRequest
 from axlearn_core.kernels.selection import REFERENCE, Selection, use
 from axlearn_core.nn.sharding import logical_rules
@@ -104,12 +104,8 @@ def works(
             yield Work(equation, times, seen, True)
         elif equation_flops(equation):
             yield Work(equation, times, seen, kernel)
-        else:
-            names = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")  # the last is that of custom_vmap
-            inner = next((params[n] for n in names if params.get(n) is not None), None)
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                yield from works(inner, times, seen, kernel, given)
+        elif (inner := called(params)) is not None:
+            yield from works(inner, times, seen, kernel, given)
 
 
 @attrs.frozen(kw_only=True)

@@ -9,7 +9,7 @@ import attrs
 import jax
 
 from axlearn_core.compose import Program
-from axlearn_core.compose.flops import CALLED
+from axlearn_core.compose.flops import called
 from axlearn_core.kernels.selection import Selection, use
 from axlearn_core.nn.sharding import Placement, logical_rules
 from axlearn_plugins_plan.flops import works
@@ -82,8 +82,8 @@ def _tags(jaxpr: Any, placement: Placement, times: float, policy: Any, local: bo
 def _jaxprs(params: Mapping[str, Any]) -> list[Any]:
     if "branches" in params:
         return [params["branches"][-1].jaxpr]
-    inner = next((params[k] for k in (*CALLED, "body_jaxpr") if params.get(k)), None)
-    return [] if inner is None else [getattr(inner, "jaxpr", inner)]
+    inner = params["body_jaxpr"].jaxpr if "body_jaxpr" in params else called(params)
+    return [] if inner is None else [inner]
 
 
 def _NOTHING(*_: Any, **__: Any) -> bool:  # what `jax.checkpoint` does without a policy

@@ -130,7 +130,7 @@ class DrawnShapes(Images):
         return rows
 
     def _draw(self, rng: np.random.Generator, number: int) -> tuple[np.ndarray, int]:
-        rng.bit_generator.advance(number << 32)  # type: ignore[attr-defined]
+        rng.bit_generator.advance(number << 32)  # type: ignore[attr-defined]  # PCG64 has it, its base not
         edge, label = self.cfg.image_size, int(rng.integers(len(SHAPES)))
         radius = edge * rng.uniform(0.2, 0.4)
         middle = rng.uniform(radius, edge - radius, 2)

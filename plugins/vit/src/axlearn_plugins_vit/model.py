@@ -114,7 +114,10 @@ class ImageEncoder(Layer):
         super().__init__(cfg, precision=precision)
         width = cfg.dim
         self.embedding = self.child(cfg.embedding, rngs=rngs, dim=width)
-        make = lambda layer, rngs: self.child(layer, rngs=rngs, input_dim=width)  # noqa: E731
+
+        def make(layer: Node[StackLayer], rngs: nnx.Rngs) -> StackLayer:
+            return self.child(layer, rngs=rngs, input_dim=width)
+
         self.layer = cfg.stack.build().init(make, cfg.layer, cfg.num_layers, rngs)
         if cfg.norm is not None:
             self.norm = self.child(cfg.norm, rngs=rngs, dim=width)
