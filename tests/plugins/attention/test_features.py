@@ -53,12 +53,15 @@ def changed(before, after):
 
 def test_mla_takes_over_what_both_have():
     before = patch(
-        resolve("llama2-70b").config, {f"{ATTENTION}.{k}": v for k, v in {"window": 7, "softcap": 2.0}.items()}
+        resolve("llama2-70b").config,
+        {f"{ATTENTION}.{k}": v for k, v in {"window": 7, "softcap": 2.0, "causal": False}.items()},
     )
     after = UseLatentAttention(kv_rank=256).apply(before)
     assert changed(before, after) == {f"{ATTENTION}.type": ("attention", "latent-attention")}
     old = get(before, ATTENTION)
-    expected = LatentAttention.Config(num_heads=64, position=old.position, window=7, softcap=2.0, kv_rank=256)
+    expected = LatentAttention.Config(
+        num_heads=64, position=old.position, window=7, softcap=2.0, causal=False, kv_rank=256
+    )
     assert get(after, ATTENTION) == expected
     assert get(UseLatentAttention(query_rank=0).apply(after), ATTENTION) == attrs.evolve(expected, query_rank=None)
     normed = patch(before, {f"{ATTENTION}.qk_norm": RMSNorm.Config()})

@@ -76,6 +76,15 @@ def weights(module):
     return {".".join(map(str, k)): v.get_value() for k, v in nnx.to_flat_state(nnx.state(module))}
 
 
+def test_in_an_encoder_a_query_sees_what_comes_after_it(layer, normal, run):
+    x = normal(2, 5, 24)
+    later = x.at[:, 4].add(1.0)
+    for causal in (True, False):
+        module = layer(attrs.evolve(PAPER, causal=causal))
+        a, b = (run(module, h, Context())[0][:, 0] for h in (x, later))
+        assert np.array_equal(a, b) == causal
+
+
 def test_values_and_gradients_are_those_of_the_paper(layer, normal):
     module = layer(attrs.evolve(PAPER, num_heads=2))
     x, cotangent = normal(2, 1, 3, 24, seed=1)

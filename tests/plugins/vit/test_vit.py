@@ -11,7 +11,10 @@ import pytest
 from safetensors.numpy import load_file
 
 import axlearn_core as ax
+from axlearn_core import resolve
+from axlearn_core.cli.train import suggestions
 from axlearn_core.compose import Functional, compose
+from axlearn_core.config import get
 from axlearn_core.errors import InputError, RequestError
 from axlearn_core.learn import AdamW, Learner
 from axlearn_plugins_huggingface.family import family_of
@@ -153,3 +156,14 @@ def test_what_is_wrong_with_images_is_said(tmp_path):
     config = ax.resolve("vit-tiny", set={**SMALL, "input.image_size": 24}).config
     with pytest.raises(RequestError, match=r"images of another size\s+got: \[24, 24, 3\]\s+expected: \[16, 16, 3\]"):
         compose(config, jax.devices()[:1]).compile_train(next(config.input.build(seed=0).train()))
+
+
+def test_what_is_suggested_after_a_run_can_be_done_with_it(tmp_path):
+    for experiment, commands in {
+        "vit-tiny": ["report", "config"],
+        "quickstart": ["generate", "report", "config"],
+    }.items():
+        (tmp_path / "config.yaml").write_text(resolve(experiment).to_yaml())
+        said = suggestions(experiment, tmp_path)
+        assert [line.split()[1] for line in said] == commands
+        get(resolve(experiment).config, said[-1].split()[-1])  # it exists

@@ -30,11 +30,20 @@ def train(request: Any, run_dir: Path | None, restore_step: int | None, allow_dr
         sys.exit(128 + result.stop_signal)
     finished = ", ".join(f"{k} {v:.4g}" for k, v in result.metrics.items())
     click.echo(f"\nfinished {result.step} steps: {finished}", err=True)
-    click.echo(
-        "try next:\n"
-        f"  axlearn generate {result.run_dir} --prompt 'def '\n"
-        f"  axlearn report {result.run_dir}\n"
-        f"  axlearn config explain {request.experiment} model.decoder.layer",
-        err=True,
-    )
+    click.echo("\n  ".join(["try next:", *suggestions(request.experiment, result.run_dir)]), err=True)
     click.echo(str(result.run_dir))
+
+
+def suggestions(experiment: str, run_dir: Path) -> list[str]:
+    """Commands that make sense after this run: to write text only where the model can."""
+    from axlearn_core.config.flat import flatten
+    from axlearn_core.train.api import saved_config
+
+    config: Any = saved_config(run_dir)
+    layers = [f"{path.partition('.layer.')[0]}.layer" for path in flatten(config) if ".layer." in path]
+    writes = hasattr(getattr(config, "model", None) and config.model.owner, "generate")
+    return [
+        *([f"axlearn generate {run_dir} --prompt 'def '"] if writes else []),
+        f"axlearn report {run_dir}",
+        f"axlearn config explain {experiment} {[*layers, 'model'][0]}",
+    ]

@@ -44,7 +44,7 @@ class LatentAttention(Layer):
 
         `head_dim`, the content part, defaults to the width over the heads. `query_rank=None` makes queries of x without
         a latent (DeepSeek-V2-Lite). `norm` is over the latents, `scale` defaults to (head_dim + rope_head_dim) ** -0.5;
-        `softcap`, `window` and `kernel` are as in `Attention`.
+        `softcap`, `window`, `causal` and `kernel` are as in `Attention`.
         """
 
         input_dim: int = interface(default=REQUIRED)
@@ -59,6 +59,7 @@ class LatentAttention(Layer):
         scale: float | None = setting(default=None, gt=0)
         softcap: float | None = setting(default=None, gt=0)
         window: int | Node[int | None] | None = setting(default=None, ge=1)
+        causal: bool = True
         kernel: str | None = None
         query_down: Node[Projection] = Linear.Config()
         query: Node[Projection] = Linear.Config()
@@ -175,7 +176,7 @@ class LatentAttention(Layer):
             q,
             k,
             v,
-            mask=visible(context, window_of(cfg.window)),
+            mask=visible(context, window_of(cfg.window), causal=cfg.causal),
             scale=cfg.scale or (self.head_dim + self.rope_dim) ** -0.5,
             softcap=cfg.softcap,
             bias=None if cfg.position is None else bias_of(self.position),

@@ -17,7 +17,7 @@ Tree = TypeVar("Tree", bound=Node[Any])
 class UseLatentAttention(Feature):
     """Multi-head latent attention (DeepSeek-V2) in the place of every multi-head or grouped-query attention.
 
-    Heads, their size, position encoding, window, softcap, kernel and the projections that both have are taken over;
+    Heads, their size, position encoding, window, softcap, causality, kernel and projections that both have are taken over;
     `num_kv_heads` goes, as every head has keys of its own, and so does `qk_norm`, as the latents have norms. The position
     encoding works on a part of the queries and one key for all heads, of `rope_head_dim`. What else was set on the
     attention (another KV cache) has no counterpart and is an error.
