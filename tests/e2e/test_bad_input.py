@@ -1,5 +1,7 @@
 """What is wrong is said before anything is trained or written."""
 
+import re
+
 import pytest
 import tiny
 from click.testing import CliRunner
@@ -22,6 +24,16 @@ def test_an_unknown_target_is_refused_by_every_command(tmp_path):
         assert done.exit_code == 2
         assert "did you mean: cpu-8" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_a_batch_that_the_mesh_does_not_divide_is_found_without_training(tmp_path):
+    run = tmp_path / "run"
+    wrong = ("--target", "cpu-8", "--set", "input.batch_size=6")
+    for command in (["config", "check", "quickstart"], ["train", "quickstart", "--run-dir", str(run)]):
+        done = CliRunner().invoke(cli, [*command, *wrong])
+        assert done.exit_code == 2
+        assert re.search(r"input \(\w+\): dimension 0 \(batch\) is not divisible[\s\S]*got: 6 over 8", done.stderr)
+    assert not run.exists()
 
 
 @pytest.mark.slow

@@ -107,7 +107,8 @@ def check(request: Request, as_json: bool) -> None:
     try:
         resolved = resolve(request).checked()
         experiment: Any = resolved.config
-        if getattr(getattr(experiment, "mesh", None), "shape", None):
+        mesh = getattr(experiment, "mesh", None)
+        if mesh is not None and (mesh.shape or resolved.machine):
             from axlearn_core.compose.program import check_layout  # imports JAX
 
             check_layout(experiment, resolved.machine)

@@ -78,6 +78,7 @@ class Program:
         self.config = config
         self.functional = Functional.of(config.model)
         self.layout = Layout(make_mesh(config.mesh, devices, machine.domains if machine else 1), config.mesh)
+        _check_batch(config, self.layout)
         self.target = machine.target if machine else host().target(devices[0].device_kind)
         self.kernels = selection.Selection(
             platform=self.target.platform if self.target else devices[0].platform,
@@ -149,8 +150,7 @@ class Program:
         shape = tuple(value.shape)
         if not isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
             shape = (shape[0] * jax.process_count(), *shape[1:]) if shape else shape
-        axes = (*BATCH_AXES, *(None,) * len(shape))[: len(shape)]
-        return self.layout.sharding(axes, shape, f"input ({name})")
+        return self.layout.sharding(_batch_axes(shape), shape, f"input ({name})")
 
     def model_flops(self, batch: Mapping[str, Any]) -> int:
         """FLOPs of the mathematics of one step: three times the forward pass, with full (not causal-halved) attention.
@@ -176,22 +176,33 @@ def _global(sharding: NamedSharding, value: Any) -> jax.Array:
     return jax.make_array_from_process_local_data(sharding, value)
 
 
+def _batch_axes(shape: Sequence[int]) -> tuple[str | None, ...]:
+    return (*BATCH_AXES, *(None,) * len(shape))[: len(shape)]
+
+
+def _check_batch(config: Any, layout: Layout) -> None:
+    """Where the input says what its batches look like, checks that they can be split, before there is one."""
+    told = getattr(getattr(config, "input", None), "batch_shapes", dict)()
+    for name, (shape, _) in told.items():
+        layout.spec(_batch_axes(shape), shape, f"input ({name})")
+
+
 def check_layout(config: Experiment, machine: Machine | None = None) -> None:
-    """Checks that every parameter can be split over the mesh that the config asks for, without any devices.
+    """Checks that parameters and batches can be split over the mesh that the config asks for, without any devices.
 
     Args:
-        config: of which the mesh says nothing where `mesh.shape` is empty; an axis of -1 counts where there is a machine.
-        machine: how many devices there are.
+        config: an axis of -1 in its `mesh.shape` counts where there is a machine.
+        machine: how many devices there are; otherwise as many as the shape says.
 
     Raises:
         ConfigError: a logical axis has no rule, or a dimension that its mesh axes do not divide.
     """
-    if shape := config.mesh.shape:
-        sizes = config.mesh.sizes(machine.devices if machine else math.prod(map(abs, shape.values())))
-        layout = Layout(jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes)), config.mesh)
-        model = Functional.of(config.model)
-        for path, array in model.abstract.items():
-            layout.spec(model.axes[path], array.shape, f"model ({path})")
+    sizes = config.mesh.sizes(machine.devices if machine else math.prod(map(abs, config.mesh.shape.values())))
+    layout = Layout(jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes)), config.mesh)
+    model = Functional.of(config.model)
+    for path, array in model.abstract.items():
+        layout.spec(model.axes[path], array.shape, f"model ({path})")
+    _check_batch(config, layout)
 
 
 def compose(config: Experiment, devices: Sequence[Any] | None = None, *, machine: Machine | None = None) -> Program:
