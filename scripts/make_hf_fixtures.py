@@ -1,8 +1,9 @@
 """Makes tests/plugins/huggingface/fixtures: a tiny random model of each family, by `transformers`, and what it computes.
 
-    uv run --group parity python scripts/make_hf_fixtures.py [NAME ...]
+    uv run --group parity python scripts/make_hf_fixtures.py [--to DIR] [--seed N] [NAME ...]
 
-(UV_FIND_LINKS names a folder, where a build of torch for CPUs lies on disk.) Without names it makes all of them.
+(UV_FIND_LINKS names a folder, where a build of torch for CPUs lies on disk.) Without names it makes all of them. The slow
+tests call it with another seed, and compare with what it computes there and then.
 
 Each folder is a model directory as users have it, with `expected.safetensors` beside the weights: tokens and logits of padded
 and of packed rows, 64 tokens generated greedily, the losses of three steps of AdamW, and of two models the gradients. The
@@ -10,10 +11,11 @@ weights are such that no likeliest token is less than 1e-3 ahead of the next. `v
 and the losses of three steps.
 """
 
+import argparse
 import copy
+import functools
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import tokenizers
@@ -22,7 +24,7 @@ import transformers
 from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
 
-FIXTURES = Path(__file__).parents[1] / "tests/plugins/huggingface/fixtures"
+PLUGINS = Path(__file__).parents[1] / "tests/plugins"
 VOCAB, NEW, MARGIN = 96, 64, 1e-3
 LENGTHS = (40, 23)  # of padded rows
 PACKED = (17, 5, 18)  # of the documents in one row
@@ -184,14 +186,14 @@ def expectations(model: torch.nn.Module, gradients: bool) -> dict[str, torch.Ten
     return {k: v.int() if v.dtype == torch.int64 else v.contiguous() for k, v in found.items()}
 
 
-def make_vit() -> None:
+def make_vit(folder: Path, seed: int) -> None:
     """Writes the classifier of images."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
     config = transformers.ViTConfig(
         **sizes, image_size=16, patch_size=4, num_labels=5, hidden_dropout_prob=0.0, attn_implementation="eager"
     )
     model = transformers.ViTForImageClassification(config).eval().float()
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, value in model.named_parameters():
             noise = torch.randn(value.shape, generator=generator)
@@ -210,7 +212,6 @@ def make_vit() -> None:
         steps.append(loss.item())
         loss.backward()
         optimizer.step()
-    folder = FIXTURES.parents[1] / "vit/fixtures/vit"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     model.to(torch.bfloat16).save_pretrained(folder)
@@ -218,19 +219,15 @@ def make_vit() -> None:
     print(f"vit: {sum(f.stat().st_size for f in folder.iterdir()) / 1000:.0f} kB, losses {steps}", flush=True)
 
 
-def make(name: str) -> None:
+def make(name: str, folder: Path, first: int) -> None:
     """Writes one folder, with the first seed that fits."""
-    if name == "vit":
-        make_vit()
-        return
     kind, more, options = MODELS[name]
-    for seed in range(200):
+    for seed in range(first, first + 200):
         model = build(kind, more, seed)
         if (found := expectations(model, options.get("gradients", False))) is not None:
             break
     else:
         raise SystemExit(f"{name}: no seed of 200 fits")
-    folder = FIXTURES / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     with torch.no_grad():
@@ -252,5 +249,11 @@ if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    for wanted in sys.argv[1:] or (*MODELS, "vit"):
-        make(wanted)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--to", type=Path, help="a folder for all of them; default: where the tests read them")
+    parser.add_argument("--seed", type=int, default=0, help="the first that is tried")
+    args = parser.parse_args()
+    for wanted in args.names or (*MODELS, "vit"):
+        to = args.to or PLUGINS / ("vit" if wanted == "vit" else "huggingface") / "fixtures"
+        (make_vit if wanted == "vit" else functools.partial(make, wanted))(to / wanted, args.seed)

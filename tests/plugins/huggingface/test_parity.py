@@ -1,10 +1,15 @@
-"""Imported models against what transformers computes: fixtures made by scripts/make_hf_fixtures.py, so that no torch is needed."""
+"""Imported models against what transformers computes: fixtures made by scripts/make_hf_fixtures.py, so that no torch is needed.
+
+Where torch and transformers are installed (`uv run --group parity pytest -m slow tests/plugins/huggingface`), the slow tests
+also have them compute the same with other weights.
+"""
 
 import functools
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import made_now
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -25,16 +30,23 @@ GRADIENTS = [
 
 
 def some(names, quick):
-    """The models for a test; those that are not `quick` among the slow tests only."""
-    return [pytest.param(n, marks=[] if n in quick else pytest.mark.slow) for n in names]
+    """The models for a test; those that are not `quick` among the slow tests only, and so those that are made now."""
+    return [pytest.param(n, marks=[] if n in quick else pytest.mark.slow) for n in names] + [
+        pytest.param(f"{n} now", marks=made_now.MARKS) for n in names
+    ]
+
+
+def folder(name):
+    """Of a model, with the weights of the fixture or with others."""
+    return made_now.made_now(name.removesuffix(" now")) if name.endswith(" now") else FIXTURES / name
 
 
 @functools.cache
 def loaded(name):
     """(source, parameters, model, what is expected), in float32."""
-    source = open_model(FIXTURES / name, set=["model.dtype=float32", "model.decoder.stack.mode=unrolled"])
+    source = open_model(folder(name), set=["model.dtype=float32", "model.decoder.stack.mode=unrolled"])
     params = source.read(compose(source.config, jax.devices()[:1]).state["params"])
-    return source, params, source.model.bind(params), load_file(FIXTURES / name / "expected.safetensors")
+    return source, params, source.model.bind(params), load_file(folder(name) / "expected.safetensors")
 
 
 def assert_close(got, expected):

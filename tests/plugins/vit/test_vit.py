@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import made_now
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -34,12 +35,13 @@ SMALL = {
 }
 
 
-@pytest.fixture(scope="module")
-def imported():
+@pytest.fixture(scope="module", params=["vit", pytest.param("vit now", marks=made_now.MARKS)])
+def imported(request):
     """(source, parameters, a batch, what is expected)."""
-    source = open_model(FIXTURE, set=["model.dtype=float32", "model.encoder.stack.mode=unrolled"])
+    folder = FIXTURE if request.param == "vit" else made_now.made_now("vit")
+    source = open_model(folder, set=["model.dtype=float32", "model.encoder.stack.mode=unrolled"])
     params = source.read(compose(source.config, jax.devices()[:1]).state["params"])
-    expected = load_file(FIXTURE / "expected.safetensors")
+    expected = load_file(folder / "expected.safetensors")
     images = jnp.asarray(expected["pixels"].transpose(0, 2, 3, 1))
     return source, params, {"images": images, "labels": jnp.asarray(expected["labels"])}, expected
 
