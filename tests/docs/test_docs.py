@@ -60,7 +60,7 @@ def environment(site: Path, flags: str = "") -> dict[str, str]:
 @pytest.fixture(scope="session")
 def run(installed_plugin, request) -> Iterator[Run]:
     """Runs a block in a directory. What is slow trains at full size: there, programs are compiled well and not fast."""
-    flags = "" if request.config.option.markexpr == "slow" else os.environ["XLA_FLAGS_OF_ONE_DEVICE"]
+    flags = "" if request.config.option.markexpr.startswith("slow") else os.environ["XLA_FLAGS_OF_ONE_DEVICE"]
     worker = subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("worker.py"))],
         stdin=subprocess.PIPE,
