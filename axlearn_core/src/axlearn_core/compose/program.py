@@ -90,7 +90,9 @@ class Program:
         state = jax.eval_shape(self.steps.init, jax.random.key(0))
         places = self.steps.place(self.layout.place_like(state, shardings, abstract), state)
         self.state = jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), state, places)
-        self._init = jax.jit(self._traced(self.steps.init), out_shardings=places)
+        # LLVM's third level takes three times as long to compile what runs once, and as fast at the first.
+        quick = {"xla_backend_optimization_level": 1} if devices[0].platform == "cpu" else None
+        self._init = jax.jit(self._traced(self.steps.init), out_shardings=places, compiler_options=quick)
         self._train = jax.jit(
             self._traced(self.steps.train), donate_argnums=0, out_shardings=(places, self.layout.replicated)
         )
