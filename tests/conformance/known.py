@@ -22,13 +22,13 @@ class OfImages(Contract):
 
 
 CONTRACTS = (
-    Contract(name="images", arguments=("images",), offered={"dim": D}, inputs=IMAGES, outputs=like(0, B, 5, D)),
     OfImages(
         name="model",
         arguments=("batch",),
         inputs=lambda rng: ({"images": IMAGES(rng)[0], "labels": rng.integers(0, 8, B, np.int32)},),
         method="loss",
     ),
+    Contract(name="images", arguments=("images",), offered={"dim": D}, inputs=IMAGES, outputs=like(0, B, 5, D)),
     Contract(
         name="router",
         arguments=("x",),

@@ -53,7 +53,7 @@ def test_what_does_not_fit_on_gpus_is_found():
         "--target",
         "h100-8x1",
         "--set",
-        "input.batch_size=256",
+        "input.batch_size=384",
         "--set",
         "model.decoder.num_layers=8",
     )

@@ -13,6 +13,8 @@ SIZES = {
     "model.decoder.hidden_dim": 32,
     "model.decoder.layer.attention.num_heads": 4,
     "model.decoder.layer.feed_forward.hidden_dim": 64,
+    "model.decoder.layer.attention.output.init.scale": 1.0,
+    "model.decoder.layer.feed_forward.down.init.scale": 1.0,
     "learner.optimizer": {"type": "adamw", "learning_rate": 0.003},
     "max_steps": 200,
 }

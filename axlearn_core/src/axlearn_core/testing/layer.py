@@ -126,6 +126,8 @@ class LayerSuite:
             return
         for path, leaf in floats.items():  # one at a time: what is small beside the others is seen too
             gradient = single.gradients[path]
+            size = norm(leaf) / leaf.size**0.5
+            step = STEP * min(1.0, 10 * size or 0.1)  # of what is small, less: a norm behind it would bend
 
             def value(x: Any, path: str = path) -> Any:
                 outputs = _run(type(self))(floats | {path: x}, fixed).outputs
@@ -138,9 +140,9 @@ class LayerSuite:
                 value,
                 differentiated,
                 (leaf,),
-                atol=self.difference_tolerance * norm(gradient) + 1e-6 / STEP,
+                atol=self.difference_tolerance * norm(gradient) + 1e-6 / step,
                 rtol=self.difference_tolerance,
-                eps=STEP,
+                eps=step,
                 err_msg=f"gradient by {path}",
             )
 

@@ -84,6 +84,36 @@ def product(rule: Rule, dimensions: Dimensions) -> Callable[[jax.Array, jax.Arra
     return _loose(plain)
 
 
+@jax.tree_util.register_pytree_node_class
+class _Bits:
+    """An array of e4m3 as integers, for what the backward pass keeps.
+
+    `jax.checkpoint` rounds what it keeps by `lax.reduce_precision`, to which four bits of exponent end at 240. In e4m3fn,
+    which gives no codes to infinities, they go on to 448, and what is between became NaN.
+    """
+
+    def __init__(self, bits: jax.Array):
+        self.bits = bits
+
+    @classmethod
+    def of(cls, array: jax.Array) -> Any:
+        """`array`, as bits where it is of that format."""
+        return cls(jax.lax.bitcast_convert_type(array, jnp.uint8)) if array.dtype == jnp.float8_e4m3fn else array
+
+    def value(self: Any) -> jax.Array:
+        """The inverse; also of an array."""
+        return jax.lax.bitcast_convert_type(self.bits, jnp.float8_e4m3fn) if isinstance(self, _Bits) else self
+
+    def tree_flatten(self) -> tuple[tuple[jax.Array], None]:
+        """As JAX asks for it."""
+        return (self.bits,), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: tuple[jax.Array]) -> "_Bits":
+        """As JAX asks for it."""
+        return cls(*children)
+
+
 def _loose(plain: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     # qwix multiplies integers by floating-point scales, forward and backward, which strict promotion forbids.
     @jax.custom_vjp
@@ -93,9 +123,11 @@ def _loose(plain: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
     def forward(*args: jax.Array) -> tuple[jax.Array, Any]:
         with jax.numpy_dtype_promotion("standard"):
-            return jax.vjp(plain, *args)
+            y, pull = jax.vjp(plain, *args)
+        return y, jax.tree.map(_Bits.of, pull)
 
-    def backward(pull: Any, gradient: jax.Array) -> Any:
+    def backward(kept: Any, gradient: jax.Array) -> Any:
+        pull = jax.tree.map(_Bits.value, kept, is_leaf=lambda x: isinstance(x, _Bits))
         with jax.numpy_dtype_promotion("standard"):
             return pull(gradient)
 
