@@ -6,8 +6,11 @@ share a cache, also with the commands that they start.
 
 import os
 import shutil
+import sys
 import tempfile
 from importlib.metadata import version
+
+import pytest
 
 # A third of the time to compile goes into XLA:CPU's fusion emitters; newer versions have no flag to leave them out.
 FUSION = " --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""
@@ -33,3 +36,11 @@ def pytest_unconfigure(config):
 
 def pytest_addoption(parser):
     parser.addoption("--update-goldens", action="store_true", help="write tests/goldens anew instead of comparing")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _programs_are_given_back(request):
+    """Hundreds of the slow tests' programs in one process come to its limit of mappings, where LLVM aborts."""
+    yield
+    if request.config.option.markexpr.startswith("slow") and "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
