@@ -111,13 +111,8 @@ def quick():
         yield
 
 
-def _rows():
-    """By default one of them; the rest is among the slow proofs."""
-    quick = {("mixed", "llama2-7b")}
-    return [row if row in quick else pytest.param(*row, marks=pytest.mark.slow) for row in ROWS]
-
-
-@pytest.mark.parametrize(("layout", "experiment"), _rows())
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "experiment"), ROWS)
 def test_it_builds_and_steps(layout, experiment, plan):
     step(layout, experiment, plan[layout, experiment])
 

@@ -17,6 +17,9 @@ NAMES = registry()
 EXPERIMENTS = [entry.name for entry in NAMES.entries("experiments")]
 FEATURES = [entry.name for entry in NAMES.entries("features")]
 PAIRS = list(itertools.combinations(FEATURES, 2))
+RELATIVES = {"llama2-70b": "llama2-7b", "llama3-8b": "llama2-7b", "vit-b16": "vit-tiny"}
+"""Made by the same function as another experiment, with other sizes: among the slow tests."""
+ALL = [pytest.param(n, marks=pytest.mark.slow if n in RELATIVES else ()) for n in EXPERIMENTS]
 DECODERS = [n for n in EXPERIMENTS if hasattr(NAMES.experiment(n).model, "decoder")]
 """All features go with these. With a model that reads no text, those that make no sense refuse, and say what to do."""
 
@@ -69,7 +72,7 @@ def test_each_feature_alone_changes_the_tree_or_is_in_effect_and_twice_is_once(e
         assert again == made[0], f"{name} on {experiment}: twice is not once"
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize("experiment", ALL)
 def test_the_order_of_a_pair_does_not_matter(experiment):
     for first, second in PAIRS:
         one, other = outcome(experiment, *both(first, second)), outcome(experiment, *both(second, first))
@@ -87,7 +90,7 @@ def _without_places(text):
     return sorted(text.split())
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize("experiment", ALL)
 def test_a_pair_of_one_stage_gives_the_same_tree_applied_in_either_order(experiment):
     """The names of features decide their order within a stage, and must not decide what comes of it."""
     for first, second in PAIRS:

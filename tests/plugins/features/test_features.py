@@ -183,7 +183,9 @@ def test_replace_does_not_descend_into_what_it_placed():
     down = patch(before, {"model.decoder.layer.feed_forward.gate.bias": True})
     feature = Replace(target="gated-feed-forward", component="feed-forward", drop=("gate",))
     made = feature.apply(down)
-    assert get(made, "model.decoder.layer.feed_forward") == PlainFeedForward.Config(hidden_dim=512)
+    assert get(made, "model.decoder.layer.feed_forward") == PlainFeedForward.Config(
+        hidden_dim=384, down=get(before, "model.decoder.layer.feed_forward.down")
+    )
     inside = Replace(path="model.decoder.layer.**", component="transformer-layer")
     assert inside.apply(made) == made  # the layer fits, and nothing in it is looked at
     assert feature.apply(made) == made

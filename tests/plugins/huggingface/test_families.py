@@ -83,7 +83,7 @@ def test_a_run_that_was_not_imported_finds_its_family():
     config = resolve("quickstart").config
     made, data = family_of(config)
     assert made.model_type == "llama"
-    assert (data["hidden_size"], data["tie_word_embeddings"], data["num_key_value_heads"]) == (192, False, None)
+    assert (data["hidden_size"], data["tie_word_embeddings"], data["num_key_value_heads"]) == (128, False, None)
     assert family_of(resolve("qwen3-30b-a3b").config)[0].model_type == "qwen3_moe"
     with pytest.raises(RequestError, match=r"no family describes .*this model"):
         family_of(resolve("quickstart", with_=["alibi"]).config)

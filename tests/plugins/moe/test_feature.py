@@ -155,7 +155,7 @@ def test_every_dense_experiment_takes_experts(experiment):
     (changed,) = {c.path.split(".feed_forward")[0] for c in diff(plain, made)}
     assert changed == "model.decoder.layer"
     dense, experts = plain.model.decoder.layer.feed_forward, made.model.decoder.layer.feed_forward
-    assert experts == MixtureOfExperts.Config(num_experts=4, hidden_dim=dense.hidden_dim)
+    assert experts == MixtureOfExperts.Config(num_experts=4, hidden_dim=dense.hidden_dim, down=dense.down)
 
 
 @pytest.mark.parametrize(

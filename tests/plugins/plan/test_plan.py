@@ -26,7 +26,7 @@ SMALL = (
     "input.sequence_length=256",
     "learner.optimizer={type: adamw, learning_rate: 0.01}",
 )
-WIDTH, HIDDEN, VOCAB, LAYERS, ROWS, LENGTH = 192, 512, 2048, 2, 16, 256
+WIDTH, HIDDEN, VOCAB, LAYERS, ROWS, LENGTH = 128, 384, 2048, 2, 16, 256
 
 
 @pytest.fixture(scope="module")

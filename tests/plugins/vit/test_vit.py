@@ -99,6 +99,7 @@ def test_the_published_size():
     assert Functional.of(ax.resolve("vit-b16").config.model).num_parameters == 86_567_656
 
 
+@pytest.mark.slow
 def test_it_trains_evaluates_and_continues(tmp_path):
     settings = {**SMALL, "learner.optimizer": {"type": "adamw", "learning_rate": 3e-3}, "input.held_out": 24,
                 "trackers": [{"type": "jsonl"}], "evaluators": {"eval": {"type": "loss-evaluator"}}}  # fmt: skip
