@@ -14,7 +14,9 @@ import pytest
 
 # A third of the time to compile goes into XLA:CPU's fusion emitters; newer versions have no flag to leave them out.
 FUSION = " --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""
-FAST = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0" + FUSION
+# On a busy machine eight virtual devices may wait for one another for longer than XLA's 40 seconds, after which it aborts.
+PATIENT = " --xla_cpu_collective_call_terminate_timeout_seconds=600"
+FAST = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0" + FUSION + PATIENT
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Workers inherit both. Of one device: for the commands that tests start.
 os.environ["XLA_FLAGS_OF_ONE_DEVICE"] = os.environ.get("XLA_FLAGS_OF_ONE_DEVICE", FAST)
