@@ -140,7 +140,7 @@ class LayerSuite:
                 value,
                 differentiated,
                 (leaf,),
-                atol=self.difference_tolerance * norm(gradient) + 1e-6 / step,
+                atol=self.difference_tolerance * norm(gradient) + 1e-6 / STEP,
                 rtol=self.difference_tolerance,
                 eps=step,
                 err_msg=f"gradient by {path}",
