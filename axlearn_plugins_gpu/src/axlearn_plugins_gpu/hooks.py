@@ -37,6 +37,20 @@ _KERNELS = (
         load="axlearn_plugins_gpu.kernels.cudnn_attention:CUDNN",
     ),
     KernelImplementation(
+        name="tokamax-mosaic",
+        op="attention",
+        priority=40,
+        platforms=("gpu",),
+        load="axlearn_plugins_gpu.kernels.tokamax_attention:MOSAIC_ATTENTION",
+    ),
+    KernelImplementation(
+        name="tokamax-triton",
+        op="attention",
+        priority=30,
+        platforms=("gpu",),
+        load="axlearn_plugins_gpu.kernels.tokamax_attention:TRITON",
+    ),
+    KernelImplementation(
         name="tokamax-triton",
         op="grouped_matmul",
         priority=50,

@@ -2,8 +2,10 @@
 
 import functools
 
+import attrs
 import jax
 import numpy as np
+import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from axlearn_core.compose.devices import absent
@@ -11,6 +13,7 @@ from axlearn_core.contracts.mesh import DEFAULT_RULES, MESH_AXES
 from axlearn_core.kernels import selection
 from axlearn_core.nn import sharding
 from axlearn_core.plugins.targets import find_machine
+from axlearn_core.testing import KernelSuite
 
 
 @functools.cache
@@ -39,3 +42,18 @@ def compiled(function, machine, *shapes, gradients=False, tensor=1, options=None
 
     lowered = jax.jit(run).trace(*specs).lower(lowering_platforms=("cuda",))
     return lowered.compile(compiler_options=options or {}).as_text(), [c.name for c in chosen.choices]
+
+
+@pytest.mark.usefixtures("interpreted")
+class Interpreted(KernelSuite):
+    """What each kernel of an op keeps, here."""
+
+    name = "tokamax-triton"
+
+    def declared(self, name):
+        return attrs.evolve(super().declared(name), platforms=())
+
+    def _only(self, *implementations):
+        return selection.use(
+            selection.Selection(target="h100", declared=lambda op: implementations if op == self.op else ())
+        )

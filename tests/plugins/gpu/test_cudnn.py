@@ -10,7 +10,8 @@ from gpu_programs import compiled
 
 from axlearn_core.contracts.kernels import OpRequest
 from axlearn_core.nn.remat import Remat
-from axlearn_plugins_gpu.kernels.cudnn_attention import CUDNN, structure
+from axlearn_plugins_gpu.kernels.cudnn_attention import CUDNN
+from axlearn_plugins_gpu.kernels.masks import structure
 from axlearn_plugins_transformer.kernels.attention import attention
 from axlearn_plugins_transformer.kernels.masks import Causal, Full, Prefix, Segments, SlidingWindow
 
@@ -28,22 +29,22 @@ MASKS = {
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_what_cudnn_is_told_of_a_mask_is_the_mask(name):
+def test_what_kernels_are_told_of_a_mask_is_the_mask(name):
     mask, n = MASKS[name], IDS.shape[1]
-    kind, window, rest = structure(mask, (n, n), aligned=True)
+    causal, window, rest = structure(mask, (n, n), aligned=True)
     query, key = np.arange(n)[:, None], np.arange(n)
     seen = np.ones((n, n), bool)
-    if kind.name == "CAUSAL":
+    if causal:
         seen &= key <= query
     if window is not None:
-        assert kind.name == "CAUSAL"
+        assert causal
         seen &= key > query - window
     if rest is not None:
         seen = seen & np.asarray(rest.materialize((0, n), (0, n)))[0]
     np.testing.assert_array_equal(seen, np.asarray(mask.materialize((0, n), (0, n)))[0])
 
 
-def test_masks_that_cudnn_knows_need_no_bias():
+def test_masks_that_are_ranges_leave_nothing():
     assert [structure(MASKS[m], (12, 12), True)[2] for m in ("full", "causal", "window", "wide window")] == [None] * 4
     assert structure(Causal() & SlidingWindow(12), (12, 12), True)[1] is None
 

@@ -1,6 +1,5 @@
 """Kernels of tokamax: which calls they take, and that they compile for every GPU."""
 
-import functools
 import sys
 from pathlib import Path
 
@@ -9,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu_programs import compiled
-from jax.experimental import pallas
+from gpu_programs import Interpreted, compiled
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "conformance"))
 import cases
@@ -21,7 +19,6 @@ from axlearn_core.contracts.mesh import DEFAULT_RULES, Mesh
 from axlearn_core.kernels import selection
 from axlearn_core.kernels.selection import Selection
 from axlearn_core.nn.sharding import logical_rules
-from axlearn_core.testing import KernelSuite
 from axlearn_plugins_gpu.chips import CHIPS
 from axlearn_plugins_gpu.hooks import axlearn_kernels
 from axlearn_plugins_gpu.kernels import tokamax
@@ -33,12 +30,6 @@ from axlearn_plugins_moe.grouped_matmul import grouped_matmul
 from axlearn_plugins_transformer.kernels.rms_norm import rms_norm
 
 TARGETS = ["h100", *(pytest.param(t, marks=pytest.mark.slow) for t in ("a100", "h200", "b200"))]
-
-
-@pytest.fixture
-def library():
-    if reason := tokamax.missing():
-        pytest.skip(reason)
 
 
 def request(inner=256, outer=512, dtype="bfloat16", target="h100"):
@@ -92,37 +83,9 @@ def test_grouped_products_compile_forward_and_backward(library, target):
         assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == kernels
 
 
-@pytest.fixture
-def interpreted(library, monkeypatch):
-    """Kernels run in Pallas' interpreter."""
-    run = functools.partial(pallas.pallas_call, interpret=True)
-    monkeypatch.setattr(pallas, "pallas_call", run)
-    references = tokamax.module("pallas.block").BlockRefIndexer
-    at = references.__getitem__
-
-    def indexed(self, index):  # the interpreter has no plain integers among slices
-        index = index if isinstance(index, tuple) else (index,)
-        return at(self, tuple(jnp.int32(i) if type(i) is int else i for i in index))
-
-    monkeypatch.setattr(references, "__getitem__", indexed)
-
-
 def here(op):
     """The plugin's kernels of an op, as if they ran anywhere."""
     return [attrs.evolve(k, platforms=()) for k in axlearn_kernels(op)]
-
-
-@pytest.mark.usefixtures("interpreted")
-class Interpreted(KernelSuite):
-    """What each kernel of an op keeps, here."""
-
-    name = "tokamax-triton"
-
-    def declared(self, name):
-        return attrs.evolve(super().declared(name), platforms=())
-
-    def _only(self, *implementations):
-        return selection.use(Selection(target="h100", declared=lambda op: implementations if op == self.op else ()))
 
 
 class TestNorm(Interpreted):

@@ -1,5 +1,6 @@
 """Model directories to run directories and back, and what is wrong with a model directory."""
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from axlearn_core.checkpoint import manifest
-from axlearn_core.errors import RequestError
+from axlearn_core.errors import RequestError, WorkError
 from axlearn_core.train.loading import load
 from axlearn_plugins_huggingface.files import stored_tensors, write
 from axlearn_plugins_huggingface.runs import export_run, import_run
@@ -87,6 +88,17 @@ def truncated(d):
     file.write_bytes(file.read_bytes()[:-10])
 
 
+def overlapping(d):
+    file = d / "model-00001-of-00002.safetensors"
+    data = file.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    names = [n for n in header if n.endswith(("mlp.up_proj.weight", "mlp.gate_proj.weight"))]
+    header[names[0]]["data_offsets"] = header[names[1]]["data_offsets"]
+    text = json.dumps(header, separators=(",", ":")).encode().ljust(end - 8)
+    file.write_bytes(data[:8] + text + data[end:])
+
+
 def out_of_the_index(d):
     file = d / "model.safetensors.index.json"
     data = json.loads(file.read_text())
@@ -112,10 +124,21 @@ def renamed(values):
     return values
 
 
+def new_family(d):
+    edit(d, model_type="olmo2", clip_qkv=3.0, architectures=["Olmo2ForCausalLM"])
+    rewrite(d, lambda values: {n.replace("input_layernorm", "post_norm"): v for n, v in values.items()})
+
+
 WRONG = {
     "no-config": (lambda d: (d / "config.json").unlink(), ["has no config.json"]),
     "torn-config": (lambda d: (d / "config.json").write_text("{"), ["config.json cannot be read"]),
-    "family": (lambda d: edit(d, model_type="lama"), ["unknown Hugging Face model_type 'lama'", "did you mean: llama"]),
+    "family": (lambda d: edit(d, model_type="lama"), [
+        "unknown Hugging Face model_type 'lama'", "did you mean: llama", "fix: llama describes all of it"
+    ]),
+    "new-family": (new_family, [
+        "unknown Hugging Face model_type 'olmo2'", "nearest: llama, which does not have", "config.json: clip_qkv (3.0)",
+        "tensor model.layers.*.post_norm.weight", "a model without tensor model.layers.*.input_layernorm.weight",
+    ]),
     "architecture": (
         lambda d: edit(d, architectures=["LlamaForSequenceClassification"]),
         ["got: LlamaForSequenceClassification", "expected: LlamaForCausalLM"],
@@ -138,6 +161,7 @@ WRONG = {
     ]),
     "truncated": (truncated, ["model-00001-of-00002.safetensors is truncated", "download it again"]),
     "header": (lambda d: (d / "model-00001-of-00002.safetensors").write_bytes(b"x" * 99), ["is no safetensors file"]),
+    "overlap": (overlapping, ["model-00001-of-00002.safetensors: there is a hole before", "or an overlap"]),
     "shard": (lambda d: (d / "model-00002-of-00002.safetensors").unlink(), ["names shards that are missing"]),
     "index": (out_of_the_index, ["model.norm.weight: in model-", "not in the index"]),
     "no-index": (lambda d: (d / "model.safetensors.index.json").unlink(), ["has neither model.safetensors nor"]),
@@ -157,6 +181,22 @@ def test_what_is_wrong_is_said_and_nothing_is_written(name, tmp_path):
     assert all(text in str(caught.value) for text in expected), caught.value
     assert caught.value.exit_code == 2
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("what", ["import", "export"])
+def test_of_what_was_cut_off_nothing_is_left(what, tmp_path, monkeypatch):
+    source = model_copy("llama3", tmp_path)
+    if what == "export":
+        import_run(source, tmp_path / "run", set=[UNROLLED])
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    there = sorted(tmp_path.rglob("*"))
+    with pytest.raises(WorkError, match=r"cannot write .*new: No space left on device"):
+        import_run(source, tmp_path / "new") if what == "import" else export_run(tmp_path / "run", tmp_path / "new")
+    assert sorted(tmp_path.rglob("*")) == there
 
 
 def test_a_tied_layer_may_be_there_twice(tmp_path):

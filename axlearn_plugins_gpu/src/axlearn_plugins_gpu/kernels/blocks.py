@@ -4,6 +4,8 @@ An entry is chosen by the compute capability of the target. Shared memory bounds
 each operand (in 16 bits), and all stages have to fit in what a block may have.
 """
 
+from collections.abc import Mapping, Sequence
+
 import attrs
 
 from axlearn_plugins_gpu.chips import CHIPS
@@ -79,3 +81,58 @@ def gated(target: str, rows: int, outer: int) -> Blocks:
     while m > 32 and (rows // m) * (outer // n) < CHIPS[target].cores:
         m //= 2
     return Blocks(m=m, n=n, k=32, warps=4, stages=4)
+
+
+@attrs.frozen(kw_only=True)
+class AttentionBlocks:
+    """Of attention: queries and keys to a block, and stages of the pipeline; in the backward pass (`back_`) others.
+
+    Attributes:
+        largest: the largest head that they are for.
+        pairs: whether there is room for a mask that says something of each pair of positions.
+        warps: of a block (Triton; Mosaic's are given by its kernels).
+    """
+
+    largest: int
+    query: int
+    key: int
+    stages: int
+    back_query: int
+    back_key: int
+    back_stages: int
+    pairs: bool = True
+    warps: int = 4
+    back_warps: int = 4
+
+
+Tables = Mapping[tuple[int, int], Sequence[AttentionBlocks]]
+
+MOSAIC: Tables = {
+    (9, 0): (
+        AttentionBlocks(largest=128, query=64, key=128, stages=2, back_query=64, back_key=64, back_stages=2),
+        AttentionBlocks(largest=256, query=64, key=64, stages=2, back_query=64, back_key=64, back_stages=1),
+    ),
+    (10, 0): (
+        AttentionBlocks(largest=64, query=256, key=128, stages=2, back_query=128, back_key=128, back_stages=2),
+        AttentionBlocks(
+            largest=128, query=256, key=128, stages=2, back_query=128, back_key=128, back_stages=1, pairs=False
+        ),
+    ),
+}
+"""Of `attention` in Mosaic GPU, by compute capability, for larger and larger heads."""
+
+TRITON_ATTENTION: Tables = {
+    capability: (
+        AttentionBlocks(largest=128, query=64, key=64, stages=2, back_query=32, back_key=64, back_stages=2),
+        AttentionBlocks(largest=256, query=64, key=32, stages=1, back_query=16, back_key=32, back_stages=1),
+    )
+    for capability in ((8, 0), (9, 0), (10, 0))
+}
+"""Of `attention` in Triton."""
+
+
+def attending(tables: Tables, target: str, size: int) -> AttentionBlocks | None:
+    """For heads of `size` on a GPU that `CHIPS` knows: None where the table has none, or it is no multiple of 64."""
+    if size % 64:
+        return None
+    return next((b for b in tables.get(CHIPS[target].capability, ()) if size <= b.largest), None)

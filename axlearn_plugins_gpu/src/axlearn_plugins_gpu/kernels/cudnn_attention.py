@@ -11,7 +11,7 @@ pass that was told to keep the context would still run the forward pass again, f
 import functools
 from collections.abc import Sequence
 from inspect import signature
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,9 @@ from jax.ad_checkpoint import checkpoint_name
 from axlearn_core.contracts.kernels import OpRequest
 from axlearn_plugins_gpu.chips import CHIPS, unknown_gpu
 from axlearn_plugins_gpu.kernels.heads import by_heads
+from axlearn_plugins_gpu.kernels.masks import structure
 from axlearn_plugins_transformer.kernels.bias import Bias
-from axlearn_plugins_transformer.kernels.masks import And, Causal, Full, Mask, SlidingWindow
+from axlearn_plugins_transformer.kernels.masks import Mask
 
 VERSION = 91000
 """The cuDNN that programs are made for, 9.10: the oldest one that has all that `supports` says."""
@@ -81,41 +82,19 @@ class _CuDNN:
     ) -> jax.Array:
         """See `axlearn_plugins_transformer.kernels.attention.attention`."""
         aligned = query_slots is None and key_slots is None and query.shape[1] == key.shape[1]
-        kind, window, rest = structure(mask, (query.shape[1], key.shape[1]), aligned)
+        causal, window, rest = structure(mask, (query.shape[1], key.shape[1]), aligned)
         hidden = None
         if rest is not None:
             visible = rest.materialize((0, query.shape[1]), (0, key.shape[1]), query_slots, key_slots)
             # Half of the least number: two of them still add up to one, not to an infinity that is no number when subtracted.
             hidden = jnp.where(visible, 0, jnp.finfo(query.dtype).min / 2).astype(query.dtype)[:, None]
+        kind = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
         static = _Static(scale=scale, mask=kind, window=window, biased=hidden is not None)
         run = functools.partial(_attend, static=static)
         return by_heads(run, query, key, value, hidden)
 
 
 CUDNN = _CuDNN()
-
-
-def structure(mask: Mask, lengths: tuple[int, int], aligned: bool) -> tuple[Any, int | None, Mask | None]:
-    """A mask as cuDNN's own kind, its window, and what is left for a bias."""
-    if not aligned:
-        return cudnn.MaskType.NO_MASK, None, mask
-    causal, rest = False, []
-    window: int | None = None
-    for part in mask.parts:
-        if isinstance(part, Causal):
-            causal = True
-        elif isinstance(part, SlidingWindow):
-            size: int = cast(Any, part).size
-            window = size if window is None else min(window, size)
-        elif not isinstance(part, Full):
-            rest.append(part)
-    if window is not None and not causal:
-        rest.append(SlidingWindow(window))  # cuDNN knows windows of causal attention only
-        window = None
-    if window is not None and window >= lengths[1]:
-        window = None
-    left = None if not rest else rest[0] if len(rest) == 1 else And(tuple(rest))
-    return (cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK), window, left
 
 
 def _attend(

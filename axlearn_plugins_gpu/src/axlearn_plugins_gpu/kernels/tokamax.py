@@ -54,3 +54,12 @@ def for_target() -> Iterator[None]:
     with module("config").cross_compile(True), jax.numpy_rank_promotion("allow"), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # it uses names that JAX is moving
         yield
+
+
+@contextlib.contextmanager
+def for_capability(capability: tuple[int, int]) -> Iterator[None]:
+    """`for_target`, for kernels that differ by generation: tokamax asks the GPU of this machine which it is."""
+    utils = module("gpu_utils")
+    hopper, blackwell = (lambda device=None, is_it=capability[0] == n: is_it for n in (9, 10))
+    with for_target(), mock.patch.object(utils, "is_sm90", hopper), mock.patch.object(utils, "is_sm100", blackwell):
+        yield

@@ -118,17 +118,23 @@ def _header(file: Path) -> dict[str, Stored]:
         found = {}
         for name, info in header.items():
             begin, end = info["data_offsets"]
+            if not all(type(n) is int and n >= 0 for n in (*info["shape"], begin, end)):
+                raise ValueError(f"{name} has the shape {info['shape']} and the offsets {info['data_offsets']}")
             found[name] = Stored(file, info["dtype"], tuple(info["shape"]), 8 + length + begin, end - begin)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file} is no safetensors file: {error}\n    fix: download it again") from None
-    wanted = max((t.start + t.bytes for t in found.values()), default=8 + length)
+    wanted = 8 + length
+    for name, tensor in sorted(found.items(), key=lambda item: item[1].start):
+        if tensor.start != wanted:  # the format allows neither
+            raise CheckpointError(f"{file}: there is a hole before {name}, or an overlap\n    fix: download it again")
+        wanted += tensor.bytes
     if size != wanted:
         raise CheckpointError(
             f"{file} is {'truncated' if size < wanted else 'not what its header says'}\n"
             f"    got: {size} bytes\n    expected: {wanted} bytes\n    fix: download it again"
         )
     for name, tensor in found.items():
-        if tensor.dtype not in DTYPES:
+        if str(tensor.dtype) not in DTYPES:
             raise CheckpointError(
                 f"{file}: {name} has the dtype {tensor.dtype}\n    expected: one of {', '.join(DTYPES)}\n"
                 "    fix: convert the model to bfloat16 first; quantized weights cannot be read"

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from axlearn_core.checkpoint import OrbaxCheckpointer
 from axlearn_core.compose import Functional, compose
 from axlearn_core.compose.devices import settle
-from axlearn_core.errors import CheckpointError, ConfigError, RequestError, WorkError
+from axlearn_core.errors import CheckpointError, ConfigError, RequestError
 from axlearn_core.train.api import provenance, saved_config
 from axlearn_core.train.loading import Loaded
 from axlearn_core.train.run_dir import RunDir
@@ -21,6 +21,7 @@ from axlearn_plugins_huggingface import files, stream
 from axlearn_plugins_huggingface.family import Family, Json, family, family_of
 from axlearn_plugins_huggingface.source import CONFIG, TOKENIZER, Source, open_model
 from axlearn_plugins_huggingface.table import layout
+from axlearn_plugins_runs import appearing, write_checkpoint
 
 KEPT = "huggingface"
 """The folder of a run directory that keeps what was in the model directory besides the weights."""
@@ -40,7 +41,7 @@ def load(directory: Path) -> Loaded:
 
 
 def import_run(directory: Path, run_dir: Path, *, with_: Iterable[str] = (), set: Iterable[str] = ()) -> Source:
-    """Writes a run at step 0 with the weights of a model directory.
+    """Writes a run at step 0 with the weights of a model directory; it appears in one piece.
 
     Args:
         directory: a model in Hugging Face format.
@@ -68,35 +69,24 @@ def import_run(directory: Path, run_dir: Path, *, with_: Iterable[str] = (), set
         "params": params,
         "learner": jax.jit(learner.init, out_shardings=shardings)(params),
     }
-    text = source.resolved.to_yaml()
-    place = RunDir(run_dir, resumes=False)
-    place.write(text, {"imported_from": str(directory), "provenance": provenance(source.resolved)})
-    _keep(source, run_dir)
-    checkpointer = config.checkpointer.build(directory=place.checkpoints)
-    checkpointer.files = {"config.yaml": text}
-    try:
-        checkpointer.save(0, state, extra={"step": 0}, metrics={})
-        checkpointer.wait()
-    finally:
-        checkpointer.close()
+    lock = {"imported_from": str(directory), "provenance": provenance(source.resolved)}
+    with appearing(run_dir) as partial:
+        _keep(source, partial)
+        write_checkpoint(partial, config, source.resolved.to_yaml(), state, extra={"step": 0}, lock=lock)
     return source
 
 
 def _keep(source: Source, run_dir: Path) -> None:
     """What an export needs that the run does not: the small files, and how the tensors were stored."""
     folder = run_dir / KEPT
-    try:
-        folder.mkdir(exist_ok=True)
-        for file in {f for pattern in SIDE_FILES for f in source.directory.glob(pattern)} - {
-            source.directory / files.INDEX
-        }:
+    folder.mkdir()
+    for file in {f for pattern in SIDE_FILES for f in source.directory.glob(pattern)}:
+        if file.name != files.INDEX:
             shutil.copyfile(file, folder / file.name)
-        if source.family.text:
-            shutil.copyfile(source.directory / TOKENIZER, run_dir / TOKENIZER)
-        stored = {n: [s.dtype, s.file.name] for n, s in source.stored.items()}
-        (folder / TENSORS).write_text(json.dumps(stored) + "\n", "utf-8")
-    except OSError as error:
-        raise WorkError(f"cannot write {folder}: {error.strerror or error}") from error
+    if source.family.text:
+        shutil.copyfile(source.directory / TOKENIZER, run_dir / TOKENIZER)
+    stored = {n: [s.dtype, s.file.name] for n, s in source.stored.items()}
+    (folder / TENSORS).write_text(json.dumps(stored) + "\n", "utf-8")
 
 
 def export_run(run_dir: Path, directory: Path, *, step: int | None = None, dtype: str | None = None) -> None:
@@ -131,10 +121,7 @@ def export_run(run_dir: Path, directory: Path, *, step: int | None = None, dtype
     params = _parameters(run_dir, config, step)
     if dtype or not known:
         data["dtype"] = dtype or config.model.param_dtype
-    partial = directory.with_name(f".{directory.name}.partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+    with appearing(directory) as partial:
         shards = files.shards(wanted)
         files.write(partial, shards, stream.values(tensors, params, shards))
         for file in (run_dir / KEPT).glob("*") if (run_dir / KEPT).is_dir() else ():
@@ -142,11 +129,6 @@ def export_run(run_dir: Path, directory: Path, *, step: int | None = None, dtype
                 shutil.copyfile(file, partial / file.name)
         _write_tokenizer(config, partial)
         (partial / CONFIG).write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", "utf-8")
-        partial.rename(directory)
-    except OSError as error:
-        raise WorkError(f"cannot write {directory}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _described(run_dir: Path, config: Any) -> tuple[Family, Json]:

@@ -14,9 +14,10 @@ from axlearn_core.errors import CheckpointError, ConfigError, Problem
 from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import Resolved, resolve
 from axlearn_plugins_huggingface import files, stream
-from axlearn_plugins_huggingface.family import Family, Json, Settings, family
+from axlearn_plugins_huggingface.family import Family, Json, Settings, families, family
 from axlearn_plugins_huggingface.files import Stored
 from axlearn_plugins_huggingface.table import Tensor, layout
+from axlearn_plugins_huggingface.unknown import unknown_type
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 COMPUTE = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
@@ -82,7 +83,9 @@ def open_model(
     if not (directory / CONFIG).is_file():
         raise CheckpointError(f"{directory} has no {CONFIG}\n    fix: give the directory of a Hugging Face model")
     data = _json(directory / CONFIG)
-    made = family(str(data.get("model_type", "(none)")))
+    if data.get("model_type") not in families():
+        raise unknown_type(directory, data)
+    made = family(data["model_type"])
     dtype = COMPUTE.get(str(data.get("dtype") or data.get("torch_dtype")), "float32")
     more: Json = {"model.dtype": dtype}
     if made.text:

@@ -288,7 +288,7 @@ def parse(text: str) -> Module:
         if header:
             name, found = header[2], {}
             entry = name if header[1] else entry
-        elif line == "}" and name:
+        elif name and (line == "}" or line.startswith("}, execution_thread=")):
             computations[name] = Computation(name, found)
             name = ""
         elif name and (made := _instruction(line)):

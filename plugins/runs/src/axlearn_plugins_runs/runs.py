@@ -1,6 +1,8 @@
 """Reading a trained run, and writing one that was made and not trained."""
 
-from collections.abc import Mapping
+import contextlib
+import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import jax.numpy as jnp
 
 from axlearn_core.compose import Functional, compose
 from axlearn_core.config import Node, patch
-from axlearn_core.errors import CheckpointError, RequestError
+from axlearn_core.errors import CheckpointError, RequestError, WorkError
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import write
 from axlearn_core.train.api import saved_config
@@ -82,6 +84,53 @@ def check_new(out: Path) -> None:
         )
 
 
+@contextlib.contextmanager
+def appearing(out: Path) -> Iterator[Path]:
+    """A directory to fill, which becomes `out` in one piece; of what was cut off nothing is left.
+
+    Raises:
+        WorkError: it cannot be written.
+    """
+    out = out.absolute()
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        partial.replace(out)
+    except OSError as error:
+        raise WorkError(f"cannot write {out}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_checkpoint(
+    directory: Path, config: Any, text: str, state: Any, *, extra: Mapping[str, Any], lock: Mapping[str, Any]
+) -> None:
+    """Writes what a run directory consists of: config, lock, and one checkpoint, of the step in `extra`.
+
+    Args:
+        directory: of the run.
+        config: of its trainer.
+        text: the config as YAML.
+        state: the whole training state.
+        extra: what the checkpoint holds besides, `step` in it.
+        lock: of the run.
+
+    Raises:
+        WorkError: the directory cannot be written.
+    """
+    made = RunDir(directory, resumes=False)
+    made.write(text, lock)
+    checkpointer = config.checkpointer.build(directory=made.checkpoints)
+    checkpointer.files = {"config.yaml": text}
+    try:
+        checkpointer.save(extra["step"], state, extra=extra, metrics={})
+        checkpointer.wait()
+    finally:
+        checkpointer.close()
+
+
 def write_run(
     out: Path,
     config: Node[Any],
@@ -92,6 +141,8 @@ def write_run(
     lock: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes a run directory with one checkpoint: these parameters, and the state that a learner begins with.
+
+    It appears in one piece.
 
     The learner's moments begin at zero, and a moving average at the parameters. The position in the data and the random
     numbers are those of the run that it was made of.
@@ -126,15 +177,9 @@ def write_run(
         "learner": learner.init(values),
     }
     text = write(settings, registry())
-    made = RunDir(out, resumes=False)
-    made.write(text, {"made_from": str(like.path), "step": like.step, **(lock or {})})
-    checkpointer = settings.checkpointer.build(directory=made.checkpoints)
-    checkpointer.files = {"config.yaml": text}
-    try:
-        checkpointer.save(step, state, extra={**like.extra, "step": step}, metrics={})
-        checkpointer.wait()
-    finally:
-        checkpointer.close()
+    lock = {"made_from": str(like.path), "step": like.step, **(lock or {})}
+    with appearing(out) as partial:
+        write_checkpoint(partial, settings, text, state, extra={**like.extra, "step": step}, lock=lock)
 
 
 def _shape(array: Any) -> tuple[int, ...] | None:

@@ -1,0 +1,201 @@
+"""Attention by tokamax's FlashAttention: in Mosaic GPU from Hopper on, and in Triton.
+
+They stand behind cuDNN and serve what it does not: soft caps (Mosaic), large heads on Ampere (Triton). Causal masks and sliding
+windows are ranges of keys, outside of which they skip; whatever else a mask says is an array of booleans [B, 1, Q, K].
+"""
+
+import functools
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from axlearn_core.contracts.kernels import OpRequest
+from axlearn_core.kernels import selection
+from axlearn_core.nn.remat import tag
+from axlearn_plugins_gpu.chips import CHIPS, unknown_gpu
+from axlearn_plugins_gpu.kernels import tokamax
+from axlearn_plugins_gpu.kernels.blocks import MOSAIC, TRITON_ATTENTION, AttentionBlocks, attending
+from axlearn_plugins_gpu.kernels.heads import by_heads
+from axlearn_plugins_gpu.kernels.masks import structure
+from axlearn_plugins_transformer.kernels.masks import Mask
+
+_RANGES = re.compile(r"full|causal( & slidingwindow\(\d+\))*")
+"""Masks that leave each query a range of keys."""
+
+MULTIPLE = 128
+"""Of the length: the largest block."""
+
+
+class _Static(NamedTuple):
+    """What of a call is known while tracing."""
+
+    target: str
+    scale: float
+    softcap: float | None
+    causal: bool
+    window: int | None
+    mosaic: bool
+
+
+class _Tokamax:
+    """Self-attention in one dtype of 16 bits."""
+
+    mosaic: bool
+
+    def supports(self, request: OpRequest) -> str | None:
+        """16-bit numbers, positions in blocks of 128, heads that its table has blocks for."""
+        if reason := tokamax.missing() or unknown_gpu(request.target):
+            return reason
+        if not self._tables().get(CHIPS[request.target].capability):
+            return f"it is for Hopper and later, not for {request.target}"
+        dtypes, options = set(request.dtypes.values()), request.options
+        if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float16"}:
+            return f"the dtypes are {', '.join(sorted(dtypes))}; it takes bfloat16, or float16"
+        if not options["aligned"]:
+            return "queries and keys are not the same positions"
+        if options["bias"] is not None:
+            return f"it is given no bias on the scores ({options['bias']})"
+        if options["softcap"] is not None and request.gradients and not self.mosaic:
+            return "its backward pass has no soft cap"
+        length, size = request.shapes["query"][1], request.shapes["query"][3]
+        if length % MULTIPLE:
+            return f"the sequence length {length} is no multiple of {MULTIPLE}"
+        if request.shapes["value"][3] != size:
+            return "queries and values differ in head size"
+        blocks = attending(self._tables(), request.target, size)
+        if blocks is None:
+            return f"it has no blocks for heads of {size}"
+        if not blocks.pairs and not _RANGES.fullmatch(options["mask"]):
+            return f"with heads of {size} its shared memory has no room for this mask ({options['mask']})"
+        return None
+
+    def _tables(self) -> Any:
+        return MOSAIC if self.mosaic else TRITON_ATTENTION
+
+    def __call__(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        *,
+        mask: Mask,
+        scale: float,
+        softcap: float | None,
+        query_slots: jax.Array | None,
+        key_slots: jax.Array | None,
+    ) -> jax.Array:
+        """See `axlearn_plugins_transformer.kernels.attention.attention`."""
+        chosen: Any = selection.in_force()  # where there is none, `supports` has said that the GPU is not known
+        length = query.shape[1]
+        causal, window, rest = structure(mask, (length, length), aligned=True)
+        static = _Static(chosen.target, scale, softcap, causal, window, self.mosaic)
+        visible = None if rest is None else rest.materialize((0, length), (0, length))[:, None]
+        tag(jnp.zeros(()), "context")  # remat has to know the tag, which the derivative gives to the values
+        run = functools.partial(_attend, static=static)
+        return by_heads(run, query, key, value, visible)
+
+
+class _Mosaic(_Tokamax):
+    """Warp groups for loads and for products (Hopper), tensor memory (Blackwell)."""
+
+    mosaic = True
+
+
+class _Triton(_Tokamax):
+    """FlashAttention-2."""
+
+    mosaic = False
+
+
+MOSAIC_ATTENTION, TRITON = _Mosaic(), _Triton()
+
+
+def _kernel(static: _Static, size: int) -> Any:
+    """tokamax's op with its block sizes, and with those of its derivative."""
+    blocks = attending(MOSAIC if static.mosaic else TRITON_ATTENTION, static.target, size)
+    assert blocks is not None, "`supports` has said no"
+    return (_mosaic if static.mosaic else _triton)(blocks, CHIPS[static.target].capability)
+
+
+def _mosaic(blocks: AttentionBlocks, capability: tuple[int, int]) -> Any:
+    place = "ops.attention.pallas_mosaic_gpu"
+    generation = f"sm{capability[0]}0"
+    forward, backward = (tokamax.module(f"{place}{part}_kernel_{generation}") for part in ("", "_vjp"))
+    config = forward.Config(block_q=blocks.query, block_kv=blocks.key, num_stages=blocks.stages)
+    query, key, stages = blocks.back_query, blocks.back_key, blocks.back_stages
+    if capability >= (10, 0):
+        back = backward.Config(block_q=query, block_kv=key, num_stages=stages)
+    else:
+        back = backward.Config(
+            block_q_dkv=query, block_kv_dkv=key, block_q_dq=query, block_kv_dq=key, num_stages=stages
+        )
+    derivative = tokamax.module(f"{place}_vjp").PallasMosaicGpuFlashAttentionVjp(config=back)
+    return tokamax.module(place).PallasMosaicGpuFlashAttention(config=config, vjp=derivative)
+
+
+def _triton(blocks: AttentionBlocks, capability: tuple[int, int]) -> Any:
+    place = "ops.attention.pallas_triton"
+    forward, backward = tokamax.module(place), tokamax.module(f"{place}_vjp")
+    config = forward.Config(block_q=blocks.query, block_k=blocks.key, num_stages=blocks.stages, num_warps=blocks.warps)
+    back = backward.Config(
+        block_m1=blocks.back_query,
+        block_n1=blocks.back_key,
+        block_m2=blocks.back_key,
+        block_n2=blocks.back_query,
+        num_stages=blocks.back_stages,
+        num_warps=blocks.back_warps,
+    )
+    derivative = backward.PallasTritonFlashAttentionVjp(config=back)
+    return forward.PallasTritonFlashAttention(config=config, vjp=derivative)
+
+
+def _options(static: _Static, length: int, visible: jax.Array | None) -> dict[str, Any]:
+    start = None
+    if static.window is not None:
+        start = jnp.maximum(jnp.arange(length, dtype=jnp.int32) + 1 - static.window, 0)[None]
+    mask = tokamax.module("ops.attention.base").Mask(visible, k_start=start, is_causal=static.causal)
+    return {"mask": mask, "logits_scale": static.scale, "logits_soft_cap": static.softcap}
+
+
+def _attend(
+    query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array | None, *, static: _Static
+) -> jax.Array:
+    return _attention(query, key, value, visible, static)
+
+
+# tokamax's own derivative gives its residuals no names, and is traced when `for_target` is over.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array | None, static: _Static
+) -> jax.Array:
+    return _run(query, key, value, visible, static, return_residuals=False)
+
+
+def _run(query: Any, key: Any, value: Any, visible: Any, static: _Static, *, return_residuals: bool) -> Any:
+    op = _kernel(static, query.shape[3]).replace(vjp=None)
+    with tokamax.for_capability(CHIPS[static.target].capability):
+        options = _options(static, query.shape[1], visible)
+        return op(query, key, value, **options, return_residuals=return_residuals)
+
+
+def _forward(query: Any, key: Any, value: Any, visible: Any, static: _Static) -> Any:
+    out, statistics = _run(query, key, value, visible, static, return_residuals=True)
+    out = checkpoint_name(out, "context")
+    statistics = jax.tree.map(lambda x: checkpoint_name(x, "context"), statistics)
+    return out, (query, key, value, visible, out, statistics)
+
+
+def _backward(static: _Static, kept: Any, gradient: jax.Array) -> tuple[Any, ...]:
+    query, key, value, visible, out, statistics = kept
+    op = _kernel(static, query.shape[3])
+    with tokamax.for_capability(CHIPS[static.target].capability):
+        given = op.bind(query, key, value, **_options(static, query.shape[1], visible))
+        options = {k: v for k, v in given.kwargs.items() if k != "return_residuals"}
+        found = op.vjp(statistics, out, gradient, *given.args, **options)
+    return found["q"], found["k"], found["v"], None
+
+
+_attention.defvjp(_forward, _backward)

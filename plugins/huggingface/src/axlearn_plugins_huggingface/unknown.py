@@ -1,0 +1,68 @@
+"""What stands between a model of a type that is not installed and the family that is nearest to it."""
+
+import difflib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from axlearn_core.compose import Functional
+from axlearn_core.errors import CheckpointError, ConfigError, RequestError, unknown
+from axlearn_plugins_huggingface import files
+from axlearn_plugins_huggingface.family import Json, families, family
+from axlearn_plugins_huggingface.table import layout
+
+SHOWN = 8
+
+
+def unknown_type(directory: Path, data: Json) -> RequestError:
+    """The error for a model directory whose `model_type` no family has.
+
+    Every family is tried on its `config.json` and on the names of its tensors. The one with the fewest differences is named,
+    and with it what a family of this type would have to add.
+
+    Args:
+        directory: the model.
+        data: its `config.json`.
+    """
+    name = str(data.get("model_type", "(none)"))
+    error = unknown("Hugging Face model_type", name, families())
+    try:
+        stored = _kinds(files.stored_tensors(directory))
+    except CheckpointError:
+        stored = set()
+    lacks = {known: _lacks(known, data, stored) for known in families()}
+    if not lacks:
+        return RequestError(f"{error}\n    fix: install a family, such as axlearn-plugins-llama")
+    best = min(lacks, key=lambda known: (len(lacks[known]), -difflib.SequenceMatcher(None, known, name).ratio()))
+    if not lacks[best]:
+        return RequestError(f"{error}\n    fix: {best} describes all of it; if it is one, set model_type to that")
+    more = [f"and {len(lacks[best]) - SHOWN} more"] if len(lacks[best]) > SHOWN else []
+    lines = "\n".join(f"        {line}" for line in [*lacks[best][:SHOWN], *more])
+    return RequestError(
+        f"{error}\n    nearest: {best}, which does not have\n{lines}\n"
+        "    fix: install a family that has these, or write one: docs/huggingface.md says how"
+    )
+
+
+def _lacks(known: str, data: Json, stored: set[str]) -> list[str]:
+    """What a family does not describe of a `config.json` and of the tensors beside it."""
+    made = family(known)
+    try:
+        resolved, unread = made.resolve({k: v for k, v in data.items() if k != "architectures"})
+        model = Functional.of(resolved.config.model)  # type: ignore[attr-defined]
+        wanted = _kinds(layout(model, made.table(model)))
+    except ConfigError as error:
+        found = [f"{p.path}: {p.message}" + (f" ({p.got})" if p.got else "") for p in error.problems]
+        return [*found, *(f"tensor {n}" for n in sorted(stored))]
+    except (RequestError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        return [f"config.json: {type(error).__name__} {error}", *(f"tensor {n}" for n in sorted(stored))]
+    lines = [f"config.json: {key} ({data[key]!r})" for key in unread]
+    if stored:
+        lines += [f"tensor {n}" for n in sorted(stored - wanted - set(made.copies))]
+        lines += [f"a model without tensor {n}" for n in sorted(wanted - stored)]
+    return lines
+
+
+def _kinds(names: Iterable[str]) -> set[str]:
+    """Names of tensors without the numbers of layers and experts."""
+    return {re.sub(r"(?<=\.)\d+(?=\.)", "*", n) for n in names}

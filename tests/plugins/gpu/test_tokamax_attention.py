@@ -1,0 +1,152 @@
+"""Attention by tokamax: which calls it takes, that it compiles for every GPU, and its numbers in Triton's interpreter."""
+
+import functools
+
+import attrs
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gpu_programs import Interpreted, compiled
+
+from axlearn_core.contracts.kernels import OpRequest
+from axlearn_core.nn.remat import Remat
+from axlearn_core.testing import Case
+from axlearn_plugins_gpu.chips import CHIPS
+from axlearn_plugins_gpu.kernels.blocks import MOSAIC, TRITON_ATTENTION, attending
+from axlearn_plugins_gpu.kernels.tokamax_attention import MOSAIC_ATTENTION, TRITON
+from axlearn_plugins_transformer.kernels.attention import attention
+from axlearn_plugins_transformer.kernels.masks import Causal, Full, Prefix, Segments, SlidingWindow
+
+RANGES = ("full", "causal", "causal & slidingwindow(7)")
+
+
+def request(query=(2, 256, 8, 128), value=None, dtype="bfloat16", target="h100", gradients=True, **options):
+    key = (*query[:2], 2, query[3])
+    return OpRequest(
+        op="attention",
+        platform="gpu",
+        target=target,
+        shapes={"query": query, "key": key, "value": (*key[:3], value or query[3])},
+        dtypes=dict.fromkeys(("query", "key", "value"), dtype),
+        options={"mask": "causal", "softcap": None, "aligned": True, "skips": True, "bias": None} | options,
+        gradients=gradients,
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "mosaic", "triton"),
+    [
+        ({}, None, None),
+        ({"softcap": 50.0}, None, "backward pass has no soft cap"),
+        ({"softcap": 50.0, "gradients": False}, None, None),
+        ({"query": (2, 256, 8, 256), "target": "a100"}, "Hopper and later, not for a100", None),
+        ({"query": (2, 256, 8, 256), "target": "b200"}, "no blocks for heads of 256", None),
+        ({"query": (2, 256, 8, 80)}, "no blocks for heads of 80", "no blocks for heads of 80"),
+        ({"mask": "causal & segments", "target": "b200"}, "no room for this mask (causal & segments)", None),
+        ({"mask": "causal & segments", "target": "b200", "query": (2, 256, 8, 64)}, None, None),
+        ({"query": (2, 200, 8, 128)}, "200 is no multiple of 128", "200 is no multiple of 128"),
+        ({"value": 64}, "differ in head size", "differ in head size"),
+        ({"dtype": "float32"}, "bfloat16, or float16", "bfloat16, or float16"),
+        ({"aligned": False}, "not the same positions", "not the same positions"),
+        ({"bias": "linear"}, "no bias on the scores (linear)", "no bias"),
+        ({"target": "rtx"}, "is none that it is known", "is none that it is known"),
+    ],
+)
+def test_it_says_what_it_cannot_do(library, asked, mosaic, triton):
+    for kernel, reason in ((MOSAIC_ATTENTION, mosaic), (TRITON, triton)):
+        said = kernel.supports(request(**asked))
+        assert said is None if reason is None else reason in (said or "")
+
+
+@pytest.mark.parametrize("tables", [MOSAIC, TRITON_ATTENTION], ids=["mosaic", "triton"])
+def test_every_entry_is_for_some_heads(tables):
+    assert set(tables) <= {chip.capability for chip in CHIPS.values()}
+    for capability, entries in tables.items():
+        target = next(name for name, chip in CHIPS.items() if chip.capability == capability)
+        assert {attending(tables, target, size) for size in range(64, 512, 64)} - {None} == set(entries)
+        assert attending(tables, target, 96) is None
+
+
+IDS = jnp.asarray(np.sort(np.random.default_rng(0).integers(1, 5, (2, 256)), axis=1), jnp.int32)
+
+
+def attend(query, key, value, ids, *, mask="causal", softcap=None, kernel=None):
+    masks = {
+        "full": Full(),
+        "causal": Causal(),
+        "window": Causal() & SlidingWindow(100),
+        "packed": Causal() & Segments(ids, ids),
+    }
+    return attention(query, key, value, mask=masks[mask], scale=0.1, softcap=softcap, kernel=kernel)
+
+
+def arrays(size):
+    return [*(((2, 256, n, size), jnp.bfloat16) for n in (4, 2, 2)), ((2, 256), jnp.int32)]
+
+
+COMPILED = [("tokamax-mosaic", "h100", 64, "window", 30.0), ("tokamax-triton", "a100", 256, "packed", None)]
+MORE = [
+    *(("tokamax-mosaic", "h100", size, mask, 30.0) for size in (128, 256) for mask in ("causal", "packed")),
+    *(("tokamax-mosaic", "b200", size, mask, 30.0) for size, mask in ((64, "packed"), (128, "window"))),
+    *(("tokamax-triton", target, size, "packed", None) for target in ("h100", "b200") for size in (64, 256)),
+    *(("tokamax-triton", "a100", size, "window", None) for size in (64, 128)),
+]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "target", "size", "mask", "softcap"),
+    [*COMPILED, *(pytest.param(*m, marks=pytest.mark.slow) for m in MORE)],
+)
+def test_it_compiles_forward_and_backward(library, kernel, target, size, mask, softcap):
+    call = "mosaic_gpu_v2" if kernel == "tokamax-mosaic" else "__gpu$xla.gpu.triton"
+    run = functools.partial(attend, mask=mask, softcap=softcap, kernel=kernel)
+    for gradients in (False, True):
+        text, chosen = compiled(run, f"{target}-1x1", *arrays(size), gradients=gradients)
+        assert chosen == [kernel]
+        count = 1 if not gradients else 3 if kernel == "tokamax-mosaic" else 2
+        assert text.count(f'custom_call_target="{call}"') == count
+
+
+def test_soft_caps_get_it_where_it_has_them(library):
+    run = functools.partial(attend, softcap=30.0)
+    assert compiled(run, "h100-1x1", *arrays(128))[1] == ["tokamax-mosaic"]
+    assert compiled(run, "a100-1x1", *arrays(128))[1] == ["tokamax-triton"]
+    assert compiled(run, "a100-1x1", *arrays(128), gradients=True)[1] == ["xla-blocked"]
+
+
+def test_what_it_keeps_is_the_context(library):
+    def run(query, key, value, ids):
+        return attend(jnp.sin(query), key, value, ids, kernel="tokamax-triton")
+
+    for save, runs in ((("context",), 1), ((), 2)):
+        kept = Remat.Config(save=save).build().wrap(run, in_loop=False)
+        text, _ = compiled(lambda *args, f=kept: jnp.sin(f(*args)), "h100-1x1", *arrays(64), gradients=True)
+        assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == runs + 1
+
+
+def called(kernel, query, key, value, mask, **options):
+    return attention(query, key, value, mask=mask, scale=0.2, kernel=kernel, **options)
+
+
+def cases():
+    rng = np.random.default_rng(1)
+    prefix = jnp.asarray([3, 140], jnp.int32)
+    for name, mask, groups in (
+        ("causal", Causal(), 2),
+        ("full", Full(), 1),
+        ("window", Causal() & SlidingWindow(100), 2),
+        ("packed", Causal() & SlidingWindow(70) & Segments(IDS, IDS), 4),
+        ("prefix", (Causal() | Prefix(prefix)) & Segments(IDS, IDS), 2),
+    ):
+        operands = [
+            jnp.asarray(rng.normal(size=(2, 256, n, 64)).astype(np.float32), "bfloat16") for n in (4, groups, groups)
+        ]
+        yield Case(name=name, run=called, operands=(*operands, mask), tolerance=3e-2)
+
+
+class TestTriton(Interpreted):
+    op = "attention"
+    cases = tuple(cases())
+
+    def declared(self, name):
+        return attrs.evolve(super().declared(name), platforms=())
