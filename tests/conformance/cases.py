@@ -16,6 +16,7 @@ from axlearn_plugins_transformer.kernels.bias import LinearBias
 from axlearn_plugins_transformer.kernels.cross_entropy import Options, cross_entropy
 from axlearn_plugins_transformer.kernels.gated_linear_unit import ACTIVATIONS, gated_linear_unit
 from axlearn_plugins_transformer.kernels.masks import Causal, Full, Prefix, Segments, SlidingWindow
+from axlearn_plugins_transformer.kernels.paged_attention import paged_attention
 from axlearn_plugins_transformer.kernels.rms_norm import rms_norm
 
 RNG = np.random.default_rng(0)
@@ -142,10 +143,42 @@ def _gated_units():
         )
 
 
+def _read(kernel, query, pages, table, lengths, starts, count, **options):
+    found = paged_attention(query, pages, table, lengths, starts, count, scale=0.2, kernel=kernel, **options)
+    used = jnp.arange(query.shape[0]) < starts[count[0]]
+    return jnp.where(used[:, None, None], found, 0)  # what no request has is not specified
+
+
+def paged(name, *, new, lengths, heads=4, groups=2, size=8, slots=8, dtype="float32", tokens=0, **options):
+    """Requests with so many new tokens of so many; room for one request and `tokens` tokens more, and pages out of order."""
+    most = max(-(-n // slots) for n in lengths)
+    table = np.zeros((len(new) + 1, most), np.int32)
+    order = iter(RNG.permutation(len(new) * most).tolist())
+    for row, length in zip(table, lengths, strict=False):
+        used = -(-length // slots)
+        row[:used] = [next(order) for _ in range(used)]
+    starts = np.cumsum([0, *new, 0])
+    operands = (
+        normal(starts[-1] + tokens, heads, size, dtype=dtype),
+        normal(len(new) * most, slots, 2 * groups, size, dtype=dtype),
+        *(jnp.asarray(x, jnp.int32) for x in (table, [*lengths, 0], starts, [len(new)])),
+    )
+    run = functools.partial(_read, **options)
+    return Case(name=f"{name}-{dtype}", run=run, operands=operands, tolerance=TOLERANCE[dtype], gradients=False)
+
+
+def _pages():
+    yield paged("decoding", new=[1, 1, 1], lengths=[5, 17, 8])
+    yield paged("prefill", new=[9, 70], lengths=[9, 70], tokens=3)
+    yield paged("mixed", new=[1, 12, 1], lengths=[40, 20, 1], window=6)
+    yield paged("capped", new=[4], lengths=[30], softcap=2.0, groups=1, dtype="bfloat16")
+
+
 CASES = {
     "attention": list(_attentions()),
     "cross_entropy": list(_entropies()),
     "gated_linear_unit": list(_gated_units()),
     "grouped_matmul": list(_grouped()),
+    "paged_attention": list(_pages()),
     "rms_norm": list(_norms()),
 }

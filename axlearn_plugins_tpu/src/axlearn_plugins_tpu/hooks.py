@@ -44,6 +44,13 @@ KERNELS = (
         priority=50,
         platforms=("tpu",),
     ),
+    KernelImplementation(
+        name="ragged-paged",
+        op="paged_attention",
+        load="axlearn_plugins_tpu.kernels.ragged_paged:RAGGED_PAGED",
+        priority=50,
+        platforms=("tpu",),
+    ),
 )
 
 
@@ -55,7 +62,7 @@ def axlearn_targets() -> list[Target]:
 
 @hookimpl
 def axlearn_kernels(op: str) -> list[KernelImplementation]:
-    """Splash attention, and megablox for grouped matrix products."""
+    """Splash attention, megablox for grouped matrix products, and ragged paged attention."""
     return [k for k in KERNELS if k.op == op]
 
 

@@ -9,12 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src import literals
+from jax.experimental import pallas
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "conformance"))
 import cases
 
 from axlearn_core.compose.devices import absent
 from axlearn_core.compose.layout import make_mesh
+from axlearn_core.contracts.kernels import OpRequest
 from axlearn_core.contracts.mesh import DEFAULT_RULES, Mesh
 from axlearn_core.kernels import selection
 from axlearn_core.nn.sharding import logical_rules
@@ -22,11 +25,22 @@ from axlearn_core.plugins.targets import find_machine
 from axlearn_core.testing import Case, KernelSuite
 from axlearn_plugins_moe.grouped_matmul import grouped_matmul
 from axlearn_plugins_tpu.hooks import KERNELS
-from axlearn_plugins_tpu.kernels import megablox, splash
-from axlearn_plugins_tpu.kernels.blocks import GROUPED, LANES, SPLASH, SplashBlocks, fitting, narrowed
+from axlearn_plugins_tpu.kernels import megablox, ragged_paged, splash
+from axlearn_plugins_tpu.kernels.blocks import (
+    GROUPED,
+    LANES,
+    PAGED,
+    SPLASH,
+    PagedBlocks,
+    SplashBlocks,
+    fitting,
+    narrowed,
+)
+from axlearn_plugins_tpu.kernels.ragged_paged import RAGGED_PAGED
 from axlearn_plugins_tpu.targets import TARGETS
 from axlearn_plugins_transformer.kernels.attention import attention
 from axlearn_plugins_transformer.kernels.masks import Causal, Prefix, Segments, SlidingWindow
+from axlearn_plugins_transformer.kernels.paged_attention import paged_attention
 
 GENERATIONS = ["tpu-v4-8", "tpu-v5e-4", "tpu-v5p-8", "tpu-v6e-4", "tpu-7x-4"]
 SMALL = SplashBlocks(
@@ -50,6 +64,75 @@ class Interpreted(KernelSuite):
 
     def declared(self, name):
         return attrs.evolve(super().declared(name), platforms=())
+
+
+@pytest.fixture
+def simulated(monkeypatch):
+    """Kernels run in Pallas' interpreter."""
+    call = functools.partial(pallas.pallas_call, interpret=True)
+    monkeypatch.setattr(pallas, "pallas_call", call)
+    monkeypatch.setattr(literals.TypedInt, "shape", (), raising=False)  # the interpreter asks constants among indices
+    monkeypatch.setitem(PAGED, "", PagedBlocks(queries=8, keys=16))
+
+
+@pytest.mark.usefixtures("simulated")
+class TestRaggedPaged(KernelSuite):
+    op, name = "paged_attention", "ragged-paged"
+    cases = (
+        cases.paged("mixed", new=[1, 12, 1], lengths=[40, 20, 1], size=128, window=6, tokens=3),
+        cases.paged("capped", new=[9], lengths=[30], size=128, softcap=2.0, groups=1, dtype="bfloat16"),
+        cases.paged("narrow", new=[1], lengths=[9]),
+    )
+
+    def declared(self, name):
+        return attrs.evolve(super().declared(name), platforms=())
+
+
+def paged_request(heads=8, groups=4, size=128, dtype="bfloat16", pages="bfloat16"):
+    shapes = {"query": (16, heads, size), "pages": (32, 16, 2 * groups, size), "table": (4, 8)}
+    return OpRequest(
+        op="paged_attention",
+        platform="tpu",
+        target="tpu-v5e",
+        shapes=shapes,
+        dtypes={"query": dtype, "pages": pages, "table": "int32"},
+        options={"window": None, "softcap": None},
+        gradients=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({}, None),
+        ({"dtype": "float16", "pages": "float16"}, "it takes bfloat16, or float32"),
+        ({"pages": "float32"}, "the dtypes are bfloat16, float32"),
+        ({"size": 64}, "64 is no multiple of 128"),
+        ({"groups": 5, "heads": 10}, "5 key-value heads on a device do not fill"),
+    ],
+)
+def test_paged_attention_says_what_it_cannot_do(asked, reason):
+    said = RAGGED_PAGED.supports(paged_request(**asked))
+    assert said is None if reason is None else reason in said
+
+
+def test_paged_attention_splits_heads_that_can_be_split():
+    with logical_rules(make_mesh(Mesh(shape={"fsdp": 2, "tensor": 4})), DEFAULT_RULES):
+        assert RAGGED_PAGED.supports(paged_request(groups=4)) is None
+        assert "2 key-value heads cannot be split over 4 devices" in RAGGED_PAGED.supports(paged_request(groups=2))
+
+
+def test_devices_read_the_pages_of_their_own_heads(simulated):
+    case = cases.paged("mixed", new=[3, 1], lengths=[20, 9], heads=8, groups=4, size=128)
+    declared = [attrs.evolve(k, platforms=()) for k in KERNELS if k.op == "paged_attention"]
+    mesh = make_mesh(Mesh(shape={"fsdp": 2, "tensor": 4}))
+
+    @jax.jit
+    def sharded(*operands):
+        with selection.use(selection.Selection(declared=lambda op: declared)), logical_rules(mesh, DEFAULT_RULES):
+            return case.run("ragged-paged", *operands)
+
+    np.testing.assert_allclose(sharded(*case.operands), case.run("xla", *case.operands), rtol=2e-5, atol=2e-5)
 
 
 QUICK = ("window", "prefix", "decoding", "odd", "alibi")
@@ -159,6 +242,28 @@ def test_grouped_products_compile_for_every_generation(generation):
     assert compiled(generation, grouped_matmul, lhs, rhs, sizes)[1] == ["megablox"]
 
 
+@pytest.mark.parametrize("generation", not_only("tpu-v5p-8", GENERATIONS))
+def test_paged_attention_compiles_for_every_generation(generation):
+    pytest.importorskip("libtpu", reason="needs libtpu: axlearn-plugins-tpu[compile]")
+    machine = find_machine(generation)
+    devices = absent(machine)
+    mesh = jax.make_mesh((len(devices),), ("tensor",), devices=devices, axis_types=(jax.sharding.AxisType.Auto,))
+
+    def run(*operands):
+        with logical_rules(mesh, DEFAULT_RULES):
+            return paged_attention(*operands, scale=0.1, window=512, softcap=30.0)
+
+    for groups, slots, dtype in ((2, 16, "bfloat16"), (1, 64, "bfloat16"), (8, 16, "float32")):
+        groups *= len(devices)
+        shapes = ((64, 8 * groups, 128), dtype), ((512, slots, 2 * groups, 128), dtype), ((32, 64), "int32")
+        numbers = [((n,), "int32") for n in (32, 33, 1)]
+        place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        abstract = [jax.ShapeDtypeStruct(s, d, sharding=place) for s, d in (*shapes, *numbers)]
+        with selection.use(selection.Selection(platform="tpu", target=machine.target.name, gradients=False)) as chosen:
+            jax.jit(run).trace(*abstract).lower(lowering_platforms=("tpu",)).compile()
+        assert [c.name for c in chosen.choices] == ["ragged-paged"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("generation", GENERATIONS)
 @pytest.mark.parametrize(("length", "dtype"), [(4096, "bfloat16"), (8192, "float32")])
@@ -183,7 +288,7 @@ def test_head_sizes_that_are_no_multiple_of_a_lane_compile(size, value_size):
 
 def test_every_entry_of_the_block_tables_is_for_a_target_and_reached():
     targets = {t.name for t in TARGETS}
-    for table in (SPLASH, GROUPED):
+    for table in (SPLASH, GROUPED, PAGED):
         assert table.keys() == {*targets, ""}
     for blocks in SPLASH.values():
         rows = {f: n for f, n in attrs.asdict(blocks).items() if f != "fused_up_to"}
@@ -195,7 +300,7 @@ def test_every_entry_of_the_block_tables_is_for_a_target_and_reached():
 
 @pytest.mark.parametrize("target", sorted(SPLASH))
 def test_the_blocks_are_those_of_the_target(target, monkeypatch):
-    seen = []
+    seen, paged = [], []
     monkeypatch.setattr(splash, "_local", lambda q, *a, blocks, **k: seen.append(blocks) or q)
     monkeypatch.setattr(megablox.ops, "gmm", lambda lhs, rhs, sizes, dtype, tiling: seen.append(tiling) or lhs)
     with selection.use(selection.Selection(platform="tpu", target=target)):
@@ -203,4 +308,12 @@ def test_the_blocks_are_those_of_the_target(target, monkeypatch):
         jax.eval_shape(lambda x: attention(x, x, x, mask=Causal(), scale=1.0), x)
         y = jnp.ones((4096, 4096), jnp.bfloat16)
         jax.eval_shape(lambda y: grouped_matmul(y, y[None], jnp.asarray([4096])), y)
+        z, ids = jnp.ones((64, 16, 128), jnp.bfloat16), jnp.zeros((4, 256), jnp.int32)
+        monkeypatch.setattr(ragged_paged.library, "ragged_paged_attention", lambda q, *a, **k: paged.append(k) or q)
+        row = ids[0, :5]
+        jax.eval_shape(
+            lambda z: paged_attention(z, z[:, :8, None].repeat(2, 2), ids, row[:4], row, row[:1], scale=1.0), z
+        )
+    keys = paged[0]["num_kv_pages_per_block"] * 8
+    assert (paged[0]["num_queries_per_block"], keys) == (PAGED[target].queries, PAGED[target].keys)
     assert seen == [SPLASH[target], (GROUPED[target].rows, GROUPED[target].inner, GROUPED[target].outer)]

@@ -1,5 +1,6 @@
 """The suite for kernels: implementations of an op."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,12 +25,14 @@ class Case:
         run: `(kernel name or None, *operands) -> result`, which calls the op.
         operands: arrays, or pytrees of arrays.
         tolerance: of results and gradients, relative to the norm of each array.
+        gradients: whether the op has a derivative, which is compared then.
     """
 
     name: str
     run: Callable[..., Any]
     operands: tuple[Any, ...]
     tolerance: float = 1e-5
+    gradients: bool = True
 
 
 class KernelSuite:
@@ -104,6 +107,9 @@ class KernelSuite:
 
     def _measured(self, case: Case, name: str) -> Any:
         """Results, and gradients of a random weighting of them by every float operand."""
+        if not case.gradients:
+            with self._only(self.declared(name)):
+                return compiled(functools.partial(case.run, name))(*case.operands)
         flat, tree = jax.tree.flatten(case.operands)
         floats = {i: jnp.asarray(x) for i, x in enumerate(flat) if is_float(x)}
 

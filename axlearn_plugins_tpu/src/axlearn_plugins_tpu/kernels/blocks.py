@@ -77,6 +77,24 @@ GROUPED: Mapping[str, GroupedBlocks] = {
 }
 
 
+@attrs.frozen(kw_only=True)
+class PagedBlocks:
+    """Of paged attention: queries to a block, and keys that are fetched together."""
+
+    queries: int
+    keys: int
+
+
+PAGED: Mapping[str, PagedBlocks] = {
+    "": PagedBlocks(queries=32, keys=512),
+    "tpu-v4": PagedBlocks(queries=32, keys=256),
+    "tpu-v5e": PagedBlocks(queries=32, keys=512),
+    "tpu-v5p": PagedBlocks(queries=32, keys=512),
+    "tpu-v6e": PagedBlocks(queries=32, keys=1024),
+    "tpu-7x": PagedBlocks(queries=32, keys=1024),
+}
+
+
 WIDEST = 512
 """Bytes of a head for which the entries are meant."""
 

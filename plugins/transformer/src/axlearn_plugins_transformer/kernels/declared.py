@@ -15,6 +15,9 @@ _IMPLEMENTATIONS = (
     KernelImplementation(
         name="xla", op="gated_linear_unit", load="axlearn_plugins_transformer.kernels.gated_linear_unit:XLA"
     ),
+    KernelImplementation(
+        name="xla", op="paged_attention", load="axlearn_plugins_transformer.kernels.paged_attention:XLA"
+    ),
     KernelImplementation(name="xla", op="rms_norm", load="axlearn_plugins_transformer.kernels.rms_norm:XLA"),
 )
 

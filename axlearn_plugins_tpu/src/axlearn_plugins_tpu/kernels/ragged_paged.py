@@ -1,0 +1,79 @@
+"""The op `paged_attention` by ragged paged attention (`jax.experimental.pallas.ops.tpu.ragged_paged_attention`).
+
+It fetches a block of pages while it works on the one before, and only the pages that a request has.
+"""
+
+import functools
+import math
+
+import jax
+from jax.experimental.pallas.ops.tpu import ragged_paged_attention as library
+
+from axlearn_core.contracts.kernels import OpRequest
+from axlearn_core.kernels import selection
+from axlearn_core.nn.sharding import placement
+from axlearn_plugins_tpu.kernels.blocks import LANES, PAGED
+from axlearn_plugins_transformer.kernels.per_device import per_device
+
+QUERY_AXES = (None, "activation_heads", None)
+PAGE_AXES = (None, None, "activation_kv", None)
+BYTES = {"bfloat16": 2, "float32": 4}
+
+
+class _RaggedPaged:
+    """Blocks of queries, each over blocks of the pages of their requests."""
+
+    def supports(self, request: OpRequest) -> str | None:
+        """bfloat16 or float32, heads of a multiple of 128 numbers, and as many of them as fill its registers."""
+        (_, heads, size), (_, _, both, _) = request.shapes["query"], request.shapes["pages"]
+        dtypes = {request.dtypes[name] for name in ("query", "pages")}
+        if len(dtypes) > 1 or not dtypes <= BYTES.keys():
+            return f"the dtypes are {', '.join(sorted(dtypes))}; it takes bfloat16, or float32"
+        if size % LANES:
+            return f"the head size {size} is no multiple of {LANES}"
+        queries, keys = _ways((1, heads, size), QUERY_AXES, 1), _ways((1, 1, both, size), PAGE_AXES, 2)
+        if queries != keys or (both // 2) % keys:
+            return f"{both // 2} key-value heads cannot be split over {max(queries, keys)} devices"
+        packed, rest = divmod(both // keys, 4 // BYTES[dtypes.pop()])
+        if rest or not (packed in (1, 2, 4, 8) or packed % 8 == 0):
+            return f"{both // keys // 2} key-value heads on a device do not fill its registers"
+        return None
+
+    def __call__(
+        self,
+        query: jax.Array,
+        pages: jax.Array,
+        table: jax.Array,
+        lengths: jax.Array,
+        starts: jax.Array,
+        count: jax.Array,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> jax.Array:
+        """See `axlearn_plugins_transformer.kernels.paged_attention.paged_attention`."""
+        chosen = selection.in_force()
+        blocks = PAGED.get(chosen.target if chosen else "", PAGED[""])
+        run = functools.partial(
+            library.ragged_paged_attention,
+            sm_scale=scale,
+            sliding_window=window,
+            soft_cap=softcap,
+            num_kv_pages_per_block=max(1, min(table.shape[1], blocks.keys // pages.shape[1])),
+            num_queries_per_block=min(query.shape[0], blocks.queries),
+        )
+        axes = [QUERY_AXES, PAGE_AXES, (None,), (None, None), (None,), (None,)]
+        return per_device(run, axes, QUERY_AXES)(query, pages, lengths, table, starts, count)
+
+
+def _ways(shape: tuple[int, ...], axes: tuple[str | None, ...], dimension: int) -> int:
+    """Over how many devices a dimension is split."""
+    found = placement()
+    part = None if found is None else found.spec(shape, axes)[dimension]
+    if found is None or part is None:
+        return 1
+    return math.prod(found.mesh.shape[a] for a in ((part,) if isinstance(part, str) else part))
+
+
+RAGGED_PAGED = _RaggedPaged()
