@@ -39,11 +39,10 @@ def request(query=(2, 256, 8, 128), value=None, dtype="bfloat16", target="h100",
         ({}, None, None),
         ({"softcap": 50.0}, None, "backward pass has no soft cap"),
         ({"softcap": 50.0, "gradients": False}, None, None),
-        ({"query": (2, 256, 8, 256), "target": "a100"}, "Hopper and later, not for a100", None),
-        ({"query": (2, 256, 8, 256), "target": "b200"}, "no blocks for heads of 256", None),
+        ({"query": (2, 256, 8, 256), "target": "a100"}, "for Hopper, and a100 is none", None),
+        ({"query": (2, 256, 8, 512)}, "no blocks for heads of 512", "no blocks for heads of 512"),
+        ({"target": "b200", "mask": "causal & segments"}, "for Hopper, and b200 is none", None),
         ({"query": (2, 256, 8, 80)}, "no blocks for heads of 80", "no blocks for heads of 80"),
-        ({"mask": "causal & segments", "target": "b200"}, "no room for this mask (causal & segments)", None),
-        ({"mask": "causal & segments", "target": "b200", "query": (2, 256, 8, 64)}, None, None),
         ({"query": (2, 200, 8, 128)}, "200 is no multiple of 128", "200 is no multiple of 128"),
         ({"value": 64}, "differ in head size", "differ in head size"),
         ({"dtype": "float32"}, "bfloat16, or float16", "bfloat16, or float16"),
@@ -87,7 +86,7 @@ def arrays(size):
 COMPILED = [("tokamax-mosaic", "h100", 64, "window", 30.0), ("tokamax-triton", "a100", 256, "packed", None)]
 MORE = [
     *(("tokamax-mosaic", "h100", size, mask, 30.0) for size in (128, 256) for mask in ("causal", "packed")),
-    *(("tokamax-mosaic", "b200", size, mask, 30.0) for size, mask in ((64, "packed"), (128, "window"))),
+    ("tokamax-mosaic", "h200", 128, "window", 30.0),
     *(("tokamax-triton", target, size, "packed", None) for target in ("h100", "b200") for size in (64, 256)),
     *(("tokamax-triton", "a100", size, "window", None) for size in (64, 128)),
 ]
@@ -108,7 +107,7 @@ def test_it_compiles_forward_and_backward(library, kernel, target, size, mask, s
 
 
 def test_soft_caps_get_it_where_it_has_them(library):
-    run = functools.partial(attend, softcap=30.0)
+    run = functools.partial(attend, softcap=20.0)
     assert compiled(run, "h100-1x1", *arrays(128))[1] == ["tokamax-mosaic"]
     assert compiled(run, "a100-1x1", *arrays(128))[1] == ["tokamax-triton"]
     assert compiled(run, "a100-1x1", *arrays(128), gradients=True)[1] == ["xla-blocked"]

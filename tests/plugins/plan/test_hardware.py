@@ -90,6 +90,17 @@ def test_plans_for_tpus_two_at_once():
 
 
 @needs("libtpu", "axlearn-plugins-tpu")
+def test_gradients_go_from_slice_to_slice():
+    words = ["llama2-7b", "--target", "tpu-v5p-8x2", *(w for k, v in SMALL.items() for w in ("--set", f"{k}={v}"))]
+    found = plan(*words)
+    assert found["mesh"] == {"data": 2, "fsdp": 4}
+    # Each chip of a slice has a quarter of the gradients, in bfloat16, and sends half of it twice (a ring of two).
+    gradients = 2 * found["parameters"] / 4
+    assert 0.9 < found["collective_bytes"]["data"] / gradients < 1.2
+    assert found["roofline_seconds"]["network"] > 0
+
+
+@needs("libtpu", "axlearn-plugins-tpu")
 def test_what_the_tpu_compiler_refuses_is_a_plan_too():
     """Its logits alone are more than a chip has: all of a row of 4,096 at once, for 32 rows a chip."""
     more = SMALL | {"input.batch_size": 128, "input.sequence_length": 4096, "model.vocab_size": 32000}

@@ -117,6 +117,32 @@ def test_a_tpu_program():
     assert traffic.hbm_bytes(module) == 5 * 3 * size + 5 * (4 + 1 + 4)  # and the comparison its numbers
 
 
+# What a TPU program hands to its host for the other slices, and a computation of another thread before the entry.
+SLICES = """\
+HloModule jit_step, is_scheduled=true
+
+%on_a_sparse_core (param_0: f32[8]) -> f32[8] {
+  ROOT %param_0 = f32[8]{0} parameter(0)
+}, execution_thread="sparsecore"
+
+ENTRY %main (p0: bf16[16,8,128]) -> bf16[16,8,128] {
+  %p0 = bf16[16,8,128]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %after-all = token[] after-all()
+  %send = (bf16[16,8,128]{2,1,0:T(8,128)(2,1)}, u32[], token[]) send(%p0, %after-all), channel_id=5, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_host_transfer_rendezvous="all-reduce.31_0",_xla_megascale_reduce_operation="SUM",_xla_megascale_target="{1,2,3,4}x{0:1}",_xla_megascale_transfer_type="ALL_REDUCE"}
+  %done = token[] send-done(%send), channel_id=5, is_host_transfer=true
+  ROOT %out = bf16[16,8,128]{2,1,0:T(8,128)(2,1)} copy(%p0)
+}
+"""
+
+
+def test_what_goes_to_other_slices_goes_over_the_network():
+    module = hlo.parse(SLICES)
+    assert set(module.computations) == {"on_a_sparse_core", "main"}
+    (found,) = collectives(module, Places({"data": 8, "fsdp": 2}, np.arange(16) // 4))
+    assert (found.kind, found.axes, found.size, found.asynchronous) == ("all-reduce", "data", 4, True)
+    assert (found.link_bytes, found.network_bytes) == (0.0, 2 * 16 * 8 * 128 * 2 * 3 / 4)
+
+
 def test_a_gpu_program():
     module = hlo.parse(GPU)
     # Two hosts of four: the axis `data` goes from one to the other.

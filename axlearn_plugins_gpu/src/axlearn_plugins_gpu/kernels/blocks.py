@@ -89,7 +89,6 @@ class AttentionBlocks:
 
     Attributes:
         largest: the largest head that they are for.
-        pairs: whether there is room for a mask that says something of each pair of positions.
         warps: of a block (Triton; Mosaic's are given by its kernels).
     """
 
@@ -100,7 +99,6 @@ class AttentionBlocks:
     back_query: int
     back_key: int
     back_stages: int
-    pairs: bool = True
     warps: int = 4
     back_warps: int = 4
 
@@ -112,14 +110,11 @@ MOSAIC: Tables = {
         AttentionBlocks(largest=128, query=64, key=128, stages=2, back_query=64, back_key=64, back_stages=2),
         AttentionBlocks(largest=256, query=64, key=64, stages=2, back_query=64, back_key=64, back_stages=1),
     ),
-    (10, 0): (
-        AttentionBlocks(largest=64, query=256, key=128, stages=2, back_query=128, back_key=128, back_stages=2),
-        AttentionBlocks(
-            largest=128, query=256, key=128, stages=2, back_query=128, back_key=128, back_stages=1, pairs=False
-        ),
-    ),
 }
-"""Of `attention` in Mosaic GPU, by compute capability, for larger and larger heads."""
+"""Of `attention` in Mosaic GPU, by compute capability, for larger and larger heads.
+
+None for Blackwell: where no GPU is, Mosaic's compiler takes every GPU for a Hopper, so that nothing about one could be tried.
+"""
 
 TRITON_ATTENTION: Tables = {
     capability: (

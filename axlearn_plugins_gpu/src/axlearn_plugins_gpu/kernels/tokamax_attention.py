@@ -1,11 +1,10 @@
-"""Attention by tokamax's FlashAttention: in Mosaic GPU from Hopper on, and in Triton.
+"""Attention by tokamax's FlashAttention: in Mosaic GPU on Hopper, and in Triton.
 
 They stand behind cuDNN and serve what it does not: soft caps (Mosaic), large heads on Ampere (Triton). Causal masks and sliding
 windows are ranges of keys, outside of which they skip; whatever else a mask says is an array of booleans [B, 1, Q, K].
 """
 
 import functools
-import re
 from typing import Any, NamedTuple
 
 import jax
@@ -21,9 +20,6 @@ from axlearn_plugins_gpu.kernels.blocks import MOSAIC, TRITON_ATTENTION, Attenti
 from axlearn_plugins_gpu.kernels.heads import by_heads
 from axlearn_plugins_gpu.kernels.masks import structure
 from axlearn_plugins_transformer.kernels.masks import Mask
-
-_RANGES = re.compile(r"full|causal( & slidingwindow\(\d+\))*")
-"""Masks that leave each query a range of keys."""
 
 MULTIPLE = 128
 """Of the length: the largest block."""
@@ -50,7 +46,7 @@ class _Tokamax:
         if reason := tokamax.missing() or unknown_gpu(request.target):
             return reason
         if not self._tables().get(CHIPS[request.target].capability):
-            return f"it is for Hopper and later, not for {request.target}"
+            return f"it is for Hopper, and {request.target} is none"
         dtypes, options = set(request.dtypes.values()), request.options
         if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float16"}:
             return f"the dtypes are {', '.join(sorted(dtypes))}; it takes bfloat16, or float16"
@@ -65,11 +61,8 @@ class _Tokamax:
             return f"the sequence length {length} is no multiple of {MULTIPLE}"
         if request.shapes["value"][3] != size:
             return "queries and values differ in head size"
-        blocks = attending(self._tables(), request.target, size)
-        if blocks is None:
+        if attending(self._tables(), request.target, size) is None:
             return f"it has no blocks for heads of {size}"
-        if not blocks.pairs and not _RANGES.fullmatch(options["mask"]):
-            return f"with heads of {size} its shared memory has no room for this mask ({options['mask']})"
         return None
 
     def _tables(self) -> Any:
@@ -99,7 +92,7 @@ class _Tokamax:
 
 
 class _Mosaic(_Tokamax):
-    """Warp groups for loads and for products (Hopper), tensor memory (Blackwell)."""
+    """Warp groups for loads and for products."""
 
     mosaic = True
 
@@ -117,26 +110,25 @@ def _kernel(static: _Static, size: int) -> Any:
     """tokamax's op with its block sizes, and with those of its derivative."""
     blocks = attending(MOSAIC if static.mosaic else TRITON_ATTENTION, static.target, size)
     assert blocks is not None, "`supports` has said no"
-    return (_mosaic if static.mosaic else _triton)(blocks, CHIPS[static.target].capability)
+    return (_mosaic if static.mosaic else _triton)(blocks)
 
 
-def _mosaic(blocks: AttentionBlocks, capability: tuple[int, int]) -> Any:
+def _mosaic(blocks: AttentionBlocks) -> Any:
     place = "ops.attention.pallas_mosaic_gpu"
-    generation = f"sm{capability[0]}0"
-    forward, backward = (tokamax.module(f"{place}{part}_kernel_{generation}") for part in ("", "_vjp"))
+    forward, backward = (tokamax.module(f"{place}{part}_kernel_sm90") for part in ("", "_vjp"))
     config = forward.Config(block_q=blocks.query, block_kv=blocks.key, num_stages=blocks.stages)
-    query, key, stages = blocks.back_query, blocks.back_key, blocks.back_stages
-    if capability >= (10, 0):
-        back = backward.Config(block_q=query, block_kv=key, num_stages=stages)
-    else:
-        back = backward.Config(
-            block_q_dkv=query, block_kv_dkv=key, block_q_dq=query, block_kv_dq=key, num_stages=stages
-        )
+    back = backward.Config(
+        block_q_dkv=blocks.back_query,
+        block_kv_dkv=blocks.back_key,
+        block_q_dq=blocks.back_query,
+        block_kv_dq=blocks.back_key,
+        num_stages=blocks.back_stages,
+    )
     derivative = tokamax.module(f"{place}_vjp").PallasMosaicGpuFlashAttentionVjp(config=back)
     return tokamax.module(place).PallasMosaicGpuFlashAttention(config=config, vjp=derivative)
 
 
-def _triton(blocks: AttentionBlocks, capability: tuple[int, int]) -> Any:
+def _triton(blocks: AttentionBlocks) -> Any:
     place = "ops.attention.pallas_triton"
     forward, backward = tokamax.module(place), tokamax.module(f"{place}_vjp")
     config = forward.Config(block_q=blocks.query, block_k=blocks.key, num_stages=blocks.stages, num_warps=blocks.warps)
@@ -176,7 +168,7 @@ def _attention(
 
 def _run(query: Any, key: Any, value: Any, visible: Any, static: _Static, *, return_residuals: bool) -> Any:
     op = _kernel(static, query.shape[3]).replace(vjp=None)
-    with tokamax.for_capability(CHIPS[static.target].capability):
+    with tokamax.for_hopper():
         options = _options(static, query.shape[1], visible)
         return op(query, key, value, **options, return_residuals=return_residuals)
 
@@ -191,7 +183,7 @@ def _forward(query: Any, key: Any, value: Any, visible: Any, static: _Static) ->
 def _backward(static: _Static, kept: Any, gradient: jax.Array) -> tuple[Any, ...]:
     query, key, value, visible, out, statistics = kept
     op = _kernel(static, query.shape[3])
-    with tokamax.for_capability(CHIPS[static.target].capability):
+    with tokamax.for_hopper():
         given = op.bind(query, key, value, **_options(static, query.shape[1], visible))
         options = {k: v for k, v in given.kwargs.items() if k != "return_residuals"}
         found = op.vjp(statistics, out, gradient, *given.args, **options)

@@ -1,5 +1,6 @@
 """What the devices of a program send one another, read from its optimized module."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
@@ -17,6 +18,9 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
+
+_BETWEEN = re.compile(r'_xla_megascale_target="\{([\d,]+)\}.*_xla_megascale_transfer_type="(\w+)"')
+"""A send of a TPU program to the other slices: which ones, counted from 1, and the collective that it is part of."""
 
 
 @attrs.frozen(kw_only=True)
@@ -74,6 +78,8 @@ def collectives(module: Module, places: Places) -> list[Collective]:
         channels: set[str] = set()
         for outer in computation.instructions.values():
             for inside, instruction in _parts(module, computation, outer):
+                if instruction.opcode == "send" and (between := _BETWEEN.search(instruction.rest)):
+                    found.append(_between_slices(instruction, inside, places, times, *between.groups()))
                 kind = instruction.opcode.removesuffix("-start")
                 if kind not in KINDS:
                     continue
@@ -132,6 +138,28 @@ def _collective(
         link_bytes=link,
         network_bytes=network,
         asynchronous=is_async,
+    )
+
+
+def _between_slices(
+    instruction: Instruction, inside: Computation, places: Places, times: float, slices: str, name: str
+) -> Collective:
+    """A collective over the network, which a TPU program hands to its host: each device sends its own share."""
+    size = sum(b.bytes for b in inside.instructions[instruction.operands[0]].outputs)
+    kind = name.lower().replace("_", "-")
+    kind = kind if kind in KINDS else "collective-permute"
+    members = len(slices.split(","))
+    _, first = np.unique(places.domains, return_index=True)
+    return Collective(
+        name=instruction.name,
+        kind=kind,
+        axes=places.axes(first),
+        size=members,
+        times=times,
+        operand_bytes=size,
+        link_bytes=0.0,
+        network_bytes=sent(kind, size, members),
+        asynchronous=True,
     )
 
 

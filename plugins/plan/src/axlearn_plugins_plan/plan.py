@@ -1,12 +1,14 @@
 """A plan: the training step of a config, compiled for a machine, and what is read from it."""
 
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import attrs
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from axlearn_core.compose import Program, compose
 from axlearn_core.compose.devices import absent, settle
@@ -174,13 +176,27 @@ def make_plan(resolved: Resolved) -> Plan:
     )
 
 
+@contextlib.contextmanager
+def _uncached() -> Iterator[None]:
+    """JAX's persistent cache left alone: it keeps programs for devices that are absent, and cannot read them back."""
+    before = jax.config.jax_enable_compilation_cache
+    try:
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
+
+
 def _compiled(
     program: Program, batch: Mapping[str, Any], arguments: int, machine: Machine
 ) -> tuple[Any, Memory, float]:
     """(the compiled step or None, its memory, seconds)."""
     started = time.perf_counter()
     try:
-        compiled = program.compile_train(batch)
+        with _uncached():
+            compiled = program.compile_train(batch)
     except jax.errors.JaxRuntimeError as error:
         memory = of_refusal(str(error), arguments, machine)
         if memory is None:
