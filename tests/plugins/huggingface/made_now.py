@@ -17,10 +17,13 @@ MARKS = (
     ),
 )
 
+_MADE: list[tempfile.TemporaryDirectory] = []
+
 
 @functools.cache
 def made_now(name):
     """A folder as the fixture of this name is one, with other weights."""
-    to = tempfile.mkdtemp()
+    _MADE.append(tempfile.TemporaryDirectory())  # deleted when the process ends
+    to = _MADE[-1].name
     subprocess.run([sys.executable, SCRIPT, "--to", to, "--seed", "1000", name], check=True, stdout=subprocess.DEVNULL)
     return Path(to) / name

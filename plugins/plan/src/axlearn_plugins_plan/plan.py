@@ -179,13 +179,14 @@ def make_plan(resolved: Resolved) -> Plan:
 @contextlib.contextmanager
 def _uncached() -> Iterator[None]:
     """JAX's persistent cache left alone: it keeps programs for devices that are absent, and cannot read them back."""
-    before = jax.config.jax_enable_compilation_cache
+    settings: Any = jax.config
+    before = settings.jax_enable_compilation_cache
     try:
-        jax.config.update("jax_enable_compilation_cache", False)
+        settings.update("jax_enable_compilation_cache", False)
         compilation_cache.reset_cache()
         yield
     finally:
-        jax.config.update("jax_enable_compilation_cache", before)
+        settings.update("jax_enable_compilation_cache", before)
         compilation_cache.reset_cache()
 
 
