@@ -92,7 +92,9 @@ def agree(seed):
     near = max(FLOOR[rounds], 4 * max(abs(v / loss - 1) for v, _ in others))
     told = f"seed {seed}: {experiment} with {', '.join(names)}, {dtype}, {shape}"
     assert np.isfinite(loss), told
-    assert max(allowed) < 0.5, f"{told}: rounding alone changes the gradients by {allowed}: nothing would be compared"
+    # All together have to mean something; of one alone that it is there, and not turned around, has to be seen.
+    compares = allowed[0] < 0.5 and allowed[1] < 1
+    assert compares, f"{told}: rounding alone changes the gradients by {allowed}: nothing would be compared"
     assert abs(loss_there / loss - 1) <= near, f"{told}: loss {loss_there}, on one device {loss}"
     found = distance(grads, grads_there)
     assert found[0] <= allowed[0], f"{told}: gradients are apart by {found}, allowed {allowed}"
