@@ -158,9 +158,12 @@ def paged(name, *, new, lengths, heads=4, groups=2, size=8, slots=8, dtype="floa
         used = -(-length // slots)
         row[:used] = [next(order) for _ in range(used)]
     starts = np.cumsum([0, *new, 0])
+    pages = normal(len(new) * most, slots, 2 * groups, size, dtype=dtype)
+    for row, length in zip(table, lengths, strict=False):  # what no token wrote is no number
+        pages = pages.at[row[(length - 1) // slots], (length - 1) % slots + 1 :].set(jnp.nan)
     operands = (
         normal(starts[-1] + tokens, heads, size, dtype=dtype),
-        normal(len(new) * most, slots, 2 * groups, size, dtype=dtype),
+        pages,
         *(jnp.asarray(x, jnp.int32) for x in (table, [*lengths, 0], starts, [len(new)])),
     )
     run = functools.partial(_read, **options)

@@ -9,9 +9,11 @@ import pytest
 from gpu_programs import Interpreted, compiled
 
 from axlearn_core.contracts.kernels import OpRequest
+from axlearn_core.kernels import selection
 from axlearn_core.nn.remat import Remat
 from axlearn_core.testing import Case
 from axlearn_plugins_gpu.chips import CHIPS
+from axlearn_plugins_gpu.hooks import axlearn_kernels
 from axlearn_plugins_gpu.kernels.blocks import MOSAIC, TRITON_ATTENTION, attending
 from axlearn_plugins_gpu.kernels.tokamax_attention import MOSAIC_ATTENTION, TRITON
 from axlearn_plugins_transformer.kernels.attention import attention
@@ -149,3 +151,13 @@ class TestTriton(Interpreted):
 
     def declared(self, name):
         return attrs.evolve(super().declared(name), platforms=())
+
+
+def test_a_soft_cap_keeps_large_scores_finite(interpreted):
+    rng = np.random.default_rng(2)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, 128, 2, 64)) * n, "bfloat16") for n in (3, 3, 1))
+    declared = [attrs.evolve(d, platforms=()) for d in axlearn_kernels("attention")]
+    with selection.use(selection.Selection(target="h100", gradients=False, declared=lambda op: declared)):
+        got = called("tokamax-triton", q, k, v, Causal(), softcap=50.0)
+    expected = np.asarray(called("xla", q, k, v, Causal(), softcap=50.0), np.float32)
+    assert np.linalg.norm(np.asarray(got, np.float32) - expected) < 3e-2 * np.linalg.norm(expected)

@@ -183,6 +183,12 @@ def test_what_is_wrong_is_said_and_nothing_is_written(name, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_an_import_keeps_its_checkpoint_to_itself(tmp_path):
+    with pytest.raises(RequestError, match=r"checkpointer.uri[\s\S]*start-from-run"):
+        import_run(model_copy("llama3", tmp_path), tmp_path / "run", set=[f"checkpointer.uri={tmp_path}/elsewhere"])
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("what", ["import", "export"])
 def test_of_what_was_cut_off_nothing_is_left(what, tmp_path, monkeypatch):
     source = model_copy("llama3", tmp_path)

@@ -135,12 +135,31 @@ ENTRY %main (p0: bf16[16,8,128]) -> bf16[16,8,128] {
 """
 
 
-def test_what_goes_to_other_slices_goes_over_the_network():
-    module = hlo.parse(SLICES)
+SENT = 16 * 8 * 128 * 2
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "kind", "axes", "size", "network"),
+    [
+        ('"{1,2,3,4}x{0:1}"', "ALL_REDUCE", "all-reduce", "data", 4, 2 * SENT * 3 / 4),
+        ("{{100000,200000},{100001,200001},{300000,400000}}", "ALL_REDUCE", "all-reduce", "data", 2, SENT),
+        ("{{100000,300000},{100001,300001}}", "ALL_TO_ALL", "all-to-all", "pipeline", 2, SENT / 2),
+        ("{{100000->200000},{200000->100000}}", "ONE_TO_ONE", "collective-permute", "data", 2, SENT),
+    ],
+)
+def test_what_goes_to_other_slices_goes_over_the_network(target, name, kind, axes, size, network):
+    text = SLICES.replace('"{1,2,3,4}x{0:1}"', target).replace('"ALL_REDUCE"', f'"{name}"')
+    module = hlo.parse(text)
     assert set(module.computations) == {"on_a_sparse_core", "main"}
-    (found,) = collectives(module, Places({"data": 8, "fsdp": 2}, np.arange(16) // 4))
-    assert (found.kind, found.axes, found.size, found.asynchronous) == ("all-reduce", "data", 4, True)
-    assert (found.link_bytes, found.network_bytes) == (0.0, 2 * 16 * 8 * 128 * 2 * 3 / 4)
+    shape = {"data": 8, "fsdp": 2} if size == 4 else {"pipeline": 2, "data": 2, "fsdp": 4}
+    (found,) = collectives(module, Places(shape, np.arange(16) // 4))
+    assert (found.kind, found.axes, found.size, found.asynchronous) == (kind, axes, size, True)
+    assert (found.link_bytes, found.network_bytes) == (0.0, network)
+
+
+def test_a_target_that_is_not_known_is_no_guess():
+    with pytest.raises(ValueError, match="target between slices"):
+        collectives(hlo.parse(SLICES.replace('"{1,2,3,4}x{0:1}"', '"all"')), Places({"data": 16}, np.arange(16) // 4))
 
 
 def test_a_gpu_program():

@@ -88,8 +88,8 @@ class TestRaggedPaged(KernelSuite):
         return attrs.evolve(super().declared(name), platforms=())
 
 
-def paged_request(heads=8, groups=4, size=128, dtype="bfloat16", pages="bfloat16"):
-    shapes = {"query": (16, heads, size), "pages": (32, 16, 2 * groups, size), "table": (4, 8)}
+def paged_request(heads=8, groups=4, size=128, dtype="bfloat16", pages="bfloat16", table=(4, 8)):
+    shapes = {"query": (16, heads, size), "pages": (32, 16, 2 * groups, size), "table": table}
     return OpRequest(
         op="paged_attention",
         platform="tpu",
@@ -107,7 +107,9 @@ def paged_request(heads=8, groups=4, size=128, dtype="bfloat16", pages="bfloat16
         ({}, None),
         ({"dtype": "float16", "pages": "float16"}, "it takes bfloat16, or float32"),
         ({"pages": "float32"}, "the dtypes are bfloat16, float32"),
-        ({"size": 64}, "64 is no multiple of 128"),
+        ({"size": 64}, "the head size is 64; it takes 128"),
+        ({"size": 256}, "the head size is 256; it takes 128"),
+        ({"table": (256, 1024)}, "the table has 262144 entries"),
         ({"groups": 5, "heads": 10}, "5 key-value heads on a device do not fill"),
     ],
 )

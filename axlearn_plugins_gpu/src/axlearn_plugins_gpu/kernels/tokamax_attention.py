@@ -1,7 +1,8 @@
 """Attention by tokamax's FlashAttention: in Mosaic GPU on Hopper, and in Triton.
 
 They stand behind cuDNN and serve what it does not: soft caps (Mosaic), large heads on Ampere (Triton). Causal masks and sliding
-windows are ranges of keys, outside of which they skip; whatever else a mask says is an array of booleans [B, 1, Q, K].
+windows are ranges of keys, outside of which the forward pass skips; whatever else a mask says is an array of booleans [B, 1, Q, K].
+The backward pass skips what a causal mask hides, and takes a window as booleans too.
 """
 
 import functools
@@ -20,6 +21,9 @@ from axlearn_plugins_gpu.kernels.blocks import MOSAIC, TRITON_ATTENTION, Attenti
 from axlearn_plugins_gpu.kernels.heads import by_heads
 from axlearn_plugins_gpu.kernels.masks import structure
 from axlearn_plugins_transformer.kernels.masks import Mask
+
+_STABLE = {"use_stable_softmax": True}
+"""With a soft cap tokamax would leave the largest score in, whose exponential is more than float16 can hold."""
 
 MULTIPLE = 128
 """Of the length: the largest block."""
@@ -125,7 +129,7 @@ def _mosaic(blocks: AttentionBlocks) -> Any:
         num_stages=blocks.back_stages,
     )
     derivative = tokamax.module(f"{place}_vjp").PallasMosaicGpuFlashAttentionVjp(config=back)
-    return tokamax.module(place).PallasMosaicGpuFlashAttention(config=config, vjp=derivative)
+    return tokamax.module(place).PallasMosaicGpuFlashAttention(config=config, vjp=derivative, **_STABLE)
 
 
 def _triton(blocks: AttentionBlocks) -> Any:
@@ -141,7 +145,7 @@ def _triton(blocks: AttentionBlocks) -> Any:
         num_warps=blocks.back_warps,
     )
     derivative = backward.PallasTritonFlashAttentionVjp(config=back)
-    return forward.PallasTritonFlashAttention(config=config, vjp=derivative)
+    return forward.PallasTritonFlashAttention(config=config, vjp=derivative, **_STABLE)
 
 
 def _options(static: _Static, length: int, visible: jax.Array | None) -> dict[str, Any]:

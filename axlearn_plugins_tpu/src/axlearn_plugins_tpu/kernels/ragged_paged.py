@@ -17,6 +17,8 @@ from axlearn_plugins_transformer.kernels.per_device import per_device
 
 QUERY_AXES = (None, "activation_heads", None)
 PAGE_AXES = (None, None, "activation_kv", None)
+ENTRIES = 2**17
+"""Of the table of pages: half of a core's scalar memory."""
 BYTES = {"bfloat16": 2, "float32": 4}
 
 
@@ -24,13 +26,15 @@ class _RaggedPaged:
     """Blocks of queries, each over blocks of the pages of their requests."""
 
     def supports(self, request: OpRequest) -> str | None:
-        """bfloat16 or float32, heads of a multiple of 128 numbers, and as many of them as fill its registers."""
+        """bfloat16 or float32, heads of 128 numbers, as many of them as fill its registers, and a table that it can hold."""
         (_, heads, size), (_, _, both, _) = request.shapes["query"], request.shapes["pages"]
         dtypes = {request.dtypes[name] for name in ("query", "pages")}
         if len(dtypes) > 1 or not dtypes <= BYTES.keys():
             return f"the dtypes are {', '.join(sorted(dtypes))}; it takes bfloat16, or float32"
-        if size % LANES:
-            return f"the head size {size} is no multiple of {LANES}"
+        if size != LANES:
+            return f"the head size is {size}; it takes {LANES}"
+        if (entries := math.prod(request.shapes["table"])) > ENTRIES:
+            return f"the table has {entries} entries; it has room for {ENTRIES}"
         queries, keys = _ways((1, heads, size), QUERY_AXES, 1), _ways((1, 1, both, size), PAGE_AXES, 2)
         if queries != keys or (both // 2) % keys:
             return f"{both // 2} key-value heads cannot be split over {max(queries, keys)} devices"

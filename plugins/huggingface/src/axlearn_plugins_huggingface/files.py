@@ -124,7 +124,7 @@ def _header(file: Path) -> dict[str, Stored]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file} is no safetensors file: {error}\n    fix: download it again") from None
     wanted = 8 + length
-    for name, tensor in sorted(found.items(), key=lambda item: item[1].start):
+    for name, tensor in sorted(found.items(), key=lambda item: (item[1].start, item[1].bytes)):
         if tensor.start != wanted:  # the format allows neither
             raise CheckpointError(f"{file}: there is a hole before {name}, or an overlap\n    fix: download it again")
         wanted += tensor.bytes

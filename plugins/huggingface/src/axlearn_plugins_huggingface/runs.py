@@ -58,6 +58,12 @@ def import_run(directory: Path, run_dir: Path, *, with_: Iterable[str] = (), set
     config = source.config
     if RunDir.check(run_dir, config, saved_config(run_dir), allow_drift=True).resumes:
         raise RequestError(f"{run_dir} holds a run already; nothing was written\n    fix: give another RUN_DIR")
+    if getattr(config.checkpointer, "uri", None) is not None:
+        raise RequestError(
+            f"checkpointer.uri: an import keeps its checkpoint in RUN_DIR\n    got: {config.checkpointer.uri}\n"
+            "    fix: import without it; a run of its own that keeps its checkpoints there begins with these weights by\n"
+            "    --set 'loop={type: start-from-run, run_dir: RUN_DIR}'"
+        )
     program = compose(config)
     params = source.read(program.state["params"])
     _say(source)

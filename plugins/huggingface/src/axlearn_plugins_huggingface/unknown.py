@@ -1,6 +1,7 @@
 """What stands between a model of a type that is not installed and the family that is nearest to it."""
 
 import difflib
+import fnmatch
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,19 +28,23 @@ def unknown_type(directory: Path, data: Json) -> RequestError:
     name = str(data.get("model_type", "(none)"))
     error = unknown("Hugging Face model_type", name, families())
     try:
-        stored = _kinds(files.stored_tensors(directory))
-    except CheckpointError:
-        stored = set()
+        stored, unread = set(files.stored_tensors(directory)), ""
+    except CheckpointError as refused:
+        stored, unread = set(), f"\n    not compared, for lack of readable weights: {str(refused).splitlines()[0]}"
     lacks = {known: _lacks(known, data, stored) for known in families()}
     if not lacks:
         return RequestError(f"{error}\n    fix: install a family, such as axlearn-plugins-llama")
     best = min(lacks, key=lambda known: (len(lacks[known]), -difflib.SequenceMatcher(None, known, name).ratio()))
     if not lacks[best]:
-        return RequestError(f"{error}\n    fix: {best} describes all of it; if it is one, set model_type to that")
+        names = f" and architectures to {list(family(best).architectures)}" if data.get("architectures") else ""
+        return RequestError(
+            f"{error}{unread}\n    fix: {best} describes {'its config.json' if unread else 'all of it'}; if it is one, set "
+            f"model_type to that{names}"
+        )
     more = [f"and {len(lacks[best]) - SHOWN} more"] if len(lacks[best]) > SHOWN else []
     lines = "\n".join(f"        {line}" for line in [*lacks[best][:SHOWN], *more])
     return RequestError(
-        f"{error}\n    nearest: {best}, which does not have\n{lines}\n"
+        f"{error}{unread}\n    nearest: {best}, which does not have\n{lines}\n"
         "    fix: install a family that has these, or write one: docs/huggingface.md says how"
     )
 
@@ -50,19 +55,22 @@ def _lacks(known: str, data: Json, stored: set[str]) -> list[str]:
     try:
         resolved, unread = made.resolve({k: v for k, v in data.items() if k != "architectures"})
         model = Functional.of(resolved.config.model)  # type: ignore[attr-defined]
-        wanted = _kinds(layout(model, made.table(model)))
+        wanted = set(layout(model, made.table(model)))
     except ConfigError as error:
         found = [f"{p.path}: {p.message}" + (f" ({p.got})" if p.got else "") for p in error.problems]
-        return [*found, *(f"tensor {n}" for n in sorted(stored))]
+        return [*found, *(f"tensor {n}" for n in _kinds(stored))]
     except (RequestError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        return [f"config.json: {type(error).__name__} {error}", *(f"tensor {n}" for n in sorted(stored))]
+        return [f"config.json: {type(error).__name__} {error}", *(f"tensor {n}" for n in _kinds(stored))]
     lines = [f"config.json: {key} ({data[key]!r})" for key in unread]
     if stored:
-        lines += [f"tensor {n}" for n in sorted(stored - wanted - set(made.copies))]
-        lines += [f"a model without tensor {n}" for n in sorted(wanted - stored)]
+        if made.prefix and not any(n.startswith(made.prefix) for n in stored):
+            wanted = {n.removeprefix(made.prefix) for n in wanted}
+        there = {n for n in stored if not any(fnmatch.fnmatchcase(n, p) for p in made.ignored)} - set(made.copies)
+        lines += [f"tensor {n}" for n in _kinds(there - wanted)]
+        lines += [f"a model without tensor {n}" for n in _kinds(wanted - stored)]
     return lines
 
 
-def _kinds(names: Iterable[str]) -> set[str]:
+def _kinds(names: Iterable[str]) -> list[str]:
     """Names of tensors without the numbers of layers and experts."""
-    return {re.sub(r"(?<=\.)\d+(?=\.)", "*", n) for n in names}
+    return sorted({re.sub(r"(^|(?<=\.))\d+(?=\.)", "*", n) for n in names})

@@ -19,8 +19,12 @@ KINDS = (
     "collective-broadcast",
 )
 
-_BETWEEN = re.compile(r'_xla_megascale_target="\{([\d,]+)\}.*_xla_megascale_transfer_type="(\w+)"')
-"""A send of a TPU program to the other slices: which ones, counted from 1, and the collective that it is part of."""
+_BETWEEN = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+"""A send of a TPU program to other slices, and the collective that it is part of."""
+_ALL_SLICES = re.compile(r'_xla_megascale_target="\{([\d,]+)\}')
+_SOME_SLICES = re.compile(r"_xla_megascale_target=\{\{([\d,]+|\d+->\d+)\}")
+_SLICE = 100_000
+"""Where a target names devices, it counts slices from 1 by this, and the devices in one by 1."""
 
 
 @attrs.frozen(kw_only=True)
@@ -79,7 +83,7 @@ def collectives(module: Module, places: Places) -> list[Collective]:
         for outer in computation.instructions.values():
             for inside, instruction in _parts(module, computation, outer):
                 if instruction.opcode == "send" and (between := _BETWEEN.search(instruction.rest)):
-                    found.append(_between_slices(instruction, inside, places, times, *between.groups()))
+                    found.append(_between_slices(instruction, inside, places, times, between[1]))
                 kind = instruction.opcode.removesuffix("-start")
                 if kind not in KINDS:
                     continue
@@ -142,23 +146,32 @@ def _collective(
 
 
 def _between_slices(
-    instruction: Instruction, inside: Computation, places: Places, times: float, slices: str, name: str
+    instruction: Instruction, inside: Computation, places: Places, times: float, name: str
 ) -> Collective:
-    """A collective over the network, which a TPU program hands to its host: each device sends its own share."""
+    """A collective over the network, which a TPU program hands to its host: each device sends its own share.
+
+    Raises:
+        ValueError: its target is of a form that is not known.
+    """
+    if everyone := _ALL_SLICES.search(instruction.rest):
+        slices = [int(n) - 1 for n in everyone[1].split(",")]
+    elif some := _SOME_SLICES.search(instruction.rest):
+        slices = [int(n) // _SLICE - 1 for n in re.findall(r"\d+", some[1])]
+    else:
+        raise ValueError(f"no known form of a target between slices: {instruction.rest[:200]!r}")
     size = sum(b.bytes for b in inside.instructions[instruction.operands[0]].outputs)
     kind = name.lower().replace("_", "-")
-    kind = kind if kind in KINDS else "collective-permute"
-    members = len(slices.split(","))
-    _, first = np.unique(places.domains, return_index=True)
+    kind = kind if kind in KINDS else "collective-permute"  # ONE_TO_ONE
+    domains, first = np.unique(places.domains, return_index=True)
     return Collective(
         name=instruction.name,
         kind=kind,
-        axes=places.axes(first),
-        size=members,
+        axes=places.axes(first[np.isin(domains, slices)]),
+        size=len(slices),
         times=times,
         operand_bytes=size,
         link_bytes=0.0,
-        network_bytes=sent(kind, size, members),
+        network_bytes=sent(kind, size, len(slices)),
         asynchronous=True,
     )
 

@@ -1,6 +1,7 @@
 """Reading a trained run, and writing one that was made and not trained."""
 
 import contextlib
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -84,22 +85,34 @@ def check_new(out: Path) -> None:
         )
 
 
+LAST = ("config.yaml", "config.json")
+"""What makes a directory a run, or a model."""
+
+
 @contextlib.contextmanager
 def appearing(out: Path) -> Iterator[Path]:
-    """A directory to fill, which becomes `out` in one piece; of what was cut off nothing is left.
+    """A directory to fill, which becomes `out` in one piece; of one that was cut off nothing is left but the folders above.
+
+    Where `out` is there already (empty, it may be a link or a mounted volume), what was made moves into it, last the
+    file that makes it a run.
 
     Raises:
         WorkError: it cannot be written.
     """
-    out = out.absolute()
-    partial = out.with_name(f".{out.name}.partial")
+    out = Path(os.path.realpath(out))
+    there = out.is_dir()
+    partial = (out if there else out.parent) / f".{out.name}.{os.getpid()}.partial"
     try:
-        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         yield partial
-        partial.replace(out)
+        if there:
+            for part in sorted(partial.iterdir(), key=lambda p: p.name in LAST):
+                part.rename(out / part.name)
+        else:
+            partial.rename(out)
     except OSError as error:
-        raise WorkError(f"cannot write {out}: {error.strerror or error}") from error
+        where = f" ({error.filename})" if error.filename else ""
+        raise WorkError(f"cannot write {out}: {error.strerror or error}{where}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

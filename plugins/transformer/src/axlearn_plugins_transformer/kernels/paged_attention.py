@@ -95,6 +95,7 @@ class _XLA:
             if window is not None:
                 seen &= slots > position - window
             weights = jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1).astype(value.dtype)
+            value = jnp.where(seen[:, None, None], value, 0)  # what no token wrote may be no number
             return jnp.einsum("gnk,kgh->gnh", weights, value).reshape(heads, size).astype(query.dtype)
 
         return lax.map(one, (query, owner, position), batch_size=AT_ONCE)
