@@ -436,6 +436,9 @@ def test_what_does_not_fit_together_is_refused(corpus):
     only_train = config(corpus, source=Files.Config(paths=str(corpus / "*.jsonl"))).build()
     with pytest.raises(InputError, match=r"input.source has no validation data\n.*validation_paths"):
         only_train.evaluation()
+    few = Files.Config(paths=str(corpus / "held.txt"), validation_fraction=0.001)
+    with pytest.raises(InputError, match=r"got: validation_fraction 0.001, which takes none[\s\S]*lower chunk_bytes"):
+        config(corpus, source=few).build().evaluation()
     only_held = config(corpus, source=Files.Config(validation_paths=str(corpus / "held.txt"))).build()
     with pytest.raises(InputError, match="no train data"):
         only_held.train()

@@ -144,8 +144,18 @@ class LanguageModelInput(Configurable):
     def _parts(self, split: Split) -> tuple[Part, ...]:
         parts = self.source.parts(split)
         if not parts:
-            fix = "\n    fix: set validation_paths or validation_fraction of the source" if split != "train" else ""
-            raise InputError(f"input.source has no {split} data{fix}")
+            if split == "train":
+                raise InputError("input.source has no train data")
+            share = getattr(self.config.source, "validation_fraction", 0)
+            got = f"\n    got: validation_fraction {share}, which takes none of so few chunks of text" if share else ""
+            fix = (
+                "raise it, or lower chunk_bytes"
+                if share
+                else "set validation_paths or validation_fraction of the source"
+            )
+            raise InputError(
+                f"input.source has no {split} data{got}\n    fix: {fix}; without evaluation: evaluators={{}}"
+            )
         for part in parts:
             pipeline.check_text(part.records)  # what is wrong with the first record shows before training starts
         return parts
