@@ -117,6 +117,7 @@ def test_it_builds_and_steps(layout, experiment, plan):
     step(layout, experiment, plan[layout, experiment])
 
 
+@pytest.mark.slow
 def test_the_set_covers_every_pair(plan):
     names, missing = toy.features(), cover()[1]
     met = set().union(*(covered(row, chosen) for row, chosen in plan.items()))

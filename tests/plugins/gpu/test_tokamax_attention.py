@@ -85,8 +85,9 @@ def arrays(size):
     return [*(((2, 256, n, size), jnp.bfloat16) for n in (4, 2, 2)), ((2, 256), jnp.int32)]
 
 
-COMPILED = [("tokamax-mosaic", "h100", 64, "window", 30.0), ("tokamax-triton", "a100", 256, "packed", None)]
+COMPILED = [("tokamax-triton", "a100", 256, "packed", None)]
 MORE = [
+    ("tokamax-mosaic", "h100", 64, "window", 30.0),
     *(("tokamax-mosaic", "h100", size, mask, 30.0) for size in (128, 256) for mask in ("causal", "packed")),
     ("tokamax-mosaic", "h200", 128, "window", 30.0),
     *(("tokamax-triton", target, size, "packed", None) for target in ("h100", "b200") for size in (64, 256)),
@@ -108,6 +109,7 @@ def test_it_compiles_forward_and_backward(library, kernel, target, size, mask, s
         assert text.count(f'custom_call_target="{call}"') == count
 
 
+@pytest.mark.slow
 def test_soft_caps_get_it_where_it_has_them(library):
     run = functools.partial(attend, softcap=20.0)
     assert compiled(run, "h100-1x1", *arrays(128))[1] == ["tokamax-mosaic"]
