@@ -87,6 +87,9 @@ def test_what_does_not_fit_comes_with_remedies(plan):
     assert "--with gradient-accumulation:steps=2" in [r.words for r in found]  # two rows a device: no more than two
     assert any(r.words.startswith("--with remat:save=[") for r in found)
     assert "does not fit" in text(tight, found)
+    assert text(tight, found).count("not enough alone") == sum(r.total > small.capacity for r in found)
+    hopeless = attrs.evolve(plan, memory=attrs.evolve(small, capacity=1))
+    assert "not enough alone" in text(hopeless, remedies(hopeless, frozenset({"remat"})))
     assert remedies(plan, frozenset({"remat"})) == []
 
 

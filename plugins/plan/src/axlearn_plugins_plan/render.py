@@ -48,7 +48,7 @@ def text(plan: Plan, remedies: Sequence[Remedy] = ()) -> str:
     lines = [f"{plan.title} on {machine.name}: {machine.chips} chips{per}, {plan.parameters:,} parameters"]
     sections = (
         ("memory of one device", _memory(plan)),
-        ("to make it fit (estimates; add the words to the command)", _remedies(remedies)),
+        ("to make it fit (estimates; add the words to the command)", _remedies(remedies, plan.memory.capacity)),
         ("time of one step at the roofline", _roofline(plan)),
         ("collectives, bytes that one device sends", _collectives(plan)),
         ("kernels", kernel_lines(plan.kernels)),
@@ -73,13 +73,14 @@ def _memory(plan: Plan) -> Iterator[str]:
         yield f"program      {size(memory.code)}"
 
 
-def _remedies(remedies: Sequence[Remedy]) -> Iterator[str]:
+def _remedies(remedies: Sequence[Remedy], capacity: int | None) -> Iterator[str]:
     for remedy in remedies:
+        alone = " (not enough alone)" if capacity is not None and remedy.total > capacity else ""
         cost = "cost not known" if remedy.seconds is None else f"+{seconds(remedy.seconds)} a step"
         if remedy.chips > 1:
             cost = f"{remedy.chips} times the chips"
         yield remedy.words
-        yield f"    about {size(remedy.total)}, {cost}: {remedy.why}"
+        yield f"    about {size(remedy.total)}{alone}, {cost}: {remedy.why}"
 
 
 def _roofline(plan: Plan) -> Iterator[str]:
