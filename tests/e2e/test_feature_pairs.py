@@ -17,7 +17,7 @@ NAMES = registry()
 EXPERIMENTS = [entry.name for entry in NAMES.entries("experiments")]
 FEATURES = [entry.name for entry in NAMES.entries("features")]
 PAIRS = list(itertools.combinations(FEATURES, 2))
-RELATIVES = ("llama2-70b", "llama3-8b", "vit-b16")
+RELATIVES = ("llama2-7b", "llama2-70b", "llama3-8b", "vit-b16")
 """Made by the same function as another experiment, with other sizes: among the slow tests."""
 ALL = [pytest.param(n, marks=pytest.mark.slow if n in RELATIVES else ()) for n in EXPERIMENTS]
 DECODERS = [n for n in EXPERIMENTS if hasattr(NAMES.experiment(n).model, "decoder")]
