@@ -151,10 +151,7 @@ def main():
     for row in ROWS:
         if args.only not in f"{row.model} {row.target} {row.note}" or not (row.published or args.between):
             continue
-        if row.model not in installed:
-            plan = {"error": f"the experiment {row.model} is not installed"}
-        else:
-            plan = measure(row)
+        plan = measure(row) if row.model in installed else {"error": f"the experiment {row.model} is not installed"}
         print("\n".join(lines(row, plan)), flush=True)
         plans.append({"model": row.model, "target": row.target, "note": row.note, **plan})
     load = ", ".join(f"{n:.1f}" for n in os.getloadavg())

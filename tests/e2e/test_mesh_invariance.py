@@ -76,9 +76,10 @@ def distance(one, other):
     return np.sqrt(sum(d**2 for d in apart.values())) / norm, worst
 
 
-def agree(seed):
-    """Runs a case; the message of a failure is how to run it again."""
-    experiment, names, dtype, shape = case(seed)
+def agree(seed, dtype=None):
+    """Runs a case, in its dtype or in this one; the message of a failure is how to run it again."""
+    experiment, names, drawn, shape = case(seed)
+    dtype = dtype or drawn
     # a dtype that a feature chose stays: patching comes first
     small = patch(toy.small(experiment), {"model.dtype": dtype, "model.param_dtype": "float32"})
     texts = list(dict.fromkeys(text for name in names for text in toy.use(name)))
@@ -92,13 +93,16 @@ def agree(seed):
     near = max(FLOOR[rounds], 4 * max(abs(v / loss - 1) for v, _ in others))
     told = f"seed {seed}: {experiment} with {', '.join(names)}, {dtype}, {shape}"
     assert np.isfinite(loss), told
-    # All together have to mean something; of one alone that it is there, and not turned around, has to be seen.
-    compares = allowed[0] < 0.5 and allowed[1] < 1
-    assert compares, f"{told}: rounding alone changes the gradients by {allowed}: nothing would be compared"
+    if max(allowed) >= 0.5 and rounds == dtype == "bfloat16":
+        return agree(
+            seed, "float32"
+        )  # a router that jumps so often in bfloat16 says nothing there: it has to agree exactly
+    assert max(allowed) < 0.5, f"{told}: rounding alone changes the gradients by {allowed}: nothing would be compared"
     assert abs(loss_there / loss - 1) <= near, f"{told}: loss {loss_there}, on one device {loss}"
     found = distance(grads, grads_there)
     assert found[0] <= allowed[0], f"{told}: gradients are apart by {found}, allowed {allowed}"
     assert found[1] <= allowed[1], f"{told}: a gradient is apart by {found}, allowed {allowed}"
+    return None
 
 
 @pytest.mark.parametrize("seed", range(1))

@@ -172,7 +172,7 @@ def _attention(
 
 def _run(query: Any, key: Any, value: Any, visible: Any, static: _Static, *, return_residuals: bool) -> Any:
     op = _kernel(static, query.shape[3]).replace(vjp=None)
-    with tokamax.for_hopper():
+    with tokamax.for_hopper():  # only Mosaic's kernels ask
         options = _options(static, query.shape[1], visible)
         return op(query, key, value, **options, return_residuals=return_residuals)
 

@@ -5,6 +5,7 @@ import fnmatch
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from axlearn_core.compose import Functional
 from axlearn_core.errors import CheckpointError, ConfigError, RequestError, unknown
@@ -54,7 +55,8 @@ def _lacks(known: str, data: Json, stored: set[str]) -> list[str]:
     made = family(known)
     try:
         resolved, unread = made.resolve({k: v for k, v in data.items() if k != "architectures"})
-        model = Functional.of(resolved.config.model)  # type: ignore[attr-defined]
+        trainer: Any = resolved.config
+        model = Functional.of(trainer.model)
         wanted = set(layout(model, made.table(model)))
     except ConfigError as error:
         found = [f"{p.path}: {p.message}" + (f" ({p.got})" if p.got else "") for p in error.problems]
