@@ -1,5 +1,6 @@
 """Kernels against the XLA reference in Pallas' interpreter, and compiled for TPUs that are not here."""
 
+import contextlib
 import functools
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from jax.experimental import pallas
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "conformance"))
 import cases
+from tpu_programs import GENERATIONS, compiled, not_only
 
 from axlearn_core.compose.devices import absent
 from axlearn_core.compose.layout import make_mesh
@@ -36,13 +38,13 @@ from axlearn_plugins_tpu.kernels.blocks import (
     fitting,
     narrowed,
 )
+from axlearn_plugins_tpu.kernels.chip import known_chip
 from axlearn_plugins_tpu.kernels.ragged_paged import RAGGED_PAGED
 from axlearn_plugins_tpu.targets import TARGETS
 from axlearn_plugins_transformer.kernels.attention import attention
 from axlearn_plugins_transformer.kernels.masks import Causal, Prefix, Segments, SlidingWindow
 from axlearn_plugins_transformer.kernels.paged_attention import paged_attention
 
-GENERATIONS = ["tpu-v4-8", "tpu-v5e-4", "tpu-v5p-8", "tpu-v6e-4", "tpu-7x-4"]
 SMALL = SplashBlocks(
     query=128, key=256, key_compute=128, backward_query=128, backward_key=128, backward_key_compute=128, fused_up_to=1
 )
@@ -194,22 +196,6 @@ def test_devices_attend_on_their_own_rows_and_heads(interpreted, shape, groups):
     np.testing.assert_allclose(sharded(query, key, value), run("xla", query, key, value), rtol=2e-5, atol=2e-5)
 
 
-def compiled(generation, function, *operands):
-    """A program with its gradients by all operands, for one device; and the kernels that it took."""
-    pytest.importorskip("libtpu", reason="needs libtpu: axlearn-plugins-tpu[compile]")
-    machine = find_machine(generation)
-    place = jax.sharding.SingleDeviceSharding(absent(machine)[0])
-    shapes = [jax.ShapeDtypeStruct(s, d, sharding=place) for s, d in operands]
-
-    def loss(*operands):
-        return jnp.sum(function(*operands).astype(jnp.float32) ** 2)
-
-    with selection.use(selection.Selection(platform="tpu", target=machine.target.name)) as chosen:
-        floats = tuple(i for i, (_, d) in enumerate(operands) if d != "int32")
-        lowered = jax.jit(jax.value_and_grad(loss, floats)).trace(*shapes).lower(lowering_platforms=("tpu",))
-    return lowered.compile(), [c.name for c in chosen.choices]
-
-
 def attend(query, key, value, ids, prefix=None, window=None, softcap=None):
     mask = Causal() | Prefix(prefix) if prefix is not None else Causal()
     mask = mask if window is None else mask & SlidingWindow(window)
@@ -226,11 +212,6 @@ def attended(generation, length, heads, groups, size, dtype, rows=1, **options):
     return program
 
 
-def not_only(default, values):
-    """The values; all but the default one are for the long run."""
-    return [v if v == default else pytest.param(v, marks=pytest.mark.slow) for v in values]
-
-
 @pytest.mark.parametrize("generation", not_only("tpu-v5p-8", GENERATIONS))
 def test_attention_compiles_for_every_generation(generation):
     attended(generation, 256, 2, 1, 128, "bfloat16", softcap=30.0)
@@ -242,6 +223,37 @@ def test_attention_compiles_for_every_generation(generation):
 def test_grouped_products_compile_for_every_generation(generation):
     lhs, rhs, sizes = ((300, 256), "bfloat16"), ((3, 256, 512), "bfloat16"), ((3,), "int32")
     assert compiled(generation, grouped_matmul, lhs, rhs, sizes)[1] == ["megablox"]
+
+
+@pytest.mark.parametrize("generation", not_only("tpu-v5e-4", GENERATIONS))
+def test_paged_attention_compiles_for_one_device_that_is_not_here(generation):
+    """Pallas asks which chip it is for, and the default device is a CPU."""
+    shapes = ((8, 8, 128), "bfloat16"), ((64, 16, 4, 128), "bfloat16"), ((4, 16), "int32")
+    numbers = [((n,), "int32") for n in (4, 5, 1)]
+    run = functools.partial(paged_attention, scale=0.1)
+    assert compiled(generation, run, *shapes, *numbers, gradients=False)[1] == ["ragged-paged"]
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_the_chip_that_kernels_ask_for_is_that_of_the_target(generation):
+    pytest.importorskip("libtpu", reason="needs libtpu: axlearn-plugins-tpu[compile]")
+    machine = find_machine(generation)
+    device = absent(machine)[0]
+
+    def seen():
+        found = jax.sharding.get_abstract_mesh().abstract_device
+        return found and (found.device_kind, found.num_cores, found.platform)
+
+    mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1], axis_types=(jax.sharding.AxisType.Auto,))
+    for target, outer, expected in (
+        (machine.target.name, None, (device.device_kind, device.num_cores, "tpu")),
+        (machine.target.name, mesh, (jax.devices()[0].device_kind, None, "cpu")),
+        ("another", None, None),
+    ):
+        within = jax.sharding.use_abstract_mesh(outer.abstract_mesh) if outer else contextlib.nullcontext()
+        with selection.use(selection.Selection(platform="tpu", target=target)), within, known_chip():
+            assert seen() == expected
+    assert seen() is None
 
 
 @pytest.mark.slow

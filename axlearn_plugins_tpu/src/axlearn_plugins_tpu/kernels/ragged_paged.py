@@ -13,6 +13,7 @@ from axlearn_core.contracts.kernels import OpRequest
 from axlearn_core.kernels import selection
 from axlearn_core.nn.sharding import placement
 from axlearn_plugins_tpu.kernels.blocks import LANES, PAGED
+from axlearn_plugins_tpu.kernels.chip import known_chip
 from axlearn_plugins_transformer.kernels.per_device import per_device
 
 QUERY_AXES = (None, "activation_heads", None)
@@ -68,7 +69,8 @@ class _RaggedPaged:
             num_queries_per_block=min(query.shape[0], blocks.queries),
         )
         axes = [QUERY_AXES, PAGE_AXES, (None,), (None, None), (None,), (None,)]
-        return per_device(run, axes, QUERY_AXES)(query, pages, lengths, table, starts, count)
+        with known_chip():
+            return per_device(run, axes, QUERY_AXES)(query, pages, lengths, table, starts, count)
 
 
 def _ways(shape: tuple[int, ...], axes: tuple[str | None, ...], dimension: int) -> int:
