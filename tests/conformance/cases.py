@@ -73,7 +73,7 @@ def _entropies():
         )
 
 
-def _groups(kernel, lhs, rhs, sizes):
+def grouped(kernel, lhs, rhs, sizes):
     used = jnp.arange(lhs.shape[0]) < jnp.sum(sizes)  # what is behind the last group is not specified
     return jnp.where(used[:, None], grouped_matmul(jnp.where(used[:, None], lhs, 0), rhs, sizes, kernel), 0)
 
@@ -83,7 +83,7 @@ def _grouped():
     for sizes, dtype in [*itertools.product(grid, ["float32"]), ([100, 0, 156], "bfloat16")]:
         yield Case(
             name=f"{'-'.join(map(str, sizes))}-{dtype}",
-            run=_groups,
+            run=grouped,
             operands=(normal(256, 16, dtype=dtype), normal(3, 16, 8, dtype=dtype), jnp.asarray(sizes, jnp.int32)),
             tolerance=TOLERANCE[dtype],
         )

@@ -44,6 +44,14 @@ KERNELS = (
         priority=50,
         platforms=("tpu",),
     ),
+    # Behind megablox, which needs nothing that is not installed: nobody has measured here that either is faster.
+    KernelImplementation(
+        name="tokamax-mosaic-tpu",
+        op="grouped_matmul",
+        load="axlearn_plugins_tpu.kernels.tokamax:MOSAIC",
+        priority=40,
+        platforms=("tpu",),
+    ),
     KernelImplementation(
         name="ragged-paged",
         op="paged_attention",
@@ -62,7 +70,7 @@ def axlearn_targets() -> list[Target]:
 
 @hookimpl
 def axlearn_kernels(op: str) -> list[KernelImplementation]:
-    """Splash attention, megablox for grouped matrix products, and ragged paged attention."""
+    """Splash attention, megablox and tokamax for grouped matrix products, and ragged paged attention."""
     return [k for k in KERNELS if k.op == op]
 
 

@@ -197,7 +197,8 @@ def test_the_roofline_is_the_slowest_of_its_parts():
 
 
 @pytest.mark.parametrize(
-    ("platform", "target", "kernel"), [("gpu", "b200", "tokamax-triton"), ("tpu", "tpu-v5p", "megablox")]
+    ("platform", "target", "kernel"),
+    [("gpu", "b200", "tokamax-triton"), ("tpu", "tpu-v5p", "megablox"), ("tpu", "tpu-v5p", "tokamax-mosaic-tpu")],
 )
 def test_a_kernel_of_a_grouped_product_counts_its_rows_once_whatever_the_groups(platform, target, kernel):
     pytest.importorskip("tokamax", reason="needs tokamax: axlearn-plugins-gpu[kernels]")
@@ -210,7 +211,7 @@ def test_a_kernel_of_a_grouped_product_counts_its_rows_once_whatever_the_groups(
     selection = _Marked(platform=platform, target=target)
 
     def loss(lhs, rhs, sizes):
-        return grouped_matmul(lhs, rhs, sizes).astype("float32").sum()
+        return grouped_matmul(lhs, rhs, sizes, kernel).astype("float32").sum()
 
     with use(selection):
         found = list(works(jax.make_jaxpr(jax.grad(jax.checkpoint(loss), (0, 1)))(*shapes, sizes).jaxpr))

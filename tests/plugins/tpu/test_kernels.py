@@ -153,17 +153,12 @@ class TestSplashOnTheOtherCases(Interpreted):
     cases = tuple(c for c in cases.CASES["attention"] if not c.name.startswith(QUICK))
 
 
-def _groups(kernel, lhs, rhs, sizes):
-    used = jnp.arange(lhs.shape[0]) < jnp.sum(sizes)  # what is behind the last group is not specified
-    return jnp.where(used[:, None], grouped_matmul(jnp.where(used[:, None], lhs, 0), rhs, sizes, kernel), 0)
-
-
 class TestMegablox(Interpreted):
     op, name = "grouped_matmul", "megablox"
     cases = tuple(
         Case(
             name=f"{rows}-{dtype}",
-            run=_groups,
+            run=cases.grouped,
             operands=(
                 cases.normal(rows, 128, dtype=dtype),
                 cases.normal(3, 128, width, dtype=dtype),

@@ -1,1 +1,1 @@
-"""Kernels for TPUs: adapters to those that JAX ships."""
+"""Kernels for TPUs: adapters to those that JAX and tokamax ship."""

@@ -77,6 +77,21 @@ GROUPED: Mapping[str, GroupedBlocks] = {
 }
 
 
+def tiles(target: str, rows: int, matrix: tuple[int, ...], itemsize: int) -> tuple[int, int, int]:
+    """The tiles of a grouped product: rows (a multiple of `LANES`), and of the inner and the outer dimension.
+
+    Args:
+        target: a TPU, or another name for one that no target knows.
+        rows: M.
+        matrix: (K, N).
+        itemsize: bytes of a number.
+    """
+    inner, outer = matrix
+    blocks = GROUPED.get(target, GROUPED[""])
+    fewest = min(blocks.rows, -(-rows // LANES) * LANES)
+    return fewest, min(max(LANES, blocks.inner * 2 // itemsize), inner), min(blocks.outer, outer)
+
+
 @attrs.frozen(kw_only=True)
 class PagedBlocks:
     """Of paged attention: queries to a block, and keys that are fetched together."""

@@ -9,7 +9,7 @@ from jax.experimental.pallas.ops.tpu.megablox import ops
 
 from axlearn_core.contracts.kernels import OpRequest
 from axlearn_core.kernels import selection
-from axlearn_plugins_tpu.kernels.blocks import GROUPED, LANES
+from axlearn_plugins_tpu.kernels.blocks import LANES, tiles
 
 
 class _Megablox:
@@ -28,12 +28,9 @@ class _Megablox:
     def __call__(self, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
         """See `axlearn_plugins_moe.grouped_matmul.grouped_matmul`. Its caller has split everything among devices."""
         chosen = selection.in_force()
-        blocks = GROUPED.get(chosen.target if chosen else "", GROUPED[""])
         rows = lhs.shape[0]
-        tile = min(blocks.rows, -(-rows // LANES) * LANES)
-        padded = jnp.pad(lhs, ((0, -rows % tile), (0, 0)))  # rows of no group
-        inner = max(LANES, blocks.inner * 2 // lhs.dtype.itemsize)
-        tiling = (tile, min(inner, rhs.shape[1]), min(blocks.outer, rhs.shape[2]))
+        tiling = tiles(chosen.target if chosen else "", rows, rhs.shape[1:], lhs.dtype.itemsize)
+        padded = jnp.pad(lhs, ((0, -rows % tiling[0]), (0, 0)))  # rows of no group
         return ops.gmm(padded, rhs, sizes, lhs.dtype, tiling)[:rows]
 
 

@@ -1,0 +1,183 @@
+"""tokamax's grouped products against the XLA reference in Pallas' interpreter, and compiled for TPUs that are not here."""
+
+import functools
+import sys
+from pathlib import Path
+
+import attrs
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.pallas import tpu as pallas_tpu
+from tpu_programs import GENERATIONS, compiled, not_only
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "conformance"))
+import cases
+
+from axlearn_core.compose.devices import absent
+from axlearn_core.contracts.kernels import OpRequest
+from axlearn_core.kernels.selection import Selection, use
+from axlearn_core.plugins.targets import find_machine
+from axlearn_core.testing import Case, KernelSuite
+from axlearn_plugins_moe.grouped_matmul import grouped_matmul
+from axlearn_plugins_tpu.kernels import tokamax
+from axlearn_plugins_tpu.kernels.blocks import GROUPED
+
+NAME = "tokamax-mosaic-tpu"
+SUPPORTED = [g for g in GENERATIONS if g != "tpu-v4-8"]
+by_tokamax = functools.partial(grouped_matmul, kernel=NAME)
+
+
+@pytest.fixture(autouse=True)
+def library():
+    if reason := tokamax.missing():
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """In the interpreter that has a TPU's memories, with what is no number in them at first; and several tiles each way."""
+    with tokamax._kernels() as kernels:
+        for name in ("gmm", "tgmm"):
+            run = functools.partial(getattr(kernels, name), interpret=pallas_tpu.InterpretParams())
+            monkeypatch.setattr(kernels, name, run)
+    small = attrs.evolve(GROUPED["tpu-v5e"], rows=128, inner=512, outer=256)
+    monkeypatch.setitem(GROUPED, "tpu-v5e", small)
+
+
+def product(rows, inner, outer, sizes, dtype):
+    return Case(
+        name=f"{rows}x{inner}x{outer}-{dtype}",
+        run=cases.grouped,
+        operands=(
+            cases.normal(rows, inner, dtype=dtype),
+            cases.normal(len(sizes), inner, outer, dtype=dtype),
+            jnp.asarray(sizes, jnp.int32),
+        ),
+        tolerance=cases.TOLERANCE[dtype],
+    )
+
+
+@pytest.mark.usefixtures("interpreted")
+class Interpreted(KernelSuite):
+    op, name = "grouped_matmul", NAME
+
+    def declared(self, name):
+        return attrs.evolve(super().declared(name), platforms=())
+
+    def _only(self, *implementations):
+        return use(Selection(target="tpu-v5e", declared=lambda op: implementations))
+
+
+class TestGroupedProducts(Interpreted):
+    """Of 384 numbers the second tile is half as wide as the first; a group ends within a tile of rows, and one is empty."""
+
+    cases = (product(200, 384, 128, [90, 0, 100], "float32"), product(128, 128, 64, [0, 8, 120], "bfloat16"))
+
+
+@pytest.mark.slow
+class TestGroupedProductsOnTheOtherCases(Interpreted):
+    cases = (
+        product(128, 128, 128, [0, 8, 120], "bfloat16"),
+        product(200, 384, 384, [90, 0, 100], "float32"),
+        product(384, 768, 256, [0, 130, 0, 126, 0], "float32"),
+        product(130, 128, 384, [0, 0], "float32"),
+    )
+
+
+def request(inner=256, outer=512, dtype="bfloat16", other="bfloat16", target="tpu-v5e"):
+    return OpRequest(
+        op="grouped_matmul",
+        platform="tpu",
+        target=target,
+        shapes={"lhs": (64, inner), "rhs": (4, inner, outer)},
+        dtypes={"lhs": dtype, "rhs": other},
+        options={},
+        gradients=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({}, None),
+        ({"dtype": "float32", "other": "float32"}, None),
+        ({"target": ""}, None),
+        ({"dtype": "float32"}, "the dtypes are bfloat16, float32"),
+        ({"dtype": "float16", "other": "float16"}, "it takes bfloat16, or float32"),
+        ({"inner": 64}, "the dimension 64 is no multiple of 128"),
+        ({"outer": 192}, "the dimension 192 is no multiple of 128"),
+        ({"target": "tpu-v4"}, "not for v4"),
+    ],
+)
+def test_it_says_what_it_cannot_do(asked, reason):
+    said = tokamax.MOSAIC.supports(request(**asked))
+    assert said is None if reason is None else reason in said
+
+
+@pytest.mark.parametrize("version", [None, "0.0.17"])
+def test_without_the_library_the_reason_says_what_to_install(monkeypatch, version):
+    def found(name):
+        if version is None:
+            raise tokamax.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(tokamax.metadata, "version", found)
+    reason = tokamax.MOSAIC.supports(request())
+    assert "pip install 'axlearn-plugins-tpu[kernels]'" in reason
+    assert version is None or version in reason
+
+
+def test_unless_it_is_named_megablox_is_before_it():
+    chosen = Selection(platform="tpu", target="tpu-v5e")
+    chosen.choose(request())
+    chosen.choose(request(), NAME)
+    assert [c.name for c in chosen.choices] == ["megablox", NAME]
+
+
+@pytest.mark.parametrize("generation", not_only("tpu-v5e-4", SUPPORTED))
+def test_it_compiles_forward_and_backward(generation):
+    lhs, rhs, sizes = ((300, 256), "bfloat16"), ((3, 256, 512), "bfloat16"), ((3,), "int32")
+    program, names = compiled(generation, by_tokamax, lhs, rhs, sizes)
+    assert names == [NAME]
+    assert program.as_text().count('custom_call_target="tpu_custom_call"') == 3  # the product, and by either operand
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("generation", SUPPORTED)
+def test_the_largest_tiles_compile_for_their_generation(generation):
+    for dtype, inner, outer in (("bfloat16", 2048, 2048), ("float32", 1664, 2176)):
+        lhs, rhs, sizes = ((4096, inner), dtype), ((8, inner, outer), dtype), ((8,), "int32")
+        assert compiled(generation, by_tokamax, lhs, rhs, sizes)[1] == [NAME]
+
+
+@pytest.mark.slow
+def test_it_compiles_where_devices_have_matrices_of_their_own():
+    """As the layers run it: the chip is then that of the mesh."""
+    pytest.importorskip("libtpu", reason="needs libtpu: axlearn-plugins-tpu[compile]")
+    machine = find_machine("tpu-v5e-4")
+    mesh = jax.make_mesh((4,), ("expert",), devices=absent(machine), axis_types=(jax.sharding.AxisType.Auto,))
+    part = jax.sharding.PartitionSpec("expert")
+    place = jax.sharding.NamedSharding(mesh, part)
+    shapes = ((1024, 256), "bfloat16"), ((8, 256, 512), "bfloat16"), ((8,), "int32")
+    abstract = [jax.ShapeDtypeStruct(s, d, sharding=place) for s, d in shapes]
+    run = jax.shard_map(by_tokamax, mesh=mesh, in_specs=part, out_specs=part, check_vma=False)
+
+    def loss(*operands):
+        return jnp.sum(run(*operands).astype(jnp.float32) ** 2)
+
+    with use(Selection(platform="tpu", target="tpu-v5e")) as chosen:
+        jax.jit(jax.grad(loss, (0, 1))).trace(*abstract).lower(lowering_platforms=("tpu",)).compile()
+    assert [c.name for c in chosen.choices] == [NAME]
+
+
+@pytest.mark.parametrize("target", sorted(GROUPED))
+def test_the_tiles_are_those_of_the_target(target, monkeypatch):
+    seen = []
+    monkeypatch.setattr(tokamax, "_product", lambda lhs, rhs, sizes, tiling: seen.append(tiling) or lhs)
+    with use(Selection(platform="tpu", target=target)):
+        for dtype in ("bfloat16", "float32"):
+            x = jnp.ones((4096, 4096), dtype)
+            jax.eval_shape(lambda x: tokamax.MOSAIC(x, x[None], jnp.asarray([4096])), x)
+    tile = GROUPED[target]
+    assert seen == [(tile.rows, tile.inner // n, tile.outer) for n in (1, 2)]
