@@ -126,14 +126,16 @@ def test_paged_attention_splits_heads_that_can_be_split():
         assert "2 key-value heads cannot be split over 4 devices" in RAGGED_PAGED.supports(paged_request(groups=2))
 
 
-def test_devices_read_the_pages_of_their_own_heads(simulated):
+def test_devices_read_the_pages_of_their_own_heads(simulated, monkeypatch):
     case = cases.paged("mixed", new=[3, 1], lengths=[20, 9], heads=8, groups=4, size=128)
     declared = [attrs.evolve(k, platforms=()) for k in KERNELS if k.op == "paged_attention"]
+    monkeypatch.setitem(PAGED, "tpu-v5e", PAGED[""])  # the small ones
     mesh = make_mesh(Mesh(shape={"fsdp": 2, "tensor": 4}))
 
     @jax.jit
     def sharded(*operands):
-        with selection.use(selection.Selection(declared=lambda op: declared)), logical_rules(mesh, DEFAULT_RULES):
+        known = selection.Selection(target="tpu-v5e", declared=lambda op: declared)
+        with selection.use(known), logical_rules(mesh, DEFAULT_RULES):
             return case.run("ragged-paged", *operands)
 
     np.testing.assert_allclose(sharded(*case.operands), case.run("xla", *case.operands), rtol=2e-5, atol=2e-5)

@@ -69,8 +69,7 @@ class _RaggedPaged:
             num_queries_per_block=min(query.shape[0], blocks.queries),
         )
         axes = [QUERY_AXES, PAGE_AXES, (None,), (None, None), (None,), (None,)]
-        with known_chip():
-            return per_device(run, axes, QUERY_AXES)(query, pages, lengths, table, starts, count)
+        return per_device(known_chip()(run), axes, QUERY_AXES)(query, pages, lengths, table, starts, count)
 
 
 def _ways(shape: tuple[int, ...], axes: tuple[str | None, ...], dimension: int) -> int:
