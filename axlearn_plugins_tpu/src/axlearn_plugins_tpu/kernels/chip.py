@@ -19,8 +19,8 @@ _KNOWN = {t.name: t for t in TARGETS}
 def known_chip() -> Iterator[None]:
     """While a kernel is traced (and each of its derivatives, which are traced apart): the chip is that of the target in force.
 
-    It goes around what one device runs, inside of `per_device`, for no other mesh can be entered within it. Within a mesh nothing is
-    changed, since that says what it is made of; nor for a target that this plugin does not know: there it is the default device.
+    It goes around what one device runs, inside of `per_device`, for no other mesh can be entered within it. Within a mesh nothing
+    is changed, since that says what it is made of; nor for a target that this plugin does not know: there it is the default device.
     """
     chosen = selection.in_force()
     target = _KNOWN.get(chosen.target) if chosen else None
