@@ -14,13 +14,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from axlearn_core.contracts.kernels import OpRequest
 from axlearn_core.kernels import selection
-from axlearn_core.nn import sharding
 from axlearn_core.nn.remat import tag
 from axlearn_plugins_gpu.chips import unknown_gpu
 from axlearn_plugins_gpu.kernels import tokamax
 from axlearn_plugins_gpu.kernels.blocks import gated
 from axlearn_plugins_transformer.kernels.gated_linear_unit import ACTIVATIONS, Activation, matrices
-from axlearn_plugins_transformer.kernels.per_device import per_device
+from axlearn_plugins_transformer.kernels.per_device import parts_of, per_device
 
 ROWS = ("batch", "sequence", None)
 HIDDEN = ("batch", "sequence", "activation_mlp")
@@ -72,12 +71,7 @@ TRITON = _Triton()
 
 def _local(sizes: Any, axes: Any) -> tuple[int, ...]:
     """What a device has of dimensions."""
-    found = sharding.placement()
-    if found is None:
-        return tuple(sizes)
-    parts = found.spec(sizes, axes)
-    ways = (math.prod(found.mesh.shape[a] for a in ((p,) if isinstance(p, str) else p or ())) for p in parts)
-    return tuple(size // n for size, n in zip(sizes, ways, strict=True))
+    return tuple(size // n for size, n in zip(sizes, parts_of(sizes, axes), strict=True))
 
 
 def _run(x: jax.Array, gate: jax.Array, up: jax.Array, target: str, activation: Activation, **options: Any) -> Any:

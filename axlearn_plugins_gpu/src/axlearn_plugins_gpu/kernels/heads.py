@@ -7,8 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from axlearn_core.nn import sharding
-from axlearn_plugins_transformer.kernels.per_device import per_device
+from axlearn_plugins_transformer.kernels.per_device import parts_of, per_device
 
 QUERY = ("batch", None, "activation_heads", None)
 
@@ -25,12 +24,9 @@ def by_heads(
         value: [B, K, G, V].
         by_row: arrays whose first dimension is B or 1, or None.
     """
-    placement = sharding.placement()
-    if placement is not None:
-        part = placement.spec(query.shape, QUERY)[2]
-        ways = math.prod(placement.mesh.shape[a] for a in ((part,) if isinstance(part, str) else part or ()))
-        repeats = ways // math.gcd(key.shape[2], ways)
-        if repeats > 1:
-            key, value = jnp.repeat(key, repeats, axis=2), jnp.repeat(value, repeats, axis=2)
+    ways = parts_of(query.shape, QUERY)[2]
+    repeats = ways // math.gcd(key.shape[2], ways)
+    if repeats > 1:
+        key, value = jnp.repeat(key, repeats, axis=2), jnp.repeat(value, repeats, axis=2)
     rows = [None if x is None else ("batch" if x.shape[0] > 1 else None, *(None,) * (x.ndim - 1)) for x in by_row]
     return per_device(run, [QUERY, QUERY, QUERY, *rows], QUERY)(query, key, value, *by_row)

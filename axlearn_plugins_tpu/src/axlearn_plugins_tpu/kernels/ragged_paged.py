@@ -11,10 +11,9 @@ from jax.experimental.pallas.ops.tpu import ragged_paged_attention as library
 
 from axlearn_core.contracts.kernels import OpRequest
 from axlearn_core.kernels import selection
-from axlearn_core.nn.sharding import placement
 from axlearn_plugins_tpu.kernels.blocks import LANES, PAGED
 from axlearn_plugins_tpu.kernels.chip import known_chip
-from axlearn_plugins_transformer.kernels.per_device import per_device
+from axlearn_plugins_transformer.kernels.per_device import parts_of, per_device
 
 QUERY_AXES = (None, "activation_heads", None)
 PAGE_AXES = (None, None, "activation_kv", None)
@@ -36,7 +35,7 @@ class _RaggedPaged:
             return f"the head size is {size}; it takes {LANES}"
         if (entries := math.prod(request.shapes["table"])) > ENTRIES:
             return f"the table has {entries} entries; it has room for {ENTRIES}"
-        queries, keys = _ways((1, heads, size), QUERY_AXES, 1), _ways((1, 1, both, size), PAGE_AXES, 2)
+        queries, keys = parts_of((1, heads, size), QUERY_AXES)[1], parts_of((1, 1, both, size), PAGE_AXES)[2]
         if queries != keys or (both // 2) % keys:
             return f"{both // 2} key-value heads cannot be split over {max(queries, keys)} devices"
         packed, rest = divmod(both // keys, 4 // BYTES[dtypes.pop()])
@@ -70,15 +69,6 @@ class _RaggedPaged:
         )
         axes = [QUERY_AXES, PAGE_AXES, (None,), (None, None), (None,), (None,)]
         return per_device(known_chip()(run), axes, QUERY_AXES)(query, pages, lengths, table, starts, count)
-
-
-def _ways(shape: tuple[int, ...], axes: tuple[str | None, ...], dimension: int) -> int:
-    """Over how many devices a dimension is split."""
-    found = placement()
-    part = None if found is None else found.spec(shape, axes)[dimension]
-    if found is None or part is None:
-        return 1
-    return math.prod(found.mesh.shape[a] for a in ((part,) if isinstance(part, str) else part))
 
 
 RAGGED_PAGED = _RaggedPaged()

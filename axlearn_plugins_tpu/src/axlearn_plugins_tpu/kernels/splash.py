@@ -18,10 +18,9 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from axlearn_core.contracts.kernels import OpRequest
 from axlearn_core.kernels import selection
 from axlearn_core.nn.remat import tag
-from axlearn_core.nn.sharding import placement
 from axlearn_plugins_tpu.kernels.blocks import LANES, SPLASH, SplashBlocks, fitting, narrowed
 from axlearn_plugins_transformer.kernels.masks import Causal, Mask, Or, Prefix, Segments, SlidingWindow
-from axlearn_plugins_transformer.kernels.per_device import per_device
+from axlearn_plugins_transformer.kernels.per_device import per_device, split_over
 
 RESIDUALS = "attention_residuals"
 """The tag of what the backward kernel needs of the forward one: the result [N, S, V], and log Z [N, S] in float32."""
@@ -140,7 +139,7 @@ class _Splash:
         structure = Structure.of(mask)
         chosen = selection.in_force()
         blocks = SPLASH.get(chosen.target if chosen else "", SPLASH[""])
-        if _splits(query.shape, QUERY_AXES) != _splits(key.shape, KEY_AXES):
+        if split_over(query.shape, QUERY_AXES)[2] != split_over(key.shape, KEY_AXES)[2]:
             # Fewer key-value heads than devices that share the heads: each needs a copy of those of its queries.
             repeats = query.shape[2] // key.shape[2]
             key, value = jnp.repeat(key, repeats, axis=2), jnp.repeat(value, repeats, axis=2)
@@ -153,11 +152,6 @@ class _Splash:
         axes.append(None if structure.prefix is None else ("batch",))
         spread = per_device(run, axes, QUERY_AXES)
         return spread(query * scale, key, value, *ids, structure.prefix)
-
-
-def _splits(shape: Sequence[int], axes: Sequence[str | None]) -> object:
-    found = placement()
-    return None if found is None else found.spec(shape, axes)[2]
 
 
 def _local(

@@ -4,7 +4,6 @@ B batch, S positions, D width, V vocabulary.
 """
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +12,8 @@ from jax import lax
 
 from axlearn_core.contracts.kernels import OpRequest
 from axlearn_core.kernels import selection
-from axlearn_core.nn.sharding import constrain, placement
+from axlearn_core.nn.sharding import constrain
+from axlearn_plugins_transformer.kernels.per_device import parts_of
 
 WEIGHT_AXES = ("embed", "vocab")
 
@@ -158,15 +158,6 @@ def _gradients(chunk: _Chunk, weight: jax.Array, options: Options, parts: int = 
     return loss, entropy, to_hidden.astype(chunk.hidden.dtype), to_weight
 
 
-def _row_shards(rows: int) -> int:
-    """Over how many devices the rows of the batch are split."""
-    found = placement()
-    if found is None:
-        return 1
-    axes = found.spec((rows,), ("batch",))[0] or ()
-    return math.prod(found.mesh.shape[a] for a in ((axes,) if isinstance(axes, str) else axes))
-
-
 def _forward(
     hidden: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array, options: Options
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
@@ -179,7 +170,8 @@ def _forward(
         return (loss, entropy), (to_hidden, to_weight[0].astype(weight.dtype))
     # The weight is gathered before the loop, and each device sums the gradient of its rows: chunks send nothing of either.
     # First laid out as it is kept: otherwise XLA gathers it before the cast.
-    cast, parts = constrain(constrain(cast, *WEIGHT_AXES), None, "activation_vocab"), _row_shards(hidden.shape[0])
+    cast = constrain(constrain(cast, *WEIGHT_AXES), None, "activation_vocab")
+    parts = parts_of(hidden.shape[:1], ("batch",))[0]
 
     def step(total: tuple[jax.Array, ...], chunk: _Chunk) -> tuple[tuple[jax.Array, ...], jax.Array]:
         loss, entropy, to_hidden, to_weight = _gradients(chunk, cast, options, parts)

@@ -1,5 +1,6 @@
 """Kernels on several devices: each runs on its own part of the activations."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,6 +8,33 @@ import jax
 from jax.sharding import PartitionSpec
 
 from axlearn_core.nn.sharding import placement
+
+
+def split_over(shape: Sequence[int], axes: Sequence[str | None]) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes that each dimension of an array is split over, by the placement in force.
+
+    Args:
+        shape: of the whole array.
+        axes: a logical axis for each dimension; None for one that stays whole.
+
+    Returns:
+        For each dimension the names of its mesh axes: none where it stays whole, as all do without a placement.
+    """
+    found = placement()
+    parts = (None,) * len(shape) if found is None else found.spec(shape, axes)
+    return tuple((p,) if isinstance(p, str) else tuple(p or ()) for p in parts)
+
+
+def parts_of(shape: Sequence[int], axes: Sequence[str | None]) -> tuple[int, ...]:
+    """Over how many devices each dimension of an array is split: what a device has of it is the size divided by that.
+
+    Args:
+        shape: of the whole array.
+        axes: a logical axis for each dimension; None for one that stays whole.
+    """
+    found = placement()
+    over = split_over(shape, axes)
+    return tuple(1 if found is None else math.prod(found.mesh.shape[a] for a in names) for names in over)
 
 
 def per_device(
