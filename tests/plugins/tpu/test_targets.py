@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 
+import jax
+import numpy as np
 import pytest
 
 from axlearn_core.compose.devices import absent
@@ -134,3 +136,41 @@ def test_programs_are_compiled_in_several_processes_at_once():
         for process in (one, two):
             process.communicate("")
     assert found == ["16\n", "16\n"]
+
+
+@pytest.mark.parametrize("generation", ["tpu-v4-8", "tpu-v5e-4", "tpu-v5p-8", "tpu-v6e-4", "tpu-7x-4"])
+def test_libtpu_knows_every_option_of_a_target(generation):
+    pytest.importorskip("libtpu", reason="needs libtpu: axlearn-plugins-tpu[compile]")
+    machine = find_machine(generation)
+    place = jax.sharding.SingleDeviceSharding(absent(machine)[0])
+    lowered = jax.jit(lambda x: x + 1).trace(jax.ShapeDtypeStruct((8, 128), "float32", sharding=place))
+    assert machine.target.compiler_options
+    lowered.lower(lowering_platforms=("tpu",)).compile(compiler_options=dict(machine.target.compiler_options))
+
+
+@pytest.mark.slow
+def test_gathers_are_not_waited_for():
+    """By itself libtpu waits for each on v5p."""
+    pytest.importorskip("libtpu", reason="needs libtpu: axlearn-plugins-tpu[compile]")
+    machine = find_machine("tpu-v5p-8")
+    mesh = jax.sharding.Mesh(np.array(absent(machine)), ("fsdp",))
+    rows, split = (
+        jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*p)) for p in (("fsdp",), (None, "fsdp"))
+    )
+    x = jax.ShapeDtypeStruct((4, 1024, 2048), "bfloat16", sharding=rows)
+    weights = (jax.ShapeDtypeStruct((4, 2048, 2048), "bfloat16", sharding=split),) * 2
+
+    def loss(weights, x):
+        def layer(x, weights):
+            return jax.lax.with_sharding_constraint(x + jax.nn.silu(x @ weights[0]) @ weights[1], rows), None
+
+        return (jax.lax.scan(jax.checkpoint(layer), x, weights)[0].astype("float32") ** 2).mean()
+
+    traced = jax.jit(jax.grad(loss), out_shardings=(split, split)).trace(weights, x)
+    lowered = traced.lower(lowering_platforms=("tpu",))
+    waited, told = (
+        lowered.compile(compiler_options=o).as_text() for o in (None, dict(machine.target.compiler_options))
+    )
+    assert "all-gather(" in waited
+    assert "%async-collective-start" not in waited
+    assert "%async-collective-start" in told

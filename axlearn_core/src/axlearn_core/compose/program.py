@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from axlearn_core.compose.layout import Layout, make_mesh
 from axlearn_core.config import Node
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.contracts.target import Machine
+from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.kernels import selection
 from axlearn_core.nn import sharding as nn_sharding
 from axlearn_core.plugins.manager import host
@@ -99,6 +101,11 @@ class Program:
         self._evaluate = jax.jit(self._traced(self.steps.evaluate), out_shardings=self.layout.replicated)
         self._compiled: dict[Any, Any] = {}
 
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """XLA's options for the training step: the target's, and over them the config's."""
+        return {**(self.target.compiler_options if self.target else {}), **self.config.mesh.compiler_options}
+
     def _traced(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, traced under this program's mesh, rules and kernel selection."""
 
@@ -116,8 +123,12 @@ class Program:
         """The compiled training step for batches of these shapes; kept."""
         key = tuple((k, v.shape, str(v.dtype)) for k, v in sorted(batch.items()))
         if key not in self._compiled:
-            options = dict(self.target.compiler_options) if self.target else None
-            self._compiled[key] = self.lower(batch).compile(compiler_options=options or None)
+            lowered = self.lower(batch)
+            try:
+                self._compiled[key] = lowered.compile(compiler_options=self.compiler_options or None)
+            except jax.errors.JaxRuntimeError as error:
+                _check_options(self.config.mesh.compiler_options, str(error))
+                raise
         return self._compiled[key]
 
     def trace(self, batch: Mapping[str, Any]) -> Any:
@@ -165,6 +176,14 @@ class Program:
     def fingerprint(self, batch: Mapping[str, Any]) -> str:
         """A hash of the lowered training step: equal fingerprints compute the same."""
         return hashlib.sha256(self.lower(batch).as_text().encode()).hexdigest()[:16]
+
+
+def _check_options(options: Mapping[str, Any], refusal: str) -> None:
+    """Raises `ConfigError` where XLA's `refusal` to compile is about one of the config's options for it."""
+    for name, value in options.items():
+        if refusal.startswith("INVALID_ARGUMENT: ") and name in re.findall(r"\w+", refusal):
+            said = refusal.removeprefix("INVALID_ARGUMENT: ")
+            raise ConfigError(Problem(path=f"mesh.compiler_options.{name}", message=said, got=repr(value)))
 
 
 def _global(sharding: NamedSharding, value: Any) -> jax.Array:

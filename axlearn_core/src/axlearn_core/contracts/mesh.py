@@ -87,12 +87,13 @@ class Mesh(Node[None]):
 
     `shape` may give one axis as -1: all the devices that are left. The default, an empty shape, puts every device on
     `fsdp`. `rules` are laid over the default rules. `targets` are mesh rules of this experiment, by a pattern of machine
-    names; where one fits, it holds instead of those of plugins.
+    names; where one fits, it holds instead of those of plugins. `compiler_options` are XLA's, laid over the target's.
     """
 
     shape: Mapping[str, int] = {}
     rules: Mapping[str, tuple[str, ...]] = {}
     targets: Mapping[str, TargetRule] = {}
+    compiler_options: Mapping[str, bool | int | float | str] = {}
 
     def validate(self) -> Iterable[Problem]:
         """Axes that no mesh has, sizes that are no sizes, more than one -1."""

@@ -1,5 +1,6 @@
-"""What a run depended on besides its config: versions, devices, data, kernels."""
+"""What a run depended on besides its config: versions, devices, flags, data, kernels."""
 
+import os
 import platform
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +11,8 @@ from axlearn_core.compose import Program
 from axlearn_core.contracts.parts import Input
 
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers", "numpy")
+FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+"""Of the environment: they change what the compiler makes."""
 
 
 def versions() -> dict[str, str]:
@@ -35,6 +38,7 @@ def make_lock(
         "platform": devices.flat[0].platform,
         "devices": f"{devices.size} x {devices.flat[0].device_kind}",
         "mesh": {k: v for k, v in program.layout.mesh.shape.items() if v > 1},
+        "flags": {**{k: os.environ[k] for k in FLAGS if k in os.environ}, **program.compiler_options},
         "parameters": program.functional.num_parameters,
         "data": dict(source.describe()),
         "provenance": dict(provenance or {}),

@@ -1,7 +1,7 @@
 """The run directory: what is in it, whose it is, and whether it may be continued.
 
 config.yaml       the resolved config
-run.lock.json     versions, devices, kernels, data, provenance, fingerprint of the compiled step
+run.lock.json     versions, devices, flags, kernels, data, provenance, fingerprint of the compiled step
 metrics.jsonl     one object per logged step
 checkpoints/      one directory per step
 """
@@ -118,15 +118,15 @@ def show_change(change: Change) -> str:
 
 
 def lock_drift(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What changed around the config since the lock was written: versions, data, devices."""
+    """What changed around the config since the lock was written: versions, devices, flags."""
     notes = []
     for name in sorted({*old.get("versions", {}), *new.get("versions", {})}):
         before, after = old.get("versions", {}).get(name), new.get("versions", {}).get(name)
         if before != after:
             notes.append(f"{name} was {before or 'not installed'}, is {after or 'not installed'}")
-    for key in ("python", "devices"):
-        if old.get(key) and old.get(key) != new.get(key):
-            notes.append(f"{key} was {old[key]}, is {new.get(key)}")
+    for key in ("python", "devices", "flags"):
+        if key in old and old[key] != new.get(key):
+            notes.append(f"{key}: was {old[key]}, is {new.get(key)}")
     return notes
 
 

@@ -41,6 +41,7 @@ class Plan:
         hbm_traffic: bytes to and from memory; None where the compiler stopped.
         collectives: None where the compiler stopped.
         tags: activation tags; empty where the model has none.
+        compiler_options: XLA's, of the target and of the config.
         compile_seconds: tracing, lowering and compiling.
     """
 
@@ -63,6 +64,7 @@ class Plan:
     tags: tuple[Tag, ...]
     gradient_bytes: int
     accumulate_steps: int
+    compiler_options: Mapping[str, Any]
     compile_seconds: float
 
     def mfu(self, causal: bool = False) -> float | None:
@@ -172,6 +174,7 @@ def make_plan(resolved: Resolved) -> Plan:
         tags=tuple(found),
         gradient_bytes=shard_bytes(program.state["params"]) if "params" in program.state else 0,
         accumulate_steps=getattr(getattr(resolved.config, "learner", None), "accumulate_steps", 1),
+        compiler_options=program.compiler_options,
         compile_seconds=seconds,
     )
 

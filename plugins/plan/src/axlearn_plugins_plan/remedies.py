@@ -61,9 +61,8 @@ def _accumulation(plan: Plan) -> Iterator[Remedy]:
     steps, best = plan.accumulate_steps, None
     rows = plan.rows // steps // shards
     # Where the compiler takes two turns of a loop at a time, one of two turns is none, and both need their room.
-    factor = (
-        4 if steps == 1 and "xla_gpu_enable_while_loop_double_buffering" in plan.machine.target.compiler_options else 2
-    )
+    doubled = plan.compiler_options.get("xla_gpu_enable_while_loop_double_buffering")
+    factor = 4 if steps == 1 and doubled else 2
     while rows >= factor and rows % factor == 0:
         total = plan.memory.total - plan.memory.temporaries * (1 - 1 / factor) + plan.gradient_bytes
         best = Remedy(

@@ -54,6 +54,7 @@ def text(plan: Plan, remedies: Sequence[Remedy] = ()) -> str:
         ("kernels", kernel_lines(plan.kernels)),
         ("activations, bytes of one device to keep and FLOPs to compute again (estimates)", _tags(plan)),
         ("mesh", _mesh(plan)),
+        ("compiler options", (f"{k}={v}" for k, v in sorted(plan.compiler_options.items()))),
     )
     for heading, found in sections:
         body = list(found)
@@ -200,6 +201,7 @@ def as_json(plan: Plan, remedies: Sequence[Remedy] = ()) -> dict[str, Any]:
         ],
         "mesh": dict(plan.mesh),
         "mesh_rule": plan.rule,
+        "compiler_options": dict(plan.compiler_options),
         "notes": list(plan.notes),
         "compile_seconds": plan.compile_seconds,
         "remedies": [

@@ -1,0 +1,63 @@
+"""Options of XLA: the target's, over them the config's, and what is kept of them."""
+
+import types
+
+import attrs
+import jax
+import jax.numpy as jnp
+import pytest
+
+from axlearn_core.compose.program import Program
+from axlearn_core.config import patch
+from axlearn_core.contracts.mesh import Mesh
+from axlearn_core.contracts.target import Target
+from axlearn_core.errors import ConfigError
+from axlearn_core.train.run_dir import lock_drift
+
+TARGET = Target(name="here", compiler_options={"xla_backend_optimization_level": 1, "xla_cpu_enable_fast_math": False})
+
+
+def program(**options):
+    """A program of nothing but a function to compile."""
+    made = object.__new__(Program)
+    made.target, made._compiled = TARGET, {}
+    made.config = types.SimpleNamespace(mesh=patch(Mesh(), {f"compiler_options.{k}": v for k, v in options.items()}))
+    made.lower = lambda batch: jax.jit(lambda x: x + 1).lower(batch["x"])
+    return made
+
+
+def test_the_config_has_the_last_word():
+    assert program().compiler_options == TARGET.compiler_options
+    ours = program(xla_cpu_enable_fast_math=True, xla_llvm_disable_expensive_passes=True)
+    assert ours.compiler_options == {
+        "xla_backend_optimization_level": 1,
+        "xla_cpu_enable_fast_math": True,
+        "xla_llvm_disable_expensive_passes": True,
+    }
+    assert ours.compile_train({"x": jnp.ones(3)})(jnp.ones(3)).tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [("xla_cpu_fats_math", True, "No such compile option"), ("xla_cpu_enable_fast_math", "maybe", "not a valid bool")],
+)
+def test_an_option_that_xla_refuses_is_an_error_of_the_config(name, value, says):
+    with pytest.raises(ConfigError) as error:
+        program(**{name: value}).compile_train({"x": jnp.ones(3)})
+    assert f"mesh.compiler_options.{name}" in str(error.value)
+    assert says in str(error.value)
+    assert repr(value) in str(error.value)
+
+
+def test_one_of_the_target_is_not_blamed_on_the_config():
+    made = program(xla_cpu_enable_fast_math=True)
+    made.target = attrs.evolve(TARGET, compiler_options={"xla_of_another_version": True})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_of_another_version"):
+        made.compile_train({"x": jnp.ones(3)})
+
+
+def test_other_flags_than_those_of_the_lock_are_told():
+    before = {"python": "3.11", "flags": {}}
+    assert lock_drift(before, before) == []
+    (told,) = lock_drift(before, before | {"flags": {"XLA_FLAGS": "--xla_x"}})
+    assert told == "flags: was {}, is {'XLA_FLAGS': '--xla_x'}"
