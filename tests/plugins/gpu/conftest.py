@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas
 
-from axlearn_plugins_gpu.kernels import tokamax
+from axlearn_plugins_gpu.kernels import mosaic, tokamax
 
 
 @pytest.fixture(autouse=True)
@@ -18,6 +18,14 @@ def compiler():
 def library():
     if reason := tokamax.missing():
         pytest.skip(reason)
+
+
+@pytest.fixture
+def first_kernel(monkeypatch):
+    """As if this process had compiled none in Mosaic: it compiles none in this test."""
+    first = {}
+    monkeypatch.setattr(mosaic, "_first", first)
+    return first
 
 
 @pytest.fixture

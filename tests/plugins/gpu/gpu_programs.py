@@ -1,6 +1,14 @@
 """Programs for GPUs that are not here."""
 
 import functools
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
 
 import attrs
 import jax
@@ -9,6 +17,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from axlearn_core.compose.devices import absent
+from axlearn_core.contracts.kernels import OpRequest
 from axlearn_core.contracts.mesh import DEFAULT_RULES, MESH_AXES
 from axlearn_core.kernels import selection
 from axlearn_core.nn import sharding
@@ -44,16 +53,85 @@ def compiled(function, machine, *shapes, gradients=False, tensor=1, options=None
     return lowered.compile(compiler_options=options or {}).as_text(), [c.name for c in chosen.choices]
 
 
+def kernel_calls(text):
+    """(Mosaic's, Triton's) in a compiled program."""
+    return tuple(text.count(f'custom_call_target="{call}"') for call in ("mosaic_gpu_v2", "__gpu$xla.gpu.triton"))
+
+
+class Program(NamedTuple):
+    """A module's function with options, to be compiled as `compiled` does."""
+
+    function: str
+    options: dict
+    shapes: list
+    gradients: bool = False
+
+
+class Found(NamedTuple):
+    """Of a compiled program: calls of Mosaic's and Triton's kernels, the kernels chosen, and what Mosaic's were assembled from."""
+
+    mosaic: int
+    triton: int
+    chosen: list
+    ptx: str
+
+    @property
+    def architectures(self):
+        return set(re.findall(r"^\.target (\w+)", self.ptx, re.MULTILINE))
+
+
+def compiled_alone(machine, *programs):
+    """Each program compiled for a machine, all in a process of their own: it has Mosaic kernels for one architecture only."""
+    folders = os.pathsep.join(str(Path(__file__).parents[i] / name) for i, name in ((0, "."), (2, "conformance")))
+    done = subprocess.run(
+        [sys.executable, "-c", "import gpu_programs; gpu_programs.main()"],
+        input=json.dumps([machine, programs]),
+        capture_output=True,
+        text=True,
+        env=os.environ | {"MOSAIC_GPU_DUMP_PTX": "1", "PYTHONPATH": folders},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    *parts, rest = re.split(r"^FOUND (.*)\n", done.stdout, flags=re.MULTILINE)
+    assert not rest.strip()
+    return [Found(**json.loads(found), ptx=ptx) for ptx, found in zip(parts[::2], parts[1::2], strict=True)]
+
+
+def main():
+    machine, programs = json.load(sys.stdin)
+    for name, options, shapes, gradients in programs:
+        module, _, function = name.partition(":")
+        run = functools.partial(getattr(importlib.import_module(module), function), **options)
+        shapes = [(tuple(shape), dtype, *axes) for shape, dtype, *axes in shapes]
+        text, chosen = compiled(run, machine, *shapes, gradients=gradients)
+        mosaic, triton = kernel_calls(text)
+        print("FOUND", json.dumps({"mosaic": mosaic, "triton": triton, "chosen": chosen}), flush=True)
+
+
+def attention_request(query=(2, 256, 8, 128), value=None, dtype="bfloat16", target="h100", gradients=True, **options):
+    """Two groups of keys; values may have another head size."""
+    key = (*query[:2], 2, query[3])
+    return OpRequest(
+        op="attention",
+        platform="gpu",
+        target=target,
+        shapes={"query": query, "key": key, "value": (*key[:3], value or query[3])},
+        dtypes=dict.fromkeys(("query", "key", "value"), dtype),
+        options={"mask": "causal", "softcap": None, "aligned": True, "skips": True, "bias": None} | options,
+        gradients=gradients,
+    )
+
+
 @pytest.mark.usefixtures("interpreted")
 class Interpreted(KernelSuite):
     """What each kernel of an op keeps, here."""
 
     name = "tokamax-triton"
+    target = "h100"
 
     def declared(self, name):
         return attrs.evolve(super().declared(name), platforms=())
 
     def _only(self, *implementations):
         return selection.use(
-            selection.Selection(target="h100", declared=lambda op: implementations if op == self.op else ())
+            selection.Selection(target=self.target, declared=lambda op: implementations if op == self.op else ())
         )

@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu_programs import compiled
+from gpu_programs import attention_request, compiled
 
-from axlearn_core.contracts.kernels import OpRequest
 from axlearn_core.nn.remat import Remat
 from axlearn_plugins_gpu.kernels.cudnn_attention import CUDNN
 from axlearn_plugins_gpu.kernels.masks import structure
@@ -49,19 +48,6 @@ def test_masks_that_are_ranges_leave_nothing():
     assert structure(Causal() & SlidingWindow(12), (12, 12), True)[1] is None
 
 
-def request(query=(2, 64, 8, 128), value=None, dtype="bfloat16", target="h100", gradients=True, **options):
-    key = (*query[:2], 2, query[3])
-    return OpRequest(
-        op="attention",
-        platform="gpu",
-        target=target,
-        shapes={"query": query, "key": key, "value": (*key[:3], value or query[3])},
-        dtypes=dict.fromkeys(("query", "key", "value"), dtype),
-        options={"mask": "causal", "softcap": None, "aligned": True, "skips": False, "bias": None} | options,
-        gradients=gradients,
-    )
-
-
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
@@ -80,7 +66,7 @@ def request(query=(2, 64, 8, 128), value=None, dtype="bfloat16", target="h100", 
     ],
 )
 def test_it_says_what_it_cannot_do(asked, reason):
-    said = CUDNN.supports(request(**asked))
+    said = CUDNN.supports(attention_request(**asked))
     assert said is None if reason is None else reason in said
 
 

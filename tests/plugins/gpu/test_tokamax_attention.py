@@ -6,9 +6,8 @@ import attrs
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu_programs import Interpreted, compiled
+from gpu_programs import Interpreted, Program, attention_request, compiled, compiled_alone, kernel_calls
 
-from axlearn_core.contracts.kernels import OpRequest
 from axlearn_core.kernels import selection
 from axlearn_core.nn.remat import Remat
 from axlearn_core.testing import Case
@@ -22,28 +21,21 @@ from axlearn_plugins_transformer.kernels.masks import Causal, Full, Prefix, Segm
 RANGES = ("full", "causal", "causal & slidingwindow(7)")
 
 
-def request(query=(2, 256, 8, 128), value=None, dtype="bfloat16", target="h100", gradients=True, **options):
-    key = (*query[:2], 2, query[3])
-    return OpRequest(
-        op="attention",
-        platform="gpu",
-        target=target,
-        shapes={"query": query, "key": key, "value": (*key[:3], value or query[3])},
-        dtypes=dict.fromkeys(("query", "key", "value"), dtype),
-        options={"mask": "causal", "softcap": None, "aligned": True, "skips": True, "bias": None} | options,
-        gradients=gradients,
-    )
-
-
 @pytest.mark.parametrize(
     ("asked", "mosaic", "triton"),
     [
         ({}, None, None),
         ({"softcap": 50.0}, None, "backward pass has no soft cap"),
         ({"softcap": 50.0, "gradients": False}, None, None),
-        ({"query": (2, 256, 8, 256), "target": "a100"}, "for Hopper, and a100 is none", None),
+        ({"query": (2, 256, 8, 256), "target": "a100"}, "for Hopper and Blackwell, and a100 is neither", None),
         ({"query": (2, 256, 8, 512)}, "no blocks for heads of 512", "no blocks for heads of 512"),
-        ({"target": "b200", "mask": "causal & segments"}, "for Hopper, and b200 is none", None),
+        ({"target": "b200", "query": (2, 256, 8, 64), "mask": "causal & segments"}, None, None),
+        ({"target": "b200", "query": (2, 384, 8, 64)}, "384 is no multiple of 256", None),
+        ({"target": "b200", "query": (2, 4096, 8, 64)}, None, None),
+        ({"target": "b200", "query": (2, 8192, 8, 64)}, "up to 4096 positions on b200, not 8192", None),
+        ({"target": "b200", "query": (2, 8192, 8, 64), "gradients": False}, None, None),
+        ({"target": "b200"}, "backward pass has no blocks for heads of 128 on b200", None),
+        ({"target": "b200", "query": (2, 256, 8, 256), "softcap": 50.0, "gradients": False}, None, None),
         ({"query": (2, 256, 8, 80)}, "no blocks for heads of 80", "no blocks for heads of 80"),
         ({"query": (2, 200, 8, 128)}, "200 is no multiple of 128", "200 is no multiple of 128"),
         ({"value": 64}, "differ in head size", "differ in head size"),
@@ -53,9 +45,9 @@ def request(query=(2, 256, 8, 128), value=None, dtype="bfloat16", target="h100",
         ({"target": "rtx"}, "is none that it is known", "is none that it is known"),
     ],
 )
-def test_it_says_what_it_cannot_do(library, asked, mosaic, triton):
+def test_it_says_what_it_cannot_do(library, first_kernel, asked, mosaic, triton):
     for kernel, reason in ((MOSAIC_ATTENTION, mosaic), (TRITON, triton)):
-        said = kernel.supports(request(**asked))
+        said = kernel.supports(attention_request(**asked))
         assert said is None if reason is None else reason in (said or "")
 
 
@@ -100,13 +92,35 @@ MORE = [
     [*COMPILED, *(pytest.param(*m, marks=pytest.mark.slow) for m in MORE)],
 )
 def test_it_compiles_forward_and_backward(library, kernel, target, size, mask, softcap):
-    call = "mosaic_gpu_v2" if kernel == "tokamax-mosaic" else "__gpu$xla.gpu.triton"
     run = functools.partial(attend, mask=mask, softcap=softcap, kernel=kernel)
     for gradients in (False, True):
         text, chosen = compiled(run, f"{target}-1x1", *arrays(size), gradients=gradients)
         assert chosen == [kernel]
         count = 1 if not gradients else 3 if kernel == "tokamax-mosaic" else 2
-        assert text.count(f'custom_call_target="{call}"') == count
+        assert kernel_calls(text) == ((count, 0) if kernel == "tokamax-mosaic" else (0, count))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", ["causal", "packed", "window"])
+def test_mosaic_compiles_for_blackwell(library, mask):
+    back = [64]  # the largest head of its backward pass
+    programs = [
+        Program(f"{__name__}:attend", {"mask": mask, "softcap": 30.0, "kernel": "tokamax-mosaic"}, blackwell(size), g)
+        for g, sizes in ((False, (64, 128, 192, 256)), (True, back))
+        for size in sizes
+    ]
+    *forward, both = compiled_alone("b200-1x1", *programs)
+    for found in forward:
+        assert (found.mosaic, found.triton, found.chosen) == (1, 0, ["tokamax-mosaic"])
+    assert (both.mosaic, both.triton, both.chosen) == (2, 0, ["tokamax-mosaic"])
+    for found in (*forward, both):
+        assert found.architectures == {"sm_100a"}
+        assert "tcgen05.mma" in found.ptx
+        assert "wgmma" not in found.ptx
+
+
+def blackwell(size):
+    return [(shape, str(jnp.dtype(dtype))) for shape, dtype in arrays(size)]
 
 
 @pytest.mark.slow

@@ -1,9 +1,10 @@
-"""Block sizes of Triton kernels, by GPU. Imports no JAX.
+"""Block sizes of kernels in Triton and Mosaic GPU, by GPU. Imports no JAX.
 
 An entry is chosen by the compute capability of the target. Shared memory bounds them: a stage of the pipeline holds a block of
 each operand (in 16 bits), and all stages have to fit in what a block may have.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import attrs
@@ -38,6 +39,48 @@ GROUPED: dict[tuple[int, int], Blocks] = {
 def grouped(target: str) -> Blocks:
     """For a GPU that `CHIPS` knows."""
     return GROUPED[CHIPS[target].capability]
+
+
+@attrs.frozen(kw_only=True)
+class PipelinedBlocks:
+    """Of a matrix product in Mosaic GPU: one block of the result [m, n], over blocks of k in `stages`.
+
+    Attributes:
+        pair: whether two multiprocessors share a block of twice the size in both directions (Blackwell).
+        groups: the most that it takes.
+        outer: whether it has the product of rows with rows, one for each group, too.
+    """
+
+    m: int
+    n: int
+    k: int
+    stages: int
+    pair: bool = False
+    groups: int | None = None
+    outer: bool = True
+
+    @property
+    def multiple(self) -> int:
+        """Of the sides of the matrices, which are n of one product and k of another."""
+        return max(self.k, self.n * (2 if self.pair else 1))
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory for operands and a result of 16 bits."""
+        return 2 * (self.stages * self.k * (self.m + self.n) + self.m * self.n * (2 if self.pair else 1))
+
+
+GROUPED_MOSAIC: dict[tuple[int, int], PipelinedBlocks] = {
+    # What a block has to do is found by a loop over the groups, unrolled: 128 took half a minute to compile, for each product.
+    (9, 0): PipelinedBlocks(m=128, n=64, k=128, stages=4, groups=32),
+    (10, 0): PipelinedBlocks(m=128, n=128, k=128, stages=2, pair=True, outer=False),
+}
+"""Of `grouped_matmul` in Mosaic GPU, by compute capability; among the sizes that tokamax itself tries."""
+
+GATED_MOSAIC: dict[tuple[int, int], PipelinedBlocks] = {
+    (10, 0): PipelinedBlocks(m=128, n=64, k=64, stages=4),
+}
+"""Of `gated_linear_unit` in Mosaic GPU. tokamax's kernel for Hopper reshapes what it has transposed, which JAX cannot lower."""
 
 
 @attrs.frozen(kw_only=True)
@@ -84,11 +127,30 @@ def gated(target: str, rows: int, outer: int) -> Blocks:
 
 
 @attrs.frozen(kw_only=True)
+class Backward:
+    """Of the backward pass of attention: queries and keys to a block, and stages of the pipeline.
+
+    Attributes:
+        warps: of a block (Triton; Mosaic's are given by its kernels).
+        longest: positions up to which it is compiled.
+    """
+
+    query: int
+    key: int
+    stages: int
+    warps: int = 4
+    longest: int | None = None
+
+
+@attrs.frozen(kw_only=True)
 class AttentionBlocks:
-    """Of attention: queries and keys to a block, and stages of the pipeline; in the backward pass (`back_`) others.
+    """Of attention: queries and keys to a block, and stages of the pipeline.
 
     Attributes:
         largest: the largest head that they are for.
+        back: of the backward pass; None where there is none.
+        multiple: of the length.
+        splits: parts in which keys and values are fetched (Mosaic on Blackwell).
         warps: of a block (Triton; Mosaic's are given by its kernels).
     """
 
@@ -96,30 +158,39 @@ class AttentionBlocks:
     query: int
     key: int
     stages: int
-    back_query: int
-    back_key: int
-    back_stages: int
+    back: Backward | None
+    multiple: int = 128
+    splits: int = 1
     warps: int = 4
-    back_warps: int = 4
 
 
 Tables = Mapping[tuple[int, int], Sequence[AttentionBlocks]]
 
+_BLACKWELL = functools.partial(AttentionBlocks, query=256, key=128, multiple=256)
+"""A pair of multiprocessors shares 256 queries, which all have to be there: the first of them decide which keys are visited."""
+
 MOSAIC: Tables = {
     (9, 0): (
-        AttentionBlocks(largest=128, query=64, key=128, stages=2, back_query=64, back_key=64, back_stages=2),
-        AttentionBlocks(largest=256, query=64, key=64, stages=2, back_query=64, back_key=64, back_stages=1),
+        AttentionBlocks(largest=128, query=64, key=128, stages=2, back=Backward(query=64, key=64, stages=2)),
+        AttentionBlocks(largest=256, query=64, key=64, stages=2, back=Backward(query=64, key=64, stages=1)),
+    ),
+    (10, 0): (
+        _BLACKWELL(largest=64, stages=8, back=Backward(query=128, key=128, stages=2, longest=4096)),
+        _BLACKWELL(largest=128, stages=4, back=None),
+        _BLACKWELL(largest=192, stages=2, back=None),
+        _BLACKWELL(largest=256, stages=2, splits=2, back=None),
     ),
 }
 """Of `attention` in Mosaic GPU, by compute capability, for larger and larger heads.
 
-None for Blackwell: where no GPU is, Mosaic's compiler takes every GPU for a Hopper, so that nothing about one could be tried.
+Blackwell's backward pass keeps five products of a block in tensor memory, which has no room for heads of more than 64; and its code
+repeats itself for every 128 queries: 4,096 take minutes to compile.
 """
 
 TRITON_ATTENTION: Tables = {
     capability: (
-        AttentionBlocks(largest=128, query=64, key=64, stages=2, back_query=32, back_key=64, back_stages=2),
-        AttentionBlocks(largest=256, query=64, key=32, stages=1, back_query=16, back_key=32, back_stages=1),
+        AttentionBlocks(largest=128, query=64, key=64, stages=2, back=Backward(query=32, key=64, stages=2)),
+        AttentionBlocks(largest=256, query=64, key=32, stages=1, back=Backward(query=16, key=32, stages=1)),
     )
     for capability in ((8, 0), (9, 0), (10, 0))
 }

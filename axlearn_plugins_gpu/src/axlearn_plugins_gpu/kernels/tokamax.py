@@ -54,10 +54,3 @@ def for_target() -> Iterator[None]:
     with module("config").cross_compile(True), jax.numpy_rank_promotion("allow"), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # it uses names that JAX is moving
         yield
-
-
-@contextlib.contextmanager
-def for_hopper() -> Iterator[None]:
-    """`for_target`, for kernels of which tokamax asks whether the GPU of this machine is a Hopper."""
-    with for_target(), mock.patch.object(module("gpu_utils"), "is_sm90", return_value=True):
-        yield

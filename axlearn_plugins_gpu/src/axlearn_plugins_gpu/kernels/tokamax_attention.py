@@ -1,10 +1,12 @@
-"""Attention by tokamax's FlashAttention: in Mosaic GPU on Hopper, and in Triton.
+"""Attention by tokamax's FlashAttention: in Mosaic GPU on Hopper and Blackwell, and in Triton.
 
 They stand behind cuDNN and serve what it does not: soft caps (Mosaic), large heads on Ampere (Triton). Causal masks and sliding
 windows are ranges of keys, outside of which the forward pass skips; whatever else a mask says is an array of booleans [B, 1, Q, K].
-The backward pass skips what a causal mask hides, and takes a window as booleans too.
+The backward pass skips what a causal mask hides, and takes a window as booleans too; Mosaic's on Blackwell takes it as ranges, and
+skips nothing.
 """
 
+import contextlib
 import functools
 from typing import Any, NamedTuple
 
@@ -20,13 +22,11 @@ from axlearn_plugins_gpu.kernels import tokamax
 from axlearn_plugins_gpu.kernels.blocks import MOSAIC, TRITON_ATTENTION, AttentionBlocks, attending
 from axlearn_plugins_gpu.kernels.heads import by_heads
 from axlearn_plugins_gpu.kernels.masks import structure
+from axlearn_plugins_gpu.kernels.mosaic import HOPPER, compiling_for, refusal
 from axlearn_plugins_transformer.kernels.masks import Mask
 
 _STABLE = {"use_stable_softmax": True}
 """With a soft cap tokamax would leave the largest score in, whose exponential is more than float16 can hold."""
-
-MULTIPLE = 128
-"""Of the length: the largest block."""
 
 
 class _Static(NamedTuple):
@@ -46,11 +46,11 @@ class _Tokamax:
     mosaic: bool
 
     def supports(self, request: OpRequest) -> str | None:
-        """16-bit numbers, positions in blocks of 128, heads that its table has blocks for."""
+        """16-bit numbers, positions in whole blocks, heads that its table has blocks for."""
         if reason := tokamax.missing() or unknown_gpu(request.target):
             return reason
-        if not self._tables().get(CHIPS[request.target].capability):
-            return f"it is for Hopper, and {request.target} is none"
+        if self.mosaic and (reason := refusal(request.target)):
+            return reason
         dtypes, options = set(request.dtypes.values()), request.options
         if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float16"}:
             return f"the dtypes are {', '.join(sorted(dtypes))}; it takes bfloat16, or float16"
@@ -60,13 +60,23 @@ class _Tokamax:
             return f"it is given no bias on the scores ({options['bias']})"
         if options["softcap"] is not None and request.gradients and not self.mosaic:
             return "its backward pass has no soft cap"
-        length, size = request.shapes["query"][1], request.shapes["query"][3]
-        if length % MULTIPLE:
-            return f"the sequence length {length} is no multiple of {MULTIPLE}"
-        if request.shapes["value"][3] != size:
+        if request.shapes["value"][3] != request.shapes["query"][3]:
             return "queries and values differ in head size"
-        if attending(self._tables(), request.target, size) is None:
+        return self._does_not_fit(request)
+
+    def _does_not_fit(self, request: OpRequest) -> str | None:
+        length, size = request.shapes["query"][1], request.shapes["query"][3]
+        blocks = attending(self._tables(), request.target, size)
+        if blocks is None:
             return f"it has no blocks for heads of {size}"
+        if length % blocks.multiple:
+            return f"the sequence length {length} is no multiple of {blocks.multiple}"
+        if not request.gradients:
+            return None
+        if blocks.back is None:
+            return f"its backward pass has no blocks for heads of {size} on {request.target}"
+        if blocks.back.longest is not None and length > blocks.back.longest:
+            return f"its backward pass takes up to {blocks.back.longest} positions on {request.target}, not {length}"
         return None
 
     def _tables(self) -> Any:
@@ -114,38 +124,65 @@ def _kernel(static: _Static, size: int) -> Any:
     """tokamax's op with its block sizes, and with those of its derivative."""
     blocks = attending(MOSAIC if static.mosaic else TRITON_ATTENTION, static.target, size)
     assert blocks is not None, "`supports` has said no"
-    return (_mosaic if static.mosaic else _triton)(blocks)
+    if not static.mosaic:
+        return _triton(blocks)
+    return _hopper(blocks) if CHIPS[static.target].capability == HOPPER else _blackwell(blocks)
 
 
-def _mosaic(blocks: AttentionBlocks) -> Any:
-    place = "ops.attention.pallas_mosaic_gpu"
-    forward, backward = (tokamax.module(f"{place}{part}_kernel_sm90") for part in ("", "_vjp"))
+_PLACE = "ops.attention.pallas_mosaic_gpu"
+
+
+def _mosaic(config: Any, back: Any) -> Any:
+    derivative = None if back is None else tokamax.module(f"{_PLACE}_vjp").PallasMosaicGpuFlashAttentionVjp(config=back)
+    return tokamax.module(_PLACE).PallasMosaicGpuFlashAttention(config=config, vjp=derivative, **_STABLE)
+
+
+def _hopper(blocks: AttentionBlocks) -> Any:
+    forward, backward = (tokamax.module(f"{_PLACE}{part}_kernel_sm90") for part in ("", "_vjp"))
     config = forward.Config(block_q=blocks.query, block_kv=blocks.key, num_stages=blocks.stages)
-    back = backward.Config(
-        block_q_dkv=blocks.back_query,
-        block_kv_dkv=blocks.back_key,
-        block_q_dq=blocks.back_query,
-        block_kv_dq=blocks.back_key,
-        num_stages=blocks.back_stages,
+    back = blocks.back and backward.Config(
+        block_q_dkv=blocks.back.query,
+        block_kv_dkv=blocks.back.key,
+        block_q_dq=blocks.back.query,
+        block_kv_dq=blocks.back.key,
+        num_stages=blocks.back.stages,
     )
-    derivative = tokamax.module(f"{place}_vjp").PallasMosaicGpuFlashAttentionVjp(config=back)
-    return tokamax.module(place).PallasMosaicGpuFlashAttention(config=config, vjp=derivative, **_STABLE)
+    return _mosaic(config, back)
+
+
+def _blackwell(blocks: AttentionBlocks) -> Any:
+    forward, backward = (tokamax.module(f"{_PLACE}{part}_kernel_sm100") for part in ("", "_vjp"))
+    config = forward.Config(
+        block_q=blocks.query,
+        block_kv=blocks.key,
+        num_stages=blocks.stages,
+        num_tma_splits=blocks.splits,
+        collective=True,
+    )
+    back = blocks.back and backward.Config(
+        block_q=blocks.back.query, block_kv=blocks.back.key, num_stages=blocks.back.stages
+    )
+    return _mosaic(config, back)
 
 
 def _triton(blocks: AttentionBlocks) -> Any:
     place = "ops.attention.pallas_triton"
     forward, backward = tokamax.module(place), tokamax.module(f"{place}_vjp")
     config = forward.Config(block_q=blocks.query, block_k=blocks.key, num_stages=blocks.stages, num_warps=blocks.warps)
-    back = backward.Config(
-        block_m1=blocks.back_query,
-        block_n1=blocks.back_key,
-        block_m2=blocks.back_key,
-        block_n2=blocks.back_query,
-        num_stages=blocks.back_stages,
-        num_warps=blocks.back_warps,
+    back = blocks.back and backward.Config(
+        block_m1=blocks.back.query,
+        block_n1=blocks.back.key,
+        block_m2=blocks.back.key,
+        block_n2=blocks.back.query,
+        num_stages=blocks.back.stages,
+        num_warps=blocks.back.warps,
     )
-    derivative = backward.PallasTritonFlashAttentionVjp(config=back)
+    derivative = back and backward.PallasTritonFlashAttentionVjp(config=back)
     return forward.PallasTritonFlashAttention(config=config, vjp=derivative, **_STABLE)
+
+
+def _compiling(static: _Static) -> contextlib.AbstractContextManager[None]:
+    return compiling_for(static.target) if static.mosaic else tokamax.for_target()
 
 
 def _options(static: _Static, length: int, visible: jax.Array | None) -> dict[str, Any]:
@@ -172,7 +209,7 @@ def _attention(
 
 def _run(query: Any, key: Any, value: Any, visible: Any, static: _Static, *, return_residuals: bool) -> Any:
     op = _kernel(static, query.shape[3]).replace(vjp=None)
-    with tokamax.for_hopper():  # only Mosaic's kernels ask
+    with _compiling(static):
         options = _options(static, query.shape[1], visible)
         return op(query, key, value, **options, return_residuals=return_residuals)
 
@@ -187,7 +224,7 @@ def _forward(query: Any, key: Any, value: Any, visible: Any, static: _Static) ->
 def _backward(static: _Static, kept: Any, gradient: jax.Array) -> tuple[Any, ...]:
     query, key, value, visible, out, statistics = kept
     op = _kernel(static, query.shape[3])
-    with tokamax.for_hopper():
+    with _compiling(static):
         given = op.bind(query, key, value, **_options(static, query.shape[1], visible))
         options = {k: v for k, v in given.kwargs.items() if k != "return_residuals"}
         found = op.vjp(statistics, out, gradient, *given.args, **options)

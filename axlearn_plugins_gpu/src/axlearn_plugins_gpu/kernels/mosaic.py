@@ -1,0 +1,92 @@
+"""tokamax's kernels in Mosaic GPU, compiled for the target: a Hopper or a Blackwell, also one that is not here.
+
+Two things ask this machine what the target knows. tokamax asks its first device which kernel to take. And JAX's lowering of a
+Mosaic kernel asks the mesh in force for the compute capability; but a mesh names its device by a kind without one, and every GPU
+of which JAX knows no more is taken for a Hopper (`_infer_arch` in `jax.experimental.mosaic.gpu`). So that function is replaced by
+one that looks the kind up among the plugin's GPUs and asks JAX's own about all others; and where no mesh is in force, the kernel is
+traced under one that names the target.
+
+XLA compiles what was lowered for the GPU of the program, but the assembler behind it stays, for as long as the process lives, with
+the architecture of its first Mosaic kernel, and fails for any other. The kernels are refused there.
+"""
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+from jax.sharding import AbstractDevice
+
+from axlearn_plugins_gpu.chips import CHIPS
+from axlearn_plugins_gpu.kernels import tokamax
+from axlearn_plugins_gpu.targets import TARGETS
+
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+
+_PLACES = ("jax.experimental.mosaic.gpu.core", "jax.experimental.mosaic.gpu.utils")
+"""Where versions of JAX have `_infer_arch`."""
+
+_first: dict[str, tuple[int, int]] = {}
+"""The architecture of this process's first Mosaic kernel, once there is one."""
+
+
+def refusal(target: str) -> str | None:
+    """Why Mosaic's kernels cannot be compiled for a GPU that `CHIPS` knows; None where they can. Needs tokamax."""
+    capability = CHIPS[target].capability
+    if capability not in (HOPPER, BLACKWELL):
+        return f"it is for Hopper and Blackwell, and {target} is neither"
+    if not _taught() and capability != HOPPER:
+        return f"Mosaic GPU of JAX {jax.__version__} takes every GPU for a Hopper, and {target} is none"
+    if _first.get("kernel", capability) != capability:
+        first = ".".join(map(str, _first["kernel"]))
+        return f"this process has compiled Mosaic kernels for compute capability {first}, and can for no other: start another"
+    return None
+
+
+def capability_of(kind: str) -> tuple[int, int] | None:
+    """The compute capability of a device kind, as the driver reports it; None for GPUs that the plugin does not know."""
+    return next((CHIPS[t.name].capability for t in TARGETS if kind in t.device_kinds), None)
+
+
+@functools.cache
+def _taught() -> bool:
+    """Has JAX's lowering look GPUs up here, once; False where this JAX asks in some other way."""
+    found = False
+    for place in _PLACES:
+        try:
+            module: Any = importlib.import_module(place)
+        except ModuleNotFoundError:
+            continue
+        if original := vars(module).get("_infer_arch"):
+            module._infer_arch = functools.partial(_architecture, original)
+            found = True
+    return found
+
+
+def _architecture(original: Any) -> tuple[int, int]:
+    device: Any = jax.sharding.get_abstract_mesh().abstract_device
+    known = None if device is None else capability_of(device.device_kind)
+    found = original() if known is None else known
+    _first.setdefault("kernel", found)
+    return found
+
+
+@contextlib.contextmanager
+def compiling_for(target: str) -> Iterator[None]:
+    """While its kernels are traced for a GPU of which `refusal` has said nothing."""
+    _taught()
+    chip, utils = CHIPS[target], tokamax.module("gpu_utils")
+    is_it = {"is_sm90": chip.capability == HOPPER, "is_sm100": chip.capability == BLACKWELL}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(tokamax.for_target())
+        for name, answer in is_it.items():
+            stack.enter_context(mock.patch.object(utils, name, return_value=answer))
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.abstract_device is None:  # one device, or a mesh that somebody made without any
+            kind = next(t for t in TARGETS if t.name == target).device_kinds[0]
+            named = AbstractDevice(device_kind=kind, num_cores=chip.cores, platform="gpu")
+            stack.enter_context(jax.sharding.use_abstract_mesh(mesh.update(abstract_device=named)))
+        yield
