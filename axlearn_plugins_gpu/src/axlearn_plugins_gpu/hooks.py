@@ -51,6 +51,13 @@ _KERNELS = (
         load="axlearn_plugins_gpu.kernels.tokamax_attention:TRITON",
     ),
     KernelImplementation(
+        name="tokamax-mosaic",
+        op="grouped_matmul",
+        priority=60,  # before Triton's, as tokamax itself has them
+        platforms=("gpu",),
+        load="axlearn_plugins_gpu.kernels.grouped_matmul:MOSAIC",
+    ),
+    KernelImplementation(
         name="tokamax-triton",
         op="grouped_matmul",
         priority=50,
@@ -71,6 +78,13 @@ _KERNELS = (
         priority=-1,
         platforms=("gpu",),
         load="axlearn_plugins_gpu.kernels.gated_linear_unit:TRITON",
+    ),
+    KernelImplementation(
+        name="tokamax-mosaic",
+        op="gated_linear_unit",
+        priority=-2,
+        platforms=("gpu",),
+        load="axlearn_plugins_gpu.kernels.gated_linear_unit:MOSAIC",
     ),
 )
 

@@ -198,7 +198,12 @@ def test_the_roofline_is_the_slowest_of_its_parts():
 
 @pytest.mark.parametrize(
     ("platform", "target", "kernel"),
-    [("gpu", "b200", "tokamax-triton"), ("tpu", "tpu-v5p", "megablox"), ("tpu", "tpu-v5p", "tokamax-mosaic-tpu")],
+    [
+        ("gpu", "b200", "tokamax-triton"),
+        ("gpu", "h100", "tokamax-mosaic"),
+        ("tpu", "tpu-v5p", "megablox"),
+        ("tpu", "tpu-v5p", "tokamax-mosaic-tpu"),
+    ],
 )
 def test_a_kernel_of_a_grouped_product_counts_its_rows_once_whatever_the_groups(platform, target, kernel):
     pytest.importorskip("tokamax", reason="needs tokamax: axlearn-plugins-gpu[kernels]")

@@ -1,11 +1,14 @@
-"""The op `gated_linear_unit` by tokamax's Triton kernel; its backward pass is XLA's.
+"""The op `gated_linear_unit` by tokamax's kernels in Triton and, on Blackwell, in Mosaic GPU; their backward passes are XLA's.
 
-Both products and the activation in one kernel: without gradients neither product goes to memory. XLA's own products come from
-cuBLAS, and the kernel needs the two matrices side by side, which takes a copy: it is for configs that name it.
+Both products and the activation in one kernel: without gradients neither product goes to memory, and in Mosaic's not with them
+either: there the backward pass computes them again, and policies that keep them (`mlp_gate`, `mlp_up`) keep nothing. XLA's own
+products come from cuBLAS, and the kernels need the two matrices side by side, which takes a copy: they are for configs that name
+them.
 """
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,9 +18,10 @@ from jax.ad_checkpoint import checkpoint_name
 from axlearn_core.contracts.kernels import OpRequest
 from axlearn_core.kernels import selection
 from axlearn_core.nn.remat import tag
-from axlearn_plugins_gpu.chips import unknown_gpu
+from axlearn_plugins_gpu.chips import CHIPS, unknown_gpu
 from axlearn_plugins_gpu.kernels import tokamax
-from axlearn_plugins_gpu.kernels.blocks import gated
+from axlearn_plugins_gpu.kernels.blocks import GATED_MOSAIC, gated
+from axlearn_plugins_gpu.kernels.mosaic import compiling_for, refusal
 from axlearn_plugins_transformer.kernels.gated_linear_unit import ACTIVATIONS, Activation, matrices
 from axlearn_plugins_transformer.kernels.per_device import parts_of, per_device
 
@@ -25,15 +29,25 @@ ROWS = ("batch", "sequence", None)
 HIDDEN = ("batch", "sequence", "activation_mlp")
 MATRIX = (None, "activation_mlp")
 MULTIPLE = 32
-"""Of rows, inner and outer dimension on each device: the smallest block."""
+"""Of rows, inner and outer dimension on each device: the smallest block of Triton's kernel."""
+
+WITHOUT_RULES: dict[Activation, Callable[[jax.Array], jax.Array]] = {
+    "relu": lambda x: jnp.maximum(x, 0),
+    "relu_squared": lambda x: jnp.maximum(x, 0) ** 2,
+}
+"""Activations whose derivative is a rule of their own in JAX, which a kernel in Mosaic cannot contain."""
 
 
-class _Triton:
+class _Tokamax:
     """Blocks of rows, each with the same columns of both matrices."""
+
+    mosaic: bool
 
     def supports(self, request: OpRequest) -> str | None:
         """Projections that are plain matrices, in one dtype of 16 bits, with dimensions that its blocks divide."""
         if reason := tokamax.missing() or unknown_gpu(request.target):
+            return reason
+        if self.mosaic and (reason := _not_in_mosaic(request.target)):
             return reason
         options, shape = request.options, request.shapes["x"]
         if not options["plain"]:
@@ -42,31 +56,57 @@ class _Triton:
         if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float16"}:
             return f"the dtypes are {', '.join(sorted(dtypes))}; it takes bfloat16, or float16"
         if options["activation"] == "gelu":
-            return "Triton has no error function here: gelu_tanh is its approximation"
+            return "it has no error function here: gelu_tanh is its approximation"
         if len(shape) != 3 or request.shapes["gate"] != request.shapes["up"]:
             return "it takes rows [B, S, D] and two matrices of the same shape"
+        return self._uneven(shape, request)
+
+    def _uneven(self, shape: tuple[int, ...], request: OpRequest) -> str | None:
         rows, (inner, outer) = shape[:2], request.shapes["gate"]
         here = (math.prod(_local(rows, ROWS[:2])), inner, *_local((outer,), MATRIX[1:]))
-        for name, size in zip(("number of rows", "width", "hidden size"), here, strict=True):
-            if size % MULTIPLE:
-                return f"the {name} on a device, {size}, is no multiple of {MULTIPLE}"
+        multiples = (MULTIPLE,) * 3
+        if self.mosaic:
+            blocks = GATED_MOSAIC[CHIPS[request.target].capability]
+            multiples = (blocks.m, blocks.k, blocks.n)
+        for name, size, multiple in zip(("number of rows", "width", "hidden size"), here, multiples, strict=True):
+            if size % multiple:
+                return f"the {name} on a device, {size}, is no multiple of {multiple}"
         return None
 
     def __call__(self, x: jax.Array, gate: Any, up: Any, *, activation: Activation) -> jax.Array:
         """See `axlearn_plugins_transformer.kernels.gated_linear_unit.gated_linear_unit`."""
         chosen: Any = selection.in_force()  # where there is none, `supports` has said that the GPU is not known
         target: str = chosen.target
+        unit = _pipelined if self.mosaic else _gated
 
         for name in ("mlp_gate", "mlp_up"):  # remat has to know the tags, which the derivative gives to the values
             tag(jnp.zeros(()), name)
 
         def run(x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
-            return _gated(x, gate, up, target, activation)
+            return unit(x, gate, up, target, activation)
 
         return per_device(run, [ROWS, MATRIX, MATRIX], HIDDEN)(*matrices(x, gate, up))
 
 
-TRITON = _Triton()
+class _Triton(_Tokamax):
+    """One block to a few warps."""
+
+    mosaic = False
+
+
+class _Mosaic(_Tokamax):
+    """A pipeline of loads and products."""
+
+    mosaic = True
+
+
+TRITON, MOSAIC = _Triton(), _Mosaic()
+
+
+def _not_in_mosaic(target: str) -> str | None:
+    if CHIPS[target].capability not in GATED_MOSAIC:
+        return f"tokamax has none for {target} that this JAX compiles"
+    return refusal(target)
 
 
 def _local(sizes: Any, axes: Any) -> tuple[int, ...]:
@@ -97,8 +137,10 @@ def _forward(x: jax.Array, gate: jax.Array, up: jax.Array, target: str, activati
     return out, (x, gate, up, gates, ups)
 
 
-def _backward(target: str, activation: Activation, kept: Any, gradient: jax.Array) -> tuple[jax.Array, ...]:
-    x, gate, up, gates, ups = kept
+def _gradients(
+    activation: Activation, x: jax.Array, gate: jax.Array, up: jax.Array, gates: Any, ups: Any, gradient: jax.Array
+) -> tuple[jax.Array, ...]:
+    """By x, gate and up."""
 
     def product(gates: jax.Array, ups: jax.Array) -> jax.Array:
         return (ACTIVATIONS[activation](gates.astype(jnp.float32)) * ups.astype(jnp.float32)).astype(x.dtype)
@@ -109,4 +151,31 @@ def _backward(target: str, activation: Activation, kept: Any, gradient: jax.Arra
     return to_x, to_gate, to_up
 
 
+def _backward(target: str, activation: Activation, kept: Any, gradient: jax.Array) -> tuple[jax.Array, ...]:
+    x, gate, up, gates, ups = kept
+    return _gradients(activation, x, gate, up, gates, ups, gradient)
+
+
 _gated.defvjp(_forward, _backward)
+
+
+# Mosaic's kernel gives no products; tokamax would have XLA compute them, and the kernel not run at all.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _pipelined(x: jax.Array, gate: jax.Array, up: jax.Array, target: str, activation: Activation) -> jax.Array:
+    kernels, blocks = tokamax.module("ops.gated_linear_unit.pallas_mosaic_gpu"), GATED_MOSAIC[CHIPS[target].capability]
+    config = kernels.Config(tile_m=blocks.m, tile_n=blocks.n, tile_k=blocks.k, num_stages=blocks.stages)
+    with compiling_for(target):
+        unit = kernels.PallasMosaicGpuGatedLinearUnit(config=config)
+        return unit(x, (gate, up), activation=WITHOUT_RULES.get(activation, ACTIVATIONS[activation]))
+
+
+def _pipelined_forward(x: jax.Array, gate: jax.Array, up: jax.Array, target: str, activation: Activation) -> Any:
+    return _pipelined(x, gate, up, target, activation), (x, gate, up)
+
+
+def _pipelined_backward(target: str, activation: Activation, kept: Any, gradient: jax.Array) -> tuple[jax.Array, ...]:
+    x, gate, up = kept
+    return _gradients(activation, x, gate, up, x @ gate, x @ up, gradient)
+
+
+_pipelined.defvjp(_pipelined_forward, _pipelined_backward)

@@ -1,68 +1,134 @@
-"""The op `grouped_matmul` by tokamax's Triton kernel, forward and backward.
+"""The op `grouped_matmul` by tokamax's kernels in Mosaic GPU and Triton, forward and backward.
 
-XLA has no code of its own for it on GPUs: `jax.lax.ragged_dot` computes every group for all rows there.
+XLA has no code of its own for it on GPUs: `jax.lax.ragged_dot` computes every group for all rows there. tokamax takes Mosaic's
+before Triton's where it can, and so do we. Mosaic's reads matrices along the inner dimension on Blackwell and along the outer one
+on Hopper: a copy of them is made in the forward pass on the one, in the backward pass on the other. The gradient by the matrices
+is Triton's on Blackwell, and on Hopper where the number of rows is no multiple of 64.
 """
 
 import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from axlearn_core.contracts.kernels import OpRequest
 from axlearn_core.kernels import selection
-from axlearn_plugins_gpu.chips import unknown_gpu
+from axlearn_plugins_gpu.chips import CHIPS, unknown_gpu
 from axlearn_plugins_gpu.kernels import tokamax
-from axlearn_plugins_gpu.kernels.blocks import Blocks, grouped
+from axlearn_plugins_gpu.kernels.blocks import GROUPED_MOSAIC, grouped
+from axlearn_plugins_gpu.kernels.mosaic import compiling_for, refusal
+
+ROWS = 8
+"""A multiple of which Mosaic's kernels take: blocks start at one."""
+
+OUTER_ROWS = 64
+"""The same where rows are summed over."""
 
 
-class _Triton:
+class _Tokamax:
     """Blocks of rows of one group at a time, the work that of the rows."""
+
+    mosaic: bool
 
     def supports(self, request: OpRequest) -> str | None:
         """16-bit numbers, dimensions that its blocks divide."""
         if reason := tokamax.missing() or unknown_gpu(request.target):
             return reason
+        if self.mosaic and (reason := refusal(request.target)):
+            return reason
         if dtype := next((d for d in request.dtypes.values() if d not in ("bfloat16", "float16")), None):
             return f"it takes bfloat16 and float16, not {dtype}"
-        blocks = grouped(request.target)
-        for size in request.shapes["rhs"][1:]:
-            if size % blocks.n or size % blocks.k:
-                return f"the dimension {size} is no multiple of {max(blocks.n, blocks.k)}"
-        return None
+        return (_mosaic_does_not_fit if self.mosaic else _triton_does_not_fit)(request)
 
     def __call__(self, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
         """See `axlearn_plugins_moe.grouped_matmul.grouped_matmul`. Its caller has split everything among devices."""
         chosen: Any = selection.in_force()  # where there is none, `supports` has said that the GPU is not known
-        return _product(lhs, rhs, sizes, grouped(chosen.target))
+        return _product(lhs, rhs, sizes, chosen.target, self.mosaic)
 
 
-TRITON = _Triton()
+class _Mosaic(_Tokamax):
+    """A pipeline of loads and products."""
+
+    mosaic = True
 
 
-def _run(dimensions: str, blocks: Blocks, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
-    kernels, base = tokamax.module("ops.ragged_dot.pallas_triton"), tokamax.module("ops.ragged_dot.base")
+class _Triton(_Tokamax):
+    """One block to a few warps."""
+
+    mosaic = False
+
+
+MOSAIC, TRITON = _Mosaic(), _Triton()
+
+
+def _triton_does_not_fit(request: OpRequest) -> str | None:
+    blocks = grouped(request.target)
+    for size in request.shapes["rhs"][1:]:
+        if size % blocks.n or size % blocks.k:
+            return f"the dimension {size} is no multiple of {max(blocks.n, blocks.k)}"
+    return None
+
+
+def _mosaic_does_not_fit(request: OpRequest) -> str | None:
+    blocks, rows = GROUPED_MOSAIC[CHIPS[request.target].capability], request.shapes["lhs"][0]
+    if len(set(request.dtypes.values())) > 1:
+        return f"the dtypes are {', '.join(sorted(set(request.dtypes.values())))}; it takes one"
+    if rows % ROWS:
+        return f"the number of rows, {rows}, is no multiple of {ROWS}"
+    groups, *sides = request.shapes["rhs"]
+    if blocks.groups is not None and groups > blocks.groups:
+        return f"it takes up to {blocks.groups} groups on {request.target}, not {groups}"
+    uneven = next((size for size in sides if size % blocks.multiple), None)
+    return None if uneven is None else f"the dimension {uneven} is no multiple of {blocks.multiple}"
+
+
+def _run(dimensions: str, mosaic: bool, target: str, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+    numbers = getattr(tokamax.module("ops.ragged_dot.base"), f"{dimensions}_DIM_NUMS")
+    kernel, context = (_mosaic if mosaic else _triton)(target)
+    with context:
+        return kernel(lhs, rhs, group_sizes=sizes, ragged_dot_dimension_numbers=numbers)
+
+
+def _triton(target: str) -> tuple[Any, Any]:
+    kernels, blocks = tokamax.module("ops.ragged_dot.pallas_triton"), grouped(target)
     config = kernels.Config(
         block_m=blocks.m, block_n=blocks.n, block_k=blocks.k, num_warps=blocks.warps, num_stages=blocks.stages
     )
-    with tokamax.for_target():
-        return kernels.PallasTritonRaggedDot(config=config)(
-            lhs, rhs, group_sizes=sizes, ragged_dot_dimension_numbers=getattr(base, f"{dimensions}_DIM_NUMS")
-        )
+    return kernels.PallasTritonRaggedDot(config=config), tokamax.for_target()
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _product(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, blocks: Blocks) -> jax.Array:
-    return _run("DEFAULT_RAGGED_DOT", blocks, lhs, rhs, sizes)
+def _mosaic(target: str) -> tuple[Any, Any]:
+    kernels, blocks = tokamax.module("ops.ragged_dot.pallas_mosaic_gpu"), GROUPED_MOSAIC[CHIPS[target].capability]
+    config = kernels.Config(
+        block_m=blocks.m,
+        block_n=blocks.n,
+        block_k=blocks.k,
+        num_stages=blocks.stages,
+        split_k=1,
+        persistent=False,
+        collective=blocks.pair,
+    )
+    return kernels.PallasMosaicGpuRaggedDot(config=config), compiling_for(target)
 
 
-def _forward(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, blocks: Blocks) -> tuple[jax.Array, Any]:
-    return _product(lhs, rhs, sizes, blocks), (lhs, rhs, sizes)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _product(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, target: str, mosaic: bool) -> jax.Array:
+    return _run("DEFAULT_RAGGED_DOT", mosaic, target, lhs, rhs, sizes)
 
 
-def _backward(blocks: Blocks, kept: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+def _forward(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, target: str, mosaic: bool) -> tuple[jax.Array, Any]:
+    return _product(lhs, rhs, sizes, target, mosaic), (lhs, rhs, sizes)
+
+
+def _backward(target: str, mosaic: bool, kept: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     lhs, rhs, sizes = kept
-    to_lhs = _run("TRANS_RHS_RAGGED_DOT", blocks, gradient, rhs, sizes)
-    to_rhs = _run("RAGGED_CONTRACTING_DOT", blocks, lhs, gradient, sizes)
+    outer = mosaic and GROUPED_MOSAIC[CHIPS[target].capability].outer and lhs.shape[0] % OUTER_ROWS == 0
+    to_lhs = _run("TRANS_RHS_RAGGED_DOT", mosaic, target, gradient, rhs, sizes)
+    if outer:  # it multiplies rows behind the last group with 0, and they may be no numbers; Triton's leaves them out
+        inside = (jnp.arange(lhs.shape[0]) < jnp.sum(sizes))[:, None]
+        lhs, gradient = jnp.where(inside, lhs, 0), jnp.where(inside, gradient, 0)
+    to_rhs = _run("RAGGED_CONTRACTING_DOT", outer, target, lhs, gradient, sizes)
     return to_lhs.astype(lhs.dtype), to_rhs.astype(rhs.dtype), None
 
 

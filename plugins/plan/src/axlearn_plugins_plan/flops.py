@@ -22,6 +22,7 @@ from axlearn_core.nn.sharding import logical_rules
 BLOCKS = 64  # a mask is asked about this many blocks of queries and of keys
 _SCOPE = re.compile(r"visible_pairs_([\d.]+)")
 _PRODUCT = re.compile(r"grouped_product_(\d+)")
+_KERNELS = ("pallas_call", "mpmd_map")  # the latter is Mosaic GPU's
 _CUDNN = re.compile(r"dot_product_attention_(?:fp8_)?(fwd|bwd)")
 
 
@@ -92,7 +93,7 @@ def works(
             manual = params.get("manual_axes") or params["mesh"].axis_names
             devices = math.prod(params["mesh"].shape[a] for a in manual)
             yield from works(params["jaxpr"], times * devices, seen, kernel, given)
-        elif name == "pallas_call" and given is not None:
+        elif name in _KERNELS and given is not None:
             yield Work(equation, times, seen, True, given)
         elif name == "pallas_call":
             grid = params["grid_mapping"].grid

@@ -1,0 +1,271 @@
+"""Grouped products and gated units in Mosaic GPU: which calls they take, that they compile, and what is done around the kernels.
+
+There is no interpreter for the kernels themselves; where numbers are compared, the same product in JAX stands in for them.
+"""
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gpu_programs import Interpreted, Program, compiled, compiled_alone, kernel_calls
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "conformance"))
+import cases
+
+from axlearn_core.contracts.kernels import OpRequest
+from axlearn_core.kernels import selection
+from axlearn_core.testing import Case
+from axlearn_plugins_gpu.kernels import tokamax
+from axlearn_plugins_gpu.kernels.gated_linear_unit import MOSAIC as GATED
+from axlearn_plugins_gpu.kernels.grouped_matmul import MOSAIC
+from axlearn_plugins_gpu.kernels.grouped_matmul import TRITON as OTHER
+from axlearn_plugins_moe.grouped_matmul import grouped_matmul
+from axlearn_plugins_transformer.kernels.gated_linear_unit import ACTIVATIONS
+
+slow = pytest.mark.slow
+
+
+def request(rows=64, groups=4, inner=256, outer=512, lhs="bfloat16", rhs="bfloat16", target="h100"):
+    return OpRequest(
+        op="grouped_matmul",
+        platform="gpu",
+        target=target,
+        shapes={"lhs": (rows, inner), "rhs": (groups, inner, outer)},
+        dtypes={"lhs": lhs, "rhs": rhs},
+        options={},
+        gradients=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({}, None),
+        ({"target": "b200"}, None),
+        ({"target": "b200", "groups": 128}, None),
+        ({"groups": 33}, "up to 32 groups on h100, not 33"),
+        ({"rows": 60}, "number of rows, 60, is no multiple of 8"),
+        ({"outer": 192}, "dimension 192 is no multiple of 128"),
+        ({"inner": 384}, None),
+        ({"inner": 384, "target": "b200"}, "dimension 384 is no multiple of 256"),
+        ({"lhs": "float32"}, "bfloat16 and float16, not float32"),
+        ({"rhs": "float16"}, "bfloat16, float16; it takes one"),
+        ({"target": "a100"}, "a100 is neither"),
+        ({"target": "rtx"}, "is none that it is known"),
+    ],
+)
+def test_a_grouped_product_says_what_it_cannot_do(library, first_kernel, asked, reason):
+    said = MOSAIC.supports(request(**asked))
+    assert said is None if reason is None else reason in said
+
+
+def test_it_is_taken_before_triton_and_triton_where_it_cannot(library, first_kernel):
+    for target, rows, name in (
+        ("h100", 64, "tokamax-mosaic"),
+        ("b200", 64, "tokamax-mosaic"),
+        ("h100", 60, "tokamax-triton"),
+        ("a100", 64, "tokamax-triton"),
+    ):
+        chosen = selection.Selection(platform="gpu", target=target)
+        chosen.choose(request(rows=rows, target=target))
+        assert chosen.choices[0].name == name
+    first_kernel["kernel"] = (9, 0)
+    chosen.choose(request(target="b200"))
+    assert "start another" in chosen.choices[1].rejected["tokamax-mosaic"]
+    assert OTHER.supports(request(target="b200")) is None
+
+
+def unit(dims=(2, 64, 64), hidden=64, target="b200", activation="silu"):
+    shapes = {"x": dims, "gate": (dims[-1], hidden), "up": (dims[-1], hidden)}
+    return OpRequest(
+        op="gated_linear_unit",
+        platform="gpu",
+        target=target,
+        shapes=shapes,
+        dtypes=dict.fromkeys(shapes, "bfloat16"),
+        options={"activation": activation, "plain": True},
+        gradients=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({}, None),
+        ({"target": "h100"}, "none for h100 that this JAX compiles"),
+        ({"activation": "gelu"}, "error function"),
+        ({"dims": (2, 32, 64)}, "number of rows on a device, 64, is no multiple of 128"),
+        ({"dims": (2, 64, 96)}, "width on a device, 96, is no multiple of 64"),
+        ({"hidden": 96}, "hidden size on a device, 96, is no multiple of 64"),
+    ],
+)
+def test_a_gated_unit_says_what_it_cannot_do(library, first_kernel, asked, reason):
+    said = GATED.supports(unit(**asked))
+    assert said is None if reason is None else reason in said
+
+
+class Grouped:
+    """What tokamax's kernels promise: rows behind the last group are anything, and a sum over rows multiplies them with 0."""
+
+    def __init__(self, config):
+        self.config = config
+
+    def __call__(self, lhs, rhs, *, group_sizes, ragged_dot_dimension_numbers):
+        base = tokamax.module("ops.ragged_dot.base")
+        ends = jnp.cumsum(group_sizes)
+        row = jnp.arange(lhs.shape[0])
+        mine = (row[:, None] < ends) & (row[:, None] >= ends - group_sizes)
+        if ragged_dot_dimension_numbers == base.RAGGED_CONTRACTING_DOT_DIM_NUMS:
+            found = jnp.einsum("mg,mk,mn->gkn", mine.astype(lhs.dtype), lhs, rhs)
+        else:
+            if ragged_dot_dimension_numbers == base.TRANS_RHS_RAGGED_DOT_DIM_NUMS:
+                rhs = rhs.mT
+            found = jnp.einsum("mg,mk,gkn->mn", mine.astype(lhs.dtype), jnp.where(mine.any(1)[:, None], lhs, 0), rhs)
+            found = jnp.where(mine.any(1)[:, None], found, jnp.nan)
+        return found.astype(lhs.dtype)
+
+
+class Careful(Grouped):
+    """Triton's, which leaves them out of sums."""
+
+    def __call__(self, lhs, rhs, *, group_sizes, ragged_dot_dimension_numbers):
+        inside = (jnp.arange(lhs.shape[0]) < jnp.sum(group_sizes))[:, None]
+        if rhs.ndim == 2:
+            lhs, rhs = jnp.where(inside, lhs, 0), jnp.where(inside, rhs, 0)
+        return super().__call__(
+            lhs, rhs, group_sizes=group_sizes, ragged_dot_dimension_numbers=ragged_dot_dimension_numbers
+        )
+
+
+@pytest.mark.parametrize("rows", [256, 248])  # on Hopper the gradient by the matrices is Mosaic's, and Triton's
+@pytest.mark.parametrize("target", ["h100", "b200"])
+def test_a_network_of_grouped_products_has_the_reference_gradients(library, first_kernel, monkeypatch, target, rows):
+    used = []
+    for module, name, stand_in in (
+        ("pallas_mosaic_gpu", "PallasMosaicGpuRaggedDot", Grouped),
+        ("pallas_triton", "PallasTritonRaggedDot", Careful),
+    ):
+
+        def made(config, stand_in=stand_in, name=name):
+            used.append(name)
+            return stand_in(config)
+
+        monkeypatch.setattr(tokamax.module(f"ops.ragged_dot.{module}"), name, made)
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(rows, 256)), jnp.bfloat16)
+    first, second = (jnp.asarray(rng.normal(size=(3, 256, 256)) / 16, jnp.bfloat16) for _ in range(2))
+    sizes = jnp.asarray([70, 0, 111], jnp.int32)
+
+    def loss(kernel, x, first, second):
+        hidden = jnp.tanh(grouped_matmul(x, first, sizes, kernel))
+        out = grouped_matmul(hidden, second, sizes, kernel)
+        out = jnp.where((jnp.arange(rows) < 181)[:, None], out, 0)
+        return jnp.sum(out.astype(jnp.float32) ** 2)
+
+    gradients = jax.grad(loss, argnums=(2, 3))
+    expected = gradients("xla", x, first, second)
+    with selection.use(selection.Selection(target=target, platform="gpu")) as chosen:
+        got = gradients(None, x, first, second)
+    assert [c.name for c in chosen.choices] == ["tokamax-mosaic"]
+    outer = set() if (target, rows) == ("h100", 256) else {"PallasTritonRaggedDot"}
+    assert set(used) == {"PallasMosaicGpuRaggedDot"} | outer
+    for a, b in zip(got, expected, strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        assert np.linalg.norm(a - b) <= 3e-2 * np.linalg.norm(b)
+
+
+@pytest.fixture
+def in_jax(library, first_kernel, monkeypatch):
+    """The kernel of gated units computed by tokamax's XLA implementation."""
+    kernels, base = (tokamax.module(f"ops.gated_linear_unit.{m}") for m in ("pallas_mosaic_gpu", "base"))
+    monkeypatch.setattr(kernels, "PallasMosaicGpuGatedLinearUnit", lambda config: base.GatedLinearUnit())
+
+
+def gated_cases():
+    for activation in (a for a in ACTIVATIONS if a != "gelu"):
+        operands = [
+            cases.normal(2, 64, 64, dtype="bfloat16"),
+            *(cases.normal(64, 128, dtype="bfloat16") / 8 for _ in "gu"),
+        ]
+
+        def run(kernel, x, gate, up, activation=activation):
+            return cases.gated(kernel, x, gate, up, activation=activation)
+
+        yield Case(name=activation, run=run, operands=tuple(operands), tolerance=3e-2)
+
+
+@pytest.mark.usefixtures("in_jax")
+class TestGated(Interpreted):
+    op = "gated_linear_unit"
+    name = "tokamax-mosaic"
+    target = "b200"
+    cases = tuple(gated_cases())
+
+
+def grouped(lhs, rhs, sizes):
+    return jnp.sin(grouped_matmul(lhs, rhs, sizes))
+
+
+def gated(x, gate, up, activation="silu"):
+    return jnp.sin(cases.gated("tokamax-mosaic", x, gate, up, activation=activation))
+
+
+def products(rows=512, inner=256, outer=512, groups=4, dtype="bfloat16"):
+    return [((rows, inner), dtype), ((groups, inner, outer), dtype), ((groups,), "int32")]
+
+
+def units(rows=64, inner=256, outer=512, dtype="bfloat16"):
+    return [((2, rows, inner), dtype), ((inner, outer), dtype), ((inner, outer), dtype)]
+
+
+@pytest.mark.parametrize("target", ["h100", pytest.param("h200", marks=slow)])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_grouped_products_compile_for_hopper(library, target, gradients):
+    text, chosen = compiled(grouped, f"{target}-1x1", *products(), gradients=gradients)
+    assert chosen == ["tokamax-mosaic"]
+    assert kernel_calls(text) == ((3, 0) if gradients else (1, 0))
+
+
+@slow
+@pytest.mark.parametrize(
+    ("sizes", "backward"),
+    [
+        ({"rows": 8, "inner": 128, "outer": 384, "groups": 32}, (2, 1)),
+        ({"rows": 504, "dtype": "float16"}, (2, 1)),
+        ({"rows": 64, "outer": 128}, (3, 0)),
+    ],
+)
+def test_grouped_products_of_all_sizes_compile_for_hopper(library, sizes, backward):
+    for gradients, calls in ((False, (1, 0)), (True, backward)):
+        text, chosen = compiled(grouped, "h100-1x1", *products(**sizes), gradients=gradients)
+        assert (chosen, kernel_calls(text)) == (["tokamax-mosaic"], calls)
+
+
+def here(function, *args, **options):
+    return Program(f"{__name__}:{function.__name__}", options.pop("options", {}), *args, **options)
+
+
+def check(found, mosaic, triton):
+    assert (found.mosaic, found.triton, found.chosen) == (mosaic, triton, ["tokamax-mosaic"])
+    assert found.architectures == {"sm_100a"}
+    assert "tcgen05.mma" in found.ptx
+    assert "wgmma" not in found.ptx
+
+
+def test_a_gated_unit_compiles_for_blackwell(library):
+    (found,) = compiled_alone("b200-1x1", here(gated, units()))
+    check(found, 1, 0)
+
+
+@slow
+def test_products_of_all_sizes_compile_for_blackwell_forward_and_backward(library):
+    sizes = ({}, {"rows": 8, "outer": 256, "groups": 128}, {"rows": 504, "dtype": "float16"})
+    for found in compiled_alone("b200-1x1", *(here(grouped, products(**s), gradients=True) for s in sizes)):
+        check(found, 2, 1)
+    programs = [here(gated, units(), options={"activation": a}) for a in ACTIVATIONS if a != "gelu"]
+    programs += [here(gated, units(inner=64, outer=64, dtype="float16")), here(gated, units(inner=128), gradients=True)]
+    for found in compiled_alone("b200-8x1", *programs):
+        check(found, 1, 0)
