@@ -184,7 +184,7 @@ MOSAIC: Tables = {
 """Of `attention` in Mosaic GPU, by compute capability, for larger and larger heads.
 
 Blackwell's backward pass keeps five products of a block in tensor memory, which has no room for heads of more than 64; and its code
-repeats itself for every 128 queries: 4,096 take minutes to compile.
+repeats itself for every 128 queries: 4,096 took almost two minutes to compile.
 """
 
 TRITON_ATTENTION: Tables = {
