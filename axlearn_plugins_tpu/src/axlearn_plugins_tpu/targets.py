@@ -13,19 +13,37 @@ from typing import Any
 
 from axlearn_core.contracts.target import Target
 
-OPTIONS: Mapping[str, Any] = {
+HIDDEN: Mapping[str, Any] = {
     # Collectives start as early and are awaited as late as the program allows, by an estimate of what everything takes.
     "xla_tpu_enable_latency_hiding_scheduler": True,
-    # Gathers and permutations that the core need not wait for.
-    "xla_enable_async_all_gather": True,
     "xla_enable_async_collective_permute": True,
-    # A collective and the products beside it as one piece of work, several steps of it beside each; its own sums by the core.
+}
+"""Compiler options of every TPU."""
+GATHERS: Mapping[str, Any] = {**HIDDEN, "xla_enable_async_all_gather": True}
+"""Of v4: gathers that nothing waits for, as AXLearn sets it there."""
+FUSED: Mapping[str, Any] = {
+    **GATHERS,
+    # A gather and the products beside it as one piece of work, several steps of it beside each.
     "xla_tpu_enable_async_collective_fusion": True,
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
     "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
     "xla_tpu_overlap_compute_collective_tc": True,
 }
-"""For every TPU, as AXLearn and MaxText set them on some. libtpu has some by itself on some generations; see docs/tpu.md."""
+"""Of v5e, which has no sparse cores; newer versions of libtpu refuse it on all others."""
+OFFLOADED: Mapping[str, Any] = {
+    **HIDDEN,
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather": True,
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
+    "xla_tpu_enable_sparse_core_collective_offload_all_reduce": True,
+    # What is fused with products stays on the core that does them.
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": False,
+    "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": False,
+    "xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter": False,
+    "xla_tpu_use_tc_device_shape_on_sc": True,
+    "xla_sc_enable_instruction_fusion": False,
+    "xla_sc_disable_megacore_partitioning": True,
+}
+"""Of v5p, v6e and 7x: the sparse cores send while the others compute, as MaxText has it there."""
 
 GIB = 2.0**30
 TERA = 1e12
@@ -43,7 +61,7 @@ V4 = Target(
     hbm_bandwidth=1200e9,
     link_bandwidth=300e9,
     topology=TOPOLOGY,
-    compiler_options=OPTIONS,
+    compiler_options=GATHERS,
     examples=("tpu-v4-8", "tpu-v4-128", "tpu-v4-128x2"),
     source="cloud.google.com/tpu/docs/v4; links: six of 50 GB/s each way (Jouppi et al., 2023, arXiv 2304.01433, table 4)",
 )
@@ -59,7 +77,7 @@ V5E = Target(
     link_bandwidth=200e9,
     network_bandwidth=25e9 / 8,
     topology=TOPOLOGY,
-    compiler_options=OPTIONS,
+    compiler_options=FUSED,
     examples=("tpu-v5e-8", "tpu-v5e-256", "tpu-v5e-256x4"),
     source="cloud.google.com/tpu/docs/v5e; network: 6.4 Tbit/s for the 256 chips of a pod",
 )
@@ -76,7 +94,7 @@ V5P = Target(
     link_bandwidth=600e9,
     network_bandwidth=50e9 / 8,
     topology=TOPOLOGY,
-    compiler_options=OPTIONS,
+    compiler_options=OFFLOADED,
     examples=("tpu-v5p-8", "tpu-v5p-1024", "tpu-v5p-16384x4"),
     source="cloud.google.com/tpu/docs/v5p; int8: cloud.google.com/tpu/docs/system-architecture-tpu-vm",
 )
@@ -92,7 +110,7 @@ V6E = Target(
     link_bandwidth=400e9,
     network_bandwidth=100e9 / 8,
     topology=TOPOLOGY,
-    compiler_options=OPTIONS,
+    compiler_options=OFFLOADED,
     examples=("tpu-v6e-8", "tpu-v6e-256", "tpu-v6e-256x2"),
     source="cloud.google.com/tpu/docs/v6e; network: cloud.google.com/tpu/docs/tpu7x",
 )
@@ -113,7 +131,7 @@ V7X = Target(
     link_bandwidth=600e9 / 2,
     network_bandwidth=100e9 / 8 / 2,
     topology=TOPOLOGY,
-    compiler_options=OPTIONS,
+    compiler_options=OFFLOADED,
     examples=("tpu-7x-8", "tpu-7x-256", "tpu-7x-256x2"),
     source="cloud.google.com/tpu/docs/tpu7x, half of each figure for each of the two devices of a chip",
 )

@@ -157,6 +157,32 @@ def test_what_goes_to_other_slices_goes_over_the_network(target, name, kind, axe
     assert (found.link_bytes, found.network_bytes) == (0.0, network)
 
 
+# What XLA:TPU gives to the sparse cores: a call that another thread runs.
+SPARSE = """\
+HloModule jit_step, is_scheduled=true
+
+%called (param_0: bf16[64,128], param_1: token[]) -> bf16[64,128] {
+  %param_1 = token[] parameter(1)
+  %param_0 = bf16[64,128]{1,0:T(8,128)(2,1)} parameter(0)
+  ROOT %sum = bf16[64,128]{1,0:T(8,128)(2,1)} all-reduce(%param_0), channel_id=5, replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_1'}, use_global_device_ids=true, to_apply=%add
+}, execution_thread="sparsecore"
+
+ENTRY %main (p0: bf16[64,128]) -> bf16[64,128] {
+  %p0 = bf16[64,128]{1,0:T(8,128)(2,1)} parameter(0)
+  %ready = token[] after-all()
+  %started = ((bf16[64,128]{1,0:T(8,128)(2,1)}, token[]), bf16[64,128]{1,0:T(8,128)(2,1)}) call-start(%p0, %ready), async_execution_thread="sparsecore", to_apply=%called
+  ROOT %done = bf16[64,128]{1,0:T(8,128)(2,1)} call-done(%started)
+}
+"""
+
+
+def test_what_the_sparse_cores_send():
+    (found,) = collectives(hlo.parse(SPARSE), Places({"data": 2, "fsdp": 4}, np.zeros(8, int)))
+    assert (found.kind, found.axes, found.size, found.asynchronous) == ("all-reduce", "fsdp", 4, True)
+    assert found.bytes == sent("all-reduce", 64 * 128 * 2, 4)
+    assert traffic.hbm_bytes(hlo.parse(SPARSE)) == 2 * 64 * 128 * 2
+
+
 def test_a_target_that_is_not_known_is_no_guess():
     with pytest.raises(ValueError, match="target between slices"):
         collectives(hlo.parse(SLICES.replace('"{1,2,3,4}x{0:1}"', '"all"')), Places({"data": 16}, np.arange(16) // 4))

@@ -103,7 +103,7 @@ def collectives(module: Module, places: Places) -> list[Collective]:
 
 
 def _parts(module: Module, computation: Computation, outer: Instruction) -> Iterator[tuple[Computation, Instruction]]:
-    if outer.opcode in ("fusion", "async-start"):
+    if outer.opcode in ("fusion", "async-start", "call-start"):  # the last for another thread: the sparse cores
         yield from module.inside(outer)
     else:
         yield computation, outer

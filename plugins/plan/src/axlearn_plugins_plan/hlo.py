@@ -172,7 +172,8 @@ class Module:
 
     def inside(self, instruction: Instruction) -> Iterator[tuple[Computation, Instruction]]:
         """What an instruction does itself: itself, or what the computation does that a fusion or an async start calls."""
-        names = [n for key in ("calls", "called_computations") for n in instruction.called.get(key, ())]
+        calling = ("to_apply",) if instruction.opcode == "call-start" else ("calls", "called_computations")
+        names = [n for key in calling for n in instruction.called.get(key, ())]
         for name in names:
             for below in self.computations[name].instructions.values():
                 for _, found in self.inside(below):
