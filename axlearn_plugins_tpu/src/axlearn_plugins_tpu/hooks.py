@@ -52,6 +52,14 @@ KERNELS = (
         priority=40,
         platforms=("tpu",),
     ),
+    # Behind the reference, whose products are XLA's own: for configs that name it, until a TPU has said more.
+    KernelImplementation(
+        name="tokamax-mosaic-tpu",
+        op="cross_entropy",
+        load="axlearn_plugins_tpu.kernels.cross_entropy:MOSAIC",
+        priority=-1,
+        platforms=("tpu",),
+    ),
     KernelImplementation(
         name="ragged-paged",
         op="paged_attention",
@@ -70,7 +78,7 @@ def axlearn_targets() -> list[Target]:
 
 @hookimpl
 def axlearn_kernels(op: str) -> list[KernelImplementation]:
-    """Splash attention, megablox and tokamax for grouped matrix products, and ragged paged attention."""
+    """Splash attention, megablox and tokamax for grouped matrix products, tokamax's loss, and ragged paged attention."""
     return [k for k in KERNELS if k.op == op]
 
 

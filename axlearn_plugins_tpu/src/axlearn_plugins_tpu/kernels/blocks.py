@@ -110,6 +110,24 @@ PAGED: Mapping[str, PagedBlocks] = {
 }
 
 
+@attrs.frozen(kw_only=True)
+class LossBlocks:
+    """Of the output layer with its loss: positions, and the most of the width and of the vocabulary in a tile."""
+
+    rows: int = 1024
+    width: int = 512
+    vocabulary: int
+
+
+LOSS: Mapping[str, LossBlocks] = {
+    "": LossBlocks(vocabulary=512),
+    "tpu-v5e": LossBlocks(vocabulary=512),
+    "tpu-v5p": LossBlocks(vocabulary=512),
+    "tpu-v6e": LossBlocks(vocabulary=2048),
+    "tpu-7x": LossBlocks(vocabulary=2048),
+}
+"""As tokamax has them by generation."""
+
 WIDEST = 512
 """Bytes of a head for which the entries are meant."""
 

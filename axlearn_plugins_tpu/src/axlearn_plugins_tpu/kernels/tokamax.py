@@ -70,8 +70,8 @@ MOSAIC = _Mosaic()
 
 
 @contextlib.contextmanager
-def _kernels() -> Iterator[Any]:
-    """tokamax's module, while one of its kernels is traced."""
+def kernels_of(module: str) -> Iterator[Any]:
+    """One of tokamax's modules of kernels (`ragged_dot.pallas_mosaic_tpu_kernel`), while one of them is traced."""
     with (
         known_chip(),
         jax.numpy_rank_promotion("allow"),
@@ -79,7 +79,10 @@ def _kernels() -> Iterator[Any]:
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore", DeprecationWarning)  # it uses names that JAX is moving
-        yield importlib.import_module("tokamax._src.ops.ragged_dot.pallas_mosaic_tpu_kernel")
+        yield importlib.import_module(f"tokamax._src.ops.{module}")
+
+
+_kernels = functools.partial(kernels_of, "ragged_dot.pallas_mosaic_tpu_kernel")
 
 
 # tokamax's own derivative gives every product the tiles that it finds in its table, for a chip that the table does not name.

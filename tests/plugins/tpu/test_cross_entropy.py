@@ -1,0 +1,171 @@
+"""tokamax's output layer with its loss against the XLA reference in Pallas' interpreter, and compiled for absent TPUs."""
+
+import functools
+import sys
+from pathlib import Path
+
+import attrs
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pallas_tpu
+from tpu_programs import GENERATIONS, compiled, not_only
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "conformance"))
+import cases
+
+from axlearn_core.compose.layout import make_mesh
+from axlearn_core.contracts.kernels import OpRequest
+from axlearn_core.contracts.mesh import DEFAULT_RULES, Mesh
+from axlearn_core.kernels.selection import Selection, use
+from axlearn_core.nn.sharding import logical_rules
+from axlearn_core.testing import Case, KernelSuite
+from axlearn_plugins_tpu.kernels import tokamax
+from axlearn_plugins_tpu.kernels.blocks import LOSS, LossBlocks
+from axlearn_plugins_tpu.kernels.cross_entropy import _MODULE, MOSAIC
+from axlearn_plugins_transformer.kernels.cross_entropy import Options, cross_entropy
+
+NAME = "tokamax-mosaic-tpu"
+SUPPORTED = [g for g in GENERATIONS if g != "tpu-v4-8"]
+
+
+@pytest.fixture(autouse=True)
+def library():
+    if reason := tokamax.missing():
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """In the interpreter that has a TPU's memories, with what is no number in them at first; and several tiles each way."""
+    with tokamax.kernels_of(_MODULE) as kernels:
+        run = functools.partial(kernels.pl.pallas_call, interpret=pallas_tpu.InterpretParams())
+        monkeypatch.setattr(kernels, "pl", _With(kernels.pl, pallas_call=run))
+    monkeypatch.setitem(LOSS, "tpu-v5e", LossBlocks(rows=128, width=256, vocabulary=256))
+    jax.clear_caches()  # tokamax's functions are jitted: one that was traced before would not be interpreted
+    yield
+    jax.clear_caches()
+
+
+class _With:
+    """A module with some of its names replaced."""
+
+    def __init__(self, module, **replaced):
+        self.module, self.replaced = module, replaced
+
+    def __getattr__(self, name):
+        return self.replaced[name] if name in self.replaced else getattr(self.module, name)
+
+
+def loss(length, width, vocabulary, dtype="float32", z_loss=0.0):
+    """Some positions count for nothing, as padding does."""
+    weights = np.abs(cases.RNG.standard_normal((2, length), np.float32)) * (cases.RNG.random((2, length)) < 0.8)
+    return Case(
+        name=f"{length}x{width}x{vocabulary}-{dtype}-{z_loss}",
+        run=functools.partial(cases._entropy, options=Options(dtype=dtype, z_loss=z_loss)),
+        operands=(
+            cases.normal(2, length, width, dtype=dtype),
+            cases.normal(width, vocabulary) * 0.1,
+            cases.RNG.integers(0, vocabulary, (2, length)),
+            jnp.asarray(weights / weights.sum()),
+        ),
+        tolerance=cases.TOLERANCE[dtype],
+    )
+
+
+@pytest.mark.usefixtures("interpreted")
+class TestTheLoss(KernelSuite):
+    """Positions that are no whole block; of 384 the second tile is no whole one, unless it is narrower."""
+
+    op, name = "cross_entropy", NAME
+    cases = (loss(100, 384, 384, z_loss=1e-2), loss(64, 128, 256, "bfloat16"))
+
+    def declared(self, name):
+        return attrs.evolve(super().declared(name), platforms=())
+
+    def _only(self, *implementations):
+        return use(Selection(target="tpu-v5e", declared=lambda op: implementations))
+
+
+def request(width=256, vocabulary=512, softcap=None, target="tpu-v5e"):
+    return OpRequest(
+        op="cross_entropy",
+        platform="tpu",
+        target=target,
+        shapes={"hidden": (2, 64, width), "weight": (width, vocabulary)},
+        dtypes={"hidden": "bfloat16", "weight": "float32"},
+        options={"chunk": 128, "softcap": softcap, "z_loss": 0.0},
+        gradients=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({}, None),
+        ({"target": ""}, None),
+        ({"softcap": 30.0}, "no soft cap"),
+        ({"width": 64}, "the width 64 is no multiple of 128"),
+        ({"vocabulary": 320}, "the vocabulary 320 is no multiple of 128"),
+        ({"target": "tpu-v4"}, "not for v4"),
+    ],
+)
+def test_it_says_what_it_cannot_do(asked, reason):
+    said = MOSAIC.supports(request(**asked))
+    assert said is None if reason is None else reason in said
+
+
+def test_a_vocabulary_that_is_split_is_refused():
+    mesh = make_mesh(Mesh(shape={"tensor": 4, "fsdp": 2}), jax.devices()[:8])
+    with logical_rules(mesh, DEFAULT_RULES):
+        assert MOSAIC.supports(request()) == "the vocabulary is split over 4 devices"
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_on_several_devices_it_is_the_same():
+    case = loss(128, 128, 256)
+    mesh = make_mesh(Mesh(shape={"data": 2}), jax.devices()[:2])
+
+    def run(kernel):
+        return jax.value_and_grad(lambda h, w: case.run(kernel, h, w, *case.operands[2:]), (0, 1))(*case.operands[:2])
+
+    with use(Selection(target="tpu-v5e")):
+        expected = run("xla")
+    named = Selection(target="tpu-v5e", declared=lambda op: [TestTheLoss().declared(NAME)])
+    with logical_rules(mesh, DEFAULT_RULES), use(named):
+        found = jax.jit(lambda: run(NAME))()
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-5 * float(jnp.abs(theirs).max()), rtol=2e-5)
+
+
+def test_only_by_name():
+    chosen = Selection(platform="tpu", target="tpu-v5e")
+    chosen.choose(request())
+    chosen.choose(request(), NAME)
+    assert [c.name for c in chosen.choices] == ["xla", NAME]
+
+
+def entropy(hidden, weight, targets):
+    weights = jnp.ones(targets.shape, jnp.float32)
+    return cross_entropy(hidden, weight, targets, weights, Options(dtype="bfloat16"), NAME)[0]
+
+
+@pytest.mark.parametrize("generation", not_only("tpu-v5e-4", SUPPORTED))
+def test_it_compiles_forward_and_backward(generation):
+    operands = ((2, 600, 1024), "bfloat16"), ((1024, 4352), "float32"), ((2, 600), "int32")
+    program, names = compiled(generation, entropy, *operands)
+    assert names == [NAME]
+    assert program.as_text().count('custom_call_target="tpu_custom_call"') == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("generation", SUPPORTED)
+def test_the_largest_tiles_compile_for_their_generation(generation):
+    operands = ((1, 2048, 4096), "bfloat16"), ((4096, 32768), "float32"), ((1, 2048), "int32")
+    program, _ = compiled(generation, entropy, *operands)
+    assert program.as_text().count('custom_call_target="tpu_custom_call"') == 2
+
+
+def test_every_entry_of_the_table_is_of_a_generation():
+    assert {n.rsplit("-", 1)[0] for n in SUPPORTED} == LOSS.keys() - {""}
