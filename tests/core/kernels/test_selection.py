@@ -76,7 +76,7 @@ def test_two_plugins_with_one_kernel_name_are_an_error(monkeypatch):
 
 def test_the_cores_own_kernels_come_through_the_hook():
     assert {k.name for k in selection.installed("attention")} >= {"xla", "xla-blocked"}
-    assert [k.name for k in selection.installed("cross_entropy")] == ["xla"]
+    assert "xla" in {k.name for k in selection.installed("cross_entropy")}
 
 
 def test_a_model_under_a_program_uses_the_chosen_kernel():
