@@ -72,8 +72,8 @@ MOSAIC = _Mosaic()
 def _on_device(hidden: jax.Array, weight: jax.Array, targets: jax.Array, blocks: LossBlocks) -> jax.Array:
     """float32 [B, S, 2]: log Z, and the logit of the target."""
     rows = hidden.reshape(-1, hidden.shape[-1])
-    log_z, at_target = _logits(rows, weight, targets.reshape(-1), blocks)
-    return jnp.stack([log_z, at_target], axis=-1).reshape(*targets.shape, 2)
+    made: Any = _logits(rows, weight, targets.reshape(-1), blocks)
+    return jnp.stack(made, axis=-1).reshape(*targets.shape, 2)
 
 
 def _sizes(blocks: LossBlocks, weight: jax.Array) -> dict[str, int]:
@@ -106,8 +106,8 @@ def _logits(
 
 
 def _forward(hidden: jax.Array, weight: jax.Array, targets: jax.Array, blocks: LossBlocks) -> tuple[Any, Any]:
-    log_z, at_target = _logits(hidden, weight, targets, blocks)
-    return (log_z, at_target), (hidden, weight, targets, log_z)
+    made: Any = _logits(hidden, weight, targets, blocks)
+    return made, (hidden, weight, targets, made[0])
 
 
 def _backward(blocks: LossBlocks, kept: Any, slopes: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, None]:
