@@ -225,3 +225,51 @@ def test_a_kernel_of_a_grouped_product_counts_its_rows_once_whatever_the_groups(
     assert len(products) in (3, 4)  # forward, perhaps once more, and by either operand
     assert sum(w.flops for w in found) == pytest.approx(2 * rows * inner * outer * len(products), rel=0.02)
     assert {w.dtype for w in products} == {"bfloat16"}
+
+
+def counted(platform, target, function, *shapes, gradients=()):
+    from axlearn_plugins_plan.flops import _Marked, works
+
+    with use(_Marked(platform=platform, target=target)):
+        run = jax.grad(function, gradients) if gradients else function
+        found = list(works(jax.make_jaxpr(run)(*[jax.ShapeDtypeStruct(*s) for s in shapes]).jaxpr))
+    return sum(w.flops for w in found if w.kernel)
+
+
+def test_a_fused_loss_counts_its_products_once():
+    pytest.importorskip("tokamax", reason="needs tokamax: axlearn-plugins-tpu[kernels]")
+    from axlearn_plugins_transformer.kernels.cross_entropy import Options, cross_entropy
+
+    def loss(hidden, weight, targets):
+        weights = jax.numpy.ones(targets.shape)
+        return cross_entropy(hidden, weight, targets, weights, Options(dtype="bfloat16"), "tokamax-mosaic-tpu")[0]
+
+    shapes = ((2, 1024, 256), "bfloat16"), ((256, 1024), "bfloat16"), ((2, 1024), "int32")
+    product = 2 * 2048 * 256 * 1024
+    assert counted("tpu", "tpu-v5e", loss, *shapes) == product
+    assert counted("tpu", "tpu-v5e", loss, *shapes, gradients=(0, 1)) == 4 * product
+
+
+@pytest.mark.parametrize(("target", "size", "products"), [("h100", 128, 2 + 3 + 4), ("b200", 64, 2 + 5)])
+def test_attention_in_mosaic_counts_by_its_formula(target, size, products):
+    pytest.importorskip("tokamax", reason="needs tokamax: axlearn-plugins-gpu[kernels]")
+    from axlearn_plugins_transformer.kernels.attention import attention
+    from axlearn_plugins_transformer.kernels.masks import Causal
+
+    def loss(query, key, value):
+        out = attention(query, key, value, mask=Causal(), scale=0.1, softcap=30.0, kernel="tokamax-mosaic")
+        return out.astype("float32").sum()
+
+    shapes = [((2, 512, h, size), "bfloat16") for h in (8, 4, 4)]
+    found = counted("gpu", target, loss, *shapes, gradients=(0, 1, 2))
+    assert found == products * 2 * 2 * 512 * 8 * 512 * size
+
+
+def test_a_gated_unit_in_mosaic_counts_by_its_formula():
+    pytest.importorskip("tokamax", reason="needs tokamax: axlearn-plugins-gpu[kernels]")
+    from axlearn_plugins_gpu.kernels.gated_linear_unit import _pipelined
+
+    shapes = [((1024, 256), "bfloat16"), *(((256, 512), "bfloat16"),) * 2]
+    assert counted("gpu", "b200", lambda x, gate, up: _pipelined(x, gate, up, "b200", "silu"), *shapes) == (
+        2 * 2 * 1024 * 256 * 512
+    )

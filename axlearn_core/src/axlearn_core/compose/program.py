@@ -98,12 +98,16 @@ class Program:
         self._train = jax.jit(
             self._traced(self.steps.train), donate_argnums=0, out_shardings=(places, self.layout.replicated)
         )
-        self._evaluate = jax.jit(self._traced(self.steps.evaluate), out_shardings=self.layout.replicated)
+        self._evaluate = jax.jit(
+            self._traced(self.steps.evaluate),
+            out_shardings=self.layout.replicated,
+            compiler_options=self.compiler_options or None,
+        )
         self._compiled: dict[Any, Any] = {}
 
     @property
     def compiler_options(self) -> dict[str, Any]:
-        """XLA's options for the training step: the target's, and over them the config's."""
+        """XLA's options for the steps: the target's, and over them the config's."""
         return {**(self.target.compiler_options if self.target else {}), **self.config.mesh.compiler_options}
 
     def _traced(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -38,7 +38,7 @@ def make_lock(
         "platform": devices.flat[0].platform,
         "devices": f"{devices.size} x {devices.flat[0].device_kind}",
         "mesh": {k: v for k, v in program.layout.mesh.shape.items() if v > 1},
-        "flags": {**{k: os.environ[k] for k in FLAGS if k in os.environ}, **program.compiler_options},
+        "flags": {**{k: os.environ[k] for k in FLAGS if os.environ.get(k)}, **program.compiler_options},
         "parameters": program.functional.num_parameters,
         "data": dict(source.describe()),
         "provenance": dict(provenance or {}),

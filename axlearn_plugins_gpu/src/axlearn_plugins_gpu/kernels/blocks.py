@@ -48,6 +48,7 @@ class PipelinedBlocks:
     Attributes:
         pair: whether two multiprocessors share a block of twice the size in both directions (Blackwell).
         groups: the most that it takes.
+        matrices: that each block of rows is multiplied with at once.
         outer: whether it has the product of rows with rows, one for each group, too.
     """
 
@@ -57,6 +58,7 @@ class PipelinedBlocks:
     stages: int
     pair: bool = False
     groups: int | None = None
+    matrices: int = 1
     outer: bool = True
 
     @property
@@ -67,7 +69,8 @@ class PipelinedBlocks:
     @property
     def shared(self) -> int:
         """Bytes of shared memory for operands and a result of 16 bits."""
-        return 2 * (self.stages * self.k * (self.m + self.n) + self.m * self.n * (2 if self.pair else 1))
+        operands = self.stages * self.k * (self.m + self.matrices * self.n)
+        return 2 * (operands + self.matrices * self.m * self.n * (2 if self.pair else 1))
 
 
 GROUPED_MOSAIC: dict[tuple[int, int], PipelinedBlocks] = {
@@ -78,7 +81,7 @@ GROUPED_MOSAIC: dict[tuple[int, int], PipelinedBlocks] = {
 """Of `grouped_matmul` in Mosaic GPU, by compute capability; among the sizes that tokamax itself tries."""
 
 GATED_MOSAIC: dict[tuple[int, int], PipelinedBlocks] = {
-    (10, 0): PipelinedBlocks(m=128, n=64, k=64, stages=4),
+    (10, 0): PipelinedBlocks(m=128, n=64, k=64, stages=4, matrices=2),
 }
 """Of `gated_linear_unit` in Mosaic GPU. tokamax's kernel for Hopper reshapes what it has transposed, which JAX cannot lower."""
 

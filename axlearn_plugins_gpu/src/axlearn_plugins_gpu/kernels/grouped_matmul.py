@@ -1,9 +1,10 @@
-"""The op `grouped_matmul` by tokamax's kernels in Mosaic GPU and Triton, forward and backward.
+"""The op `grouped_matmul` by tokamax's kernels in Triton and Mosaic GPU, forward and backward.
 
 XLA has no code of its own for it on GPUs: `jax.lax.ragged_dot` computes every group for all rows there. tokamax takes Mosaic's
-before Triton's where it can, and so do we. Mosaic's reads matrices along the inner dimension on Blackwell and along the outer one
-on Hopper: a copy of them is made in the forward pass on the one, in the backward pass on the other. The gradient by the matrices
-is Triton's on Blackwell, and on Hopper where the number of rows is no multiple of 64.
+before Triton's where it can; here it is for configs that name it, until its numbers have been seen on a GPU. Mosaic's reads
+matrices along the inner dimension on Blackwell and along the outer one on Hopper: a copy of them is made in the forward pass on the
+one, in the backward pass on the other. The gradient by the matrices is Triton's on Blackwell, and on Hopper where the number of
+rows is no multiple of 64.
 """
 
 import functools

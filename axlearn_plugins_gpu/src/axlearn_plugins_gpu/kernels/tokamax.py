@@ -14,7 +14,7 @@ import jax
 from axlearn_plugins_gpu.chips import CHIPS
 
 VERSION = "0.0.12"
-"""The one whose Triton kernels are used. Later ones have none for grouped products, and need Python 3.12."""
+"""The one whose kernels are used. Later ones have none for grouped products, and need Python 3.12."""
 
 _FIX = "pip install 'axlearn-plugins-gpu[kernels]' with Python 3.11"
 

@@ -81,7 +81,7 @@ def _sizes(blocks: LossBlocks, weight: jax.Array) -> dict[str, int]:
     return {
         "b_block_size": blocks.rows,
         "h_block_size": fitting(width, blocks.width),
-        "v_block_size": fitting(vocabulary, blocks.vocabulary),
+        "v_block_size": fitting(vocabulary, blocks.vocabulary * 2 // weight.dtype.itemsize),
     }
 
 
@@ -115,10 +115,11 @@ def _backward(blocks: LossBlocks, kept: Any, slopes: tuple[jax.Array, jax.Array]
     by_log_z, by_target = slopes
     rows = _padded(hidden, blocks)
     nowhere = jnp.full(rows.shape[:1], _NONE, jnp.int32)
-    shifted = _padded(log_z - jnp.log(by_log_z), blocks, float("inf"))  # 0 times what is behind the last row
+    sign = jnp.where(jnp.sum(by_log_z) < 0, -1.0, 1.0)  # where the loss itself is taken away
+    shifted = _padded(log_z - jnp.log(sign * by_log_z), blocks, float("inf"))  # 0 times what is behind the last row
     with tokamax.kernels_of(_MODULE) as kernels:
         run = kernels.linear_softmax_cross_entropy_loss_bwd_pallas_mosaic_tpu
-        to_hidden, to_weight = run(jnp.ones(()), shifted, rows, nowhere, weight, **_sizes(blocks, weight))
+        to_hidden, to_weight = run(sign, shifted, rows, nowhere, weight, **_sizes(blocks, weight))
     columns = jnp.take(weight, targets, axis=1, mode="clip").T.astype(jnp.float32)
     to_hidden = to_hidden[: hidden.shape[0]] + by_target[:, None] * columns
     to_columns = by_target[:, None] * hidden.astype(jnp.float32)

@@ -22,6 +22,7 @@ from axlearn_core.nn.sharding import logical_rules
 BLOCKS = 64  # a mask is asked about this many blocks of queries and of keys
 _SCOPE = re.compile(r"visible_pairs_([\d.]+)")
 _PRODUCT = re.compile(r"grouped_product_(\d+)")
+_LOSS = "output_layer_and_loss"
 _KERNELS = ("pallas_call", "mpmd_map")  # the latter is Mosaic GPU's
 _CUDNN = re.compile(r"dot_product_attention_(?:fp8_)?(fwd|bwd)")
 
@@ -34,8 +35,8 @@ class Work:
         times: in one step, on all devices together.
         visible: the share of the pairs of positions that the mask of the attention around it lets through.
         kernel: whether it is in a kernel, which skips what no mask lets through.
-        product: the FLOPs of one run, where it is a kernel of a grouped product: its grid has all groups for all rows, and
-            which of those it skips only the data tell.
+        product: the FLOPs of one run, where a kernel's body does not tell: of a grouped product, whose grid has all groups for
+            all rows, and which of those it skips only the data tell; and where `_by_shapes` knows better.
     """
 
     equation: Any
@@ -68,20 +69,20 @@ class Work:
 
 
 def works(
-    jaxpr: Any, times: float = 1, visible: float = 1.0, kernel: bool = False, product: float | None = None
+    jaxpr: Any, times: float = 1, visible: float = 1.0, kernel: bool = False, product: float | str | None = None
 ) -> Iterator[Work]:
     """All equations of a jaxpr that compute, those of what it calls too, loops times their trip counts.
 
     A `while` of unknown length counts once, a branch as its most expensive arm. A kernel's body counts once for each
     point of its grid; where the grid is known at run time only, what the kernel declares to cost. Each kernel of the op
-    `grouped_matmul`, forward or backward, counts as one product of all its rows.
+    `grouped_matmul`, forward or backward, counts as one product of all its rows, and some kernels by their operands.
     """
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
         scope = _SCOPE.search(str(equation.source_info.name_stack))
         seen = visible if visible != 1.0 or not scope else float(scope[1])
         scope = _PRODUCT.search(str(equation.source_info.name_stack))
-        given = float(scope[1]) if scope else product
+        given = float(scope[1]) if scope else _LOSS if _LOSS in str(equation.source_info.name_stack) else product
         if name == "cond":
             arms = [list(works(b.jaxpr, times, seen, kernel, given)) for b in params["branches"]]
             yield from max(arms, key=lambda arm: sum(w.flops for w in arm))
@@ -93,8 +94,11 @@ def works(
             manual = params.get("manual_axes") or params["mesh"].axis_names
             devices = math.prod(params["mesh"].shape[a] for a in manual)
             yield from works(params["jaxpr"], times * devices, seen, kernel, given)
-        elif name in _KERNELS and given is not None:
-            yield Work(equation, times, seen, True, given)
+        elif (
+            name in _KERNELS
+            and (done := given if isinstance(given, (int, float)) else _by_shapes(equation, given)) is not None
+        ):
+            yield Work(equation, times, seen, True, done)
         elif name == "pallas_call":
             grid = params["grid_mapping"].grid
             if all(isinstance(size, int) for size in grid):
@@ -107,6 +111,29 @@ def works(
             yield Work(equation, times, seen, kernel)
         elif (inner := called(params)) is not None:
             yield from works(inner, times, seen, kernel, given)
+
+
+def _by_shapes(equation: Any, scope: str | None) -> float | None:
+    """The FLOPs of a kernel by its operands, where its body has other products than it does; None for all others.
+
+    Those in Mosaic GPU multiply by instructions of their own: attention of [B, T, H, D], and gated units [M, K] x [K, 2, N]. The
+    output layer with its loss, on TPUs, takes one product of [T, D] x [D, V] forward and three backward, and its body has more
+    of them, each for some steps of the grid.
+    """
+    arrays = [v.aval.shape for v in equation.invars if "float" in str(getattr(v.aval, "dtype", ""))]
+    if equation.primitive.name == "pallas_call":
+        if scope != _LOSS:
+            return None
+        rows, weight = (a for a in arrays if len(a) == 2)
+        return 2.0 * rows[0] * math.prod(weight) * (3 if len(equation.outvars[0].aval.shape) == 2 else 1)
+    heads = [a for a in arrays if len(a) == 4]
+    if len(heads) < 3:
+        return 2.0 * arrays[0][0] * math.prod(arrays[1])
+    (batch, length, number, size), key, value = heads[:3]
+    products = (
+        2 if len(heads) == 3 else {0: 5, 1: 3, 2: 4}[len(equation.outvars)]
+    )  # all gradients, by queries, by the others
+    return 1.0 * products * batch * length * number * key[1] * (size + value[3])
 
 
 @attrs.frozen(kw_only=True)
@@ -190,6 +217,10 @@ def _product(lhs: Any, rhs: Any, *_: Any) -> str:
     return f"grouped_product_{2 * lhs.size * rhs.shape[2]}"
 
 
+def _loss(*_: Any, **__: Any) -> str:
+    return _LOSS
+
+
 class _Marked(Selection):
     """The usual choice."""
 
@@ -198,6 +229,8 @@ class _Marked(Selection):
         kernel = super().choose(request, name)
         if request.op == "grouped_matmul":
             return _Scoped(kernel, _product)
+        if request.op == "cross_entropy":
+            return _Scoped(kernel, _loss)
         return _Scoped(kernel, _pairs) if request.op == "attention" and request.options.get("aligned") else kernel
 
 

@@ -176,8 +176,8 @@ class Module:
         names = [n for key in calling for n in instruction.called.get(key, ())]
         for name in names:
             for below in self.computations[name].instructions.values():
-                for _, found in self.inside(below):
-                    yield self.computations[name], found
+                for inner, found in self.inside(below):
+                    yield self.computations[name] if found is below else inner, found
         if not names:
             yield next(iter(self.computations.values())), instruction
 
