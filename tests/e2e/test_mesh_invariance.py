@@ -94,9 +94,8 @@ def agree(seed, dtype=None):
     told = f"seed {seed}: {experiment} with {', '.join(names)}, {dtype}, {shape}"
     assert np.isfinite(loss), told
     if max(allowed) >= 0.5 and rounds == dtype == "bfloat16":
-        return agree(
-            seed, "float32"
-        )  # a router that jumps so often in bfloat16 says nothing there: it has to agree exactly
+        # A router that jumps so often in bfloat16 says nothing there: it has to agree exactly.
+        return agree(seed, "float32")
     assert max(allowed) < 0.5, f"{told}: rounding alone changes the gradients by {allowed}: nothing would be compared"
     assert abs(loss_there / loss - 1) <= near, f"{told}: loss {loss_there}, on one device {loss}"
     found = distance(grads, grads_there)

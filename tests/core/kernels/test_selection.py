@@ -76,7 +76,8 @@ def test_two_plugins_with_one_kernel_name_are_an_error(monkeypatch):
 
 def test_the_cores_own_kernels_come_through_the_hook():
     assert {k.name for k in selection.installed("attention")} >= {"xla", "xla-blocked"}
-    assert "xla" in {k.name for k in selection.installed("cross_entropy")}
+    # Others may be installed, and wait to be named.
+    assert [k.name for k in selection.installed("cross_entropy") if k.priority >= 0] == ["xla"]
 
 
 def test_a_model_under_a_program_uses_the_chosen_kernel():

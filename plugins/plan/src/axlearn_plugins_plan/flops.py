@@ -130,9 +130,8 @@ def _by_shapes(equation: Any, scope: str | None) -> float | None:
     if len(heads) < 3:
         return 2.0 * arrays[0][0] * math.prod(arrays[1])
     (batch, length, number, size), key, value = heads[:3]
-    products = (
-        2 if len(heads) == 3 else {0: 5, 1: 3, 2: 4}[len(equation.outvars)]
-    )  # all gradients, by queries, by the others
+    # Forward without a gradient among its operands; backward a kernel for all three, one for the queries, one for the others.
+    products = 2 if len(heads) == 3 else {0: 5, 1: 3, 2: 4}[len(equation.outvars)]
     return 1.0 * products * batch * length * number * key[1] * (size + value[3])
 
 

@@ -171,7 +171,7 @@ class Module:
         return order[::-1]
 
     def inside(self, instruction: Instruction) -> Iterator[tuple[Computation, Instruction]]:
-        """What an instruction does itself: itself, or what the computation does that a fusion or an async start calls."""
+        """What an instruction does itself: itself, or what the computation does that a fusion or a start calls."""
         calling = ("to_apply",) if instruction.opcode == "call-start" else ("calls", "called_computations")
         names = [n for key in calling for n in instruction.called.get(key, ())]
         for name in names:
