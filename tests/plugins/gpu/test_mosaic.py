@@ -6,6 +6,7 @@ from gpu_programs import mesh_of
 from jax.experimental.mosaic.gpu import core
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from axlearn_core.errors import RequestError
 from axlearn_plugins_gpu.chips import CHIPS
 from axlearn_plugins_gpu.kernels import mosaic
 from axlearn_plugins_gpu.targets import TARGETS
@@ -31,7 +32,15 @@ def test_a_kernel_is_lowered_for_the_target_with_a_mesh_and_without(target, firs
     assert first_kernel == {"kernel": CHIPS[target].capability}
 
 
-def test_of_other_gpus_jax_says_what_it_always_said():
+def test_a_program_traced_for_another_gpu_than_the_first_kernel_is_not_lowered(first_kernel):
+    with mosaic.compiling_for("h100"):
+        core._infer_arch()
+    with mosaic.compiling_for("b200"), pytest.raises(RequestError, match=r"kernels for compute capability 9\.0, and can for no"):
+        core._infer_arch()
+    assert first_kernel == {"kernel": (9, 0)}
+
+
+def test_of_other_gpus_jax_says_what_it_always_said(first_kernel):
     assert mosaic._taught()
     kind = AbstractDevice(device_kind="NVIDIA RTX", num_cores=1, platform="gpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), (), abstract_device=kind)):

@@ -7,7 +7,8 @@ one that looks the kind up among the plugin's GPUs and asks JAX's own about all 
 traced under one that names the target.
 
 XLA compiles what was lowered for the GPU of the program, but the assembler behind it stays, for as long as the process lives, with
-the architecture of its first Mosaic kernel, and fails for any other. The kernels are refused there.
+the architecture of its first Mosaic kernel, and fails for any other. The kernels are refused there; and where a program was traced
+for another before the first was lowered, its lowering is.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ from unittest import mock
 import jax
 from jax.sharding import AbstractDevice
 
+from axlearn_core.errors import RequestError
 from axlearn_plugins_gpu.chips import CHIPS
 from axlearn_plugins_gpu.kernels import tokamax
 from axlearn_plugins_gpu.targets import TARGETS
@@ -40,10 +42,17 @@ def refusal(target: str) -> str | None:
         return f"it is for Hopper and Blackwell, and {target} is neither"
     if not _taught() and capability != HOPPER:
         return f"Mosaic GPU of JAX {jax.__version__} takes every GPU for a Hopper, and {target} is none"
-    if _first.get("kernel", capability) != capability:
-        first = ".".join(map(str, _first["kernel"]))
-        return f"this process has compiled Mosaic kernels for compute capability {first}, and can for no other: start another"
-    return None
+    return _taken(capability)
+
+
+def _taken(capability: tuple[int, int]) -> str | None:
+    """Why this process cannot compile Mosaic's kernels for a compute capability; None where it can."""
+    first = _first.get("kernel", capability)
+    if first == capability:
+        return None
+    return (
+        f"this process has compiled Mosaic kernels for compute capability {first[0]}.{first[1]}, and can for no other: start another"
+    )
 
 
 def capability_of(kind: str) -> tuple[int, int] | None:
@@ -70,6 +79,8 @@ def _architecture(original: Any) -> tuple[int, int]:
     device: Any = jax.sharding.get_abstract_mesh().abstract_device
     known = None if device is None else capability_of(device.device_kind)
     found = original() if known is None else known
+    if reason := _taken(found):
+        raise RequestError(reason)
     _first.setdefault("kernel", found)
     return found
 
