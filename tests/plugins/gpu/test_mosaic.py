@@ -35,7 +35,10 @@ def test_a_kernel_is_lowered_for_the_target_with_a_mesh_and_without(target, firs
 def test_a_program_traced_for_another_gpu_than_the_first_kernel_is_not_lowered(first_kernel):
     with mosaic.compiling_for("h100"):
         core._infer_arch()
-    with mosaic.compiling_for("b200"), pytest.raises(RequestError, match=r"kernels for compute capability 9\.0, and can for no"):
+    with (
+        mosaic.compiling_for("b200"),
+        pytest.raises(RequestError, match=r"kernels for compute capability 9\.0, and can for no"),
+    ):
         core._infer_arch()
     assert first_kernel == {"kernel": (9, 0)}
 

@@ -50,9 +50,7 @@ def _taken(capability: tuple[int, int]) -> str | None:
     first = _first.get("kernel", capability)
     if first == capability:
         return None
-    return (
-        f"this process has compiled Mosaic kernels for compute capability {first[0]}.{first[1]}, and can for no other: start another"
-    )
+    return f"this process has compiled Mosaic kernels for compute capability {first[0]}.{first[1]}, and can for no other: start another"
 
 
 def capability_of(kind: str) -> tuple[int, int] | None:
