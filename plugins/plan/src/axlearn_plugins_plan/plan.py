@@ -29,6 +29,9 @@ from axlearn_plugins_plan.roofline import Roofline, roofline, utilisation
 from axlearn_plugins_plan.tags import Tag, tags
 from axlearn_plugins_plan.traffic import hbm_bytes
 
+_NEVER_RUN = {"xla_backend_optimization_level": 0}
+"""What XLA:CPU makes in another's stead is read as HLO: LLVM need not improve it."""
+
 
 @attrs.frozen(kw_only=True)
 class Plan:
@@ -136,6 +139,7 @@ def make_plan(resolved: Resolved) -> Plan:
     program, batch = prepared(resolved)
     machine = machine_of(resolved)
     arguments = shard_bytes(program.state)
+    program.lower(batch)  # which JAX keeps
     with ThreadPoolExecutor(1) as pool:  # the compiler leaves Python free to count meanwhile
         compiling = pool.submit(_compiled, program, batch, arguments, machine)
         flops, executed, found = model_flops(program, batch), executed_flops(program, batch), tags(program, batch)
@@ -200,7 +204,7 @@ def _compiled(
     started = time.perf_counter()
     try:
         with _uncached():
-            compiled = program.compile_train(batch)
+            compiled = program.compile_train(batch, **(_NEVER_RUN if machine.target.stand_in else {}))
     except jax.errors.JaxRuntimeError as error:
         memory = of_refusal(str(error), arguments, machine)
         if memory is None:
