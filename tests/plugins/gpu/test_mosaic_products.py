@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu_programs import Interpreted, Program, compiled, compiled_alone, kernel_calls
+from gpu_programs import LATER, Interpreted, Program, compiled, compiled_alone, kernel_calls
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "conformance"))
 import cases
@@ -90,7 +90,8 @@ def unit(dims=(2, 64, 64), hidden=64, target="b200", activation="silu"):
     ("asked", "reason"),
     [
         ({}, None),
-        ({"target": "h100"}, "none for h100 that this JAX compiles"),
+        ({"target": "h100"}, None if LATER else "none for h100 that this JAX compiles"),
+        ({"target": "a100"}, "none for a100 that this JAX compiles"),
         ({"activation": "gelu"}, "error function"),
         ({"dims": (2, 32, 64)}, "number of rows on a device, 64, is no multiple of 128"),
         ({"dims": (2, 64, 96)}, "width on a device, 96, is no multiple of 64"),
@@ -248,6 +249,14 @@ def check(found, mosaic, triton):
     assert found.architectures == {"sm_100a"}
     assert "tcgen05.mma" in found.ptx
     assert "wgmma" not in found.ptx
+
+
+@slow
+@pytest.mark.skipif(not LATER, reason="that tokamax has none that this JAX compiles")
+@pytest.mark.parametrize("target", ["h100", "h200"])
+def test_a_gated_unit_compiles_for_hopper(library, target):
+    text, chosen = compiled(gated, f"{target}-1x1", *units())
+    assert (chosen, kernel_calls(text)) == (["tokamax-mosaic"], (1, 0))
 
 
 @slow

@@ -250,10 +250,10 @@ def test_a_fused_loss_counts_its_products_once():
     assert counted("tpu", "tpu-v5e", loss, *shapes, gradients=(0, 1)) == 4 * product
 
 
-@pytest.mark.parametrize(("target", "size", "products"), [("h100", 128, 2 + 3 + 4), ("b200", 64, 2 + 5)])
-def test_attention_in_mosaic_counts_by_its_formula(target, size, products, monkeypatch):
+@pytest.mark.parametrize(("target", "size"), [("h100", 128), ("b200", 64)])
+def test_attention_in_mosaic_counts_by_its_formula(target, size, monkeypatch):
     pytest.importorskip("tokamax", reason="needs tokamax: axlearn-plugins-gpu[kernels]")
-    from axlearn_plugins_gpu.kernels import mosaic
+    from axlearn_plugins_gpu.kernels import mosaic, tokamax
     from axlearn_plugins_transformer.kernels.attention import attention
     from axlearn_plugins_transformer.kernels.masks import Causal
 
@@ -264,7 +264,10 @@ def test_attention_in_mosaic_counts_by_its_formula(target, size, products, monke
     monkeypatch.setattr(mosaic, "_first", {})  # it is only traced, also where this process has compiled for another GPU
     shapes = [((2, 512, h, size), "bfloat16") for h in (8, 4, 4)]
     found = counted("gpu", target, loss, *shapes, gradients=(0, 1, 2))
-    assert found == products * 2 * 2 * 512 * 8 * 512 * size
+    backward = (
+        5 if target == "b200" and not tokamax.later() else 3 + 4
+    )  # one kernel, or one for queries and one for the others
+    assert found == (2 + backward) * 2 * 2 * 512 * 8 * 512 * size
 
 
 def test_a_gated_unit_in_mosaic_counts_by_its_formula():

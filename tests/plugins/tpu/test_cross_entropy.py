@@ -40,8 +40,15 @@ def library():
 def interpreted(monkeypatch):
     """In the interpreter that has a TPU's memories, with what is no number in them at first; and several tiles each way."""
     with tokamax.kernels_of(_MODULE) as kernels:
-        run = functools.partial(kernels.pl.pallas_call, interpret=pallas_tpu.InterpretParams())
-        monkeypatch.setattr(kernels, "pl", _With(kernels.pl, pallas_call=run))
+        here = {"interpret": pallas_tpu.InterpretParams()}
+        run = {name: functools.partial(getattr(kernels.pl, name), **here) for name in ("pallas_call", "kernel")}
+        monkeypatch.setattr(kernels, "pl", _With(kernels.pl, **run))
+        if hasattr(pallas_tpu, "TensorCoreMesh"):  # which JAX asks a mesh for, and here it is one of CPU devices
+            chip = pallas_tpu.get_tpu_info_for_chip(pallas_tpu.ChipVersion.TPU_V5E, 1)
+            chips = sys.modules[pallas_tpu.ChipVersion.__module__].registry
+            monkeypatch.setitem(chips, jax.devices()[0].device_kind, lambda: chip)
+            one = functools.partial(pallas_tpu.TensorCoreMesh, num_cores=1)
+            monkeypatch.setattr(kernels, "pltpu", _With(kernels.pltpu, TensorCoreMesh=one))
     monkeypatch.setitem(LOSS, "tpu-v5e", LossBlocks(rows=128, width=256, vocabulary=256))
     jax.clear_caches()  # tokamax's functions are jitted: one that was traced before would not be interpreted
     yield

@@ -80,10 +80,13 @@ GROUPED_MOSAIC: dict[tuple[int, int], PipelinedBlocks] = {
 }
 """Of `grouped_matmul` in Mosaic GPU, by compute capability; among the sizes that tokamax itself tries."""
 
-GATED_MOSAIC: dict[tuple[int, int], PipelinedBlocks] = {
-    (10, 0): PipelinedBlocks(m=128, n=64, k=64, stages=4, matrices=2),
-}
+_GATED = PipelinedBlocks(m=128, n=64, k=64, stages=4, matrices=2)
+
+GATED_MOSAIC: dict[tuple[int, int], PipelinedBlocks] = {(10, 0): _GATED}
 """Of `gated_linear_unit` in Mosaic GPU. tokamax's kernel for Hopper reshapes what it has transposed, which JAX cannot lower."""
+
+GATED_MOSAIC_LATER: dict[tuple[int, int], PipelinedBlocks] = {(9, 0): _GATED, (10, 0): _GATED}
+"""The same for the later of tokamax's versions, whose kernel for Hopper does not."""
 
 
 @attrs.frozen(kw_only=True)
@@ -136,6 +139,9 @@ class Backward:
     Attributes:
         warps: of a block (Triton; Mosaic's are given by its kernels).
         longest: positions up to which it is compiled.
+
+    In Mosaic the gradients by keys and values take the blocks as they are named; the one by queries takes `key` queries and
+    `query` keys.
     """
 
     query: int
@@ -188,6 +194,19 @@ MOSAIC: Tables = {
 
 Blackwell's backward pass keeps five products of a block in tensor memory, which has no room for heads of more than 64; and its code
 repeats itself for every 128 queries: 4,096 took almost two minutes to compile.
+"""
+
+MOSAIC_LATER: Tables = {
+    **MOSAIC,
+    (10, 0): (
+        _BLACKWELL(largest=64, stages=8, back=Backward(query=128, key=128, stages=4)),
+        _BLACKWELL(largest=128, stages=4, back=Backward(query=128, key=128, stages=2)),
+        _BLACKWELL(largest=192, stages=2, back=Backward(query=64, key=128, stages=2)),
+        _BLACKWELL(largest=256, stages=2, splits=2, back=None),
+    ),
+}
+"""The same for the later of tokamax's versions: Blackwell's backward pass is two kernels, as Hopper's is, each with fewer products
+in tensor memory (heads of 256 still have no room) and a loop over blocks that is not unrolled.
 """
 
 TRITON_ATTENTION: Tables = {

@@ -1,4 +1,4 @@
-"""The op `gated_linear_unit` by tokamax's kernels in Triton and, on Blackwell, in Mosaic GPU; their backward passes are XLA's.
+"""The op `gated_linear_unit` by tokamax's kernels in Triton and in Mosaic GPU; their backward passes are XLA's.
 
 Both products and the activation in one kernel: without gradients neither product goes to memory, and in Mosaic's not with them
 either: there the backward pass computes them again, and policies that keep them (`mlp_gate`, `mlp_up`) keep nothing. XLA's own
@@ -20,7 +20,7 @@ from axlearn_core.kernels import selection
 from axlearn_core.nn.remat import tag
 from axlearn_plugins_gpu.chips import CHIPS, unknown_gpu
 from axlearn_plugins_gpu.kernels import tokamax
-from axlearn_plugins_gpu.kernels.blocks import GATED_MOSAIC, gated
+from axlearn_plugins_gpu.kernels.blocks import GATED_MOSAIC, GATED_MOSAIC_LATER, PipelinedBlocks, gated
 from axlearn_plugins_gpu.kernels.mosaic import compiling_for, refusal
 from axlearn_plugins_transformer.kernels.gated_linear_unit import ACTIVATIONS, Activation, matrices
 from axlearn_plugins_transformer.kernels.per_device import parts_of, per_device
@@ -66,7 +66,7 @@ class _Tokamax:
         here = (math.prod(_local(rows, ROWS[:2])), inner, *_local((outer,), MATRIX[1:]))
         multiples = (MULTIPLE,) * 3
         if self.mosaic:
-            blocks = GATED_MOSAIC[CHIPS[request.target].capability]
+            blocks = _pipelines()[CHIPS[request.target].capability]
             multiples = (blocks.m, blocks.k, blocks.n)
         for name, size, multiple in zip(("number of rows", "width", "hidden size"), here, multiples, strict=True):
             if size % multiple:
@@ -103,8 +103,12 @@ class _Mosaic(_Tokamax):
 TRITON, MOSAIC = _Triton(), _Mosaic()
 
 
+def _pipelines() -> dict[tuple[int, int], PipelinedBlocks]:
+    return GATED_MOSAIC_LATER if tokamax.later() else GATED_MOSAIC
+
+
 def _not_in_mosaic(target: str) -> str | None:
-    if CHIPS[target].capability not in GATED_MOSAIC:
+    if CHIPS[target].capability not in _pipelines():
         return f"tokamax has none for {target} that this JAX compiles"
     return refusal(target)
 
@@ -120,7 +124,7 @@ def _run(x: jax.Array, gate: jax.Array, up: jax.Array, target: str, activation: 
     config = kernels.Config(
         block_m=blocks.m, block_n=blocks.n, block_k=blocks.k, num_warps=blocks.warps, num_stages=blocks.stages
     )
-    with tokamax.for_target(), tokamax.numbered_for(target):
+    with tokamax.for_target(target), tokamax.numbered_for(target):
         unit = kernels.PallasTritonGatedLinearUnit(config=config)
         return unit(x, (gate, up), activation=ACTIVATIONS[activation], **options)
 
@@ -162,9 +166,9 @@ _gated.defvjp(_forward, _backward)
 # Mosaic's kernel gives no products; tokamax would have XLA compute them, and the kernel not run at all.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _pipelined(x: jax.Array, gate: jax.Array, up: jax.Array, target: str, activation: Activation) -> jax.Array:
-    kernels, blocks = tokamax.module("ops.gated_linear_unit.pallas_mosaic_gpu"), GATED_MOSAIC[CHIPS[target].capability]
+    kernels, blocks = tokamax.module("ops.gated_linear_unit.pallas_mosaic_gpu"), _pipelines()[CHIPS[target].capability]
     config = kernels.Config(tile_m=blocks.m, tile_n=blocks.n, tile_k=blocks.k, num_stages=blocks.stages)
-    with compiling_for(target):
+    with compiling_for(target), tokamax.numbered_for(target):
         unit = kernels.PallasMosaicGpuGatedLinearUnit(config=config)
         return unit(x, (gate, up), activation=WITHOUT_RULES.get(activation, ACTIVATIONS[activation]))
 

@@ -96,7 +96,7 @@ def _triton(target: str) -> tuple[Any, Any]:
     config = kernels.Config(
         block_m=blocks.m, block_n=blocks.n, block_k=blocks.k, num_warps=blocks.warps, num_stages=blocks.stages
     )
-    return kernels.PallasTritonRaggedDot(config=config), tokamax.for_target()
+    return kernels.PallasTritonRaggedDot(config=config), tokamax.for_target(target)
 
 
 def _mosaic(target: str) -> tuple[Any, Any]:

@@ -19,7 +19,6 @@ from typing import Any
 from unittest import mock
 
 import jax
-from jax.sharding import AbstractDevice
 
 from axlearn_core.errors import RequestError
 from axlearn_plugins_gpu.chips import CHIPS
@@ -50,7 +49,10 @@ def _taken(capability: tuple[int, int]) -> str | None:
     first = _first.get("kernel", capability)
     if first == capability:
         return None
-    return f"this process has compiled Mosaic kernels for compute capability {first[0]}.{first[1]}, and can for no other: start another"
+    name = ".".join(map(str, first))
+    return (
+        f"this process has compiled Mosaic kernels for compute capability {name}, and can for no other: start another"
+    )
 
 
 def capability_of(kind: str) -> tuple[int, int] | None:
@@ -87,15 +89,10 @@ def _architecture(original: Any) -> tuple[int, int]:
 def compiling_for(target: str) -> Iterator[None]:
     """While its kernels are traced for a GPU of which `refusal` has said nothing."""
     _taught()
-    chip, utils = CHIPS[target], tokamax.module("gpu_utils")
-    is_it = {"is_sm90": chip.capability == HOPPER, "is_sm100": chip.capability == BLACKWELL}
+    capability, utils = CHIPS[target].capability, tokamax.module("gpu_utils")
+    is_it = {"is_sm90": capability == HOPPER, "is_sm100": capability == BLACKWELL}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(tokamax.for_target())
+        stack.enter_context(tokamax.for_target(target))
         for name, answer in is_it.items():
             stack.enter_context(mock.patch.object(utils, name, return_value=answer))
-        mesh = jax.sharding.get_abstract_mesh()
-        if mesh.abstract_device is None:  # one device, or a mesh that somebody made without any
-            kind = next(t for t in TARGETS if t.name == target).device_kinds[0]
-            named = AbstractDevice(device_kind=kind, num_cores=chip.cores, platform="gpu")
-            stack.enter_context(jax.sharding.use_abstract_mesh(mesh.update(abstract_device=named)))
         yield

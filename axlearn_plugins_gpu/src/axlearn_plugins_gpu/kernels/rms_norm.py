@@ -75,7 +75,7 @@ def _run(x: jax.Array, weight: jax.Array, static: _Static, **options: Any) -> An
     library = tokamax.module("ops.normalization.pallas_triton")
     # x lives on in the residual stream: the result cannot take its place.
     norm = _made(library.PallasTritonNormalization, library.Config, static, x, 1024, input_output_alias=False)
-    with tokamax.for_target():
+    with tokamax.for_target(static.target):
         return norm(x, weight, None, **static.options, **options)
 
 
@@ -94,7 +94,7 @@ def _backward(static: _Static, kept: Any, gradient: jax.Array) -> tuple[jax.Arra
     x, weight, statistics = kept
     library = tokamax.module("ops.normalization.pallas_triton_vjp")
     derivative = _made(library.PallasTritonNormalizationVjp, library.Config, static, x, 2048)
-    with tokamax.for_target():
+    with tokamax.for_target(static.target):
         to_x, to_weight, _ = derivative(statistics, x, gradient, x, weight, None, **static.options)
     return to_x, to_weight
 

@@ -10,13 +10,18 @@ from typing import Any
 from unittest import mock
 
 import jax
+from jax.sharding import AbstractDevice
 
 from axlearn_plugins_gpu.chips import CHIPS
+from axlearn_plugins_gpu.targets import TARGETS
 
-VERSION = "0.0.12"
-"""The one whose kernels are used. Later ones have none for grouped products, and need Python 3.12."""
+VERSIONS = ("0.0.12", "0.0.14")
+"""Those whose kernels are used, for Python 3.11 and for later ones. After them grouped products are not in Pallas any more."""
 
-_FIX = "pip install 'axlearn-plugins-gpu[kernels]' with Python 3.11"
+_FIX = "pip install 'axlearn-plugins-gpu[kernels]'"
+
+_COUNTED = (("pallas.grid", "jax"), ("ops.gated_linear_unit.pallas_mosaic_gpu_kernel_sm90", "backend"))
+"""Modules that ask how many blocks run at once, and the name by which they ask; they need nothing else of it but a type."""
 
 
 def missing() -> str | None:
@@ -25,7 +30,16 @@ def missing() -> str | None:
         found = metadata.version("tokamax")
     except metadata.PackageNotFoundError:
         return f"tokamax is not installed: {_FIX}"
-    return None if found == VERSION else f"tokamax {found} is not {VERSION}, whose kernels are used: {_FIX}"
+    return (
+        None
+        if found in VERSIONS
+        else f"the kernels of tokamax {' and '.join(VERSIONS)} are used, not of {found}: {_FIX}"
+    )
+
+
+def later() -> bool:
+    """Whether it is the second of `VERSIONS`, which has more kernels in Mosaic GPU. Needs it."""
+    return metadata.version("tokamax") == VERSIONS[1]
 
 
 def module(name: str) -> Any:
@@ -38,19 +52,28 @@ def module(name: str) -> Any:
 
 @contextlib.contextmanager
 def numbered_for(target: str) -> Iterator[None]:
-    """While a kernel is traced that numbers its blocks by how many run at once: on the target, and not on what is here.
-
-    tokamax takes that from `jax.devices()`, by the name `jax` of a module that needs nothing else of it.
-    """
-    here = types.SimpleNamespace(devices=lambda: [types.SimpleNamespace(core_count=CHIPS[target].cores)])
-    with mock.patch.object(module("pallas.grid"), "jax", here):
+    """While a kernel is traced that numbers its blocks by how many run at once: on the target, and not on what is here."""
+    device = types.SimpleNamespace(core_count=CHIPS[target].cores)
+    here = types.SimpleNamespace(devices=lambda: [device], get_default_device=lambda: device, Array=jax.Array)
+    with contextlib.ExitStack() as stack:
+        for place, name in _COUNTED:
+            stack.enter_context(mock.patch.object(module(place), name, here))
         yield
 
 
 @contextlib.contextmanager
-def for_target() -> Iterator[None]:
+def for_target(target: str) -> Iterator[None]:
     """While its kernels are traced: they are for the target, whatever this machine has. `supports` has asked already."""
-    # It promotes ranks, which our tests forbid to our own code.
-    with module("config").cross_compile(True), jax.numpy_rank_promotion("allow"), warnings.catch_warnings():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(module("config").cross_compile(True))
+        stack.enter_context(jax.numpy_rank_promotion("allow"))  # which our tests forbid to our own code
+        stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore", DeprecationWarning)  # it uses names that JAX is moving
+        mesh = jax.sharding.get_abstract_mesh()
+        if (
+            mesh.abstract_device is None
+        ):  # one device, or a mesh that somebody made without any: lowering asks which GPU it is
+            kind = next(t for t in TARGETS if t.name == target).device_kinds[0]
+            named = AbstractDevice(device_kind=kind, num_cores=CHIPS[target].cores, platform="gpu")
+            stack.enter_context(jax.sharding.use_abstract_mesh(mesh.update(abstract_device=named)))
         yield

@@ -19,7 +19,15 @@ from axlearn_core.kernels import selection
 from axlearn_core.nn.remat import tag
 from axlearn_plugins_gpu.chips import CHIPS, unknown_gpu
 from axlearn_plugins_gpu.kernels import tokamax
-from axlearn_plugins_gpu.kernels.blocks import MOSAIC, TRITON_ATTENTION, AttentionBlocks, attending
+from axlearn_plugins_gpu.kernels.blocks import (
+    MOSAIC,
+    MOSAIC_LATER,
+    TRITON_ATTENTION,
+    AttentionBlocks,
+    Backward,
+    Tables,
+    attending,
+)
 from axlearn_plugins_gpu.kernels.heads import by_heads
 from axlearn_plugins_gpu.kernels.masks import structure
 from axlearn_plugins_gpu.kernels.mosaic import HOPPER, compiling_for, refusal
@@ -66,7 +74,7 @@ class _Tokamax:
 
     def _does_not_fit(self, request: OpRequest) -> str | None:
         length, size = request.shapes["query"][1], request.shapes["query"][3]
-        blocks = attending(self._tables(), request.target, size)
+        blocks = attending(_tables(self.mosaic), request.target, size)
         if blocks is None:
             return f"it has no blocks for heads of {size}"
         if length % blocks.multiple:
@@ -78,9 +86,6 @@ class _Tokamax:
         if blocks.back.longest is not None and length > blocks.back.longest:
             return f"its backward pass takes up to {blocks.back.longest} positions on {request.target}, not {length}"
         return None
-
-    def _tables(self) -> Any:
-        return MOSAIC if self.mosaic else TRITON_ATTENTION
 
     def __call__(
         self,
@@ -120,9 +125,15 @@ class _Triton(_Tokamax):
 MOSAIC_ATTENTION, TRITON = _Mosaic(), _Triton()
 
 
+def _tables(mosaic: bool) -> Tables:
+    if not mosaic:
+        return TRITON_ATTENTION
+    return MOSAIC_LATER if tokamax.later() else MOSAIC
+
+
 def _kernel(static: _Static, size: int) -> Any:
     """tokamax's op with its block sizes, and with those of its derivative."""
-    blocks = attending(MOSAIC if static.mosaic else TRITON_ATTENTION, static.target, size)
+    blocks = attending(_tables(static.mosaic), static.target, size)
     assert blocks is not None, "`supports` has said no"
     if not static.mosaic:
         return _triton(blocks)
@@ -140,14 +151,21 @@ def _mosaic(config: Any, back: Any) -> Any:
 def _hopper(blocks: AttentionBlocks) -> Any:
     forward, backward = (tokamax.module(f"{_PLACE}{part}_kernel_sm90") for part in ("", "_vjp"))
     config = forward.Config(block_q=blocks.query, block_kv=blocks.key, num_stages=blocks.stages)
-    back = blocks.back and backward.Config(
-        block_q_dkv=blocks.back.query,
-        block_kv_dkv=blocks.back.key,
-        block_q_dq=blocks.back.query,
-        block_kv_dq=blocks.back.key,
-        num_stages=blocks.back.stages,
+    return _mosaic(config, blocks.back and _two_kernels(backward, blocks.back))
+
+
+def _two_kernels(backward: Any, back: Backward) -> Any:
+    return backward.Config(
+        block_q_dkv=back.query,
+        block_kv_dkv=back.key,
+        block_q_dq=back.key,
+        block_kv_dq=back.query,
+        num_stages=back.stages,
     )
-    return _mosaic(config, back)
+
+
+def _one_kernel(backward: Any, back: Backward) -> Any:
+    return backward.Config(block_q=back.query, block_kv=back.key, num_stages=back.stages)
 
 
 def _blackwell(blocks: AttentionBlocks) -> Any:
@@ -159,10 +177,8 @@ def _blackwell(blocks: AttentionBlocks) -> Any:
         num_tma_splits=blocks.splits,
         collective=True,
     )
-    back = blocks.back and backward.Config(
-        block_q=blocks.back.query, block_kv=blocks.back.key, num_stages=blocks.back.stages
-    )
-    return _mosaic(config, back)
+    derivative = _two_kernels if tokamax.later() else _one_kernel
+    return _mosaic(config, blocks.back and derivative(backward, blocks.back))
 
 
 def _triton(blocks: AttentionBlocks) -> Any:
@@ -182,7 +198,7 @@ def _triton(blocks: AttentionBlocks) -> Any:
 
 
 def _compiling(static: _Static) -> contextlib.AbstractContextManager[None]:
-    return compiling_for(static.target) if static.mosaic else tokamax.for_target()
+    return compiling_for(static.target) if static.mosaic else tokamax.for_target(static.target)
 
 
 def _options(static: _Static, length: int, visible: jax.Array | None) -> dict[str, Any]:

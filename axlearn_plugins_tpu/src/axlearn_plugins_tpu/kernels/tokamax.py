@@ -21,10 +21,10 @@ from axlearn_core.kernels import selection
 from axlearn_plugins_tpu.kernels.blocks import LANES, tiles
 from axlearn_plugins_tpu.kernels.chip import known_chip
 
-VERSION = "0.0.12"
-"""The one whose kernels are used, the last for Python 3.11. They have no public names."""
+VERSIONS = ("0.0.12", "0.0.14")
+"""Those whose kernels are used, for Python 3.11 and for later ones. They have no public names."""
 
-_FIX = "pip install 'axlearn-plugins-tpu[kernels]' with Python 3.11"
+_FIX = "pip install 'axlearn-plugins-tpu[kernels]'"
 
 Tiling = tuple[int, int, int]
 """Rows, and of K and N, to a tile."""
@@ -36,7 +36,11 @@ def missing() -> str | None:
         found = metadata.version("tokamax")
     except metadata.PackageNotFoundError:
         return f"tokamax is not installed: {_FIX}"
-    return None if found == VERSION else f"tokamax {found} is not {VERSION}, whose kernels are used: {_FIX}"
+    return (
+        None
+        if found in VERSIONS
+        else f"the kernels of tokamax {' and '.join(VERSIONS)} are used, not of {found}: {_FIX}"
+    )
 
 
 class _Mosaic:

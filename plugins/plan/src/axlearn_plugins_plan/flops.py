@@ -121,11 +121,11 @@ def _by_shapes(equation: Any, scope: str | None) -> float | None:
     of them, each for some steps of the grid.
     """
     arrays = [v.aval.shape for v in equation.invars if "float" in str(getattr(v.aval, "dtype", ""))]
-    if equation.primitive.name == "pallas_call":
-        if scope != _LOSS:
-            return None
+    if scope == _LOSS:
         rows, weight = (a for a in arrays if len(a) == 2)
-        return 2.0 * rows[0] * math.prod(weight) * (3 if len(equation.outvars[0].aval.shape) == 2 else 1)
+        return 2.0 * rows[0] * math.prod(weight) * (3 if len(equation.outvars[0].aval.shape) > 1 else 1)
+    if equation.primitive.name == "pallas_call":
+        return None
     heads = [a for a in arrays if len(a) == 4]
     if len(heads) < 3:
         return 2.0 * arrays[0][0] * math.prod(arrays[1])
