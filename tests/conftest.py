@@ -14,7 +14,9 @@ import pytest
 
 # A third of the time to compile goes into XLA:CPU's fusion emitters; newer versions have no flag to leave them out.
 FUSION = " --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""
-# On a busy machine eight virtual devices may wait for one another for longer than XLA's 40 seconds, after which it aborts.
+# Threads for eight virtual devices, as `axlearn_core.compose.devices.settle` asks for them: with one for each they may wait for
+# one another for ever. On a busy machine they may also wait for longer than XLA's 40 seconds, after which it aborts.
+os.environ.setdefault("PJRT_NPROC", "64")
 PATIENT = " --xla_cpu_collective_call_terminate_timeout_seconds=600"
 FAST = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0" + FUSION + PATIENT
 os.environ["JAX_PLATFORMS"] = "cpu"

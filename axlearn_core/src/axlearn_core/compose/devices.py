@@ -18,6 +18,10 @@ def settle(machine: Machine | None) -> None:
     """Before JAX looks for devices: a CPU machine gets its virtual ones. None uses what JAX finds."""
     host()  # modules with hooks may have to tell JAX's plugins something before
     if machine is not None and machine.target.platform == "cpu":
+        if machine.devices > 1:
+            # A device that waits for others in a loop holds a thread, and loops run beside one another: with as many threads
+            # as devices, some may hold all of them and wait for those that have none.
+            os.environ.setdefault("PJRT_NPROC", str(max(8 * machine.devices, os.cpu_count() or 1)))
         virtual(machine.devices)  # `here` counts them, once all processes have joined
 
 

@@ -169,9 +169,8 @@ class _Resolution:
             trial = attrs.evolve(self.request, target=None, without=own)
             try:
                 config = _Resolution(trial, self.names).run().config
-            except (
-                ConfigError
-            ):  # a setting may be of what the rule brings; a wrong one is reported with the rule in place
+            except ConfigError:
+                # A setting may be of what the rule brings; a wrong one is reported with the rule in place.
                 bare = attrs.evolve(trial, settings=(), file_settings=())
                 config = _Resolution(bare, self.names).run().config
             counted: Any = load("axlearn_core.compose.functional:count_parameters")  # imports JAX: only where asked for
