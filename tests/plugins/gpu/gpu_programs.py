@@ -23,10 +23,6 @@ from axlearn_core.kernels import selection
 from axlearn_core.nn import sharding
 from axlearn_core.plugins.targets import find_machine
 from axlearn_core.testing import KernelSuite
-from axlearn_plugins_gpu.kernels import tokamax
-
-LATER = not tokamax.missing() and tokamax.later()
-"""Whether the installed tokamax has the kernels of its later version."""
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import attrs
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu_programs import LATER, Interpreted, Program, attention_request, compiled, compiled_alone, kernel_calls
+from gpu_programs import Interpreted, Program, attention_request, compiled, compiled_alone, kernel_calls
 
 from axlearn_core.kernels import selection
 from axlearn_core.nn.remat import Remat
@@ -14,6 +14,7 @@ from axlearn_core.testing import Case
 from axlearn_plugins_gpu.chips import CHIPS
 from axlearn_plugins_gpu.hooks import axlearn_kernels
 from axlearn_plugins_gpu.kernels.blocks import MOSAIC, MOSAIC_LATER, TRITON_ATTENTION, attending
+from axlearn_plugins_gpu.kernels.tokamax import LATER
 from axlearn_plugins_gpu.kernels.tokamax_attention import MOSAIC_ATTENTION, TRITON
 from axlearn_plugins_transformer.kernels.attention import attention
 from axlearn_plugins_transformer.kernels.masks import Causal, Full, Prefix, Segments, SlidingWindow

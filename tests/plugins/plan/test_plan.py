@@ -264,9 +264,8 @@ def test_attention_in_mosaic_counts_by_its_formula(target, size, monkeypatch):
     monkeypatch.setattr(mosaic, "_first", {})  # it is only traced, also where this process has compiled for another GPU
     shapes = [((2, 512, h, size), "bfloat16") for h in (8, 4, 4)]
     found = counted("gpu", target, loss, *shapes, gradients=(0, 1, 2))
-    backward = (
-        5 if target == "b200" and not tokamax.later() else 3 + 4
-    )  # one kernel, or one for queries and one for the others
+    # One kernel, or one for the queries and one for the others.
+    backward = 5 if target == "b200" and not tokamax.LATER else 3 + 4
     assert found == (2 + backward) * 2 * 2 * 512 * 8 * 512 * size
 
 

@@ -43,16 +43,20 @@ def interpreted(monkeypatch):
         here = {"interpret": pallas_tpu.InterpretParams()}
         run = {name: functools.partial(getattr(kernels.pl, name), **here) for name in ("pallas_call", "kernel")}
         monkeypatch.setattr(kernels, "pl", _With(kernels.pl, **run))
-        if hasattr(pallas_tpu, "TensorCoreMesh"):  # which JAX asks a mesh for, and here it is one of CPU devices
+        if hasattr(pallas_tpu, "TensorCoreMesh"):  # which JAX asks a mesh for; where it is one of CPU devices, a v5e
             chip = pallas_tpu.get_tpu_info_for_chip(pallas_tpu.ChipVersion.TPU_V5E, 1)
             chips = sys.modules[pallas_tpu.ChipVersion.__module__].registry
             monkeypatch.setitem(chips, jax.devices()[0].device_kind, lambda: chip)
-            one = functools.partial(pallas_tpu.TensorCoreMesh, num_cores=1)
-            monkeypatch.setattr(kernels, "pltpu", _With(kernels.pltpu, TensorCoreMesh=one))
+            monkeypatch.setattr(kernels, "pltpu", _With(kernels.pltpu, TensorCoreMesh=_cores))
     monkeypatch.setitem(LOSS, "tpu-v5e", LossBlocks(rows=128, width=256, vocabulary=256))
+    monkeypatch.setitem(LOSS, "tpu-v5p", LossBlocks(rows=128, width=256, vocabulary=128))
     jax.clear_caches()  # tokamax's functions are jitted: one that was traced before would not be interpreted
     yield
     jax.clear_caches()
+
+
+def _cores(axis_name, num_cores=None):
+    return pallas_tpu.TensorCoreMesh(axis_name=axis_name, num_cores=num_cores or pallas_tpu.get_tpu_info().num_cores)
 
 
 class _With:
@@ -146,6 +150,21 @@ def test_on_several_devices_it_is_the_same_also_where_it_is_taken_away():
     with logical_rules(mesh, DEFAULT_RULES), use(named):
         found = jax.jit(lambda: run(NAME))()
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-5 * float(jnp.abs(theirs).max()), rtol=2e-5)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("tiles", [2, 3])
+def test_two_cores_share_the_tiles_of_the_vocabulary_or_one_has_them_all(tiles):
+    case = loss(64, 128, 128 * tiles)
+
+    def run(selection, kernel):
+        with use(selection):
+            return jax.grad(lambda h, w: case.run(kernel, h, w, *case.operands[2:]), (0, 1))(*case.operands[:2])
+
+    expected = run(Selection(target="tpu-v5p"), "xla")
+    found = run(Selection(target="tpu-v5p", declared=lambda op: [TestTheLoss().declared(NAME)]), NAME)
+    for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5 * float(jnp.abs(theirs).max()), rtol=2e-5)
 
 

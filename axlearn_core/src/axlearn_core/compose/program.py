@@ -124,12 +124,12 @@ class Program:
         return self._init(jax.random.key(seed))
 
     def compile_train(self, batch: Mapping[str, Any], **options: Any) -> Any:
-        """The compiled training step for batches of these shapes; kept. `options` are XLA's, over `compiler_options`."""
-        key = tuple((k, v.shape, str(v.dtype)) for k, v in sorted(batch.items()))
+        """The compiled training step for batches of these shapes; kept. `options` are XLA's, under `compiler_options`."""
+        key = (*((k, v.shape, str(v.dtype)) for k, v in sorted(batch.items())), *sorted(options.items()))
         if key not in self._compiled:
             lowered = self.lower(batch)
             try:
-                self._compiled[key] = lowered.compile(compiler_options={**self.compiler_options, **options} or None)
+                self._compiled[key] = lowered.compile(compiler_options={**options, **self.compiler_options} or None)
             except jax.errors.JaxRuntimeError as error:
                 _check_options(self.config.mesh.compiler_options, str(error))
                 raise

@@ -47,8 +47,9 @@ class PipelinedBlocks:
 
     Attributes:
         pair: whether two multiprocessors share a block of twice the size in both directions (Blackwell).
-        groups: the most that it takes.
+        groups: the most that the earlier of tokamax's versions takes.
         matrices: that each block of rows is multiplied with at once.
+        beside: groups of warps beside one another, each with a block of n columns.
         outer: whether it has the product of rows with rows, one for each group, too.
     """
 
@@ -59,6 +60,7 @@ class PipelinedBlocks:
     pair: bool = False
     groups: int | None = None
     matrices: int = 1
+    beside: int = 1
     outer: bool = True
 
     @property
@@ -69,23 +71,27 @@ class PipelinedBlocks:
     @property
     def shared(self) -> int:
         """Bytes of shared memory for operands and a result of 16 bits."""
-        operands = self.stages * self.k * (self.m + self.matrices * self.n)
+        operands = self.stages * self.k * (self.m + self.matrices * self.n * self.beside)
         return 2 * (operands + self.matrices * self.m * self.n * (2 if self.pair else 1))
 
 
 GROUPED_MOSAIC: dict[tuple[int, int], PipelinedBlocks] = {
-    # What a block has to do is found by a loop over the groups, unrolled: 128 took half a minute to compile, for each product.
+    # What a block has to do tokamax 0.0.12 finds by a loop over the groups, unrolled: 128 took half a minute to compile, for each
+    # product.
     (9, 0): PipelinedBlocks(m=128, n=64, k=128, stages=4, groups=32),
     (10, 0): PipelinedBlocks(m=128, n=128, k=128, stages=2, pair=True, outer=False),
 }
 """Of `grouped_matmul` in Mosaic GPU, by compute capability; among the sizes that tokamax itself tries."""
 
-_GATED = PipelinedBlocks(m=128, n=64, k=64, stages=4, matrices=2)
-
-GATED_MOSAIC: dict[tuple[int, int], PipelinedBlocks] = {(10, 0): _GATED}
+GATED_MOSAIC: dict[tuple[int, int], PipelinedBlocks] = {
+    (10, 0): PipelinedBlocks(m=128, n=64, k=64, stages=4, matrices=2),
+}
 """Of `gated_linear_unit` in Mosaic GPU. tokamax's kernel for Hopper reshapes what it has transposed, which JAX cannot lower."""
 
-GATED_MOSAIC_LATER: dict[tuple[int, int], PipelinedBlocks] = {(9, 0): _GATED, (10, 0): _GATED}
+GATED_MOSAIC_LATER: dict[tuple[int, int], PipelinedBlocks] = {
+    **GATED_MOSAIC,
+    (9, 0): PipelinedBlocks(m=128, n=64, k=64, stages=4, matrices=2, beside=2),
+}
 """The same for the later of tokamax's versions, whose kernel for Hopper does not."""
 
 

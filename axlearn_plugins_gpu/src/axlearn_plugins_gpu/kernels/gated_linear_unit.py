@@ -67,7 +67,7 @@ class _Tokamax:
         multiples = (MULTIPLE,) * 3
         if self.mosaic:
             blocks = _pipelines()[CHIPS[request.target].capability]
-            multiples = (blocks.m, blocks.k, blocks.n)
+            multiples = (blocks.m, blocks.k, blocks.n * blocks.beside)
         for name, size, multiple in zip(("number of rows", "width", "hidden size"), here, multiples, strict=True):
             if size % multiple:
                 return f"the {name} on a device, {size}, is no multiple of {multiple}"
@@ -104,7 +104,7 @@ TRITON, MOSAIC = _Triton(), _Mosaic()
 
 
 def _pipelines() -> dict[tuple[int, int], PipelinedBlocks]:
-    return GATED_MOSAIC_LATER if tokamax.later() else GATED_MOSAIC
+    return GATED_MOSAIC_LATER if tokamax.LATER else GATED_MOSAIC
 
 
 def _not_in_mosaic(target: str) -> str | None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import sys
 import types
 import warnings
 from collections.abc import Iterator
@@ -15,8 +16,12 @@ from jax.sharding import AbstractDevice
 from axlearn_plugins_gpu.chips import CHIPS
 from axlearn_plugins_gpu.targets import TARGETS
 
-VERSIONS = ("0.0.12", "0.0.14")
-"""Those whose kernels are used, for Python 3.11 and for later ones. After them grouped products are not in Pallas any more."""
+LATER = sys.version_info >= (3, 12)
+"""Whether it is the later of the two versions whose kernels are used: the earlier is the last one for Python 3.11, the later the
+last one with grouped products in Pallas' Triton. The later has more kernels in Mosaic GPU.
+"""
+
+VERSION = "0.0.14" if LATER else "0.0.12"
 
 _FIX = "pip install 'axlearn-plugins-gpu[kernels]'"
 
@@ -30,16 +35,7 @@ def missing() -> str | None:
         found = metadata.version("tokamax")
     except metadata.PackageNotFoundError:
         return f"tokamax is not installed: {_FIX}"
-    return (
-        None
-        if found in VERSIONS
-        else f"the kernels of tokamax {' and '.join(VERSIONS)} are used, not of {found}: {_FIX}"
-    )
-
-
-def later() -> bool:
-    """Whether it is the second of `VERSIONS`, which has more kernels in Mosaic GPU. Needs it."""
-    return metadata.version("tokamax") == VERSIONS[1]
+    return None if found == VERSION else f"tokamax {found} is not {VERSION}, whose kernels are used: {_FIX}"
 
 
 def module(name: str) -> Any:
@@ -69,10 +65,9 @@ def for_target(target: str) -> Iterator[None]:
         stack.enter_context(jax.numpy_rank_promotion("allow"))  # which our tests forbid to our own code
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore", DeprecationWarning)  # it uses names that JAX is moving
+        # Of one device, or of a mesh that somebody made without any: lowering asks which GPU it is.
         mesh = jax.sharding.get_abstract_mesh()
-        if (
-            mesh.abstract_device is None
-        ):  # one device, or a mesh that somebody made without any: lowering asks which GPU it is
+        if mesh.abstract_device is None:
             kind = next(t for t in TARGETS if t.name == target).device_kinds[0]
             named = AbstractDevice(device_kind=kind, num_cores=CHIPS[target].cores, platform="gpu")
             stack.enter_context(jax.sharding.use_abstract_mesh(mesh.update(abstract_device=named)))

@@ -2,8 +2,8 @@
 
 They stand behind cuDNN and serve what it does not: soft caps (Mosaic), large heads on Ampere (Triton). Causal masks and sliding
 windows are ranges of keys, outside of which the forward pass skips; whatever else a mask says is an array of booleans [B, 1, Q, K].
-The backward pass skips what a causal mask hides, and takes a window as booleans too; Mosaic's on Blackwell takes it as ranges, and
-skips nothing.
+The backward pass skips only what is ahead of a causal mask, Mosaic's of tokamax 0.0.12 on Blackwell nothing; Triton's takes a
+window as booleans too.
 """
 
 import contextlib
@@ -128,7 +128,7 @@ MOSAIC_ATTENTION, TRITON = _Mosaic(), _Triton()
 def _tables(mosaic: bool) -> Tables:
     if not mosaic:
         return TRITON_ATTENTION
-    return MOSAIC_LATER if tokamax.later() else MOSAIC
+    return MOSAIC_LATER if tokamax.LATER else MOSAIC
 
 
 def _kernel(static: _Static, size: int) -> Any:
@@ -177,7 +177,7 @@ def _blackwell(blocks: AttentionBlocks) -> Any:
         num_tma_splits=blocks.splits,
         collective=True,
     )
-    derivative = _two_kernels if tokamax.later() else _one_kernel
+    derivative = _two_kernels if tokamax.LATER else _one_kernel
     return _mosaic(config, blocks.back and derivative(backward, blocks.back))
 
 

@@ -7,8 +7,12 @@ large. The logit of the target, its gradient, weights and z-loss are XLA's.
 B rows, S positions, T = B * S, D width, V vocabulary.
 """
 
+import contextlib
 import functools
+import math
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -90,6 +94,22 @@ def _padded(x: jax.Array, blocks: LossBlocks, value: float = 0) -> jax.Array:
     return jnp.pad(x, ((0, -x.shape[0] % blocks.rows), *((0, 0),) * (x.ndim - 1)), constant_values=value)
 
 
+@contextlib.contextmanager
+def _split_evenly(pallas: Any, tiles: int) -> Iterator[None]:
+    """While the backward kernel is traced: it runs on no more cores than its tiles of the vocabulary are split among.
+
+    tokamax 0.0.14 splits them among as many as divide their number, and starts one kernel on every core: the others would read and
+    write behind the end of the matrix. 0.0.12 has one for all.
+    """
+    if not hasattr(pallas, "TensorCoreMesh"):
+        yield
+        return
+    cores = math.gcd(tiles, pallas.get_tpu_info().num_cores)
+    mesh = functools.partial(pallas.TensorCoreMesh, num_cores=cores)
+    with mock.patch.object(pallas, "TensorCoreMesh", mesh):
+        yield
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _logits(
     hidden: jax.Array, weight: jax.Array, targets: jax.Array, blocks: LossBlocks
@@ -117,9 +137,11 @@ def _backward(blocks: LossBlocks, kept: Any, slopes: tuple[jax.Array, jax.Array]
     nowhere = jnp.full(rows.shape[:1], _NONE, jnp.int32)
     sign = jnp.where(jnp.sum(by_log_z) < 0, -1.0, 1.0)  # where the loss itself is taken away
     shifted = _padded(log_z - jnp.log(sign * by_log_z), blocks, float("inf"))  # 0 times what is behind the last row
-    with tokamax.kernels_of(_MODULE) as kernels:
+    sizes = _sizes(blocks, weight)
+    tiles = weight.shape[1] // sizes["v_block_size"]
+    with tokamax.kernels_of(_MODULE) as kernels, _split_evenly(kernels.pltpu, tiles):
         run = kernels.linear_softmax_cross_entropy_loss_bwd_pallas_mosaic_tpu
-        to_hidden, to_weight = run(sign, shifted, rows, nowhere, weight, **_sizes(blocks, weight))
+        to_hidden, to_weight = run(sign, shifted, rows, nowhere, weight, **sizes)
     columns = jnp.take(weight, targets, axis=1, mode="clip").T.astype(jnp.float32)
     to_hidden = to_hidden[: hidden.shape[0]] + by_target[:, None] * columns
     to_columns = by_target[:, None] * hidden.astype(jnp.float32)

@@ -8,6 +8,7 @@ M rows, G groups, K inner and N outer dimension.
 import contextlib
 import functools
 import importlib
+import sys
 import warnings
 from collections.abc import Iterator
 from importlib import metadata
@@ -21,8 +22,8 @@ from axlearn_core.kernels import selection
 from axlearn_plugins_tpu.kernels.blocks import LANES, tiles
 from axlearn_plugins_tpu.kernels.chip import known_chip
 
-VERSIONS = ("0.0.12", "0.0.14")
-"""Those whose kernels are used, for Python 3.11 and for later ones. They have no public names."""
+VERSION = "0.0.14" if sys.version_info >= (3, 12) else "0.0.12"
+"""The one whose kernels are used. They have no public names."""
 
 _FIX = "pip install 'axlearn-plugins-tpu[kernels]'"
 
@@ -36,11 +37,7 @@ def missing() -> str | None:
         found = metadata.version("tokamax")
     except metadata.PackageNotFoundError:
         return f"tokamax is not installed: {_FIX}"
-    return (
-        None
-        if found in VERSIONS
-        else f"the kernels of tokamax {' and '.join(VERSIONS)} are used, not of {found}: {_FIX}"
-    )
+    return None if found == VERSION else f"tokamax {found} is not {VERSION}, whose kernels are used: {_FIX}"
 
 
 class _Mosaic:

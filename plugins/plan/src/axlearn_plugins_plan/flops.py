@@ -23,7 +23,7 @@ BLOCKS = 64  # a mask is asked about this many blocks of queries and of keys
 _SCOPE = re.compile(r"visible_pairs_([\d.]+)")
 _PRODUCT = re.compile(r"grouped_product_(\d+)")
 _LOSS = "output_layer_and_loss"
-_KERNELS = ("pallas_call", "mpmd_map")  # the latter is Mosaic GPU's
+_KERNELS = ("pallas_call", "mpmd_map")  # the latter is Mosaic GPU's, and that of TPU kernels which name their cores
 _CUDNN = re.compile(r"dot_product_attention_(?:fp8_)?(fwd|bwd)")
 
 

@@ -139,9 +139,10 @@ def make_plan(resolved: Resolved) -> Plan:
     program, batch = prepared(resolved)
     machine = machine_of(resolved)
     arguments = shard_bytes(program.state)
+    started = time.perf_counter()
     program.lower(batch)  # which JAX keeps
     with ThreadPoolExecutor(1) as pool:  # the compiler leaves Python free to count meanwhile
-        compiling = pool.submit(_compiled, program, batch, arguments, machine)
+        compiling = pool.submit(_compiled, program, batch, arguments, machine, started)
         flops, executed, found = model_flops(program, batch), executed_flops(program, batch), tags(program, batch)
         compiled, memory, seconds = compiling.result()
     moved = sent = None
@@ -198,10 +199,9 @@ def _uncached() -> Iterator[None]:
 
 
 def _compiled(
-    program: Program, batch: Mapping[str, Any], arguments: int, machine: Machine
+    program: Program, batch: Mapping[str, Any], arguments: int, machine: Machine, started: float
 ) -> tuple[Any, Memory, float]:
-    """(the compiled step or None, its memory, seconds)."""
-    started = time.perf_counter()
+    """(the compiled step or None, its memory, seconds since `started`)."""
     try:
         with _uncached():
             compiled = program.compile_train(batch, **(_NEVER_RUN if machine.target.stand_in else {}))
