@@ -30,10 +30,7 @@ NAME = "tokamax-mosaic-tpu"
 SUPPORTED = [g for g in GENERATIONS if g != "tpu-v4-8"]
 
 
-@pytest.fixture(autouse=True)
-def library():
-    if reason := tokamax.missing():
-        pytest.skip(reason)
+pytestmark = pytest.mark.usefixtures("library")
 
 
 @pytest.fixture

@@ -28,10 +28,7 @@ SUPPORTED = [g for g in GENERATIONS if g != "tpu-v4-8"]
 by_tokamax = functools.partial(grouped_matmul, kernel=NAME)
 
 
-@pytest.fixture(autouse=True)
-def library():
-    if reason := tokamax.missing():
-        pytest.skip(reason)
+pytestmark = pytest.mark.usefixtures("library")
 
 
 @pytest.fixture

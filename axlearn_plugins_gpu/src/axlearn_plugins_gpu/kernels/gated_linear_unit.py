@@ -109,7 +109,7 @@ def _pipelines() -> dict[tuple[int, int], PipelinedBlocks]:
 
 def _not_in_mosaic(target: str) -> str | None:
     if CHIPS[target].capability not in _pipelines():
-        return f"tokamax has none for {target} that this JAX compiles"
+        return f"tokamax {tokamax.VERSION} has none for {target} that is known to compile"
     return refusal(target)
 
 
