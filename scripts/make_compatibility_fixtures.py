@@ -1,0 +1,86 @@
+"""Writes what later versions are held to: small runs, and hashes of the shipped programs.
+
+    uv run python scripts/make_compatibility_fixtures.py programs     # for the JAX that runs it
+    uv run python scripts/make_compatibility_fixtures.py runs
+
+Runs are trained by the code at hand, so they are made anew only where a format is given up on purpose: older runs have to open.
+Programs are added for JAX versions that have none; `--update` replaces those that there are.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FIXTURES = ROOT / "tests/fixtures"
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests/e2e")]
+
+SETTINGS = [
+    "input.source={type: files, paths: text.txt, chunk_bytes: 400, validation_fraction: 0.2}",
+    "input.tokenizer={type: byte-tokenizer}",
+    "model.vocab_size=264",
+    "model.decoder.num_layers=2",
+    "model.decoder.hidden_dim=16",
+    "model.decoder.layer.attention.num_heads=2",
+    "model.decoder.layer.feed_forward.hidden_dim=32",
+    "learner.optimizer={type: adamw, learning_rate: 0.01}",
+    "input.batch_size=4",
+    "input.sequence_length=64",
+    "evaluators={eval: {type: loss-evaluator, every_steps: 10}}",
+    "trackers=[{type: jsonl}]",
+    "checkpointer.every_steps=10",
+    "log_every_steps=1",
+]
+RUNS = {
+    "run_of_llama": (),
+    "run_of_sigmoid_router": ("moe:num_experts=4,top_k=2,router={type: sigmoid-router},hidden_dim=8",),
+}
+"""Folder -> features."""
+
+
+def make_programs(update: bool) -> None:
+    """Adds the hashes of this JAX version to `programs.json`."""
+    import conftest  # noqa: F401  before JAX: eight virtual devices
+    import jax
+    import programs
+
+    file = FIXTURES / "programs.json"
+    known = json.loads(file.read_text()) if file.exists() else {}
+    if jax.__version__ in known and not update:
+        sys.exit(f"{file} has those of JAX {jax.__version__}; --update replaces them")
+    known[jax.__version__] = {case: programs.fingerprints(case) for case in programs.cases()}
+    file.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
+
+
+def make_runs() -> None:
+    """Trains on a text of this repository; keeps the checkpoints of steps 10 and 20, and what the model generates."""
+    text = (ROOT / "docs/concepts.md").read_text()[:6000]
+    for name, features in RUNS.items():
+        with tempfile.TemporaryDirectory() as folder:  # Orbax writes down where it wrote
+            home = Path(folder)
+            (home / "text.txt").write_text(text)
+            words = [word for setting in SETTINGS for word in ("--set", setting)]
+            words += [word for feature in features for word in ("--with", feature)]
+            axlearn("train", "quickstart", "--steps", "20", "--run-dir", "run", *words, cwd=home)
+            generated = axlearn("generate", "run", "--prompt", "A config ", "--max-tokens", "24", cwd=home)
+            (home / "generated.txt").write_text(generated)
+            shutil.rmtree(FIXTURES / name, ignore_errors=True)
+            shutil.copytree(home, FIXTURES / name)
+
+
+def axlearn(*words: str, cwd: Path) -> str:
+    """What a command prints on standard output."""
+    command = [sys.executable, "-m", "axlearn_core", *words]
+    return subprocess.run(command, cwd=cwd, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["programs", "runs"])
+    parser.add_argument("--update", action="store_true")
+    options = parser.parse_args()
+    make_programs(options.update) if options.what == "programs" else make_runs()

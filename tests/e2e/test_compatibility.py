@@ -1,0 +1,44 @@
+"""What earlier versions wrote still opens, and what draws nothing still compiles to the program that it was."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import programs
+import pytest
+from tiny import axlearn, metrics
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+PROGRAMS = json.loads((FIXTURES / "programs.json").read_text()).get(jax.__version__, {})
+QUICK = {"quickstart@1", "llama2-7b@data=2,fsdp=2,tensor=2", "qwen3-30b-a3b@1", "llama2-7b+lora@1"}
+
+
+@pytest.mark.parametrize("name", ["run_of_llama", "run_of_sigmoid_router"])
+def test_a_run_of_an_earlier_version_generates_and_resumes_with_equal_losses(name, tmp_path, monkeypatch):
+    home = tmp_path / name
+    shutil.copytree(FIXTURES / name, home)
+    monkeypatch.chdir(home)
+    expected = {m["step"]: m for m in metrics(home / "run") if "loss" in m}
+    words = axlearn("generate", "run", "--prompt", "A config ", "--max-tokens", "24").stdout
+    assert words == (home / "generated.txt").read_text()
+
+    shutil.rmtree(home / "run/checkpoints/20")
+    shutil.move(home / "run/metrics.jsonl", home / "earlier.jsonl")
+    axlearn("train", "run/config.yaml", "--run-dir", "run")
+    steps = {m["step"]: m for m in metrics(home / "run") if "loss" in m}
+    assert sorted(steps) == list(range(11, 21))
+    for step, values in steps.items():
+        for value in ("loss", "grad_norm", "learning_rate"):
+            assert values[value] == pytest.approx(expected[step][value], rel=1e-5), (step, value)
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in PROGRAMS])
+def test_a_program_is_what_it_was(case):
+    assert programs.fingerprints(case) == PROGRAMS[case]
+
+
+def test_programs_of_this_jax_are_known():
+    known = json.loads((FIXTURES / "programs.json").read_text())
+    assert jax.__version__ in known, "scripts/make_compatibility_fixtures.py programs adds them"
+    assert set(programs.cases()) >= set(known[jax.__version__])
