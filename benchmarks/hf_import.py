@@ -82,7 +82,7 @@ def main() -> None:
         directory = Path(name)
         write_model(directory, options.gigabytes)
         source = open_model(directory, set=[f"model.param_dtype={options.param_dtype}"])
-        like = compose(source.config, jax.devices()[:1]).state["params"]
+        like = compose(source.config, jax.devices()[:1]).state.params
         size = sum(t.bytes for t in source.stored.values())
         largest = max(t.bytes for t in source.stored.values())
         wanted = sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in like.values())

@@ -85,23 +85,23 @@ def step(layout, experiment, names, *, init=False):
     program = compose(cfg, jax.devices()[:count])
     batch = program.put(toy.batch())
     state = program.init(0) if init else any_state(program)
-    before = jax.device_get(state["params"])
+    before = jax.device_get(state.params)
     state, scalars = program.train_step(state, batch)
     told = f"{experiment} on {layout} with {', '.join(names)}"
     assert np.isfinite(float(scalars["loss"])), told
-    assert int(state["step"]) == 1, told
-    after = jax.device_get(state["params"])
+    assert int(state.step) == 1, told
+    after = jax.device_get(state.params)
     assert any(np.any(before[p] != after[p]) for p in before), f"{told}: the step changed no parameter"
-    wanted = program.state["params"]
-    assert all(state["params"][p].sharding.is_equivalent_to(s.sharding, s.ndim) for p, s in wanted.items()), told
+    wanted = program.state.params
+    assert all(state.params[p].sharding.is_equivalent_to(s.sharding, s.ndim) for p, s in wanted.items()), told
 
 
 def any_state(program):
     """A state of its shapes and places, without compiling its initialisation: random parameters, the rest zero."""
     state = jax.tree.map(lambda s: jax.device_put(np.zeros(s.shape, s.dtype), s.sharding), program.state)
-    wanted = program.state["params"]
+    wanted = program.state.params
     filled = {p: jax.device_put(x, wanted[p].sharding) for p, x in toy.filled(program.functional).items()}
-    return {**state, "params": filled}
+    return state.replace(params=filled)
 
 
 @pytest.fixture(autouse=True)

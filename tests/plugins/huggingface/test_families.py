@@ -41,7 +41,7 @@ QUICK = {"deepseek-v3", "gemma3", "gpt2", "llama3", "qwen3-moe"}
 def test_every_tensor_comes_back_and_the_config_too(name, monkeypatch):
     monkeypatch.setattr(stream, "SLICE", 1500)  # so that these small tensors are read in slices
     source = open_model(FIXTURES / name)
-    params = source.read(compose(source.config, jax.devices()[:1]).state["params"])
+    params = source.read(compose(source.config, jax.devices()[:1]).state.params)
     assert all(x.dtype == np.float32 for x in params.values())
     assert written(source, params) == bits(source)
     assert source.family.differences(source.data, source.config) == []
@@ -55,9 +55,9 @@ def test_weights_are_placed_on_many_devices(name, monkeypatch):
     monkeypatch.setattr(stream, "SLICE", 1500)
     shape = {"expert": 2, "fsdp": 2, "tensor": 2} if name == "qwen3-moe" else {"fsdp": 4, "data": 2}
     source = open_model(FIXTURES / name, set=["mesh.rules.vocab=[]", f"mesh.shape={shape}"])
-    params = source.read(compose(source.config).state["params"])
+    params = source.read(compose(source.config).state.params)
     assert any(not x.sharding.is_fully_replicated for x in params.values())
-    one = source.read(compose(patch(source.config, {"mesh.shape": {}}), jax.devices()[:1]).state["params"])
+    one = source.read(compose(patch(source.config, {"mesh.shape": {}}), jax.devices()[:1]).state.params)
     assert all(np.array_equal(params[p], one[p]) for p in one)
 
 

@@ -45,7 +45,7 @@ def folder(name):
 def loaded(name):
     """(source, parameters, model, what is expected), in float32."""
     source = open_model(folder(name), set=["model.dtype=float32", "model.decoder.stack.mode=unrolled"])
-    params = source.read(compose(source.config, jax.devices()[:1]).state["params"])
+    params = source.read(compose(source.config, jax.devices()[:1]).state.params)
     return source, params, source.model.bind(params), load_file(folder(name) / "expected.safetensors")
 
 
@@ -99,11 +99,8 @@ def three_steps(name):
     steps = config.steps(model)
     state = jax.eval_shape(steps.init, jax.random.key(0))
     learner = config.learner.build(max_steps=10, axes=source.model.axes)
-    state = {
-        **jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state),
-        "params": params,
-        "learner": learner.init(params),
-    }
+    state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
+    state = state.replace(params=params, learner=learner.init(params))
     train, losses = jax.jit(steps.train), []
     for _ in range(4):
         state, summaries = train(state, batch)

@@ -53,7 +53,7 @@ def _trained(config, devices, steps):
     tokens = jax.random.randint(jax.random.key(7), (8, 17), 0, 64)
     batch = made.put({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]})
     first = made.init(0)
-    start = jax.tree.map(lambda x: x.copy(), first["params"])
+    start = jax.tree.map(lambda x: x.copy(), first.params)
     state, losses = first, []
     for _ in range(steps):
         state, summary = made.train_step(state, batch)

@@ -70,9 +70,9 @@ def test_at_first_it_is_the_base_exactly(toy, batch):
 def test_only_adapters_change_and_only_they_have_optimizer_state(toy, trained):
     config = ALL.apply(toy())
     before, state, losses = trained(config)
-    after = state["params"]
+    after = state.params
     assert {p for p in before if not np.array_equal(before[p], after[p])} == {p for p in before if is_adapter(p)}
-    moments = {p for p in flatten(state["learner"].optimizer) if "weight" in p or "lora" in p or "scale" in p}
+    moments = {p for p in flatten(state.learner.optimizer) if "weight" in p or "lora" in p or "scale" in p}
     assert moments
     assert all(is_adapter(p) for p in moments)
     assert losses[2] < losses[0]
@@ -81,7 +81,7 @@ def test_only_adapters_change_and_only_they_have_optimizer_state(toy, trained):
 def test_merged_weights_compute_the_same_and_come_apart_again(toy, batch, program, trained):
     config = ALL.apply(toy())
     made = program(config).functional
-    params, scales = trained(config)[1]["params"], scales_of(program(config).functional.bind(made.abstract))
+    params, scales = trained(config)[1].params, scales_of(program(config).functional.bind(made.abstract))
     dense = Functional.of(without_adapters(config).model)
     merged = merge(params, scales)
     assert merged.keys() == dense.abstract.keys()
@@ -152,10 +152,10 @@ def test_eight_devices_train_as_one(toy, trained):
     sharded = patch(config, {"mesh.shape": {"data": 2, "fsdp": 2, "tensor": 2}})
     (_, one, losses), (_, eight, others) = trained(config), trained(sharded, 8)
     np.testing.assert_allclose(losses, others, rtol=2e-6)
-    spread = eight["params"]["decoder.layer.attention.query.lora_a"].sharding.spec
+    spread = eight.params["decoder.layer.attention.query.lora_a"].sharding.spec
     assert "fsdp" in spread
-    for path, value in one["params"].items():
-        np.testing.assert_allclose(value, eight["params"][path], atol=5e-5, err_msg=path)
+    for path, value in one.params.items():
+        np.testing.assert_allclose(value, eight.params[path], atol=5e-5, err_msg=path)
 
 
 @pytest.mark.parametrize("name", ["llama2-7b", "llama2-70b", "llama3-8b"])
@@ -240,7 +240,7 @@ def test_a_directory_that_holds_nothing_is_named(option, tmp_path):
 
 def test_adapters_alone(toy, trained, tmp_path):
     config = ALL.apply(toy())
-    params = trained(config)[1]["params"]
+    params = trained(config)[1].params
     scales = scales_of(Functional.of(config.model).bind(Functional.of(config.model).abstract))
     adapters.save(tmp_path, params, scales)
     found = adapters.load(tmp_path)

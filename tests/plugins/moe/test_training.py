@@ -35,7 +35,7 @@ def test_a_sigmoid_router_learns_and_balances_without_a_loss():
     assert found[-1]["cross_entropy"] < 0.5 * found[0]["cross_entropy"]
     assert found[-1]["loss"] == found[-1]["cross_entropy"]
     assert found[-1]["router_bias"] == 0
-    bias = state["params"]["decoder.layer.feed_forward.router.bias"]
+    bias = state.params["decoder.layer.feed_forward.router.bias"]
     assert 0 < float(abs(bias).max()) <= 0.0401
     assert np.abs(np.asarray(bias) * 1000 - np.round(np.asarray(bias) * 1000)).max() < 1e-3  # steps of one size
 

@@ -29,7 +29,7 @@ def stepped(*features):
 
 
 def moments(state):
-    return [x for x in jax.tree.leaves(state["learner"].optimizer) if x.ndim]
+    return [x for x in jax.tree.leaves(state.learner.optimizer) if x.ndim]
 
 
 def test_moments_live_on_the_host_in_their_dtype_where_their_parameters_are_split():
@@ -38,7 +38,7 @@ def test_moments_live_on_the_host_in_their_dtype_where_their_parameters_are_spli
     assert {m.dtype for m in moments(other)} == {jnp.dtype("bfloat16")}
     assert {m.sharding.memory_kind for m in moments(plain)} != {"pinned_host"}
     assert [m.sharding.spec for m in moments(other)] == [m.sharding.spec for m in moments(plain)]
-    assert other["params"] == plain["params"]
+    assert other.params == plain.params
 
 
 @pytest.mark.slow
@@ -46,7 +46,7 @@ def test_a_run_keeps_them_there_and_its_losses_are_near():
     with toy.quick_to_compile():
         (state, others), (_, losses) = stepped("offload-optimizer", "optimizer-precision"), stepped()
     assert {m.sharding.memory_kind for m in moments(state)} == {"pinned_host"}
-    assert {x.sharding.memory_kind for x in state["params"].values()} == {"device"}
+    assert {x.sharding.memory_kind for x in state.params.values()} == {"device"}
     assert others[0] == losses[0]
     assert others != losses, "the moments were rounded"
     np.testing.assert_allclose(others, losses, rtol=1e-3)

@@ -62,7 +62,7 @@ def test_parameters_are_those_of_a_plain_stack_and_each_stage_has_its_own():
     stacked = [p for p, axes in made.functional.axes.items() if "layers" in axes]
     assert stacked
     for path in stacked:
-        assert made.state["params"][path].sharding.spec[0] == "pipeline", path
+        assert made.state.params[path].sharding.spec[0] == "pipeline", path
 
 
 def test_other_features_reach_the_pipelined_stack():

@@ -40,7 +40,7 @@ def imported(request):
     """(source, parameters, a batch, what is expected)."""
     folder = FIXTURE if request.param == "vit" else made_now.made_now("vit")
     source = open_model(folder, set=["model.dtype=float32", "model.encoder.stack.mode=unrolled"])
-    params = source.read(compose(source.config, jax.devices()[:1]).state["params"])
+    params = source.read(compose(source.config, jax.devices()[:1]).state.params)
     expected = load_file(folder / "expected.safetensors")
     images = jnp.asarray(expected["pixels"].transpose(0, 2, 3, 1))
     return source, params, {"images": images, "labels": jnp.asarray(expected["labels"])}, expected
@@ -63,7 +63,7 @@ def test_three_steps_of_adamw(imported):
     learner = config.learner.build(max_steps=10, axes=source.model.axes)
     shapes = jax.eval_shape(steps.init, jax.random.key(0))
     state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    state |= {"params": params, "learner": learner.init(params)}
+    state = state.replace(params=params, learner=learner.init(params))
     train, losses = jax.jit(steps.train), []
     for _ in expected["losses"]:
         state, summaries = train(state, batch)
@@ -126,7 +126,7 @@ def test_features_and_meshes_of_decoders_serve_it(mesh, features):
     config = ax.resolve("vit-tiny", with_=features, set={**SMALL, **more}).config
     program = compose(config, jax.devices()[:8])
     state = program.init(0)
-    assert any(not x.sharding.is_fully_replicated for x in state["params"].values())
+    assert any(not x.sharding.is_fully_replicated for x in state.params.values())
     batch = next(config.input.build(seed=0).train())
     _, summaries = program.train_step(state, program.put(batch))
     assert 0.5 < float(summaries["loss"]) < 4

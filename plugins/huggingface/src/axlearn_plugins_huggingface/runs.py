@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from axlearn_core.checkpoint import OrbaxCheckpointer
-from axlearn_core.compose import Functional, compose
+from axlearn_core.compose import Functional, TrainState, compose
 from axlearn_core.compose.devices import settle
 from axlearn_core.errors import CheckpointError, ConfigError, RequestError
 from axlearn_core.train.api import provenance, saved_config
@@ -35,7 +35,7 @@ def load(directory: Path) -> Loaded:
     source = open_model(directory, stored_dtype=True)
     _say(source)
     program = compose(source.config, jax.devices()[:1])
-    model = program.functional.bind(source.read(program.state["params"]))
+    model = program.functional.bind(source.read(program.state.params))
     tokenizer = source.config.input.tokenizer.build() if source.family.text else None
     return Loaded(source.config, program, model, tokenizer, 0)
 
@@ -65,16 +65,17 @@ def import_run(directory: Path, run_dir: Path, *, with_: Iterable[str] = (), set
             "    --set 'loop={type: start-from-run, run_dir: RUN_DIR}'"
         )
     program = compose(config)
-    params = source.read(program.state["params"])
+    params = source.read(program.state.params)
     _say(source)
     learner = config.learner.build(max_steps=config.max_steps, axes=program.functional.axes)
-    shardings = jax.tree.map(lambda s: s.sharding, program.state["learner"])
-    state = {
-        "step": jnp.zeros((), jnp.int32),
-        "rng": jax.random.key_data(jax.random.split(jax.random.key(config.seed))[1]),
-        "params": params,
-        "learner": jax.jit(learner.init, out_shardings=shardings)(params),
-    }
+    shardings = jax.tree.map(lambda s: s.sharding, program.state.learner)
+    state = TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        variables={},
+        rng=jax.random.key_data(jax.random.split(jax.random.key(config.seed))[1]),
+        learner=jax.jit(learner.init, out_shardings=shardings)(params),
+    )
     lock = {"imported_from": str(directory), "provenance": provenance(source.resolved)}
     with appearing(run_dir) as partial:
         _keep(source, partial)
@@ -189,7 +190,7 @@ def _parameters(run_dir: Path, config: Any, step: int | None) -> dict[str, jax.A
             )
         there = checkpointer.inspect(at).arrays
         like: dict[str, Any] = {}
-        for path, value in program.state["params"].items():
+        for path, value in program.state.params.items():
             key = AVERAGE + path if AVERAGE + path in there else PARAMS + path
             like[key] = jax.ShapeDtypeStruct(
                 value.shape, there[key].dtype if key in there else value.dtype, sharding=value.sharding

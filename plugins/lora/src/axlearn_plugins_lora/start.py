@@ -64,7 +64,7 @@ class StartFromRun(Configurable):
 
     def started(self, state: Any, program: Program) -> Any:
         """A training state of a program with the parameters in place, sharded as they were."""
-        params: dict[str, jax.Array] = dict(state["params"])
+        params: dict[str, jax.Array] = dict(state.params)
         if self.cfg.run_dir is not None:
             directory = Path(self.cfg.run_dir).expanduser()
             found = _parameters(directory, params, program, self.cfg.step)
@@ -75,13 +75,13 @@ class StartFromRun(Configurable):
             _check_same_maps(exported.params, params)
             exported.check(params)
             params |= {p: _placed(x, params[p]) for p, x in exported.params.items()}
-        learner = state["learner"]
+        learner = state.learner
         average = getattr(learner, "ema", None)
         if average is not None:  # begins at the parameters, in buffers of its own
             learner = learner._replace(
                 ema={p: jnp.array(params[p], jnp.float32, copy=True, device=a.sharding) for p, a in average.items()}
             )
-        return {**state, "params": params, "learner": learner}
+        return state.replace(params=params, learner=learner)
 
 
 def _parameters(run_dir: Path, params: Mapping[str, Any], program: Program, step: int | None) -> Mapping[str, Any]:

@@ -177,7 +177,7 @@ def make_plan(resolved: Resolved) -> Plan:
         roofline=roofline(machine.target, machine.devices, executed, moved, sent),
         kernels=tuple(program.kernels.choices),
         tags=tuple(found),
-        gradient_bytes=shard_bytes(program.state["params"]) if "params" in program.state else 0,
+        gradient_bytes=shard_bytes(program.state.params),
         accumulate_steps=getattr(getattr(resolved.config, "learner", None), "accumulate_steps", 1),
         compiler_options=program.compiler_options,
         compile_seconds=seconds,

@@ -11,7 +11,7 @@ import attrs
 import jax
 import jax.numpy as jnp
 
-from axlearn_core.compose import Functional, compose
+from axlearn_core.compose import Functional, TrainState, compose
 from axlearn_core.config import Node, patch
 from axlearn_core.errors import CheckpointError, RequestError, WorkError
 from axlearn_core.plugins.registry import registry
@@ -37,7 +37,7 @@ class Restored:
     path: Path
     config: Any
     functional: Functional
-    state: Mapping[str, Any]
+    state: TrainState
     params: dict[str, Any]
     step: int
     extra: dict[str, Any]
@@ -183,12 +183,7 @@ def write_run(
     values = {p: jnp.asarray(params[p], s.dtype) for p, s in wanted.items()}
     learner = settings.learner.build(max_steps=settings.max_steps, axes=functional.axes)
     step = like.step if step is None else step
-    state = {
-        **like.state,
-        "step": jnp.asarray(step, jnp.int32),
-        "params": values,
-        "learner": learner.init(values),
-    }
+    state = like.state.replace(step=jnp.asarray(step, jnp.int32), params=values, learner=learner.init(values))
     text = write(settings, registry())
     lock = {"made_from": str(like.path), "step": like.step, **(lock or {})}
     with appearing(out) as partial:
