@@ -92,7 +92,7 @@ def interval(ratios, draws=4000):
 def measure(dims, batch, seq, pairs, mode, attention, kernel):
     """All ratios for one way of running the stack."""
     program, specs = ours(dims, batch, seq, mode, kernel)
-    mine = program.compile_train(specs)
+    mine = program.compile("train", specs)
     hand, init = theirs(dims, batch, seq, mode, attention)
     a, b = cost(mine), cost(hand)
     result = {name: a[name] / b[name] for name in a}

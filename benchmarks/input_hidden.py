@@ -30,7 +30,7 @@ def main():
     batches = config.build_input(config.input, None).train()
     state = program.init(0)
     repeated = program.put(next(batches))
-    program.compile_train(repeated)
+    program.compile("train", repeated)
 
     def window(real):
         nonlocal state

@@ -53,11 +53,11 @@ def ours(layers):
     start = time.perf_counter()
     sets = {"model.decoder.num_layers": layers} if layers else {}
     program, batch = prepared(resolve("llama2-70b", target=TARGET, set=sets))
-    compiled = program.compile_train(batch)
+    compiled = program.compile("train", batch)
     seconds = time.perf_counter() - start
     mesh = program.layout.mesh
     places = Places(dict(mesh.shape), domains_of(list(mesh.devices.flat), mesh.size))
-    return described(compiled, program.trace(batch).jaxpr, places, seconds)
+    return described(compiled, program.trace("train", batch).jaxpr, places, seconds)
 
 
 def baseline(layers):

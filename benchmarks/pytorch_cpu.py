@@ -161,7 +161,7 @@ def main():
         "step_seconds": statistics.median(times[0]),
         "pytorch_seconds": statistics.median(times[1]),
         "losses": [losses[0][-1], losses[1][-1]],
-        "kernels": sorted({c.name for c in program.kernels.choices}),
+        "kernels": sorted({c.name for c in program.choices()}),
         "jax": jax.__version__,
         "torch": torch.__version__,
     }

@@ -15,11 +15,10 @@ import numpy as np
 import pytest
 import toy
 
-from axlearn_core.compose import compose
+from axlearn_core.compose import ModelWeights, compose
 from axlearn_core.config import patch
 from axlearn_core.contracts.mesh import Mesh
-from axlearn_core.kernels import selection
-from axlearn_core.nn import sharding
+from axlearn_core.learn import without_state
 
 QUICK = {"xla_backend_optimization_level": 0}  # most of the time would go into compiling
 AXES = ("data", "fsdp", "expert", "seq", "tensor")
@@ -52,15 +51,16 @@ def gradients(cfg, devices, moved=()):
     places = {p: layout.sharding(axes[p], x.shape, p) for p, x in params.items()}
 
     def run(params, batch):
-        with sharding.logical_rules(layout.mesh, layout.rules), selection.use(program.kernels):
-            return learner.value_and_grad(program.steps.loss, params, batch)
+        with program.tracing("train"):
+            loss = without_state(lambda p, b: program.function("loss").call(ModelWeights(p, {}), b))
+            return learner.value_and_grad(loss, params, {}, batch, None)
 
     made, found = jax.jit(run, compiler_options=QUICK), []
     for seed, amount in enumerate((0.0, *moved)):
         rng = np.random.default_rng(seed)
         near = {p: x + (amount * np.abs(x) * rng.normal(size=x.shape)).astype(x.dtype) for p, x in params.items()}
         given = {p: jax.device_put(near[p], places[p]) for p in params}
-        (loss, _), grads = jax.device_get(made(given, program.put(toy.batch())))
+        (loss, *_), grads = jax.device_get(made(given, program.put(toy.batch())))
         found.append((float(loss), {p: np.asarray(g, np.float64) for p, g in grads.items()}))
     return found
 

@@ -70,8 +70,9 @@ class SignLearner(Configurable):
     def init(self, params):
         return {"average": jax.tree.map(jnp.zeros_like, params)}
 
-    def value_and_grad(self, loss, params, batch):
-        return jax.value_and_grad(loss, has_aux=True)(params, batch)
+    def value_and_grad(self, loss, params, variables, batch, key):
+        (value, (summaries, variables)), grads = jax.value_and_grad(loss, has_aux=True)(params, variables, batch, key)
+        return (value, summaries, variables), grads
 
     def evaluation_params(self, state, params):
         return params

@@ -1,12 +1,11 @@
 """Options of XLA: the target's, over them the config's, and what is kept of them."""
 
-import types
-
 import attrs
 import jax
 import jax.numpy as jnp
 import pytest
 
+from axlearn_core.compose.functions import Function
 from axlearn_core.compose.program import Program
 from axlearn_core.config import patch
 from axlearn_core.contracts.mesh import Mesh
@@ -20,9 +19,10 @@ TARGET = Target(name="here", compiler_options={"xla_backend_optimization_level":
 def program(**options):
     """A program of nothing but a function to compile."""
     made = object.__new__(Program)
-    made.target, made._compiled = TARGET, {}
-    made.config = types.SimpleNamespace(mesh=patch(Mesh(), {f"compiler_options.{k}": v for k, v in options.items()}))
-    made.lower = lambda batch: jax.jit(lambda x: x + 1).lower(batch["x"])
+    made.target, made._compiled, made._jitted = TARGET, {}, {}
+    made._mesh_config = patch(Mesh(), {f"compiler_options.{k}": v for k, v in options.items()})
+    made.functions = {"train": Function(call=lambda x: x + 1)}
+    made.lower = lambda name, batch: jax.jit(made.functions[name].call).lower(batch["x"])
     return made
 
 
@@ -34,7 +34,7 @@ def test_the_config_has_the_last_word():
         "xla_cpu_enable_fast_math": True,
         "xla_llvm_disable_expensive_passes": True,
     }
-    assert ours.compile_train({"x": jnp.ones(3)})(jnp.ones(3)).tolist() == [2, 2, 2]
+    assert ours.compile("train", {"x": jnp.ones(3)})(jnp.ones(3)).tolist() == [2, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_the_config_has_the_last_word():
 )
 def test_an_option_that_xla_refuses_is_an_error_of_the_config(name, value, says):
     with pytest.raises(ConfigError) as error:
-        program(**{name: value}).compile_train({"x": jnp.ones(3)})
+        program(**{name: value}).compile("train", {"x": jnp.ones(3)})
     assert f"mesh.compiler_options.{name}" in str(error.value)
     assert says in str(error.value)
     assert repr(value) in str(error.value)
@@ -53,7 +53,7 @@ def test_one_of_the_target_is_not_blamed_on_the_config():
     made = program(xla_cpu_enable_fast_math=True)
     made.target = attrs.evolve(TARGET, compiler_options={"xla_of_another_version": True})
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_of_another_version"):
-        made.compile_train({"x": jnp.ones(3)})
+        made.compile("train", {"x": jnp.ones(3)})
 
 
 def test_other_flags_than_those_of_the_lock_are_told():

@@ -6,7 +6,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from axlearn_core.errors import ConfigError
-from axlearn_core.learn import value_and_grad
+from axlearn_core.learn import value_and_grad, without_state
 
 B, S, D = 16, 5, 4
 
@@ -47,13 +47,19 @@ def loss(params, batch):
     }
 
 
+def split(loss, params, batch, parts):
+    """((loss, summaries), gradients) in that many microbatches."""
+    (value, summaries, _), grads = value_and_grad(without_state(loss), params, {}, batch, None, parts)
+    return (value, summaries), grads
+
+
 def close(a, b, tolerance=1e-6):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance), a, b)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4, 16])
 def test_microbatches_give_the_loss_summaries_and_gradients_of_the_whole_batch(parts):
-    got = jax.jit(lambda p, b: value_and_grad(loss, p, b, parts))(params(), batch())
+    got = jax.jit(lambda p, b: split(loss, p, b, parts))(params(), batch())
     close(got, jax.jit(jax.value_and_grad(loss, has_aux=True))(params(), batch()))
     assert got[0][1]["weight"] == batch()["weights"].sum()
 
@@ -62,13 +68,13 @@ def test_without_weights_every_microbatch_counts_the_same():
     def mean(params, batch):
         return jnp.mean((batch["x"] @ params["w"] + params["b"][None, None]) ** 2), {}
 
-    got = value_and_grad(mean, params(), batch(weights=False), 4)
+    got = split(mean, params(), batch(weights=False), 4)
     close(got, jax.value_and_grad(mean, has_aux=True)(params(), batch(weights=False)))
 
 
 def test_a_batch_of_padding_gives_zero_and_not_nan():
     empty = {**batch(), "weights": jnp.zeros((B, S))}
-    (value, summaries), grads = value_and_grad(loss, params(), empty, 4)
+    (value, summaries), grads = split(loss, params(), empty, 4)
     assert value == 0
     assert summaries["weight"] == 0
     assert all((g == 0).all() for g in jax.tree.leaves(grads))
@@ -76,7 +82,7 @@ def test_a_batch_of_padding_gives_zero_and_not_nan():
 
 def test_sums_are_kept_in_float32_and_handed_back_in_the_gradients_dtype():
     low = params(jnp.bfloat16)
-    (_, _), grads = value_and_grad(loss, low, batch(), 16)
+    (_, _), grads = split(loss, low, batch(), 16)
     assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype("bfloat16")}
     exact = jax.grad(lambda p: loss(p, batch())[0])(jax.tree.map(lambda x: x.astype(jnp.float32), low))
     # 16 parts, each rounded to eight bits; summed in bfloat16 the rounding would add up.
@@ -85,13 +91,13 @@ def test_sums_are_kept_in_float32_and_handed_back_in_the_gradients_dtype():
 
 def test_a_number_that_does_not_divide_the_batch_is_refused():
     with pytest.raises(ConfigError, match=r"accumulate_steps[^$]*3 microbatches of a batch of 16"):
-        value_and_grad(loss, params(), batch(), 3)
+        split(loss, params(), batch(), 3)
 
 
 def test_a_sharded_batch_is_split_without_moving_rows_between_devices():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     sharded = jax.device_put(batch(), NamedSharding(mesh, P("data")))
-    function = jax.jit(lambda p, b: value_and_grad(loss, p, b, 2))
+    function = jax.jit(lambda p, b: split(loss, p, b, 2))
     compiled = function.lower(params(), sharded).compile().as_text()
     assert not [op for op in ("all-to-all", "all-gather", "collective-permute") if op in compiled]
     close(function(params(), sharded), jax.value_and_grad(loss, has_aux=True)(params(), batch()))

@@ -266,9 +266,8 @@ class Careless(Learner):
     def init(self, params):
         return super().init(params)._replace(ema=dict(params))
 
-    def value_and_grad(self, loss, params, batch):
-        (value, summaries), grads = super().value_and_grad(loss, params, {k: v[:4] for k, v in batch.items()})
-        return (value, summaries), grads
+    def value_and_grad(self, loss, params, variables, batch, key=None):
+        return super().value_and_grad(loss, params, variables, {k: v[:4] for k, v in batch.items()}, key)
 
     def update(self, grads, state, params, loss):
         new = {p: x - 0.1 * grads[p] for p, x in params.items()}

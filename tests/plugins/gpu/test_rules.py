@@ -38,11 +38,11 @@ def planned(experiment, target, **kwargs):
     program = compose(found.config, absent(found.machine), machine=found.machine)
     shape = (found.config.input.batch_size, found.config.input.sequence_length)
     dtypes = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), np.int32) | {"weights": np.float32}
-    step = program.compile_train({k: jax.ShapeDtypeStruct(shape, d) for k, d in dtypes.items()})
+    step = program.compile("train", {k: jax.ShapeDtypeStruct(shape, d) for k, d in dtypes.items()})
     memory = step.memory_analysis()
     used = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     used += memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return used, program.target.hbm_bytes, [c.name for c in program.kernels.choices]
+    return used, program.target.hbm_bytes, [c.name for c in program.choices()]
 
 
 @pytest.mark.slow

@@ -96,12 +96,12 @@ def three_steps(name):
     unused = {p: 0.0 for p in auxiliary if find(source.config, p)}
     config = patch(source.config, {"learner": learner, **unused})
     model = Functional.of(config.model)
-    steps = config.steps(model)
-    state = jax.eval_shape(steps.init, jax.random.key(0))
+    functions = config.functions(model)
+    state = jax.eval_shape(functions["init"].call, jax.random.key(0))
     learner = config.learner.build(max_steps=10, axes=source.model.axes)
     state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
     state = state.replace(params=params, learner=learner.init(params))
-    train, losses = jax.jit(steps.train), []
+    train, losses = jax.jit(functions["train"].call), []
     for _ in range(4):
         state, summaries = train(state, batch)
         losses.append(float(summaries["loss"]))

@@ -191,7 +191,7 @@ def test_the_published_runs_partition_and_fit(experiment):
     program = compose(found.config, absent(found.machine), machine=found.machine)
     shape = (found.config.input.batch_size, found.config.input.sequence_length)
     dtypes = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), np.int32) | {"weights": np.float32}
-    memory = program.compile_train({k: jax.ShapeDtypeStruct(shape, d) for k, d in dtypes.items()}).memory_analysis()
+    memory = program.compile("train", {k: jax.ShapeDtypeStruct(shape, d) for k, d in dtypes.items()}).memory_analysis()
     per_device = program.functional.num_parameters * 12 / math.prod(program.layout.mesh.devices.shape)
     assert per_device < memory.argument_size_in_bytes < 1.5 * per_device
     assert memory.argument_size_in_bytes + memory.temp_size_in_bytes < TRN2.hbm_bytes

@@ -39,7 +39,7 @@ def test_it_compiles(target, name):
     cfg = patch(resolve(small, with_=features, target=target).config, {"mesh.shape": shape})
     program = compose(patch(cfg, {"mesh": Mesh(shape=shape, rules=cfg.mesh.rules)}), absent(machine), machine=machine)
     specs = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in toy.batch().items()}
-    text = program.compile_train(specs).as_text()
+    text = program.compile("train", specs).as_text()
     if "pipeline" in shape:
         assert "collective-permute" in text, "nothing goes from stage to stage"
     if name == "experts":

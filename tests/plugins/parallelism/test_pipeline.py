@@ -24,7 +24,7 @@ def program(*features, shape=None, layers=2, rows=None):
 
 def traced(made, rows=16):
     specs = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in toy.batch(rows=rows).items()}
-    return made.lower(specs)
+    return made.lower("train", specs)
 
 
 def test_an_axis_that_splits_nothing_is_refused_and_the_feature_is_named():

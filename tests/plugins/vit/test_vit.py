@@ -59,12 +59,12 @@ def test_three_steps_of_adamw(imported):
     source, params, batch, expected = imported
     optimizer = AdamW(learning_rate=3e-3, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
     config = ax.patch(source.config, {"learner": Learner.Config(optimizer=optimizer, max_grad_norm=None)})
-    steps = config.steps(Functional.of(config.model))
+    functions = config.functions(Functional.of(config.model))
     learner = config.learner.build(max_steps=10, axes=source.model.axes)
-    shapes = jax.eval_shape(steps.init, jax.random.key(0))
+    shapes = jax.eval_shape(functions["init"].call, jax.random.key(0))
     state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     state = state.replace(params=params, learner=learner.init(params))
-    train, losses = jax.jit(steps.train), []
+    train, losses = jax.jit(functions["train"].call), []
     for _ in expected["losses"]:
         state, summaries = train(state, batch)
         losses.append(float(summaries["loss"]))
@@ -158,7 +158,7 @@ def test_what_is_wrong_with_images_is_said(tmp_path):
         ax.resolve("vit-tiny", set={"model.encoder.embedding.image_size": 20}).checked()
     config = ax.resolve("vit-tiny", set={**SMALL, "input.image_size": 24}).config
     with pytest.raises(RequestError, match=r"images of another size\s+got: \[24, 24, 3\]\s+expected: \[16, 16, 3\]"):
-        compose(config, jax.devices()[:1]).compile_train(next(config.input.build(seed=0).train()))
+        compose(config, jax.devices()[:1]).compile("train", next(config.input.build(seed=0).train()))
 
 
 def test_what_is_suggested_after_a_run_can_be_done_with_it(tmp_path):

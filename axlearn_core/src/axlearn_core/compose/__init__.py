@@ -1,7 +1,10 @@
 """From a config to a program for a set of devices."""
 
-from axlearn_core.compose.functional import Functional
-from axlearn_core.compose.program import Experiment, Program, Steps, compose
+from axlearn_core.compose.functional import Functional, ModelWeights
+from axlearn_core.compose.functions import Array, Function, Part
+from axlearn_core.compose.program import Experiment, Program, compose
 from axlearn_core.compose.state import TrainState
 
-__all__ = ["Experiment", "Functional", "Program", "Steps", "TrainState", "compose"]
+__all__ = [
+    "Array", "Experiment", "Function", "Functional", "ModelWeights", "Part", "Program", "TrainState", "compose",
+]  # fmt: skip

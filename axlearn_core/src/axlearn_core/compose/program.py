@@ -2,49 +2,23 @@
 
 import hashlib
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-import attrs
 import jax
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from axlearn_core.compose import devices as machines
+from axlearn_core.compose.compiler import Compiler
 from axlearn_core.compose.flops import count_flops
-from axlearn_core.compose.functional import Functional
+from axlearn_core.compose.functional import Functional, ModelWeights
+from axlearn_core.compose.functions import Array, Function, Part, batch_axes, global_shape
 from axlearn_core.compose.layout import Layout, make_mesh
 from axlearn_core.config import Node
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.contracts.target import Machine
-from axlearn_core.errors import ConfigError, Problem
-from axlearn_core.kernels import selection
-from axlearn_core.nn import sharding as nn_sharding
 from axlearn_core.plugins.manager import host
-
-BATCH_AXES = ("batch", "sequence")
-
-
-@attrs.frozen(eq=False)
-class Steps:
-    """The pure functions of an experiment over the state and a batch.
-
-    Attributes:
-        init: `(key) -> state`.
-        train: `(state, batch) -> (state, scalars)`.
-        evaluate: `(state, batch) -> scalars`.
-        loss: `(params, batch) -> (loss, summaries)`, for counting FLOPs.
-        model_params: `(state) -> params` to evaluate and export with: their moving average where there is one.
-        place: `(shardings, abstract state) -> shardings`, where some of it is to live elsewhere.
-    """
-
-    init: Callable[[jax.Array], Any]
-    train: Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
-    evaluate: Callable[[Any, Any], dict[str, jax.Array]]
-    loss: Callable[[Any, Any], Any]
-    model_params: Callable[[Any], Any]
-    place: Callable[[Any, Any], Any] = lambda places, state: places
 
 
 class Experiment(Protocol):
@@ -60,114 +34,65 @@ class Experiment(Protocol):
         """The mesh and its rules."""
         ...
 
-    def steps(self, functional: Functional) -> Steps:
-        """The pure functions."""
+    def functions(self, functional: Functional) -> Mapping[str, Function]:
+        """The pure functions by name. A trainer has `init`, `weights`, `loss`, `train` and `evaluate`."""
         ...
 
 
-class Program:
-    """Compiled functions over sharded state, for one mesh.
+class Program(Compiler):
+    """The functions of an experiment over sharded state, for one mesh.
 
     Attributes:
-        target: what is known of the hardware; None where no plugin knows it.
+        config: the experiment.
         functional: the model as pure functions.
-        layout: the mesh and the logical axes resolved on it.
         state: the abstract training state with its shardings.
+        weights_spec: the abstract `ModelWeights`, with theirs.
     """
 
     def __init__(self, config: Experiment, devices: Sequence[Any] | None = None, machine: Machine | None = None):
         devices = machines.here(machine) if devices is None else devices
         self.config = config
-        self.functional = Functional.of(config.model)
-        self.layout = Layout(make_mesh(config.mesh, devices, machine.domains if machine else 1), config.mesh)
-        _check_batch(config, self.layout)
-        self.target = machine.target if machine else host().target(devices[0].device_kind)
-        self.kernels = selection.Selection(
-            platform=self.target.platform if self.target else devices[0].platform,
-            target=self.target.name if self.target else "",
-        )
-        self.steps = config.steps(self.functional)
-        abstract, axes = self.functional.abstract, self.functional.axes
-        shardings = {p: self.layout.sharding(axes[p], s.shape, f"model ({p})") for p, s in abstract.items()}
-        state = jax.eval_shape(self.steps.init, jax.random.key(0))
-        places = self.steps.place(self.layout.place_like(state, shardings, abstract), state)
-        self.state = jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), state, places)
-        # LLVM's third level takes three times as long to compile what runs once, and as fast at the first.
-        quick = {"xla_backend_optimization_level": 1} if devices[0].platform == "cpu" else None
-        self._init = jax.jit(self._traced(self.steps.init), out_shardings=places, compiler_options=quick)
-        self._train = jax.jit(
-            self._traced(self.steps.train), donate_argnums=0, out_shardings=(places, self.layout.replicated)
-        )
-        self._evaluate = jax.jit(
-            self._traced(self.steps.evaluate),
-            out_shardings=self.layout.replicated,
-            compiler_options=self.compiler_options or None,
-        )
-        self._compiled: dict[Any, Any] = {}
-
-    @property
-    def compiler_options(self) -> dict[str, Any]:
-        """XLA's options for the steps: the target's, and over them the config's."""
-        return {**(self.target.compiler_options if self.target else {}), **self.config.mesh.compiler_options}
-
-    def _traced(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, traced under this program's mesh, rules and kernel selection."""
-
-        def run(*args: Any) -> Any:
-            with nn_sharding.logical_rules(self.layout.mesh, self.layout.rules), selection.use(self.kernels):
-                return function(*args)
-
-        return run
+        self.functional = functional = Functional.of(config.model)
+        layout = Layout(make_mesh(config.mesh, devices, machine.domains if machine else 1), config.mesh)
+        _check_batch(config, layout)
+        target = machine.target if machine else host().target(devices[0].device_kind)
+        functions = config.functions(functional)
+        shardings = array_shardings(functional, layout)
+        state = jax.eval_shape(functions["init"].call, jax.random.key(0))
+        places = layout.place_like(state, shardings, {**functional.abstract, **functional.variables})
+        self.state = _with_shardings(state, functions["init"].place(places, state))
+        self.weights_spec = sharded_specs(functional, shardings)
+        parts = {Part.STATE: self.state, Part.WEIGHTS: self.weights_spec}
+        super().__init__(functions, layout, config.mesh, target, parts)
 
     def init(self, seed: int) -> Any:
         """The state of step 0, sharded."""
-        return self._init(jax.random.key(seed))
-
-    def compile_train(self, batch: Mapping[str, Any], **options: Any) -> Any:
-        """The compiled training step for batches of these shapes; kept. `options` are XLA's, under `compiler_options`."""
-        key = (*((k, v.shape, str(v.dtype)) for k, v in sorted(batch.items())), *sorted(options.items()))
-        if key not in self._compiled:
-            lowered = self.lower(batch)
-            try:
-                self._compiled[key] = lowered.compile(compiler_options={**options, **self.compiler_options} or None)
-            except jax.errors.JaxRuntimeError as error:
-                _check_options(self.config.mesh.compiler_options, str(error))
-                raise
-        return self._compiled[key]
-
-    def trace(self, batch: Mapping[str, Any]) -> Any:
-        """The training step traced for global batches of these shapes: its jaxpr, and the choice of kernels."""
-        specs = {
-            k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=self._batch_sharding(k, v)) for k, v in batch.items()
-        }
-        return self._train.trace(self.state, specs)
-
-    def lower(self, batch: Mapping[str, Any]) -> Any:
-        """The training step lowered for global batches of these shapes."""
-        platform = self.layout.mesh.devices.flat[0].platform
-        return self.trace(batch).lower(lowering_platforms=("cuda" if platform == "gpu" else str(platform),))
+        return self.compile("init")(jax.random.key(seed))
 
     def train_step(self, state: Any, batch: Mapping[str, jax.Array]) -> tuple[Any, dict[str, jax.Array]]:
         """One training step; `state` is donated."""
-        return self.compile_train(batch)(state, batch)
+        return self.compile("train", batch)(state, batch)
 
     def eval_step(self, state: Any, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """The scalars of one evaluation batch."""
-        return self._evaluate(state, batch)
+        return self.compile("evaluate", batch)(state, batch)
+
+    def weights(self, state: Any) -> ModelWeights:
+        """What of a state to evaluate and generate with: a moving average of the parameters where there is one."""
+        return self.function("weights").call(state)
 
     def model(self, state: Any) -> Any:
-        """The model with the parameters of a state, as an `nnx.Module`."""
-        return self.functional.bind(self.steps.model_params(state))
+        """The model with the weights of a state, as an `nnx.Module` in evaluation."""
+        weights = self.weights(state)
+        return self.functional.bind(weights.params, weights.variables)
 
     def put(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         """This process's rows of a batch, as global arrays on the mesh."""
         return {k: _global(self._batch_sharding(k, v), v) for k, v in batch.items()}
 
     def _batch_sharding(self, name: str, value: Any) -> NamedSharding:
-        shape = tuple(value.shape)
-        if not isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
-            shape = (shape[0] * jax.process_count(), *shape[1:]) if shape else shape
-        return self.layout.sharding(_batch_axes(shape), shape, f"input ({name})")
+        shape = global_shape(value)
+        return self.layout.sharding(batch_axes(shape), shape, f"input ({name})")
 
     def model_flops(self, batch: Mapping[str, Any]) -> int:
         """FLOPs of the mathematics of one step: three times the forward pass, with full (not causal-halved) attention.
@@ -175,19 +100,42 @@ class Program:
         The convention of model FLOPs utilisation (Chowdhery et al., 2022): recomputation does not count.
         """
         specs = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in batch.items()}
-        return 3 * count_flops(self.steps.loss, self.functional.abstract, specs)
+        return 3 * count_flops(self.function("loss").call, self.functional.specs, specs)
 
     def fingerprint(self, batch: Mapping[str, Any]) -> str:
         """A hash of the lowered training step: equal fingerprints compute the same."""
-        return hashlib.sha256(self.lower(batch).as_text().encode()).hexdigest()[:16]
+        return hashlib.sha256(self.lower("train", batch).as_text().encode()).hexdigest()[:16]
 
 
-def _check_options(options: Mapping[str, Any], refusal: str) -> None:
-    """Raises `ConfigError` where XLA's `refusal` to compile is about one of the config's options for it."""
-    for name, value in options.items():
-        if refusal.startswith("INVALID_ARGUMENT: ") and name in re.findall(r"\w+", refusal):
-            said = refusal.removeprefix("INVALID_ARGUMENT: ")
-            raise ConfigError(Problem(path=f"mesh.compiler_options.{name}", message=said, got=repr(value)))
+def _bucket_key(bucket: Any) -> Any:
+    if not isinstance(bucket, Mapping):
+        return bucket
+    return tuple((name, tuple(value.shape), str(value.dtype)) for name, value in sorted(bucket.items()))
+
+
+def _is_abstract(leaf: Any) -> bool:
+    return isinstance(leaf, (Array, Part))
+
+
+def array_shardings(functional: Functional, layout: Layout) -> dict[str, NamedSharding]:
+    """Path -> where it lives, of parameters and variables."""
+    axes = {**functional.axes, **functional.variable_axes}
+    specs = {**functional.abstract, **functional.variables}
+    return {path: layout.sharding(axes[path], s.shape, f"model ({path})") for path, s in specs.items()}
+
+
+def sharded_specs(functional: Functional, shardings: Mapping[str, NamedSharding]) -> ModelWeights:
+    """The abstract weights, with where they live."""
+    return ModelWeights(
+        *(
+            _with_shardings(specs, {path: shardings[path] for path in specs})
+            for specs in (functional.abstract, functional.variables)
+        )
+    )
+
+
+def _with_shardings(tree: Any, shardings: Any) -> Any:
+    return jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), tree, shardings)
 
 
 def _global(sharding: NamedSharding, value: Any) -> jax.Array:
@@ -201,15 +149,11 @@ def _global(sharding: NamedSharding, value: Any) -> jax.Array:
     return jax.make_array_from_process_local_data(sharding, value)
 
 
-def _batch_axes(shape: Sequence[int]) -> tuple[str | None, ...]:
-    return (*BATCH_AXES, *(None,) * len(shape))[: len(shape)]
-
-
 def _check_batch(config: Any, layout: Layout) -> None:
     """Where the input says what its batches look like, checks that they can be split, before there is one."""
-    told = getattr(getattr(config, "input", None), "batch_shapes", dict)()
-    for name, (shape, _) in told.items():
-        layout.spec(_batch_axes(shape), shape, f"input ({name})")
+    shapes = getattr(getattr(config, "input", None), "batch_shapes", dict)()
+    for name, (shape, _) in shapes.items():
+        layout.spec(batch_axes(shape), shape, f"input ({name})")
 
 
 def check_layout(config: Experiment, machine: Machine | None = None) -> None:
@@ -225,8 +169,9 @@ def check_layout(config: Experiment, machine: Machine | None = None) -> None:
     sizes = config.mesh.sizes(machine.devices if machine else math.prod(map(abs, config.mesh.shape.values())))
     layout = Layout(jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes)), config.mesh)
     model = Functional.of(config.model)
-    for path, array in model.abstract.items():
-        layout.spec(model.axes[path], array.shape, f"model ({path})")
+    axes = {**model.axes, **model.variable_axes}
+    for path, array in {**model.abstract, **model.variables}.items():
+        layout.spec(axes[path], array.shape, f"model ({path})")
     _check_batch(config, layout)
 
 

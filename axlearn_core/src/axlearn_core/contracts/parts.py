@@ -6,7 +6,7 @@ those that it declares (see `axlearn_core.config.node`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -97,6 +97,23 @@ class Tokenizer(Protocol):
         ...
 
 
+class Loss(Protocol):
+    """What a learner differentiates: the mean loss of a batch as a pure function."""
+
+    def __call__(
+        self, params: Any, variables: Any, batch: Batch, key: jax.Array | None
+    ) -> tuple[jax.Array, tuple[Mapping[str, jax.Array], Any]]:
+        """(float32 scalar, (scalar summaries, new variables)).
+
+        Args:
+            params: path -> array; what gradients are taken by.
+            variables: path -> array, of the model's other variables; empty where it has none.
+            batch: arrays [B, ...].
+            key: what this call's random numbers are derived from; None for a model without state.
+        """
+        ...
+
+
 class Learner(Protocol):
     """Turns gradients into new parameters.
 
@@ -108,9 +125,12 @@ class Learner(Protocol):
         ...
 
     def value_and_grad(
-        self, loss: Callable[[Any, Batch], tuple[Any, Any]], params: Any, batch: Batch
-    ) -> tuple[tuple[jax.Array, dict[str, jax.Array]], Any]:
-        """((mean loss, summaries), gradients) over the batch, taken in microbatches where the learner accumulates."""
+        self, loss: Loss, params: Any, variables: Any, batch: Batch, key: jax.Array | None
+    ) -> tuple[tuple[jax.Array, dict[str, jax.Array], Any], Any]:
+        """((mean loss, summaries, new variables), gradients) over the batch, in microbatches where the learner accumulates.
+
+        Variables go from each microbatch to the next; each gets a key of its own, derived from `key`.
+        """
         ...
 
     def evaluation_params(self, state: Any, params: Any) -> Any:
@@ -118,7 +138,11 @@ class Learner(Protocol):
         ...
 
     def update(self, grads: Any, state: Any, params: Any, loss: jax.Array) -> tuple[Any, Any, dict[str, jax.Array]]:
-        """(new params, new state, scalar summaries). Pure and traceable. Non-finite gradients change nothing."""
+        """(new params, new state, scalar summaries). Pure and traceable. Non-finite gradients change nothing.
+
+        `summaries["skipped"]`, where given, is a bool: whether this step changed nothing. The trainer then keeps the model's
+        variables too, and does not log it.
+        """
         ...
 
 

@@ -1,6 +1,6 @@
 """Learning: gradients to new parameters. optax, wrapped as nodes."""
 
-from axlearn_core.learn.accumulate import value_and_grad
+from axlearn_core.learn.accumulate import value_and_grad, without_state
 from axlearn_core.learn.learner import Learner, LearnerState, ParameterRule, global_norm
 from axlearn_core.learn.optimizers import AdamW, Optimizer
 from axlearn_core.learn.paths import flatten, path_of, select, unflatten
@@ -9,5 +9,5 @@ from axlearn_core.learn.schedules import Constant, Cosine, Linear, Schedule, War
 __all__ = [
     "AdamW", "Constant", "Cosine", "Learner", "LearnerState", "Linear", "Optimizer", "ParameterRule",
     "Schedule", "WarmupStableDecay", "flatten", "global_norm", "path_of", "select", "unflatten",
-    "value_and_grad",
+    "value_and_grad", "without_state",
 ]  # fmt: skip

@@ -1,27 +1,41 @@
 """Gradients over a batch, in one piece or in microbatches."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from axlearn_core.contracts.parts import Loss
 from axlearn_core.errors import ConfigError, Problem
 
-Loss = Callable[[Any, Any], tuple[jax.Array, Any]]
+
+def without_state(loss: Callable[[Any, Any], tuple[jax.Array, Mapping[str, jax.Array]]]) -> Loss:
+    """A `loss(params, batch) -> (mean, summaries)` as a learner takes it: without variables and random numbers."""
+
+    def stateful(params: Any, variables: Any, batch: Any, key: Any) -> Any:
+        value, summaries = loss(params, batch)
+        return value, (summaries, variables)
+
+    return stateful
 
 
-def value_and_grad(loss: Loss, params: Any, batch: Any, num_microbatches: int = 1) -> Any:
-    """`((loss, summaries), grads)` of the mean loss over `batch`, for a `loss(params, batch) -> (mean, summaries)`.
+def value_and_grad(
+    loss: Loss, params: Any, variables: Any, batch: Any, key: jax.Array | None = None, num_microbatches: int = 1
+) -> Any:
+    """`((loss, summaries, variables), grads)` of the mean loss over `batch`.
 
     Microbatches run one after the other in a scan, so that activations of only one are held. Each counts by its
     `summaries["weight"]` (the number of targets that its mean is over; 1 where it gives none), so that the result is
-    that of the whole batch. `weight` is summed; every other summary is averaged in the same way.
+    that of the whole batch. `weight` is summed; every other summary is averaged in the same way. Variables go from each
+    microbatch to the next, and each draws random numbers of its own.
 
     Args:
-        loss: the mean loss and scalar summaries.
+        loss: see `contracts.parts.Loss`.
         params: what to differentiate by.
+        variables: path -> array, as they are before the step.
         batch: a pytree of arrays [B, ...].
+        key: of the step; None where the model draws nothing.
         num_microbatches: K, which divides B. Microbatch k takes rows k, k + K, ..., so that every device that holds
             rows of the batch works on each.
 
@@ -30,7 +44,8 @@ def value_and_grad(loss: Loss, params: Any, batch: Any, num_microbatches: int = 
     """
     grad = jax.value_and_grad(loss, has_aux=True)
     if num_microbatches == 1:
-        return grad(params, batch)
+        (value, (summaries, variables)), grads = grad(params, variables, batch, key)
+        return (value, summaries, variables), grads
 
     def split(x: jax.Array) -> jax.Array:
         if x.shape[0] % num_microbatches:
@@ -45,23 +60,27 @@ def value_and_grad(loss: Loss, params: Any, batch: Any, num_microbatches: int = 
         return jnp.swapaxes(x.reshape(x.shape[0] // num_microbatches, num_microbatches, *x.shape[1:]), 0, 1)
 
     parts = jax.tree.map(split, batch)
-    (value, summaries), grads = jax.eval_shape(grad, params, jax.tree.map(lambda x: x[0], parts))
+    first = jax.tree.map(lambda x: x[0], parts)
+    (value, (summaries, _)), grads = jax.eval_shape(grad, params, variables, first, key)
     has_weight = "weight" in summaries
     like = (value, {k: v for k, v in summaries.items() if k != "weight"}, grads)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, _sum_type(x)), like)
 
-    def body(carry: Any, part: Any) -> tuple[Any, None]:
-        sums, total = carry
-        (value, summaries), grads = grad(params, part)
+    def body(carry: Any, numbered: Any) -> tuple[Any, None]:
+        (sums, total, variables), (part, index) = carry, numbered
+        own_key = None if key is None else jax.random.fold_in(key, index)
+        (value, (summaries, variables)), grads = grad(params, variables, part, own_key)
         summaries = dict(summaries)
         weight = jnp.asarray(summaries.pop("weight", 1.0), jnp.float32)
         add = lambda s, x: s + x.astype(s.dtype) * weight.astype(s.dtype)  # noqa: E731
-        return (jax.tree.map(add, sums, (value, summaries, grads)), total + weight), None
+        return (jax.tree.map(add, sums, (value, summaries, grads)), total + weight, variables), None
 
-    (sums, total), _ = jax.lax.scan(body, (zeros, jnp.zeros((), jnp.float32)), parts)
+    indices = None if key is None else jnp.arange(num_microbatches, dtype=jnp.uint32)
+    carry = (zeros, jnp.zeros((), jnp.float32), variables)
+    (sums, total, variables), _ = jax.lax.scan(body, carry, (parts, indices))
     divisor = jnp.where(total == 0, jnp.ones_like(total), total)
     value, summaries, grads = jax.tree.map(lambda s, x: (s / divisor.astype(s.dtype)).astype(x.dtype), sums, like)
-    return (value, {**summaries, "weight": total} if has_weight else summaries), grads
+    return (value, {**summaries, "weight": total} if has_weight else summaries, variables), grads
 
 
 def _sum_type(x: jax.Array) -> Any:

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import optax
 
 from axlearn_core.config import REQUIRED, Configurable, Node, node, setting
+from axlearn_core.contracts.parts import Loss
 from axlearn_core.errors import ConfigError, Problem
-from axlearn_core.learn.accumulate import Loss, value_and_grad
+from axlearn_core.learn.accumulate import value_and_grad
 from axlearn_core.learn.optimizers import AdamW, Axes, Optimizer, rate_of
 from axlearn_core.learn.paths import flatten, select, unflatten
 
@@ -108,14 +109,14 @@ class Learner(Configurable):
         average = {p: jnp.array(x, jnp.float32, copy=True) for p, x in trained.items()} if self.cfg.ema_decay else None
         return LearnerState(optimizer, average, *(jnp.zeros((), jnp.int32) for _ in range(3)))
 
-    def value_and_grad(self, loss: Loss, params: Any, batch: Any) -> Any:
-        """`((mean loss, summaries), grads)` in `accumulate_steps` microbatches; see `learn.value_and_grad`."""
-        return value_and_grad(loss, params, batch, self.cfg.accumulate_steps)
+    def value_and_grad(self, loss: Loss, params: Any, variables: Any, batch: Any, key: jax.Array | None = None) -> Any:
+        """`((mean loss, summaries, variables), grads)` in `accumulate_steps` microbatches; see `learn.value_and_grad`."""
+        return value_and_grad(loss, params, variables, batch, key, self.cfg.accumulate_steps)
 
     def update(
         self, grads: Any, state: LearnerState, params: Any, loss: jax.Array
     ) -> tuple[Any, LearnerState, dict[str, jax.Array]]:
-        """(new params, new state, scalar summaries: `grad_norm` before clipping, `learning_rate`, `skipped_steps`).
+        """(new params, new state, scalar summaries: `grad_norm` before clipping, `learning_rate`, `skipped_steps`, `skipped`).
 
         Where the loss or a gradient is not finite, parameters, moments and average stay as they are and the step counts
         as skipped.
@@ -148,7 +149,7 @@ class Learner(Configurable):
             skipped=state.skipped + skipped,
             skipped_in_a_row=(state.skipped_in_a_row + 1) * skipped,
         )
-        summaries = {"grad_norm": norm, "skipped_steps": made.skipped}
+        summaries = {"grad_norm": norm, "skipped_steps": made.skipped, "skipped": ~finite}
         if rate is not None:
             summaries["learning_rate"] = jnp.asarray(rate, jnp.float32)
         return unflatten(params, new), made, summaries

@@ -10,6 +10,7 @@ import pytest
 
 from axlearn_core.config import Node
 from axlearn_core.errors import RequestError
+from axlearn_core.learn import without_state
 from axlearn_core.testing.common import assert_close, assert_equal, compiled, leaves_of
 
 AXES = {"layer.weight": ("embed", "mlp"), "layer.bias": ("mlp",), "head.weight": ("mlp", "vocab")}
@@ -31,7 +32,10 @@ class LearnerSuite:
     def setup_method(self) -> None:
         """A learner of what cannot be trained may say so, and has then nothing to keep."""
         try:
-            jax.eval_shape(lambda p: self.learner().value_and_grad(self.loss, p, self.batch()), self.params())
+            jax.eval_shape(
+                lambda p: self.learner().value_and_grad(without_state(self.loss), p, {}, self.batch(), None),
+                self.params(),
+            )
         except RequestError as error:
             pytest.skip(str(error))
 
@@ -65,7 +69,7 @@ class LearnerSuite:
         learner = self.learner()
 
         def step(params: Any, state: Any, batch: Any, poison: tuple[Any, Any]) -> Any:
-            (loss, _), grads = learner.value_and_grad(self.loss, params, batch)
+            (loss, *_), grads = learner.value_and_grad(without_state(self.loss), params, {}, batch, None)
             grads = jax.tree.map(lambda g: g + poison[0].astype(g.dtype), grads)
             return learner.update(grads, state, params, loss + poison[1])
 
@@ -113,10 +117,10 @@ class LearnerSuite:
 
     def test_a_batch_in_microbatches_is_the_batch(self) -> None:
         learner, params, batch = self.learner(), self.params(), self.batch()
-        got = compiled(lambda p, b: learner.value_and_grad(self.loss, p, b))(params, batch)
+        got = compiled(lambda p, b: learner.value_and_grad(without_state(self.loss), p, {}, b, None))(params, batch)
         whole = compiled(jax.value_and_grad(self.loss, has_aux=True))(params, batch)
         assert_close(got[1], whole[1], self.tolerance, "gradients")
-        (loss, summaries), (expected, known) = got[0], whole[0]
+        (loss, summaries, _), (expected, known) = got[0], whole[0]
         assert_close((loss, summaries["weight"]), (expected, known["weight"]), self.tolerance, "loss and weight")
         assert summaries.keys() == known.keys(), "summaries of the loss are passed on"
 

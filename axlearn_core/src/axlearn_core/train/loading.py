@@ -37,7 +37,15 @@ class Loaded:
         if self.tokenizer is None:
             raise RequestError("this run's input has no tokenizer, so its model cannot write text")
         return "".join(
-            generate_text(self.model, self.tokenizer, prompt, max_tokens=max_tokens, temperature=temperature, seed=seed)
+            generate_text(
+                self.model,
+                self.tokenizer,
+                prompt,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                seed=seed,
+                program=self.program,
+            )
         )
 
 
@@ -75,16 +83,31 @@ def load(run_dir: str | Path, *, step: int | None = None) -> Loaded:
 
 
 def generate_text(
-    model: Any, tokenizer: Tokenizer, prompt: str, *, max_tokens: int, temperature: float, seed: int
+    model: Any,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    max_tokens: int,
+    temperature: float,
+    seed: int,
+    program: Program | None = None,
 ) -> Iterator[str]:
-    """Yields pieces of text as they are generated; a character that spans tokens comes when it is complete."""
+    """Yields pieces of text as they are generated; a character that spans tokens comes when it is complete.
+
+    `program`: of the experiment that the model belongs to; without it the model is compiled on its own, for one device.
+    """
     if not hasattr(model, "generate"):
         raise RequestError(f"a {type(model).__name__} does not write text: it has no method `generate`")
     prompt_ids = getattr(tokenizer, "encode_prompt", tokenizer.encode)(prompt) or [tokenizer.eos_id]
     ids: list[int] = []
     shown = tokenizer.decode(prompt_ids)
     for token in model.generate(
-        prompt_ids, max_tokens=max_tokens, temperature=temperature, seed=seed, eos_id=tokenizer.eos_id
+        prompt_ids,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        eos_id=tokenizer.eos_id,
+        program=program,
     ):
         if token == tokenizer.eos_id:
             break

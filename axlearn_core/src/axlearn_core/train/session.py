@@ -70,7 +70,7 @@ class Session:
     def first_batch(self, batch: Mapping[str, Any]) -> None:
         """Compiles the step for this batch and counts its FLOPs, once."""
         if self.flops_per_step is None:
-            self.program.compile_train(batch)
+            self.program.compile("train", batch)
             self.flops_per_step = self.program.model_flops(batch)
             self.on_compiled(self, batch)
 

@@ -10,7 +10,7 @@ import attrs
 import jax
 
 from axlearn_core.checkpoint import OrbaxCheckpointer
-from axlearn_core.compose import Functional, Program, Steps, compose
+from axlearn_core.compose import Function, Functional, Program, compose
 from axlearn_core.config import REQUIRED, Configurable, Node, check, node, setting
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.contracts.parts import BatchIterator, Checkpointer, Input, Model, Tracker
@@ -24,7 +24,7 @@ from axlearn_core.train.lock import make_lock, peak_flops
 from axlearn_core.train.loop import Loop, TrainLoop
 from axlearn_core.train.run_dir import RunDir, lock_drift
 from axlearn_core.train.session import Session, say
-from axlearn_core.train.step import make_steps
+from axlearn_core.train.step import TrainingFunctions
 from axlearn_core.train.trackers import JsonlTracker, LinesTracker
 
 
@@ -65,9 +65,10 @@ class Trainer(Configurable):
         log_every_steps: int = setting(default=10, ge=1)
         seed: int = setting(default=0, ge=0)
 
-        def steps(self, functional: Functional) -> Steps:
-            """The pure functions of this experiment; see `axlearn_core.compose`."""
-            return make_steps(functional, self.learner.build(max_steps=self.max_steps, axes=functional.axes))
+        def functions(self, functional: Functional) -> Mapping[str, Function]:
+            """The pure functions of this experiment by name; see `axlearn_core.compose`."""
+            learner = self.learner.build(max_steps=self.max_steps, axes=functional.axes)
+            return TrainingFunctions(functional, learner).declare()
 
         def build_input(self, own: Node[Input], vocab_size: int | None) -> Input:
             """An input for this process."""
@@ -106,7 +107,7 @@ class Trainer(Configurable):
         cfg = self.config
         cfg.distributed.initialize()
         program = compose(cfg, machine=machine)
-        vocab_size = getattr(program.functional.bind(program.functional.abstract), "vocab_size", None)
+        vocab_size = getattr(program.functional.describe(), "vocab_size", None)
         with ExitStack() as closing:
             source = cfg.build_input(cfg.input, vocab_size)
             batches = source.train()
@@ -182,7 +183,7 @@ class Trainer(Configurable):
     def _compiled(session: Session, batch: Mapping[str, Any], run_dir: RunDir) -> None:
         if jax.process_index() != 0:
             return
-        kernels = [str(c) for c in session.program.kernels.choices]
+        kernels = [str(c) for c in session.program.choices("train")]
         run_dir.write_fact("kernels", kernels)
         before, now = run_dir.read_lock().get("hlo_fingerprint"), session.program.fingerprint(batch)
         if before and before != now:
@@ -199,5 +200,5 @@ def _ready(program: Program, batches: BatchIterator, seed: int) -> Any:
     batches.set_state(start)
     with ThreadPoolExecutor(1) as pool:
         state = pool.submit(program.init, seed)
-        program.compile_train(batch)
+        program.compile("train", batch)
         return state.result()

@@ -36,7 +36,11 @@ class FileEvaluator(Periodic):
 
         own: Any = session.input
         made = subject(
-            session.model(), own.tokenizer, length=own.config.sequence_length, template=getattr(own, "template", None)
+            session.model(),
+            own.tokenizer,
+            length=own.config.sequence_length,
+            template=getattr(own, "template", None),
+            program=session.program,
         )
         found = evaluate(made, self.data)
         return {f"{self.name}_{k}": v for k, v in found.items() if isinstance(v, float) and "stderr" not in k}

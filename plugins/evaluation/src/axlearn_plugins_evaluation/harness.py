@@ -113,5 +113,5 @@ class AxlearnLM(LM):
     def _writes(self) -> Generator:
         """The model taken apart for decoding, once."""
         if self._writer is None:
-            self._writer = Generator(self.subject.scorer.model)
+            self._writer = Generator(self.subject.scorer.model, self.subject.scorer.program)
         return self._writer

@@ -3,22 +3,18 @@
 Legend: B rows, S tokens of a row, C positions of a chunk, D width, V vocabulary.
 """
 
-import contextlib
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import attrs
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jax import lax
 
+from axlearn_core.compose import Program
+from axlearn_core.compose.model_program import with_program
 from axlearn_core.errors import RequestError
-from axlearn_core.kernels import selection
-from axlearn_core.nn.layer import Context
+from axlearn_plugins_transformer.functions import ScoreBucket
 
 SHORTEST = 32
 """Rows are padded to this length or the next power of two, so that few lengths are compiled."""
@@ -75,14 +71,14 @@ class Scorer:
         model: a `CausalLM`: its `decoder` gives hidden states, its `logits` the logits of some of them.
         length: of the longest row, in tokens.
         batch_tokens: how many tokens a batch has, padding included.
-        kernels: the selection of kernels to trace under; None takes the references.
+        program: of the experiment that the model belongs to; by default one of its own, for one device.
     """
 
-    def __init__(self, model: Any, *, length: int, batch_tokens: int = 8192, kernels: Any = None):
+    def __init__(self, model: Any, *, length: int, batch_tokens: int = 8192, program: Program | None = None):
         if not (hasattr(model, "decoder") and hasattr(model, "logits")):
             raise RequestError(f"a {type(model).__name__} gives no likelihoods: it has no decoder with logits")
-        self.model, self.length, self.batch_tokens, self.kernels = model, length, batch_tokens, kernels
-        self.graph, self.state = nnx.split(model)
+        self.model, self.length, self.batch_tokens = model, length, batch_tokens
+        self.program, self.weights = with_program(model, program)
 
     def __call__(
         self, texts: Sequence[tuple[Sequence[int], Sequence[bool]]], *, stride: int | None = None
@@ -136,31 +132,5 @@ class Scorer:
             tokens[i, : len(row.inputs)] = row.inputs
             targets[i, : len(row.targets)] = row.targets
             counted[i, : len(row.counted)] = row.counted
-        with selection.use(self.kernels) if self.kernels is not None else contextlib.nullcontext():
-            made = _scores(self.state, tokens, targets, counted, graph=self.graph, chunk=min(CHUNK, size))
-        return jax.device_get(made)
-
-
-@functools.partial(jax.jit, static_argnames=("graph", "chunk"))
-def _scores(
-    state: Any, tokens: jax.Array, targets: jax.Array, counted: jax.Array, *, graph: Any, chunk: int
-) -> tuple[jax.Array, jax.Array]:
-    """int32, int32, bool [B, S] -> (float32 [B] log-likelihoods, bool [B] whether all are the likeliest)."""
-    model = nnx.merge(graph, state)
-    hidden, _ = model.decoder(tokens, Context())
-    count = -(-tokens.shape[1] // chunk)
-
-    def split(x: jax.Array) -> jax.Array:
-        """[B, S, ...] -> [chunks, B, C, ...], padded with what does not count."""
-        x = jnp.pad(x, [(0, 0), (0, count * chunk - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(x.shape[0], count, chunk, *x.shape[2:]), 1, 0)
-
-    def part(x: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        own, wanted, counts = x
-        logits = model.logits(own).astype(jnp.float32)
-        at = jnp.take_along_axis(logits, wanted[..., None], axis=-1, mode="clip")[..., 0]
-        values = jnp.where(counts, at - jax.nn.logsumexp(logits, axis=-1), 0.0)
-        return jnp.sum(values, axis=1), jnp.all((jnp.argmax(logits, axis=-1) == wanted) | ~counts, axis=1)
-
-    sums, greedy = lax.map(part, (split(hidden), split(targets), split(counted)))
-    return jnp.sum(sums, axis=0), jnp.all(greedy, axis=0)
+        run = self.program.compile("score", ScoreBucket(count, size, min(CHUNK, size)))
+        return jax.device_get(run(self.weights, tokens, targets, counted))

@@ -32,13 +32,13 @@ def subject_of(loaded: Any, *, length: int | None = None, own: bool = True) -> S
         loaded.tokenizer,
         length=length or source.sequence_length,
         template=template.build(tokenizer=loaded.tokenizer),
-        kernels=loaded.program.kernels,
+        program=loaded.program,
         always=own,
     )
 
 
 def subject(
-    model: Any, tokenizer: Any, *, length: int, template: Any = None, kernels: Any = None, always: bool = True
+    model: Any, tokenizer: Any, *, length: int, template: Any = None, program: Any = None, always: bool = True
 ) -> Subject:
     """A model with its tokenizer, for evaluation.
 
@@ -47,7 +47,7 @@ def subject(
     """
     front = getattr(tokenizer, "encode_prompt", tokenizer.encode)("")
     return Subject(
-        Scorer(model, length=length, kernels=kernels),
+        Scorer(model, length=length, program=program),
         tokenizer,
         template or ChatTemplate.Config().build(tokenizer=tokenizer),
         tuple(front or (tokenizer.eos_id,)),

@@ -133,7 +133,7 @@ class Layers:
     """Which layers a stacked parameter holds: all, or those of one kind where `alternate` makes several."""
 
     def __init__(self, model: Functional):
-        modules = nnx.iter_modules(model.bind(model.abstract))
+        modules = nnx.iter_modules(model.describe())
         self.kinds = {".".join(map(str, path)): m.kinds for path, m in modules if isinstance(m, MixedLayers)}
 
     def of(self, path: str, shape: Sequence[int], axes: Sequence[str | None]) -> tuple[str, list[int] | None]:

@@ -17,7 +17,7 @@ def bridge(path: str, shape: Sequence[int], axes: Sequence[str | None], old: Cal
 
 def scales_of(run: Restored) -> dict[str, float]:
     """alpha / rank of each adapted map of a run."""
-    return adapters.scales_of(run.functional.bind(run.functional.abstract))
+    return adapters.scales_of(run.functional.describe())
 
 
 def export_run(run_dir: Path, directory: Path, *, step: int | None = None) -> None:

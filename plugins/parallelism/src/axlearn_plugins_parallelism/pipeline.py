@@ -18,12 +18,13 @@ from jax.sharding import PartitionSpec
 
 from axlearn_core.config import REQUIRED, node, setting
 from axlearn_core.errors import ConfigError, Problem
-from axlearn_core.nn import summaries
+from axlearn_core.nn import randomness, summaries
 from axlearn_core.nn.layer import Context
 from axlearn_core.nn.remat import Remat
 from axlearn_core.nn.sharding import Placement, constrain, logical_rules, placement
 from axlearn_plugins_parallelism.schedule import Schedule
-from axlearn_plugins_transformer.stack import MixedLayers, Stack
+from axlearn_plugins_transformer.stack import Stack
+from axlearn_plugins_transformer.stacked import Layers, Written, write_variables
 
 AXIS = "pipeline"
 RESIDUAL = ("batch", "residual_sequence", "activation_embed")
@@ -71,15 +72,16 @@ class PipelinedStack(Stack):
                 return super().__call__(layers, x, context)
             raise _refused("microbatches", "does not divide the rows of the batch", f"{count} for {x.shape[0]} rows")
         parts, rejoin = _microbatches((x, context), x.shape[0], count)
-        run = super().__call__
+        stacked = Layers.of(layers)
         if found is None or stages == 1:
-            y, reports = _one_after_the_other(lambda x, context: run(layers, x, context)[0], parts, count)
+            y, reports, written = _one_after_the_other(super().run, stacked, parts, count)
         else:
-            y, reports = self._in_stages(found, layers, parts)
+            y, reports, written = self._in_stages(found, stacked, parts)
         summaries.add_layers([reports])
+        write_variables(layers, written)
         return rejoin(y), None
 
-    def _in_stages(self, found: Placement, layers: Any, parts: Any) -> tuple[jax.Array, Any]:
+    def _in_stages(self, found: Placement, layers: Layers, parts: Any) -> tuple[jax.Array, Any, Written]:
         cfg, stages = self.cfg, found.mesh.shape[AXIS]
         plan = Schedule(stages, cfg.microbatches, cfg.rounds if cfg.schedule == "interleaved" else 1)
         chunk = Chunks.of(layers, plan)
@@ -99,7 +101,7 @@ class PipelinedStack(Stack):
         def run(leaves: Sequence[jax.Array], x: jax.Array, context: Any) -> Any:
             # Inside, `pipeline` is an axis of the program itself, and of no array.
             with logical_rules(jax.sharding.get_abstract_mesh(), rules):  # type: ignore[arg-type]
-                return _ticks(plan, self._stage(chunk, leaves), x[0], context)
+                return _ticks(plan, self._stage(chunk, leaves), chunk.variables(leaves), x[0], context)
 
         split, whole = PartitionSpec(AXIS), PartitionSpec()
         mapped = jax.shard_map(
@@ -109,17 +111,21 @@ class PipelinedStack(Stack):
         # manual axis beside automatic ones.
         x, context = parts
         x = jnp.broadcast_to(x[None], (stages, *x.shape))
-        y, reports = mapped(chunk.leaves, x, context)
+        y, reports, written = mapped(chunk.leaves, x, context)
         # [P, M, ...]: the last stage has the outputs, and each stage the reports of its own layers.
         losses, found_summaries = jax.tree.map(lambda v: v / plan.microbatches, reports)
-        return y[-1], (losses, jax.tree.map(lambda v: v / plan.rounds, found_summaries))
+        reports = losses, jax.tree.map(lambda v: v / plan.rounds, found_summaries)
+        return y[-1], reports, jax.tree.map(chunk.rejoin, written)
 
     def _stage(self, chunk: "Chunks", leaves: Sequence[jax.Array]) -> Callable[..., Any]:
-        """(x, context, round) -> (y, reports): the chunk of layers of that round, on this device."""
+        """(x, context, round, microbatch, variables) -> ((y, variables), reports): the chunk of layers of that round, on
+        this device.
+        """
         if chunk.rounds == 1:
 
-            def stage(x: jax.Array, context: Context, _: jax.Array) -> Any:
-                return Stack.__call__(self, chunk.layers(leaves), x, context)[0]
+            def stage(x: jax.Array, context: Context, _: jax.Array, index: jax.Array, kept: Written) -> Any:
+                y, _, written = Stack.run(self, chunk.layers(leaves, index).replaced(kept), x, context)
+                return y, _updated(kept, written)
 
             return _reporting(stage)
         # The layers of the round are taken out inside the rematerialised function: as its inputs they would be kept for
@@ -127,9 +133,14 @@ class PipelinedStack(Stack):
         plain = Stack.Config(mode=self.cfg.mode).build()
         local = [leaf[0] for leaf in leaves]
 
-        def chosen(x: jax.Array, context: Context, round: jax.Array) -> Any:
-            rows = [lax.dynamic_index_in_dim(leaf, round, keepdims=False) for leaf in local]
-            return plain(chunk.layers(rows), x, context)[0]
+        def chosen(x: jax.Array, context: Context, round: jax.Array, index: jax.Array, kept: Written) -> Any:
+            def row(leaf: jax.Array) -> jax.Array:
+                return lax.dynamic_index_in_dim(leaf, round, keepdims=False)
+
+            own = jax.tree.map(row, kept)
+            y, _, written = plain.run(chunk.layers([row(leaf) for leaf in local], index).replaced(own), x, context)
+            put = lambda all, one: lax.dynamic_update_index_in_dim(all, one.astype(all.dtype), round, 0)  # noqa: E731
+            return y, jax.tree.map(put, kept, _updated(own, written))
 
         remat = (self.cfg.remat or _KeepTagged.Config()).build()
         wrapped = remat.wrap(_reporting(chosen), in_loop=True)
@@ -160,27 +171,25 @@ class Chunks(NamedTuple):
     """Stacked layers cut into `stages * rounds` chunks of the same kinds of layers.
 
     Attributes:
-        leaves: the parameters: [layers, ...] with one round; else [stages, rounds, layers of a chunk, ...].
-        graphs: of each kind of layer, its structure and how many of the leaves are its own.
+        leaves: the arrays: [layers, ...] with one round; else [stages, rounds, layers of a chunk, ...]. Random keys are
+            their data.
+        graphs: of each kind of layer, its structure, that of its arrays, and how many of the leaves are its own.
+        keys: of each leaf, whether it is the data of random keys.
         kinds: of the layers of a chunk.
         rounds: chunks per stage.
     """
 
     leaves: list[jax.Array]
     graphs: list[tuple[Any, Any, int]]
+    keys: list[bool]
     kinds: tuple[int, ...]
     rounds: int
 
     @classmethod
-    def of(cls, layers: Any, plan: Schedule) -> "Chunks":
+    def of(cls, layers: Layers, plan: Schedule) -> "Chunks":
         """Cuts them; raises `ConfigError` where the chunks would differ."""
-        mixed = isinstance(layers, MixedLayers)
-        split = (
-            [nnx.split(getattr(layers, str(k))) for k in range(max(layers.kinds) + 1)] if mixed else [nnx.split(layers)]
-        )
-        states = [jax.tree.flatten(state) for _, state in split]
-        kinds = layers.kinds if mixed else (0,) * states[0][0][0].shape[0]
-        count = plan.stages * plan.rounds
+        states = [jax.tree.flatten(state) for state in layers.states]
+        kinds, count = layers.kinds, plan.stages * plan.rounds
         if len(kinds) % count:
             got = f"{len(kinds)} layers for {plan.stages} stages" + (
                 f" of {plan.rounds} chunks" if plan.rounds > 1 else ""
@@ -192,16 +201,34 @@ class Chunks(NamedTuple):
             got = f"kinds {' '.join(map(str, kinds))} in parts of {size}"
             raise _refused("layers", "every part has to have the same kinds of layers, in the same order", got)
         leaves = [leaf for flat, _ in states for leaf in flat]
+        keys = [randomness.is_key(leaf) for leaf in leaves]
+        leaves = [jax.random.key_data(x) if is_key else x for x, is_key in zip(leaves, keys, strict=True)]
         if plan.rounds > 1:  # chunk r * P + s is stage s's
             leaves = [jnp.swapaxes(x.reshape(plan.rounds, plan.stages, -1, *x.shape[1:]), 0, 1) for x in leaves]
-        graphs = [(graph, tree, len(flat)) for (graph, _), (flat, tree) in zip(split, states, strict=True)]
-        return cls(leaves, graphs, chunks.pop(), plan.rounds)
+        graphs = [(graph, tree, len(flat)) for graph, (flat, tree) in zip(layers.graphs, states, strict=True)]
+        return cls(leaves, graphs, keys, chunks.pop(), plan.rounds)
 
-    def layers(self, leaves: Iterable[jax.Array]) -> Any:
-        """The layers of one chunk as a stack takes them."""
-        rest = iter(leaves)
-        made = [nnx.merge(graph, tree.unflatten([next(rest) for _ in range(n)])) for graph, tree, n in self.graphs]
-        return made[0] if len(made) == 1 else MixedLayers(made, self.kinds)
+    def layers(self, leaves: Iterable[jax.Array], index: jax.Array | None = None) -> Layers:
+        """The layers of one chunk, whose random streams are those of the microbatch `index`."""
+        arrays = iter(jax.random.wrap_key_data(x) if is_key else x for x, is_key in zip(leaves, self.keys, strict=True))
+        states = [tree.unflatten([next(arrays) for _ in range(n)]) for _, tree, n in self.graphs]
+        layers = Layers(self.kinds, tuple(graph for graph, *_ in self.graphs), tuple(states))
+        return layers.folded(index) if any(self.keys) and index is not None else layers
+
+    def variables(self, leaves: Sequence[jax.Array]) -> Written:
+        """The variables of this device's chunks: [layers of a chunk, ...], or [rounds, layers of a chunk, ...]."""
+        return self.layers(leaves if self.rounds == 1 else [leaf[0] for leaf in leaves]).all_variables()
+
+    def rejoin(self, variable: jax.Array) -> jax.Array:
+        """[P * layers of a chunk, ...], or [P * rounds, layers of a chunk, ...], to [layers, ...] in their order."""
+        if self.rounds == 1:
+            return variable
+        chunks = variable.reshape(-1, self.rounds, *variable.shape[1:])
+        return jnp.swapaxes(chunks, 0, 1).reshape(-1, *variable.shape[2:])
+
+
+def _updated(kept: Written, written: Written) -> Written:
+    return {kind: {**values, **written.get(kind, {})} for kind, values in kept.items()}
 
 
 def _reporting(stage: Callable[..., jax.Array]) -> Callable[..., Any]:
@@ -234,39 +261,52 @@ def _laid_out(x: jax.Array) -> jax.Array:
     return constrain(x, *(None, *RESIDUAL)[: x.ndim])
 
 
-def _one_after_the_other(run: Callable[..., jax.Array], parts: Any, count: int) -> tuple[jax.Array, Any]:
+def _one_after_the_other(
+    run: Callable[..., Any], layers: Layers, parts: Any, count: int
+) -> tuple[jax.Array, Any, Written]:
     """All microbatches through all layers; what is reported is [M] of each name."""
+    draws = any(randomness.is_key(leaf) for state in layers.states for leaf in jax.tree.leaves(state))
 
-    def body(_: None, part: Any) -> Any:
-        return None, _reporting(run)(*part)
+    def microbatch(kept: Written, index: jax.Array | None, x: jax.Array, context: Context) -> Any:
+        own = layers.replaced(kept) if index is None else layers.replaced(kept).folded(index)
+        y, _, written = run(own, x, context)
+        return y, _updated(kept, written)
 
-    _, (y, (losses, reported)) = lax.scan(body, None, parts)
-    return y, (jax.tree.map(lambda v: v / count, losses), reported)
+    def body(kept: Written, numbered: Any) -> Any:
+        part, index = numbered
+        (y, kept), reports = _reporting(microbatch)(kept, index, *part)
+        return kept, (y, reports)
+
+    indices = jnp.arange(count, dtype=jnp.uint32) if draws else None
+    kept, (y, (losses, reported)) = lax.scan(body, layers.all_variables(), (parts, indices))
+    return y, (jax.tree.map(lambda v: v / count, losses), reported), kept
 
 
-def _ticks(plan: Schedule, stage: Callable[..., Any], x: jax.Array, context: Any) -> Any:
+def _ticks(plan: Schedule, stage: Callable[..., Any], variables: Written, x: jax.Array, context: Any) -> Any:
     """What one device does: a chunk of layers per tick, on what the stage before it sent.
 
     Returns:
-        [1, M, b, S, D] (of the last stage the outputs), and [1] sums over the ticks of what was reported.
+        [1, M, b, S, D] (of the last stage the outputs), [1] sums over the ticks of what was reported, and the variables of
+        this device's layers as they are after all microbatches.
     """
     me = lax.axis_index(AXIS)
     ring = [(i, (i + 1) % plan.stages) for i in range(plan.stages)]
 
-    def tick(carry: tuple[jax.Array, jax.Array], now: jax.Array) -> Any:
-        received, outputs = carry
+    def tick(carry: tuple[jax.Array, jax.Array, Written], now: jax.Array) -> Any:
+        received, outputs, kept = carry
         valid, index, round = plan.work(now, me)
         mine, told = jax.tree.map(lambda v: lax.dynamic_index_in_dim(v, index, keepdims=False), (x, context))
-        y, reports = stage(jnp.where((me == 0) & (round == 0), mine, received), told, round)
+        (y, new), reports = stage(jnp.where((me == 0) & (round == 0), mine, received), told, round, index, kept)
+        kept = jax.tree.map(lambda a, b: jnp.where(valid, a.astype(b.dtype), b), new, kept)
         y = y.astype(x.dtype)
         last = valid & (me == plan.stages - 1) & (round == plan.rounds - 1)
         place = jnp.where(last, index, plan.microbatches)  # behind the outputs is room for what nobody needs
         outputs = lax.dynamic_update_index_in_dim(outputs, y, place, 0)
         reports = jax.tree.map(lambda v: jnp.where(valid, v, 0), reports)
-        return (lax.ppermute(y, AXIS, ring), outputs), reports
+        return (lax.ppermute(y, AXIS, ring), outputs, kept), reports
 
     # Before the first microbatch arrives a stage computes on a real one, not on zeros: nothing that is thrown away can be
     # infinite, here or in a derivative.
     outputs = jnp.zeros((plan.microbatches + 1, *x.shape[1:]), x.dtype)
-    (_, outputs), reports = lax.scan(tick, (x[0], outputs), jnp.arange(plan.ticks))
-    return outputs[None, :-1], jax.tree.map(lambda v: jnp.sum(v, axis=0)[None], reports)
+    (_, outputs, kept), reports = lax.scan(tick, (x[0], outputs, variables), jnp.arange(plan.ticks))
+    return outputs[None, :-1], jax.tree.map(lambda v: jnp.sum(v, axis=0)[None], reports), kept

@@ -17,7 +17,6 @@ from axlearn_core.compose import Program
 from axlearn_core.compose.flops import called, equation_flops
 from axlearn_core.contracts.kernels import Kernel, OpRequest
 from axlearn_core.kernels.selection import REFERENCE, Selection, use
-from axlearn_core.nn.sharding import logical_rules
 
 BLOCKS = 64  # a mask is asked about this many blocks of queries and of keys
 _SCOPE = re.compile(r"visible_pairs_([\d.]+)")
@@ -150,9 +149,9 @@ class ModelFlops:
 
 def model_flops(program: Program, batch: Mapping[str, Any]) -> ModelFlops:
     """Counted with the reference implementations of all ops, so that no kernel's choice of blocks plays a part."""
-    selection = _Reference(platform=program.kernels.platform, target=program.kernels.target)
+    selection = _Reference(platform=program.platform, target=program.selection("train").target)
     with use(selection):
-        jaxpr = jax.make_jaxpr(program.steps.loss)(program.functional.abstract, dict(batch)).jaxpr
+        jaxpr = jax.make_jaxpr(program.function("loss").call)(program.functional.specs, dict(batch)).jaxpr
     found = list(works(jaxpr))
     return ModelFlops(full=3 * sum(w.flops for w in found), causal=3 * sum(w.flops * w.visible for w in found))
 
@@ -161,9 +160,9 @@ def executed_flops(program: Program, batch: Mapping[str, Any]) -> Mapping[str, f
     """Dtype -> FLOPs that the program asks for in one step, on all devices: recomputation too, kernels without the pairs
     of positions that they skip.
     """
-    selection = _Marked(platform=program.kernels.platform, target=program.kernels.target)
-    with use(selection), logical_rules(program.layout.mesh, program.layout.rules):
-        jaxpr = jax.make_jaxpr(program.steps.train)(program.state, dict(batch)).jaxpr
+    selection = _Marked(platform=program.platform, target=program.selection("train").target)
+    with program.tracing("train", selection):
+        jaxpr = jax.make_jaxpr(program.function("train").call)(program.state, dict(batch)).jaxpr
     total: dict[str, float] = {}
     for work in works(jaxpr):
         done = work.flops * (work.visible if work.kernel else 1.0)

@@ -27,11 +27,11 @@ def explain(request: Any, as_json: bool) -> None:
     from axlearn_plugins_plan.render import kernel_lines, kernels_json
 
     program, batch = prepared(resolve(request))
-    program.trace(batch)
+    program.trace("train", batch)
     if as_json:
-        print_json(kernels_json(program.kernels.choices))
+        print_json(kernels_json(program.choices("train")))
         return
-    for line in kernel_lines(program.kernels.choices):
+    for line in kernel_lines(program.choices("train")):
         click.echo(line if line.startswith(" ") else click.style(line, bold=True))
-    if not program.kernels.choices:
+    if not program.choices("train"):
         click.echo("nothing in this model calls an op that has implementations", err=True)

@@ -107,7 +107,7 @@ def prepared(resolved: Resolved) -> tuple[Program, dict[str, jax.ShapeDtypeStruc
     _check(resolved)
     settle(machine)
     program = compose(config, absent(machine), machine=machine)  # type: ignore[arg-type]
-    vocab_size = getattr(program.functional.bind(program.functional.abstract), "vocab_size", None)
+    vocab_size = getattr(program.functional.describe(), "vocab_size", None)
     return program, abstract_batch(config, vocab_size)
 
 
@@ -140,7 +140,7 @@ def make_plan(resolved: Resolved) -> Plan:
     machine = machine_of(resolved)
     arguments = shard_bytes(program.state)
     started = time.perf_counter()
-    program.lower(batch)  # which JAX keeps
+    program.lower("train", batch)  # which JAX keeps
     with ThreadPoolExecutor(1) as pool:  # the compiler leaves Python free to count meanwhile
         compiling = pool.submit(_compiled, program, batch, arguments, machine, started)
         flops, executed, found = model_flops(program, batch), executed_flops(program, batch), tags(program, batch)
@@ -175,7 +175,7 @@ def make_plan(resolved: Resolved) -> Plan:
         hbm_traffic=moved,
         collectives=sent,
         roofline=roofline(machine.target, machine.devices, executed, moved, sent),
-        kernels=tuple(program.kernels.choices),
+        kernels=tuple(program.choices("train")),
         tags=tuple(found),
         gradient_bytes=shard_bytes(program.state.params),
         accumulate_steps=getattr(getattr(resolved.config, "learner", None), "accumulate_steps", 1),
@@ -204,7 +204,7 @@ def _compiled(
     """(the compiled step or None, its memory, seconds since `started`)."""
     try:
         with _uncached():
-            compiled = program.compile_train(batch, **(_NEVER_RUN if machine.target.stand_in else {}))
+            compiled = program.compile("train", batch, **(_NEVER_RUN if machine.target.stand_in else {}))
     except jax.errors.JaxRuntimeError as error:
         memory = of_refusal(str(error), arguments, machine)
         if memory is None:

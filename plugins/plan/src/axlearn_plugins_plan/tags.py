@@ -10,8 +10,8 @@ import jax
 
 from axlearn_core.compose import Program
 from axlearn_core.compose.flops import called
-from axlearn_core.kernels.selection import Selection, use
-from axlearn_core.nn.sharding import Placement, logical_rules
+from axlearn_core.kernels.selection import Selection
+from axlearn_core.nn.sharding import Placement
 from axlearn_plugins_plan.flops import works
 
 _HEADS = ("batch", "sequence", "activation_heads", None)
@@ -48,9 +48,9 @@ class Tag:
 def tags(program: Program, batch: Mapping[str, Any]) -> list[Tag]:
     """The tags of a model, in the order of its forward pass."""
     mesh, rules = program.layout.mesh, program.layout.rules
-    selection = Selection(platform=program.kernels.platform, target=program.kernels.target)
-    with use(selection), logical_rules(mesh, rules):
-        jaxpr = jax.make_jaxpr(program.steps.loss)(program.functional.abstract, dict(batch)).jaxpr
+    selection = Selection(platform=program.platform, target=program.selection("train").target)
+    with program.tracing("train", selection):
+        jaxpr = jax.make_jaxpr(program.function("loss").call)(program.functional.specs, dict(batch)).jaxpr
     placement = Placement(mesh, rules)
     found: dict[str, Tag] = {}
     for tag in _tags(jaxpr, placement, 1.0, None, False):

@@ -21,7 +21,7 @@ def store(params: Mapping[str, Any], functional: Functional) -> dict[str, Any]:
     Raises:
         RequestError: a parameter is missing, so it is not the same model.
     """
-    model = functional.bind(functional.abstract)
+    model = functional.describe()
     made = {p: params[p] for p in functional.abstract if p in params}
     for path, module in nnx.iter_modules(model):
         if isinstance(module, WeightOnlyLinear):

@@ -107,13 +107,17 @@ class NoLearner(Configurable):
         """The parameters."""
         return params
 
-    def value_and_grad(self, loss: Any, params: Any, batch: Any) -> Any:
+    def value_and_grad(self, loss: Any, params: Any, variables: Any, batch: Any, key: Any) -> Any:
         """Raises `RequestError`."""
-        raise RequestError(
+        raise self._refusal()
+
+    @staticmethod
+    def _refusal() -> RequestError:
+        return RequestError(
             "this model cannot be trained: its weights are stored as integers\n"
             "    fix: train the run that it was made from, and quantize again"
         )
 
     def update(self, grads: Any, state: Any, params: Any, loss: jax.Array) -> Any:
         """Raises `RequestError`."""
-        return self.value_and_grad(None, params, None)
+        raise self._refusal()

@@ -128,7 +128,7 @@ class _Layers:
     """Where the parameters of each layer of a model lie, whether its layers are of one kind or of several."""
 
     def __init__(self, model: Functional):
-        modules = nnx.iter_modules(model.bind(model.abstract))
+        modules = nnx.iter_modules(model.describe())
         self.kinds = {".".join(map(str, path)): m.kinds for path, m in modules if isinstance(m, MixedLayers)}
 
     def split(self, path: str, stacks: Sequence[str]) -> tuple[str, str, Sequence[int] | None]:

@@ -73,7 +73,7 @@ def restored(run_dir: Path, step: int | None = None) -> Restored:
         state, extra = checkpointer.restore(at, program.state)
     finally:
         checkpointer.close()
-    params = dict(program.steps.model_params(state))
+    params = dict(program.weights(state).params)
     return Restored(run_dir, config, program.functional, state, params, at, extra)
 
 

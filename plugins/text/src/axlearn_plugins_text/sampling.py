@@ -51,6 +51,7 @@ class SampleEvaluator(Periodic):
             max_tokens=cfg.max_tokens,
             temperature=cfg.temperature,
             seed=session.seed,
+            program=session.program,
         )
         session.text(self.name, cfg.prompt + "".join(pieces))
         return {}

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from axlearn_core.compose import Function
 from axlearn_core.config import REQUIRED, Node, node, setting
 from axlearn_core.contracts.parts import Batch
 from axlearn_core.errors import Problem
@@ -134,6 +135,12 @@ class CausalLM(Layer):
         for value in found.losses.values():
             loss = loss + value
         return loss, report
+
+    def functions(self) -> Mapping[str, Function]:
+        """`score`, `unstack`, `prefill` and `decode`; see `axlearn_plugins_transformer.functions`."""
+        from axlearn_plugins_transformer.functions import language_model_functions
+
+        return language_model_functions(self)
 
     def generate(self, prompt_ids: Sequence[int], **options: Any) -> Iterator[int]:
         """The tokens that follow a prompt, one at a time; the options are those of `generate.generate`."""

@@ -1,17 +1,16 @@
 """Text generation: the prompt in one call, then one compiled step per token with the cache updated in place."""
 
-import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+import attrs
 import jax
-import jax.numpy as jnp
-from flax import nnx
-from jax import lax
+import numpy as np
 
+from axlearn_core.compose import Program
+from axlearn_core.compose.model_program import ModelProgram, with_program
 from axlearn_core.errors import RequestError
-from axlearn_core.nn.layer import Context
+from axlearn_plugins_transformer.functions import Draw, GenerationBucket, GenerationFunctions
 
 SMALLEST_PROMPT = 16
 """Prompts are padded to this length or the next power of two, so that few lengths are compiled."""
@@ -19,54 +18,19 @@ CACHE_STEP = 128
 """Caches have a multiple of this length, for the same reason."""
 
 
-class _Draw(NamedTuple):
-    """How the next token is drawn; all zero-dimensional arrays."""
-
-    key: jax.Array
-    number: jax.Array  # int32, counts the tokens
-    temperature: jax.Array  # float32
-
-
-def _pick(logits: jax.Array, draw: _Draw | None, top_k: int | None) -> jax.Array:
-    """[V] -> an int32 token: the likeliest one, or a random one."""
-    if draw is None:
-        return jnp.argmax(logits).astype(jnp.int32)
-    logits = logits.astype(jnp.float32) / draw.temperature
-    if top_k is not None:
-        logits = jnp.where(logits >= lax.top_k(logits, top_k)[0][-1], logits, -jnp.inf)
-    return jax.random.categorical(jax.random.fold_in(draw.key, draw.number), logits).astype(jnp.int32)
-
-
-@functools.partial(jax.jit, static_argnames=("graph", "top_k"), donate_argnames=("cache",))
-def _prefill(
-    state: Any, cache: Any, tokens: jax.Array, length: jax.Array, draw: _Draw | None, *, graph: Any, top_k: int | None
-) -> tuple[jax.Array, Any]:
-    """The token that follows the first `length` of [1, S], and the cache with just those in it."""
-    model = nnx.merge(graph, state)
-    hidden, cache = model.decoder(tokens, Context(), cache)
-    last = lax.dynamic_slice_in_dim(hidden, length - 1, 1, axis=1)
-    return _pick(model.logits(last)[0, 0], draw, top_k), dataclasses.replace(cache, length=length)
-
-
-@functools.partial(jax.jit, static_argnames=("graph", "top_k"), donate_argnames=("cache",))
-def _step(
-    state: Any, cache: Any, token: jax.Array, draw: _Draw | None, *, graph: Any, top_k: int | None
-) -> tuple[jax.Array, Any]:
-    """The token after `token`, and the cache with `token` in it."""
-    logits, cache = nnx.merge(graph, state)(token[None, None], cache=cache)
-    return _pick(logits[0, 0], draw, top_k), cache
-
-
 class Generator:
     """Generates from one model. Its weights are taken apart by layer once, and equal lengths compile once.
 
     Args:
         model: a `CausalLM`.
+        program: of the experiment that the model belongs to; by default one of its own, for one device.
     """
 
-    def __init__(self, model: Any):
-        self.model = model.unstacked()
-        self.graph, self.state = nnx.split(self.model)
+    def __init__(self, model: Any, program: Program | ModelProgram | None = None):
+        self.vocab_size = model.vocab_size
+        self.program, weights = with_program(model, program)
+        self.arrays = self.program.compile("unstack")(weights)
+        self.functions = GenerationFunctions(self.program.functional.describe())
 
     def __call__(
         self,
@@ -91,7 +55,7 @@ class Generator:
         Raises:
             RequestError: an empty prompt, a token that the model does not have, or a number out of range.
         """
-        vocab = self.model.cfg.vocab_size
+        vocab = self.vocab_size
         wrong = [t for t in prompt_ids if not 0 <= t < vocab]
         if not prompt_ids:
             raise RequestError("cannot generate: the prompt has no token")
@@ -108,21 +72,23 @@ class Generator:
         self, prompt: list[int], max_tokens: int, temperature: float, seed: int, eos_id: int | None, top_k: int | None
     ) -> Iterator[int]:
         padded = max(SMALLEST_PROMPT, 1 << (len(prompt) - 1).bit_length())
-        cache = self.model.init_cache(1, -(-max(padded, len(prompt) + max_tokens) // CACHE_STEP) * CACHE_STEP)
-        key, heat = jax.random.key(seed), jnp.float32(temperature)
-        top_k = top_k if temperature > 0 else None
-        token = jnp.zeros((), jnp.int32)
+        length = -(-max(padded, len(prompt) + max_tokens) // CACHE_STEP) * CACHE_STEP
+        sampled = temperature > 0
+        bucket = GenerationBucket(padded, length, sampled, top_k if sampled else None)
+        step_bucket = attrs.evolve(bucket, prompt=0)
+        cache, token = self.functions.init_cache(bucket), np.int32(0)
+        key, heat = jax.random.key(seed), np.float32(temperature)
         for index in range(max_tokens):
-            draw = _Draw(key, jnp.int32(index), heat) if temperature > 0 else None
+            draw = Draw(key, np.int32(index), heat) if sampled else None
             if index == 0:
-                tokens = jnp.asarray([prompt + [0] * (padded - len(prompt))], jnp.int32)
-                length = jnp.int32(len(prompt))
-                token, cache = _prefill(self.state, cache, tokens, length, draw, graph=self.graph, top_k=top_k)
+                tokens = np.asarray([prompt + [0] * (padded - len(prompt))], np.int32)
+                prefill = self.program.compile("prefill", bucket)
+                token, cache = prefill(self.arrays, cache, tokens, np.int32(len(prompt)), draw)
             else:
-                token, cache = _step(self.state, cache, token, draw, graph=self.graph, top_k=top_k)
-            if (found := int(token)) == eos_id:
+                token, cache = self.program.compile("decode", step_bucket)(self.arrays, cache, token, draw)
+            if (chosen := int(token)) == eos_id:
                 return
-            yield found
+            yield chosen
 
 
 def generate(
@@ -133,8 +99,9 @@ def generate(
     seed: int = 0,
     eos_id: int | None = None,
     top_k: int | None = None,
+    program: Program | None = None,
 ) -> Iterator[int]:
     """Tokens that follow a prompt; see `Generator`, which is better for more than one prompt."""
-    return Generator(model)(
+    return Generator(model, program)(
         prompt_ids, max_tokens=max_tokens, temperature=temperature, seed=seed, eos_id=eos_id, top_k=top_k
     )

@@ -4,17 +4,17 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
-import attrs
 import jax
 from flax import nnx
 from jax import lax
 
 from axlearn_core.config import Configurable, Node, node
-from axlearn_core.nn import summaries
+from axlearn_core.nn import summaries, variables
 from axlearn_core.nn.layer import Context
 from axlearn_core.nn.remat import Remat
 from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_transformer.alternate import Plan, layer_configs, plan
+from axlearn_plugins_transformer.stacked import Layers, MixedLayers, Record, Run, Written, rows_of, write_variables
 
 
 class StackLayer(Protocol):
@@ -45,24 +45,11 @@ class LayerStack(Protocol):
         ...
 
 
-class MixedLayers(nnx.Module):
-    """Layers of several kinds: the attribute `0` holds all layers of the kind that comes first, stacked, and so on.
-
-    Attributes:
-        kinds: of each layer, which attribute holds it; its row there is the number of layers of that kind before it.
-    """
-
-    def __init__(self, stacked: Sequence[Any], kinds: Sequence[int]):
-        self.kinds = tuple(kinds)
-        for kind, layers in enumerate(stacked):
-            setattr(self, str(kind), layers)
-
-
 def unstack(layers: Any, num_layers: int) -> nnx.List:
     """Stacked layers as separate ones: for decoding, where slicing weights at every step is slow."""
-    kinds, parts = _parts(layers, num_layers)
-    rows = [iter(_slices(state, kinds.count(kind))) for kind, (_, state) in enumerate(parts)]
-    return nnx.List([nnx.merge(parts[kind][0], next(rows[kind])) for kind in kinds])
+    parts = Layers.of(layers, num_layers)
+    rows = [iter(rows_of(state, parts.kinds.count(kind))) for kind, state in enumerate(parts.states)]
+    return nnx.List([nnx.merge(parts.graphs[kind], next(rows[kind])) for kind in parts.kinds])
 
 
 def each_layer(layers: Any, num_layers: int) -> Sequence[Any]:
@@ -70,21 +57,6 @@ def each_layer(layers: Any, num_layers: int) -> Sequence[Any]:
     if isinstance(layers, MixedLayers):
         return [getattr(layers, str(kind)) for kind in layers.kinds]
     return layers if isinstance(layers, nnx.List) else [layers] * num_layers
-
-
-def _parts(layers: Any, num_layers: int | None = None) -> tuple[tuple[int, ...], list[tuple[Any, Any]]]:
-    """The kind of each layer, and (structure, stacked parameters) of each kind."""
-    if isinstance(layers, MixedLayers):
-        return layers.kinds, [nnx.split(getattr(layers, str(k))) for k in range(max(layers.kinds) + 1)]
-    graph, state = nnx.split(layers)
-    return (0,) * (num_layers or jax.tree.leaves(state)[0].shape[0]), [(graph, state)]
-
-
-def _slices(state: Any, count: int, sizes: Sequence[int] | None = None) -> list[Any]:
-    # lax.split and not indexing: its gradient is one concatenation instead of a padded sum per layer.
-    leaves, tree = jax.tree.flatten(state)
-    split = [lax.split(leaf, sizes or (1,) * count, axis=0) for leaf in leaves]
-    return [tree.unflatten([p[i] if sizes else lax.squeeze(p[i], (0,)) for p in split]) for i in range(count)]
 
 
 def _no_view(primitive: Any, *_: Any, **__: Any) -> bool:
@@ -129,84 +101,52 @@ class Stack(Configurable):
 
     def __call__(self, layers: Any, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
         """Runs them one after the other. With a cache (an entry per layer) they are always unrolled."""
+        x, cache, written = self.run(Layers.of(layers), x, context, cache)
+        write_variables(layers, written)
+        return x, cache
+
+    def run(self, layers: Layers, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any, Written]:
+        """As a pure function of the layers: (what comes out, the new cache, the variables that the layers wrote)."""
         remat = None if self.cfg.remat is None or cache is not None else self.cfg.remat.build()
-
-        @functools.cache
-        def layer(kind: int, in_loop: bool = False) -> Callable[..., Any]:
-            def run(x: jax.Array, state: Any, cache: Any = None) -> tuple[Any, Any]:
-                with summaries.collect() as found:
-                    x, cache = nnx.merge(graphs[kind], state)(
-                        constrain(x, "batch", "residual_sequence", "activation_embed"), context, cache
-                    )
-                return x, (cache, (found.losses, found.summaries))
-
-            if remat is None:
-                return jax.checkpoint(run, policy=_no_view, prevent_cse=False) if in_loop else run
-            return remat.wrap(run, in_loop=in_loop)
-
-        if isinstance(layers, nnx.List):
-            graphs, states = zip(*map(nnx.split, layers), strict=True)
-            runs = [Run([(i, state) for i, state in enumerate(states)])]
-        else:
-            kinds, parts = _parts(layers)
-            graphs = [graph for graph, _ in parts]
-            whole = self.cfg.mode == "unrolled" or cache is not None
-            runs = _runs(kinds, [state for _, state in parts], Plan(0, len(kinds), 1) if whole else plan(kinds))
-        new, reports = [], []
-        for part in runs:
+        layer = functools.cache(functools.partial(_layer, layers.graphs, context, remat))
+        whole = self.cfg.mode == "unrolled" or cache is not None
+        entries, reports, record = [], [], Record(layers.separate)
+        for part in layers.runs(Plan(0, len(layers.kinds), 1) if whole else plan(layers.kinds)):
             if part.scanned is not None:
 
-                def body(x: jax.Array, states: Any, part: "Run" = part) -> tuple[jax.Array, list[Any]]:
-                    counts = [part.kinds.count(kind) for kind in range(len(states))]
-                    rows = [iter([s] if n == 1 else _slices(s, n)) for s, n in zip(states, counts, strict=True)]
-                    found = []
+                def body(x: jax.Array, states: Any, part: Run = part) -> tuple[jax.Array, list[Any]]:
+                    rows, results = part.rows(states), []
                     for kind in part.kinds:
-                        x, (_, report) = layer(kind, True)(x, next(rows[kind]))
-                        found.append(report)
-                    return x, found
+                        x, (_, *result) = layer(kind, True)(x, next(rows[kind]))
+                        results.append(tuple(result))
+                    return x, results
 
-                x, found = lax.scan(body, x, part.scanned)
-                reports += found
+                x, results = lax.scan(body, x, part.scanned)
+                reports += [report for report, _ in results]
+                record.add_repeats(part.kinds, [values for _, values in results])
             for kind, state in part.layers:
-                x, (entry, report) = layer(kind)(x, state, None if cache is None else cache[len(new)])
-                new.append(entry)
+                x, (entry, report, values) = layer(kind)(x, state, None if cache is None else cache[len(entries)])
+                entries.append(entry)
                 reports.append(report)
+                record.add(kind, values)
         if remat is not None:
             remat.check()
         summaries.add_layers(reports)
-        return x, None if cache is None else tuple(new)
+        return x, None if cache is None else tuple(entries), record.written()
 
 
-@attrs.frozen(eq=False)
-class Run:
-    """Some of the layers: unrolled ones, or repeats of the `kinds` over what each kind has, [repeats, rows, ...]."""
+def _layer(
+    graphs: Sequence[Any], context: Context, remat: Remat | None, kind: int, in_loop: bool = False
+) -> Callable[..., Any]:
+    """`(x, arrays, cache) -> (x, (cache, (losses, summaries), variables written))`: one layer of a kind."""
 
-    layers: Sequence[tuple[int, Any]] = ()
-    kinds: Sequence[int] = ()
-    scanned: Any = None
+    def run(x: jax.Array, state: Any, cache: Any = None) -> tuple[Any, Any]:
+        before = variables.values_of(state)
+        module = nnx.merge(graphs[kind], state, copy=True)
+        with summaries.collect() as collected:
+            x, cache = module(constrain(x, "batch", "residual_sequence", "activation_embed"), context, cache)
+        return x, (cache, (collected.losses, collected.summaries), variables.written(module, before))
 
-
-def _runs(kinds: Sequence[int], states: Sequence[Any], plan: Plan) -> list[Run]:
-    """The layers as a plan takes them: those before the repeats, the repeats, those after."""
-    middle = plan.lead + plan.period * plan.repeats if plan.repeats > 1 else plan.lead
-    period = kinds[plan.lead : plan.lead + plan.period]
-    before, repeated, after = [], [], []
-    for kind, state in enumerate(states):
-        counts = [part.count(kind) for part in (kinds[: plan.lead], kinds[plan.lead : middle], kinds[middle:])]
-        pieces = [state] * 3 if sum(counts) in counts else _slices(state, 3, counts)
-        repeated.append(_grouped(pieces[1], plan.repeats) if counts[1] else None)
-        before.append(iter(_slices(pieces[0], counts[0]) if counts[0] else ()))
-        after.append(iter(_slices(pieces[2], counts[2]) if counts[2] else ()))
-    return [
-        Run([(kind, next(before[kind])) for kind in kinds[: plan.lead]]),
-        Run(kinds=period, scanned=repeated if middle > plan.lead else None),
-        Run([(kind, next(after[kind])) for kind in kinds[middle:]]),
-    ]
-
-
-def _grouped(state: Any, repeats: int) -> Any:
-    """[repeats * n, ...] -> [repeats, n, ...], or [repeats, ...] where n is 1."""
-    leaves = jax.tree.leaves(state)
-    if leaves[0].shape[0] == repeats:
-        return state
-    return jax.tree.map(lambda x: x.reshape(repeats, -1, *x.shape[1:]), state)
+    if remat is None:
+        return jax.checkpoint(run, policy=_no_view, prevent_cse=False) if in_loop else run
+    return remat.wrap(run, in_loop=in_loop)

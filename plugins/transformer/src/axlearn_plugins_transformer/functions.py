@@ -1,0 +1,221 @@
+"""What a causal language model computes besides its loss: `score`, `unstack`, `prefill` and `decode`, for a program to compile.
+
+Legend: B rows, S tokens of a row, C positions of a chunk, V vocabulary.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import attrs
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from axlearn_core.compose import Array, Function
+from axlearn_core.nn.layer import Context
+
+Arrays = dict[str, jax.Array]
+
+
+@attrs.frozen
+class ScoreBucket:
+    """Shapes of `score`.
+
+    Attributes:
+        rows: B.
+        length: S.
+        chunk: positions per row that have their logits in memory at one time.
+    """
+
+    rows: int
+    length: int
+    chunk: int
+
+
+@attrs.frozen
+class GenerationBucket:
+    """Shapes of `prefill` and `decode`, for one row.
+
+    Attributes:
+        prompt: tokens of the padded prompt; 0 in `decode`.
+        cache: tokens that the cache has room for.
+        sampled: whether tokens are drawn; otherwise the likeliest is taken.
+        top_k: draws from so many of the likeliest tokens; None from all.
+    """
+
+    prompt: int
+    cache: int
+    sampled: bool = False
+    top_k: int | None = None
+
+
+class Draw(NamedTuple):
+    """How the next token is drawn; zero-dimensional arrays.
+
+    Attributes:
+        key: typed random key.
+        number: int32, counts the tokens.
+        temperature: float32.
+    """
+
+    key: Any
+    number: Any
+    temperature: Any
+
+
+def pick(logits: jax.Array, draw: Draw | None, top_k: int | None) -> jax.Array:
+    """[V] -> an int32 token: the likeliest one, or a random one."""
+    if draw is None:
+        return jnp.argmax(logits).astype(jnp.int32)
+    logits = logits.astype(jnp.float32) / draw.temperature
+    if top_k is not None:
+        logits = jnp.where(logits >= lax.top_k(logits, top_k)[0][-1], logits, -jnp.inf)
+    return jax.random.categorical(jax.random.fold_in(draw.key, draw.number), logits).astype(jnp.int32)
+
+
+class GenerationFunctions:
+    """`unstack`, `prefill` and `decode` of one model.
+
+    Generation works on the model with separate layers (`CausalLM.unstacked`), since slicing stacked weights at every step is
+    slow. `unstack` turns the weights of the model into those arrays, once.
+    """
+
+    def __init__(self, model: Any):
+        """`model`: a `CausalLM` with abstract arrays."""
+        graph, state = nnx.split(model)
+        structure: list[Any] = []
+
+        def separate(state: Any) -> Arrays:
+            structure[:] = nnx.split(nnx.merge(graph, state).unstacked())
+            return _flat(structure[1])
+
+        self.specs = jax.eval_shape(separate, state)
+        self._graph, template = structure
+        self._template = nnx.to_flat_state(template)
+        self._axes = {_path(k): _axes(v, self.specs[_path(k)].ndim) for k, v in self._template}
+
+    def declare(self) -> Mapping[str, Function]:
+        """The functions by name."""
+        arrays = {path: Array(s.shape, s.dtype, self._axes[path], f"model ({path})") for path, s in self.specs.items()}
+
+        def inputs(bucket: GenerationBucket, **between: Any) -> tuple[Any, ...]:
+            scalar, key = Array((), jnp.int32), jax.eval_shape(lambda: jax.random.key(0))
+            draw = Draw(Array((), key.dtype), scalar, Array((), jnp.float32)) if bucket.sampled else None
+            return arrays, self._cache(bucket), *between.values(), draw
+
+        def outputs(bucket: GenerationBucket) -> Any:
+            return Array((), jnp.int32), self._cache(bucket)
+
+        scalar = Array((), jnp.int32)
+        return {
+            "unstack": Function(
+                call=lambda model: _flat(nnx.state(model.unstacked())),
+                outputs=lambda _: arrays,
+                runs_once=True,
+                describe="the weights with separate layers, as `prefill` and `decode` take them",
+            ),
+            "prefill": Function(
+                call=self.prefill,
+                inputs=lambda b: inputs(b, tokens=Array((1, b.prompt), jnp.int32), length=scalar),
+                outputs=outputs,
+                donate=(1,),
+                of_model=False,
+                by_bucket=True,
+                describe="a prompt into the cache, and the token that follows it",
+            ),
+            "decode": Function(
+                call=self.decode,
+                inputs=lambda b: inputs(b, token=scalar),
+                outputs=outputs,
+                donate=(1,),
+                of_model=False,
+                by_bucket=True,
+                describe="a token into the cache, and the token that follows it",
+            ),
+        }
+
+    def prefill(
+        self,
+        arrays: Arrays,
+        cache: Any,
+        tokens: jax.Array,
+        length: jax.Array,
+        draw: Draw | None,
+        bucket: GenerationBucket,
+    ) -> tuple[jax.Array, Any]:
+        """The token that follows the first `length` of [1, S], and the cache with just those in it."""
+        model = self._bind(arrays)
+        hidden, cache = model.decoder(tokens, Context(), cache)
+        last = lax.dynamic_slice_in_dim(hidden, length - 1, 1, axis=1)
+        return pick(model.logits(last)[0, 0], draw, bucket.top_k), dataclasses.replace(cache, length=length)
+
+    def decode(
+        self, arrays: Arrays, cache: Any, token: jax.Array, draw: Draw | None, bucket: GenerationBucket
+    ) -> tuple[jax.Array, Any]:
+        """The token after `token`, and the cache with `token` in it."""
+        logits, cache = self._bind(arrays)(token[None, None], cache=cache)
+        return pick(logits[0, 0], draw, bucket.top_k), cache
+
+    def init_cache(self, bucket: GenerationBucket) -> Any:
+        """An empty cache for one row."""
+        return self._bind(self.specs).init_cache(1, bucket.cache)
+
+    def _cache(self, bucket: GenerationBucket) -> Any:
+        return jax.tree.map(lambda s: Array(s.shape, s.dtype), jax.eval_shape(lambda: self.init_cache(bucket)))
+
+    def _bind(self, arrays: Mapping[str, Any]) -> Any:
+        values = [(k, v.replace(arrays[_path(k)])) for k, v in self._template]
+        return nnx.merge(self._graph, nnx.from_flat_state(values))
+
+
+def score(
+    model: Any, tokens: jax.Array, targets: jax.Array, counted: jax.Array, bucket: ScoreBucket
+) -> tuple[jax.Array, jax.Array]:
+    """int32, int32, bool [B, S] -> (float32 [B] log-likelihoods, bool [B] whether all targets are the likeliest)."""
+    hidden, _ = model.decoder(tokens, Context())
+    chunk = bucket.chunk
+    count = -(-tokens.shape[1] // chunk)
+
+    def split(x: jax.Array) -> jax.Array:
+        """[B, S, ...] -> [chunks, B, C, ...], padded with what does not count."""
+        x = jnp.pad(x, [(0, 0), (0, count * chunk - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(x.shape[0], count, chunk, *x.shape[2:]), 1, 0)
+
+    def part(x: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        hidden, targets, counted = x
+        logits = model.logits(hidden).astype(jnp.float32)
+        chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="clip")[..., 0]
+        values = jnp.where(counted, chosen - jax.nn.logsumexp(logits, axis=-1), 0.0)
+        return jnp.sum(values, axis=1), jnp.all((jnp.argmax(logits, axis=-1) == targets) | ~counted, axis=1)
+
+    sums, greedy = lax.map(part, (split(hidden), split(targets), split(counted)))
+    return jnp.sum(sums, axis=0), jnp.all(greedy, axis=0)
+
+
+def language_model_functions(model: Any) -> Mapping[str, Function]:
+    """What a `CausalLM` with abstract arrays declares."""
+
+    def score_inputs(bucket: ScoreBucket) -> tuple[Any, ...]:
+        shape = bucket.rows, bucket.length
+        return Array(shape, jnp.int32), Array(shape, jnp.int32), Array(shape, jnp.bool)
+
+    return {
+        "score": Function(call=score, inputs=score_inputs, by_bucket=True, describe="log-likelihoods of given tokens"),
+        **GenerationFunctions(model).declare(),
+    }
+
+
+def _flat(state: Any) -> Arrays:
+    return {_path(k): v.get_value() for k, v in nnx.to_flat_state(state)}
+
+
+def _path(key: tuple[Any, ...]) -> str:
+    return ".".join(map(str, key))
+
+
+def _axes(variable: Any, rank: int) -> tuple[str | None, ...]:
+    # A separate layer has its own part of a stacked array, under the names of the whole: its own are the last.
+    names = variable.get_metadata().get("out_sharding")
+    return tuple(names)[len(names) - rank :] if names else ()
