@@ -73,7 +73,7 @@ def test_each_file_is_scored_by_what_is_in_it(run, tmp_path):
     assert found[asked]["accuracy"] in (0.0, 1.0)
 
     loaded = ax.load(run)
-    session = SimpleNamespace(input=loaded.config.input.build(), model=lambda: loaded.model)
+    session = SimpleNamespace(program=loaded.program, input=loaded.config.input.build(), model=lambda: loaded.model)
     evaluator = FileEvaluator.Config(data=chat).build(name="talk", input=session.input)
     assert evaluator.run(session)["talk_loss"] == pytest.approx(found[chat]["loss"])
 

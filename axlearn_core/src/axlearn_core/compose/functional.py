@@ -204,9 +204,8 @@ def _not_an_array(path: str, variable: Any, value: Any) -> Problem:
 
 def _batch_dependence(model: Any, streams: Mapping[str, Any]) -> tuple[str, ...]:
     """The reasons for which microbatches compute something else than the whole batch, each with the path of its module."""
-    reasons = [
-        f"{path.rpartition('.')[0]} draws random numbers" for path, spec in streams.items() if randomness.is_key(spec)
-    ]
+    keys = [path.rpartition(".")[0].removesuffix(".rngs") for path, spec in streams.items() if randomness.is_key(spec)]
+    reasons = [f"{path} draws random numbers" for path in keys]
     for path, module in nnx.iter_modules(model):
         name = ".".join(map(str, path))
         declared = getattr(module, "batch_dependence", None)

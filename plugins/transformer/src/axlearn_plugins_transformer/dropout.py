@@ -1,0 +1,108 @@
+"""Dropout in a transformer: the layers that draw, and the feature `dropout` that puts them in place."""
+
+from typing import Any, TypeVar
+
+import attrs
+import jax
+from flax import nnx
+
+from axlearn_core.config import Node, map, node, setting
+from axlearn_core.errors import ConfigError, Problem
+from axlearn_core.nn.layer import Precision
+from axlearn_core.plugins.feature import Feature
+from axlearn_plugins_transformer.embedding import Embedding
+from axlearn_plugins_transformer.transformer import TransformerLayer
+
+Tree = TypeVar("Tree", bound=Node[Any])
+
+
+class DropoutTransformerLayer(TransformerLayer):
+    """A transformer layer that drops out the output of its attention and of its feed-forward half.
+
+    The residual dropout of Vaswani et al., 2017 (section 5.4), before the residual sum. Parameters are those of
+    `TransformerLayer`, with the same paths and the same initial values.
+    """
+
+    @node
+    class Config(TransformerLayer.Config):
+        """`dropout`: the share of activations that are set to zero; the rest is scaled up by 1 / (1 - dropout)."""
+
+        dropout: float = setting(default=0.1, ge=0, lt=1)
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
+        super().__init__(cfg, rngs=rngs, precision=precision)
+        self.attention_dropout = nnx.Dropout(cfg.dropout, rngs=rngs)
+        self.feed_forward_dropout = nnx.Dropout(cfg.dropout, rngs=rngs)
+
+    def _after(self, half: str, x: jax.Array, y: jax.Array) -> jax.Array:
+        return super()._after(half, x, getattr(self, f"{half}_dropout")(y))
+
+
+class DropoutEmbedding(Embedding):
+    """An embedding that drops out the vectors that go into the first layer; its transpose as an output layer is whole."""
+
+    @node
+    class Config(Embedding.Config):
+        """`dropout`: as in `DropoutTransformerLayer`."""
+
+        dropout: float = setting(default=0.1, ge=0, lt=1)
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
+        super().__init__(cfg, rngs=rngs, precision=precision)
+        self.dropout = nnx.Dropout(cfg.dropout, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """int32 [B, S] -> [B, S, D]."""
+        return self.dropout(super().__call__(tokens))
+
+
+REPLACEMENTS: dict[type[Node[Any]], type[Node[Any]]] = {
+    TransformerLayer.Config: DropoutTransformerLayer.Config,
+    Embedding.Config: DropoutEmbedding.Config,
+}
+
+
+@node
+class Dropout(Feature):
+    """Drops out the output of each attention and feed-forward layer, and the embeddings (Vaswani et al., 2017, section 5.4).
+
+    Masks differ by place, layer, microbatch and step, and are derived from the run's seed: a resumed run draws what it would
+    have drawn. Evaluation and generation drop nothing. With it the number of microbatches (accumulation, pipelines) changes
+    the mathematics, since each microbatch draws masks of its own. `embedding=false` leaves the embeddings alone. Where there is
+    dropout already, the rate is set anew.
+    """
+
+    stage = "wrap"
+    example = "rate=0.1"
+
+    rate: float = setting(default=0.1, ge=0, lt=1)
+    embedding: bool = True
+
+    def apply(self, cfg: Tree) -> Tree:
+        """Puts the layers that draw in the place of those that do not."""
+        count = 0
+
+        def place(part: Node[Any]) -> Node[Any]:
+            nonlocal count
+            target = REPLACEMENTS.get(type(part), type(part) if type(part) in REPLACEMENTS.values() else None)
+            if target is None or (target is DropoutEmbedding.Config and not self.embedding):
+                return part
+            count += target is DropoutTransformerLayer.Config
+            fields = {a.name: getattr(part, a.name) for a in attrs.fields(type(part)) if a.init}
+            return target(**{**fields, "dropout": self.rate})
+
+        config = map(cfg, place)
+        if not count:
+            raise ConfigError(
+                Problem(
+                    path="model",
+                    message="dropout finds no transformer layer",
+                    expected="a node of type transformer-layer",
+                    fix="leave the feature dropout out",
+                )
+            )
+        return config
+
+    def in_effect(self, cfg: Node[Any]) -> bool:
+        """Every transformer layer drops out at this rate."""
+        return self.apply(cfg) == cfg

@@ -1,0 +1,126 @@
+"""Dropout: where masks differ, where they must not, and where nothing is drawn."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+from axlearn_core import compose, patch
+from axlearn_core.compose import Functional
+from axlearn_core.learn import value_and_grad
+from axlearn_core.nn import randomness
+from axlearn_core.train.step import TrainingFunctions
+
+RATE = ["dropout:rate=0.3"]
+KEY = jax.random.key(5)
+
+
+@functools.cache
+def config(mode="scan", *more):
+    tree = toy.resolve(toy.small("llama2-7b"), with_=[*RATE, *more]).config
+    return patch(tree, {"model.decoder.stack.mode": mode, "model.dtype": "float32"})
+
+
+def loss_and_gradients(cfg, key=KEY, devices=None, parts=1):
+    """(loss, gradients) of the toy batch, compiled as a training step of these devices would be."""
+    program = compose(cfg, devices or jax.devices()[:1])
+    functions = TrainingFunctions(program.functional, None)
+    params = toy.filled(program.functional)
+    places = {p: s.sharding for p, s in program.state.params.items()}
+
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    def run(params, batch, key):
+        with program.tracing("train"):
+            return value_and_grad(functions.training_loss, params, {}, batch, key, parts)
+
+    placed = {p: jax.device_put(x, places[p]) for p, x in params.items()}
+    (loss, *_), grads = jax.device_get(run(placed, program.put(toy.batch()), key))
+    return float(loss), grads
+
+
+def close(one, other, tolerance=1e-5):
+    assert one[0] == pytest.approx(other[0], rel=tolerance)
+    for path, gradient in one[1].items():
+        scale = np.linalg.norm(gradient) + 1e-6
+        assert np.linalg.norm(gradient - other[1][path]) < tolerance * scale, path
+
+
+def test_parameters_begin_as_they_do_without_dropout():
+    plain = Functional.of(toy.small("llama2-7b").model).init(KEY)
+    dropped = Functional.of(config().model).init(KEY)
+    assert plain.keys() == dropped.keys()
+    assert all((plain[p] == dropped[p]).all() for p in plain)
+
+
+def test_evaluation_draws_nothing():
+    with_dropout, without = (
+        Functional.of(config().model),
+        Functional.of(patch(toy.small("llama2-7b"), {"model.dtype": "float32"}).model),
+    )
+    params = toy.filled(without)
+    assert with_dropout.bind(params).loss(toy.batch())[0] == without.bind(params).loss(toy.batch())[0]
+    assert with_dropout.bind(params, key=KEY).loss(toy.batch())[0] != without.bind(params).loss(toy.batch())[0]
+
+
+def test_every_stream_has_keys_of_its_own():
+    functional = Functional.of(config().model)
+    keys = [p for p, s in functional.streams.items() if randomness.is_key(s)]
+    assert len(keys) == 3  # attention, feed-forward, embedding
+    values = [
+        np.asarray(jax.random.key_data(randomness.derive(functional.streams[p], p, KEY))).reshape(-1, 2) for p in keys
+    ]
+    drawn = {tuple(row) for rows in values for row in rows}
+    assert len(drawn) == 2 + 2 + 1  # two layers each, and the embedding
+    assert any("dropout draws random numbers" in reason for reason in functional.batch_dependence)
+
+
+def test_masks_differ_by_microbatch_and_step():
+    batch = {k: jnp.concatenate([v[:8]] * 2) for k, v in toy.batch().items()}
+    functional = Functional.of(config().model)
+    functions = TrainingFunctions(functional, None)
+    params = toy.filled(functional)
+    rows = [{k: v[i : i + 8] for k, v in batch.items()} for i in (0, 8)]
+    same = [functions.training_loss(params, {}, part, KEY)[0] for part in rows]
+    assert same[0] == same[1]
+    parts = [functions.training_loss(params, {}, rows[0], jax.random.fold_in(KEY, i))[0] for i in range(2)]
+    assert parts[0] != parts[1]
+    accumulated = value_and_grad(functions.training_loss, params, {}, toy.batch(), KEY, 2)[0][0]
+    assert accumulated != value_and_grad(functions.training_loss, params, {}, toy.batch(), KEY)[0][0]
+
+
+@pytest.mark.parametrize(
+    ("mode", "more"), [("unrolled", ()), ("scan", ("remat:save=[]",)), ("unrolled", ("remat:save=[]",))]
+)
+def test_how_the_stack_runs_changes_no_mask(mode, more):
+    close(loss_and_gradients(config(mode, *more)), loss_and_gradients(config()))
+
+
+@pytest.mark.parametrize(
+    "shape", [{"fsdp": 8}, {"data": 4, "tensor": 2}, pytest.param({"tensor": 8}, marks=pytest.mark.slow)]
+)
+def test_the_mesh_changes_no_mask(shape):
+    sharded = patch(config(), {"mesh.shape": shape})
+    close(loss_and_gradients(sharded, devices=jax.devices()), loss_and_gradients(config()))
+
+
+@pytest.mark.parametrize("shape", [{}, {"pipeline": 2, "fsdp": 4}])
+def test_a_pipeline_draws_per_microbatch_whatever_its_stages(shape):
+    piped = patch(config("scan", "pipeline:microbatches=2"), {"mesh.shape": shape})
+    devices = jax.devices() if shape else jax.devices()[:1]
+    loss, _ = loss_and_gradients(piped, devices=devices)
+    single, _ = loss_and_gradients(patch(piped, {"mesh.shape": {}}))
+    assert loss == pytest.approx(single, rel=1e-5)
+    assert loss != loss_and_gradients(config())[0]
+
+
+def test_a_step_follows_from_seed_and_step_alone():
+    program = compose(config(), jax.devices()[:1])
+    batch = program.put(toy.batch())
+    state = program.init(seed=0)
+    later = state.replace(step=state.step + 1)
+    copies = [jax.tree.map(lambda x: x.copy(), s) for s in (state, state, later)]
+    losses = [float(program.train_step(s, batch)[1]["loss"]) for s in copies]
+    assert losses[0] == losses[1] != losses[2]
