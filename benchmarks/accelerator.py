@@ -56,12 +56,23 @@ def commit() -> str:
     return head.stdout.strip() + (", with changes" if changed else "")
 
 
+def kept_programs(folder: Path) -> dict[str, str]:
+    """Settings with which jobs share compiled programs. For rehearsals: a measurement says how long each took to compile."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "programs"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+    }
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=8.0, help="for all parts together; their shares are by worth")
     parser.add_argument("--only", action="append", default=[], metavar="PART", help="may be given several times")
     parser.add_argument("--out", type=Path, default=Path("accelerator-results"))
-    parser.add_argument("--wheels", type=Path, help="folder of wheels to install into an environment beside the machine's")
+    parser.add_argument(
+        "--wheels", type=Path, help="folder of wheels to install into an environment beside the machine's"
+    )
     parser.add_argument("--dry-run", action="store_true")
     return parser.parse_args()
 
@@ -76,7 +87,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     args.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="axlearn-environment-") as folder:
+    with tempfile.TemporaryDirectory(prefix="axlearn-benchmark-") as folder:
         python, missing = sys.executable, []
         if args.wheels is not None:
             try:
@@ -98,7 +109,12 @@ def main() -> int:
         report = Report(args.out, header)
         report.publish([])
         run = Run(
-            out=args.out, minutes=args.minutes, rehearsal=args.dry_run, publish=report.publish, python=python
+            out=args.out,
+            minutes=args.minutes,
+            rehearsal=args.dry_run,
+            publish=report.publish,
+            python=python,
+            environment=kept_programs(Path(folder)) if args.dry_run else {},
         )
         complete = run.run(parts)
     print(report.markdown.read_text(encoding="utf-8"))

@@ -11,8 +11,8 @@ WIDTH = 4096
 TOKENS = 16_384
 SHAPES = ((128, 4096), (64, 4096), (256, 4096), (128, 16_384), (64, 16_384), (256, 16_384))
 """(head size, positions), in the order of their worth; all with `WIDTH` numbers to a token, `TOKENS` in all."""
-TOY_WIDTH, TOY_TOKENS = 256, 512
-TOY_SHAPES = ((64, 256), (128, 256), (256, 512))
+TOY_WIDTH, TOY_TOKENS = 256, 256
+TOY_SHAPES = ((64, 128), (128, 128), (256, 256))
 LONGEST_PLAIN = 4096
 """Positions up to which the reference runs, which writes all scores to memory."""
 
@@ -90,9 +90,7 @@ def _program(machine: Any, kernel: str, gradients: bool) -> Any:
         return out, transpose(gradient)
 
     def traced(*operands: Any) -> Any:
-        chosen = selection.Selection(
-            platform=machine.target.platform, target=machine.target.name, gradients=gradients
-        )
+        chosen = selection.Selection(platform=machine.target.platform, target=machine.target.name, gradients=gradients)
         with selection.use(chosen):
             return (both if gradients else run)(*operands)
 
@@ -102,4 +100,8 @@ def _program(machine: Any, kernel: str, gradients: bool) -> Any:
 def _shares(context: Context, name: str, timed: dict[str, Any], work: float) -> dict[str, Any]:
     rate, best = work / timed["seconds"], peak(context)
     share = {f"{name}_share": rate / best} if best else {}
-    return {f"{name}_seconds": timed["seconds"], f"{name}_spread": timed["spread"], f"{name}_flops_per_second": rate} | share
+    return {
+        f"{name}_seconds": timed["seconds"],
+        f"{name}_spread": timed["spread"],
+        f"{name}_flops_per_second": rate,
+    } | share

@@ -39,7 +39,9 @@ class Context:
         with self._rows.open("a", encoding="utf-8") as file:
             file.write(json.dumps(clean({"name": name, **figures})) + "\n")
 
-    def attempt(self, name: str, measure: Callable[[], dict[str, Any]], *, seconds: float = 0.0) -> dict[str, Any] | None:
+    def attempt(
+        self, name: str, measure: Callable[[], dict[str, Any]], *, seconds: float = 0.0
+    ) -> dict[str, Any] | None:
         """Records what `measure` returns, or its error: the next measurement runs in either case.
 
         Args:

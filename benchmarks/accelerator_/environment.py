@@ -25,7 +25,9 @@ def make_environment(wheels: Path, folder: Path) -> str:
     """
     files = sorted(wheels.glob("*.whl"))
     if not files:
-        raise InstallError(f"no wheels in {wheels}\n    fix: `python benchmarks/accelerator_/wheels.py DIR` collects them")
+        raise InstallError(
+            f"no wheels in {wheels}\n    fix: `python benchmarks/accelerator_/wheels.py DIR` collects them"
+        )
     _call(sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder))
     python = str(folder / "bin" / "python")
     site = _call(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()

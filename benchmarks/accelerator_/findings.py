@@ -84,7 +84,9 @@ def _best_mfu(rows: Rows, shape: str) -> float | None:
 
 
 def _attention(rows: Rows) -> tuple[float | None, str]:
-    found = [(r["forward_share"], n) for n, r in rows.get("attention", {}).items() if r.get("forward_share") is not None]
+    found = [
+        (r["forward_share"], n) for n, r in rows.get("attention", {}).items() if r.get("forward_share") is not None
+    ]
     return max(found, default=(None, ""))
 
 

@@ -101,7 +101,12 @@ class Run:
         for index, job in enumerate(part.jobs):
             share = job.weight / sum(j.weight for j in part.jobs[index:])
             seconds = (deadline - time.monotonic()) * share
-            entry: dict[str, Any] = {"job": job.name, "status": "running", "limit_seconds": round(seconds, 1), "rows": []}
+            entry: dict[str, Any] = {
+                "job": job.name,
+                "status": "running",
+                "limit_seconds": round(seconds, 1),
+                "rows": [],
+            }
             result["jobs"].append(entry)
             if seconds < STARTUP and not self.rehearsal:
                 entry |= {"status": "not started", "reason": f"only {max(0, seconds):.0f} s were left for it"}

@@ -45,8 +45,16 @@ def _best(context: Context, make: Any) -> dict[str, Any]:
         timed = median_seconds(
             functools.partial(compiled, left, right), jax.block_until_ready, seconds=0.05 if context.rehearsal else 0.7
         )
-        kernels = sorted({word for word in ("cublas$lt$matmul$f8", "cublas$lt$matmul", "cublas$gemm", "triton") if word in compiled.as_text()})
-        found.append(timed | {"size": size, "flops_per_second": 2 * size**3 / timed["seconds"], "calls_in_hlo": kernels})
+        kernels = sorted(
+            {
+                word
+                for word in ("cublas$lt$matmul$f8", "cublas$lt$matmul", "cublas$gemm", "triton")
+                if word in compiled.as_text()
+            }
+        )
+        found.append(
+            timed | {"size": size, "flops_per_second": 2 * size**3 / timed["seconds"], "calls_in_hlo": kernels}
+        )
     best = max(found, key=lambda f: f["flops_per_second"])
     return best | {"all": [{k: f[k] for k in ("size", "flops_per_second")} for f in found]}
 
@@ -91,7 +99,5 @@ def _bandwidth(context: Context, arrays: int) -> dict[str, Any]:
     count = (TOY_BYTES if context.rehearsal else BYTES) // 4
     operands = [jnp.full(count, float(i + 1), jnp.float32) for i in range(arrays - 1)]
     run = jax.jit(lambda first, *others: first + 3.0 * sum(others) if others else first + 1.0)
-    timed = median_seconds(
-        lambda: run(*operands), jax.block_until_ready, seconds=0.05 if context.rehearsal else 0.7
-    )
+    timed = median_seconds(lambda: run(*operands), jax.block_until_ready, seconds=0.05 if context.rehearsal else 0.7)
     return timed | {"bytes_per_second": arrays * 4 * count / timed["seconds"], "bytes": arrays * 4 * count}

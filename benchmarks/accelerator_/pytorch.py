@@ -117,9 +117,7 @@ def _measure_batch(shape: Any, attention: tuple[str | None, bool], batch: int, c
         model = Llama(shape, grouped=grouped, checkpointed=checkpointed)
     model.reset()
     fused = {"fused": True} if device == "cuda" else {}
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=RATE, betas=BETAS, eps=EPS, weight_decay=DECAY, **fused
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=BETAS, eps=EPS, weight_decay=DECAY, **fused)
     compiled = torch.compile(model)
     tokens = np.random.default_rng(0).integers(0, shape.vocab, (batch, shape.length), dtype=np.int32)
     data = [torch.from_numpy(x).long().to(device) for x in (tokens, np.roll(tokens, -1, 1))]

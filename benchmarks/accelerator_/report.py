@@ -64,7 +64,9 @@ def _replace(path: Path, text: str) -> None:
 
 def _device(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What JAX says of the device, once a job has asked it."""
-    rows = [r for part in results for job in part["jobs"] for r in job["rows"] if r["name"] == "device" and "client" in r]
+    rows = [
+        r for part in results for job in part["jobs"] for r in job["rows"] if r["name"] == "device" and "client" in r
+    ]
     return {"device of JAX": rows[0]["kind"], "client": " ".join(str(rows[0]["client"]).split())} if rows else {}
 
 
@@ -104,7 +106,9 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = [f"| | {' | '.join(columns)} | |", "|---" * (len(columns) + 2) + "|"]
     for row in rows:
         cells = [format_figure(c, row[c]) if _is_figure(row.get(c)) else "" for c in columns]
-        words = [f"{k}: {_words(v)}" for k, v in row.items() if k not in HIDDEN and not _is_figure(v) and v not in (None, [])]
+        words = [
+            f"{k}: {_words(v)}" for k, v in row.items() if k not in HIDDEN and not _is_figure(v) and v not in (None, [])
+        ]
         lines.append(f"| {row['name']} | {' | '.join(cells)} | {'; '.join(words)} |".replace("\n", " "))
     return lines
 

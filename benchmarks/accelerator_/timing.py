@@ -11,7 +11,9 @@ SAMPLE_SECONDS = 0.02
 """A sample lasts at least so long, in several calls where one is shorter: the host's part in each is then hidden."""
 
 
-def median_seconds(call: Callable[[], Any], wait: Callable[[Any], Any], *, seconds: float = 1.0, least: int = 5) -> dict[str, Any]:
+def median_seconds(
+    call: Callable[[], Any], wait: Callable[[Any], Any], *, seconds: float = 1.0, least: int = 5
+) -> dict[str, Any]:
     """The median time of a call.
 
     Args:

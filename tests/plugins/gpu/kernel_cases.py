@@ -107,7 +107,7 @@ def cases_of(op, *, small):
     """Cases of an op; `small` for the interpreter."""
     rng = np.random.default_rng(1)
     if op == "attention":
-        sizes, length = ((64,), 256) if small else ((64, 128, 256), 1024)
+        sizes, length = ((64,), 128) if small else ((64, 128, 256), 1024)
         return [case for size in sizes for case in attention_cases(size, length, rng)]
     if op == "grouped_matmul":
         return list(grouped_cases(rng))
