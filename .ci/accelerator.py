@@ -1,7 +1,7 @@
-"""Rehearses the benchmark for accelerators as a GPU machine would run it, in an environment that is its image without CUDA.
+"""Rehearses the benchmark for accelerators in an environment like that of a GPU machine, without CUDA.
 
-Python 3.12, the JAX of such a machine, no workspace: what it lacks is installed from a folder of wheels, without a network. Then some
-of the tests run in the same environment, so that the supported versions include this one.
+Python 3.12, the JAX of such a machine, no workspace: what it lacks is installed from a folder of wheels, without a network. Then
+some of the tests run in the same environment, so that the supported versions include this one.
 """
 
 import os

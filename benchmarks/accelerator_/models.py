@@ -33,7 +33,7 @@ class Shape:
 
 SHAPES = {
     "1b": Shape(16, 2048, 32, 8, 8192, 32_000, 4096, 8),  # Llama 3.2 1B with Llama 2's vocabulary
-    "3b": Shape(28, 3072, 24, 8, 8192, 32_000, 4096, 4),  # Llama 3.2 3B likewise
+    "3b": Shape(28, 3072, 24, 8, 8192, 32_000, 4096, 2),  # Llama 3.2 3B likewise
     "7b-layers": Shape(4, 4096, 32, 32, 11_008, 32_000, 4096, 8),  # four layers of Llama 2 7B
     "7b": Shape(32, 4096, 32, 32, 11_008, 32_000, 4096, 1),
 }
