@@ -13,13 +13,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
-TESTS = (
-    *(f"tests/plugins/gpu/test_{name}.py" for name in ("choices", "cudnn", "mosaic", "targets", "tokamax_attention")),
-    "tests/plugins/transformer/test_generate.py",
-    "tests/plugins/transformer/test_model.py",
+TESTS = tuple(
+    f"tests/plugins/gpu/test_{name}.py" for name in ("choices", "cudnn", "mosaic", "targets", "tokamax_attention")
 )
-"""What meets versions first: kernels below JAX's public names, the GPU compiler, generation."""
-IMAGE = BENCHMARKS / "accelerator_/image.txt"
+"""What meets versions first: kernels below JAX's public names, and the GPU compiler."""
 
 
 def call(title: str, *command: str, show: bool = False, **variables: str) -> None:
