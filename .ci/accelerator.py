@@ -13,6 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
+IMAGE = BENCHMARKS / "accelerator_/image.txt"
 TESTS = tuple(
     f"tests/plugins/gpu/test_{name}.py" for name in ("choices", "cudnn", "mosaic", "targets", "tokamax_attention")
 )
