@@ -20,13 +20,13 @@ TESTS = tuple(
 """What meets versions first: kernels below JAX's public names, and the GPU compiler."""
 
 
-def call(title: str, *command: str, show: bool = False, **variables: str) -> None:
+def call(title: str, *command: str, show: bool = False, cwd: Path = ROOT, **variables: str) -> None:
     """Runs a command and says how long it took; stops where it fails."""
     inherited = {
         k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT")
     }
     start = time.monotonic()
-    done = subprocess.run(command, cwd=ROOT, env=inherited | variables, capture_output=not show, text=True)
+    done = subprocess.run(command, cwd=cwd, env=inherited | variables, capture_output=not show, text=True)
     print(f"{title}: {time.monotonic() - start:.0f} s", flush=True)
     if done.returncode:
         said = "" if show else f"\n{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
@@ -40,7 +40,8 @@ def main(python: str) -> None:
         call("wheels", sys.executable, str(BENCHMARKS / "accelerator_/wheels.py"), str(home / "wheels"))
         call("image, its environment", "uv", "venv", "-q", "--python", python, str(home / "image"))
         image = str(home / "image/bin/python")
-        call("image, its packages", "uv", "pip", "install", "-q", "--python", image, "-r", str(IMAGE))
+        # Elsewhere than in the workspace, whose own constraints are those of another JAX.
+        call("image, its packages", "uv", "pip", "install", "-q", "--python", image, "-r", str(IMAGE), cwd=home)
         rehearsal = ("--dry-run", "--minutes", "15", "--wheels", str(home / "wheels"), "--out", str(home / "out"))
         call("rehearsal", image, str(BENCHMARKS / "accelerator.py"), *rehearsal)
         make = "import sys; from pathlib import Path; from accelerator_.environment import make_environment as make; "
