@@ -8,6 +8,7 @@ from axlearn_core.contracts.mesh import MeshRule
 from axlearn_core.contracts.remat import RematPolicy
 from axlearn_core.contracts.target import Target
 from axlearn_core.plugins.hookspecs import hookimpl
+from axlearn_plugins_gpu.choices import PRIORITIES
 from axlearn_plugins_gpu.rules import POLICIES, rules
 from axlearn_plugins_gpu.targets import TARGETS
 
@@ -29,64 +30,16 @@ if not any(Path(p).exists() for p in ("/dev/nvidiactl", "/proc/driver/nvidia/ver
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 _KERNELS = (
-    KernelImplementation(
-        name="cudnn",
-        op="attention",
-        priority=50,
-        platforms=("gpu",),
-        load="axlearn_plugins_gpu.kernels.cudnn_attention:CUDNN",
-    ),
-    KernelImplementation(
-        name="tokamax-mosaic",
-        op="attention",
-        priority=40,
-        platforms=("gpu",),
-        load="axlearn_plugins_gpu.kernels.tokamax_attention:MOSAIC_ATTENTION",
-    ),
-    KernelImplementation(
-        name="tokamax-triton",
-        op="attention",
-        priority=30,
-        platforms=("gpu",),
-        load="axlearn_plugins_gpu.kernels.tokamax_attention:TRITON",
-    ),
-    KernelImplementation(
-        name="tokamax-mosaic",
-        op="grouped_matmul",
-        priority=40,  # behind Triton's, whose numbers are known; tokamax has it before
-        platforms=("gpu",),
-        load="axlearn_plugins_gpu.kernels.grouped_matmul:MOSAIC",
-    ),
-    KernelImplementation(
-        name="tokamax-triton",
-        op="grouped_matmul",
-        priority=50,
-        platforms=("gpu",),
-        load="axlearn_plugins_gpu.kernels.grouped_matmul:TRITON",
-    ),
-    # Behind the reference, which XLA fuses: for configs that name them, until measurements on a GPU say more.
-    KernelImplementation(
-        name="tokamax-triton",
-        op="rms_norm",
-        priority=-1,
-        platforms=("gpu",),
-        load="axlearn_plugins_gpu.kernels.rms_norm:TRITON",
-    ),
-    KernelImplementation(
-        name="tokamax-triton",
-        op="gated_linear_unit",
-        priority=-1,
-        platforms=("gpu",),
-        load="axlearn_plugins_gpu.kernels.gated_linear_unit:TRITON",
-    ),
-    KernelImplementation(
-        name="tokamax-mosaic",
-        op="gated_linear_unit",
-        priority=-2,
-        platforms=("gpu",),
-        load="axlearn_plugins_gpu.kernels.gated_linear_unit:MOSAIC",
-    ),
+    ("attention", "cudnn", "cudnn_attention:CUDNN"),
+    ("attention", "tokamax-mosaic", "tokamax_attention:MOSAIC_ATTENTION"),
+    ("attention", "tokamax-triton", "tokamax_attention:TRITON"),
+    ("grouped_matmul", "tokamax-mosaic", "grouped_matmul:MOSAIC"),
+    ("grouped_matmul", "tokamax-triton", "grouped_matmul:TRITON"),
+    ("rms_norm", "tokamax-triton", "rms_norm:TRITON"),
+    ("gated_linear_unit", "tokamax-triton", "gated_linear_unit:TRITON"),
+    ("gated_linear_unit", "tokamax-mosaic", "gated_linear_unit:MOSAIC"),
 )
+"""Op, name, and where in `axlearn_plugins_gpu.kernels` it is."""
 
 
 @hookimpl
@@ -98,4 +51,14 @@ def axlearn_remat_policies() -> list[RematPolicy]:
 @hookimpl
 def axlearn_kernels(op: str) -> list[KernelImplementation]:
     """Adapters to cuDNN and tokamax."""
-    return [k for k in _KERNELS if k.op == op]
+    return [
+        KernelImplementation(
+            name=name,
+            op=op,
+            priority=PRIORITIES[op, name].value,
+            platforms=("gpu",),
+            load=f"axlearn_plugins_gpu.kernels.{place}",
+        )
+        for kernel_op, name, place in _KERNELS
+        if kernel_op == op
+    ]

@@ -2,11 +2,8 @@
 
 from axlearn_core.contracts.mesh import MeshRule
 from axlearn_core.contracts.remat import RematPolicy
+from axlearn_plugins_gpu.choices import LAYOUTS
 from axlearn_plugins_gpu.targets import TARGETS
-
-LARGE = 40e9
-"""Parameters from which on the layers are split over the GPUs of a host: with the batch spread over hundreds of GPUs,
-fetching whole layers over the network takes longer than computing with them."""
 
 POLICIES = (
     RematPolicy(
@@ -25,17 +22,14 @@ def rules() -> list[MeshRule]:
     There the residual stream is split over the host as well (by width, where Megatron-LM's sequence parallelism splits it by
     position; Korthikanti et al., 2022): activations between layers take an eighth, for the same traffic over NVLink.
     """
-    found = []
-    for target in TARGETS:
-        machines = f"{target.name}-*"
-        found += [
-            MeshRule(target=machines, shape={"fsdp": -1}, features=_REMAT),
-            MeshRule(
-                target=machines,
-                parameters=(LARGE, 1e15),
-                shape={"fsdp": -1, "tensor": "host"},
-                rules={"activation_embed": ("tensor",)},
-                features=_REMAT,
-            ),
-        ]
-    return found
+    return [
+        MeshRule(
+            target=f"{target.name}-*",
+            parameters=layout.parameters,
+            shape=layout.shape,
+            rules=layout.rules,
+            features=_REMAT,
+        )
+        for target in TARGETS
+        for layout in LAYOUTS
+    ]

@@ -66,7 +66,8 @@ device_description_str: "{target.device_kinds[0]}"
 
 def _register(machine: Machine) -> None:
     """Makes JAX know the CUDA platform, on a machine that has none."""
-    if importlib.util.find_spec("jax_cuda12_plugin") is None and importlib.util.find_spec("jax_cuda13_plugin") is None:
+    plugins = [f"xla_cuda{n}" for n in (12, 13) if importlib.util.find_spec(f"jax_cuda{n}_plugin") is not None]
+    if not plugins:
         raise RequestError(
             f"compiling for {machine.name!r} needs XLA's GPU compiler, which is not installed\n"
             "    fix: pip install 'axlearn-plugins-gpu[compile]' (Linux only)"
@@ -78,4 +79,4 @@ def _register(machine: Machine) -> None:
 
     if "cuda" not in xla_bridge._backend_factories:
         # It had looked for them before, and the one of CUDA had refused.
-        importlib.import_module("jax_plugins.xla_cuda12").initialize()
+        importlib.import_module(f"jax_plugins.{plugins[0]}").initialize()

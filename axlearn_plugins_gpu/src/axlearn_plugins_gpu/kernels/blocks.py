@@ -1,7 +1,8 @@
 """Block sizes of kernels in Triton and Mosaic GPU, by GPU. Imports no JAX.
 
 An entry is chosen by the compute capability of the target. Shared memory bounds them: a stage of the pipeline holds a block of
-each operand (in 16 bits), and all stages have to fit in what a block may have.
+each operand (in 16 bits), and all stages have to fit in what a block may have. `source` of an entry names the measurement that it
+follows (`axlearn_plugins_gpu.choices`).
 """
 
 import functools
@@ -10,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import attrs
 
 from axlearn_plugins_gpu.chips import CHIPS
+from axlearn_plugins_gpu.choices import NOT_MEASURED
 
 
 @attrs.frozen(kw_only=True)
@@ -21,6 +23,7 @@ class Blocks:
     k: int
     warps: int
     stages: int
+    source: str = NOT_MEASURED
 
     @property
     def shared(self) -> int:
@@ -62,6 +65,7 @@ class PipelinedBlocks:
     matrices: int = 1
     beside: int = 1
     outer: bool = True
+    source: str = NOT_MEASURED
 
     @property
     def multiple(self) -> int:
@@ -177,6 +181,7 @@ class AttentionBlocks:
     multiple: int = 128
     splits: int = 1
     warps: int = 4
+    source: str = NOT_MEASURED
 
 
 Tables = Mapping[tuple[int, int], Sequence[AttentionBlocks]]

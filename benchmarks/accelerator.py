@@ -1,0 +1,127 @@
+"""Everything that has to be measured on an accelerator, by one command, in the order of its worth.
+
+    python benchmarks/accelerator.py [--minutes 8] [--only PART] [--out DIR] [--wheels DIR] [--dry-run]
+
+For a machine with a GPU or a TPU. Parts: kernels, peaks, steps, plan, decode, checkpoint. Each job of a part is a process of its
+own with its own time limit: one that fails, hangs or runs out of memory loses only itself. `accelerator.md` and
+`accelerator.json` in DIR (by default `accelerator-results`) hold what is there so far, at any time, and `log.txt` what was printed.
+`--wheels` installs what the machine lacks from a folder first, without a network; `benchmarks/accelerator_/wheels.py` makes one.
+`--dry-run` rehearses: every part runs at toy size on a CPU, and the result says so.
+
+Exit code 0 where everything ran, 1 where a job failed, 2 where the request was wrong. No setting of the device is changed.
+"""
+
+import argparse
+import difflib
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from accelerator_.environment import InstallError, make_environment, missing_requirements
+from accelerator_.harness import Run
+from accelerator_.jobs import PARTS, Part
+from accelerator_.machine import describe, versions
+from accelerator_.report import Report
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def select_parts(names: Sequence[str]) -> list[Part]:
+    """The parts with these names, in the order of their worth; all of them for no names.
+
+    Raises:
+        ValueError: no part has the name.
+    """
+    known = [p.name for p in PARTS]
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"\n    did you mean: {close[0]}?" if close else ""
+            raise ValueError(f"unknown part {name!r}{hint}\n    known: {', '.join(known)}")
+    return [p for p in PARTS if not names or p.name in names]
+
+
+def commit() -> str:
+    """The commit of this clone, and whether files differ from it."""
+    git = ["git", "-C", str(ROOT)]
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
+    if head.returncode:
+        return "unknown: not a clone"
+    changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()
+    return head.stdout.strip() + (", with changes" if changed else "")
+
+
+def kept_programs(folder: Path) -> dict[str, str]:
+    """Settings with which jobs share compiled programs. For rehearsals: a measurement says how long each took to compile."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "programs"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+    }
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=8.0, help="for all parts together; their shares are by worth")
+    parser.add_argument("--only", action="append", default=[], metavar="PART", help="may be given several times")
+    parser.add_argument("--out", type=Path, default=Path("accelerator-results"))
+    parser.add_argument(
+        "--wheels", type=Path, help="folder of wheels to install into an environment beside the machine's"
+    )
+    parser.add_argument("--dry-run", action="store_true")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse()
+    try:
+        parts = select_parts(args.only)
+        if args.minutes <= 0:
+            raise ValueError(f"--minutes is {args.minutes:g}; expected more than 0")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    args.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="axlearn-benchmark-") as folder:
+        python, missing = sys.executable, []
+        if args.wheels is not None:
+            try:
+                python = make_environment(args.wheels, Path(folder))
+                missing = missing_requirements(python)
+            except InstallError as error:
+                print(f"error: {error}", file=sys.stderr)
+                return 2
+        header = {
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "rehearsal": args.dry_run,
+            "command": shlex.join(["python", *sys.argv]),
+            "minutes": args.minutes,
+            "machine": describe(),
+            "versions": versions(python),
+            "missing": missing,
+            "commit": commit(),
+        }
+        report = Report(args.out, header)
+        report.publish([])
+        run = Run(
+            out=args.out,
+            minutes=args.minutes,
+            rehearsal=args.dry_run,
+            publish=report.publish,
+            python=python,
+            environment=kept_programs(Path(folder)) if args.dry_run else {},
+        )
+        complete = run.run(parts)
+    print(report.markdown.read_text(encoding="utf-8"))
+    statuses = {job["job"]: job["status"] for part in run.results for job in part["jobs"]}
+    print(json.dumps(statuses), file=sys.stderr)
+    return 0 if complete else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""Part 5: decoding with a model of 7B shape, against the time in which memory can be read once."""
+
+import functools
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+
+from accelerator_.context import Context
+from accelerator_.models import settings_of, shape_of
+from accelerator_.peaks import bandwidth
+from accelerator_.timing import median_seconds
+
+PROMPT, TOKENS, BATCH, CACHE = 128, 64, 64, 1024
+TOY_PROMPT, TOY_TOKENS, TOY_BATCH, TOY_CACHE = 16, 8, 4, 128
+
+
+def measure(context: Context) -> None:
+    """Rows `batch 1` (the shipped generator) and `batch 64` (its step, for several rows at once)."""
+    device = context.device()
+    from accelerator_.local import machine_of
+    from axlearn_plugins_transformer.generate import Generator
+
+    generator = Generator(_model(context))
+    target = machine_of(device).target
+    speed = bandwidth(context) or target.hbm_bandwidth
+    source = "measured by this run" if bandwidth(context) else "of the target's data sheet"
+    limits = {"bandwidth": speed, "bandwidth_source": source if speed else None}
+    context.attempt("batch 1", functools.partial(_generate, context, generator, limits), seconds=15)
+    rows = TOY_BATCH if context.rehearsal else BATCH
+    context.attempt(f"batch {rows}", functools.partial(_step_batch, context, generator, rows, limits), seconds=15)
+
+
+def _model(context: Context) -> Any:
+    """Random weights in bf16, stored so: a float32 copy would be read at twice the time."""
+    import jax
+
+    from axlearn_core import resolve
+    from axlearn_core.compose.functional import Functional
+
+    shape = shape_of("7b", rehearsal=context.rehearsal)
+    config = resolve("llama2-7b", set=settings_of(shape) | {"model.param_dtype": "bfloat16"}).config
+    functional = Functional.of(config.model)
+    return functional.bind(jax.jit(functional.init)(jax.random.key(0)))
+
+
+def _bytes(tree: Any) -> int:
+    import jax
+
+    return sum(x.nbytes for x in jax.tree.leaves(tree))
+
+
+def _limit(read: int, seconds: float, limits: dict[str, Any]) -> dict[str, Any]:
+    """The share of the bandwidth that a step reaches, which reads `read` bytes at least."""
+    least = read / limits["bandwidth"] if limits["bandwidth"] else None
+    return {
+        "step_seconds": seconds,
+        "bytes_read": read,
+        "least_seconds": least,
+        "bandwidth_share": least / seconds if least else None,
+        **limits,
+    }
+
+
+def _weights_read(generator: Any) -> int:
+    """All weights but the embedding, of which a step reads a row."""
+    import jax
+
+    flat = jax.tree_util.tree_flatten_with_path(generator.state)[0]
+    return sum(x.nbytes for path, x in flat if "embedding" not in jax.tree_util.keystr(path).lower())
+
+
+def _generate(context: Context, generator: Any, limits: dict[str, Any]) -> dict[str, Any]:
+    prompt_length, tokens = (TOY_PROMPT, TOY_TOKENS) if context.rehearsal else (PROMPT, TOKENS)
+    vocab = generator.model.cfg.vocab_size
+    prompt = np.random.default_rng(0).integers(0, vocab, prompt_length).tolist()
+    list(generator(prompt, max_tokens=3))  # compiles
+    times = [time.perf_counter()]
+    for _ in generator(prompt, max_tokens=tokens):
+        times.append(time.perf_counter())
+    seconds = statistics.median(np.diff(times)[1:])
+    cache = generator.model.init_cache(1, -(-(prompt_length + tokens) // 128) * 128)
+    figures = _limit(_weights_read(generator) + _bytes(cache), float(seconds), limits)
+    return figures | {"tokens_per_second": 1 / float(seconds), "first_token_seconds": times[1] - times[0]}
+
+
+def _step_batch(context: Context, generator: Any, rows: int, limits: dict[str, Any]) -> dict[str, Any]:
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    length = TOY_CACHE if context.rehearsal else CACHE
+    cache = generator.model.init_cache(rows, length)
+    read = _weights_read(generator) + _bytes(cache)
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def step(state: Any, cache: Any, token: Any) -> Any:
+        logits, cache = nnx.merge(generator.graph, state)(token[:, None], cache=cache)
+        return jnp.argmax(logits[:, 0], axis=-1).astype(jnp.int32), cache
+
+    held = [jnp.zeros(rows, jnp.int32), cache]
+
+    def call() -> Any:
+        held[0], held[1] = step(generator.state, held[1], held[0])
+        return held[0]
+
+    del cache
+    timed = median_seconds(call, jax.block_until_ready, seconds=0.1 if context.rehearsal else 1.5)
+    figures = _limit(read, timed["seconds"], limits)
+    return figures | {"tokens_per_second": rows / timed["seconds"], "spread": timed["spread"], "cache_length": length}

@@ -1,0 +1,46 @@
+"""Runs one job of the benchmark in this process.
+
+    python benchmarks/accelerator_/job.py MODULE:FUNCTION [OPTION ...] --rows FILE --seconds S [--earlier DIR] [--dry-run]
+
+Each row of the result goes to FILE as a line of JSON at once, so that what was measured survives what comes after.
+"""
+
+import argparse
+import importlib
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `benchmarks`, whatever the folder it is started from
+
+from accelerator_.context import Context
+
+
+def prepare_environment(rehearsal: bool) -> None:
+    """Settings that JAX reads when it starts."""
+    if rehearsal:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        # Programs run once or a few times: they are compiled fast rather than well.
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
+    # One process has the device at a time; some of its memory stays for libraries, which allocate their own.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("function")
+    parser.add_argument("options", nargs="*")
+    parser.add_argument("--rows", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--earlier", type=Path, help="folder with the rows of earlier jobs")
+    parser.add_argument("--dry-run", action="store_true")
+    args = parser.parse_args()
+    prepare_environment(args.dry_run)
+    module, _, name = args.function.partition(":")
+    function = getattr(importlib.import_module(f"accelerator_.{module}"), name)
+    function(Context(args.rows, seconds=args.seconds, rehearsal=args.dry_run, earlier=args.earlier), *args.options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""The parts of the benchmark, the jobs of each part, and the shares of time. Imports nothing but the standard library."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Job:
+    """One process.
+
+    Attributes:
+        name: unique among all jobs.
+        function: `module:function` of this package; it takes a `Context`.
+        options: further arguments of the function.
+        weight: share of the part's time.
+    """
+
+    name: str
+    function: str
+    options: tuple[str, ...] = ()
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """A section of the report.
+
+    Attributes:
+        name: what `--only` takes.
+        title: heading in the report.
+        weight: share of the time that is left when the part starts.
+        jobs: run one after the other.
+    """
+
+    name: str
+    title: str
+    weight: float
+    jobs: tuple[Job, ...]
+
+
+PARTS = (
+    Part("kernels", "Kernels against the references", 1.5, (Job("kernels", "kernels:measure"),)),
+    Part(
+        "peaks",
+        "Measured peaks, and attention as a share of them",
+        1.8,
+        (Job("peaks", "peaks:measure"), Job("attention", "attention:measure", weight=2.0)),
+    ),
+    Part(
+        "steps",
+        "Training steps",
+        4.5,
+        (
+            Job("1b", "steps:measure", ("1b",), 1.4),
+            Job("pytorch-1b", "pytorch:measure", ("1b",), 1.4),
+            Job("variants-1b", "steps:measure_variants", ("1b",), 2.5),
+            Job("3b", "steps:measure", ("3b",)),
+            Job("pytorch-3b", "pytorch:measure", ("3b",)),
+            Job("7b-layers", "steps:measure", ("7b-layers",)),
+            Job("pytorch-7b-layers", "pytorch:measure", ("7b-layers",)),
+        ),
+    ),
+    Part("plan", "The plan against the machine", 1.2, (Job("plan", "plans:measure", ("1b",)),)),
+    Part("decode", "Decoding", 1.0, (Job("decode", "decode:measure"),)),
+    Part("checkpoint", "Checkpoints", 0.8, (Job("checkpoint", "checkpoint:measure"),)),
+)
+"""In the order of their worth: what comes first runs first where time is short."""

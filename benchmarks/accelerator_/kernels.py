@@ -1,0 +1,67 @@
+"""Part 1: every kernel's results and gradients against the reference, on the cases of the kernel tests.
+
+The reference is XLA's, in float32 on the same numbers; errors are relative to the norm of each array. In a rehearsal, Triton's
+kernels run in Pallas' interpreter; Mosaic's and cuDNN's have none, and their cases only say so.
+"""
+
+import contextlib
+import functools
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from accelerator_.context import Context
+
+TESTS = Path(__file__).resolve().parents[2] / "tests"
+OPS = ("attention", "grouped_matmul", "gated_linear_unit", "rms_norm", "cross_entropy")
+REHEARSED_TARGET = "h100"
+
+
+def measure(context: Context) -> None:
+    """A row for each kernel and case."""
+    device = context.device()
+    sys.path[:0] = [str(TESTS / "plugins" / "gpu"), str(TESTS / "conformance")]
+    import kernel_cases
+
+    from accelerator_.local import machine_of
+    from axlearn_core.kernels import selection
+
+    platform = "gpu" if context.rehearsal else device.platform
+    target = REHEARSED_TARGET if context.rehearsal else machine_of(device).target.name
+    for op in OPS:
+        cases = kernel_cases.cases_of(op, small=context.rehearsal)
+        for implementation in selection.installed(op):
+            if platform not in implementation.platforms:
+                continue
+            interpreted = context.rehearsal and "triton" in implementation.name
+            tried = cases[:1] if interpreted else cases  # the interpreter takes seconds for each
+            for case in tried:
+                name = f"{op}/{implementation.name}/{case.name}"
+                if context.rehearsal and not interpreted:
+                    context.record(name, skipped="needs a GPU: this kernel has no interpreter")
+                    continue
+                suite = kernel_cases.suite_of(op, implementation.name, target, platform)
+                run = functools.partial(_compare, suite, case, interpreted)
+                context.attempt(name, run, seconds=3)
+
+
+def _compare(suite: Any, case: Any, interpreted: bool) -> dict[str, Any]:
+    """Errors of results and of gradients, and whether both are within the test's tolerance."""
+    import kernel_cases
+
+    started = time.perf_counter()
+    with kernel_cases.interpreter() if interpreted else contextlib.nullcontext():
+        reason = suite.refusal(case)
+        if reason is not None:
+            return {"refused": reason}
+        results, gradients = suite.measured(case)
+    expected, expected_gradients = suite.reference(case)
+    forward = kernel_cases.relative_error(results, expected)
+    backward = kernel_cases.relative_error(gradients, expected_gradients)
+    figures = {"forward_error": forward, "backward_error": backward, "tolerance": case.tolerance}
+    figures |= {"seconds": time.perf_counter() - started, "interpreted": interpreted}
+    # A comparison with NaN is False.
+    if not all(error is None or error <= case.tolerance for error in (forward, backward)):
+        figures["error"] = f"results differ by {forward}, gradients by {backward}; expected at most {case.tolerance}"
+    return figures

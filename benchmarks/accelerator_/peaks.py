@@ -1,0 +1,103 @@
+"""Part 2, first half: matrix products in bf16 and fp8, and memory bandwidth, as measured."""
+
+import functools
+from typing import Any
+
+from accelerator_.context import Context
+from accelerator_.timing import median_seconds
+
+SIZES = (8192, 16_384, 4096)
+TOY_SIZES = (256,)
+BYTES = 2 << 30
+TOY_BYTES = 4 << 20
+FP8 = "float8_e4m3fn"
+
+
+def measure(context: Context) -> None:
+    """Rows `matmul bfloat16 N`, `matmul fp8 N`, `copy`, `triad`; the best of each kind are the peaks of other parts."""
+    context.device()
+    context.attempt("matmul bfloat16", functools.partial(_best, context, _bfloat16), seconds=5)
+    context.attempt("copy", functools.partial(_bandwidth, context, 2), seconds=5)
+    context.attempt("triad", functools.partial(_bandwidth, context, 3), seconds=5)
+    context.attempt("matmul fp8", functools.partial(_best, context, _fp8), seconds=5)
+    context.attempt("matmul fp8, scaled", functools.partial(_best, context, _scaled_fp8), seconds=5)
+
+
+def peak(context: Context) -> float | None:
+    """FLOP/s of the best bf16 product that this run has measured."""
+    return context.earlier("peaks").get("matmul bfloat16", {}).get("flops_per_second")
+
+
+def bandwidth(context: Context) -> float | None:
+    """Bytes/s of the better of copy and triad that this run has measured."""
+    rows = context.earlier("peaks")
+    return max((rows.get(n, {}).get("bytes_per_second") or 0.0 for n in ("copy", "triad")), default=0.0) or None
+
+
+def _best(context: Context, make: Any) -> dict[str, Any]:
+    """Figures of the fastest of several sizes, with all of them beside it."""
+    import jax
+
+    found = []
+    for size in TOY_SIZES if context.rehearsal else SIZES:
+        run, left, right = make(size)
+        compiled = jax.jit(run).lower(left, right).compile()
+        timed = median_seconds(
+            functools.partial(compiled, left, right), jax.block_until_ready, seconds=0.05 if context.rehearsal else 0.7
+        )
+        kernels = sorted(
+            {
+                word
+                for word in ("cublas$lt$matmul$f8", "cublas$lt$matmul", "cublas$gemm", "triton")
+                if word in compiled.as_text()
+            }
+        )
+        found.append(
+            timed | {"size": size, "flops_per_second": 2 * size**3 / timed["seconds"], "calls_in_hlo": kernels}
+        )
+    best = max(found, key=lambda f: f["flops_per_second"])
+    return best | {"all": [{k: f[k] for k in ("size", "flops_per_second")} for f in found]}
+
+
+def _operands(size: int, dtype: str) -> Any:
+    import jax
+
+    keys = jax.random.split(jax.random.key(0))
+    # Random: zeros take less power, and run faster than any real data.
+    return [jax.jit(lambda k: jax.random.normal(k, (size, size)).astype(dtype))(k) for k in keys]
+
+
+def _bfloat16(size: int) -> Any:
+    return (lambda a, b: a @ b), *_operands(size, "bfloat16")
+
+
+def _fp8(size: int) -> Any:
+    import jax.numpy as jnp
+    from jax import lax
+
+    def run(a: Any, b: Any) -> Any:
+        return lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
+
+    return run, *_operands(size, FP8)
+
+
+def _scaled_fp8(size: int) -> Any:
+    """As quantized layers write it: values in fp8 times a scale, which the compiler makes one product of."""
+    import jax.numpy as jnp
+
+    def run(a: Any, b: Any) -> Any:
+        return (a.astype(jnp.bfloat16) * jnp.bfloat16(0.5)) @ (b.astype(jnp.bfloat16) * jnp.bfloat16(0.25)).T
+
+    return run, *_operands(size, FP8)
+
+
+def _bandwidth(context: Context, arrays: int) -> dict[str, Any]:
+    """Reads `arrays` - 1 arrays and writes one."""
+    import jax
+    import jax.numpy as jnp
+
+    count = (TOY_BYTES if context.rehearsal else BYTES) // 4
+    operands = [jnp.full(count, float(i + 1), jnp.float32) for i in range(arrays - 1)]
+    run = jax.jit(lambda first, *others: first + 3.0 * sum(others) if others else first + 1.0)
+    timed = median_seconds(lambda: run(*operands), jax.block_until_ready, seconds=0.05 if context.rehearsal else 0.7)
+    return timed | {"bytes_per_second": arrays * 4 * count / timed["seconds"], "bytes": arrays * 4 * count}

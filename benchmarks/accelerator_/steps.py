@@ -1,0 +1,138 @@
+"""Part 3: training steps of ours, and what the choices of precision, stack and rematerialisation change."""
+
+import functools
+import gc
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+
+from accelerator_.context import Context
+from accelerator_.models import settings_of, shape_of
+from accelerator_.timing import check_fits, largest_batch
+
+WARMUPS, STEPS = 2, 8
+FIRST = "bfloat16, scan"
+"""The variant that PyTorch and the other variants are compared with."""
+
+VARIANTS = (
+    ("fp8, scan", ("quantization:format=fp8",), {}),
+    ("bfloat16, no rematerialisation", (), {"model.decoder.stack.remat": None}),
+    ("bfloat16, unrolled", (), {"model.decoder.stack.mode": "unrolled"}),
+    ("fp8, no rematerialisation", ("quantization:format=fp8",), {"model.decoder.stack.remat": None}),
+    ("bfloat16, full rematerialisation", ("remat:policy=full",), {}),
+    ("bfloat16, products kept", ("remat:policy=dots",), {}),
+)
+"""(name, features, settings), in the order of their worth."""
+
+
+def measure(context: Context, name: str) -> None:
+    """A row for the shape as an experiment resolves it for the machine."""
+    device = context.device()
+    run = functools.partial(step_figures, context, device, name, (), {"model.decoder.stack.mode": "scan"})
+    context.attempt(FIRST, run, seconds=20)
+
+
+def measure_variants(context: Context, name: str) -> None:
+    """A row for each variant of a shape."""
+    device = context.device()
+    for title, features, settings in VARIANTS:
+        context.attempt(title, functools.partial(step_figures, context, device, name, features, settings), seconds=25)
+
+
+def resolve_shape(context: Context, device: Any, name: str, features: Any = (), settings: Any = None) -> Any:
+    """The experiment of a shape, resolved for the machine that is here: its mesh rule brings the remat policy."""
+    from accelerator_.local import machine_of
+    from axlearn_core import resolve
+
+    shape = shape_of(name, rehearsal=context.rehearsal)
+    chosen = settings_of(shape) | {"input.batch_size": shape.batch, "input.sequence_length": shape.length}
+    return resolve("llama2-7b", with_=features, set=chosen | (settings or {}), target=machine_of(device).name)
+
+
+def step_figures(context: Context, device: Any, name: str, features: Any, settings: Any) -> dict[str, Any]:
+    """Step time, tokens per second, utilisation and memory of one variant, at the largest batch that fits."""
+    from axlearn_core.compose import compose
+
+    resolved = resolve_shape(context, device, name, features, settings)
+    shape = shape_of(name, rehearsal=context.rehearsal)
+    program = compose(resolved.config, [device], machine=resolved.machine)
+    figures = largest_batch(
+        shape.batch, functools.partial(_measure_batch, program, device, shape), functools.partial(release, device)
+    )
+    figures |= {
+        "parameters": program.functional.num_parameters,
+        "features": list(features),
+        "settings": {k: str(v) for k, v in (settings or {}).items()},
+        "mesh_rule": resolved.rule,
+        "kernels": sorted({f"{c.request.op}: {c.name}" for c in program.kernels.choices}),
+    }
+    release(device)
+    return figures
+
+
+def specs_of(batch: int, length: int) -> dict[str, Any]:
+    """Shapes of a batch."""
+    import jax
+
+    tokens = jax.ShapeDtypeStruct((batch, length), np.int32)
+    return {"tokens": tokens, "targets": tokens}
+
+
+def random_tokens(vocab: int, batch: int, length: int, seed: int = 0) -> np.ndarray[Any, Any]:
+    """The tokens that are trained on, here and in PyTorch."""
+    return np.random.default_rng(seed).integers(0, vocab, (batch, length), dtype=np.int32)
+
+
+def _measure_batch(program: Any, device: Any, shape: Any, batch: int) -> dict[str, Any]:
+    import jax
+
+    started = time.perf_counter()
+    compiled = program.compile_train(specs_of(batch, shape.length))
+    compile_seconds = time.perf_counter() - started
+    predicted = check_fits(compiled, device)
+    state = program.init(0)
+    tokens = random_tokens(shape.vocab, batch, shape.length)
+    data = program.put({"tokens": tokens, "targets": np.roll(tokens, -1, 1)})
+    seconds, losses = [], []
+    for step in range(WARMUPS + STEPS):
+        start = time.perf_counter()
+        state, scalars = compiled(state, data)
+        jax.block_until_ready((state, scalars))
+        if step >= WARMUPS:
+            seconds.append(time.perf_counter() - start)
+        losses.append(float(scalars["loss"]))
+    median = statistics.median(seconds)
+    figures = {
+        "step_seconds": median,
+        "step_seconds_all": seconds,
+        "tokens_per_second": batch * shape.length / median,
+        "compile_seconds": compile_seconds,
+        "losses": [losses[0], losses[-1]],
+        "compiled_bytes": predicted,
+        "peak_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"),
+    }
+    return figures | utilisation(program, specs_of(batch, shape.length), median)
+
+
+def utilisation(program: Any, specs: Any, seconds: float) -> dict[str, Any]:
+    """Model FLOPs and MFU in both conventions; no MFU where the target has no peak."""
+    from axlearn_plugins_plan.flops import model_flops
+    from axlearn_plugins_plan.roofline import utilisation as share
+
+    flops = model_flops(program, specs)
+    figures = {"model_flops_full": flops.full, "model_flops_causal": flops.causal}
+    for name, work in (("mfu_full", flops.full), ("mfu_causal", flops.causal)):
+        figures[name] = share(work, seconds, program.target, 1) if program.target else None
+    return figures
+
+
+def release(device: Any) -> None:
+    """Gives back what earlier programs hold."""
+    import jax
+
+    gc.collect()
+    for array in jax.live_arrays():
+        array.delete()
+    jax.clear_caches()

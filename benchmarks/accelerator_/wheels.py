@@ -1,0 +1,112 @@
+"""Collects what a GPU machine lacks, as wheels: ours, and what they need beside the packages of its image.
+
+    uv run python benchmarks/accelerator_/wheels.py DIR
+
+DIR then goes to the machine, which needs no network: `python benchmarks/accelerator.py --wheels DIR`. `image.txt` beside this file
+lists the image's packages; versions are chosen to fit them.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+IMAGE = Path(__file__).with_name("image.txt")
+PYTHON = "3.12"
+PLATFORMS = (
+    "manylinux_2_28_x86_64",
+    "manylinux_2_27_x86_64",
+    "manylinux_2_24_x86_64",
+    "manylinux_2_17_x86_64",
+    "manylinux2014_x86_64",
+)
+EXTRAS = ("axlearn-plugins-gpu[kernels]",)
+LEFT_OUT = {
+    # tokamax imports xprof to read its own profiles; nothing of what xprof serves or stores is used.
+    "cheroot", "duckdb", "gcsfs", "google-cloud-storage", "gviz-api",
+}  # fmt: skip
+"""Requirements of requirements that are large, and are never imported here."""
+
+
+def normalize(name: str) -> str:
+    """A distribution's name as registries compare it (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def image_packages() -> set[str]:
+    """Names of the packages that the image has."""
+    lines = (line.split("#")[0].strip() for line in IMAGE.read_text().splitlines())
+    return {normalize(re.split(r"[=<>!~;\[ ]", line)[0]) for line in lines if line}
+
+
+def call(*command: str, cwd: str | None = None) -> str:
+    """Runs a command; stops with what it printed where it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)[:300]} exited with {done.returncode}\n{done.stderr[-3000:]}")
+    return done.stdout
+
+
+def build(folder: Path) -> None:
+    """Wheels of all distributions of this repository."""
+    call("uv", "build", "-q", "--wheel", "--all-packages", "-o", str(folder), cwd=str(ROOT))
+
+
+def requirements(folder: Path) -> list[str]:
+    """`name==version` of what ours need on the image, without what it has."""
+    ours = sorted(w.name.split("-")[0].replace("_", "-") for w in folder.glob("axlearn_*.whl"))
+    with tempfile.TemporaryDirectory() as scratch:
+        wanted = Path(scratch) / "wanted.in"
+        wanted.write_text("\n".join([*ours, *EXTRAS]) + "\n")
+        without = Path(scratch) / "without.txt"
+        without.write_text("".join(f"{name} ; sys_platform == 'never'\n" for name in sorted(LEFT_OUT)))
+        options = ("--python-version", PYTHON, "--python-platform", "x86_64-manylinux_2_28", "--no-annotate", "-q")
+        given = ("--find-links", str(folder), "-c", str(IMAGE), "--override", str(without), str(wanted))
+        # Elsewhere than in the workspace, whose own constraints are those of another JAX.
+        text = call("uv", "pip", "compile", *options, "--no-header", *given, cwd=scratch)
+    present = image_packages()
+    lines = [line.split(";")[0].strip() for line in text.splitlines() if "==" in line]
+    return [r for r in lines if normalize(r.split("==")[0]) not in present and not r.startswith("axlearn-")]
+
+
+def download(folder: Path, names: list[str]) -> None:
+    """Wheels for the image's Python, whichever this one is."""
+    options = ["--no-deps", "--only-binary=:all:", "--python-version", PYTHON, "--implementation", "cp", "-q"]
+    options += [part for platform in PLATFORMS for part in ("--platform", platform)]
+    call(
+        "uv",
+        "run",
+        "-q",
+        "--no-project",
+        "--with",
+        "pip",
+        "python",
+        "-m",
+        "pip",
+        "download",
+        *options,
+        "-d",
+        str(folder),
+        *names,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, metavar="DIR")
+    folder = parser.parse_args().folder.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    for stale in folder.glob("*.whl"):
+        stale.unlink()
+    build(folder)
+    names = requirements(folder)
+    download(folder, names)
+    size = sum(w.stat().st_size for w in folder.glob("*.whl"))
+    print(f"{len(list(folder.glob('*.whl')))} wheels, {size / 2**20:.0f} MiB: ours, and {', '.join(names)}")
+
+
+if __name__ == "__main__":
+    main()

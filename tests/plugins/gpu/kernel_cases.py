@@ -1,0 +1,167 @@
+"""Calls of ops at sizes that GPU kernels take, and how a kernel is held against the reference on them.
+
+For the tests here, and for the benchmark that runs the same on a GPU.
+"""
+
+import contextlib
+import functools
+import itertools
+import sys
+from pathlib import Path
+from unittest import mock
+
+import attrs
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "conformance"))
+import cases as conformance
+
+from axlearn_core.kernels import selection
+from axlearn_core.testing import Case, KernelSuite
+from axlearn_plugins_gpu.kernels import tokamax
+from axlearn_plugins_transformer.kernels.attention import attention
+from axlearn_plugins_transformer.kernels.masks import Causal, Full, Prefix, Segments, SlidingWindow
+
+TOLERANCE = 3e-2
+"""Of 16-bit results, relative to the norm of each array."""
+
+
+@contextlib.contextmanager
+def interpreter():
+    """Pallas kernels run in its interpreter, on any machine."""
+    call, number = pallas.pallas_call, pallas.program_id
+    references = tokamax.module("pallas.block").BlockRefIndexer
+    at = references.__getitem__
+
+    def run(kernel, *args, **options):
+        def hoisted(*operands):  # the interpreter does not know the number of a block within a loop or a branch
+            numbers = []
+            with contextlib.suppress(ValueError):  # beyond the last axis of the grid
+                for axis in itertools.count():
+                    numbers.append(number(axis))
+
+            def known(axis):
+                return numbers[axis] if axis < len(numbers) else number(axis)
+
+            with mock.patch.object(pallas, "program_id", known):
+                return kernel(*operands)
+
+        return call(hoisted, *args, interpret=True, **options)
+
+    def indexed(self, index):  # nor plain integers among slices
+        index = index if isinstance(index, tuple) else (index,)
+        return at(self, tuple(jnp.int32(i) if type(i) is int else i for i in index))
+
+    with mock.patch.object(pallas, "pallas_call", run), mock.patch.object(references, "__getitem__", indexed):
+        yield
+
+
+def attend(kernel, query, key, value, mask, **options):
+    return attention(query, key, value, mask=mask, scale=query.shape[-1] ** -0.5, kernel=kernel, **options)
+
+
+def attention_cases(size, length, rng):
+    """Masks and groups for heads of one size."""
+    ids = jnp.asarray(np.sort(rng.integers(1, 5, (2, length)), axis=1), jnp.int32)
+    prefix = jnp.asarray([3, length // 2 + 12], jnp.int32)
+    for name, mask, groups, softcap in (
+        ("causal", Causal(), 2, None),
+        ("full", Full(), 1, None),
+        ("window", Causal() & SlidingWindow(100), 2, None),
+        ("packed", Causal() & SlidingWindow(70) & Segments(ids, ids), 4, None),
+        ("prefix", (Causal() | Prefix(prefix)) & Segments(ids, ids), 2, None),
+        ("softcap", Causal(), 2, 20.0),
+    ):
+        heads = (4, groups, groups)
+        operands = [jnp.asarray(rng.normal(size=(2, length, n, size)), "bfloat16") for n in heads]
+        run = functools.partial(attend, softcap=softcap)
+        yield Case(name=f"{name}-{size}x{length}", run=run, operands=(*operands, mask), tolerance=TOLERANCE)
+
+
+def grouped_cases(rng):
+    """Groups of even and uneven sizes, some of them empty, rows behind the last group."""
+    for rows, inner, outer, sizes in ((512, 256, 512, (128,) * 4), (512, 512, 256, (300, 0, 7, 105))):
+        lhs = jnp.asarray(rng.normal(size=(rows, inner)), "bfloat16")
+        rhs = jnp.asarray(rng.normal(size=(len(sizes), inner, outer)) / 16, "bfloat16")
+        operands = (lhs, rhs, jnp.asarray(sizes, jnp.int32))
+        name = f"{rows}x{inner}x{outer}-{len(sizes)}"
+        yield Case(name=name, run=conformance.grouped, operands=operands, tolerance=TOLERANCE)
+
+
+def gated_cases(rng, width, hidden):
+    """Activations that kernels have."""
+    for activation in ("silu", "relu_squared"):
+        x = jnp.asarray(rng.normal(size=(2, 128, width)), "bfloat16")
+        matrices = [jnp.asarray(rng.normal(size=(width, hidden)) / width**0.5, "bfloat16") for _ in "gu"]
+
+        def run(kernel, x, gate, up, activation=activation):
+            return conformance.gated(kernel, x, gate, up, activation=activation)
+
+        yield Case(name=f"{activation}-{width}x{hidden}", run=run, operands=(x, *matrices), tolerance=TOLERANCE)
+
+
+def cases_of(op, *, small):
+    """Cases of an op; `small` for the interpreter."""
+    rng = np.random.default_rng(1)
+    if op == "attention":
+        sizes, length = ((64,), 128) if small else ((64, 128, 256), 1024)
+        return [case for size in sizes for case in attention_cases(size, length, rng)]
+    if op == "grouped_matmul":
+        return list(grouped_cases(rng))
+    if op == "gated_linear_unit":
+        return list(gated_cases(rng, 64, 128) if small else gated_cases(rng, 512, 1024))
+    return [c for c in conformance.CASES[op] if c.name.endswith("bfloat16") or op == "rms_norm"]
+
+
+class Numbers(KernelSuite):
+    """One kernel on one target, measured without the suite's assertions."""
+
+    def __init__(self, op, name, target, platform):
+        self.op, self.name, self.target, self.platform = op, name, target, platform
+
+    def declared(self, name):
+        return attrs.evolve(super().declared(name), platforms=())
+
+    def _only(self, *implementations):
+        return selection.use(
+            selection.Selection(
+                platform=self.platform,
+                target=self.target,
+                declared=lambda op: implementations if op == self.op else (),
+            )
+        )
+
+    def refusal(self, case):
+        """Why the kernel does not take the call; None where it does."""
+        return self._refusal(case, self.declared(self.name))
+
+    def measured(self, case):
+        """(results, gradients) of the kernel."""
+        return self._split(self._measured(case, self.name), case)
+
+    def reference(self, case):
+        """(results, gradients) of the reference on the same numbers in float32."""
+        wide = jax.tree.map(lambda x: x.astype("float32") if x.dtype == jnp.bfloat16 else x, case.operands)
+        with jax.default_matmul_precision("highest"):
+            return self._split(self._measured(attrs.evolve(case, operands=wide), self.against), case)
+
+    @staticmethod
+    def _split(found, case):
+        return found if case.gradients else (found, None)
+
+
+def suite_of(op, name, target, platform):
+    """What measures a kernel."""
+    return Numbers(op, name, target, platform)
+
+
+def relative_error(values, expected):
+    """The largest of the arrays' errors, each relative to the norm of what is expected; None where there are no arrays."""
+    errors = []
+    for x, y in zip(jax.tree.leaves(values), jax.tree.leaves(expected), strict=True):
+        x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
+        errors.append(float(np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-30)))
+    return float(np.max(errors)) if errors else None
