@@ -28,38 +28,43 @@ if not any(Path(p).exists() for p in ("/dev/nvidiactl", "/proc/driver/nvidia/ver
     # No driver. Where XLA's GPU compiler is installed, JAX would look for CUDA's libraries and print that it misses them.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
+_ATTENTION = "axlearn_plugins_transformer.kernels.attention:Attention"
+_RMS_NORM = "axlearn_plugins_transformer.kernels.rms_norm:RMSNorm"
+_GATED_LINEAR_UNIT = "axlearn_plugins_transformer.kernels.gated_linear_unit:GatedLinearUnit"
+_GROUPED_MATMUL = "axlearn_plugins_moe.grouped_matmul:GroupedMatmul"
+
 _KERNELS = (
     KernelImplementation(
         name="cudnn",
-        op="attention",
+        op=_ATTENTION,
         priority=50,
         platforms=("gpu",),
         load="axlearn_plugins_gpu.kernels.cudnn_attention:CUDNN",
     ),
     KernelImplementation(
         name="tokamax-mosaic",
-        op="attention",
+        op=_ATTENTION,
         priority=40,
         platforms=("gpu",),
         load="axlearn_plugins_gpu.kernels.tokamax_attention:MOSAIC_ATTENTION",
     ),
     KernelImplementation(
         name="tokamax-triton",
-        op="attention",
+        op=_ATTENTION,
         priority=30,
         platforms=("gpu",),
         load="axlearn_plugins_gpu.kernels.tokamax_attention:TRITON",
     ),
     KernelImplementation(
         name="tokamax-mosaic",
-        op="grouped_matmul",
+        op=_GROUPED_MATMUL,
         priority=40,  # behind Triton's, whose numbers are known; tokamax has it before
         platforms=("gpu",),
         load="axlearn_plugins_gpu.kernels.grouped_matmul:MOSAIC",
     ),
     KernelImplementation(
         name="tokamax-triton",
-        op="grouped_matmul",
+        op=_GROUPED_MATMUL,
         priority=50,
         platforms=("gpu",),
         load="axlearn_plugins_gpu.kernels.grouped_matmul:TRITON",
@@ -67,21 +72,21 @@ _KERNELS = (
     # Behind the reference, which XLA fuses: for configs that name them, until measurements on a GPU say more.
     KernelImplementation(
         name="tokamax-triton",
-        op="rms_norm",
+        op=_RMS_NORM,
         priority=-1,
         platforms=("gpu",),
         load="axlearn_plugins_gpu.kernels.rms_norm:TRITON",
     ),
     KernelImplementation(
         name="tokamax-triton",
-        op="gated_linear_unit",
+        op=_GATED_LINEAR_UNIT,
         priority=-1,
         platforms=("gpu",),
         load="axlearn_plugins_gpu.kernels.gated_linear_unit:TRITON",
     ),
     KernelImplementation(
         name="tokamax-mosaic",
-        op="gated_linear_unit",
+        op=_GATED_LINEAR_UNIT,
         priority=-2,
         platforms=("gpu",),
         load="axlearn_plugins_gpu.kernels.gated_linear_unit:MOSAIC",
@@ -96,6 +101,6 @@ def axlearn_remat_policies() -> list[RematPolicy]:
 
 
 @hookimpl
-def axlearn_kernels(op: str) -> list[KernelImplementation]:
+def axlearn_kernels() -> list[KernelImplementation]:
     """Adapters to cuDNN and tokamax."""
-    return [k for k in _KERNELS if k.op == op]
+    return list(_KERNELS)
