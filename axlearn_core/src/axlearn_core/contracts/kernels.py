@@ -10,7 +10,7 @@ import attrs
 O_contra = TypeVar("O_contra", contravariant=True)
 R_co = TypeVar("R_co", covariant=True)
 
-_PATH = re.compile(r"[\w.]+:\w+")
+_PATH = re.compile(r"[\w.]+:[\w.<>]+")
 
 
 def _check_path(implementation: Any, field: attrs.Attribute[str], value: str) -> None:
