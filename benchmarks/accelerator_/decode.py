@@ -65,22 +65,20 @@ def _limit(read: int, seconds: float, limits: dict[str, Any]) -> dict[str, Any]:
 
 def _weights_read(generator: Any) -> int:
     """All weights but the embedding, of which a step reads a row."""
-    import jax
-
-    flat = jax.tree_util.tree_flatten_with_path(generator.state)[0]
-    return sum(x.nbytes for path, x in flat if "embedding" not in jax.tree_util.keystr(path).lower())
+    return sum(x.nbytes for path, x in generator.arrays.items() if "embedding" not in path)
 
 
 def _generate(context: Context, generator: Any, limits: dict[str, Any]) -> dict[str, Any]:
     prompt_length, tokens = (TOY_PROMPT, TOY_TOKENS) if context.rehearsal else (PROMPT, TOKENS)
-    vocab = generator.model.cfg.vocab_size
+    vocab = generator.vocab_size
     prompt = np.random.default_rng(0).integers(0, vocab, prompt_length).tolist()
     list(generator(prompt, max_tokens=3))  # compiles
     times = [time.perf_counter()]
     for _ in generator(prompt, max_tokens=tokens):
         times.append(time.perf_counter())
     seconds = statistics.median(np.diff(times)[1:])
-    cache = generator.model.init_cache(1, -(-(prompt_length + tokens) // 128) * 128)
+    model = generator.functions.bind(generator.arrays)
+    cache = model.init_cache(1, -(-(prompt_length + tokens) // 128) * 128)
     figures = _limit(_weights_read(generator) + _bytes(cache), float(seconds), limits)
     return figures | {"tokens_per_second": 1 / float(seconds), "first_token_seconds": times[1] - times[0]}
 
@@ -88,21 +86,20 @@ def _generate(context: Context, generator: Any, limits: dict[str, Any]) -> dict[
 def _step_batch(context: Context, generator: Any, rows: int, limits: dict[str, Any]) -> dict[str, Any]:
     import jax
     import jax.numpy as jnp
-    from flax import nnx
 
     length = TOY_CACHE if context.rehearsal else CACHE
-    cache = generator.model.init_cache(rows, length)
+    cache = generator.functions.bind(generator.arrays).init_cache(rows, length)
     read = _weights_read(generator) + _bytes(cache)
 
     @functools.partial(jax.jit, donate_argnums=1)
-    def step(state: Any, cache: Any, token: Any) -> Any:
-        logits, cache = nnx.merge(generator.graph, state)(token[:, None], cache=cache)
+    def step(arrays: Any, cache: Any, token: Any) -> Any:
+        logits, cache = generator.functions.bind(arrays)(token[:, None], cache=cache)
         return jnp.argmax(logits[:, 0], axis=-1).astype(jnp.int32), cache
 
     held = [jnp.zeros(rows, jnp.int32), cache]
 
     def call() -> Any:
-        held[0], held[1] = step(generator.state, held[1], held[0])
+        held[0], held[1] = step(generator.arrays, held[1], held[0])
         return held[0]
 
     del cache

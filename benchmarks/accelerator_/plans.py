@@ -47,7 +47,7 @@ def _plan_figures(resolved: Any) -> dict[str, Any]:
         "bound": line.bound,
         "mfu_full_at_roofline": plan.mfu(),
         "rows": plan.rows,
-        "kernels": sorted({f"{c.request.op}: {c.name}" for c in plan.kernels}),
+        "kernels": sorted({f"{c.op.name}: {c.name}" for c in plan.kernels}),
         "notes": list(plan.notes),
         "plan_seconds": time.perf_counter() - started,
     }
@@ -60,7 +60,7 @@ def _machine_figures(context: Context, device: Any, resolved: Any, name: str) ->
 
     shape, batch = shape_of(name, rehearsal=context.rehearsal), resolved.config.input.batch_size
     program = compose(resolved.config, [device], machine=resolved.machine)
-    compiled = program.compile_train(specs_of(batch, shape.length))
+    compiled = program.compile("train", specs_of(batch, shape.length))
     check_fits(compiled, device)
     state = program.init(0)
     tokens = random_tokens(shape.vocab, batch, shape.length)
@@ -77,7 +77,7 @@ def _machine_figures(context: Context, device: Any, resolved: Any, name: str) ->
         "step_seconds": sorted(seconds[1:])[len(seconds[1:]) // 2],
         "peak_bytes": stats.get("peak_bytes_in_use"),
         "peak_bytes_before_steps": before.get("peak_bytes_in_use"),
-        "kernels": sorted({f"{c.request.op}: {c.name}" for c in program.kernels.choices}),
+        "kernels": sorted({f"{c.op.name}: {c.name}" for c in program.choices()}),
     }
     context.attempt("profile", functools.partial(_profile, context, compiled, state, data))
     return figures

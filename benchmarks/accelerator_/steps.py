@@ -66,7 +66,7 @@ def step_figures(context: Context, device: Any, name: str, features: Any, settin
         "features": list(features),
         "settings": {k: str(v) for k, v in (settings or {}).items()},
         "mesh_rule": resolved.rule,
-        "kernels": sorted({f"{c.request.op}: {c.name}" for c in program.kernels.choices}),
+        "kernels": sorted({f"{c.op.name}: {c.name}" for c in program.choices()}),
     }
     release(device)
     return figures
@@ -89,7 +89,7 @@ def _measure_batch(program: Any, device: Any, shape: Any, batch: int) -> dict[st
     import jax
 
     started = time.perf_counter()
-    compiled = program.compile_train(specs_of(batch, shape.length))
+    compiled = program.compile("train", specs_of(batch, shape.length))
     compile_seconds = time.perf_counter() - started
     predicted = check_fits(compiled, device)
     state = program.init(0)

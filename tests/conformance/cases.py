@@ -10,14 +10,14 @@ from flax import nnx
 from axlearn_core.nn.layer import Precision
 from axlearn_core.nn.linear import Linear
 from axlearn_core.testing import Case
-from axlearn_plugins_moe.grouped_matmul import grouped_matmul
-from axlearn_plugins_transformer.kernels.attention import attention
+from axlearn_plugins_moe.grouped_matmul import GroupedMatmul
+from axlearn_plugins_transformer.kernels.attention import Attention
 from axlearn_plugins_transformer.kernels.bias import LinearBias
-from axlearn_plugins_transformer.kernels.cross_entropy import Options, cross_entropy
-from axlearn_plugins_transformer.kernels.gated_linear_unit import ACTIVATIONS, gated_linear_unit
+from axlearn_plugins_transformer.kernels.cross_entropy import CrossEntropy, Options
+from axlearn_plugins_transformer.kernels.gated_linear_unit import ACTIVATIONS, GatedLinearUnit
 from axlearn_plugins_transformer.kernels.masks import Causal, Full, Prefix, Segments, SlidingWindow
-from axlearn_plugins_transformer.kernels.paged_attention import paged_attention
-from axlearn_plugins_transformer.kernels.rms_norm import rms_norm
+from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention
+from axlearn_plugins_transformer.kernels.rms_norm import RMSNorm
 
 RNG = np.random.default_rng(0)
 TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2}
@@ -28,7 +28,7 @@ def normal(*shape, dtype="float32"):
 
 
 def _attend(kernel, query, key, value, mask, **options):
-    return attention(query, key, value, mask=mask, scale=0.3, kernel=kernel, **options)
+    return Attention(query, key, value, mask=mask, scale=0.3, **options).run(kernel)
 
 
 def _attention(name, mask, *, q=256, k=256, heads=4, groups=2, dtype="float32", **options):
@@ -59,7 +59,7 @@ def _attentions():
 
 
 def _entropy(kernel, hidden, weight, targets, weights, options):
-    return cross_entropy(hidden, weight, targets, weights, options, kernel)[0]
+    return CrossEntropy(hidden, weight, targets, weights, options).run(kernel)[0]
 
 
 def _entropies():
@@ -75,7 +75,7 @@ def _entropies():
 
 def grouped(kernel, lhs, rhs, sizes):
     used = jnp.arange(lhs.shape[0]) < jnp.sum(sizes)  # what is behind the last group is not specified
-    return jnp.where(used[:, None], grouped_matmul(jnp.where(used[:, None], lhs, 0), rhs, sizes, kernel), 0)
+    return jnp.where(used[:, None], GroupedMatmul(jnp.where(used[:, None], lhs, 0), rhs, sizes).run(kernel), 0)
 
 
 def _grouped():
@@ -90,7 +90,7 @@ def _grouped():
 
 
 def _normalized(kernel, x, weight, **options):
-    return rms_norm(x, weight, kernel=kernel, **options)
+    return RMSNorm(x, weight, **options).run(kernel)
 
 
 def _norms():
@@ -124,7 +124,9 @@ def projection(weight, bias=None):
 
 def gated(kernel, x, gate, up, bias=None, activation="silu"):
     """The op `gated_linear_unit` of arrays."""
-    return gated_linear_unit(x, projection(gate, bias), projection(up), activation=activation, kernel=kernel)
+    return GatedLinearUnit(
+        x, projection(gate, bias), projection(up), hidden_dim=gate.shape[1], activation=activation
+    ).run(kernel)
 
 
 def _gated_units():
@@ -144,7 +146,7 @@ def _gated_units():
 
 
 def _read(kernel, query, pages, table, lengths, starts, count, **options):
-    found = paged_attention(query, pages, table, lengths, starts, count, scale=0.2, kernel=kernel, **options)
+    found = PagedAttention(query, pages, table, lengths, starts, count, scale=0.2, **options).run(kernel)
     used = jnp.arange(query.shape[0]) < starts[count[0]]
     return jnp.where(used[:, None, None], found, 0)  # what no request has is not specified
 
@@ -178,10 +180,10 @@ def _pages():
 
 
 CASES = {
-    "attention": list(_attentions()),
-    "cross_entropy": list(_entropies()),
-    "gated_linear_unit": list(_gated_units()),
-    "grouped_matmul": list(_grouped()),
-    "paged_attention": list(_pages()),
-    "rms_norm": list(_norms()),
+    Attention: list(_attentions()),
+    CrossEntropy: list(_entropies()),
+    GatedLinearUnit: list(_gated_units()),
+    GroupedMatmul: list(_grouped()),
+    PagedAttention: list(_pages()),
+    RMSNorm: list(_norms()),
 }

@@ -1,5 +1,6 @@
 """What is installed, sorted by what it can stand for; and toy values for what has to be set."""
 
+import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 from axlearn_core.config import Decoder, Node, missing, patch
 from axlearn_core.contracts import parts
 from axlearn_core.contracts.kernels import KernelImplementation
+from axlearn_core.kernels.op import Op
+from axlearn_core.kernels.selection import reference
 from axlearn_core.nn.layer import Layer
 from axlearn_core.plugins.manager import host
 from axlearn_core.plugins.registry import registry
@@ -78,19 +81,14 @@ def of(protocol: Any) -> dict[str, Node[Any]]:
     return owned(lambda owner: bool(met(owner, protocol)) and max(PROTOCOLS, key=lambda p: met(owner, p)) is protocol)
 
 
-class AnyOp(str):
-    """Compares equal to every op: what a plugin declares for it is all that it declares."""
-
-    __hash__ = str.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        return True
-
-    def __ne__(self, other: object) -> bool:
-        return False
-
-
-def kernels() -> list[KernelImplementation]:
-    """Everything that is declared through `axlearn_kernels`."""
-    answers = host().answers("axlearn_kernels", op=AnyOp("any"))
-    return [implementation for _, declared in answers for implementation in declared]
+def kernels() -> dict[type[Op[Any]], list[KernelImplementation]]:
+    """Op -> everything that is declared for it through `axlearn_kernels`, and its reference."""
+    found: dict[type[Op[Any]], list[KernelImplementation]] = {}
+    for _, declared in host().answers("axlearn_kernels"):
+        for implementation in declared:
+            module, _, name = implementation.op.partition(":")
+            op = getattr(importlib.import_module(module), name)
+            assert issubclass(op, Op), implementation
+            assert op.path() == implementation.op, "a kernel names the module that defines its op"
+            found.setdefault(op, [reference(op)]).append(implementation)
+    return found

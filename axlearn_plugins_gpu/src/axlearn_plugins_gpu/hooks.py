@@ -29,17 +29,22 @@ if not any(Path(p).exists() for p in ("/dev/nvidiactl", "/proc/driver/nvidia/ver
     # No driver. Where XLA's GPU compiler is installed, JAX would look for CUDA's libraries and print that it misses them.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
+_ATTENTION = "axlearn_plugins_transformer.kernels.attention:Attention"
+_RMS_NORM = "axlearn_plugins_transformer.kernels.rms_norm:RMSNorm"
+_GATED_LINEAR_UNIT = "axlearn_plugins_transformer.kernels.gated_linear_unit:GatedLinearUnit"
+_GROUPED_MATMUL = "axlearn_plugins_moe.grouped_matmul:GroupedMatmul"
+
 _KERNELS = (
-    ("attention", "cudnn", "cudnn_attention:CUDNN"),
-    ("attention", "tokamax-mosaic", "tokamax_attention:MOSAIC_ATTENTION"),
-    ("attention", "tokamax-triton", "tokamax_attention:TRITON"),
-    ("grouped_matmul", "tokamax-mosaic", "grouped_matmul:MOSAIC"),
-    ("grouped_matmul", "tokamax-triton", "grouped_matmul:TRITON"),
-    ("rms_norm", "tokamax-triton", "rms_norm:TRITON"),
-    ("gated_linear_unit", "tokamax-triton", "gated_linear_unit:TRITON"),
-    ("gated_linear_unit", "tokamax-mosaic", "gated_linear_unit:MOSAIC"),
+    (_ATTENTION, "attention", "cudnn", "cudnn_attention:CUDNN"),
+    (_ATTENTION, "attention", "tokamax-mosaic", "tokamax_attention:MOSAIC_ATTENTION"),
+    (_ATTENTION, "attention", "tokamax-triton", "tokamax_attention:TRITON"),
+    (_GROUPED_MATMUL, "grouped_matmul", "tokamax-mosaic", "grouped_matmul:MOSAIC"),
+    (_GROUPED_MATMUL, "grouped_matmul", "tokamax-triton", "grouped_matmul:TRITON"),
+    (_RMS_NORM, "rms_norm", "tokamax-triton", "rms_norm:TRITON"),
+    (_GATED_LINEAR_UNIT, "gated_linear_unit", "tokamax-triton", "gated_linear_unit:TRITON"),
+    (_GATED_LINEAR_UNIT, "gated_linear_unit", "tokamax-mosaic", "gated_linear_unit:MOSAIC"),
 )
-"""Op, name, and where in `axlearn_plugins_gpu.kernels` it is."""
+"""The class of the op, its name, that of the kernel, and where in `axlearn_plugins_gpu.kernels` it is."""
 
 
 @hookimpl
@@ -49,16 +54,15 @@ def axlearn_remat_policies() -> list[RematPolicy]:
 
 
 @hookimpl
-def axlearn_kernels(op: str) -> list[KernelImplementation]:
+def axlearn_kernels() -> list[KernelImplementation]:
     """Adapters to cuDNN and tokamax."""
     return [
         KernelImplementation(
             name=name,
             op=op,
-            priority=PRIORITIES[op, name].value,
+            priority=PRIORITIES[op_name, name].value,
             platforms=("gpu",),
             load=f"axlearn_plugins_gpu.kernels.{place}",
         )
-        for kernel_op, name, place in _KERNELS
-        if kernel_op == op
+        for op, op_name, name, place in _KERNELS
     ]

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from axlearn_core.contracts.kernels import OpRequest
+from axlearn_core.contracts.kernels import KernelContext
 from axlearn_plugins_neuron.sdk import missing
-from axlearn_plugins_transformer.kernels.bias import Bias
-from axlearn_plugins_transformer.kernels.masks import And, Causal, Full, Mask
+from axlearn_plugins_transformer.kernels.attention import Attention
+from axlearn_plugins_transformer.kernels.masks import And, Causal, Full
 from axlearn_plugins_transformer.kernels.per_device import per_device
 
 TILES = (2048, 1024, 512)
@@ -43,35 +43,24 @@ class _Static(NamedTuple):
 class _Flash:
     """See the module."""
 
-    def supports(self, request: OpRequest) -> str | None:
+    def supports(self, op: Attention, context: KernelContext) -> str | None:
         """Self-attention with heads up to 128, lengths in tiles of 512; no soft cap, no bias on the scores."""
         if reason := missing(("jax-neuronx", "neuronx-cc")):
             return reason
-        return unsupported(request)
+        return unsupported(op)
 
-    def __call__(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        *,
-        mask: Mask,
-        scale: float,
-        softcap: float | None,
-        query_slots: jax.Array | None,
-        key_slots: jax.Array | None,
-        bias: Bias | None = None,
-    ) -> jax.Array:
-        """See `axlearn_plugins_transformer.kernels.attention.attention`."""
+    def __call__(self, op: Attention) -> jax.Array:
+        """[B, S, N, V]."""
+        query, key, value = op.query, op.key, op.value
         length = key.shape[1]
-        parts = mask.parts
+        parts = op.mask.parts
         rest = tuple(p for p in parts if not isinstance(p, (Causal, Full)))
         hidden = None
         if rest:
             visible = And(rest).materialize((0, query.shape[1]), (0, length))
             hidden = jnp.where(visible, 0.0, HIDDEN).astype(query.dtype)
         causal = any(isinstance(p, Causal) for p in parts)
-        static = _Static(scale, causal, next(t for t in TILES if length % t == 0))
+        static = _Static(op.scale, causal, next(t for t in TILES if length % t == 0))
         # The backward kernel takes as many key heads as query heads.
         repeats = query.shape[2] // key.shape[2]
         if repeats > 1:
@@ -84,16 +73,16 @@ class _Flash:
 NKI_FLASH = _Flash()
 
 
-def unsupported(request: OpRequest) -> str | None:
-    """Why the kernels cannot do a request, whether they are here or not."""
-    query, key, value = (request.shapes[n] for n in ("query", "key", "value"))
-    if len(set(request.dtypes.values())) > 1:
+def unsupported(op: Attention) -> str | None:
+    """Why the kernels cannot do a call, whether they are here or not."""
+    query, key, value = (x.shape for x in (op.query, op.key, op.value))
+    if len(set(op.dtypes.values())) > 1:
         return "queries, keys and values differ in dtype"
-    if request.options["softcap"] is not None:
+    if op.softcap is not None:
         return "it has no soft cap"
-    if request.options["bias"] is not None:
+    if op.bias is not None:
         return "it takes no bias on the scores whose gradient is needed"
-    if not request.options["aligned"]:
+    if not op.aligned:
         return "queries and keys are not the same positions"
     if query[3] > 128 or query[3] != value[3]:
         return f"head sizes {query[3]} and {value[3]}: it takes one size of at most 128"

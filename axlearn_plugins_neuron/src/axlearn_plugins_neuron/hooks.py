@@ -8,6 +8,8 @@ from axlearn_core.plugins.hookspecs import hookimpl
 from axlearn_plugins_neuron.rules import POLICIES, rules
 from axlearn_plugins_neuron.targets import TRN2
 
+_ATTENTION = "axlearn_plugins_transformer.kernels.attention:Attention"
+
 
 @hookimpl
 def axlearn_targets() -> list[Target]:
@@ -28,9 +30,7 @@ def axlearn_remat_policies() -> list[RematPolicy]:
 
 
 @hookimpl
-def axlearn_kernels(op: str) -> list[KernelImplementation]:
+def axlearn_kernels() -> list[KernelImplementation]:
     """Flash attention of the Neuron SDK."""
-    if op != "attention":
-        return []
     load = "axlearn_plugins_neuron.attention:NKI_FLASH"
-    return [KernelImplementation(name="nki-flash", op="attention", load=load, priority=50, platforms=("neuron",))]
+    return [KernelImplementation(name="nki-flash", op=_ATTENTION, load=load, priority=50, platforms=("neuron",))]

@@ -29,17 +29,22 @@ if not tpu_here():
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
+_ATTENTION = "axlearn_plugins_transformer.kernels.attention:Attention"
+_PAGED_ATTENTION = "axlearn_plugins_transformer.kernels.paged_attention:PagedAttention"
+_CROSS_ENTROPY = "axlearn_plugins_transformer.kernels.cross_entropy:CrossEntropy"
+_GROUPED_MATMUL = "axlearn_plugins_moe.grouped_matmul:GroupedMatmul"
+
 KERNELS = (
     KernelImplementation(
         name="splash",
-        op="attention",
+        op=_ATTENTION,
         load="axlearn_plugins_tpu.kernels.splash:SPLASH_ATTENTION",
         priority=50,
         platforms=("tpu",),
     ),
     KernelImplementation(
         name="megablox",
-        op="grouped_matmul",
+        op=_GROUPED_MATMUL,
         load="axlearn_plugins_tpu.kernels.megablox:MEGABLOX",
         priority=50,
         platforms=("tpu",),
@@ -47,7 +52,7 @@ KERNELS = (
     # Behind megablox, which needs nothing that is not installed: nobody has measured here that either is faster.
     KernelImplementation(
         name="tokamax-mosaic-tpu",
-        op="grouped_matmul",
+        op=_GROUPED_MATMUL,
         load="axlearn_plugins_tpu.kernels.tokamax:MOSAIC",
         priority=40,
         platforms=("tpu",),
@@ -55,14 +60,14 @@ KERNELS = (
     # Behind the reference, whose products are XLA's own: for configs that name it, until a TPU has said more.
     KernelImplementation(
         name="tokamax-mosaic-tpu",
-        op="cross_entropy",
+        op=_CROSS_ENTROPY,
         load="axlearn_plugins_tpu.kernels.cross_entropy:MOSAIC",
         priority=-1,
         platforms=("tpu",),
     ),
     KernelImplementation(
         name="ragged-paged",
-        op="paged_attention",
+        op=_PAGED_ATTENTION,
         load="axlearn_plugins_tpu.kernels.ragged_paged:RAGGED_PAGED",
         priority=50,
         platforms=("tpu",),
@@ -77,9 +82,9 @@ def axlearn_targets() -> list[Target]:
 
 
 @hookimpl
-def axlearn_kernels(op: str) -> list[KernelImplementation]:
+def axlearn_kernels() -> list[KernelImplementation]:
     """Splash attention, megablox and tokamax for grouped matrix products, tokamax's loss, and ragged paged attention."""
-    return [k for k in KERNELS if k.op == op]
+    return list(KERNELS)
 
 
 @hookimpl

@@ -1,86 +1,122 @@
+import attrs
+import jax
 import jax.numpy as jnp
 import pytest
 
 from axlearn_core.contracts.kernels import KernelImplementation
 from axlearn_core.errors import PluginError, RequestError
 from axlearn_core.kernels import selection
-from axlearn_core.kernels.selection import Selection, chosen, use
-from axlearn_plugins_transformer.kernels.attention import XLA, XLA_BLOCKED, attention
-from axlearn_plugins_transformer.kernels.masks import Causal, Full
+from axlearn_core.kernels.selection import REFERENCE_KERNEL, Selection, choose, use
+from axlearn_plugins_transformer.kernels.attention import XLA_BLOCKED, Attention
+from axlearn_plugins_transformer.kernels.cross_entropy import CrossEntropy
+from axlearn_plugins_transformer.kernels.masks import Causal, Full, Segments
 
-SHAPES = {n: jnp.zeros((1, 256, 2, 8)) for n in ("query", "key", "value")}
-OPTIONS = {"mask": "causal", "softcap": None, "aligned": True, "skips": True}
+PATH = "axlearn_plugins_transformer.kernels.attention:Attention"
+X = jnp.zeros((1, 256, 2, 8))
 
 
-def request(**options):
-    return chosen("attention", SHAPES, OPTIONS | options)
+def call(mask=None, **options):
+    return Attention(X, X, X, mask=mask or Causal(), scale=1.0, **options)
 
 
 def test_the_reference_runs_outside_a_program():
-    assert request() is XLA
+    assert choose(call()) is REFERENCE_KERNEL
 
 
 def test_a_program_gets_the_highest_priority_that_supports_the_call_and_keeps_the_reasons():
     with use(Selection(platform="cpu")) as program:
-        assert request() is XLA_BLOCKED
-        assert request() is XLA_BLOCKED
-        assert request(skips=False, mask="full") is XLA
+        assert choose(call()) is XLA_BLOCKED
+        assert choose(call()) is XLA_BLOCKED
+        assert choose(call(Full())) is REFERENCE_KERNEL
     assert [c.name for c in program.choices] == ["xla-blocked", "xla"]
     assert program.choices[1].rejected["xla-blocked"] == "the mask (full) hides no whole block"
-    assert "attention(query float32[1, 256, 2, 8]" in str(program.choices[0].request)
-    assert request() is XLA  # and it is over
+    assert "attention(query float32[1, 256, 2, 8]" in program.choices[0].call
+    assert choose(call()) is REFERENCE_KERNEL  # and it is over
+
+
+def test_a_choice_reads_as_in_the_locks_of_earlier_versions():
+    with use(Selection(platform="cpu", target="h100", declared=lambda op: [selection.reference(op)])) as program:
+        call().run()
+    array = "(1, 256, 2, 8)"
+    assert str(program.choices[0]) == (
+        f"Choice(request=OpRequest(op='attention', platform='cpu', shapes={{'query': {array}, 'key': {array}, 'value': "
+        f"{array}}}, dtypes={{'query': 'float32', 'key': 'float32', 'value': 'float32'}}, options={{'mask': 'causal', "
+        "'softcap': None, 'bias': None, 'aligned': True, 'skips': True}, gradients=True, target='h100'), name='xla', "
+        "rejected={})"
+    )
 
 
 def test_a_name_is_that_one_or_one_clear_error():
-    assert chosen("attention", SHAPES, OPTIONS, "xla-blocked") is XLA_BLOCKED
+    assert choose(call(), "xla-blocked") is XLA_BLOCKED
     with use(Selection(platform="cpu")):
-        assert chosen("attention", SHAPES, OPTIONS, "xla") is XLA
+        assert choose(call(), "xla") is REFERENCE_KERNEL
         with pytest.raises(RequestError, match=r"unknown attention kernel 'xla-blokced'\n.*did you mean: xla-blocked"):
-            chosen("attention", SHAPES, OPTIONS, "xla-blokced")
+            choose(call(), "xla-blokced")
         with pytest.raises(RequestError, match=r"'xla-blocked' cannot do this\n.*\n.*hides no whole block\n.*fix:"):
-            attention(*SHAPES.values(), mask=Full(), scale=1.0, kernel="xla-blocked")
+            call(Full()).run("xla-blocked")
 
 
 def test_platforms_priorities_and_what_cannot_be_loaded():
     def declared(op):
-        module = "axlearn_plugins_transformer.kernels.attention"
-        load = f"{module}:XLA"
+        load = "axlearn_core.kernels.selection:REFERENCE_KERNEL"
         return [
-            KernelImplementation(name="b", op=op, load=load, priority=5),
-            KernelImplementation(name="a", op=op, load=load, priority=5),
-            KernelImplementation(name="fast", op=op, load=f"{module}:Nope", priority=9, platforms=("tpu",)),
-        ]  # fmt: skip
+            KernelImplementation(name="b", op=op.path(), load=load, priority=5),
+            KernelImplementation(name="a", op=op.path(), load=load, priority=5),
+            KernelImplementation(name="fast", op=op.path(), load=f"{load}_", priority=9, platforms=("tpu",)),
+        ]
 
     with use(Selection(platform="cpu", declared=declared)) as program:
-        request()
+        call().run()
     assert program.choices[0].name == "a"  # by name among equals, whatever the order of installation
     assert program.choices[0].rejected == {"fast": "runs on tpu, not on cpu"}
     with use(Selection(platform="tpu", declared=declared)), pytest.raises(PluginError, match="'fast' cannot be loaded"):
-        request()
+        call().run()
     with use(Selection(platform="cpu", declared=lambda op: [])), pytest.raises(RequestError, match="none is installed"):
-        request()
+        call().run()
+
+
+def host_of(*claims):
+    class Host:
+        def answers(self, hook):
+            return [(origin, [KernelImplementation(name=name, op=PATH, load="m:a")]) for origin, name in claims]
+
+    return Host
 
 
 def test_two_plugins_with_one_kernel_name_are_an_error(monkeypatch):
-    class Host:
-        def answers(self, hook, op):
-            one = KernelImplementation(name="xla", op=op, load="m:a")
-            return [("kernels of axlearn-core 0.1.0", [one]), ("k of other 1.0", [one])]
-
-    monkeypatch.setattr("axlearn_core.plugins.manager.host", Host)
-    with pytest.raises(
-        PluginError, match=r"'xla' is claimed by kernels of axlearn-core 0\.1\.0 and by k of other 1\.0"
-    ):
-        selection.installed("attention")
+    monkeypatch.setattr("axlearn_core.plugins.manager.host", host_of(("one 1.0", "fast"), ("k of other 1.0", "fast")))
+    with pytest.raises(PluginError, match=r"'fast' is claimed by one 1\.0 and by k of other 1\.0"):
+        selection.installed(Attention)
+    monkeypatch.setattr("axlearn_core.plugins.manager.host", host_of(("one 1.0", "xla")))
+    with pytest.raises(PluginError, match=r"'xla' is claimed by the op itself and by one 1\.0"):
+        selection.installed(Attention)
+    assert [k.name for k in selection.installed(CrossEntropy)] == ["xla"]  # the claims are about another op
 
 
-def test_the_cores_own_kernels_come_through_the_hook():
-    assert {k.name for k in selection.installed("attention")} >= {"xla", "xla-blocked"}
+@pytest.mark.parametrize("wrong", [{"op": "attention"}, {"load": "module"}])
+def test_a_declaration_names_a_module_and_what_is_in_it(wrong):
+    with pytest.raises(ValueError, match="'module:name', got"):
+        KernelImplementation(**{"name": "fast", "op": PATH, "load": "m:a"} | wrong)
+
+
+def test_installed_kernels_come_through_the_hook():
+    assert {k.name for k in selection.installed(Attention)} >= {"xla", "xla-blocked"}
     # Others may be installed, and wait to be named.
-    assert [k.name for k in selection.installed("cross_entropy") if k.priority >= 0] == ["xla"]
+    assert [k.name for k in selection.installed(CrossEntropy) if k.priority >= 0] == ["xla"]
 
 
-def test_a_model_under_a_program_uses_the_chosen_kernel():
-    with use(Selection(platform="cpu")) as program:
-        attention(*SHAPES.values(), mask=Causal(), scale=1.0)
-    assert [c.name for c in program.choices] == ["xla-blocked"]
+def test_ops_are_equal_by_what_kernels_decide_by():
+    ids = jnp.zeros((1, 256), jnp.int32)
+    packed = call(Causal() & Segments(ids, ids))
+    assert packed == packed.abstract()
+    assert hash(packed) == hash(packed.abstract())
+    assert packed != call()
+    assert call(softcap=2.0) != call()
+    assert call() != attrs.evolve(call(), value=X.astype("bfloat16"))
+    assert not any(isinstance(x, jax.Array) for x in jax.tree.leaves(packed.abstract()._fields()))
+    assert packed.bytes() == 4 * X.nbytes + 2 * ids.nbytes
+
+
+def test_the_visible_share_is_that_of_the_mask():
+    assert call().visible() == 0.5
+    assert call(key_slots=jnp.arange(256)[None]).visible() == 1.0

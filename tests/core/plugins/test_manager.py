@@ -28,8 +28,8 @@ def axlearn_checkpoint_storage(uri):
     return "storage {0}" if uri.startswith("mem{0}:") or uri.startswith("both:") else None
 
 @hookimpl
-def axlearn_kernels(op):
-    return ["kernel {0}"] if op == "attention" else []
+def axlearn_kernels():
+    return ["kernel {0}"]
 """
 
 
@@ -89,18 +89,18 @@ def test_storage_has_one_owner(install):
 
 
 def test_kernels_come_from_every_plugin(install):
-    before = host().hook.axlearn_kernels(op="attention")
+    before = host().hook.axlearn_kernels()
     install_chip(install, 1)
-    found = [k for kernels in host().hook.axlearn_kernels(op="attention") for k in kernels]
+    found = [k for kernels in host().hook.axlearn_kernels() for k in kernels]
     assert "kernel 1" in found
     assert len(found) == sum(map(len, before)) + 1
-    assert dict(host().answers("axlearn_kernels", op="nothing"))["chip1 of axlearn-plugins-chip1 1.0"] == []
+    assert dict(host().answers("axlearn_kernels"))["chip1 of axlearn-plugins-chip1 1.0"] == ["kernel 1"]
 
 
 def test_the_order_of_sys_path_changes_nothing(install):
     install_chip(install, 2)
     install_chip(install, 1)
-    names = [title for title, _ in host().answers("axlearn_kernels", op="attention") if "chip" in title]
+    names = [title for title, _ in host().answers("axlearn_kernels") if "chip" in title]
     assert names == ["chip1 of axlearn-plugins-chip1 1.0", "chip2 of axlearn-plugins-chip2 1.0"]
     assert list(host().origins) == sorted(host().origins)
 
@@ -140,7 +140,7 @@ def test_the_example_of_each_hook_can_be_registered(hook):
     manager.add_hookspecs(hookspecs)
     manager.register(module)
     manager.check_pending()
-    arguments = {"axlearn_kernels": {"op": "attention"}, "axlearn_checkpoint_storage": {"uri": "other://x"}}
+    arguments = {"axlearn_checkpoint_storage": {"uri": "other://x"}}
     arguments["axlearn_load"] = {"directory": Path("elsewhere")}
     answers = getattr(manager.hook, hook)(**arguments.get(hook, {}))
     assert bool(answers) == (hook not in ("axlearn_checkpoint_storage", "axlearn_load"))

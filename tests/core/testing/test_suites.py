@@ -2,7 +2,9 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
+import attrs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ from flax import nnx
 from axlearn_core.config import REQUIRED, Configurable, interface, node
 from axlearn_core.contracts.kernels import KernelImplementation
 from axlearn_core.kernels import selection
+from axlearn_core.kernels.op import Op
 from axlearn_core.learn import Learner
 from axlearn_core.nn.initializers import Constant
 from axlearn_core.nn.layer import Layer
@@ -100,37 +103,62 @@ def test_a_layer_of_no_known_contract_is_told_to_say_it():
         type("Suite", (LayerSuite,), {"config": Odd.Config()})().test_every_parameter_axis_is_named()
 
 
-class Doubling:
-    def __init__(self, refuses=None, factor=2.0):
+@attrs.frozen(eq=False)
+class Product(Op):
+    """x @ x."""
+
+    name = "product"
+    x: Any
+    flops_factor: float = 1.0
+    bytes_factor: float = 1.0
+
+    def operands(self):
+        return {"x": self.x}
+
+    def reference(self):
+        return self.x @ self.x
+
+    def flops(self):
+        return 2 * self.x.shape[0] ** 3 * self.flops_factor
+
+    def bytes(self):
+        return super().bytes() * self.bytes_factor
+
+
+class Multiplying:
+    def __init__(self, refuses=None, factor=1.0):
         self.refuses, self.factor = refuses, factor
 
-    def supports(self, request):
+    def supports(self, op, context):
         return self.refuses
 
-    def __call__(self, x):
-        return x * self.factor
+    def __call__(self, op):
+        return op.reference() * self.factor
 
 
-PLAIN, WRONG, SILENT, HONEST = Doubling(), Doubling(factor=2.01), Doubling(refuses=" "), Doubling(refuses="too odd")
-
-
-def double(kernel, x):
-    return selection.chosen("double", {"x": x}, {}, kernel)(x)
+WRONG, SILENT, HONEST = Multiplying(factor=1.005), Multiplying(refuses=" "), Multiplying(refuses="too odd")
 
 
 @pytest.fixture
 def kernel(monkeypatch):
-    monkeypatch.setitem(sys.modules, "doubling", sys.modules[__name__])
+    monkeypatch.setitem(sys.modules, "multiplying", sys.modules[__name__])
     declared = [
-        KernelImplementation(name="xla", op="double", load="doubling:PLAIN"),
+        selection.reference(Product),
         *(
-            KernelImplementation(name=n.lower(), op="double", load=f"doubling:{n}")
+            KernelImplementation(name=n.lower(), op=Product.path(), load=f"multiplying:{n}")
             for n in ("WRONG", "SILENT", "HONEST")
         ),
     ]
     monkeypatch.setattr(selection, "installed", lambda op: declared)
-    case = Case(name="one", run=double, operands=(jnp.ones((2, 3)),))
-    return lambda name: (type("S", (KernelSuite,), {"op": "double", "name": name, "cases": [case]})(), case)
+
+    def suite(name, **factors):
+        def multiply(kernel, x):
+            return Product(x, **factors).run(kernel)
+
+        case = Case(name="one", run=multiply, operands=(jnp.arange(9.0).reshape(3, 3),))
+        return type("S", (KernelSuite,), {"op": Product, "name": name, "cases": [case]})(), case
+
+    return suite
 
 
 def test_kernels(kernel):
@@ -147,6 +175,16 @@ def test_kernels(kernel):
     suite.test_a_refusal_has_a_reason_and_is_kept(case)
     with pytest.raises(AssertionError, match="refuses every case"):
         suite.test_it_supports_one_of_the_cases()
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.5, 1.01])
+@pytest.mark.parametrize("figure", ["flops", "bytes"])
+def test_figures_of_an_op_are_held_against_its_reference(kernel, figure, factor):
+    suite, case = kernel("xla")
+    suite.test_the_op_says_what_it_multiplies_and_moves(case)
+    suite, case = kernel("xla", **{f"{figure}_factor": factor})
+    with pytest.raises(AssertionError, match=rf"product\.{figure}\(\) is"):
+        suite.test_the_op_says_what_it_multiplies_and_moves(case)
 
 
 GROWING = '''

@@ -10,8 +10,8 @@ import pytest
 
 from axlearn_core.nn.layer import Context
 from axlearn_plugins_attention.alibi import Alibi, slopes
-from axlearn_plugins_transformer.attention import Attention
-from axlearn_plugins_transformer.kernels.attention import attention
+from axlearn_plugins_transformer import attention
+from axlearn_plugins_transformer.kernels.attention import Attention
 from axlearn_plugins_transformer.kernels.bias import LinearBias
 from axlearn_plugins_transformer.kernels.masks import Causal, Prefix, SlidingWindow
 
@@ -62,8 +62,8 @@ def operands(length, heads=4, kv_heads=2, size=8, value_size=8):
 def test_the_op_adds_the_bias(kernel, length, softcap):
     q, k, v = operands(length, value_size=5)
     run = jax.jit(
-        lambda q, k, v: attention(
-            q, k, v, mask=Causal(), scale=0.3, softcap=softcap, bias=LinearBias(slopes(4)), kernel=kernel
+        lambda q, k, v: Attention(q, k, v, mask=Causal(), scale=0.3, softcap=softcap, bias=LinearBias(slopes(4))).run(
+            kernel
         )
     )
     np.testing.assert_allclose(run(q, k, v), reference(q, k, v, slopes(4), 0.3, softcap), rtol=1e-4, atol=2e-5)
@@ -76,7 +76,7 @@ def test_blocked_equals_reference_in_gradients(normal):
     def grads(kernel):
         def total(q, k, v):
             mask = Causal() & SlidingWindow(150)
-            return jnp.sum(attention(q, k, v, mask=mask, scale=0.3, bias=LinearBias(slopes(4)), kernel=kernel) * weigh)
+            return jnp.sum(Attention(q, k, v, mask=mask, scale=0.3, bias=LinearBias(slopes(4))).run(kernel) * weigh)
 
         return jax.jit(jax.grad(total, argnums=(0, 1, 2)))(*args)
 
@@ -93,7 +93,7 @@ def test_a_bias_counts_the_distance_to_both_sides():
     assert LinearBias((1.0,)).describe() == "linearbias"
 
 
-CFG = Attention.Config(num_heads=4, position=Alibi.Config())
+CFG = attention.Attention.Config(num_heads=4, position=Alibi.Config())
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
@@ -129,18 +129,10 @@ def test_a_prefix_is_seen_in_both_directions(layer, run, normal):
     assert Prefix(prefix).describe() == "prefix"
 
 
-def test_kernels_that_know_of_no_bias_get_none(monkeypatch):
-    from axlearn_core.kernels import selection
-
-    seen = {}
-
-    def kernel(query, key, value, *, mask, scale, softcap, query_slots, key_slots):
-        return query
-
-    monkeypatch.setattr(selection, "chosen", lambda op, operands, options, name: seen.update(options) or kernel)
+def test_kernels_are_told_of_the_bias():
     q, k, v = operands(3)
-    attention(q, k, v, mask=Causal(), scale=1.0)
-    assert seen["bias"] is None
-    with pytest.raises(TypeError, match="bias"):
-        attention(q, k, v, mask=Causal(), scale=1.0, bias=LinearBias(slopes(4)))
-    assert seen["bias"] == "linearbias"
+    plain = Attention(q, k, v, mask=Causal(), scale=1.0)
+    biased = attrs.evolve(plain, bias=LinearBias(slopes(4)))
+    assert plain.options()["bias"] is None
+    assert biased.options()["bias"] == "linearbias"
+    assert biased != plain

@@ -17,12 +17,14 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from axlearn_core.compose.devices import absent
-from axlearn_core.contracts.kernels import OpRequest
+from axlearn_core.contracts.kernels import KernelContext
 from axlearn_core.contracts.mesh import DEFAULT_RULES, MESH_AXES
 from axlearn_core.kernels import selection
 from axlearn_core.nn import sharding
 from axlearn_core.plugins.targets import find_machine
 from axlearn_core.testing import KernelSuite
+from axlearn_plugins_transformer.kernels.attention import Attention
+from axlearn_plugins_transformer.kernels.masks import Causal, Segments
 
 
 @functools.cache
@@ -107,18 +109,20 @@ def main():
         print("FOUND", json.dumps({"mosaic": mosaic, "triton": triton, "chosen": chosen}), flush=True)
 
 
-def attention_request(query=(2, 256, 8, 128), value=None, dtype="bfloat16", target="h100", gradients=True, **options):
-    """Two groups of keys; values may have another head size."""
+def arrays(dtype, *shapes):
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+
+
+def attention_call(
+    query=(2, 256, 8, 128), value=None, dtype="bfloat16", target="h100", gradients=True, packed=False, **options
+):
+    """(the op, its context): two groups of keys; values may have another head size."""
     key = (*query[:2], 2, query[3])
-    return OpRequest(
-        op="attention",
-        platform="gpu",
-        target=target,
-        shapes={"query": query, "key": key, "value": (*key[:3], value or query[3])},
-        dtypes=dict.fromkeys(("query", "key", "value"), dtype),
-        options={"mask": "causal", "softcap": None, "aligned": True, "skips": True, "bias": None} | options,
-        gradients=gradients,
-    )
+    (ids,) = arrays("int32", query[:2])
+    mask = Causal() & Segments(ids, ids) if packed else Causal()
+    operands = arrays(dtype, query, key, (*key[:3], value or query[3]))
+    context = KernelContext(platform="gpu", target=target, gradients=gradients)
+    return Attention(*operands, mask=mask, scale=0.1, **options), context
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -133,5 +137,5 @@ class Interpreted(KernelSuite):
 
     def _only(self, *implementations):
         return selection.use(
-            selection.Selection(target=self.target, declared=lambda op: implementations if op == self.op else ())
+            selection.Selection(target=self.target, declared=lambda op: implementations if op is self.op else ())
         )

@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu_programs import attention_request, compiled
+from gpu_programs import attention_call, compiled
 
 from axlearn_core.nn.remat import Remat
 from axlearn_plugins_gpu.kernels.cudnn_attention import CUDNN
 from axlearn_plugins_gpu.kernels.masks import structure
-from axlearn_plugins_transformer.kernels.attention import attention
+from axlearn_plugins_transformer.kernels.attention import Attention
+from axlearn_plugins_transformer.kernels.bias import LinearBias
 from axlearn_plugins_transformer.kernels.masks import Causal, Full, Prefix, Segments, SlidingWindow
 
 IDS = jnp.asarray([[1, 1, 1, 2, 2, 2, 2, 3, 3, 0, 0, 0]], jnp.int32)
@@ -61,12 +62,12 @@ def test_masks_that_are_ranges_leave_nothing():
         ({"query": (2, 63, 8, 64)}, "not both even"),
         ({"query": (2, 63, 8, 64), "gradients": False}, None),
         ({"softcap": 50.0}, "no soft cap"),
-        ({"bias": "alibi"}, "no bias"),
+        ({"bias": LinearBias((0.5,) * 8)}, "no bias"),
         ({"target": ""}, "the GPU 'here' is none"),
     ],
 )
 def test_it_says_what_it_cannot_do(asked, reason):
-    said = CUDNN.supports(attention_request(**asked))
+    said = CUDNN.supports(*attention_call(**asked))
     assert said is None if reason is None else reason in said
 
 
@@ -77,7 +78,7 @@ def calls(text):
 
 
 def attend(mask, scale=0.1):
-    return lambda q, k, v: attention(q, k, v, mask=mask, scale=scale)
+    return lambda q, k, v: Attention(q, k, v, mask=mask, scale=scale).run()
 
 
 def operands(heads=8, groups=2, size=64, value=None, batch=8, length=128):
@@ -109,7 +110,7 @@ def test_documents_in_a_row_and_heads_over_a_host_compile():
     ids = jnp.zeros((8, 128), jnp.int32)
 
     def run(q, k, v, ids):
-        return attention(q, k, v, mask=Causal() & Segments(ids, ids), scale=0.1)
+        return Attention(q, k, v, mask=Causal() & Segments(ids, ids), scale=0.1).run()
 
     shapes = [*operands(heads=16, groups=4), (ids.shape, jnp.int32, "fsdp")]
     text, chosen = compiled(run, "h100-8x2", *shapes, gradients=True, tensor=8)

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu_programs import Interpreted, Program, compiled, compiled_alone, kernel_calls
+from gpu_programs import Interpreted, Program, arrays, compiled, compiled_alone, kernel_calls
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "conformance"))
 import cases
 
-from axlearn_core.contracts.kernels import OpRequest
+from axlearn_core.contracts.kernels import KernelContext
 from axlearn_core.kernels import selection
 from axlearn_core.testing import Case
 from axlearn_plugins_gpu.kernels import tokamax
@@ -23,22 +23,16 @@ from axlearn_plugins_gpu.kernels.gated_linear_unit import MOSAIC as GATED
 from axlearn_plugins_gpu.kernels.grouped_matmul import MOSAIC
 from axlearn_plugins_gpu.kernels.grouped_matmul import TRITON as OTHER
 from axlearn_plugins_gpu.kernels.tokamax import LATER
-from axlearn_plugins_moe.grouped_matmul import grouped_matmul
-from axlearn_plugins_transformer.kernels.gated_linear_unit import ACTIVATIONS
+from axlearn_plugins_moe.grouped_matmul import GroupedMatmul
+from axlearn_plugins_transformer.kernels.gated_linear_unit import ACTIVATIONS, GatedLinearUnit
 
 slow = pytest.mark.slow
 
 
-def request(rows=64, groups=4, inner=256, outer=512, lhs="bfloat16", rhs="bfloat16", target="h100"):
-    return OpRequest(
-        op="grouped_matmul",
-        platform="gpu",
-        target=target,
-        shapes={"lhs": (rows, inner), "rhs": (groups, inner, outer)},
-        dtypes={"lhs": lhs, "rhs": rhs},
-        options={},
-        gradients=True,
-    )
+def product(rows=64, groups=4, inner=256, outer=512, lhs="bfloat16", rhs="bfloat16", target="h100"):
+    (lhs,), (rhs,) = arrays(lhs, (rows, inner)), arrays(rhs, (groups, inner, outer))
+    op = GroupedMatmul(lhs, rhs, *arrays("int32", (groups,)))
+    return op, KernelContext(platform="gpu", target=target)
 
 
 @pytest.mark.parametrize(
@@ -59,32 +53,25 @@ def request(rows=64, groups=4, inner=256, outer=512, lhs="bfloat16", rhs="bfloat
     ],
 )
 def test_a_grouped_product_says_what_it_cannot_do(library, first_kernel, asked, reason):
-    said = MOSAIC.supports(request(**asked))
+    said = MOSAIC.supports(*product(**asked))
     assert said is None if reason is None else reason in said
 
 
 def test_it_stands_behind_triton(library, first_kernel):
-    assert OTHER.supports(request(target="b200")) is None
+    assert OTHER.supports(*product(target="b200")) is None
     for target in ("h100", "b200"):
         chosen = selection.Selection(platform="gpu", target=target)
-        chosen.choose(request(target=target))
-        chosen.choose(request(target=target), "tokamax-mosaic")
+        chosen.choose(product(target=target)[0])
+        chosen.choose(product(target=target)[0], "tokamax-mosaic")
         assert [c.name for c in chosen.choices] == ["tokamax-triton", "tokamax-mosaic"]
     first_kernel["kernel"] = (9, 0)
-    assert "start another" in MOSAIC.supports(request(target="b200"))
+    assert "start another" in MOSAIC.supports(*product(target="b200"))
 
 
 def unit(dims=(2, 64, 64), hidden=64, target="b200", activation="silu"):
-    shapes = {"x": dims, "gate": (dims[-1], hidden), "up": (dims[-1], hidden)}
-    return OpRequest(
-        op="gated_linear_unit",
-        platform="gpu",
-        target=target,
-        shapes=shapes,
-        dtypes=dict.fromkeys(shapes, "bfloat16"),
-        options={"activation": activation, "plain": True},
-        gradients=True,
-    )
+    operands = arrays("bfloat16", dims, *((dims[-1], hidden),) * 2)
+    op = GatedLinearUnit(*operands, hidden_dim=hidden, activation=activation)
+    return op, KernelContext(platform="gpu", target=target)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +91,7 @@ def unit(dims=(2, 64, 64), hidden=64, target="b200", activation="silu"):
     ],
 )
 def test_a_gated_unit_says_what_it_cannot_do(library, first_kernel, asked, reason):
-    said = GATED.supports(unit(**asked))
+    said = GATED.supports(*unit(**asked))
     assert said is None if reason is None else reason in said
 
 
@@ -161,8 +148,8 @@ def test_a_network_of_grouped_products_has_the_reference_gradients(library, firs
     sizes = jnp.asarray([70, 0, 111], jnp.int32)
 
     def loss(kernel, x, first, second):
-        hidden = jnp.tanh(grouped_matmul(x, first, sizes, kernel))
-        out = grouped_matmul(hidden, second, sizes, kernel)
+        hidden = jnp.tanh(GroupedMatmul(x, first, sizes).run(kernel))
+        out = GroupedMatmul(hidden, second, sizes).run(kernel)
         out = jnp.where((jnp.arange(rows) < 181)[:, None], out, 0)
         return jnp.sum(out.astype(jnp.float32) ** 2)
 
@@ -200,14 +187,14 @@ def gated_cases():
 
 @pytest.mark.usefixtures("in_jax")
 class TestGated(Interpreted):
-    op = "gated_linear_unit"
+    op = GatedLinearUnit
     name = "tokamax-mosaic"
     target = "b200"
     cases = tuple(gated_cases())
 
 
 def grouped(lhs, rhs, sizes):
-    return jnp.sin(grouped_matmul(lhs, rhs, sizes, "tokamax-mosaic"))
+    return jnp.sin(GroupedMatmul(lhs, rhs, sizes).run("tokamax-mosaic"))
 
 
 def gated(x, gate, up, activation="silu"):

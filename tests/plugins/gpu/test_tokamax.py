@@ -1,6 +1,5 @@
 """Kernels of tokamax: which calls they take, and that they compile for every GPU."""
 
-import functools
 import sys
 from pathlib import Path
 
@@ -9,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu_programs import Interpreted, compiled, kernel_calls
+from gpu_programs import Interpreted, arrays, compiled, kernel_calls
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "conformance"))
 import cases
 
 from axlearn_core.compose.layout import make_mesh
-from axlearn_core.contracts.kernels import OpRequest
+from axlearn_core.contracts.kernels import KernelContext
 from axlearn_core.contracts.mesh import DEFAULT_RULES, Mesh
 from axlearn_core.kernels import selection
 from axlearn_core.kernels.selection import Selection
@@ -35,22 +34,16 @@ from axlearn_plugins_gpu.kernels.blocks import (
 from axlearn_plugins_gpu.kernels.gated_linear_unit import TRITON as GATED
 from axlearn_plugins_gpu.kernels.grouped_matmul import TRITON
 from axlearn_plugins_gpu.kernels.rms_norm import TRITON as NORM
-from axlearn_plugins_moe.grouped_matmul import grouped_matmul
-from axlearn_plugins_transformer.kernels.rms_norm import rms_norm
+from axlearn_plugins_moe.grouped_matmul import GroupedMatmul
+from axlearn_plugins_transformer.kernels.gated_linear_unit import GatedLinearUnit
+from axlearn_plugins_transformer.kernels.rms_norm import RMSNorm
 
 TARGETS = ["h100", *(pytest.param(t, marks=pytest.mark.slow) for t in ("a100", "h200", "b200"))]
 
 
-def request(inner=256, outer=512, dtype="bfloat16", target="h100"):
-    return OpRequest(
-        op="grouped_matmul",
-        platform="gpu",
-        target=target,
-        shapes={"lhs": (64, inner), "rhs": (4, inner, outer)},
-        dtypes={"lhs": dtype, "rhs": dtype},
-        options={},
-        gradients=True,
-    )
+def product(inner=256, outer=512, dtype="bfloat16", target="h100"):
+    op = GroupedMatmul(*arrays(dtype, (64, inner), (4, inner, outer)), *arrays("int32", (4,)))
+    return op, KernelContext(platform="gpu", target=target)
 
 
 def test_every_block_size_is_that_of_a_gpu_and_fits_its_shared_memory():
@@ -64,10 +57,10 @@ def test_every_block_size_is_that_of_a_gpu_and_fits_its_shared_memory():
 
 
 def test_it_says_what_it_cannot_do(library):
-    assert TRITON.supports(request()) is None
-    assert "float32" in TRITON.supports(request(dtype="float32"))
-    assert "192 is no multiple of 128" in TRITON.supports(request(outer=192))
-    assert "is none that it is known" in TRITON.supports(request(target="rtx"))
+    assert TRITON.supports(*product()) is None
+    assert "float32" in TRITON.supports(*product(dtype="float32"))
+    assert "192 is no multiple of 128" in TRITON.supports(*product(outer=192))
+    assert "is none that it is known" in TRITON.supports(*product(target="rtx"))
 
 
 @pytest.mark.parametrize("version", [None, "0.0.17"])
@@ -79,7 +72,7 @@ def test_without_the_library_the_reason_says_what_to_install(monkeypatch, versio
 
     monkeypatch.setattr(tokamax.metadata, "version", found)
     chosen = Selection(platform="gpu", target="h100")
-    chosen.choose(request())
+    chosen.choose(product()[0])
     assert chosen.choices[0].name != "tokamax-triton"
     reason = chosen.choices[0].rejected["tokamax-triton"]
     assert "axlearn-plugins-gpu[kernels]" in reason
@@ -89,7 +82,10 @@ def test_without_the_library_the_reason_says_what_to_install(monkeypatch, versio
 @pytest.mark.parametrize("target", TARGETS)
 def test_grouped_products_compile_forward_and_backward(library, target):
     shapes = [((512, 256), jnp.bfloat16), ((4, 256, 512), jnp.bfloat16), ((4,), jnp.int32)]
-    run = functools.partial(grouped_matmul, kernel="tokamax-triton")
+
+    def run(*operands):
+        return GroupedMatmul(*operands).run("tokamax-triton")
+
     for gradients, kernels in ((False, 1), (True, 2)):  # the gradients need no result of the forward pass
         text, chosen = compiled(run, f"{target}-1x1", *shapes, gradients=gradients)
         assert chosen == ["tokamax-triton"]
@@ -98,59 +94,46 @@ def test_grouped_products_compile_forward_and_backward(library, target):
 
 def here(op):
     """The plugin's kernels of an op, as if they ran anywhere."""
-    return [attrs.evolve(k, platforms=()) for k in axlearn_kernels(op)]
+    return [attrs.evolve(k, platforms=()) for k in axlearn_kernels() if k.op == op.path()]
 
 
 class TestNorm(Interpreted):
-    op = "rms_norm"
-    cases = tuple(cases.CASES["rms_norm"])
+    op = RMSNorm
+    cases = tuple(cases.CASES[RMSNorm])
 
 
 QUICK = ("silu-64-bfloat16", "silu-64-float32", "relu_squared-64-bfloat16", "silu-80")
 
 
 class TestGated(Interpreted):
-    op = "gated_linear_unit"
-    cases = tuple(c for c in cases.CASES["gated_linear_unit"] if c.name.startswith(QUICK))
+    op = GatedLinearUnit
+    cases = tuple(c for c in cases.CASES[GatedLinearUnit] if c.name.startswith(QUICK))
 
 
 @pytest.mark.slow
 class TestGatedOnTheOtherCases(Interpreted):
-    op = "gated_linear_unit"
-    cases = tuple(c for c in cases.CASES["gated_linear_unit"] if not c.name.startswith(QUICK))
+    op = GatedLinearUnit
+    cases = tuple(c for c in cases.CASES[GatedLinearUnit] if not c.name.startswith(QUICK))
 
 
-def rows(dims, dtype="bfloat16"):
-    return OpRequest(
-        op="rms_norm",
-        platform="gpu",
-        target="h100",
-        shapes={"x": dims, "weight": dims[-1:]},
-        dtypes={"x": dtype, "weight": dtype},
-        options={"eps": 1e-5, "offset": 0.0},
-        gradients=True,
-    )
+def rows(dims, dtype="bfloat16", target="h100"):
+    op = RMSNorm(*arrays(dtype, dims, dims[-1:]), eps=1e-5)
+    return op, KernelContext(platform="gpu", target=target)
 
 
 def test_norm_says_what_it_cannot_do(library):
-    assert NORM.supports(rows((2, 8, WIDEST))) is None
-    assert "16385 numbers is longer than 16384" in NORM.supports(rows((2, 8, WIDEST + 1)))
-    assert "2 to 4 dimensions, not 5" in NORM.supports(rows((2, 2, 2, 2, 8)))
-    assert "float64" in NORM.supports(rows((2, 8, 64), "float64"))
-    assert "is none that it is known" in NORM.supports(attrs.evolve(rows((2, 8, 64)), target="rtx"))
+    assert NORM.supports(*rows((2, 8, WIDEST))) is None
+    assert "16385 numbers is longer than 16384" in NORM.supports(*rows((2, 8, WIDEST + 1)))
+    assert "2 to 4 dimensions, not 5" in NORM.supports(*rows((2, 2, 2, 2, 8)))
+    assert "float64" in NORM.supports(*rows((2, 8, 64), "float64"))
+    assert "is none that it is known" in NORM.supports(*rows((2, 8, 64), target="rtx"))
 
 
 def unit(dims=(2, 16, 32), hidden=64, dtype="bfloat16", plain=True, activation="silu"):
-    shapes = {"x": dims, **({"gate": (dims[-1], hidden), "up": (dims[-1], hidden)} if plain else {})}
-    return OpRequest(
-        op="gated_linear_unit",
-        platform="gpu",
-        target="h100",
-        shapes=shapes,
-        dtypes=dict.fromkeys(shapes, dtype),
-        options={"activation": activation, "plain": plain},
-        gradients=True,
-    )
+    x, gate, up = arrays(dtype, dims, *((dims[-1], hidden),) * 2)
+    matrices = (gate, up) if plain else (gate, None)
+    op = GatedLinearUnit(x, *matrices, hidden_dim=hidden, activation=activation)
+    return op, KernelContext(platform="gpu", target="h100")
 
 
 @pytest.mark.parametrize(
@@ -166,15 +149,15 @@ def unit(dims=(2, 16, 32), hidden=64, dtype="bfloat16", plain=True, activation="
     ],
 )
 def test_a_gated_unit_says_what_it_cannot_do(library, asked, reason):
-    said = GATED.supports(unit(**asked))
+    said = GATED.supports(*unit(**asked))
     assert said is None if reason is None else reason in said
 
 
 def test_what_a_device_has_decides(library):
     with logical_rules(make_mesh(Mesh(shape={"fsdp": 2, "tensor": 4})), DEFAULT_RULES):
-        assert "rows on a device, 16" in GATED.supports(unit((2, 16, 32), 128))
-        assert "hidden size on a device, 16" in GATED.supports(unit((2, 32, 32), 64))
-        assert GATED.supports(unit((2, 32, 32), 128)) is None
+        assert "rows on a device, 16" in GATED.supports(*unit((2, 16, 32), 128))
+        assert "hidden size on a device, 16" in GATED.supports(*unit((2, 32, 32), 64))
+        assert GATED.supports(*unit((2, 32, 32), 128)) is None
 
 
 def test_devices_compute_their_own_rows_and_columns(interpreted):
@@ -184,7 +167,7 @@ def test_devices_compute_their_own_rows_and_columns(interpreted):
     )
 
     def loss(kernel, x, weight, gate, up):
-        y = cases.gated(kernel, rms_norm(x, weight, eps=1e-5, kernel=kernel), gate / 8, up / 8)
+        y = cases.gated(kernel, RMSNorm(x, weight, eps=1e-5).run(kernel), gate / 8, up / 8)
         return jnp.sum(y.astype(jnp.float32) ** 2)
 
     measured = jax.grad(loss, argnums=(1, 2, 3, 4))
@@ -203,7 +186,7 @@ def test_devices_compute_their_own_rows_and_columns(interpreted):
 @pytest.mark.parametrize("target", TARGETS)
 def test_norms_and_gated_units_compile_forward_and_backward(library, target):
     def run(x, weight, gate, up):
-        y = rms_norm(x, weight, eps=1e-5, kernel="tokamax-triton")
+        y = RMSNorm(x, weight, eps=1e-5).run("tokamax-triton")
         return cases.gated("tokamax-triton", y, gate, up)
 
     shapes = [(s, jnp.bfloat16) for s in ((4, 128, 256), (256,), (256, 512), (256, 512))]

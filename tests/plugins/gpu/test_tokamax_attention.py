@@ -6,7 +6,7 @@ import attrs
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu_programs import Interpreted, Program, attention_request, compiled, compiled_alone, kernel_calls
+from gpu_programs import Interpreted, Program, attention_call, compiled, compiled_alone, kernel_calls
 
 from axlearn_core.kernels import selection
 from axlearn_core.nn.remat import Remat
@@ -16,10 +16,9 @@ from axlearn_plugins_gpu.hooks import axlearn_kernels
 from axlearn_plugins_gpu.kernels.blocks import MOSAIC, MOSAIC_LATER, TRITON_ATTENTION, attending
 from axlearn_plugins_gpu.kernels.tokamax import LATER
 from axlearn_plugins_gpu.kernels.tokamax_attention import MOSAIC_ATTENTION, TRITON
-from axlearn_plugins_transformer.kernels.attention import attention
+from axlearn_plugins_transformer.kernels.attention import Attention
+from axlearn_plugins_transformer.kernels.bias import LinearBias
 from axlearn_plugins_transformer.kernels.masks import Causal, Full, Prefix, Segments, SlidingWindow
-
-RANGES = ("full", "causal", "causal & slidingwindow(7)")
 
 
 @pytest.mark.parametrize(
@@ -30,7 +29,7 @@ RANGES = ("full", "causal", "causal & slidingwindow(7)")
         ({"softcap": 50.0, "gradients": False}, None, None),
         ({"query": (2, 256, 8, 256), "target": "a100"}, "for Hopper and Blackwell, and a100 is neither", None),
         ({"query": (2, 256, 8, 512)}, "no blocks for heads of 512", "no blocks for heads of 512"),
-        ({"target": "b200", "query": (2, 256, 8, 64), "mask": "causal & segments"}, None, None),
+        ({"target": "b200", "query": (2, 256, 8, 64), "packed": True}, None, None),
         ({"target": "b200", "query": (2, 384, 8, 64)}, "384 is no multiple of 256", None),
         ({"target": "b200", "query": (2, 4096, 8, 64)}, None, None),
         (
@@ -46,14 +45,14 @@ RANGES = ("full", "causal", "causal & slidingwindow(7)")
         ({"query": (2, 200, 8, 128)}, "200 is no multiple of 128", "200 is no multiple of 128"),
         ({"value": 64}, "differ in head size", "differ in head size"),
         ({"dtype": "float32"}, "bfloat16, or float16", "bfloat16, or float16"),
-        ({"aligned": False}, "not the same positions", "not the same positions"),
-        ({"bias": "linear"}, "no bias on the scores (linear)", "no bias"),
+        ({"key_slots": jnp.arange(256)[None]}, "not the same positions", "not the same positions"),
+        ({"bias": LinearBias((0.5,) * 8)}, "no bias on the scores (linearbias)", "no bias"),
         ({"target": "rtx"}, "is none that it is known", "is none that it is known"),
     ],
 )
 def test_it_says_what_it_cannot_do(library, first_kernel, asked, mosaic, triton):
     for kernel, reason in ((MOSAIC_ATTENTION, mosaic), (TRITON, triton)):
-        said = kernel.supports(attention_request(**asked))
+        said = kernel.supports(*attention_call(**asked))
         assert said is None if reason is None else reason in (said or "")
 
 
@@ -76,7 +75,7 @@ def attend(query, key, value, ids, *, mask="causal", softcap=None, kernel=None):
         "window": Causal() & SlidingWindow(100),
         "packed": Causal() & Segments(ids, ids),
     }
-    return attention(query, key, value, mask=masks[mask], scale=0.1, softcap=softcap, kernel=kernel)
+    return Attention(query, key, value, mask=masks[mask], scale=0.1, softcap=softcap).run(kernel)
 
 
 def arrays(size):
@@ -147,7 +146,7 @@ def test_what_it_keeps_is_the_context(library):
 
 
 def called(kernel, query, key, value, mask, **options):
-    return attention(query, key, value, mask=mask, scale=0.2, kernel=kernel, **options)
+    return Attention(query, key, value, mask=mask, scale=0.2, **options).run(kernel)
 
 
 def cases():
@@ -167,7 +166,7 @@ def cases():
 
 
 class TestTriton(Interpreted):
-    op = "attention"
+    op = Attention
     cases = tuple(c for c in cases() if c.name == "packed")
 
     def declared(self, name):
@@ -182,7 +181,7 @@ class TestTritonOnTheOtherCases(TestTriton):
 def test_a_soft_cap_keeps_large_scores_finite(interpreted):
     rng = np.random.default_rng(2)
     q, k, v = (jnp.asarray(rng.normal(size=(1, 128, 2, 64)) * n, "bfloat16") for n in (3, 3, 1))
-    declared = [attrs.evolve(d, platforms=()) for d in axlearn_kernels("attention")]
+    declared = [attrs.evolve(d, platforms=()) for d in axlearn_kernels() if d.op == Attention.path()]
     with selection.use(selection.Selection(target="h100", gradients=False, declared=lambda op: declared)):
         got = called("tokamax-triton", q, k, v, Causal(), softcap=50.0)
     expected = np.asarray(called("xla", q, k, v, Causal(), softcap=50.0), np.float32)

@@ -16,7 +16,7 @@ from axlearn_core.nn.initializers import VarianceScaling
 from axlearn_core.nn.linear import Linear
 from axlearn_core.nn.remat import Remat
 from axlearn_plugins_moe.dispatch import CapacityDispatch, DroplessDispatch
-from axlearn_plugins_moe.grouped_matmul import XLA_BLOCKED, grouped_matmul
+from axlearn_plugins_moe.grouped_matmul import XLA_BLOCKED, GroupedMatmul
 from axlearn_plugins_moe.layer import MixtureOfExperts
 from axlearn_plugins_moe.routers import ExpertChoiceRouter, SigmoidRouter
 from axlearn_plugins_transformer.feed_forward import GatedFeedForward
@@ -123,10 +123,10 @@ def test_the_blocked_product_is_that_of_each_group(sizes, normal):
 
 def test_the_selection_knows_the_op_and_takes_the_blocked_product_on_cpu(normal):
     with selection.use(selection.Selection(platform="cpu")) as chosen:
-        grouped_matmul(normal(4, 3), normal(2, 3, 5), jnp.asarray([1, 3]))
-    assert [(c.name, c.request.op) for c in chosen.choices] == [("xla-blocked", "grouped_matmul")]
+        GroupedMatmul(normal(4, 3), normal(2, 3, 5), jnp.asarray([1, 3])).run()
+    assert [(c.name, c.op.name) for c in chosen.choices] == [("xla-blocked", "grouped_matmul")]
     with selection.use(selection.Selection(platform="tpu")) as chosen:
-        grouped_matmul(normal(4, 3), normal(2, 3, 5), jnp.asarray([1, 3]))
+        GroupedMatmul(normal(4, 3), normal(2, 3, 5), jnp.asarray([1, 3])).run()
     assert chosen.choices[0].name == "xla"
     assert "not on tpu" in chosen.choices[0].rejected["xla-blocked"]
 

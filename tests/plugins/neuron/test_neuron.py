@@ -12,14 +12,15 @@ import axlearn_core as ax
 from axlearn_core.compose import compose
 from axlearn_core.compose.devices import absent
 from axlearn_core.compose.layout import make_mesh
-from axlearn_core.contracts.kernels import OpRequest
 from axlearn_core.contracts.mesh import DEFAULT_RULES, Mesh
+from axlearn_core.kernels.selection import REFERENCE_KERNEL
 from axlearn_core.nn import sharding
 from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.targets import find_machine
 from axlearn_plugins_neuron import attention, sdk
 from axlearn_plugins_neuron.targets import TRN2
-from axlearn_plugins_transformer.kernels.attention import XLA
+from axlearn_plugins_transformer.kernels.attention import Attention
+from axlearn_plugins_transformer.kernels.bias import LinearBias
 from axlearn_plugins_transformer.kernels.masks import Causal, Full, Prefix, Segments
 
 
@@ -57,26 +58,18 @@ def test_placeholders_are_told_from_the_sdk(monkeypatch, versions, said):
     assert reason is None if said is None else said in reason and "AWS's package index" in reason
 
 
-def request(length=1024, heads=4, size=128, **options):
-    shape = (2, length, heads, size)
-    return OpRequest(
-        op="attention",
-        platform="neuron",
-        target="trn2",
-        shapes=dict.fromkeys(("query", "key", "value"), shape),
-        dtypes=dict.fromkeys(("query", "key", "value"), "bfloat16"),
-        options={"mask": "causal", "softcap": None, "aligned": True, "skips": True, "bias": None} | options,
-        gradients=True,
-    )
+def call(length=1024, heads=4, size=128, **options):
+    x = jax.ShapeDtypeStruct((2, length, heads, size), "bfloat16")
+    return Attention(x, x, x, mask=Causal(), scale=0.1, **options)
 
 
 def test_it_says_what_it_cannot_do():
-    assert attention.unsupported(request()) is None
-    assert "multiple of 512" in attention.unsupported(request(length=640))
-    assert "at most 128" in attention.unsupported(request(size=256))
-    assert "soft cap" in attention.unsupported(request(softcap=30.0))
-    assert "bias" in attention.unsupported(request(bias="alibi"))
-    assert "not the same positions" in attention.unsupported(request(aligned=False))
+    assert attention.unsupported(call()) is None
+    assert "multiple of 512" in attention.unsupported(call(length=640))
+    assert "at most 128" in attention.unsupported(call(size=256))
+    assert "soft cap" in attention.unsupported(call(softcap=30.0))
+    assert "bias" in attention.unsupported(call(bias=LinearBias((0.5,) * 4)))
+    assert "not the same positions" in attention.unsupported(call(key_slots=jnp.arange(1024)[None]))
 
 
 class Kernels:
@@ -146,13 +139,12 @@ MASKS = {
 def test_values_and_gradients_are_those_of_the_reference(kernels, name, split):
     keys = jax.random.split(jax.random.key(0), 3)
     q, k, v = (jax.random.normal(s, (2, 512, n, 16)) for s, n in zip(keys, (8, 4, 4), strict=True))
-    plain = {"mask": MASKS[name], "scale": 0.25, "softcap": None, "query_slots": None, "key_slots": None}
 
     def total(kernel, *args):
-        return jnp.sum(jnp.sin(kernel(*args, **plain)))
+        return jnp.sum(jnp.sin(kernel(Attention(*args, mask=MASKS[name], scale=0.25))))
 
     mesh = make_mesh(Mesh(shape={"fsdp": 2, "tensor": 4}), jax.devices()[:8])
-    want = jax.value_and_grad(lambda *a: total(XLA, *a), (0, 1, 2))(q, k, v)
+    want = jax.value_and_grad(lambda *a: total(REFERENCE_KERNEL, *a), (0, 1, 2))(q, k, v)
     if split:
         with sharding.logical_rules(mesh, DEFAULT_RULES):
             got = jax.jit(jax.value_and_grad(lambda *a: total(attention.NKI_FLASH, *a), (0, 1, 2)))(q, k, v)

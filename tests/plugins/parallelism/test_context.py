@@ -15,7 +15,7 @@ from axlearn_core.nn import sharding
 from axlearn_plugins_parallelism import context
 from axlearn_plugins_parallelism.blockwise import Scores
 from axlearn_plugins_parallelism.zigzag import Parts
-from axlearn_plugins_transformer.kernels.attention import attention
+from axlearn_plugins_transformer.kernels.attention import Attention
 from axlearn_plugins_transformer.kernels.bias import LinearBias
 from axlearn_plugins_transformer.kernels.masks import Causal, Full, Mask, Prefix, Segments, SlidingWindow
 
@@ -44,7 +44,7 @@ def both(kernel, case, shape, groups=2, rules=None, length=24):
     probe = jnp.asarray(RNG.normal(size=(2, length, 4, 6)), jnp.float32)
 
     def run(q, k, v, kernel):
-        out = attention(q, k, v, mask=mask, scale=0.3, kernel=kernel, **options)
+        out = Attention(q, k, v, mask=mask, scale=0.3, **options).run(kernel)
         return jnp.sum(out * probe), out
 
     def on(kernel, config):

@@ -12,13 +12,12 @@ from axlearn_core.contracts.target import Machine, Target
 from axlearn_core.kernels.selection import use
 from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_plan.batches import abstract_batch
-from axlearn_plugins_plan.flops import visible_pairs
 from axlearn_plugins_plan.memory import of_refusal
 from axlearn_plugins_plan.plan import make_plan
 from axlearn_plugins_plan.remedies import remedies
 from axlearn_plugins_plan.render import as_json, text
 from axlearn_plugins_plan.roofline import peak, roofline
-from axlearn_plugins_transformer.kernels.masks import Causal, Segments, SlidingWindow
+from axlearn_plugins_transformer.kernels.masks import Causal, Segments, SlidingWindow, visible_pairs
 
 SMALL = (
     "model.decoder.num_layers=2",
@@ -207,19 +206,21 @@ def test_the_roofline_is_the_slowest_of_its_parts():
 )
 def test_a_kernel_of_a_grouped_product_counts_its_rows_once_whatever_the_groups(platform, target, kernel):
     pytest.importorskip("tokamax", reason="needs tokamax: axlearn-plugins-gpu[kernels]")
-    from axlearn_plugins_moe.grouped_matmul import grouped_matmul
-    from axlearn_plugins_plan.flops import _Marked, works
+    from axlearn_plugins_moe.grouped_matmul import GroupedMatmul
+    from axlearn_plugins_plan.flops import ScopedSelection, works
 
     rows, groups, inner, outer = 256, 4, 256, 384
     shapes = [jax.ShapeDtypeStruct(s, "bfloat16") for s in ((rows, inner), (groups, inner, outer))]
     sizes = jax.ShapeDtypeStruct((groups,), "int32")
-    selection = _Marked(platform=platform, target=target)
+    selection = ScopedSelection(platform=platform, target=target)
 
     def loss(lhs, rhs, sizes):
-        return grouped_matmul(lhs, rhs, sizes, kernel).astype("float32").sum()
+        return GroupedMatmul(lhs, rhs, sizes).run(kernel).astype("float32").sum()
 
     with use(selection):
-        found = list(works(jax.make_jaxpr(jax.grad(jax.checkpoint(loss), (0, 1)))(*shapes, sizes).jaxpr))
+        found = list(
+            works(jax.make_jaxpr(jax.grad(jax.checkpoint(loss), (0, 1)))(*shapes, sizes).jaxpr, selection.scopes)
+        )
     assert [c.name for c in selection.choices] == [kernel]
     products = [w for w in found if w.flops == 2 * rows * inner * outer]
     assert len(products) in (3, 4)  # forward, perhaps once more, and by either operand
@@ -228,21 +229,21 @@ def test_a_kernel_of_a_grouped_product_counts_its_rows_once_whatever_the_groups(
 
 
 def counted(platform, target, function, *shapes, gradients=()):
-    from axlearn_plugins_plan.flops import _Marked, works
+    from axlearn_plugins_plan.flops import ScopedSelection, works
 
-    with use(_Marked(platform=platform, target=target)):
+    with use(ScopedSelection(platform=platform, target=target)) as selection:
         run = jax.grad(function, gradients) if gradients else function
-        found = list(works(jax.make_jaxpr(run)(*[jax.ShapeDtypeStruct(*s) for s in shapes]).jaxpr))
+        found = list(works(jax.make_jaxpr(run)(*[jax.ShapeDtypeStruct(*s) for s in shapes]).jaxpr, selection.scopes))
     return sum(w.flops for w in found if w.kernel)
 
 
 def test_a_fused_loss_counts_its_products_once():
     pytest.importorskip("tokamax", reason="needs tokamax: axlearn-plugins-tpu[kernels]")
-    from axlearn_plugins_transformer.kernels.cross_entropy import Options, cross_entropy
+    from axlearn_plugins_transformer.kernels.cross_entropy import CrossEntropy, Options
 
     def loss(hidden, weight, targets):
         weights = jax.numpy.ones(targets.shape)
-        return cross_entropy(hidden, weight, targets, weights, Options(dtype="bfloat16"), "tokamax-mosaic-tpu")[0]
+        return CrossEntropy(hidden, weight, targets, weights, Options(dtype="bfloat16")).run("tokamax-mosaic-tpu")[0]
 
     shapes = ((2, 1024, 256), "bfloat16"), ((256, 1024), "bfloat16"), ((2, 1024), "int32")
     product = 2 * 2048 * 256 * 1024
@@ -254,11 +255,11 @@ def test_a_fused_loss_counts_its_products_once():
 def test_attention_in_mosaic_counts_by_its_formula(target, size, monkeypatch):
     pytest.importorskip("tokamax", reason="needs tokamax: axlearn-plugins-gpu[kernels]")
     from axlearn_plugins_gpu.kernels import mosaic, tokamax
-    from axlearn_plugins_transformer.kernels.attention import attention
+    from axlearn_plugins_transformer.kernels.attention import Attention
     from axlearn_plugins_transformer.kernels.masks import Causal
 
     def loss(query, key, value):
-        out = attention(query, key, value, mask=Causal(), scale=0.1, softcap=30.0, kernel="tokamax-mosaic")
+        out = Attention(query, key, value, mask=Causal(), scale=0.1, softcap=30.0).run("tokamax-mosaic")
         return out.astype("float32").sum()
 
     monkeypatch.setattr(mosaic, "_first", {})  # it is only traced, also where this process has compiled for another GPU
@@ -271,9 +272,21 @@ def test_attention_in_mosaic_counts_by_its_formula(target, size, monkeypatch):
 
 def test_a_gated_unit_in_mosaic_counts_by_its_formula():
     pytest.importorskip("tokamax", reason="needs tokamax: axlearn-plugins-gpu[kernels]")
+    import attrs
+
+    from axlearn_core.kernels.op import Op
     from axlearn_plugins_gpu.kernels.gated_linear_unit import _pipelined
+    from axlearn_plugins_transformer.kernels.gated_linear_unit import GatedLinearUnit
+
+    @attrs.frozen(eq=False)
+    class OfArrays(GatedLinearUnit):
+        def reference(self):
+            return _pipelined(self.x, self.gate, self.up, "b200", "silu")
+
+        abstract = Op.abstract
+
+    def unit(x, gate, up):
+        return OfArrays(x, gate, up, hidden_dim=512, activation="silu").run()
 
     shapes = [((1024, 256), "bfloat16"), *(((256, 512), "bfloat16"),) * 2]
-    assert counted("gpu", "b200", lambda x, gate, up: _pipelined(x, gate, up, "b200", "silu"), *shapes) == (
-        2 * 2 * 1024 * 256 * 512
-    )
+    assert counted("gpu", "b200", unit, *shapes) == 2 * 2 * 1024 * 256 * 512

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "conformance"))
 import cases
 
 from axlearn_core.compose.layout import make_mesh
-from axlearn_core.contracts.kernels import OpRequest
+from axlearn_core.contracts.kernels import KernelContext
 from axlearn_core.contracts.mesh import DEFAULT_RULES, Mesh
 from axlearn_core.kernels.selection import Selection, use
 from axlearn_core.nn.sharding import logical_rules
@@ -24,7 +24,7 @@ from axlearn_core.testing import Case, KernelSuite
 from axlearn_plugins_tpu.kernels import tokamax
 from axlearn_plugins_tpu.kernels.blocks import LOSS, LossBlocks
 from axlearn_plugins_tpu.kernels.cross_entropy import _MODULE, MOSAIC
-from axlearn_plugins_transformer.kernels.cross_entropy import Options, cross_entropy
+from axlearn_plugins_transformer.kernels.cross_entropy import CrossEntropy, Options
 
 NAME = "tokamax-mosaic-tpu"
 SUPPORTED = [g for g in GENERATIONS if g != "tpu-v4-8"]
@@ -87,7 +87,7 @@ def loss(length, width, vocabulary, dtype="float32", z_loss=0.0):
 class TestTheLoss(KernelSuite):
     """Positions that are no whole block; of 384 the second tile is no whole one, unless it is narrower."""
 
-    op, name = "cross_entropy", NAME
+    op, name = CrossEntropy, NAME
     cases = (loss(100, 384, 384, z_loss=1e-2), loss(64, 128, 256, "bfloat16"))
 
     def declared(self, name):
@@ -97,16 +97,10 @@ class TestTheLoss(KernelSuite):
         return use(Selection(target="tpu-v5e", declared=lambda op: implementations))
 
 
-def request(width=256, vocabulary=512, softcap=None, target="tpu-v5e"):
-    return OpRequest(
-        op="cross_entropy",
-        platform="tpu",
-        target=target,
-        shapes={"hidden": (2, 64, width), "weight": (width, vocabulary)},
-        dtypes={"hidden": "bfloat16", "weight": "float32"},
-        options={"chunk": 128, "softcap": softcap, "z_loss": 0.0},
-        gradients=True,
-    )
+def call(width=256, vocabulary=512, softcap=None, target="tpu-v5e"):
+    shapes = (((2, 64, width), "bfloat16"), ((width, vocabulary), "float32"), ((2, 64), "int32"), ((2, 64), "float32"))
+    op = CrossEntropy(*(jax.ShapeDtypeStruct(*s) for s in shapes), Options(softcap=softcap))
+    return op, KernelContext(platform="tpu", target=target)
 
 
 @pytest.mark.parametrize(
@@ -121,14 +115,14 @@ def request(width=256, vocabulary=512, softcap=None, target="tpu-v5e"):
     ],
 )
 def test_it_says_what_it_cannot_do(asked, reason):
-    said = MOSAIC.supports(request(**asked))
+    said = MOSAIC.supports(*call(**asked))
     assert said is None if reason is None else reason in said
 
 
 def test_a_vocabulary_that_is_split_is_refused():
     mesh = make_mesh(Mesh(shape={"tensor": 4, "fsdp": 2}), jax.devices()[:8])
     with logical_rules(mesh, DEFAULT_RULES):
-        assert MOSAIC.supports(request()) == "the vocabulary is split over 4 devices"
+        assert MOSAIC.supports(*call()) == "the vocabulary is split over 4 devices"
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -167,14 +161,14 @@ def test_two_cores_share_the_tiles_of_the_vocabulary_or_one_has_them_all(tiles):
 
 def test_only_by_name():
     chosen = Selection(platform="tpu", target="tpu-v5e")
-    chosen.choose(request())
-    chosen.choose(request(), NAME)
+    chosen.choose(call()[0])
+    chosen.choose(call()[0], NAME)
     assert [c.name for c in chosen.choices] == ["xla", NAME]
 
 
 def entropy(hidden, weight, targets, dtype="bfloat16"):
     weights = jnp.ones(targets.shape, jnp.float32)
-    return cross_entropy(hidden, weight, targets, weights, Options(dtype=dtype), NAME)[0]
+    return CrossEntropy(hidden, weight, targets, weights, Options(dtype=dtype)).run(NAME)[0]
 
 
 @pytest.mark.parametrize("generation", not_only("tpu-v5e-4", SUPPORTED))

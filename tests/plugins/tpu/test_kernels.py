@@ -19,13 +19,13 @@ from tpu_programs import GENERATIONS, compiled, not_only
 
 from axlearn_core.compose.devices import absent
 from axlearn_core.compose.layout import make_mesh
-from axlearn_core.contracts.kernels import OpRequest
+from axlearn_core.contracts.kernels import KernelContext
 from axlearn_core.contracts.mesh import DEFAULT_RULES, Mesh
 from axlearn_core.kernels import selection
 from axlearn_core.nn.sharding import logical_rules
 from axlearn_core.plugins.targets import find_machine
 from axlearn_core.testing import Case, KernelSuite
-from axlearn_plugins_moe.grouped_matmul import grouped_matmul
+from axlearn_plugins_moe.grouped_matmul import GroupedMatmul
 from axlearn_plugins_tpu.hooks import KERNELS
 from axlearn_plugins_tpu.kernels import megablox, ragged_paged, splash
 from axlearn_plugins_tpu.kernels.blocks import (
@@ -41,9 +41,9 @@ from axlearn_plugins_tpu.kernels.blocks import (
 from axlearn_plugins_tpu.kernels.chip import known_chip
 from axlearn_plugins_tpu.kernels.ragged_paged import RAGGED_PAGED
 from axlearn_plugins_tpu.targets import TARGETS
-from axlearn_plugins_transformer.kernels.attention import attention
+from axlearn_plugins_transformer.kernels.attention import Attention
 from axlearn_plugins_transformer.kernels.masks import Causal, Prefix, Segments, SlidingWindow
-from axlearn_plugins_transformer.kernels.paged_attention import paged_attention
+from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention
 
 SMALL = SplashBlocks(
     query=128, key=256, key_compute=128, backward_query=128, backward_key=128, backward_key_compute=128, fused_up_to=1
@@ -79,7 +79,7 @@ def simulated(monkeypatch):
 
 @pytest.mark.usefixtures("simulated")
 class TestRaggedPaged(KernelSuite):
-    op, name = "paged_attention", "ragged-paged"
+    op, name = PagedAttention, "ragged-paged"
     cases = (
         cases.paged("mixed", new=[1, 12, 1], lengths=[40, 20, 1], size=128, window=6, tokens=3),
         cases.paged("capped", new=[9], lengths=[30], size=128, softcap=2.0, groups=1, dtype="bfloat16"),
@@ -90,17 +90,11 @@ class TestRaggedPaged(KernelSuite):
         return attrs.evolve(super().declared(name), platforms=())
 
 
-def paged_request(heads=8, groups=4, size=128, dtype="bfloat16", pages="bfloat16", table=(4, 8)):
-    shapes = {"query": (16, heads, size), "pages": (32, 16, 2 * groups, size), "table": table}
-    return OpRequest(
-        op="paged_attention",
-        platform="tpu",
-        target="tpu-v5e",
-        shapes=shapes,
-        dtypes={"query": dtype, "pages": pages, "table": "int32"},
-        options={"window": None, "softcap": None},
-        gradients=False,
-    )
+def paged_call(heads=8, groups=4, size=128, dtype="bfloat16", pages="bfloat16", table=(4, 8)):
+    shapes = [((16, heads, size), dtype), ((32, 16, 2 * groups, size), pages)]
+    shapes += [(shape, "int32") for shape in (table, table[:1], (table[0] + 1,), (1,))]
+    op = PagedAttention(*(jax.ShapeDtypeStruct(*s) for s in shapes), scale=0.1)
+    return op, KernelContext(platform="tpu", target="tpu-v5e", gradients=False)
 
 
 @pytest.mark.parametrize(
@@ -116,19 +110,19 @@ def paged_request(heads=8, groups=4, size=128, dtype="bfloat16", pages="bfloat16
     ],
 )
 def test_paged_attention_says_what_it_cannot_do(asked, reason):
-    said = RAGGED_PAGED.supports(paged_request(**asked))
+    said = RAGGED_PAGED.supports(*paged_call(**asked))
     assert said is None if reason is None else reason in said
 
 
 def test_paged_attention_splits_heads_that_can_be_split():
     with logical_rules(make_mesh(Mesh(shape={"fsdp": 2, "tensor": 4})), DEFAULT_RULES):
-        assert RAGGED_PAGED.supports(paged_request(groups=4)) is None
-        assert "2 key-value heads cannot be split over 4 devices" in RAGGED_PAGED.supports(paged_request(groups=2))
+        assert RAGGED_PAGED.supports(*paged_call(groups=4)) is None
+        assert "2 key-value heads cannot be split over 4 devices" in RAGGED_PAGED.supports(*paged_call(groups=2))
 
 
 def test_devices_read_the_pages_of_their_own_heads(simulated, monkeypatch):
     case = cases.paged("mixed", new=[3, 1], lengths=[20, 9], heads=8, groups=4, size=128)
-    declared = [attrs.evolve(k, platforms=()) for k in KERNELS if k.op == "paged_attention"]
+    declared = [attrs.evolve(k, platforms=()) for k in KERNELS if k.op == PagedAttention.path()]
     monkeypatch.setitem(PAGED, "tpu-v5e", PAGED[""])  # the small ones
     mesh = make_mesh(Mesh(shape={"fsdp": 2, "tensor": 4}))
 
@@ -145,18 +139,18 @@ QUICK = ("window", "prefix", "decoding", "odd", "alibi")
 
 
 class TestSplash(Interpreted):
-    op, name = "attention", "splash"
-    cases = tuple(c for c in cases.CASES["attention"] if c.name.startswith(QUICK))
+    op, name = Attention, "splash"
+    cases = tuple(c for c in cases.CASES[Attention] if c.name.startswith(QUICK))
 
 
 @pytest.mark.slow
 class TestSplashOnTheOtherCases(Interpreted):
-    op, name = "attention", "splash"
-    cases = tuple(c for c in cases.CASES["attention"] if not c.name.startswith(QUICK))
+    op, name = Attention, "splash"
+    cases = tuple(c for c in cases.CASES[Attention] if not c.name.startswith(QUICK))
 
 
 class TestMegablox(Interpreted):
-    op, name = "grouped_matmul", "megablox"
+    op, name = GroupedMatmul, "megablox"
     cases = tuple(
         Case(
             name=f"{rows}-{dtype}",
@@ -181,9 +175,9 @@ def test_devices_attend_on_their_own_rows_and_heads(interpreted, shape, groups):
     mesh = make_mesh(Mesh(shape=shape))
 
     def run(kernel, *operands):
-        return attention(*operands, mask=Causal() & Segments(ids, ids), scale=0.3, kernel=kernel)
+        return Attention(*operands, mask=Causal() & Segments(ids, ids), scale=0.3).run(kernel)
 
-    declared = [attrs.evolve(k, platforms=()) for k in KERNELS if k.op == "attention"]
+    declared = [attrs.evolve(k, platforms=()) for k in KERNELS if k.op == Attention.path()]
 
     @jax.jit
     def sharded(*operands):
@@ -196,7 +190,7 @@ def test_devices_attend_on_their_own_rows_and_heads(interpreted, shape, groups):
 def attend(query, key, value, ids, prefix=None, window=None, softcap=None):
     mask = Causal() | Prefix(prefix) if prefix is not None else Causal()
     mask = mask if window is None else mask & SlidingWindow(window)
-    return attention(query, key, value, mask=mask & Segments(ids, ids), scale=0.1, softcap=softcap)
+    return Attention(query, key, value, mask=mask & Segments(ids, ids), scale=0.1, softcap=softcap).run()
 
 
 def attended(generation, length, heads, groups, size, dtype, rows=1, **options):
@@ -216,10 +210,14 @@ def test_attention_compiles_for_every_generation(generation):
         attended(generation, 256, 2, 1, 64, "bfloat16", prefix=True)
 
 
+def product(*operands):
+    return GroupedMatmul(*operands).run()
+
+
 @pytest.mark.parametrize("generation", not_only("tpu-v5p-8", GENERATIONS))
 def test_grouped_products_compile_for_every_generation(generation):
     lhs, rhs, sizes = ((300, 256), "bfloat16"), ((3, 256, 512), "bfloat16"), ((3,), "int32")
-    assert compiled(generation, grouped_matmul, lhs, rhs, sizes)[1] == ["megablox"]
+    assert compiled(generation, product, lhs, rhs, sizes)[1] == ["megablox"]
 
 
 @pytest.mark.parametrize("generation", not_only("tpu-v5e-4", GENERATIONS))
@@ -227,7 +225,10 @@ def test_paged_attention_compiles_for_one_device_that_is_not_here(generation):
     """Pallas asks which chip it is for, and the default device is a CPU."""
     shapes = ((8, 8, 128), "bfloat16"), ((64, 16, 4, 128), "bfloat16"), ((4, 16), "int32")
     numbers = [((n,), "int32") for n in (4, 5, 1)]
-    run = functools.partial(paged_attention, scale=0.1)
+
+    def run(*operands):
+        return PagedAttention(*operands, scale=0.1).run()
+
     assert compiled(generation, run, *shapes, *numbers, gradients=False)[1] == ["ragged-paged"]
 
 
@@ -263,7 +264,7 @@ def test_paged_attention_compiles_for_every_generation(generation):
 
     def run(*operands):
         with logical_rules(mesh, DEFAULT_RULES):
-            return paged_attention(*operands, scale=0.1, window=512, softcap=30.0)
+            return PagedAttention(*operands, scale=0.1, window=512, softcap=30.0).run()
 
     for groups, slots, dtype in ((2, 16, "bfloat16"), (1, 64, "bfloat16"), (8, 16, "float32")):
         groups *= len(devices)
@@ -288,7 +289,7 @@ def test_the_largest_blocks_compile_for_their_generation(generation, length, dty
 def test_the_largest_tiles_compile_for_their_generation(generation):
     for dtype in ("bfloat16", "float32"):
         lhs, rhs, sizes = ((4096, 2048), dtype), ((8, 2048, 2048), dtype), ((8,), "int32")
-        assert compiled(generation, grouped_matmul, lhs, rhs, sizes)[1] == ["megablox"]
+        assert compiled(generation, product, lhs, rhs, sizes)[1] == ["megablox"]
 
 
 @pytest.mark.slow
@@ -317,14 +318,14 @@ def test_the_blocks_are_those_of_the_target(target, monkeypatch):
     monkeypatch.setattr(megablox.ops, "gmm", lambda lhs, rhs, sizes, dtype, tiling: seen.append(tiling) or lhs)
     with selection.use(selection.Selection(platform="tpu", target=target)):
         x = jnp.ones((1, 4096, 2, 128), jnp.bfloat16)
-        jax.eval_shape(lambda x: attention(x, x, x, mask=Causal(), scale=1.0), x)
+        jax.eval_shape(lambda x: Attention(x, x, x, mask=Causal(), scale=1.0).run(), x)
         y = jnp.ones((4096, 4096), jnp.bfloat16)
-        jax.eval_shape(lambda y: grouped_matmul(y, y[None], jnp.asarray([4096])), y)
+        jax.eval_shape(lambda y: GroupedMatmul(y, y[None], jnp.asarray([4096])).run(), y)
         z, ids = jnp.ones((64, 16, 128), jnp.bfloat16), jnp.zeros((4, 256), jnp.int32)
         monkeypatch.setattr(ragged_paged.library, "ragged_paged_attention", lambda q, *a, **k: paged.append(k) or q)
         row = ids[0, :5]
         jax.eval_shape(
-            lambda z: paged_attention(z, z[:, :8, None].repeat(2, 2), ids, row[:4], row, row[:1], scale=1.0), z
+            lambda z: PagedAttention(z, z[:, :8, None].repeat(2, 2), ids, row[:4], row, row[:1], scale=1.0).run(), z
         )
     keys = paged[0]["num_kv_pages_per_block"] * 8
     assert (paged[0]["num_queries_per_block"], keys) == (PAGED[target].queries, PAGED[target].keys)

@@ -74,7 +74,7 @@ def memory(experiment, target, **options):
     shapes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32, "segment_ids": jnp.int32}
     batch = {name: jax.ShapeDtypeStruct(size, dtype) for name, dtype in shapes.items()}
     lowered = program.lower("train", batch)
-    assert {c.request.op: c.name for c in program.choices()}["attention"] == "splash"
+    assert {c.op.name: c.name for c in program.choices()}["attention"] == "splash"
     found = lowered.compile().memory_analysis()
     sizes = (found.argument_size_in_bytes, found.temp_size_in_bytes, found.host_temp_size_in_bytes)
     return tuple(n / 2**30 for n in sizes)

@@ -15,17 +15,20 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "conformance"))
 import cases
 
 from axlearn_core.compose.devices import absent
-from axlearn_core.contracts.kernels import OpRequest
+from axlearn_core.contracts.kernels import KernelContext
 from axlearn_core.kernels.selection import Selection, use
 from axlearn_core.plugins.targets import find_machine
 from axlearn_core.testing import Case, KernelSuite
-from axlearn_plugins_moe.grouped_matmul import grouped_matmul
+from axlearn_plugins_moe.grouped_matmul import GroupedMatmul
 from axlearn_plugins_tpu.kernels import tokamax
 from axlearn_plugins_tpu.kernels.blocks import GROUPED
 
 NAME = "tokamax-mosaic-tpu"
 SUPPORTED = [g for g in GENERATIONS if g != "tpu-v4-8"]
-by_tokamax = functools.partial(grouped_matmul, kernel=NAME)
+
+
+def by_tokamax(*operands):
+    return GroupedMatmul(*operands).run(NAME)
 
 
 pytestmark = pytest.mark.usefixtures("library")
@@ -57,7 +60,7 @@ def product(rows, inner, outer, sizes, dtype):
 
 @pytest.mark.usefixtures("interpreted")
 class Interpreted(KernelSuite):
-    op, name = "grouped_matmul", NAME
+    op, name = GroupedMatmul, NAME
 
     def declared(self, name):
         return attrs.evolve(super().declared(name), platforms=())
@@ -82,16 +85,10 @@ class TestGroupedProductsOnTheOtherCases(Interpreted):
     )
 
 
-def request(inner=256, outer=512, dtype="bfloat16", other="bfloat16", target="tpu-v5e"):
-    return OpRequest(
-        op="grouped_matmul",
-        platform="tpu",
-        target=target,
-        shapes={"lhs": (64, inner), "rhs": (4, inner, outer)},
-        dtypes={"lhs": dtype, "rhs": other},
-        options={},
-        gradients=True,
-    )
+def call(inner=256, outer=512, dtype="bfloat16", other="bfloat16", target="tpu-v5e"):
+    shapes = (((64, inner), dtype), ((4, inner, outer), other), ((4,), "int32"))
+    op = GroupedMatmul(*(jax.ShapeDtypeStruct(*s) for s in shapes))
+    return op, KernelContext(platform="tpu", target=target)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +105,7 @@ def request(inner=256, outer=512, dtype="bfloat16", other="bfloat16", target="tp
     ],
 )
 def test_it_says_what_it_cannot_do(asked, reason):
-    said = tokamax.MOSAIC.supports(request(**asked))
+    said = tokamax.MOSAIC.supports(*call(**asked))
     assert said is None if reason is None else reason in said
 
 
@@ -120,15 +117,15 @@ def test_without_the_library_the_reason_says_what_to_install(monkeypatch, versio
         return version
 
     monkeypatch.setattr(tokamax.metadata, "version", found)
-    reason = tokamax.MOSAIC.supports(request())
+    reason = tokamax.MOSAIC.supports(*call())
     assert "pip install 'axlearn-plugins-tpu[kernels]'" in reason
     assert version is None or version in reason
 
 
 def test_unless_it_is_named_megablox_is_before_it():
     chosen = Selection(platform="tpu", target="tpu-v5e")
-    chosen.choose(request())
-    chosen.choose(request(), NAME)
+    chosen.choose(call()[0])
+    chosen.choose(call()[0], NAME)
     assert [c.name for c in chosen.choices] == ["megablox", NAME]
 
 
@@ -175,6 +172,6 @@ def test_the_tiles_are_those_of_the_target(target, monkeypatch):
     with use(Selection(platform="tpu", target=target)):
         for dtype in ("bfloat16", "float32"):
             x = jnp.ones((4096, 4096), dtype)
-            jax.eval_shape(lambda x: tokamax.MOSAIC(x, x[None], jnp.asarray([4096])), x)
+            jax.eval_shape(lambda x: tokamax.MOSAIC(GroupedMatmul(x, x[None], jnp.asarray([4096]))), x)
     tile = GROUPED[target]
     assert seen == [(tile.rows, tile.inner // n, tile.outer) for n in (1, 2)]

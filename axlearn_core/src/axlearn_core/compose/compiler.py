@@ -9,11 +9,10 @@ import jax
 
 from axlearn_core.compose.functions import Array, Function, Part
 from axlearn_core.compose.layout import Layout
-from axlearn_core.contracts.kernels import Choice
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.contracts.target import Target
 from axlearn_core.errors import ConfigError, Problem, unknown
-from axlearn_core.kernels.selection import Selection, use
+from axlearn_core.kernels.selection import Choice, Selection, use
 from axlearn_core.nn import sharding as nn_sharding
 
 

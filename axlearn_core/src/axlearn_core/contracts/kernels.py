@@ -1,78 +1,67 @@
-"""What a plugin says of a kernel, what an op asks for, and what a kernel answers. Imports no JAX."""
+"""How a plugin declares a kernel, and what a kernel has to provide. Imports no JAX."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+import re
+from typing import Any, Protocol, TypeVar
 
 import attrs
+
+O_contra = TypeVar("O_contra", contravariant=True)
+R_co = TypeVar("R_co", covariant=True)
+
+_PATH = re.compile(r"[\w.]+:[\w.<>]+")
+
+
+def _check_path(implementation: Any, field: attrs.Attribute[str], value: str) -> None:
+    if not _PATH.fullmatch(value):
+        raise ValueError(f"a kernel's `{field.name}` is 'module:name', got {value!r}")
 
 
 @attrs.frozen(kw_only=True)
 class KernelImplementation:
-    """One implementation of an op, as `axlearn_kernels` declares it; nothing is imported until it is considered.
+    """One implementation of an op, declared through `axlearn_kernels`. Imported when a call first considers it.
 
     Attributes:
-        name: what configs call it (`attention.kernel=xla-blocked`), unique within the op.
-        op: `attention`, `cross_entropy`, ...
+        name: the name that configs use (`attention.kernel=xla-blocked`), unique within the op.
+        op: the op's class, as `"module:Class"`: the module that defines the class, not one that re-exports it.
         load: `"module:attribute"` of its `Kernel`.
-        priority: among those that support a request the highest wins; the XLA reference has 0.
+        priority: the highest among the kernels that support a call wins; the reference has 0.
         platforms: JAX platform names that it runs on; empty means all.
     """
 
     name: str
-    op: str
-    load: str
+    op: str = attrs.field(validator=_check_path)
+    load: str = attrs.field(validator=_check_path)
     priority: int = 0
     platforms: tuple[str, ...] = ()
 
 
 @attrs.frozen(kw_only=True)
-class OpRequest:
-    """One call of an op, as far as it is known while tracing.
+class KernelContext:
+    """The program around a call of an op.
 
     Attributes:
-        op: the op.
-        platform: where the program will run (`cpu`, `gpu`, `tpu`, `neuron`).
-        target: on which hardware (`h100`, `tpu-v5p`); empty where that is not known.
-        shapes: operand -> shape.
-        dtypes: operand -> dtype name.
-        options: the op's static options. For attention: `mask` (a description of its structure), `softcap`,
-            `aligned` (query i and key i are the same position), `skips` (whether the mask hides whole blocks), and where scores
-            take one, `bias` (a description of it). Values may have another head size than keys.
+        platform: the JAX platform that the program will run on (`cpu`, `gpu`, `tpu`, `neuron`).
+        target: the hardware (`h100`, `tpu-v5p`); empty if unknown.
         gradients: whether the program differentiates through the call.
     """
 
-    op: str
     platform: str
-    shapes: Mapping[str, tuple[int, ...]]
-    dtypes: Mapping[str, str]
-    options: Mapping[str, Any]
-    gradients: bool
     target: str = ""
-
-    def __str__(self) -> str:
-        operands = (f"{name} {self.dtypes[name]}{list(shape)}" for name, shape in self.shapes.items())
-        options = (f"{k}={v}" for k, v in self.options.items())
-        return f"{self.op}({', '.join([*operands, *options])}) on {self.platform}"
+    gradients: bool = True
 
 
-class Kernel(Protocol):
-    """What `KernelImplementation.load` names."""
+class Kernel(Protocol[O_contra, R_co]):
+    """The object that `KernelImplementation.load` names. `O` is the op's class, `R` its result."""
 
-    def supports(self, request: OpRequest) -> str | None:
-        """None where it can do it, or the reason why not ("the head size 80 is no multiple of 128")."""
+    def supports(self, op: O_contra, context: KernelContext) -> str | None:
+        """None if it can compute the op there, else the reason ("the head size 80 is not a multiple of 128").
+
+        The operands of `op` are shapes and dtypes, without values.
+        """
         ...
 
-    def __call__(self, *operands: Any, **options: Any) -> Any:
-        """Does it; the op's own documentation says what goes in and out."""
+    def __call__(self, op: O_contra) -> R_co:
+        """Computes the op."""
         ...
-
-
-@attrs.frozen(kw_only=True)
-class Choice:
-    """Which implementation a call site got, and why the others were not taken; goes to the run lock."""
-
-    request: OpRequest
-    name: str
-    rejected: Mapping[str, str]

@@ -1,109 +1,170 @@
-"""Which implementation an op uses.
+"""Chooses the kernel for each call of an op.
 
-A program sets the selection for its trace and keeps what was chosen at each call site; outside one the XLA reference
-runs. A layer whose config names an implementation gets that one, or an error.
+A program puts its selection in force while it is traced, and keeps the choice at each call site. Outside of a program
+the reference runs. A layer whose config names a kernel gets that one, or an error.
 """
 
 import contextlib
 import contextvars
 import importlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import attrs
 import jax
 
-from axlearn_core.contracts.kernels import Choice, Kernel, KernelImplementation, OpRequest
+from axlearn_core.contracts.kernels import Kernel, KernelContext, KernelImplementation
 from axlearn_core.errors import PluginError, RequestError, nearest
+from axlearn_core.kernels.op import Op
+
+R = TypeVar("R")
+OpClass = type[Op[Any]]
 
 REFERENCE = "xla"
 
 
-def installed(op: str) -> Sequence[KernelImplementation]:
-    """What all installed plugins declare for an op; raises `PluginError` where two claim a name."""
+class _Reference:
+    """The kernel that computes any op by its reference."""
+
+    def supports(self, op: Op[Any], context: KernelContext) -> str | None:
+        """Everything."""
+        return None
+
+    def __call__(self, op: Op[R]) -> R:
+        """Computes the reference."""
+        return op.reference()
+
+
+REFERENCE_KERNEL = _Reference()
+
+
+def reference(op: OpClass) -> KernelImplementation:
+    """The implementation `xla`, which every op has: its reference, with priority 0."""
+    return KernelImplementation(name=REFERENCE, op=op.path(), load=f"{__name__}:REFERENCE_KERNEL")
+
+
+def installed(op: OpClass) -> Sequence[KernelImplementation]:
+    """The reference of an op and the kernels that installed plugins declare for it.
+
+    Raises:
+        PluginError: two claim a name.
+    """
     from axlearn_core.plugins.manager import host  # loads plugins: only when a program asks
 
-    found: dict[str, tuple[str, KernelImplementation]] = {}
-    for origin, declared in host().answers("axlearn_kernels", op=op):
+    path = op.path()
+    claims = {REFERENCE: ("the op itself", reference(op))}
+    for origin, declared in host().answers("axlearn_kernels"):
         for implementation in declared:
-            if implementation.name in found:
-                other = found[implementation.name][0]
-                raise PluginError(f"the {op} kernel {implementation.name!r} is claimed by {other} and by {origin}")
-            found[implementation.name] = (origin, implementation)
-    return [implementation for _, implementation in found.values()]
+            if implementation.op != path:
+                continue
+            if other := claims.get(implementation.name):
+                raise PluginError(
+                    f"the {op.name} kernel {implementation.name!r} is claimed by {other[0]} and by {origin}"
+                )
+            claims[implementation.name] = (origin, implementation)
+    return [implementation for _, implementation in claims.values()]
+
+
+@attrs.frozen(kw_only=True)
+class Choice:
+    """The kernel of a call site, and why others were not taken. Kept in run locks.
+
+    Attributes:
+        op: the call, without values.
+        context: the program around it.
+        name: the kernel.
+        rejected: name -> reason, of kernels with a higher priority.
+    """
+
+    op: Op[Any]
+    context: KernelContext
+    name: str
+    rejected: Mapping[str, str]
+
+    @property
+    def call(self) -> str:
+        """The call in words: `rms_norm(x float32[4, 64, 16], ...) on cpu`."""
+        return f"{self.op} on {self.context.platform}"
+
+    def __str__(self) -> str:  # the form of run locks, which are compared between versions
+        shapes = {name: tuple(x.shape) for name, x in self.op.operands().items()}
+        request = (
+            f"OpRequest(op={self.op.name!r}, platform={self.context.platform!r}, shapes={shapes}, "
+            f"dtypes={self.op.dtypes}, options={dict(self.op.options())}, gradients={self.context.gradients}, "
+            f"target={self.context.target!r})"
+        )
+        return f"Choice(request={request}, name={self.name!r}, rejected={self.rejected})"
 
 
 @attrs.define(eq=False)
 class Selection:
-    """The choice among implementations for one program.
+    """The choice among kernels for one program.
 
     Attributes:
         platform: where the program runs.
-        target: on which hardware, by its name; empty where that is not known.
+        target: on which hardware, by its name; empty if unknown.
         gradients: whether it differentiates.
-        declared: op -> its implementations.
-        choices: what was chosen, in the order of the trace, each different call once.
+        declared: op class -> its kernels.
+        choices: the choices in the order of the trace, each different call once.
     """
 
     platform: str = attrs.field(factory=jax.default_backend)
     target: str = ""
     gradients: bool = True
-    declared: Callable[[str], Sequence[KernelImplementation]] = installed
+    declared: Callable[[OpClass], Sequence[KernelImplementation]] = installed
     choices: list[Choice] = attrs.field(factory=list)
 
-    def choose(self, request: OpRequest, name: str | None = None) -> Kernel:
-        """The kernel for a request: the one called `name`, or the one with the highest priority that supports it.
+    def choose(self, op: Op[R], name: str | None = None) -> Kernel[Op[R], R]:
+        """The kernel for a call: the one called `name`, or the one of highest priority that supports it.
 
         Raises:
-            RequestError: `name` does not exist or does not support the request, or nothing supports it.
+            RequestError: `name` does not exist or does not support the call, or no kernel supports it.
         """
-        ranked = sorted(self.declared(request.op), key=lambda k: (-k.priority, k.name))
-        if name is not None:
-            ranked = [self._named(request, name, ranked)]
+        call = op.abstract()
+        context = KernelContext(platform=self.platform, target=self.target, gradients=self.gradients)
+        ranked = sorted(self.declared(type(op)), key=lambda k: (-k.priority, k.name))
+        candidates = ranked if name is None else [_find(type(op), name, ranked)]
         rejected: dict[str, str] = {}
-        for implementation in ranked:
-            kernel, reason = _considered(implementation, request)
+        for implementation in candidates:
+            kernel, reason = _consider(implementation, call, context)
             if reason is None:
-                choice = Choice(request=request, name=implementation.name, rejected=rejected)
+                choice = Choice(op=call, context=context, name=implementation.name, rejected=rejected)
                 if choice not in self.choices:
                     self.choices.append(choice)
                 return kernel
             rejected[implementation.name] = reason
-        reasons = "".join(f"\n    {k}: {why}" for k, why in rejected.items())
-        what = f"the {request.op} kernel {name!r} cannot do this" if name else f"no {request.op} kernel can do this"
-        fix = (
-            f"leave `kernel` unset, or name another: {self._names(request.op)}"
-            if name
-            else "install a plugin that has one"
-        )
-        raise RequestError(f"{what}\n    got: {request}{reasons or ' none is installed'}\n    fix: {fix}")
-
-    def _named(self, request: OpRequest, name: str, ranked: Sequence[KernelImplementation]) -> KernelImplementation:
-        for implementation in ranked:
-            if implementation.name == name:
-                return implementation
-        close = nearest(name, [k.name for k in ranked])
-        raise RequestError(
-            f"unknown {request.op} kernel {name!r}\n"
-            + (f"    did you mean: {', '.join(close)}?\n" if close else "")
-            + f"    known: {self._names(request.op)}\n    fix: leave `kernel` unset to have the best one chosen"
-        )
-
-    def _names(self, op: str) -> str:
-        return ", ".join(sorted(k.name for k in self.declared(op))) or "none"
+        reasons = "".join(f"\n    {k}: {why}" for k, why in rejected.items()) or " none is installed"
+        what = f"the {op.name} kernel {name!r} cannot do this" if name else f"no {op.name} kernel can do this"
+        others = f"leave `kernel` unset, or name another: {_names(ranked)}"
+        fix = others if name else "install a plugin that has one"
+        raise RequestError(f"{what}\n    got: {call} on {self.platform}{reasons}\n    fix: {fix}")
 
 
-def _considered(implementation: KernelImplementation, request: OpRequest) -> tuple[Any, str | None]:
-    if implementation.platforms and request.platform not in implementation.platforms:
-        return None, f"runs on {', '.join(implementation.platforms)}, not on {request.platform}"
+def _find(op: OpClass, name: str, ranked: Sequence[KernelImplementation]) -> KernelImplementation:
+    for implementation in ranked:
+        if implementation.name == name:
+            return implementation
+    close = nearest(name, [k.name for k in ranked])
+    raise RequestError(
+        f"unknown {op.name} kernel {name!r}\n"
+        + (f"    did you mean: {', '.join(close)}?\n" if close else "")
+        + f"    known: {_names(ranked)}\n    fix: leave `kernel` unset to have the best one chosen"
+    )
+
+
+def _names(implementations: Sequence[KernelImplementation]) -> str:
+    return ", ".join(sorted(k.name for k in implementations)) or "none"
+
+
+def _consider(implementation: KernelImplementation, op: Op[Any], context: KernelContext) -> tuple[Any, str | None]:
+    if implementation.platforms and context.platform not in implementation.platforms:
+        return None, f"runs on {', '.join(implementation.platforms)}, not on {context.platform}"
     module, _, attribute = implementation.load.partition(":")
     try:
         kernel = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise PluginError(
-            f"the {implementation.op} kernel {implementation.name!r} cannot be loaded: {error}"
-        ) from error
-    return kernel, kernel.supports(request)
+        raise PluginError(f"the {op.name} kernel {implementation.name!r} cannot be loaded: {error}") from error
+    return kernel, kernel.supports(op, context)
 
 
 _in_force: contextvars.ContextVar[Selection | None] = contextvars.ContextVar("axlearn_kernels", default=None)
@@ -124,18 +185,9 @@ def in_force() -> Selection | None:
     return _in_force.get()
 
 
-def chosen(op: str, operands: dict[str, Any], options: dict[str, Any], name: str | None = None) -> Kernel:
-    """The kernel for one call of an op under the selection in force; the reference (or `name`) where there is none."""
+def choose(op: Op[R], name: str | None = None) -> Kernel[Op[R], R]:
+    """The kernel for a call under the selection in force; without one the reference, or the kernel called `name`."""
     selection = _in_force.get()
     if selection is None:
         selection, name = Selection(gradients=False), name or REFERENCE
-    request = OpRequest(
-        op=op,
-        platform=selection.platform,
-        target=selection.target,
-        shapes={k: tuple(v.shape) for k, v in operands.items()},
-        dtypes={k: str(v.dtype) for k, v in operands.items()},
-        options=options,
-        gradients=selection.gradients,
-    )
-    return selection.choose(request, name)
+    return selection.choose(op, name)

@@ -24,8 +24,8 @@ hookimpl = pluggy.HookimplMarker("axlearn")
 
 
 @hookspec
-def axlearn_kernels(op: str) -> Iterable[KernelImplementation]:  # type: ignore[empty-body]
-    """The implementations of an op (`"attention"`) that this plugin has."""
+def axlearn_kernels() -> Iterable[KernelImplementation]:  # type: ignore[empty-body]
+    """The kernels that this plugin has; each names its op's class and what to load as `"module:name"`."""
 
 
 @hookspec

@@ -1,6 +1,7 @@
-"""The suite for kernels: implementations of an op."""
+"""The suite for ops and their kernels."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from axlearn_core.compose.flops import count_flops
 from axlearn_core.contracts.kernels import KernelImplementation
 from axlearn_core.errors import RequestError
 from axlearn_core.kernels import selection
+from axlearn_core.kernels.op import Op
 from axlearn_core.testing.common import assert_close, compiled, is_float, leaves_of
 
 
@@ -35,17 +38,47 @@ class Case:
     gradients: bool = True
 
 
+PADDING = 1.25
+"""A reference may multiply this much more than the op's mathematics, and may read this much more."""
+
+
+@attrs.frozen
+class Count:
+    """Of one call: its own figures, and those of its reference, from the jaxpr."""
+
+    flops: float
+    bytes: float
+    reference_flops: float
+    reference_bytes: float
+
+
+@attrs.define(eq=False)
+class _CountingSelection(selection.Selection):
+    """Counts each call while the values are there to trace its reference with."""
+
+    counts: list[Count] = attrs.field(factory=list)
+
+    def choose(self, op: Op[Any], name: str | None = None) -> Any:
+        """The kernel."""
+        kernel, call = super().choose(op, name), op.abstract()
+        closed = jax.make_jaxpr(op.reference)()
+        arrays = [*closed.consts, *closed.out_avals]
+        moved = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
+        self.counts.append(Count(call.flops(), call.bytes(), count_flops(op.reference), moved))
+        return kernel
+
+
 class KernelSuite:
-    """What every implementation of an op keeps.
+    """The requirements on an op and on a kernel of it.
 
     Attributes:
-        op: the op.
-        name: the implementation, as it is declared through `axlearn_kernels`.
-        cases: the calls that it is tried on; those that it does not support have to be refused with a reason.
-        against: the implementation that it is compared with.
+        op: the op's class.
+        name: the kernel, as declared through `axlearn_kernels`; `xla` is the reference.
+        cases: calls to try it on. The kernel must refuse those that it does not support, with a reason.
+        against: the kernel that it is compared with.
     """
 
-    op: str
+    op: type[Op[Any]]
     name: str
     cases: Sequence[Case]
     against: str = selection.REFERENCE
@@ -56,9 +89,11 @@ class KernelSuite:
             metafunc.parametrize("case", self.cases, ids=[c.name for c in self.cases])
 
     def declared(self, name: str) -> KernelImplementation:
-        """The declaration of an implementation of the op."""
+        """The declaration of a kernel of the op."""
         known = {k.name: k for k in selection.installed(self.op)}
-        assert name in known, f"no installed plugin declares the {self.op} kernel {name!r}, only {', '.join(known)}"
+        assert name in known, (
+            f"no installed plugin declares the {self.op.name} kernel {name!r}, only {', '.join(known)}"
+        )
         return known[name]
 
     def test_values_and_gradients_are_those_of_the_reference(self, case: Case) -> None:
@@ -82,6 +117,20 @@ class KernelSuite:
                 jax.eval_shape(lambda *operands: case.run(self.name, *operands), *case.operands)
             assert reason in str(error.value)
 
+    def test_the_op_says_what_it_multiplies_and_moves(self, case: Case) -> None:
+        counting = _CountingSelection(declared=lambda op: [selection.reference(op)])
+        with selection.use(counting):
+            jax.eval_shape(lambda *operands: case.run(selection.REFERENCE, *operands), *case.operands)
+        assert counting.counts, f"{case.name} does not call the op {self.op.name!r}"
+        for count in counting.counts:
+            told = f"{case.name}: {self.op.name}"
+            assert count.flops <= count.reference_flops <= PADDING * count.flops, (
+                f"{told}.flops() is {count.flops:,}; the products of its reference take {count.reference_flops:,}"
+            )
+            assert 0 < count.bytes <= count.reference_bytes <= PADDING * count.bytes, (
+                f"{told}.bytes() is {count.bytes:,}; its reference reads and writes {count.reference_bytes:,}"
+            )
+
     def test_it_supports_one_of_the_cases(self) -> None:
         mine = self._here()
         assert any(self._refusal(case, mine) is None for case in self.cases), "it refuses every case: nothing is tried"
@@ -93,17 +142,16 @@ class KernelSuite:
         return mine
 
     def _only(self, *implementations: KernelImplementation) -> Any:
-        return selection.use(selection.Selection(declared=lambda op: implementations if op == self.op else ()))
+        return selection.use(selection.Selection(declared=lambda op: implementations if op is self.op else ()))
 
     def _refusal(self, case: Case, mine: KernelImplementation) -> str | None:
-        """What the implementation answers to the request that the call makes."""
+        """Why the kernel does not support the case; None if it does."""
         with self._only(self.declared(self.against)) as made:
             jax.eval_shape(lambda *operands: case.run(self.against, *operands), *case.operands)
-        requests = [choice.request for choice in made.choices]
-        assert requests, f"{case.name} does not ask for the op {self.op!r}"
+        assert made.choices, f"{case.name} does not call the op {self.op.name!r}"
         module, _, attribute = mine.load.partition(":")
         kernel = getattr(__import__(module, fromlist=[attribute]), attribute)
-        return next((reason for r in requests if (reason := kernel.supports(r)) is not None), None)
+        return next((why for c in made.choices if (why := kernel.supports(c.op, c.context)) is not None), None)
 
     def _measured(self, case: Case, name: str) -> Any:
         """Results, and gradients of a random weighting of them by every float operand."""

@@ -18,12 +18,11 @@ import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.ad_checkpoint import checkpoint_name
 
-from axlearn_core.contracts.kernels import OpRequest
+from axlearn_core.contracts.kernels import KernelContext
 from axlearn_plugins_gpu.chips import CHIPS, unknown_gpu
 from axlearn_plugins_gpu.kernels.heads import by_heads
 from axlearn_plugins_gpu.kernels.masks import structure
-from axlearn_plugins_transformer.kernels.bias import Bias
-from axlearn_plugins_transformer.kernels.masks import Mask
+from axlearn_plugins_transformer.kernels.attention import Attention
 
 VERSION = 91000
 """The cuDNN that programs are made for, 9.10: the oldest one that has all that `supports` says."""
@@ -41,57 +40,45 @@ class _Static(NamedTuple):
 class _CuDNN:
     """See the module."""
 
-    def supports(self, request: OpRequest) -> str | None:
+    def supports(self, op: Attention, context: KernelContext) -> str | None:
         """16-bit numbers; heads up to 128, 256 from Hopper on, where values may have a size of their own; no soft cap."""
-        if reason := unknown_gpu(request.target):
+        if reason := unknown_gpu(context.target):
             return reason
-        query, key, value = (request.shapes[n] for n in ("query", "key", "value"))
-        if dtype := next((d for d in request.dtypes.values() if d not in ("bfloat16", "float16")), None):
+        query, key, value = (x.shape for x in (op.query, op.key, op.value))
+        if dtype := next((d for d in op.dtypes.values() if d not in ("bfloat16", "float16")), None):
             return f"it takes bfloat16 and float16, not {dtype}"
-        if len(set(request.dtypes.values())) > 1:
+        if len(set(op.dtypes.values())) > 1:
             return "queries, keys and values differ in dtype"
-        if request.options["softcap"] is not None:
+        if op.softcap is not None:
             return "it has no soft cap"
-        if request.options["bias"] is not None:
+        if op.bias is not None:
             return "it takes no bias on the scores whose gradient is needed"
-        hopper = CHIPS[request.target].capability >= (9, 0)
+        hopper = CHIPS[context.target].capability >= (9, 0)
         largest = 256 if hopper else 128
         for size in (query[3], value[3]):
             if size > largest or size % 8:
                 return f"the head size {size} is no multiple of 8 up to {largest}"
         if query[3] != value[3] and not hopper:
             return "queries and values of different head sizes need Hopper or later"
-        if not request.options["aligned"] and query[1] == 1:
+        if not op.aligned and query[1] == 1:
             return "decoding reads the cache once, which XLA does as well"
-        if request.gradients and (query[1] % 2 or key[1] % 2):
+        if context.gradients and (query[1] % 2 or key[1] % 2):
             return f"the lengths {query[1]} and {key[1]} are not both even"
         return None
 
-    def __call__(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        *,
-        mask: Mask,
-        scale: float,
-        softcap: float | None,
-        query_slots: jax.Array | None,
-        key_slots: jax.Array | None,
-        bias: Bias | None = None,
-    ) -> jax.Array:
-        """See `axlearn_plugins_transformer.kernels.attention.attention`."""
-        aligned = query_slots is None and key_slots is None and query.shape[1] == key.shape[1]
-        causal, window, rest = structure(mask, (query.shape[1], key.shape[1]), aligned)
+    def __call__(self, op: Attention) -> jax.Array:
+        """[B, S, N, V]."""
+        query, key = op.query, op.key
+        causal, window, rest = structure(op.mask, (query.shape[1], key.shape[1]), op.aligned)
         hidden = None
         if rest is not None:
-            visible = rest.materialize((0, query.shape[1]), (0, key.shape[1]), query_slots, key_slots)
+            visible = rest.materialize((0, query.shape[1]), (0, key.shape[1]), op.query_slots, op.key_slots)
             # Half of the least number: two of them still add up to one, not to an infinity that is no number when subtracted.
             hidden = jnp.where(visible, 0, jnp.finfo(query.dtype).min / 2).astype(query.dtype)[:, None]
         kind = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
-        static = _Static(scale=scale, mask=kind, window=window, biased=hidden is not None)
+        static = _Static(scale=op.scale, mask=kind, window=window, biased=hidden is not None)
         run = functools.partial(_attend, static=static)
-        return by_heads(run, query, key, value, hidden)
+        return by_heads(run, query, key, op.value, hidden)
 
 
 CUDNN = _CuDNN()

@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from axlearn_core.contracts.kernels import OpRequest
+from axlearn_core.contracts.kernels import KernelContext
 from axlearn_core.kernels import selection
 from axlearn_core.nn.remat import tag
 from axlearn_plugins_gpu.chips import CHIPS, unknown_gpu
 from axlearn_plugins_gpu.kernels import tokamax
 from axlearn_plugins_gpu.kernels.blocks import GATED_MOSAIC, GATED_MOSAIC_LATER, PipelinedBlocks, gated
 from axlearn_plugins_gpu.kernels.mosaic import compiling_for, refusal
-from axlearn_plugins_transformer.kernels.gated_linear_unit import ACTIVATIONS, Activation, matrices
+from axlearn_plugins_transformer.kernels.gated_linear_unit import ACTIVATIONS, Activation, GatedLinearUnit
 from axlearn_plugins_transformer.kernels.per_device import parts_of, per_device
 
 ROWS = ("batch", "sequence", None)
@@ -43,38 +43,38 @@ class _Tokamax:
 
     mosaic: bool
 
-    def supports(self, request: OpRequest) -> str | None:
+    def supports(self, op: GatedLinearUnit, context: KernelContext) -> str | None:
         """Projections that are plain matrices, in one dtype of 16 bits, with dimensions that its blocks divide."""
-        if reason := tokamax.missing() or unknown_gpu(request.target):
+        if reason := tokamax.missing() or unknown_gpu(context.target):
             return reason
-        if self.mosaic and (reason := _not_in_mosaic(request.target)):
+        if self.mosaic and (reason := _not_in_mosaic(context.target)):
             return reason
-        options, shape = request.options, request.shapes["x"]
-        if not options["plain"]:
+        shape = op.x.shape
+        if not op.plain:
             return "it needs the matrices, and a projection is more than a product with one (adapters, a bias, quantization)"
-        dtypes = set(request.dtypes.values())
+        dtypes = set(op.dtypes.values())
         if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float16"}:
             return f"the dtypes are {', '.join(sorted(dtypes))}; it takes bfloat16, or float16"
-        if options["activation"] == "gelu":
+        if op.activation == "gelu":
             return "it has no error function here: gelu_tanh is its approximation"
-        if len(shape) != 3 or request.shapes["gate"] != request.shapes["up"]:
+        if len(shape) != 3 or op.operands()["gate"].shape != op.operands()["up"].shape:
             return "it takes rows [B, S, D] and two matrices of the same shape"
-        return self._uneven(shape, request)
+        return self._uneven(op, context.target)
 
-    def _uneven(self, shape: tuple[int, ...], request: OpRequest) -> str | None:
-        rows, (inner, outer) = shape[:2], request.shapes["gate"]
-        here = (math.prod(_local(rows, ROWS[:2])), inner, *_local((outer,), MATRIX[1:]))
+    def _uneven(self, op: GatedLinearUnit, target: str) -> str | None:
+        *rows, inner = op.x.shape
+        here = (math.prod(_local(rows, ROWS[:2])), inner, *_local((op.hidden_dim,), MATRIX[1:]))
         multiples = (MULTIPLE,) * 3
         if self.mosaic:
-            blocks = _pipelines()[CHIPS[request.target].capability]
+            blocks = _pipelines()[CHIPS[target].capability]
             multiples = (blocks.m, blocks.k, blocks.n * blocks.beside)
         for name, size, multiple in zip(("number of rows", "width", "hidden size"), here, multiples, strict=True):
             if size % multiple:
                 return f"the {name} on a device, {size}, is no multiple of {multiple}"
         return None
 
-    def __call__(self, x: jax.Array, gate: Any, up: Any, *, activation: Activation) -> jax.Array:
-        """See `axlearn_plugins_transformer.kernels.gated_linear_unit.gated_linear_unit`."""
+    def __call__(self, op: GatedLinearUnit) -> jax.Array:
+        """[B, S, F]."""
         chosen: Any = selection.in_force()  # where there is none, `supports` has said that the GPU is not known
         target: str = chosen.target
         unit = _pipelined if self.mosaic else _gated
@@ -83,9 +83,9 @@ class _Tokamax:
             tag(jnp.zeros(()), name)
 
         def run(x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
-            return unit(x, gate, up, target, activation)
+            return unit(x, gate, up, target, op.activation)
 
-        return per_device(run, [ROWS, MATRIX, MATRIX], HIDDEN)(*matrices(x, gate, up))
+        return per_device(run, [ROWS, MATRIX, MATRIX], HIDDEN)(*op.matrices())
 
 
 class _Triton(_Tokamax):

@@ -8,17 +8,20 @@ rows is no multiple of 64.
 """
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from axlearn_core.contracts.kernels import OpRequest
+from axlearn_core.contracts.kernels import KernelContext
 from axlearn_core.kernels import selection
 from axlearn_plugins_gpu.chips import CHIPS, unknown_gpu
 from axlearn_plugins_gpu.kernels import tokamax
 from axlearn_plugins_gpu.kernels.blocks import GROUPED_MOSAIC, grouped
 from axlearn_plugins_gpu.kernels.mosaic import compiling_for, refusal
+
+if TYPE_CHECKING:  # only a program that has the op loads this module
+    from axlearn_plugins_moe.grouped_matmul import GroupedMatmul
 
 ROWS = 8
 """A multiple of which Mosaic's kernels take: blocks start at one."""
@@ -32,20 +35,20 @@ class _Tokamax:
 
     mosaic: bool
 
-    def supports(self, request: OpRequest) -> str | None:
+    def supports(self, op: "GroupedMatmul", context: KernelContext) -> str | None:
         """16-bit numbers, dimensions that its blocks divide."""
-        if reason := tokamax.missing() or unknown_gpu(request.target):
+        if reason := tokamax.missing() or unknown_gpu(context.target):
             return reason
-        if self.mosaic and (reason := refusal(request.target)):
+        if self.mosaic and (reason := refusal(context.target)):
             return reason
-        if dtype := next((d for d in request.dtypes.values() if d not in ("bfloat16", "float16")), None):
+        if dtype := next((d for d in op.dtypes.values() if d not in ("bfloat16", "float16")), None):
             return f"it takes bfloat16 and float16, not {dtype}"
-        return (_mosaic_does_not_fit if self.mosaic else _triton_does_not_fit)(request)
+        return (_mosaic_does_not_fit if self.mosaic else _triton_does_not_fit)(op, context.target)
 
-    def __call__(self, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
-        """See `axlearn_plugins_moe.grouped_matmul.grouped_matmul`. Its caller has split everything among devices."""
+    def __call__(self, op: "GroupedMatmul") -> jax.Array:
+        """[M, N]. The caller has split everything among devices."""
         chosen: Any = selection.in_force()  # where there is none, `supports` has said that the GPU is not known
-        return _product(lhs, rhs, sizes, chosen.target, self.mosaic)
+        return _product(op.lhs, op.rhs, op.sizes, chosen.target, self.mosaic)
 
 
 class _Mosaic(_Tokamax):
@@ -63,23 +66,23 @@ class _Triton(_Tokamax):
 MOSAIC, TRITON = _Mosaic(), _Triton()
 
 
-def _triton_does_not_fit(request: OpRequest) -> str | None:
-    blocks = grouped(request.target)
-    for size in request.shapes["rhs"][1:]:
+def _triton_does_not_fit(op: "GroupedMatmul", target: str) -> str | None:
+    blocks = grouped(target)
+    for size in op.rhs.shape[1:]:
         if size % blocks.n or size % blocks.k:
             return f"the dimension {size} is no multiple of {max(blocks.n, blocks.k)}"
     return None
 
 
-def _mosaic_does_not_fit(request: OpRequest) -> str | None:
-    blocks, rows = GROUPED_MOSAIC[CHIPS[request.target].capability], request.shapes["lhs"][0]
-    if len(set(request.dtypes.values())) > 1:
-        return f"the dtypes are {', '.join(sorted(set(request.dtypes.values())))}; it takes one"
+def _mosaic_does_not_fit(op: "GroupedMatmul", target: str) -> str | None:
+    blocks, rows = GROUPED_MOSAIC[CHIPS[target].capability], op.lhs.shape[0]
+    if len(set(op.dtypes.values())) > 1:
+        return f"the dtypes are {', '.join(sorted(set(op.dtypes.values())))}; it takes one"
     if rows % ROWS:
         return f"the number of rows, {rows}, is no multiple of {ROWS}"
-    groups, *sides = request.shapes["rhs"]
+    groups, *sides = op.rhs.shape
     if blocks.groups is not None and groups > blocks.groups and not tokamax.LATER:
-        return f"it takes up to {blocks.groups} groups on {request.target}, not {groups}"
+        return f"it takes up to {blocks.groups} groups on {target}, not {groups}"
     uneven = next((size for size in sides if size % blocks.multiple), None)
     return None if uneven is None else f"the dimension {uneven} is no multiple of {blocks.multiple}"
 

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-from axlearn_core.contracts.kernels import OpRequest
+from axlearn_core.contracts.kernels import KernelContext
 from axlearn_core.kernels import selection
 from axlearn_plugins_gpu.chips import unknown_gpu
 from axlearn_plugins_gpu.kernels import tokamax
 from axlearn_plugins_gpu.kernels.blocks import WIDEST, normalized
 from axlearn_plugins_transformer.kernels.per_device import per_device
+from axlearn_plugins_transformer.kernels.rms_norm import RMSNorm
 
 AXES = {
     2: ("batch", None),
@@ -26,27 +27,27 @@ AXES = {
 class _Triton:
     """Whole rows in registers, all arithmetic in float32."""
 
-    def supports(self, request: OpRequest) -> str | None:
+    def supports(self, op: RMSNorm, context: KernelContext) -> str | None:
         """Rows of up to 16,384 numbers, in one dtype of up to 32 bits."""
-        if reason := tokamax.missing() or unknown_gpu(request.target):
+        if reason := tokamax.missing() or unknown_gpu(context.target):
             return reason
-        dtypes, shape = set(request.dtypes.values()), request.shapes["x"]
+        dtypes, shape = set(op.dtypes.values()), op.x.shape
         if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float16", "float32"}:
             return f"the dtypes are {', '.join(sorted(dtypes))}; it takes one of bfloat16, float16 and float32"
         if len(shape) not in AXES:
             return f"it takes 2 to 4 dimensions, not {len(shape)}"
         return None if shape[-1] <= WIDEST else f"a row of {shape[-1]} numbers is longer than {WIDEST}"
 
-    def __call__(self, x: jax.Array, weight: jax.Array, *, eps: float, offset: float) -> jax.Array:
-        """See `axlearn_plugins_transformer.kernels.rms_norm.rms_norm`."""
+    def __call__(self, op: RMSNorm) -> jax.Array:
+        """[..., D]."""
         chosen: Any = selection.in_force()  # where there is none, `supports` has said that the GPU is not known
         target: str = chosen.target
-        axes = AXES[x.ndim]
+        axes = AXES[op.x.ndim]
 
         def run(x: jax.Array, weight: jax.Array) -> jax.Array:
-            return _normalized(x, weight, _Static(target, eps, offset))
+            return _normalized(x, weight, _Static(target, op.eps, op.offset))
 
-        return per_device(run, [axes, (None,)], axes)(x, weight)
+        return per_device(run, [axes, (None,)], axes)(op.x, op.weight)
 
 
 TRITON = _Triton()

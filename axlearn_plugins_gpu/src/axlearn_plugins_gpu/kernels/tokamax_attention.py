@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from axlearn_core.contracts.kernels import OpRequest
+from axlearn_core.contracts.kernels import KernelContext
 from axlearn_core.kernels import selection
 from axlearn_core.nn.remat import tag
 from axlearn_plugins_gpu.chips import CHIPS, unknown_gpu
@@ -31,7 +31,7 @@ from axlearn_plugins_gpu.kernels.blocks import (
 from axlearn_plugins_gpu.kernels.heads import by_heads
 from axlearn_plugins_gpu.kernels.masks import structure
 from axlearn_plugins_gpu.kernels.mosaic import HOPPER, compiling_for, refusal
-from axlearn_plugins_transformer.kernels.masks import Mask
+from axlearn_plugins_transformer.kernels.attention import Attention
 
 _STABLE = {"use_stable_softmax": True}
 """With a soft cap tokamax would leave the largest score in, whose exponential is more than float16 can hold."""
@@ -53,61 +53,50 @@ class _Tokamax:
 
     mosaic: bool
 
-    def supports(self, request: OpRequest) -> str | None:
+    def supports(self, op: Attention, context: KernelContext) -> str | None:
         """16-bit numbers, positions in whole blocks, heads that its table has blocks for."""
-        if reason := tokamax.missing() or unknown_gpu(request.target):
+        if reason := tokamax.missing() or unknown_gpu(context.target):
             return reason
-        if self.mosaic and (reason := refusal(request.target)):
+        if self.mosaic and (reason := refusal(context.target)):
             return reason
-        dtypes, options = set(request.dtypes.values()), request.options
+        dtypes = set(op.dtypes.values())
         if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float16"}:
             return f"the dtypes are {', '.join(sorted(dtypes))}; it takes bfloat16, or float16"
-        if not options["aligned"]:
+        if not op.aligned:
             return "queries and keys are not the same positions"
-        if options["bias"] is not None:
-            return f"it is given no bias on the scores ({options['bias']})"
-        if options["softcap"] is not None and request.gradients and not self.mosaic:
+        if op.bias is not None:
+            return f"it is given no bias on the scores ({op.bias.describe()})"
+        if op.softcap is not None and context.gradients and not self.mosaic:
             return "its backward pass has no soft cap"
-        if request.shapes["value"][3] != request.shapes["query"][3]:
+        if op.value.shape[3] != op.query.shape[3]:
             return "queries and values differ in head size"
-        return self._does_not_fit(request)
+        return self._does_not_fit(op, context)
 
-    def _does_not_fit(self, request: OpRequest) -> str | None:
-        length, size = request.shapes["query"][1], request.shapes["query"][3]
-        blocks = attending(_tables(self.mosaic), request.target, size)
+    def _does_not_fit(self, op: Attention, context: KernelContext) -> str | None:
+        length, size = op.query.shape[1], op.query.shape[3]
+        blocks = attending(_tables(self.mosaic), context.target, size)
         if blocks is None:
             return f"it has no blocks for heads of {size}"
         if length % blocks.multiple:
             return f"the sequence length {length} is no multiple of {blocks.multiple}"
-        if not request.gradients:
+        if not context.gradients:
             return None
         if blocks.back is None:
-            return f"its backward pass has no blocks for heads of {size} on {request.target}"
+            return f"its backward pass has no blocks for heads of {size} on {context.target}"
         if blocks.back.longest is not None and length > blocks.back.longest:
-            return f"its backward pass takes up to {blocks.back.longest} positions on {request.target}, not {length}"
+            return f"its backward pass takes up to {blocks.back.longest} positions on {context.target}, not {length}"
         return None
 
-    def __call__(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        *,
-        mask: Mask,
-        scale: float,
-        softcap: float | None,
-        query_slots: jax.Array | None,
-        key_slots: jax.Array | None,
-    ) -> jax.Array:
-        """See `axlearn_plugins_transformer.kernels.attention.attention`."""
+    def __call__(self, op: Attention) -> jax.Array:
+        """[B, S, N, V]."""
         chosen: Any = selection.in_force()  # where there is none, `supports` has said that the GPU is not known
-        length = query.shape[1]
-        causal, window, rest = structure(mask, (length, length), aligned=True)
-        static = _Static(chosen.target, scale, softcap, causal, window, self.mosaic)
+        length = op.query.shape[1]
+        causal, window, rest = structure(op.mask, (length, length), aligned=True)
+        static = _Static(chosen.target, op.scale, op.softcap, causal, window, self.mosaic)
         visible = None if rest is None else rest.materialize((0, length), (0, length))[:, None]
         tag(jnp.zeros(()), "context")  # remat has to know the tag, which the derivative gives to the values
         run = functools.partial(_attend, static=static)
-        return by_heads(run, query, key, value, visible)
+        return by_heads(run, op.query, op.key, op.value, visible)
 
 
 class _Mosaic(_Tokamax):

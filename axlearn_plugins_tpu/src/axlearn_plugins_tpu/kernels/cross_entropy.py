@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from axlearn_core.contracts.kernels import OpRequest
+from axlearn_core.contracts.kernels import KernelContext
 from axlearn_core.kernels import selection
 from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_tpu.kernels import tokamax
 from axlearn_plugins_tpu.kernels.blocks import LANES, LOSS, LossBlocks, fitting
-from axlearn_plugins_transformer.kernels.cross_entropy import WEIGHT_AXES, Options
+from axlearn_plugins_transformer.kernels.cross_entropy import WEIGHT_AXES, CrossEntropy
 from axlearn_plugins_transformer.kernels.per_device import parts_of, per_device
 
 POSITIONS = ("batch", "sequence")
@@ -35,36 +35,34 @@ _NONE = -1
 class _Mosaic:
     """Tiles of positions, width and vocabulary; the backward pass makes the logits again."""
 
-    def supports(self, request: OpRequest) -> str | None:
+    def supports(self, op: CrossEntropy, context: KernelContext) -> str | None:
         """From v5 on; whole lanes of both dimensions, a vocabulary that is not split, no soft cap."""
         if reason := tokamax.missing():
             return reason
-        if request.target == "tpu-v4":
+        if context.target == "tpu-v4":
             return "tokamax has it for TPUs from v5 on, not for v4"
-        if request.options["softcap"] is not None:
+        if op.static.softcap is not None:
             return "it has no soft cap"
-        shape = request.shapes["weight"]
+        shape = op.weight.shape
         for name, size in zip(("width", "vocabulary"), shape, strict=True):
             if size % LANES:
                 return f"the {name} {size} is no multiple of {LANES}"
         ways = parts_of(shape, (None, "activation_vocab"))[1]
         return None if ways == 1 else f"the vocabulary is split over {ways} devices"
 
-    def __call__(
-        self, hidden: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array, options: Options
-    ) -> tuple[jax.Array, jax.Array]:
-        """See `axlearn_plugins_transformer.kernels.cross_entropy`. No weight may be negative: its gradient would be NaN."""
-        chosen = selection.in_force()
+    def __call__(self, op: CrossEntropy) -> tuple[jax.Array, jax.Array]:
+        """(loss, cross-entropy). No weight may be negative: its gradient would be NaN."""
+        options, chosen = op.static, selection.in_force()
         blocks = LOSS.get(chosen.target if chosen else "", LOSS[""])
         # Laid out as it is kept, so that it is gathered after the cast.
-        cast = constrain(constrain(weight.astype(options.dtype), *WEIGHT_AXES), None, "activation_vocab")
+        cast = constrain(constrain(op.weight.astype(options.dtype), *WEIGHT_AXES), None, "activation_vocab")
         run = per_device(
             functools.partial(_on_device, blocks=blocks),
             ((*POSITIONS, None), (None, "activation_vocab"), POSITIONS),
             (*POSITIONS, None),
         )
-        log_z, at_target = jnp.moveaxis(run(hidden.astype(options.dtype), cast, targets.astype(jnp.int32)), -1, 0)
-        weights = lax.stop_gradient(weights)
+        log_z, at_target = jnp.moveaxis(run(op.hidden.astype(options.dtype), cast, op.targets.astype(jnp.int32)), -1, 0)
+        weights = lax.stop_gradient(op.weights)
         entropy = jnp.sum((log_z - at_target) * weights)
         loss = entropy + options.z_loss * jnp.sum(log_z**2 * weights) if options.z_loss else entropy
         return loss, lax.stop_gradient(entropy)

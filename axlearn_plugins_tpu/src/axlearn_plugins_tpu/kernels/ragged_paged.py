@@ -9,10 +9,11 @@ import math
 import jax
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention as library
 
-from axlearn_core.contracts.kernels import OpRequest
+from axlearn_core.contracts.kernels import KernelContext
 from axlearn_core.kernels import selection
 from axlearn_plugins_tpu.kernels.blocks import LANES, PAGED
 from axlearn_plugins_tpu.kernels.chip import known_chip
+from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention
 from axlearn_plugins_transformer.kernels.per_device import parts_of, per_device
 
 QUERY_AXES = (None, "activation_heads", None)
@@ -25,15 +26,15 @@ BYTES = {"bfloat16": 2, "float32": 4}
 class _RaggedPaged:
     """Blocks of queries, each over blocks of the pages of their requests."""
 
-    def supports(self, request: OpRequest) -> str | None:
+    def supports(self, op: PagedAttention, context: KernelContext) -> str | None:
         """bfloat16 or float32, heads of 128 numbers, as many of them as fill its registers, and a table that it can hold."""
-        (_, heads, size), (_, _, both, _) = request.shapes["query"], request.shapes["pages"]
-        dtypes = {request.dtypes[name] for name in ("query", "pages")}
+        (_, heads, size), (_, _, both, _) = op.query.shape, op.pages.shape
+        dtypes = {op.dtypes[name] for name in ("query", "pages")}
         if len(dtypes) > 1 or not dtypes <= BYTES.keys():
             return f"the dtypes are {', '.join(sorted(dtypes))}; it takes bfloat16, or float32"
         if size != LANES:
             return f"the head size is {size}; it takes {LANES}"
-        if (entries := math.prod(request.shapes["table"])) > ENTRIES:
+        if (entries := math.prod(op.table.shape)) > ENTRIES:
             return f"the table has {entries} entries; it has room for {ENTRIES}"
         queries, keys = parts_of((1, heads, size), QUERY_AXES)[1], parts_of((1, 1, both, size), PAGE_AXES)[2]
         if queries != keys or (both // 2) % keys:
@@ -43,32 +44,21 @@ class _RaggedPaged:
             return f"{both // keys // 2} key-value heads on a device do not fill its registers"
         return None
 
-    def __call__(
-        self,
-        query: jax.Array,
-        pages: jax.Array,
-        table: jax.Array,
-        lengths: jax.Array,
-        starts: jax.Array,
-        count: jax.Array,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> jax.Array:
-        """See `axlearn_plugins_transformer.kernels.paged_attention.paged_attention`."""
+    def __call__(self, op: PagedAttention) -> jax.Array:
+        """[T, N, H]."""
+        query, pages, table = op.query, op.pages, op.table
         chosen = selection.in_force()
         blocks = PAGED.get(chosen.target if chosen else "", PAGED[""])
         run = functools.partial(
             library.ragged_paged_attention,
-            sm_scale=scale,
-            sliding_window=window,
-            soft_cap=softcap,
+            sm_scale=op.scale,
+            sliding_window=op.window,
+            soft_cap=op.softcap,
             num_kv_pages_per_block=max(1, min(table.shape[1], blocks.keys // pages.shape[1])),
             num_queries_per_block=min(query.shape[0], blocks.queries),
         )
         axes = [QUERY_AXES, PAGE_AXES, (None,), (None, None), (None,), (None,)]
-        return per_device(known_chip()(run), axes, QUERY_AXES)(query, pages, lengths, table, starts, count)
+        return per_device(known_chip()(run), axes, QUERY_AXES)(query, pages, op.lengths, table, op.starts, op.count)
 
 
 RAGGED_PAGED = _RaggedPaged()

@@ -15,10 +15,11 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_masks
 
-from axlearn_core.contracts.kernels import OpRequest
+from axlearn_core.contracts.kernels import KernelContext
 from axlearn_core.kernels import selection
 from axlearn_core.nn.remat import tag
 from axlearn_plugins_tpu.kernels.blocks import LANES, SPLASH, SplashBlocks, fitting, narrowed
+from axlearn_plugins_transformer.kernels.attention import Attention
 from axlearn_plugins_transformer.kernels.masks import Causal, Mask, Or, Prefix, Segments, SlidingWindow
 from axlearn_plugins_transformer.kernels.per_device import per_device, split_over
 
@@ -100,43 +101,31 @@ class _CausalFrom(splash_masks.Mask):
 class _Splash:
     """Forward and backward in blocks, with nothing of the size S x S in memory."""
 
-    def supports(self, request: OpRequest) -> str | None:
+    def supports(self, op: Attention, context: KernelContext) -> str | None:
         """Self-attention under causal, sliding-window, prefix and segment masks."""
-        options = request.options
-        (_, length, heads, _), groups = request.shapes["query"], request.shapes["key"][2]
-        dtypes = {request.dtypes[name] for name in ("query", "key", "value")}
-        if not options["aligned"]:
+        (_, length, heads, _), groups, mask = op.query.shape, op.key.shape[2], op.mask.describe()
+        dtypes = set(op.dtypes.values())
+        if not op.aligned:
             return "queries and keys are not the same positions"
-        if options.get("bias"):
-            return f"it adds no bias to scores ({options['bias']})"
-        if unknown := [p for p in options["mask"].split(" & ") if not _PARTS.fullmatch(p)]:
+        if op.bias is not None:
+            return f"it adds no bias to scores ({op.bias.describe()})"
+        if unknown := [p for p in mask.split(" & ") if not _PARTS.fullmatch(p)]:
             return f"it has no such mask ({' & '.join(unknown)})"
-        if "prefix" in options["mask"] and "slidingwindow" in options["mask"]:
-            return f"a prefix goes with a causal mask alone ({options['mask']})"
+        if "prefix" in mask and "slidingwindow" in mask:
+            return f"a prefix goes with a causal mask alone ({mask})"
         if length % LANES:
             return f"the sequence length {length} is no multiple of {LANES}"
         if heads % groups:
             return f"{groups} key-value heads do not divide {heads} query heads"
-        if options["mask"].count("segments") > 1 or options["mask"].count("prefix") > 1:
-            return f"it takes one set of segments and one prefix ({options['mask']})"
+        if mask.count("segments") > 1 or mask.count("prefix") > 1:
+            return f"it takes one set of segments and one prefix ({mask})"
         if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float32"}:
             return f"the dtypes are {', '.join(sorted(dtypes))}; it takes bfloat16, or float32"
         return None
 
-    def __call__(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        *,
-        mask: Mask,
-        scale: float,
-        softcap: float | None,
-        query_slots: jax.Array | None,
-        key_slots: jax.Array | None,
-    ) -> jax.Array:
-        """See `axlearn_plugins_transformer.kernels.attention.attention`."""
-        structure = Structure.of(mask)
+    def __call__(self, op: Attention) -> jax.Array:
+        """[B, S, N, V]."""
+        query, key, value, structure = op.query, op.key, op.value, Structure.of(op.mask)
         chosen = selection.in_force()
         blocks = SPLASH.get(chosen.target if chosen else "", SPLASH[""])
         if split_over(query.shape, QUERY_AXES)[2] != split_over(key.shape, KEY_AXES)[2]:
@@ -146,12 +135,12 @@ class _Splash:
         ids = (None, None) if structure.segments is None else (structure.segments.queries, structure.segments.keys)
         tag(jnp.zeros(()), RESIDUALS)  # makes the tag known to remat; the kernel gives it to the values themselves
         run = functools.partial(
-            _local, structure=attrs.evolve(structure, segments=None), softcap=softcap, blocks=blocks
+            _local, structure=attrs.evolve(structure, segments=None), softcap=op.softcap, blocks=blocks
         )
         axes = [QUERY_AXES, KEY_AXES, KEY_AXES, *(None if x is None else ("batch", None) for x in ids)]
         axes.append(None if structure.prefix is None else ("batch",))
         spread = per_device(run, axes, QUERY_AXES)
-        return spread(query * scale, key, value, *ids, structure.prefix)
+        return spread(query * op.scale, key, value, *ids, structure.prefix)
 
 
 def _local(

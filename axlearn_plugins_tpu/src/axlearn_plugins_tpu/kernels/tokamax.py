@@ -12,15 +12,18 @@ import sys
 import warnings
 from collections.abc import Iterator
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from axlearn_core.contracts.kernels import OpRequest
+from axlearn_core.contracts.kernels import KernelContext
 from axlearn_core.kernels import selection
 from axlearn_plugins_tpu.kernels.blocks import LANES, tiles
 from axlearn_plugins_tpu.kernels.chip import known_chip
+
+if TYPE_CHECKING:  # only a program that has the op loads this module
+    from axlearn_plugins_moe.grouped_matmul import GroupedMatmul
 
 VERSION = "0.0.14" if sys.version_info >= (3, 12) else "0.0.12"
 """The one whose kernels are used. They have no public names."""
@@ -43,27 +46,28 @@ def missing() -> str | None:
 class _Mosaic:
     """Tiles of rows, each of one group or at the border of several, fetched by a pipeline of the kernel's own."""
 
-    def supports(self, request: OpRequest) -> str | None:
+    def supports(self, op: "GroupedMatmul", context: KernelContext) -> str | None:
         """From v5 on; both dimensions of the matrices whole lanes, in bfloat16 or float32."""
         if reason := missing():
             return reason
-        dtypes = set(request.dtypes.values())
-        if request.target == "tpu-v4":
+        dtypes = set(op.dtypes.values())
+        if context.target == "tpu-v4":
             return "tokamax has it for TPUs from v5 on, not for v4"
-        for size in request.shapes["rhs"][1:]:
+        for size in op.rhs.shape[1:]:
             if size % LANES:
                 return f"the dimension {size} is no multiple of {LANES}"
         if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float32"}:
             return f"the dtypes are {', '.join(sorted(dtypes))}; it takes bfloat16, or float32"
         return None
 
-    def __call__(self, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
-        """See `axlearn_plugins_moe.grouped_matmul.grouped_matmul`. Its caller has split everything among devices."""
+    def __call__(self, op: "GroupedMatmul") -> jax.Array:
+        """[M, N]. The caller has split everything among devices."""
         chosen = selection.in_force()
+        lhs, rhs = op.lhs, op.rhs
         rows = lhs.shape[0]
         tiling = tiles(chosen.target if chosen else "", rows, rhs.shape[1:], lhs.dtype.itemsize)
         padded = jnp.pad(lhs, ((0, -rows % tiling[0]), (0, 0)))  # rows of no group
-        made: Any = _product(padded, rhs, sizes, tiling)
+        made: Any = _product(padded, rhs, op.sizes, tiling)
         return made[:rows]
 
 

@@ -16,10 +16,11 @@ from axlearn_core.nn.layer import Context, Layer, Precision
 from axlearn_core.nn.linear import Linear, Projection
 from axlearn_core.nn.remat import tag
 from axlearn_core.nn.sharding import constrain
-from axlearn_plugins_attention.latent_cache import ContiguousLatentCache, LatentCache
-from axlearn_plugins_transformer.attention import PositionEncoding, bias_of, window_of
-from axlearn_plugins_transformer.kernels.attention import attention
+from axlearn_plugins_attention.latent_cache import ContiguousLatentCache, LatentCache, SeenLatents
+from axlearn_plugins_transformer.attention import PositionEncoding, bias_of, cached_slots, window_of
+from axlearn_plugins_transformer.kernels.attention import Attention
 from axlearn_plugins_transformer.kernels.masks import visible
+from axlearn_plugins_transformer.kv_cache import build_cache
 from axlearn_plugins_transformer.norm import Norm, RMSNorm
 
 
@@ -109,7 +110,7 @@ class LatentAttention(Layer):
 
     def init_cache(self, batch: int, length: int) -> Any:
         """An empty cache for `batch` rows of at most `length` tokens, R + P numbers for each."""
-        return self.cfg.latent_cache.build().init(batch, length, self.rank + self.rope_dim, self.precision.compute)
+        return build_cache(self.cfg.latent_cache).init(batch, length, self.rank + self.rope_dim, self.precision.compute)
 
     def __call__(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
         """[B, S, D] and its cache -> ([B, S, D], the new cache)."""
@@ -121,17 +122,11 @@ class LatentAttention(Layer):
             positions = context.positions
             positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None] if positions is None else positions
             q_rope, k_rope = self.position(q_rope, k_rope, positions)
-        slots = None
-        if cache is not None:
-            if context.segment_ids is not None:
-                raise RequestError("attention with a cache takes rows of one document each: leave out segment_ids")
-            entries = jnp.concatenate([latents, k_rope[:, :, 0]], axis=-1)
-            cache, (entries, slots) = self.cfg.latent_cache.build().append(cache, entries, context.slots)
-            latents, k_rope = entries[..., : self.rank], entries[..., None, self.rank :]
-        if cache is not None and x.shape[1] == 1:
-            y = self._absorbed(q, q_rope, latents, k_rope, context, slots)
+        if cache is None:
+            y = self._expanded(q, q_rope, latents, k_rope, context).run(self.cfg.kernel)
         else:
-            y = self._expanded(q, q_rope, latents, k_rope, context, slots)
+            entries = jnp.concatenate([latents, k_rope[:, :, 0]], axis=-1)
+            y, cache = self._cached(q, q_rope, entries, context, cache)
         y = constrain(y, "batch", "sequence", "activation_heads", None)
         return tag(self.output(tag(y, "context")), "attention_out"), cache
 
@@ -143,36 +138,66 @@ class LatentAttention(Layer):
         heads = ("batch", "sequence", "activation_heads", None)
         return constrain(tag(self.query(x), "query"), *heads), constrain(tag(self.query_rope(x), "query"), *heads)
 
+    def _cached(
+        self, q: jax.Array, q_rope: jax.Array, entries: jax.Array, context: Context, cache: Any
+    ) -> tuple[jax.Array, Any]:
+        """[B, S, N, H], [B, S, N, P], new entries [B, S, R + P] and the cache -> [B, S, N, U] and the new cache."""
+        absorbed = entries.shape[1] == 1
+
+        def attention(seen: SeenLatents) -> Attention:
+            latents, k_rope = seen.latents[..., : self.rank], seen.latents[..., None, self.rank :]
+            build = self._absorbed if absorbed else self._expanded
+            return build(q, q_rope, latents, k_rope, context, seen.slots)
+
+        layout = build_cache(self.cfg.latent_cache)
+        y, cache = layout.attend(cache, entries, cached_slots(context), attention, self.cfg.kernel)
+        return (self._values(y) if absorbed else y), cache
+
     def _expanded(
-        self, q: jax.Array, q_rope: jax.Array, latents: jax.Array, k_rope: jax.Array, context: Context, slots: Any
-    ) -> jax.Array:
-        """With the keys and values of every head: [B, S, N, U]."""
+        self,
+        q: jax.Array,
+        q_rope: jax.Array,
+        latents: jax.Array,
+        k_rope: jax.Array,
+        context: Context,
+        slots: jax.Array | None = None,
+    ) -> Attention:
+        """With the keys and values of every head; its result is [B, S, N, U]."""
         heads = ("batch", "sequence", "activation_heads", None)
         k = constrain(tag(self.key(latents), "key"), *heads)
         v = constrain(tag(self.value(latents), "value"), *heads)
         k_rope = jnp.broadcast_to(k_rope, (*k.shape[:3], self.rope_dim))
         keys = jnp.concatenate([k, k_rope.astype(k.dtype)], axis=-1)
-        return self._attend(jnp.concatenate([q, q_rope], axis=-1), keys, v, context, slots)
+        return self._op(jnp.concatenate([q, q_rope], axis=-1), keys, v, context, slots)
 
     def _absorbed(
-        self, q: jax.Array, q_rope: jax.Array, latents: jax.Array, k_rope: jax.Array, context: Context, slots: Any
-    ) -> jax.Array:
-        """In the space of the latents, [B, T, R], which are the keys and values of one head: [B, S, N, U]."""
-        up_key, key_bias = _affine(self.key, latents)
-        up_value, value_bias = _affine(self.value, latents)
+        self,
+        q: jax.Array,
+        q_rope: jax.Array,
+        latents: jax.Array,
+        k_rope: jax.Array,
+        context: Context,
+        slots: jax.Array | None = None,
+    ) -> Attention:
+        """In the space of the latents, which are the keys and values of one head; its result [B, S, N, R] needs `_values`."""
+        up_key, key_bias = _affine(self.key, self.rank, self.precision.compute)
         queries = [jnp.einsum("bsnh,rnh->bsnr", q, up_key), q_rope]
         keys = [latents[:, :, None], k_rope]
         if key_bias is not None:  # the same for all keys of a query, which a cap on the scores does not ignore
             queries.append(jnp.einsum("bsnh,nh->bsn", q, key_bias)[..., None])
             keys.append(jnp.ones_like(k_rope[..., :1]))
         q, k = jnp.concatenate(queries, axis=-1), jnp.concatenate(keys, axis=-1)
-        y = self._attend(q, k, latents[:, :, None], context, slots)
+        return self._op(q, k, latents[:, :, None], context, slots)
+
+    def _values(self, y: jax.Array) -> jax.Array:
+        """[B, S, N, R] -> [B, S, N, U]."""
+        up_value, value_bias = _affine(self.value, self.rank, self.precision.compute)
         y = jnp.einsum("bsnr,rnu->bsnu", y, up_value)
         return y if value_bias is None else y + value_bias[None, None]
 
-    def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, context: Context, slots: Any) -> jax.Array:
+    def _op(self, q: jax.Array, k: jax.Array, v: jax.Array, context: Context, slots: jax.Array | None) -> Attention:
         cfg = self.cfg
-        return attention(
+        return Attention(
             q,
             k,
             v,
@@ -182,19 +207,16 @@ class LatentAttention(Layer):
             bias=None if cfg.position is None else bias_of(self.position),
             query_slots=None if slots is None else context.slots,
             key_slots=slots,
-            kernel=cfg.kernel if slots is None else None,
         )
 
 
-def _affine(projection: Any, like: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """A projection from [R] as a matrix [R, N, H] and a bias [N, H], in the dtype of `like`.
+def _affine(projection: Any, rank: int, dtype: str) -> tuple[jax.Array, jax.Array | None]:
+    """A projection from [R] as a matrix [R, N, H] and a bias [N, H].
 
-    A `Linear` has them at hand; any other projection (with an adapter, quantized) is asked what it makes of the unit
-    vectors.
+    A `Linear` has them at hand; any other projection (with an adapter, quantized) is applied to the unit vectors.
     """
     if type(projection) is Linear:
         bias = getattr(projection, "bias", None)
         return projection.computed(projection.weight), None if bias is None else projection.computed(bias)
-    rank = like.shape[-1]
-    units = projection(jnp.eye(rank + 1, rank, dtype=like.dtype))
+    units = projection(jnp.eye(rank + 1, rank, dtype=dtype))
     return units[:-1] - units[-1:], units[-1]

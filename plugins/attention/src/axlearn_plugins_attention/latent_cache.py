@@ -7,26 +7,50 @@ import jax.numpy as jnp
 from jax import lax
 
 from axlearn_core.config import Configurable, node
+from axlearn_plugins_transformer.kernels.attention import Attention
 
 
 class SeenLatents(NamedTuple):
-    """What latent attention reads: vectors [B, T, L], and the slot of each (int32 [B or 1, T])."""
+    """The contents of a cache: vectors [B, T, L], and the slot of each (int32 [B or 1, T])."""
 
     latents: jax.Array
     slots: jax.Array
 
 
+class LatentAttentionOp(Protocol):
+    """The attention of some queries, which only the layer knows, to latents that only the cache holds."""
+
+    def __call__(self, seen: SeenLatents) -> Attention:
+        """The op over these vectors, with the slots of queries and keys."""
+        ...
+
+
 class LatentCache(Protocol):
-    """The layout of a cache of latents. Built with nothing."""
+    """The layout of a cache of latents, and attention over it. Built with nothing."""
 
     def init(self, batch: int, length: int, dim: int, dtype: str) -> Any:
         """An empty cache."""
         ...
 
-    def append(self, cache: Any, latents: jax.Array, slots: jax.Array) -> tuple[Any, SeenLatents]:
-        """Puts [B, S, L] at consecutive slots (int32 [B or 1, S]); returns the new cache and all that is in it.
+    def attend(
+        self, cache: Any, latents: jax.Array, slots: jax.Array, attention: LatentAttentionOp, kernel: str | None
+    ) -> tuple[jax.Array, Any]:
+        """Writes the new vectors, and attends to all that are in the cache.
 
         Slots that were never written, or are written again later, hold anything: the causal mask hides what is ahead.
+
+        Args:
+            cache: from `init` or an earlier call.
+            latents: [B, S, L], of the new tokens.
+            slots: int32 [B or 1, S], where they go; consecutive in each row.
+            attention: the attention of the new tokens to vectors at slots.
+            kernel: the kernel that the config names, of the op that this layout runs; None takes the best one.
+
+        Returns:
+            ([B, S, N, V] with V by `attention`, the new cache).
+
+        Raises:
+            RequestError: the kernel, or this layout, does not support the call.
         """
         ...
 
@@ -54,3 +78,15 @@ class ContiguousLatentCache(Configurable):
             put = jax.vmap(lambda old, new, at: lax.dynamic_update_slice_in_dim(old, new, at, axis=0))
             cache = put(cache, latents, slots[:, 0])
         return cache, SeenLatents(cache, jnp.arange(cache.shape[1], dtype=jnp.int32)[None])
+
+    def attend(
+        self,
+        cache: jax.Array,
+        latents: jax.Array,
+        slots: jax.Array,
+        attention: LatentAttentionOp,
+        kernel: str | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """See `LatentCache`."""
+        cache, seen = self.append(cache, latents, slots)
+        return attention(seen).run(kernel), cache

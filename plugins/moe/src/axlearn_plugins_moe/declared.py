@@ -1,21 +1,19 @@
-"""The implementations of the op `grouped_matmul`. Imports no JAX."""
+"""The kernels of the op `grouped_matmul`. Imports no JAX."""
 
 from axlearn_core.contracts.kernels import KernelImplementation
 from axlearn_core.plugins.hookspecs import hookimpl
 
-_IMPLEMENTATIONS = (
-    KernelImplementation(name="xla", op="grouped_matmul", load="axlearn_plugins_moe.grouped_matmul:XLA"),
-    KernelImplementation(
-        name="xla-blocked",
-        op="grouped_matmul",
-        priority=10,
-        platforms=("cpu",),
-        load="axlearn_plugins_moe.grouped_matmul:XLA_BLOCKED",
-    ),
-)
+_MODULE = "axlearn_plugins_moe.grouped_matmul"
 
 
 @hookimpl
-def axlearn_kernels(op: str) -> list[KernelImplementation]:
-    """`jax.lax.ragged_dot`, and products by blocks of rows for CPUs."""
-    return [k for k in _IMPLEMENTATIONS if k.op == op]
+def axlearn_kernels() -> list[KernelImplementation]:
+    """Products by blocks of rows, for CPUs."""
+    blocked = KernelImplementation(
+        name="xla-blocked",
+        op=f"{_MODULE}:GroupedMatmul",
+        load=f"{_MODULE}:XLA_BLOCKED",
+        priority=10,
+        platforms=("cpu",),
+    )
+    return [blocked]

@@ -18,7 +18,7 @@ from axlearn_core.config import Node
 from axlearn_core.errors import RequestError
 from axlearn_core.nn.linear import Projection
 from axlearn_core.nn.sharding import is_sharded
-from axlearn_plugins_moe.grouped_matmul import grouped_matmul
+from axlearn_plugins_moe.grouped_matmul import GroupedMatmul
 
 
 class Product(Protocol):
@@ -89,8 +89,8 @@ class GroupedProduct:
     adds: jax.Array | None = None
 
     def __call__(self, rows: jax.Array, matrices: jax.Array) -> jax.Array:
-        """[M, K], [E, K, N] -> [M, N]; see `grouped_matmul` for rows behind the last group."""
-        return grouped_matmul(rows, matrices, self.sizes, self.kernel)
+        """[M, K], [E, K, N] -> [M, N]; see `GroupedMatmul` for rows behind the last group."""
+        return GroupedMatmul(rows, matrices, self.sizes).run(self.kernel)
 
     def spread(self, values: jax.Array, like: jax.Array) -> jax.Array:
         """[E, N] -> [M, N]."""

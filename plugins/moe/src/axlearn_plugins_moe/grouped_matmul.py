@@ -4,60 +4,73 @@ M rows, G groups, K inner and N outer dimension.
 """
 
 import functools
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import attrs
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from axlearn_core.contracts.kernels import OpRequest
-from axlearn_core.kernels import selection
+from axlearn_core.contracts.kernels import KernelContext
+from axlearn_core.kernels.op import Op, Shape
 
 BLOCK = 128
 """Rows per product of the blocked implementation."""
 
 
-def grouped_matmul(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, kernel: str | None = None) -> jax.Array:
+@attrs.frozen(eq=False)
+class GroupedMatmul(Op[jax.Array]):
     """Each group of rows times its matrix.
 
-    Args:
+    The result is [M, N] in the dtype of `lhs`. Rows behind the last group are not specified, nor are their gradients by
+    `lhs`: the caller masks both.
+
+    Attributes:
         lhs: [M, K], the rows of group 0, then those of group 1, and so on.
         rhs: [G, K, N], in the dtype of `lhs`.
         sizes: int32 [G], how many rows each group has; they sum to M at most.
-        kernel: the name of an implementation; None leaves the choice to the selection in force.
-
-    Returns:
-        [M, N] in the dtype of `lhs`. Rows behind the last group are not specified, nor are their gradients by `lhs`:
-        the caller masks both.
     """
-    return selection.chosen("grouped_matmul", {"lhs": lhs, "rhs": rhs}, {}, kernel)(lhs, rhs, sizes)
 
+    name = "grouped_matmul"
 
-class _XLA:
-    """`jax.lax.ragged_dot`; where a backend has no code for it, XLA computes every group for all rows."""
+    lhs: jax.Array
+    rhs: jax.Array
+    sizes: jax.Array
 
-    def supports(self, request: OpRequest) -> str | None:
-        """Everything."""
-        return None
+    def operands(self) -> Mapping[str, Any]:
+        """Rows and matrices."""
+        return {"lhs": self.lhs, "rhs": self.rhs}
 
-    def __call__(self, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
-        """See `grouped_matmul`."""
-        return lax.ragged_dot(lhs, rhs, sizes)
+    def flops(self) -> float:
+        """Each row meets one matrix."""
+        return 2.0 * math.prod(self.lhs.shape) * self.rhs.shape[2]
+
+    def kernel_flops(self, operands: Sequence[Shape], results: Sequence[Shape], *, opaque: bool) -> float | None:
+        """One product of all rows, forward and backward alike.
+
+        The grid of a kernel has all groups for all rows, and only the data tell which of those it skips.
+        """
+        return self.flops()
+
+    def reference(self) -> jax.Array:
+        """`jax.lax.ragged_dot`; on a backend without code for it, XLA computes every group for all rows."""
+        return lax.ragged_dot(self.lhs, self.rhs, self.sizes)
 
 
 class _XLABlocked:
     """A loop over blocks of rows of one group: the work is that of the rows, whatever the number of groups."""
 
-    def supports(self, request: OpRequest) -> str | None:
+    def supports(self, op: GroupedMatmul, context: KernelContext) -> str | None:
         """Everything."""
         return None
 
-    def __call__(self, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
-        """See `grouped_matmul`."""
-        return _blocked(lhs, rhs, sizes, min(BLOCK, lhs.shape[0]))
+    def __call__(self, op: GroupedMatmul) -> jax.Array:
+        """[M, N]."""
+        return _blocked(op.lhs, op.rhs, op.sizes, min(BLOCK, op.lhs.shape[0]))
 
 
-XLA = _XLA()
 XLA_BLOCKED = _XLABlocked()
 
 

@@ -14,7 +14,7 @@ from jax import lax
 
 from axlearn_core.errors import RequestError
 from axlearn_plugins_transformer.kernels import masks
-from axlearn_plugins_transformer.kernels.bias import Bias
+from axlearn_plugins_transformer.kernels.attention import Attention
 
 HIDDEN = -1e30
 
@@ -72,11 +72,16 @@ class Sums(NamedTuple):
 class Scores:
     """How scores come of queries and keys, and which keys a query sees."""
 
-    def __init__(self, mask: masks.Mask, scale: float, softcap: float | None, bias: Bias | None, heads: Any = None):
-        """`heads` is (mesh axes that the query heads are split over, how many are here); None means that all are here."""
-        self.parts, self.tree = jax.tree.flatten(mask)
-        self.roles = jax.tree.leaves(_roles(mask))
-        self.mask, self.scale, self.softcap, self.bias, self.heads = mask, scale, softcap, bias, heads
+    def __init__(self, op: Attention, heads: Any = None):
+        """Of an op, without its operands.
+
+        Args:
+            op: its mask, scale, soft cap and bias.
+            heads: (mesh axes that the query heads are split over, how many are here); None means that all are here.
+        """
+        self.parts, self.tree = jax.tree.flatten(op.mask)
+        self.roles = jax.tree.leaves(_roles(op.mask))
+        self.mask, self.scale, self.softcap, self.bias, self.heads = op.mask, op.scale, op.softcap, op.bias, heads
 
     def of_role(self, role: str) -> tuple[jax.Array, ...]:
         """The arrays of the mask that tell of `queries`, `keys` or `rows`."""

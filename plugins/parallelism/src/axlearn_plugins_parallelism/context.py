@@ -8,18 +8,17 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import attrs
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from axlearn_core.contracts.kernels import OpRequest
+from axlearn_core.contracts.kernels import KernelContext
 from axlearn_core.nn.sharding import Placement, constrain, logical_rules, placement
 from axlearn_plugins_parallelism.blockwise import Chunks, Kept, Scores, Sums, Tiles, add, gradients
 from axlearn_plugins_parallelism.zigzag import Parts
-from axlearn_plugins_transformer.kernels.attention import XLA, attention
-from axlearn_plugins_transformer.kernels.bias import Bias
-from axlearn_plugins_transformer.kernels.masks import Mask
+from axlearn_plugins_transformer.kernels.attention import Attention
 
 TILE = 512
 """Queries whose scores are in memory at one time, with those of all keys of a chunk."""
@@ -42,13 +41,13 @@ def _count(found: Placement, axes: Sequence[str]) -> int:
 _asked: contextvars.ContextVar[bool] = contextvars.ContextVar("axlearn_whole_sequence", default=False)
 
 
-def _whole(*operands: jax.Array, bias: Bias | None, **options: Any) -> jax.Array:
-    """By the best other implementation; by the reference where no other is declared."""
+def _whole(op: Attention) -> jax.Array:
+    """By the best other kernel; by the reference where no other is declared."""
     if _asked.get():
-        return XLA(*operands, **options, bias=bias, query_slots=None, key_slots=None)
+        return op.reference()
     token = _asked.set(True)
     try:
-        return attention(*operands, **options, bias=bias)
+        return op.run()
     finally:
         _asked.reset(token)
 
@@ -56,44 +55,30 @@ def _whole(*operands: jax.Array, bias: Bias | None, **options: Any) -> jax.Array
 class _OverSequence:
     """The base: what is asked of all, and what happens where the sequence is not split."""
 
-    def supports(self, request: OpRequest) -> str | None:
-        """Self-attention, over a sequence that its devices divide."""
-        if not request.options["aligned"]:
-            return "queries and keys are not the same positions"
+    def supports(self, op: Attention, context: KernelContext) -> str | None:
+        """Self-attention over a sequence that its devices divide, and anything over a sequence that is not split."""
         found = placement()
         axes = sequence_axes(found)
         if found is None or not axes:
             return None
-        length, count = request.shapes["query"][1], _count(found, axes)
+        if not op.aligned:
+            return "queries and keys are not the same positions"
+        length, count = op.query.shape[1], _count(found, axes)
         if length % count:
             return f"the sequence length {length} is not divisible by the mesh axes {', '.join(axes)} ({count} devices)"
-        return self._refuses(request, found, axes)
+        return self._refuses(op, found, axes)
 
-    def _refuses(self, request: OpRequest, found: Placement, axes: Sequence[str]) -> str | None:
+    def _refuses(self, op: Attention, found: Placement, axes: Sequence[str]) -> str | None:
         return None
 
-    def __call__(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        *,
-        mask: Mask,
-        scale: float,
-        softcap: float | None,
-        query_slots: jax.Array | None,
-        key_slots: jax.Array | None,
-        bias: Bias | None = None,
-    ) -> jax.Array:
-        """See `attention`; where the sequence is whole, the best other implementation is chosen."""
+    def __call__(self, op: Attention) -> jax.Array:
+        """[B, S, N, V]; where the sequence is whole, by the best other kernel."""
         found = placement()
         if found is None or not sequence_axes(found):
-            return _whole(query, key, value, mask=mask, scale=scale, softcap=softcap, bias=bias)
-        return self._run(found, (query, key, value), mask, scale, softcap, bias)
+            return _whole(op)
+        return self._run(found, op)
 
-    def _run(
-        self, found: Placement, operands: Any, mask: Mask, scale: float, softcap: float | None, bias: Bias | None
-    ) -> jax.Array:
+    def _run(self, found: Placement, op: Attention) -> jax.Array:
         raise NotImplementedError
 
 
@@ -102,22 +87,20 @@ class _PerDevice(_OverSequence):
 
     keys: Callable[..., Any]
 
-    def _run(
-        self, found: Placement, operands: Any, mask: Mask, scale: float, softcap: float | None, bias: Bias | None
-    ) -> jax.Array:
-        query, key, value = operands
+    def _run(self, found: Placement, op: Attention) -> jax.Array:
+        query, key, value = op.query, op.key, op.value
         axes = sequence_axes(found)
         batch, sequence, heads, *_ = found.spec(query.shape, QUERY)
         if found.spec(key.shape, KEY)[2] != heads:  # fewer key-value heads than devices that share the heads
             key, value = (jnp.repeat(x, query.shape[2] // key.shape[2], axis=2) for x in (key, value))
-        scores = Scores(mask, scale, softcap, bias)
+        scores = Scores(op)
         arrays = {role: scores.of_role(role) for role in ("queries", "keys", "rows")}
         whole, rows = PartitionSpec(batch, sequence, heads), PartitionSpec(batch, sequence)
         by_role = {"queries": rows, "keys": rows, "rows": PartitionSpec(batch)}
         specs = {role: tuple(by_role[role] for _ in given) for role, given in arrays.items()}
 
         def run(q: jax.Array, k: jax.Array, v: jax.Array, arrays: Any) -> jax.Array:
-            local = Scores(mask, scale, softcap, bias, (heads, q.shape[2]) if heads else None)
+            local = Scores(op, (heads, q.shape[2]) if heads else None)
             parts = Parts.of(axes, _count(found, axes), q.shape[1])
             return _attend(self.keys, local, parts, q, k, v, arrays)
 
@@ -252,8 +235,8 @@ class _AllGather(_PerDevice):
 class _AllToAll(_OverSequence):
     """Every device gets all positions of some heads, and the best other implementation (Jacobs et al., 2023, "Ulysses")."""
 
-    def _refuses(self, request: OpRequest, found: Placement, axes: Sequence[str]) -> str | None:
-        heads, across = request.shapes["query"][2], self._across(found, axes)
+    def _refuses(self, op: Attention, found: Placement, axes: Sequence[str]) -> str | None:
+        heads, across = op.query.shape[2], self._across(found, axes)
         if heads % _count(found, across):
             return f"{heads} heads are not divisible by the mesh axes {', '.join(across)} ({_count(found, across)} devices)"
         return None
@@ -263,17 +246,15 @@ class _AllToAll(_OverSequence):
         own = tuple(a for a in found.rules.get("activation_heads", ()) if found.mesh.shape[a] > 1)
         return (*own, *(a for a in axes if a not in own))
 
-    def _run(
-        self, found: Placement, operands: Any, mask: Mask, scale: float, softcap: float | None, bias: Bias | None
-    ) -> jax.Array:
-        query, key, value = operands
+    def _run(self, found: Placement, op: Attention) -> jax.Array:
+        query, key, value = op.query, op.key, op.value
         across = self._across(found, sequence_axes(found))
         if key.shape[2] % _count(found, across):
             key, value = (jnp.repeat(x, query.shape[2] // key.shape[2], axis=2) for x in (key, value))
         rules = {**found.rules, "sequence": (), "activation_heads": across, "activation_kv": across}
         with logical_rules(found.mesh, rules):
             query, key, value = (constrain(x, *axes) for x, axes in ((query, QUERY), (key, KEY), (value, KEY)))
-            out = attention(query, key, value, mask=mask, scale=scale, softcap=softcap, bias=bias)
+            out = attrs.evolve(op, query=query, key=key, value=value).run()
             out = constrain(out, *QUERY)
         return constrain(out, *QUERY)
 

@@ -4,9 +4,10 @@ from axlearn_core.contracts.kernels import KernelImplementation
 from axlearn_core.plugins.hookspecs import hookimpl
 
 _MODULE = "axlearn_plugins_parallelism.context"
+_ATTENTION = "axlearn_plugins_transformer.kernels.attention:Attention"
 _BY_NAME_ONLY = -1  # the reference has 0 and can do everything
 _IMPLEMENTATIONS = tuple(
-    KernelImplementation(name=name, op="attention", priority=_BY_NAME_ONLY, load=f"{_MODULE}:{attribute}")
+    KernelImplementation(name=name, op=_ATTENTION, priority=_BY_NAME_ONLY, load=f"{_MODULE}:{attribute}")
     for name, attribute in (
         ("ring", "RING"),
         ("context-all-gather", "ALL_GATHER"),
@@ -16,6 +17,6 @@ _IMPLEMENTATIONS = tuple(
 
 
 @hookimpl
-def axlearn_kernels(op: str) -> list[KernelImplementation]:
+def axlearn_kernels() -> list[KernelImplementation]:
     """Attention over a sequence that is split over devices."""
-    return [k for k in _IMPLEMENTATIONS if k.op == op]
+    return list(_IMPLEMENTATIONS)

@@ -4,24 +4,23 @@ Two conventions for attention stand beside one another: *full* counts all pairs 
 utilisations do (Chowdhery et al., 2022, appendix B); *causal* only those that the mask lets through.
 """
 
-import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import attrs
 import jax
 
 from axlearn_core.compose import Program
 from axlearn_core.compose.flops import called, equation_flops
-from axlearn_core.contracts.kernels import Kernel, OpRequest
+from axlearn_core.contracts.kernels import Kernel, KernelContext
+from axlearn_core.kernels.op import Op
 from axlearn_core.kernels.selection import REFERENCE, Selection, use
 
-BLOCKS = 64  # a mask is asked about this many blocks of queries and of keys
-_SCOPE = re.compile(r"visible_pairs_([\d.]+)")
-_PRODUCT = re.compile(r"grouped_product_(\d+)")
-_LOSS = "output_layer_and_loss"
+R = TypeVar("R")
+
+_SCOPE = re.compile(r"axlearn_op_(\d+)")
 _KERNELS = ("pallas_call", "mpmd_map")  # the latter is Mosaic GPU's, and that of TPU kernels which name their cores
 _CUDNN = re.compile(r"dot_product_attention_(?:fp8_)?(fwd|bwd)")
 
@@ -34,8 +33,7 @@ class Work:
         times: in one step, on all devices together.
         visible: the share of the pairs of positions that the mask of the attention around it lets through.
         kernel: whether it is in a kernel, which skips what no mask lets through.
-        product: the FLOPs of one run, where a kernel's body does not tell: of a grouped product, whose grid has all groups for
-            all rows, and which of those it skips only the data tell; and where `_by_shapes` knows better.
+        product: the FLOPs of one run, where the op knows better than the kernel's body (`Op.kernel_flops`).
     """
 
     equation: Any
@@ -67,41 +65,64 @@ class Work:
         return str(min((a.dtype for a in operands[:2]), key=lambda d: d.itemsize)) if operands else "float32"
 
 
+@attrs.frozen
+class Scope:
+    """A call of an op, which the names of its equations lead to.
+
+    Attributes:
+        op: the call, without values.
+        visible: the share of its FLOPs that its mathematics needs.
+    """
+
+    op: Op[Any]
+    visible: float
+
+
 def works(
-    jaxpr: Any, times: float = 1, visible: float = 1.0, kernel: bool = False, product: float | str | None = None
+    jaxpr: Any,
+    scopes: Sequence[Scope] = (),
+    times: float = 1,
+    visible: float = 1.0,
+    kernel: bool = False,
+    op: Op[Any] | None = None,
 ) -> Iterator[Work]:
     """All equations of a jaxpr that compute, those of what it calls too, loops times their trip counts.
 
-    A `while` of unknown length counts once, a branch as its most expensive arm. A kernel's body counts once for each
-    point of its grid; where the grid is known at run time only, what the kernel declares to cost. Each kernel of the op
-    `grouped_matmul`, forward or backward, counts as one product of all its rows, and some kernels by their operands.
+    A `while` of unknown length counts once, a branch as its most expensive arm. A kernel counts by its op where that
+    knows (`Op.kernel_flops`), else its body once for each point of its grid; where the grid is known at run time only,
+    what the kernel declares to cost.
+
+    Args:
+        jaxpr: traced under a `ScopedSelection`.
+        scopes: of that selection.
+        times: how often the jaxpr runs.
+        visible: see `Work`.
+        kernel: see `Work`.
+        op: the op around the jaxpr.
     """
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
-        scope = _SCOPE.search(str(equation.source_info.name_stack))
-        seen = visible if visible != 1.0 or not scope else float(scope[1])
-        scope = _PRODUCT.search(str(equation.source_info.name_stack))
-        given = float(scope[1]) if scope else _LOSS if _LOSS in str(equation.source_info.name_stack) else product
+        found = _SCOPE.search(str(equation.source_info.name_stack)) if scopes else None
+        scope = scopes[int(found[1])] if found else None
+        seen = visible if visible != 1.0 or scope is None else scope.visible
+        of = op if scope is None else scope.op
         if name == "cond":
-            arms = [list(works(b.jaxpr, times, seen, kernel, given)) for b in params["branches"]]
+            arms = [list(works(b.jaxpr, scopes, times, seen, kernel, of)) for b in params["branches"]]
             yield from max(arms, key=lambda arm: sum(w.flops for w in arm))
         elif name == "scan":
-            yield from works(params["jaxpr"].jaxpr, times * params["length"], seen, kernel, given)
+            yield from works(params["jaxpr"].jaxpr, scopes, times * params["length"], seen, kernel, of)
         elif name == "while":
-            yield from works(params["body_jaxpr"].jaxpr, times, seen, kernel, given)
+            yield from works(params["body_jaxpr"].jaxpr, scopes, times, seen, kernel, of)
         elif name == "shard_map":
             manual = params.get("manual_axes") or params["mesh"].axis_names
             devices = math.prod(params["mesh"].shape[a] for a in manual)
-            yield from works(params["jaxpr"], times * devices, seen, kernel, given)
-        elif (
-            name in _KERNELS
-            and (done := given if isinstance(given, (int, float)) else _by_shapes(equation, given)) is not None
-        ):
-            yield Work(equation, times, seen, True, done)
+            yield from works(params["jaxpr"], scopes, times * devices, seen, kernel, of)
+        elif name in _KERNELS and (product := _kernel_flops(equation, of)) is not None:
+            yield Work(equation, times, seen, True, product)
         elif name == "pallas_call":
             grid = params["grid_mapping"].grid
             if all(isinstance(size, int) for size in grid):
-                yield from works(params["jaxpr"], times * math.prod(grid), seen, True)
+                yield from works(params["jaxpr"], (), times * math.prod(grid), seen, True)
             elif params["cost_estimate"] is not None:
                 yield Work(equation, times, seen, True)
         elif _CUDNN.match(name):
@@ -109,29 +130,16 @@ def works(
         elif equation_flops(equation):
             yield Work(equation, times, seen, kernel)
         elif (inner := called(params)) is not None:
-            yield from works(inner, times, seen, kernel, given)
+            yield from works(inner, scopes, times, seen, kernel, of)
 
 
-def _by_shapes(equation: Any, scope: str | None) -> float | None:
-    """The FLOPs of a kernel by its operands, where its body has other products than it does; None for all others.
-
-    Those in Mosaic GPU multiply by instructions of their own: attention of [B, T, H, D], and gated units [M, K] x [K, 2, N]. The
-    output layer with its loss, on TPUs, takes one product of [T, D] x [D, V] forward and three backward, and its body has more
-    of them, each for some steps of the grid.
-    """
-    arrays = [v.aval.shape for v in equation.invars if "float" in str(getattr(v.aval, "dtype", ""))]
-    if scope == _LOSS:
-        rows, weight = (a for a in arrays if len(a) == 2)
-        return 2.0 * rows[0] * math.prod(weight) * (3 if len(equation.outvars[0].aval.shape) > 1 else 1)
-    if equation.primitive.name == "pallas_call":
+def _kernel_flops(equation: Any, op: Op[Any] | None) -> float | None:
+    """The FLOPs of a kernel by its op; None where its body tells."""
+    if op is None:
         return None
-    heads = [a for a in arrays if len(a) == 4]
-    if len(heads) < 3:
-        return 2.0 * arrays[0][0] * math.prod(arrays[1])
-    (batch, length, number, size), key, value = heads[:3]
-    # Forward without a gradient among its operands; backward a kernel for all three, one for the queries, one for the others.
-    products = 2 if len(heads) == 3 else {0: 5, 1: 3, 2: 4}[len(equation.outvars)]
-    return 1.0 * products * batch * length * number * key[1] * (size + value[3])
+    operands = [v.aval.shape for v in equation.invars if "float" in str(getattr(v.aval, "dtype", ""))]
+    results = [v.aval.shape for v in equation.outvars]
+    return op.kernel_flops(operands, results, opaque=equation.primitive.name != "pallas_call")
 
 
 @attrs.frozen(kw_only=True)
@@ -149,10 +157,10 @@ class ModelFlops:
 
 def model_flops(program: Program, batch: Mapping[str, Any]) -> ModelFlops:
     """Counted with the reference implementations of all ops, so that no kernel's choice of blocks plays a part."""
-    selection = _Reference(platform=program.platform, target=program.selection("train").target)
+    selection = _ReferenceSelection(platform=program.platform, target=program.selection("train").target)
     with use(selection):
         jaxpr = jax.make_jaxpr(program.function("loss").call)(program.functional.specs, dict(batch)).jaxpr
-    found = list(works(jaxpr))
+    found = list(works(jaxpr, selection.scopes))
     return ModelFlops(full=3 * sum(w.flops for w in found), causal=3 * sum(w.flops * w.visible for w in found))
 
 
@@ -160,82 +168,53 @@ def executed_flops(program: Program, batch: Mapping[str, Any]) -> Mapping[str, f
     """Dtype -> FLOPs that the program asks for in one step, on all devices: recomputation too, kernels without the pairs
     of positions that they skip.
     """
-    selection = _Marked(platform=program.platform, target=program.selection("train").target)
+    selection = ScopedSelection(platform=program.platform, target=program.selection("train").target)
     with program.tracing("train", selection):
         jaxpr = jax.make_jaxpr(program.function("train").call)(program.state, dict(batch)).jaxpr
     total: dict[str, float] = {}
-    for work in works(jaxpr):
+    for work in works(jaxpr, selection.scopes):
         done = work.flops * (work.visible if work.kernel else 1.0)
         total[work.dtype] = total.get(work.dtype, 0.0) + done
     return total
 
 
-def visible_pairs(mask: Any, queries: int, keys: int) -> float:
-    """The share of (query, key) pairs that a mask lets through, as far as its structure tells.
-
-    Parts that depend on the data (segments, prefixes) count as if they let everything through: rows of one document.
-    """
-    parts = [p for p in getattr(mask, "parts", (mask,)) if hasattr(p, "block") and not jax.tree.leaves(p)]
-    if not parts or queries != keys:
-        return 1.0
-    blocks = max(1, min(BLOCKS, queries))
-    edges = [i * queries // blocks for i in range(blocks + 1)]
-    ranges = list(itertools.pairwise(edges))
-    seen = 0.0
-    for rows in ranges:
-        for columns in ranges:
-            answers = [part.block(rows, columns) for part in parts]
-            share = 0.0 if False in answers else 1.0 if all(answers) else 0.5
-            seen += share * (rows[1] - rows[0]) * (columns[1] - columns[0])
-    return seen / (queries * keys)
-
-
 @attrs.frozen(eq=False)
-class _Scoped:
-    """A kernel whose equations carry what it computes in their names, which changes nothing else."""
+class _ScopedKernel:
+    """A kernel whose equations carry a name, which changes nothing else."""
 
-    kernel: Any
-    scope: Callable[..., str]
+    kernel: Kernel[Any, Any]
+    scope: str
 
-    def supports(self, request: OpRequest) -> str | None:
+    def supports(self, op: Any, context: KernelContext) -> str | None:
         """As the kernel."""
-        return self.kernel.supports(request)
+        return self.kernel.supports(op, context)
 
-    def __call__(self, *operands: Any, **options: Any) -> Any:
+    def __call__(self, op: Any) -> Any:
         """As the kernel."""
-        with jax.named_scope(self.scope(*operands, **options)):
-            return self.kernel(*operands, **options)
+        with jax.named_scope(self.scope):
+            return self.kernel(op)
 
 
-def _pairs(query: Any, key: Any, *_: Any, mask: Any, **__: Any) -> str:
-    return f"visible_pairs_{visible_pairs(mask, query.shape[1], key.shape[1]):.6f}"
+@attrs.define(eq=False)
+class ScopedSelection(Selection):
+    """The usual choice of kernels; the names of their equations say which call they belong to.
+
+    Attributes:
+        scopes: the calls, in the order of the trace.
+    """
+
+    scopes: list[Scope] = attrs.field(factory=list)
+
+    def choose(self, op: Op[R], name: str | None = None) -> Kernel[Op[R], R]:
+        """The kernel, its equations named."""
+        kernel, call = super().choose(op, name), op.abstract()
+        self.scopes.append(Scope(call, call.visible()))
+        return _ScopedKernel(kernel, f"axlearn_op_{len(self.scopes) - 1}")
 
 
-def _product(lhs: Any, rhs: Any, *_: Any) -> str:
-    return f"grouped_product_{2 * lhs.size * rhs.shape[2]}"
+class _ReferenceSelection(ScopedSelection):
+    """The reference of each op, whatever the config names."""
 
-
-def _loss(*_: Any, **__: Any) -> str:
-    return _LOSS
-
-
-class _Marked(Selection):
-    """The usual choice."""
-
-    def choose(self, request: OpRequest, name: str | None = None) -> Kernel:
-        """The kernel, its equations marked."""
-        kernel = super().choose(request, name)
-        if request.op == "grouped_matmul":
-            return _Scoped(kernel, _product)
-        if request.op == "cross_entropy":
-            return _Scoped(kernel, _loss)
-        return _Scoped(kernel, _pairs) if request.op == "attention" and request.options.get("aligned") else kernel
-
-
-class _Reference(_Marked):
-    """The reference of each op that has one, whatever the config names."""
-
-    def choose(self, request: OpRequest, name: str | None = None) -> Kernel:
-        """The reference, its equations marked."""
-        has = any(k.name == REFERENCE for k in self.declared(request.op))
-        return super().choose(request, REFERENCE if has else name)
+    def choose(self, op: Op[R], name: str | None = None) -> Kernel[Op[R], R]:
+        """The reference, its equations named."""
+        return super().choose(op, REFERENCE)

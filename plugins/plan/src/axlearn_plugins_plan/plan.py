@@ -14,9 +14,9 @@ from axlearn_core.compose import Program, compose
 from axlearn_core.compose.devices import absent, settle
 from axlearn_core.config import Node, flatten, get, missing
 from axlearn_core.config.tree import walk
-from axlearn_core.contracts.kernels import Choice
 from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import ConfigError, RequestError, WorkError
+from axlearn_core.kernels.selection import Choice
 from axlearn_core.plugins.resolve import Resolved
 from axlearn_core.plugins.targets import targets
 from axlearn_plugins_plan.batches import abstract_batch

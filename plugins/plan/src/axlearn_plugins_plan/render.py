@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from axlearn_core.contracts.kernels import Choice
-from axlearn_core.kernels.selection import installed
+from axlearn_core.kernels.selection import Choice, installed
 from axlearn_plugins_plan.plan import Plan
 from axlearn_plugins_plan.remedies import Remedy
 
@@ -127,7 +126,7 @@ def _collectives(plan: Plan) -> Iterator[str]:
 def kernel_lines(choices: Sequence[Choice]) -> Iterator[str]:
     """For each call site who was chosen, and why the others were not."""
     for choice in choices:
-        yield f"{choice.request}"
+        yield choice.call
         yield f"    {choice.name}"
         for name, reason in rejected(choice).items():
             yield f"    not {name}: {reason}"
@@ -135,8 +134,8 @@ def kernel_lines(choices: Sequence[Choice]) -> Iterator[str]:
 
 def rejected(choice: Choice) -> dict[str, str]:
     """Name -> why not, for all implementations of the op but the one that was chosen."""
-    found, platform = dict(choice.rejected), choice.request.platform
-    declared = installed(choice.request.op)
+    found, platform = dict(choice.rejected), choice.context.platform
+    declared = installed(type(choice.op))
     best = next((k.priority for k in declared if k.name == choice.name), 0)
     for other in sorted(declared, key=lambda k: (-k.priority, k.name)):
         if other.name == choice.name or other.name in found:
@@ -237,10 +236,10 @@ def kernels_json(choices: Sequence[Choice]) -> list[dict[str, Any]]:
     """Each call site as an object."""
     return [
         {
-            "name": c.request.op,
+            "name": c.op.name,
             "kernel": c.name,
-            "call": str(c.request),
-            "gradients": c.request.gradients,
+            "call": c.call,
+            "gradients": c.context.gradients,
             "rejected": rejected(c),
         }
         for c in choices

@@ -1,7 +1,7 @@
 """What each activation tag costs to keep, and to compute again."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +10,8 @@ import jax
 
 from axlearn_core.compose import Program
 from axlearn_core.compose.flops import called
-from axlearn_core.kernels.selection import Selection
 from axlearn_core.nn.sharding import Placement
-from axlearn_plugins_plan.flops import works
+from axlearn_plugins_plan.flops import Scope, ScopedSelection, works
 
 _HEADS = ("batch", "sequence", "activation_heads", None)
 _KEYS = ("batch", "sequence", "activation_kv", None)
@@ -48,12 +47,12 @@ class Tag:
 def tags(program: Program, batch: Mapping[str, Any]) -> list[Tag]:
     """The tags of a model, in the order of its forward pass."""
     mesh, rules = program.layout.mesh, program.layout.rules
-    selection = Selection(platform=program.platform, target=program.selection("train").target)
+    selection = ScopedSelection(platform=program.platform, target=program.selection("train").target)
     with program.tracing("train", selection):
         jaxpr = jax.make_jaxpr(program.function("loss").call)(program.functional.specs, dict(batch)).jaxpr
     placement = Placement(mesh, rules)
     found: dict[str, Tag] = {}
-    for tag in _tags(jaxpr, placement, 1.0, None, False):
+    for tag in _tags(jaxpr, selection.scopes, placement, 1.0, None, False):
         before = found.get(tag.name)
         found[tag.name] = (
             attrs.evolve(tag, bytes=tag.bytes + before.bytes, flops=tag.flops + before.flops) if before else tag
@@ -61,7 +60,9 @@ def tags(program: Program, batch: Mapping[str, Any]) -> list[Tag]:
     return list(found.values())
 
 
-def _tags(jaxpr: Any, placement: Placement, times: float, policy: Any, local: bool) -> Iterator[Tag]:
+def _tags(
+    jaxpr: Any, scopes: Sequence[Scope], placement: Placement, times: float, policy: Any, local: bool
+) -> Iterator[Tag]:
     made = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
@@ -70,13 +71,13 @@ def _tags(jaxpr: Any, placement: Placement, times: float, policy: Any, local: bo
                 name=params["name"],
                 kept=_kept(equation, policy),
                 bytes=times * _device_bytes(jaxpr, made, equation, placement, local),
-                flops=times * _slice_flops(made, equation) / (1 if local else placement.mesh.size),
+                flops=times * _slice_flops(made, scopes, equation) / (1 if local else placement.mesh.size),
             )
             continue
         more = times * params["length"] if name == "scan" else times
         around = params["policy"] or _NOTHING if name in ("checkpoint", "remat2", "remat") else policy
         for inner in _jaxprs(params):
-            yield from _tags(inner, placement, more, around, local or name == "shard_map")
+            yield from _tags(inner, scopes, placement, more, around, local or name == "shard_map")
 
 
 def _jaxprs(params: Mapping[str, Any]) -> list[Any]:
@@ -122,7 +123,7 @@ def _device_bytes(jaxpr: Any, made: Mapping[Any, Any], equation: Any, placement:
     return size
 
 
-def _slice_flops(made: Mapping[Any, Any], equation: Any) -> float:
+def _slice_flops(made: Mapping[Any, Any], scopes: Sequence[Scope], equation: Any) -> float:
     """Of what leads to a tag, back to the tags before it and to the arguments."""
     pending, seen, total = list(equation.invars), set(), 0.0
     while pending:
@@ -131,7 +132,7 @@ def _slice_flops(made: Mapping[Any, Any], equation: Any) -> float:
         if producer is None or producer.primitive.name == "name" or id(producer) in seen:
             continue
         seen.add(id(producer))
-        total += sum(w.flops for w in works(SimpleNamespace(eqns=[producer])))
+        total += sum(w.flops for w in works(SimpleNamespace(eqns=[producer]), scopes))
         pending += producer.invars
     return total
 

@@ -13,10 +13,9 @@ from axlearn_core.nn.layer import Context, Layer, Precision
 from axlearn_core.nn.linear import Linear, Projection
 from axlearn_core.nn.remat import tag
 from axlearn_core.nn.sharding import constrain
-from axlearn_plugins_transformer.kernels import masks
-from axlearn_plugins_transformer.kernels.attention import attention
+from axlearn_plugins_transformer.kernels import attention, masks
 from axlearn_plugins_transformer.kernels.bias import Bias
-from axlearn_plugins_transformer.kv_cache import ContiguousCache, KVCache
+from axlearn_plugins_transformer.kv_cache import ContiguousCache, KVCache, build_cache
 from axlearn_plugins_transformer.norm import Norm
 
 
@@ -50,6 +49,18 @@ def window_of(window: int | Node[int | None] | None) -> int | None:
     return window.build() if isinstance(window, Node) else window
 
 
+def cached_slots(context: Context) -> jax.Array:
+    """int32 [B or 1, S], where in the cache the tokens go.
+
+    Raises:
+        RequestError: the rows hold several documents each.
+    """
+    if context.segment_ids is not None:
+        raise RequestError("attention with a cache takes rows of one document each: leave out segment_ids")
+    slots: Any = context.slots
+    return slots
+
+
 class AttentionLayer(Protocol):
     """Mixes information between positions. Built with `input_dim`, `rngs`, `precision`."""
 
@@ -74,8 +85,9 @@ class Attention(Layer):
 
         `num_kv_heads` defaults to `num_heads`, `head_dim` to the width over the heads, `scale` to head_dim ** -0.5.
         `qk_norm` is a norm over each head of queries and keys, `softcap` caps the scores, `window` limits how far back
-        a query sees, itself included (a node that builds an int or None may stand for it), `kernel` names an
-        implementation of the op `attention`. With `causal: false` a query sees what comes after it too: for encoders.
+        a query sees, itself included (a node that builds an int or None may stand for it), `kernel` names a kernel of
+        the op `attention`, or of the op that `kv_cache` runs. With `causal: false` a query sees what comes after it too:
+        for encoders.
         """
 
         input_dim: int = interface(default=REQUIRED)
@@ -130,7 +142,7 @@ class Attention(Layer):
 
     def init_cache(self, batch: int, length: int) -> Any:
         """An empty cache for `batch` rows of at most `length` tokens."""
-        return self.cfg.kv_cache.build().init(batch, length, self.kv_heads, self.head_dim, self.precision.compute)
+        return build_cache(self.cfg.kv_cache).init(batch, length, self.kv_heads, self.head_dim, self.precision.compute)
 
     def mask(self, context: Context) -> masks.Mask:
         """Which keys a query sees."""
@@ -150,12 +162,7 @@ class Attention(Layer):
             q, k = self.position(
                 q, k, jnp.arange(x.shape[1], dtype=jnp.int32)[None] if positions is None else positions
             )
-        slots = None
-        if cache is not None:
-            if context.segment_ids is not None:
-                raise RequestError("attention with a cache takes rows of one document each: leave out segment_ids")
-            cache, (k, v, slots) = cfg.kv_cache.build().append(cache, k, v, context.slots)
-        context_vectors = attention(
+        op = attention.Attention(
             q,
             k,
             v,
@@ -163,9 +170,10 @@ class Attention(Layer):
             scale=cfg.scale or self.head_dim**-0.5,
             softcap=cfg.softcap,
             bias=None if cfg.position is None else bias_of(self.position),
-            query_slots=None if slots is None else context.slots,
-            key_slots=slots,
-            kernel=cfg.kernel if cache is None else None,
         )
+        if cache is None:
+            context_vectors = op.run(cfg.kernel)
+        else:
+            context_vectors, cache = build_cache(cfg.kv_cache).attend(cache, op, cached_slots(context), cfg.kernel)
         context_vectors = constrain(context_vectors, "batch", "sequence", "activation_heads", None)
         return tag(self.output(tag(context_vectors, "context")), "attention_out"), cache

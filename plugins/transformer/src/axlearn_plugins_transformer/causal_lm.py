@@ -15,7 +15,7 @@ from axlearn_core.errors import Problem
 from axlearn_core.nn import summaries
 from axlearn_core.nn.layer import Context, Layer, Precision
 from axlearn_core.nn.sharding import constrain
-from axlearn_plugins_transformer.kernels.cross_entropy import Options, cross_entropy, logits_of
+from axlearn_plugins_transformer.kernels.cross_entropy import CrossEntropy, Options, logits_of
 from axlearn_plugins_transformer.transformer import Cache, Decoder
 
 
@@ -126,9 +126,8 @@ class CausalLM(Layer):
         else:
             size = given["targets"].size
             weight, weights = jnp.float32(size), jnp.full(given["targets"].shape, 1 / size, jnp.float32)
-        loss, entropy = cross_entropy(
-            hidden, self.decoder.head_weight(), given["targets"], weights, self._options(), self.cfg.loss_kernel
-        )
+        op = CrossEntropy(hidden, self.decoder.head_weight(), given["targets"], weights, self._options())
+        loss, entropy = op.run(self.cfg.loss_kernel)
         report = {"weight": weight, **found.summaries, **found.losses}
         if self.cfg.z_loss or found.losses:
             report["cross_entropy"] = entropy

@@ -10,7 +10,7 @@ from axlearn_core.nn.layer import Layer, Precision
 from axlearn_core.nn.linear import Linear, Projection
 from axlearn_core.nn.remat import tag
 from axlearn_core.nn.sharding import constrain
-from axlearn_plugins_transformer.kernels.gated_linear_unit import ACTIVATIONS, Activation, gated_linear_unit
+from axlearn_plugins_transformer.kernels.gated_linear_unit import ACTIVATIONS, Activation, GatedLinearUnit
 
 
 class FeedForward(Protocol):
@@ -41,7 +41,8 @@ class GatedFeedForward(Layer):
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
         super().__init__(cfg, precision=precision)
-        width, hidden = (cfg.input_dim,), (size_of(cfg.hidden_dim, cfg.input_dim),)
+        self.hidden_dim = size_of(cfg.hidden_dim, cfg.input_dim)
+        width, hidden = (cfg.input_dim,), (self.hidden_dim,)
         into, out = ("embed", "mlp"), ("mlp", "embed")
         self.gate = self.child(cfg.gate, rngs=rngs, input_dims=width, output_dims=hidden, axes=into)
         self.up = self.child(cfg.up, rngs=rngs, input_dims=width, output_dims=hidden, axes=into)
@@ -50,8 +51,8 @@ class GatedFeedForward(Layer):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, S, D] -> [B, S, D]."""
         cfg = self.cfg
-        hidden = gated_linear_unit(x, self.gate, self.up, activation=cfg.activation, kernel=cfg.kernel)
-        hidden = tag(hidden, "mlp_hidden")
+        unit = GatedLinearUnit(x, self.gate, self.up, hidden_dim=self.hidden_dim, activation=cfg.activation)
+        hidden = tag(unit.run(cfg.kernel), "mlp_hidden")
         return tag(self.down(constrain(hidden, "batch", "sequence", "activation_mlp")), "mlp_out")
 
 

@@ -146,7 +146,7 @@ class GenerationFunctions:
         bucket: GenerationBucket,
     ) -> tuple[jax.Array, Any]:
         """The token that follows the first `length` of [1, S], and the cache with just those in it."""
-        model = self._bind(arrays)
+        model = self.bind(arrays)
         hidden, cache = model.decoder(tokens, Context(), cache)
         last = lax.dynamic_slice_in_dim(hidden, length - 1, 1, axis=1)
         return pick(model.logits(last)[0, 0], draw, bucket.top_k), dataclasses.replace(cache, length=length)
@@ -155,17 +155,18 @@ class GenerationFunctions:
         self, arrays: Arrays, cache: Any, token: jax.Array, draw: Draw | None, bucket: GenerationBucket
     ) -> tuple[jax.Array, Any]:
         """The token after `token`, and the cache with `token` in it."""
-        logits, cache = self._bind(arrays)(token[None, None], cache=cache)
+        logits, cache = self.bind(arrays)(token[None, None], cache=cache)
         return pick(logits[0, 0], draw, bucket.top_k), cache
 
     def init_cache(self, bucket: GenerationBucket) -> Any:
         """An empty cache for one row."""
-        return self._bind(self.specs).init_cache(1, bucket.cache)
+        return self.bind(self.specs).init_cache(1, bucket.cache)
 
     def _cache(self, bucket: GenerationBucket) -> Any:
         return jax.tree.map(lambda s: Array(s.shape, s.dtype), jax.eval_shape(lambda: self.init_cache(bucket)))
 
-    def _bind(self, arrays: Mapping[str, Any]) -> Any:
+    def bind(self, arrays: Mapping[str, Any]) -> Any:
+        """The model with separate layers, with the arrays that `unstack` gives."""
         values = [(k, v.replace(arrays[_path(k)])) for k, v in self._template]
         return nnx.merge(self._graph, nnx.from_flat_state(values))
 

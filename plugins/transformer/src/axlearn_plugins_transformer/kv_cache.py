@@ -2,15 +2,18 @@
 
 from typing import Any, NamedTuple, Protocol
 
+import attrs
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from axlearn_core.config import Configurable, node
+from axlearn_core.config import Configurable, Node, node
+from axlearn_core.errors import RequestError
+from axlearn_plugins_transformer.kernels.attention import Attention
 
 
 class Seen(NamedTuple):
-    """What attention reads: keys and values [B, T, K, H], and the slot of each (int32 [B or 1, T])."""
+    """The contents of a cache: keys and values [B, T, K, H], and the slot of each (int32 [B or 1, T])."""
 
     key: jax.Array
     value: jax.Array
@@ -18,18 +21,49 @@ class Seen(NamedTuple):
 
 
 class KVCache(Protocol):
-    """The layout of a cache. Built with nothing."""
+    """The layout of a cache, and attention over it. Built with nothing."""
 
     def init(self, batch: int, length: int, num_kv_heads: int, head_dim: int, dtype: str) -> Any:
         """An empty cache."""
         ...
 
-    def append(self, cache: Any, key: jax.Array, value: jax.Array, slots: jax.Array) -> tuple[Any, Seen]:
-        """Puts [B, S, K, H] at consecutive slots (int32 [B or 1, S]); returns the new cache and all that is in it.
+    def attend(self, cache: Any, op: Attention, slots: jax.Array, kernel: str | None) -> tuple[jax.Array, Any]:
+        """Writes the new keys and values, and attends to all that is in the cache.
 
         Slots that were never written, or are written again later, hold anything: the causal mask hides what is ahead.
+
+        Args:
+            cache: from `init` or an earlier call.
+            op: attention of the new tokens (queries [B, S, N, H], keys and values [B, S, K, H]), with mask, scale, soft cap
+                and bias, and without slots.
+            slots: int32 [B or 1, S], where the new tokens go; consecutive in each row.
+            kernel: the kernel that the config names, of the op that this layout runs; None takes the best one.
+
+        Returns:
+            ([B, S, N, H], the new cache).
+
+        Raises:
+            RequestError: the kernel, or this layout, does not support the call.
         """
         ...
+
+
+def build_cache(cfg: Node[Any]) -> Any:
+    """Builds the layout of a cache.
+
+    Raises:
+        RequestError: it cannot attend.
+    """
+    layout = cfg.build()
+    missing = [name for name in ("init", "attend") if not callable(getattr(layout, name, None))]
+    if missing:
+        raise RequestError(
+            f"the cache layout {type(layout).__name__} has no method `{'` and no `'.join(missing)}`\n"
+            f"    got: a layout from {type(layout).__module__}\n"
+            "    expected: a layout that computes attention over what it holds, not one that hands out keys and values\n"
+            f"    fix: see the protocols `KVCache` and `LatentCache`; `ContiguousCache` in {__name__} is an example"
+        )
+    return layout
 
 
 class ContiguousCache(Configurable):
@@ -60,3 +94,11 @@ class ContiguousCache(Configurable):
 
         cache = {"key": put(cache["key"], key), "value": put(cache["value"], value)}
         return cache, Seen(**cache, slots=jnp.arange(cache["key"].shape[1], dtype=jnp.int32)[None])
+
+    def attend(
+        self, cache: dict[str, jax.Array], op: Attention, slots: jax.Array, kernel: str | None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """See `KVCache`."""
+        cache, seen = self.append(cache, op.key, op.value, slots)
+        op = attrs.evolve(op, key=seen.key, value=seen.value, query_slots=slots, key_slots=seen.slots)
+        return op.run(kernel), cache

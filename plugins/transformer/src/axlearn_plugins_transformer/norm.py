@@ -10,7 +10,7 @@ from jax import lax
 from axlearn_core.config import REQUIRED, Node, interface, node, setting
 from axlearn_core.nn.initializers import Constant, Initializer
 from axlearn_core.nn.layer import Layer, Precision, expand_to
-from axlearn_plugins_transformer.kernels.rms_norm import rms_norm
+from axlearn_plugins_transformer.kernels import rms_norm
 
 
 class Norm(Protocol):
@@ -44,7 +44,7 @@ class RMSNorm(Layer):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., dim] -> [..., dim]."""
         cfg = self.cfg
-        return rms_norm(x, self.computed(self.weight), eps=cfg.eps, offset=cfg.offset, kernel=cfg.kernel)
+        return rms_norm.RMSNorm(x, self.computed(self.weight), eps=cfg.eps, offset=cfg.offset).run(cfg.kernel)
 
 
 class LayerNorm(Layer):

@@ -1,67 +1,115 @@
-"""Scaled dot-product attention.
+"""The op `attention`: scaled dot-product attention.
 
 B batch, Q queries, K keys, N query heads, G key-value heads (N is a multiple of G), H head size, V size of the values.
 """
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
 import jax
 import jax.numpy as jnp
 
-from axlearn_core.contracts.kernels import OpRequest
-from axlearn_core.kernels import selection
+from axlearn_core.contracts.kernels import KernelContext
+from axlearn_core.kernels.op import Op, Shape
 from axlearn_plugins_transformer.kernels.bias import Bias
-from axlearn_plugins_transformer.kernels.masks import Mask, Range
+from axlearn_plugins_transformer.kernels.masks import Mask, Range, visible_pairs
 
 BLOCK = 128
 MAX_BLOCKS = 64
 
 
-def attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    *,
-    mask: Mask,
-    scale: float,
-    softcap: float | None = None,
-    bias: Bias | None = None,
-    query_slots: jax.Array | None = None,
-    key_slots: jax.Array | None = None,
-    kernel: str | None = None,
-) -> jax.Array:
+@attrs.frozen(eq=False)
+class Attention(Op[jax.Array]):
     """softmax(mask(cap(scale * query @ key) + bias)) @ value, the softmax in float32.
 
-    Args:
+    The result is [B, Q, N, V] in the dtype of the value.
+
+    Attributes:
         query: [B, Q, N, H].
         key: [B, K, G, H].
         value: [B, K, G, V]; in most models V is H.
         mask: which keys each query sees.
         scale: multiplies the queries.
         softcap: caps the scores to (-softcap, softcap) by a tanh.
-        bias: what is added to them. A kernel gets it only where there is one; the option `bias` describes it.
+        bias: added to the scores.
         query_slots: int32 [B or 1, Q], the slots that the mask counts by; None means the index.
         key_slots: int32 [B or 1, K].
-        kernel: the name of an implementation; None leaves the choice to the selection in force.
-
-    Returns:
-        [B, Q, N, V] in the dtype of the value.
-
-    Raises:
-        RequestError: the implementation does not exist or cannot do it.
     """
-    q_len, k_len = query.shape[1], key.shape[1]
-    aligned = query_slots is None and key_slots is None and q_len == k_len
-    blocks = range(0, k_len, BLOCK) if aligned else ()
-    options = {
-        "mask": mask.describe(),
-        "softcap": softcap,
-        "bias": None if bias is None else bias.describe(),
-        "aligned": aligned,
-        "skips": any(mask.block((i, i + BLOCK), (j, j + BLOCK)) is False for i in blocks for j in blocks),
-    }
-    run = selection.chosen("attention", {"query": query, "key": key, "value": value}, options, kernel)
-    slots = {"query_slots": query_slots, "key_slots": key_slots}
-    biased = {} if bias is None else {"bias": bias}  # kernels that know of no biases are not called with one
-    return run(query, key, value, mask=mask, scale=scale, softcap=softcap, **slots, **biased)
+
+    name = "attention"
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    mask: Mask = attrs.field(kw_only=True)
+    scale: float = attrs.field(kw_only=True)
+    softcap: float | None = attrs.field(default=None, kw_only=True)
+    bias: Bias | None = attrs.field(default=None, kw_only=True)
+    query_slots: jax.Array | None = attrs.field(default=None, kw_only=True)
+    key_slots: jax.Array | None = attrs.field(default=None, kw_only=True)
+
+    @property
+    def aligned(self) -> bool:
+        """Whether query i and key i are the same position."""
+        return self.query_slots is None and self.key_slots is None and self.query.shape[1] == self.key.shape[1]
+
+    @property
+    def skips(self) -> bool:
+        """Whether the mask hides whole blocks."""
+        starts = range(0, self.key.shape[1], BLOCK) if self.aligned else ()
+        return any(self.mask.block((i, i + BLOCK), (j, j + BLOCK)) is False for i in starts for j in starts)
+
+    def operands(self) -> Mapping[str, Any]:
+        """Queries, keys and values."""
+        return {"query": self.query, "key": self.key, "value": self.value}
+
+    def options(self) -> Mapping[str, Any]:
+        """Mask and bias by their structure."""
+        return {
+            "mask": self.mask.describe(),
+            "softcap": self.softcap,
+            "bias": None if self.bias is None else self.bias.describe(),
+            "aligned": self.aligned,
+            "skips": self.skips,
+        }
+
+    def flops(self) -> float:
+        """Two products over all pairs of positions, whether the mask shows them or not."""
+        batch, queries, heads, size = self.query.shape
+        return 2.0 * batch * heads * queries * self.key.shape[1] * (size + self.value.shape[3])
+
+    def visible(self) -> float:
+        """The share of pairs of positions that the mask shows."""
+        return visible_pairs(self.mask, self.query.shape[1], self.key.shape[1]) if self.aligned else 1.0
+
+    def kernel_flops(self, operands: Sequence[Shape], results: Sequence[Shape], *, opaque: bool) -> float | None:
+        """By the arrays [B, T, H, D] of a launch, forward or backward."""
+        arrays = [shape for shape in operands if len(shape) == 4]
+        if not opaque or len(arrays) < 3:
+            return None
+        (batch, length, heads, size), key, value = arrays[:3]
+        # Forward without a gradient among its operands; backward a kernel for all three, one for the queries, one for the others.
+        products = 2 if len(arrays) == 3 else {0: 5, 1: 3, 2: 4}[len(results)]
+        return 1.0 * products * batch * length * heads * key[1] * (size + value[3])
+
+    def reference(self) -> jax.Array:
+        """All scores at once."""
+        query, key, value = self.query, self.key, self.value
+        queries, keys = (0, query.shape[1]), (0, key.shape[1])
+        visible = self.mask.materialize(queries, keys, self.query_slots, self.key_slots)
+        added = None if self.bias is None else self.bias.materialize(queries, keys, self.query_slots, self.key_slots)
+        if self.query_slots is None or query.shape[1] > 1 or query.shape[2] == key.shape[2]:
+            q, k, v = _by_head(query, key, value, self.scale)
+            return jnp.swapaxes(_attend(q, k, v, visible[:, None], self.softcap, added), 1, 2)
+        # Decoding: the group of query heads takes the place of the queries, so that no key is repeated.
+        batch, _, heads, size = query.shape
+        groups = (key.shape[2], heads // key.shape[2])
+        q = (query * self.scale).reshape(batch, *groups, size)
+        if added is not None:
+            added = added.reshape(added.shape[0], *groups, key.shape[1])
+        out = _attend(q, jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2), visible[:, None], self.softcap, added)
+        return out.reshape(batch, 1, heads, value.shape[3])
 
 
 def _by_head(query: jax.Array, key: jax.Array, value: jax.Array, scale: float) -> tuple[jax.Array, ...]:
@@ -92,79 +140,32 @@ def _attend(
     return jnp.einsum("...ts,...sd->...td", weights, v)
 
 
-class _XLA:
-    """The plain formulation."""
-
-    def supports(self, request: OpRequest) -> str | None:
-        """Everything."""
-        return None
-
-    def __call__(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        *,
-        mask: Mask,
-        scale: float,
-        softcap: float | None,
-        query_slots: jax.Array | None,
-        key_slots: jax.Array | None,
-        bias: Bias | None = None,
-    ) -> jax.Array:
-        """See `attention`."""
-        queries, keys = (0, query.shape[1]), (0, key.shape[1])
-        visible = mask.materialize(queries, keys, query_slots, key_slots)
-        added = None if bias is None else bias.materialize(queries, keys, query_slots, key_slots)
-        if query_slots is None or query.shape[1] > 1 or query.shape[2] == key.shape[2]:
-            q, k, v = _by_head(query, key, value, scale)
-            return jnp.swapaxes(_attend(q, k, v, visible[:, None], softcap, added), 1, 2)
-        # Decoding: the group of query heads takes the place of the queries, so that no key is repeated.
-        batch, _, heads, size = query.shape
-        groups = (key.shape[2], heads // key.shape[2])
-        q = (query * scale).reshape(batch, *groups, size)
-        if added is not None:
-            added = added.reshape(added.shape[0], *groups, key.shape[1])
-        out = _attend(q, jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2), visible[:, None], softcap, added)
-        return out.reshape(batch, 1, heads, value.shape[3])
-
-
 class _XLABlocked:
     """A block of queries at a time, over the keys from the first visible block to the last."""
 
-    def supports(self, request: OpRequest) -> str | None:
+    def supports(self, op: Attention, context: KernelContext) -> str | None:
         """Self-attention whose mask hides whole blocks."""
-        length = request.shapes["query"][1]
-        if not request.options["aligned"]:
+        length = op.query.shape[1]
+        if not op.aligned:
             return "queries and keys are not the same positions"
         if length % BLOCK:
             return f"the sequence length {length} is no multiple of {BLOCK}"
         if length // BLOCK > MAX_BLOCKS:
             return f"the sequence length {length} makes more than {MAX_BLOCKS} blocks, each with code of its own"
-        return None if request.options["skips"] else f"the mask ({request.options['mask']}) hides no whole block"
+        return None if op.skips else f"the mask ({op.mask.describe()}) hides no whole block"
 
-    def __call__(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        *,
-        mask: Mask,
-        scale: float,
-        softcap: float | None,
-        query_slots: jax.Array | None,
-        key_slots: jax.Array | None,
-        bias: Bias | None = None,
-    ) -> jax.Array:
-        """See `attention`."""
-        q, k, v = _by_head(query, key, value, scale)
+    def __call__(self, op: Attention) -> jax.Array:
+        """[B, Q, N, V]."""
+        q, k, v = _by_head(op.query, op.key, op.value, op.scale)
         parts = []
-        for start in range(0, query.shape[1], BLOCK):
+        for start in range(0, op.query.shape[1], BLOCK):
             rows = (start, start + BLOCK)
-            low, high = _visible_keys(mask, rows, key.shape[1])
-            visible = None if mask.block(rows, (low, high)) else mask.materialize(rows, (low, high))[:, None]
-            added = None if bias is None else bias.materialize(rows, (low, high))
-            parts.append(_attend(q[:, :, slice(*rows)], k[:, :, low:high], v[:, :, low:high], visible, softcap, added))
+            low, high = _visible_keys(op.mask, rows, op.key.shape[1])
+            visible = None if op.mask.block(rows, (low, high)) else op.mask.materialize(rows, (low, high))[:, None]
+            added = None if op.bias is None else op.bias.materialize(rows, (low, high))
+            parts.append(
+                _attend(q[:, :, slice(*rows)], k[:, :, low:high], v[:, :, low:high], visible, op.softcap, added)
+            )
         return jnp.swapaxes(jnp.concatenate(parts, axis=2), 1, 2)
 
 
@@ -174,5 +175,4 @@ def _visible_keys(mask: Mask, rows: Range, length: int) -> Range:
     return (starts[0], starts[-1] + BLOCK) if starts else (0, BLOCK)
 
 
-XLA = _XLA()
 XLA_BLOCKED = _XLABlocked()

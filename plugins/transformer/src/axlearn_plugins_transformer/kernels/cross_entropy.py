@@ -1,17 +1,19 @@
-"""Linear output layer and cross-entropy in one op that never holds the logits of all positions.
+"""The op `cross_entropy`: linear output layer and loss in one, without the logits of all positions.
 
 B batch, S positions, D width, V vocabulary.
 """
 
 import functools
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import attrs
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from axlearn_core.contracts.kernels import OpRequest
-from axlearn_core.kernels import selection
+from axlearn_core.kernels.op import Op, Shape
 from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_transformer.kernels.per_device import parts_of
 
@@ -36,30 +38,51 @@ class Options(NamedTuple):
     constrain: Any = None
 
 
-def cross_entropy(
-    hidden: jax.Array,
-    weight: jax.Array,
-    targets: jax.Array,
-    weights: jax.Array,
-    options: Options,
-    kernel: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
+@attrs.frozen(eq=False)
+class CrossEntropy(Op[tuple[jax.Array, jax.Array]]):
     """The weighted sum of the cross-entropy of `hidden @ weight` with `targets`.
 
-    Args:
+    The results are (loss, cross-entropy), float32 scalars; the first includes the z-loss, the second has no gradient.
+
+    Attributes:
         hidden: [B, S, D].
         weight: [D, V], the output layer.
         targets: int32 [B, S].
         weights: float32 [B, S]; for a mean they sum to 1.
-        options: dtypes, chunking, soft cap and z-loss.
-        kernel: the name of an implementation; None leaves the choice to the selection in force.
-
-    Returns:
-        (loss, cross_entropy): float32 scalars; the first includes the z-loss, the second has no gradient.
+        static: dtypes, chunking, soft cap and z-loss.
     """
-    described = {"chunk": options.chunk, "softcap": options.softcap, "z_loss": options.z_loss}
-    run = selection.chosen("cross_entropy", {"hidden": hidden, "weight": weight}, described, kernel)
-    return run(hidden, weight, targets, weights, options)
+
+    name = "cross_entropy"
+
+    hidden: jax.Array
+    weight: jax.Array
+    targets: jax.Array
+    weights: jax.Array
+    static: Options = Options()
+
+    def operands(self) -> Mapping[str, Any]:
+        """Positions and output layer."""
+        return {"hidden": self.hidden, "weight": self.weight}
+
+    def options(self) -> Mapping[str, Any]:
+        """Chunk, soft cap and z-loss."""
+        return {"chunk": self.static.chunk, "softcap": self.static.softcap, "z_loss": self.static.z_loss}
+
+    def flops(self) -> float:
+        """One product."""
+        return 2.0 * math.prod(self.hidden.shape) * self.weight.shape[1]
+
+    def kernel_flops(self, operands: Sequence[Shape], results: Sequence[Shape], *, opaque: bool) -> float | None:
+        """By the arrays [T, D] x [D, V] of a launch: one product forward, three backward.
+
+        The body of the kernel has more of them, each for some steps of the grid.
+        """
+        rows, weight = (shape for shape in operands if len(shape) == 2)
+        return 2.0 * rows[0] * math.prod(weight) * (3 if len(results[0]) > 1 else 1)
+
+    def reference(self) -> tuple[jax.Array, jax.Array]:
+        """Chunks of positions in a scan. Differentiated, each leaves its gradients at once: three products, none twice."""
+        return _loss(self.hidden, self.weight, self.targets, self.weights, self.static)
 
 
 def logits_of(hidden: jax.Array, weight: jax.Array, options: Options) -> jax.Array:
@@ -72,23 +95,6 @@ def logits_of(hidden: jax.Array, weight: jax.Array, options: Options) -> jax.Arr
     )
     logits = options.constrain(logits) if options.constrain else logits
     return logits if options.softcap is None else options.softcap * jnp.tanh(logits / options.softcap)
-
-
-class _XLA:
-    """Chunks of positions in a scan. Differentiated, each leaves its gradients at once: three products, none twice."""
-
-    def supports(self, request: OpRequest) -> str | None:
-        """Everything."""
-        return None
-
-    def __call__(
-        self, hidden: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array, options: Options
-    ) -> tuple[jax.Array, jax.Array]:
-        """See `cross_entropy`."""
-        return _loss(hidden, weight, targets, weights, options)
-
-
-XLA = _XLA()
 
 
 class _Chunk(NamedTuple):

@@ -3,13 +3,14 @@
 B batch, S positions, D width, F hidden size.
 """
 
-from collections.abc import Callable
-from typing import Any, Literal
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Self
 
+import attrs
 import jax
 
-from axlearn_core.contracts.kernels import OpRequest
-from axlearn_core.kernels import selection
+from axlearn_core.kernels.op import Op, Shape
 from axlearn_core.nn.linear import Linear, Projection
 from axlearn_core.nn.remat import tag
 
@@ -24,58 +25,85 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def gated_linear_unit(
-    x: jax.Array, gate: Projection, up: Projection, *, activation: Activation, kernel: str | None = None
-) -> jax.Array:
+@attrs.frozen(eq=False)
+class GatedLinearUnit(Op[jax.Array]):
     """`activation(gate(x)) * up(x)`.
 
-    A kernel computes both products at once, for which it needs their matrices. Where a projection is more than a product
-    with one (adapters, quantization, a bias), the option `plain` is False and `gate` and `up` have no shape in the request.
+    A kernel computes both products at once, for which it needs their matrices. A projection that is more than a product
+    with one (adapters, quantization, a bias) is not `plain`. The result is [B, S, F] in the dtype of the projections.
 
-    Args:
+    Attributes:
         x: [B, S, D].
-        gate: [D] -> [F].
-        up: [D] -> [F].
+        gate: [D] -> [F]; of an abstract op the shape and dtype of its matrix [D, F], None if it is not plain.
+        up: the same.
+        hidden_dim: F.
         activation: one of `ACTIVATIONS`.
-        kernel: the name of an implementation; None leaves the choice to the selection in force.
-
-    Returns:
-        [B, S, F] in the dtype of the projections.
-
-    Raises:
-        RequestError: the implementation does not exist or cannot do it.
     """
-    plain = _is_plain(gate) and _is_plain(up)
-    operands = {"x": x, "gate": _matrix(gate), "up": _matrix(up)} if plain else {"x": x}
-    options = {"activation": activation, "plain": plain}
-    return selection.chosen("gated_linear_unit", operands, options, kernel)(x, gate, up, activation=activation)
+
+    name = "gated_linear_unit"
+
+    x: jax.Array
+    gate: Projection | jax.ShapeDtypeStruct | None
+    up: Projection | jax.ShapeDtypeStruct | None
+    hidden_dim: int = attrs.field(kw_only=True)
+    activation: Activation = attrs.field(kw_only=True)
+
+    @property
+    def plain(self) -> bool:
+        """Whether both projections are products with a matrix and nothing else."""
+        return _matrix(self.gate) is not None and _matrix(self.up) is not None
+
+    def operands(self) -> Mapping[str, Any]:
+        """Input, and the matrices of plain projections."""
+        return {"x": self.x, "gate": _matrix(self.gate), "up": _matrix(self.up)} if self.plain else {"x": self.x}
+
+    def options(self) -> Mapping[str, Any]:
+        """The activation, and whether there are matrices."""
+        return {"activation": self.activation, "plain": self.plain}
+
+    def abstract(self) -> Self:
+        """Matrices for the projections."""
+        x = jax.ShapeDtypeStruct(self.x.shape, self.x.dtype)
+        return attrs.evolve(self, x=x, gate=_matrix(self.gate), up=_matrix(self.up))
+
+    def matrices(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """x and the matrices of plain projections, [D, F] each, in the dtype that the projections compute in."""
+        gate: Any = self.gate
+        up: Any = self.up
+        return self.x.astype(gate.precision.compute), gate.computed(gate.weight), up.computed(up.weight)
+
+    def flops(self) -> float:
+        """Two products. What adapters add is theirs."""
+        return 4.0 * math.prod(self.x.shape) * self.hidden_dim
+
+    def bytes(self) -> float:
+        """Input, two matrices and the result, in the dtype of the input unless matrices tell another."""
+        matrix = _matrix(self.gate)
+        size = (self.x if matrix is None else matrix).dtype.itemsize
+        *rows, width = self.x.shape
+        elements = (2 * width + math.prod(rows)) * self.hidden_dim
+        return math.prod(self.x.shape) * self.x.dtype.itemsize + elements * size
+
+    def kernel_flops(self, operands: Sequence[Shape], results: Sequence[Shape], *, opaque: bool) -> float | None:
+        """By the arrays [M, D] x [D, 2, F] of a launch."""
+        return 2.0 * operands[0][0] * math.prod(operands[1]) if opaque else None
+
+    def result(self) -> Any:
+        """[B, S, F]."""
+        dtype = (_matrix(self.gate) or self.x).dtype
+        return jax.ShapeDtypeStruct((*self.x.shape[:-1], self.hidden_dim), dtype)
+
+    def reference(self) -> jax.Array:
+        """Two products, whose results remat policies know by their tags."""
+        gate: Any = self.gate
+        up: Any = self.up
+        gates, ups = tag(gate(self.x), "mlp_gate"), tag(up(self.x), "mlp_up")
+        return ACTIVATIONS[self.activation](gates) * ups
 
 
-def matrices(x: jax.Array, gate: Any, up: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """x and the matrices of plain projections, [D, F] each, in the dtype that the projections compute in."""
-    return x.astype(gate.precision.compute), gate.computed(gate.weight), up.computed(up.weight)
-
-
-def _is_plain(projection: Any) -> bool:
-    """Whether it is a product with a matrix and nothing else: a subclass (adapters are one) may compute something else."""
-    return type(projection) is Linear and not hasattr(projection, "bias") and projection.weight.ndim == 2
-
-
-def _matrix(projection: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(projection.weight.shape, projection.precision.compute)
-
-
-class _XLA:
-    """Two products, whose results remat policies know by their tags."""
-
-    def supports(self, request: OpRequest) -> str | None:
-        """Everything."""
-        return None
-
-    def __call__(self, x: jax.Array, gate: Projection, up: Projection, *, activation: Activation) -> jax.Array:
-        """See `gated_linear_unit`."""
-        gates, ups = tag(gate(x), "mlp_gate"), tag(up(x), "mlp_up")
-        return ACTIVATIONS[activation](gates) * ups
-
-
-XLA = _XLA()
+def _matrix(projection: Any) -> jax.ShapeDtypeStruct | None:
+    """The matrix of a plain projection. A subclass of `Linear` (adapters are one) may compute something else."""
+    if isinstance(projection, jax.ShapeDtypeStruct):
+        return projection
+    plain = type(projection) is Linear and not hasattr(projection, "bias") and projection.weight.ndim == 2
+    return jax.ShapeDtypeStruct(projection.weight.shape, projection.precision.compute) if plain else None

@@ -6,6 +6,7 @@ The structure of a mask is static (it is part of the pytree's structure, and com
 data, such as segment ids, are its leaves. Queries and keys are counted by slot: the index in the row, or in the cache.
 """
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,9 @@ import jax.numpy as jnp
 from axlearn_core.nn.layer import Context
 
 Range = tuple[int, int]
+
+BLOCKS = 64
+"""Blocks of queries, and of keys, that `visible_pairs` asks a mask about."""
 
 
 class Mask:
@@ -211,3 +215,23 @@ def visible(context: Context, window: int | None = None, *, causal: bool = True)
     if context.segment_ids is not None:
         mask = mask & Segments(context.segment_ids, context.segment_ids)
     return mask
+
+
+def visible_pairs(mask: Mask, queries: int, keys: int) -> float:
+    """The share of (query, key) pairs that a mask shows, by its structure; a block that is shown in part counts as half.
+
+    Parts that depend on the data (segments, prefixes) count as if they showed everything: rows of one document.
+    """
+    parts = [p for p in mask.parts if not jax.tree.leaves(p)]
+    if not parts or queries != keys:
+        return 1.0
+    blocks = max(1, min(BLOCKS, queries))
+    edges = [i * queries // blocks for i in range(blocks + 1)]
+    ranges = list(itertools.pairwise(edges))
+    seen = 0.0
+    for rows in ranges:
+        for columns in ranges:
+            answers = [part.block(rows, columns) for part in parts]
+            share = 0.0 if False in answers else 1.0 if all(answers) else 0.5
+            seen += share * (rows[1] - rows[0]) * (columns[1] - columns[0])
+    return seen / (queries * keys)
