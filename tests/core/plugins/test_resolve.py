@@ -155,6 +155,17 @@ def test_a_feature_that_changes_nothing():
     assert get(resolve(once, with_=["toy-rope:theta=6"]).config, "model.attention.position.theta") == 6.0
 
 
+def test_a_feature_of_the_stage_execute_changes_no_mathematics(install):
+    source = OTHER.replace("    def apply", '    stage = "execute"\n\n    def apply')
+    install("axlearn-plugins-other", modules={"other_part": source}, points={"features": {"other": "other_part:Other"}})
+    with pytest.raises(
+        PluginError, match=r"'other' .* stage 'execute' and changes model.hidden_dim, which is mathematics"
+    ) as e:
+        resolve("toy", with_=["other"])
+    assert "fix: give it another stage, or mark the field" in str(e.value)
+    assert e.value.exit_code == 2
+
+
 def test_features_that_fail():
     with pytest.raises(
         RequestError, match=r"'toy-misfit' \(axlearn-plugins-toy 0.3\) does not fit this config:\n.*nope|deco"

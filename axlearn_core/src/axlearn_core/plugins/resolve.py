@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 
 from axlearn_core.config import ABSENT, Change, Decoder, Node, check, diff, flatten, get, patch
+from axlearn_core.config.kinds import change_kinds
 from axlearn_core.config.tree import matches
 from axlearn_core.config.types import show
 from axlearn_core.contracts.mesh import Mesh, MeshRule
@@ -270,6 +271,8 @@ class _Resolution:
                     f"the feature {name!r} ({entry.origin}) changes nothing in this config: nothing in it matches, or "
                     f"all is as it would have it\n    fix: leave it out; see `axlearn features show {name}`"
                 )
+            if feature.stage == "execute":
+                _check_execution(changes, before, tree, entry)
             for change in changes:
                 if (key := (feature.stage, change.path)) in changed:
                     raise _conflict((entry, change), changed[key], feature.stage)
@@ -344,6 +347,16 @@ def _applied(tree: Node[Any], feature: Feature, entry: Entry) -> Node[Any]:
     if not isinstance(result, Node):
         raise PluginError(f"apply() of the {entry} returned {type(result).__name__}, not a config node")
     return result
+
+
+def _check_execution(changes: tuple[Change, ...], before: Node[Any], after: Node[Any], entry: Entry) -> None:
+    for change, kind in change_kinds(changes, before, after):
+        if kind not in ("execution", "microbatches"):
+            raise PluginError(
+                f"the feature {entry.name!r} ({entry.origin}) is of the stage 'execute' and changes {change.path}, which is "
+                f"{kind}: {change.old!r} -> {change.new!r}\n"
+                '    fix: give it another stage, or mark the field with setting(kind="execution") if no result depends on it'
+            )
 
 
 def _conflict(later: tuple[Entry, Change], earlier: tuple[Entry, Change], stage: str) -> RequestError:

@@ -9,6 +9,7 @@ import importlib_metadata
 
 from axlearn_core.compose import Program
 from axlearn_core.contracts.parts import Input
+from axlearn_core.train.run_dir import short_hash
 
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers", "numpy")
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
@@ -33,6 +34,7 @@ def make_lock(
     devices = program.layout.mesh.devices
     return {
         "experiment": experiment,
+        "hash": short_hash(program.config),  # type: ignore[arg-type]
         "versions": versions(),
         "python": platform.python_version(),
         "platform": devices.flat[0].platform,

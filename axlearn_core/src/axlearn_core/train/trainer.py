@@ -49,20 +49,26 @@ class Trainer(Configurable):
 
     @node
     class Config(Configurable.Config["Trainer"]):
-        """The root config: paths such as `model.decoder.num_layers` start here."""
+        """The root config: paths such as `model.decoder.num_layers` start here.
+
+        What is marked as execution measures the run, keeps it or lays it out: no update depends on it. Schedules take
+        their horizon from `max_steps`, so that another one is another computation; a run may still be extended.
+        """
 
         model: Node[Model] = REQUIRED
         learner: Node[LearnerProtocol] = Learner.Config()
         input: Node[Input] = REQUIRED
-        evaluators: Mapping[str, Node[Evaluator]] = {"eval": LossEvaluator.Config()}
-        checkpointer: Node[Checkpointer] = OrbaxCheckpointer.Config()
-        mesh: Mesh = Mesh()
-        distributed: Distributed = Distributed()
-        trackers: tuple[Node[Tracker], ...] = (LinesTracker.Config(), JsonlTracker.Config())
+        evaluators: Mapping[str, Node[Evaluator]] = setting(default={"eval": LossEvaluator.Config()}, kind="execution")
+        checkpointer: Node[Checkpointer] = setting(default=OrbaxCheckpointer.Config(), kind="execution")
+        mesh: Mesh = setting(default=Mesh(), kind="execution")
+        distributed: Distributed = setting(default=Distributed(), kind="execution")
+        trackers: tuple[Node[Tracker], ...] = setting(
+            default=(LinesTracker.Config(), JsonlTracker.Config()), kind="execution"
+        )
         loop: Node[Loop] = TrainLoop.Config()
-        profiler: Node[Any] | None = None
-        max_steps: int = setting(default=REQUIRED, ge=1)
-        log_every_steps: int = setting(default=10, ge=1)
+        profiler: Node[Any] | None = setting(default=None, kind="execution")
+        max_steps: int = setting(default=REQUIRED, kind="duration", ge=1)
+        log_every_steps: int = setting(default=10, kind="execution", ge=1)
         seed: int = setting(default=0, ge=0)
 
         def steps(self, functional: Functional) -> Steps:
