@@ -17,6 +17,7 @@ POLICIES = (
 )
 
 _REMAT = ("remat:policy=gpu-attention",)
+PACKAGES = {"remat": "axlearn-plugins-features"}
 
 
 def rules() -> list[MeshRule]:
@@ -29,13 +30,14 @@ def rules() -> list[MeshRule]:
     for target in TARGETS:
         machines = f"{target.name}-*"
         found += [
-            MeshRule(target=machines, shape={"fsdp": -1}, features=_REMAT),
+            MeshRule(target=machines, shape={"fsdp": -1}, features=_REMAT, packages=PACKAGES),
             MeshRule(
                 target=machines,
                 parameters=(LARGE, 1e15),
                 shape={"fsdp": -1, "tensor": "host"},
                 rules={"activation_embed": ("tensor",)},
                 features=_REMAT,
+                packages=PACKAGES,
             ),
         ]
     return found

@@ -218,15 +218,20 @@ def test_the_mesh_rule_comes_after_the_users_features(install):
 
 
 def test_a_feature_of_the_mesh_rule_that_does_not_fit_is_left_out_with_a_note(install):
-    install_chip(install, 'MeshRule(target="chip-*", features=("toy-misfit", "toy-wide", "not-installed"))')
+    install_chip(install, 'MeshRule(target="chip-*", features=("toy-misfit", "toy-wide"))')
     resolved = resolve("toy", target="chip-1x1")
     assert [n for n, _ in resolved.features] == ["toy-wide"]
-    unknown, misfit = resolved.notes
-    assert "the feature 'not-installed' is left out: " in unknown
+    (misfit,) = resolved.notes
     assert (
         "the feature 'toy-misfit' is left out: the feature 'toy-misfit' (axlearn-plugins-toy 0.3) does not fit"
         in misfit
     )
+    assert [(d.kind, d.subject) for d in resolved.decisions] == [
+        ("machine", "chip-1x1"),
+        ("mesh rule", "'chip-*' (chip of axlearn-plugins-chip 1.0)"),
+        ("left out", "toy-misfit"),
+        ("applied", "toy-wide"),
+    ]
 
 
 def test_the_most_specific_rule_holds(install):

@@ -40,18 +40,22 @@ def kind_of(tree: Any, path: str) -> Kind:
 
 def change_kinds(changes: tuple[Change, ...], old: Any, new: Any) -> tuple[tuple[Change, Kind], ...]:
     """Each of the differences of two trees with its kind: the strictest of both trees, where both have the path."""
-    before, after = ({leaf.path: leaf.kind for leaf in leaves(tree)} for tree in (old, new))
+    before, after = _kinds(old), _kinds(new)
 
     def kind(path: str) -> Kind:
-        found = [kinds[path] for kinds in (before, after) if path in kinds]
+        found: list[Kind] = [kinds[path] for kinds in (before, after) if path in kinds]
         node = path.rpartition(".")[0]
         if path in before and path in after and path == (f"{node}.type" if node else "type"):
             first, second = get(old, node), get(new, node)
             if isinstance(first, Node) and isinstance(second, Node) and _root(type(first)) is _root(type(second)):
                 return "execution"
-        return max(found, key=lambda k: KINDS.index(k))
+        return max(found, key=KINDS.index)
 
     return tuple((change, kind(change.path)) for change in changes)
+
+
+def _kinds(tree: Any) -> dict[str, Kind]:
+    return {leaf.path: leaf.kind for leaf in leaves(tree)}
 
 
 def mathematics(tree: Any) -> dict[str, Any]:

@@ -7,8 +7,9 @@ from typing import Any
 
 import attrs
 
-from axlearn_core.compose.devices import settle
+from axlearn_core.compose.devices import detect, settle
 from axlearn_core.config import Node, diff
+from axlearn_core.contracts.target import Detected
 from axlearn_core.errors import CheckpointError, ConfigError, RequestError
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import Request, read
@@ -35,8 +36,8 @@ def train(
         with_: features, as on the command line (`"rope:theta=500000"`) or as name -> options.
         set: settings, as on the command line (`"seed=1"`) or as path -> value.
         steps: sets `max_steps`.
-        target: the machine to run on, whose mesh rule holds: `cpu-8` (eight virtual devices), `h100-8x64`; by default what
-            JAX finds, without a rule.
+        target: the machine to run on, whose mesh rule holds: `cpu-8` (eight virtual devices), `h100-8x64`; `none` for no
+            mesh rule. By default what JAX finds, with what is execution in its mesh rule.
         run_dir: by default `runs/<experiment>-<hash of the config>`.
         allow_drift: continue a run although what it computes changed.
         restore_step: continue from this checkpoint instead of the newest.
@@ -47,8 +48,9 @@ def train(
     """
     if not isinstance(request, Request):
         request = Request.of(request, with_=with_, set=set, steps=steps, target=target)
-    resolved = resolve(request).checked()
-    settle(resolved.machine)
+    resolved = resolve(request, detect=_detect).checked()
+    if not resolved.detected:
+        settle(resolved.machine)
     if not isinstance(resolved.config, Trainer.Config):
         raise RequestError(f"{resolved.title} is a {type(resolved.config).__qualname__}; expected a Trainer.Config")
     path, notes = (Path(run_dir), ()) if run_dir else default_run_dir(resolved.title, resolved.config)
@@ -64,7 +66,16 @@ def train(
         provenance=provenance(resolved),
         restore_step=restore_step,
         machine=resolved.machine,
+        decisions=resolved.decisions,
     )
+
+
+def _detect(config: Any) -> Detected:
+    """What this job runs on, once its processes have joined."""
+    settle(None)
+    if isinstance(config, Trainer.Config):
+        config.distributed.initialize()
+    return detect()
 
 
 def default_run_dir(experiment: str, config: Node[Any]) -> tuple[Path, tuple[str, ...]]:

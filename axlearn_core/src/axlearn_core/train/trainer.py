@@ -1,6 +1,6 @@
 """The root of every experiment, and how its parts become a running job."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,6 +18,7 @@ from axlearn_core.contracts.parts import Learner as LearnerProtocol
 from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import RequestError
 from axlearn_core.learn import Learner
+from axlearn_core.plugins.decisions import Decision
 from axlearn_core.train.distributed import Distributed
 from axlearn_core.train.evaluators import Evaluator, LossEvaluator
 from axlearn_core.train.lock import make_lock, peak_flops
@@ -96,6 +97,7 @@ class Trainer(Configurable):
         provenance: Mapping[str, Any] | None = None,
         restore_step: int | None = None,
         machine: Machine | None = None,
+        decisions: Sequence[Decision] = (),
     ) -> Result:
         """Trains to `max_steps` in a run directory that was checked, from its newest checkpoint where it has one.
 
@@ -108,6 +110,7 @@ class Trainer(Configurable):
             provenance: path -> who set it, for the lock.
             restore_step: a step to go back to; the default is the newest.
             machine: what it has to run on; None is what JAX finds.
+            decisions: what was decided for the user, to be shown and kept in the lock.
         """
         cfg = self.config
         cfg.distributed.initialize()
@@ -123,9 +126,11 @@ class Trainer(Configurable):
             checkpointer = cfg.checkpointer.build(directory=run_dir.checkpoints)
             closing.callback(checkpointer.close)
             state, step = self._restore(program, checkpointer, batches, restore_step)
-            lock = make_lock(program, source, experiment=experiment, provenance=provenance)
+            lock = make_lock(program, source, experiment=experiment, provenance=provenance, decisions=decisions)
             old = run_dir.read_lock() if run_dir.resumes else {}
             drift = lock_drift(old, lock) if old else []
+            for decision in decisions:
+                say(str(decision))
             for note in (*run_dir.notes, *drift):
                 say(f"note: {note}")
             if jax.process_index() == 0:
