@@ -11,7 +11,7 @@ from axlearn_plugins_gpu.kernels import mosaic, tokamax
 
 @pytest.fixture(autouse=True)
 def compiler():
-    pytest.importorskip("jax_cuda12_plugin", reason="needs XLA's GPU compiler: axlearn-plugins-gpu[compile]")
+    pytest.importorskip("jax_cuda12_plugin", reason="needs XLA's GPU compiler")
 
 
 @pytest.fixture
