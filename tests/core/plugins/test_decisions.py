@@ -8,6 +8,7 @@ from axlearn_core.contracts.mesh import MeshRule
 from axlearn_core.contracts.target import Detected
 from axlearn_core.errors import ConfigError, RequestError
 from axlearn_core.plugins import resolve as resolution
+from axlearn_core.plugins.registry import Registry
 from axlearn_core.plugins.resolve import resolve
 from axlearn_core.plugins.targets import find_machine
 
@@ -171,6 +172,12 @@ def test_a_feature_whose_package_the_rule_does_not_name(rule):
     rule("warp")
     with pytest.raises(RequestError, match="fix: install the package that has it; or leave it out: --without warp"):
         resolve("quickstart", target="h100-8x1")
+
+
+def test_a_feature_of_the_rule_that_is_blocked_is_named_as_such(rule):
+    rule("remat", packages={"remat": "axlearn-plugins-features"})
+    with pytest.raises(RequestError, match=r"the feature 'remat' of axlearn-plugins-features .* is blocked by AXLEARN"):
+        resolve("quickstart", target="h100-8x1", names=Registry("-remat"))
 
 
 def test_every_shipped_rule_names_the_packages_of_its_features():

@@ -176,6 +176,8 @@ class _Resolution:
         missing = [use.name for use in uses if use.name not in self.names.claims["features"]]
         if not missing:
             return
+        for name in {entry.name for entry in self.names.blocked if entry.group == "features"} & {*missing}:
+            self.names.entry("features", name)  # raises: it is installed, and blocked
         packages = sorted({rule.packages[n] for n in missing if n in rule.packages})
         install = f"pip install {' '.join(packages)}" if packages else "install the package that has it"
         without = " ".join(f"--without {n}" for n in missing)
