@@ -20,6 +20,12 @@ TINY = [
     "--set", "input.batch_size=2", "--set", "input.sequence_length=32", "--set", "evaluators={}",
 ]  # fmt: skip
 
+# Of a 7B: enough for each feature of the mesh rules, each kernel and the compiler.
+SMALL = [
+    "--set", "model.decoder.num_layers=2", "--set", "model.decoder.hidden_dim=512",
+    "--set", "model.decoder.layer.attention.num_heads=4", "--set", "model.vocab_size=1024",
+    "--set", "input.batch_size=256", "--set", "input.sequence_length=512",
+]  # fmt: skip
 BACKENDS = {"tpu": "tpu-v5p-512", "gpu": "h100-8x32", "neuron": "trn2-16x1"}
 
 
@@ -96,8 +102,7 @@ def prove(home: Path, core: Path, backend: str, target: str) -> None:
     start = time.monotonic()
     environment = Environment(home, backend, str(core), str(wheel_of(home, f"axlearn-plugins-{backend}")))
     environment.run(*TINY, "--run-dir", f"run-{backend}")
-    # One layer of it: enough for each feature of the mesh rule and for the compiler.
-    plan = environment.run("plan", "llama2-7b", "--target", target, "--set", "model.decoder.num_layers=1", "--json")
+    plan = environment.run("plan", "llama2-7b", "--target", target, "--json", *SMALL)
     if left_out := [note for note in json.loads(plan)["notes"] if "left out" in note]:
         sys.exit(f"{backend}: {left_out}")
     print(f"core and {backend}: trains, and plans for {target}, in {time.monotonic() - start:.0f} s")
