@@ -1,9 +1,11 @@
 """Builds every distribution and uses the wheels in an empty environment, as someone who installs them would."""
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -18,6 +20,14 @@ TINY = [
     "--set", "input.batch_size=2", "--set", "input.sequence_length=32", "--set", "evaluators={}",
 ]  # fmt: skip
 
+# Of a 7B: enough for each feature of the mesh rules, each kernel and the compiler.
+SMALL = [
+    "--set", "model.decoder.num_layers=2", "--set", "model.decoder.hidden_dim=512",
+    "--set", "model.decoder.layer.attention.num_heads=4", "--set", "model.vocab_size=1024",
+    "--set", "input.batch_size=256", "--set", "input.sequence_length=512",
+]  # fmt: skip
+BACKENDS = {"tpu": "tpu-v5p-512", "gpu": "h100-8x32", "neuron": "trn2-16x1"}
+
 
 def call(*command: str, cwd: Path) -> str:
     """Runs a command; shows what it printed where it fails."""
@@ -28,43 +38,86 @@ def call(*command: str, cwd: Path) -> str:
     return done.stdout
 
 
+class Environment:
+    """An empty environment, and what is installed in it from the wheels."""
+
+    def __init__(self, home: Path, title: str, *wheels: str):
+        self.home, venv = home, home / title
+        call("uv", "venv", "-q", "--python", sys.executable, str(venv), cwd=home)
+        self.python, self.axlearn = str(venv / "bin/python"), str(venv / "bin/axlearn")
+        self.install(*wheels)
+
+    def install(self, *wheels: str) -> None:
+        """With their requirements: of the wheels that were built, and of the versions that were tested."""
+        found = ("-c", str(self.home / "pins.txt"), "--find-links", str(self.home / "wheels"))
+        call("uv", "pip", "install", "-q", "--python", self.python, *found, *wheels, cwd=self.home)
+
+    def run(self, *arguments: str) -> str:
+        """`axlearn` with these arguments."""
+        return call(self.axlearn, *arguments, cwd=self.home)
+
+
 def main() -> None:
-    """Core alone first: it must list and check without any plugin. Then all, then packages of third parties."""
+    """Core alone first: it must list and check without any plugin. Then all, packages of third parties, and each backend."""
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         for member in MEMBERS:
             call("uv", "build", "-q", "--wheel", "--package", name_of(member), "-o", str(home / "wheels"), cwd=ROOT)
-        wheels = sorted((home / "wheels").glob("*.whl"))
         # The versions that the workspace pins are the ones that were tested.
         pins = call("uv", "export", "-q", "--no-hashes", "--no-emit-workspace", "--no-dev", cwd=ROOT)
         (home / "pins.txt").write_text("\n".join(line for line in pins.splitlines() if not line.startswith("#")))
-        for title, chosen in (
-            ("core alone", [w for w in wheels if w.name.startswith("axlearn_core")]),
-            ("all", wheels),
-        ):
-            venv = home / title.replace(" ", "-")
-            call("uv", "venv", "-q", "--python", sys.executable, str(venv), cwd=home)
-            python = str(venv / "bin/python")
-            install = ("uv", "pip", "install", "-q", "--python", python, "-c", str(home / "pins.txt"))
-            call(*install, *map(str, chosen), cwd=home)
-            axlearn = str(venv / "bin/axlearn")
-            call(axlearn, "--help", cwd=home)
-            call(axlearn, "plugins", "doctor", cwd=home)
-            print(f"{title}: {call(axlearn, 'experiments', 'list', cwd=home).split() or 'no experiments'}")
-        call(axlearn, *TINY, cwd=home)
-        # A third party's package beside the wheels, as its author makes it.
-        call(axlearn, "plugins", "new", "my-gate", cwd=home)
-        for source in (home / "axlearn-plugins-my-gate", ROOT / "examples/my_norm_plugin"):
-            call("uv", "build", "-q", "--wheel", str(source), "-o", str(home / "third"), cwd=home)
-        third = [f"{w}[test]" if "gate" in w.name else str(w) for w in (home / "third").glob("*.whl")]
-        call(*install, "--find-links", str(home / "wheels"), *third, cwd=home)
-        for name in ("my-gate", "dynamic-tanh"):
-            call(axlearn, "config", "diff", "llama2-7b", "llama2-7b", "--with", name, cwd=home)
-        print(call(axlearn, "plugins", "show", "my-gate", cwd=home))
-        for tests in (home / "axlearn-plugins-my-gate/tests", ROOT / "examples/my_norm_plugin/tests"):
-            command = (python, "-m", "pytest", "-q", "-c", os.devnull, "-p", "no:cacheprovider", str(tests))
-            print(call(*command, cwd=home))
-        print(call(axlearn, "generate", "run", "--prompt", "def ", "--max-tokens", "4", cwd=home))
+        core = wheel_of(home, "axlearn-core")
+        for title, chosen in (("alone", core), ("all", f"{core}[all]")):
+            environment = Environment(home, title, chosen)
+            environment.run("--help")
+            environment.run("plugins", "doctor")
+            print(f"core {title}: {environment.run('experiments', 'list').split() or 'no experiments'}")
+        lacking = {name_of(m) for m in MEMBERS} - installed(environment)
+        if lacking:
+            sys.exit(f"axlearn-core[all] installs no {', '.join(sorted(lacking))}")
+        environment.run(*TINY)
+        third_parties(environment)
+        for backend, target in BACKENDS.items():
+            prove(home, core, backend, target)
+
+
+def third_parties(environment: Environment) -> None:
+    """Packages beside the wheels, as their authors make them."""
+    home = environment.home
+    environment.run("plugins", "new", "my-gate")
+    for source in (home / "axlearn-plugins-my-gate", ROOT / "examples/my_norm_plugin"):
+        call("uv", "build", "-q", "--wheel", str(source), "-o", str(home / "third"), cwd=home)
+    environment.install(*(f"{w}[test]" if "gate" in w.name else str(w) for w in (home / "third").glob("*.whl")))
+    for name in ("my-gate", "dynamic-tanh"):
+        environment.run("config", "diff", "llama2-7b", "llama2-7b", "--with", name)
+    print(environment.run("plugins", "show", "my-gate"))
+    for tests in (home / "axlearn-plugins-my-gate/tests", ROOT / "examples/my_norm_plugin/tests"):
+        pytest = (environment.python, "-m", "pytest", "-q", "-c", os.devnull, "-p", "no:cacheprovider", str(tests))
+        print(call(*pytest, cwd=home))
+    print(environment.run("generate", "run", "--prompt", "def ", "--max-tokens", "4"))
+
+
+def prove(home: Path, core: Path, backend: str, target: str) -> None:
+    """The core and one backend train the quickstart and plan a 7B, with each feature that the mesh rule names."""
+    start = time.monotonic()
+    environment = Environment(home, backend, str(core), str(wheel_of(home, f"axlearn-plugins-{backend}")))
+    environment.run(*TINY, "--run-dir", f"run-{backend}")
+    plan = environment.run("plan", "llama2-7b", "--target", target, "--json", *SMALL)
+    if left_out := [note for note in json.loads(plan)["notes"] if "left out" in note]:
+        sys.exit(f"{backend}: {left_out}")
+    print(f"core and {backend}: trains, and plans for {target}, in {time.monotonic() - start:.0f} s")
+
+
+def installed(environment: Environment) -> set[str]:
+    """The names of the distributions of this project that an environment has."""
+    listing = call("uv", "pip", "list", "-q", "--format", "json", "--python", environment.python, cwd=environment.home)
+    return {found["name"] for found in json.loads(listing) if found["name"].startswith("axlearn-")}
+
+
+def wheel_of(home: Path, name: str) -> Path:
+    """The wheel of a distribution."""
+    (wheel,) = (home / "wheels").glob(f"{name.replace('-', '_')}-*.whl")
+    return wheel
 
 
 def name_of(member: str) -> str:

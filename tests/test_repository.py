@@ -1,8 +1,11 @@
 """What the repository promises about itself."""
 
 import ast
+import importlib
 import io
+import re
 import tokenize
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -35,12 +38,39 @@ def test_the_core_stays_small():
     files = (ROOT / "axlearn_core/src/axlearn_core").rglob("*.py")
     # The suites in testing/ are for the tests of plugin authors: no run imports them.
     core = sum(code_lines(p.read_text()) for p in files if "testing" not in p.parts)
-    assert core <= 5000
+    assert core <= 5500
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: str(p.relative_to(ROOT)))
 def test_no_file_grows_long(path):
     assert len(path.read_text().splitlines()) <= 400
+
+
+def projects():
+    """Name of each distribution -> its `[project]`."""
+    files = [f for folder in ("", "plugins") for f in (ROOT / folder).glob("*/pyproject.toml")]
+    found = [tomllib.loads(f.read_text())["project"] for f in files]
+    return {project["name"]: project for project in found}
+
+
+def names(requirements):
+    return {re.split(r"[<>=\[ ;]", r)[0] for r in requirements}
+
+
+def test_all_is_all():
+    known = projects()
+    every = names(known["axlearn-core"]["optional-dependencies"]["all"])
+    assert every == set(known) - {"axlearn-core"}
+    workspace = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert workspace["dependencies"] == ["axlearn-core[all]"]  # a clone has what an installation has
+
+
+@pytest.mark.parametrize("backend", ["gpu", "neuron", "tpu"])
+def test_a_backend_requires_what_its_mesh_rules_name(backend):
+    known = projects()
+    rules = importlib.import_module(f"axlearn_plugins_{backend}.rules")
+    required = names(known[f"axlearn-plugins-{backend}"]["dependencies"])
+    assert {"axlearn-plugins-llama", "axlearn-plugins-plan", *rules.PACKAGES.values()} <= required
 
 
 def test_every_distribution_has_its_license_and_readme():

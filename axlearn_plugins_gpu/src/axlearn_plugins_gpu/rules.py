@@ -14,6 +14,7 @@ POLICIES = (
 )
 
 _REMAT = ("remat:policy=gpu-attention",)
+PACKAGES = {"remat": "axlearn-plugins-features"}
 
 
 def rules() -> list[MeshRule]:
@@ -29,6 +30,7 @@ def rules() -> list[MeshRule]:
             shape=layout.shape,
             rules=layout.rules,
             features=_REMAT,
+            packages=PACKAGES,
         )
         for target in TARGETS
         for layout in LAYOUTS

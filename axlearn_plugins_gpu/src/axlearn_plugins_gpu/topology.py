@@ -70,7 +70,7 @@ def _register(machine: Machine) -> None:
     if not plugins:
         raise RequestError(
             f"compiling for {machine.name!r} needs XLA's GPU compiler, which is not installed\n"
-            "    fix: pip install 'axlearn-plugins-gpu[compile]' (Linux only)"
+            "    fix: pip install jax-cuda12-plugin, in the version of jax (Linux only)"
         )
     # Without it, JAX's CUDA plugin looks for the libraries of a GPU and refuses to start.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")

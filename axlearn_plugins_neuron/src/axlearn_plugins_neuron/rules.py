@@ -16,6 +16,7 @@ POLICIES = (
 )
 
 _REMAT = ("remat:policy=trn2-attention",)
+PACKAGES = {"remat": "axlearn-plugins-features"}
 
 
 def rules() -> list[MeshRule]:
@@ -24,12 +25,13 @@ def rules() -> list[MeshRule]:
     A machine of 1,024 chips has 4,096 devices, more than a batch has rows: the cores of a chip share each row.
     """
     return [
-        MeshRule(target="trn2-*", shape={"fsdp": -1}, features=_REMAT),
+        MeshRule(target="trn2-*", shape={"fsdp": -1}, features=_REMAT, packages=PACKAGES),
         MeshRule(
             target="trn2-*",
             parameters=(SPLIT, 1e15),
             shape={"fsdp": -1, "tensor": CORES},
             rules={"activation_embed": ("tensor",)},
             features=_REMAT,
+            packages=PACKAGES,
         ),
     ]

@@ -35,14 +35,21 @@ FSDP: dict[str, Size] = {"data": "domains", "fsdp": -1}
 BASE = ("scan", "precision:dtype=bfloat16")
 LARGE_MEMORY = ("tpu-v4", "tpu-v5p", "tpu-7x")
 
+PACKAGES = {
+    "precision": "axlearn-plugins-features",
+    "quantization": "axlearn-plugins-quantization",
+    "remat": "axlearn-plugins-features",
+    "scan": "axlearn-plugins-features",
+}
+
+
+def _rule(target: str, *features: str, parameters: tuple[float, float] = (0, float("inf"))) -> MeshRule:
+    return MeshRule(target=target, parameters=parameters, shape=FSDP, features=(*BASE, *features), packages=PACKAGES)
+
+
 RULES = (
-    *(MeshRule(target=f"{t}*", shape=FSDP, features=(*BASE, "remat:policy=tpu-attention")) for t in LARGE_MEMORY),
-    MeshRule(target="tpu-v5e*", shape=FSDP, features=(*BASE, "remat:policy=full", "quantization:format=int8")),
-    MeshRule(target="tpu-v6e*", shape=FSDP, features=(*BASE, "remat:policy=full")),
-    MeshRule(
-        target="tpu-v6e*",
-        parameters=(1e9, 20e9),
-        shape=FSDP,
-        features=(*BASE, "remat:policy=tpu-attention-offload"),
-    ),
+    *(_rule(f"{t}*", "remat:policy=tpu-attention") for t in LARGE_MEMORY),
+    _rule("tpu-v5e*", "remat:policy=full", "quantization:format=int8"),
+    _rule("tpu-v6e*", "remat:policy=full"),
+    _rule("tpu-v6e*", "remat:policy=tpu-attention-offload", parameters=(1e9, 20e9)),
 )

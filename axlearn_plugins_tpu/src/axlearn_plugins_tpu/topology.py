@@ -27,8 +27,7 @@ def devices(machine: Machine) -> Sequence[Any]:
     name = topology_name(machine)
     if find_spec("libtpu") is None:
         raise RequestError(
-            f"compiling for {machine.name!r} needs libtpu, which is not installed\n"
-            "    fix: pip install 'axlearn-plugins-tpu[compile]'"
+            f"compiling for {machine.name!r} needs libtpu, which is not installed\n    fix: pip install 'jax[tpu]'"
         )
     _prepare(SLICES[machine.target.name].accelerator)
     from jax.experimental import topologies

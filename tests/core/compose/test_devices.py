@@ -21,3 +21,51 @@ def test_a_number_of_threads_that_somebody_set_is_kept(monkeypatch):
     monkeypatch.setattr(devices, "virtual", lambda count: None)
     devices.settle(find_machine("cpu-8"))
     assert os.environ["PJRT_NPROC"] == "5"
+
+
+class Device:
+    def __init__(self, kind, slice_index=None):
+        self.device_kind = kind
+        if slice_index is not None:
+            self.slice_index = slice_index
+
+
+H100, V5E, V5P, TRN2, V7X = "NVIDIA H100 80GB HBM3", "TPU v5 lite", "TPU v5p", "NC_v3d", "TPU7x"
+
+
+@pytest.mark.parametrize(
+    ("found", "name"),
+    [
+        ([Device(H100)] * 8, "h100-8x1"),
+        ([Device(H100)], "h100-1x1"),
+        ([Device(V5E, 0)] * 16, "tpu-v5e-16"),
+        ([Device(V5E, i // 16) for i in range(32)], "tpu-v5e-16x2"),
+        ([Device(V5P, 0)] * 4, "tpu-v5p-8"),
+        ([Device(V7X, 0)] * 8, "tpu-7x-4"),
+        ([Device(V7X, 0)] * 7, None),  # a chip and a half
+        ([Device(V5E, min(i, 1)) for i in range(7)], None),  # slices of different sizes
+        ([Device(TRN2)] * 64, "trn2-16x1"),
+        ([Device("cpu")], "cpu"),
+        ([Device("cpu")] * 8, "cpu-8"),
+        ([Device("Abacus")] * 4, None),
+        ([Device(H100), Device("NVIDIA H200")], None),
+    ],
+)
+def test_the_machine_that_jax_sees(found, name, monkeypatch):
+    monkeypatch.setattr(devices.jax, "devices", lambda: found)
+    detected = devices.detect()
+    assert (detected.machine and detected.machine.name) == name
+    if name:
+        assert detected.machine == find_machine(name)
+        assert detected.machine.devices == len(found)
+    assert f" x {found[0].device_kind}" in detected.description
+
+
+@pytest.mark.parametrize(("hosts", "name"), [(1, "h100-16x1"), (2, "h100-8x2"), (3, None)])
+def test_gpus_are_counted_by_host_whatever_the_processes(hosts, name, monkeypatch):
+    monkeypatch.setattr(devices.jax, "devices", lambda: [Device(H100)] * 16)
+    monkeypatch.setattr(devices.jax, "process_count", lambda: 16)
+    names = devices.np.arange(16) % hosts
+    monkeypatch.setattr(devices.multihost_utils, "process_allgather", lambda own: names)
+    machine = devices.detect().machine
+    assert (machine and machine.name) == name

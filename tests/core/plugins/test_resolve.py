@@ -155,6 +155,17 @@ def test_a_feature_that_changes_nothing():
     assert get(resolve(once, with_=["toy-rope:theta=6"]).config, "model.attention.position.theta") == 6.0
 
 
+def test_a_feature_of_the_stage_execute_changes_no_mathematics(install):
+    source = OTHER.replace("    def apply", '    stage = "execute"\n\n    def apply')
+    install("axlearn-plugins-other", modules={"other_part": source}, points={"features": {"other": "other_part:Other"}})
+    with pytest.raises(
+        PluginError, match=r"'other' .* stage 'execute' and changes model.hidden_dim, which is mathematics"
+    ) as e:
+        resolve("toy", with_=["other"])
+    assert "fix: give it another stage, or mark the field" in str(e.value)
+    assert e.value.exit_code == 2
+
+
 def test_features_that_fail():
     with pytest.raises(
         RequestError, match=r"'toy-misfit' \(axlearn-plugins-toy 0.3\) does not fit this config:\n.*nope|deco"
@@ -207,15 +218,20 @@ def test_the_mesh_rule_comes_after_the_users_features(install):
 
 
 def test_a_feature_of_the_mesh_rule_that_does_not_fit_is_left_out_with_a_note(install):
-    install_chip(install, 'MeshRule(target="chip-*", features=("toy-misfit", "toy-wide", "not-installed"))')
+    install_chip(install, 'MeshRule(target="chip-*", features=("toy-misfit", "toy-wide"))')
     resolved = resolve("toy", target="chip-1x1")
     assert [n for n, _ in resolved.features] == ["toy-wide"]
-    unknown, misfit = resolved.notes
-    assert "the feature 'not-installed' is left out: " in unknown
+    (misfit,) = resolved.notes
     assert (
         "the feature 'toy-misfit' is left out: the feature 'toy-misfit' (axlearn-plugins-toy 0.3) does not fit"
         in misfit
     )
+    assert [(d.kind, d.subject) for d in resolved.decisions] == [
+        ("machine", "chip-1x1"),
+        ("mesh rule", "'chip-*' (chip of axlearn-plugins-chip 1.0)"),
+        ("left out", "toy-misfit"),
+        ("applied", "toy-wide"),
+    ]
 
 
 def test_the_most_specific_rule_holds(install):

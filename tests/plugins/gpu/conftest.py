@@ -9,7 +9,7 @@ from axlearn_plugins_gpu.kernels import mosaic, tokamax
 @pytest.fixture(autouse=True)
 def compiler():
     if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
-        pytest.skip("needs XLA's GPU compiler: axlearn-plugins-gpu[compile]")
+        pytest.skip("needs XLA's GPU compiler")
 
 
 @pytest.fixture

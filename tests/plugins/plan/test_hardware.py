@@ -24,7 +24,7 @@ def plan(*words: str, code: int = 0) -> dict:
 def needs(module: str, distribution: str):
     """Skips where the compiler is not installed."""
     missing = importlib.util.find_spec(module) is None
-    return pytest.mark.skipif(missing, reason=f"needs {distribution}[compile]")
+    return pytest.mark.skipif(missing, reason=f"needs the compiler that {distribution} requires")
 
 
 def llama_flops(tokens: int, length: int, layers: int, width: int, kv: int, hidden: int, vocab: int) -> int:

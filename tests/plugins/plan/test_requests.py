@@ -45,8 +45,8 @@ def test_it_says_what_is_wrong(target, setting, said):
 @pytest.mark.parametrize(
     ("target", "module", "extra"),
     [
-        ("tpu-v5p-8", "axlearn_plugins_tpu.topology.find_spec", "pip install 'axlearn-plugins-tpu[compile]'"),
-        ("h100-8x1", "importlib.util.find_spec", "pip install 'axlearn-plugins-gpu[compile]'"),
+        ("tpu-v5p-8", "axlearn_plugins_tpu.topology.find_spec", "pip install 'jax[tpu]'"),
+        ("h100-8x1", "importlib.util.find_spec", "pip install jax-cuda12-plugin"),
     ],
 )
 def test_without_a_compiler_it_says_what_to_install(monkeypatch, target, module, extra):

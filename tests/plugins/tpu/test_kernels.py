@@ -234,7 +234,7 @@ def test_paged_attention_compiles_for_one_device_that_is_not_here(generation):
 
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_the_chip_that_kernels_ask_for_is_that_of_the_target(generation):
-    pytest.importorskip("libtpu", reason="needs libtpu: axlearn-plugins-tpu[compile]")
+    pytest.importorskip("libtpu", reason="needs libtpu")
     machine = find_machine(generation)
     device = absent(machine)[0]
 
@@ -257,7 +257,7 @@ def test_the_chip_that_kernels_ask_for_is_that_of_the_target(generation):
 @pytest.mark.slow
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_paged_attention_compiles_for_every_generation(generation):
-    pytest.importorskip("libtpu", reason="needs libtpu: axlearn-plugins-tpu[compile]")
+    pytest.importorskip("libtpu", reason="needs libtpu")
     machine = find_machine(generation)
     devices = absent(machine)
     mesh = jax.make_mesh((len(devices),), ("tensor",), devices=devices, axis_types=(jax.sharding.AxisType.Auto,))

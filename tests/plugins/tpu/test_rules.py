@@ -67,7 +67,7 @@ def test_every_rule_holds_for_some_machine_and_every_machine_has_one():
 
 def memory(experiment, target, **options):
     """GiB of a device: (arguments, temporaries, what is in the host's memory); raises where it does not fit."""
-    pytest.importorskip("libtpu", reason="needs libtpu: axlearn-plugins-tpu[compile]")
+    pytest.importorskip("libtpu", reason="needs libtpu")
     resolved = resolve(experiment, target=target, **options)
     program = compose(resolved.config, absent(resolved.machine), machine=resolved.machine)
     size = (get(resolved.config, "input.batch_size"), get(resolved.config, "input.sequence_length"))

@@ -18,7 +18,7 @@ def not_only(default, values):
 
 def compiled(generation, function, *operands, gradients=True):
     """A program for one device, with its gradients by all operands where it has some; and the kernels that it took."""
-    pytest.importorskip("libtpu", reason="needs libtpu: axlearn-plugins-tpu[compile]")
+    pytest.importorskip("libtpu", reason="needs libtpu")
     machine = find_machine(generation)
     place = jax.sharding.SingleDeviceSharding(absent(machine)[0])
     shapes = [jax.ShapeDtypeStruct(s, d, sharding=place) for s, d in operands]

@@ -22,7 +22,7 @@ def request_options(function: Callable[..., Any]) -> Callable[..., Any]:
     @click.option("--without", multiple=True, metavar="FEATURE", help="Leave out a feature that the file asks for.")
     @click.option("--set", "set_", multiple=True, metavar="PATH=VALUE", help="Set a value; the path may hold * and **.")
     @click.option("--steps", type=click.IntRange(min=1), metavar="N", help="Short for --set max_steps=N.")
-    @click.option("--target", metavar="NAME", help="The hardware to run on.")
+    @click.option("--target", metavar="NAME", help="The hardware to run on; `none` for no mesh rule.")
     @functools.wraps(function)
     def command(
         *args: Any,

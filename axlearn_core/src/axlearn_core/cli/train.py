@@ -15,7 +15,7 @@ from axlearn_core.cli.common import request_options
 @request_options
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Default: runs/<experiment>-<hash of the config>.")
 @click.option("--restore-step", type=click.IntRange(min=1), help="Go back to this checkpoint instead of the newest.")
-@click.option("--allow-drift", is_flag=True, help="Continue a run although its architecture or data changed.")
+@click.option("--allow-drift", is_flag=True, help="Continue a run although what it computes changed.")
 def train(request: Any, run_dir: Path | None, restore_step: int | None, allow_drift: bool) -> None:
     """Trains EXPERIMENT, or the experiment that a YAML file describes.
 

@@ -1,14 +1,19 @@
 """The devices of a machine: those that are here, to run on, or absent ones, to compile for."""
 
+import collections
 import contextlib
 import os
 import re
+import socket
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
-from axlearn_core.contracts.target import Machine
+from axlearn_core.contracts.target import Detected, Machine, Target
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.manager import host
 from axlearn_core.plugins.targets import load
@@ -61,6 +66,27 @@ def here(machine: Machine | None) -> Sequence[Any]:
             "    fix: leave --target out to run on what is here, or see what it would need: `axlearn plan`"
         )
     return _enough(machine, found)
+
+
+def detect() -> Detected:
+    """What this job runs on. In a job of several processes all of them have to call it, once they have joined."""
+    devices = jax.devices()
+    counts = collections.Counter(d.device_kind for d in devices)
+    target = host().target(devices[0].device_kind) if len(counts) == 1 else None
+    return Detected(
+        description=", ".join(f"{count} x {kind}" for kind, count in sorted(counts.items())),
+        machine=target and target.machine_of(len(devices), _count_domains(target, devices)),
+    )
+
+
+def _count_domains(target: Target, devices: Sequence[Any]) -> int:
+    """Groups of devices with fast links among themselves: the slices of a TPU, the hosts of GPUs."""
+    if target.size in ("chips", "cores"):
+        return len({getattr(d, "slice_index", 0) for d in devices})
+    if target.size != "hosts" or jax.process_count() == 1:
+        return 1
+    name = zlib.crc32(socket.gethostname().encode())  # a host may have a process for each of its devices
+    return len(set(multihost_utils.process_allgather(np.asarray([name], np.uint32)).reshape(-1).tolist()))
 
 
 def _enough(machine: Machine, found: Sequence[Any]) -> Sequence[Any]:

@@ -1,11 +1,12 @@
 """A tree as flat `path -> value` lines, and the difference of two trees."""
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
 
-from axlearn_core.config.node import Node, interface_fields
+from axlearn_core.config.node import Kind, Node, interface_fields, marked_kind
 from axlearn_core.config.tree import children, join
 
 
@@ -15,33 +16,58 @@ def qualified_name(cls: Any) -> str:
     return f"{owner.__module__}:{owner.__qualname__}"
 
 
-def flatten(tree: Any, name_of: Callable[[Any], str] = qualified_name) -> dict[str, Any]:
-    """Path -> leaf value in tree order; each node also gives `<path>.type`, its class by `name_of`.
+@attrs.frozen
+class Leaf:
+    """One value of a tree: its path, and what it changes."""
+
+    path: str
+    value: Any
+    kind: Kind
+
+
+def leaves(tree: Any, name_of: Callable[[Any], str] = qualified_name) -> Iterator[Leaf]:
+    """The values of a tree in its order; each node also gives `<path>.type`, its class by `name_of`.
 
     Interface fields are left out: the parent fills them. Empty tuples and mappings are leaves.
     """
-    flat: dict[str, Any] = {}
+    return _leaves(tree, "", "mathematics", name_of)
 
-    def visit(value: Any, path: str) -> None:
-        if isinstance(value, Node):
-            flat[join(path, "type")] = name_of(type(value))
-            hidden = interface_fields(type(value))
-            for name, child in children(value).items():
-                if name not in hidden:
-                    visit(child, join(path, name))
-        elif isinstance(value, (tuple, Mapping)) and any(
-            isinstance(v, (Node, Mapping)) for v in children(value).values()
-        ):
-            for name, child in children(value).items():
-                visit(child, join(path, name))
-        elif isinstance(value, Mapping) and value:
-            for name, child in value.items():
-                visit(child, join(path, str(name)))
-        else:
-            flat[path] = value
 
-    visit(tree, "")
-    return flat
+def _leaves(value: Any, path: str, kind: Kind, name_of: Callable[[Any], str]) -> Iterator[Leaf]:
+    if isinstance(value, Node):
+        yield Leaf(join(path, "type"), name_of(type(value)), kind)
+        hidden = interface_fields(type(value))
+        for name, child in children(value).items():
+            if name not in hidden:
+                yield from _leaves(child, join(path, name), field_kind(value, name) or kind, name_of)
+    elif (isinstance(value, Mapping) and value) or (
+        isinstance(value, tuple) and any(isinstance(v, (Node, Mapping)) for v in value)
+    ):
+        for name, child in children(value).items():
+            yield from _leaves(child, join(path, name), kind, name_of)
+    else:
+        yield Leaf(path, value, kind)
+
+
+def flatten(tree: Any, name_of: Callable[[Any], str] = qualified_name) -> dict[str, Any]:
+    """Path -> value of each of the tree's `leaves`."""
+    return {leaf.path: leaf.value for leaf in leaves(tree, name_of)}
+
+
+def field_kind(value: Node[Any], name: str) -> Kind | None:
+    """What a field of a node changes; None where that is up to the slot that the node stands in.
+
+    A field that a class adds to the one that it `computes_like` changes nothing while it is at its default.
+    """
+    kind, adds, default = _marks(type(value))[name]
+    return "execution" if kind is None and adds and getattr(value, name) == default else kind
+
+
+@functools.lru_cache(maxsize=4096)
+def _marks(cls: type) -> dict[str, tuple[Kind | None, bool, Any]]:
+    like = vars(cls).get("computes_like")
+    known = {a.name for a in attrs.fields(like or cls)}
+    return {a.name: (marked_kind(a), a.name not in known, a.default) for a in attrs.fields(cls)}
 
 
 @attrs.frozen

@@ -12,6 +12,8 @@
 
 A node is a value: frozen, hashable, comparable, picklable. Whoever builds a child offers it the interface dimensions;
 the child takes those that it declares, as `interface()` fields of its config or as arguments of its constructor.
+
+A field may say what it changes: `setting(default=None, kind="execution")`. See `axlearn_core.config.kinds`.
 """
 
 import enum
@@ -20,7 +22,7 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Generic, TypeVar, dataclass_transform
+from typing import Any, ClassVar, Generic, Literal, TypeVar, dataclass_transform
 
 import attrs
 
@@ -43,7 +45,10 @@ REQUIRED: Any = Required.REQUIRED
 C = TypeVar("C")
 T_co = TypeVar("T_co", covariant=True)
 
-_INTERFACE, _BOUNDS = "axlearn_interface", "axlearn_bounds"
+Kind = Literal["execution", "microbatches", "duration", "mathematics"]
+"""What a field changes: how a program runs, how it cuts up the batch of a step, how long it trains, what it computes."""
+
+_INTERFACE, _BOUNDS, _KIND = "axlearn_interface", "axlearn_bounds", "axlearn_kind"
 _OPERATORS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "ge": ("at least", lambda a, b: a >= b),
     "gt": ("more than", lambda a, b: a > b),
@@ -52,10 +57,19 @@ _OPERATORS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
 }
 
 
-def setting(*, default: Any, ge: Any = None, gt: Any = None, le: Any = None, lt: Any = None) -> Any:
-    """A field with bounds, checked wherever its value is a number."""
+def setting(
+    *, default: Any, kind: Kind | None = None, ge: Any = None, gt: Any = None, le: Any = None, lt: Any = None
+) -> Any:
+    """A field with bounds, checked wherever its value is a number, and a mark of what it changes.
+
+    Args:
+        default: its value where nobody sets it.
+        kind: holds for everything below the field that has no mark of its own. None takes the kind of the slot that
+            the node stands in; the kind of a root is `mathematics`.
+        ge, gt, le, lt: bounds.
+    """
     bounds = {k: v for k, v in {"ge": ge, "gt": gt, "le": le, "lt": lt}.items() if v is not None}
-    return attrs.field(default=default, metadata={_BOUNDS: bounds})
+    return attrs.field(default=default, metadata={_BOUNDS: bounds, _KIND: kind})
 
 
 def interface(*, default: Any = REQUIRED) -> Any:
@@ -81,7 +95,7 @@ def node(cls: type[C]) -> type[C]:
     return made
 
 
-RESERVED = frozenset({"type", "build", "owner", "validate"})
+RESERVED = frozenset({"type", "build", "owner", "validate", "computes_like"})
 
 
 @attrs.frozen(kw_only=True, slots=True, cache_hash=True)
@@ -89,6 +103,9 @@ class Node(Generic[T_co]):
     """The base of all config nodes; `T_co` is what `build` returns."""
 
     owner: ClassVar[Any] = None
+    computes_like: ClassVar[Any] = None
+    """The config class that this one computes the same as, with the fields that it adds at their defaults. Subclasses do
+    not inherit it."""
 
     def __attrs_post_init__(self) -> None:
         """Brings every field into canonical form; raises `ConfigError` with all that do not fit."""
@@ -174,6 +191,11 @@ def is_node(kind: Any) -> bool:
 def is_interface(attribute: Any) -> bool:
     """Whether the attrs attribute is an `interface()` field."""
     return bool(attribute.metadata.get(_INTERFACE))
+
+
+def marked_kind(attribute: Any) -> Kind | None:
+    """The kind in the attrs attribute's `setting()`."""
+    return attribute.metadata.get(_KIND)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -52,6 +52,8 @@ class MeshRule:
         shape: mesh axis -> size; see `Size`.
         rules: logical axis -> mesh axes, over the default rules.
         features: what to apply there, as on the command line (`remat:save=[query,key]`).
+        packages: feature -> the distribution that has it, for the error where it is not installed.
+        detected: whether a machine that was detected brings the rule's execution; otherwise only a target that is named.
     """
 
     target: str
@@ -59,6 +61,8 @@ class MeshRule:
     shape: Mapping[str, Size] = {}
     rules: Mapping[str, tuple[str, ...]] = {}
     features: tuple[str, ...] = ()
+    packages: Mapping[str, str] = {}
+    detected: bool = True
 
     @property
     def rank(self) -> tuple[int, float]:

@@ -54,6 +54,18 @@ class Target:
     examples: tuple[str, ...] = ()
     source: str = ""
 
+    def machine_of(self, devices: int, domains: int = 1) -> Machine | None:
+        """The machine of so many JAX devices in equal domains; None where this target has no such size."""
+        chips, rest = divmod(devices, self.devices_per_chip)
+        if rest or not chips or chips % domains:
+            return None
+        if self.size == "devices":
+            return self.machine(self.name if chips == 1 else f"{self.name}-{chips}")
+        if self.size == "hosts":
+            return self.machine(f"{self.name}-{chips // domains}x{domains}")
+        units = chips // domains * (self.cores_per_chip if self.size == "cores" else 1)
+        return self.machine(f"{self.name}-{units}" + (f"x{domains}" if domains > 1 else ""))
+
     @property
     def form(self) -> str:
         """How a machine of it is named, for people."""
@@ -116,3 +128,16 @@ class Machine:
     def devices_per_domain(self) -> int:
         """JAX devices with fast links among themselves."""
         return self.devices // self.domains
+
+
+@attrs.frozen(kw_only=True)
+class Detected:
+    """What a job runs on, by what JAX says of its devices.
+
+    Attributes:
+        description: for people: `8 x NVIDIA H100 80GB HBM3`.
+        machine: its name and target; None where no installed package knows it.
+    """
+
+    description: str
+    machine: Machine | None

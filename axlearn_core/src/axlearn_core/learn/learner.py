@@ -68,14 +68,15 @@ class Learner(Configurable):
         Attributes:
             optimizer: a node that builds an optax transformation.
             max_grad_norm: clips the gradients to this global norm; None leaves them.
-            accumulate_steps: in how many microbatches the batch of a step is taken.
+            accumulate_steps: in how many microbatches the batch of a step is taken. They have one mean gradient, unless
+                the model draws random numbers or computes over its batch.
             ema_decay: keeps a moving average of the parameters, which evaluation uses; None keeps none.
             rules: what is different for some of the parameters.
         """
 
         optimizer: Node[Optimizer] = AdamW()
         max_grad_norm: float | None = setting(default=1.0, gt=0)
-        accumulate_steps: int = setting(default=1, ge=1)
+        accumulate_steps: int = setting(default=1, kind="microbatches", ge=1)
         ema_decay: float | None = setting(default=None, gt=0, lt=1)
         rules: tuple[ParameterRule, ...] = ()
 

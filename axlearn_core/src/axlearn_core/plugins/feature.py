@@ -33,7 +33,8 @@ class Feature(Node[Any]):
     - `replace` puts other components in place (RoPE, MoE);
     - `wrap` puts something around what is there (LoRA, quantization);
     - `tune` sets values;
-    - `execute` says how it runs and leaves the numbers as they are (remat, pipeline parallelism).
+    - `execute` says how it runs (remat, pipeline parallelism). It may change fields of the kinds `execution` and
+      `microbatches` alone; another one is an error that names the path.
     """
 
     stage: ClassVar[Stage] = "tune"

@@ -13,6 +13,7 @@ A run file (YAML 1.2):
 A file with `resolved: true` at the top is a whole config instead, as `axlearn config show` and every run write it.
 """
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,12 @@ class FeatureUse:
     name: str
     options: Mapping[str, Any] = immutabledict()
     where: str = "the request"
+
+    @property
+    def text(self) -> str:
+        """As `--with` takes it."""
+        options = ",".join(f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in self.options.items())
+        return f"{self.name}:{options}" if options else self.name
 
 
 @attrs.frozen(kw_only=True)
@@ -53,7 +60,7 @@ class Request:
         without: features that the file or the target's mesh rule asks for, and that are to be left out.
         settings: values set on the command line or from Python; they come last.
         file_settings: values set by the run file.
-        target: the hardware to run on.
+        target: the hardware to run on; `none` for no mesh rule.
         title: what the run is called; by default the experiment's name.
     """
 

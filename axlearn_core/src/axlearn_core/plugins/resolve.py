@@ -2,93 +2,43 @@
 
 The order: the experiment; the features, sorted by (stage, name); the features of the target's mesh rule; what the run
 file sets; what the command line sets. The tree is compared before and after each step, so nodes know nothing of it.
+
+A target that the request names brings its whole mesh rule. A machine that was detected brings of its rule what is execution.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from axlearn_core.config import ABSENT, Change, Decoder, Node, check, diff, flatten, get, patch
+from axlearn_core.config import ABSENT, Change, Decoder, Node, check, diff, flatten, patch
+from axlearn_core.config.kinds import change_kinds
 from axlearn_core.config.tree import matches
 from axlearn_core.config.types import show
 from axlearn_core.contracts.mesh import Mesh, MeshRule
-from axlearn_core.contracts.target import Machine
-from axlearn_core.errors import AxlearnError, ConfigError, PluginError, Problem, RequestError
+from axlearn_core.contracts.target import Detected, Machine
+from axlearn_core.errors import ConfigError, PluginError, Problem, RequestError
+from axlearn_core.plugins.application import applied, check_execution, check_needs, conflict, merged
+from axlearn_core.plugins.decisions import Decision, show_changes
 from axlearn_core.plugins.feature import STAGES, Feature
 from axlearn_core.plugins.registry import Entry, Registry, registry
-from axlearn_core.plugins.request import FeatureUse, Request, Setting, is_file, parse_feature, read, write
+from axlearn_core.plugins.request import FeatureUse, Request, Setting, is_file, parse_feature, read
+from axlearn_core.plugins.resolved import Resolved, Step
 from axlearn_core.plugins.targets import find_machine, find_rule, load
 
+NO_TARGET = "none"
+"""The target of a request that takes no mesh rule."""
 
-@attrs.frozen
-class Step:
-    """One change of one path: who made it, and the values before and after (`ABSENT` where there was none)."""
-
-    who: str
-    old: Any
-    new: Any
-
-
-@attrs.frozen(kw_only=True)
-class Resolved:
-    """A config, and where each of its values came from.
-
-    Attributes:
-        config: the tree; `REQUIRED` fields may still be unset (see `checked`).
-        provenance: path (as `flatten` gives them) -> its steps, first to last; paths that were removed are kept.
-        title: the name of the experiment or file.
-        features: the features that were applied, in that order, with their options.
-        machine: the hardware that was asked for.
-        rule: who says how to lay it out there.
-        notes: for people, what of the mesh rule does not fit this config and was left out.
-    """
-
-    config: Node[Any]
-    provenance: Mapping[str, tuple[Step, ...]]
-    title: str
-    features: tuple[tuple[str, Feature], ...] = ()
-    machine: Machine | None = None
-    rule: str | None = None
-    notes: tuple[str, ...] = ()
-    names: Registry = attrs.field(repr=False)
-
-    def checked(self) -> "Resolved":
-        """Itself, when nothing is missing and all values fit together; raises `ConfigError` with every problem."""
-        try:
-            check(self.config)
-        except ConfigError as error:
-            raise ConfigError(attrs.evolve(p, where=p.where or self.setter(p.path)) for p in error.problems) from None
-        return self
-
-    def setter(self, path: str) -> str | None:
-        """Who set a path last; None where it is as the experiment has it."""
-        steps = self.provenance.get(path)
-        return f"set by {steps[-1].who}" if steps and len(steps) > 1 else None
-
-    def explain(self, path: str) -> dict[str, tuple[Step, ...]]:
-        """The steps of a path; for a node, of everything below it. Raises `ConfigError` with the nearest names."""
-        found = {p: s for p, s in self.provenance.items() if not path or p == path or p.startswith(f"{path}.")}
-        if not found:
-            get(self.config, path)
-            inside = [p for p in self.provenance if path.startswith(f"{p}.")]  # an item of a tuple or mapping
-            if not inside:
-                raise ConfigError(
-                    Problem(path=path, message="is passed by the parent when it is built; nobody sets it")
-                )
-            found = {p: self.provenance[p] for p in inside}
-        return found
-
-    def to_yaml(self) -> str:
-        """The config as the text of a file that `resolve` takes back."""
-        return write(self.config, self.names)
+Detect = Callable[[Node[Any]], Detected]
+"""From the config of a request without a mesh rule to the machine that it is to run on."""
 
 
 def resolve(
     request: Request | str | Path | Node[Any],
     *,
     names: Registry | None = None,
+    detect: Detect | None = None,
     **options: Any,
 ) -> Resolved:
     """The config that a request stands for.
@@ -97,16 +47,18 @@ def resolve(
         request: a `Request`, or the experiment with `options` of `Request.of`:
             `resolve("quickstart", with_=["rope:theta=500000"], set={"max_steps": 20})`.
         names: what is installed; by default `registry()`.
+        detect: finds the machine for a request without a target, given its config without a mesh rule.
 
     Raises:
-        RequestError: an unknown name, a path that matches nothing, a value that does not fit, features that conflict.
+        RequestError: an unknown name, a path that matches nothing, a value that does not fit, features that conflict, a
+            feature of the mesh rule that is not installed.
     """
     names = names or registry()
     if not isinstance(request, Request):
         request = Request.of(request, **options)
     elif options:
         raise TypeError(f"a Request takes no further options: {', '.join(options)}")
-    return _Resolution(_with_file(request, names), names).run()
+    return _Resolution(_with_file(request, names), names, detect).run()
 
 
 def _with_file(request: Request, names: Registry, seen: tuple[str, ...] = ()) -> Request:
@@ -124,27 +76,28 @@ def _with_file(request: Request, names: Registry, seen: tuple[str, ...] = ()) ->
 class _Resolution:
     """The state of one call of `resolve`."""
 
-    def __init__(self, request: Request, names: Registry):
-        self.request, self.names = request, names
+    def __init__(self, request: Request, names: Registry, detect: Detect | None = None):
+        self.request, self.names, self.detect = request, names, detect
         self.decoder = Decoder(names)
         self.provenance: dict[str, tuple[Step, ...]] = {}
         self.applied: list[tuple[str, Feature]] = []
         self.notes: list[str] = []
+        self.decisions: list[Decision] = []
 
     def run(self) -> Resolved:
         request = self.request
         tree = self._experiment()
-        machine = find_machine(request.target) if request.target else None
-        who, rule = self._rule(tree, machine) if machine else (None, None)
+        machine, who, rule = self._machine(tree)
         asked, of_rule = self._selected(
             [attrs.evolve(parse_feature(f), where=str(who)) for f in rule.features] if rule else []
         )
         made = {use.name: self._made(use) for use in asked}
-        _check_needs(made, {u.name: u.where for u in asked})
+        check_needs(made, {u.name: u.where for u in asked})
         tree = self._features(tree, made)
         if machine and rule:
+            self._check_installed(of_rule, rule, str(who))
             for use in sorted(of_rule, key=self._stage):
-                tree = self._optional(tree, use)
+                tree = self._optional(tree, use, machine)
             tree = self._laid_out(tree, rule, machine, str(who))
         for settings in (request.file_settings, request.settings):
             tree = self._settings(tree, settings)
@@ -157,52 +110,119 @@ class _Resolution:
             machine=machine,
             rule=who,
             notes=tuple(self.notes),
+            decisions=tuple(self.decisions),
+            detected=request.target is None and self.detect is not None,
             names=self.names,
         )
 
-    def _rule(self, tree: Node[Any], machine: Machine) -> tuple[str | None, MeshRule | None]:
-        """The mesh rule that holds, and who says so."""
-
-        def count() -> int:  # of the model as the user asks for it
-            asked = {use.name for use in self.request.features}
-            own = tuple(n for n in self.request.without if n in asked)
-            trial = attrs.evolve(self.request, target=None, without=own)
-            try:
-                config = _Resolution(trial, self.names).run().config
-            except ConfigError:
-                # A setting may be of what the rule brings; a wrong one is reported with the rule in place.
-                bare = attrs.evolve(trial, settings=(), file_settings=())
-                config = _Resolution(bare, self.names).run().config
-            counted: Any = load("axlearn_core.compose.functional:count_parameters")  # imports JAX: only where asked for
-            return counted(getattr(config, "model", config))
-
+    def _machine(self, tree: Node[Any]) -> tuple[Machine | None, str | None, MeshRule | None]:
+        """The machine to run on, its mesh rule, and who says so."""
+        target = self.request.target
+        if target == NO_TARGET:
+            self._decide("mesh rule", "none", "--target none")
+        if target == NO_TARGET or (target is None and self.detect is None):
+            return None, None, None
+        if target is not None:
+            machine = find_machine(target)
+            self._decide("machine", machine.name, f"--target {target}")
+        else:
+            assert self.detect is not None
+            # A wrong config is an error before JAX starts and waits for other processes.
+            detected = self.detect(_Resolution(self._without_rule(), self.names).run().checked().config)
+            machine = detected.machine
+            if machine is None:
+                self._decide("machine", detected.description, "no installed package knows it: no mesh rule")
+                return None, None, None
+            self._decide("machine", f"{machine.name}, {detected.description}")
         mesh = getattr(tree, "mesh", None)
-        return find_rule(machine, mesh.targets if isinstance(mesh, Mesh) else {}, count) or (None, None)
+        own = mesh.targets if isinstance(mesh, Mesh) else {}
+        who, rule = find_rule(machine, own, self._count_parameters) or (None, None)
+        if rule is not None and self.request.target is None and (rule.detected is False or self.request.document):
+            whole = "the request is a whole config; " if self.request.document else ""
+            self._decide(
+                "mesh rule", "none", f"{whole}--target {machine.name} brings {str(who).removeprefix('mesh rule ')}"
+            )
+            return None, None, None
+        if rule is None:
+            self._decide("mesh rule", "none", f"no installed package has one for {machine.name}")
+            return (machine if target else None), None, None
+        self._decide("mesh rule", str(who).removeprefix("mesh rule "))
+        return machine, who, rule
+
+    def _decide(self, kind: Any, subject: str, reason: str = "") -> None:
+        self.decisions.append(Decision(kind, subject, reason))
+
+    def _without_rule(self) -> Request:
+        """The request, without what is for a mesh rule."""
+        asked = {use.name for use in self.request.features}
+        own = tuple(n for n in self.request.without if n in asked)
+        return attrs.evolve(self.request, target=None, without=own)
+
+    def _count_parameters(self) -> int:
+        trial = self._without_rule()
+        try:
+            config = _Resolution(trial, self.names).run().config
+        except ConfigError:
+            # A setting may be of what the rule brings; a wrong one is reported with the rule in place.
+            config = _Resolution(attrs.evolve(trial, settings=(), file_settings=()), self.names).run().config
+        counted: Any = load("axlearn_core.compose.functional:count_parameters")  # imports JAX: only where asked for
+        return counted(getattr(config, "model", config))
 
     def _stage(self, use: FeatureUse) -> tuple[int, str]:
-        known = use.name in self.names.claims["features"]
-        return (STAGES.index(self.names.feature(use.name).stage) if known else 0), use.name
+        return STAGES.index(self.names.feature(use.name).stage), use.name
 
-    def _optional(self, tree: Node[Any], use: FeatureUse) -> Node[Any]:
+    def _check_installed(self, uses: Iterable[FeatureUse], rule: MeshRule, who: str) -> None:
+        """Raises `RequestError` for features of the mesh rule that are not installed."""
+        missing = [use.name for use in uses if use.name not in self.names.claims["features"]]
+        if not missing:
+            return
+        for name in {entry.name for entry in self.names.blocked if entry.group == "features"} & {*missing}:
+            self.names.entry("features", name)  # raises: it is installed, and blocked
+        packages = sorted({rule.packages[n] for n in missing if n in rule.packages})
+        install = f"pip install {' '.join(packages)}" if packages else "install the package that has it"
+        without = " ".join(f"--without {n}" for n in missing)
+        raise RequestError(
+            f"{who} applies {', '.join(map(repr, missing))}, which {'is' if len(missing) == 1 else 'are'} not installed\n"
+            f"    fix: {install}; or leave it out: {without}; or take no mesh rule: --target {NO_TARGET}"
+        )
+
+    def _optional(self, tree: Node[Any], use: FeatureUse, machine: Machine) -> Node[Any]:
         """A feature of the mesh rule; rules are for all models, so one that does not fit is left out, with a note."""
         try:
             made = {use.name: self._made(use)}
-            _check_needs({**dict(self.applied), **made}, dict.fromkeys((*dict(self.applied), use.name), use.where))
-            return self._features(tree, made)
+            check_needs({**dict(self.applied), **made}, dict.fromkeys((*dict(self.applied), use.name), use.where))
+            after = applied(tree, made[use.name], self.names.entry("features", use.name))
+            changes = diff(tree, after, self.names.shown_name)
+            kinds = change_kinds(changes, tree, after)
+            decisive = [change for change, kind in kinds if kind != "execution"]
+            if decisive and self.request.target is None:
+                options = f"--with {use.text} or --target {machine.name} brings it"
+                self._decide("left out", use.text, f"changes more than execution: {show_changes(decisive)}; {options}")
+                return tree
+            tree = self._features(tree, made)
         except PluginError:
             raise
         except RequestError as error:
             reason = str(error).splitlines()[0].rstrip(":")
             self.notes.append(f"{use.where}: the feature {use.name!r} is left out: {reason}")
+            self._decide("left out", use.text, reason)
             return tree
+        self._decide("applied", use.text, show_changes(changes) or "the config has it already")
+        return tree
 
     def _laid_out(self, tree: Node[Any], rule: MeshRule, machine: Machine, who: str) -> Node[Any]:
         mesh = getattr(tree, "mesh", None)
         if not isinstance(mesh, Mesh) or not (rule.shape or rule.rules):
             return tree
+        if self.request.target is None and mesh.shape:
+            self._decide("left out", "mesh.shape, mesh.rules", f"the config has the mesh {dict(mesh.shape)}")
+            return tree
         edits = {"mesh.rules": {**mesh.rules, **rule.rules}, "mesh.shape": rule.sizes(machine) or dict(mesh.shape)}
         after = patch(tree, edits, self.decoder.decode_at)
-        self.record(diff(tree, after, self.names.shown_name), who)
+        changes = diff(tree, after, self.names.shown_name)
+        self.record(changes, who)
+        if changes:
+            self._decide("applied", "mesh", show_changes([c for c in changes if c.new is not ABSENT], limit=4))
         return after
 
     def record(self, changes: Iterable[Change], who: str) -> None:
@@ -232,7 +252,7 @@ class _Resolution:
         """
         asked: dict[str, FeatureUse] = {}
         for use in self.request.features:
-            asked[use.name] = _merged(asked[use.name], use) if use.name in asked else use
+            asked[use.name] = merged(asked[use.name], use) if use.name in asked else use
         of_rule = {use.name: use for use in rule_features}
         for name in self.request.without:
             if name not in asked and name not in of_rule:
@@ -240,6 +260,11 @@ class _Resolution:
                 hint = f"\n    asked for: {', '.join(sorted(known))}" if known else "; no feature is asked for"
                 raise RequestError(f"--without {name}: that feature is not asked for{hint}")
         left_out = set(self.request.without)
+        for use in of_rule.values():
+            if use.name in {*left_out, *asked}:
+                self._decide(
+                    "left out", use.text, f"--without {use.name}" if use.name in left_out else "as you ask for it"
+                )
         mine = [u for u in asked.values() if u.name not in left_out]
         return mine, [u for u in of_rule.values() if u.name not in {*left_out, *asked}]
 
@@ -263,16 +288,18 @@ class _Resolution:
         changed: dict[tuple[str, str], tuple[Entry, Change]] = {}
         for name, feature in sorted(made.items(), key=lambda f: (STAGES.index(f[1].stage), f[0])):
             entry = self.names.entry("features", name)
-            before, tree = tree, _applied(tree, feature, entry)
+            before, tree = tree, applied(tree, feature, entry)
             changes = diff(before, tree, self.names.shown_name)
             if not changes and not feature.in_effect(tree):
                 raise RequestError(
                     f"the feature {name!r} ({entry.origin}) changes nothing in this config: nothing in it matches, or "
                     f"all is as it would have it\n    fix: leave it out; see `axlearn features show {name}`"
                 )
+            if feature.stage == "execute":
+                check_execution(changes, before, tree, entry)
             for change in changes:
                 if (key := (feature.stage, change.path)) in changed:
-                    raise _conflict((entry, change), changed[key], feature.stage)
+                    raise conflict((entry, change), changed[key], feature.stage)
                 changed[key] = (entry, change)
             self.record(changes, f"feature {name} ({entry.origin})")
             self.applied.append((name, feature))
@@ -303,57 +330,6 @@ class _Resolution:
         for change in changes.values():
             self.record([change], _setter(change.path, settings))
         return after
-
-
-def _merged(first: FeatureUse, second: FeatureUse) -> FeatureUse:
-    for key in first.options.keys() & second.options.keys():
-        a, b = first.options[key], second.options[key]
-        if a != b or type(a) is not type(b):
-            raise RequestError(
-                f"the feature {first.name!r} gets two values for {key!r}: {show(a)} by {first.where}, "
-                f"{show(b)} by {second.where}\n    fix: give one of them"
-            )
-    where = first.where if second.where == first.where else f"{first.where} and {second.where}"
-    return attrs.evolve(first, options={**first.options, **second.options}, where=where)
-
-
-def _check_needs(made: Mapping[str, Feature], where: Mapping[str, str]) -> None:
-    for name, feature in sorted(made.items()):
-        for other in feature.needs:
-            if other not in made:
-                raise RequestError(
-                    f"the feature {name!r} ({where[name]}) needs {other!r}\n    fix: add `--with {other}`"
-                )
-        for other in feature.excludes:
-            if other in made:
-                raise RequestError(
-                    f"the features {name!r} ({where[name]}) and {other!r} ({where[other]}) cannot be used together\n"
-                    "    fix: leave one of them out"
-                )
-
-
-def _applied(tree: Node[Any], feature: Feature, entry: Entry) -> Node[Any]:
-    try:
-        result = feature.apply(tree)
-    except PluginError:
-        raise
-    except AxlearnError as error:
-        raise RequestError(f"the feature {entry.name!r} ({entry.origin}) does not fit this config:\n{error}") from error
-    except Exception as error:  # a feature is a plugin's code and may raise anything; the cause is chained and shown
-        raise entry.failed("failed in apply()", error) from error
-    if not isinstance(result, Node):
-        raise PluginError(f"apply() of the {entry} returned {type(result).__name__}, not a config node")
-    return result
-
-
-def _conflict(later: tuple[Entry, Change], earlier: tuple[Entry, Change], stage: str) -> RequestError:
-    (a, first), (b, second) = earlier, later
-    return RequestError(
-        f"two features of the stage {stage!r} change {second.path}:\n"
-        f"    {a.name} ({a.origin}): {first.old!r} -> {first.new!r}\n"
-        f"    {b.name} ({b.origin}): {second.old!r} -> {second.new!r}\n"
-        "    fix: leave one of them out"
-    )
 
 
 def _setting_of(path: str, settings: Sequence[Setting]) -> Setting | None:

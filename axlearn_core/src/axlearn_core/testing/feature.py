@@ -3,6 +3,7 @@
 from typing import Any
 
 from axlearn_core.config import Node, diff
+from axlearn_core.config.kinds import change_kinds
 from axlearn_core.errors import AxlearnError, ConfigError
 from axlearn_core.plugins.feature import STAGES, Feature
 from axlearn_core.plugins.registry import registry
@@ -54,6 +55,18 @@ class FeatureSuite:
         assert self.name not in {*cls.needs, *cls.excludes}, "a feature cannot need or exclude itself"
         assert all(isinstance(n, str) for n in (*cls.needs, *cls.excludes)), "needs and excludes name features"
         assert set(cls.needs) <= known, f"it needs {', '.join(set(cls.needs) - known)}, which is not installed"
+
+    def test_of_the_stage_execute_it_changes_no_mathematics(self) -> None:
+        if registry().feature(self.name).stage != "execute":
+            return
+        for experiment in self.trees():
+            before = registry().experiment(experiment)
+            feature = self.made(before)
+            after = None if feature is None else applied(feature, before, experiment)
+            if after is None:
+                continue
+            for change, kind in change_kinds(diff(before, after), before, after):
+                assert kind in ("execution", "microbatches"), f"{experiment}: {change.path} is {kind}"
 
     def test_twice_is_once_on_every_experiment(self) -> None:
         for experiment in self.trees():

@@ -1,16 +1,20 @@
 """`train`: from a request to a finished run, in one call."""
 
+import glob
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from axlearn_core.compose.devices import settle
-from axlearn_core.config import Node
+import attrs
+
+from axlearn_core.compose.devices import detect, settle
+from axlearn_core.config import Node, diff
+from axlearn_core.contracts.target import Detected
 from axlearn_core.errors import CheckpointError, ConfigError, RequestError
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import Request, read
 from axlearn_core.plugins.resolve import Resolved, resolve
-from axlearn_core.train.run_dir import RunDir, default_run_dir
+from axlearn_core.train.run_dir import RunDir, refused_changes, short_hash
 from axlearn_core.train.trainer import Result, Trainer
 
 
@@ -32,10 +36,10 @@ def train(
         with_: features, as on the command line (`"rope:theta=500000"`) or as name -> options.
         set: settings, as on the command line (`"seed=1"`) or as path -> value.
         steps: sets `max_steps`.
-        target: the machine to run on, whose mesh rule holds: `cpu-8` (eight virtual devices), `h100-8x64`; by default what
-            JAX finds, without a rule.
+        target: the machine to run on, whose mesh rule holds: `cpu-8` (eight virtual devices), `h100-8x64`; `none` for no
+            mesh rule. By default what JAX finds, with what is execution in its mesh rule.
         run_dir: by default `runs/<experiment>-<hash of the config>`.
-        allow_drift: continue a run although its architecture or data changed.
+        allow_drift: continue a run although what it computes changed.
         restore_step: continue from this checkpoint instead of the newest.
 
     Raises:
@@ -44,14 +48,16 @@ def train(
     """
     if not isinstance(request, Request):
         request = Request.of(request, with_=with_, set=set, steps=steps, target=target)
-    resolved = resolve(request).checked()
-    settle(resolved.machine)
+    resolved = resolve(request, detect=_detect).checked()
+    if not resolved.detected:
+        settle(resolved.machine)
     if not isinstance(resolved.config, Trainer.Config):
         raise RequestError(f"{resolved.title} is a {type(resolved.config).__qualname__}; expected a Trainer.Config")
-    path = Path(run_dir) if run_dir else default_run_dir(resolved.title, resolved.config)
+    path, notes = (Path(run_dir), ()) if run_dir else default_run_dir(resolved.title, resolved.config)
     text = resolved.to_yaml()
     old = saved_config(path)
     checked = RunDir.check(path, resolved.config, old, allow_drift=allow_drift, who=resolved.setter)
+    checked = attrs.evolve(checked, notes=(*notes, *checked.notes))
     trainer = resolved.config.build()
     return trainer.run(
         checked,
@@ -60,7 +66,50 @@ def train(
         provenance=provenance(resolved),
         restore_step=restore_step,
         machine=resolved.machine,
+        decisions=resolved.decisions,
     )
+
+
+def _detect(config: Any) -> Detected:
+    """What this job runs on, once its processes have joined."""
+    settle(None)
+    if isinstance(config, Trainer.Config):
+        config.distributed.initialize()
+    return detect()
+
+
+def default_run_dir(experiment: str, config: Node[Any]) -> tuple[Path, tuple[str, ...]]:
+    """`runs/<experiment>-<hash>`; where there is none, the run of the same mathematics that an earlier version named.
+
+    Returns:
+        The directory, and notes about it for the user.
+
+    Raises:
+        RequestError: several earlier runs compute what this one does.
+    """
+    path = Path("runs") / f"{experiment}-{short_hash(config)}"
+    if path.exists():
+        return path, ()
+    named = f"{glob.escape(experiment)}-{'[0-9a-f]' * 8}"
+    earlier = [p for p in sorted(path.parent.glob(named)) if _computes_the_same(p, config)]
+    if len(earlier) > 1:
+        raise RequestError(
+            f"several runs of earlier versions compute what this one does: {', '.join(map(str, earlier))}\n"
+            "    fix: say which one to continue with --run-dir, or name a new directory; nothing was written"
+        )
+    if earlier:
+        return earlier[0], (f"{earlier[0]} was named by an earlier version; today it would be {path}",)
+    return path, ()
+
+
+def _computes_the_same(run_dir: Path, config: Node[Any]) -> bool:
+    if known := RunDir(run_dir, resumes=True).read_lock().get("hash"):
+        return known == short_hash(config)
+    try:
+        old = saved_config(run_dir)
+    except CheckpointError:  # of components that are not installed now
+        return False
+    return old is not None and not refused_changes(diff(old, config), old, config)
 
 
 def saved_config(run_dir: Path) -> Node[Any] | None:

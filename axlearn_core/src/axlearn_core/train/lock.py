@@ -2,13 +2,16 @@
 
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import attrs
 import importlib_metadata
 
 from axlearn_core.compose import Program
 from axlearn_core.contracts.parts import Input
+from axlearn_core.plugins.decisions import Decision
+from axlearn_core.train.run_dir import short_hash
 
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers", "numpy")
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
@@ -27,12 +30,18 @@ def versions() -> dict[str, str]:
 
 
 def make_lock(
-    program: Program, source: Input, *, experiment: str, provenance: Mapping[str, Any] | None
+    program: Program,
+    source: Input,
+    *,
+    experiment: str,
+    provenance: Mapping[str, Any] | None,
+    decisions: Sequence[Decision] = (),
 ) -> dict[str, Any]:
     """The lock, less what is known only once the step is compiled (kernels, fingerprint)."""
     devices = program.layout.mesh.devices
     return {
         "experiment": experiment,
+        "hash": short_hash(program.config),  # type: ignore[arg-type]
         "versions": versions(),
         "python": platform.python_version(),
         "platform": devices.flat[0].platform,
@@ -41,6 +50,7 @@ def make_lock(
         "flags": {**{k: os.environ[k] for k in FLAGS if os.environ.get(k)}, **program.compiler_options},
         "parameters": program.functional.num_parameters,
         "data": dict(source.describe()),
+        "decisions": [attrs.asdict(decision) for decision in decisions],
         "provenance": dict(provenance or {}),
     }
 

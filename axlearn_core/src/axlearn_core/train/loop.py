@@ -27,9 +27,9 @@ class TrainLoop(Configurable):
 
     @node
     class Config(Configurable.Config["TrainLoop"]):
-        """`max_nonfinite_steps`: how many steps in a row may have a loss or gradient that is no number."""
+        """`max_nonfinite_steps`: consecutive non-finite steps allowed before the run stops; it changes no update."""
 
-        max_nonfinite_steps: int = setting(default=10, ge=0)
+        max_nonfinite_steps: int = setting(default=10, kind="execution", ge=0)
 
     def __init__(self, cfg: Config):
         self.max_nonfinite_steps = cfg.max_nonfinite_steps

@@ -15,29 +15,46 @@ from typing import Any
 
 import attrs
 
-from axlearn_core.config import Change, Node, diff, flatten
+from axlearn_core.compose import Functional
+from axlearn_core.config import Change, Node, diff
+from axlearn_core.config.kinds import change_kinds, mathematics, microbatches
 from axlearn_core.errors import CheckpointError, RequestError, WorkError
 
-# What may differ when a run is continued: it changes neither the model nor the data nor the order of either.
-FREE = ("max_steps", "log_every_steps", "trackers", "checkpointer", "evaluators", "profiler", "distributed", "mesh")
-UNHASHED = ("max_steps", "trackers")
 Who = Callable[[str], str | None]
 
 
-def is_free(path: str) -> bool:
-    """Whether a run may be continued with another value at this path."""
-    return path.split(".")[0] in FREE or ".remat" in path or path.endswith((".stack.mode", ".kernel"))
+def batch_dependence(config: Any) -> tuple[str, ...]:
+    """Why the batch of a step cannot be cut up otherwise without changing what the model computes; empty where it can."""
+    return getattr(Functional.of(config.model), "batch_dependence", ())
 
 
 def short_hash(config: Node[Any]) -> str:
-    """Eight hex digits of the config without what may change between runs of the same experiment."""
-    flat = {k: repr(v) for k, v in flatten(config).items() if k.split(".")[0] not in UNHASHED}
-    return hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()[:8]
+    """Eight hex digits of what the config computes, whatever its execution and its number of steps."""
+    decisive = mathematics(config)
+    cut = microbatches(config)
+    if cut and batch_dependence(config):
+        decisive |= cut
+    text = json.dumps({path: repr(value) for path, value in decisive.items()}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def default_run_dir(experiment: str, config: Node[Any]) -> Path:
-    """`runs/<experiment>-<hash>`."""
-    return Path("runs") / f"{experiment}-{short_hash(config)}"
+@attrs.frozen
+class Refused:
+    """A change that a run cannot be continued with, and why where its kind alone does not say so."""
+
+    change: Change
+    reason: str = ""
+
+
+def refused_changes(changes: tuple[Change, ...], old: Node[Any], config: Node[Any]) -> list[Refused]:
+    """The changes of mathematics between the config of a run and the one it is to be continued with."""
+    kinds = change_kinds(changes, old, config)
+    reasons = batch_dependence(config) if any(kind == "microbatches" for _, kind in kinds) else ()
+    return [
+        Refused(change, f"other microbatches: {', '.join(reasons)}" if kind == "microbatches" else "")
+        for change, kind in kinds
+        if kind == "mathematics" or (kind == "microbatches" and reasons)
+    ]
 
 
 @attrs.frozen
@@ -61,7 +78,7 @@ class RunDir:
             path: the directory, which need not exist.
             config: the resolved config of this request.
             old: the config that is in the directory, or None.
-            allow_drift: continue although the architecture or the data changed.
+            allow_drift: continue although what is computed changed.
             who: config path -> who set it in this request, for the error; None where nobody did.
 
         Raises:
@@ -79,11 +96,16 @@ class RunDir:
                 )
             return cls(path, resumes=False)
         changes = diff(old, config)
-        refused = [c for c in changes if not is_free(c.path)]
+        refused = refused_changes(changes, old, config)
         if refused and not allow_drift:
+
+            def line(found: Refused) -> str:
+                remarks = "; ".join(r for r in (found.reason, who(found.change.path)) if r)
+                return f"    {show_change(found.change)}" + (f" ({remarks})" if remarks else "")
+
             raise CheckpointError(
                 f"{path} holds a run with another config; nothing was written\n"
-                + "\n".join(f"    {show_change(c)}{f' ({w})' if (w := who(c.path)) else ''}" for c in refused[:12])
+                + "\n".join(map(line, refused[:12]))
                 + (f"\n    and {len(refused) - 12} more" if len(refused) > 12 else "")
                 + "\n    fix: give another --run-dir, or continue it all the same with --allow-drift; where parameters"
                 "\n    changed with a feature, `axlearn convert` makes a new run of this one, or says why it cannot"

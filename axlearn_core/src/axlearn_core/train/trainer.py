@@ -1,6 +1,6 @@
 """The root of every experiment, and how its parts become a running job."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,6 +18,7 @@ from axlearn_core.contracts.parts import Learner as LearnerProtocol
 from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import RequestError
 from axlearn_core.learn import Learner
+from axlearn_core.plugins.decisions import Decision
 from axlearn_core.train.distributed import Distributed
 from axlearn_core.train.evaluators import Evaluator, LossEvaluator
 from axlearn_core.train.lock import make_lock, peak_flops
@@ -49,20 +50,26 @@ class Trainer(Configurable):
 
     @node
     class Config(Configurable.Config["Trainer"]):
-        """The root config: paths such as `model.decoder.num_layers` start here."""
+        """The root config: paths such as `model.decoder.num_layers` start here.
+
+        What is marked as execution measures the run, keeps it or lays it out: no update depends on it. Schedules take
+        their horizon from `max_steps`, so that another one is another computation; a run may still be extended.
+        """
 
         model: Node[Model] = REQUIRED
         learner: Node[LearnerProtocol] = Learner.Config()
         input: Node[Input] = REQUIRED
-        evaluators: Mapping[str, Node[Evaluator]] = {"eval": LossEvaluator.Config()}
-        checkpointer: Node[Checkpointer] = OrbaxCheckpointer.Config()
-        mesh: Mesh = Mesh()
-        distributed: Distributed = Distributed()
-        trackers: tuple[Node[Tracker], ...] = (LinesTracker.Config(), JsonlTracker.Config())
+        evaluators: Mapping[str, Node[Evaluator]] = setting(default={"eval": LossEvaluator.Config()}, kind="execution")
+        checkpointer: Node[Checkpointer] = setting(default=OrbaxCheckpointer.Config(), kind="execution")
+        mesh: Mesh = setting(default=Mesh(), kind="execution")
+        distributed: Distributed = setting(default=Distributed(), kind="execution")
+        trackers: tuple[Node[Tracker], ...] = setting(
+            default=(LinesTracker.Config(), JsonlTracker.Config()), kind="execution"
+        )
         loop: Node[Loop] = TrainLoop.Config()
-        profiler: Node[Any] | None = None
-        max_steps: int = setting(default=REQUIRED, ge=1)
-        log_every_steps: int = setting(default=10, ge=1)
+        profiler: Node[Any] | None = setting(default=None, kind="execution")
+        max_steps: int = setting(default=REQUIRED, kind="duration", ge=1)
+        log_every_steps: int = setting(default=10, kind="execution", ge=1)
         seed: int = setting(default=0, ge=0)
 
         def functions(self, functional: Functional) -> Mapping[str, Function]:
@@ -91,6 +98,7 @@ class Trainer(Configurable):
         provenance: Mapping[str, Any] | None = None,
         restore_step: int | None = None,
         machine: Machine | None = None,
+        decisions: Sequence[Decision] = (),
     ) -> Result:
         """Trains to `max_steps` in a run directory that was checked, from its newest checkpoint where it has one.
 
@@ -103,6 +111,7 @@ class Trainer(Configurable):
             provenance: path -> who set it, for the lock.
             restore_step: a step to go back to; the default is the newest.
             machine: what it has to run on; None is what JAX finds.
+            decisions: what was decided for the user, to be shown and kept in the lock.
         """
         cfg = self.config
         cfg.distributed.initialize()
@@ -118,9 +127,11 @@ class Trainer(Configurable):
             checkpointer = cfg.checkpointer.build(directory=run_dir.checkpoints)
             closing.callback(checkpointer.close)
             state, step = self._restore(program, checkpointer, batches, restore_step)
-            lock = make_lock(program, source, experiment=experiment, provenance=provenance)
+            lock = make_lock(program, source, experiment=experiment, provenance=provenance, decisions=decisions)
             old = run_dir.read_lock() if run_dir.resumes else {}
             drift = lock_drift(old, lock) if old else []
+            for decision in decisions:
+                say(str(decision))
             for note in (*run_dir.notes, *drift):
                 say(f"note: {note}")
             if jax.process_index() == 0:

@@ -61,7 +61,7 @@ class LatentAttention(Layer):
         softcap: float | None = setting(default=None, gt=0)
         window: int | Node[int | None] | None = setting(default=None, ge=1)
         causal: bool = True
-        kernel: str | None = None
+        kernel: str | None = setting(default=None, kind="execution")
         query_down: Node[Projection] = Linear.Config()
         query: Node[Projection] = Linear.Config()
         query_rope: Node[Projection] = Linear.Config()

@@ -77,10 +77,13 @@ class DroplessDispatch(Configurable):
 
     @node
     class Config(Configurable.Config["DroplessDispatch"]):
-        """`kernel` names an implementation of the op `grouped_matmul`; None has the best one chosen."""
+        """`kernel` names an implementation of the op `grouped_matmul`; None has the best one chosen.
 
-        kernel: str | None = None
-        exchange: Literal["all-gather", "all-to-all"] = "all-gather"
+        `exchange` is execution too: no token is dropped by either.
+        """
+
+        kernel: str | None = setting(default=None, kind="execution")
+        exchange: Literal["all-gather", "all-to-all"] = setting(default="all-gather", kind="execution")
 
     def __init__(self, cfg: Config):
         self.cfg = cfg

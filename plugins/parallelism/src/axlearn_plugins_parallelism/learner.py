@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from axlearn_core.config import node
+from axlearn_core.config import node, setting
 from axlearn_core.errors import Problem, nearest
 from axlearn_core.learn.learner import Learner, LearnerState
 
@@ -23,10 +23,14 @@ class PlacedLearner(Learner):
 
     @node
     class Config(Learner.Config):
-        """`state_dtype` is what moments are stored in, None what the optimizer wants; `offload` keeps them on the host."""
+        """`state_dtype` is what moments are stored in, None what the optimizer wants; `offload` keeps them on the host, which is
+        execution: they are computed with on the device.
+        """
+
+        computes_like = Learner.Config
 
         state_dtype: str | None = None
-        offload: bool = False
+        offload: bool = setting(default=False, kind="execution")
 
         def validate(self) -> Iterable[Problem]:
             """A dtype that there is not."""

@@ -46,11 +46,15 @@ class PipelinedStack(Stack):
             microbatches: how many the batch is taken in; rows k, k + M, ... are microbatch k.
             schedule: `gpipe`, or `interleaved` (each stage has `rounds` chunks of layers).
             rounds: chunks of layers per stage, where the schedule is `interleaved`.
+
+        The order in which stages work is execution: each microbatch passes the same layers.
         """
 
-        microbatches: int = setting(default=REQUIRED, ge=1)
-        schedule: Literal["gpipe", "interleaved"] = "gpipe"
-        rounds: int = setting(default=2, ge=2)
+        computes_like = Stack.Config
+
+        microbatches: int = setting(default=REQUIRED, kind="microbatches", ge=1)
+        schedule: Literal["gpipe", "interleaved"] = setting(default="gpipe", kind="execution")
+        rounds: int = setting(default=2, kind="execution", ge=2)
 
     cfg: Any
 

@@ -31,7 +31,7 @@ class LanguageModelInput(Configurable):
 
     @node
     class Config(Configurable.Config["LanguageModelInput"]):
-        """What to read, and the shape of a batch."""
+        """What to read, and the shape of a batch. Rows and their order do not depend on `workers` and `prefetch`."""
 
         batch_size: int = setting(default=REQUIRED, gt=0)  # rows of all processes together
         sequence_length: int = setting(default=REQUIRED, gt=0)
@@ -41,8 +41,8 @@ class LanguageModelInput(Configurable):
         shuffle: bool = True
         # Fixed streams that the rows come from; any number of processes that divides it sees the same global batches.
         num_shards: int | None = setting(default=None, gt=0)  # None: one for each row
-        workers: int = setting(default=0, ge=0)  # processes that prepare batches; 0: a thread
-        prefetch: int = setting(default=4, gt=0)  # batches prepared ahead
+        workers: int = setting(default=0, kind="execution", ge=0)  # processes that prepare batches; 0: a thread
+        prefetch: int = setting(default=4, kind="execution", gt=0)  # batches prepared ahead
 
         def validate(self) -> Iterable[Problem]:
             """Each shard fills the same number of rows."""

@@ -100,7 +100,7 @@ class Attention(Layer):
         softcap: float | None = setting(default=None, gt=0)
         window: int | Node[int | None] | None = setting(default=None, ge=1)
         causal: bool = True
-        kernel: str | None = None
+        kernel: str | None = setting(default=None, kind="execution")
         query: Node[Projection] = Linear.Config()
         key: Node[Projection] = Linear.Config()
         value: Node[Projection] = Linear.Config()

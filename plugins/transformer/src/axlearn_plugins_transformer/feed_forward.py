@@ -5,7 +5,7 @@ from typing import Protocol
 import jax
 from flax import nnx
 
-from axlearn_core.config import REQUIRED, Node, Scaled, interface, node, size_of
+from axlearn_core.config import REQUIRED, Node, Scaled, interface, node, setting, size_of
 from axlearn_core.nn.layer import Layer, Precision
 from axlearn_core.nn.linear import Linear, Projection
 from axlearn_core.nn.remat import tag
@@ -34,7 +34,7 @@ class GatedFeedForward(Layer):
         input_dim: int = interface(default=REQUIRED)
         hidden_dim: int | Node[int] = Scaled(factor=8 / 3, multiple_of=128)
         activation: Activation = "silu"
-        kernel: str | None = None
+        kernel: str | None = setting(default=None, kind="execution")
         gate: Node[Projection] = Linear.Config()
         up: Node[Projection] = Linear.Config()
         down: Node[Projection] = Linear.Config()

@@ -34,7 +34,7 @@ class RMSNorm(Layer):
         dim: int = interface(default=REQUIRED)
         eps: float = setting(default=1e-6, gt=0)
         offset: float = 0.0
-        kernel: str | None = None
+        kernel: str | None = setting(default=None, kind="execution")
         init: Node[Initializer] = Constant(value=1.0)
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):

@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 from jax import lax
 
-from axlearn_core.config import Configurable, Node, node
+from axlearn_core.config import Configurable, Node, node, setting
 from axlearn_core.nn import summaries, variables
 from axlearn_core.nn.layer import Context
 from axlearn_core.nn.remat import Remat
@@ -74,10 +74,13 @@ class Stack(Configurable):
 
     @node
     class Config(Configurable.Config["Stack"]):
-        """`remat` says what the backward pass keeps of each layer; None keeps what it needs."""
+        """`remat` says what the backward pass keeps of each layer; None keeps what it needs.
 
-        mode: Literal["scan", "unrolled"] = "scan"
-        remat: Node[Remat] | None = None
+        Both are execution: the parameters, and what the layers compute, are the same.
+        """
+
+        mode: Literal["scan", "unrolled"] = setting(default="scan", kind="execution")
+        remat: Node[Remat] | None = setting(default=None, kind="execution")
 
     def __init__(self, cfg: Config):
         self.cfg = cfg

@@ -1,0 +1,84 @@
+"""What the fields of a config change: how a program runs, or what it computes.
+
+| kind | changes | example |
+|---|---|---|
+| `mathematics` | what is computed: the kind of every field without a mark | `model.decoder.num_layers` |
+| `execution` | how it runs, and where: numbers differ by rounding alone | `mesh`, `attention.kernel` |
+| `microbatches` | how the batch of a step is cut up; mathematics for a model that draws or computes over its batch | \
+`learner.accumulate_steps` |
+| `duration` | how long it trains | `max_steps` |
+
+The innermost mark on the way to a path holds. A class that `computes_like` another one may take its place as a matter of
+execution.
+"""
+
+from typing import Any, get_args
+
+import attrs
+
+from axlearn_core.config.flat import Change, field_kind, leaves, qualified_name
+from axlearn_core.config.node import Kind, Node, marked_kind
+from axlearn_core.config.tree import children, get, join, walk
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+"""From what changes the least to what changes the most."""
+
+
+def kind_of(tree: Any, path: str) -> Kind:
+    """What the value at a path changes; raises `ConfigError` where the tree has no such path."""
+    kind: Kind = "mathematics"
+    value = tree
+    for name in path.split(".") if path else []:
+        if isinstance(value, Node) and name == "type":
+            break
+        if name not in children(value):
+            get(tree, path)  # raises, with the nearest names
+        kind = (field_kind(value, name) if isinstance(value, Node) else None) or kind
+        value = children(value)[name]
+    return kind
+
+
+def change_kinds(changes: tuple[Change, ...], old: Any, new: Any) -> tuple[tuple[Change, Kind], ...]:
+    """Each of the differences of two trees with its kind: the strictest of both trees, where both have the path."""
+    before, after = _kinds(old), _kinds(new)
+
+    def kind(path: str) -> Kind:
+        found: list[Kind] = [kinds[path] for kinds in (before, after) if path in kinds]
+        node = path.rpartition(".")[0]
+        if path in before and path in after and path == (f"{node}.type" if node else "type"):
+            first, second = get(old, node), get(new, node)
+            if isinstance(first, Node) and isinstance(second, Node) and _root(type(first)) is _root(type(second)):
+                return "execution"
+        return max(found, key=KINDS.index)
+
+    return tuple((change, kind(change.path)) for change in changes)
+
+
+def _kinds(tree: Any) -> dict[str, Kind]:
+    return {leaf.path: leaf.kind for leaf in leaves(tree)}
+
+
+def mathematics(tree: Any) -> dict[str, Any]:
+    """Path -> value of all that decides what is computed, whatever the microbatches and the duration."""
+    return {leaf.path: leaf.value for leaf in leaves(tree, _name) if leaf.kind == "mathematics"}
+
+
+def microbatches(tree: Any) -> dict[str, Any]:
+    """Path -> value of each field that cuts up the batch of a step and is not at its default."""
+    return {
+        join(path, a.name): getattr(value, a.name)
+        for path, value in walk(tree)
+        if isinstance(value, Node)
+        for a in attrs.fields(type(value))
+        if marked_kind(a) == "microbatches" and getattr(value, a.name) != a.default
+    }
+
+
+def _root(cls: Any) -> Any:
+    while like := vars(cls).get("computes_like"):
+        cls = like
+    return cls
+
+
+def _name(cls: Any) -> str:
+    return qualified_name(_root(cls))

@@ -1,0 +1,33 @@
+"""What is decided for the user: shown when a run starts, kept in its lock."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import attrs
+
+from axlearn_core.config import Change
+
+
+@attrs.frozen
+class Decision:
+    """One decision.
+
+    Attributes:
+        kind: `machine` and `mesh rule` say what holds; `applied` and `left out` what the rule changed and did not change.
+        subject: the machine, the rule, the feature or the path.
+        reason: why, or what it changed, and what to ask for to have it otherwise.
+    """
+
+    kind: Literal["machine", "mesh rule", "applied", "left out"]
+    subject: str
+    reason: str = ""
+
+    def __str__(self) -> str:
+        indent = "    " if self.kind in ("applied", "left out") else ""
+        return f"{indent}{self.kind}: {self.subject}" + (f" ({self.reason})" if self.reason else "")
+
+
+def show_changes(changes: Sequence[Change], limit: int = 2) -> str:
+    """The first few changes on one line."""
+    shown = [f"{c.path}: {c.old!r} -> {c.new!r}" for c in changes[:limit]]
+    return "; ".join(shown) + (f"; and {len(changes) - limit} more" if len(changes) > limit else "")

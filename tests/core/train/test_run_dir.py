@@ -1,0 +1,158 @@
+"""What a run may be continued with, its name, and runs that earlier versions named."""
+
+import json
+
+import pytest
+
+from axlearn_core.config import patch
+from axlearn_core.config.kinds import kind_of
+from axlearn_core.errors import CheckpointError, RequestError
+from axlearn_core.plugins.resolve import resolve
+from axlearn_core.train import api, run_dir
+from axlearn_core.train.run_dir import RunDir, short_hash
+
+REASON = "dropout draws random numbers"
+EXECUTION = [
+    "remat",
+    "scan",
+    "sequence-parallel",
+    "context-parallel",
+    "offload-optimizer",
+]
+
+
+def config(*features, **settings):
+    return resolve("quickstart", with_=features, set=settings).config
+
+
+@pytest.fixture
+def draws(monkeypatch):
+    monkeypatch.setattr(run_dir, "batch_dependence", lambda config: (REASON,))
+
+
+def check(tmp_path, new, old=None, **options):
+    return RunDir.check(tmp_path, new, old or config(), allow_drift=options.pop("allow_drift", False), **options)
+
+
+@pytest.mark.parametrize("feature", EXECUTION)
+def test_a_run_goes_on_with_another_execution_and_keeps_its_name(feature, tmp_path):
+    found = check(tmp_path, config(feature))
+    assert found.resumes
+    assert all(note.startswith("changed since the run began: ") for note in found.notes)
+    assert found.notes
+    assert short_hash(config(feature)) == short_hash(config())
+
+
+@pytest.mark.parametrize("feature", ["gradient-accumulation:steps=2", "pipeline:microbatches=2"])
+def test_microbatches_are_free_where_nothing_draws(feature, tmp_path):
+    assert check(tmp_path, config(feature)).resumes
+    assert short_hash(config(feature)) == short_hash(config())
+
+
+@pytest.mark.parametrize("feature", ["gradient-accumulation:steps=2", "pipeline:microbatches=2"])
+@pytest.mark.usefixtures("draws")
+def test_microbatches_are_mathematics_where_something_draws(feature, tmp_path):
+    with pytest.raises(CheckpointError, match=f"other microbatches: {REASON}") as error:
+        check(tmp_path, config(feature))
+    assert error.value.exit_code == 2
+    assert "scan" not in str(error.value)
+    assert check(tmp_path, config(feature), allow_drift=True).resumes
+    assert short_hash(config(feature)) != short_hash(config())
+    assert check(tmp_path, config("remat")).resumes  # other execution is free
+
+
+@pytest.mark.usefixtures("draws")
+def test_the_name_of_a_run_with_the_default_microbatches_does_not_ask_the_model(monkeypatch):
+    monkeypatch.setattr(run_dir, "batch_dependence", lambda config: pytest.fail("asked"))
+    short_hash(config())
+
+
+def test_a_model_says_what_depends_on_its_batch(monkeypatch):
+    assert run_dir.batch_dependence(config()) == ()
+    monkeypatch.setattr(run_dir.Functional, "batch_dependence", (REASON,), raising=False)
+    assert run_dir.batch_dependence(config()) == (REASON,)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model.decoder.layer.norm.eps": 0.01},
+        {"model.dtype": "bfloat16"},
+        {"learner.ema_decay": 0.9},
+        {"input.batch_size": 4},
+        {"seed": 1},
+    ],
+)
+def test_other_mathematics_is_refused_and_named(settings, tmp_path):
+    (path,) = settings
+    with pytest.raises(CheckpointError) as error:
+        check(tmp_path, config(**settings))
+    assert path in str(error.value)
+    assert short_hash(config(**settings)) != short_hash(config())
+
+
+def test_state_in_another_dtype_is_refused_and_its_place_is_free(tmp_path):
+    old = config("offload-optimizer")
+    with pytest.raises(CheckpointError, match=r"learner\.state_dtype: None -> 'bfloat16'"):
+        check(tmp_path, config("offload-optimizer", "optimizer-precision"), old)
+    assert check(tmp_path, config(), old).resumes
+
+
+def test_more_steps_are_free_and_no_execution(tmp_path):
+    assert check(tmp_path, config(max_steps=7)).resumes
+    assert short_hash(config(max_steps=7)) == short_hash(config())
+    assert kind_of(config(), "max_steps") == "duration"
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    """`runs(name, config, hash=None)` leaves what an earlier version, or with a hash this one, wrote of a run."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(name, tree, digest=None):
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text(resolve(tree).to_yaml())
+        (folder / "run.lock.json").write_text(json.dumps({"hash": digest} if digest else {"experiment": "quickstart"}))
+        return folder.relative_to(tmp_path)
+
+    return make
+
+
+def test_a_run_that_an_earlier_version_named_is_continued(runs):
+    old = runs("quickstart-0123abcd", config(max_steps=3))
+    runs("quickstart-11111111", config(seed=1))
+    runs("quickstart-mine", config())  # somebody's own name
+    path, (note,) = api.default_run_dir("quickstart", config("remat"))
+    assert path == old
+    assert f"today it would be runs/quickstart-{short_hash(config())}" in note
+    assert api.default_run_dir("quickstart", config(seed=2)) == (
+        old.parent / f"quickstart-{short_hash(config(seed=2))}",
+        (),
+    )
+
+
+def test_once_continued_it_is_found_by_what_it_recorded(runs, monkeypatch):
+    old = runs("quickstart-0123abcd", config(), digest=short_hash(config()))
+    runs("quickstart-11111111", config(), digest="11111111")
+    monkeypatch.setattr(api, "saved_config", lambda path: pytest.fail("read"))
+    assert api.default_run_dir("quickstart", config())[0] == old
+
+
+def test_the_directory_of_todays_name_goes_before_earlier_ones(runs):
+    runs("quickstart-0123abcd", config())
+    new = runs(f"quickstart-{short_hash(config())}", config())
+    assert api.default_run_dir("quickstart", config()) == (new, ())
+
+
+def test_several_earlier_runs_are_named(runs):
+    runs("quickstart-0123abcd", config())
+    runs("quickstart-4567cdef", patch(config(), {"evaluators": {}}))
+    with pytest.raises(RequestError, match=r"quickstart-0123abcd, runs/quickstart-4567cdef\n    fix: .*--run-dir"):
+        api.default_run_dir("quickstart", config())
+
+
+def test_a_config_that_cannot_be_read_is_no_earlier_run(runs):
+    folder = runs("quickstart-0123abcd", config())
+    (folder / "config.yaml").write_text("resolved: true\ntype: gone\n")
+    assert api.default_run_dir("quickstart", config())[0] != folder
