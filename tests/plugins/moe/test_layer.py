@@ -102,7 +102,7 @@ def _product(lhs, rhs, sizes, probe):
     mine = (jnp.arange(lhs.shape[0]) < jnp.sum(sizes))[:, None]
 
     def run(lhs, rhs):
-        y = jnp.where(mine, XLA_BLOCKED(jnp.where(mine, lhs, 0), rhs, sizes), 0)
+        y = jnp.where(mine, XLA_BLOCKED(GroupedMatmul(jnp.where(mine, lhs, 0), rhs, sizes)), 0)
         return jnp.sum(y * probe), y
 
     return jax.grad(run, (0, 1), has_aux=True)(lhs, rhs)

@@ -113,8 +113,10 @@ def test_a_mask_with_arrays_that_nobody_knows_is_refused():
         def tree_unflatten(cls, _, leaves):
             return cls()
 
+    x = jax.ShapeDtypeStruct((1, 8, 2, 4), "float32")
+    op = Attention(x, x, x, mask=Causal() & Odd(), scale=1.0)
     with pytest.raises(RequestError, match="does not go with the mask 'odd'"):
-        Scores(Causal() & Odd(), 1.0, None, None)
+        Scores(op)
 
 
 @pytest.mark.parametrize("devices", [2, 3, 8])
