@@ -67,10 +67,12 @@ def test_the_name_of_a_run_with_the_default_microbatches_does_not_ask_the_model(
     short_hash(config())
 
 
-def test_a_model_says_what_depends_on_its_batch(monkeypatch):
+def test_a_model_says_what_depends_on_its_batch():
     assert run_dir.batch_dependence(config()) == ()
-    monkeypatch.setattr(run_dir.Functional, "batch_dependence", (REASON,), raising=False)
-    assert run_dir.batch_dependence(config()) == (REASON,)
+    reasons = run_dir.batch_dependence(config("dropout:rate=0.1"))
+    assert any(reason.endswith("dropout draws random numbers") for reason in reasons)
+    routed = run_dir.batch_dependence(config("moe:num_experts=4"))
+    assert routed == ("decoder.layer.feed_forward.router balances its load over the batch",)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ Who = Callable[[str], str | None]
 
 def batch_dependence(config: Any) -> tuple[str, ...]:
     """Why the batch of a step cannot be cut up otherwise without changing what the model computes; empty where it can."""
-    return getattr(Functional.of(config.model), "batch_dependence", ())
+    return Functional.of(config.model).batch_dependence
 
 
 def short_hash(config: Node[Any]) -> str:

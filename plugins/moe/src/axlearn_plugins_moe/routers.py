@@ -22,6 +22,9 @@ SCALE = 1e-6
 """Of the gradients that balance biases. Their sign alone matters; they are not to be seen in a norm of gradients."""
 
 
+BALANCES = "balances its load over the batch"
+
+
 class LinearRouter(Layer):
     """The base of these routers: one logit per token and expert, computed in float32 whatever the model computes in."""
 
@@ -101,6 +104,8 @@ class SoftmaxRouter(LinearRouter):
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
         super().__init__(cfg, rngs=rngs, precision=precision)
         check_groups("softmax", cfg)
+        if cfg.load_balance:
+            self.batch_dependence = BALANCES
 
     def __call__(self, x: jax.Array) -> Routing:
         """[B, S, D] -> the assignments."""
@@ -145,6 +150,7 @@ class SigmoidRouter(LinearRouter):
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
         super().__init__(cfg, rngs=rngs, precision=precision)
         check_groups("sigmoid", cfg)
+        self.batch_dependence = BALANCES
         self.bias = self.parameter(rngs, Constant(), (cfg.num_experts,), ("experts",))
 
     def __call__(self, x: jax.Array) -> Routing:
