@@ -36,6 +36,7 @@ class Steps:
         evaluate: `(state, batch) -> scalars`.
         loss: `(params, batch) -> (loss, summaries)`, for counting FLOPs.
         model_params: `(state) -> params` to evaluate and export with: their moving average where there is one.
+        begin: `(key, params) -> (rng, learner state)`, for a run that begins with these parameters.
         place: `(shardings, abstract state) -> shardings`, where some of it is to live elsewhere.
     """
 
@@ -44,6 +45,7 @@ class Steps:
     evaluate: Callable[[Any, Any], dict[str, jax.Array]]
     loss: Callable[[Any, Any], Any]
     model_params: Callable[[Any], Any]
+    begin: Callable[[jax.Array, Any], tuple[Any, Any]]
     place: Callable[[Any, Any], Any] = lambda places, state: places
 
 
@@ -122,6 +124,13 @@ class Program:
     def init(self, seed: int) -> Any:
         """The state of step 0, sharded."""
         return self._init(jax.random.key(seed))
+
+    def begin(self, seed: int, state: Any) -> Any:
+        """`state` with its weights and step, and otherwise as a run begins: a new root key, a new learner's state."""
+        places = jax.tree.map(lambda s: s.sharding, (self.state.rng, self.state.learner))
+        begin = jax.jit(self._traced(self.steps.begin), out_shardings=places)
+        rng, learner = begin(jax.random.key(seed), state.params)
+        return state.replace(rng=rng, learner=learner)
 
     def compile_train(self, batch: Mapping[str, Any], **options: Any) -> Any:
         """The compiled training step for batches of these shapes; kept. `options` are XLA's, under `compiler_options`."""

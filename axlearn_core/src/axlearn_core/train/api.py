@@ -4,11 +4,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from axlearn_core.checkpoint import LocalStorage
+from axlearn_core.checkpoint.run import read_run_config
 from axlearn_core.compose.devices import settle
 from axlearn_core.config import Node
-from axlearn_core.errors import CheckpointError, ConfigError, RequestError
-from axlearn_core.plugins.registry import registry
-from axlearn_core.plugins.request import Request, read
+from axlearn_core.errors import RequestError
+from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import Resolved, resolve
 from axlearn_core.train.run_dir import RunDir, default_run_dir
 from axlearn_core.train.trainer import Result, Trainer
@@ -69,16 +70,7 @@ def saved_config(run_dir: Path) -> Node[Any] | None:
     Raises:
         CheckpointError: the file cannot be read back.
     """
-    file = run_dir / "config.yaml"
-    if not file.is_file():
-        return None
-    try:
-        request = read(file, registry())
-    except ConfigError as error:
-        raise CheckpointError(f"{file} cannot be read by what is installed now:\n{error}") from error
-    if not isinstance(request.experiment, Node):
-        raise CheckpointError(f"{file} is a run file, not the resolved config of a run (it lacks `resolved: true`)")
-    return request.experiment
+    return read_run_config(LocalStorage(run_dir), run_dir)
 
 
 def provenance(resolved: Resolved) -> dict[str, list[dict[str, str]]]:

@@ -24,6 +24,9 @@ def make_steps(functional: Functional, learner: Learner) -> Steps:
             learner=learner.init(params),
         )
 
+    def begin(key: jax.Array, params: Any) -> tuple[jax.Array, Any]:
+        return jax.random.key_data(jax.random.split(key)[1]), learner.init(params)
+
     def loss(params: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
         value, summaries = functional.bind(params).loss(batch)
         return value, dict(summaries)
@@ -49,4 +52,6 @@ def make_steps(functional: Functional, learner: Learner) -> Steps:
         own = getattr(learner, "place", None)  # a learner may keep its state elsewhere than the parameters are
         return places.replace(learner=own(places.learner, state.learner)) if own else places
 
-    return Steps(init=init, train=train, evaluate=evaluate, loss=loss, model_params=model_params, place=place)
+    return Steps(
+        init=init, train=train, evaluate=evaluate, loss=loss, model_params=model_params, begin=begin, place=place
+    )
