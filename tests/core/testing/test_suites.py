@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from axlearn_core.checkpoint import LocalStorage
 from axlearn_core.config import REQUIRED, Configurable, interface, node
 from axlearn_core.contracts.kernels import KernelImplementation
 from axlearn_core.kernels import selection

@@ -127,7 +127,7 @@ class RunCheckpoint:
     def _directory(self) -> Path:
         storage = self.storage
         root = storage.root if isinstance(storage, LocalStorage) else storage.directory()
-        return root / self.folder
+        return root.absolute() / self.folder  # as Orbax wants it
 
     @property
     def _steps(self) -> list[int]:
