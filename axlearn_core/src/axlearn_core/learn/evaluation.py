@@ -5,9 +5,10 @@ from typing import Any
 
 import attrs
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from axlearn_core.learn.paths import flatten
+from axlearn_core.learn.paths import flatten, unflatten
 
 
 @attrs.frozen(eq=False)
@@ -38,14 +39,13 @@ def evaluation_sources(learner: Any, abstract: Mapping[str, jax.ShapeDtypeStruct
     traced, outputs = jax.make_jaxpr(learner.evaluation_params, return_shape=True)(state, params)
     jaxpr = traced.jaxpr
     names: dict[Any, str] = dict(zip(jaxpr.invars, inputs, strict=True))
-    constants = dict(zip(jaxpr.constvars, traced.consts, strict=True))
     makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     sources = {}
     for (path, spec), variable in zip(flatten(outputs).items(), jaxpr.outvars, strict=True):
-        needed = _inputs(variable, names, makers)
-        direct = variable in names
-        compute = None if direct else _function(variable, needed, makers, constants)
-        sources[path] = Source(jax.ShapeDtypeStruct(spec.shape, spec.dtype), tuple(names[v] for v in needed), compute)
+        needed = [names[v] for v in _inputs(variable, names, makers)]
+        direct = not isinstance(variable, Literal) and variable in names
+        compute = None if direct else _function(learner, state, params, path, needed)
+        sources[path] = Source(jax.ShapeDtypeStruct(spec.shape, spec.dtype), tuple(needed), compute)
     return sources
 
 
@@ -60,21 +60,16 @@ def _inputs(variable: Any, names: Mapping[Any, str], makers: Mapping[Any, Any]) 
 
 
 def _function(
-    variable: Any, inputs: Sequence[Any], makers: Mapping[Any, Any], constants: Mapping[Any, Any]
+    learner: Any, state: Any, params: Mapping[str, Any], path: str, needed: Sequence[str]
 ) -> Callable[[Sequence[jax.Array]], jax.Array]:
-    def compute(values: Sequence[jax.Array]) -> jax.Array:
-        known = {**constants, **dict(zip(inputs, values, strict=True))}
+    def one(values: Sequence[jax.Array]) -> jax.Array:
+        known = dict(zip(needed, values, strict=True))
 
-        def value(of: Any) -> Any:
-            if isinstance(of, Literal):
-                return of.val
-            if of not in known:
-                eqn = makers[of]
-                functions, options = eqn.primitive.get_bind_params(eqn.params)
-                made = eqn.primitive.bind(*functions, *map(value, eqn.invars), **options)
-                known.update(zip(eqn.outvars, made if eqn.primitive.multiple_results else [made], strict=True))
-            return known[of]
+        def fill(part: str, tree: Any) -> Any:
+            # XLA drops the zeros: nothing that `path` is made of depends on them.
+            leaves = {p: known.get(f"{part}.{p}", jnp.zeros(x.shape, x.dtype)) for p, x in flatten(tree).items()}
+            return unflatten(tree, leaves)
 
-        return value(variable)
+        return flatten(learner.evaluation_params(fill("learner", state), fill("params", params)))[path]
 
-    return compute
+    return jax.jit(one)
