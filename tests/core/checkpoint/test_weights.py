@@ -1,6 +1,7 @@
 """Weights of runs: read onto any mesh, parameters only; every wrong request has one clear error."""
 
 import json
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,9 @@ from jax.sharding import PartitionSpec as P
 import axlearn_core as ax
 from axlearn_core.checkpoint import LocalStorage, open_weights
 from axlearn_core.compose import Functional
+from axlearn_core.config import Configurable, node, patch
 from axlearn_core.errors import CheckpointError, RequestError
+from axlearn_core.learn.paths import path_of
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import write
 
@@ -186,3 +189,39 @@ def test_variables_are_weights_too_and_have_to_be_those_of_the_model(tmp_path, m
 def test_a_path_outside_of_a_storage_is_refused(tmp_path):
     with pytest.raises(Exception, match="is not a path below"):
         LocalStorage(tmp_path).read("../x")
+
+
+class Pickled(Configurable):
+    """A checkpointer that knows only whole states."""
+
+    @node
+    class Config(Configurable.Config["Pickled"]):
+        pass
+
+    kept: ClassVar = {}
+
+    def __init__(self, cfg, *, directory):
+        pass
+
+    def steps(self):
+        return sorted(self.kept)
+
+    def restore(self, step, like):
+        flat = self.kept[step]
+        return jax.tree_util.tree_map_with_path(
+            lambda k, x: flat.get(path_of(k), jnp.zeros(x.shape, x.dtype)), like
+        ), {}
+
+    def close(self):
+        pass
+
+
+def test_another_checkpointer_restores_whole_states(tmp_path, monkeypatch):
+    config = patch(ax.resolve("quickstart", set=SETTINGS).config, {"checkpointer": Pickled.Config()})
+    params = {p: jnp.full(s.shape, 3, s.dtype) for p, s in Functional.of(config.model).abstract.items()}
+    monkeypatch.setattr(Pickled, "kept", {7: {f"params.{p}": x for p, x in params.items()}})
+    monkeypatch.setattr("axlearn_core.checkpoint.weights.read_run_config", lambda storage, uri: config)
+    weights = open_weights(tmp_path)
+    assert weights.step == 7
+    assert all((x == 3).all() for x in weights.read().values())
+    refused(lambda: open_weights(tmp_path, step=8), "has no checkpoint of step 8 (there: 7)")

@@ -1,21 +1,26 @@
 """The checkpoint of a run, read through a storage: its config, its manifest, and some of its arrays."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
 
 from axlearn_core.checkpoint import manifest, stream
 from axlearn_core.checkpoint.manifest import ArrayInfo, Manifest
 from axlearn_core.checkpoint.orbax import WEIGHTS_ONLY, OrbaxCheckpointer, agree, read_orbax
 from axlearn_core.checkpoint.shards import StoredArray
 from axlearn_core.checkpoint.storage import LocalStorage, open_storage
+from axlearn_core.compose import Functional, TrainState
 from axlearn_core.config import Node
 from axlearn_core.contracts.storage import Storage
 from axlearn_core.errors import CheckpointError, ConfigError, MissingFileError
+from axlearn_core.learn.paths import flatten
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import read_text
 
@@ -54,16 +59,11 @@ class RunCheckpoint:
     """
 
     def __init__(self, uri: str | Path, storage: Storage, config: Any, step: int | None = None):
-        if not isinstance(getattr(config, "checkpointer", None), OrbaxCheckpointer.Config):
-            raise CheckpointError(
-                f"{uri}: its checkpointer does not keep weights that can be read on their own\n"
-                f"    got: {type(getattr(config, 'checkpointer', None)).__qualname__}\n    expected: orbax-checkpointer"
-            )
         self.uri, self.config = uri, config
         elsewhere = config.checkpointer.uri
         self.storage = storage if elsewhere is None else open_storage(elsewhere)
         self.folder = "checkpoints/" if elsewhere is None else ""
-        self.step = self._find(step)
+        self.step = _find_step(uri, self._steps, step)
         self.manifest = self._read_manifest()
 
     def __str__(self) -> str:
@@ -134,14 +134,6 @@ class RunCheckpoint:
         names = {f.path.removeprefix(self.folder).partition("/")[0] for f in self.storage.list(self.folder)}
         return sorted(int(n) for n in names if n.isdecimal())
 
-    def _find(self, step: int | None) -> int:
-        known = self._steps
-        if not known or (step is not None and step not in known):
-            asked = "" if step is None else f" of step {step}"
-            listed = ", ".join(map(str, known)) or "none"
-            raise CheckpointError(f"{self.uri} has no checkpoint{asked} (there: {listed})\n    fix: give one of those")
-        return known[-1] if step is None else step
-
     def _read_manifest(self) -> Manifest:
         try:
             return manifest.parse(self.storage.read(f"{self._root}{manifest.MANIFEST}"), self.step)
@@ -152,3 +144,85 @@ class RunCheckpoint:
 
     def _damaged(self, problem: str) -> CheckpointError:
         return manifest.damaged(f"{self.uri}", self.step, [problem], self._steps)
+
+
+class WholeCheckpoint:
+    """One checkpoint of a run whose checkpointer knows only whole states; see `RunCheckpoint`.
+
+    The first `read` restores the state, onto the default device, and keeps its weights.
+    """
+
+    weights_only = False
+
+    def __init__(self, uri: str | Path, config: Any, step: int | None = None):
+        self.uri, self.config = uri, config
+        with self._checkpointer() as checkpointer:
+            self.step = _find_step(uri, checkpointer.steps(), step)
+        self.arrays: Mapping[str, Any] = flatten(self._abstract)
+
+    def __str__(self) -> str:
+        return f"the checkpoint of step {self.step} of {self.uri}"
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What it holds besides arrays, such as the position in the data."""
+        return self._restored[1]
+
+    def read(self, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        """The arrays of `like`, in its shardings (None: the default device)."""
+        return {p: jax.device_put(self._restored[0][p], x.sharding) for p, x in like.items()}
+
+    @cached_property
+    def _restored(self) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+        with self._checkpointer() as checkpointer:
+            state, extra = checkpointer.restore(self.step, self._abstract)
+        return flatten(state), extra
+
+    @cached_property
+    def _abstract(self) -> TrainState:
+        model = Functional.of(self.config.model)
+        learner = self.config.learner.build(max_steps=self.config.max_steps, axes=model.axes)
+        state = jax.eval_shape(
+            lambda params: TrainState(
+                step=jnp.zeros((), jnp.int32),
+                params=params,
+                variables=dict(getattr(model, "variables", {})),
+                rng=jax.random.key_data(jax.random.key(0)),
+                learner=learner.init(params),
+            ),
+            model.abstract,
+        )
+        place = SingleDeviceSharding(jax.local_devices()[0])
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state)
+
+    @contextmanager
+    def _checkpointer(self) -> Iterator[Any]:
+        checkpointer = self.config.checkpointer.build(directory=Path(self.uri) / "checkpoints")
+        try:
+            yield checkpointer
+        finally:
+            checkpointer.close()
+
+
+def _find_step(uri: str | Path, known: Sequence[int], step: int | None) -> int:
+    if not known or (step is not None and step not in known):
+        asked = "" if step is None else f" of step {step}"
+        listed = ", ".join(map(str, known)) or "none"
+        raise CheckpointError(f"{uri} has no checkpoint{asked} (there: {listed})\n    fix: give one of those")
+    return known[-1] if step is None else step
+
+
+def open_checkpoint(
+    uri: str | Path, storage: Storage, config: Any, step: int | None = None
+) -> RunCheckpoint | WholeCheckpoint:
+    """A checkpoint of a run, by default the newest, as the run's checkpointer keeps it.
+
+    Raises:
+        CheckpointError: the config is not a trainer's, no such step, or a damaged manifest.
+    """
+    checkpointer = getattr(config, "checkpointer", None)
+    if checkpointer is None:
+        raise CheckpointError(f"{uri}/{CONFIG} is not a trainer's config: it has no checkpointer")
+    if isinstance(checkpointer, OrbaxCheckpointer.Config):
+        return RunCheckpoint(uri, storage, config, step)
+    return WholeCheckpoint(uri, config, step)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Sharding
 
-from axlearn_core.checkpoint.run import RunCheckpoint, read_run_config
+from axlearn_core.checkpoint.run import RunCheckpoint, WholeCheckpoint, open_checkpoint, read_run_config
 from axlearn_core.checkpoint.storage import open_storage
 from axlearn_core.compose import Functional
 from axlearn_core.config import Node
@@ -36,7 +36,7 @@ def open_weights(uri: str | Path, *, step: int | None = None, storage: Storage |
     try:
         files = storage or open_storage(uri)
         if (config := read_run_config(files, uri)) is not None:
-            return RunWeights(RunCheckpoint(uri, files, config, step))
+            return RunWeights(open_checkpoint(uri, files, config, step))
     except CheckpointError:
         raise
     except RequestError as error:  # a plugin may know the scheme all the same
@@ -61,7 +61,7 @@ class RunWeights:
         functional: the model.
     """
 
-    def __init__(self, checkpoint: RunCheckpoint):
+    def __init__(self, checkpoint: RunCheckpoint | WholeCheckpoint):
         self.checkpoint = checkpoint
         self.experiment: Any = checkpoint.config
         self.step = checkpoint.step
