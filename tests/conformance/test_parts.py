@@ -16,7 +16,6 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import found
 
-from axlearn_core.checkpoint.storage import resolve
 from axlearn_core.config import patch
 from axlearn_core.contracts import parts
 from axlearn_core.errors import ConfigError
@@ -100,17 +99,5 @@ class TestAccumulatingLearner(LearnerSuite):
     config = patch(found.toy(found.components()["learner"]), {"accumulate_steps": 4, "ema_decay": 0.5})
 
 
-class Directories:
-    """Paths and file:// URIs, which the core stores without a plugin, as a storage."""
-
-    def prepare(self, uri):
-        made = resolve(uri)
-        made.mkdir(parents=True, exist_ok=True)
-        return made
-
-
 class TestDirectories(StorageSuite):
     uri = "file://{tmp}/checkpoints"
-
-    def storage(self, uri):
-        return Directories()

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from axlearn_core.checkpoint import open_weights
     from axlearn_core.compose import compose
     from axlearn_core.config import REQUIRED, Node, configure, diff, interface, node, patch, replace_config
     from axlearn_core.nn.layer import Layer
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "REQUIRED", "Feature", "Layer", "Node", "compose", "configure", "diff", "hookimpl", "interface", "load", "node",
-    "patch", "replace_config", "resolve", "train",
+    "open_weights", "patch", "replace_config", "resolve", "train",
 ]  # fmt: skip
 
 _CONFIG = ("REQUIRED", "Node", "configure", "diff", "interface", "node", "patch", "replace_config")
@@ -29,6 +30,7 @@ _HOMES = dict.fromkeys(_CONFIG, "config") | {
     "compose": "compose",
     "hookimpl": "plugins.hookspecs",
     "load": "train",
+    "open_weights": "checkpoint",
     "resolve": "plugins.resolve",
     "train": "train",
 }

@@ -38,6 +38,14 @@ class CheckpointError(RequestError):
     """A checkpoint or run directory is damaged, or belongs to something else."""
 
 
+class StorageError(WorkError):
+    """A storage could not be listed, read or written."""
+
+
+class MissingFileError(StorageError):
+    """A storage has no file of this path."""
+
+
 @attrs.frozen(kw_only=True)
 class Problem:
     """One thing that is wrong with a config."""

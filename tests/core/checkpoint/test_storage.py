@@ -10,17 +10,12 @@ from axlearn_core.plugins.registry import Registry
 
 BUCKET = """
 from pathlib import Path
+from axlearn_core.checkpoint import LocalStorage
 from axlearn_core.plugins.hookspecs import hookimpl
-
-class Bucket:
-    def prepare(self, uri):
-        path = Path({root!r}) / uri.removeprefix("bucket://")
-        path.mkdir(parents=True, exist_ok=True)
-        return path
 
 @hookimpl
 def axlearn_checkpoint_storage(uri):
-    return Bucket() if uri.startswith("bucket://") else None
+    return LocalStorage(Path({root!r}) / uri.removeprefix("bucket://")) if uri.startswith("bucket://") else None
 """
 
 

@@ -140,7 +140,6 @@ def test_the_example_of_each_hook_can_be_registered(hook):
     manager.add_hookspecs(hookspecs)
     manager.register(module)
     manager.check_pending()
-    arguments = {"axlearn_checkpoint_storage": {"uri": "other://x"}}
-    arguments["axlearn_load"] = {"directory": Path("elsewhere")}
+    arguments = {"axlearn_checkpoint_storage": {"uri": "other://x"}, "axlearn_weights": {"uri": "elsewhere"}}
     answers = getattr(manager.hook, hook)(**arguments.get(hook, {}))
-    assert bool(answers) == (hook not in ("axlearn_checkpoint_storage", "axlearn_load"))
+    assert bool(answers) == (hook not in ("axlearn_checkpoint_storage", "axlearn_weights"))

@@ -11,7 +11,7 @@ import pytest
 
 from axlearn_core.checkpoint import manifest
 from axlearn_core.errors import RequestError, WorkError
-from axlearn_core.train.loading import load
+from axlearn_core.train.inference import load
 from axlearn_plugins_huggingface.files import stored_tensors, write
 from axlearn_plugins_huggingface.runs import export_run, import_run
 from axlearn_plugins_huggingface.source import open_model

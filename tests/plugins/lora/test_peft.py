@@ -1,8 +1,5 @@
 """Adapters in PEFT's format: applied to the exported base by PEFT's formula they give the merged model's weights."""
 
-from pathlib import Path
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,11 +8,13 @@ import axlearn_core as ax
 from axlearn_core.compose import Functional
 from axlearn_core.config import patch
 from axlearn_core.errors import RequestError
+from axlearn_core.plugins import request
+from axlearn_core.plugins.registry import registry
 from axlearn_plugins_huggingface.runs import export_run
-from axlearn_plugins_lora.adapters import merge, split
+from axlearn_plugins_lora.adapters import merge, scales_of, split
 from axlearn_plugins_lora.peft import adapter_config, export_peft, files
-from axlearn_plugins_lora.runs import merge_run, scales_of
-from axlearn_plugins_runs import Restored, write_run
+from axlearn_plugins_lora.runs import merge_run
+from axlearn_plugins_runs import write_weights
 
 SIZES = {
     "model.vocab_size": 64,
@@ -29,11 +28,15 @@ SIZES = {
 
 
 def found(config):
-    """What a run of the config could hold: no parameter is zero."""
+    """(parameters that a run of the config could hold, the scales of its adapters): no parameter is zero."""
     model = Functional.of(config.model)
     rng = np.random.default_rng(0)
     params = {p: jnp.asarray(rng.normal(size=s.shape) * 0.1, s.dtype) for p, s in model.abstract.items()}
-    return Restored(Path("base"), config, model, {"rng": jax.random.key_data(jax.random.key(0))}, params, 1, {})
+    return params, scales_of(model.bind(model.abstract))
+
+
+def peft_files(config, **options):
+    return files(config, *found(config), **options)
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +51,8 @@ def module(arrays, name):
 
 
 def test_the_arrays_are_what_peft_adds_to_the_weights(config):
-    run = found(config)
-    arrays, facts = files(run, base="some/base")
+    params, scales = found(config)
+    arrays, facts = files(config, params, scales, base="some/base")
     assert (facts["peft_type"], facts["r"], facts["lora_alpha"]) == ("LORA", 3, 6)
     assert facts["base_model_name_or_path"] == "some/base"
     names = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
@@ -59,8 +62,8 @@ def test_the_arrays_are_what_peft_adds_to_the_weights(config):
     assert arrays["base_model.model.model.layers.1.self_attn.k_proj.lora_A.weight"].shape == (3, 32)
     assert arrays["base_model.model.model.layers.1.self_attn.k_proj.lora_B.weight"].shape == (16, 3)
 
-    merged = merge(run.params, scales_of(run))
-    added = {p: np.asarray(merged[p], np.float64) - np.asarray(run.params[p], np.float64) for p in merged}
+    merged = merge(params, scales)
+    added = {p: np.asarray(merged[p], np.float64) - np.asarray(params[p], np.float64) for p in merged}
     for layer in range(2):
         attention, feed_forward = (f"decoder.layer.{n}" for n in ("attention", "feed_forward"))
         here = f"model.layers.{layer}"
@@ -73,7 +76,7 @@ def test_the_arrays_are_what_peft_adds_to_the_weights(config):
 
 def test_ranks_that_differ_are_patterns_and_modules_without_adapters_stay_without(config):
     query = "model.decoder.layer.attention.query"
-    facts = files(found(patch(config, {f"{query}.rank": 5, f"{query}.alpha": 2.5})))[1]
+    facts = peft_files(patch(config, {f"{query}.rank": 5, f"{query}.alpha": 2.5}))[1]
     assert (facts["r"], facts["lora_alpha"]) == (3, 6)
     queries = {f"model.layers.{i}.self_attn.q_proj" for i in range(2)}
     assert facts["rank_pattern"] == dict.fromkeys(queries, 5)
@@ -87,13 +90,16 @@ def test_ranks_that_differ_are_patterns_and_modules_without_adapters_stay_withou
 def test_a_model_that_the_format_does_not_have_is_refused(config):
     other = patch(config, {"model.decoder.layer.attention.softcap": 30.0})
     with pytest.raises(RequestError, match="no family describes all of this model"):
-        files(found(other))
+        peft_files(other)
 
 
 def run_of(directory, config):
     """A run at step 1."""
-    made = found(config)
-    write_run(directory, config, made.params, made)
+    return write(directory, config, found(config)[0])
+
+
+def write(directory, config, params):
+    write_weights(directory, config, request.write(config, registry()), params, {}, step=1)
     return directory
 
 
@@ -106,8 +112,8 @@ def test_peft_computes_the_same(config, tmp_path):
     run = run_of(tmp_path / "run", config)
     merge_run(run, tmp_path / "merged")
     export_peft(run, tmp_path / "peft", base=str(tmp_path / "hf"))
-    dense, made = ax.load(tmp_path / "merged"), found(config)
-    write_run(tmp_path / "base", dense.config, split(made.params)[0], made)
+    dense = ax.load(tmp_path / "merged")
+    write(tmp_path / "base", dense.config, split(found(config)[0])[0])
     export_run(tmp_path / "base", tmp_path / "hf")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     model = peft.PeftModel.from_pretrained(model, tmp_path / "peft")

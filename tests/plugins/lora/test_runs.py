@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 import axlearn_core as ax
-from axlearn_core.checkpoint import manifest
+from axlearn_core.checkpoint import manifest, open_weights
 from axlearn_core.errors import CheckpointError, RequestError
 from axlearn_plugins_lora.adapters import is_adapter
-from axlearn_plugins_lora.runs import export_run, merge_run, restored
-from axlearn_plugins_lora.start import StartFromRun, run_parameters
+from axlearn_plugins_lora.runs import export_run, merge_run
+from axlearn_plugins_lora.start import StartFromRun, read_like
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +46,7 @@ def runs(tmp_path_factory):
 
 
 def flat(run, step=None):
-    return restored(run, step).params
+    return open_weights(run, step=step).read()
 
 
 def test_a_run_begins_with_the_parameters_of_its_base(runs):
@@ -141,8 +141,10 @@ def test_what_does_not_fit_is_refused(runs, tmp_path):
 
     params = flat(tuned)
     with pytest.raises(CheckpointError, match=r"(?s)not in this model: .*lora.*merge its adapters first"):
-        run_parameters(tuned, {p: x for p, x in params.items() if not is_adapter(p)})
+        read_like(open_weights(tuned), {p: x for p, x in params.items() if not is_adapter(p)}, name="the run")
     with pytest.raises(CheckpointError, match=r"missing: decoder\.more\.weight"):
-        run_parameters(base, {**params, "decoder.more.weight": params["decoder.norm.weight"]})
+        read_like(open_weights(base), {**params, "decoder.more.weight": params["decoder.norm.weight"]}, name="the run")
     with pytest.raises(CheckpointError, match=r"differs: decoder.norm.weight: \(32,\) there, \(31,\) here"):
-        run_parameters(base, {**params, "decoder.norm.weight": params["decoder.norm.weight"][:31]})
+        read_like(
+            open_weights(base), {**params, "decoder.norm.weight": params["decoder.norm.weight"][:31]}, name="the run"
+        )

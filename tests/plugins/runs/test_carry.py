@@ -11,7 +11,7 @@ from axlearn_core.cli.main import cli
 from axlearn_core.compose import Functional
 from axlearn_core.errors import CheckpointError
 from axlearn_core.plugins.resolve import resolve
-from axlearn_plugins_runs import FRESH, ZERO, bridges, carry, restored
+from axlearn_plugins_runs import FRESH, ZERO, bridges, carry, open_run
 
 QUICK = {"xla_backend_optimization_level": 0}
 SIZES = {
@@ -108,12 +108,12 @@ def test_the_command_converts_a_run(tmp_path):
 
     done = call(str(new), "--with", "interleave:window=64", "--with", "ema", "--set", "max_steps=2")
     assert done.exit_code == 0, done.output
-    before, after = restored(old), restored(new)
+    before, after = open_run(old), open_run(new)
     assert after.step == 0
     assert after.extra["data"] == before.extra["data"]
     np.testing.assert_array_equal(
-        after.params["decoder.layer.0.attention.key.weight"],
-        before.params["decoder.layer.attention.key.weight"][np.array([0, 2])],
+        after.read()["decoder.layer.0.attention.key.weight"],
+        before.read()["decoder.layer.attention.key.weight"][np.array([0, 2])],
     )
     assert ax.train(f"{new}/config.yaml", run_dir=new).step == 2
     refused = call(str(tmp_path / "no"), "--with", "mla")

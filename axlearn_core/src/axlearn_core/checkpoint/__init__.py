@@ -1,16 +1,23 @@
-"""Checkpoints: Orbax behind our node. `checkpoint.manifest` reads what is in one without JAX."""
+"""Checkpoints and weights: Orbax behind our node. `checkpoint.manifest` reads what a checkpoint holds without JAX."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from axlearn_core.checkpoint.orbax import OrbaxCheckpointer
+    from axlearn_core.checkpoint.storage import LocalStorage, open_storage
+    from axlearn_core.checkpoint.weights import RunWeights, bind_weights, open_weights, split_weights
 
-__all__ = ["OrbaxCheckpointer"]
+__all__ = [
+    "LocalStorage", "OrbaxCheckpointer", "RunWeights", "bind_weights", "open_storage", "open_weights", "split_weights",
+]  # fmt: skip
+
+_HOMES = {"OrbaxCheckpointer": "orbax", "LocalStorage": "storage", "open_storage": "storage"} | dict.fromkeys(
+    ("RunWeights", "bind_weights", "open_weights", "split_weights"), "weights"
+)
 
 
 def __getattr__(name: str) -> Any:
-    if name != "OrbaxCheckpointer":
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from axlearn_core.checkpoint.orbax import OrbaxCheckpointer
-
-    return OrbaxCheckpointer
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

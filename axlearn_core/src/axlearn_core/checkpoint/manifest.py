@@ -5,7 +5,7 @@ checkpoints/
     manifest.json     written last, over everything below: arrays, metrics, size and hash of each file
     extra.json        what was given to `save` besides the state
     config.yaml, ...  the run's own text files
-    state/            the arrays (Orbax)
+    state/            the arrays: weights in `weights/` (see `shards`), all others in `state/` (Orbax)
   .140.partial/       a save that is under way or was cut off; becomes `140` in one rename when it is complete
 """
 
@@ -19,10 +19,13 @@ from typing import Any
 
 import attrs
 
+from axlearn_core.checkpoint.storage import sync_directory
 from axlearn_core.errors import CheckpointError
 
 MANIFEST, EXTRA, STATE = "manifest.json", "extra.json", "state"
-_FORMAT = 1
+WEIGHTS = f"{STATE}/weights/"
+"""Where the files of weights lie. Checkpoints of format 1 have none: Orbax keeps all of their arrays."""
+_FORMAT, _READABLE = 2, (1, 2)
 
 
 @attrs.frozen
@@ -89,7 +92,7 @@ def verify(directory: Path, step: int) -> Manifest:
     return manifest
 
 
-def damaged(directory: Path, step: int, problems: list[str], known: list[int]) -> CheckpointError:
+def damaged(directory: object, step: int, problems: list[str], known: list[int]) -> CheckpointError:
     """The error for a checkpoint that is not what was written."""
     before = [s for s in known if s < step]
     fix = (
@@ -125,27 +128,23 @@ def write(
         sync_directory(folder)
 
 
-def sync_directory(path: Path) -> None:
-    """Brings a directory's entries to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def parse(data: bytes, step: int) -> Manifest:
+    """The manifest of a step. Raises `ValueError`, `KeyError`, `TypeError` or `AttributeError` where it is damaged."""
+    body = json.loads(data)
+    digest = body.pop("sha256")
+    if digest != _digest(body) or body["format"] not in _READABLE or body["step"] != step:
+        raise ValueError("its own checksum, format or step is another one")
+    arrays = {p: ArrayInfo(p, tuple(shape), dtype) for p, (shape, dtype) in body["arrays"].items()}
+    return Manifest(step, arrays, body["metrics"], body["files"], body["created"])
 
 
 def _read(root: Path, step: int, known: list[int]) -> Manifest:
     try:
-        body = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
-        digest = body.pop("sha256")
-        if digest != _digest(body) or body["format"] != _FORMAT or body["step"] != step:
-            raise ValueError("its own checksum, format or step is another one")
+        return parse((root / MANIFEST).read_bytes(), step)
     except OSError as error:
         raise damaged(root.parent, step, [f"{MANIFEST}: {error.strerror}"], known) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise damaged(root.parent, step, [f"{MANIFEST}: not what was written ({error})"], known) from None
-    arrays = {p: ArrayInfo(p, tuple(shape), dtype) for p, (shape, dtype) in body["arrays"].items()}
-    return Manifest(step, arrays, body["metrics"], body["files"], body["created"])
 
 
 def _digest(body: Mapping[str, Any]) -> str:

@@ -16,15 +16,18 @@ import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 from jax.experimental import multihost_utils
 
-from axlearn_core.checkpoint import manifest
+from axlearn_core.checkpoint import manifest, stream
 from axlearn_core.checkpoint.manifest import ArrayInfo, Manifest
-from axlearn_core.checkpoint.storage import resolve
+from axlearn_core.checkpoint.shards import ShardWriter, is_weight
+from axlearn_core.checkpoint.storage import LocalStorage, resolve, sync_directory
 from axlearn_core.config import Configurable, node, setting
 from axlearn_core.errors import CheckpointError, WorkError, nearest
 from axlearn_core.learn.paths import flatten, select, unflatten
 
 log = logging.getLogger(__name__)
 TextFiles = Mapping[str, str | Callable[[], str]]
+WEIGHTS_ONLY = "weights_only"
+"""In `extra`: the checkpoint holds `step`, `params` and `variables` only, and a run begins with them."""
 
 
 class OrbaxCheckpointer(Configurable):
@@ -106,6 +109,9 @@ class OrbaxCheckpointer(Configurable):
         texts[manifest.EXTRA] = json.dumps(dict(extra or {}))
         described = {p: describe(p, x) for p, x in flatten(state).items()}
         arrays = stored(state)
+        weights = {p: x for p, x in arrays.items() if is_weight(p)}
+        others = {p: x for p, x in arrays.items() if p not in weights}
+        items = {**({"weights": ShardWriter(weights)} if weights else {}), **({"state": others} if others else {})}
         partial = self.directory / f".{step}.partial"
         try:
             if jax.process_index() == 0:
@@ -116,7 +122,7 @@ class OrbaxCheckpointer(Configurable):
             if (self.directory / str(step)).exists():
                 return False
             with _context():
-                response = ocp.save_async(str(partial / manifest.STATE), arrays)
+                response = ocp.save_checkpointables_async(str(partial / manifest.STATE), items)
         except (OSError, ValueError, TimeoutError) as error:
             raise self._failed(step, error) from error
 
@@ -143,7 +149,7 @@ class OrbaxCheckpointer(Configurable):
         step, future = self._pending
         self._pending = None
         error = future.exception()
-        _agree(self._failed(step, error) if error else None, error)
+        agree(self._failed(step, error) if error else None, error)
 
     def close(self) -> None:
         """Waits, then ends the thread."""
@@ -155,14 +161,18 @@ class OrbaxCheckpointer(Configurable):
     def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
         """(state, extra) of a step. Shapes, dtypes and shardings are those of `like`, which may be abstract.
 
+        A checkpoint of weights only leaves the learner and the random key as they are in `like`.
+
         Raises:
             CheckpointError: no such step; a damaged file; or arrays that are missing, unexpected or of another shape.
         """
         found = self._verified(step)
-        wanted = {p: describe(p, x) for p, x in flatten(like).items()}
-        _check_same(step, wanted, found.arrays, unexpected=True)
-        state = self._load(step, like, list(wanted))
         extra = json.loads((self.directory / str(step) / manifest.EXTRA).read_text(encoding="utf-8"))
+        wanted = {p: describe(p, x) for p, x in flatten(like).items()}
+        if extra.get(WEIGHTS_ONLY):
+            wanted = {p: x for p, x in wanted.items() if p.split(".")[0] in ("step", "params", "variables")}
+        _check_same(step, wanted, found.arrays, unexpected=True)
+        state = self._load(found, like, list(wanted))
         self._restored = step
         return state, extra
 
@@ -177,7 +187,7 @@ class OrbaxCheckpointer(Configurable):
         names = select(pattern, flat, what=f"partial restore of step {step}")
         found = self._verified(step)
         _check_same(step, {p: describe(p, flat[p]) for p in names}, found.arrays, unexpected=False)
-        return self._load(step, like, names)
+        return self._load(found, like, names)
 
     def _verified(self, step: int) -> Manifest:
         # Before any process enters a collective restore: one that fails in the middle would leave the others waiting.
@@ -187,16 +197,24 @@ class OrbaxCheckpointer(Configurable):
                 manifest.verify(self.directory, step)
             except CheckpointError as caught:
                 error = caught
-        _agree(error, error)
+        agree(error, error)
         return self.inspect(step)
 
-    def _load(self, step: int, like: Any, names: list[str]) -> Any:
+    def _load(self, found: Manifest, like: Any, names: list[str]) -> Any:
         flat = flatten(like)
         leaves = {p: flat[p] for p in names}
         abstract = {p: _abstract(x) for p, x in leaves.items() if np.prod(x.shape)}
         empty = {p: jnp.zeros(x.shape, x.dtype) for p, x in leaves.items() if not np.prod(x.shape)}
-        with _context(partial=True):
-            loaded = ocp.load(str(self.directory / str(step) / manifest.STATE), abstract) if abstract else {}
+        try:
+            storage, root = LocalStorage(self.directory), f"{found.step}/"
+            index = stream.read_index(storage, root, found.files)
+            weights = {p: index[p] for p in abstract if p in index}
+            places = {p: abstract[p].sharding for p in weights}
+            # Without hashes: `_verified` compared those of all files.
+            loaded = dict(stream.read_arrays(storage, root + manifest.WEIGHTS, weights, places, verify=False))
+        except stream.DamagedError as error:
+            raise manifest.damaged(self.directory, found.step, [str(error)], self.steps()) from error
+        loaded |= read_orbax(self.directory / str(found.step), {p: x for p, x in abstract.items() if p not in loaded})
         keys = {p: jax.random.wrap_key_data(loaded[p], impl=_impl(x)) for p, x in leaves.items() if is_key(x)}
         return unflatten(like, {**empty, **loaded, **keys})
 
@@ -230,7 +248,7 @@ class OrbaxCheckpointer(Configurable):
         created = datetime.now(UTC).isoformat(timespec="seconds")
         manifest.write(partial, step=step, arrays=arrays, metrics=metrics, created=created)
         partial.rename(self.directory / str(step))
-        manifest.sync_directory(self.directory)
+        sync_directory(self.directory)
         for old in self._unwanted():
             path = self.directory / str(old)
             shutil.rmtree(path.rename(path.with_name(f".{old}.deleted")))
@@ -257,6 +275,14 @@ class OrbaxCheckpointer(Configurable):
             f"the checkpoint of step {step} could not be written to {self.directory}: {reason}\n"
             f"    intact: {kept}\n    fix: free space or make the directory writable, then run the same command again"
         )
+
+
+def read_orbax(checkpoint: Path, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """Arrays by dotted path, in the shardings of `abstract`, of those that Orbax keeps in a checkpoint's directory."""
+    if not abstract:
+        return {}
+    with _context(partial=True):
+        return ocp.load(str(checkpoint / manifest.STATE), {p: _abstract(x) for p, x in abstract.items()})
 
 
 def describe(path: str, leaf: Any) -> ArrayInfo:
@@ -319,7 +345,7 @@ def _check_same(
         )
 
 
-def _agree(mine: Exception | None, cause: BaseException | None) -> None:
+def agree(mine: Exception | None, cause: BaseException | None) -> None:
     """Raises on every process where any process has an error, so that none goes on alone."""
     if jax.process_count() > 1:
         flags = np.asarray(multihost_utils.process_allgather(np.asarray(mine is not None)))

@@ -1,33 +1,160 @@
-"""Where checkpoints lie: local and mounted directories here, other URI schemes through `axlearn_checkpoint_storage`."""
+"""Opens storages: local and mounted directories here, other URI schemes through `axlearn_checkpoint_storage`."""
 
-from pathlib import Path
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urlsplit
 
-from axlearn_core.errors import RequestError
+from axlearn_core.contracts.storage import Storage, StoredFile
+from axlearn_core.errors import MissingFileError, RequestError, StorageError
 from axlearn_core.plugins.manager import Host, host
 
 
-def resolve(uri: str, plugins: Host | None = None) -> Path:
-    """The local or mounted directory for a path or URI. A local one is not created yet.
+class LocalStorage:
+    """The storage of a local or mounted directory; see `axlearn_core.contracts.storage.Storage`.
+
+    Attributes:
+        root: the directory. Reading does not create it.
+    """
+
+    def __init__(self, root: Path | str):
+        self.root = Path(root)
+
+    def list(self, prefix: str = "") -> list[StoredFile]:
+        """All files whose path begins with `prefix`."""
+        folder = self._locate(prefix.rpartition("/")[0]) if "/" in prefix else self.root
+        found = ((p.relative_to(self.root).as_posix(), p) for p in folder.rglob("*") if p.is_file())
+        return sorted(StoredFile(name, p.stat().st_size) for name, p in found if name.startswith(prefix))
+
+    def read(self, path: str) -> bytes:
+        """A whole file."""
+        try:
+            return self._locate(path).read_bytes()
+        except OSError as error:
+            raise self._error(path, error) from error
+
+    def read_into(self, path: str, begin: int, buffer: memoryview) -> None:
+        """Fills `buffer` with the file from byte `begin` on."""
+        try:
+            with self._locate(path).open("rb", buffering=0) as file:
+                file.seek(begin)
+                filled = 0
+                while filled < len(buffer):
+                    count = file.readinto(buffer[filled:])
+                    if not count:
+                        raise StorageError(
+                            f"{self.root / path} ends too early: {begin + filled} bytes, expected {begin + len(buffer)}"
+                        )
+                    filled += count
+        except OSError as error:
+            raise self._error(path, error) from error
+
+    def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
+        """Writes a file beside its place and renames it there."""
+        target = self._locate(path)
+        temporary = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with temporary.open("wb") as file:
+                    for chunk in chunks:
+                        file.write(chunk)
+                    file.flush()
+                    os.fsync(file.fileno())
+                temporary.replace(target)
+            finally:
+                temporary.unlink(missing_ok=True)
+        except OSError as error:
+            raise self._error(path, error) from error
+
+    def commit(self, source: str, target: str) -> None:
+        """Renames a folder."""
+        begin, end = self._locate(source), self._locate(target)
+        if end.exists():
+            raise StorageError(f"{end} exists already")
+        try:
+            for folder in (*(p for p in begin.rglob("*") if p.is_dir()), begin):
+                sync_directory(folder)
+            end.parent.mkdir(parents=True, exist_ok=True)
+            begin.rename(end)
+            sync_directory(end.parent)
+        except OSError as error:
+            raise self._error(source, error) from error
+
+    def delete(self, path: str) -> None:
+        """Deletes a file or folder."""
+        target = self._locate(path)
+        try:
+            if target.is_dir() and not target.is_symlink():
+                shutil.rmtree(target)
+            else:
+                target.unlink(missing_ok=True)
+        except OSError as error:
+            raise self._error(path, error) from error
+
+    def directory(self) -> Path:
+        """The directory, created."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._error("", error) from error
+        return self.root
+
+    def _locate(self, path: str) -> Path:
+        parts = PurePosixPath(path).parts
+        if path.startswith("/") or ".." in parts:
+            raise StorageError(f"{path!r} is not a path below {self.root}")
+        return self.root.joinpath(*parts)
+
+    def _error(self, path: str, error: OSError) -> StorageError:
+        missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
+        return (MissingFileError if missing else StorageError)(f"{self.root / path}: {error.strerror or error}")
+
+
+def open_storage(uri: str | Path, plugins: Host | None = None) -> Storage:
+    """The storage of a path or URI. Creates and reads nothing.
 
     Raises:
         RequestError: no plugin stores this scheme.
         PluginError: more than one does.
     """
-    parts = urlsplit(uri)
+    text = str(uri)
+    parts = urlsplit(text)
     if parts.scheme == "file":
-        return Path(unquote(parts.path))
-    if "://" not in uri:
-        return Path(uri).expanduser()
+        return LocalStorage(Path(unquote(parts.path)))
+    if "://" not in text:
+        return LocalStorage(Path(text).expanduser())
     plugins = plugins or host()
-    storage = plugins.only("axlearn_checkpoint_storage", uri=uri)
+    storage = plugins.only("axlearn_checkpoint_storage", uri=text)
     if storage is None:
         others = plugins.hook.axlearn_checkpoint_storage.get_hookimpls()
         names = [f"{o.plugin_name} ({plugins.origins[o.plugin_name]})" for o in others]
         raise RequestError(
-            f"no plugin stores checkpoints at {uri!r}: the scheme {parts.scheme!r} is unknown\n"
+            f"no plugin stores checkpoints at {text!r}: the scheme {parts.scheme!r} is unknown\n"
             "    known: paths and file:// (the core)"
             + "".join(f"; what {name} takes" for name in sorted(names))
             + "\n    fix: install a plugin for it, or mount it and give the path"
         )
-    return storage.prepare(uri)
+    return storage
+
+
+def resolve(uri: str | Path, plugins: Host | None = None) -> Path:
+    """The local or mounted directory of a path or URI. A local one is not created.
+
+    Raises:
+        RequestError: no plugin stores this scheme.
+        PluginError: more than one does.
+        StorageError: the storage has no such directory, or it cannot be written.
+    """
+    storage = open_storage(uri, plugins)
+    return storage.root if isinstance(storage, LocalStorage) else storage.directory()
+
+
+def sync_directory(path: Path) -> None:
+    """Brings a directory's entries to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

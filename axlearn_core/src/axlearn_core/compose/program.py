@@ -69,6 +69,14 @@ class Program(Compiler):
         """The state of step 0, sharded."""
         return self.compile("init")(jax.random.key(seed))
 
+    def begin(self, seed: int, state: Any) -> Any:
+        """`state` with its weights and step, and otherwise as a run begins: a new root key, a new learner's state.
+
+        The weights are donated.
+        """
+        weights = ModelWeights(state.params, state.variables)
+        return self.compile("begin")(jax.random.key(seed), weights).replace(step=state.step)
+
     def train_step(self, state: Any, batch: Mapping[str, jax.Array]) -> tuple[Any, dict[str, jax.Array]]:
         """One training step; `state` is donated."""
         return self.compile("train", batch)(state, batch)

@@ -7,12 +7,14 @@ those that it declares (see `axlearn_core.config.node`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import jax
     import numpy as np
+    from jax.sharding import Sharding
+
+    from axlearn_core.config import Node
 
 Batch = Mapping[str, Any]
 """One batch. For language models:
@@ -171,7 +173,11 @@ class Checkpointer(Protocol):
         ...
 
     def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
-        """(state, extra) of a step; `like` gives shapes, dtypes and shardings. Verifies before it reads."""
+        """(state, extra) of a step; `like` gives shapes, dtypes and shardings. Verifies before it reads.
+
+        Where `extra["weights_only"]` is true, the checkpoint has `step`, `params` and `variables`; the rest stays as in
+        `like`, and the trainer begins it anew.
+        """
         ...
 
     def wait(self) -> None:
@@ -203,9 +209,51 @@ class Tracker(Protocol):
         ...
 
 
-class CheckpointStorage(Protocol):
-    """The storage behind a checkpoint URI."""
+class Weights(Protocol):
+    """The weights of one model, wherever they come from: parameters and other variables, without training state.
 
-    def prepare(self, uri: str) -> Path:
-        """A local or mounted directory to write to, created; raises `WorkError` when it cannot be written."""
+    Attributes:
+        experiment: the root config that the model belongs to.
+        step: how many training steps the weights have seen.
+        tokenizer: turns text into the model's tokens; None where it takes no text.
+    """
+
+    @property
+    def experiment(self) -> Node[Any]:
+        """The root config that the model belongs to."""
+        ...
+
+    @property
+    def config(self) -> Node[Any]:
+        """The config of the model."""
+        ...
+
+    @property
+    def step(self) -> int:
+        """How many training steps the weights have seen."""
+        ...
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Turns text into the model's tokens; None where it takes no text."""
+        ...
+
+    def specs(self) -> Mapping[str, jax.ShapeDtypeStruct]:
+        """Shape and dtype of every parameter and variable, by its dotted path in the model. Reads no tensor."""
+        ...
+
+    def read(self, pattern: str = "**", shardings: Mapping[str, Sharding] | None = None) -> Mapping[str, jax.Array]:
+        """The tensors whose path fits `pattern` (`decoder.**.weight`), as `specs` says, each sharded as asked for.
+
+        Reads one tensor after the other, and of each the parts that this process's devices hold. With several processes,
+        all of them call it.
+
+        Args:
+            pattern: `*` stands for one part of a path, `**` for any number.
+            shardings: path -> sharding, at least of what fits the pattern; None puts tensors onto the default device.
+
+        Raises:
+            RequestError: the pattern fits no tensor, a sharding is missing, or one is for an unknown path.
+            CheckpointError: a file is damaged, named with the tensor.
+        """
         ...

@@ -11,12 +11,12 @@ import pluggy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from pathlib import Path
 
     from axlearn_core.contracts.kernels import KernelImplementation
     from axlearn_core.contracts.mesh import MeshRule
-    from axlearn_core.contracts.parts import CheckpointStorage
+    from axlearn_core.contracts.parts import Weights
     from axlearn_core.contracts.remat import RematPolicy
+    from axlearn_core.contracts.storage import Storage
     from axlearn_core.contracts.target import Target
 
 hookspec = pluggy.HookspecMarker("axlearn")
@@ -44,10 +44,10 @@ def axlearn_remat_policies() -> Iterable[RematPolicy]:  # type: ignore[empty-bod
 
 
 @hookspec
-def axlearn_checkpoint_storage(uri: str) -> CheckpointStorage | None:
-    """The storage for a checkpoint URI (`"s3://bucket/run"`), or None where its scheme is not this plugin's."""
+def axlearn_checkpoint_storage(uri: str) -> Storage | None:
+    """The storage of a URI (`"s3://bucket/run"`), or None where its scheme is not this plugin's."""
 
 
 @hookspec
-def axlearn_load(directory: Path) -> object | None:
-    """The model in a directory that is no run (an `axlearn_core.train.loading.Loaded`), or None where it is not known."""
+def axlearn_weights(uri: str) -> Weights | None:
+    """The weights at a URI or path that is not a run directory, or None where this plugin does not know them."""

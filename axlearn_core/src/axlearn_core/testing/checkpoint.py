@@ -1,5 +1,6 @@
 """The suites for checkpointers and for the storages behind them."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,10 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from axlearn_core.checkpoint import open_storage
 from axlearn_core.config import Node
-from axlearn_core.contracts.parts import CheckpointStorage
-from axlearn_core.errors import CheckpointError, WorkError
-from axlearn_core.plugins.manager import host
+from axlearn_core.contracts.storage import Storage
+from axlearn_core.errors import CheckpointError, MissingFileError, StorageError
 from axlearn_core.testing.common import assert_equal, need_devices
 
 
@@ -138,37 +139,116 @@ class CheckpointerSuite:
 
 
 class StorageSuite:
-    """What every checkpoint storage keeps.
+    """What every storage keeps; see `axlearn_core.contracts.storage.Storage`.
 
     Attributes:
-        uri: what it stores; `{tmp}` stands for a directory of the test.
-        unwritable: a URI that it cannot write to, where there is one.
+        uri: what it stores; `{tmp}` stands for a directory of the test, empty or missing at first.
+        unwritable: a URI that it cannot write to, where there is one; below `{tmp}/file`, which is a file.
     """
 
     uri: str
     unwritable: str | None = None
 
-    def storage(self, uri: str) -> CheckpointStorage:
-        """The storage that answers for a URI; by default the one that a plugin has for it."""
-        found = host().only("axlearn_checkpoint_storage", uri=uri)
-        assert found is not None, f"no installed plugin answers axlearn_checkpoint_storage({uri!r})"
-        return found
+    def storage(self, uri: str) -> Storage:
+        """The storage of a URI; by default the one that the core or a plugin opens for it."""
+        return open_storage(uri)
 
-    def test_it_gives_a_directory_to_write_to(self, tmp_path: Path) -> None:
-        uri = self.uri.format(tmp=tmp_path)
-        made = self.storage(uri).prepare(uri)
-        assert made.is_dir(), f"{made} was not created"
-        (made / "nested").mkdir()
-        (made / "nested" / "file").write_bytes(b"x")
-        (made / "nested").rename(made / "renamed")
-        assert (made / "renamed" / "file").read_bytes() == b"x"
-        again = self.storage(uri).prepare(uri)
-        assert (again / "renamed" / "file").read_bytes() == b"x", "what is there is found again under the same URI"
+    def opened(self, tmp_path: Path) -> Storage:
+        """The storage of `uri`, as another process would open it."""
+        return self.storage(self.uri.format(tmp=tmp_path))
+
+    def test_an_empty_storage_has_no_files(self, tmp_path: Path) -> None:
+        assert list(self.opened(tmp_path).list()) == []
+        assert list(self.opened(tmp_path).list("a/")) == []
+        with pytest.raises(MissingFileError):
+            self.opened(tmp_path).read("a/b")
+
+    def test_what_is_read_is_what_was_written(self, tmp_path: Path) -> None:
+        chunks = [b"0123", memoryview(b"456789"), b""]
+        self.opened(tmp_path).write("a/b.bin", chunks)
+        again = self.opened(tmp_path)
+        assert again.read("a/b.bin") == b"0123456789"
+        again.write("a/b.bin", [b"x"])
+        assert self.opened(tmp_path).read("a/b.bin") == b"x", "a later write replaces an earlier one"
+
+    def test_a_range_is_read_into_a_buffer(self, tmp_path: Path) -> None:
+        storage = self.opened(tmp_path)
+        storage.write("a", [bytes(range(256)) * 1024])
+        for begin, size in ((0, 0), (0, 1), (255, 3), (1000, 200_000), (256 * 1024 - 5, 5)):
+            buffer = bytearray(size)
+            storage.read_into("a", begin, memoryview(buffer))
+            assert buffer == (bytes(range(256)) * 1024)[begin : begin + size], (begin, size)
+
+    def test_a_file_that_ends_early_is_an_error(self, tmp_path: Path) -> None:
+        storage = self.opened(tmp_path)
+        storage.write("a", [b"0123"])
+        for begin in (2, 4, 9):
+            with pytest.raises(StorageError):
+                storage.read_into("a", begin, memoryview(bytearray(3)))
+        with pytest.raises(MissingFileError):
+            storage.read_into("b", 0, memoryview(bytearray(1)))
+
+    def test_files_are_listed_by_prefix_with_their_sizes(self, tmp_path: Path) -> None:
+        storage = self.opened(tmp_path)
+        for path in ("b/2", "a", "b/1/x", "b/10"):
+            storage.write(path, [path.encode()])
+        found = {f.path: f.bytes for f in self.opened(tmp_path).list()}
+        assert found == {"a": 1, "b/1/x": 5, "b/10": 4, "b/2": 3}
+        assert [f.path for f in storage.list()] == sorted(found)
+        assert [f.path for f in storage.list("b/")] == ["b/1/x", "b/10", "b/2"]
+        assert [f.path for f in storage.list("b/1")] == ["b/1/x", "b/10"]
+
+    def test_a_write_that_fails_leaves_what_was_there(self, tmp_path: Path) -> None:
+        def chunks() -> Iterator[bytes]:
+            yield b"half"
+            raise KeyboardInterrupt
+
+        storage = self.opened(tmp_path)
+        storage.write("a", [b"whole"])
+        for path in ("a", "b"):
+            with pytest.raises(KeyboardInterrupt):
+                storage.write(path, chunks())
+        assert {f.path: f.bytes for f in self.opened(tmp_path).list()} == {"a": 5}
+        assert storage.read("a") == b"whole"
+
+    def test_a_commit_moves_all_files_at_once(self, tmp_path: Path) -> None:
+        storage = self.opened(tmp_path)
+        for path in ("partial/x", "partial/y/z"):
+            storage.write(path, [path.encode()])
+        storage.commit("partial", "steps/10")
+        assert [f.path for f in self.opened(tmp_path).list()] == ["steps/10/x", "steps/10/y/z"]
+        assert storage.read("steps/10/y/z") == b"partial/y/z"
+        storage.write("other/x", [b"other"])
+        with pytest.raises(StorageError):
+            storage.commit("other", "steps/10")
+        assert storage.read("steps/10/x") == b"partial/x", "a commit onto what exists changes nothing"
+        with pytest.raises(MissingFileError):
+            storage.commit("nowhere", "steps/20")
+
+    def test_deleting_is_done_once(self, tmp_path: Path) -> None:
+        storage = self.opened(tmp_path)
+        for path in ("a/x", "a/y/z", "ab", "c"):
+            storage.write(path, [b"1"])
+        for _ in range(2):
+            storage.delete("a")
+            storage.delete("c")
+        assert [f.path for f in self.opened(tmp_path).list()] == ["ab"]
+
+    def test_its_directory_has_its_files(self, tmp_path: Path) -> None:
+        storage = self.opened(tmp_path)
+        storage.write("a/x", [b"1"])
+        try:
+            directory = storage.directory()
+        except StorageError:
+            pytest.skip("needs a storage with a local or mounted directory")
+        assert (directory / "a" / "x").read_bytes() == b"1"
+        (directory / "b").write_bytes(b"22")
+        assert {f.path: f.bytes for f in self.opened(tmp_path).list()} == {"a/x": 1, "b": 2}
 
     def test_what_cannot_be_written_is_an_error(self, tmp_path: Path) -> None:
         if self.unwritable is None:
             pytest.skip("needs a URI that cannot be written to: set `unwritable`")
         (tmp_path / "file").touch()
-        uri = self.unwritable.format(tmp=tmp_path)
-        with pytest.raises(WorkError):
-            self.storage(uri).prepare(uri)
+        storage = self.storage(self.unwritable.format(tmp=tmp_path))
+        with pytest.raises(StorageError):
+            storage.write("a", [b"1"])

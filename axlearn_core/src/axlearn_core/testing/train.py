@@ -209,4 +209,4 @@ class TrainerSuite:
     def test_a_batch_of_no_numbers_is_skipped_and_said(self, tmp_path: Path, capfd: Any) -> None:
         self.run(tmp_path / "run", input__bad=3)
         assert "step 3" in capfd.readouterr().err, "standard error says which step it was"
-        assert np.isfinite(self.saved(tmp_path / "run")[5]["params"]["weight"]).all()
+        assert np.isfinite(self.saved(tmp_path / "run")[5].params["weight"]).all()

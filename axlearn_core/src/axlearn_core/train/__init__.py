@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from axlearn_core.train.api import train
     from axlearn_core.train.evaluators import Evaluator, LossEvaluator
-    from axlearn_core.train.loading import Loaded, load
+    from axlearn_core.train.inference import Loaded, load
     from axlearn_core.train.loop import TrainLoop
     from axlearn_core.train.trainer import Result, Trainer
 
@@ -16,7 +16,7 @@ __all__ = [
 
 _HOMES = {
     "train": "api", "Evaluator": "evaluators", "LossEvaluator": "evaluators",
-    "Loaded": "loading", "load": "loading", "TrainLoop": "loop", "Result": "trainer", "Trainer": "trainer",
+    "Loaded": "inference", "load": "inference", "TrainLoop": "loop", "Result": "trainer", "Trainer": "trainer",
 }  # fmt: skip
 
 

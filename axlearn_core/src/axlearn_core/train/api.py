@@ -7,12 +7,13 @@ from typing import Any
 
 import attrs
 
+from axlearn_core.checkpoint import LocalStorage
+from axlearn_core.checkpoint.run import read_run_config
 from axlearn_core.compose.devices import detect, settle
 from axlearn_core.config import Node, diff
 from axlearn_core.contracts.target import Detected
-from axlearn_core.errors import CheckpointError, ConfigError, RequestError
-from axlearn_core.plugins.registry import registry
-from axlearn_core.plugins.request import Request, read
+from axlearn_core.errors import CheckpointError, RequestError
+from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import Resolved, resolve
 from axlearn_core.train.run_dir import RunDir, refused_changes, short_hash
 from axlearn_core.train.trainer import Result, Trainer
@@ -118,16 +119,7 @@ def saved_config(run_dir: Path) -> Node[Any] | None:
     Raises:
         CheckpointError: the file cannot be read back.
     """
-    file = run_dir / "config.yaml"
-    if not file.is_file():
-        return None
-    try:
-        request = read(file, registry())
-    except ConfigError as error:
-        raise CheckpointError(f"{file} cannot be read by what is installed now:\n{error}") from error
-    if not isinstance(request.experiment, Node):
-        raise CheckpointError(f"{file} is a run file, not the resolved config of a run (it lacks `resolved: true`)")
-    return request.experiment
+    return read_run_config(LocalStorage(run_dir), run_dir)
 
 
 def provenance(resolved: Resolved) -> dict[str, list[dict[str, str]]]:

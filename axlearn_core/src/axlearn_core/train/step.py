@@ -31,6 +31,14 @@ class TrainingFunctions:
                 place=self.place,
                 describe="the state of step 0",
             ),
+            "begin": Function(
+                call=self.begin,
+                inputs=lambda _: (Part.KEY, Part.WEIGHTS),
+                outputs=lambda _: Part.STATE,
+                donate=(1,),
+                runs_once=True,
+                describe="the state of a run that begins with given weights",
+            ),
             "weights": Function(
                 call=self.weights, inputs=lambda _: (Part.STATE,), describe="what to evaluate and generate with"
             ),
@@ -59,13 +67,19 @@ class TrainingFunctions:
     def init(self, key: jax.Array) -> TrainState:
         """The state of step 0."""
         model_key, root = jax.random.split(key)
-        params, variables = self.functional.init_arrays(model_key)
+        return self._state_of(ModelWeights(*self.functional.init_arrays(model_key)), root)
+
+    def begin(self, key: jax.Array, weights: ModelWeights) -> TrainState:
+        """The state of step 0 with these weights."""
+        return self._state_of(weights, jax.random.split(key)[1])
+
+    def _state_of(self, weights: ModelWeights, root: jax.Array) -> TrainState:
         return TrainState(
             step=jnp.zeros((), jnp.int32),
-            params=params,
-            variables=variables,
+            params=weights.params,
+            variables=weights.variables,
             rng=jax.random.key_data(root),
-            learner=self.learner.init(params),
+            learner=self.learner.init(weights.params),
         )
 
     def weights(self, state: TrainState) -> ModelWeights:

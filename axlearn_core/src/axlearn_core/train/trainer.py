@@ -10,6 +10,7 @@ import attrs
 import jax
 
 from axlearn_core.checkpoint import OrbaxCheckpointer
+from axlearn_core.checkpoint.orbax import WEIGHTS_ONLY
 from axlearn_core.compose import Function, Functional, Program, compose
 from axlearn_core.config import REQUIRED, Configurable, Node, check, node, setting
 from axlearn_core.contracts.mesh import Mesh
@@ -187,6 +188,9 @@ class Trainer(Configurable):
         state, extra = checkpointer.restore(step, program.state)
         if "data" in extra:  # not where the run was made of a model from elsewhere
             batches.set_state(extra["data"])
+        if extra.get(WEIGHTS_ONLY):
+            say(f"starting from the weights of step {step}: the optimizer's state is new")
+            return program.begin(self.config.seed, state), step
         say(f"continuing from the checkpoint of step {step}")
         return state, step
 

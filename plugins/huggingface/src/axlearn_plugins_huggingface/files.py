@@ -16,7 +16,9 @@ import attrs
 import ml_dtypes
 import numpy as np
 
-from axlearn_core.errors import CheckpointError, RequestError, nearest
+from axlearn_core.checkpoint import LocalStorage
+from axlearn_core.contracts.storage import Storage
+from axlearn_core.errors import CheckpointError, RequestError, StorageError, nearest
 
 DTYPES: dict[str, Any] = {
     "F64": np.float64,
@@ -32,13 +34,18 @@ SHARD_BYTES = 5_000_000_000
 
 @attrs.frozen
 class Stored:
-    """One tensor in a file: where, what."""
+    """One tensor in a file: where, what.
+
+    Attributes:
+        storage: what the file is read from, by its name.
+    """
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
     start: int
     bytes: int
+    storage: Storage
 
     def rows(self, begin: int, end: int) -> np.ndarray:
         """Reads `[begin:end]` of the first axis; of a scalar, everything.
@@ -50,31 +57,34 @@ class Stored:
         shape = (end - begin, *self.shape[1:]) if self.shape else ()
         made = np.empty(shape, dtype)
         row = self.bytes // self.shape[0] if self.shape and self.shape[0] else 0
-        with self.file.open("rb", buffering=0) as file:
-            file.seek(self.start + begin * row)
-            view = made.reshape(-1).view(np.uint8).data
-            done = 0
-            while done < len(view):
-                count = file.readinto(view[done:])
-                if not count:
-                    raise CheckpointError(f"{self.file} ends too early; it was changed while it was read")
-                done += count
+        view = made.reshape(-1).view(np.uint8).data
+        try:
+            self.storage.read_into(self.file.name, self.start + begin * row, view)
+        except StorageError as error:
+            raise CheckpointError(
+                f"{error}\n    fix: the file was changed while it was read; download it again"
+            ) from error
         return made
 
 
-def stored_tensors(directory: Path) -> dict[str, Stored]:
+def stored_tensors(directory: Path, storage: Storage | None = None) -> dict[str, Stored]:
     """All tensors of a model directory, by name: of `model.safetensors`, or of the shards that the index names.
+
+    Args:
+        directory: the model.
+        storage: what tensors are read from; by default the directory.
 
     Raises:
         CheckpointError: there are no weights, a shard is missing or truncated, or the index is not of these shards.
     """
+    storage = storage or LocalStorage(directory)
     if (directory / INDEX).is_file():
-        return _sharded(directory)
+        return _sharded(directory, storage)
     shards = sorted(directory.glob("*.safetensors"))
     if (directory / SINGLE).is_file():
-        return _header(directory / SINGLE)
+        return _header(directory / SINGLE, storage)
     if len(shards) == 1:
-        return _header(shards[0])
+        return _header(shards[0], storage)
     if pickled := sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in directory.glob(pattern)):
         raise CheckpointError(
             f"{directory} has its weights in {', '.join(pickled[:4])}: pickle, which runs whatever code is in it when it is "
@@ -86,7 +96,7 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
     raise CheckpointError(f"{directory} has neither {SINGLE} nor {INDEX}\n    got: {there}\n    fix: {fix}")
 
 
-def _sharded(directory: Path) -> dict[str, Stored]:
+def _sharded(directory: Path, storage: Storage) -> dict[str, Stored]:
     index = directory / INDEX
     try:
         weights: dict[str, str] = dict(json.loads(index.read_text("utf-8"))["weight_map"])
@@ -96,7 +106,7 @@ def _sharded(directory: Path) -> dict[str, Stored]:
     missing = [f for f in files if not (directory / f).is_file()]
     if missing:
         raise CheckpointError(f"{index} names shards that are missing: {', '.join(missing)}\n    fix: download them")
-    headers = {f: _header(directory / f) for f in files}
+    headers = {f: _header(directory / f, storage) for f in files}
     problems = [f"{n}: the index says {f}, which lacks it" for n, f in weights.items() if n not in headers[f]]
     problems += [
         f"{n}: in {f}, not in the index" for f, tensors in headers.items() for n in tensors if weights.get(n) != f
@@ -106,7 +116,7 @@ def _sharded(directory: Path) -> dict[str, Stored]:
     return {n: headers[f][n] for n, f in weights.items()}
 
 
-def _header(file: Path) -> dict[str, Stored]:
+def _header(file: Path, storage: Storage) -> dict[str, Stored]:
     size = file.stat().st_size
     try:
         with file.open("rb") as handle:
@@ -120,7 +130,7 @@ def _header(file: Path) -> dict[str, Stored]:
             begin, end = info["data_offsets"]
             if not all(type(n) is int and n >= 0 for n in (*info["shape"], begin, end)):
                 raise ValueError(f"{name} has the shape {info['shape']} and the offsets {info['data_offsets']}")
-            found[name] = Stored(file, info["dtype"], tuple(info["shape"]), 8 + length + begin, end - begin)
+            found[name] = Stored(file, info["dtype"], tuple(info["shape"]), 8 + length + begin, end - begin, storage)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file} is no safetensors file: {error}\n    fix: download it again") from None
     wanted = 8 + length

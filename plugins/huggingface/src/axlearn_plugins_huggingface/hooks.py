@@ -6,11 +6,12 @@ from axlearn_core.plugins.hookspecs import hookimpl
 
 
 @hookimpl
-def axlearn_load(directory: Path) -> object | None:
-    """The model in a Hugging Face directory."""
+def axlearn_weights(uri: str) -> object | None:
+    """The weights in a Hugging Face directory."""
+    directory = Path(uri).expanduser()
     if not (directory / "config.json").is_file():
         return None
-    from axlearn_plugins_huggingface.runs import load
     from axlearn_plugins_huggingface.source import is_model
+    from axlearn_plugins_huggingface.weights import open_directory
 
-    return load(directory) if is_model(directory) else None
+    return open_directory(directory) if is_model(directory) else None

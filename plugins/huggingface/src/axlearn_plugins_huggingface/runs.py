@@ -6,42 +6,29 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from axlearn_core.checkpoint import OrbaxCheckpointer
-from axlearn_core.compose import Functional, TrainState, compose
+from axlearn_core.compose import Functional, compose
 from axlearn_core.compose.devices import settle
-from axlearn_core.errors import CheckpointError, ConfigError, RequestError
+from axlearn_core.errors import ConfigError, RequestError
 from axlearn_core.train.api import provenance, saved_config
-from axlearn_core.train.loading import Loaded
 from axlearn_core.train.run_dir import RunDir
 from axlearn_core.train.session import say
 from axlearn_plugins_huggingface import files, stream
 from axlearn_plugins_huggingface.family import Family, Json, family, family_of
 from axlearn_plugins_huggingface.source import CONFIG, TOKENIZER, Source, open_model
 from axlearn_plugins_huggingface.table import layout
-from axlearn_plugins_runs import appearing, write_checkpoint
+from axlearn_plugins_huggingface.weights import DirectoryWeights
+from axlearn_plugins_runs import appearing, open_run, write_weights
 
 KEPT = "huggingface"
 """The folder of a run directory that keeps what was in the model directory besides the weights."""
 TENSORS = "tensors.json"
 SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
-PARAMS, AVERAGE = "params.", "learner.ema."
-
-
-def load(directory: Path) -> Loaded:
-    """The model of a directory, on one device, with its parameters in the dtype of the files."""
-    source = open_model(directory, stored_dtype=True)
-    _say(source)
-    program = compose(source.config, jax.devices()[:1])
-    model = program.functional.bind(source.read(program.state.params))
-    tokenizer = source.config.input.tokenizer.build() if source.family.text else None
-    return Loaded(source.config, program, model, tokenizer, 0)
 
 
 def import_run(directory: Path, run_dir: Path, *, with_: Iterable[str] = (), set: Iterable[str] = ()) -> Source:
     """Writes a run at step 0 with the weights of a model directory; it appears in one piece.
+
+    The run holds weights only: a training that begins with it begins its optimizer's state.
 
     Args:
         directory: a model in Hugging Face format.
@@ -64,22 +51,13 @@ def import_run(directory: Path, run_dir: Path, *, with_: Iterable[str] = (), set
             "    fix: import without it; a run of its own that keeps its checkpoints there begins with these weights by\n"
             "    --set 'loop={type: start-from-run, run_dir: RUN_DIR}'"
         )
-    program = compose(config)
-    params = source.read(program.state.params)
+    model = compose(config).state.params
+    params = DirectoryWeights(source).read("**", {path: spec.sharding for path, spec in model.items()})
     _say(source)
-    learner = config.learner.build(max_steps=config.max_steps, axes=program.functional.axes)
-    shardings = jax.tree.map(lambda s: s.sharding, program.state.learner)
-    state = TrainState(
-        step=jnp.zeros((), jnp.int32),
-        params=params,
-        variables={},
-        rng=jax.random.key_data(jax.random.split(jax.random.key(config.seed))[1]),
-        learner=jax.jit(learner.init, out_shardings=shardings)(params),
-    )
     lock = {"imported_from": str(directory), "provenance": provenance(source.resolved)}
     with appearing(run_dir) as partial:
         _keep(source, partial)
-        write_checkpoint(partial, config, source.resolved.to_yaml(), state, extra={"step": 0}, lock=lock)
+        write_weights(partial, config, source.resolved.to_yaml(), params, {}, step=0, lock=lock)
     return source
 
 
@@ -112,9 +90,8 @@ def export_run(run_dir: Path, directory: Path, *, step: int | None = None, dtype
     settle(None)
     if directory.exists():
         raise RequestError(f"{directory} is there already; nothing was written\n    fix: give another DIR")
-    config: Any = saved_config(run_dir)
-    if config is None:
-        raise CheckpointError(f"{run_dir} is no run directory: it has no config.yaml")
+    source = open_run(run_dir, step)
+    config: Any = source.experiment
     made, data = _described(run_dir, config)
     model = Functional.of(config.model)
     tensors = layout(model, made.table(model))
@@ -125,7 +102,7 @@ def export_run(run_dir: Path, directory: Path, *, step: int | None = None, dtype
         for n, t in sorted(tensors.items(), key=lambda item: known.get(item[0], ["", ""])[1])
     ]
     files.check_space(directory, wanted)
-    params = _parameters(run_dir, config, step)
+    params = source.read()
     if dtype or not known:
         data["dtype"] = dtype or config.model.param_dtype
     with appearing(directory) as partial:
@@ -174,31 +151,6 @@ def _write_tokenizer(config: Any, directory: Path) -> None:
     (directory / TOKENIZER).write_text(tokenizer.to_json(), "utf-8")
     described = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.token(tokenizer.eos_id)}
     (directory / "tokenizer_config.json").write_text(json.dumps(described, indent=2) + "\n", "utf-8")
-
-
-def _parameters(run_dir: Path, config: Any, step: int | None) -> dict[str, jax.Array]:
-    """The parameters of a run (their moving average where it kept one), on one device."""
-    program = compose(config, jax.devices()[:1])
-    checkpointer: OrbaxCheckpointer = config.checkpointer.build(directory=run_dir / "checkpoints")
-    try:
-        known = checkpointer.steps()
-        at = max(known, default=None) if step is None else step
-        if at is None or at not in known:
-            listed = ", ".join(map(str, known)) or "none"
-            raise CheckpointError(
-                f"{run_dir} has no checkpoint{f' of step {step}' if step is not None else ''} (there: {listed})"
-            )
-        there = checkpointer.inspect(at).arrays
-        like: dict[str, Any] = {}
-        for path, value in program.state.params.items():
-            key = AVERAGE + path if AVERAGE + path in there else PARAMS + path
-            like[key] = jax.ShapeDtypeStruct(
-                value.shape, there[key].dtype if key in there else value.dtype, sharding=value.sharding
-            )
-        found = checkpointer.restore_partial(at, like, "**")
-    finally:
-        checkpointer.close()
-    return {key.removeprefix(AVERAGE).removeprefix(PARAMS): x for key, x in found.items()}
 
 
 def _read_json(file: Path) -> Json:

@@ -51,7 +51,7 @@ class Source:
         return self.resolved.config
 
     def read(self, like: Mapping[str, Any]) -> dict[str, Any]:
-        """The parameters; see `stream.read`."""
+        """The parameters in `like`, in its dtypes and shardings; see `stream.read`."""
         return stream.read(self.tensors, self.stored, like)
 
 

@@ -28,14 +28,17 @@ def read(tensors: Mapping[str, Tensor], stored: Mapping[str, Stored], like: Mapp
     Args:
         tensors: from `table.layout`.
         stored: the tensors in the files, checked against them.
-        like: path -> abstract array with its sharding.
+        like: path -> abstract array with its sharding; others are not read.
 
     Raises:
         CheckpointError: a file is shorter than it was when it was checked.
     """
     made: Params = {}
-    for tensor in sorted(tensors.values(), key=lambda t: (stored[t.name].file, stored[t.name].start)):
+    wanted = [t for t in tensors.values() if any(part.path in like for part in t.parts)]
+    for tensor in sorted(wanted, key=lambda t: (stored[t.name].file, stored[t.name].start)):
         for part, start, piece in _pieces(tensor, stored[tensor.name]):
+            if part.path not in like:
+                continue
             want = like[part.path]
             if part.path not in made and piece.shape == want.shape and piece.dtype == want.dtype:
                 made[part.path] = _placed(piece, want.sharding)

@@ -6,7 +6,7 @@ map by its path (`decoder.layer.attention.query`); `scales_of(model)` gives it.
 The files of exported adapters:
 
     adapters.safetensors    lora_a and lora_b of each adapted map
-    adapters.json           the scales, and a hash of the weights that they were trained beside
+    adapters.json           the scales, a hash of the weights that they were trained beside, and the run that has these
 """
 
 import hashlib
@@ -82,12 +82,13 @@ def _added(params: Params, scales: Mapping[str, float], sign: float) -> dict[str
                 "    fix: merge before the weights are quantized"
             )
         _check_shape(path, weight, a, b)
-        made[name] = _sum(weight, a, b, sign * scale)
+        made[name] = add_adapter(weight, a, b, sign * scale)
     return made
 
 
 @jax.jit
-def _sum(weight: jax.Array, a: jax.Array, b: jax.Array, scale: jax.Array) -> jax.Array:
+def add_adapter(weight: jax.Array, a: jax.Array, b: jax.Array, scale: jax.Array | float) -> jax.Array:
+    """weight + scale * A B, summed in float32."""
     a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     stacked = tuple(range(_stacked(weight, a, b)))
     contracted = (a.ndim - 1,), (len(stacked),)
@@ -119,14 +120,29 @@ class Exported:
         params: their parameters by path.
         scales: alpha / rank by the path of the adapted map.
         base: `fingerprint` of the weights that they belong to.
+        run: the run that has these weights, as it was named in training; None where that is not known.
     """
 
     params: dict[str, Any]
     scales: dict[str, float]
     base: str
+    run: str | None = None
 
     def check(self, params: Params) -> None:
         """Raises `RequestError` unless `params` holds the base that the adapters were trained with."""
+        self.check_shapes(params)
+        self.check_values(params)
+
+    def check_values(self, params: Params) -> None:
+        """Raises `RequestError` unless the weights beside the adapters have the values that they had in training."""
+        if fingerprint(params, self.scales) != self.base:
+            raise RequestError(
+                "the adapters are of another base: its weights have the right shapes and other values\n"
+                "    fix: use the base that they were trained with"
+            )
+
+    def check_shapes(self, params: Params) -> None:
+        """Raises `RequestError` unless `params`, which may be abstract, has the maps that the adapters belong to."""
         for path in self.scales:
             if f"{path}.weight" not in params:
                 there = {p.removesuffix(".weight") for p in params if p.endswith(".weight")}
@@ -138,11 +154,6 @@ class Exported:
                 )
             a, b = (self.params[f"{path}.{name}"] for name in ADAPTERS)
             _check_shape(path, params[f"{path}.weight"], a, b)
-        if fingerprint(params, self.scales) != self.base:
-            raise RequestError(
-                "the adapters are of another base: its weights have the right shapes and other values\n"
-                "    fix: use the base that they were trained with"
-            )
 
 
 def fingerprint(params: Params, scales: Mapping[str, float]) -> str:
@@ -155,8 +166,14 @@ def fingerprint(params: Params, scales: Mapping[str, float]) -> str:
     return digest.hexdigest()
 
 
-def save(directory: Path, params: Params, scales: Mapping[str, float]) -> None:
+def save(directory: Path, params: Params, scales: Mapping[str, float], *, run: str | None = None) -> None:
     """Writes the adapters among `params`, and a hash of the base beside them.
+
+    Args:
+        directory: where; files of these names in it are replaced.
+        params: the base's and the adapters'.
+        scales: alpha / rank by the path of the adapted map.
+        run: where the base is, for who opens the adapters later.
 
     Raises:
         RequestError: there are none.
@@ -167,7 +184,7 @@ def save(directory: Path, params: Params, scales: Mapping[str, float]) -> None:
     _, adapters = split(params)
     if not adapters:
         raise RequestError("there are no adapters to write: the model has none")
-    facts = {"format": _FORMAT, "base": fingerprint(params, scales), "scales": dict(sorted(scales.items()))}
+    facts = {"format": _FORMAT, "base": fingerprint(params, scales), "scales": dict(sorted(scales.items())), "run": run}
     try:
         directory.mkdir(parents=True, exist_ok=True)
         save_file({p: jnp.asarray(np.asarray(x)) for p, x in adapters.items()}, str(directory / WEIGHTS))
@@ -189,7 +206,7 @@ def load(directory: Path) -> Exported:
         facts = json.loads((directory / FACTS).read_text(encoding="utf-8"))
         if facts["format"] != _FORMAT:
             raise ValueError(f"format {facts['format']} is not {_FORMAT}")
-        made = Exported(load_file(str(directory / WEIGHTS)), facts["scales"], facts["base"])
+        made = Exported(load_file(str(directory / WEIGHTS)), facts["scales"], facts["base"], facts.get("run"))
     except OSError as error:
         reason = error.strerror or error
         raise CheckpointError(

@@ -20,7 +20,7 @@ from axlearn_core.errors import RequestError, WorkError
 from axlearn_plugins_lora.feature import without_adapters
 from axlearn_plugins_lora.linear import ADAPTERS
 from axlearn_plugins_lora.runs import scales_of
-from axlearn_plugins_runs import Restored, restored
+from axlearn_plugins_runs import open_run
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
@@ -42,10 +42,10 @@ def export_peft(run_dir: Path, directory: Path, *, base: str | None = None, step
     """
     from safetensors.flax import save_file
 
-    found = restored(run_dir, step)
-    if not scales_of(found):
+    source = open_run(run_dir, step)
+    if not scales_of(source):
         raise RequestError(f"{run_dir} has no adapters to write\n    fix: give a run that was trained with lora")
-    arrays, facts = files(found, base=base)
+    arrays, facts = files(source.experiment, source.read("**.lora_*"), scales_of(source), base=base)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         save_file({n: jnp.asarray(x) for n, x in arrays.items()}, str(directory / WEIGHTS), {"format": "pt"})
@@ -54,9 +54,11 @@ def export_peft(run_dir: Path, directory: Path, *, base: str | None = None, step
         raise WorkError(f"cannot write adapters to {directory}: {error.strerror or error}") from error
 
 
-def files(found: Restored, *, base: str | None = None) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """(the arrays by name, `adapter_config.json`) of a run's adapters; see `export_peft`."""
-    tensors, scales = _tensors(without_adapters(found.config)), scales_of(found)
+def files(
+    config: Any, adapters: Mapping[str, Any], scales: Mapping[str, float], *, base: str | None = None
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """(the arrays by name, `adapter_config.json`) of the adapters of a trainer's config; see `export_peft`."""
+    tensors = _tensors(without_adapters(config))
     modules: dict[str, tuple[str, Any]] = {}
     for name, tensor in tensors.items():
         path = tensor.parts[0].path.removesuffix(".weight")
@@ -69,7 +71,7 @@ def files(found: Restored, *, base: str | None = None) -> tuple[dict[str, np.nda
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
     for name, (path, tensor) in modules.items():
-        a, b = _matrices(path, tensor, found)
+        a, b = _matrices(path, tensor, adapters)
         arrays |= {f"{PREFIX}{name}.lora_A.weight": a, f"{PREFIX}{name}.lora_B.weight": b}
         ranks[name], alphas[name] = len(a), _number(scales[path] * len(a))
     every = {n.removesuffix(".weight") for n in tensors if n.endswith(".weight")}
@@ -114,10 +116,10 @@ def _tensors(config: Any) -> dict[str, Any]:
     return layout(Functional.of(config.model), family.rules)
 
 
-def _matrices(path: str, tensor: Any, found: Restored) -> tuple[np.ndarray, np.ndarray]:
+def _matrices(path: str, tensor: Any, adapters: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     """A [r, in] and B [out, r] of the layer that a tensor of the dense model belongs to."""
     part, axes = tensor.parts[0], tensor.axes
-    a, b = (np.asarray(found.params[f"{path}.{n}"])[part.index] for n in ADAPTERS)
+    a, b = (np.asarray(adapters[f"{path}.{n}"])[part.index] for n in ADAPTERS)
     inputs, outputs = axes.ours[: a.ndim - 1], axes.ours[a.ndim - 1 :]
     if len(tensor.parts) > 1 or axes.joined or len(axes.theirs) != 2 or set(axes.theirs[0]) != set(outputs):
         raise RequestError(

@@ -4,10 +4,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from axlearn_core.checkpoint import RunWeights
 from axlearn_core.errors import RequestError
 from axlearn_plugins_lora import adapters
 from axlearn_plugins_lora.feature import without_adapters
-from axlearn_plugins_runs import FRESH, Restored, check_new, restored, write_run
+from axlearn_plugins_lora.start import StartFromRun
+from axlearn_plugins_runs import FRESH, check_new, open_run, write_run
 
 
 def bridge(path: str, shape: Sequence[int], axes: Sequence[str | None], old: Callable[[str], Any]) -> Any:
@@ -15,15 +17,15 @@ def bridge(path: str, shape: Sequence[int], axes: Sequence[str | None], old: Cal
     return FRESH if adapters.is_adapter(path) else None
 
 
-def scales_of(run: Restored) -> dict[str, float]:
+def scales_of(run: RunWeights) -> dict[str, float]:
     """alpha / rank of each adapted map of a run."""
     return adapters.scales_of(run.functional.describe())
 
 
 def export_run(run_dir: Path, directory: Path, *, step: int | None = None) -> None:
     """Writes the adapters of a run on their own; see `adapters.save`."""
-    found = restored(run_dir, step)
-    adapters.save(directory, found.params, scales_of(found))
+    source = open_run(run_dir, step)
+    adapters.save(directory, source.read(), scales_of(source), run=base_of(source))
 
 
 def merge_run(run_dir: Path, out: Path, *, exported: Path | None = None, step: int | None = None) -> None:
@@ -41,16 +43,25 @@ def merge_run(run_dir: Path, out: Path, *, exported: Path | None = None, step: i
         RequestError: there is nothing to merge, the adapters are of another base, or `out` is taken.
     """
     check_new(out)
-    found = restored(run_dir, step)
-    params, scales = found.params, scales_of(found)
+    source = open_run(run_dir, step)
+    scales = scales_of(source)
+    if not scales and exported is None:
+        raise RequestError(f"{run_dir} has no adapters to merge\n    fix: give a run that was trained with lora")
+    if scales and exported is not None:
+        raise RequestError(
+            f"{run_dir} has adapters of its own\n    fix: give the run of their base, or leave --adapters out"
+        )
+    params = source.read()
     if exported is not None:
-        if scales:
-            raise RequestError(
-                f"{run_dir} has adapters of its own\n    fix: give the run of their base, or leave --adapters out"
-            )
         given = adapters.load(exported)
         given.check(params)
         params, scales = {**params, **given.params}, given.scales
-    if not scales:
-        raise RequestError(f"{run_dir} has no adapters to merge\n    fix: give a run that was trained with lora")
-    write_run(out, without_adapters(found.config), adapters.merge(params, scales), found)
+    write_run(out, without_adapters(source.experiment), adapters.merge(params, scales), source)
+
+
+def base_of(run: RunWeights) -> str | None:
+    """Where a run with adapters got its other parameters from."""
+    loop = getattr(run.experiment, "loop", None)
+    if not isinstance(loop, StartFromRun.Config) or loop.run_dir is None:
+        return None
+    return loop.run_dir if "://" in loop.run_dir else str(Path(loop.run_dir).expanduser().absolute())

@@ -12,7 +12,7 @@ from axlearn_core.compose import Functional
 from axlearn_core.errors import RequestError
 from axlearn_plugins_quantization.feature import stored
 from axlearn_plugins_quantization.weight_only import Storage, WeightOnlyLinear
-from axlearn_plugins_runs import check_new, config_of, restored, write_run
+from axlearn_plugins_runs import check_new, open_run, write_run
 
 
 def store(params: Mapping[str, Any], functional: Functional) -> dict[str, Any]:
@@ -65,10 +65,9 @@ def quantize_run(
         RequestError: `run_dir` is no run, `out` is taken, or nothing fits `target`.
     """
     check_new(out)
-    made: Any = stored(
-        config_of(run_dir), storage, tile_size=tile_size, target=target
-    )  # a wrong target costs no restoring
-    found = restored(run_dir, step)
-    params = store(found.params, Functional.of(made.model))
-    write_run(out, made, params, found)
-    return size(found.params), size(params)
+    source = open_run(run_dir, step)
+    made: Any = stored(source.experiment, storage, tile_size=tile_size, target=target)  # before anything is read
+    dense = source.read()
+    params = store(dense, Functional.of(made.model))
+    write_run(out, made, params, source)
+    return size(dense), size(params)

@@ -2,28 +2,9 @@
 
 from axlearn_plugins_runs.carry import FRESH, ZERO, Bridge, bridges, carry
 from axlearn_plugins_runs.convert import carried
-from axlearn_plugins_runs.runs import (
-    Restored,
-    appearing,
-    check_new,
-    config_of,
-    restored,
-    write_checkpoint,
-    write_run,
-)
+from axlearn_plugins_runs.runs import appearing, check_new, open_run, write_run, write_weights
 
 __all__ = [
-    "FRESH",
-    "ZERO",
-    "Bridge",
-    "Restored",
-    "appearing",
-    "bridges",
-    "carried",
-    "carry",
-    "check_new",
-    "config_of",
-    "restored",
-    "write_checkpoint",
-    "write_run",
-]
+    "FRESH", "ZERO", "Bridge", "appearing", "bridges", "carried", "carry", "check_new", "open_run", "write_run",
+    "write_weights",
+]  # fmt: skip

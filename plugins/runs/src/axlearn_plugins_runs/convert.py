@@ -15,7 +15,7 @@ from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import resolve
 from axlearn_core.train.api import provenance
 from axlearn_plugins_runs.carry import Params, bridges, carry
-from axlearn_plugins_runs.runs import check_new, config_of, restored, write_run
+from axlearn_plugins_runs.runs import check_new, open_run, write_run
 
 
 def converted(
@@ -35,13 +35,13 @@ def converted(
         RequestError: `out` is taken, or a feature does not fit.
     """
     check_new(out)
-    resolved = resolve(Request.of(config_of(run_dir), with_=with_, set=set)).checked()
+    source = open_run(run_dir, step)
+    resolved = resolve(Request.of(source.experiment, with_=with_, set=set)).checked()
     config: Any = resolved.config
-    found = restored(run_dir, step)
     by, reasons = bridges(resolved.features)
     target = Functional.of(config.model)
-    params = carry(found.params, found.functional, target, by, reasons=reasons, seed=config.seed)
-    write_run(out, config, params, found, step=0, lock={"features": list(with_), "provenance": provenance(resolved)})
+    params = carry(source.read(), source.functional, target, by, reasons=reasons, seed=config.seed)
+    write_run(out, config, params, source, step=0, lock={"features": list(with_), "provenance": provenance(resolved)})
 
 
 def carried(run_dir: Path, config: Any, functional: Functional, *, step: int | None = None) -> Params:
@@ -68,10 +68,10 @@ def carried(run_dir: Path, config: Any, functional: Functional, *, step: int | N
             f"the parameters of {run_dir} are of another model; they are carried over by one process only\n"
             f"    fix: make the new run before, by `axlearn convert {run_dir} NEW_RUN_DIR --with ...`, and train that"
         )
-    found = restored(run_dir, step)
-    by, reasons = bridges(_installed(found.config, config))
+    source = open_run(run_dir, step)
+    by, reasons = bridges(_installed(source.experiment, config))
     try:
-        return carry(found.params, found.functional, functional, by, reasons=reasons, seed=config.seed)
+        return carry(source.read(), source.functional, functional, by, reasons=reasons, seed=config.seed)
     except CheckpointError as error:
         raise CheckpointError(f"{run_dir} is of another model: {error}") from None
 

@@ -1,4 +1,4 @@
-"""Reading a trained run, and writing one that was made and not trained."""
+"""Opens a trained run, and writes one that was made and not trained."""
 
 import contextlib
 import os
@@ -7,74 +7,33 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import attrs
-import jax
 import jax.numpy as jnp
 
-from axlearn_core.compose import Functional, TrainState, compose
+from axlearn_core.checkpoint import RunWeights, open_weights, split_weights
+from axlearn_core.checkpoint.orbax import WEIGHTS_ONLY
+from axlearn_core.checkpoint.weights import variables_of
+from axlearn_core.compose import Functional
 from axlearn_core.config import Node, patch
 from axlearn_core.errors import CheckpointError, RequestError, WorkError
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import write
-from axlearn_core.train.api import saved_config
 from axlearn_core.train.run_dir import RunDir
 from axlearn_core.train.trainer import Trainer
 
 
-@attrs.frozen(eq=False)
-class Restored:
-    """A run at one of its checkpoints, on one device.
+def open_run(run_dir: Path, step: int | None = None) -> RunWeights:
+    """The weights of a run at a step, by default the newest.
 
-    Attributes:
-        path: the run directory.
-        functional: the model as pure functions.
-        state: the whole training state.
-        params: by path; their moving average where the run kept one.
-        step: the checkpoint's step.
-        extra: what the checkpoint holds besides the state, such as the position in the data.
+    Raises:
+        CheckpointError: the directory is not a run of a trainer, has no such checkpoint, or the checkpoint is damaged.
     """
-
-    path: Path
-    config: Any
-    functional: Functional
-    state: TrainState
-    params: dict[str, Any]
-    step: int
-    extra: dict[str, Any]
-
-
-def config_of(run_dir: Path) -> Trainer.Config:
-    """The config of a run; raises `CheckpointError` where the directory is none."""
-    config = saved_config(run_dir)
-    if not isinstance(config, Trainer.Config):
-        there = "its config is no trainer's" if config else "it has no config.yaml"
+    weights = open_weights(run_dir, step=step)
+    if not isinstance(weights, RunWeights) or not isinstance(weights.experiment, Trainer.Config):
+        there = "it holds something else" if not isinstance(weights, RunWeights) else "its config is not a trainer's"
         raise CheckpointError(
             f"{run_dir} is no run directory: {there}\n    fix: give the directory that `axlearn train` named"
         )
-    return config
-
-
-def restored(run_dir: Path, step: int | None = None) -> Restored:
-    """Reads a run at a step, by default the newest.
-
-    Raises:
-        CheckpointError: the directory is no run, has no such checkpoint, or the checkpoint is damaged.
-    """
-    config: Any = config_of(run_dir)
-    program = compose(config, jax.devices()[:1])
-    checkpointer = config.checkpointer.build(directory=run_dir / "checkpoints")
-    try:
-        known = checkpointer.steps()
-        at = max(known, default=None) if step is None else step
-        if at is None or at not in known:
-            listed = ", ".join(map(str, known)) or "none"
-            asked = "" if step is None else f" of step {step}"
-            raise CheckpointError(f"{run_dir} has no checkpoint{asked} (there: {listed})\n    fix: give one of those")
-        state, extra = checkpointer.restore(at, program.state)
-    finally:
-        checkpointer.close()
-    params = dict(program.weights(state).params)
-    return Restored(run_dir, config, program.functional, state, params, at, extra)
+    return weights
 
 
 def check_new(out: Path) -> None:
@@ -117,28 +76,41 @@ def appearing(out: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def write_checkpoint(
-    directory: Path, config: Any, text: str, state: Any, *, extra: Mapping[str, Any], lock: Mapping[str, Any]
+def write_weights(
+    directory: Path,
+    config: Any,
+    text: str,
+    params: Mapping[str, Any],
+    variables: Mapping[str, Any],
+    *,
+    step: int,
+    extra: Mapping[str, Any] | None = None,
+    lock: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes what a run directory consists of: config, lock, and one checkpoint, of the step in `extra`.
+    """Writes what a run directory consists of: config, lock, and one checkpoint that holds weights and no optimizer state.
+
+    A run that begins with it begins its learner's state anew: moments at zero, a moving average at the parameters.
 
     Args:
         directory: of the run.
         config: of its trainer.
         text: the config as YAML.
-        state: the whole training state.
-        extra: what the checkpoint holds besides, `step` in it.
+        params: path -> array.
+        variables: path -> array, of the model's other variables.
+        step: of the checkpoint.
+        extra: what the checkpoint holds besides, such as the position in the data.
         lock: of the run.
 
     Raises:
         WorkError: the directory cannot be written.
     """
-    made = RunDir(directory, resumes=False)
-    made.write(text, lock)
-    checkpointer = config.checkpointer.build(directory=made.checkpoints)
+    run = RunDir(directory, resumes=False)
+    run.write(text, lock or {})
+    checkpointer = config.checkpointer.build(directory=run.checkpoints)
     checkpointer.files = {"config.yaml": text}
+    weights = {"step": jnp.asarray(step, jnp.int32), "params": dict(params), "variables": dict(variables)}
     try:
-        checkpointer.save(extra["step"], state, extra=extra, metrics={})
+        checkpointer.save(step, weights, extra={**(extra or {}), "step": step, WEIGHTS_ONLY: True}, metrics={})
         checkpointer.wait()
     finally:
         checkpointer.close()
@@ -147,29 +119,26 @@ def write_checkpoint(
 def write_run(
     out: Path,
     config: Node[Any],
-    params: Mapping[str, Any],
-    like: Restored,
+    tensors: Mapping[str, Any],
+    source: RunWeights,
     *,
     step: int | None = None,
     lock: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes a run directory with one checkpoint: these parameters, and the state that a learner begins with.
+    """Writes a run directory with one checkpoint of these weights; it appears in one piece.
 
-    It appears in one piece.
-
-    The learner's moments begin at zero, and a moving average at the parameters. The position in the data and the random
-    numbers are those of the run that it was made of.
+    The position in the data is that of the run that it was made of. The run begins with a new learner's state.
 
     Args:
         out: the directory, which must not hold anything.
         config: the config of the new run, a trainer's.
-        params: path -> array, of its model.
-        like: the run that it was made of.
-        step: the step of the checkpoint; by default that of `like`.
+        tensors: path -> array, of its model.
+        source: the run that it was made of.
+        step: the step of the checkpoint; by default that of `source`.
         lock: more for the run lock.
 
     Raises:
-        RequestError: `out` is taken, or the parameters are not those of the model.
+        RequestError: `out` is taken, or the tensors are not those of the model.
         WorkError: the directory cannot be written.
     """
     check_new(out)
@@ -177,17 +146,15 @@ def write_run(
     if getattr(settings.checkpointer, "uri", None) is not None:  # the new run keeps its checkpoints to itself
         settings = patch(settings, {"checkpointer.uri": None})
     functional = Functional.of(settings.model)
-    wanted = functional.abstract
-    if wrong := [p for p in wanted.keys() | params.keys() if _shape(params.get(p)) != _shape(wanted.get(p))]:
+    wanted = {**functional.abstract, **variables_of(functional)}
+    if wrong := [p for p in wanted.keys() | tensors.keys() if _shape(tensors.get(p)) != _shape(wanted.get(p))]:
         raise RequestError(f"the parameters are not those of the new model: {', '.join(sorted(wrong)[:5])}")
-    values = {p: jnp.asarray(params[p], s.dtype) for p, s in wanted.items()}
-    learner = settings.learner.build(max_steps=settings.max_steps, axes=functional.axes)
-    step = like.step if step is None else step
-    state = like.state.replace(step=jnp.asarray(step, jnp.int32), params=values, learner=learner.init(values))
-    text = write(settings, registry())
-    lock = {"made_from": str(like.path), "step": like.step, **(lock or {})}
+    params, variables = split_weights({p: jnp.asarray(tensors[p], s.dtype) for p, s in wanted.items()}, functional)
+    step, of = source.step if step is None else step, source.checkpoint.uri
+    lock = {"made_from": str(of), "step": source.step, **(lock or {})}
     with appearing(out) as partial:
-        write_checkpoint(partial, settings, text, state, extra={**like.extra, "step": step}, lock=lock)
+        text = write(settings, registry())
+        write_weights(partial, settings, text, params, variables, step=step, extra=source.extra, lock=lock)
 
 
 def _shape(array: Any) -> tuple[int, ...] | None:

@@ -16,7 +16,7 @@ import click
 def generate(run_dir: Path, prompt: str, max_tokens: int, temperature: float, seed: int, step: int | None) -> None:
     """Writes the prompt and what the model of RUN_DIR continues it with; only the text, on standard output."""
     from axlearn_core.errors import RequestError
-    from axlearn_core.train.loading import generate_text, load
+    from axlearn_core.train.inference import generate_text, load
 
     loaded = load(run_dir, step=step)
     if loaded.tokenizer is None:

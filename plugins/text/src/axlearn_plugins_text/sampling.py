@@ -38,7 +38,7 @@ class SampleEvaluator(Periodic):
 
     def run(self, session: "Session") -> Mapping[str, float]:
         """Generates one sample with the run's seed."""
-        from axlearn_core.train.loading import generate_text
+        from axlearn_core.train.inference import generate_text
 
         tokenizer = getattr(session.input, "tokenizer", None)
         if tokenizer is None:

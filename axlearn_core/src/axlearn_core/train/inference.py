@@ -1,4 +1,4 @@
-"""A finished run, ready for use: its model, its tokenizer, its config."""
+"""A trained model, ready for use: its config, its tokenizer, and the model with its weights."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,12 +7,13 @@ from typing import Any
 import attrs
 import jax
 
+from axlearn_core.checkpoint.weights import bind_weights, open_weights
 from axlearn_core.compose import Program, compose
 from axlearn_core.compose.devices import settle
+from axlearn_core.config import find, patch
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import CheckpointError, RequestError
-from axlearn_core.plugins.manager import host
-from axlearn_core.train.api import saved_config
+from axlearn_core.train.session import say
 from axlearn_core.train.trainer import Trainer
 
 
@@ -21,7 +22,7 @@ class Loaded:
     """A trained model.
 
     Attributes:
-        model: the `nnx.Module` with the parameters of the checkpoint (their moving average where the run kept one).
+        model: the `nnx.Module` with its weights: for a run that keeps moving averages, these.
         tokenizer: the input's tokenizer, or None where the input has none.
         step: the checkpoint's step.
     """
@@ -49,37 +50,36 @@ class Loaded:
         )
 
 
-def load(run_dir: str | Path, *, step: int | None = None) -> Loaded:
-    """The model of a run directory at a step, by default the newest; or of another directory that a plugin can read.
+def load(uri: str | Path, *, step: int | None = None) -> Loaded:
+    """The model at a path or URI, on one device: of a run, or of whatever `open_weights` opens.
+
+    Args:
+        uri: a run directory, or another source of weights.
+        step: which checkpoint of a run; by default the newest.
 
     Raises:
-        CheckpointError: the directory is no run, has no such checkpoint, or the checkpoint is damaged.
+        CheckpointError: no weights lie there, no such checkpoint, or it is damaged.
     """
     settle(None)
-    path = Path(run_dir)
-    config = saved_config(path)
-    if config is None and step is None and (found := host().only("axlearn_load", directory=path)) is not None:
-        return found
-    if config is None:
-        there = "has no config.yaml" if path.is_dir() else "does not exist"
-        raise CheckpointError(
-            f"{path} is no run directory: it {there}\n    fix: give the directory that `axlearn train` named"
-        )
+    weights = open_weights(uri, step=step)
+    config = weights.experiment
     if not isinstance(config, Trainer.Config):
-        raise CheckpointError(f"{path}/config.yaml is no trainer's config")
-    tokenizer_node: Any = getattr(config.input, "tokenizer", None)
-    tokenizer = tokenizer_node.build() if tokenizer_node is not None else None
-    program = compose(config, jax.devices()[:1])
-    checkpointer = config.checkpointer.build(directory=path / "checkpoints")
-    try:
-        found = checkpointer.latest_step() if step is None else step
-        if found is None or found not in checkpointer.steps():
-            known = ", ".join(map(str, checkpointer.steps())) or "none"
-            raise CheckpointError(f"{path} has no checkpoint{f' of step {step}' if step else ''} (there: {known})")
-        state, _ = checkpointer.restore(found, program.state)
-    finally:
-        checkpointer.close()
-    return Loaded(config, program, program.model(state), tokenizer, found)
+        raise CheckpointError(f"{uri}: its config is not a trainer's\n    got: {type(config).__qualname__}")
+    tokenizer = weights.tokenizer
+    program = compose(_choose_kernels(config), jax.devices()[:1])
+    model = {**program.state.params, **program.state.variables}
+    tensors = weights.read("**", {path: spec.sharding for path, spec in model.items()})
+    return Loaded(config, program, bind_weights(program.functional, tensors), tokenizer, weights.step)
+
+
+def _choose_kernels(config: Trainer.Config) -> Trainer.Config:
+    """The config without the kernels that it names: those were named for the machine that it was trained on."""
+    named = {path: value for path, value in find(config, "model.**.kernel").items() if isinstance(value, str)}
+    if not named:
+        return config
+    shown = ", ".join(f"{path}={value}" for path, value in named.items())
+    say(f"note: kernels named for training are not asked for here: {shown}")
+    return patch(config, dict.fromkeys(named))
 
 
 def generate_text(

@@ -1,0 +1,228 @@
+"""The checkpoint of a run, read through a storage: its config, its manifest, and some of its arrays."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+from axlearn_core.checkpoint import manifest, stream
+from axlearn_core.checkpoint.manifest import ArrayInfo, Manifest
+from axlearn_core.checkpoint.orbax import WEIGHTS_ONLY, OrbaxCheckpointer, agree, read_orbax
+from axlearn_core.checkpoint.shards import StoredArray
+from axlearn_core.checkpoint.storage import LocalStorage, open_storage
+from axlearn_core.compose import Functional, TrainState
+from axlearn_core.config import Node
+from axlearn_core.contracts.storage import Storage
+from axlearn_core.errors import CheckpointError, ConfigError, MissingFileError
+from axlearn_core.learn.paths import flatten
+from axlearn_core.plugins.registry import registry
+from axlearn_core.plugins.request import read_text
+
+CONFIG = "config.yaml"
+
+
+def read_run_config(storage: Storage, uri: str | Path) -> Node[Any] | None:
+    """The resolved config of a run; None where there is no config file.
+
+    Raises:
+        CheckpointError: the file cannot be read back.
+    """
+    file = f"{uri}/{CONFIG}"
+    try:
+        text = storage.read(CONFIG).decode()
+        request = read_text(text, file, registry())
+    except MissingFileError:
+        return None
+    except ConfigError as error:
+        raise CheckpointError(f"{file} cannot be read by what is installed now:\n{error}") from error
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{file} is not a text file: {error}") from None
+    if not isinstance(request.experiment, Node):
+        raise CheckpointError(f"{file} is a run file, not the resolved config of a run (it lacks `resolved: true`)")
+    return request.experiment
+
+
+class RunCheckpoint:
+    """One checkpoint of a run.
+
+    Attributes:
+        uri: of the run.
+        config: the run's root config.
+        step: of the checkpoint.
+        manifest: what it holds.
+    """
+
+    def __init__(self, uri: str | Path, storage: Storage, config: Any, step: int | None = None):
+        self.uri, self.config = uri, config
+        elsewhere = config.checkpointer.uri
+        self.storage = storage if elsewhere is None else open_storage(elsewhere)
+        self.folder = "checkpoints/" if elsewhere is None else ""
+        self.step = _find_step(uri, self._steps, step)
+        self.manifest = self._read_manifest()
+
+    def __str__(self) -> str:
+        return f"the checkpoint of step {self.step} of {self.uri}"
+
+    @property
+    def arrays(self) -> Mapping[str, ArrayInfo]:
+        """Dotted path in the training state -> shape and dtype."""
+        return self.manifest.arrays
+
+    @property
+    def weights_only(self) -> bool:
+        """Whether it has no training state, as after an import."""
+        return bool(self.extra.get(WEIGHTS_ONLY))
+
+    @cached_property
+    def extra(self) -> dict[str, Any]:
+        """What it holds besides arrays, such as the position in the data."""
+        try:
+            return json.loads(self.storage.read(f"{self._root}{manifest.EXTRA}"))
+        except (MissingFileError, ValueError) as error:
+            raise self._damaged(f"{manifest.EXTRA}: {error}") from None
+
+    def read(self, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        """The arrays of `like`, by their paths in the training state, in its shardings (None: the default device).
+
+        Of a checkpoint of today only the pieces that this process needs are read, and each is checked. One that an older
+        version wrote keeps weights and optimizer state in the same files, which are all checked first.
+
+        Raises:
+            CheckpointError: a file is damaged.
+        """
+        if not like:
+            return {}
+        error: CheckpointError | None = None
+        loaded: dict[str, jax.Array] = {}
+        try:
+            folder, index = f"{self._root}{manifest.WEIGHTS}", self._index
+            places = {p: x.sharding for p, x in like.items() if p in index}
+            loaded = dict(stream.read_arrays(self.storage, folder, {p: index[p] for p in places}, places))
+            if like.keys() - loaded.keys() and jax.process_index() == 0:
+                manifest.verify(self._directory, self.step)
+        except stream.DamagedError as damage:
+            error = self._damaged(str(damage))
+        except CheckpointError as damage:
+            error = damage
+        agree(error, error)
+        if others := {p: x for p, x in like.items() if p not in loaded}:
+            loaded |= read_orbax(self._directory / str(self.step), others)
+        return loaded
+
+    @cached_property
+    def _index(self) -> dict[str, StoredArray]:
+        return stream.read_index(self.storage, self._root, self.manifest.files)
+
+    @property
+    def _root(self) -> str:
+        return f"{self.folder}{self.step}/"
+
+    @property
+    def _directory(self) -> Path:
+        storage = self.storage
+        root = storage.root if isinstance(storage, LocalStorage) else storage.directory()
+        return root.absolute() / self.folder  # as Orbax wants it
+
+    @property
+    def _steps(self) -> list[int]:
+        names = {f.path.removeprefix(self.folder).partition("/")[0] for f in self.storage.list(self.folder)}
+        return sorted(int(n) for n in names if n.isdecimal())
+
+    def _read_manifest(self) -> Manifest:
+        try:
+            return manifest.parse(self.storage.read(f"{self._root}{manifest.MANIFEST}"), self.step)
+        except MissingFileError:
+            raise self._damaged(f"{manifest.MANIFEST}: No such file or directory") from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise self._damaged(f"{manifest.MANIFEST}: not what was written ({error})") from None
+
+    def _damaged(self, problem: str) -> CheckpointError:
+        return manifest.damaged(f"{self.uri}", self.step, [problem], self._steps)
+
+
+class WholeCheckpoint:
+    """One checkpoint of a run whose checkpointer knows only whole states; see `RunCheckpoint`.
+
+    The first `read` restores the state, onto the default device, and keeps its weights.
+    """
+
+    weights_only = False
+
+    def __init__(self, uri: str | Path, config: Any, step: int | None = None):
+        self.uri, self.config = uri, config
+        with self._checkpointer() as checkpointer:
+            self.step = _find_step(uri, checkpointer.steps(), step)
+        self.arrays: Mapping[str, Any] = flatten(self._abstract)
+
+    def __str__(self) -> str:
+        return f"the checkpoint of step {self.step} of {self.uri}"
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What it holds besides arrays, such as the position in the data."""
+        return self._restored[1]
+
+    def read(self, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        """The arrays of `like`, in its shardings (None: the default device)."""
+        return {p: jax.device_put(self._restored[0][p], x.sharding) for p, x in like.items()}
+
+    @cached_property
+    def _restored(self) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+        with self._checkpointer() as checkpointer:
+            state, extra = checkpointer.restore(self.step, self._abstract)
+        return flatten(state), extra
+
+    @cached_property
+    def _abstract(self) -> TrainState:
+        model = Functional.of(self.config.model)
+        learner = self.config.learner.build(max_steps=self.config.max_steps, axes=model.axes)
+        state = jax.eval_shape(
+            lambda params: TrainState(
+                step=jnp.zeros((), jnp.int32),
+                params=params,
+                variables=dict(getattr(model, "variables", {})),
+                rng=jax.random.key_data(jax.random.key(0)),
+                learner=learner.init(params),
+            ),
+            model.abstract,
+        )
+        place = SingleDeviceSharding(jax.local_devices()[0])
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state)
+
+    @contextmanager
+    def _checkpointer(self) -> Iterator[Any]:
+        checkpointer = self.config.checkpointer.build(directory=Path(self.uri) / "checkpoints")
+        try:
+            yield checkpointer
+        finally:
+            checkpointer.close()
+
+
+def _find_step(uri: str | Path, known: Sequence[int], step: int | None) -> int:
+    if not known or (step is not None and step not in known):
+        asked = "" if step is None else f" of step {step}"
+        listed = ", ".join(map(str, known)) or "none"
+        raise CheckpointError(f"{uri} has no checkpoint{asked} (there: {listed})\n    fix: give one of those")
+    return known[-1] if step is None else step
+
+
+def open_checkpoint(
+    uri: str | Path, storage: Storage, config: Any, step: int | None = None
+) -> RunCheckpoint | WholeCheckpoint:
+    """A checkpoint of a run, by default the newest, as the run's checkpointer keeps it.
+
+    Raises:
+        CheckpointError: the config is not a trainer's, no such step, or a damaged manifest.
+    """
+    checkpointer = getattr(config, "checkpointer", None)
+    if checkpointer is None:
+        raise CheckpointError(f"{uri}/{CONFIG} is not a trainer's config: it has no checkpointer")
+    if isinstance(checkpointer, OrbaxCheckpointer.Config):
+        return RunCheckpoint(uri, storage, config, step)
+    return WholeCheckpoint(uri, config, step)

@@ -1,0 +1,166 @@
+"""From pieces in a storage to sharded arrays: each piece is read once, checked, and copied to where it belongs."""
+
+import hashlib
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import attrs
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from axlearn_core.checkpoint.manifest import WEIGHTS
+from axlearn_core.checkpoint.shards import Box, Piece, StoredArray, merge_indices, parse_index
+from axlearn_core.contracts.storage import Storage
+from axlearn_core.errors import StorageError
+
+ALIGNMENT = 64
+"""JAX takes over host buffers of this alignment on CPUs without a copy."""
+
+
+class DamagedError(Exception):
+    """What is wrong with a file; callers name the checkpoint."""
+
+
+def read_index(storage: Storage, root: str, files: Mapping[str, Mapping[str, Any]]) -> dict[str, StoredArray]:
+    """The arrays in a checkpoint's files of weights; empty where it has none.
+
+    Args:
+        storage: where the checkpoint lies.
+        root: its folder, with a `/` at its end.
+        files: of its manifest: what its indices are, with their hashes.
+
+    Raises:
+        DamagedError: an index is not what was written.
+    """
+    indices = []
+    for name in sorted(n for n in files if n.startswith(WEIGHTS) and n.endswith(".json")):
+        try:
+            data = storage.read(f"{root}{name}")
+        except StorageError as error:
+            raise DamagedError(f"{name}: {str(error).splitlines()[0]}") from error
+        if (digest := hashlib.sha256(data).hexdigest()) != files[name]["sha256"]:
+            raise DamagedError(f"{name}: got sha256 {digest[:16]}, expected {files[name]['sha256'][:16]}")
+        indices.append(parse_index(data))
+    return merge_indices(indices)
+
+
+def read_arrays(
+    storage: Storage,
+    folder: str,
+    arrays: Mapping[str, StoredArray],
+    shardings: Mapping[str, Sharding | None],
+    *,
+    verify: bool = True,
+) -> Iterator[tuple[str, jax.Array]]:
+    """(path, array) one after the other. On the host there is, beside the result, one tensor at a time.
+
+    Args:
+        storage: where the files lie.
+        folder: of the files, with a `/` at its end.
+        arrays: what to read.
+        shardings: path -> where to; None is the default device.
+        verify: compares each piece with its hash.
+
+    Raises:
+        DamagedError: a piece is not what was written, or is missing.
+    """
+    workers = min(8, os.cpu_count() or 1)
+    with ThreadPoolExecutor(workers) as pool:
+        for path, array in arrays.items():
+            sharding = shardings[path] or SingleDeviceSharding(jax.local_devices()[0])
+            yield path, _read_array(storage, folder, array, sharding, pool, verify)
+
+
+def _read_array(
+    storage: Storage, folder: str, array: StoredArray, sharding: Sharding, pool: ThreadPoolExecutor, verify: bool
+) -> jax.Array:
+    places = {d: _box(index, array.shape) for d, index in sharding.addressable_devices_indices_map(array.shape).items()}
+    dtype = jnp.dtype(array.dtype)
+    buffers = [_Buffer(box, _aligned(_sizes(box), dtype)) for box in dict.fromkeys(places.values())]
+    copies = [(piece, [b for b in buffers if _overlap(piece.box, b.box) is not None]) for piece in array.pieces]
+    read = _Reader(storage, folder, array.path, dtype, verify)
+    for _ in pool.map(lambda copy: read(*copy), [copy for copy in copies if copy[1]]):
+        pass
+    overlaps = [_overlap(piece.box, b.box) for piece, found in copies for b in found]
+    filled = sum(math.prod(_sizes(box)) for box in overlaps if box is not None)
+    if filled != sum(b.data.size for b in buffers):
+        raise DamagedError(f"{array.path}: parts of it are in no file")
+    by_box = {b.box: b.data for b in buffers}
+    kind = sharding.memory_kind
+    shards = [jax.device_put(by_box[b], SingleDeviceSharding(d, memory_kind=kind)) for d, b in places.items()]
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
+
+
+@attrs.frozen(eq=False)
+class _Buffer:
+    box: Box
+    data: np.ndarray
+
+
+@attrs.frozen(eq=False)
+class _Reader:
+    """Reads one piece into the buffers that overlap it."""
+
+    storage: Storage
+    folder: str
+    path: str
+    dtype: Any
+    verify: bool
+
+    def __call__(self, piece: Piece, buffers: Sequence[_Buffer]) -> None:
+        target = _contiguous(piece, buffers)
+        data = np.empty(piece.shape, self.dtype) if target is None else target
+        view = data.reshape(-1).view(np.uint8).data
+        name = f"{WEIGHTS}{piece.file}"
+        try:
+            self.storage.read_into(f"{self.folder}{piece.file}", piece.offset, view)
+        except StorageError as error:
+            raise DamagedError(f"{name}: {str(error).splitlines()[0]}") from error
+        if self.verify and (digest := hashlib.sha256(view).hexdigest()) != piece.sha256:
+            end = piece.offset + len(view)
+            raise DamagedError(
+                f"{name}: {self.path}, bytes {piece.offset} to {end}: got sha256 {digest[:16]}, "
+                f"expected {piece.sha256[:16]}"
+            )
+        if target is None:
+            for buffer in buffers:
+                if (overlap := _overlap(piece.box, buffer.box)) is not None:
+                    buffer.data[_within(overlap, buffer.box)] = data[_within(overlap, piece.box)]
+
+
+def _contiguous(piece: Piece, buffers: Sequence[_Buffer]) -> np.ndarray | None:
+    """The part of the only buffer that is this piece, where it is contiguous there: read into without a copy."""
+    if len(buffers) != 1 or _overlap(piece.box, buffers[0].box) != piece.box:
+        return None
+    part = buffers[0].data[(*_within(piece.box, buffers[0].box), ...)]
+    return part if part.flags.c_contiguous else None
+
+
+def _aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.empty(size + ALIGNMENT, np.uint8)
+    begin = -raw.ctypes.data % ALIGNMENT
+    return raw[begin : begin + size].view(dtype).reshape(shape)
+
+
+def _box(index: Any, shape: Sequence[int]) -> Box:
+    return tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
+
+
+def _sizes(box: Box) -> tuple[int, ...]:
+    return tuple(end - begin for begin, end in box)
+
+
+def _overlap(one: Box, other: Box) -> Box | None:
+    both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return None if any(a >= b for a, b in both) else both
+
+
+def _within(box: Box, outer: Box) -> tuple[slice, ...]:
+    """The part `box` of an array whose own place is `outer`."""
+    return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(box, outer, strict=True))

@@ -1,0 +1,215 @@
+"""Opens weights: of runs here, of everything else through `axlearn_weights`. Reads no optimizer state."""
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Sharding
+
+from axlearn_core.checkpoint.run import RunCheckpoint, WholeCheckpoint, open_checkpoint, read_run_config
+from axlearn_core.checkpoint.storage import open_storage
+from axlearn_core.compose import Functional
+from axlearn_core.config import Node
+from axlearn_core.contracts.parts import Tokenizer, Weights
+from axlearn_core.contracts.storage import Storage
+from axlearn_core.errors import CheckpointError, RequestError, nearest
+from axlearn_core.learn.evaluation import Source, evaluation_sources
+from axlearn_core.learn.paths import select
+from axlearn_core.plugins.manager import host
+
+
+def open_weights(uri: str | Path, *, step: int | None = None, storage: Storage | None = None) -> Weights:
+    """The weights at a path or URI: of a run, or of whatever an installed plugin knows. Reads no tensor.
+
+    Args:
+        uri: a run directory, a directory in Hugging Face format, exported adapters (`DIR` or `DIR?base=RUN`), ...
+        step: which checkpoint of a run; by default the newest.
+        storage: what the run's files are read from; by default the storage of `uri`.
+
+    Raises:
+        CheckpointError: nothing known lies there, no such step, or the tensors are not those of the run's model.
+        RequestError: no plugin knows the scheme.
+    """
+    unknown: RequestError | None = None
+    try:
+        files = storage or open_storage(uri)
+        if (config := read_run_config(files, uri)) is not None:
+            return RunWeights(open_checkpoint(uri, files, config, step))
+    except CheckpointError:
+        raise
+    except RequestError as error:  # a plugin may know the scheme all the same
+        unknown = error
+    if step is None and (weights := host().only("axlearn_weights", uri=str(uri))) is not None:
+        return weights
+    if unknown is not None:
+        raise unknown
+    there = "does not exist" if "://" not in str(uri) and not Path(uri).exists() else "has no config.yaml"
+    raise CheckpointError(
+        f"{uri} is no run directory: it {there}\n    fix: give the directory that `axlearn train` named"
+    )
+
+
+class RunWeights:
+    """The weights of a run's checkpoint: what the run evaluates with.
+
+    Where the learner keeps moving averages, these are the weights, and only for what they leave out the parameters.
+
+    Attributes:
+        checkpoint: the run's checkpoint.
+        functional: the model.
+    """
+
+    def __init__(self, checkpoint: RunCheckpoint | WholeCheckpoint):
+        self.checkpoint = checkpoint
+        self.experiment: Any = checkpoint.config
+        self.step = checkpoint.step
+        self.functional = Functional.of(self.config)
+        self._check_model()
+
+    @property
+    def config(self) -> Node[Any]:
+        """The config of the model."""
+        return self.experiment.model
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What the checkpoint holds besides arrays, such as the position in the data."""
+        return self.checkpoint.extra
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of the run's input."""
+        node = getattr(getattr(self.experiment, "input", None), "tokenizer", None)
+        return None if node is None else node.build()
+
+    def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """See `axlearn_core.contracts.parts.Weights`."""
+        return {p: source.spec for p, source in self._sources.items()}
+
+    def read(self, pattern: str = "**", shardings: Mapping[str, Sharding] | None = None) -> dict[str, jax.Array]:
+        """See `axlearn_core.contracts.parts.Weights`."""
+        places = select_tensors(pattern, shardings, self.specs(), str(self.checkpoint.uri))
+        direct = {p: self._sources[p].paths[0] for p in places if self._sources[p].compute is None}
+        arrays = self.checkpoint.arrays
+        loaded = self.checkpoint.read({of: _sharded(arrays[of], places[p]) for p, of in direct.items()})
+        tensors = {p: loaded[of] for p, of in direct.items()}
+        for path in places.keys() - direct.keys():  # one by one: what it is computed from is not kept
+            tensors[path] = self._compute(self._sources[path], places[path])
+        return {p: tensors[p] for p in places}
+
+    def _compute(self, source: Source, sharding: Sharding | None) -> jax.Array:
+        assert source.compute is not None
+        arrays, shape = self.checkpoint.arrays, source.spec.shape
+        same = {p: sharding if tuple(arrays[p].shape) == shape else _whole(sharding) for p in source.paths}
+        loaded = self.checkpoint.read({p: _sharded(arrays[p], place) for p, place in same.items()})
+        return source.compute([loaded[p] for p in source.paths])
+
+    @cached_property
+    def _model(self) -> dict[str, jax.ShapeDtypeStruct]:
+        return {**self.functional.abstract, **variables_of(self.functional)}
+
+    @cached_property
+    def _stored(self) -> dict[str, str]:
+        """Path in the model -> path in the checkpoint, for parameters and variables."""
+        parts = (p.partition(".") for p in self.checkpoint.arrays)
+        return {path: f"{part}.{path}" for part, _, path in parts if part in ("params", "variables")}
+
+    @cached_property
+    def _sources(self) -> dict[str, Source]:
+        arrays = self.checkpoint.arrays
+        sources: dict[str, Source] = {}
+        if not self.checkpoint.weights_only:
+            learner = self.experiment.learner.build(max_steps=self.experiment.max_steps, axes=self.functional.axes)
+            sources = evaluation_sources(learner, self.functional.abstract)
+        for path, of in self._stored.items():
+            if path not in sources or sources[path].paths == (f"params.{path}",) or of.startswith("variables."):
+                spec = jax.ShapeDtypeStruct(arrays[of].shape, jax.numpy.dtype(arrays[of].dtype))
+                sources[path] = Source(spec, (of,), None)
+        missing = [f"missing: {p}" for s in sources.values() for p in s.paths if p not in arrays]
+        if missing:
+            raise CheckpointError(
+                f"{self.checkpoint}: the learner evaluates with arrays that the checkpoint lacks\n"
+                + "\n".join(f"    {m}" for m in missing[:12])
+                + "\n    fix: use the config that the run was trained with"
+            )
+        return {p: sources[p] for p in self._model}
+
+    def _check_model(self) -> None:
+        check_tensors(
+            str(self.checkpoint),
+            self._model,
+            {p: self.checkpoint.arrays[of] for p, of in self._stored.items()},
+            fix="use the versions that the run was written with, or `axlearn convert` there",
+        )
+
+
+def check_tensors(name: str, model: Mapping[str, Any], stored: Mapping[str, Any], *, fix: str) -> None:
+    """Compares the tensors that a model has with those that are stored, by path and shape.
+
+    Raises:
+        CheckpointError: lists what is missing (with the nearest stored path), unexpected, or of another shape.
+    """
+    spare = stored.keys() - model.keys()
+    problems = []
+    for path, spec in model.items():
+        if path not in stored:
+            close = nearest(path, spare, limit=1)
+            problems.append(f"missing: {path} {list(spec.shape)}" + (f" (nearest there: {close[0]})" if close else ""))
+        elif tuple(stored[path].shape) != tuple(spec.shape):
+            problems.append(f"differs: {path}: {list(stored[path].shape)} there, the model has {list(spec.shape)}")
+    problems += [f"unexpected: {path} {list(stored[path].shape)}" for path in stored if path in spare]
+    if problems:
+        more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
+        listed = "\n".join(f"    {p}" for p in [*problems[:20], *more])
+        raise CheckpointError(f"{name} does not have the tensors of its model\n{listed}\n    fix: {fix}")
+
+
+def select_tensors(
+    pattern: str, shardings: Mapping[str, Sharding] | None, specs: Mapping[str, Any], name: str
+) -> dict[str, Sharding | None]:
+    """Path -> sharding of the tensors that fit a pattern, for `Weights.read`.
+
+    Raises:
+        RequestError: the pattern fits no tensor, a sharding is missing, or one is for an unknown path.
+    """
+    paths = select(pattern, specs, what=f"the weights of {name}")
+    if shardings is None:
+        return dict.fromkeys(paths)
+    problems = []
+    for path in shardings:
+        if path not in specs:
+            close = nearest(path, specs, limit=1)
+            problems.append(f"unknown: {path}" + (f" (did you mean: {close[0]}?)" if close else ""))
+    problems += [f"without a sharding: {p}" for p in paths if p not in shardings]
+    if problems:
+        more = [f"and {len(problems) - 12} more"] if len(problems) > 12 else []
+        listed = "\n".join(f"    {p}" for p in [*problems[:12], *more])
+        raise RequestError(
+            f"the shardings do not fit the weights of {name}\n{listed}\n"
+            "    fix: give one for each tensor that is read, by its path in the model"
+        )
+    return {p: shardings[p] for p in paths}
+
+
+def split_weights(tensors: Mapping[str, Any], functional: Functional) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(parameters, other variables) of a model, from one mapping of both by dotted path."""
+    variables = functional.variables
+    return {p: x for p, x in tensors.items() if p not in variables}, {p: tensors[p] for p in variables if p in tensors}
+
+
+def bind_weights(functional: Functional, tensors: Mapping[str, Any]) -> Any:
+    """The model with these parameters and variables."""
+    return functional.bind(*split_weights(tensors, functional))
+
+
+def _sharded(info: Any, sharding: Sharding | None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(tuple(info.shape), jax.numpy.dtype(info.dtype), sharding=sharding)
+
+
+def _whole(sharding: Sharding | None) -> Sharding | None:
+    """The same devices, with a copy on each."""
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return sharding
+    return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())

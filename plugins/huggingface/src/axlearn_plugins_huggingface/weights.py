@@ -1,0 +1,65 @@
+"""A model directory in Hugging Face format as weights."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from axlearn_core.checkpoint.weights import select_tensors
+from axlearn_core.config import Node
+from axlearn_core.contracts.parts import Tokenizer
+from axlearn_core.train.session import say
+from axlearn_plugins_huggingface.source import Source, open_model
+
+
+def open_directory(directory: Path) -> "DirectoryWeights":
+    """The weights of a model directory, in the dtype of its files.
+
+    Raises:
+        RequestError: whatever is wrong with the directory; nothing was read but the headers.
+    """
+    weights = DirectoryWeights(open_model(directory, stored_dtype=True))
+    for note in weights.source.notes:
+        say(f"note: {note}")
+    return weights
+
+
+class DirectoryWeights:
+    """The weights of an opened model directory; see `axlearn_core.contracts.parts.Weights`."""
+
+    step = 0
+
+    def __init__(self, source: Source):
+        self.source = source
+
+    @property
+    def experiment(self) -> Node[Any]:
+        """The root config that `config.json` stands for."""
+        return self.source.config
+
+    @property
+    def config(self) -> Node[Any]:
+        """The config of the model."""
+        return self.source.config.model
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """That of `tokenizer.json`."""
+        return self.source.config.input.tokenizer.build() if self.source.family.text else None
+
+    def specs(self) -> Mapping[str, jax.ShapeDtypeStruct]:
+        """In the dtype of the config's parameters, whatever that of the files is."""
+        return self.source.model.abstract
+
+    def read(self, pattern: str = "**", shardings: Mapping[str, Sharding] | None = None) -> dict[str, jax.Array]:
+        """See `axlearn_core.contracts.parts.Weights`."""
+        specs = self.specs()
+        places = select_tensors(pattern, shardings, specs, str(self.source.directory))
+        default = SingleDeviceSharding(jax.local_devices()[0])
+        like = {
+            p: jax.ShapeDtypeStruct(specs[p].shape, specs[p].dtype, sharding=place or default)
+            for p, place in places.items()
+        }
+        return self.source.read(like)
