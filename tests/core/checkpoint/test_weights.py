@@ -3,6 +3,7 @@
 import json
 from typing import ClassVar
 
+import attrs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -182,7 +183,8 @@ def test_tensors_of_another_model_are_listed(tmp_path):
 def test_variables_are_weights_too_and_have_to_be_those_of_the_model(tmp_path, monkeypatch):
     mean = jax.ShapeDtypeStruct((4,), jnp.float32)
     write_run(tmp_path / "run")
-    monkeypatch.setattr("axlearn_core.checkpoint.weights.variables_of", lambda functional: {"decoder.mean": mean})
+    plain = Functional.of
+    monkeypatch.setattr(Functional, "of", lambda config: attrs.evolve(plain(config), variables={"decoder.mean": mean}))
     refused(lambda: open_weights(tmp_path / "run"), "missing: decoder.mean [4]")
 
 

@@ -108,7 +108,7 @@ class RunWeights:
 
     @cached_property
     def _model(self) -> dict[str, jax.ShapeDtypeStruct]:
-        return {**self.functional.abstract, **variables_of(self.functional)}
+        return {**self.functional.abstract, **self.functional.variables}
 
     @cached_property
     def _stored(self) -> dict[str, str]:

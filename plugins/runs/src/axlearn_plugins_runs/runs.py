@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from axlearn_core.checkpoint import RunWeights, open_weights, split_weights
 from axlearn_core.checkpoint.orbax import WEIGHTS_ONLY
-from axlearn_core.checkpoint.weights import variables_of
 from axlearn_core.compose import Functional
 from axlearn_core.config import Node, patch
 from axlearn_core.errors import CheckpointError, RequestError, WorkError
@@ -146,7 +145,7 @@ def write_run(
     if getattr(settings.checkpointer, "uri", None) is not None:  # the new run keeps its checkpoints to itself
         settings = patch(settings, {"checkpointer.uri": None})
     functional = Functional.of(settings.model)
-    wanted = {**functional.abstract, **variables_of(functional)}
+    wanted = {**functional.abstract, **functional.variables}
     if wrong := [p for p in wanted.keys() | tensors.keys() if _shape(tensors.get(p)) != _shape(wanted.get(p))]:
         raise RequestError(f"the parameters are not those of the new model: {', '.join(sorted(wrong)[:5])}")
     params, variables = split_weights({p: jnp.asarray(tensors[p], s.dtype) for p, s in wanted.items()}, functional)
