@@ -31,7 +31,7 @@ def measure(context: Context) -> None:
     target = REHEARSED_TARGET if context.rehearsal else machine_of(device).target.name
     for op in OPS:
         cases = kernel_cases.cases_of(op, small=context.rehearsal)
-        for implementation in selection.installed(op):
+        for implementation in selection.installed(kernel_cases.OPS[op]):
             if platform not in implementation.platforms:
                 continue
             interpreted = context.rehearsal and "triton" in implementation.name

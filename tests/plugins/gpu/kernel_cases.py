@@ -22,9 +22,11 @@ import cases as conformance
 from axlearn_core.kernels import selection
 from axlearn_core.testing import Case, KernelSuite
 from axlearn_plugins_gpu.kernels import tokamax
-from axlearn_plugins_transformer.kernels.attention import attention
+from axlearn_plugins_transformer.kernels.attention import Attention
 from axlearn_plugins_transformer.kernels.masks import Causal, Full, Prefix, Segments, SlidingWindow
 
+OPS = {op.name: op for op in conformance.CASES}
+"""Name -> class."""
 TOLERANCE = 3e-2
 """Of 16-bit results, relative to the norm of each array."""
 
@@ -60,7 +62,7 @@ def interpreter():
 
 
 def attend(kernel, query, key, value, mask, **options):
-    return attention(query, key, value, mask=mask, scale=query.shape[-1] ** -0.5, kernel=kernel, **options)
+    return Attention(query, key, value, mask=mask, scale=query.shape[-1] ** -0.5, **options).run(kernel)
 
 
 def attention_cases(size, length, rng):
@@ -113,14 +115,14 @@ def cases_of(op, *, small):
         return list(grouped_cases(rng))
     if op == "gated_linear_unit":
         return list(gated_cases(rng, 64, 128) if small else gated_cases(rng, 512, 1024))
-    return [c for c in conformance.CASES[op] if c.name.endswith("bfloat16") or op == "rms_norm"]
+    return [c for c in conformance.CASES[OPS[op]] if c.name.endswith("bfloat16") or op == "rms_norm"]
 
 
 class Numbers(KernelSuite):
     """One kernel on one target, measured without the suite's assertions."""
 
     def __init__(self, op, name, target, platform):
-        self.op, self.name, self.target, self.platform = op, name, target, platform
+        self.op, self.name, self.target, self.platform = OPS[op], name, target, platform
 
     def declared(self, name):
         return attrs.evolve(super().declared(name), platforms=())

@@ -131,6 +131,17 @@ def test_lists():
     assert found["attention"]["gradients"] is True
 
 
+def test_the_kernels_of_another_function_are_explained():
+    words = ["kernels", "explain", "quickstart", "--target", "cpu", "--json", *[w for s in SMALL for w in ("--set", s)]]
+    explained = CliRunner().invoke(cli, [*words, "--function", "decode"])
+    rows = {r["name"]: r for r in json.loads(explained.stdout)}
+    assert rows["attention"]["kernel"] == "xla"
+    assert rows["attention"]["gradients"] is False
+    unknown = CliRunner().invoke(cli, [*words, "--function", "decod"])
+    assert unknown.exit_code == 2
+    assert "did you mean: decode?" in unknown.stderr
+
+
 def test_the_shapes_of_batches_are_those_of_real_ones():
     config = resolve("quickstart", set=SMALL).config
     batches = config.build_input(config.input, VOCAB).train()

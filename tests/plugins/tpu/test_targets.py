@@ -93,7 +93,7 @@ def test_figures_are_those_of_a_device():
 
 def test_without_libtpu_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr("axlearn_plugins_tpu.topology.find_spec", lambda name: None)
-    with pytest.raises(RequestError, match=r"pip install 'axlearn-plugins-tpu\[compile\]'"):
+    with pytest.raises(RequestError, match=r"pip install 'jax\[tpu\]'"):
         absent(find_machine("tpu-v5p-8"))
 
 

@@ -50,6 +50,7 @@ class Function:
         runs_once: compiled fast rather than well.
         by_bucket: whether `call` takes the bucket too, as its last argument, which is static.
         of_model: of what a model declares, whether `call` takes the bound model first; otherwise it takes its inputs alone.
+        bucket_of: a batch of the experiment -> the bucket that plans and explanations take.
         place: `(shardings, abstract result) -> shardings`, where some of the result is to live elsewhere.
         describe: what it does, for people.
     """
@@ -62,6 +63,7 @@ class Function:
     runs_once: bool = False
     by_bucket: bool = False
     of_model: bool = True
+    bucket_of: Callable[[Mapping[str, Any]], Any] = lambda batch: batch
     place: Callable[[Any, Any], Any] = lambda shardings, _: shardings
     describe: str = ""
 

@@ -4,8 +4,8 @@ Legend of shapes: B batch, S positions, D width, N query heads, K key-value head
 vocabulary.
 
 Rules that every layer keeps: a parent knows its child's arguments and results, and offers generously at `build`; it
-never reads a child's settings. All state is `nnx.Param` with a logical name for each axis. Ranks are never promoted
-implicitly.
+never reads a child's settings. What is trained is `nnx.Param` with a logical name for each axis; `nn.randomness` and
+`nn.variables` say what holds for random numbers and other state. Ranks are never promoted implicitly.
 """
 
 import dataclasses

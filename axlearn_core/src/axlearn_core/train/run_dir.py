@@ -15,7 +15,6 @@ from typing import Any
 
 import attrs
 
-from axlearn_core.compose import Functional
 from axlearn_core.config import Change, Node, diff
 from axlearn_core.config.kinds import change_kinds, mathematics, microbatches
 from axlearn_core.errors import CheckpointError, RequestError, WorkError
@@ -25,6 +24,8 @@ Who = Callable[[str], str | None]
 
 def batch_dependence(config: Any) -> tuple[str, ...]:
     """Why the batch of a step cannot be cut up otherwise without changing what the model computes; empty where it can."""
+    from axlearn_core.compose import Functional  # imports JAX, which reports of runs do without
+
     return Functional.of(config.model).batch_dependence
 
 

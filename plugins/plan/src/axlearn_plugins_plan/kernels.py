@@ -15,11 +15,13 @@ def kernels() -> None:
 @kernels.command()
 @click.argument("experiment", metavar="EXPERIMENT")
 @request_options
+@click.option("--function", "name", default="train", show_default=True, help="Or evaluate, score, prefill, decode, ...")
 @json_option
-def explain(request: Any, as_json: bool) -> None:
+def explain(request: Any, name: str, as_json: bool) -> None:
     """Print, for each call of an op in a training step, which implementation was chosen and why the others were not.
 
-    The step is traced for the machine that --target names, and not compiled.
+    The step is traced for the machine that --target names, and not compiled. --function takes another function of the
+    experiment: generation of one row as long as those of training, for instance.
     """
     no_devices()
     from axlearn_core.plugins.resolve import resolve
@@ -27,11 +29,12 @@ def explain(request: Any, as_json: bool) -> None:
     from axlearn_plugins_plan.render import kernel_lines, kernels_json
 
     program, batch = prepared(resolve(request))
-    program.trace("train", batch)
+    program.trace(name, program.function(name).bucket_of(batch))
+    choices = program.choices(name)
     if as_json:
-        print_json(kernels_json(program.choices("train")))
+        print_json(kernels_json(choices))
         return
-    for line in kernel_lines(program.choices("train")):
+    for line in kernel_lines(choices):
         click.echo(line if line.startswith(" ") else click.style(line, bold=True))
-    if not program.choices("train"):
-        click.echo("nothing in this model calls an op that has implementations", err=True)
+    if not choices:
+        click.echo(f"nothing in {name} calls an op that has implementations", err=True)

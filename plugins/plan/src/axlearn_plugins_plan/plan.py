@@ -102,7 +102,7 @@ def prepared(resolved: Resolved) -> tuple[Program, dict[str, jax.ShapeDtypeStruc
         RequestError: no machine is named, or nothing can compile for it.
     """
     machine, config = machine_of(resolved), resolved.config
-    if not hasattr(config, "input") or not hasattr(config, "steps"):
+    if not hasattr(config, "input") or not hasattr(config, "functions"):
         raise RequestError(f"{resolved.title} is a {type(config).__qualname__}; expected a Trainer.Config")
     _check(resolved)
     settle(machine)

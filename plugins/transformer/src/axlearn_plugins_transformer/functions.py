@@ -119,6 +119,7 @@ class GenerationFunctions:
             "prefill": Function(
                 call=self.prefill,
                 inputs=lambda b: inputs(b, tokens=Array((1, b.prompt), jnp.int32), length=scalar),
+                bucket_of=lambda batch: GenerationBucket(batch["tokens"].shape[1], batch["tokens"].shape[1]),
                 outputs=outputs,
                 donate=(1,),
                 of_model=False,
@@ -128,6 +129,7 @@ class GenerationFunctions:
             "decode": Function(
                 call=self.decode,
                 inputs=lambda b: inputs(b, token=scalar),
+                bucket_of=lambda batch: GenerationBucket(0, batch["tokens"].shape[1]),
                 outputs=outputs,
                 donate=(1,),
                 of_model=False,
@@ -203,7 +205,13 @@ def language_model_functions(model: Any) -> Mapping[str, Function]:
         return Array(shape, jnp.int32), Array(shape, jnp.int32), Array(shape, jnp.bool)
 
     return {
-        "score": Function(call=score, inputs=score_inputs, by_bucket=True, describe="log-likelihoods of given tokens"),
+        "score": Function(
+            call=score,
+            inputs=score_inputs,
+            by_bucket=True,
+            bucket_of=lambda batch: ScoreBucket(*batch["tokens"].shape, chunk=min(128, batch["tokens"].shape[1])),
+            describe="log-likelihoods of given tokens",
+        ),
         **GenerationFunctions(model).declare(),
     }
 
