@@ -40,7 +40,7 @@ def test_figures_are_dense_and_of_one_device():
 
 def test_without_the_compiler_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(RequestError, match=r"needs XLA's GPU compiler.*\n.*axlearn-plugins-gpu\[compile\]"):
+    with pytest.raises(RequestError, match=r"needs XLA's GPU compiler.*\n.*pip install jax-cuda12-plugin"):
         absent(find_machine("h100-8x1"))
 
 
