@@ -27,8 +27,10 @@ EXTRAS = ("axlearn-plugins-gpu[kernels]",)
 LEFT_OUT = {
     # tokamax imports xprof to read its own profiles; nothing of what xprof serves or stores is used.
     "cheroot", "duckdb", "gcsfs", "google-cloud-storage", "gviz-api",
+    # Compilers for hardware that is elsewhere: the image has CUDA's own.
+    "jax-cuda12-plugin", "jax-cuda12-pjrt", "libtpu", "nvidia-cuda-runtime-cu12",
 }  # fmt: skip
-"""Requirements of requirements that are large, and are never imported here."""
+"""Requirements that are large, and are never imported here."""
 
 
 def normalize(name: str) -> str:

@@ -132,7 +132,15 @@ def test_lists():
 
 
 def test_the_kernels_of_another_function_are_explained():
-    words = ["kernels", "explain", "quickstart", "--target", "cpu-8", "--json", *[w for s in SMALL for w in ("--set", s)]]
+    words = [
+        "kernels",
+        "explain",
+        "quickstart",
+        "--target",
+        "cpu-8",
+        "--json",
+        *[w for s in SMALL for w in ("--set", s)],
+    ]
     explained = CliRunner().invoke(cli, [*words, "--function", "decode"])
     rows = {r["name"]: r for r in json.loads(explained.stdout)}
     assert rows["attention"]["kernel"] == "xla"
