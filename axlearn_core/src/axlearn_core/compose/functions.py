@@ -41,8 +41,8 @@ class Function:
 
     Attributes:
         call: the function; traced under the program's mesh, mesh rules, kernel selection and compiler options.
-        inputs: bucket -> its abstract arguments: trees of `Array`, `jax.ShapeDtypeStruct` and `Part`. A bucket is whatever
-            tells the function's shapes apart: a batch for `train`, a number of rows and a length for `decode`.
+        inputs: bucket -> its abstract arguments: trees of `Array`, `jax.ShapeDtypeStruct` and `Part`. A bucket tells
+            the function's shapes apart: a batch for `train`, a number of rows and a length for `decode`.
         outputs: bucket -> a prefix of its results that says where they live, of `Part` and `Array`; None leaves it to the
             compiler.
         donate: the positions of the arguments whose buffers the results take over.

@@ -13,7 +13,7 @@ from axlearn_core.compose import devices as machines
 from axlearn_core.compose.compiler import Compiler
 from axlearn_core.compose.flops import count_flops
 from axlearn_core.compose.functional import Functional, ModelWeights
-from axlearn_core.compose.functions import Array, Function, Part, batch_axes, global_shape
+from axlearn_core.compose.functions import Function, Part, batch_axes, global_shape
 from axlearn_core.compose.layout import Layout, make_mesh
 from axlearn_core.config import Node
 from axlearn_core.contracts.mesh import Mesh
@@ -113,16 +113,6 @@ class Program(Compiler):
     def fingerprint(self, batch: Mapping[str, Any]) -> str:
         """A hash of the lowered training step: equal fingerprints compute the same."""
         return hashlib.sha256(self.lower("train", batch).as_text().encode()).hexdigest()[:16]
-
-
-def _bucket_key(bucket: Any) -> Any:
-    if not isinstance(bucket, Mapping):
-        return bucket
-    return tuple((name, tuple(value.shape), str(value.dtype)) for name, value in sorted(bucket.items()))
-
-
-def _is_abstract(leaf: Any) -> bool:
-    return isinstance(leaf, (Array, Part))
 
 
 def array_shardings(functional: Functional, layout: Layout) -> dict[str, NamedSharding]:

@@ -17,7 +17,7 @@ class TrainState:
         params: what the learner changes: the model's `nnx.Param`s.
         variables: every other `nnx.Variable` of the model, such as the running mean of a BatchNorm.
         rng: uint32, the data of the run's root key. It never changes: the random numbers of a step are derived from it.
-        learner: whatever the learner keeps.
+        learner: the state of the learner, such as the moments of an optimizer.
     """
 
     step: jax.Array
