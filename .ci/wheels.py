@@ -14,6 +14,7 @@ MEMBERS = [
     *sorted(str(p.parent.relative_to(ROOT)) for p in ROOT.glob("axlearn_plugins_*/pyproject.toml")),
     *sorted(str(p.parent.relative_to(ROOT)) for p in ROOT.glob("plugins/*/pyproject.toml")),
 ]
+EXAMPLES = sorted(p.parent for p in ROOT.glob("examples/*/pyproject.toml"))
 TINY = [
     "train", "quickstart", "--steps", "3", "--run-dir", "run",
     "--set", "model.decoder.num_layers=1", "--set", "model.decoder.hidden_dim=32",
@@ -85,13 +86,13 @@ def third_parties(environment: Environment) -> None:
     """Packages beside the wheels, as their authors make them."""
     home = environment.home
     environment.run("plugins", "new", "my-gate")
-    for source in (home / "axlearn-plugins-my-gate", ROOT / "examples/my_norm_plugin"):
+    for source in (home / "axlearn-plugins-my-gate", *EXAMPLES):
         call("uv", "build", "-q", "--wheel", str(source), "-o", str(home / "third"), cwd=home)
     environment.install(*(f"{w}[test]" if "gate" in w.name else str(w) for w in (home / "third").glob("*.whl")))
-    for name in ("my-gate", "dynamic-tanh"):
+    for name in ("my-gate", "dynamic-tanh", "confidence-penalty"):
         environment.run("config", "diff", "llama2-7b", "llama2-7b", "--with", name)
     print(environment.run("plugins", "show", "my-gate"))
-    for tests in (home / "axlearn-plugins-my-gate/tests", ROOT / "examples/my_norm_plugin/tests"):
+    for tests in (home / "axlearn-plugins-my-gate/tests", *(example / "tests" for example in EXAMPLES)):
         pytest = (environment.python, "-m", "pytest", "-q", "-c", os.devnull, "-p", "no:cacheprovider", str(tests))
         print(call(*pytest, cwd=home))
     print(environment.run("generate", "run", "--prompt", "def ", "--max-tokens", "4"))

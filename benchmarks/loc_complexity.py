@@ -3,7 +3,7 @@
     python benchmarks/loc_complexity.py [--modules 20] [--experiments 50] [--configs 1000] [--json] [--plot lines.png]
 
 It writes projects of N modules x M experiments as source into git repositories, integrates rotary positions (RoPE), a
-mixture of experts (MoE) and a feature that no shipped code knows (token shift), as a user would, and counts with
+mixture of experts (MoE), dropout and a feature that no shipped code knows (token shift), as a user would, and counts with
 `git diff --numstat` all lines that were added or changed outside the feature's own package. In every cell of the largest
 project a forward pass proves each feature. The same is done for a project in which parents instantiate their children.
 

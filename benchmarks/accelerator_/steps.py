@@ -121,7 +121,7 @@ def utilisation(program: Any, specs: Any, seconds: float) -> dict[str, Any]:
     from axlearn_plugins_plan.flops import model_flops
     from axlearn_plugins_plan.roofline import utilisation as share
 
-    flops = model_flops(program, specs)
+    flops = model_flops(program, "train", specs)
     figures = {"model_flops_full": flops.full, "model_flops_causal": flops.causal}
     for name, work in (("mfu_full", flops.full), ("mfu_causal", flops.causal)):
         figures[name] = share(work, seconds, program.target, 1) if program.target else None

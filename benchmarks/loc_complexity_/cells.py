@@ -5,7 +5,8 @@ rotation of complex numbers, a loop over experts, a shift. It uses nothing of wh
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -69,6 +70,34 @@ class HandShift(nnx.Module):
         return self.layer(0.7 * x + 0.3 * jnp.concatenate([jnp.zeros_like(x[:, :1]), x[:, :-1]], axis=1))
 
 
+class HandDropout(nnx.Module):
+    """Every second output of the layer set to zero, the others doubled."""
+
+    def __init__(self, layer: Any):
+        self.layer = layer
+
+    def init_cache(self, batch: int, length: int) -> Any:
+        """See the attention."""
+        return self.layer.init_cache(batch, length)
+
+    def __call__(self, x: Any, *args: Any) -> Any:
+        """[B, S, D] -> what the layer gives, half of it."""
+        result = self.layer(x, *args)
+        kept = 2.0 * (jnp.arange(x.shape[-1]) % 2)[None, None]
+        return (result[0] * kept, *result[1:]) if isinstance(result, tuple) else result * kept
+
+
+@contextmanager
+def every_second() -> Iterator[None]:
+    """Random masks keep every second position of the last dimension, so that masks can be placed by hand."""
+    real = jax.random.bernoulli
+    jax.random.bernoulli = lambda key, p, shape, **_: jnp.broadcast_to(jnp.arange(shape[-1]) % 2 == 1, shape)
+    try:
+        yield
+    finally:
+        jax.random.bernoulli = real
+
+
 def place_rope(layer: Any, _: Any) -> None:
     layer.attention.cfg = attrs.evolve(layer.attention.cfg, position=RotaryEmbedding.Config())
     layer.attention.position = HandRope()
@@ -84,17 +113,23 @@ def place_shift(layer: Any, _: Any) -> None:
     layer.feed_forward = HandShift(layer.feed_forward)
 
 
+def place_dropout(layer: Any, _: Any) -> None:
+    layer.attention, layer.feed_forward = HandDropout(layer.attention), HandDropout(layer.feed_forward)
+
+
 BY_HAND: dict[str, Callable[[Any, Any], None]] = {
     "rope": place_rope,
     "moe": place_experts,
     "token-shift": place_shift,
+    "dropout": place_dropout,
 }
 
 
 def built(cfg: Any) -> Any:
     """The model of an experiment, each parameter filled by its name, so that models share what they have in common."""
     functional = Functional.of(cfg.model)
-    return functional.bind({path: _filled(path, spec) for path, spec in functional.abstract.items()})
+    key = jax.random.key(0) if functional.streams else None  # as in training, where it draws
+    return functional.bind({path: _filled(path, spec) for path, spec in functional.abstract.items()}, key=key)
 
 
 def _filled(path: str, spec: Any) -> jax.Array:
@@ -109,6 +144,11 @@ def active(plain: Any, activated: Any, feature: str, *, scanned: bool) -> bool:
 
     Layers run one by one, as for generation; with `scanned` also as in training, which has to be compiled.
     """
+    with every_second():
+        return _active(plain, activated, feature, scanned)
+
+
+def _active(plain: Any, activated: Any, feature: str, scanned: bool) -> bool:
     off, on = built(plain), built(activated)
     layers, hand = on.unstacked(), off.unstacked()
     before, after = _forward(off.unstacked()), _forward(layers)

@@ -1,4 +1,4 @@
-"""What is integrated: RoPE and MoE, which are installed, and token shift, which comes as a package of its own.
+"""What is integrated: RoPE, MoE and dropout, which are installed, and token shift, which comes as a package of its own.
 
 Also the modifiers: ten lines of Python that a user could write instead of installing a feature.
 """
@@ -13,11 +13,13 @@ import attrs
 from axlearn_core.config import map
 from axlearn_plugins_moe.layer import MixtureOfExperts
 from axlearn_plugins_rope.rotary import RotaryEmbedding
+from axlearn_plugins_transformer.dropout import DropoutOutput
 
 ACTIVATION = {
     "rope": "rope:theta=100",  # at this width and length the default base would hardly turn anything
     "moe": "moe:num_experts=4,top_k=2",
     "token-shift": "token-shift:mix=0.3",
+    "dropout": "dropout:rate=0.5,embedding=false",
 }
 """Feature -> what follows `--with`, and the one line that the launcher of a project needs."""
 
@@ -123,7 +125,18 @@ def moe_modifier(cfg: Any) -> Any:
     return map(cfg, place)
 
 
-MODIFIERS = {"rope": rope_modifier, "moe": moe_modifier}
+def dropout_modifier(cfg: Any) -> Any:
+    """Dropout behind the attention and the feed-forward layer of each block."""
+
+    def place(part: Any) -> Any:
+        halves = {name: getattr(part, name) for name in ("attention", "feed_forward") if hasattr(part, name)}
+        wrapped = {name: DropoutOutput.Config(inner=half, dropout=0.5) for name, half in halves.items()}
+        return attrs.evolve(part, **wrapped)
+
+    return map(cfg, place)
+
+
+MODIFIERS = {"rope": rope_modifier, "moe": moe_modifier, "dropout": dropout_modifier}
 """Each gives the tree that the installed feature gives; the benchmark holds them against each other."""
 
 

@@ -127,6 +127,14 @@ class Experts:
         return sum((kept / kept.sum(-1, keepdims=True))[:, e, None] * f(x) for e, f in enumerate(self.experts))
 
 
+class Dropped:
+    def __init__(self, layer):
+        self.layer = layer
+
+    def __call__(self, x):
+        return self.layer(x) * 2.0 * (np.arange(x.shape[-1]) % 2)
+
+
 class Shifted:
     def __init__(self, layer):
         self.layer = layer
@@ -135,7 +143,7 @@ class Shifted:
         return self.layer(0.7 * x + 0.3 * np.concatenate([np.zeros_like(x[:1]), x[:-1]]))
 '''
 
-PREFIX = {"rope": "Rope", "moe": "Moe", "token-shift": "Shift"}
+PREFIX = {"rope": "Rope", "moe": "Moe", "token-shift": "Shift", "dropout": "Drop"}
 
 SUBTYPE = {
     "rope": """class RopeAttention{i}(Attention{i}):
@@ -153,8 +161,14 @@ class RopeBlock{i}(Block{i}):
     def make_feed_forward(self, width, hidden, seed):
         return Shifted(super().make_feed_forward(width, hidden, seed))
 """,
+    "dropout": """class DropBlock{i}(Block{i}):
+    def make_attention(self, width, heads, seed):
+        return Dropped(super().make_attention(width, heads, seed))
+    def make_feed_forward(self, width, hidden, seed):
+        return Dropped(super().make_feed_forward(width, hidden, seed))
+""",
 }
-IMPORTED = {"rope": "turned", "moe": "Experts", "token-shift": "Shifted"}
+IMPORTED = {"rope": "turned", "moe": "Experts", "token-shift": "Shifted", "dropout": "Dropped"}
 
 PARENT = """class {prefix}Experiment{j}Block{i}(Experiment{j}Block{i}):
     def make_block(self, seed):
@@ -233,6 +247,8 @@ def active(i: int, j: int, feature: str) -> bool:
             block.attention.scores = lambda q, k, own=own: own(brought.turned(q), brought.turned(k))
         elif feature == "moe":
             block.feed_forward = brought.Experts(hand.width, hand.hidden, seed)
+        elif feature == "dropout":
+            block.attention, block.feed_forward = brought.Dropped(block.attention), brought.Dropped(block.feed_forward)
         else:
             block.feed_forward = brought.Shifted(block.feed_forward)
     norm = np.linalg.norm(after)

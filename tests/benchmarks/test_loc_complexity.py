@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.slow  # a repository per case, and a forward pass per cell
 
 ROOT = Path(__file__).resolve().parents[2]
-FEATURES = ("rope", "moe", "token-shift")
+FEATURES = ("rope", "moe", "token-shift", "dropout")
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,12 @@ def project(parts, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("feature", "wrong"),
-    [("rope", "rope:theta=90"), ("moe", "moe:num_experts=4,top_k=1"), ("token-shift", "token-shift:mix=0.31")],
+    [
+        ("rope", "rope:theta=90"),
+        ("moe", "moe:num_experts=4,top_k=1"),
+        ("token-shift", "token-shift:mix=0.31"),
+        ("dropout", "dropout:rate=0.4,embedding=false"),
+    ],
 )
 def test_the_proof_can_fail(parts, project, feature, wrong):
     active = parts["cells"].active

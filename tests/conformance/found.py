@@ -5,7 +5,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from axlearn_core.config import Decoder, Node, missing, patch
+import equinox
+from flax import linen
+
+from axlearn_core.config import Decoder, Node, configure, missing, patch
 from axlearn_core.contracts import parts
 from axlearn_core.contracts.kernels import KernelImplementation
 from axlearn_core.kernels.op import Op
@@ -13,8 +16,11 @@ from axlearn_core.kernels.selection import reference
 from axlearn_core.nn.layer import Layer
 from axlearn_core.plugins.manager import host
 from axlearn_core.plugins.registry import registry
+from axlearn_core.testing.contracts import D
 from axlearn_core.train.evaluators import Evaluator
 from axlearn_core.train.loop import Loop
+from axlearn_plugins_transformer.feed_forward import GatedFeedForward
+from axlearn_plugins_transformer.kv_cache import KVCache
 
 TOY = {
     "num_heads": 8,
@@ -27,6 +33,14 @@ TOY = {
     "image_size": 8,
     "patch_size": 4,
 }
+
+
+WRAPPED = {
+    "linen-layer": {"module": configure(linen.LayerNorm), "axes": {"*": ("norm",)}},
+    "equinox-layer": {"module": configure(equinox.nn.LayerNorm, shape=D), "vmap_axes": 2, "axes": {"*": ("norm",)}},
+    "dropout-output": {"inner": GatedFeedForward.Config(hidden_dim=32)},
+}
+"""What stands in components that hold another one."""
 
 
 def toy(config: type[Node[Any]], **settings: Any) -> Node[Any]:
@@ -44,7 +58,8 @@ def components() -> dict[str, type[Node[Any]]]:
 
 def owned(test: Callable[[type], bool]) -> dict[str, Node[Any]]:
     """Name -> toy config of the components whose class passes a test."""
-    return {n: toy(c) for n, c in components().items() if isinstance(c.owner, type) and test(c.owner)}
+    found = {n: toy(c) for n, c in components().items() if isinstance(c.owner, type) and test(c.owner)}
+    return {n: patch(c, WRAPPED.get(n, {})) for n, c in found.items()}
 
 
 def layers() -> dict[str, Node[Any]]:
@@ -60,7 +75,10 @@ def suites(base: type, configs: dict[str, Node[Any]], **more: Any) -> dict[str, 
     }
 
 
-PROTOCOLS = (parts.Input, parts.Learner, parts.Checkpointer, parts.Tracker, Loop, Evaluator)
+PROTOCOLS = (
+    parts.Input, parts.Learner, parts.Checkpointer, parts.Tracker, parts.Objective, parts.Tokenizer, parts.Profiler,
+    parts.Watchdog, parts.ProcessGroup, Loop, Evaluator, KVCache,
+)  # fmt: skip
 
 
 def met(owner: type, protocol: Any) -> int:

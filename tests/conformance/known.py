@@ -65,9 +65,9 @@ def softmax_router(params, x):
 
 
 def sigmoid_router(params, x):
-    """DeepSeek-V3."""
+    """DeepSeek-V3, where the bias is zero, as at first."""
     scores = jax.nn.sigmoid(x @ params["weight"])
-    return (*best(jax.lax.stop_gradient(scores + params["bias"][None, None]), scores), None)
+    return (*best(jax.lax.stop_gradient(scores), scores), None)
 
 
 def expert_choice_router(params, x):
@@ -92,7 +92,13 @@ def mixture_of_experts(params, x):
     return y
 
 
+ANY_INPUTS = Contract(
+    name="wrapped", arguments=("inputs",), offered={"input_dim": D}, inputs=normal(B, S, D), outputs=like(0)
+)
+"""Of a layer that passes on what it is called with."""
+
 REFERENCES = {
+    "linen-layer": {"contract": ANY_INPUTS},
     "quantized-linear": {"reference": staticmethod(linear), "reference_tolerance": 0.02},
     **{
         f.__name__.replace("_", "-"): {"reference": staticmethod(f)}

@@ -15,6 +15,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 import found
+import toy
 
 from axlearn_core.config import patch
 from axlearn_core.contracts import parts
@@ -23,6 +24,7 @@ from axlearn_core.testing import (
     CheckpointerSuite,
     InputSuite,
     LearnerSuite,
+    ObjectiveSuite,
     StorageSuite,
     TrackerSuite,
     TrainerSuite,
@@ -41,6 +43,8 @@ def texts(tmp_path_factory):
         (folder / f"{i}.txt").write_text(TEXT[: 60 * (i + 1)] + f"# {i}\n", "utf-8")
         talk = [{"role": "user", "content": TEXT[: 4 * i + 5]}, {"role": "assistant", "content": f"{i} " * (3 * i + 2)}]
         (folder / f"{i}.jsonl").write_text(json.dumps({"messages": talk}), "utf-8")
+        pairs = [{"prompt": TEXT[: 4 * i + k], "chosen": f"{i}", "rejected": f"{k} no"} for k in range(3)]
+        (folder / f"{i}.pairs").write_text("".join(json.dumps(p) + "\n" for p in pairs), "utf-8")
     return folder
 
 
@@ -58,7 +62,8 @@ class Input(InputSuite):
             more = {"paths": str(texts / "*.npz"), "held_out": 0.3} if "paths" in fields else {"held_out": 6}
             self.config = found.toy(type(self.config), **more)
             return
-        for kind, suffix in (("files", "txt"), ("chat-files", "jsonl")):  # the first that the input takes
+        # The first that the input takes.
+        for kind, suffix in (("files", "txt"), ("chat-files", "jsonl"), ("preference-files", "pairs")):
             paths = {"paths": [f"{texts}/[0-3].{suffix}"], "validation_paths": [f"{texts}/[45].{suffix}"]}
             source = {"type": kind, **paths}
             settings = {"source": source, "tokenizer": {"type": "byte-tokenizer"}, "sequence_length": 80}
@@ -93,6 +98,20 @@ for _name, _config in found.of(Loop).items():
     _own = type(_config).__module__.startswith("axlearn_core.")
     # A run takes seconds to compile: the loops of plugins are among the long proofs.
     globals().update(found.suites(TrainerSuite, {_name: _config}, pytestmark=[] if _own else [pytest.mark.slow]))
+
+
+class Objective(ObjectiveSuite):
+    """With a small language model, and whatever batch an objective for one takes."""
+
+    model = toy.small("quickstart").model
+
+    def batch(self):
+        one, two = (toy.batch(seed, rows=8) for seed in (0, 1))
+        pairs = {f"{name}_{k}": x for name, rows in (("chosen", one), ("rejected", two)) for k, x in rows.items()}
+        return {**one, **pairs}
+
+
+globals().update(found.suites(Objective, found.of(parts.Objective)))
 
 
 class TestAccumulatingLearner(LearnerSuite):

@@ -17,7 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import blocks
 
 ROOT = Path(__file__).resolve().parents[2]
-PLUGIN = ROOT / "examples/my_norm_plugin"
+PLUGINS = [ROOT / "examples/my_norm_plugin", ROOT / "examples/my_objective_plugin"]
+"""What the pages use."""
+PARTS = ROOT / "examples/my_parts"
 PAGES = sorted([*ROOT.glob("README.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/README.md")])
 MARKDOWN = sorted(
     [
@@ -31,12 +33,11 @@ IDS = [str(p.relative_to(ROOT)) for p in PAGES]
 Run = Callable[[str, str, Path], dict]
 
 
-@pytest.fixture(scope="session")
-def installed_plugin(tmp_path_factory) -> Path:
-    """The example plugin as an installed distribution would be: its metadata, made from its pyproject.toml."""
-    site = tmp_path_factory.mktemp("site")
-    shutil.copytree(PLUGIN / "src/axlearn_plugins_my_norm", site / "axlearn_plugins_my_norm")
-    project = tomllib.loads((PLUGIN / "pyproject.toml").read_text())["project"]
+def install(plugin: Path, site: Path) -> Path:
+    """An example plugin in a directory, as an installed distribution would be: its metadata, made from its pyproject.toml."""
+    (source,) = (plugin / "src").iterdir()
+    shutil.copytree(source, site / source.name, ignore=shutil.ignore_patterns("__pycache__"))
+    project = tomllib.loads((plugin / "pyproject.toml").read_text())["project"]
     info = site / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
     info.mkdir()
     requires = "".join(f"Requires-Dist: {r}\n" for r in project["dependencies"])
@@ -52,13 +53,22 @@ def installed_plugin(tmp_path_factory) -> Path:
     return site
 
 
+@pytest.fixture(scope="session")
+def installed_plugins(tmp_path_factory) -> Path:
+    """The example plugins that the pages use."""
+    site = tmp_path_factory.mktemp("site")
+    for plugin in PLUGINS:
+        install(plugin, site)
+    return site
+
+
 def environment(site: Path, flags: str = "") -> dict[str, str]:
-    """What a user has: one device, and the example plugin installed."""
+    """What a user has: one device, and the example plugins installed."""
     return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(site)}
 
 
 @pytest.fixture(scope="session")
-def run(installed_plugin, request) -> Iterator[Run]:
+def run(installed_plugins, request) -> Iterator[Run]:
     """Runs a block in a directory. What is slow trains at full size: there, programs are compiled well and not fast."""
     flags = "" if request.config.option.markexpr.startswith("slow") else os.environ["XLA_FLAGS_OF_ONE_DEVICE"]
     worker = subprocess.Popen(
@@ -66,7 +76,7 @@ def run(installed_plugin, request) -> Iterator[Run]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=environment(installed_plugin, flags),
+        env=environment(installed_plugins, flags),
     )
     assert worker.stdin
     assert worker.stdout
@@ -166,11 +176,13 @@ def test_every_page_is_in_the_index():
 
 
 @pytest.mark.slow
-def test_the_example_plugin_passes_its_own_tests(installed_plugin, tmp_path):
+@pytest.mark.parametrize("plugin", [*PLUGINS, PARTS], ids=lambda plugin: plugin.name)
+def test_an_example_plugin_passes_its_own_tests(plugin, tmp_path):
+    flags = "" if plugin.name == "my_norm_plugin" else os.environ["XLA_FLAGS"]  # suites split arrays over eight devices
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, str(PLUGIN / "tests")],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, str(plugin / "tests")],
         cwd=tmp_path,
-        env=environment(installed_plugin),
+        env=environment(install(plugin, tmp_path / "site"), flags),
         capture_output=True,
         text=True,
     )

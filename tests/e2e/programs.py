@@ -31,7 +31,7 @@ def lowered(case):
     else:
         config = patch(config, {"mesh.shape": MESHES[mesh]})
     program = compose(config, jax.devices()[:1] if mesh == "1" else jax.devices())
-    batch = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in toy.batch().items()}
+    batch = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in toy.batch_for(config).items()}
     return {name: program.lower(name, None if name == "init" else batch) for name in ("init", "train", "evaluate")}
 
 

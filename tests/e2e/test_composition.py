@@ -83,7 +83,7 @@ def step(layout, experiment, names, *, init=False):
     cfg = patch(toy.config(experiment, *names), {"mesh": Mesh(shape=MORE[layout])})
     count = int(np.prod(list(MORE[layout].values())))
     program = compose(cfg, jax.devices()[:count])
-    batch = program.put(toy.batch())
+    batch = program.put(toy.batch_for(cfg))
     state = program.init(0) if init else any_state(program)
     before = jax.device_get(state.params)
     state, scalars = program.train_step(state, batch)

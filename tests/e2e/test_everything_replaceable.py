@@ -13,6 +13,7 @@ from axlearn_core.train import train
 
 PARTS = {
     "input": ("counting-input", "CountingInput", "{type: counting-input, batch_size: 8}"),
+    "objective": ("counted-objective", "CountedObjective", "{type: counted-objective}"),
     "learner": ("sign-learner", "SignLearner", "{type: sign-learner}"),
     "checkpointer": ("npz-checkpointer", "NpzCheckpointer", "{type: npz-checkpointer, every: 2}"),
     "trackers": ("text-tracker", "TextTracker", "[{type: text-tracker, name: told.txt}]"),
@@ -70,6 +71,7 @@ def test_all_at_once_train_stop_and_go_on(installed, tmp_path):
     assert lines[-1] == {"closed": True}
     assert steps.keys() == set(range(1, 25))
     assert steps[24]["taken"] == 24, "the loop"
+    assert steps[24]["rows"] == 8, "the objective"
     assert steps[24]["moved"] == pytest.approx(0.003), "the learner"
     assert steps[1]["loss"] > 3 > 1.5 > steps[24]["loss"], "the input counts, which is soon learnt"
     assert json.loads((whole / "run.lock.json").read_text())["data"] == {"kind": "counting"}
@@ -110,6 +112,7 @@ def test_each_alone_among_ours(installed, tmp_path, part):
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         assert [m["step"] for m in lines if "loss" in m] == [1, 2, 3, 4]
         assert all(m["loss"] > 0 for m in lines if "loss" in m)
+        assert ("rows" in lines[0]) == (part == "objective")
         assert ("moved" in lines[0]) == (part == "learner")
         assert ("taken" in lines[0]) == (part == "loop")
     assert bool(list((run / "checkpoints").glob("*.npz"))) == (part == "checkpointer")

@@ -45,14 +45,18 @@ def case(seed):
 def gradients(cfg, devices, moved=()):
     """[(loss, gradients by path)] on these devices: of the parameters as they are, then moved by each random amount."""
     program = compose(cfg, devices)
-    learner = cfg.learner.build(max_steps=cfg.max_steps, axes=program.functional.axes)
+    trained = program.trained
+    learner = cfg.learner.build(max_steps=cfg.max_steps, axes=trained.axes)
     layout = program.layout
-    params, axes = toy.filled(program.functional), program.functional.axes
+    params, axes = toy.filled(trained), trained.axes
+    # Of frozen models: they stay as they are, wherever the parameters are moved.
+    specs, wanted = trained.variables, program.state.variables
+    kept = {p: jax.device_put(toy.filled_one(f"frozen {p}", s), wanted[p].sharding) for p, s in specs.items()}
     places = {p: layout.sharding(axes[p], x.shape, p) for p, x in params.items()}
 
-    def run(params, batch):
+    def run(params, kept, batch):
         with program.tracing("train"):
-            loss = without_state(lambda p, b: program.function("loss").call(ModelWeights(p, {}), b))
+            loss = without_state(lambda p, b: program.function("loss").call(ModelWeights(p, kept), b))
             return learner.value_and_grad(loss, params, {}, batch, None)
 
     made, found = jax.jit(run, compiler_options=QUICK), []
@@ -60,7 +64,7 @@ def gradients(cfg, devices, moved=()):
         rng = np.random.default_rng(seed)
         near = {p: x + (amount * np.abs(x) * rng.normal(size=x.shape)).astype(x.dtype) for p, x in params.items()}
         given = {p: jax.device_put(near[p], places[p]) for p in params}
-        (loss, *_), grads = jax.device_get(made(given, program.put(toy.batch())))
+        (loss, *_), grads = jax.device_get(made(given, kept, program.put(toy.batch_for(cfg))))
         found.append((float(loss), {p: np.asarray(g, np.float64) for p, g in grads.items()}))
     return found
 

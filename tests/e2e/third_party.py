@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from axlearn_core.config import REQUIRED, Configurable, interface, node, setting
 
@@ -55,6 +56,21 @@ class CountingInput(Configurable):
 
     def describe(self):
         return {"kind": "counting"}
+
+
+class CountedObjective(Configurable, nnx.Module):
+    """The model's own loss, and how many rows it is of."""
+
+    @node
+    class Config(Configurable.Config["CountedObjective"]):
+        """Nothing to set."""
+
+    def __init__(self, cfg):
+        pass
+
+    def loss(self, model, batch, key):
+        loss, summaries = model.loss(batch)
+        return loss, {**summaries, "rows": jnp.float32(batch["tokens"].shape[0])}
 
 
 class SignLearner(Configurable):

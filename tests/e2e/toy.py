@@ -75,12 +75,22 @@ def batch(seed=0, rows=ROWS):
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
 
 
+def batch_for(cfg, seed=0):
+    """A batch for the input of a config: as `batch`, or of the arrays that its input says it gives."""
+    shapes = getattr(cfg.input, "batch_shapes", dict)()
+    if set(shapes) <= {"tokens", "targets", "weights", "segment_ids", "positions"}:
+        return batch(seed)
+    rows = {prefix: batch(seed + i) for i, prefix in enumerate(sorted({n.rpartition("_")[0] for n in shapes}))}
+    return {name: rows[name.rpartition("_")[0]][name.rpartition("_")[2]] for name in shapes}
+
+
 def filled(functional):
     """Path -> parameter, filled at random by its path: not one is zero, as initialised adapters and biases would be."""
-    return {path: _filled(path, spec) for path, spec in functional.abstract.items()}
+    return {path: filled_one(path, spec) for path, spec in functional.abstract.items()}
 
 
-def _filled(path, spec):
+def filled_one(path, spec):
+    """One array, by its path."""
     seed = int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "little")
     values = np.random.default_rng(seed).normal(size=spec.shape) * 0.2
     return jax.device_put(jnp.asarray(values + (1.0 if path.endswith("scale") else 0.0), spec.dtype))

@@ -19,7 +19,7 @@ TARGET = Target(name="here", compiler_options={"xla_backend_optimization_level":
 def program(**options):
     """A program of nothing but a function to compile."""
     made = object.__new__(Program)
-    made.target, made._compiled, made._jitted = TARGET, {}, {}
+    made.target, made._compiled, made._jitted, made._exported = TARGET, {}, {}, {}
     made._mesh_config = patch(Mesh(), {f"compiler_options.{k}": v for k, v in options.items()})
     made.functions = {"train": Function(call=lambda x: x + 1)}
     made.lower = lambda name, batch: jax.jit(made.functions[name].call).lower(batch["x"])

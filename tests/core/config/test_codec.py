@@ -141,7 +141,7 @@ def test_configured_callables_go_there_and_back():
     }  # fmt: skip
     again = there_and_back(made)
     assert again == made
-    assert again.build(rngs=5) == made.build(rngs=5) == ((0.1, 10), 0.8, float, (1, 2), 5)
+    assert again.build(rngs=5) == made.build(rngs=5) == ((0.1, 10), 0.8, float, [1, 2], 5)
     with pytest.raises(RequestError, match="plain values"):
         encode(configure(optimizer, dtype=int), NAMES)  # set by someone, so leaving it out would lose it
 

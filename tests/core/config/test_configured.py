@@ -81,4 +81,4 @@ def test_it_is_a_value_that_can_be_edited_and_pickled():
     assert hash(again) == hash(node)
     assert patch(node, {"epsilon": 0.25}).build(width=1, dim=2, rngs=3)[3] == 0.25
     empty = pickle.loads(pickle.dumps(configure(rate)))
-    assert flatten(empty, lambda cls: "rate") == {"type": "rate", "peak": REQUIRED, "steps": 10}
+    assert flatten(empty, lambda cls: "rate") == {"type": "rate", "peak": REQUIRED, "steps": 10, "args": ()}

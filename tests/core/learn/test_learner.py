@@ -5,7 +5,9 @@ import optax
 import pytest
 from flax import nnx
 
-from axlearn_core.config import Decoder, QualifiedNames, check, configure
+from axlearn_core.config import Decoder, Node, QualifiedNames, check, configure, diff, encode, node
+from axlearn_core.config import flatten as config_paths
+from axlearn_core.contracts.capabilities import FreezesVariables
 from axlearn_core.errors import ConfigError, RequestError
 from axlearn_core.learn import AdamW, Constant, Cosine, Learner, ParameterRule, flatten
 
@@ -255,7 +257,80 @@ def test_a_rule_s_optimizer_updates_its_parameters_alone_and_out_of_the_clipping
     expected, _, _ = jax.jit(alone.update)({"decoder.w": grads["decoder.w"]}, alone.init(rest), rest, jnp.float32(0))
     np.testing.assert_allclose(new["decoder.w"], expected["decoder.w"], rtol=1e-6)
     assert float(summaries["grad_norm"]) == pytest.approx(8.0)
-    np.testing.assert_allclose(new["router.bias"], -0.5 * grads["router.bias"] / 8.0, rtol=1e-6)
+    np.testing.assert_allclose(new["router.bias"], -0.5 * grads["router.bias"], rtol=1e-6)
+
+
+def test_a_rule_s_optimizer_clips_its_own_group():
+    params = {"w": jnp.ones((4, 4)), "a.bias": jnp.zeros((2,)), "b.bias": jnp.zeros((2,))}
+    grads = {"w": jnp.full((4, 4), 2.0), "a.bias": jnp.asarray([3.0, 0.0]), "b.bias": jnp.asarray([0.0, 4.0])}
+    rule = ParameterRule(pattern="*.bias", optimizer=configure(optax.sgd, learning_rate=1.0), max_grad_norm=2.0)
+    made = check(
+        Learner.Config(optimizer=configure(optax.sgd, learning_rate=1.0), max_grad_norm=4.0, rules=(rule,))
+    ).build(max_steps=9)
+    new, _, summaries = jax.jit(made.update)(grads, made.init(params), params, LOSS)
+    np.testing.assert_allclose(new["w"], 1 - grads["w"] * 4 / 8, rtol=1e-6)
+    np.testing.assert_allclose(new["a.bias"], -grads["a.bias"] * 2 / 5, rtol=1e-6)
+    np.testing.assert_allclose(new["b.bias"], -grads["b.bias"] * 2 / 5, rtol=1e-6)
+    assert float(summaries["grad_norm"]) == pytest.approx(8.0)
+
+
+def test_a_norm_for_a_rule_without_an_optimizer_is_refused():
+    with pytest.raises(ConfigError, match="the rule has none"):
+        learner(rules=(ParameterRule(pattern="**.norm.*", max_grad_norm=1.0),))
+
+
+def test_a_default_that_is_hidden_is_in_no_file():
+    rule = ParameterRule(pattern="a.*")
+    assert "max_grad_norm" not in encode(rule, QualifiedNames())
+    assert "max_grad_norm" not in config_paths(rule)
+    limited = ParameterRule(pattern="a.*", optimizer=configure(optax.sgd, learning_rate=0.1), max_grad_norm=1.0)
+    assert config_paths(limited)["max_grad_norm"] == 1.0
+    assert "max_grad_norm" in [c.path for c in diff(rule, limited)]
+
+
+@node
+class HalfWay(Node[optax.GradientTransformation]):
+    """Descends, and evaluates half-way back to the start, which it keeps."""
+
+    def build(self, **_):
+        return optax.GradientTransformation(
+            lambda params: {"start": jax.tree.map(jnp.copy, params)},
+            lambda grads, state, params=None: (jax.tree.map(lambda g: -g, grads), state),
+        )
+
+    def evaluation_params(self, state, params):
+        return jax.tree.map(lambda a, b: (a + b) / 2, state["start"], params)
+
+
+def test_an_optimizer_says_what_to_evaluate_with():
+    made = learner(optimizer=HalfWay(), max_grad_norm=None)
+    params, state, _ = run(made, tree(0), 2)
+    close(made.evaluation_params(state, params), jax.tree.map(lambda a, b: (a + b) / 2, tree(0), params))
+
+
+def test_a_rule_s_optimizer_says_so_for_its_parameters_alone():
+    rules = (
+        ParameterRule(pattern="layer.norm.*", optimizer=HalfWay()),
+        ParameterRule(pattern="embedding.*", freeze=True),
+    )
+    made = learner(rules=rules)
+    params, state, _ = run(made, tree(0), 2)
+    shown = made.evaluation_params(state, params)
+    for path, value in params.items():
+        expected = (value + tree(0)[path]) / 2 if "norm" in path else value
+        np.testing.assert_allclose(shown[path], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"ema_decay": 0.9}, r"learner\.ema_decay: learner\.optimizer \(HalfWay\) keeps an average of its own"),
+        ({"rules": (ParameterRule(pattern="**.norm.*", learning_rate_scale=0.5),)}, "scaled updates would not follow"),
+    ],
+)
+def test_an_average_of_the_optimizer_s_own_excludes_others(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        learner(optimizer=HalfWay(), **fields).init(tree(0))
 
 
 def test_a_gradient_of_a_rule_s_optimizer_that_is_not_finite_skips_the_step():
@@ -266,3 +341,15 @@ def test_a_gradient_of_a_rule_s_optimizer_that_is_not_finite_skips_the_step():
     new, state, _ = jax.jit(made.update)(grads, made.init(params), params, jnp.float32(0))
     assert int(state.skipped) == 1
     np.testing.assert_array_equal(new["w"], params["w"])
+
+
+def test_a_freezing_rule_keeps_variables_that_train_by_rules_of_their_own():
+    rules = (
+        ParameterRule(pattern="!**.lora_*", freeze=True),
+        ParameterRule(pattern="**.weight", learning_rate_scale=2.0),
+    )
+    learner = Learner.Config(rules=rules).build(max_steps=1)
+    assert learner.frozen_variables(["decoder.layer.router.bias"]) == ["decoder.layer.router.bias"]
+    some = Learner.Config(rules=(ParameterRule(pattern="decoder.0.**", freeze=True),)).build(max_steps=1)
+    assert some.frozen_variables(["decoder.0.router.bias", "decoder.1.router.bias"]) == ["decoder.0.router.bias"]
+    assert isinstance(learner, FreezesVariables)

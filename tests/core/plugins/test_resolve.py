@@ -140,6 +140,108 @@ class Other(Feature):
 """
 
 
+WRAPPERS = """
+from axlearn_core.config import node, patch
+from axlearn_core.plugins.feature import Feature
+
+class Wrapper(Feature):
+    stage = "wrap"
+    mark = ""
+    def apply(self, cfg):
+        return cfg if self.mark in cfg.tags else patch(cfg, {"tags": (*cfg.tags, self.mark)})
+    def in_effect(self, cfg):
+        return self.mark in cfg.tags
+"""
+
+
+def install_wrappers(install, *orders):
+    """Features of the stage `wrap` that add their name to `tags`; `orders` are (name, class variables)."""
+    classes = "".join(
+        f"\n@node\nclass {name.title()}(Wrapper):\n    mark = {name!r}\n    "
+        + "\n    ".join(f"{k} = {v!r}" for k, v in more.items())
+        + "\n"
+        for name, more in orders
+    )
+    points = {"features": {name: f"wrappers:{name.title()}" for name, _ in orders}}
+    install("axlearn-plugins-wrappers", "2.0", modules={"wrappers": WRAPPERS + classes}, points=points)
+
+
+def test_features_of_one_stage_wrap_one_path_in_a_stated_order(install):
+    install_wrappers(install, ("a", {"after": ("b", "absent")}), ("b", {}), ("c", {"before": ("b",)}))
+    for order in itertools.permutations(("a", "b", "c")):
+        resolved = resolve("toy", with_=order)
+        assert resolved.config.tags == ("c", "b", "a")
+        assert [name for name, _ in resolved.features] == ["c", "b", "a"]
+    assert [step for _, _, step in chain(resolved, "tags")] == [(), ("c",), ("c", "b"), ("c", "b", "a")]
+
+
+def test_an_order_through_a_feature_that_is_not_asked_for_orders_nothing(install):
+    install_wrappers(install, ("a", {"after": ("b",)}), ("b", {}), ("c", {"before": ("b",)}))
+    with pytest.raises(RequestError, match="two features of the stage 'wrap' change tags"):
+        resolve("toy", with_=["a", "c"])
+
+
+def test_a_path_that_three_features_change_needs_an_order_of_all(install):
+    install_wrappers(install, ("a", {}), ("b", {"after": ("a",)}), ("c", {"after": ("a",)}))
+    with pytest.raises(
+        RequestError, match=r"b \(axlearn-plugins-wrappers 2.0\)[^$]*c \(axlearn-plugins-wrappers 2.0\)"
+    ):
+        resolve("toy", with_=["a", "b", "c"])
+
+
+def test_features_that_come_before_one_another(install):
+    install_wrappers(
+        install, ("a", {"before": ("b",)}), ("b", {"before": ("c",)}), ("c", {"before": ("a",)}), ("d", {})
+    )
+    with pytest.raises(PluginError) as caught:
+        resolve("toy", with_=["d", "c", "b", "a"])
+    said = str(caught.value)
+    for first, second in ("ab", "bc", "ca"):
+        assert f"{first} before {second}, says {first} (axlearn-plugins-wrappers 2.0)" in said
+    assert "'d'" not in said
+    assert caught.value.exit_code == 2
+    assert resolve("toy", with_=["a", "b"]).config.tags == ("a", "b")
+
+
+def test_an_order_against_the_stages(install):
+    install_wrappers(install, ("a", {"stage": "tune"}), ("b", {"after": ("a",)}))
+    with pytest.raises(PluginError, match="says that 'a' comes before 'b', against the order of their stages"):
+        resolve("toy", with_=["a", "b"])
+    install_wrappers_of_a_rule = 'MeshRule(target="chip-*", features=("b", "a"))'
+    install_chip(install, install_wrappers_of_a_rule)
+    with pytest.raises(PluginError, match="against the order of their stages"):
+        resolve("toy", target="chip-1x1")
+
+
+def test_features_of_a_mesh_rule_keep_their_stated_order(install):
+    install_wrappers(install, ("a", {"after": ("b",)}), ("b", {}))
+    install_chip(install, 'MeshRule(target="chip-*", features=("a", "b"))')
+    assert resolve("toy", target="chip-1x1").config.tags == ("b", "a")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"before": "b"}, r"A.before is 'b'; it has to be a tuple of names of features"),
+        ({"after": (1,)}, r"A.after is \(1,\); it has to be a tuple"),
+        ({"before": ("b",), "after": ("b",)}, "A comes both before and after 'b'"),
+        ({"before": ("a",)}, r"a before a, says a"),
+    ],
+)
+def test_orders_that_are_wrong_in_themselves(install, more, message):
+    install_wrappers(install, ("a", more))
+    with pytest.raises(PluginError, match=message):
+        resolve("toy", with_=["a"])
+
+
+def test_the_doctor_names_a_feature_that_a_stated_order_misspells(install):
+    from axlearn_core.plugins.doctor import examine
+
+    install_wrappers(install, ("a", {"after": ("toy-roep", "elsewhere-entirely")}))
+    warnings = [f.message for f in examine(registry()) if f.status == "warning" and f.name == "a"]
+    assert warnings == ["it has a stated order with 'toy-roep', which is not installed; did you mean: toy-rope?"]
+
+
 def test_needs_and_excludes():
     with pytest.raises(RequestError, match=r"'toy-needy' \(--with toy-needy\) needs 'toy-rope'"):
         resolve("toy", with_=["toy-needy"])

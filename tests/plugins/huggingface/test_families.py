@@ -41,7 +41,8 @@ QUICK = {"deepseek-v3", "gemma3", "gpt2", "llama3", "qwen3-moe"}
 def test_every_tensor_comes_back_and_the_config_too(name, monkeypatch):
     monkeypatch.setattr(stream, "SLICE", 1500)  # so that these small tensors are read in slices
     source = open_model(FIXTURES / name)
-    params = source.read(compose(source.config, jax.devices()[:1]).state.params)
+    state = compose(source.config, jax.devices()[:1]).state
+    params = source.read({**state.params, **state.variables})
     assert all(x.dtype == np.float32 for x in params.values())
     assert written(source, params) == bits(source)
     assert source.family.differences(source.data, source.config) == []

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from axlearn_core.checkpoint import bind_weights, split_weights
 from axlearn_core.compose import Functional, compose
 from axlearn_core.config import find, patch
 from axlearn_core.learn import AdamW, Learner
-from axlearn_core.learn.learner import ParameterRule
 from axlearn_plugins_huggingface.source import open_model
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -45,8 +45,9 @@ def folder(name):
 def loaded(name):
     """(source, parameters, model, what is expected), in float32."""
     source = open_model(folder(name), set=["model.dtype=float32", "model.decoder.stack.mode=unrolled"])
-    params = source.read(compose(source.config, jax.devices()[:1]).state.params)
-    return source, params, source.model.bind(params), load_file(folder(name) / "expected.safetensors")
+    state = compose(source.config, jax.devices()[:1]).state
+    params = source.read({**state.params, **state.variables})
+    return source, params, bind_weights(source.model, params), load_file(folder(name) / "expected.safetensors")
 
 
 def assert_close(got, expected):
@@ -70,7 +71,7 @@ def rows(expected):
 def test_logits(name):
     source, params, _, expected = loaded(name)
     tokens, positions, segments = rows(expected)
-    run = jax.jit(lambda p: source.model.bind(p)(tokens, positions=positions, segment_ids=segments))
+    run = jax.jit(lambda p: bind_weights(source.model, p)(tokens, positions=positions, segment_ids=segments))
     logits = np.asarray(run(params))
     for row, length in enumerate(expected["lengths"]):
         assert_close(logits[row, :length], expected["padded_logits"][row, :length])
@@ -89,10 +90,9 @@ def three_steps(name):
     source, params, _, expected = loaded(name)
     batch = {"tokens": jnp.asarray(expected["batch"][:, :-1]), "targets": jnp.asarray(expected["batch"][:, 1:])}
     optimizer = AdamW(learning_rate=3e-3, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
-    # transformers adds no auxiliary losses here, and the biases that balance a router are no parameters there.
-    frozen = tuple(ParameterRule(pattern=p, freeze=True) for p in source.model.abstract if p.endswith("router.bias"))
-    learner = Learner.Config(optimizer=optimizer, max_grad_norm=None, rules=frozen)
-    auxiliary = [f"model.**.router.{n}" for n in ("load_balance", "z_loss")]
+    # transformers adds no auxiliary losses here, and does not move the biases that balance a router.
+    learner = Learner.Config(optimizer=optimizer, max_grad_norm=None)
+    auxiliary = [f"model.**.router.{n}" for n in ("load_balance", "z_loss", "rate")]
     unused = {p: 0.0 for p in auxiliary if find(source.config, p)}
     config = patch(source.config, {"learner": learner, **unused})
     model = Functional.of(config.model)
@@ -100,7 +100,8 @@ def three_steps(name):
     state = jax.eval_shape(functions["init"].call, jax.random.key(0))
     learner = config.learner.build(max_steps=10, axes=source.model.axes)
     state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
-    state = state.replace(params=params, learner=learner.init(params))
+    params, variables = split_weights(params, model)
+    state = state.replace(params=params, variables=variables, learner=learner.init(params))
     train, losses = jax.jit(functions["train"].call), []
     for _ in range(4):
         state, summaries = train(state, batch)
@@ -119,7 +120,7 @@ def test_three_steps_of_adamw(name):
 def test_gradients(name):
     source, params, _, expected = loaded(name)
     batch = {"tokens": jnp.asarray(expected["batch"][:, :-1]), "targets": jnp.asarray(expected["batch"][:, 1:])}
-    gradients = jax.jit(jax.grad(lambda p: source.model.bind(p).loss(batch)[0]))(params)
+    gradients = jax.jit(jax.grad(lambda p: bind_weights(source.model, p).loss(batch)[0]))(params)
     from axlearn_plugins_huggingface import stream
 
     made = [(n, "F32", t.shape) for n, t in source.tensors.items()]

@@ -5,9 +5,11 @@ import json
 import jax
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 import axlearn_core as ax
 from axlearn_core.checkpoint import manifest, open_weights
+from axlearn_core.cli.main import cli
 from axlearn_core.errors import CheckpointError, RequestError
 from axlearn_plugins_lora.adapters import is_adapter
 from axlearn_plugins_lora.runs import export_run, merge_run
@@ -118,6 +120,45 @@ def test_merged_exported_and_merged_again(runs, tmp_path):
     train(tmp_path / "onward", 1, {"base": str(base), "adapters": str(tmp_path / "alone")}, **{"learner.rules": STILL})
     for path, value in flat(tuned).items():
         np.testing.assert_array_equal(value, flat(tmp_path / "onward")[path], err_msg=path)
+
+
+def test_exported_adapters_are_weights(runs, tmp_path):
+    base, tuned = runs
+    export_run(tuned, tmp_path / "alone")
+    merge_run(tuned, tmp_path / "merged")
+    weights, merged = open_weights(tmp_path / "alone"), flat(tmp_path / "merged")
+    assert weights.specs().keys() == merged.keys()
+    tensors = weights.read()
+    for path, value in merged.items():
+        np.testing.assert_array_equal(value, tensors[path], err_msg=path)
+    one = weights.read("decoder.layer.attention.**")
+    assert one.keys() == {p for p in merged if p.startswith("decoder.layer.attention.")}
+
+    run = CliRunner().invoke
+    words = ["--prompt", "def ", "--max-tokens", "4"]
+    here, there = (run(cli, ["generate", str(tmp_path / name), *words]) for name in ("alone", "merged"))
+    assert here.exit_code == 0, here.output
+    assert here.stdout == there.stdout
+
+    moved = tmp_path / "moved"
+    base.rename(moved)
+    try:
+        lost = run(cli, ["generate", str(tmp_path / "alone"), *words])
+        assert lost.exit_code == 2
+        assert f"name it: {tmp_path / 'alone'}?base=RUN_DIR" in lost.stderr
+        named = run(cli, ["generate", f"{tmp_path / 'alone'}?base={moved}", *words])
+        assert named.stdout == there.stdout
+    finally:
+        moved.rename(base)
+    with pytest.raises(RequestError, match="adapters are of another base"):
+        open_weights(f"{tmp_path / 'alone'}?base={train(tmp_path / 'other', 1, seed=5)}").read()
+
+
+def test_a_scheme_that_nobody_knows():
+    for words in (["generate", "ftp://host/run", "--prompt", "x"], ["evaluate", "ftp://host/run", "--data", __file__]):
+        done = CliRunner().invoke(cli, words)
+        assert done.exit_code == 2
+        assert "the scheme 'ftp' is unknown" in done.stderr
 
 
 def test_what_does_not_fit_is_refused(runs, tmp_path):

@@ -5,15 +5,13 @@ from click.testing import CliRunner
 
 import axlearn_core as ax
 from axlearn_core.cli.main import cli
-from axlearn_core.config import Configurable, Scaled, diff, find, node, patch
+from axlearn_core.config import Scaled, diff, find, node, patch
 from axlearn_core.errors import ConfigError, RequestError
-from axlearn_core.learn import Learner, ParameterRule
 from axlearn_core.nn.linear import Linear
 from axlearn_core.plugins.registry import registry
 from axlearn_plugins_moe.dispatch import CapacityDispatch, DroplessDispatch
-from axlearn_plugins_moe.feature import BALANCED, MoE
+from axlearn_plugins_moe.feature import MoE
 from axlearn_plugins_moe.layer import MixtureOfExperts
-from axlearn_plugins_moe.optimizers import SignDescent
 from axlearn_plugins_moe.routers import ExpertChoiceRouter, SigmoidRouter, SoftmaxRouter
 from axlearn_plugins_transformer.alternate import Alternate
 from axlearn_plugins_transformer.attention import Attention
@@ -122,29 +120,6 @@ def test_a_config_without_feed_forward_is_an_error():
         MoE().apply(RMSNorm.Config())
 
 
-class Root(Configurable):
-    @node
-    class Config(Configurable.Config["Root"]):
-        model: CausalLM.Config = MODEL
-        learner: Learner.Config | RMSNorm.Config = Learner.Config()
-
-
-def test_a_router_with_a_bias_brings_its_rule_and_takes_it_away():
-    own = ParameterRule(pattern="decoder.norm.*", weight_decay=False)
-    root = Root.Config(learner=Learner.Config(rules=(own,)))
-    sigmoid = MoE(router=SigmoidRouter.Config())
-    made = sigmoid.apply(root)
-    assert made.learner.rules == (own, BALANCED)
-    assert sigmoid.apply(made) == made
-    assert MoE().apply(made) == made
-    assert MoE(router=SoftmaxRouter.Config()).apply(made).learner.rules == (own,)
-    faster = patch(made, {"learner.rules.1.optimizer.rate": 0.01})
-    assert sigmoid.apply(faster) == faster
-    with pytest.raises(ConfigError, match="nothing balances the sigmoid router"):
-        sigmoid.apply(Root.Config(learner=RMSNorm.Config()))
-    assert MoE().apply(Root.Config(learner=RMSNorm.Config())).model == MoE().apply(MODEL)
-
-
 OPEN = {"input.source.paths": ["x"], "input.tokenizer.path": "y"}
 
 
@@ -186,8 +161,7 @@ def test_all_names_are_registered():
     names = registry()
     parts = {"mixture-of-experts": MixtureOfExperts.Config, "softmax-router": SoftmaxRouter.Config,
              "sigmoid-router": SigmoidRouter.Config, "expert-choice-router": ExpertChoiceRouter.Config,
-             "dropless-dispatch": DroplessDispatch.Config, "capacity-dispatch": CapacityDispatch.Config,
-             "sign-descent": SignDescent}  # fmt: skip
+             "dropless-dispatch": DroplessDispatch.Config, "capacity-dispatch": CapacityDispatch.Config}  # fmt: skip
     for name, cls in parts.items():
         assert names.component(name) is cls
         assert names.name_of(cls) == name

@@ -140,6 +140,7 @@ def test_every_axis_is_named_and_each_expert_is_initialised_alone(build):
         "down.weight": ("experts", "mlp", "embed"),
         "router.weight": ("embed", "experts"),
         "router.bias": ("experts",),
+        "router.load": ("experts",),
     }
     gate, down = layer.gate.weight, layer.down.weight
     assert down.shape == (40, 128, 64)
@@ -153,6 +154,7 @@ def test_every_axis_is_named_and_each_expert_is_initialised_alone(build):
 
 def test_dtypes(build):
     layer = build(dtype="bfloat16", router=SigmoidRouter.Config())
+    layer.eval()
     with jax.numpy_dtype_promotion("strict"):
         x = jax.ShapeDtypeStruct((1, 5, 16), jnp.bfloat16)
         assert jax.eval_shape(layer, x).dtype == jnp.bfloat16

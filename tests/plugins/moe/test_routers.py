@@ -6,18 +6,17 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from axlearn_core.compose import Functional
 from axlearn_core.errors import RequestError
-from axlearn_core.learn import Learner, ParameterRule
 from axlearn_core.nn import summaries
 from axlearn_core.nn.layer import Precision
-from axlearn_plugins_moe.optimizers import SignDescent
-from axlearn_plugins_moe.routers import SCALE, ExpertChoiceRouter, SigmoidRouter, SoftmaxRouter
+from axlearn_plugins_moe.routers import ExpertChoiceRouter, SigmoidRouter, SoftmaxRouter
 
 E = 6
 
 
 def routed(cfg, x, top_k=2, weight=None, bias=None):
-    """Token -> {expert: weight} of each row, the losses, the summaries, and the gradients of the losses."""
+    """Token -> {expert: weight} of each row, the losses, the summaries, and the router's state after the call."""
     router = cfg.build(input_dim=x.shape[-1], num_experts=E, top_k=top_k, rngs=nnx.Rngs(0), precision=Precision())
     if weight is not None:
         router.weight[...] = jnp.asarray(weight)
@@ -27,14 +26,12 @@ def routed(cfg, x, top_k=2, weight=None, bias=None):
 
     @jax.jit
     def run(state):
-        def loss(state):
-            with summaries.collect() as found:
-                routing = nnx.merge(graph, state)(jnp.asarray(x))
-            return sum(found.losses.values(), start=jnp.float32(0)), (routing, found.losses, found.summaries)
+        router = nnx.merge(graph, state)
+        with summaries.collect() as found:
+            routing = router(jnp.asarray(x))
+        return routing, found.losses, found.summaries, nnx.state(router)
 
-        return jax.grad(loss, has_aux=True)(state)
-
-    grads, (routing, losses, reported) = run(state)
+    routing, losses, reported, after = run(state)
     expert, weights = np.asarray(routing.expert), np.asarray(routing.weight)
     token = np.arange(expert.shape[1])[None] % x.shape[1] + 0 * expert if routing.token is None else routing.token
     rows = []
@@ -43,7 +40,7 @@ def routed(cfg, x, top_k=2, weight=None, bias=None):
         for e, t, w in zip(expert[b], np.asarray(token)[b], weights[b], strict=True):
             assert e not in rows[b][t]
             rows[b][t][int(e)] = float(w)
-    return rows, losses, reported, grads
+    return rows, losses, reported, after
 
 
 def inputs(rows=2, length=7, width=5, seed=0):
@@ -87,7 +84,7 @@ def test_sigmoid_selects_by_the_bias_and_weighs_without_it():
     x, w = inputs()
     bias = np.asarray([0.3, -0.2, 0, 0.9, -0.5, 0], np.float32)
     cfg = SigmoidRouter.Config(scale=2.5, load_balance=0.1)
-    rows, losses, _, grads = routed(cfg, x, weight=w, bias=bias)
+    rows, losses, _, after = routed(cfg, x, weight=w, bias=bias)
     scores = 1 / (1 + np.exp(-(x @ w)))
     expected, balance, load = [], [], np.zeros(E)
     for row in scores:
@@ -101,9 +98,9 @@ def test_sigmoid_selects_by_the_bias_and_weighs_without_it():
         load += share * 14
     same(rows, expected)
     assert float(losses["load_balance"]) == pytest.approx(0.1 * np.mean(balance), rel=1e-5)
-    # The loss that carries the bias's gradient is zero; the gradient says by how much a load is above the mean.
-    assert losses["router_bias"] == 0
-    np.testing.assert_allclose(grads["bias"].get_value(), SCALE * (load / load.mean() - 1), rtol=1e-5, atol=1e-12)
+    assert losses.keys() == {"load_balance"}
+    np.testing.assert_array_equal(after["load"].get_value(), np.round(load))
+    np.testing.assert_array_equal(after["bias"].get_value(), bias)  # moves at the end of the step only
 
 
 def test_sigmoid_uses_the_best_groups_only():
@@ -149,11 +146,43 @@ def test_a_row_of_one_token_takes_its_likeliest_experts():
     same(rows, [[{int(e): row[0, e] for e in np.argsort(-row[0])[:2]}] for row in p])
 
 
-def test_sign_descent_moves_the_bias_against_the_load_and_nothing_else():
-    params = {"router.bias": jnp.zeros(3), "router.weight": jnp.ones(3)}
-    grads = {"router.bias": jnp.asarray([2e-6, -1e-9, 0.0]), "router.weight": jnp.full(3, 0.1)}
-    rule = ParameterRule(pattern="**.bias", optimizer=SignDescent(rate=0.25))
-    learner = Learner.Config(rules=(rule,)).build(max_steps=10)
-    new, _, report = learner.update(grads, learner.init(params), params, jnp.float32(1.0))
-    np.testing.assert_array_equal(new["router.bias"], [-0.25, 0.25, 0.0])
-    assert float(report["grad_norm"]) == pytest.approx(0.1 * 3**0.5)
+def built(**settings):
+    cfg = SigmoidRouter.Config(**settings)
+    return cfg.build(input_dim=5, num_experts=E, top_k=2, rngs=nnx.Rngs(0), precision=Precision())
+
+
+def test_a_step_moves_the_bias_against_the_load_of_all_its_microbatches():
+    x, w = inputs()
+    whole, parts, still = built(rate=0.25), built(rate=0.25), built(rate=0.0)
+    for router in (whole, parts, still):
+        router.weight[...] = jnp.asarray(w)
+    whole(jnp.asarray(x))
+    still(jnp.asarray(x))
+    for row in x:
+        parts(jnp.asarray(row[None]))
+    load = np.asarray(whole.load[...])
+    assert load.sum() == 2 * 7 * 2
+    np.testing.assert_array_equal(parts.load[...], load)
+    for router in (whole, parts, still):
+        router.end_step()
+    np.testing.assert_array_equal(whole.bias[...], -0.25 * np.sign(load - load.mean()))
+    np.testing.assert_array_equal(parts.bias[...], whole.bias[...])
+    np.testing.assert_array_equal(still.bias[...], np.zeros(E))
+
+
+def test_evaluation_counts_no_load():
+    router = built()
+    router.eval()
+    router(jnp.asarray(inputs()[0]))
+    np.testing.assert_array_equal(router.load[...], np.zeros(E))
+
+
+def test_its_state_is_float32_and_no_parameter():
+    cfg = SigmoidRouter.Config()
+    sizes = {"input_dim": 5, "num_experts": E, "top_k": 2}
+    functional = Functional.of(cfg, precision=Precision("bfloat16", "bfloat16"), **sizes)
+    assert functional.abstract.keys() == {"weight"}
+    assert {p: (s.shape, str(s.dtype)) for p, s in functional.variables.items()} == {"bias": ((E,), "float32")}
+    assert functional.variable_axes == {"bias": ("experts",)}
+    assert functional.totals.keys() == {"load"}
+    assert functional.batch_dependence == ()  # a step in microbatches is the same

@@ -44,7 +44,7 @@ def on(cfg, shape):
     functional = Functional.of(cfg)
     mesh = Mesh(shape=shape or {"fsdp": 1})
     layout = Layout(make_mesh(mesh, None if shape else jax.devices()[:1]), mesh)
-    params = jax.jit(functional.init, compiler_options=QUICK)(jax.random.key(0))
+    params, variables = jax.jit(functional.init_arrays, compiler_options=QUICK)(jax.random.key(0))
     dice = np.random.default_rng(1)
     params |= {
         p: jnp.asarray(dice.normal(size=x.shape), x.dtype)
@@ -57,7 +57,7 @@ def on(cfg, shape):
 
     def loss(params, given):
         with sharding.logical_rules(layout.mesh, layout.rules), selection.use(selection.Selection()):
-            return jax.value_and_grad(lambda p: functional.bind(p).loss(given), has_aux=True)(params)
+            return jax.value_and_grad(lambda p: functional.bind(p, variables).loss(given), has_aux=True)(params)
 
     (value, summaries), grads = jax.jit(loss, compiler_options=QUICK)(params, given)
     return jax.device_get((value, summaries, grads))

@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 import axlearn_core as ax
+from axlearn_core.checkpoint import bind_weights
 from axlearn_core.cli.main import cli
 from axlearn_core.compose import Functional
 from axlearn_core.errors import CheckpointError
@@ -30,7 +31,7 @@ def model(feed_forward=None):
 
 def logits(functional, params):
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 32, (2, 9)))
-    return jax.jit(lambda p: functional.bind(p)(tokens), compiler_options=QUICK)(params)
+    return jax.jit(lambda p: bind_weights(functional, p)(tokens), compiler_options=QUICK)(params)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def test_the_upcycled_model_computes_what_the_dense_one_did(feature, dense):
     target = Functional.of(feature.apply(model()))
     made = upcycle(params, source, target)
     assert {p: (v.shape, v.dtype) for p, v in made.items()} == {
-        p: (s.shape, s.dtype) for p, s in target.abstract.items()
+        p: (s.shape, s.dtype) for p, s in {**target.abstract, **target.variables}.items()
     }
     np.testing.assert_allclose(logits(target, made), expected, rtol=1e-5, atol=1e-5)
     again = upcycle(made, target, target)  # and what has experts keeps them

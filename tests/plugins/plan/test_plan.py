@@ -65,6 +65,23 @@ def test_tags(plan):
     assert found["mlp_hidden"].flops == 0  # no products
 
 
+def test_a_plan_of_another_function():
+    decode = make_plan(resolve("quickstart", set=SMALL, target="cpu-8"), "decode")
+    matrices = LAYERS * (4 * WIDTH * WIDTH + 3 * WIDTH * HIDDEN) + WIDTH * VOCAB
+    assert decode.flops.full == 2 * (matrices + LAYERS * 2 * WIDTH * LENGTH)  # one token against a full cache
+    assert decode.tags == ()
+    assert decode.gradient_bytes == 0
+    cache = LAYERS * 2 * LENGTH * WIDTH * 4
+    assert decode.memory.arguments == pytest.approx(4 * decode.parameters / 8 + cache, rel=0.05)
+    assert text(decode).startswith("decode of quickstart on cpu-8")
+    assert "time of one call" in text(decode)
+    assert as_json(decode)["function"] == "decode"
+    assert as_json(decode)["tokens_per_step"] is None
+    evaluate = make_plan(resolve("quickstart", set=SMALL, target="cpu-8"), "evaluate")
+    assert evaluate.tokens == ROWS * LENGTH
+    assert evaluate.flops.full == 2 * ROWS * LENGTH * (matrices + LAYERS * 2 * WIDTH * LENGTH)
+
+
 def test_it_is_printed(plan):
     shown, fields = text(plan), as_json(plan)
     assert "fits: " in shown
@@ -113,6 +130,7 @@ def test_wrong_requests():
         (["plan", "quickstrt", "--target", "cpu-8"], "quickstart"),
         (["plan", "quickstart", "--target", "cpu-8", "--set", "input.batch_size=3"], "not divisible"),
         (["kernels", "explain", "quickstart"], "add --target NAME"),
+        (["plan", "quickstart", "--target", "cpu-8", "--function", "decod"], "did you mean: decode?"),
     ):
         done = run(cli, words)
         assert done.exit_code == 2, done.output

@@ -120,6 +120,10 @@ def test_a_stored_run_generates_and_refuses_to_train(tmp_path):
             before, after = quantize_run(tmp_path / "run", tmp_path / storage, storage=storage)
             assert after < before
             loaded = ax.load(tmp_path / storage)
+            if storage == "int4":
+                with pytest.raises(RequestError, match="unstack takes 4-bit integers"):
+                    loaded.program.export(tmp_path / "exported", {"unstack": [None]})
+                assert not (tmp_path / "exported").exists()
             assert loaded.step == 2
             assert isinstance(loaded.generate("def ", max_tokens=3), str)
             arrays = manifest.inspect(tmp_path / storage / "checkpoints", 2).arrays

@@ -54,6 +54,22 @@ def test_layers_keep_their_parameters_in_other_stacks(params):
     assert all(np.array_equal(back[p], params[p]) for p in params)
 
 
+def test_variables_go_with_their_layers():
+    experts = "moe:num_experts=4,router={type: sigmoid-router}"
+    source, target = models(experts)[1], models(experts, "interleave:window=16")[1]
+    name = "feed_forward.router.bias"
+    assert source.variables.keys() == {f"decoder.layer.{name}"}
+    tensors = {**source.abstract, **source.variables}
+    values = {p: np.random.default_rng(0).normal(size=s.shape).astype(s.dtype) for p, s in tensors.items()}
+    made = carry(values, source, target)
+    assert made.keys() == {**target.abstract, **target.variables}.keys()
+    old = values[f"decoder.layer.{name}"]
+    np.testing.assert_array_equal(made[f"decoder.layer.0.{name}"], old[np.array([0, 2])])
+    np.testing.assert_array_equal(made[f"decoder.layer.1.{name}"], old[np.array([1])])
+    back = carry(made, target, source)
+    assert all(np.array_equal(back[p], values[p]) for p in values)
+
+
 def test_several_features_at_once(params):
     with_ = ["interleave:window=16", "moe:num_experts=3,every=2,shared_experts=1", "lora:rank=2,target=model.**"]
     plain, target, features = models(*with_)

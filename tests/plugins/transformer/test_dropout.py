@@ -1,6 +1,7 @@
 """Dropout: where masks differ, where they must not, and where nothing is drawn."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,14 @@ import toy
 
 from axlearn_core import compose, patch
 from axlearn_core.compose import Functional
+from axlearn_core.config import Node, interface, node
 from axlearn_core.learn import value_and_grad
 from axlearn_core.nn import randomness
+from axlearn_core.nn.layer import Layer
 from axlearn_core.train.step import TrainingFunctions
+from axlearn_plugins_transformer.attention import Attention
+from axlearn_plugins_transformer.dropout import Dropout
+from axlearn_plugins_transformer.feed_forward import GatedFeedForward
 
 RATE = ["dropout:rate=0.3"]
 KEY = jax.random.key(5)
@@ -114,6 +120,55 @@ def test_a_pipeline_draws_per_microbatch_whatever_its_stages(shape):
     single, _ = loss_and_gradients(patch(piped, {"mesh.shape": {}}))
     assert loss == pytest.approx(single, rel=1e-5)
     assert loss != loss_and_gradients(config())[0]
+
+
+class OwnBlock(Layer):
+    """A block of another class than ours, which knows nothing of dropout."""
+
+    @node
+    class Config(Layer.Config["OwnBlock"]):
+        input_dim: int = interface()
+        attention: Node[Any] = Attention.Config(num_heads=2)
+        feed_forward: Node[Any] = GatedFeedForward.Config(hidden_dim=16)
+
+    def __init__(self, cfg, *, rngs, precision):
+        super().__init__(cfg, precision=precision)
+        self.attention = self.child(cfg.attention, rngs=rngs, input_dim=cfg.input_dim)
+        self.feed_forward = self.child(cfg.feed_forward, rngs=rngs, input_dim=cfg.input_dim)
+
+    def init_cache(self, batch, length):
+        return self.attention.init_cache(batch, length)
+
+    def __call__(self, x, context, cache=None):
+        y, cache = self.attention(x, context, cache)
+        return x + y + self.feed_forward(x), cache
+
+
+@pytest.mark.parametrize("mode", ["scan", "unrolled"])
+def test_blocks_of_any_class_drop_out(mode):
+    edits = {"model.decoder.layer": OwnBlock.Config(), "model.decoder.stack.mode": mode, "model.dtype": "float32"}
+    own = patch(toy.small("llama2-7b"), edits)
+    dropped = Dropout(rate=0.3).apply(own)
+    assert Dropout(rate=0.3).in_effect(dropped)
+    assert Dropout(rate=0.2).apply(dropped) == Dropout(rate=0.2).apply(own)
+    plain, functional = Functional.of(own.model), Functional.of(dropped.model)
+    params = {p: toy.filled(plain)[p.replace(".base.", ".")] for p in functional.abstract}
+    model = functional.bind(params)
+    silent = plain.bind({p.replace(".base.", "."): x for p, x in params.items()})
+    assert model.loss(toy.batch())[0] == silent.loss(toy.batch())[0]
+    losses = [functional.bind(params, key=jax.random.key(i)).loss(toy.batch())[0] for i in (1, 2)]
+    assert losses[0] != losses[1]
+    assert model.generate([1, 2, 3], max_tokens=2) is not None
+
+
+def test_adapters_go_on_the_halves_of_any_block():
+    own = patch(toy.small("llama2-7b"), {"model.decoder.layer": OwnBlock.Config()})
+    config = toy.resolve(own, with_=["dropout:rate=0.3", "lora:rank=2,target=model.**.attention.*"]).config
+    functional = Functional.of(config.model)
+    adapters = {p for p in functional.abstract if p.endswith("lora_a")}
+    assert {p.rpartition(".")[0] for p in adapters} == {
+        f"decoder.layer.attention.base.{name}" for name in ("query", "key", "value", "output")
+    }
 
 
 def test_a_step_follows_from_seed_and_step_alone():

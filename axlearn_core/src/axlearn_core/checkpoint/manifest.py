@@ -12,7 +12,7 @@ checkpoints/
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import attrs
 
 from axlearn_core.checkpoint.storage import sync_directory
 from axlearn_core.errors import CheckpointError
+from axlearn_core.plugins.migrations import migrate_arrays
 
 MANIFEST, EXTRA, STATE = "manifest.json", "extra.json", "state"
 WEIGHTS = f"{STATE}/weights/"
@@ -30,7 +31,7 @@ _FORMAT, _READABLE = 2, (1, 2)
 
 @attrs.frozen
 class ArrayInfo:
-    """One stored array: its dotted path, shape, dtype name (`key<fry>` for random keys)."""
+    """One stored array: its dotted path in the files, shape, dtype name (`key<fry>` for random keys)."""
 
     path: str
     shape: tuple[int, ...]
@@ -42,7 +43,12 @@ class ArrayInfo:
 
 @attrs.frozen
 class Manifest:
-    """The contents of one checkpoint."""
+    """The contents of one checkpoint.
+
+    Attributes:
+        arrays: by dotted path in the training state. An earlier version may have stored one under another path, which is in
+            its `ArrayInfo`; see `migrated`.
+    """
 
     step: int
     arrays: dict[str, ArrayInfo]
@@ -54,6 +60,15 @@ class Manifest:
     def bytes(self) -> int:
         """The size of all files."""
         return sum(f["bytes"] for f in self.files.values())
+
+    def migrated(self, wanted: Collection[str]) -> "Manifest":
+        """The manifest with the paths of this version, where arrays that are wanted are missing under theirs."""
+        if all(path in self.arrays for path in wanted):
+            return self
+        renamed = migrate_arrays(self.arrays, wanted)
+        paths = {path: renamed.get(path, path) for path in self.arrays}
+        arrays = {to: self.arrays[path] for path, to in paths.items() if to is not None}
+        return attrs.evolve(self, arrays=arrays)
 
 
 def steps(directory: Path) -> list[int]:

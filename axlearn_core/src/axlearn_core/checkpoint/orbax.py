@@ -22,7 +22,7 @@ from axlearn_core.checkpoint.shards import ShardWriter, is_weight
 from axlearn_core.checkpoint.storage import LocalStorage, resolve, sync_directory
 from axlearn_core.config import Configurable, node, setting
 from axlearn_core.errors import CheckpointError, WorkError, nearest
-from axlearn_core.learn.paths import flatten, select, unflatten
+from axlearn_core.learn.paths import flatten, unflatten
 
 log = logging.getLogger(__name__)
 TextFiles = Mapping[str, str | Callable[[], str]]
@@ -161,33 +161,24 @@ class OrbaxCheckpointer(Configurable):
     def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
         """(state, extra) of a step. Shapes, dtypes and shardings are those of `like`, which may be abstract.
 
-        A checkpoint of weights only leaves the learner and the random key as they are in `like`.
+        A checkpoint of weights only leaves the learner, the objective and the random key as they are in `like`.
 
         Raises:
             CheckpointError: no such step; a damaged file; or arrays that are missing, unexpected or of another shape.
         """
-        found = self._verified(step)
+        stored = self._verified(step)
         extra = json.loads((self.directory / str(step) / manifest.EXTRA).read_text(encoding="utf-8"))
         wanted = {p: describe(p, x) for p, x in flatten(like).items()}
         if extra.get(WEIGHTS_ONLY):
-            wanted = {p: x for p, x in wanted.items() if p.split(".")[0] in ("step", "params", "variables")}
-        _check_same(step, wanted, found.arrays, unexpected=True)
-        state = self._load(found, like, list(wanted))
+            parts = ("step", "params", "variables")
+            wanted = {
+                p: x for p, x in wanted.items() if p.split(".")[0] in parts and p.split(".")[1:2] != ["objective"]
+            }
+        stored = stored.migrated(wanted)
+        _check_same(step, wanted, stored.arrays, unexpected=True)
+        state = self._load(stored, like, list(wanted))
         self._restored = step
         return state, extra
-
-    def restore_partial(self, step: int, like: Any, pattern: str) -> Any:
-        """`like` with the leaves whose dotted path fits `pattern` taken from a checkpoint (`params.**`).
-
-        Raises:
-            CheckpointError: as for `restore`, among those leaves.
-            RequestError: the pattern fits no leaf.
-        """
-        flat = flatten(like)
-        names = select(pattern, flat, what=f"partial restore of step {step}")
-        found = self._verified(step)
-        _check_same(step, {p: describe(p, flat[p]) for p in names}, found.arrays, unexpected=False)
-        return self._load(found, like, names)
 
     def _verified(self, step: int) -> Manifest:
         # Before any process enters a collective restore: one that fails in the middle would leave the others waiting.
@@ -204,17 +195,21 @@ class OrbaxCheckpointer(Configurable):
         flat = flatten(like)
         leaves = {p: flat[p] for p in names}
         abstract = {p: _abstract(x) for p, x in leaves.items() if np.prod(x.shape)}
+        paths = {p: found.arrays[p].path for p in abstract}
         empty = {p: jnp.zeros(x.shape, x.dtype) for p, x in leaves.items() if not np.prod(x.shape)}
         try:
             storage, root = LocalStorage(self.directory), f"{found.step}/"
             index = stream.read_index(storage, root, found.files)
-            weights = {p: index[p] for p in abstract if p in index}
+            weights = {p: index[paths[p]] for p in abstract if paths[p] in index}
             places = {p: abstract[p].sharding for p in weights}
             # Without hashes: `_verified` compared those of all files.
             loaded = dict(stream.read_arrays(storage, root + manifest.WEIGHTS, weights, places, verify=False))
         except stream.DamagedError as error:
             raise manifest.damaged(self.directory, found.step, [str(error)], self.steps()) from error
-        loaded |= read_orbax(self.directory / str(found.step), {p: x for p, x in abstract.items() if p not in loaded})
+        others = {paths[p]: x for p, x in abstract.items() if p not in loaded}
+        others = read_orbax(self.directory / str(found.step), others)
+        loaded |= {p: others[paths[p]] for p in abstract if p not in loaded}
+        loaded = {p: x if paths[p] == p else x.astype(abstract[p].dtype) for p, x in loaded.items()}
         keys = {p: jax.random.wrap_key_data(loaded[p], impl=_impl(x)) for p, x in leaves.items() if is_key(x)}
         return unflatten(like, {**empty, **loaded, **keys})
 
@@ -332,7 +327,7 @@ def _check_same(
         if path not in there:
             close = nearest(path, there, limit=1)
             problems.append(f"missing: {path} {info}" + (f" (nearest there: {close[0]})" if close else ""))
-        elif there[path] != info:
+        elif not _is_same(there[path], info):
             problems.append(f"differs: {path}: the checkpoint has {there[path]}, expected {info}")
     if unexpected:
         problems += [f"unexpected: {path} {info}" for path, info in there.items() if path not in wanted]
@@ -343,6 +338,11 @@ def _check_same(
             f"the checkpoint of step {step} is of another model or optimizer\n{listed}\n"
             "    fix: use the config that it was written with, or another run directory"
         )
+
+
+def _is_same(there: ArrayInfo, wanted: ArrayInfo) -> bool:
+    """An array that an earlier version stored under another path may have another dtype."""
+    return there.shape == wanted.shape and (there.dtype == wanted.dtype or there.path != wanted.path)
 
 
 def agree(mine: Exception | None, cause: BaseException | None) -> None:

@@ -1,7 +1,7 @@
 """The checkpoint of a run, read through a storage: its config, its manifest, and some of its arrays."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -16,13 +16,14 @@ from axlearn_core.checkpoint.manifest import ArrayInfo, Manifest
 from axlearn_core.checkpoint.orbax import WEIGHTS_ONLY, OrbaxCheckpointer, agree, read_orbax
 from axlearn_core.checkpoint.shards import StoredArray
 from axlearn_core.checkpoint.storage import LocalStorage, open_storage
-from axlearn_core.compose import Functional, TrainState
+from axlearn_core.compose import ModelAndObjective, TrainState
 from axlearn_core.config import Node
 from axlearn_core.contracts.storage import Storage
 from axlearn_core.errors import CheckpointError, ConfigError, MissingFileError
 from axlearn_core.learn.paths import flatten
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import read_text
+from axlearn_core.plugins.unregistered import CodeNames, with_values
 
 CONFIG = "config.yaml"
 
@@ -36,7 +37,7 @@ def read_run_config(storage: Storage, uri: str | Path) -> Node[Any] | None:
     file = f"{uri}/{CONFIG}"
     try:
         text = storage.read(CONFIG).decode()
-        request = read_text(text, file, registry())
+        request = read_text(text, file, CodeNames(registry()))
     except MissingFileError:
         return None
     except ConfigError as error:
@@ -45,7 +46,10 @@ def read_run_config(storage: Storage, uri: str | Path) -> Node[Any] | None:
         raise CheckpointError(f"{file} is not a text file: {error}") from None
     if not isinstance(request.experiment, Node):
         raise CheckpointError(f"{file} is a run file, not the resolved config of a run (it lacks `resolved: true`)")
-    return request.experiment
+    try:
+        return with_values(request.experiment)
+    except ConfigError as error:
+        raise CheckpointError(f"{file} cannot be read by this process:\n{error}") from error
 
 
 class RunCheckpoint:
@@ -74,6 +78,10 @@ class RunCheckpoint:
         """Dotted path in the training state -> shape and dtype."""
         return self.manifest.arrays
 
+    def migrate(self, wanted: Collection[str]) -> None:
+        """Gives arrays that are wanted and missing the paths of this version, where an earlier version had others."""
+        self.manifest = self.manifest.migrated(wanted)
+
     @property
     def weights_only(self) -> bool:
         """Whether it has no training state, as after an import."""
@@ -98,12 +106,13 @@ class RunCheckpoint:
         """
         if not like:
             return {}
+        paths = {p: self.arrays[p].path for p in like}
         error: CheckpointError | None = None
         loaded: dict[str, jax.Array] = {}
         try:
             folder, index = f"{self._root}{manifest.WEIGHTS}", self._index
-            places = {p: x.sharding for p, x in like.items() if p in index}
-            loaded = dict(stream.read_arrays(self.storage, folder, {p: index[p] for p in places}, places))
+            places = {p: x.sharding for p, x in like.items() if paths[p] in index}
+            loaded = dict(stream.read_arrays(self.storage, folder, {p: index[paths[p]] for p in places}, places))
             if like.keys() - loaded.keys() and jax.process_index() == 0:
                 manifest.verify(self._directory, self.step)
         except stream.DamagedError as damage:
@@ -112,7 +121,8 @@ class RunCheckpoint:
             error = damage
         agree(error, error)
         if others := {p: x for p, x in like.items() if p not in loaded}:
-            loaded |= read_orbax(self._directory / str(self.step), others)
+            arrays = read_orbax(self._directory / str(self.step), {paths[p]: x for p, x in others.items()})
+            loaded |= {p: arrays[paths[p]] for p in others}
         return loaded
 
     @cached_property
@@ -163,6 +173,9 @@ class WholeCheckpoint:
     def __str__(self) -> str:
         return f"the checkpoint of step {self.step} of {self.uri}"
 
+    def migrate(self, wanted: Collection[str]) -> None:
+        """Nothing: what the checkpointer restores has the paths of this version."""
+
     @property
     def extra(self) -> dict[str, Any]:
         """What it holds besides arrays, such as the position in the data."""
@@ -180,13 +193,13 @@ class WholeCheckpoint:
 
     @cached_property
     def _abstract(self) -> TrainState:
-        model = Functional.of(self.config.model)
+        model = ModelAndObjective.of(self.config)
         learner = self.config.learner.build(max_steps=self.config.max_steps, axes=model.axes)
         state = jax.eval_shape(
             lambda params: TrainState(
                 step=jnp.zeros((), jnp.int32),
                 params=params,
-                variables=dict(getattr(model, "variables", {})),
+                variables=dict(model.variables),
                 rng=jax.random.key_data(jax.random.key(0)),
                 learner=learner.init(params),
             ),

@@ -10,7 +10,8 @@ from jax.sharding import Sharding
 
 from axlearn_core.checkpoint.run import RunCheckpoint, WholeCheckpoint, open_checkpoint, read_run_config
 from axlearn_core.checkpoint.storage import open_storage
-from axlearn_core.compose import Functional
+from axlearn_core.compose import Functional, ModelAndObjective
+from axlearn_core.compose.objective import PREFIX
 from axlearn_core.config import Node
 from axlearn_core.contracts.parts import Tokenizer, Weights
 from axlearn_core.contracts.storage import Storage
@@ -66,6 +67,8 @@ class RunWeights:
         self.experiment: Any = checkpoint.config
         self.step = checkpoint.step
         self.functional = Functional.of(self.config)
+        model = {"params": self.functional.abstract, "variables": self.functional.variables}
+        checkpoint.migrate([f"{part}.{path}" for part, specs in model.items() for path in specs])
         self._check_model()
 
     @property
@@ -112,17 +115,20 @@ class RunWeights:
 
     @cached_property
     def _stored(self) -> dict[str, str]:
-        """Path in the model -> path in the checkpoint, for parameters and variables."""
+        """Path in the model -> path in the checkpoint, for parameters and variables; nothing of the run's objective."""
         parts = (p.partition(".") for p in self.checkpoint.arrays)
-        return {path: f"{part}.{path}" for part, _, path in parts if part in ("params", "variables")}
+        weights = ((part, path) for part, _, path in parts if part in ("params", "variables"))
+        return {path: f"{part}.{path}" for part, path in weights if not path.startswith(PREFIX)}
 
     @cached_property
     def _sources(self) -> dict[str, Source]:
         arrays = self.checkpoint.arrays
         sources: dict[str, Source] = {}
         if not self.checkpoint.weights_only:
-            learner = self.experiment.learner.build(max_steps=self.experiment.max_steps, axes=self.functional.axes)
-            sources = evaluation_sources(learner, self.functional.abstract)
+            trained = ModelAndObjective.of(self.experiment, self.functional)
+            learner = self.experiment.learner.build(max_steps=self.experiment.max_steps, axes=trained.axes)
+            every = evaluation_sources(learner, trained.abstract)
+            sources = {path: every[path] for path in self.functional.abstract}
         for path, of in self._stored.items():
             if path not in sources or sources[path].paths == (f"params.{path}",) or of.startswith("variables."):
                 spec = jax.ShapeDtypeStruct(arrays[of].shape, jax.numpy.dtype(arrays[of].dtype))

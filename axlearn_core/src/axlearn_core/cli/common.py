@@ -12,17 +12,30 @@ import click
 json_option = click.option("--json", "as_json", is_flag=True, help='Print JSON: a list of objects with "name".')
 
 
+_REQUEST = (
+    click.option("--with", "with_", multiple=True, metavar="FEATURE[:key=value,...]", help="Add a feature."),
+    click.option("--without", multiple=True, metavar="FEATURE", help="Leave out a feature that the file asks for."),
+    click.option("--set", "set_", multiple=True, metavar="PATH=VALUE", help="Set a value; the path may hold * and **."),
+    click.option("--steps", type=click.IntRange(min=1), metavar="N", help="Short for --set max_steps=N."),
+    click.option("--target", metavar="NAME", help="The hardware to run on; `none` for no mesh rule."),
+)
+
+
 def request_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Adds --with, --without, --set, --target and --steps to a command with an argument `experiment`.
 
     The command gets a `request` (`axlearn_core.plugins.request.Request`) in their place.
     """
 
-    @click.option("--with", "with_", multiple=True, metavar="FEATURE[:key=value,...]", help="Add a feature.")
-    @click.option("--without", multiple=True, metavar="FEATURE", help="Leave out a feature that the file asks for.")
-    @click.option("--set", "set_", multiple=True, metavar="PATH=VALUE", help="Set a value; the path may hold * and **.")
-    @click.option("--steps", type=click.IntRange(min=1), metavar="N", help="Short for --set max_steps=N.")
-    @click.option("--target", metavar="NAME", help="The hardware to run on; `none` for no mesh rule.")
+    command = with_request(function)
+    for option in reversed(_REQUEST):
+        command = option(command)
+    return command
+
+
+def with_request(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` called with a `request` in place of the options of `request_options`."""
+
     @functools.wraps(function)
     def command(
         *args: Any,
@@ -39,6 +52,7 @@ def request_options(function: Callable[..., Any]) -> Callable[..., Any]:
         request = Request.of(experiment, with_=with_, without=without, set=set_, steps=steps, target=target)
         return function(*args, request=request, **kwargs)
 
+    command.wrap = with_request  # type: ignore[attr-defined]  # for options of plugins; see `open_command`
     return command
 
 

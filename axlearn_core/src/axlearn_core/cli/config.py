@@ -103,15 +103,19 @@ def explain(request: Request, path: str, as_json: bool) -> None:
 @request_options
 @json_option
 def check(request: Request, as_json: bool) -> None:
-    """Check that nothing is missing, and that all values fit together and the mesh. Exit code 2 where they do not."""
+    """Check that nothing is missing, that all values fit together and the mesh, and that the model can be built and called.
+
+    Builds it without arrays. Exit code 2 where something does not fit.
+    """
+    decisions: tuple[Any, ...] = ()
     try:
         resolved = resolve(request).checked()
         experiment: Any = resolved.config
-        mesh = getattr(experiment, "mesh", None)
-        if mesh is not None and (mesh.shape or resolved.machine):
-            from axlearn_core.compose.program import check_layout  # imports JAX
+        if hasattr(experiment, "functions"):
+            from axlearn_core.compose.objective import replicated  # imports JAX
+            from axlearn_core.compose.program import check_program
 
-            check_layout(experiment, resolved.machine)
+            decisions = replicated(check_program(experiment, resolved.machine))
     except ConfigError as error:
         if not as_json:
             raise
@@ -120,6 +124,8 @@ def check(request: Request, as_json: bool) -> None:
     if as_json:
         print_json([])
     else:
+        for decision in decisions:
+            click.echo(str(decision), err=True)
         count = len(flatten(resolved.config))
         click.echo(f"{resolved.title}: nothing is missing, and its {count} values fit together")
 

@@ -33,7 +33,7 @@ def show(name: str, as_json: bool) -> None:
         return
     click.echo(f"{click.style(name, bold=True)}  ({row['distribution']} {row['version']}, stage: {row['stage']})\n")
     click.echo(f"{row['description']}\n")
-    for kind in ("needs", "excludes"):
+    for kind in ("needs", "excludes", "before", "after"):
         if row[kind]:
             click.echo(f"{kind}: {', '.join(row[kind])}")
     if row["options"]:
@@ -63,6 +63,8 @@ def _described(name: str) -> dict[str, Any]:
         "stage": cls.stage,
         "needs": cls.needs,
         "excludes": cls.excludes,
+        "before": cls.before,
+        "after": cls.after,
         "description": inspect.getdoc(cls) or "(it has no description)",
         "options": options,
     }

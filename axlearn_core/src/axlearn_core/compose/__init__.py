@@ -2,9 +2,11 @@
 
 from axlearn_core.compose.functional import Functional, ModelWeights
 from axlearn_core.compose.functions import Array, Function, Part
+from axlearn_core.compose.objective import Frozen, FrozenModel, ModelAndObjective
 from axlearn_core.compose.program import Experiment, Program, compose
 from axlearn_core.compose.state import TrainState
 
 __all__ = [
-    "Array", "Experiment", "Function", "Functional", "ModelWeights", "Part", "Program", "TrainState", "compose",
+    "Array", "Experiment", "Frozen", "FrozenModel", "Function", "Functional", "ModelAndObjective", "ModelWeights", "Part",
+    "Program", "TrainState", "compose",
 ]  # fmt: skip

@@ -1,17 +1,20 @@
 """Compiles named functions for one mesh: the one place where models are traced, lowered and compiled."""
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from axlearn_core.compose import executables
 from axlearn_core.compose.functions import Array, Function, Part
 from axlearn_core.compose.layout import Layout
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.contracts.target import Target
-from axlearn_core.errors import ConfigError, Problem, unknown
+from axlearn_core.errors import ConfigError, Problem, RequestError, unknown
 from axlearn_core.kernels.selection import Choice, Selection, use
 from axlearn_core.nn import sharding as nn_sharding
 
@@ -38,6 +41,7 @@ class Compiler:
         self._selections: dict[str, Selection] = {}
         self._jitted: dict[Any, Any] = {}
         self._compiled: dict[Any, Any] = {}
+        self._exported: dict[tuple[str, str], tuple[Any, executables.Executable]] = {}
 
     @property
     def compiler_options(self) -> dict[str, Any]:
@@ -81,25 +85,83 @@ class Compiler:
 
     def lower(self, name: str, bucket: Any = None) -> Any:
         """A function lowered for a bucket."""
-        platform = self.layout.mesh.devices.flat[0].platform
-        return self.trace(name, bucket).lower(lowering_platforms=("cuda" if platform == "gpu" else str(platform),))
+        return self._lower(self._jit(name, bucket), name, bucket)
 
     def compile(self, name: str, bucket: Any = None, **options: Any) -> Any:
-        """A function compiled for a bucket; kept. `options` are XLA's, under `compiler_options`.
+        """A function compiled for a bucket, or loaded (see `load`); kept. `options` are XLA's, under `compiler_options`.
 
         Raises:
-            RequestError: there is no such function.
+            RequestError: an unknown function, or an executable that was compiled from another program.
             ConfigError: the compiler refuses one of the config's options.
         """
         key = (name, _bucket_key(bucket), *sorted(options.items()))
         if key not in self._compiled:
-            lowered = self.lower(name, bucket)
+            options = {**options, **self._options(name)}
             try:
-                self._compiled[key] = lowered.compile(compiler_options={**options, **self._options(name)} or None)
+                self._compiled[key] = self._load(name, bucket, options) or self._compile(name, bucket, options)
             except jax.errors.JaxRuntimeError as error:
                 _check_options(self._mesh_config.compiler_options, str(error))
                 raise
         return self._compiled[key]
+
+    def _load(self, name: str, bucket: Any, options: Mapping[str, Any]) -> Any:
+        exported = self._exported.get((name, str(_bucket_key(bucket))))
+        if exported is None:
+            return None
+        program = executables.program_hash(self.lower(name, bucket), options)
+        return executables.load(*exported, program, self.layout.mesh.devices)
+
+    def _compile(self, name: str, bucket: Any, options: Mapping[str, Any]) -> Any:
+        if not self._has_packed_arguments(name, bucket):
+            return self.lower(name, bucket).compile(compiler_options=dict(options) or None)
+        # With the options on the jitted function, JAX's dispatch takes what is compiled here.
+        jitted = self._jit(name, bucket, options)
+        return _Dispatched(self._lower(jitted, name, bucket).compile(), jitted)
+
+    def _lower(self, jitted: Any, name: str, bucket: Any) -> Any:
+        platform = self.layout.mesh.devices.flat[0].platform
+        traced = jitted.trace(*self.arguments(name, bucket))
+        return traced.lower(lowering_platforms=("cuda" if platform == "gpu" else str(platform),))
+
+    def _has_packed_arguments(self, name: str, bucket: Any) -> bool:
+        return any(_is_packed(spec) for spec in jax.tree.leaves(self.arguments(name, bucket)))
+
+    def export(self, directory: str | os.PathLike[str], functions: Mapping[str, Sequence[Any]]) -> None:
+        """Writes compiled functions, for `load` in another process on this machine or one just like it.
+
+        Args:
+            directory: is made; either all of it is written or nothing.
+            functions: name -> buckets, such as `{"train": [batch], "decode": [bucket, ...]}`.
+
+        Raises:
+            RequestError: an unknown function, one of packed integers, an existing directory, or devices that are not here.
+        """
+        executables.environment(self.layout.mesh.devices)
+        compiled = {}
+        for name, buckets in functions.items():
+            for bucket in buckets:
+                if self._has_packed_arguments(name, bucket):
+                    raise RequestError(
+                        f"{name} takes 4-bit integers: JAX could not call it once it is loaded\n"
+                        "    fix: leave it out; it compiles where it is needed"
+                    )
+                program = executables.program_hash(self.lower(name, bucket), self._options(name))
+                compiled[name, str(_bucket_key(bucket))] = self.compile(name, bucket), program
+        executables.write(directory, self.layout.mesh.devices, compiled)
+
+    def load(self, directory: str | os.PathLike[str]) -> list[str]:
+        """Takes compiled functions from a directory that `export` wrote, instead of compiling them; returns their names.
+
+        An executable is code: load only what you exported. Each is read when it is first needed, and only where it was
+        compiled from the very program that this one would compile (which is traced and lowered to tell), by the same
+        versions of JAX and its compiler, for the same kind of devices and host.
+
+        Raises:
+            RequestError: the directory is not such an export, is damaged, or is of another version or machine.
+        """
+        entries = executables.read_index(directory, self.layout.mesh.devices)
+        self._exported.update({key: (directory, entry) for key, entry in entries.items()})
+        return list(dict.fromkeys(name for name, _ in entries))
 
     def _options(self, name: str) -> dict[str, Any]:
         if not self.function(name).runs_once:
@@ -108,8 +170,8 @@ class Compiler:
         on_cpu = self.layout.mesh.devices.flat[0].platform == "cpu"
         return {"xla_backend_optimization_level": 1} if on_cpu else {}
 
-    def _jit(self, name: str, bucket: Any) -> Any:
-        key = name, _bucket_key(bucket)
+    def _jit(self, name: str, bucket: Any, options: Mapping[str, Any] | None = None) -> Any:
+        key = name, _bucket_key(bucket), *sorted((options or {}).items())
         if key not in self._jitted:
             function = self.function(name)
 
@@ -120,7 +182,12 @@ class Compiler:
             shardings = None
             if function.outputs is not None:
                 shardings = jax.tree.map(self._sharding, function.outputs(bucket), is_leaf=_is_abstract)
-            self._jitted[key] = jax.jit(run, donate_argnums=function.donate, out_shardings=shardings)
+            self._jitted[key] = jax.jit(
+                run,
+                donate_argnums=function.donate,
+                out_shardings=shardings,
+                compiler_options=dict(options or {}) or None,
+            )
         return self._jitted[key]
 
     def _sharding(self, leaf: Any) -> Any:
@@ -135,6 +202,26 @@ class Compiler:
             return leaf
         sharding = self.layout.sharding(leaf.axes or (None,) * len(leaf.shape), leaf.shape, leaf.path)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+class _Dispatched:
+    """A compiled function of arrays with several numbers to a byte, called through JAX's dispatch.
+
+    JAX's compiled functions ask for a packed layout of such arguments that committed arrays never say they have.
+    """
+
+    def __init__(self, compiled: Any, jitted: Any):
+        self._compiled, self._jitted = compiled, jitted
+
+    def __call__(self, *args: Any) -> Any:
+        return self._jitted(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._compiled, name)
+
+
+def _is_packed(spec: Any) -> bool:
+    return getattr(spec, "dtype", None) in (jnp.int4, jnp.uint4)
 
 
 def _bucket_key(bucket: Any) -> Any:

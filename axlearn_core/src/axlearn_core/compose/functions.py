@@ -17,6 +17,7 @@ class Part(enum.Enum):
 
     STATE = "the training state"
     WEIGHTS = "the model's parameters and variables"
+    TRAINED = "the parameters and variables of the model and of its objective"
     KEY = "a random key"
     REPLICATED = "held whole by every device"
 

@@ -15,7 +15,9 @@ from axlearn_core.compose.flops import count_flops
 from axlearn_core.compose.functional import Functional, ModelWeights
 from axlearn_core.compose.functions import Function, Part, batch_axes, global_shape
 from axlearn_core.compose.layout import Layout, make_mesh
+from axlearn_core.compose.objective import ModelAndObjective
 from axlearn_core.config import Node
+from axlearn_core.contracts.capabilities import DeclaresBatches
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.contracts.target import Machine
 from axlearn_core.plugins.manager import host
@@ -45,24 +47,28 @@ class Program(Compiler):
     Attributes:
         config: the experiment.
         functional: the model as pure functions.
+        trained: the model and its objective as pure functions.
         state: the abstract training state with its shardings.
-        weights_spec: the abstract `ModelWeights`, with theirs.
+        weights_spec: the abstract `ModelWeights` of the model, with theirs.
+        trained_spec: those of the model and its objective.
     """
 
     def __init__(self, config: Experiment, devices: Sequence[Any] | None = None, machine: Machine | None = None):
         devices = machines.here(machine) if devices is None else devices
         self.config = config
         self.functional = functional = Functional.of(config.model)
+        self.trained = trained = ModelAndObjective.of(config, functional)
         layout = Layout(make_mesh(config.mesh, devices, machine.domains if machine else 1), config.mesh)
         _check_batch(config, layout)
         target = machine.target if machine else host().target(devices[0].device_kind)
         functions = config.functions(functional)
-        shardings = array_shardings(functional, layout)
+        shardings = array_shardings(trained, layout)
         state = jax.eval_shape(functions["init"].call, jax.random.key(0))
-        places = layout.place_like(state, shardings, {**functional.abstract, **functional.variables})
+        places = layout.place_like(state, shardings, {**trained.abstract, **trained.variables})
         self.state = _with_shardings(state, functions["init"].place(places, state))
         self.weights_spec = sharded_specs(functional, shardings)
-        parts = {Part.STATE: self.state, Part.WEIGHTS: self.weights_spec}
+        self.trained_spec = sharded_specs(trained, shardings)
+        parts = {Part.STATE: self.state, Part.WEIGHTS: self.weights_spec, Part.TRAINED: self.trained_spec}
         super().__init__(functions, layout, config.mesh, target, parts)
 
     def init(self, seed: int) -> Any:
@@ -72,10 +78,23 @@ class Program(Compiler):
     def begin(self, seed: int, state: Any) -> Any:
         """`state` with its weights and step, and otherwise as a run begins: a new root key, a new learner's state.
 
-        The weights are donated.
+        The model's weights are donated. Of the objective, what begins as a copy of the model is copied anew; the rest stays
+        as it is in `state`, and is initialised where `state` has it abstract.
         """
-        weights = ModelWeights(state.params, state.variables)
-        return self.compile("begin")(jax.random.key(seed), weights).replace(step=state.step)
+        trained = self.trained
+        weights = trained.of_model(ModelWeights(state.params, state.variables))
+        begun = self.compile("begin")(jax.random.key(seed), weights).replace(step=state.step)
+
+        def kept(new: Mapping[str, Any], old: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+            own = {p for p in new if p not in model and p not in trained.copies and isinstance(old[p], jax.Array)}
+            return {p: old[p] if p in own else x for p, x in new.items()}
+
+        if trained.objective is None:
+            return begun
+        return begun.replace(
+            params=kept(begun.params, state.params, weights.params),
+            variables=kept(begun.variables, state.variables, weights.variables),
+        )
 
     def train_step(self, state: Any, batch: Mapping[str, jax.Array]) -> tuple[Any, dict[str, jax.Array]]:
         """One training step; `state` is donated."""
@@ -105,24 +124,25 @@ class Program(Compiler):
     def model_flops(self, batch: Mapping[str, Any]) -> int:
         """FLOPs of the mathematics of one step: three times the forward pass, with full (not causal-halved) attention.
 
-        The convention of model FLOPs utilisation (Chowdhery et al., 2022): recomputation does not count.
+        The convention of model FLOPs utilisation (Chowdhery et al., 2022): recomputation does not count. The frozen models
+        of an objective count as if they were trained.
         """
         specs = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in batch.items()}
-        return 3 * count_flops(self.function("loss").call, self.functional.specs, specs)
+        return 3 * count_flops(self.function("loss").call, self.trained.specs, specs)
 
     def fingerprint(self, batch: Mapping[str, Any]) -> str:
         """A hash of the lowered training step: equal fingerprints compute the same."""
         return hashlib.sha256(self.lower("train", batch).as_text().encode()).hexdigest()[:16]
 
 
-def array_shardings(functional: Functional, layout: Layout) -> dict[str, NamedSharding]:
+def array_shardings(functional: Functional | ModelAndObjective, layout: Layout) -> dict[str, NamedSharding]:
     """Path -> where it lives, of parameters and variables."""
     axes = {**functional.axes, **functional.variable_axes}
     specs = {**functional.abstract, **functional.variables}
     return {path: layout.sharding(axes[path], s.shape, f"model ({path})") for path, s in specs.items()}
 
 
-def sharded_specs(functional: Functional, shardings: Mapping[str, NamedSharding]) -> ModelWeights:
+def sharded_specs(functional: Functional | ModelAndObjective, shardings: Mapping[str, NamedSharding]) -> ModelWeights:
     """The abstract weights, with where they live."""
     return ModelWeights(
         *(
@@ -147,30 +167,48 @@ def _global(sharding: NamedSharding, value: Any) -> jax.Array:
     return jax.make_array_from_process_local_data(sharding, value)
 
 
+def _batch_shapes(config: Any) -> Mapping[str, tuple[tuple[int, ...], Any]]:
+    source = getattr(config, "input", None)
+    return source.batch_shapes() if isinstance(source, DeclaresBatches) else {}
+
+
 def _check_batch(config: Any, layout: Layout) -> None:
     """Where the input says what its batches look like, checks that they can be split, before there is one."""
-    shapes = getattr(getattr(config, "input", None), "batch_shapes", dict)()
-    for name, (shape, _) in shapes.items():
+    for name, (shape, _) in _batch_shapes(config).items():
         layout.spec(batch_axes(shape), shape, f"input ({name})")
 
 
-def check_layout(config: Experiment, machine: Machine | None = None) -> None:
-    """Checks that parameters and batches can be split over the mesh that the config asks for, without any devices.
+def check_program(config: Experiment, machine: Machine | None = None) -> ModelAndObjective:
+    """Checks what `compose` would refuse, without any devices or arrays: builds the model and the learner abstractly, traces
+    the loss of a batch, and lays parameters and batches over the mesh that the config asks for.
 
     Args:
         config: an axis of -1 in its `mesh.shape` counts where there is a machine.
         machine: how many devices there are; otherwise as many as the shape says.
 
+    Returns:
+        The model and its objective.
+
     Raises:
-        ConfigError: a logical axis has no rule, or a dimension that its mesh axes do not divide.
+        ConfigError: a part that cannot stand in a model, a logical axis without a rule, or a dimension that its mesh axes do
+            not divide.
+        RequestError: what the learner refuses.
     """
-    sizes = config.mesh.sizes(machine.devices if machine else math.prod(map(abs, config.mesh.shape.values())))
-    layout = Layout(jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes)), config.mesh)
-    model = Functional.of(config.model)
-    axes = {**model.axes, **model.variable_axes}
-    for path, array in {**model.abstract, **model.variables}.items():
-        layout.spec(axes[path], array.shape, f"model ({path})")
-    _check_batch(config, layout)
+    functional = Functional.of(config.model)
+    trained = ModelAndObjective.of(config, functional)
+    functions = config.functions(functional)
+    jax.eval_shape(functions["init"].call, jax.random.key(0))
+    batch = {name: jax.ShapeDtypeStruct(*spec) for name, spec in _batch_shapes(config).items()}
+    if batch and "loss" in functions:
+        jax.eval_shape(functions["loss"].call, trained.specs, batch)
+    if config.mesh.shape or machine:
+        sizes = config.mesh.sizes(machine.devices if machine else math.prod(map(abs, config.mesh.shape.values())))
+        layout = Layout(jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes)), config.mesh)
+        axes = {**trained.axes, **trained.variable_axes}
+        for path, array in {**trained.abstract, **trained.variables}.items():
+            layout.spec(axes[path], array.shape, f"model ({path})")
+        _check_batch(config, layout)
+    return trained
 
 
 def compose(config: Experiment, devices: Sequence[Any] | None = None, *, machine: Machine | None = None) -> Program:

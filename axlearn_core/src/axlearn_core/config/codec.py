@@ -20,7 +20,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from axlearn_core.config.flat import qualified_name
-from axlearn_core.config.node import REQUIRED, Node, hints_of, interface_fields, is_node
+from axlearn_core.config.node import REQUIRED, Node, hidden_defaults, hints_of, interface_fields, is_node
 from axlearn_core.config.tree import children, config_class, join
 from axlearn_core.config.types import Mismatch, check_type, describe, show
 from axlearn_core.errors import ConfigError, Problem, RequestError, nearest
@@ -53,7 +53,7 @@ class QualifiedNames:
 def encode(value: Any, names: Names) -> Any:
     """A tree as plain data: dicts, lists and scalars. `REQUIRED` fields are left out; they are still to be set."""
     if isinstance(value, Node):
-        hidden = interface_fields(type(value)) | _defaults_of_code(value)
+        hidden = interface_fields(type(value)) | hidden_defaults(value) | _defaults_of_code(value)
         fields = {k: encode(v, names) for k, v in children(value).items() if k not in hidden and v is not REQUIRED}
         return {"type": names.name_of(type(value)), **fields}
     if isinstance(value, Mapping):
@@ -64,6 +64,8 @@ def encode(value: Any, names: Names) -> Any:
         return value.name
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    if text_of := getattr(names, "text_of", None):  # names for people, in a file that need not be read back
+        return text_of(value)
     raise RequestError(
         f"a config that goes to a file holds plain values and nodes, not {show(value)}; make it a registered component"
     )

@@ -4,17 +4,23 @@ import functools
 import inspect
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
 
-from axlearn_core.config.node import REQUIRED, RESERVED, Node, accepted, interface, take
+from axlearn_core.config.flat import qualified_name
+from axlearn_core.config.node import REQUIRED, RESERVED, Node, interface, interface_fields, parameters_of, take
 from axlearn_core.config.types import freeze
-from axlearn_core.errors import RequestError, nearest
+from axlearn_core.errors import ConfigError, Problem, RequestError, nearest
 
 # What parents offer under these names is taken without being asked for, where the callable has no default for it.
-OFFERED = frozenset({"rngs", "dim", "input_dim", "output_dim", "vocab_size", "max_steps", "sequence_length"})
+OFFERED = frozenset(
+    {
+        *("rngs", "precision", "axes", "dim", "input_dim", "output_dim", "input_dims", "output_dims"),
+        *("vocab_size", "max_steps", "sequence_length"),
+    }
+)
 
 
 @attrs.frozen(kw_only=True, slots=True, cache_hash=True)
@@ -22,21 +28,84 @@ class Configured(Node[Any]):
     """The base of the nodes that `configure` makes, one class per callable."""
 
     def build(self, **offered: Any) -> Any:
-        """Calls the callable with this node's settings, building the nodes among them first."""
-        made, rest = take(self, offered)
-        owner, renames = type(self).owner, _renames(type(self))
+        """Calls the callable with this node's settings, building the nodes among them first.
+
+        A random key that nobody offers is drawn from `rngs`. Where the callable has both `dtype` and `param_dtype`, as the
+        modules of flax do, those that are not set are the dtypes of the parent's `precision`.
+        """
+        cls, renames = type(self), _renames(type(self))
+        if "key" in interface_fields(cls) and "key" not in offered and "rngs" in offered:
+            offered = {**offered, "key": offered["rngs"].params()}
+        node, rest = take(self, offered)
+        precision = rest.pop("precision", None)  # flax has an argument of this name that means another thing
+        rest |= _dtypes(cls, precision)
         settings = {}
-        for attribute in attrs.fields(type(made)):
-            value = getattr(made, attribute.name)
-            if value == attribute.default and attribute.name in rest:
-                value = rest[attribute.name]  # offered, and not set by the user
-            settings[attribute.name] = value.build(**offered) if isinstance(value, Node) else value
-        settings |= {param: offered[name] for param, name in renames.items() if name in offered}
-        return owner(**(accepted(owner, {k: v for k, v in rest.items() if k not in settings}) | settings))
+        for attribute in attrs.fields(cls):
+            value = getattr(node, attribute.name)
+            if not _is_default(value, attribute):
+                settings[attribute.name] = _build(value, offered)
+            elif attribute.name in rest:  # offered, and not set by the user
+                settings[attribute.name] = rest[attribute.name]
+        for parameter in parameters_of(cls.owner):
+            name = renames.get(parameter.name)
+            if name in offered:
+                settings[parameter.name] = offered[name]
+            elif name is not None and parameter.default is parameter.empty:
+                raise ConfigError(_not_offered(cls.owner, parameter.name, name, offered))
+        return _call(cls.owner, settings)
 
     def __reduce__(self) -> Any:
-        given = {a.name: getattr(self, a.name) for a in attrs.fields(type(self)) if getattr(self, a.name) != a.default}
-        return _restore, (type(self).owner, type(self).__interface__, given)  # type: ignore[attr-defined]
+        settings = {
+            a.name: getattr(self, a.name) for a in attrs.fields(type(self)) if not _is_default(getattr(self, a.name), a)
+        }
+        return _restore, (type(self).owner, type(self).__interface__, settings)  # type: ignore[attr-defined]
+
+
+def _is_default(value: Any, attribute: Any) -> bool:
+    return value is attribute.default or (type(value) is type(attribute.default) and value == attribute.default)
+
+
+def _build(value: Any, offered: dict[str, Any]) -> Any:
+    """`value` with the nodes in it built; sequences and mappings of nodes too."""
+    if isinstance(value, Node):
+        return value.build(**offered)
+    if isinstance(value, tuple) and any(isinstance(v, (Node, tuple)) for v in value):
+        return tuple(_build(v, offered) for v in value)
+    if isinstance(value, Mapping) and any(isinstance(v, Node) for v in value.values()):
+        return {k: _build(v, offered) for k, v in value.items()}
+    return value
+
+
+def _dtypes(cls: Any, precision: Any) -> dict[str, str]:
+    names = {a.name for a in attrs.fields(cls)}
+    if precision is None or not names >= {"dtype", "param_dtype"}:
+        return {}
+    return {"dtype": precision.compute, "param_dtype": precision.params}
+
+
+def _call(function: Callable[..., Any], settings: dict[str, Any]) -> Any:
+    """Calls by name; arguments without a name for the caller, and those before them, by position."""
+    parameters = parameters_of(function)
+    nameless = [i for i, p in enumerate(parameters) if p.name in settings and p.kind in _NAMELESS]
+    arguments: list[Any] = []
+    for parameter in parameters[: max(nameless, default=-1) + 1]:
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            arguments += settings.pop(parameter.name)
+        else:
+            arguments.append(settings.pop(parameter.name, parameter.default))
+    return function(*arguments, **settings)
+
+
+_NAMELESS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
+
+
+def _not_offered(function: Any, parameter: str, name: str, offered: Mapping[str, Any]) -> Problem:
+    return Problem(
+        path=parameter,
+        message=f"{_title(function)} is to take {name!r} from its parent, which does not offer it",
+        expected=f"one of {', '.join(sorted(offered))}",
+        nearest=nearest(name, offered),
+    )
 
 
 def _restore(function: Callable[..., Any], names: tuple[str, ...], given: dict[str, Any]) -> Node[Any]:
@@ -47,22 +116,31 @@ def configure(function: Callable[..., Any], /, *interface_names: str, **settings
     """A node that calls `function` with `settings` when it is built.
 
     Args:
-        function: an optax transformation, a Flax module, any callable with a signature.
+        function: a module class of flax.nnx, an optax transformation, any callable with a signature. What a
+            `functools.partial` holds is taken as settings.
         interface_names: parameters that the parent fills at build, as "param" or "param=offered name"
             (`configure(nnx.RMSNorm, "num_features=dim")`). `rngs`, `dim` and the like are taken without being named.
-        settings: values or nodes for the other parameters.
+        settings: values or nodes for the other parameters. Those of `*args` are a tuple under its name.
 
     Raises:
-        RequestError: `settings` names a parameter that `function` does not have.
+        RequestError: `settings` names a parameter that `function` does not have, or `function` has no signature.
     """
+    while isinstance(function, functools.partial):
+        positional = (p.name for p in parameters_of(function.func))
+        settings = {**dict(zip(positional, function.args, strict=False)), **function.keywords, **settings}
+        function = function.func
     cls = configured_class(function, interface_names)
     known = [a.name for a in attrs.fields(cls)]
     for name in settings:
         if name not in known:
-            close = nearest(name, known)
-            hint = f"did you mean: {', '.join(close)}?" if close else f"it takes: {', '.join(known)}"
-            raise RequestError(f"{_title(function)} takes no {name!r}; {hint}")
+            raise _unknown_parameter(function, name, known)
     return cls(**settings)
+
+
+def _unknown_parameter(function: Any, name: str, known: Sequence[str]) -> RequestError:
+    close = nearest(name, known)
+    hint = f"did you mean: {', '.join(close)}?" if close else f"it takes: {', '.join(known)}"
+    return RequestError(f"{_title(function)} takes no {name!r}; {hint}")
 
 
 def configured_class(function: Callable[..., Any], interface_names: tuple[str, ...] = ()) -> type[Node[Any]]:
@@ -76,23 +154,32 @@ def _made(function: Callable[..., Any], interface_names: tuple[str, ...]) -> typ
     fields: dict[str, Any] = {}
     annotations: dict[str, Any] = {}
     hints = _hints(function)
-    parameters = inspect.signature(function).parameters
+    try:
+        parameters = parameters_of(function)
+    except ValueError as error:  # some functions that are not written in Python
+        raise RequestError(
+            f"{_title(function)} has no signature\n    fix: wrap it in a function that has one"
+        ) from error
     for name in wanted:
-        if name not in parameters:
-            raise RequestError(f"{_title(function)} takes no {name!r}; it takes: {', '.join(parameters)}")
-    for parameter in parameters.values():
-        if parameter.kind not in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+        known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+        if name not in known:
+            raise _unknown_parameter(function, name, known)
+    for parameter in parameters:
+        if parameter.kind is parameter.VAR_KEYWORD:
             continue
         name, required = parameter.name, parameter.default is parameter.empty
         if name in wanted:
             continue  # filled at build, straight from what is offered
         if name in RESERVED:
             raise RequestError(f"{_title(function)} has a parameter {name!r}, a name that every node uses itself")
-        if required and name in OFFERED:
-            fields[name], annotations[name] = interface(), Any
-            continue
-        fields[name] = attrs.field(default=REQUIRED if required else freeze(parameter.default))
-        annotations[name] = _admitted(hints.get(name, Any))
+        annotations[name] = Any
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            fields[name] = attrs.field(default=())
+        elif required and (name in OFFERED or _is_random_key(parameter, hints.get(name))):
+            fields[name] = interface()
+        else:
+            fields[name] = attrs.field(default=REQUIRED if required else freeze(parameter.default))
+            annotations[name] = _admitted(hints.get(name, Any))
     body = {
         **fields,
         "__annotations__": annotations,
@@ -108,6 +195,11 @@ def _made(function: Callable[..., Any], interface_names: tuple[str, ...]) -> typ
     return made
 
 
+def _is_random_key(parameter: inspect.Parameter, annotation: Any) -> bool:
+    """As the modules of Equinox take it: `*, key`."""
+    return parameter.name == "key" and parameter.kind is parameter.KEYWORD_ONLY and annotation not in (str, int)
+
+
 def _split(name: str) -> tuple[str, str]:
     param, _, offered = name.partition("=")
     return param, offered or param
@@ -118,7 +210,7 @@ def _renames(cls: Any) -> dict[str, str]:
 
 
 def _title(function: Any) -> str:
-    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"
+    return qualified_name(function).replace(":", ".")
 
 
 def _hints(function: Any) -> dict[str, Any]:

@@ -6,14 +6,16 @@ from typing import Any
 
 import attrs
 
-from axlearn_core.config.node import Kind, Node, interface_fields, marked_kind
+from axlearn_core.config.node import Kind, Node, hidden_defaults, interface_fields, marked_kind
 from axlearn_core.config.tree import children, join
 
 
 def qualified_name(cls: Any) -> str:
-    """`module:Class` of what a config class configures."""
-    owner = cls.owner or cls
-    return f"{owner.__module__}:{owner.__qualname__}"
+    """`module:Class` of a class or function, or of what a config class configures."""
+    owner = getattr(cls, "owner", None) or cls
+    while isinstance(owner, functools.partial):
+        owner = owner.func
+    return f"{owner.__module__}:{getattr(owner, '__qualname__', type(owner).__qualname__)}"
 
 
 @attrs.frozen
@@ -28,7 +30,8 @@ class Leaf:
 def leaves(tree: Any, name_of: Callable[[Any], str] = qualified_name) -> Iterator[Leaf]:
     """The values of a tree in its order; each node also gives `<path>.type`, its class by `name_of`.
 
-    Interface fields are left out: the parent fills them. Empty tuples and mappings are leaves.
+    Interface fields are left out, since the parent fills them, and fields at a default that is hidden. Empty tuples and
+    mappings are leaves.
     """
     return _leaves(tree, "", "mathematics", name_of)
 
@@ -36,7 +39,7 @@ def leaves(tree: Any, name_of: Callable[[Any], str] = qualified_name) -> Iterato
 def _leaves(value: Any, path: str, kind: Kind, name_of: Callable[[Any], str]) -> Iterator[Leaf]:
     if isinstance(value, Node):
         yield Leaf(join(path, "type"), name_of(type(value)), kind)
-        hidden = interface_fields(type(value))
+        hidden = interface_fields(type(value)) | hidden_defaults(value)
         for name, child in children(value).items():
             if name not in hidden:
                 yield from _leaves(child, join(path, name), field_kind(value, name) or kind, name_of)

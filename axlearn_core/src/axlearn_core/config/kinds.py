@@ -7,6 +7,8 @@
 | `microbatches` | how the batch of a step is cut up; mathematics for a model that draws or computes over its batch | \
 `learner.accumulate_steps` |
 | `duration` | how long it trains | `max_steps` |
+| `training` | what training makes of a model, and not what a trained one computes | `linear.init`, `router.z_loss` |
+| `precision` | the dtypes that numbers are computed and kept in | `model.dtype` |
 
 The innermost mark on the way to a path holds. A class that `computes_like` another one may take its place as a matter of
 execution.
@@ -22,6 +24,9 @@ from axlearn_core.config.tree import children, get, join, walk
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """From what changes the least to what changes the most."""
+
+DECISIVE: tuple[Kind, ...] = ("training", "precision", "mathematics")
+"""The kinds of fields that decide the losses of a run."""
 
 
 def kind_of(tree: Any, path: str) -> Kind:
@@ -59,8 +64,8 @@ def _kinds(tree: Any) -> dict[str, Kind]:
 
 
 def mathematics(tree: Any) -> dict[str, Any]:
-    """Path -> value of all that decides what is computed, whatever the microbatches and the duration."""
-    return {leaf.path: leaf.value for leaf in leaves(tree, _name) if leaf.kind == "mathematics"}
+    """Path -> value of the fields that decide the losses of a run; without microbatches and duration."""
+    return {leaf.path: leaf.value for leaf in leaves(tree, _name) if leaf.kind in DECISIVE}
 
 
 def microbatches(tree: Any) -> dict[str, Any]:

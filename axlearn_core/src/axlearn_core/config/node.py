@@ -45,10 +45,10 @@ REQUIRED: Any = Required.REQUIRED
 C = TypeVar("C")
 T_co = TypeVar("T_co", covariant=True)
 
-Kind = Literal["execution", "microbatches", "duration", "mathematics"]
-"""What a field changes: how a program runs, how it cuts up the batch of a step, how long it trains, what it computes."""
+Kind = Literal["execution", "microbatches", "duration", "training", "precision", "mathematics"]
+"""What a field changes; see the table in `axlearn_core.config.kinds`."""
 
-_INTERFACE, _BOUNDS, _KIND = "axlearn_interface", "axlearn_bounds", "axlearn_kind"
+_INTERFACE, _BOUNDS, _KIND, _HIDDEN = "axlearn_interface", "axlearn_bounds", "axlearn_kind", "axlearn_hidden"
 _OPERATORS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "ge": ("at least", lambda a, b: a >= b),
     "gt": ("more than", lambda a, b: a > b),
@@ -58,7 +58,14 @@ _OPERATORS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
 
 
 def setting(
-    *, default: Any, kind: Kind | None = None, ge: Any = None, gt: Any = None, le: Any = None, lt: Any = None
+    *,
+    default: Any,
+    kind: Kind | None = None,
+    hide_default: bool = False,
+    ge: Any = None,
+    gt: Any = None,
+    le: Any = None,
+    lt: Any = None,
 ) -> Any:
     """A field with bounds, checked wherever its value is a number, and a mark of what it changes.
 
@@ -66,10 +73,12 @@ def setting(
         default: its value where nobody sets it.
         kind: holds for everything below the field that has no mark of its own. None takes the kind of the slot that
             the node stands in; the kind of a root is `mathematics`.
+        hide_default: leaves the field out of files, hashes and differences while it is at its default, so that a field
+            that a class gains later changes nothing about the configs written before.
         ge, gt, le, lt: bounds.
     """
     bounds = {k: v for k, v in {"ge": ge, "gt": gt, "le": le, "lt": lt}.items() if v is not None}
-    return attrs.field(default=default, metadata={_BOUNDS: bounds, _KIND: kind})
+    return attrs.field(default=default, metadata={_BOUNDS: bounds, _KIND: kind, _HIDDEN: hide_default})
 
 
 def interface(*, default: Any = REQUIRED) -> Any:
@@ -142,12 +151,22 @@ class Node(Generic[T_co]):
         """Builds the owner. It takes what it declares of `offered`; the rest is for siblings that declare more.
 
         Raises:
-            ConfigError: a field is still `REQUIRED`.
+            ConfigError: a field is still `REQUIRED`, or the owner needs what is not offered.
         """
         made, rest = take(self, offered)
         owner = type(self).owner
         if owner is None:
             raise TypeError(f"{type(self).__qualname__} belongs to no class that could be built")
+        if lacking := sorted(required_arguments(owner.__init__, 2) - rest.keys()):
+            raise ConfigError(
+                Problem(
+                    path=name,
+                    message=f"{type(self).__qualname__} takes {name!r} from its parent, which does not offer it",
+                    got=f"offered: {', '.join(sorted(offered)) or 'nothing'}",
+                    fix="put it in a place that offers it, or give the argument a default",
+                )
+                for name in lacking
+            )
         return owner(made, **accepted(owner.__init__, rest))
 
 
@@ -175,12 +194,33 @@ def accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str,
 
 
 @functools.lru_cache(maxsize=4096)
+def required_arguments(function: Callable[..., Any], skip: int = 0) -> frozenset[str]:
+    """The arguments without a default that a function takes by name, but for the first `skip` of its parameters."""
+    parameters = list(inspect.signature(function).parameters.values())[skip:]
+    named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return frozenset(p.name for p in parameters if p.kind in named and p.default is p.empty)
+
+
+@functools.lru_cache(maxsize=4096)
 def _parameters(function: Callable[..., Any]) -> tuple[frozenset[str], bool]:
-    parameters = inspect.signature(function).parameters.values()
+    parameters = parameters_of(function)
     return (
         frozenset(p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)),
         any(p.kind is p.VAR_KEYWORD for p in parameters),
     )
+
+
+def parameters_of(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
+    """The parameters of a call. Of a class whose metaclass hides them (`flax.nnx.Module`), those of its constructor.
+
+    Raises:
+        ValueError: the function has no signature.
+    """
+    parameters = tuple(inspect.signature(function).parameters.values())
+    hidden = all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
+    if isinstance(function, type) and hidden and function.__init__ is not object.__init__:
+        parameters = tuple(inspect.signature(function.__init__).parameters.values())[1:]
+    return parameters
 
 
 def is_node(kind: Any) -> bool:
@@ -196,6 +236,16 @@ def is_interface(attribute: Any) -> bool:
 def marked_kind(attribute: Any) -> Kind | None:
     """The kind in the attrs attribute's `setting()`."""
     return attribute.metadata.get(_KIND)
+
+
+def hidden_defaults(value: Any) -> frozenset[str]:
+    """The names of a node's fields that are at a default which `setting(hide_default=True)` leaves out."""
+    return frozenset(name for name, default in _hidden_fields(type(value)) if getattr(value, name) == default)
+
+
+@functools.lru_cache(maxsize=4096)
+def _hidden_fields(cls: type) -> tuple[tuple[str, Any], ...]:
+    return tuple((a.name, a.default) for a in attrs.fields(cls) if a.metadata.get(_HIDDEN))
 
 
 @functools.lru_cache(maxsize=4096)

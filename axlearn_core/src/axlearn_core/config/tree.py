@@ -12,6 +12,7 @@ import attrs
 from immutabledict import immutabledict
 
 from axlearn_core.config.node import REQUIRED, Node, interface_fields, is_interface
+from axlearn_core.config.offers import refused
 from axlearn_core.config.types import show
 from axlearn_core.errors import ConfigError, Problem, nearest
 
@@ -272,7 +273,8 @@ def check(tree: Any) -> Any:
     unset = {p.path.rpartition(".")[0] for p in problems}
     for path, value in walk(tree):
         if isinstance(value, Node) and path not in unset:
-            problems += [attrs.evolve(p, path=join(path, p.path) if p.path else path) for p in value.validate()]
+            wrong = [*value.validate(), *refused(value)]
+            problems += [attrs.evolve(p, path=join(path, p.path) if p.path else path) for p in wrong]
     if problems:
         raise ConfigError(problems)
     return tree

@@ -1,13 +1,16 @@
 """The replaceable parts of a trainer, as protocols. Whatever meets one fits in its slot.
 
-Legend: B global batch, S sequence length, D width, V vocabulary. A parent offers interface values at `build`; a part takes
-those that it declares (see `axlearn_core.config.node`).
+Legend: B global batch, S sequence length, D width, V vocabulary. `@offers` says what the trainer offers at `build`; a part
+takes of it what it declares (see `axlearn_core.config.offers`). What a part may do besides is in
+`axlearn_core.contracts.capabilities`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
+
+from axlearn_core.config.offers import offers
 
 if TYPE_CHECKING:
     import jax
@@ -28,17 +31,41 @@ bytes         float32 [B, S]  bytes of text that each target stands for; in eval
 """
 
 
+@offers("rngs")
 class Model(Protocol):
-    """What the trainer knows of a model: an `nnx.Module` whose parameters carry logical axis names.
-
-    Built with `rngs`.
-    """
+    """What the trainer knows of a model: an `nnx.Module` whose parameters carry logical axis names."""
 
     def loss(self, batch: Batch) -> tuple[jax.Array, Mapping[str, jax.Array]]:
         """The mean loss (float32 scalar) and scalar summaries.
 
         `summaries["weight"]`, where given, is the number of targets that the mean is over; gradient accumulation and
         evaluation weigh by it.
+        """
+        ...
+
+
+@offers("rngs", "model")
+class Objective(Protocol):
+    """What a model is trained for: an `nnx.Module` that turns a bound model and a batch into a loss.
+
+    `model` is the config of the trained model. Its arrays are part of the training state, at
+    `objective.<path in the objective>`: an `nnx.Param` trains under the learner's rules, and any other variable is kept.
+    A model that computes and never trains is an `axlearn_core.compose.FrozenModel` in it.
+
+    Evaluation takes `loss` without a key, or the `evaluation_loss` of a `capabilities.HasEvaluationLoss`. An objective that
+    depends on which rows are computed together says why in an attribute `batch_dependence`, as a layer does.
+    """
+
+    def loss(self, model: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, Mapping[str, jax.Array]]:
+        """(mean loss as a float32 scalar, scalar summaries).
+
+        Args:
+            model: with its arrays; gradients pass through its methods.
+            batch: arrays [B, ...], as the input gives them.
+            key: what this call's random numbers are derived from; None in evaluation.
+
+        Returns:
+            As `Model.loss`: `summaries["weight"]` is what the mean is over.
         """
         ...
 
@@ -68,8 +95,9 @@ class BatchIterator(Protocol):
         ...
 
 
+@offers("seed", "process_index", "process_count", "vocab_size")
 class Input(Protocol):
-    """Where batches come from. Built with `seed`, `process_index`, `process_count`, `vocab_size` where it declares them."""
+    """Where batches come from. `vocab_size` is offered where the model has one (`capabilities.HasVocabulary`)."""
 
     def train(self) -> BatchIterator:
         """Endless shuffled batches; the global stream is the same for any process count that divides the shards."""
@@ -116,11 +144,9 @@ class Loss(Protocol):
         ...
 
 
+@offers("max_steps", "axes")
 class Learner(Protocol):
-    """Turns gradients into new parameters.
-
-    Built with `max_steps` and `axes` (parameter path -> logical axis names).
-    """
+    """Turns gradients into new parameters. `axes` is parameter path -> logical axis names."""
 
     def init(self, params: Any) -> Any:
         """The state (optimizer moments, EMA, counters) for a pytree of parameters."""
@@ -148,8 +174,9 @@ class Learner(Protocol):
         ...
 
 
+@offers("directory")
 class Checkpointer(Protocol):
-    """Saves and restores training state. Built with `directory`.
+    """Saves and restores training state.
 
     The trainer sets `files`: name -> text, or a function that gives it, to be kept inside each checkpoint.
     """
@@ -189,8 +216,9 @@ class Checkpointer(Protocol):
         ...
 
 
+@offers("run_dir")
 class Tracker(Protocol):
-    """Receives what is logged. Built with `run_dir`."""
+    """Receives what is logged."""
 
     def start(self, info: Mapping[str, Any]) -> None:
         """Called once, with the run's facts: experiment, parameters, devices, max_steps, start_step."""
@@ -206,6 +234,60 @@ class Tracker(Protocol):
 
     def close(self) -> None:
         """Writes out what is pending."""
+        ...
+
+
+@offers("run_dir")
+class Profiler(Protocol):
+    """Watches steps from inside, such as by a trace of some of them.
+
+    Every process has one, over the same `run_dir`: name files by `jax.process_index()`.
+    """
+
+    def before(self, step: int) -> None:
+        """Called before the step after `step` finished ones is started."""
+        ...
+
+    def after(self, step: int, scalars: Mapping[str, jax.Array]) -> None:
+        """Called once the step is started; waiting for its `scalars` waits for it."""
+        ...
+
+    def close(self) -> None:
+        """Called once, also where the run fails; ends what still runs."""
+        ...
+
+
+@offers("run_dir")
+class Watchdog(Protocol):
+    """Watches from a thread of its own that the run makes progress, and acts where it does not.
+
+    Every process has one, over the same `run_dir`: name files by `jax.process_index()`.
+    """
+
+    def start(self) -> None:
+        """Called once, before the first program is compiled."""
+        ...
+
+    def beat(self, phase: str, step: int) -> None:
+        """Says that the run lives.
+
+        Args:
+            phase: what begins now: `restore`, `compile`, `input`, `step`, `evaluate`, `save`.
+            step: how many steps are finished.
+        """
+        ...
+
+    def close(self) -> None:
+        """Called once, also where the run fails; ends the thread."""
+        ...
+
+
+@offers()
+class ProcessGroup(Protocol):
+    """How the processes of a job find one another."""
+
+    def initialize(self) -> None:
+        """Joins the job, once per process, before JAX looks for devices. Does nothing where it is joined."""
         ...
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
+from axlearn_core.compose.arrays import array_function
 from axlearn_core.learn.paths import flatten, unflatten
 
 
@@ -72,4 +73,4 @@ def _function(
 
         return flatten(learner.evaluation_params(fill("learner", state), fill("params", params)))[path]
 
-    return jax.jit(one)
+    return array_function()(one)

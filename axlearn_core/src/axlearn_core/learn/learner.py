@@ -1,6 +1,6 @@
 """Gradients to new parameters: clipping, an optax optimizer, rules by parameter path, average, non-finite steps."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -11,8 +11,8 @@ from axlearn_core.config import REQUIRED, Configurable, Node, node, setting
 from axlearn_core.contracts.parts import Loss
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.learn.accumulate import value_and_grad
-from axlearn_core.learn.optimizers import AdamW, Axes, Optimizer, rate_of
-from axlearn_core.learn.paths import flatten, select, unflatten
+from axlearn_core.learn.optimizers import AdamW, Axes, EvaluatesWith, Optimizer, rate_of
+from axlearn_core.learn.paths import fitting, flatten, select, unflatten
 
 
 @node
@@ -25,8 +25,11 @@ class ParameterRule(Node[None]):
         pattern: `*` stands for one part of the path, `**` for any number; a leading `!` means all others (`!**.lora_*`).
         learning_rate_scale: multiplies the updates.
         weight_decay: False exempts from weight decay.
-        freeze: True leaves the parameters as they are; they take no optimizer state.
-        optimizer: updates these parameters instead of the learner's; their gradients do not count for clipping.
+        freeze: True leaves the parameters as they are; they take no optimizer state. Variables that training changes by
+            rules of their own (the bias of a balancing router) stay too.
+        optimizer: updates these parameters instead of the learner's. The learner's clipping neither counts nor scales
+            their gradients.
+        max_grad_norm: clips the gradients of `optimizer`, all parameters that it updates together, to this norm.
     """
 
     pattern: str = REQUIRED
@@ -34,6 +37,17 @@ class ParameterRule(Node[None]):
     weight_decay: bool = True
     freeze: bool = False
     optimizer: Node[Optimizer] | None = None
+    max_grad_norm: float | None = setting(default=None, hide_default=True, gt=0)
+
+    def validate(self) -> Iterable[Problem]:
+        """A norm to clip to, and no optimizer whose gradients it would clip."""
+        if self.max_grad_norm is not None and self.optimizer is None:
+            yield Problem(
+                path="max_grad_norm",
+                message="clips the gradients of the rule's own optimizer, and the rule has none",
+                got=str(self.max_grad_norm),
+                fix="give the rule an optimizer, or set learner.max_grad_norm",
+            )
 
 
 class LearnerState(NamedTuple):
@@ -58,7 +72,8 @@ class Learner(Configurable):
     """The shipped learner; see `axlearn_core.contracts.parts.Learner`.
 
     Works on any pytree of parameters: a dict by dotted path, nested dicts, an `nnx.State`. One norm of the gradients
-    serves the clipping, the summary and the test for non-finite gradients.
+    serves the clipping, the summary and the test for non-finite gradients. Parameters that a rule's own optimizer updates
+    have a norm of their own.
     """
 
     @node
@@ -67,7 +82,7 @@ class Learner(Configurable):
 
         Attributes:
             optimizer: a node that builds an optax transformation.
-            max_grad_norm: clips the gradients to this global norm; None leaves them.
+            max_grad_norm: clips the gradients that `optimizer` gets to this global norm; None leaves them.
             accumulate_steps: in how many microbatches the batch of a step is taken. They have one mean gradient, unless
                 the model draws random numbers or computes over its batch.
             ema_decay: keeps a moving average of the parameters, which evaluation uses; None keeps none.
@@ -91,9 +106,11 @@ class Learner(Configurable):
 
         Raises:
             RequestError: a rule fits no parameter.
-            ConfigError: the rules leave nothing to train, or exempt from a weight decay that the optimizer cannot mask.
+            ConfigError: the rules leave nothing to train, or exempt from a weight decay that the optimizer cannot mask; an
+                optimizer says what to evaluate with, and the learner keeps an average or scales its updates.
         """
         plan = self._plan(params)
+        self._check_evaluation(plan)
         trained = plan.trained(flatten(params))
         optimizer = plan.optimizer.init(trained)
         if plan.exempt and not plan.masks:
@@ -129,7 +146,10 @@ class Learner(Configurable):
 
         def step(old: Any, optimizer: Any, average: Any, grads: Any) -> tuple[Any, Any, Any]:
             if self.cfg.max_grad_norm is not None:
-                grads = _clip(grads, norm, self.cfg.max_grad_norm)
+                grads |= _clip({p: g for p, g in grads.items() if p not in plan.own}, norm, self.cfg.max_grad_norm)
+            for paths, limit in plan.own_limits(self.cfg.rules):
+                group = {p: grads[p] for p in paths}
+                grads |= _clip(group, global_norm(group), limit)
             updates, optimizer = plan.optimizer.update(grads, optimizer, old, value=loss)
             new = optax.apply_updates(
                 old, {p: u * plan.scales[p] if p in plan.scales else u for p, u in updates.items()}
@@ -155,12 +175,58 @@ class Learner(Configurable):
             summaries["learning_rate"] = jnp.asarray(rate, jnp.float32)
         return unflatten(params, new), made, summaries
 
+    def frozen_variables(self, paths: Iterable[str]) -> list[str]:
+        """Those that a freezing rule fits; see `axlearn_core.contracts.capabilities.FreezesVariables`."""
+        paths = list(paths)
+        frozen = {p for rule in self.cfg.rules if rule.freeze for p in fitting(rule.pattern, paths)}
+        return [path for path in paths if path in frozen]
+
     def evaluation_params(self, state: LearnerState, params: Any) -> Any:
-        """The moving average in the parameters' own dtypes, where one is kept; else the parameters."""
-        if state.ema is None:
-            return params
+        """The moving average in the parameters' own dtypes, where one is kept; what their optimizers say; or the parameters."""
         flat = flatten(params)
-        return unflatten(params, {p: a.astype(flat[p].dtype) for p, a in state.ema.items()})
+        if state.ema is not None:
+            return unflatten(params, {p: a.astype(flat[p].dtype) for p, a in state.ema.items()})
+        if not any(isinstance(r, EvaluatesWith) for r in (self.cfg.optimizer, *(r.optimizer for r in self.cfg.rules))):
+            return params
+        plan, evaluated = self._plan(params), {}
+        for optimizer, label, paths in self._evaluating(plan):
+            own = state.optimizer.inner_states[label].inner_state if plan.own else state.optimizer
+            group = {p: flat[p] if p in paths else optax.MaskedNode() for p in plan.names}
+            with jax.numpy_dtype_promotion("standard"):
+                averaged = optimizer.evaluation_params(own, group)
+            evaluated |= {p: averaged[p].astype(flat[p].dtype) for p in paths}
+        return unflatten(params, evaluated)
+
+    def _evaluating(self, plan: "_Plan") -> Iterator[tuple[EvaluatesWith, str, list[str]]]:
+        """(optimizer, its label, its parameters) of each optimizer that says what to evaluate with."""
+        for label in ("", *sorted(set(plan.own.values()))):
+            optimizer = self.cfg.rules[int(label)].optimizer if label else self.cfg.optimizer
+            paths = [p for p in plan.names if plan.own.get(p, "") == label]
+            if isinstance(optimizer, EvaluatesWith) and paths:
+                yield optimizer, label, paths
+
+    def _check_evaluation(self, plan: "_Plan") -> None:
+        for optimizer, label, paths in self._evaluating(plan):
+            where = f"learner.rules.{label}.optimizer" if label else "learner.optimizer"
+            kind = type(optimizer).__qualname__
+            if self.cfg.ema_decay is not None:
+                raise ConfigError(
+                    Problem(
+                        path="learner.ema_decay",
+                        message=f"{where} ({kind}) keeps an average of its own, which evaluation uses",
+                        got=str(self.cfg.ema_decay),
+                        expected="null",
+                    )
+                )
+            if scaled := [p for p in paths if p in plan.scales]:
+                raise ConfigError(
+                    Problem(
+                        path="learner.rules",
+                        message=f"{where} ({kind}) keeps an average that scaled updates would not follow",
+                        got=f"a learning_rate_scale for {scaled[0]}",
+                        fix="give those parameters an optimizer of their own, with another learning rate",
+                    )
+                )
 
     def _averaged(self, average: dict[str, jax.Array] | None, new: Any) -> dict[str, jax.Array] | None:
         decay = self.cfg.ema_decay
@@ -193,13 +259,27 @@ class Learner(Configurable):
 
         def built(optimizer: Node[Optimizer], label: str) -> Optimizer:
             axes = {p: self._axes.get(p) for p in names if plan.own.get(p, "") == label}
-            return optax.with_extra_args_support(optimizer.build(max_steps=self.max_steps, axes=axes, **mask))
+            transformation = optimizer.build(max_steps=self.max_steps, axes=axes, **mask)
+            if not isinstance(transformation, optax.GradientTransformation):
+                path = f"learner.rules.{label}.optimizer" if label else "learner.optimizer"
+                raise ConfigError(_no_optimizer(path, transformation))
+            return optax.with_extra_args_support(transformation)
 
         plan.optimizer = built(self.cfg.optimizer, "")
         if plan.own:
             others = {i: built(rules[int(i)].optimizer, i) for i in sorted(set(plan.own.values()))}  # type: ignore[arg-type]
             plan.optimizer = optax.partition({"": plan.optimizer, **others}, {p: plan.own.get(p, "") for p in names})
         return plan
+
+
+def _no_optimizer(path: str, value: Any) -> Problem:
+    cls = type(value)
+    return Problem(
+        path=path,
+        message="builds no optimizer",
+        got=f"{cls.__module__}.{cls.__qualname__}",
+        expected="an optax.GradientTransformation",
+    )
 
 
 class _Plan:
@@ -209,6 +289,12 @@ class _Plan:
         self.names, self.exempt, self.scales = names, exempt, scales
         self.own: dict[str, str] = {}  # path -> index of the rule whose optimizer updates it
         self.masks = False  # whether the optimizer asked for the mask
+
+    def own_limits(self, rules: tuple[ParameterRule, ...]) -> Iterator[tuple[list[str], float]]:
+        """(paths, norm to clip to) of each rule's optimizer whose gradients are clipped."""
+        for label in sorted(set(self.own.values())):
+            if (limit := rules[int(label)].max_grad_norm) is not None:
+                yield [p for p, own in self.own.items() if own == label], limit
 
     def trained(self, flat: Mapping[str, Any]) -> dict[str, Any]:
         return {p: flat[p] for p in self.names}

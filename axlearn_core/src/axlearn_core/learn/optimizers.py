@@ -6,10 +6,13 @@ max_steps            the horizon of the run, for schedules
 mask                 params -> tree of bools: whether a parameter is decayed (also under optax's other name for it,
                      `weight_decay_mask`)
 axes                 path -> logical axis names of each parameter's dimensions, or None where they are not known
+
+A node whose optimizer evaluates with other parameters than it trains (schedule-free) has a method
+`evaluation_params(state, params) -> params` beside `build`; see `EvaluatesWith`.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import optax
 
@@ -22,6 +25,20 @@ LearningRate = float | Node[Schedule]
 
 Optimizer = optax.GradientTransformation
 """The learning rate and its sign are included: what it returns is added to the parameters."""
+
+
+@runtime_checkable
+class EvaluatesWith(Protocol):
+    """An optimizer's node that says which parameters to evaluate with."""
+
+    def evaluation_params(self, state: Any, params: Any) -> Any:
+        """The parameters to evaluate and export with, of those that the optimizer updates. Pure and traceable.
+
+        Args:
+            state: of the transformation that `build` gives.
+            params: path -> array, as they are trained.
+        """
+        ...
 
 
 def rate_of(learning_rate: LearningRate, max_steps: int) -> Any:

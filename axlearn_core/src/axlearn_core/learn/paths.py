@@ -47,6 +47,12 @@ def unflatten(like: Any, leaves: Mapping[str, Any]) -> Any:
     return jax.tree_util.tree_map_with_path(pick, like, is_leaf=_is_variable)
 
 
+def fitting(pattern: str, paths: Iterable[str]) -> list[str]:
+    """The paths that fit a pattern of `*` and `**`; with a leading `!`, those that do not."""
+    negated, plain = pattern.startswith("!"), pattern.removeprefix("!")
+    return [path for path in paths if matches(plain, path) != negated]
+
+
 def select(pattern: str, paths: Iterable[str], *, what: str) -> list[str]:
     """The paths that fit a pattern of `*` and `**`; with a leading `!`, those that do not.
 
@@ -55,7 +61,7 @@ def select(pattern: str, paths: Iterable[str], *, what: str) -> list[str]:
     """
     paths = list(paths)
     negated, plain = pattern.startswith("!"), pattern.removeprefix("!")
-    found = [p for p in paths if matches(plain, p) != negated]
+    found = fitting(pattern, paths)
     if not found:
         plain = plain.replace("**.", "").replace(".**", "")
         by_tail = {

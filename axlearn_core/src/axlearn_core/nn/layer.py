@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from axlearn_core.config import Configurable, Node, node
+from axlearn_core.config import Configurable, Node, node, setting
 from axlearn_core.errors import Problem, nearest
+from axlearn_core.nn.held import check_part
 from axlearn_core.nn.initializers import Initializer
 
 T_co = TypeVar("T_co", covariant=True)
@@ -63,8 +64,8 @@ class Layer(Configurable, nnx.Module):
     class Config(Configurable.Config[T_co]):
         """The dtypes of this layer and everything in it; None takes the parent's."""
 
-        param_dtype: str | None = None
-        dtype: str | None = None
+        param_dtype: str | None = setting(default=None, kind="precision")
+        dtype: str | None = setting(default=None, kind="precision")
 
         def validate(self) -> Iterable[Problem]:
             """Dtypes that do not exist."""
@@ -83,7 +84,7 @@ class Layer(Configurable, nnx.Module):
 
     def child(self, cfg: Node[Any], *, rngs: nnx.Rngs, **offered: Any) -> Any:
         """Builds a child, offering it this layer's dtypes besides what is given."""
-        return cfg.build(rngs=rngs, precision=self.precision, **offered)
+        return check_part(cfg.build(rngs=rngs, precision=self.precision, **offered), cfg)
 
     def parameter(
         self,

@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 from jax import lax
 
-from axlearn_core.config import REQUIRED, Node, interface, node
+from axlearn_core.config import REQUIRED, Node, interface, node, setting
 from axlearn_core.nn.initializers import Constant, Initializer, VarianceScaling
 from axlearn_core.nn.layer import Layer, Precision, expand_to
 from axlearn_core.nn.sharding import is_sharded
@@ -36,7 +36,7 @@ class Linear(Layer):
         input_dims: tuple[int, ...] = interface(default=REQUIRED)
         output_dims: tuple[int, ...] = interface(default=REQUIRED)
         bias: bool = False
-        init: Node[Initializer] = VarianceScaling()
+        init: Node[Initializer] = setting(default=VarianceScaling(), kind="training")
 
     def __init__(self, cfg: Config, *, axes: Sequence[str | None], rngs: nnx.Rngs, precision: Precision):
         super().__init__(cfg, precision=precision)

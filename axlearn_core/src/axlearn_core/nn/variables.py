@@ -3,6 +3,9 @@
 Inside one trace a module writes its variables as `flax.nnx` modules do (`self.mean[...] = value`). Values may not leak out of
 a scan, a rematerialised function or a `shard_map`, so whoever runs a module inside one takes what it wrote (`written`), carries
 it out, and puts it into the module outside (`write`). `Functional` does that for the whole model.
+
+A module that has a method `end_step` gets one call of it per training step, after the last microbatch. What it needs from the
+microbatches it adds up in a `StepTotal`.
 """
 
 from collections.abc import Mapping
@@ -12,6 +15,17 @@ import jax
 from flax import nnx
 
 Values = dict[str, jax.Array]
+
+
+class StepTotal(nnx.Variable):
+    """A sum over the microbatches of a training step: zero before the first one, read by `end_step`, and never stored."""
+
+
+class LearnedVariable(nnx.Variable):
+    """A part of the model that training changes by a rule of its own instead of a gradient.
+
+    What freezes the parameters around it freezes it too.
+    """
 
 
 def is_variable(value: Any) -> bool:

@@ -70,7 +70,7 @@ def check_execution(changes: tuple[Change, ...], before: Node[Any], after: Node[
 
 
 def conflict(later: tuple[Entry, Change], earlier: tuple[Entry, Change], stage: str) -> RequestError:
-    """The error for two features of one stage that change one path."""
+    """The error for two features of one stage, without a stated order, that change one path."""
     (a, first), (b, second) = earlier, later
     return RequestError(
         f"two features of the stage {stage!r} change {second.path}:\n"

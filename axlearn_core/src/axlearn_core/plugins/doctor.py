@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 import pluggy
 
-from axlearn_core.errors import RequestError
+from axlearn_core.errors import RequestError, nearest
 from axlearn_core.plugins import hookspecs
 from axlearn_core.plugins.manager import register
 from axlearn_core.plugins.registry import BLOCK, CORE, GROUPS, Entry, Group, Registry, core_version
@@ -47,6 +47,8 @@ def examine(names: Registry) -> Iterator[Finding]:
                 yield from (_finding(entry, "error", str(problem)) for entry in claims)
             else:
                 yield _loaded(claims[0], load[group])
+                if group == "features":
+                    yield from _misspelled(claims[0], names)
     for entry in unstated.values():
         message = f"it does not say which {CORE} it works with; fix: add `{CORE}>={core_version()}` to its dependencies"
         yield attrs.evolve(_finding(entry, "warning", message), name=entry.distribution, group="distribution")
@@ -55,6 +57,19 @@ def examine(names: Registry) -> Iterator[Finding]:
     for name in names.unused_blocks():
         message = f"{BLOCK} blocks it, and nothing that is installed has that name"
         yield Finding(name=name, group=BLOCK, distribution="", version="", status="warning", message=message)
+
+
+def _misspelled(entry: Entry, names: Registry) -> Iterator[Finding]:
+    """A warning for each name in `before` or `after` that is nearly the name of an installed feature."""
+    try:
+        cls = names.feature(entry.name)
+    except RequestError:  # reported where it was loaded
+        return
+    for name in (*cls.before, *cls.after):
+        close = nearest(name, names.claims["features"], limit=1)
+        if name not in names.claims["features"] and close:
+            message = f"it has a stated order with {name!r}, which is not installed; did you mean: {close[0]}?"
+            yield _finding(entry, "warning", message)
 
 
 def _loaded(entry: Entry, load: Callable[[Entry], Any]) -> Finding:

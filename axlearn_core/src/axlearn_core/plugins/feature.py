@@ -28,7 +28,8 @@ Tree = TypeVar("Tree", bound=Node[Any])
 class Feature(Node[Any]):
     """The base of all features. Its fields are the options that a user may give; it needs no other state.
 
-    Features are applied in the order of (stage, name), however the user wrote them:
+    Features are applied by stage, however the user wrote them; within a stage as `before` and `after` say, and by name where
+    they say nothing:
 
     - `replace` puts other components in place (RoPE, MoE);
     - `wrap` puts something around what is there (LoRA, quantization);
@@ -42,20 +43,34 @@ class Feature(Node[Any]):
     """Names of features that must be asked for together with this one."""
     excludes: ClassVar[tuple[str, ...]] = ()
     """Names of features that cannot be used together with this one."""
+    bridge: ClassVar[str] = ""
+    """`"module:attribute"` of a function that makes this feature's parameters from those of a model without it, which
+    `axlearn convert` takes; see `axlearn_plugins_runs.carry.Bridge`."""
+    no_bridge: ClassVar[str] = ""
+    """Why there can be no bridge, for the error of `axlearn convert`."""
+    before: ClassVar[tuple[str, ...]] = ()
+    """Names of features of this stage that are applied after this one, where they are asked for; they need not be
+    installed. Two features with a stated order may change the same path: the later one finds what the earlier one made."""
+    after: ClassVar[tuple[str, ...]] = ()
+    """Names of features of this stage that are applied before this one; as `before`."""
     example: ClassVar[str] = ""
     """Option text that makes sense on most experiments, for a feature with options that have to be given: what follows
     the name in `--with NAME:EXAMPLE`. The suites that try every installed feature use it."""
 
     @classmethod
     def __attrs_init_subclass__(cls) -> None:
-        own = {"stage", "needs", "excludes", "example", "apply", "in_effect"}
+        own = {"stage", "needs", "excludes", "before", "after", "example", "bridge", "no_bridge", "apply", "in_effect"}
         if taken := own & {a.name for a in attrs.fields(cls)}:
             name = min(taken)
             raise TypeError(f"{cls.__qualname__}.{name} is no option: write `{name} = ...` without an annotation")
         if cls.stage not in STAGES:
             raise TypeError(f"{cls.__qualname__}.stage is {cls.stage!r}; it has to be one of {', '.join(STAGES)}")
-        if isinstance(cls.needs, str) or isinstance(cls.excludes, str):
-            raise TypeError(f"{cls.__qualname__}: needs and excludes are tuples of names")
+        for name in ("needs", "excludes", "before", "after"):
+            value = getattr(cls, name)
+            if not isinstance(value, tuple) or not all(isinstance(n, str) for n in value):
+                raise TypeError(f"{cls.__qualname__}.{name} is {value!r}; it has to be a tuple of names of features")
+        if both := {*cls.before} & {*cls.after}:
+            raise TypeError(f"{cls.__qualname__} comes both before and after {min(both)!r}")
 
     def apply(self, cfg: Tree) -> Tree:
         """The config with this feature in it; a pure function of the tree and the options.

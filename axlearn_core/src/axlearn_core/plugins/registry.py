@@ -168,6 +168,13 @@ class Registry:
         for entry in self.blocked:
             if (entry.group, entry.name) == (group, name):
                 raise RequestError(f"the {_singular(group)} {name!r} of {entry.origin} is blocked by {BLOCK}")
+        if group == "components" and ":" in name:
+            raise RequestError(
+                f"{name} was not registered as a component when this config was written, and this process has not defined "
+                "it, or has defined it otherwise\n"
+                "    fix: run the Python code that defines it and read the config in the same process, or register it "
+                'under [project.entry-points."axlearn.components"] and put its name in the file'
+            )
         listing = {"components": "axlearn plugins list", "commands": "axlearn --help"}.get(
             group, f"axlearn {group} list"
         )

@@ -24,6 +24,7 @@ from immutabledict import immutabledict
 from axlearn_core.config import Decoder, Document, Names, Node, dump, encode, parse
 from axlearn_core.config.types import show
 from axlearn_core.errors import ConfigError, Problem, RequestError, nearest
+from axlearn_core.plugins.migrations import migrate_config
 
 
 @attrs.frozen(kw_only=True)
@@ -208,7 +209,8 @@ def read_text(text: str, source: str, names: Names, title: str = "run") -> Reque
 def _resolved(data: Mapping[str, Any], document: Document, names: Names, title: str) -> Request:
     if data["resolved"] is not True:
         raise ConfigError(Problem(path="resolved", message="can only be true", got=show(data["resolved"])))
-    tree = Decoder(names).decode({k: v for k, v in data.items() if k != "resolved"}, Node)
+    config = migrate_config({k: v for k, v in data.items() if k != "resolved"}, names)
+    tree = Decoder(names).decode(config, Node)
     return Request(experiment=tree, title=title, document=document)
 
 

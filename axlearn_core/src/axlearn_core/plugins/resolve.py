@@ -1,7 +1,8 @@
 """From a request to a config, with who set what.
 
-The order: the experiment; the features, sorted by (stage, name); the features of the target's mesh rule; what the run
-file sets; what the command line sets. The tree is compared before and after each step, so nodes know nothing of it.
+The order: the experiment; the features, by stage and then as they say (`plugins.order`); the features of the target's
+mesh rule; what the run file sets; what the command line sets. The tree is compared before and after each step, so nodes
+know nothing of it.
 
 A target that the request names brings its whole mesh rule. A machine that was detected brings of its rule what is execution.
 """
@@ -21,7 +22,8 @@ from axlearn_core.contracts.target import Detected, Machine
 from axlearn_core.errors import ConfigError, PluginError, Problem, RequestError
 from axlearn_core.plugins.application import applied, check_execution, check_needs, conflict, merged
 from axlearn_core.plugins.decisions import Decision, show_changes
-from axlearn_core.plugins.feature import STAGES, Feature
+from axlearn_core.plugins.feature import Feature
+from axlearn_core.plugins.order import Order
 from axlearn_core.plugins.registry import Entry, Registry, registry
 from axlearn_core.plugins.request import FeatureUse, Request, Setting, is_file, parse_feature, read
 from axlearn_core.plugins.resolved import Resolved, Step
@@ -96,8 +98,9 @@ class _Resolution:
         tree = self._features(tree, made)
         if machine and rule:
             self._check_installed(of_rule, rule, str(who))
-            for use in sorted(of_rule, key=self._stage):
-                tree = self._optional(tree, use, machine)
+            by_name = {use.name: use for use in of_rule}
+            for name in Order.of({n: self.names.feature(n) for n in by_name}, self.names).names:
+                tree = self._optional(tree, by_name[name], machine)
             tree = self._laid_out(tree, rule, machine, str(who))
         for settings in (request.file_settings, request.settings):
             tree = self._settings(tree, settings)
@@ -167,9 +170,6 @@ class _Resolution:
             config = _Resolution(attrs.evolve(trial, settings=(), file_settings=()), self.names).run().config
         counted: Any = load("axlearn_core.compose.functional:count_parameters")  # imports JAX: only where asked for
         return counted(getattr(config, "model", config))
-
-    def _stage(self, use: FeatureUse) -> tuple[int, str]:
-        return STAGES.index(self.names.feature(use.name).stage), use.name
 
     def _check_installed(self, uses: Iterable[FeatureUse], rule: MeshRule, who: str) -> None:
         """Raises `RequestError` for features of the mesh rule that are not installed."""
@@ -285,8 +285,10 @@ class _Resolution:
             ) from None
 
     def _features(self, tree: Node[Any], made: Mapping[str, Feature]) -> Node[Any]:
-        changed: dict[tuple[str, str], tuple[Entry, Change]] = {}
-        for name, feature in sorted(made.items(), key=lambda f: (STAGES.index(f[1].stage), f[0])):
+        changed: dict[tuple[str, str], list[tuple[Entry, Change]]] = {}
+        order = Order.of(made, self.names)
+        for name in order.names:
+            feature = made[name]
             entry = self.names.entry("features", name)
             before, tree = tree, applied(tree, feature, entry)
             changes = diff(before, tree, self.names.shown_name)
@@ -298,9 +300,11 @@ class _Resolution:
             if feature.stage == "execute":
                 check_execution(changes, before, tree, entry)
             for change in changes:
-                if (key := (feature.stage, change.path)) in changed:
-                    raise conflict((entry, change), changed[key], feature.stage)
-                changed[key] = (entry, change)
+                earlier = changed.setdefault((feature.stage, change.path), [])
+                for other in earlier:
+                    if other[0].name not in order.below[name]:
+                        raise conflict((entry, change), other, feature.stage)
+                earlier.append((entry, change))
             self.record(changes, f"feature {name} ({entry.origin})")
             self.applied.append((name, feature))
         return tree

@@ -70,9 +70,8 @@ class Resolved:
             get(self.config, path)
             inside = [p for p in self.provenance if path.startswith(f"{p}.")]  # an item of a tuple or mapping
             if not inside:
-                raise ConfigError(
-                    Problem(path=path, message="is passed by the parent when it is built; nobody sets it")
-                )
+                message = "is at its default, or passed by the parent when it is built: nobody set it"
+                raise ConfigError(Problem(path=path, message=message))
             found = {p: self.provenance[p] for p in inside}
         return found
 

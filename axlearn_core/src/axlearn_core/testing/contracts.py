@@ -17,6 +17,7 @@ from flax import nnx
 
 from axlearn_core.config import REQUIRED, Node
 from axlearn_core.config.node import interface_fields
+from axlearn_core.errors import ConfigError
 from axlearn_core.nn.layer import Context, Precision
 
 B, S, D, N, H, V = 8, 16, 32, 8, 8, 64
@@ -54,7 +55,10 @@ class Contract:
         if not needed <= self.offered.keys():
             return False
         # What a config builds is mostly an instance of its owner, but need not be one.
-        method = self._called(kind.owner) or self._called(type(self.built(config)))
+        try:
+            method = self._called(kind.owner) or self._called(type(self.built(config)))
+        except ConfigError:  # what it needs is not offered here
+            return False
         if method is None:
             return False
         return tuple(inspect.signature(method).parameters)[1 : len(self.arguments) + 1] == self.arguments

@@ -6,6 +6,7 @@ from axlearn_core.config import Node, diff
 from axlearn_core.config.kinds import change_kinds
 from axlearn_core.errors import AxlearnError, ConfigError
 from axlearn_core.plugins.feature import STAGES, Feature
+from axlearn_core.plugins.order import Order
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.resolve import resolve
 
@@ -54,6 +55,7 @@ class FeatureSuite:
         known = {e.name for e in registry().entries("features")}
         assert self.name not in {*cls.needs, *cls.excludes}, "a feature cannot need or exclude itself"
         assert all(isinstance(n, str) for n in (*cls.needs, *cls.excludes)), "needs and excludes name features"
+        assert self.name not in {*cls.before, *cls.after}, "a feature cannot come before or after itself"
         assert set(cls.needs) <= known, f"it needs {', '.join(set(cls.needs) - known)}, which is not installed"
 
     def test_of_the_stage_execute_it_changes_no_mathematics(self) -> None:
@@ -97,9 +99,10 @@ class FeatureSuite:
                     assert str(one) == str(two), f"{where}: one order is refused otherwise than the other"
 
     def _commutes(self, tree: Node[Any], both: Node[Any], other: str, where: str) -> None:
-        """Within a stage the order is that of the names, which means nothing: any order has to give the same tree."""
-        pair = [f for _, f in resolve(tree, with_=[self.text(), other]).features]
-        if len(pair) == 2 and pair[0].stage == pair[1].stage:
+        """Within a stage, without a stated order, it is that of the names, which means nothing: any gives the same tree."""
+        found = resolve(tree, with_=[self.text(), other]).features
+        pair, stated = [f for _, f in found], Order.of(dict(found), registry()).below
+        if len(pair) == 2 and pair[0].stage == pair[1].stage and not any(stated.values()):
             try:
                 turned: Any = pair[0].apply(pair[1].apply(tree))
             except AxlearnError as error:

@@ -162,13 +162,13 @@ class LayerSuite:
             assert_close(found.gradients, single.gradients, self.tolerance, f"{where}gradients")
 
     def test_a_checkpoint_gives_every_parameter_back(self, tmp_path: Path) -> None:
-        params = _params(type(self))
+        params, functional = {**_params(type(self)), **_variables(type(self))}, self.built()
         if not params:
             return  # nothing to keep
         checkpointer = OrbaxCheckpointer.Config().build(directory=tmp_path)
         checkpointer.save(1, params, extra={}, metrics={})
         checkpointer.wait()
-        restored, _ = checkpointer.restore(1, self.built().abstract)
+        restored, _ = checkpointer.restore(1, {**functional.abstract, **functional.variables})
         checkpointer.close()
         assert_equal(restored, params, "restored")
 
@@ -203,7 +203,8 @@ class LayerSuite:
         return {p: x for p, x in flat.items() if is_float(x)}, {p: x for p, x in flat.items() if not is_float(x)}
 
     def _bound(self, functional: Functional) -> Callable[..., Any]:
-        return lambda params, inputs: self.call(functional.bind(params), *inputs)
+        variables = _variables(type(self))
+        return lambda params, inputs: self.call(functional.bind(params, variables), *inputs)
 
     def _measured(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`(floats, fixed) -> Measured` for `function(params, inputs)`."""
@@ -279,6 +280,15 @@ def _built(suite: type[LayerSuite], params: str, compute: str) -> Functional:
 def _params(suite: type[LayerSuite]) -> Any:
     made = suite()
     return compiled(made.built().init)(jax.random.key(made.seed))
+
+
+@functools.cache
+def _variables(suite: type[LayerSuite]) -> Any:
+    """The layer's variables as they are initialised."""
+    functional = suite().built()
+    if not functional.variables:
+        return {}
+    return compiled(lambda key: functional.init_arrays(key)[1])(jax.random.key(suite.seed))
 
 
 @functools.cache

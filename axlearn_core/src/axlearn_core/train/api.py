@@ -13,8 +13,9 @@ from axlearn_core.compose.devices import detect, settle
 from axlearn_core.config import Node, diff
 from axlearn_core.contracts.target import Detected
 from axlearn_core.errors import CheckpointError, RequestError
-from axlearn_core.plugins.request import Request
+from axlearn_core.plugins.request import Request, write
 from axlearn_core.plugins.resolve import Resolved, resolve
+from axlearn_core.plugins.unregistered import CodeNames, code_name
 from axlearn_core.train.run_dir import RunDir, refused_changes, short_hash
 from axlearn_core.train.trainer import Result, Trainer
 
@@ -43,10 +44,14 @@ def train(
         allow_drift: continue a run although what it computes changed.
         restore_step: continue from this checkpoint instead of the newest.
 
+    A config may hold code that is not registered as a component, such as a layer of a notebook. The run says so: its config
+    file is read back only by a process that has defined the same code.
+
     Raises:
         RequestError: anything that is wrong with the request; nothing was written.
         WorkError: what failed later, such as a full disk.
     """
+    from_python = not isinstance(request, Request)
     if not isinstance(request, Request):
         request = Request.of(request, with_=with_, set=set, steps=steps, target=target)
     resolved = resolve(request, detect=_detect).checked()
@@ -55,8 +60,9 @@ def train(
     if not isinstance(resolved.config, Trainer.Config):
         raise RequestError(f"{resolved.title} is a {type(resolved.config).__qualname__}; expected a Trainer.Config")
     path, notes = (Path(run_dir), ()) if run_dir else default_run_dir(resolved.title, resolved.config)
-    text = resolved.to_yaml()
-    old = saved_config(path)
+    names = CodeNames(resolved.names)
+    text = write(resolved.config, names) if from_python else resolved.to_yaml()
+    old = saved_config(path)  # after the config is written as text: it may name values of code in the same way
     checked = RunDir.check(path, resolved.config, old, allow_drift=allow_drift, who=resolved.setter)
     checked = attrs.evolve(checked, notes=(*notes, *checked.notes))
     trainer = resolved.config.build()
@@ -67,7 +73,7 @@ def train(
         provenance=provenance(resolved),
         restore_step=restore_step,
         machine=resolved.machine,
-        decisions=resolved.decisions,
+        decisions=(*resolved.decisions, *names.decisions(resolved.config)),
     )
 
 
@@ -75,7 +81,7 @@ def _detect(config: Any) -> Detected:
     """What this job runs on, once its processes have joined."""
     settle(None)
     if isinstance(config, Trainer.Config):
-        config.distributed.initialize()
+        config.distributed.build().initialize()
     return detect()
 
 
@@ -104,13 +110,13 @@ def default_run_dir(experiment: str, config: Node[Any]) -> tuple[Path, tuple[str
 
 
 def _computes_the_same(run_dir: Path, config: Node[Any]) -> bool:
-    if known := RunDir(run_dir, resumes=True).read_lock().get("hash"):
-        return known == short_hash(config)
-    try:
+    if RunDir(run_dir, resumes=True).read_lock().get("hash") == short_hash(config):
+        return True
+    try:  # an earlier version hashed other fields
         old = saved_config(run_dir)
     except CheckpointError:  # of components that are not installed now
         return False
-    return old is not None and not refused_changes(diff(old, config), old, config)
+    return old is not None and not refused_changes(diff(old, config, code_name), old, config)
 
 
 def saved_config(run_dir: Path) -> Node[Any] | None:

@@ -9,31 +9,37 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from axlearn_core.config import Node, node
+from axlearn_core.config import Configurable, node
 
 # What the launchers that `jax.distributed` recognises set for more than one process.
 _COUNTS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "JAX_NUM_PROCESSES")
 
 
-@node
-class Distributed(Node[None]):
-    """`auto` joins where a launcher says that there is more than one process; `on` always; `off` never.
+class Distributed(Configurable):
+    """The processes of a job, joined by `jax.distributed`."""
 
-    With all of `coordinator_address`, `num_processes` and `process_id` (or `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`
-    and `JAX_PROCESS_ID` in the environment) nothing has to be detected.
-    """
+    @node
+    class Config(Configurable.Config["Distributed"]):
+        """`auto` joins where a launcher says that there is more than one process; `on` always; `off` never.
 
-    mode: Literal["auto", "on", "off"] = "auto"
-    coordinator_address: str | None = None
-    num_processes: int | None = None
-    process_id: int | None = None
+        With all of `coordinator_address`, `num_processes` and `process_id` (or `JAX_COORDINATOR_ADDRESS`,
+        `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` in the environment) nothing has to be detected.
+        """
+
+        mode: Literal["auto", "on", "off"] = "auto"
+        coordinator_address: str | None = None
+        num_processes: int | None = None
+        process_id: int | None = None
+
+    def __init__(self, cfg: Config):
+        self.cfg = cfg
 
     def initialize(self) -> None:
         """Joins the job, once."""
-        env = os.environ
+        cfg, env = self.cfg, os.environ
         many = any(env.get(name, "1").isdigit() and int(env.get(name, "1")) > 1 for name in _COUNTS)
-        given = self.coordinator_address or env.get("JAX_COORDINATOR_ADDRESS")
-        if self.mode == "off" or (self.mode == "auto" and not (many or given)) or jax.distributed.is_initialized():
+        given = cfg.coordinator_address or env.get("JAX_COORDINATOR_ADDRESS")
+        if cfg.mode == "off" or (cfg.mode == "auto" and not (many or given)) or jax.distributed.is_initialized():
             return
 
         def number(own: int | None, name: str) -> int | None:
@@ -41,8 +47,8 @@ class Distributed(Node[None]):
 
         jax.distributed.initialize(
             coordinator_address=given,
-            num_processes=number(self.num_processes, "JAX_NUM_PROCESSES"),
-            process_id=number(self.process_id, "JAX_PROCESS_ID"),
+            num_processes=number(cfg.num_processes, "JAX_NUM_PROCESSES"),
+            process_id=number(cfg.process_id, "JAX_PROCESS_ID"),
         )
 
 

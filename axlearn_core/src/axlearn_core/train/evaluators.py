@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import jax
 
-from axlearn_core.config import Configurable, Node, node, setting
+from axlearn_core.config import Configurable, Node, node, offers, setting
 from axlearn_core.contracts.parts import Input
 
 if TYPE_CHECKING:
@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 T_co = TypeVar("T_co", covariant=True)
 
 
+@offers("name", "input", "build_input")
 class Evaluator(Protocol):
-    """One entry of `evaluators`. Built with `name`, its key there, with `input`, the trainer's, and with `build_input`.
+    """One entry of `evaluators`: `name` is its key there, `input` the trainer's, `build_input` builds another one.
 
     Its constructor checks what it can: nothing has been written or trained then.
     """

@@ -11,6 +11,7 @@ from axlearn_core.checkpoint.weights import bind_weights, open_weights
 from axlearn_core.compose import Program, compose
 from axlearn_core.compose.devices import settle
 from axlearn_core.config import find, patch
+from axlearn_core.contracts.capabilities import GeneratesTokens, encode_prompt
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import CheckpointError, RequestError
 from axlearn_core.train.session import say
@@ -67,7 +68,7 @@ def load(uri: str | Path, *, step: int | None = None) -> Loaded:
         raise CheckpointError(f"{uri}: its config is not a trainer's\n    got: {type(config).__qualname__}")
     tokenizer = weights.tokenizer
     program = compose(_choose_kernels(config), jax.devices()[:1])
-    model = {**program.state.params, **program.state.variables}
+    model = {**program.weights_spec.params, **program.weights_spec.variables}
     tensors = weights.read("**", {path: spec.sharding for path, spec in model.items()})
     return Loaded(config, program, bind_weights(program.functional, tensors), tokenizer, weights.step)
 
@@ -96,9 +97,9 @@ def generate_text(
 
     `program`: of the experiment that the model belongs to; without it the model is compiled on its own, for one device.
     """
-    if not hasattr(model, "generate"):
+    if not isinstance(model, GeneratesTokens):
         raise RequestError(f"a {type(model).__name__} does not write text: it has no method `generate`")
-    prompt_ids = getattr(tokenizer, "encode_prompt", tokenizer.encode)(prompt) or [tokenizer.eos_id]
+    prompt_ids = encode_prompt(tokenizer, prompt) or [tokenizer.eos_id]
     ids: list[int] = []
     shown = tokenizer.decode(prompt_ids)
     for token in model.generate(

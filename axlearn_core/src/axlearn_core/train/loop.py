@@ -6,13 +6,17 @@ from typing import Any, Protocol
 
 import jax
 
-from axlearn_core.config import Configurable, node, setting
+from axlearn_core.config import Configurable, node, offers, setting
 from axlearn_core.errors import WorkError
 from axlearn_core.train.session import Session, StepTimer, batch_tokens, say
 
 
+@offers("input", "build_input")
 class Loop(Protocol):
-    """Takes a session from its step to `max_steps`. Built with `input`, the trainer's, before anything is written."""
+    """Takes a session from its step to `max_steps`. It is built before anything is written.
+
+    `input` is the trainer's; `build_input` builds another one.
+    """
 
     def run(self, session: Session) -> None:
         """Returns when done or when `session.stops()` says so; saves what is to be kept."""
@@ -39,7 +43,9 @@ class TrainLoop(Configurable):
         record = _Record(session, self.max_nonfinite_steps)
         with session:
             while session.step < session.max_steps and not session.stops():
+                session.beat("input")
                 batch = session.program.put(next(session.batches))
+                session.beat("step")
                 session.first_batch(batch)
                 if session.profiler is not None:
                     session.profiler.before(session.step)

@@ -16,17 +16,18 @@ from typing import Any
 import attrs
 
 from axlearn_core.config import Change, Node, diff
-from axlearn_core.config.kinds import change_kinds, mathematics, microbatches
+from axlearn_core.config.kinds import DECISIVE, change_kinds, mathematics, microbatches
 from axlearn_core.errors import CheckpointError, RequestError, WorkError
+from axlearn_core.plugins.unregistered import code_name, stable_repr
 
 Who = Callable[[str], str | None]
 
 
 def batch_dependence(config: Any) -> tuple[str, ...]:
     """Why the batch of a step cannot be cut up otherwise without changing what the model computes; empty where it can."""
-    from axlearn_core.compose import Functional  # imports JAX, which reports of runs do without
+    from axlearn_core.compose import ModelAndObjective  # imports JAX, which reports of runs do without
 
-    return Functional.of(config.model).batch_dependence
+    return ModelAndObjective.of(config).batch_dependence
 
 
 def short_hash(config: Node[Any]) -> str:
@@ -35,7 +36,7 @@ def short_hash(config: Node[Any]) -> str:
     cut = microbatches(config)
     if cut and batch_dependence(config):
         decisive |= cut
-    text = json.dumps({path: repr(value) for path, value in decisive.items()}, sort_keys=True)
+    text = json.dumps({path: stable_repr(value) for path, value in decisive.items()}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
@@ -54,7 +55,7 @@ def refused_changes(changes: tuple[Change, ...], old: Node[Any], config: Node[An
     return [
         Refused(change, f"other microbatches: {', '.join(reasons)}" if kind == "microbatches" else "")
         for change, kind in kinds
-        if kind == "mathematics" or (kind == "microbatches" and reasons)
+        if kind in DECISIVE or (kind == "microbatches" and reasons)
     ]
 
 
@@ -96,7 +97,7 @@ class RunDir:
                     "    fix: give another --run-dir; nothing was written"
                 )
             return cls(path, resumes=False)
-        changes = diff(old, config)
+        changes = diff(old, config, code_name)
         refused = refused_changes(changes, old, config)
         if refused and not allow_drift:
 

@@ -16,7 +16,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from axlearn_core.compose import Program
-from axlearn_core.contracts.parts import BatchIterator, Checkpointer, Input, Tracker
+from axlearn_core.contracts.capabilities import DescribesPosition
+from axlearn_core.contracts.parts import BatchIterator, Checkpointer, Input, Profiler, Tracker, Watchdog
 from axlearn_core.train.distributed import united
 from axlearn_core.train.evaluators import Evaluator
 
@@ -54,7 +55,8 @@ class Session:
     run_dir: Path
     peak_flops: float | None
     on_compiled: Callable[["Session", Mapping[str, Any]], None]
-    profiler: Any = None
+    profiler: Profiler | None = None
+    watchdog: Watchdog | None = None
     flops_per_step: int | None = None
     metrics: dict[str, float] = attrs.field(factory=dict)
     stop_signal: int | None = None
@@ -78,6 +80,11 @@ class Session:
         """The model with the current parameters (their moving average where the learner keeps one)."""
         return self.program.model(self.state)
 
+    def beat(self, phase: str) -> None:
+        """Tells the watchdog what begins now; see `Watchdog.beat`."""
+        if self.watchdog is not None:
+            self.watchdog.beat(phase, self.step)
+
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Sends scalars to every tracker."""
         for tracker in self.trackers:
@@ -92,7 +99,8 @@ class Session:
         """Runs every evaluator that is due."""
         for evaluator in self.evaluators.values():
             if evaluator.due(self.step, last):
-                values = dict(evaluator.run(self))
+                self.beat("evaluate")
+                values = {name: float(value) for name, value in evaluator.run(self).items()}  # also of JAX's scalars
                 if values:
                     self.metrics.update(values)
                     self._measured.update(dict.fromkeys(values, self.step))
@@ -104,6 +112,7 @@ class Session:
             return
         if not force and not self.checkpointer.due(self.step):
             return
+        self.beat("save")
         now = {k: v for k, v in self.metrics.items() if self._measured.get(k, self.step) == self.step}
         metrics = {k: v for k, v in now.items() if math.isfinite(v)}
         extra = {"data": united(self.batches.get_state()), "step": self.step}
@@ -112,8 +121,9 @@ class Session:
 
     def describe_batch(self) -> str:
         """Which batch was just taken, for a message about it: by the input itself where it can say, else by its number."""
-        describe = getattr(self.batches, "describe_position", None)
-        return str(describe()) if describe else f"number {self.step} of the stream"
+        if isinstance(self.batches, DescribesPosition):
+            return str(self.batches.describe_position())
+        return f"number {self.step} of the stream"
 
     def stops(self) -> bool:
         """Whether a signal asks the job to stop here; several processes agree on it at steps that are logged."""

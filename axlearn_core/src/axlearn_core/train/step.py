@@ -1,23 +1,31 @@
 """The functions of a training run: pure functions over the training state."""
 
-from collections.abc import Mapping
+import zlib
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from axlearn_core.compose import Function, Functional, ModelWeights, Part, TrainState
+from axlearn_core.compose import Function, Functional, ModelAndObjective, ModelWeights, Part, TrainState
 from axlearn_core.compose.functions import batch_inputs, model_functions
+from axlearn_core.contracts.capabilities import FreezesVariables, HasEvaluationLoss, PlacesState
 from axlearn_core.contracts.parts import Learner
+from axlearn_core.nn.held import unseeded
 
 Scalars = dict[str, jax.Array]
+
+OBJECTIVE_STREAM = zlib.crc32(b"objective")
+"""Folded into the key of a step for what an objective draws by itself."""
 
 
 class TrainingFunctions:
     """`init`, `weights`, `loss`, `train` and `evaluate` of a model and a learner, and what the model itself declares."""
 
-    def __init__(self, functional: Functional, learner: Learner):
+    def __init__(self, functional: Functional, learner: Learner, trained: ModelAndObjective | None = None):
+        """`trained`: the model and its objective; None trains the model by its own loss."""
         self.functional, self.learner = functional, learner
+        self.trained = trained or ModelAndObjective(functional)
 
     def declare(self) -> dict[str, Function]:
         """The functions by name."""
@@ -44,7 +52,7 @@ class TrainingFunctions:
             ),
             "loss": Function(
                 call=self.loss,
-                inputs=lambda batch: (Part.WEIGHTS, batch_inputs(batch)),
+                inputs=lambda batch: (Part.TRAINED, batch_inputs(batch)),
                 outputs=lambda _: Part.REPLICATED,
                 describe="the loss that a training step differentiates",
             ),
@@ -67,11 +75,13 @@ class TrainingFunctions:
     def init(self, key: jax.Array) -> TrainState:
         """The state of step 0."""
         model_key, root = jax.random.split(key)
-        return self._state_of(ModelWeights(*self.functional.init_arrays(model_key)), root)
+        weights = ModelWeights(*self.functional.init_arrays(model_key))
+        return self._state_of(self.trained.init_objective(model_key, weights), root)
 
     def begin(self, key: jax.Array, weights: ModelWeights) -> TrainState:
         """The state of step 0 with these weights."""
-        return self._state_of(weights, jax.random.split(key)[1])
+        model_key, root = jax.random.split(key)
+        return self._state_of(self.trained.init_objective(model_key, weights), root)
 
     def _state_of(self, weights: ModelWeights, root: jax.Array) -> TrainState:
         return TrainState(
@@ -83,54 +93,84 @@ class TrainingFunctions:
         )
 
     def weights(self, state: TrainState) -> ModelWeights:
-        """The parameters to evaluate with (a moving average where the learner keeps one), and the newest variables."""
+        """The model's parameters to evaluate with (an average where the learner keeps one), and its newest variables."""
+        return self.trained.of_model(self._evaluated(state))
+
+    def _evaluated(self, state: TrainState) -> ModelWeights:
         return ModelWeights(self.learner.evaluation_params(state.learner, state.params), state.variables)
 
     def loss(self, weights: ModelWeights, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Scalars]:
         """(loss, summaries) as in training. Where the model draws, from a fixed key."""
-        key = jax.random.key(0) if self._is_stateful() else None
+        key = jax.random.key(0) if self.trained.is_stateful else None
         value, (summaries, _) = self.training_loss(weights.params, weights.variables, batch, key)
         return value, summaries
 
     def training_loss(
         self, params: Any, variables: Any, batch: Mapping[str, jax.Array], key: jax.Array | None
     ) -> tuple[jax.Array, tuple[Scalars, Any]]:
-        """(loss, (summaries, new variables)); see `axlearn_core.contracts.parts.Loss`."""
-        model = self.functional.bind(params, variables, key)
-        value, summaries = model.loss(batch)
-        return value, (dict(summaries), self.functional.variables_of(model))
+        """(loss, (summaries, variables after this microbatch)); see `axlearn_core.contracts.parts.Loss`.
+
+        Raises:
+            ConfigError: the model draws from a random stream without a seed.
+        """
+        model, objective = self.functional.bind(params, variables, key), None
+        try:
+            if self.trained.objective is None:
+                value, summaries = model.loss(batch)
+            else:
+                own_key = None if key is None else jax.random.fold_in(key, OBJECTIVE_STREAM)
+                objective = self.trained.bind_objective(params, variables, own_key)
+                value, summaries = objective.loss(model, batch, own_key)
+        except ValueError as error:
+            if problem := unseeded(error, model):
+                raise problem from error
+            raise
+        return value, (dict(summaries), self.trained.variables_of(model, objective))
 
     def train(self, state: TrainState, batch: Mapping[str, jax.Array]) -> tuple[TrainState, Scalars]:
         """(the state after one step, scalars). A step that the learner skips leaves the variables as they were."""
         key = None
-        if self._is_stateful():
+        if self.trained.is_stateful:
             key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
         (value, summaries, variables), grads = self.learner.value_and_grad(
-            self.training_loss, state.params, state.variables, batch, key
+            self.training_loss, state.params, self.trained.begin_step(state.variables), batch, key
         )
+        variables = self.trained.end_step(state.params, variables)
         params, learner_state, reported = self.learner.update(grads, state.learner, state.params, value)
         reported = dict(reported)
         skipped = reported.pop("skipped", None)
         if skipped is not None:
             variables = jax.tree.map(lambda new, old: jnp.where(skipped, old, new), variables, state.variables)
+        # Frozen arrays stay in place, whatever loops over microbatches they were read in.
+        variables = {**variables, **{path: state.variables[path] for path in (*self.trained.fixed, *self._frozen())}}
         new = state.replace(step=state.step + 1, params=params, variables=variables, learner=learner_state)
         return new, {"loss": value, **summaries, **reported}
 
+    def _frozen(self) -> Collection[str]:
+        learned = self.trained.learned
+        return self.learner.frozen_variables(learned) if learned and isinstance(self.learner, FreezesVariables) else ()
+
     def evaluate(self, state: TrainState, batch: Mapping[str, jax.Array]) -> Scalars:
         """`loss_sum` and `weight`, and `bytes` where the batch has them."""
-        weights = self.weights(state)
+        weights = self._evaluated(state)
         model = self.functional.bind(weights.params, weights.variables)
-        value, summaries = model.loss({k: v for k, v in batch.items() if k != "bytes"})
+        value, summaries = self._held_out_loss(model, weights, {k: v for k, v in batch.items() if k != "bytes"})
         weight = summaries.get("weight", jnp.ones((), jnp.float32))
         sums = {"loss_sum": value * weight, "weight": weight}
         if "bytes" in batch:
             sums["bytes"] = jnp.sum(batch["bytes"], dtype=jnp.float32)
         return sums
 
+    def _held_out_loss(self, model: Any, weights: ModelWeights, batch: Mapping[str, jax.Array]) -> Any:
+        if self.trained.objective is None:
+            return model.loss(batch)
+        objective = self.trained.bind_objective(weights.params, weights.variables)
+        if isinstance(objective, HasEvaluationLoss):
+            return objective.evaluation_loss(model, batch)
+        return objective.loss(model, batch, None)
+
     def place(self, shardings: TrainState, state: TrainState) -> TrainState:
         """The shardings of the state; a learner may keep its part elsewhere than the parameters are."""
-        own = getattr(self.learner, "place", None)
-        return shardings.replace(learner=own(shardings.learner, state.learner)) if own else shardings
-
-    def _is_stateful(self) -> bool:
-        return bool(self.functional.streams or self.functional.variables)
+        if not isinstance(self.learner, PlacesState):
+            return shardings
+        return shardings.replace(learner=self.learner.place(shardings.learner, state.learner))

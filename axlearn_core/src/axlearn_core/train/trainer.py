@@ -11,19 +11,33 @@ import jax
 
 from axlearn_core.checkpoint import OrbaxCheckpointer
 from axlearn_core.checkpoint.orbax import WEIGHTS_ONLY
-from axlearn_core.compose import Function, Functional, Program, compose
+from axlearn_core.compose import Function, Functional, ModelAndObjective, Program, compose
+from axlearn_core.compose.objective import replicated
 from axlearn_core.config import REQUIRED, Configurable, Node, check, node, setting
+from axlearn_core.contracts.capabilities import vocabulary_size
 from axlearn_core.contracts.mesh import Mesh
-from axlearn_core.contracts.parts import BatchIterator, Checkpointer, Input, Model, Tracker
+from axlearn_core.contracts.parts import (
+    BatchIterator,
+    Checkpointer,
+    Input,
+    Model,
+    Objective,
+    ProcessGroup,
+    Profiler,
+    Tracker,
+    Watchdog,
+)
 from axlearn_core.contracts.parts import Learner as LearnerProtocol
 from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import RequestError
 from axlearn_core.learn import Learner
+from axlearn_core.nn.held import check_stateless
 from axlearn_core.plugins.decisions import Decision
 from axlearn_core.train.distributed import Distributed
 from axlearn_core.train.evaluators import Evaluator, LossEvaluator
 from axlearn_core.train.lock import make_lock, peak_flops
 from axlearn_core.train.loop import Loop, TrainLoop
+from axlearn_core.train.objective import FrozenWeights
 from axlearn_core.train.run_dir import RunDir, lock_drift
 from axlearn_core.train.session import Session, say
 from axlearn_core.train.step import TrainingFunctions
@@ -58,34 +72,40 @@ class Trainer(Configurable):
         """
 
         model: Node[Model] = REQUIRED
+        # None: the model's own loss.
+        objective: Node[Objective] | None = setting(default=None, hide_default=True)
         learner: Node[LearnerProtocol] = Learner.Config()
         input: Node[Input] = REQUIRED
         evaluators: Mapping[str, Node[Evaluator]] = setting(default={"eval": LossEvaluator.Config()}, kind="execution")
         checkpointer: Node[Checkpointer] = setting(default=OrbaxCheckpointer.Config(), kind="execution")
         mesh: Mesh = setting(default=Mesh(), kind="execution")
-        distributed: Distributed = setting(default=Distributed(), kind="execution")
+        distributed: Node[ProcessGroup] = setting(default=Distributed.Config(), kind="execution")
         trackers: tuple[Node[Tracker], ...] = setting(
             default=(LinesTracker.Config(), JsonlTracker.Config()), kind="execution"
         )
         loop: Node[Loop] = TrainLoop.Config()
-        profiler: Node[Any] | None = setting(default=None, kind="execution")
+        profiler: Node[Profiler] | None = setting(default=None, kind="execution")
+        watchdog: Node[Watchdog] | None = setting(default=None, kind="execution")
         max_steps: int = setting(default=REQUIRED, kind="duration", ge=1)
         log_every_steps: int = setting(default=10, kind="execution", ge=1)
         seed: int = setting(default=0, ge=0)
 
         def functions(self, functional: Functional) -> Mapping[str, Function]:
             """The pure functions of this experiment by name; see `axlearn_core.compose`."""
-            learner = self.learner.build(max_steps=self.max_steps, axes=functional.axes)
-            return TrainingFunctions(functional, learner).declare()
+            trained = ModelAndObjective.of(self, functional)
+            learner = check_stateless(self.learner.build(max_steps=self.max_steps, axes=trained.axes), "learner")
+            return TrainingFunctions(functional, learner, trained).declare()
 
         def build_input(self, own: Node[Input], vocab_size: int | None) -> Input:
             """An input for this process."""
-            return own.build(
+            tokens = {} if vocab_size is None else {"vocab_size": vocab_size}
+            source = own.build(
                 seed=self.seed,
                 process_index=jax.process_index(),
                 process_count=jax.process_count(),
-                vocab_size=vocab_size,
+                **tokens,
             )
+            return check_stateless(source, "input")
 
     def __init__(self, cfg: Config):
         self.config = check(cfg)
@@ -115,19 +135,28 @@ class Trainer(Configurable):
             decisions: what was decided for the user, to be shown and kept in the lock.
         """
         cfg = self.config
-        cfg.distributed.initialize()
+        cfg.distributed.build().initialize()
         program = compose(cfg, machine=machine)
-        vocab_size = getattr(program.functional.describe(), "vocab_size", None)
+        decisions = (*decisions, *replicated(program.trained))
+        vocab_size = vocabulary_size(program.functional.describe())
         with ExitStack() as closing:
             source = cfg.build_input(cfg.input, vocab_size)
             batches = source.train()
             closing.callback(batches.close)
             offered = {"input": source, "build_input": lambda own: cfg.build_input(own, vocab_size)}
             evaluators = {name: e.build(name=name, **offered) for name, e in cfg.evaluators.items()}
-            loop = cfg.loop.build(**offered)
+            for name, evaluator in evaluators.items():
+                check_stateless(evaluator, f"evaluators.{name}")
+            loop = check_stateless(cfg.loop.build(**offered), "loop")
             checkpointer = cfg.checkpointer.build(directory=run_dir.checkpoints)
             closing.callback(checkpointer.close)
-            state, step = self._restore(program, checkpointer, batches, restore_step)
+            watchdog = cfg.watchdog.build(run_dir=run_dir.path) if cfg.watchdog else None
+            if watchdog:
+                closing.callback(watchdog.close)
+                watchdog.start()
+                watchdog.beat("restore", 0)
+            state, step, begins = self._restore(program, checkpointer, batches, restore_step)
+            frozen = FrozenWeights.of(program) if begins else None
             lock = make_lock(program, source, experiment=experiment, provenance=provenance, decisions=decisions)
             old = run_dir.read_lock() if run_dir.resumes else {}
             drift = lock_drift(old, lock) if old else []
@@ -157,9 +186,12 @@ class Trainer(Configurable):
             profiler = cfg.profiler.build(run_dir=run_dir.path) if cfg.profiler else None
             if profiler:
                 closing.callback(profiler.close)
+            if watchdog:
+                watchdog.beat("compile", step)
+            state = _ready(program, batches, cfg.seed) if state is None else state
             session = Session(
                 program=program,
-                state=_ready(program, batches, cfg.seed) if state is None else state,
+                state=frozen.load(state) if frozen else state,
                 step=step,
                 max_steps=cfg.max_steps,
                 log_every_steps=cfg.log_every_steps,
@@ -173,15 +205,17 @@ class Trainer(Configurable):
                 peak_flops=peak_flops(program),
                 on_compiled=lambda s, batch: self._compiled(s, batch, run_dir),
                 profiler=profiler,
+                watchdog=watchdog,
             )
             loop.run(session)
             checkpointer.wait()
         return Result(run_dir.path, session.step, dict(session.metrics), session.stop_signal)
 
-    def _restore(self, program: Program, checkpointer: Any, batches: Any, wanted: int | None) -> tuple[Any, int]:
+    def _restore(self, program: Program, checkpointer: Any, batches: Any, wanted: int | None) -> tuple[Any, int, bool]:
+        """(state, step, whether the objective begins here) of a checkpoint; no state where there is none."""
         step = checkpointer.latest_step() if wanted is None else wanted
         if step is None:
-            return None, 0
+            return None, 0, True
         if step not in checkpointer.steps():
             known = ", ".join(map(str, checkpointer.steps())) or "none"
             raise RequestError(f"there is no checkpoint of step {step}\n    checkpoints: {known}")
@@ -190,9 +224,9 @@ class Trainer(Configurable):
             batches.set_state(extra["data"])
         if extra.get(WEIGHTS_ONLY):
             say(f"starting from the weights of step {step}: the optimizer's state is new")
-            return program.begin(self.config.seed, state), step
+            return program.begin(self.config.seed, state), step, True
         say(f"continuing from the checkpoint of step {step}")
-        return state, step
+        return state, step, False
 
     @staticmethod
     def _compiled(session: Session, batch: Mapping[str, Any], run_dir: RunDir) -> None:

@@ -70,7 +70,7 @@ class LatentAttention(Layer):
         key: Node[Projection] = Linear.Config()
         value: Node[Projection] = Linear.Config()
         output: Node[Projection] = Linear.Config()
-        latent_cache: Node[LatentCache] = ContiguousLatentCache.Config()
+        latent_cache: Node[LatentCache] = setting(default=ContiguousLatentCache.Config(), kind="execution")
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
         super().__init__(cfg, precision=precision)

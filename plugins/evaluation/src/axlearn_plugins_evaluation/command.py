@@ -1,6 +1,5 @@
 """`axlearn evaluate`."""
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -9,7 +8,7 @@ from axlearn_core.cli.common import json_option, print_json, print_table
 
 
 @click.command()
-@click.argument("model", metavar="RUN_DIR|HF_DIR", type=click.Path(path_type=Path))
+@click.argument("model", metavar="RUN_DIR|HF_DIR|URI")
 @click.option(
     "--data",
     "data",
@@ -35,10 +34,12 @@ from axlearn_core.cli.common import json_option, print_json, print_table
 @click.option("--text-field", default="text", show_default=True, help="The field of a row that holds its text.")
 @json_option
 def evaluate(
-    model: Path, data: tuple[str, ...], step: int | None, limit: int | None, max_length: int | None, stride: int | None,
+    model: str, data: tuple[str, ...], step: int | None, limit: int | None, max_length: int | None, stride: int | None,
     text_field: str, as_json: bool,
 ) -> None:  # fmt: skip
-    """Evaluates the model of a run, or one in Hugging Face format, on data: what a row holds says how.
+    """Evaluates a model on data: what a row holds says how.
+
+    The model is that of a run, of a directory in Hugging Face format, or of exported adapters.
 
     A row with `text` (or a text file) is scored by perplexity and bits per byte, one with `messages` by those of the
     assistant's part, and one with `prompt`, `choices` and `answer` by whether the right choice is the likeliest.

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from axlearn_core.config import REQUIRED, node, setting
+from axlearn_core.contracts.capabilities import tokenizer_of
 from axlearn_core.errors import RequestError
 from axlearn_core.train.evaluators import Periodic
 from axlearn_plugins_evaluation.data import read
@@ -26,7 +27,7 @@ class FileEvaluator(Periodic):
     def __init__(self, cfg: Config, *, name: str, input: Any):
         super().__init__(cfg, name=name)
         self.data = read(cfg.data, text_field=cfg.text_field, limit=cfg.limit)
-        if getattr(input, "tokenizer", None) is None:
+        if tokenizer_of(input) is None:
             raise RequestError(f"evaluators.{name}: the trainer's input has no tokenizer to read {cfg.data} with")
 
     def run(self, session: "Session") -> Mapping[str, float]:

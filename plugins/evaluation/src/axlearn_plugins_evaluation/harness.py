@@ -14,6 +14,7 @@ from typing import Any
 
 from lm_eval.api.model import LM  # type: ignore[import-not-found]  # pyright: ignore[reportMissingImports]
 
+from axlearn_core.contracts.capabilities import digest_of, encode_prompt
 from axlearn_core.errors import RequestError
 from axlearn_plugins_evaluation.evaluate import Subject
 from axlearn_plugins_evaluation.subjects import subject_in
@@ -70,7 +71,7 @@ class AxlearnLM(LM):
     @property
     def tokenizer_name(self) -> str:
         """Tells apart what the harness keeps of different tokenizers and templates."""
-        digest = getattr(self.subject.tokenizer, "digest", type(self.subject.tokenizer).__name__)
+        digest = digest_of(self.subject.tokenizer)
         return f"{digest}-{self.subject.template.digest}"
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
@@ -94,7 +95,7 @@ class AxlearnLM(LM):
         count = int(options.get("max_gen_toks") or self.max_gen_toks)
         heat = float(options.get("temperature") or 0.0) if options.get("do_sample", True) else 0.0
         tokenizer, scorer = self.subject.tokenizer, self.subject.scorer
-        prompt = getattr(tokenizer, "encode_prompt", tokenizer.encode)(context) or [*self.subject.prefix]
+        prompt = encode_prompt(tokenizer, context) or [*self.subject.prefix]
         prompt = prompt[-max(1, scorer.length - count) :]
         more = {"top_k": int(options["top_k"])} if options.get("top_k") else {}
         ids: list[int] = []

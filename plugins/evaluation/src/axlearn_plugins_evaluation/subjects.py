@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from axlearn_core.config import Node
+from axlearn_core.contracts.capabilities import encode_prompt
 from axlearn_core.errors import RequestError
 from axlearn_plugins_evaluation.evaluate import Subject
 from axlearn_plugins_evaluation.scoring import Scorer
@@ -45,7 +46,7 @@ def subject(
     A text begins with the token that the model expects there (`bos` of its tokenizer); without one with that which ends
     a document, as the rows of `language-model-input` do.
     """
-    front = getattr(tokenizer, "encode_prompt", tokenizer.encode)("")
+    front = encode_prompt(tokenizer, "")
     return Subject(
         Scorer(model, length=length, program=program),
         tokenizer,
@@ -55,17 +56,18 @@ def subject(
     )
 
 
-def subject_in(directory: Path, *, step: int | None = None, length: int | None = None) -> Subject:
-    """The model of a run, or of another directory that an installed plugin can read, for evaluation.
+def subject_in(uri: str | Path, *, step: int | None = None, length: int | None = None) -> Subject:
+    """The model of a run, or of another path or URI that an installed plugin can open, for evaluation.
 
     Raises:
         CheckpointError: nothing can be loaded from it, or it has no such checkpoint.
     """
     from axlearn_core.train import load
 
-    return subject_of(load(directory, step=step), length=length, own=_is_own(directory))
+    return subject_of(load(uri, step=step), length=length, own=_is_own(uri))
 
 
-def _is_own(directory: Path) -> bool:
+def _is_own(uri: str | Path) -> bool:
     """Whether a model was trained on rows of ours from the start: others never saw a text behind the end of another."""
+    directory = Path(uri)
     return (directory / "config.yaml").is_file() and not (directory / "huggingface").is_dir()

@@ -12,6 +12,7 @@ import attrs
 from axlearn_core.compose import Functional
 from axlearn_core.config import REQUIRED, Configurable, Node, diff, get, map, size_of
 from axlearn_core.config.flat import Change
+from axlearn_core.config.kinds import change_kinds
 from axlearn_core.config.tree import children
 from axlearn_core.errors import ConfigError, Problem, RequestError, nearest, unknown
 from axlearn_core.plugins.registry import registry
@@ -205,33 +206,29 @@ class Family(Configurable):
     def differences(self, data: Mapping[str, Any], config: Any) -> list[Change]:
         """How the model of a `config.json` differs from that of a config, in what it computes."""
         theirs: Any = self.resolve(data)[0].config
-        return list(diff(_essential(theirs), _essential(config)))
+        old, new = _with_derived_sizes(theirs.model), _with_derived_sizes(config.model)
+        return [change for change, kind in change_kinds(diff(old, new), old, new) if kind == "mathematics"]
 
 
-_RUN = ("stack", "kernel", "loss_kernel", "init", "dtype", "param_dtype", "output_dtype", "loss_chunk", "dispatch")
-EXECUTION = frozenset((*_RUN, "z_loss", "load_balance", "kv_cache", "latent_cache"))
-"""Fields that say how a model is run and trained, not what it computes."""
+def _with_derived_sizes(model: Node[Any]) -> Node[Any]:
+    """A model's config, its sizes that were left to be derived set."""
+    config: Any = model
+    width = config.hidden_dim if hasattr(config, "hidden_dim") else config.decoder.hidden_dim
 
-
-def _essential(config: Any) -> Any:
-    """The model of a config without what does not change its results; sizes that were left to be derived are set."""
-    model = config.model
-    width = model.hidden_dim if hasattr(model, "hidden_dim") else model.decoder.hidden_dim
-
-    def plain(part: Node[Any]) -> Node[Any]:
+    def derive(part: Node[Any]) -> Node[Any]:
         fields: Json = children(part)
-        made: Json = {n: getattr(attrs.fields(type(part)), n).default for n in fields.keys() & EXECUTION}
+        sizes: Json = {}
         if fields.get("num_heads") and "head_dim" in fields and fields["head_dim"] is None:
-            made["head_dim"] = width // fields["num_heads"]
+            sizes["head_dim"] = width // fields["num_heads"]
         if fields.get("num_heads") and "num_kv_heads" in fields and fields["num_kv_heads"] is None:
-            made["num_kv_heads"] = fields["num_heads"]
+            sizes["num_kv_heads"] = fields["num_heads"]
         if {"scale", "num_heads"} <= fields.keys() and fields["scale"] is None and "rope_head_dim" not in fields:
-            made["scale"] = (fields["head_dim"] or made["head_dim"]) ** -0.5
+            sizes["scale"] = (fields["head_dim"] or sizes["head_dim"]) ** -0.5
         if isinstance(fields.get("hidden_dim"), Node):
-            made["hidden_dim"] = size_of(fields["hidden_dim"], width)
-        return attrs.evolve(part, **made)
+            sizes["hidden_dim"] = size_of(fields["hidden_dim"], width)
+        return attrs.evolve(part, **sizes)
 
-    return map(model, plain)
+    return map(model, derive)
 
 
 def family(model_type: str) -> Family:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from axlearn_core.checkpoint import split_weights
 from axlearn_core.compose import Functional, compose
 from axlearn_core.compose.devices import settle
 from axlearn_core.errors import ConfigError, RequestError
@@ -15,7 +16,7 @@ from axlearn_core.train.session import say
 from axlearn_plugins_huggingface import files, stream
 from axlearn_plugins_huggingface.family import Family, Json, family, family_of
 from axlearn_plugins_huggingface.source import CONFIG, TOKENIZER, Source, open_model
-from axlearn_plugins_huggingface.table import layout
+from axlearn_plugins_huggingface.table import Tensor, layout
 from axlearn_plugins_huggingface.weights import DirectoryWeights
 from axlearn_plugins_runs import appearing, open_run, write_weights
 
@@ -51,13 +52,14 @@ def import_run(directory: Path, run_dir: Path, *, with_: Iterable[str] = (), set
             "    fix: import without it; a run of its own that keeps its checkpoints there begins with these weights by\n"
             "    --set 'loop={type: start-from-run, run_dir: RUN_DIR}'"
         )
-    model = compose(config).state.params
-    params = DirectoryWeights(source).read("**", {path: spec.sharding for path, spec in model.items()})
+    state = compose(config).state
+    places = {path: spec.sharding for path, spec in {**state.params, **state.variables}.items()}
+    params, variables = split_weights(DirectoryWeights(source).read("**", places), source.model)
     _say(source)
     lock = {"imported_from": str(directory), "provenance": provenance(source.resolved)}
     with appearing(run_dir) as partial:
         _keep(source, partial)
-        write_weights(partial, config, source.resolved.to_yaml(), params, {}, step=0, lock=lock)
+        write_weights(partial, config, source.resolved.to_yaml(), params, variables, step=0, lock=lock)
     return source
 
 
@@ -81,7 +83,8 @@ def export_run(run_dir: Path, directory: Path, *, step: int | None = None, dtype
         run_dir: the run.
         directory: where; it must not be there yet.
         step: which checkpoint; by default the newest.
-        dtype: of the tensors; by default that of the files that the run was imported from, else of the parameters.
+        dtype: of the parameters; by default that of the files that the run was imported from, else their own. Other
+            variables keep theirs.
 
     Raises:
         RequestError: it is no run, nothing in the format describes its model, or `directory` is taken.
@@ -98,7 +101,7 @@ def export_run(run_dir: Path, directory: Path, *, step: int | None = None, dtype
     known: dict[str, list[str]] = _read_json(run_dir / KEPT / TENSORS)
     own = files.CODES[dtype or str(config.model.param_dtype)]
     wanted = [
-        (n, own if dtype or n not in known else known[n][0], t.shape)
+        (n, _code(model, t) or (own if dtype or n not in known else known[n][0]), t.shape)
         for n, t in sorted(tensors.items(), key=lambda item: known.get(item[0], ["", ""])[1])
     ]
     files.check_space(directory, wanted)
@@ -113,6 +116,12 @@ def export_run(run_dir: Path, directory: Path, *, step: int | None = None, dtype
                 shutil.copyfile(file, partial / file.name)
         _write_tokenizer(config, partial)
         (partial / CONFIG).write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", "utf-8")
+
+
+def _code(model: Functional, tensor: Tensor) -> str | None:
+    """The file's name for the dtype of a tensor that is not a parameter."""
+    variable = model.variables.get(tensor.parts[0].path)
+    return None if variable is None else files.CODES[str(variable.dtype)]
 
 
 def _described(run_dir: Path, config: Any) -> tuple[Family, Json]:

@@ -4,7 +4,6 @@ Beside the parameters themselves, the host holds at most two slices of `SLICE` b
 of the parameter. A slice is some rows of a tensor, as they follow one another in its file.
 """
 
-import functools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from axlearn_core.compose.arrays import array_function
 from axlearn_plugins_huggingface.files import DTYPES, Made, Stored
 from axlearn_plugins_huggingface.table import Axes, Part, Tensor
 
@@ -136,7 +136,7 @@ def _fitting(sharding: Any, spec: tuple[Any, ...], shape: tuple[int, ...]) -> An
     return NamedSharding(sharding.mesh, PartitionSpec(*parts))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@array_function(static=(0, 1, 2))
 def _zeros_in(shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.Array:
     return lax.with_sharding_constraint(jnp.zeros(shape, dtype), sharding)
 
@@ -145,7 +145,7 @@ def _zeros(shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.Array:
     return _zeros_in(tuple(shape), jnp.dtype(dtype), sharding)
 
 
-@functools.partial(jax.jit, static_argnums=3, donate_argnums=0)
+@array_function(static=(3,), donate=(0,))
 def _put(whole: jax.Array, piece: jax.Array, start: jax.Array, sharding: Any) -> jax.Array:
     """`whole` with `piece`, in its dtype, from the index `start` on."""
     piece, dtype = piece.astype(whole.dtype), whole.dtype
@@ -157,7 +157,7 @@ def _put(whole: jax.Array, piece: jax.Array, start: jax.Array, sharding: Any) ->
     return lax.with_sharding_constraint(made, sharding)
 
 
-@jax.jit
+@array_function()
 def _row(whole: jax.Array, index: jax.Array) -> jax.Array:
     """`whole[index]`."""
     count = index.shape[0]

@@ -1,5 +1,7 @@
 """The table of a family: which parameter is which tensor of a Hugging Face file, and how its axes lie there.
 
+What is said here of parameters holds for the model's other variables too, such as the bias of a sigmoid router.
+
     Rule("decoder.layer.attention.query.weight", "model.layers.{layer}.self_attn.q_proj.weight", "(n h) d -> d n h")
 
 Left of the arrow are the axes in the file, right of it those of the parameter, without its stacked axis `layers`. Axes in
@@ -148,10 +150,12 @@ class Layers:
 
 
 def layout(model: Functional, rules: Iterable[Rule]) -> dict[str, Tensor]:
-    """Every tensor that a file of this model has, by name. Of several rules for a parameter the last one holds.
+    """Every tensor that a file of this model has, by name: parameters, and the model's other variables.
+
+    Of several rules for a parameter the last one holds.
 
     Raises:
-        ConfigError: parameters of the model that the table does not know.
+        ConfigError: parameters or variables of the model that the table does not know.
     """
     layers, by_path = Layers(model), dict[str, list[Rule]]()
     for rule in rules:
@@ -159,8 +163,9 @@ def layout(model: Functional, rules: Iterable[Rule]) -> dict[str, Tensor]:
             by_path.setdefault(path, []).insert(0, rule)
     found: dict[str, tuple[Rule, Axes, dict[str, Part]]] = {}
     strangers = []
-    for path, value in model.abstract.items():
-        generic, numbers = layers.of(path, value.shape, model.axes[path])
+    logical = {**model.axes, **model.variable_axes}
+    for path, value in {**model.abstract, **model.variables}.items():
+        generic, numbers = layers.of(path, value.shape, logical[path])
         stacked = numbers is not None
         rank = len(value.shape) - stacked
         rule = next((r for r in by_path.get(generic, ()) if r.rank in (None, rank)), None)
@@ -176,7 +181,7 @@ def layout(model: Functional, rules: Iterable[Rule]) -> dict[str, Tensor]:
         raise ConfigError(
             Problem(
                 path=f"model ({path})",
-                message="this parameter has no counterpart in the Hugging Face format of this family",
+                message="this tensor has no counterpart in the Hugging Face format of this family",
                 nearest=close,
                 fix="leave out the feature that adds it, or merge it into the weights first (`axlearn lora merge`)",
             )

@@ -51,7 +51,7 @@ class DirectoryWeights:
 
     def specs(self) -> Mapping[str, jax.ShapeDtypeStruct]:
         """In the dtype of the config's parameters, whatever that of the files is."""
-        return self.source.model.abstract
+        return {**self.source.model.abstract, **self.source.model.variables}
 
     def read(self, pattern: str = "**", shardings: Mapping[str, Sharding] | None = None) -> dict[str, jax.Array]:
         """See `axlearn_core.contracts.parts.Weights`."""

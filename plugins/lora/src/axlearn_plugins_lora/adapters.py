@@ -5,13 +5,14 @@ map by its path (`decoder.layer.attention.query`); `scales_of(model)` gives it.
 
 The files of exported adapters:
 
-    adapters.safetensors    lora_a and lora_b of each adapted map
+    adapters.safetensors    lora_a and lora_b of each adapted map, and the model's variables that are not parameters, as they
+                            are after the training of the adapters (`variables.<path>`)
     adapters.json           the scales, a hash of the weights that they were trained beside, and the run that has these
 """
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,14 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
+from axlearn_core.compose.arrays import array_function
 from axlearn_core.errors import CheckpointError, RequestError, WorkError, nearest
 from axlearn_plugins_lora.linear import ADAPTERS, is_adapted
 
 Params = Mapping[str, Any]
 WEIGHTS, FACTS = "adapters.safetensors", "adapters.json"
+VARIABLES = "variables."
+"""Before the path of a variable, in the file."""
 _FORMAT = 1
 
 
@@ -86,7 +90,7 @@ def _added(params: Params, scales: Mapping[str, float], sign: float) -> dict[str
     return made
 
 
-@jax.jit
+@array_function()
 def add_adapter(weight: jax.Array, a: jax.Array, b: jax.Array, scale: jax.Array | float) -> jax.Array:
     """weight + scale * A B, summed in float32."""
     a, b = a.astype(jnp.float32), b.astype(jnp.float32)
@@ -118,6 +122,7 @@ class Exported:
 
     Attributes:
         params: their parameters by path.
+        variables: the model's variables by path, as they are beside the adapters; they replace those of the base.
         scales: alpha / rank by the path of the adapted map.
         base: `fingerprint` of the weights that they belong to.
         run: the run that has these weights, as it was named in training; None where that is not known.
@@ -127,6 +132,7 @@ class Exported:
     scales: dict[str, float]
     base: str
     run: str | None = None
+    variables: dict[str, Any] = attrs.field(factory=dict)
 
     def check(self, params: Params) -> None:
         """Raises `RequestError` unless `params` holds the base that the adapters were trained with."""
@@ -143,6 +149,14 @@ class Exported:
 
     def check_shapes(self, params: Params) -> None:
         """Raises `RequestError` unless `params`, which may be abstract, has the maps that the adapters belong to."""
+        for path, value in self.variables.items():
+            shape = tuple(params[path].shape) if path in params else None
+            if shape != tuple(value.shape):
+                raise RequestError(
+                    f"the adapters are of another base: they come with the variable {path} {list(value.shape)}\n"
+                    f"    got: {'none' if shape is None else list(shape)} in this model\n"
+                    "    fix: use the base that they were trained with"
+                )
         for path in self.scales:
             if f"{path}.weight" not in params:
                 there = {p.removesuffix(".weight") for p in params if p.endswith(".weight")}
@@ -166,7 +180,14 @@ def fingerprint(params: Params, scales: Mapping[str, float]) -> str:
     return digest.hexdigest()
 
 
-def save(directory: Path, params: Params, scales: Mapping[str, float], *, run: str | None = None) -> None:
+def save(
+    directory: Path,
+    params: Params,
+    scales: Mapping[str, float],
+    *,
+    run: str | None = None,
+    variables: Collection[str] = (),
+) -> None:
     """Writes the adapters among `params`, and a hash of the base beside them.
 
     Args:
@@ -174,6 +195,7 @@ def save(directory: Path, params: Params, scales: Mapping[str, float], *, run: s
         params: the base's and the adapters'.
         scales: alpha / rank by the path of the adapted map.
         run: where the base is, for who opens the adapters later.
+        variables: the paths in `params` that are no parameters: training moved them, so that they are written too.
 
     Raises:
         RequestError: there are none.
@@ -185,6 +207,7 @@ def save(directory: Path, params: Params, scales: Mapping[str, float], *, run: s
     if not adapters:
         raise RequestError("there are no adapters to write: the model has none")
     facts = {"format": _FORMAT, "base": fingerprint(params, scales), "scales": dict(sorted(scales.items())), "run": run}
+    adapters |= {f"{VARIABLES}{p}": params[p] for p in variables}
     try:
         directory.mkdir(parents=True, exist_ok=True)
         save_file({p: jnp.asarray(np.asarray(x)) for p, x in adapters.items()}, str(directory / WEIGHTS))
@@ -206,7 +229,9 @@ def load(directory: Path) -> Exported:
         facts = json.loads((directory / FACTS).read_text(encoding="utf-8"))
         if facts["format"] != _FORMAT:
             raise ValueError(f"format {facts['format']} is not {_FORMAT}")
-        made = Exported(load_file(str(directory / WEIGHTS)), facts["scales"], facts["base"], facts.get("run"))
+        tensors = load_file(str(directory / WEIGHTS))
+        variables = {p.removeprefix(VARIABLES): tensors.pop(p) for p in list(tensors) if p.startswith(VARIABLES)}
+        made = Exported(tensors, facts["scales"], facts["base"], facts.get("run"), variables)
     except OSError as error:
         reason = error.strerror or error
         raise CheckpointError(

@@ -49,7 +49,7 @@ class LoraLinear(Layer):
         base: Node[Projection] = Linear.Config()
         rank: int = setting(default=16, ge=1)
         alpha: float = setting(default=16.0, gt=0)
-        init: Node[Initializer] = VarianceScaling()
+        init: Node[Initializer] = setting(default=VarianceScaling(), kind="training")
 
         def build(self, **offered: Any) -> Any:
             """The module of `base`, adapted. Offered what any projection is."""

@@ -19,7 +19,7 @@ from axlearn_core.compose import Functional
 from axlearn_core.errors import RequestError, WorkError
 from axlearn_plugins_lora.feature import without_adapters
 from axlearn_plugins_lora.linear import ADAPTERS
-from axlearn_plugins_lora.runs import scales_of
+from axlearn_plugins_lora.runs import moved_variables, scales_of
 from axlearn_plugins_runs import open_run
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -45,6 +45,12 @@ def export_peft(run_dir: Path, directory: Path, *, base: str | None = None, step
     source = open_run(run_dir, step)
     if not scales_of(source):
         raise RequestError(f"{run_dir} has no adapters to write\n    fix: give a run that was trained with lora")
+    if variables := moved_variables(source):
+        raise RequestError(
+            f"PEFT's format has no place for the variables of this model, which training moves: {', '.join(variables[:3])}"
+            + (f" and {len(variables) - 3} more" if len(variables) > 3 else "")
+            + "\n    fix: merge the adapters into the weights (`axlearn lora merge`), and export the model"
+        )
     arrays, facts = files(source.experiment, source.read("**.lora_*"), scales_of(source), base=base)
     try:
         directory.mkdir(parents=True, exist_ok=True)

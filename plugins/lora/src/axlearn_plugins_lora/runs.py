@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from axlearn_core.checkpoint import RunWeights
+from axlearn_core.contracts.capabilities import FreezesVariables
 from axlearn_core.errors import RequestError
 from axlearn_plugins_lora import adapters
 from axlearn_plugins_lora.feature import without_adapters
@@ -22,10 +23,19 @@ def scales_of(run: RunWeights) -> dict[str, float]:
     return adapters.scales_of(run.functional.describe())
 
 
+def moved_variables(run: RunWeights) -> list[str]:
+    """The paths of the model's variables that training changed: all but those that the run's learner froze."""
+    learned, experiment = run.functional.learned, run.experiment
+    learner = experiment.learner.build(max_steps=experiment.max_steps, axes=run.functional.axes)
+    frozen = learner.frozen_variables(learned) if learned and isinstance(learner, FreezesVariables) else ()
+    return [path for path in run.functional.variables if path not in frozen]
+
+
 def export_run(run_dir: Path, directory: Path, *, step: int | None = None) -> None:
     """Writes the adapters of a run on their own; see `adapters.save`."""
     source = open_run(run_dir, step)
-    adapters.save(directory, source.read(), scales_of(source), run=base_of(source))
+    moved = moved_variables(source)
+    adapters.save(directory, source.read(), scales_of(source), run=base_of(source), variables=moved)
 
 
 def merge_run(run_dir: Path, out: Path, *, exported: Path | None = None, step: int | None = None) -> None:
@@ -55,7 +65,7 @@ def merge_run(run_dir: Path, out: Path, *, exported: Path | None = None, step: i
     if exported is not None:
         given = adapters.load(exported)
         given.check(params)
-        params, scales = {**params, **given.params}, given.scales
+        params, scales = {**params, **given.variables, **given.params}, given.scales
     write_run(out, without_adapters(source.experiment), adapters.merge(params, scales), source)
 
 

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from axlearn_core.checkpoint import open_weights
-from axlearn_core.compose import Program
+from axlearn_core.compose import ModelWeights, Program
 from axlearn_core.config import Configurable, Node, node, setting
+from axlearn_core.contracts.capabilities import tokenizer_of
 from axlearn_core.contracts.parts import Weights
 from axlearn_core.errors import CheckpointError, InputError, RequestError
 from axlearn_core.train import TrainLoop
@@ -55,7 +56,7 @@ class StartFromRun(Configurable):
         self.cfg = cfg
         self.loop = cfg.loop.build(input=input)
         if cfg.run_dir is not None and cfg.same_tokenizer:
-            _check_tokenizer(cfg.run_dir, getattr(input, "tokenizer", None))
+            _check_tokenizer(cfg.run_dir, tokenizer_of(input))
 
     def run(self, session: Session) -> None:
         """See `axlearn_core.train.loop.Loop`."""
@@ -70,7 +71,8 @@ class StartFromRun(Configurable):
 
         The learner's state is new: moments at zero, a moving average at the parameters.
         """
-        tensors: dict[str, jax.Array] = {**state.params, **state.variables}
+        weights = program.trained.of_model(ModelWeights(state.params, state.variables))
+        tensors: dict[str, jax.Array] = {**weights.params, **weights.variables}
         if self.cfg.run_dir is not None:
             found = _weights(self.cfg.run_dir, tensors, program, self.cfg.step)
             say(f"starting from the parameters of {self.cfg.run_dir}: {len(found)} of {len(tensors)} arrays")
@@ -79,8 +81,10 @@ class StartFromRun(Configurable):
             exported = adapters.load(Path(self.cfg.adapters).expanduser())
             _check_same_maps(exported.params, tensors)
             exported.check(tensors)
-            tensors |= {p: _placed(x, tensors[p]) for p, x in exported.params.items()}
-        params, variables = ({p: tensors[p] for p in part} for part in (state.params, state.variables))
+            tensors |= {p: _placed(x, tensors[p]) for p, x in {**exported.variables, **exported.params}.items()}
+        params, variables = (
+            {p: tensors.get(p, x) for p, x in part.items()} for part in (state.params, state.variables)
+        )
         begun = program.begin(0, state.replace(params=params, variables=variables))
         return begun.replace(rng=state.rng)
 

@@ -83,6 +83,9 @@ class AdaptedWeights:
         if adapted and not self._checked:
             self.exported.check_values(_OneByOne(self.base))
             self._checked = True
+        for path in self.exported.variables.keys() & tensors.keys():
+            old = tensors[path]
+            tensors[path] = jax.device_put(self.exported.variables[path].astype(old.dtype), old.sharding)
         for path, scale in adapted.items():
             weight = tensors.pop(f"{path}.weight")
             a, b = (self.exported.params[f"{path}.{name}"] for name in ADAPTERS)

@@ -10,12 +10,9 @@ from axlearn_core.config import Node, Scaled, node, setting
 from axlearn_core.config.node import hints_of, is_interface
 from axlearn_core.config.tree import children, join, with_children
 from axlearn_core.errors import ConfigError, Problem
-from axlearn_core.learn.learner import Learner, ParameterRule
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_moe.dispatch import Dispatch
 from axlearn_plugins_moe.layer import MixtureOfExperts
-from axlearn_plugins_moe.optimizers import SignDescent
-from axlearn_plugins_moe.routers import SigmoidRouter
 from axlearn_plugins_moe.routing import Router
 from axlearn_plugins_transformer.alternate import Alternate
 from axlearn_plugins_transformer.feed_forward import FeedForward, GatedFeedForward, PlainFeedForward
@@ -23,8 +20,6 @@ from axlearn_plugins_transformer.feed_forward import FeedForward, GatedFeedForwa
 Tree = TypeVar("Tree", bound=Node[Any])
 
 SLOT = "feed_forward"
-BALANCED = ParameterRule(pattern="**.router.bias", optimizer=SignDescent())
-"""How the biases of sigmoid routers are trained."""
 
 
 @node
@@ -35,8 +30,7 @@ class MoE(Feature):
     another size. `every=2` replaces that of every second layer, the last of each two; `dense_layers` is how many layers at
     the bottom keep theirs. `shared_experts` is how many experts' worth of a feed-forward layer every token uses besides.
     `router` and `dispatch` are nodes, such as `{type: sigmoid-router}` and `{type: capacity-dispatch, capacity_factor: 1.5}`.
-    The default: 8 experts, of which the router takes 2 by a softmax, and no token is dropped. With a sigmoid router the
-    learner gets the rule that balances it.
+    The default: 8 experts, of which the router takes 2 by a softmax, and no token is dropped.
 
     Where there are experts already, the options that are given are set on them and the rest stays; `every` and
     `dense_layers` then move them, where some layers have kept the feed-forward layer that the others need.
@@ -55,7 +49,7 @@ class MoE(Feature):
     hidden_dim: int | Node[int] | None = setting(default=None, ge=1)
 
     def apply(self, cfg: Tree) -> Tree:
-        """Puts experts into every slot for a feed-forward layer, and the rule for their biases into the learner."""
+        """Puts experts into every slot for a feed-forward layer."""
         problems: list[Problem] = []
         count = 0
 
@@ -80,7 +74,7 @@ class MoE(Feature):
             )
         if problems:
             raise ConfigError(problems)
-        return _with_rule(made)
+        return made
 
     def in_effect(self, cfg: Node[Any]) -> bool:
         """Every slot has the experts that are asked for."""
@@ -199,33 +193,3 @@ def _in_slots(value: Any, place: Callable[[Any, str], Any], path: str = "") -> A
 def _takes_feed_forward(annotation: Any) -> bool:
     found = (annotation, *typing.get_args(annotation))
     return any(FeedForward in typing.get_args(a) for a in found)
-
-
-def _with_rule(tree: Tree) -> Tree:
-    """The tree with the rule for the biases of its routers in the learner, where there are such; else without it.
-
-    Raises:
-        ConfigError: the learner takes no rules.
-    """
-    learner = children(tree).get("learner")
-    if not isinstance(learner, Node):
-        return tree  # a part of an experiment
-    needed = _has_bias(tree)
-    if not isinstance(learner, Learner.Config):
-        if needed:
-            raise ConfigError(
-                Problem(
-                    path="learner",
-                    message=f"{type(learner).__qualname__} has no rules, so nothing balances the sigmoid router",
-                    fix="take axlearn's own learner, or another router",
-                )
-            )
-        return tree
-    others = tuple(r for r in learner.rules if r.pattern != BALANCED.pattern)
-    if needed == (len(others) < len(learner.rules)):
-        return tree  # one that a user wrote stays as it is
-    return attrs.evolve(tree, learner=attrs.evolve(learner, rules=(*others, BALANCED) if needed else others))
-
-
-def _has_bias(value: Any) -> bool:
-    return isinstance(value, SigmoidRouter.Config) or any(map(_has_bias, children(value).values()))

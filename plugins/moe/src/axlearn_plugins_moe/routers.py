@@ -9,18 +9,15 @@ from jax import lax
 
 from axlearn_core.config import REQUIRED, Node, interface, node, setting
 from axlearn_core.errors import RequestError
-from axlearn_core.nn.initializers import Constant, Initializer, VarianceScaling
+from axlearn_core.nn.initializers import Initializer, VarianceScaling
 from axlearn_core.nn.layer import Layer, Precision
 from axlearn_core.nn.remat import tag
 from axlearn_core.nn.sharding import constrain
 from axlearn_core.nn.summaries import add_loss, add_summary
-from axlearn_plugins_moe.routing import Routing, by_choice, counts, injected, load_balance_loss, z_loss
+from axlearn_core.nn.variables import LearnedVariable, StepTotal
+from axlearn_plugins_moe.routing import Routing, by_choice, counts, load_balance_loss, z_loss
 
 T_co = TypeVar("T_co", covariant=True)
-
-SCALE = 1e-6
-"""Of the gradients that balance biases. Their sign alone matters; they are not to be seen in a norm of gradients."""
-
 
 BALANCES = "balances its load over the batch"
 
@@ -35,8 +32,8 @@ class LinearRouter(Layer):
         input_dim: int = interface(default=REQUIRED)
         num_experts: int = interface(default=REQUIRED)
         top_k: int = interface(default=REQUIRED)
-        z_loss: float = setting(default=0.0, ge=0)
-        init: Node[Initializer] = VarianceScaling(scale=0.1)
+        z_loss: float = setting(default=0.0, ge=0, kind="training")
+        init: Node[Initializer] = setting(default=VarianceScaling(scale=0.1), kind="training")
 
     def __init__(self, cfg: Config[Any], *, rngs: nnx.Rngs, precision: Precision):
         super().__init__(cfg, precision=precision)
@@ -98,8 +95,8 @@ class SoftmaxRouter(LinearRouter):
         scale: float = setting(default=1.0, gt=0)
         num_groups: int = setting(default=1, ge=1)
         top_groups: int = setting(default=1, ge=1)
-        load_balance: float = setting(default=0.01, ge=0)
-        z_loss: float = setting(default=0.001, ge=0)
+        load_balance: float = setting(default=0.01, ge=0, kind="training")
+        z_loss: float = setting(default=0.001, ge=0, kind="training")
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
         super().__init__(cfg, rngs=rngs, precision=precision)
@@ -120,13 +117,17 @@ class SoftmaxRouter(LinearRouter):
         return Routing(expert, cfg.scale * by_choice(weight))
 
 
+class BalancingBias(LearnedVariable):
+    """A bias per expert that a router selects by, and moves to balance its load."""
+
+
 class SigmoidRouter(LinearRouter):
     """Sigmoid scores, balanced by a bias per expert instead of a loss (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
 
-    The experts with the largest `score + bias` are selected; their weights are made of the scores alone. The gradient of
-    the bias is not that of the loss: it says how far an expert's load is above the mean, so that a learner with
-    `sign-descent` for `**.router.bias` lowers the bias of overloaded experts by a fixed rate. The feature `moe` adds
-    that rule.
+    The experts with the largest `score + bias` are selected; their weights are made of the scores alone. The bias is a
+    variable, not a parameter: at the end of each training step the router lowers it by `rate` for experts with more than the
+    mean load of the step, over all microbatches and devices, and raises it for those with less. In evaluation it is only
+    read. So a step in microbatches computes what a whole one does.
     """
 
     @node
@@ -139,37 +140,46 @@ class SigmoidRouter(LinearRouter):
             num_groups: experts form so many groups of neighbours, of which a token uses `top_groups`: those with the
                 largest sum of their two best scores (node-limited routing).
             load_balance: weight of the sequence-wise balance loss (1e-4 in DeepSeek-V3); 0 leaves it out.
+            rate: how far the bias moves in a step. 1e-3 is the bias update speed of DeepSeek-V3 (section 4.2); 0 keeps it.
         """
 
         normalize: bool = True
         scale: float = setting(default=1.0, gt=0)
         num_groups: int = setting(default=1, ge=1)
         top_groups: int = setting(default=1, ge=1)
-        load_balance: float = setting(default=0.0, ge=0)
+        load_balance: float = setting(default=0.0, ge=0, kind="training")
+        rate: float = setting(default=1e-3, ge=0, kind="training")
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
         super().__init__(cfg, rngs=rngs, precision=precision)
         check_groups("sigmoid", cfg)
-        self.batch_dependence = BALANCES
-        self.bias = self.parameter(rngs, Constant(), (cfg.num_experts,), ("experts",))
+        rngs.params()  # was drawn for the bias when it was a parameter: experts are initialised as they were then
+        zeros = jnp.zeros(cfg.num_experts, jnp.float32)
+        self.bias = BalancingBias(zeros, out_sharding=("experts",), eager_sharding=False)
+        self.load = StepTotal(zeros, out_sharding=("experts",), eager_sharding=False)
+        self.use_running_average = False  # flax sets it in evaluation
 
     def __call__(self, x: jax.Array) -> Routing:
         """[B, S, D] -> the assignments."""
         cfg = self.cfg
         scores = jax.nn.sigmoid(self.logits(x))
-        bias = lax.stop_gradient(self.bias[...].astype(jnp.float32))
-        expert = lax.top_k(allowed(scores + bias[None, None], cfg.num_groups, cfg.top_groups, judges=2), cfg.top_k)[1]
+        bias = self.bias[...][None, None]
+        expert = lax.top_k(allowed(scores + bias, cfg.num_groups, cfg.top_groups, judges=2), cfg.top_k)[1]
         weight = jnp.take_along_axis(scores, expert, axis=-1)
         if cfg.normalize:
             weight = weight / (jnp.sum(weight, axis=-1, keepdims=True) + 1e-20)
         expert = by_choice(expert)
-        load = jnp.sum(counts(expert, cfg.num_experts), axis=0)
-        excess = load / jnp.mean(load) - 1
-        add_loss("router_bias", injected(self.bias[...], SCALE * excess))
+        if not self.use_running_average:
+            self.load[...] += jnp.sum(counts(expert, cfg.num_experts), axis=0)
         if cfg.load_balance:
             shares = scores / jnp.sum(scores, axis=-1, keepdims=True)
             add_loss("load_balance", cfg.load_balance * load_balance_loss(expert, shares, per_row=True))
         return Routing(expert, cfg.scale * by_choice(weight))
+
+    def end_step(self) -> None:
+        """Moves the bias against the load [..., E] of the step."""
+        load = self.load[...]
+        self.bias[...] -= self.cfg.rate * jnp.sign(load - jnp.mean(load, axis=-1, keepdims=True))
 
 
 class ExpertChoiceRouter(LinearRouter):

@@ -64,24 +64,3 @@ def load_balance_loss(expert: jax.Array, probabilities: jax.Array, *, per_row: b
 def z_loss(logits: jax.Array) -> jax.Array:
     """The mean of log(Z)^2 over the tokens of [B, S, E] (Zoph et al., 2022, "ST-MoE")."""
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) ** 2)
-
-
-@jax.custom_vjp
-def injected(parameter: jax.Array, gradient: jax.Array) -> jax.Array:
-    """Exactly zero, with a given gradient by `parameter`: as a loss it leaves the loss as it is.
-
-    For parameters that follow a rule of their own and no loss: the learner's machinery (accumulation, sharding, the
-    test for non-finite gradients) then serves them too.
-    """
-    return jnp.zeros((), jnp.float32)
-
-
-def _injected_forward(parameter: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return jnp.zeros((), jnp.float32), gradient.astype(parameter.dtype)
-
-
-def _injected_backward(gradient: jax.Array, scale: jax.Array) -> tuple[jax.Array, None]:
-    return gradient * scale.astype(gradient.dtype), None
-
-
-injected.defvjp(_injected_forward, _injected_backward)

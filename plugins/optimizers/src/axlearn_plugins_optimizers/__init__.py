@@ -1,5 +1,6 @@
-"""Optimizers for axlearn beyond AdamW: the component `muon`."""
+"""Optimizers for axlearn beyond AdamW: the components `muon` and `schedule-free`."""
 
 from axlearn_plugins_optimizers.muon import Muon
+from axlearn_plugins_optimizers.schedule_free import ScheduleFree
 
-__all__ = ["Muon"]
+__all__ = ["Muon", "ScheduleFree"]

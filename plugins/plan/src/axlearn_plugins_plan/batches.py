@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from axlearn_core.contracts.capabilities import DeclaresBatches
 from axlearn_core.errors import AxlearnError, RequestError
 
 
@@ -21,9 +22,9 @@ def abstract_batch(config: Any, vocab_size: int | None = None) -> dict[str, jax.
     Raises:
         RequestError: it does not say so, and no batch can be read.
     """
-    told = getattr(config.input, "batch_shapes", None)
-    if told is not None:
-        return {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in told().items()}
+    if isinstance(config.input, DeclaresBatches):
+        shapes = config.input.batch_shapes()
+        return {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in shapes.items()}
     kind = type(config.input).__qualname__
     try:
         batches = config.build_input(config.input, vocab_size).train()

@@ -6,16 +6,20 @@ from typing import Any
 import click
 
 from axlearn_core.cli.common import no_devices, plain, request_options
+from axlearn_core.cli.open_command import OpenCommand
 
 
-@click.command()
+@click.command(cls=OpenCommand)
 @click.argument("experiment", metavar="EXPERIMENT|FILE.yaml")
 @request_options
+@click.option("--function", default="train", show_default=True, help="Or evaluate, score, prefill, decode, ...")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object; bytes are of one chip.")
-def plan(request: Any, as_json: bool) -> None:
+def plan(request: Any, function: str, as_json: bool) -> None:
     """Print what a training step takes of hardware that need not be here. Exit code 1 where it does not fit.
 
-    The step is the very program that `axlearn train` runs, compiled for the machine that --target names.
+    The step is the very program that `axlearn train` runs, compiled for the machine that --target names. --function
+    plans another function of the experiment: `decode` of one token, for instance, with a cache as long as the rows of
+    training.
     """
     no_devices()
     from axlearn_core.plugins.registry import registry
@@ -24,7 +28,7 @@ def plan(request: Any, as_json: bool) -> None:
     from axlearn_plugins_plan.plan import make_plan
     from axlearn_plugins_plan.remedies import remedies
 
-    made = make_plan(resolve(request))
+    made = make_plan(resolve(request), function)
     found = remedies(made, frozenset(registry().claims["features"]))
     if as_json:
         click.echo(json.dumps(plain(render.as_json(made, found)), indent=2, ensure_ascii=False))

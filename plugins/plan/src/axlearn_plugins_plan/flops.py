@@ -144,7 +144,7 @@ def _kernel_flops(equation: Any, op: Op[Any] | None) -> float | None:
 
 @attrs.frozen(kw_only=True)
 class ModelFlops:
-    """What the mathematics of one training step takes: three times the forward pass, no recomputation.
+    """What the mathematics of one call of a function takes, without recomputation.
 
     Attributes:
         full: with all pairs of positions in attention.
@@ -155,27 +155,41 @@ class ModelFlops:
     causal: float
 
 
-def model_flops(program: Program, batch: Mapping[str, Any]) -> ModelFlops:
-    """Counted with the reference implementations of all ops, so that no kernel's choice of blocks plays a part."""
-    selection = _ReferenceSelection(platform=program.platform, target=program.selection("train").target)
+def model_flops(program: Program, name: str, bucket: Any) -> ModelFlops:
+    """Counts a function's FLOPs with the reference of each op, so that no kernel's choice of blocks plays a part.
+
+    A training step counts as three forward passes.
+    """
+    selection = _ReferenceSelection(platform=program.platform, target=program.selection(name).target)
+    passes = 3 if name == "train" else 1
     with use(selection):
-        jaxpr = jax.make_jaxpr(program.function("loss").call)(program.functional.specs, dict(batch)).jaxpr
+        if name == "train":
+            jaxpr = jax.make_jaxpr(program.function("loss").call)(program.trained.specs, dict(bucket)).jaxpr
+        else:
+            jaxpr = _jaxpr(program, name, bucket)
     found = list(works(jaxpr, selection.scopes))
-    return ModelFlops(full=3 * sum(w.flops for w in found), causal=3 * sum(w.flops * w.visible for w in found))
+    full, causal = sum(w.flops for w in found), sum(w.flops * w.visible for w in found)
+    return ModelFlops(full=passes * full, causal=passes * causal)
 
 
-def executed_flops(program: Program, batch: Mapping[str, Any]) -> Mapping[str, float]:
-    """Dtype -> FLOPs that the program asks for in one step, on all devices: recomputation too, kernels without the pairs
+def executed_flops(program: Program, name: str, bucket: Any) -> Mapping[str, float]:
+    """Dtype -> FLOPs that the program asks for in one call, on all devices: recomputation too, kernels without the pairs
     of positions that they skip.
     """
-    selection = ScopedSelection(platform=program.platform, target=program.selection("train").target)
-    with program.tracing("train", selection):
-        jaxpr = jax.make_jaxpr(program.function("train").call)(program.state, dict(batch)).jaxpr
+    selection = ScopedSelection(platform=program.platform, target=program.selection(name).target)
+    with program.tracing(name, selection):
+        jaxpr = _jaxpr(program, name, bucket)
     total: dict[str, float] = {}
     for work in works(jaxpr, selection.scopes):
         done = work.flops * (work.visible if work.kernel else 1.0)
         total[work.dtype] = total.get(work.dtype, 0.0) + done
     return total
+
+
+def _jaxpr(program: Program, name: str, bucket: Any) -> Any:
+    function = program.function(name)
+    static = (bucket,) if function.by_bucket else ()
+    return jax.make_jaxpr(lambda *args: function.call(*args, *static))(*program.arguments(name, bucket)).jaxpr
 
 
 @attrs.frozen(eq=False)

@@ -1,4 +1,4 @@
-"""A plan: the training step of a config, compiled for a machine, and what is read from it."""
+"""A plan: a function of an experiment, compiled for a machine, and what is read from it."""
 
 import contextlib
 import time
@@ -12,8 +12,10 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from axlearn_core.compose import Program, compose
 from axlearn_core.compose.devices import absent, settle
+from axlearn_core.compose.objective import replicated
 from axlearn_core.config import Node, flatten, get, missing
 from axlearn_core.config.tree import walk
+from axlearn_core.contracts.capabilities import DeclaresBatches, vocabulary_size
 from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import ConfigError, RequestError, WorkError
 from axlearn_core.kernels.selection import Choice
@@ -35,20 +37,25 @@ _NEVER_RUN = {"xla_backend_optimization_level": 0}
 
 @attrs.frozen(kw_only=True)
 class Plan:
-    """What is known of one training step on one machine. Bytes and collectives are those of one device.
+    """What is known of one call of a function on one machine. Bytes and collectives are those of one device.
 
     Attributes:
+        function: its name: `train` for a training step.
         memory: what it takes, and whether that fits.
         flops: of the mathematics, of all devices.
         executed: dtype -> FLOPs that the program does, of all devices.
         hbm_traffic: bytes to and from memory; None where the compiler stopped.
         collectives: None where the compiler stopped.
-        tags: activation tags; empty where the model has none.
+        rows: of the batch.
+        tokens: of the batch; None where the function takes none.
+        tags: activation tags of a training step; empty where the model has none.
+        gradient_bytes: 0 where the function does not differentiate.
         compiler_options: XLA's, of the target and of the config.
         compile_seconds: tracing, lowering and compiling.
     """
 
     title: str
+    function: str
     machine: Machine
     rule: str | None
     notes: tuple[str, ...]
@@ -107,8 +114,7 @@ def prepared(resolved: Resolved) -> tuple[Program, dict[str, jax.ShapeDtypeStruc
     _check(resolved)
     settle(machine)
     program = compose(config, absent(machine), machine=machine)  # type: ignore[arg-type]
-    vocab_size = getattr(program.functional.describe(), "vocab_size", None)
-    return program, abstract_batch(config, vocab_size)
+    return program, abstract_batch(config, vocabulary_size(program.functional.describe()))
 
 
 def _check(resolved: Resolved) -> None:
@@ -116,37 +122,45 @@ def _check(resolved: Resolved) -> None:
     try:
         resolved.checked()
     except ConfigError as error:
-        told: Any = getattr(get(resolved.config, "input"), "batch_shapes", None)
+        source = get(resolved.config, "input")
         unset = {p.path for p in missing(resolved.config)}
         parts = [
             p for p in error.problems if p.path.startswith("input.") and (p.path.count(".") > 1 or p.path in unset)
         ]
-        if told is None:
+        if not isinstance(source, DeclaresBatches):
             raise
         if others := [p for p in error.problems if p not in parts]:
             raise ConfigError(others) from None
-        if not all(isinstance(size, int) for shape, _ in told().values() for size in shape):
+        if not all(isinstance(size, int) for shape, _ in source.batch_shapes().values() for size in shape):
             raise
 
 
-def make_plan(resolved: Resolved) -> Plan:
-    """Compiles the step of a request for its machine, and reads what the compiler made.
+def make_plan(resolved: Resolved, function: str = "train") -> Plan:
+    """Compiles a function of a request for its machine, and reads what the compiler made.
+
+    Args:
+        resolved: the request.
+        function: a name that the experiment declares. Its shapes are those of the experiment's batches
+            (`Function.bucket_of`).
 
     Raises:
-        RequestError: the request is wrong; see `prepared`.
+        RequestError: the request is wrong (see `prepared`), or the experiment has no such function.
         WorkError: the compiler stopped for another reason than memory.
     """
     program, batch = prepared(resolved)
     machine = machine_of(resolved)
-    arguments = shard_bytes(program.state)
+    bucket = program.function(function).bucket_of(batch)
+    trains = program.function(function).differentiates
+    arguments = shard_bytes(program.arguments(function, bucket))
     started = time.perf_counter()
-    program.lower("train", batch)  # which JAX keeps
+    program.lower(function, bucket)  # which JAX keeps
     with ThreadPoolExecutor(1) as pool:  # the compiler leaves Python free to count meanwhile
-        compiling = pool.submit(_compiled, program, batch, arguments, machine, started)
-        flops, executed, found = model_flops(program, batch), executed_flops(program, batch), tags(program, batch)
+        compiling = pool.submit(_compiled, program, function, bucket, arguments, machine, started)
+        flops, executed = model_flops(program, function, bucket), executed_flops(program, function, bucket)
+        activations = tags(program, batch) if trains else []
         compiled, memory, seconds = compiling.result()
     moved = sent = None
-    notes = [*resolved.notes]
+    notes = [*resolved.notes, *map(str, replicated(program.trained))]
     if machine.target.stand_in:
         notes.append(f"not the program that runs there: {machine.target.stand_in}")
     if compiled is not None:
@@ -154,30 +168,32 @@ def make_plan(resolved: Resolved) -> Plan:
         moved, sent, more = _read(module, program, machine)
         notes += more
         if machine.target.stand_in:  # whose fusions say nothing of the other compiler's
-            moved = 2.0 * memory.arguments
-            notes.append("to and from memory only the state is counted, read and written once")
+            moved = (2.0 if trains else 1.0) * memory.arguments
+            how = "the state is counted, read and written once" if trains else "the arguments are counted, read once"
+            notes.append(f"to and from memory only {how}")
     else:
         notes.append("the compiler stopped for lack of memory: no module tells what is sent and moved")
-    rows = max((s.shape[0] for s in batch.values() if s.shape), default=0)
+    is_batch = isinstance(bucket, Mapping)
     return Plan(
         title=resolved.title,
+        function=function,
         machine=machine,
         rule=resolved.rule,
         notes=tuple(notes),
         mesh={a: n for a, n in program.layout.mesh.shape.items() if n > 1},
-        rows=rows,
-        tokens=int(batch["tokens"].size) if "tokens" in batch else None,
+        rows=max((s.shape[0] for s in batch.values() if s.shape), default=0),
+        tokens=int(batch["tokens"].size) if is_batch and "tokens" in batch else None,
         parameters=program.functional.num_parameters,
-        remat=_remat(resolved.config),
+        remat=_remat(resolved.config) if trains else (),
         memory=memory,
         flops=flops,
         executed=executed,
         hbm_traffic=moved,
         collectives=sent,
         roofline=roofline(machine.target, machine.devices, executed, moved, sent),
-        kernels=tuple(program.choices("train")),
-        tags=tuple(found),
-        gradient_bytes=shard_bytes(program.state.params),
+        kernels=tuple(program.choices(function)),
+        tags=tuple(activations),
+        gradient_bytes=shard_bytes(program.state.params) if trains else 0,
         accumulate_steps=getattr(getattr(resolved.config, "learner", None), "accumulate_steps", 1),
         compiler_options=program.compiler_options,
         compile_seconds=seconds,
@@ -199,12 +215,12 @@ def _uncached() -> Iterator[None]:
 
 
 def _compiled(
-    program: Program, batch: Mapping[str, Any], arguments: int, machine: Machine, started: float
+    program: Program, function: str, bucket: Any, arguments: int, machine: Machine, started: float
 ) -> tuple[Any, Memory, float]:
-    """(the compiled step or None, its memory, seconds since `started`)."""
+    """(the compiled function or None, its memory, seconds since `started`)."""
     try:
         with _uncached():
-            compiled = program.compile("train", batch, **(_NEVER_RUN if machine.target.stand_in else {}))
+            compiled = program.compile(function, bucket, **(_NEVER_RUN if machine.target.stand_in else {}))
     except jax.errors.JaxRuntimeError as error:
         memory = of_refusal(str(error), arguments, machine)
         if memory is None:

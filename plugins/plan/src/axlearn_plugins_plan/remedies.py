@@ -40,7 +40,8 @@ def remedies(plan: Plan, features: frozenset[str], most: int = 3) -> list[Remedy
     """
     if plan.memory.fits or plan.memory.capacity is None:
         return []
-    microbatches = [*_accumulation(plan)] if "gradient-accumulation" in features else []
+    trains = plan.function == "train"
+    microbatches = [*_accumulation(plan)] if trains and "gradient-accumulation" in features else []
     fewer = [*_recompute(plan)] if "remat" in features else []
     offloaded = [*_offload(plan)] if "remat" in features else []
     both = [_together(plan, a, b) for a in microbatches for b in fewer]

@@ -44,11 +44,13 @@ def text(plan: Plan, remedies: Sequence[Remedy] = ()) -> str:
     """The plan, section by section."""
     machine = plan.machine
     per = f" of {machine.target.devices_per_chip} devices each" if machine.target.devices_per_chip > 1 else ""
-    lines = [f"{plan.title} on {machine.name}: {machine.chips} chips{per}, {plan.parameters:,} parameters"]
+    what = plan.title if plan.function == "train" else f"{plan.function} of {plan.title}"
+    unit = "step" if plan.function == "train" else "call"
+    lines = [f"{what} on {machine.name}: {machine.chips} chips{per}, {plan.parameters:,} parameters"]
     sections = (
         ("memory of one device", _memory(plan)),
         ("to make it fit (estimates; add the words to the command)", _remedies(remedies, plan.memory.capacity)),
-        ("time of one step at the roofline", _roofline(plan)),
+        (f"time of one {unit} at the roofline", _roofline(plan)),
         ("collectives, bytes that one device sends", _collectives(plan)),
         ("kernels", kernel_lines(plan.kernels)),
         ("activations, bytes of one device to keep and FLOPs to compute again (estimates)", _tags(plan)),
@@ -170,6 +172,7 @@ def as_json(plan: Plan, remedies: Sequence[Remedy] = ()) -> dict[str, Any]:
     memory, line = plan.memory, plan.roofline
     return {
         "name": plan.title,
+        "function": plan.function,
         "target": plan.machine.name,
         "chips": plan.machine.chips,
         "devices": plan.machine.devices,

@@ -49,7 +49,7 @@ def tags(program: Program, batch: Mapping[str, Any]) -> list[Tag]:
     mesh, rules = program.layout.mesh, program.layout.rules
     selection = ScopedSelection(platform=program.platform, target=program.selection("train").target)
     with program.tracing("train", selection):
-        jaxpr = jax.make_jaxpr(program.function("loss").call)(program.functional.specs, dict(batch)).jaxpr
+        jaxpr = jax.make_jaxpr(program.function("loss").call)(program.trained.specs, dict(batch)).jaxpr
     placement = Placement(mesh, rules)
     found: dict[str, Tag] = {}
     for tag in _tags(jaxpr, selection.scopes, placement, 1.0, None, False):

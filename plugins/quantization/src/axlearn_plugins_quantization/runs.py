@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from axlearn_core.compose import Functional
+from axlearn_core.compose.arrays import array_function
 from axlearn_core.errors import RequestError
 from axlearn_plugins_quantization.feature import stored
 from axlearn_plugins_quantization.weight_only import Storage, WeightOnlyLinear
@@ -16,30 +17,31 @@ from axlearn_plugins_runs import check_new, open_run, write_run
 
 
 def store(params: Mapping[str, Any], functional: Functional) -> dict[str, Any]:
-    """The parameters of a dense model as `functional`, the same model with stored weights, has them.
+    """The parameters and variables of a dense model as `functional`, the same model with stored weights, has them.
 
     Raises:
         RequestError: a parameter is missing, so it is not the same model.
     """
     model = functional.describe()
-    made = {p: params[p] for p in functional.abstract if p in params}
+    wanted = {**functional.abstract, **functional.variables}
+    made = {p: params[p] for p in wanted if p in params}
     for path, module in nnx.iter_modules(model):
         if isinstance(module, WeightOnlyLinear):
             name = ".".join(map(str, path))
             if f"{name}.weight" not in params:
                 raise RequestError(f"{name}: the dense model has no parameter {name}.weight")
             made[f"{name}.weight"], made[f"{name}.weight_scale"] = _stored(module, params[f"{name}.weight"])
-    wrong = [p for p, s in functional.abstract.items() if p not in made or made[p].shape != s.shape]
+    wrong = [p for p, s in wanted.items() if p not in made or made[p].shape != s.shape]
     if wrong:
         raise RequestError(f"the dense model is of another shape: {', '.join(wrong[:5])}")
-    return {p: made[p] for p in functional.abstract}
+    return {p: made[p] for p in wanted}
 
 
 def _stored(module: WeightOnlyLinear, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
     function = module.quantized
     for _ in range(weight.ndim - len(module.cfg.input_dims) - len(module.cfg.output_dims)):
         function = jax.vmap(function)  # over the layers of a stack
-    return jax.jit(function)(weight.astype(jnp.float32))
+    return array_function()(function)(weight.astype(jnp.float32))
 
 
 def size(params: Mapping[str, Any]) -> int:

@@ -35,7 +35,7 @@ class WeightOnlyLinear(Layer):
         input_dims: tuple[int, ...] = interface(default=REQUIRED)
         output_dims: tuple[int, ...] = interface(default=REQUIRED)
         bias: bool = False
-        init: Node[Initializer] = VarianceScaling()
+        init: Node[Initializer] = setting(default=VarianceScaling(), kind="training")
         storage: Storage = "int8"
         tile_size: int | None = setting(default=None, ge=1)
 

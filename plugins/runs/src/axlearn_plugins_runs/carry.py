@@ -1,5 +1,7 @@
 """Parameters of one model carried over to another one, which a feature made of the same config.
 
+What is said here of parameters holds for the models' other variables too, such as running statistics.
+
 What both have is taken over by its name within a layer and the layer's number, whatever stack the layer lies in. What the
 old model lacks, a feature's bridge makes, or says that it is to be initialised. A feature names its bridge as
 
@@ -21,6 +23,7 @@ import numpy as np
 from flax import nnx
 
 from axlearn_core.compose import Functional
+from axlearn_core.compose.arrays import array_function
 from axlearn_core.errors import CheckpointError
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_transformer.stack import MixedLayers
@@ -64,11 +67,11 @@ def bridges(features: Iterable[tuple[str, Feature]]) -> tuple[list[Bridge], dict
     """The bridges of features, and why those that have none cannot have one, by their names."""
     found, reasons = [], {}
     for name, feature in features:
-        if at := getattr(feature, "bridge", None):
-            module, _, attribute = at.partition(":")
+        if feature.bridge:
+            module, _, attribute = feature.bridge.partition(":")
             found.append(getattr(importlib.import_module(module), attribute))
-        elif why := getattr(feature, "no_bridge", None):
-            reasons[name] = why
+        elif feature.no_bridge:
+            reasons[name] = feature.no_bridge
     return found, reasons
 
 
@@ -81,10 +84,10 @@ def carry(
     reasons: Mapping[str, str] | None = None,
     seed: int = 0,
 ) -> Params:
-    """The parameters of `target`, made of those of `source`.
+    """The parameters and variables of `target`, made of those of `source`.
 
     Args:
-        params: path -> array, of `source`.
+        params: path -> array, of `source`: its parameters, and its variables.
         source: the old model.
         target: the new one.
         by: the bridges of the features that it has more.
@@ -100,11 +103,12 @@ def carry(
     """
     old, new = _Old(params, _Layers(source)), _Layers(target)
     stacks = sorted({*old.layers.kinds, *new.kinds}, key=len, reverse=True)
+    tensors, names = {**target.abstract, **target.variables}, {**target.axes, **target.variable_axes}
     cells: dict[str, list[Any]] = {}
     problems: list[str] = []
-    for path, wanted in target.abstract.items():
+    for path, wanted in tensors.items():
         stack, name, layers = new.split(path, stacks)
-        shape, axes = (wanted.shape, target.axes[path]) if not stack else (wanted.shape[1:], target.axes[path][1:])
+        shape, axes = (wanted.shape, names[path]) if not stack else (wanted.shape[1:], names[path][1:])
         numbers: Sequence[Any] = range(wanted.shape[0]) if layers is None else layers
         cells[path] = [_value(old, stack, name, i, shape, axes, by) for i in (numbers if stack else (None,))]
         if any(cell is None for cell in cells[path]):
@@ -117,7 +121,7 @@ def carry(
     fresh = _fresh(target, [p for p, found in cells.items() if FRESH in map(_said, found)], seed)
 
     def whole(path: str, found: list[Any]) -> jax.Array:
-        wanted, stacked = target.abstract[path], new.split(path, stacks)[0]
+        wanted, stacked = tensors[path], new.split(path, stacks)[0]
         rows = [_filled(cell, fresh.get(path), i if stacked else None, wanted) for i, cell in enumerate(found)]
         return jnp.asarray(np.stack(rows) if stacked else rows[0], wanted.dtype)
 
@@ -190,7 +194,12 @@ def _said(cell: Any) -> Any:
 def _fresh(model: Functional, names: Sequence[str], seed: int) -> Params:
     if not names:
         return {}
-    made = jax.jit(lambda key: {p: x for p, x in model.init(key).items() if p in names})(jax.random.key(seed))
+
+    def init(key: jax.Array) -> Params:
+        params, variables = model.init_arrays(key)
+        return {p: x for p, x in {**params, **variables}.items() if p in names}
+
+    made = array_function()(init)(jax.random.key(seed))
     return {p: np.asarray(x) for p, x in made.items()}
 
 

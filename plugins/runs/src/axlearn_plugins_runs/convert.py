@@ -84,7 +84,7 @@ def _installed(old: Node[Any], new: Node[Any]) -> Iterator[tuple[str, Feature]]:
             feature = names.feature(name)
         except PluginError:  # one that cannot be loaded bridges nothing
             continue
-        if hasattr(feature, "bridge") or (hasattr(feature, "no_bridge") and _only_in(feature(), new, old)):
+        if feature.bridge or (feature.no_bridge and _only_in(feature(), new, old)):
             yield name, feature()
 
 

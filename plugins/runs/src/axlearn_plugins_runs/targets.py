@@ -12,16 +12,15 @@ def slot_path(tree: Any, path: str) -> str:
     """The path of the slot that a part stands in, as a parent knows it.
 
     What takes turns in a slot (`feed_forward.children.1.up` of an `alternate`) is at `feed_forward.up`, and what something
-    wraps (`query.base`) is where that stands (`query`).
+    wraps (`query.base`, `attention.base.query`) is where that stands (`query`, `attention.query`).
     """
-    while path.endswith(".base"):
-        path = path.removesuffix(".base")
     value, parts, kept = tree, path.split("."), []
     while parts:
         if isinstance(value, Alternate):
             value, parts = children(children(value)[parts[0]])[parts[1]], parts[2:]
             continue
-        kept.append(parts[0])
+        if parts[0] != "base":
+            kept.append(parts[0])
         value, parts = children(value)[parts[0]], parts[1:]
     return ".".join(kept)
 

@@ -19,6 +19,7 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from axlearn_core.config import Configurable, node
+from axlearn_core.contracts.capabilities import EncodesSpecialTokens
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import InputError
 from axlearn_plugins_text.storage import open_file
@@ -173,9 +174,8 @@ class ChatTemplate(Configurable):
 
     def encode(self, rendered: Rendered) -> tuple[list[int], list[bool]]:
         """(token ids, whether each belongs to an answer). Special tokens that the text spells out are special tokens."""
-        encode = getattr(self.tokenizer, "encode_special", None)
-        if encode is not None:  # as one text: the pieces alone could have other tokens
-            ids, offsets = encode(rendered.text)
+        if isinstance(self.tokenizer, EncodesSpecialTokens):  # as one text: the pieces alone could have other tokens
+            ids, offsets = self.tokenizer.encode_special(rendered.text)
             return ids, _inside(offsets, rendered.answers)
         ids, marks, at = [], [], 0
         for span in (*rendered.answers, Span(len(rendered.text), len(rendered.text))):

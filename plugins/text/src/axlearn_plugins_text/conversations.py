@@ -5,7 +5,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import numpy as np
@@ -73,7 +73,13 @@ def check_conversation(row: Any, where: str, *, answered: bool = True) -> None:
 
 @attrs.frozen(eq=False)
 class ConversationRecords:
-    """Random access to conversations: record `i` is one line of file `owners[i]`. Only the index is in memory."""
+    """Random access to conversations: record `i` is one line of file `owners[i]`. Only the index is in memory.
+
+    Rows of another kind take a subclass with another `check`.
+    """
+
+    check: ClassVar[Callable[[Any, str], None]] = staticmethod(check_conversation)
+    """Raises `InputError` where a row (the first argument) is not of this kind; the second argument names file and line."""
 
     files: tuple[DataFile, ...]
     owners: np.ndarray  # int32
@@ -87,7 +93,7 @@ class ConversationRecords:
         found = []
         for owner, file in enumerate(files):
             for row in rows(file):
-                check_conversation(row.value, row.where)
+                cls.check(row.value, row.where)
                 if keep(json.dumps(row.value, sort_keys=True)):
                     found.append((owner, row.number, row.offset, row.size))
         columns = np.array(found, np.int64).reshape(-1, 4).T
@@ -128,19 +134,22 @@ class ChatFiles(Configurable):
             """There is data, and one way of holding some out."""
             return check_paths(self.paths, self.validation_paths, self.validation_fraction)
 
+    records: ClassVar[type[ConversationRecords]] = ConversationRecords
+
     def __init__(self, cfg: Config):
         fraction = cfg.validation_fraction
         trained, held_out = list_files(many(cfg.paths)), list_files(many(cfg.validation_paths))
         self._parts: dict[Split, tuple[Part, ...]] = {
-            "train": _part(trained, lambda row: not is_held_out(row, fraction)),
-            "validation": _part(trained, lambda row: is_held_out(row, fraction)) if fraction else _part(held_out),
+            "train": self._part(trained, lambda row: not is_held_out(row, fraction)),
+            "validation": self._part(trained, lambda row: is_held_out(row, fraction))
+            if fraction
+            else self._part(held_out),
         }
 
     def parts(self, split: Split) -> tuple[Part, ...]:
         """One part: the conversations of the split."""
         return self._parts[split]
 
-
-def _part(files: tuple[DataFile, ...], keep: Callable[[str], bool] = lambda row: True) -> tuple[Part, ...]:
-    records = ConversationRecords.of(files, keep)
-    return (Part(records, 1.0, files),) if len(records) else ()
+    def _part(self, files: tuple[DataFile, ...], keep: Callable[[str], bool] = lambda row: True) -> tuple[Part, ...]:
+        records = self.records.of(files, keep)
+        return (Part(records, 1.0, files),) if len(records) else ()

@@ -13,13 +13,14 @@ from absl import flags
 from grain import experimental
 
 from axlearn_core.config import REQUIRED, Configurable, Node, node, setting
+from axlearn_core.contracts.capabilities import digest_of
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import ConfigError, InputError, Problem
 from axlearn_plugins_text import pipeline
 from axlearn_plugins_text.batches import Batches, Indices
 from axlearn_plugins_text.records import Document
 from axlearn_plugins_text.sources import Part, Source, Split, describe
-from axlearn_plugins_text.tokenizers import token_bytes
+from axlearn_plugins_text.tokenizers import token_bytes, vocabulary_problems
 
 
 class LanguageModelInput(Configurable):
@@ -81,14 +82,7 @@ class LanguageModelInput(Configurable):
                 )
             )
         self.tokenizer = cfg.tokenizer.build()
-        if vocab_size is not None and self.tokenizer.vocab_size > vocab_size:
-            problems.append(
-                Problem(
-                    path="model.vocab_size",
-                    message=f"is {vocab_size}, less than the {self.tokenizer.vocab_size} ids of input.tokenizer",
-                    fix=f"set model.vocab_size to at least {self.tokenizer.vocab_size}, or use another tokenizer",
-                )
-            )
+        problems += vocabulary_problems(self.tokenizer, vocab_size)
         if problems:
             raise ConfigError(problems)
         self.order = pipeline.Order(seed % pipeline.SEEDS, cfg.shuffle, self.num_shards)
@@ -138,7 +132,7 @@ class LanguageModelInput(Configurable):
 
     def describe(self) -> Mapping[str, Any]:
         """Facts for the run lock: files, bytes, a hash of their names and sizes, tokenizer hash, shards."""
-        digest = getattr(self.tokenizer, "digest", type(self.tokenizer).__name__)
+        digest = digest_of(self.tokenizer)
         return {**describe(self.source), "tokenizer": digest, "num_shards": self.num_shards}
 
     def _parts(self, split: Split) -> tuple[Part, ...]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from axlearn_core.config import node, setting
+from axlearn_core.contracts.capabilities import tokenizer_of
 from axlearn_core.contracts.parts import Model
 from axlearn_core.train.evaluators import Periodic
 
@@ -40,7 +41,7 @@ class SampleEvaluator(Periodic):
         """Generates one sample with the run's seed."""
         from axlearn_core.train.inference import generate_text
 
-        tokenizer = getattr(session.input, "tokenizer", None)
+        tokenizer = tokenizer_of(session.input)
         if tokenizer is None:
             return {}
         cfg = self.sampling

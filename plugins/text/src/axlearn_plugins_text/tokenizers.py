@@ -3,13 +3,15 @@
 import hashlib
 import importlib.resources
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tokenizers
 
 from axlearn_core.config import Configurable, node
+from axlearn_core.contracts.capabilities import CountsBytes
+from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import InputError, Problem, nearest
 from axlearn_plugins_text.storage import open_file
 
@@ -154,9 +156,19 @@ def _bytes_of(token: str, byte_level: bool) -> int:
     return len(token.replace("\u2581", " ").encode())
 
 
+def vocabulary_problems(tokenizer: Tokenizer, vocab_size: int | None) -> Iterator[Problem]:
+    """What is wrong with the vocabulary of a model for the tokenizer of its input; None is a model without one."""
+    if vocab_size is not None and tokenizer.vocab_size > vocab_size:
+        yield Problem(
+            path="model.vocab_size",
+            message=f"is {vocab_size}, less than the {tokenizer.vocab_size} ids of input.tokenizer",
+            fix=f"set model.vocab_size to at least {tokenizer.vocab_size}, or use another tokenizer",
+        )
+
+
 def token_bytes(tokenizer: Any) -> np.ndarray:
     """float32 [vocab_size]: bytes per token, by the tokenizer's own table or else by decoding each token alone."""
-    if hasattr(tokenizer, "token_bytes"):
+    if isinstance(tokenizer, CountsBytes):
         return tokenizer.token_bytes()
     sizes = [len(tokenizer.decode([i]).encode()) for i in range(tokenizer.vocab_size)]
     return np.array([0 if i == tokenizer.eos_id else n for i, n in enumerate(sizes)], np.float32)

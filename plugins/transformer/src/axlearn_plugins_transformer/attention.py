@@ -105,7 +105,7 @@ class Attention(Layer):
         key: Node[Projection] = Linear.Config()
         value: Node[Projection] = Linear.Config()
         output: Node[Projection] = Linear.Config()
-        kv_cache: Node[KVCache] = ContiguousCache.Config()
+        kv_cache: Node[KVCache] = setting(default=ContiguousCache.Config(), kind="execution")
 
         def validate(self) -> Iterable[Problem]:
             """Heads that do not divide."""

@@ -53,11 +53,11 @@ class CausalLM(Layer):
 
         vocab_size: int = setting(default=REQUIRED, ge=1)
         decoder: Node[DecoderModel] = Decoder.Config()
-        param_dtype: str | None = "float32"
-        dtype: str | None = "float32"
-        output_dtype: str = "float32"
+        param_dtype: str | None = setting(default="float32", kind="precision")
+        dtype: str | None = setting(default="float32", kind="precision")
+        output_dtype: str = setting(default="float32", kind="precision")
         logit_softcap: float | None = setting(default=None, gt=0)
-        z_loss: float = setting(default=0.0, ge=0)
+        z_loss: float = setting(default=0.0, ge=0, kind="training")
         loss_chunk: int = setting(default=128, kind="execution", ge=1)
         loss_kernel: str | None = setting(default=None, kind="execution")
 

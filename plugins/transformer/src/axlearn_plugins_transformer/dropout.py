@@ -6,9 +6,9 @@ import attrs
 import jax
 from flax import nnx
 
-from axlearn_core.config import Node, map, node, setting
+from axlearn_core.config import REQUIRED, Node, interface, map, node, setting
 from axlearn_core.errors import ConfigError, Problem
-from axlearn_core.nn.layer import Precision
+from axlearn_core.nn.layer import Layer, Precision
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_transformer.embedding import Embedding
 from axlearn_plugins_transformer.transformer import TransformerLayer
@@ -56,6 +56,38 @@ class DropoutEmbedding(Embedding):
         return self.dropout(super().__call__(tokens))
 
 
+class DropoutOutput(Layer):
+    """Any layer that stands in a block as its attention or its feed-forward half, its output dropped out.
+
+    For blocks of any class: the block itself is not changed. Parameters are below `base`.
+    """
+
+    @node
+    class Config(Layer.Config["DropoutOutput"]):
+        """`dropout`: as in `DropoutTransformerLayer`."""
+
+        input_dim: int = interface(default=REQUIRED)
+        base: Node[Any] = REQUIRED
+        dropout: float = setting(default=0.1, ge=0, lt=1)
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
+        super().__init__(cfg, precision=precision)
+        self.base = self.child(cfg.base, rngs=rngs, input_dim=cfg.input_dim)
+        self.dropout = nnx.Dropout(cfg.dropout, rngs=rngs)
+
+    def init_cache(self, batch: int, length: int) -> Any:
+        """See `AttentionLayer`."""
+        return self.base.init_cache(batch, length)
+
+    def __call__(self, x: jax.Array, *args: Any) -> Any:
+        """[B, S, D] -> what `base` gives, with the first [B, S, D] of it dropped out."""
+        result = self.base(x, *args)
+        return (self.dropout(result[0]), *result[1:]) if isinstance(result, tuple) else self.dropout(result)
+
+
+HALVES = ("attention", "feed_forward")
+"""The fields of a block whose outputs are dropped out."""
+
 REPLACEMENTS: dict[type[Node[Any]], type[Node[Any]]] = {
     TransformerLayer.Config: DropoutTransformerLayer.Config,
     Embedding.Config: DropoutEmbedding.Config,
@@ -68,11 +100,13 @@ class Dropout(Feature):
 
     Masks differ by place, layer, microbatch and step, and are derived from the run's seed: a resumed run draws what it would
     have drawn. Evaluation and generation drop nothing. With it the number of microbatches (accumulation, pipelines) changes
-    the mathematics, since each microbatch draws masks of its own. `embedding=false` leaves the embeddings alone. Where there is
-    dropout already, the rate is set anew.
+    the mathematics, since each microbatch draws masks of its own. `embedding=false` leaves the embeddings alone. A block of
+    another class than `transformer-layer` keeps its class: its children `attention` and `feed_forward` are wrapped. Where
+    there is dropout already, the rate is set anew.
     """
 
     stage = "wrap"
+    after = ("lora",)  # both change what stands in `attention` and `feed_forward`
     example = "rate=0.1"
 
     rate: float = setting(default=0.1, ge=0, lt=1)
@@ -85,7 +119,12 @@ class Dropout(Feature):
         def place(part: Node[Any]) -> Node[Any]:
             nonlocal count
             target = REPLACEMENTS.get(type(part), type(part) if type(part) in REPLACEMENTS.values() else None)
-            if target is None or (target is DropoutEmbedding.Config and not self.embedding):
+            if target is None:
+                halves = {name: getattr(part, name, None) for name in HALVES}
+                wrapped = {name: self._wrapped(half) for name, half in halves.items() if isinstance(half, Node)}
+                count += len(wrapped)
+                return attrs.evolve(part, **wrapped)
+            if target is DropoutEmbedding.Config and not self.embedding:
                 return part
             count += target is DropoutTransformerLayer.Config
             fields = {a.name: getattr(part, a.name) for a in attrs.fields(type(part)) if a.init}
@@ -96,13 +135,17 @@ class Dropout(Feature):
             raise ConfigError(
                 Problem(
                     path="model",
-                    message="dropout finds no transformer layer",
-                    expected="a node of type transformer-layer",
+                    message="dropout finds no layer to drop out",
+                    expected="a node of type transformer-layer, or one with a child `attention` or `feed_forward`",
                     fix="leave the feature dropout out",
                 )
             )
         return config
 
     def in_effect(self, cfg: Node[Any]) -> bool:
-        """Every transformer layer drops out at this rate."""
+        """Every layer drops out at this rate."""
         return self.apply(cfg) == cfg
+
+    def _wrapped(self, part: Node[Any]) -> DropoutOutput.Config:
+        base = part.base if isinstance(part, DropoutOutput.Config) else part
+        return DropoutOutput.Config(base=base, dropout=self.rate)

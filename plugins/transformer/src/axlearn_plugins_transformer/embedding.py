@@ -34,7 +34,9 @@ class Embedding(Layer):
         vocab_size: int = interface(default=REQUIRED)
         dim: int = interface(default=REQUIRED)
         scale: bool = False
-        init: Node[Initializer] = VarianceScaling(mode="fan_out", distribution="normal")
+        init: Node[Initializer] = setting(
+            default=VarianceScaling(mode="fan_out", distribution="normal"), kind="training"
+        )
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
         super().__init__(cfg, precision=precision)
@@ -67,7 +69,7 @@ class LearnedPositions(Layer):
 
         dim: int = interface(default=REQUIRED)
         max_length: int = setting(default=1024, ge=1)
-        init: Node[Initializer] = Normal(stddev=0.02)
+        init: Node[Initializer] = setting(default=Normal(stddev=0.02), kind="training")
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
         super().__init__(cfg, precision=precision)
@@ -92,7 +94,7 @@ class Head(Layer):
 
         vocab_size: int = interface(default=REQUIRED)
         dim: int = interface(default=REQUIRED)
-        init: Node[Initializer] = VarianceScaling()
+        init: Node[Initializer] = setting(default=VarianceScaling(), kind="training")
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
         super().__init__(cfg, precision=precision)

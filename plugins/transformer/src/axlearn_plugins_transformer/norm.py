@@ -35,7 +35,7 @@ class RMSNorm(Layer):
         eps: float = setting(default=1e-6, gt=0)
         offset: float = 0.0
         kernel: str | None = setting(default=None, kind="execution")
-        init: Node[Initializer] = Constant(value=1.0)
+        init: Node[Initializer] = setting(default=Constant(value=1.0), kind="training")
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
         super().__init__(cfg, precision=precision)

@@ -47,7 +47,7 @@ class PatchEmbedding(Layer):
         patch_size: int = setting(default=REQUIRED, ge=1)
         channels: int = setting(default=3, ge=1)
         projection: Node[Projection] = BIASED
-        init: Node[Initializer] = Normal(stddev=0.02)
+        init: Node[Initializer] = setting(default=Normal(stddev=0.02), kind="training")
 
         def validate(self) -> Iterable[Problem]:
             """Patches that do not divide the image."""
@@ -151,9 +151,9 @@ class ImageClassifier(Layer):
         head: Node[Projection] = BIASED
         pool: Literal["token", "mean"] = "token"
         label_smoothing: float = setting(default=0.0, ge=0, lt=1)
-        param_dtype: str | None = "float32"
-        dtype: str | None = "float32"
-        output_dtype: str = "float32"
+        param_dtype: str | None = setting(default="float32", kind="precision")
+        dtype: str | None = setting(default="float32", kind="precision")
+        output_dtype: str = setting(default="float32", kind="precision")
 
         def validate(self) -> Iterable[Problem]:
             """Dtypes that do not exist or are not given."""

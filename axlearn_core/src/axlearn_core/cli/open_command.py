@@ -1,0 +1,68 @@
+"""Commands that plugins add options to, by the hook `axlearn_command_options`."""
+
+import functools
+import importlib
+from typing import Any
+
+import click
+
+from axlearn_core.contracts.options import CommandOption
+from axlearn_core.errors import PluginError, RequestError
+
+
+class OpenCommand(click.Command):
+    """A click command (`@click.command(cls=OpenCommand)`) with the options of plugins behind its own.
+
+    Raises:
+        PluginError: two plugins, or a plugin and the command, have an option of the same name.
+        RequestError: the user gives two options that each take over.
+    """
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """The command's own parameters, then those of plugins."""
+        own = super().get_params(ctx)
+        return [*own[:-1], *(_click_option(o) for o, _ in self._added()), own[-1]]  # --help is the last
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs the function of the plugin's option that was given, or else the command's own."""
+        values = {option: ctx.params.pop(_parameter(option)) for option, _ in self._added()}
+        chosen = [option for option, value in values.items() if value not in (None, False)]
+        if not chosen:
+            return super().invoke(ctx)
+        if len(chosen) > 1:
+            names = " and ".join(option.name for option in chosen)
+            raise RequestError(f"{names} cannot be given together\n    fix: leave one of them out")
+        option = chosen[0]
+        module, _, name = option.run.partition(":")
+        try:
+            run = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise PluginError(f"{option.name} cannot be loaded from {option.run}: {error}") from error
+        # What wraps the command's function, `request_options`, makes its arguments for the plugin's too.
+        wrap = getattr(self.callback, "wrap", lambda function: function)
+        return ctx.invoke(wrap(functools.partial(run, values[option])), **ctx.params)
+
+    def _added(self) -> list[tuple[CommandOption, str]]:
+        """(option, the plugin that adds it), by name."""
+        from axlearn_core.plugins.manager import host
+
+        taken = {name: f"the command {self.name!r}" for p in self.params for name in p.opts}
+        added = []
+        for plugin, options in host().answers("axlearn_command_options", command=self.name):
+            for option in options:
+                if option.name in taken:
+                    raise PluginError(f"{option.name} is an option of {taken[option.name]} and of {plugin}")
+                taken[option.name] = plugin
+                added.append((option, plugin))
+        return sorted(added, key=lambda item: item[0].name)
+
+
+def _parameter(option: CommandOption) -> str:
+    return "plugin_" + option.name.lstrip("-").replace("-", "_")
+
+
+def _click_option(option: CommandOption) -> click.Option:
+    declared = option.name, _parameter(option)
+    if option.metavar is None:
+        return click.Option(declared, is_flag=True, default=False, help=option.help)
+    return click.Option(declared, metavar=option.metavar, default=None, help=option.help)

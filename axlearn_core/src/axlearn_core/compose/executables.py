@@ -1,0 +1,184 @@
+"""Compiled functions as files, which another process loads without compiling.
+
+An executable is native code inside a pickle: loading one runs what its author wrote. Load only what you exported.
+"""
+
+import hashlib
+import json
+import os
+import pickle
+import platform
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import jax
+from jax.experimental import serialize_executable
+from jaxlib import version as jaxlib_version
+
+from axlearn_core.errors import RequestError
+
+FORMAT = 1
+INDEX = "executables.json"
+
+
+@attrs.frozen(kw_only=True)
+class Executable:
+    """One exported function.
+
+    Attributes:
+        function: its name.
+        bucket: which of its shapes, as text.
+        program: SHA-256 of the StableHLO that it was compiled from, and of XLA's options.
+        file: its name beside the index.
+        sha256: of the file.
+    """
+
+    function: str
+    bucket: str
+    program: str
+    file: str
+    sha256: str
+
+
+def program_hash(lowered: Any, options: Mapping[str, Any]) -> str:
+    """SHA-256 of what a compiler is given."""
+    text = lowered.as_text() + json.dumps({k: str(v) for k, v in options.items()}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def environment(devices: Any) -> dict[str, Any]:
+    """What an executable depends on besides its program.
+
+    Args:
+        devices: the mesh's array of devices.
+
+    Raises:
+        RequestError: the devices are described and not here, or belong to several processes.
+    """
+    flat = list(devices.flat)
+    if not hasattr(flat[0], "client") or flat[0] not in flat[0].client.devices():
+        raise RequestError(
+            "executables are exported where their devices are\n"
+            f"    got: devices that are only described ({flat[0].device_kind})\n"
+            "    fix: export from a program that was composed on the machine itself"
+        )
+    if jax.process_count() > 1:
+        raise RequestError("executables of several processes cannot be exported\n    fix: use JAX's compilation cache")
+    return {
+        "format": FORMAT,
+        "jax": jax.__version__,
+        "jaxlib": jaxlib_version.__version__,
+        "compiler": flat[0].client.platform_version,
+        "devices": [[d.platform, d.device_kind, d.id, list(getattr(d, "coords", ()))] for d in flat],
+        "mesh": list(devices.shape),
+        "cpu": _cpu_features(),
+    }
+
+
+def write(
+    directory: str | os.PathLike[str], devices: Any, functions: Mapping[tuple[str, str], tuple[Any, str]]
+) -> None:
+    """Writes compiled functions to a new directory; either all of it is there or nothing.
+
+    Args:
+        directory: must not exist.
+        devices: see `environment`.
+        functions: (function, bucket) -> (compiled, its `program_hash`).
+
+    Raises:
+        RequestError: the directory exists, or see `environment`.
+    """
+    target, around = Path(directory), environment(devices)
+    if target.exists():
+        raise RequestError(f"{target} exists\n    fix: name a new directory, or remove this one")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
+        folder = Path(scratch) / "executables"
+        folder.mkdir()
+        entries = []
+        for number, ((name, bucket), (compiled, program)) in enumerate(functions.items()):
+            content = pickle.dumps(serialize_executable.serialize(compiled))
+            file = f"{name}-{number}.executable"
+            (folder / file).write_bytes(content)
+            sha = hashlib.sha256(content).hexdigest()
+            entries.append(Executable(function=name, bucket=bucket, program=program, file=file, sha256=sha))
+        index = {**around, "functions": [attrs.asdict(e) for e in entries]}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        folder.rename(target)
+
+
+def read_index(directory: str | os.PathLike[str], devices: Any) -> dict[tuple[str, str], Executable]:
+    """(function, bucket) -> what is exported in a directory, for these devices. Loads no code.
+
+    Raises:
+        RequestError: the directory is not an export, or is of another JAX, compiler, machine or mesh.
+    """
+    path = Path(directory) / INDEX
+    try:
+        index = json.loads(path.read_text())
+        entries = [Executable(**e) for e in index["functions"]]
+    except FileNotFoundError:
+        raise RequestError(f"{directory} is not an export: it has no {INDEX}") from None
+    except (ValueError, TypeError, KeyError, OSError) as error:
+        raise RequestError(f"{path} is damaged: {error}\n    fix: export again") from error
+    for name, expected in environment(devices).items():
+        if index.get(name) != expected:
+            raise RequestError(
+                f"{directory} was exported from another {_NAMES.get(name, name)}\n"
+                f"    got: {_short(index.get(name))}\n"
+                f"    expected: {_short(expected)}\n"
+                "    fix: export again, here"
+            )
+    return {(e.function, e.bucket): e for e in entries}
+
+
+def load(directory: str | os.PathLike[str], entry: Executable, program: str, devices: Any) -> Any:
+    """The compiled function, once its program and its file are known to be those that were exported.
+
+    Args:
+        directory: see `read_index`.
+        entry: of that index.
+        program: the `program_hash` of the function as it is now.
+        devices: the mesh's array of devices.
+
+    Raises:
+        RequestError: the function is another program now, or the file is damaged.
+    """
+    path = Path(directory) / entry.file
+    if entry.program != program:
+        raise RequestError(
+            f"{path}: {entry.function} is another program now\n"
+            f"    got: {entry.program[:16]}\n    expected: {program[:16]}\n"
+            "    fix: export again, or compose the config and the code that were exported"
+        )
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read: {error}\n    fix: export again") from error
+    if hashlib.sha256(content).hexdigest() != entry.sha256:
+        raise RequestError(f"{path} is damaged: its hash is not that of {INDEX}\n    fix: export again")
+    flat = list(devices.flat)
+    arguments = pickle.loads(content)
+    return serialize_executable.deserialize_and_load(*arguments, backend=flat[0].client, execution_devices=flat)
+
+
+_NAMES = {"jax": "version of JAX", "jaxlib": "version of jaxlib", "devices": "machine", "cpu": "kind of CPU"}
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _cpu_features() -> str:
+    """The host's processor and its instruction sets: XLA for CPU compiles for exactly these."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    flags = next((line.split(":", 1)[1] for line in lines if line.startswith(("flags", "Features"))), "")
+    digest = hashlib.sha256(" ".join(sorted(flags.split())).encode()).hexdigest()[:16]
+    return f"{platform.machine()} {digest}"

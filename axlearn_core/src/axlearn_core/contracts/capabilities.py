@@ -1,0 +1,187 @@
+"""What a part may do besides its protocol. Whoever uses one of these asks with `isinstance` and goes without it otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import jax
+    import numpy as np
+
+    from axlearn_core.contracts.parts import Tokenizer
+
+
+@runtime_checkable
+class HasVocabulary(Protocol):
+    """A model of tokens. Inputs are offered its `vocab_size`.
+
+    Attributes:
+        vocab_size: token ids are below it.
+    """
+
+    vocab_size: int
+
+
+@runtime_checkable
+class GeneratesTokens(Protocol):
+    """A model that continues a sequence."""
+
+    def generate(
+        self, prompt: Sequence[int], *, max_tokens: int, temperature: float, seed: int, eos_id: int | None, program: Any
+    ) -> Iterator[int]:
+        """The tokens after `prompt`, one by one.
+
+        Args:
+            prompt: token ids, at least one.
+            max_tokens: how many at most.
+            temperature: 0 takes the likeliest token each time.
+            seed: of what is drawn.
+            eos_id: the id that ends the text, which is yielded too.
+            program: of the experiment that the model belongs to; None compiles the model on its own.
+        """
+        ...
+
+
+@runtime_checkable
+class EndsStep(Protocol):
+    """A module that changes its variables once per training step, after the last microbatch."""
+
+    def end_step(self) -> None:
+        """Reads the totals of the step (`axlearn_core.nn.variables.StepTotal`) and writes variables. Traceable."""
+        ...
+
+
+@runtime_checkable
+class DependsOnBatch(Protocol):
+    """A module that computes something else for a row when other rows stand beside it.
+
+    Attributes:
+        batch_dependence: why, as the end of a sentence about the module (`"balances its load over the batch"`); None where
+            its settings make it independent.
+    """
+
+    batch_dependence: str | None
+
+
+@runtime_checkable
+class HasTokenizer(Protocol):
+    """An input of text.
+
+    Attributes:
+        tokenizer: turns its text into tokens.
+    """
+
+    tokenizer: Tokenizer
+
+
+@runtime_checkable
+class DeclaresBatches(Protocol):
+    """An input's config that knows its batches without reading data, so that plans need none."""
+
+    def batch_shapes(self) -> Mapping[str, tuple[tuple[int, ...], Any]]:
+        """Name -> (shape of the global batch's array, dtype)."""
+        ...
+
+
+@runtime_checkable
+class DescribesPosition(Protocol):
+    """A batch iterator that can say where its newest batch is in the data."""
+
+    def describe_position(self) -> Any:
+        """Files and offsets of the batch returned last, for a message to a person."""
+        ...
+
+
+@runtime_checkable
+class PlacesState(Protocol):
+    """A learner that keeps its state elsewhere than the parameters are, such as in the host's memory."""
+
+    def place(self, shardings: Any, state: Any) -> Any:
+        """The shardings of its state.
+
+        Args:
+            shardings: those of the parameters, in the structure of the state.
+            state: the abstract state.
+        """
+        ...
+
+
+@runtime_checkable
+class FreezesVariables(Protocol):
+    """A learner that can keep a part of a model as it is."""
+
+    def frozen_variables(self, paths: Iterable[str]) -> Collection[str]:
+        """Of the variables that training changes by rules of their own (`LearnedVariable`), those that stay as they are.
+
+        Args:
+            paths: dotted, as those of parameters.
+        """
+        ...
+
+
+@runtime_checkable
+class HasEvaluationLoss(Protocol):
+    """An objective that is measured otherwise than it is trained on."""
+
+    def evaluation_loss(self, model: Any, batch: Mapping[str, Any]) -> tuple[jax.Array, Mapping[str, jax.Array]]:
+        """(mean loss, scalar summaries) of a held-out batch; as `Objective.loss`, without random numbers."""
+        ...
+
+
+@runtime_checkable
+class EncodesPrompts(Protocol):
+    """A tokenizer that puts tokens in front of a prompt."""
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The ids of a prompt, with the tokens that a model expects at the beginning of a text."""
+        ...
+
+
+@runtime_checkable
+class EncodesSpecialTokens(Protocol):
+    """A tokenizer that reads its special tokens in text, for chat templates."""
+
+    def encode_special(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """(ids, [begin, end) of each in `text`); `<|im_end|>` and the like become their own ids."""
+        ...
+
+
+@runtime_checkable
+class CountsBytes(Protocol):
+    """A tokenizer that knows the length of each token."""
+
+    def token_bytes(self) -> np.ndarray:
+        """float32 [vocab_size]: bytes of text that each token stands for; 0 for special tokens."""
+        ...
+
+
+@runtime_checkable
+class HasDigest(Protocol):
+    """A tokenizer that can be told from others.
+
+    Attributes:
+        digest: equal for equal tokenizers, in any process.
+    """
+
+    digest: str
+
+
+def vocabulary_size(model: Any) -> int | None:
+    """Of a model; None where it has no tokens."""
+    return model.vocab_size if isinstance(model, HasVocabulary) else None
+
+
+def tokenizer_of(source: Any) -> Tokenizer | None:
+    """Of a built input; None where it has no text."""
+    return source.tokenizer if isinstance(source, HasTokenizer) else None
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a prompt, with what the tokenizer puts in front of it."""
+    return tokenizer.encode_prompt(text) if isinstance(tokenizer, EncodesPrompts) else tokenizer.encode(text)
+
+
+def digest_of(tokenizer: Tokenizer) -> str:
+    """What tells a tokenizer from others: its digest, or at least its class."""
+    return tokenizer.digest if isinstance(tokenizer, HasDigest) else type(tokenizer).__name__

@@ -1,0 +1,122 @@
+"""The suite for tokenizers."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from axlearn_core.config import Node
+from axlearn_core.contracts.capabilities import (
+    CountsBytes,
+    EncodesPrompts,
+    EncodesSpecialTokens,
+    digest_of,
+)
+from axlearn_core.contracts.parts import Tokenizer
+
+TEXTS = (
+    "a",
+    " ",
+    "def f(x):\n    return x\n",
+    "grüße, 世界 😀",
+    "  two  spaces\t\r\n\r\n",
+    "a\x00b",
+    "<|endoftext|></s><eos>",  # in a document these are text
+)
+
+
+class TokenizerSuite:
+    """What every tokenizer keeps.
+
+    Attributes:
+        config: the tokenizer.
+        texts: what it is tried on.
+        lossless: whether decoding gives every one of these texts back.
+    """
+
+    config: Node[Any]
+    texts: Sequence[str] = TEXTS
+    lossless: bool = True
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer, as an input builds it."""
+        return self.config.build()
+
+    def encoded(self) -> Iterator[tuple[Tokenizer, str, list[int]]]:
+        """(the tokenizer, text, its ids) of each text."""
+        tokenizer = self.tokenizer()
+        for text in self.texts:
+            yield tokenizer, text, tokenizer.encode(text)
+
+    def test_ids_are_below_vocab_size(self) -> None:
+        for tokenizer, text, ids in self.encoded():
+            assert type(ids) is list, "encode returns a list"
+            assert ids, f"{text!r} has no tokens"
+            assert all(type(i) is int for i in ids), f"ids are plain integers: {ids}"
+            assert min(ids) >= 0, f"{text!r} has the negative id {min(ids)}"
+            assert max(ids) < tokenizer.vocab_size, f"{text!r} has the id {max(ids)} of {tokenizer.vocab_size}"
+
+    def test_no_text_ends_a_document(self) -> None:
+        for tokenizer, text, ids in self.encoded():
+            assert 0 <= tokenizer.eos_id < tokenizer.vocab_size
+            assert tokenizer.eos_id not in ids, (
+                f"{text!r} holds eos_id {tokenizer.eos_id}: the document would end there"
+            )
+
+    def test_no_text_is_no_token(self) -> None:
+        tokenizer = self.tokenizer()
+        assert tokenizer.encode("") == []
+        assert tokenizer.decode([]) == ""
+
+    def test_decoding_gives_the_text_back(self) -> None:
+        if not self.lossless:
+            pytest.skip("needs a tokenizer that loses nothing: `lossless` is False")
+        for tokenizer, text, ids in self.encoded():
+            assert tokenizer.decode(ids) == text
+            assert tokenizer.decode([*ids, tokenizer.eos_id]) == text, "eos_id stands for no text"
+
+    def test_any_ids_can_be_decoded(self) -> None:
+        for tokenizer, _, ids in self.encoded():
+            for end in range(len(ids) + 1):  # a model may stop in the middle of a character
+                tokenizer.decode(ids[:end]).encode()
+                tokenizer.decode(ids[end:]).encode()
+        rng = np.random.default_rng(0)
+        tokenizer = self.tokenizer()
+        for _ in range(20):  # as an untrained model samples them
+            tokenizer.decode(rng.integers(0, tokenizer.vocab_size, 16).tolist()).encode()
+
+    def test_bytes_of_tokens_are_those_of_the_text(self) -> None:
+        tokenizer = self.tokenizer()
+        if not isinstance(tokenizer, CountsBytes):
+            pytest.skip("needs a tokenizer with `token_bytes`")
+        sizes = tokenizer.token_bytes()
+        assert (sizes.shape, sizes.dtype) == ((tokenizer.vocab_size,), np.float32)
+        assert sizes[tokenizer.eos_id] == 0, "eos_id stands for no text"
+        assert (sizes >= 0).all()
+        if self.lossless:
+            for text in self.texts:
+                assert sizes[tokenizer.encode(text)].sum() == len(text.encode()), (
+                    f"{text!r}: {len(text.encode())} bytes"
+                )
+
+    def test_two_builds_agree(self) -> None:
+        one, two = self.tokenizer(), self.tokenizer()
+        assert (one.vocab_size, one.eos_id, digest_of(one)) == (two.vocab_size, two.eos_id, digest_of(two))
+        assert [one.encode(t) for t in self.texts] == [two.encode(t) for t in self.texts]
+
+    def test_a_prompt_ends_with_its_text(self) -> None:
+        for tokenizer, text, ids in self.encoded():
+            if not isinstance(tokenizer, EncodesPrompts):
+                pytest.skip("needs a tokenizer with `encode_prompt`")
+            prompt = tokenizer.encode_prompt(text)
+            assert prompt[len(prompt) - len(ids) :] == ids
+
+    def test_special_tokens_have_places_in_the_text(self) -> None:
+        for tokenizer, text, _ in self.encoded():
+            if not isinstance(tokenizer, EncodesSpecialTokens):
+                pytest.skip("needs a tokenizer with `encode_special`")
+            ids, places = tokenizer.encode_special(text)
+            assert len(ids) == len(places)
+            assert all(0 <= begin <= end <= len(text) for begin, end in places), f"{text!r}: {places}"
+            assert [b for b, _ in places] == sorted(b for b, _ in places), "places are in the order of the text"

@@ -1,0 +1,1 @@
+"""A confidence penalty, a plugin for axlearn-core."""

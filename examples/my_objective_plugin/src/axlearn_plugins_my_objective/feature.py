@@ -1,0 +1,32 @@
+"""The feature `confidence-penalty`."""
+
+from typing import Any, TypeVar
+
+import attrs
+
+from axlearn_core.config import Node, node, patch, setting
+from axlearn_core.plugins.feature import Feature
+from axlearn_core.train.objective import ModelLoss
+from axlearn_plugins_my_objective.objective import ConfidencePenalty
+
+Tree = TypeVar("Tree", bound=Node[Any])
+
+
+@node
+class PenalizeConfidence(Feature):
+    """Adds a penalty on confident predictions to the objective. Where there is one already, it sets the `weight`."""
+
+    stage = "wrap"
+    weight: float = setting(default=0.1, ge=0)
+
+    def apply(self, cfg: Tree) -> Tree:
+        """Wraps the objective that is there."""
+        old: Any = getattr(cfg, "objective", None)
+        if isinstance(old, ConfidencePenalty.Config):
+            return patch(cfg, {"objective": attrs.evolve(old, weight=self.weight)})
+        base = ModelLoss.Config() if old is None else old
+        return patch(cfg, {"objective": ConfidencePenalty.Config(weight=self.weight, base=base)})
+
+    def in_effect(self, cfg: Node[Any]) -> bool:
+        """The penalty has this weight."""
+        return self.apply(cfg) == cfg

@@ -1,0 +1,31 @@
+"""The component `confidence-penalty`."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from axlearn_core.config import Configurable, Node, node, setting
+from axlearn_core.contracts.parts import Objective
+from axlearn_core.train.objective import ModelLoss
+
+
+class ConfidencePenalty(Configurable, nnx.Module):
+    """`base - weight * entropy of the predictions` (Pereyra et al., 2017, arXiv 1701.06548)."""
+
+    @node
+    class Config(Configurable.Config["ConfidencePenalty"]):
+        """`base` is what the model is trained for besides."""
+
+        weight: float = setting(default=0.1, ge=0)
+        base: Node[Objective] = ModelLoss.Config()
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs, model: Node):
+        self.weight, self.base = cfg.weight, cfg.base.build(rngs=rngs, model=model)
+
+    def loss(self, model, batch, key):
+        """See `axlearn_core.contracts.parts.Objective`."""
+        loss, summaries = self.base.loss(model, batch, key)
+        logs = jax.nn.log_softmax(model(batch["tokens"], batch.get("positions"), batch.get("segment_ids")))
+        entropies = -jnp.sum(jnp.exp(logs) * logs, axis=-1)
+        entropy = jnp.sum(entropies * batch["weights"]) / jnp.maximum(jnp.sum(batch["weights"]), 1.0)
+        return loss - self.weight * entropy, {**summaries, "entropy": entropy}

@@ -1,0 +1,32 @@
+"""The component `parameter-norms`."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from axlearn_core.config import node
+from axlearn_core.learn import global_norm, select
+from axlearn_core.train.evaluators import Periodic
+
+if TYPE_CHECKING:
+    from axlearn_core.train.session import Session
+
+
+class ParameterNorms(Periodic):
+    """The norm of each parameter: `<name>_<path>`, and of all together: `<name>_total`."""
+
+    @node
+    class Config(Periodic.Config["ParameterNorms"]):
+        """`pattern`: which parameters, by dotted path (`**.norm.*`)."""
+
+        pattern: str = "**"
+
+    def __init__(self, cfg: Config, *, name: str):
+        super().__init__(cfg, name=name)
+        self.pattern = cfg.pattern
+
+    def run(self, session: "Session") -> Mapping[str, float]:
+        """The norms now. Raises `RequestError` where the pattern fits nothing."""
+        params = session.state.params
+        chosen = {path: params[path] for path in select(self.pattern, params, what=f"evaluators.{self.name}.pattern")}
+        norms = {f"{self.name}_{path}": float(global_norm(x)) for path, x in chosen.items()}
+        return norms | {f"{self.name}_total": float(global_norm(chosen))}

@@ -1,0 +1,47 @@
+"""What this plugin has besides components. Imports no JAX."""
+
+from pathlib import Path
+
+from axlearn_core.contracts.kernels import KernelImplementation
+from axlearn_core.contracts.options import CommandOption
+from axlearn_core.contracts.parts import Weights
+from axlearn_core.contracts.storage import Storage
+from axlearn_core.plugins.hookspecs import hookimpl
+
+
+@hookimpl
+def axlearn_kernels() -> list[KernelImplementation]:
+    """Below the reference, which has priority 0: it runs only where a config names it."""
+    op = "axlearn_plugins_transformer.kernels.rms_norm:RMSNorm"
+    load = "axlearn_plugins_my_parts.kernel:PRODUCT"
+    return [KernelImplementation(name="product", op=op, load=load, priority=-10)]
+
+
+@hookimpl
+def axlearn_checkpoint_storage(uri: str) -> Storage | None:
+    """`sqlite:///folder/file.db`."""
+    if not uri.startswith("sqlite://"):
+        return None
+    from axlearn_plugins_my_parts.storage import SqliteStorage
+
+    return SqliteStorage(Path(uri.removeprefix("sqlite://")))
+
+
+@hookimpl
+def axlearn_weights(uri: str) -> Weights | None:
+    """`model.npz`."""
+    file = Path(uri).expanduser()
+    if file.suffix != ".npz" or not file.is_file():
+        return None
+    from axlearn_plugins_my_parts.weights import NpzWeights
+
+    return NpzWeights(file)
+
+
+@hookimpl
+def axlearn_command_options(command: str) -> list[CommandOption]:
+    """`axlearn plan --one-line`."""
+    if command != "plan":
+        return []
+    run = "axlearn_plugins_my_parts.options:one_line"
+    return [CommandOption(name="--one-line", help="Print one line: whether it fits.", run=run)]

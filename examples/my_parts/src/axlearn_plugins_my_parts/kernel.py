@@ -1,0 +1,27 @@
+"""The kernel `product` of the op `rms_norm`."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from axlearn_core.contracts.kernels import KernelContext
+from axlearn_core.nn.layer import expand_to
+from axlearn_plugins_transformer.kernels.rms_norm import RMSNorm
+
+
+class ProductNorm:
+    """Sums the squares by a dot product, which a compiler may give to a matrix unit."""
+
+    def supports(self, op: RMSNorm, context: KernelContext) -> str | None:
+        """Everything but float64, which is summed in float32 here."""
+        return "it sums in float32, and the input is float64" if op.x.dtype == jnp.float64 else None
+
+    def __call__(self, op: RMSNorm) -> jax.Array:
+        """[..., D], as the reference."""
+        squares = jnp.einsum("...d,...d->...", op.x, op.x, preferred_element_type=jnp.float32)
+        y = op.x.astype(jnp.float32) * lax.rsqrt(squares[..., None] / op.x.shape[-1] + op.eps)
+        weight = op.weight + op.offset if op.offset else op.weight
+        return y.astype(weight.dtype) * expand_to(weight, op.x.ndim)
+
+
+PRODUCT = ProductNorm()

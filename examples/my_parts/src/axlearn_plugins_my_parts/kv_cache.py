@@ -1,0 +1,46 @@
+"""The component `int8-cache`."""
+
+from typing import Any
+
+import attrs
+import jax
+import jax.numpy as jnp
+
+from axlearn_core.config import Configurable, node
+from axlearn_plugins_transformer.kernels.attention import Attention
+from axlearn_plugins_transformer.kv_cache import ContiguousCache
+
+
+class Int8Cache(Configurable):
+    """Keys and values as int8, with a scale for each token and head: 68 bytes for a head of 64, not 128 as in bfloat16."""
+
+    @node
+    class Config(Configurable.Config["Int8Cache"]):
+        """Nothing to set."""
+
+    def __init__(self, cfg: Config):
+        self.arrays = ContiguousCache.Config().build()
+
+    def init(self, batch: int, length: int, num_kv_heads: int, head_dim: int, dtype: str) -> Any:
+        """An empty cache."""
+        return {
+            "values": self.arrays.init(batch, length, num_kv_heads, head_dim, "int8"),
+            "scales": self.arrays.init(batch, length, num_kv_heads, 1, "float32"),
+        }
+
+    def attend(self, cache: Any, op: Attention, slots: jax.Array, kernel: str | None) -> tuple[jax.Array, Any]:
+        """See `axlearn_plugins_transformer.kv_cache.KVCache`."""
+        (key, key_scale), (value, value_scale) = _quantize(op.key), _quantize(op.value)
+        values, seen = self.arrays.append(cache["values"], key, value, slots)
+        scales, scale = self.arrays.append(cache["scales"], key_scale, value_scale, slots)
+        key = (seen.key.astype(jnp.float32) * scale.key).astype(op.key.dtype)
+        value = (seen.value.astype(jnp.float32) * scale.value).astype(op.value.dtype)
+        op = attrs.evolve(op, key=key, value=value, query_slots=slots, key_slots=seen.slots)
+        return op.run(kernel), {"values": values, "scales": scales}
+
+
+def _quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[B, S, K, H] -> int8 [B, S, K, H] and its scale, float32 [B, S, K, 1]."""
+    x = x.astype(jnp.float32)
+    scale = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True), 1e-30) / 127
+    return jnp.round(x / scale).astype(jnp.int8), scale

@@ -1,0 +1,48 @@
+"""The component `sign-learner`."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from axlearn_core.config import Configurable, node, setting
+from axlearn_core.contracts.parts import Batch, Loss
+from axlearn_core.learn import global_norm, value_and_grad
+
+
+class SignLearner(Configurable):
+    """Moves every parameter by the same distance against the sign of its gradient (Bernstein et al., 2018)."""
+
+    @node
+    class Config(Configurable.Config["SignLearner"]):
+        """`learning_rate`: the distance; `accumulate_steps`: microbatches in a step."""
+
+        learning_rate: float = setting(default=1e-3, gt=0)
+        accumulate_steps: int = setting(default=1, kind="microbatches", ge=1)
+
+    def __init__(self, cfg: Config):
+        self.cfg = cfg
+
+    def init(self, params: Any) -> dict[str, jax.Array]:
+        """The number of updates."""
+        return {"updates": jnp.zeros((), jnp.int32)}
+
+    def value_and_grad(self, loss: Loss, params: Any, variables: Any, batch: Batch, key: jax.Array | None) -> Any:
+        """See `axlearn_core.contracts.parts.Learner`."""
+        return value_and_grad(loss, params, variables, batch, key, self.cfg.accumulate_steps)
+
+    def evaluation_params(self, state: Any, params: Any) -> Any:
+        """The parameters: it keeps no average."""
+        return params
+
+    def update(self, grads: Any, state: Any, params: Any, loss: jax.Array) -> tuple[Any, Any, dict[str, jax.Array]]:
+        """One step; none where the loss or a gradient is not finite."""
+        norm = global_norm(grads)
+        finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+
+        def move(param: jax.Array, grad: jax.Array) -> jax.Array:
+            step = self.cfg.learning_rate * jnp.sign(grad)
+            return jnp.where(finite, param - step.astype(param.dtype), param)
+
+        updates = state["updates"] + finite.astype(jnp.int32)
+        return jax.tree.map(move, params, grads), {"updates": updates}, {"grad_norm": norm, "skipped": ~finite}

@@ -1,0 +1,48 @@
+"""The component `stop-at-loss`."""
+
+from collections.abc import Mapping
+
+from axlearn_core.config import REQUIRED, node, setting
+from axlearn_core.train.loop import TrainLoop
+from axlearn_core.train.session import Session, say
+
+
+class StopAtLoss(TrainLoop):
+    """Trains until a logged loss is at most `loss`, or to `max_steps`; then evaluates and saves as at any end."""
+
+    @node
+    class Config(TrainLoop.Config):
+        """`loss`: of one step, as it is logged every `log_every_steps`."""
+
+        loss: float = setting(default=REQUIRED)
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        self.loss = cfg.loss
+
+    def run(self, session: Session) -> None:
+        """See `axlearn_core.train.loop.Loop`."""
+        session.trackers = [*session.trackers, _Target(session, self.loss)]
+        super().run(session)
+
+
+class _Target:
+    """A tracker that makes the present step the last one."""
+
+    def __init__(self, session: Session, loss: float):
+        self.session, self.loss = session, loss
+
+    def start(self, info: Mapping[str, object]) -> None:
+        """Nothing: it is added to a run that has started."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Every process logs the same values, so that all stop at one step."""
+        if values.get("loss", float("inf")) <= self.loss and self.session.step < self.session.max_steps:
+            say(f"step {step}: the loss {values['loss']:.4g} is at most {self.loss:g}")
+            self.session.max_steps = self.session.step
+
+    def text(self, step: int, name: str, value: str) -> None:
+        """Ignores texts."""
+
+    def close(self) -> None:
+        """Holds nothing."""

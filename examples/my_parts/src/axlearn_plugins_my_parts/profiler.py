@@ -1,0 +1,47 @@
+"""The component `slowest-steps`."""
+
+import heapq
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from axlearn_core.config import Configurable, node, setting
+
+
+class SlowestSteps(Configurable):
+    """Writes the slowest steps to `<run>/slowest_steps-RANK.json`, with the seconds from the start of each to that of the next.
+
+    It does not wait for the devices. The loop does, one step later, so that in the long run these are the steps' own times.
+    """
+
+    @node
+    class Config(Configurable.Config["SlowestSteps"]):
+        """`count`: how many steps."""
+
+        count: int = setting(default=10, ge=1)
+
+    def __init__(self, cfg: Config, *, run_dir: Path):
+        self.count, self.path = cfg.count, Path(run_dir) / f"slowest_steps-{jax.process_index()}.json"
+        self.seconds: dict[int, float] = {}
+        self.begin: float | None = None
+
+    def before(self, step: int) -> None:
+        """Ends the time of the step before, `step`."""
+        now = time.perf_counter()
+        if self.begin is not None:
+            self.seconds[step] = now - self.begin
+        self.begin = now
+
+    def after(self, step: int, scalars: Mapping[str, Any]) -> None:
+        """Nothing: waiting here would slow the run down."""
+
+    def close(self) -> None:
+        """Writes the file, unless there was no step."""
+        if self.seconds:
+            slowest = heapq.nlargest(self.count, self.seconds.items(), key=lambda item: item[1])
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(json.dumps([{"step": step, "seconds": seconds} for step, seconds in slowest]))

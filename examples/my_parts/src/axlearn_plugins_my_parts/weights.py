@@ -1,0 +1,69 @@
+"""Weights in one `.npz` file: what `axlearn generate model.npz` opens."""
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from axlearn_core.checkpoint.weights import check_tensors, select_tensors
+from axlearn_core.compose import Functional
+from axlearn_core.config import Node
+from axlearn_core.contracts.parts import Tokenizer, Weights
+from axlearn_core.errors import CheckpointError
+from axlearn_core.plugins.registry import registry
+from axlearn_core.plugins.request import read_text, write
+
+CONFIG, STEP = "config.yaml", "step"
+
+
+def save_npz(weights: Weights, file: Path) -> None:
+    """Writes weights with the config that they belong to; floats as float32, one tensor in memory after the other."""
+    text = write(weights.experiment, registry())
+    arrays = {path: np.asarray(tensor, np.float32) for path, tensor in weights.read().items()}
+    np.savez(file, **{CONFIG: np.array(text), STEP: np.array(weights.step), **arrays})
+
+
+class NpzWeights:
+    """The weights in a file of `save_npz`; see `axlearn_core.contracts.parts.Weights`."""
+
+    def __init__(self, file: Path):
+        self.file = file
+        with np.load(file) as data:
+            if CONFIG not in data:
+                raise CheckpointError(f"{file} has no {CONFIG}\n    fix: write it by `save_npz`")
+            request = read_text(str(data[CONFIG]), f"{file}/{CONFIG}", registry())
+            stored = {name: data[name] for name in data.files if name not in (CONFIG, STEP)}
+            self.step = int(data[STEP])
+        assert isinstance(request.experiment, Node)
+        self.experiment: Any = request.experiment
+        check_tensors(str(file), self.specs(), stored, fix="write it again with the versions installed now")
+
+    @property
+    def config(self) -> Node[Any]:
+        """The config of the model."""
+        return self.experiment.model
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """That of the experiment's input."""
+        node = getattr(self.experiment.input, "tokenizer", None)
+        return None if node is None else node.build()
+
+    def specs(self) -> Mapping[str, jax.ShapeDtypeStruct]:
+        """Shape and dtype of every tensor."""
+        return {**self._functional.abstract, **self._functional.variables}
+
+    def read(self, pattern: str = "**", shardings: Mapping[str, Sharding] | None = None) -> dict[str, jax.Array]:
+        """The tensors that fit the pattern."""
+        specs, default = self.specs(), SingleDeviceSharding(jax.local_devices()[0])
+        places = select_tensors(pattern, shardings, specs, str(self.file))
+        with np.load(self.file) as data:
+            return {p: jax.device_put(data[p].astype(specs[p].dtype), place or default) for p, place in places.items()}
+
+    @cached_property
+    def _functional(self) -> Functional:
+        return Functional.of(self.config)

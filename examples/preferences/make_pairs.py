@@ -1,0 +1,20 @@
+"""Writes `sums.txt`, text to train a base on, and `pairs.jsonl`, preferences to tune it with: sums of small numbers.
+
+The chosen answer is right, the rejected one is off by one.
+"""
+
+import json
+from pathlib import Path
+
+SUMS = [(a, b) for a in range(8) for b in range(8)]
+
+
+def pair(a: int, b: int) -> dict[str, str]:
+    """One row of preferences."""
+    wrong = a + b + (1 if (a * 8 + b) % 2 else -1)
+    return {"prompt": f"{a} plus {b} is ", "chosen": f"{a + b}.", "rejected": f"{wrong}."}
+
+
+if __name__ == "__main__":
+    Path("sums.txt").write_text("".join(f"{a} plus {b} is {a + b}.\n" for a, b in SUMS * 20))
+    Path("pairs.jsonl").write_text("".join(json.dumps(pair(*s)) + "\n" for s in SUMS))

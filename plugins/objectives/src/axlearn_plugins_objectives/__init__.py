@@ -1,0 +1,1 @@
+"""Objectives for language models: preferences (DPO) and distillation."""

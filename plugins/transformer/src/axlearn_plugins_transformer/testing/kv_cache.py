@@ -1,0 +1,119 @@
+"""The suite for layouts of key-value caches."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from axlearn_core.config import Node
+from axlearn_core.errors import RequestError
+from axlearn_core.testing.common import assert_close, compiled
+from axlearn_plugins_transformer.kernels.attention import Attention
+from axlearn_plugins_transformer.kernels.masks import Causal, Mask, SlidingWindow
+from axlearn_plugins_transformer.kv_cache import build_cache
+
+B, S, N, K, H = 2, 12, 4, 2, 8
+"""Rows, tokens of each, query heads, key-value heads, head size."""
+
+
+class KVCacheSuite:
+    """What every layout keeps: attention through the cache is attention over everything at once.
+
+    Attributes:
+        config: the layout.
+        tolerance: of results in float32, relative to the norm of each array; larger for a layout that rounds.
+        length: slots of the cache.
+    """
+
+    config: Node[Any]
+    tolerance: float = 1e-5
+    length: int = 16
+
+    def tokens(self, dtype: str = "float32", mask: Mask | None = None, **options: Any) -> Attention:
+        """Attention over all tokens at once: [B, S, N, H] queries, [B, S, K, H] keys and values."""
+        rng = np.random.default_rng(0)
+        query, key, value = (jnp.asarray(rng.standard_normal((B, S, n, H), np.float32), dtype) for n in (N, K, K))
+        return Attention(query, key, value, mask=mask or Causal(), scale=H**-0.5, **options)
+
+    def empty(self, dtype: str = "float32") -> Any:
+        """A cache of `length` slots."""
+        return build_cache(self.config).init(B, self.length, K, H, dtype)
+
+    def attend(self, cache: Any, op: Attention, rows: Sequence[slice], slots: Any, kernel: str | None = None) -> Any:
+        """(result, new cache) for some tokens of each row, written to `slots` [B or 1, number of tokens]."""
+        taken = [jnp.stack([x[b, row] for b, row in enumerate(rows)]) for x in (op.query, op.key, op.value)]
+        layout = build_cache(self.config)
+
+        def call(cache: Any, query: Any, key: Any, value: Any, slots: Any) -> Any:
+            part = Attention(query, key, value, mask=op.mask, scale=op.scale, softcap=op.softcap)
+            return layout.attend(cache, part, slots, kernel)
+
+        return compiled(call)(cache, *taken, jnp.asarray(slots, jnp.int32))
+
+    def decode(self, op: Attention, chunks: Sequence[int], rows: int = 1) -> jax.Array:
+        """The results of all tokens, taken in chunks; `rows` is the first dimension of the slots."""
+        cache, results, begin = self.empty(str(op.value.dtype)), [], 0
+        for size in chunks:
+            part = slice(begin, begin + size)
+            slots = np.tile(np.arange(begin, begin + size), (rows, 1))
+            result, cache = self.attend(cache, op, [part] * B, slots)
+            results.append(result)
+            begin += size
+        return jnp.concatenate(results, axis=1)
+
+    @pytest.mark.parametrize(
+        "chunks", [(1,) * S, (S,), (5, 1, 6), (7,) + (1,) * 5], ids=["tokens", "one", "odd", "prefill"]
+    )
+    def test_chunks_are_the_whole(self, chunks: tuple[int, ...]) -> None:
+        op = self.tokens()
+        assert_close(self.decode(op, chunks), op.reference(), self.tolerance, f"chunks of {chunks}")
+
+    def test_a_row_of_slots_for_each_row_is_one_for_all(self) -> None:
+        op = self.tokens()
+        assert_close(self.decode(op, (5, 1, 6), rows=B), op.reference(), self.tolerance, "slots [B, S]")
+
+    def test_rows_may_be_at_different_slots(self) -> None:
+        op, ahead, behind = self.tokens(), 8, 3
+        _, cache = self.attend(self.empty(), op, [slice(0, ahead)] * B, np.arange(ahead)[None])
+        expected = op.reference()
+        for step in range(S - ahead):  # the second row goes back, and writes over what it has written
+            at = (ahead + step, behind + step)
+            result, cache = self.attend(cache, op, [slice(t, t + 1) for t in at], [[t] for t in at])
+            for row, t in enumerate(at):
+                assert_close(result[row, 0], expected[row, t], self.tolerance, f"row {row}, slot {t}")
+
+    @pytest.mark.parametrize(
+        ("mask", "softcap"), [(Causal() & SlidingWindow(4), None), (Causal(), 2.0)], ids=["window", "softcap"]
+    )
+    def test_what_it_does_not_support_it_refuses(self, mask: Mask, softcap: float | None) -> None:
+        op = self.tokens(mask=mask, softcap=softcap)
+        try:
+            result = self.decode(op, (5, *[1] * (S - 5)))
+        except RequestError as error:
+            pytest.skip(f"the layout refuses it: {error}")
+        assert_close(result, op.reference(), self.tolerance, "supported, so it is the whole")
+
+    def test_the_cache_keeps_its_shape(self) -> None:
+        cache = self.empty()
+        _, new = self.attend(cache, self.tokens(), [slice(0, 3)] * B, np.arange(3)[None])
+        like = [jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (cache, new)]
+        assert like[0] == like[1], "the cache of a step goes into the next one: it keeps its structure"
+
+    def test_results_are_in_the_dtype_of_the_values(self) -> None:
+        op = self.tokens("bfloat16")
+        result = self.decode(op, (5, 1, 6))
+        assert (result.shape, result.dtype) == (op.query.shape, jnp.bfloat16)
+        assert_close(result, op.reference(), max(3e-2, self.tolerance), "bfloat16")
+
+    def test_compiled_or_not_it_is_the_same(self) -> None:
+        op = self.tokens()
+        slots = jnp.arange(S, dtype=jnp.int32)[None]
+        eager, _ = build_cache(self.config).attend(self.empty(), op, slots, None)
+        assert_close(self.decode(op, (S,)), eager, max(1e-6, self.tolerance), "under jit")
+
+    def test_an_unknown_kernel_is_refused(self) -> None:
+        with pytest.raises(RequestError):
+            self.attend(self.empty(), self.tokens(), [slice(0, 1)] * B, [[0]], kernel="no-such-kernel")

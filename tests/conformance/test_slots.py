@@ -1,0 +1,117 @@
+"""Every installed tokenizer, evaluator, profiler, watchdog, process group, source of weights and cache keeps its contract."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import found
+
+import axlearn_core as ax
+from axlearn_core.checkpoint import open_weights
+from axlearn_core.contracts import parts
+from axlearn_core.testing import (
+    EvaluatorSuite,
+    ProcessGroupSuite,
+    ProfilerSuite,
+    TokenizerSuite,
+    WatchdogSuite,
+    WeightsSuite,
+)
+from axlearn_core.train.evaluators import Evaluator
+from axlearn_plugins_lora.runs import export_run
+from axlearn_plugins_transformer.kv_cache import KVCache
+from axlearn_plugins_transformer.testing import KVCacheSuite
+
+DIRECTORY = Path(__file__).parents[1] / "plugins/huggingface/fixtures/llama3"
+SETTINGS = {
+    "model.decoder.num_layers": 1,
+    "model.decoder.hidden_dim": 32,
+    "model.decoder.layer.attention.num_heads": 2,
+    "model.decoder.layer.feed_forward.hidden_dim": 32,
+    "input.batch_size": 8,
+    "input.sequence_length": 16,
+    "evaluators": {},
+}
+
+for _name, _config in found.of(parts.Tokenizer).items():
+    _settings = {"builtin": "python-2k"} if _name == "tokenizer-json" else {}
+    _toy = {_name: found.toy(type(_config), **_settings)}
+    globals().update(found.suites(TokenizerSuite, _toy))
+
+globals().update(found.suites(ProfilerSuite, found.of(parts.Profiler)))
+globals().update(found.suites(WatchdogSuite, found.of(parts.Watchdog)))
+globals().update(found.suites(KVCacheSuite, found.of(KVCache)))
+
+
+class TextEvaluator(EvaluatorSuite):
+    """Of a small language model and its text."""
+
+    @pytest.fixture(autouse=True)
+    def of_text(self, tmp_path):
+        cfg = ax.resolve("quickstart", set=SETTINGS).config
+        self.edits = {"model": cfg.model, "input": cfg.input, "learner": cfg.learner}
+        (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": f"def f{i}(x):"}) + "\n" for i in range(4)))
+        more = {
+            "file-evaluator": {"data": str(tmp_path / "texts.jsonl")},
+            "loss-evaluator": {"max_batches": 2},
+            "sample-evaluator": {"max_tokens": 4},
+        }
+        name = next(n for n, c in found.components().items() if c is type(self.config))
+        self.config = found.toy(type(self.config), **more.get(name, {}))
+
+
+_evaluators = found.of(Evaluator)
+globals().update(found.suites(TextEvaluator, _evaluators, pytestmark=pytest.mark.slow))
+
+
+class TestLoss(EvaluatorSuite):
+    config = _evaluators["loss-evaluator"]
+
+
+class Joined(ProcessGroupSuite):
+    """By the variables that JAX itself knows."""
+
+    def environment(self, rank, count, address):
+        return {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(rank)}
+
+
+globals().update(found.suites(Joined, found.of(parts.ProcessGroup), pytestmark=pytest.mark.slow))
+
+
+class TestDirectoryWeights(WeightsSuite):
+    def weights(self, tmp_path):
+        return open_weights(DIRECTORY)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run, one that adapts it, and its adapters."""
+    place = tmp_path_factory.mktemp("runs")
+    for name, features, more in (
+        ("base", [], {"learner.ema_decay": 0.5}),
+        ("tuned", [f"lora:rank=2,base={place}/base"], {}),
+    ):
+        ax.train("quickstart", with_=features, set={**SETTINGS, **more}, steps=1, run_dir=place / name)
+    export_run(place / "tuned", place / "adapters")
+    return place
+
+
+class OfRuns(WeightsSuite):
+    """One of `runs`."""
+
+    name: str
+
+    @pytest.fixture(autouse=True)
+    def over_runs(self, runs):
+        self.runs = runs
+
+    def weights(self, tmp_path):
+        return open_weights(self.runs / self.name)
+
+
+for _name in ("base", "tuned", "adapters"):
+    _more = {"name": _name, "pytestmark": pytest.mark.slow}
+    globals()[f"Test{_name.title()}Weights"] = type(_name, (OfRuns,), _more)

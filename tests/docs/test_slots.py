@@ -1,0 +1,70 @@
+"""The table of slots in docs/testing.md is what the sources say."""
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import axlearn_core.testing
+import axlearn_plugins_transformer.testing
+
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = ROOT / "examples/my_parts"
+SOURCES = [p for folder in ("axlearn_core/src", "plugins") for p in (ROOT / folder).rglob("*.py") if "src" in p.parts]
+HEAD = "| slot | protocol | is offered | suite | example |"
+
+
+def rows():
+    """Protocol -> (names that are offered, suite, example) of each row."""
+    text = (ROOT / "docs/testing.md").read_text("utf-8")
+    table = text[text.index(HEAD) :].partition("\n\n")[0].splitlines()[2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    return {
+        protocol.strip("`"): (set(re.findall(r"`(\w+)`", offered)), suite.strip("`"), example)
+        for _, protocol, offered, suite, example in cells
+    }
+
+
+def declared():
+    """Protocol -> names, of every class that is decorated with `@offers(...)`."""
+    return {
+        node.name: {ast.literal_eval(name) for name in decorator.args}
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.ClassDef)
+        for decorator in node.decorator_list
+        if isinstance(decorator, ast.Call) and getattr(decorator.func, "id", None) == "offers"
+    }
+
+
+def test_the_table_has_every_protocol_that_says_what_it_offers():
+    slots = {protocol: names for protocol, (names, _, _) in rows().items()}
+    assert {"Checkpointer", "Evaluator", "Loop"} <= declared().keys()
+    assert {protocol: slots.get(protocol) for protocol in declared()} == declared()
+
+
+@pytest.mark.parametrize("protocol", rows())
+def test_a_row_names_a_suite_and_an_example(protocol):
+    _, suite, example = rows()[protocol]
+    modules = (axlearn_core.testing, axlearn_plugins_transformer.testing)
+    assert any(suite in m.__all__ for m in modules) or protocol == "CommandOption", suite
+    file = (ROOT / "docs" / re.fullmatch(r"\[\w+\.py\]\((.*)\)", example).group(1)).resolve()
+    assert file.is_file()
+    tests = "".join(p.read_text("utf-8") for p in (file.parents[2] / "tests").glob("test_*.py"))
+    assert not suite or f"({suite}):" in tests, f"the tests of the example do not use {suite}"
+
+
+def test_every_suite_has_a_row():
+    suites = {suite for _, suite, _ in rows().values()}
+    every = {n for m in (axlearn_core.testing, axlearn_plugins_transformer.testing) for n in m.__all__ if "Suite" in n}
+    assert every - suites == {"FeatureSuite"}  # a feature is not in a slot
+
+
+def test_every_component_of_the_example_has_its_module():
+    project = tomllib.loads((PARTS / "pyproject.toml").read_text())["project"]
+    for path in project["entry-points"]["axlearn.components"].values():
+        module, _, name = path.partition(":")
+        tree = ast.parse((PARTS / "src" / f"{module.replace('.', '/')}.py").read_text())
+        assert name in {n.name for n in tree.body if isinstance(n, ast.ClassDef)}, path

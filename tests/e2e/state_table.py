@@ -1,0 +1,347 @@
+"""What keeps state, and under what: each cell of the table in docs/layers.md, as a function that checks it.
+
+    uv run python tests/e2e/state_table.py     # writes the table
+
+`check(kind, column, path)` trains a small model with state of a kind and compares it with a plain reference: one device, an
+unrolled stack, no rematerialisation.
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+DOCS = Path(__file__).parents[2] / "docs/layers.md"
+BEGIN, END = "<!-- state: begin -->\n", "<!-- state: end -->\n"
+
+KINDS = {
+    "dropout": "dropout",
+    "batch-norm": "batch statistics",
+    "amax": "history of magnitudes",
+    "router-bias": "router's bias",
+}
+COLUMNS = {
+    "scan": "scanned stack",
+    "unrolled": "sharded over 8 devices",
+    "alternating": "layers that take turns",
+    "remat": "rematerialisation",
+    "accumulation": "gradient accumulation",
+    "pipeline": "pipeline",
+    "ema": "moving average (`ema`)",
+    "lora": "`lora`",
+    "resume": "resume",
+    "export": "`checkpoint export-hf`",
+    "stored": "stored integers (`quantize`)",
+}
+EXPORT, PEFT = "no family describes", "PEFT's format has no place for the variables"
+"""How the errors of refused cells begin."""
+OUTCOMES = {
+    "equal": "losses and state are those of the plain model",
+    "in turn": "each microbatch draws its own numbers or takes the state of the one before; equal on any number of stages",
+    "left out": "the average is of parameters; evaluation takes the newest state, and draws nothing",
+    "kept": "the state goes on or along unchanged, bit for bit",
+    "frozen": "as the base, which it is part of: bit for bit; `lora export` and `--format peft` leave it out",
+    "moves": f"moves while the base is frozen; `lora export` writes it, `--format peft` exits with 2: `{PEFT}`",
+    "refused": f"exit code 2: `{EXPORT} ...`, with the parts that the format lacks",
+}
+SAME = dict.fromkeys(("scan", "unrolled", "alternating", "remat"), "equal") | {"ema": "left out", "resume": "kept"}
+MOVES = {
+    **SAME,
+    "accumulation": "in turn",
+    "pipeline": "in turn",
+    "lora": "moves",
+    "export": "refused",
+    "stored": "kept",
+}
+TABLE = {
+    "dropout": {**MOVES, "lora": "equal"},
+    "batch-norm": MOVES,
+    "amax": MOVES,
+    "router-bias": {**MOVES, "accumulation": "equal", "pipeline": "equal", "lora": "frozen", "export": "kept"},
+}
+"""Kind -> column -> outcome."""
+
+
+def markdown():
+    """The table as the page has it."""
+    lines = [f"| | {' | '.join(KINDS.values())} |", f"|---{'|---' * len(KINDS)}|"]
+    lines += [f"| {title} | {' | '.join(TABLE[k][column] for k in KINDS)} |" for column, title in COLUMNS.items()]
+    lines += ["", "| | |", "|---|---|", *(f"| {name} | {text} |" for name, text in OUTCOMES.items())]
+    return "\n".join(lines) + "\n"
+
+
+def check(kind, column, path):
+    """Trains and compares; raises `AssertionError` where a cell does not hold."""
+    return globals()[f"_{column}"](kind, path)
+
+
+def _reference(kind):
+    from stateful import trained
+
+    return trained(kind, mode="unrolled")
+
+
+def _scan(kind, _):
+    from stateful import same, trained
+
+    same(trained(kind), _reference(kind))
+
+
+def _unrolled(kind, _):
+    from stateful import same, trained
+
+    same(trained(kind, mode="unrolled", mesh=(("data", 2), ("fsdp", 2), ("tensor", 2))), _reference(kind))
+
+
+def _alternating(kind, _):
+    import toy
+    from stateful import config, same, train
+
+    from axlearn_core import patch
+    from axlearn_plugins_transformer.alternate import Alternate
+
+    tree = config(kind)
+    dense = patch(toy.small("llama2-7b"), {"model.decoder.layer.feed_forward.hidden_dim": 32})
+    turns = Alternate(
+        first=(), children=(dense.model.decoder.layer.feed_forward, tree.model.decoder.layer.feed_forward)
+    )
+    tree = patch(tree, {"model.decoder.layer.feed_forward": turns, "model.decoder.num_layers": 4})
+    same(train(tree), train(tree, mode="unrolled"))
+
+
+def _remat(kind, _):
+    from stateful import same, trained
+
+    same(trained(kind, "remat:save=[]"), _reference(kind))
+
+
+def _accumulation(kind, _):
+    import jax
+    import numpy as np
+    import toy
+    from stateful import same, trained
+
+    from axlearn_core.train.step import TrainingFunctions
+
+    parts = trained(kind, "gradient-accumulation:steps=2", steps=1)
+    program = parts[3]
+    functional = program.functional
+    functions = TrainingFunctions(functional, program.config.learner.build(max_steps=10, axes=functional.axes))
+    state, batch = program.init(seed=0), toy.batch(0)
+
+    @jax.jit
+    def by_hand(state):
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
+        variables, total, weight = functional.begin_step(state.variables), 0.0, 0.0
+        for i in range(2):
+            rows = {k: v[i::2] for k, v in batch.items()}
+            value, (summaries, variables) = functions.training_loss(
+                state.params, variables, rows, jax.random.fold_in(key, i)
+            )
+            total, weight = total + value * summaries["weight"], weight + summaries["weight"]
+        return total / weight, functional.end_step(state.params, variables)
+
+    loss, variables = by_hand(state)
+    same(parts, ([float(loss)], jax.device_get(variables)))
+    if TABLE[kind]["accumulation"] == "equal":
+        same(trained(kind, "gradient-accumulation:steps=2"), trained(kind))
+    else:
+        whole = trained(kind, steps=1)
+        assert not np.array_equal(parts[0], whole[0])
+
+
+def _pipeline(kind, _):
+    from stateful import same, trained
+
+    one = trained(kind, "pipeline:microbatches=2", mode=None)
+    same(trained(kind, "pipeline:microbatches=2", mode=None, mesh=(("pipeline", 2), ("fsdp", 4))), one)
+    if TABLE[kind]["pipeline"] == "equal":
+        same(one, _reference(kind))
+
+
+def _ema(kind, _):
+    import jax
+    import numpy as np
+    from stateful import same, trained
+
+    averaged = trained(kind, "ema:decay=0.5")
+    same(averaged, trained(kind))
+    _, variables, state, program = averaged
+    weights = program.weights(state)
+    assert weights.variables.keys() == variables.keys()
+    assert all(np.array_equal(weights.variables[p], x) for p, x in variables.items())
+    assert not np.array_equal(*(jax.device_get(p["decoder.embedding.weight"]) for p in (weights.params, state.params)))
+
+
+def _lora(kind, path):
+    import numpy as np
+    import pytest
+    from stateful import same, trained
+
+    from axlearn_core.checkpoint import open_weights
+    from axlearn_core.errors import RequestError
+    from axlearn_plugins_lora.adapters import is_adapter, load
+    from axlearn_plugins_lora.peft import export_peft
+    from axlearn_plugins_lora.runs import export_run, merge_run
+
+    adapted = trained(kind, "lora:rank=2")
+    same(adapted, trained(kind, "lora:rank=2", mode="unrolled"))
+    _, variables, state, program = adapted
+    fresh = program.init(seed=0)
+    assert all(np.array_equal(x, state.params[p]) for p, x in fresh.params.items() if not is_adapter(p))
+    frozen = TABLE[kind]["lora"] == "frozen"
+    assert all(np.array_equal(fresh.variables[p], x) == frozen for p, x in variables.items())
+    if not variables:
+        return
+    base = run(kind, path / "base", 1)
+    run(kind, path / "run", 2, f"lora:rank=2,base={base}")
+    export_run(path / "run", path / "adapters")
+    if frozen:
+        assert not load(path / "adapters").variables
+        kept, begun = open_weights(path / "run").read(), open_weights(base).read()
+        assert all(np.array_equal(kept[name], begun[name]) for name in variables)
+        return
+    adapted = open_weights(path / "adapters")
+    exported, tensors = load(path / "adapters"), open_weights(path / "run").read()
+    assert exported.variables.keys() == open_weights(path / "run").functional.variables.keys() != set()
+    merge_run(path / "run", path / "merged")
+    for name, value in exported.variables.items():
+        assert np.array_equal(value, tensors[name])
+        assert np.array_equal(value, adapted.read(name)[name])
+        assert not np.array_equal(value, open_weights(base).read(name)[name])
+        assert np.array_equal(value, open_weights(path / "merged").read(name)[name])
+    with pytest.raises(RequestError, match=f"^{PEFT} of this model") as error:
+        export_peft(path / "run", path / "peft")
+    assert error.value.exit_code == 2
+    assert not (path / "peft").exists()
+
+
+def _resume(kind, path):
+    import numpy as np
+
+    from axlearn_core.checkpoint import open_weights
+
+    whole, parts = run(kind, path / "whole", 4), run(kind, path / "parts", 2)
+    run(kind, path / "parts", 4)
+    assert _losses(parts) == _losses(whole)
+    assert [step for step, _ in _losses(whole)] == [1, 2, 3, 4]
+    one, other = (open_weights(place).read() for place in (whole, parts))
+    assert one.keys() == other.keys()
+    assert all(np.array_equal(value, other[name]) for name, value in one.items())
+
+
+def _export(kind, path):
+    import numpy as np
+    from click.testing import CliRunner
+    from safetensors.numpy import load_file
+
+    from axlearn_core.checkpoint import open_weights
+    from axlearn_core.cli.main import cli
+
+    place = deepseek(path) if kind == "router-bias" else run(kind, path / "run", 2)
+    result = CliRunner().invoke(cli, ["checkpoint", "export-hf", str(place), str(path / "exported")])
+    if TABLE[kind]["export"] == "refused":
+        assert result.exit_code == 2, result.output
+        assert f"error: {EXPORT}" in result.output
+        assert not (path / "exported").exists()
+        return
+    assert result.exit_code == 0, result.output
+    tensors = load_file(path / "exported/model.safetensors")
+    stored = open_weights(place).read()
+    (name,) = [p for p in stored if p.endswith("router.bias")]
+    biases = [x for n, x in sorted(tensors.items()) if n.endswith("e_score_correction_bias")]
+    assert all(x.dtype == np.float32 for x in biases)
+    assert np.array_equal(np.stack(biases), stored[name])
+    again = open_weights(path / "exported").read()
+    assert np.array_equal(again[name], stored[name])
+
+
+def _stored(kind, path):
+    import numpy as np
+
+    from axlearn_core.checkpoint import open_weights
+    from axlearn_core.train.inference import load
+    from axlearn_plugins_quantization.runs import quantize_run
+
+    place = run(kind, path / "run", 2)
+    quantize_run(place, path / "integers", storage="int8")
+    dense, integers = open_weights(place), open_weights(path / "integers")
+    assert any(spec.dtype == "int8" for spec in integers.specs().values())
+    tensors, variables = dense.read(), dense.functional.variables
+    assert integers.functional.variables.keys() == variables.keys()
+    for name in variables:
+        assert np.array_equal(integers.read(name)[name], tensors[name])
+    one, other = (load(p).model.loss(_batch())[0] for p in (place, path / "integers"))
+    assert abs(float(one) - float(other)) < 0.02 * float(one)
+
+
+SETTINGS = {
+    "model.decoder.num_layers": 2,
+    "model.decoder.hidden_dim": 32,
+    "model.decoder.layer.attention.num_heads": 2,
+    "model.decoder.layer.feed_forward.hidden_dim": 32,
+    "model.dtype": "float32",
+    "learner.optimizer": {"type": "adamw", "learning_rate": 0.01},
+    "input.batch_size": 8,
+    "input.sequence_length": 16,
+    "evaluators": {},
+    "trackers": [{"type": "jsonl"}],
+    "checkpointer.every_steps": 2,
+    "log_every_steps": 1,
+}
+
+
+def experiment(kind, *features):
+    """The config of a small run with state of a kind."""
+    from stateful import FEATURES, with_state
+
+    from axlearn_core.plugins.resolve import resolve
+
+    return with_state(resolve("quickstart", with_=[*features, *FEATURES.get(kind, ())], set=SETTINGS).config, kind)
+
+
+def run(kind, place, steps, *features):
+    """Trains a run to a number of steps, or continues it; its directory."""
+    import axlearn_core as ax
+
+    ax.train(experiment(kind, *features), steps=steps, run_dir=place)
+    return place
+
+
+def deepseek(path):
+    """A run of a model that Hugging Face's format can describe, with biases that have moved."""
+    from axlearn_core.checkpoint import open_weights
+    from axlearn_plugins_huggingface.runs import import_run
+    from axlearn_plugins_runs import write_run
+
+    fixture = Path(__file__).parents[1] / "plugins/huggingface/fixtures/deepseek-v3"
+    import_run(fixture, path / "imported")
+    source = open_weights(path / "imported")
+    tensors = {name: x + 0.25 if name.endswith("router.bias") else x for name, x in source.read().items()}
+    write_run(path / "moved", source.experiment, tensors, source)
+    shutil.copytree(path / "imported/huggingface", path / "moved/huggingface")  # its `config.json`
+    return path / "moved"
+
+
+def _losses(place):
+    lines = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"]) for line in lines if "loss" in line]
+
+
+def _batch():
+    import numpy as np
+
+    tokens = np.random.default_rng(0).integers(0, 256, (4, 17)).astype(np.int32)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+def page(text):
+    """A page with the table between its marks."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{markdown()}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    DOCS.write_text(page(DOCS.read_text()))
+    sys.exit(0)
