@@ -1,0 +1,1 @@
+"""Serving of language models: an engine with continuous batching, and an OpenAI-compatible server."""
