@@ -121,6 +121,15 @@ class FreezesVariables(Protocol):
 
 
 @runtime_checkable
+class ObservesSteps(Protocol):
+    """A watchdog that looks at what steps compute."""
+
+    def observe(self, step: int, values: Mapping[str, float]) -> None:
+        """Called after each step with its scalars, such as `loss`."""
+        ...
+
+
+@runtime_checkable
 class HasEvaluationLoss(Protocol):
     """An objective that is measured otherwise than it is trained on."""
 

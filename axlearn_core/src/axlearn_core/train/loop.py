@@ -105,6 +105,7 @@ class _Record:
         step, scalars, tokens, where = self.held
         self.held = None
         values = {k: float(v) for k, v in jax.device_get(scalars).items()}
+        self.session.observe(step, values)
         self.since_log += 1
         bad = [k for k in ("loss", "grad_norm") if not math.isfinite(values.get(k, 0.0))]
         self.nonfinite = self.nonfinite + 1 if bad else 0

@@ -16,7 +16,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from axlearn_core.compose import Program
-from axlearn_core.contracts.capabilities import DescribesPosition
+from axlearn_core.contracts.capabilities import DescribesPosition, ObservesSteps
 from axlearn_core.contracts.parts import BatchIterator, Checkpointer, Input, Profiler, Tracker, Watchdog
 from axlearn_core.train.distributed import united
 from axlearn_core.train.evaluators import Evaluator
@@ -84,6 +84,11 @@ class Session:
         """Tells the watchdog what begins now; see `Watchdog.beat`."""
         if self.watchdog is not None:
             self.watchdog.beat(phase, self.step)
+
+    def observe(self, step: int, values: Mapping[str, float]) -> None:
+        """Shows a step's scalars to the watchdog."""
+        if isinstance(self.watchdog, ObservesSteps):
+            self.watchdog.observe(step, values)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Sends scalars to every tracker."""

@@ -1,0 +1,1 @@
+"""What keeps a training run going: a watchdog of rules and actions."""

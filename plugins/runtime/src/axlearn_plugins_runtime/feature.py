@@ -1,0 +1,43 @@
+"""The feature `watchdog`."""
+
+from typing import Any, Literal, TypeVar
+
+from axlearn_core.config import Node, node, patch, setting
+from axlearn_core.plugins.feature import Feature
+from axlearn_plugins_runtime.actions import DumpStacks, RestartProcess, StopRun
+from axlearn_plugins_runtime.rules import Hang
+from axlearn_plugins_runtime.watchdog import RuleWatchdog
+
+Tree = TypeVar("Tree", bound=Node[Any])
+
+ON_HANG = {
+    "report": (),
+    "stacks": (DumpStacks.Config(),),
+    "stop": (DumpStacks.Config(), StopRun.Config()),
+    "restart": (DumpStacks.Config(), RestartProcess.Config()),
+}
+
+
+@node
+class WatchdogFeature(Feature):
+    """Watches for hangs, slow steps, starved input and loss spikes, and reports them in `<run>/watchdog.jsonl`.
+
+    `hang_seconds` is the least limit of a phase; restoring and compiling have an hour. `on_hang`: `stacks` writes the stacks of all
+    threads, `stop` saves and stops too, `restart` exits with code 75 for a supervisor. For other rules and actions set
+    `watchdog.rules` in a run file. An experiment's own watchdog is replaced.
+    """
+
+    stage = "execute"
+
+    hang_seconds: float = setting(default=600.0, gt=0)
+    on_hang: Literal["report", "stacks", "stop", "restart"] = "stacks"
+
+    def apply(self, cfg: Tree) -> Tree:
+        """Puts the watchdog into its slot."""
+        watchdog = RuleWatchdog.Config()
+        hang = Hang.Config(seconds=self.hang_seconds, actions=ON_HANG[self.on_hang])
+        return patch(cfg, {"watchdog": RuleWatchdog.Config(rules={**watchdog.rules, "hang": hang})})
+
+    def in_effect(self, cfg: Node[Any]) -> bool:
+        """The trainer has this watchdog."""
+        return self.apply(cfg) == cfg
