@@ -61,6 +61,21 @@ def test_a_signal_to_one_process_stops_all_of_them_at_one_step(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_preempted_process_stops_all_of_them_at_the_next_step(tmp_path, rank):
+    run = tmp_path / "run"
+    settings = ("log_every_steps=1000000", "checkpointer.every_steps=5")
+    processes = start(tiny.arguments(run, steps=100_000, settings=settings))
+    assert tiny.kill_when(processes[rank], lambda: any((run / "checkpoints").glob("[0-9]*")), signal.SIGTERM)
+    errors = [process.communicate(timeout=300)[1] for process in processes]
+    assert [process.returncode for process in processes] == [128 + signal.SIGTERM] * 2, errors
+    assert "was sent SIGTERM: stopping here, then saving" in errors[0]
+    steps = sorted(int(path.name) for path in (run / "checkpoints").iterdir() if path.name.isdigit())
+    assert steps[-1] < 1000
+    together(tiny.arguments(run, steps=steps[-1] + 2, settings=settings))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "features"),
     [

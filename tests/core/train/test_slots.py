@@ -75,7 +75,8 @@ def test_a_watchdog_hears_of_every_phase(tmp_path):
     RUN.run(tmp_path / "run", watchdog=Diary.Config(), max_steps=2)
     kept = Diary.kept
     assert kept[:3] == ["start", ("restore", 0), ("compile", 0)]
-    assert kept[3:7] == [("input", 0), ("step", 0), ("input", 1), ("step", 1)]
+    assert kept[3:7] == [("input", 0), ("step", 0), ("compile", 0), ("step", 0)]
+    assert kept[7:9] == [("input", 1), ("step", 1)]
     assert {("evaluate", 2), ("save", 2)} <= set(kept)
     assert kept[-1] == "close"
 

@@ -45,7 +45,8 @@ class TrainLoop(Configurable):
             while session.step < session.max_steps and not session.stops():
                 session.beat("input")
                 batch = session.program.put(next(session.batches))
-                session.beat("step")
+                # While the devices compute the step before, waiting for a batch costs nothing.
+                session.beat("step", count_as=None if record.devices_idle() else "step")
                 session.first_batch(batch)
                 if session.profiler is not None:
                     session.profiler.before(session.step)
@@ -97,6 +98,11 @@ class _Record:
         if self.timer is None:
             self.timer = StepTimer()
         self.held = (self.session.step, scalars, batch_tokens(batch), self.session.describe_batch())
+
+    def devices_idle(self) -> bool:
+        """Whether no step is under way on the devices."""
+        scalars: Any = () if self.held is None else self.held[1].values()
+        return all(value.is_ready() for value in scalars)
 
     def flush(self) -> None:
         """Waits for the held step and handles its scalars."""

@@ -18,8 +18,9 @@ from jax.experimental import multihost_utils
 from axlearn_core.compose import Program
 from axlearn_core.contracts.capabilities import DescribesPosition, ObservesSteps
 from axlearn_core.contracts.parts import BatchIterator, Checkpointer, Input, Profiler, Tracker, Watchdog
-from axlearn_core.train.distributed import united
+from axlearn_core.train.distributed import preempted, united
 from axlearn_core.train.evaluators import Evaluator
+from axlearn_core.train.phases import PhaseClock
 
 
 def say(message: str) -> None:
@@ -36,6 +37,7 @@ class Session:
         program: the compiled functions.
         state: the training state after `step` steps.
         batches: the training stream.
+        clock: adds up the time of each phase.
         peak_flops: of all devices together for the dtype in use, or None where the hardware's peak is not known.
         metrics: the latest values.
         stop_signal: what asked the job to stop, once `stops` has said so.
@@ -57,6 +59,7 @@ class Session:
     on_compiled: Callable[["Session", Mapping[str, Any]], None]
     profiler: Profiler | None = None
     watchdog: Watchdog | None = None
+    clock: PhaseClock = attrs.field(factory=PhaseClock)
     flops_per_step: int | None = None
     metrics: dict[str, float] = attrs.field(factory=dict)
     stop_signal: int | None = None
@@ -72,16 +75,20 @@ class Session:
     def first_batch(self, batch: Mapping[str, Any]) -> None:
         """Compiles the step for this batch and counts its FLOPs, once."""
         if self.flops_per_step is None:
+            self.beat("compile")
             self.program.compile("train", batch)
             self.flops_per_step = self.program.model_flops(batch)
             self.on_compiled(self, batch)
+            self.beat("step")
 
     def model(self) -> Any:
         """The model with the current parameters (their moving average where the learner keeps one)."""
         return self.program.model(self.state)
 
-    def beat(self, phase: str) -> None:
-        """Tells the watchdog what begins now; see `Watchdog.beat`."""
+    def beat(self, phase: str, count_as: str | None = None) -> None:
+        """Tells the clock and the watchdog what begins now; see `PhaseClock.begin` and `Watchdog.beat`."""
+        self.clock.begin(phase, count_as)
+        self.clock.record(self.step)
         if self.watchdog is not None:
             self.watchdog.beat(phase, self.step)
 
@@ -131,9 +138,17 @@ class Session:
         return f"number {self.step} of the stream"
 
     def stops(self) -> bool:
-        """Whether a signal asks the job to stop here; several processes agree on it at steps that are logged."""
+        """Whether a signal asks the job to stop here.
+
+        Several processes agree on it: for SIGTERM, the notice of a preemption, at the next step; for SIGINT at the next step that
+        is logged.
+        """
         asked = self._asked
         if jax.process_count() > 1 and self.stop_signal is None:
+            if preempted(self.step):
+                say("one of the processes was sent SIGTERM: stopping here, then saving")
+                self.stop_signal = signal.SIGTERM
+                return True
             if self.step % self.log_every_steps:
                 return False
             asked = int(multihost_utils.process_allgather(np.asarray(asked or 0)).max()) or None
@@ -142,7 +157,8 @@ class Session:
 
     def __enter__(self) -> "Session":
         if threading.current_thread() is threading.main_thread():
-            for name in (signal.SIGINT, signal.SIGTERM):
+            # In a job of several processes SIGTERM belongs to JAX, which tells the others; see `preempted`.
+            for name in (signal.SIGINT,) if jax.process_count() > 1 else (signal.SIGINT, signal.SIGTERM):
                 self._old[name] = signal.signal(name, self._stop)
         return self
 

@@ -38,6 +38,7 @@ from axlearn_core.train.evaluators import Evaluator, LossEvaluator
 from axlearn_core.train.lock import make_lock, peak_flops
 from axlearn_core.train.loop import Loop, TrainLoop
 from axlearn_core.train.objective import FrozenWeights
+from axlearn_core.train.phases import PhaseClock
 from axlearn_core.train.run_dir import RunDir, lock_drift
 from axlearn_core.train.session import Session, say
 from axlearn_core.train.step import TrainingFunctions
@@ -134,7 +135,7 @@ class Trainer(Configurable):
             machine: what it has to run on; None is what JAX finds.
             decisions: what was decided for the user, to be shown and kept in the lock.
         """
-        cfg = self.config
+        cfg, clock = self.config, PhaseClock()
         cfg.distributed.build().initialize()
         program = compose(cfg, machine=machine)
         decisions = (*decisions, *replicated(program.trained))
@@ -155,6 +156,7 @@ class Trainer(Configurable):
                 closing.callback(watchdog.close)
                 watchdog.start()
                 watchdog.beat("restore", 0)
+            clock.begin("restore")
             state, step, begins = self._restore(program, checkpointer, batches, restore_step)
             frozen = FrozenWeights.of(program) if begins else None
             lock = make_lock(program, source, experiment=experiment, provenance=provenance, decisions=decisions)
@@ -166,6 +168,7 @@ class Trainer(Configurable):
                 say(f"note: {note}")
             if jax.process_index() == 0:
                 run_dir.write(config_text, {k: old[k] for k in ("kernels", "hlo_fingerprint") if k in old} | lock)
+                clock.open(run_dir.path, step)
             checkpointer.files = {
                 "config.yaml": config_text,
                 "run.lock.json": (run_dir.path / "run.lock.json").read_text,
@@ -188,6 +191,7 @@ class Trainer(Configurable):
                 closing.callback(profiler.close)
             if watchdog:
                 watchdog.beat("compile", step)
+            clock.begin("compile")
             state = _ready(program, batches, cfg.seed) if state is None else state
             session = Session(
                 program=program,
@@ -206,8 +210,11 @@ class Trainer(Configurable):
                 on_compiled=lambda s, batch: self._compiled(s, batch, run_dir),
                 profiler=profiler,
                 watchdog=watchdog,
+                clock=clock,
             )
+            closing.callback(lambda: clock.write("end", session.step))
             loop.run(session)
+            session.beat("save")
             checkpointer.wait()
         return Result(run_dir.path, session.step, dict(session.metrics), session.stop_signal)
 

@@ -12,6 +12,7 @@ from axlearn_core.train.run_dir import write_whole
 from axlearn_core.train.trackers.common import writing
 from axlearn_plugins_reporting.charts import Series, histogram, line_chart, short, smooth, text
 from axlearn_plugins_reporting.durations import clock
+from axlearn_plugins_reporting.goodput import BADPUT, Attempt, goodput_of
 from axlearn_plugins_reporting.run import Run, names, number, points, read_run
 
 _CHARTED = ("loss", "step_seconds", "tokens_per_second")
@@ -41,6 +42,7 @@ def render(run: Run) -> str:
         ("Loss", _losses(run)),
         ("Throughput", _throughput(run)),
         ("Step time", _step_times(run)),
+        ("Goodput", _goodput(run)),
         ("Other values", _others(run)),
         ("Samples", _samples(run)),
         ("Config", _config(run)),
@@ -74,6 +76,9 @@ def _facts(run: Run) -> str:
         facts.append(("Steps", f"{run.last_step:,}", ""))
     if run.seconds is not None:
         facts.append(("Time", clock(run.seconds), "without downtime"))
+    if run.attempts:
+        count = f"{len(run.attempts)} attempt{'s' if len(run.attempts) > 1 else ''}"
+        facts.append(("Goodput", f"{goodput_of(run.attempts).share:.1%}", count))
     for name in [n for n in names(run.evaluations) if n.endswith("_loss")][:2]:
         found = points(run.evaluations, name)
         if found:
@@ -161,6 +166,29 @@ def _step_times(run: Run) -> str:
     chart = histogram("step time", values, [(f"p{p}", at[_PERCENTILES.index(p)]) for p in (50, 99)], show)
     note = f'<p class="sub">{len(values):,} logged means per step{more}.</p>'
     return f'<div class="split"><table>{cells}</table><div>{chart}{note}</div></div>'
+
+
+def _goodput(run: Run) -> str:
+    """Where the time went, the attempts where there were several, and what a watchdog found."""
+    parts = []
+    if run.attempts:
+        goodput = goodput_of(run.attempts)
+        labels = {"productive": "productive: steps that were kept", **BADPUT}
+        shares = [(labels[k], v) for k, v in goodput.seconds.items() if v >= 0.0005 * goodput.total]
+        rows = [(name, f"{clock(v)} ({v / goodput.total:.1%})") for name, v in sorted(shares, key=lambda s: -s[1])]
+        parts.append(_table(rows) if goodput.total else "")
+    if len(run.attempts) > 1:
+        parts.append(_table([_attempt(number, attempt) for number, attempt in enumerate(run.attempts, 1)]))
+    tables = f'<div class="split wide">{"".join(parts)}</div>' if any(parts) else ""
+    incidents = [(f"{i.get('time', '')} {i.get('rule', '')}", i["message"]) for i in run.incidents[-_SAMPLES:]]
+    return tables + (f"<h3>Incidents</h3>{_table(incidents)}" if incidents else "")
+
+
+def _attempt(number: int, attempt: Attempt) -> tuple[str, str]:
+    steps = f"steps {attempt.first_step:,} to {attempt.last_step:,}"
+    end = "" if attempt.ended else ", killed or lost"
+    begin = attempt.begin.strftime("%Y-%m-%d %H:%M:%S UTC")
+    return f"attempt {number}, {begin}", f"{steps}{end} ({attempt.place})"
 
 
 def _others(run: Run) -> str:

@@ -10,9 +10,11 @@ import attrs
 
 from axlearn_core.config import parse
 from axlearn_core.errors import ConfigError, RequestError
+from axlearn_core.train.phases import PHASES
 from axlearn_core.train.trackers.jsonl import METRICS, SAMPLES, read_jsonl
+from axlearn_plugins_reporting.goodput import Attempt, read_attempts
 
-CONFIG, LOCK = "config.yaml", "run.lock.json"
+CONFIG, LOCK, INCIDENTS = "config.yaml", "run.lock.json", "watchdog.jsonl"
 Points = list[tuple[int, float]]
 
 
@@ -23,6 +25,8 @@ class Run:
     Attributes:
         train: records with a `loss`, by step.
         evaluations: the other records, by step.
+        attempts: each start of the run, where its phases were recorded.
+        incidents: what a watchdog found.
         notes: what is missing or damaged, one sentence each.
     """
 
@@ -32,6 +36,8 @@ class Run:
     samples: Sequence[Mapping[str, Any]]
     config: Mapping[str, Any]
     lock: Mapping[str, Any]
+    attempts: Sequence[Attempt]
+    incidents: Sequence[Mapping[str, Any]]
     notes: Sequence[str]
 
     @property
@@ -97,6 +103,9 @@ def read_run(path: Path) -> Run:
     metrics, remarks = _read(path / METRICS, read_jsonl, ([], []), notes)
     samples, more = _read(path / SAMPLES, read_jsonl, ([], []), notes, optional=True)
     notes += [*remarks, *more]
+    attempts, bad_phases = _read(path / PHASES, _attempts, ([], []), notes, optional=True)
+    incidents, bad_incidents = _read(path / INCIDENTS, _lines, ([], []), notes, optional=True)
+    notes += [*bad_phases, *bad_incidents]
     metrics.sort(key=lambda r: r["step"])
     train = [r for r in metrics if "loss" in r]
     bad = [r["step"] for r in train if number(r["loss"]) is None]
@@ -109,8 +118,27 @@ def read_run(path: Path) -> Run:
         samples=[s for s in samples if isinstance(s.get("text"), str)],
         config=_read(path / CONFIG, lambda p: _mapping(parse(_text(p), p.name).data), {}, notes),
         lock=_read(path / LOCK, lambda p: _mapping(json.loads(_text(p))), {}, notes),
+        attempts=attempts,
+        incidents=[i for i in incidents if isinstance(i.get("message"), str)],
         notes=notes,
     )
+
+
+def _lines(path: Path) -> tuple[list[Mapping[str, Any]], list[str]]:
+    """The objects of a file with one on each line, and what is wrong with it."""
+    objects: list[Mapping[str, Any]] = []
+    damaged = 0
+    for line in _text(path).splitlines():
+        try:
+            objects.append(_mapping(json.loads(line)))
+        except ValueError:  # the last line of a process that was killed
+            damaged += 1
+    return objects, [f"{path.name}: {damaged} damaged lines are left out"] if damaged else []
+
+
+def _attempts(path: Path) -> tuple[list[Attempt], list[str]]:
+    records, remarks = _lines(path)
+    return read_attempts(records), remarks
 
 
 _FIX = "\n    fix: give the directory that `axlearn train` printed, by default one under runs/"
