@@ -3,9 +3,10 @@
     python benchmarks/loc_complexity.py [--modules 20] [--experiments 50] [--configs 1000] [--json] [--plot lines.png]
 
 It writes projects of N modules x M experiments as source into git repositories, integrates rotary positions (RoPE), a
-mixture of experts (MoE), dropout and three features that no shipped code knows (token shift, a cache layout, an objective),
-as a user would, and counts with `git diff --numstat` all lines that were added or changed outside the feature's own package.
-In every cell of the largest project each feature is proven by running it. The same is done for a project in which parents instantiate their children.
+mixture of experts (MoE), dropout and three features that no shipped code knows (token shift, a cache layout, an
+objective), as a user would, and counts with `git diff --numstat` all lines that were added or changed outside the
+feature's own package. In every cell of the largest project each feature is proven by running it. The same is done for a
+project in which parents instantiate their children.
 
 Exit code 1 where one of our slopes is above 0, an existing line changed, or a cell is inactive. To reach besides: one line
 of activation, modifiers of at most 10 lines, RoPE and MoE applied to 1,000 experiments in 2 seconds.

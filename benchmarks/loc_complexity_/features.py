@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-from loc_complexity_ import packages
 
 from axlearn_core.config import map
 from axlearn_plugins_moe.layer import MixtureOfExperts
 from axlearn_plugins_rope.rotary import RotaryEmbedding
 from axlearn_plugins_transformer.dropout import DropoutOutput
+from loc_complexity_ import packages
 
 ACTIVATION = {
     "rope": "rope:theta=100",  # at this width and length the default base would hardly turn anything
