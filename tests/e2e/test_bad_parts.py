@@ -41,12 +41,16 @@ class Greedy(Configurable):
         self.width = width
 '''
 RULE = """
+import os
+
 from axlearn_core.contracts.mesh import MeshRule
 from axlearn_core.plugins.hookspecs import hookimpl
 
 
 @hookimpl
 def axlearn_mesh_rules():
+    if "WITH_BAD_RULE" not in os.environ:
+        return []
     return [MeshRule(target="cpu-*", features=("warp",), packages={"warp": "axlearn-plugins-loom"})]
 """
 
@@ -91,10 +95,12 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("command", ["train", "check"])
-def test_a_part_that_does_not_fit_is_one_clear_error(case, command, tmp_path):
+def test_a_part_that_does_not_fit_is_one_clear_error(case, command, tmp_path, monkeypatch):
     settings, more, message = CASES[case]
+    if more:
+        monkeypatch.setenv("WITH_BAD_RULE", "1")
     run = tmp_path / "run"
-    words = tiny.arguments(run, steps=1, settings=settings, more=more)
+    words = tiny.arguments(run, steps=1, settings=("input.batch_size=8", *settings), more=more)
     below = tuple(
         f"{setting.partition('=')[0]}." for setting in settings
     )  # which the part in their place does not have
