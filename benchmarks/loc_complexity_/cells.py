@@ -201,15 +201,22 @@ def _layers_active(plain: Any, activated: Any, feature: str) -> bool:
 
 def _objective_active(plain: Any, activated: Any) -> bool:
     """The losses are 0.8 of the model's own, and 0.2 of the mean negative log-probability of every token, by NumPy."""
-    model, changed = built(plain), built(activated)
-    objective = ModelAndObjective.of(activated).bind_objective({}, {})
-    after = np.array([objective.loss(changed, batch, None)[0] for batch in BATCHES])
-    before = np.array([model.loss(batch)[0] for batch in BATCHES])
+    model = built(plain)
+    before, after, own = _losses(plain), _losses(activated), np.array([model.loss(batch)[0] for batch in BATCHES])
     logits = np.asarray(model(BATCHES[0]["tokens"]), np.float64)
     shifted = logits - logits.max(-1, keepdims=True)
     uniform = np.log(np.exp(shifted).sum(-1)) - shifted.mean(-1)
-    expected = 0.8 * before + 0.2 * np.array([uniform[batch["weights"] > 0].mean() for batch in BATCHES])
+    expected = 0.8 * own + 0.2 * np.array([uniform[batch["weights"] > 0].mean() for batch in BATCHES])
     return _equal(after, expected) and not _equal(after, before, DIFFERENT)
+
+
+def _losses(cfg: Any) -> np.ndarray:
+    """What a config is trained for, on each batch."""
+    model = built(cfg)
+    if cfg.objective is None:
+        return np.array([model.loss(batch)[0] for batch in BATCHES])
+    objective = ModelAndObjective.of(cfg).bind_objective({}, {})
+    return np.array([objective.loss(model, batch, None)[0] for batch in BATCHES])
 
 
 def _equal(a: Any, b: Any, tolerance: float = EQUAL) -> bool:
