@@ -38,7 +38,12 @@ class Part:
 
 
 PARTS = (
-    Part("kernels", "Kernels against the references", 1.5, (Job("kernels", "kernels:measure"),)),
+    Part(
+        "kernels",
+        "Kernels against the references, and their tests",
+        1.8,
+        (Job("kernels", "kernels:measure", weight=2.5), Job("kernel-tests", "kernel_tests:measure")),
+    ),
     Part(
         "peaks",
         "Measured peaks, and attention as a share of them",

@@ -6,8 +6,10 @@ kernels run in Pallas' interpreter; Mosaic's and cuDNN's have none, and their ca
 
 import contextlib
 import functools
+import itertools
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from accelerator_.context import Context
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 OPS = ("attention", "grouped_matmul", "gated_linear_unit", "rms_norm", "cross_entropy")
 REHEARSED_TARGET = "h100"
+SECONDS = 12
+"""Under which no comparison is begun: both passes of the kernel and of the reference are compiled."""
 
 
 def measure(context: Context) -> None:
@@ -29,21 +33,30 @@ def measure(context: Context) -> None:
 
     platform = "gpu" if context.rehearsal else device.platform
     target = REHEARSED_TARGET if context.rehearsal else machine_of(device).target.name
+    for op, implementation, case, interpreted in _in_turn(context, kernel_cases, selection, platform):
+        name = f"{op}/{implementation.name}/{case.name}"
+        if context.rehearsal and not interpreted:
+            context.record(name, skipped="needs a GPU: this kernel has no interpreter")
+            continue
+        suite = kernel_cases.suite_of(op, implementation.name, target, platform)
+        context.attempt(name, functools.partial(_compare, suite, case, interpreted), seconds=SECONDS)
+
+
+def _in_turn(context: Context, kernel_cases: Any, selection: Any, platform: str) -> Iterator[Any]:
+    """(op, kernel, case, whether it is interpreted): the first case of every kernel, then the second ones, ...
+
+    So each kernel has run once before any has run on all of its cases: time may be short, since each case is compiled.
+    """
+    columns = []
     for op in OPS:
         cases = kernel_cases.cases_of(op, small=context.rehearsal)
         for implementation in selection.installed(kernel_cases.OPS[op]):
-            if platform not in implementation.platforms:
-                continue
-            interpreted = context.rehearsal and "triton" in implementation.name
-            tried = cases[:1] if interpreted else cases  # the interpreter takes seconds for each
-            for case in tried:
-                name = f"{op}/{implementation.name}/{case.name}"
-                if context.rehearsal and not interpreted:
-                    context.record(name, skipped="needs a GPU: this kernel has no interpreter")
-                    continue
-                suite = kernel_cases.suite_of(op, implementation.name, target, platform)
-                run = functools.partial(_compare, suite, case, interpreted)
-                context.attempt(name, run, seconds=3)
+            if platform in implementation.platforms:
+                interpreted = context.rehearsal and "triton" in implementation.name
+                tried = cases[:1] if interpreted else cases  # the interpreter takes seconds for each
+                columns.append([(op, implementation, case, interpreted) for case in tried])
+    for row in itertools.zip_longest(*columns):
+        yield from (entry for entry in row if entry is not None)
 
 
 def _compare(suite: Any, case: Any, interpreted: bool) -> dict[str, Any]:

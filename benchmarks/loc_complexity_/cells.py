@@ -1,7 +1,8 @@
-"""Proof, for each cell, that a feature is active: the output of the model changes, and equals one that is placed by hand.
+"""Proof, for each cell, that a feature is active: what is computed changes, and equals what is placed by hand.
 
 The hand-placed model is the plain one, built and then changed module by module, with implementations of its own: a
 rotation of complex numbers, a loop over experts, a shift. It uses nothing of what the feature brings but its parameters.
+Compared are logits; of a cache layout those of a generation through the caches, of an objective the loss.
 """
 
 import hashlib
@@ -16,11 +17,21 @@ import numpy as np
 from flax import nnx
 
 from axlearn_core.compose.functional import Functional
+from axlearn_core.compose.objective import ModelAndObjective
+from axlearn_core.config import node
 from axlearn_plugins_moe.layer import MixtureOfExperts
 from axlearn_plugins_rope.rotary import RotaryEmbedding
 from axlearn_plugins_transformer.feed_forward import ACTIVATIONS
+from axlearn_plugins_transformer.kv_cache import ContiguousCache
 
 TOKENS = np.random.default_rng(0).integers(0, 32, (2, 6), dtype=np.int32)
+CHUNKS = (4, 1, 1)
+"""How many tokens of a prompt and after it go through the caches at one time."""
+BATCHES = tuple(
+    {"tokens": TOKENS[:, :-1], "targets": TOKENS[:, 1:], "weights": np.array(weights, np.float32)}
+    for weights in ([[1, 0, 0, 1, 0], [0, 0, 1, 0, 0]], [[0, 1, 0, 0, 0]] * 2, [[0, 0, 1, 0, 1], [1, 1, 0, 0, 0]])
+)
+"""Batches of different targets: one loss alone may be what it was by chance."""
 EQUAL, DIFFERENT = 1e-5, 1e-3
 """Of the norm of the output: at most so far from the hand-placed one, at least so far from the plain one."""
 
@@ -87,6 +98,24 @@ class HandDropout(nnx.Module):
         return (result[0] * kept, *result[1:]) if isinstance(result, tuple) else result * kept
 
 
+class HandCache(ContiguousCache):
+    """Keys and values rounded to three bits after the first one, by their exponents; below 2 ** -6 to steps of 2 ** -9."""
+
+    @node
+    class Config(ContiguousCache.Config):
+        """Nothing to set."""
+
+    def attend(self, cache: Any, op: Any, slots: Any, kernel: Any) -> Any:
+        """See `KVCache`."""
+        op = attrs.evolve(op, key=self.rounded(op.key), value=self.rounded(op.value))
+        return super().attend(cache, op, slots, kernel)
+
+    def rounded(self, x: Any) -> Any:
+        _, exponent = np.frexp(np.asarray(x))
+        step = np.float32(2) ** np.maximum(exponent - 4, -9)
+        return jnp.asarray(np.rint(np.asarray(x) / step) * step, x.dtype)
+
+
 @contextmanager
 def every_second() -> Iterator[None]:
     """Random masks keep every second position of the last dimension, so that masks can be placed by hand."""
@@ -113,6 +142,10 @@ def place_shift(layer: Any, _: Any) -> None:
     layer.feed_forward = HandShift(layer.feed_forward)
 
 
+def place_cache(layer: Any, _: Any) -> None:
+    layer.attention.cfg = attrs.evolve(layer.attention.cfg, kv_cache=HandCache.Config())
+
+
 def place_dropout(layer: Any, _: Any) -> None:
     layer.attention, layer.feed_forward = HandDropout(layer.attention), HandDropout(layer.feed_forward)
 
@@ -122,6 +155,7 @@ BY_HAND: dict[str, Callable[[Any, Any], None]] = {
     "moe": place_experts,
     "token-shift": place_shift,
     "dropout": place_dropout,
+    "fp8-cache": place_cache,
 }
 
 
@@ -133,33 +167,73 @@ def built(cfg: Any) -> Any:
 
 
 def _filled(path: str, spec: Any) -> jax.Array:
-    name = path.replace(".inner.", ".")
+    name = path.replace(".inner.", ".").replace(".base.", ".")
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
     values = np.random.default_rng(seed).normal(size=spec.shape) * 0.7
     return jnp.asarray(values + (1.0 if name.endswith("scale") else 0.0), spec.dtype)
 
 
-def active(plain: Any, activated: Any, feature: str, *, scanned: bool) -> bool:
+def active(plain: Any, activated: Any, feature: str) -> bool:
     """Whether the feature is active in a cell: configs of the experiment without and with it.
 
-    Layers run one by one, as for generation; with `scanned` also as in training, which has to be compiled.
+    Layers run one by one, as for generation; where the experiment scans them also as in training, which has to be compiled.
     """
+    if feature == "label-smoothing":
+        return _objective_active(plain, activated)
     with every_second():
-        return _active(plain, activated, feature, scanned)
+        return _layers_active(plain, activated, feature)
 
 
-def _active(plain: Any, activated: Any, feature: str, scanned: bool) -> bool:
+def _layers_active(plain: Any, activated: Any, feature: str) -> bool:
+    run = _generate if feature == "fp8-cache" else _forward
     off, on = built(plain), built(activated)
     layers, hand = on.unstacked(), off.unstacked()
-    before, after = _forward(off.unstacked()), _forward(layers)
+    before, after = run(off.unstacked()), run(layers)
+    if run is _generate and not _equal(before, _forward(off.unstacked())):
+        return False  # the caches of the plain model do not keep what it has seen
     for layer, other in zip(hand.decoder.layer, layers.decoder.layer, strict=True):
         BY_HAND[feature](layer, other)
-    expected, norm = _forward(hand), np.linalg.norm(after)
-    equal = np.linalg.norm(after - expected) <= EQUAL * norm
-    if scanned:
-        equal &= np.linalg.norm(_forward(on) - expected) <= EQUAL * norm
-    return bool(np.isfinite(norm) and equal and np.linalg.norm(after - before) >= DIFFERENT * norm)
+    expected = run(hand)
+    scanned = activated.model.decoder.stack.mode == "scan" and run is _forward
+    equal = _equal(after, expected) and (not scanned or _equal(run(on), expected))
+    return equal and not _equal(after, before, DIFFERENT)
+
+
+def _objective_active(plain: Any, activated: Any) -> bool:
+    """The losses are 0.8 of the model's own, and 0.2 of the mean negative log-probability of every token, by NumPy."""
+    model = built(plain)
+    before, after, own = _losses(plain), _losses(activated), np.array([model.loss(batch)[0] for batch in BATCHES])
+    logits = np.asarray(model(BATCHES[0]["tokens"]), np.float64)
+    shifted = logits - logits.max(-1, keepdims=True)
+    uniform = np.log(np.exp(shifted).sum(-1)) - shifted.mean(-1)
+    expected = 0.8 * own + 0.2 * np.array([uniform[batch["weights"] > 0].mean() for batch in BATCHES])
+    return _equal(after, expected) and not _equal(after, before, DIFFERENT)
+
+
+def _losses(cfg: Any) -> np.ndarray:
+    """What a config is trained for, on each batch."""
+    model = built(cfg)
+    if cfg.objective is None:
+        return np.array([model.loss(batch)[0] for batch in BATCHES])
+    objective = ModelAndObjective.of(cfg).bind_objective({}, {})
+    return np.array([objective.loss(model, batch, None)[0] for batch in BATCHES])
+
+
+def _equal(a: Any, b: Any, tolerance: float = EQUAL) -> bool:
+    """Whether the distance is at most so much of the norm of `a`, and that is finite."""
+    norm = np.linalg.norm(a)
+    return bool(np.isfinite(norm) and np.linalg.norm(np.asarray(a) - np.asarray(b)) <= tolerance * norm)
 
 
 def _forward(model: Any) -> np.ndarray:
     return np.asarray(model(TOKENS))
+
+
+def _generate(model: Any) -> np.ndarray:
+    """The logits of all tokens, a few at a time through the model's caches."""
+    rows, length = TOKENS.shape
+    cache, logits = model.init_cache(rows, length + 2), []
+    for part in np.split(TOKENS, np.cumsum(CHUNKS)[:-1], axis=1):
+        result, cache = model(part, cache=cache)
+        logits.append(np.asarray(result))
+    return np.concatenate(logits, axis=1)

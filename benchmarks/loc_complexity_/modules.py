@@ -16,8 +16,12 @@ import jax.numpy as jnp
 from axlearn_core.config import REQUIRED, Node, interface, node, setting
 from axlearn_core.nn.layer import Layer
 from axlearn_core.nn.linear import Linear, Projection
-from axlearn_plugins_transformer.attention import AttentionLayer, PositionEncoding
+from axlearn_plugins_transformer.attention import AttentionLayer, PositionEncoding, cached_slots
 from axlearn_plugins_transformer.feed_forward import FeedForward, GatedFeedForward, PlainFeedForward
+from axlearn_plugins_transformer.kernels.attention import Attention
+from axlearn_plugins_transformer.kernels.bias import LinearBias
+from axlearn_plugins_transformer.kernels.masks import Causal, SlidingWindow
+from axlearn_plugins_transformer.kv_cache import ContiguousCache, KVCache, build_cache
 from axlearn_plugins_transformer.norm import LayerNorm, Norm, RMSNorm
 
 
@@ -30,6 +34,7 @@ class Attention{i}(Layer):
         num_heads: int = setting(default=2, ge=1)
         position: Node[PositionEncoding] | None = None
         projection: Node[Projection] = Linear.Config()
+        kv_cache: Node[KVCache] = ContiguousCache.Config()
 
     def __init__(self, cfg, *, rngs, precision):
         super().__init__(cfg, precision=precision)
@@ -43,17 +48,22 @@ class Attention{i}(Layer):
         if cfg.position is not None:
             self.position = self.child(cfg.position, rngs=rngs, num_heads=heads[0], head_dim=heads[1])
 
+    def init_cache(self, batch, length):
+        heads, width = self.cfg.num_heads, self.cfg.input_dim
+        return build_cache(self.cfg.kv_cache).init(batch, length, heads, width // heads, self.precision.compute)
+
     def __call__(self, x, context, cache=None):
         q, k, v = self.query(x), self.key(x), self.value(x)
         {prepare}
         if self.cfg.position is not None:
-            q, k = self.position(q, k, jnp.arange(x.shape[1], dtype=jnp.int32)[None])
-        scores = jnp.einsum("bqnh,bknh->bnqk", q, k) * {scale}
-        {score}
-        distance = jnp.arange(x.shape[1])[:, None] - jnp.arange(x.shape[1])[None]
-        seen = (distance >= 0) & (distance < {window})
-        weights = jax.nn.softmax(jnp.where(seen[None, None], scores, -1e9), axis=-1)
-        mixed = jnp.einsum("bnqk,bknh->bqnh", weights, v)
+            at = jnp.arange(x.shape[1], dtype=jnp.int32)[None] if context.positions is None else context.positions
+            q, k = self.position(q, k, at)
+        mask = Causal() & SlidingWindow({window})
+        op = Attention(q, k, v, mask=mask, {score})
+        if cache is None:
+            mixed = op.run()
+        else:
+            mixed, cache = build_cache(self.cfg.kv_cache).attend(cache, op, cached_slots(context), None)
         return self.output({mixed}), cache
 
 
@@ -73,6 +83,9 @@ class Block{i}(Layer):
         self.feed_forward = self.child(cfg.feed_forward, rngs=rngs, input_dim=cfg.input_dim)
         self.first_norm = self.child(cfg.norm, rngs=rngs, dim=cfg.input_dim)
         self.second_norm = self.child(cfg.norm, rngs=rngs, dim=cfg.input_dim)
+
+    def init_cache(self, batch, length):
+        return self.attention.init_cache(batch, length)
 
     def __call__(self, x, context, cache=None):
 {forward}
@@ -102,15 +115,15 @@ RESIDUALS = (
     ),
 )
 PREPARED = (
-    ("", "scale = self.cfg.num_heads**-0.5"),
-    ("normalised queries and keys", "q, k = q / (1e-3 + jnp.abs(q).mean()), k / (1e-3 + jnp.abs(k).mean())"),
+    ("queries bounded", "q = 3.0 * jnp.tanh(q / 3.0)"),
+    ("normalised queries and keys", "q, k = (y / (1e-3 + jnp.abs(y).mean(-1, keepdims=True)) for y in (q, k))"),
     ("keys bounded", "k = jnp.tanh(k)"),
 )
 SCORED = (
-    ("", "scores = scores - jax.lax.stop_gradient(scores.max())"),
-    ("scores capped", "scores = 5.0 * jnp.tanh(scores / 5.0)"),
-    ("scores sharpened", "scores = scores * jnp.float32({sharp})"),
-    ("values decay with the distance", "scores = scores - {decay} * jnp.arange(x.shape[1])[::-1][None, None, None]"),
+    ("", "scale={scale}"),
+    ("scores capped", "scale={scale}, softcap=5.0"),
+    ("scores sharpened", "scale={scale} * {sharp}"),
+    ("keys decay with the distance", "scale={scale}, bias=LinearBias(({decay},) * self.cfg.num_heads)"),
 )
 MIXED = ("mixed", "mixed * jax.nn.sigmoid(v)", "mixed + 0.1 * v")
 FEED_FORWARDS = (
@@ -212,8 +225,7 @@ def block(i: int) -> str:
         residual=name,
         attention=", ".join(said),
         prepare=prepare,
-        scale=scale,
-        score=score.format(**values),
+        score=score.format(scale=scale, **values),
         window=window,
         mixed=MIXED[i % 3],
         feed_forward=FEED_FORWARDS[i % 5],

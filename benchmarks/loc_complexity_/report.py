@@ -71,7 +71,7 @@ def plot(found: dict[str, Any], file: Path) -> None:
     for axis, (along, other), word in zip(axes, (("N", "M"), ("M", "N")), ("modules", "experiments"), strict=False):
         fixed = most[other]
         for title, facts, style in (("subtyping", found["baseline"], "--"), ("axlearn-core", found, "-")):
-            for (feature, points), colour in zip(facts["lines"].items(), ("C0", "C1", "C2", "C3"), strict=True):
+            for (feature, points), colour in zip(facts["lines"].items(), (f"C{k}" for k in range(10)), strict=False):
                 chosen = [(n if along == "N" else m, t) for n, m, t in points if (m if along == "N" else n) == fixed]
                 label = f"{title}, {feature}: {facts['slopes'][feature][along]:g} per {word[:-1]}"
                 axis.plot(*zip(*chosen, strict=True), style, marker="o", color=colour, label=label)

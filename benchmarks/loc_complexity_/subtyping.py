@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 PACKAGE = "subtyped"
+TOKENS = np.random.default_rng(0).integers(0, 32, 6)
 
 LAYERS = '''"""What all blocks share."""
 
@@ -34,12 +35,26 @@ class FeedForward:
 
     def __call__(self, x):
         return np.maximum(x @ self.up, 0) @ self.down
+
+
+class Cache:
+    def __init__(self):
+        self.parts = []
+
+    def append(self, key, value):
+        self.parts.append((key, value))
+        return (np.concatenate(arrays) for arrays in zip(*self.parts))
+
+
+class CrossEntropy:
+    def __call__(self, logits, targets):
+        return (np.log(np.exp(logits).sum(-1)) - logits[np.arange(len(targets)), targets]).mean()
 '''
 
 BLOCK = '''"""Block {i}."""
 
 import numpy as np
-from subtyped.layers import FeedForward, normed, weights
+from subtyped.layers import Cache, FeedForward, normed, weights
 
 
 class Attention{i}:
@@ -50,9 +65,14 @@ class Attention{i}:
     def scores(self, query, key):
         return np.einsum("qnh,knh->nqk", query, key) * {scale}
 
-    def __call__(self, x):
+    def make_cache(self):
+        return Cache()
+
+    def __call__(self, x, cache=None):
         q, k, v = ((x @ w).reshape(len(x), self.heads, -1) for w in (self.query, self.key, self.value))
-        distance = np.arange(len(x))[:, None] - np.arange(len(x))
+        if cache is not None:
+            k, v = cache.append(k, v)
+        distance = np.arange(len(k) - len(q), len(k))[:, None] - np.arange(len(k))
         scores = np.where((distance >= 0) & (distance < {window}), self.scores(q, k), -1e9)
         seen = np.exp(scores - scores.max(-1, keepdims=True))
         mixed = np.einsum("nqk,knh->qnh", seen / seen.sum(-1, keepdims=True), v)
@@ -70,15 +90,18 @@ class Block{i}:
     def make_feed_forward(self, width, hidden, seed):
         return FeedForward(width, hidden, seed)
 
-    def __call__(self, x):
-        x = x + {a} * self.attention(normed(x))
+    def make_cache(self):
+        return self.attention.make_cache()
+
+    def __call__(self, x, cache=None):
+        x = x + {a} * self.attention(normed(x), cache)
         return x + self.feed_forward(normed(x))
 '''
 
 EXPERIMENT = '''"""Experiment {j}."""
 
 import numpy as np
-from subtyped.layers import normed, weights
+from subtyped.layers import CrossEntropy, normed, weights
 {imports}
 
 
@@ -88,12 +111,22 @@ class Experiment{j}:
     def __init__(self):
         self.embedding = weights(32, self.width, self.seed)
         self.blocks = [self.make_block(100 * (n + 1) + self.seed) for n in range(self.layers)]
+        self.objective = self.make_objective()
 
-    def __call__(self, tokens):
+    def make_objective(self):
+        return CrossEntropy()
+
+    def make_caches(self):
+        return [block.make_cache() for block in self.blocks]
+
+    def __call__(self, tokens, caches=None):
         x = self.embedding[tokens]
-        for block in self.blocks:
-            x = block(x)
+        for block, cache in zip(self.blocks, caches or [None] * self.layers):
+            x = block(x, cache)
         return normed(x) @ self.embedding.T
+
+    def loss(self, tokens, targets):
+        return self.objective(self(tokens), targets)
 {cells}'''
 
 CELL = """
@@ -103,17 +136,22 @@ class Experiment{j}Block{i}(Experiment{j}):
         return Block{i}(self.width, self.heads, self.hidden, seed)
 """
 
-FEATURES = '''"""The features."""
+FEATURES = '''"""The features, each with what a subtype of a module takes from it."""
 
 import numpy as np
-from subtyped.layers import FeedForward, weights
+from subtyped.layers import Cache, CrossEntropy, FeedForward, weights
 
 
-def turned(x):
+def turned(x, start=0):
     half = x.shape[-1] // 2
-    angle = np.arange(len(x))[:, None, None] * 100.0 ** (-np.arange(half) / half)
+    angle = np.arange(start, start + len(x))[:, None, None] * 100.0 ** (-np.arange(half) / half)
     y = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)
     return np.concatenate([y.real, y.imag], -1)
+
+
+class Turned:
+    def scores(self, query, key):
+        return super().scores(turned(query, len(key) - len(query)), turned(key))
 
 
 class Experts:
@@ -127,12 +165,28 @@ class Experts:
         return sum((kept / kept.sum(-1, keepdims=True))[:, e, None] * f(x) for e, f in enumerate(self.experts))
 
 
+class WithExperts:
+    def make_feed_forward(self, width, hidden, seed):
+        return Experts(width, hidden, seed)
+
+
 class Dropped:
     def __init__(self, layer):
         self.layer = layer
 
-    def __call__(self, x):
-        return self.layer(x) * 2.0 * (np.arange(x.shape[-1]) % 2)
+    def make_cache(self):
+        return self.layer.make_cache()
+
+    def __call__(self, x, *cache):
+        return self.layer(x, *cache) * 2.0 * (np.arange(x.shape[-1]) % 2)
+
+
+class WithDropout:
+    def make_attention(self, width, heads, seed):
+        return Dropped(super().make_attention(width, heads, seed))
+
+    def make_feed_forward(self, width, hidden, seed):
+        return Dropped(super().make_feed_forward(width, hidden, seed))
 
 
 class Shifted:
@@ -141,38 +195,72 @@ class Shifted:
 
     def __call__(self, x):
         return self.layer(0.7 * x + 0.3 * np.concatenate([np.zeros_like(x[:1]), x[:-1]]))
-'''
 
-PREFIX = {"rope": "Rope", "moe": "Moe", "token-shift": "Shift", "dropout": "Drop"}
 
-SUBTYPE = {
-    "rope": """class RopeAttention{i}(Attention{i}):
-    def scores(self, query, key):
-        return super().scores(turned(query), turned(key))
-class RopeBlock{i}(Block{i}):
-    def make_attention(self, width, heads, seed):
-        return RopeAttention{i}(width, heads, seed)
-""",
-    "moe": """class MoeBlock{i}(Block{i}):
-    def make_feed_forward(self, width, hidden, seed):
-        return Experts(width, hidden, seed)
-""",
-    "token-shift": """class ShiftBlock{i}(Block{i}):
+class WithShift:
     def make_feed_forward(self, width, hidden, seed):
         return Shifted(super().make_feed_forward(width, hidden, seed))
-""",
-    "dropout": """class DropBlock{i}(Block{i}):
-    def make_attention(self, width, heads, seed):
-        return Dropped(super().make_attention(width, heads, seed))
-    def make_feed_forward(self, width, hidden, seed):
-        return Dropped(super().make_feed_forward(width, hidden, seed))
-""",
+
+
+class RoundedCache(Cache):
+    def append(self, key, value):
+        return super().append(*(np.round(x * 8) / 8 for x in (key, value)))
+
+
+class WithRoundedCache:
+    def make_cache(self):
+        return RoundedCache()
+
+
+class SmoothedLabels(CrossEntropy):
+    def __call__(self, logits, targets):
+        uniform = (np.log(np.exp(logits).sum(-1)) - logits.mean(-1)).mean()
+        return 0.8 * super().__call__(logits, targets) + 0.2 * uniform
+
+
+class WithSmoothedLabels:
+    def make_objective(self):
+        return SmoothedLabels()
+'''
+
+PREFIX = {
+    "rope": "Rope",
+    "moe": "Moe",
+    "token-shift": "Shift",
+    "dropout": "Drop",
+    "fp8-cache": "Cache",
+    "label-smoothing": "Smooth",
 }
-IMPORTED = {"rope": "turned", "moe": "Experts", "token-shift": "Shifted", "dropout": "Dropped"}
+IMPORTED = {
+    "rope": "Turned",
+    "moe": "WithExperts",
+    "token-shift": "WithShift",
+    "dropout": "WithDropout",
+    "fp8-cache": "WithRoundedCache",
+    "label-smoothing": "WithSmoothedLabels",
+}
+
+OF_BLOCK = """class {prefix}Block{i}({imported}, Block{i}): ...
+"""
+OF_ATTENTION = """class {prefix}Attention{i}({imported}, Attention{i}): ...
+class {prefix}Block{i}(Block{i}):
+    def make_attention(self, width, heads, seed):
+        return {prefix}Attention{i}(width, heads, seed)
+"""
+SUBTYPE = {
+    "rope": OF_ATTENTION,
+    "moe": OF_BLOCK,
+    "token-shift": OF_BLOCK,
+    "dropout": OF_BLOCK,
+    "fp8-cache": OF_ATTENTION,
+}
+"""Feature -> the subtypes of a module; an objective has none, since experiments make it."""
 
 PARENT = """class {prefix}Experiment{j}Block{i}(Experiment{j}Block{i}):
     def make_block(self, seed):
         return {prefix}Block{i}(self.width, self.heads, self.hidden, seed)
+"""
+PARENT_OF_OBJECTIVE = """class {prefix}Experiment{j}Block{i}({imported}, Experiment{j}Block{i}): ...
 """
 
 
@@ -202,20 +290,26 @@ def write(root: Path, modules: int, experiments: int) -> None:
 
 def integrate(root: Path, feature: str, modules: int, experiments: int) -> None:
     """A subtype of every module, and of every parent that makes one."""
-    package, prefix = root / "src" / PACKAGE, PREFIX[feature]
+    package, names = root / "src" / PACKAGE, {"prefix": PREFIX[feature], "imported": IMPORTED[feature]}
     own = root / "packages/subtyped_features"
     own.mkdir(parents=True)
     (own / "subtyped_features.py").write_text(FEATURES)
-    for i in (f"{i:02}" for i in range(modules)):
+    first = f"import numpy as np\nfrom subtyped_features import {IMPORTED[feature]}\n"
+    numbers = [f"{i:02}" for i in range(modules)]
+    for i in numbers if feature in SUBTYPE else ():
         file = package / f"blocks/block_{i}.py"
-        first = f"import numpy as np\nfrom subtyped_features import {IMPORTED[feature]}\n"
-        file.write_text(file.read_text().replace("import numpy as np\n", first) + SUBTYPE[feature].format(i=i))
+        text = file.read_text().replace("import numpy as np\n", first)
+        file.write_text(text + SUBTYPE[feature].format(i=i, **names))
+    parent = PARENT if feature in SUBTYPE else PARENT_OF_OBJECTIVE
     for j in (f"{j:02}" for j in range(experiments)):
         file = package / f"experiments/experiment_{j}.py"
         text = file.read_text()
-        for i in (f"{i:02}" for i in range(modules)):
-            text = text.replace(f"import Block{i}\n", f"import Block{i}, {prefix}Block{i}\n")
-            text += PARENT.format(i=i, j=j, prefix=prefix)
+        if feature not in SUBTYPE:
+            text = text.replace("import numpy as np\n", first)
+        for i in numbers:
+            if feature in SUBTYPE:
+                text = text.replace(f"import Block{i}\n", f"import Block{i}, {PREFIX[feature]}Block{i}\n")
+            text += parent.format(i=i, j=j, **names)
         file.write_text(text)
 
 
@@ -236,10 +330,8 @@ def active(i: int, j: int, feature: str) -> bool:
     """Whether the feature is active in a cell: its output is another one, and that of a model changed by hand."""
     parents: Any = __import__(f"{PACKAGE}.experiments.experiment_{j:02}", fromlist=["*"])
     brought: Any = __import__("subtyped_features")
-    tokens = np.random.default_rng(0).integers(0, 32, 6)
     name = f"Experiment{j:02}Block{i:02}"
-    plain, hand = getattr(parents, name)(), getattr(parents, name)()
-    after = getattr(parents, PREFIX[feature] + name)()(tokens)
+    plain, hand, subtype = (getattr(parents, before + name)() for before in ("", "", PREFIX[feature]))
     for n, block in enumerate(hand.blocks):
         seed = 100 * (n + 1) + hand.seed
         if feature == "rope":
@@ -249,8 +341,24 @@ def active(i: int, j: int, feature: str) -> bool:
             block.feed_forward = brought.Experts(hand.width, hand.hidden, seed)
         elif feature == "dropout":
             block.attention, block.feed_forward = brought.Dropped(block.attention), brought.Dropped(block.feed_forward)
-        else:
+        elif feature == "token-shift":
             block.feed_forward = brought.Shifted(block.feed_forward)
+        elif feature == "fp8-cache":
+            block.attention.make_cache = brought.RoundedCache
+    if feature == "label-smoothing":
+        hand.objective = brought.SmoothedLabels()
+    before, after, expected = (_computed(model, feature) for model in (plain, subtype, hand))
+    if feature == "fp8-cache" and np.abs(before - plain(TOKENS)).max() > 1e-9:
+        return False  # the caches of the plain model do not keep what it has seen
     norm = np.linalg.norm(after)
-    changed = np.linalg.norm(after - plain(tokens)) >= 1e-3 * norm
-    return bool(changed and np.linalg.norm(after - hand(tokens)) <= 1e-9 * norm)
+    return bool(np.linalg.norm(after - before) >= 1e-3 * norm and np.linalg.norm(after - expected) <= 1e-9 * norm)
+
+
+def _computed(model: Any, feature: str) -> Any:
+    """What the feature changes: the logits, those of a generation through the caches, or losses."""
+    if feature == "label-smoothing":
+        return np.array([model.loss(TOKENS[:n], TOKENS[1 : n + 1]) for n in (1, 3, 5)])
+    if feature != "fp8-cache":
+        return model(TOKENS)
+    caches = model.make_caches()
+    return np.concatenate([model(part, caches) for part in (TOKENS[:4], TOKENS[4:5], TOKENS[5:])])

@@ -194,3 +194,55 @@ def test_batches_are_halved_until_they_fit(harness):
         largest_batch(4, lambda batch: measure(9), lambda: None)
     with pytest.raises(ValueError, match="other"):
         largest_batch(4, lambda batch: (_ for _ in ()).throw(ValueError("other")), lambda: None)
+
+
+PRINTED = {
+    "one process": """
+tests/plugins/gpu/test_a.py::test_one[h100] PASSED                       [ 33%]
+tests/plugins/gpu/test_a.py::test_two FAILED                             [ 66%]
+tests/plugins/gpu/test_b.py::test_three SKIPPED (needs a thing)          [100%]
+tests/plugins/gpu/test_b.py::test_four
+SKIPPED [1] tests/plugins/gpu/test_b.py:9: needs a thing
+""",
+    "several": """
+tests/plugins/gpu/test_a.py::test_one[h100]
+[gw0] [ 33%] PASSED tests/plugins/gpu/test_a.py::test_one[h100]
+[gw1] [ 66%] FAILED tests/plugins/gpu/test_a.py::test_two
+[gw0] [100%] SKIPPED tests/plugins/gpu/test_b.py::test_three
+SKIPPED [1] tests/plugins/gpu/test_b.py:9: needs a thing
+""",
+}
+
+
+@pytest.mark.parametrize("kind", PRINTED)
+def test_outcomes_are_read_from_what_pytest_prints(harness, kind):
+    from accelerator_ import kernel_tests
+
+    outcomes = kernel_tests.outcomes_of(PRINTED[kind])
+    assert {name.partition("::")[2]: outcome for name, outcome in outcomes.items()} == {
+        "test_one[h100]": "PASSED",
+        "test_two": "FAILED",
+        "test_three": "SKIPPED",
+    }
+    assert kernel_tests.skip_reasons(PRINTED[kind]) == ["needs a thing"]
+
+
+def test_tests_of_kernels_that_are_missing_or_fail_are_told(harness, tmp_path, monkeypatch):
+    from accelerator_ import kernel_tests
+    from accelerator_.context import Context
+
+    def row(name):
+        kernel_tests.measure(Context(tmp_path / name, seconds=60, rehearsal=True))
+        return json.loads((tmp_path / name).read_text().splitlines()[-1])
+
+    monkeypatch.setattr(kernel_tests, "ROOT", tmp_path)
+    assert "no clone" in row("none")["skipped"]
+    folder = tmp_path / kernel_tests.TESTS
+    folder.mkdir(parents=True)
+    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\nmarkers = ['slow', 'exhaustive']\n")
+    text = "import pytest\ndef test_one(): pass\ndef test_two(): assert 0\ndef test_three(): pytest.skip('needs a thing')\n"
+    (folder / "test_choices.py").write_text("markers = 1\n" + text)
+    found = row("some")
+    assert (found["passed"], found["failed"], found["skipped"]) == (1, 1, 1)
+    assert found["reasons"] == ["needs a thing"]
+    assert found["error"] == "1 tests failed: tests/plugins/gpu/test_choices.py::test_two"

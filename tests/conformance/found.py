@@ -19,6 +19,7 @@ from axlearn_core.plugins.registry import registry
 from axlearn_core.testing.contracts import D
 from axlearn_core.train.evaluators import Evaluator
 from axlearn_core.train.loop import Loop
+from axlearn_plugins_attention.latent_cache import LatentCache
 from axlearn_plugins_transformer.feed_forward import GatedFeedForward
 from axlearn_plugins_transformer.kv_cache import KVCache
 
@@ -38,7 +39,7 @@ TOY = {
 WRAPPED = {
     "linen-layer": {"module": configure(linen.LayerNorm), "axes": {"*": ("norm",)}},
     "equinox-layer": {"module": configure(equinox.nn.LayerNorm, shape=D), "vmap_axes": 2, "axes": {"*": ("norm",)}},
-    "dropout-output": {"inner": GatedFeedForward.Config(hidden_dim=32)},
+    "dropout-output": {"base": GatedFeedForward.Config(hidden_dim=32)},
 }
 """What stands in components that hold another one."""
 
@@ -77,7 +78,7 @@ def suites(base: type, configs: dict[str, Node[Any]], **more: Any) -> dict[str, 
 
 PROTOCOLS = (
     parts.Input, parts.Learner, parts.Checkpointer, parts.Tracker, parts.Objective, parts.Tokenizer, parts.Profiler,
-    parts.Watchdog, parts.ProcessGroup, Loop, Evaluator, KVCache,
+    parts.Watchdog, parts.ProcessGroup, Loop, Evaluator, KVCache, LatentCache,
 )  # fmt: skip
 
 

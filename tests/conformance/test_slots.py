@@ -21,6 +21,8 @@ from axlearn_core.testing import (
     WeightsSuite,
 )
 from axlearn_core.train.evaluators import Evaluator
+from axlearn_plugins_attention.latent_cache import LatentCache
+from axlearn_plugins_attention.testing import LatentCacheSuite
 from axlearn_plugins_lora.runs import export_run
 from axlearn_plugins_transformer.kv_cache import KVCache
 from axlearn_plugins_transformer.testing import KVCacheSuite
@@ -44,6 +46,7 @@ for _name, _config in found.of(parts.Tokenizer).items():
 globals().update(found.suites(ProfilerSuite, found.of(parts.Profiler)))
 globals().update(found.suites(WatchdogSuite, found.of(parts.Watchdog)))
 globals().update(found.suites(KVCacheSuite, found.of(KVCache)))
+globals().update(found.suites(LatentCacheSuite, found.of(LatentCache)))
 
 
 class TextEvaluator(EvaluatorSuite):

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 import axlearn_core.testing
+import axlearn_plugins_attention.testing
 import axlearn_plugins_transformer.testing
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ROOT / "examples/my_parts"
 SOURCES = [p for folder in ("axlearn_core/src", "plugins") for p in (ROOT / folder).rglob("*.py") if "src" in p.parts]
+MODULES = (axlearn_core.testing, axlearn_plugins_transformer.testing, axlearn_plugins_attention.testing)
 HEAD = "| slot | protocol | is offered | suite | example |"
 
 
@@ -48,8 +50,7 @@ def test_the_table_has_every_protocol_that_says_what_it_offers():
 @pytest.mark.parametrize("protocol", rows())
 def test_a_row_names_a_suite_and_an_example(protocol):
     _, suite, example = rows()[protocol]
-    modules = (axlearn_core.testing, axlearn_plugins_transformer.testing)
-    assert any(suite in m.__all__ for m in modules) or protocol == "CommandOption", suite
+    assert any(suite in m.__all__ for m in MODULES) or protocol == "CommandOption", suite
     file = (ROOT / "docs" / re.fullmatch(r"\[\w+\.py\]\((.*)\)", example).group(1)).resolve()
     assert file.is_file()
     tests = "".join(p.read_text("utf-8") for p in (file.parents[2] / "tests").glob("test_*.py"))
@@ -58,7 +59,7 @@ def test_a_row_names_a_suite_and_an_example(protocol):
 
 def test_every_suite_has_a_row():
     suites = {suite for _, suite, _ in rows().values()}
-    every = {n for m in (axlearn_core.testing, axlearn_plugins_transformer.testing) for n in m.__all__ if "Suite" in n}
+    every = {n for m in MODULES for n in m.__all__ if "Suite" in n}
     assert every - suites == {"FeatureSuite"}  # a feature is not in a slot
 
 

@@ -32,11 +32,13 @@ from axlearn_core.testing import (
     WatchdogSuite,
     WeightsSuite,
 )
-from axlearn_plugins_my_parts.checkpointer import NpzCheckpointer
+from axlearn_plugins_attention.testing import LatentCacheSuite
+from axlearn_plugins_my_parts.checkpointer import MsgpackCheckpointer
 from axlearn_plugins_my_parts.data import CopyTask
 from axlearn_plugins_my_parts.evaluator import ParameterNorms
 from axlearn_plugins_my_parts.experiment import my_parts
 from axlearn_plugins_my_parts.kv_cache import Int8Cache
+from axlearn_plugins_my_parts.latent_cache import Int8LatentCache
 from axlearn_plugins_my_parts.learner import SignLearner
 from axlearn_plugins_my_parts.loop import StopAtLoss
 from axlearn_plugins_my_parts.model import Bigram
@@ -86,14 +88,12 @@ class TestSignLearner(LearnerSuite):
     config = SignLearner.Config(accumulate_steps=2)
 
 
-class TestNpz(CheckpointerSuite):
-    config = NpzCheckpointer.Config(keep_last=None)
+class TestMsgpack(CheckpointerSuite):
+    config = MsgpackCheckpointer.Config()
 
-    def test_old_ones_are_deleted(self, tmp_path):
-        checkpointer = NpzCheckpointer.Config(keep_last=2).build(directory=tmp_path)
-        for step in (1, 2, 3):
-            checkpointer.save(step, self.state(step), extra={}, metrics={})
-        assert checkpointer.steps() == [2, 3]
+    def test_a_step_is_saved_once(self, tmp_path):
+        checkpointer = self.config.build(directory=tmp_path)
+        assert [checkpointer.save(1, self.state(seed), extra={}, metrics={}) for seed in (1, 2)] == [True, False]
 
 
 class TestSqlite(StorageSuite):
@@ -190,6 +190,14 @@ class TestInt8Cache(KVCacheSuite):
         assert {str(x.dtype) for x in cache["values"].values()} == {"int8"}
 
 
+class TestInt8LatentCache(LatentCacheSuite):
+    config = Int8LatentCache.Config()
+    tolerance = 2e-2
+
+    def test_it_holds_a_byte_for_each_number(self):
+        assert str(self.empty("bfloat16")["latents"].dtype) == "int8"
+
+
 def normalize(kernel, x, weight, **options):
     return RMSNorm(x, weight, **options).run(kernel)
 
@@ -216,7 +224,7 @@ def test_the_experiment_has_a_part_in_every_slot(tmp_path):
     assert {"loss", "eval_loss", "norm_table"} <= names
     assert len(json.loads((run / "slowest_steps-0.json").read_text())) == 10
     assert not list(run.glob("stacks-*")), "nothing took too long"
-    assert (run / f"checkpoints/{result.step}/state.npz").exists()
+    assert (run / f"checkpoints/{result.step}/state.msgpack").exists()
     assert ax.train("my-parts", run_dir=run, steps=result.step).step == result.step, "it is complete"
     assert my_parts() == ax.resolve("my-parts").config
 

@@ -22,6 +22,8 @@ from axlearn_core.testing import (
 )
 from axlearn_core.testing.train import Line, TrainerSuite
 from axlearn_core.train.evaluators import LossEvaluator, Periodic
+from axlearn_plugins_attention.latent_cache import ContiguousLatentCache
+from axlearn_plugins_attention.testing import LatentCacheSuite
 from axlearn_plugins_text.tokenizers import ByteTokenizer
 from axlearn_plugins_transformer.kv_cache import ContiguousCache
 from axlearn_plugins_transformer.testing import KVCacheSuite
@@ -285,6 +287,22 @@ class Cache(ContiguousCache):
         return result, new
 
 
+class Latents(ContiguousLatentCache):
+    """As `Cache`."""
+
+    @node
+    class Config(ContiguousLatentCache.Config):
+        wrong: str = ""
+
+    def attend(self, cache, latents, slots, attention, kernel):
+        wrong = self.cfg.wrong
+        if wrong == "slots":
+            slots = jnp.broadcast_to(slots[:1], slots.shape)
+        if wrong == "rounds":
+            latents = latents.astype("bfloat16").astype("float32")
+        return super().attend(cache, latents, slots, attention, None if wrong == "kernel" else kernel)
+
+
 @pytest.mark.parametrize(
     ("wrong", "test", "args"),
     [
@@ -294,6 +312,7 @@ class Cache(ContiguousCache):
     ],
 )
 def test_caches(wrong, test, args):
-    getattr(suite(KVCacheSuite, Cache.Config()), test)(*args)
-    with pytest.raises(FAILS):
-        getattr(suite(KVCacheSuite, Cache.Config(wrong=wrong)), test)(*args)
+    for base, cache in ((KVCacheSuite, Cache), (LatentCacheSuite, Latents)):
+        getattr(suite(base, cache.Config()), test)(*args)
+        with pytest.raises(FAILS):
+            getattr(suite(base, cache.Config(wrong=wrong)), test)(*args)

@@ -199,6 +199,7 @@ def test_of_what_was_cut_off_nothing_is_left(what, tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(shutil, "copyfile", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     there = sorted(tmp_path.rglob("*"))
     with pytest.raises(WorkError, match=r"cannot write .*new: No space left on device"):
         import_run(source, tmp_path / "new") if what == "import" else export_run(tmp_path / "run", tmp_path / "new")

@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from axlearn_core.checkpoint import LocalStorage
+from axlearn_core.checkpoint import open_storage
 from axlearn_core.checkpoint.run import read_run_config
 from axlearn_core.compose.devices import detect, settle
 from axlearn_core.config import Node, diff
@@ -119,13 +119,14 @@ def _computes_the_same(run_dir: Path, config: Node[Any]) -> bool:
     return old is not None and not refused_changes(diff(old, config, code_name), old, config)
 
 
-def saved_config(run_dir: Path) -> Node[Any] | None:
-    """The resolved config of a run directory; None where there is no config file.
+def saved_config(run_dir: str | Path) -> Node[Any] | None:
+    """The resolved config of a run directory, or of a run at the URI of a storage; None where there is no config file.
 
     Raises:
         CheckpointError: the file cannot be read back.
+        RequestError: no plugin knows the scheme.
     """
-    return read_run_config(LocalStorage(run_dir), run_dir)
+    return read_run_config(open_storage(run_dir), run_dir)
 
 
 def provenance(resolved: Resolved) -> dict[str, list[dict[str, str]]]:

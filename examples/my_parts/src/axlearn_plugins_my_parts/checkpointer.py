@@ -1,41 +1,36 @@
-"""The component `npz`."""
+"""The component `msgpack`."""
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from flax.serialization import msgpack_restore, msgpack_serialize
 
 from axlearn_core.checkpoint.storage import LocalStorage
 from axlearn_core.config import Configurable, node, setting
-from axlearn_core.errors import CheckpointError, RequestError
+from axlearn_core.errors import CheckpointError, RequestError, StorageError
 from axlearn_core.learn import flatten, unflatten
 
-HASHES = "sha256.json"
 
-
-class NpzCheckpointer(Configurable):
-    """Writes the state of a single process as one `state.npz`, with a hash of every file. `save` blocks."""
+class MsgpackCheckpointer(Configurable):
+    """Writes the state of a single process as one `state.msgpack`, with a hash of every file. `save` blocks."""
 
     @node
-    class Config(Configurable.Config["NpzCheckpointer"]):
-        """`every_steps` saves after so many steps, and `keep_last` keeps the newest; null keeps all."""
+    class Config(Configurable.Config["MsgpackCheckpointer"]):
+        """`every_steps` saves after so many steps. All checkpoints are kept."""
 
         every_steps: int = setting(default=100, ge=1)
-        keep_last: int | None = setting(default=3, ge=1)
 
     def __init__(self, cfg: Config, *, directory: Path):
         if jax.process_count() > 1:
             raise RequestError(
-                "npz checkpoints are of one process\n"
-                f"    got: {jax.process_count()} processes\n    fix: set checkpointer={type: orbax}"
+                f"msgpack checkpoints are of one process, got {jax.process_count()}\n    fix: take orbax"
             )
-        self.cfg, self.storage = cfg, LocalStorage(directory)
-        self.files: dict[str, str | Callable[[], str]] = {}
+        self.cfg, self.storage, self.files = cfg, LocalStorage(directory), {}
 
     def due(self, step: int) -> bool:
         """Whether `every_steps` divides the step."""
@@ -51,58 +46,36 @@ class NpzCheckpointer(Configurable):
         return max(self.steps(), default=None)
 
     def save(self, step: int, state: Any, *, extra: Mapping[str, Any], metrics: Mapping[str, float]) -> bool:
-        """Writes beside the final place and renames. Raises `StorageError` where the disk refuses."""
+        """Writes into another folder and renames that. Raises `StorageError` where the disk refuses."""
         if step in self.steps():
             return False
-        partial = f".{step}.partial"
-        self.storage.delete(partial)
-        arrays = {path: np.asarray(_plain(x)) for path, x in flatten(state).items()}
-        directory = self.storage.directory() / partial
-        texts = {name: text() if callable(text) else text for name, text in self.files.items()}
-        types = {path: [list(x.shape), str(x.dtype)] for path, x in arrays.items()}
-        texts |= {"extra.json": json.dumps(dict(extra)), "types.json": json.dumps(types)}
-        for name, text in texts.items():
-            self.storage.write(f"{partial}/{name}", [text.encode()])
-        # As bytes: numpy has no bfloat16.
-        data: dict[str, Any] = {path: np.frombuffer(x.tobytes(), np.uint8) for path, x in arrays.items()}
-        np.savez(directory / "state.npz", **data)
-        hashes = {file.name: _hash(file) for file in sorted(directory.iterdir())}
-        self.storage.write(f"{partial}/{HASHES}", [json.dumps(hashes).encode()])
-        self.storage.commit(partial, str(step))
-        for old in self.steps()[: -self.cfg.keep_last] if self.cfg.keep_last else ():
-            self.storage.delete(str(old))
+        self.storage.delete("partial")
+        files = {name: (text() if callable(text) else text).encode() for name, text in self.files.items()}
+        files["state.msgpack"] = msgpack_serialize({path: np.asarray(x) for path, x in flatten(state).items()})
+        files["extra.json"] = json.dumps(dict(extra)).encode()
+        files["sha256.json"] = json.dumps({name: _hash(data) for name, data in files.items()}).encode()
+        for name, data in files.items():
+            self.storage.write(f"partial/{name}", [data])
+        self.storage.commit("partial", str(step))
         return True
 
     def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
         """(state, extra). Raises `CheckpointError` for a missing step, another model or a damaged file."""
-        directory = self.storage.root / str(step)
-        if step not in self.steps():
-            raise CheckpointError(f"{directory} does not exist\n    steps: {self.steps()}")
-        self._verify(directory)
-        types = json.loads((directory / "types.json").read_text())
-        leaves = flatten(like)
-        expected = {
-            path: [list(x.shape), str(x.dtype)] for path, x in flatten(jax.eval_shape(_plain_tree, like)).items()
-        }
-        if different := sorted(p for p in types.keys() | expected.keys() if types.get(p) != expected.get(p)):
-            path = different[0]
-            raise CheckpointError(
-                f"{directory} is of another state: {len(different)} arrays differ, such as {path}\n"
-                f"    got: {types.get(path)}\n    expected: {expected.get(path)}"
-            )
-        with np.load(directory / "state.npz") as data:
-            arrays = {p: data[p].view(jnp.dtype(dtype)).reshape(shape) for p, (shape, dtype) in types.items()}
-        placed = {path: _place(arrays[path], leaves[path]) for path in arrays}
-        return unflatten(like, placed), json.loads((directory / "extra.json").read_text())
-
-    def _verify(self, directory: Path) -> None:
+        where = f"checkpoint {step} in {self.storage.root}"
         try:
-            hashes = json.loads((directory / HASHES).read_text())
-        except ValueError as error:
-            raise CheckpointError(f"{directory / HASHES} is damaged: {error}") from error
-        damaged = [name for name, known in hashes.items() if known != _hash(directory / name)]
-        if damaged or {p.name for p in directory.iterdir()} != {*hashes, HASHES}:
-            raise CheckpointError(f"{directory} is damaged: {', '.join(damaged) or 'a file is missing'}")
+            hashes = json.loads(self.storage.read(f"{step}/sha256.json"))
+            files = {name: self.storage.read(f"{step}/{name}") for name in hashes}
+        except (StorageError, ValueError) as error:
+            raise CheckpointError(f"{where} is missing or damaged: {error}\n    steps: {self.steps()}") from error
+        if damaged := [name for name, data in files.items() if _hash(data) != hashes[name]]:
+            raise CheckpointError(f"{where} is damaged: {', '.join(damaged)}")
+        leaves, arrays = flatten(like), msgpack_restore(files["state.msgpack"])
+        expected, got = ({p: f"{x.dtype}{list(x.shape)}" for p, x in tree.items()} for tree in (leaves, arrays))
+        if other := sorted(p for p in expected.keys() | got.keys() if expected.get(p) != got.get(p)):
+            first = f"got: {got.get(other[0])}\n    expected: {expected.get(other[0])}"
+            raise CheckpointError(f"{where} is of another state, which differs in {', '.join(other[:3])}\n    {first}")
+        placed = {path: jax.device_put(x, leaves[path].sharding) for path, x in arrays.items()}
+        return unflatten(like, placed), json.loads(files["extra.json"])
 
     def wait(self) -> None:
         """Returns at once."""
@@ -111,23 +84,5 @@ class NpzCheckpointer(Configurable):
         """Holds nothing."""
 
 
-def _plain(x: Any) -> Any:
-    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-
-
-def _plain_tree(tree: Any) -> Any:
-    return jax.tree.map(_plain, tree)
-
-
-def _place(array: np.ndarray, like: Any) -> jax.Array:
-    """The array on the devices of `like`, as random keys where it has some."""
-    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-        return jax.device_put(jax.random.wrap_key_data(jnp.asarray(array)), like.sharding)
-    return jax.device_put(array, like.sharding)
-
-
-def _hash(file: Path) -> str:
-    if not file.is_file():
-        return ""
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

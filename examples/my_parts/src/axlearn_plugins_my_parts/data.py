@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import attrs
 import numpy as np
 
 from axlearn_core.config import Configurable, node, setting
@@ -27,20 +28,15 @@ class CopyTask(Configurable):
 
     def __init__(self, cfg: Config, *, seed: int, process_index: int, process_count: int, vocab_size: int):
         if cfg.batch_size % process_count:
-            problem = Problem(
-                path="input.batch_size",
-                message="the processes do not divide it",
-                got=f"{cfg.batch_size} rows for {process_count} processes",
-                expected=f"a multiple of {process_count}",
-            )
-            raise ConfigError(problem)
-        rows = cfg.batch_size // process_count
+            expected = f"a multiple of {process_count}"
+            got, message = f"{cfg.batch_size} rows", "the processes do not divide it"
+            raise ConfigError(Problem(path="input.batch_size", message=message, got=got, expected=expected))
         self.cfg, self.seed, self.vocab_size = cfg, seed, vocab_size
-        self.rows = slice(process_index * rows, (process_index + 1) * rows)
+        self.rows = np.split(np.arange(cfg.batch_size), process_count)[process_index]
 
     def train(self) -> "CopyBatches":
         """Endless batches, a function of the seed and their number."""
-        return CopyBatches(self, stream=(0, self.seed), count=None)
+        return CopyBatches(self, stream=(0, self.seed))
 
     def evaluation(self) -> "CopyBatches":
         """The same batches for every seed."""
@@ -50,12 +46,27 @@ class CopyTask(Configurable):
         """What the run lock keeps."""
         return {"task": "copy", "copied": self.cfg.copied}
 
+    def batch(self, seed: tuple[int, ...]) -> dict[str, np.ndarray]:
+        """This process's rows of the batch of a seed."""
+        size = (self.cfg.batch_size, self.cfg.copied)
+        tokens = np.random.default_rng(seed).integers(0, self.vocab_size, size, np.int32)[self.rows]
+        row = np.tile(tokens, 2)
+        weights = np.arange(1, row.shape[1], dtype=np.float32) >= self.cfg.copied
+        return {
+            "tokens": row[:, :-1],
+            "targets": row[:, 1:],
+            "weights": np.tile(weights, (len(row), 1)).astype("float32"),
+        }
 
+
+@attrs.define
 class CopyBatches:
     """The iterator of `CopyTask`; its state is the number of batches returned."""
 
-    def __init__(self, source: CopyTask, stream: tuple[int, int], count: int | None):
-        self.source, self.stream, self.count, self.index = source, stream, count, 0
+    source: CopyTask
+    stream: tuple[int, int]
+    count: int | None = None
+    index: int = 0
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
         return self
@@ -63,13 +74,8 @@ class CopyBatches:
     def __next__(self) -> dict[str, np.ndarray]:
         if self.index == self.count:
             raise StopIteration
-        rng, cfg = np.random.default_rng((*self.stream, self.index)), self.source.cfg
         self.index += 1
-        tokens = rng.integers(0, self.source.vocab_size, (cfg.batch_size, cfg.copied), np.int32)[self.source.rows]
-        row = np.concatenate([tokens, tokens], axis=1)
-        weights = np.zeros((len(row), row.shape[1] - 1), np.float32)
-        weights[:, cfg.copied - 1 :] = 1
-        return {"tokens": row[:, :-1], "targets": row[:, 1:], "weights": weights}
+        return self.source.batch((*self.stream, self.index))
 
     def get_state(self) -> int:
         """How many batches were returned."""

@@ -3,7 +3,7 @@
 from axlearn_core.train import Trainer
 from axlearn_core.train.evaluators import LossEvaluator
 from axlearn_core.train.trackers import LinesTracker
-from axlearn_plugins_my_parts.checkpointer import NpzCheckpointer
+from axlearn_plugins_my_parts.checkpointer import MsgpackCheckpointer
 from axlearn_plugins_my_parts.data import CopyTask
 from axlearn_plugins_my_parts.evaluator import ParameterNorms
 from axlearn_plugins_my_parts.learner import SignLearner
@@ -22,7 +22,7 @@ def my_parts() -> Trainer.Config:
         learner=SignLearner.Config(learning_rate=0.05),
         input=CopyTask.Config(batch_size=64, copied=1),
         evaluators={"eval": LossEvaluator.Config(), "norm": ParameterNorms.Config()},
-        checkpointer=NpzCheckpointer.Config(),
+        checkpointer=MsgpackCheckpointer.Config(),
         distributed=RankFromEnvironment.Config(),
         trackers=(LinesTracker.Config(), CsvTracker.Config()),
         loop=StopAtLoss.Config(loss=1.0),

@@ -30,15 +30,15 @@ def import_hf(directory: Path, run_dir: Path, with_: Sequence[str], set_: Sequen
 
 
 @click.command()
-@click.argument("run_dir", type=click.Path(path_type=Path))
-@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("run_dir", metavar="RUN_DIR|URI")
+@click.argument("directory", metavar="DIR")
 @click.option("--step", type=click.IntRange(min=0), help="The checkpoint to take; default: the newest.")
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16", "float16"]),
     help="Of the tensors; default: as they were imported, else that of the parameters.",
 )
-def export_hf(run_dir: Path, directory: Path, step: int | None, dtype: str | None) -> None:
+def export_hf(run_dir: str, directory: str, step: int | None, dtype: str | None) -> None:
     """Write the model of RUN_DIR in Hugging Face format to the new directory DIR."""
     from axlearn_plugins_huggingface.runs import export_run
 

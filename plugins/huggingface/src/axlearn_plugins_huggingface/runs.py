@@ -2,11 +2,11 @@
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from axlearn_core.checkpoint import split_weights
+from axlearn_core.checkpoint import open_storage, split_weights
 from axlearn_core.compose import Functional, compose
 from axlearn_core.compose.devices import settle
 from axlearn_core.errors import ConfigError, RequestError
@@ -18,7 +18,7 @@ from axlearn_plugins_huggingface.family import Family, Json, family, family_of
 from axlearn_plugins_huggingface.source import CONFIG, TOKENIZER, Source, open_model
 from axlearn_plugins_huggingface.table import Tensor, layout
 from axlearn_plugins_huggingface.weights import DirectoryWeights
-from axlearn_plugins_runs import appearing, open_run, write_weights
+from axlearn_plugins_runs import appearing, local_target, open_run, write_weights
 
 KEPT = "huggingface"
 """The folder of a run directory that keeps what was in the model directory besides the weights."""
@@ -76,11 +76,13 @@ def _keep(source: Source, run_dir: Path) -> None:
     (folder / TENSORS).write_text(json.dumps(stored) + "\n", "utf-8")
 
 
-def export_run(run_dir: Path, directory: Path, *, step: int | None = None, dtype: str | None = None) -> None:
+def export_run(
+    run_dir: str | Path, directory: str | Path, *, step: int | None = None, dtype: str | None = None
+) -> None:
     """Writes the model of a run in Hugging Face format; it appears in one piece.
 
     Args:
-        run_dir: the run.
+        run_dir: the run, or the URI of one.
         directory: where; it must not be there yet.
         step: which checkpoint; by default the newest.
         dtype: of the parameters; by default that of the files that the run was imported from, else their own. Other
@@ -91,14 +93,16 @@ def export_run(run_dir: Path, directory: Path, *, step: int | None = None, dtype
         WorkError: it cannot be written.
     """
     settle(None)
+    directory = local_target(directory)
     if directory.exists():
         raise RequestError(f"{directory} is there already; nothing was written\n    fix: give another DIR")
     source = open_run(run_dir, step)
     config: Any = source.experiment
-    made, data = _described(run_dir, config)
+    kept = _kept_files(run_dir)
+    made, data = _described(kept, config)
     model = Functional.of(config.model)
     tensors = layout(model, made.table(model))
-    known: dict[str, list[str]] = _read_json(run_dir / KEPT / TENSORS)
+    known: dict[str, list[str]] = json.loads(kept.pop(TENSORS, b"{}"))
     own = files.CODES[dtype or str(config.model.param_dtype)]
     wanted = [
         (n, _code(model, t) or (own if dtype or n not in known else known[n][0]), t.shape)
@@ -111,9 +115,8 @@ def export_run(run_dir: Path, directory: Path, *, step: int | None = None, dtype
     with appearing(directory) as partial:
         shards = files.shards(wanted)
         files.write(partial, shards, stream.values(tensors, params, shards))
-        for file in (run_dir / KEPT).glob("*") if (run_dir / KEPT).is_dir() else ():
-            if file.name != TENSORS:
-                shutil.copyfile(file, partial / file.name)
+        for name, content in kept.items():
+            (partial / name).write_bytes(content)
         _write_tokenizer(config, partial)
         (partial / CONFIG).write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", "utf-8")
 
@@ -124,9 +127,15 @@ def _code(model: Functional, tensor: Tensor) -> str | None:
     return None if variable is None else files.CODES[str(variable.dtype)]
 
 
-def _described(run_dir: Path, config: Any) -> tuple[Family, Json]:
+def _kept_files(run_dir: str | Path) -> dict[str, bytes]:
+    """Name -> content of what an import kept of the model directory besides the weights."""
+    storage, folder = open_storage(run_dir), f"{KEPT}/"
+    return {f.path.removeprefix(folder): storage.read(f.path) for f in storage.list(folder)}
+
+
+def _described(kept: Mapping[str, bytes], config: Any) -> tuple[Family, Json]:
     """The family and `config.json` of a run: those that it was imported from, where they still describe it."""
-    if data := _read_json(run_dir / KEPT / CONFIG):
+    if data := json.loads(kept.get(CONFIG, b"{}")):
         made = family(str(data["model_type"]))
         if not made.differences(data, config):
             return made, data
@@ -160,10 +169,6 @@ def _write_tokenizer(config: Any, directory: Path) -> None:
     (directory / TOKENIZER).write_text(tokenizer.to_json(), "utf-8")
     described = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.token(tokenizer.eos_id)}
     (directory / "tokenizer_config.json").write_text(json.dumps(described, indent=2) + "\n", "utf-8")
-
-
-def _read_json(file: Path) -> Json:
-    return json.loads(file.read_text("utf-8")) if file.is_file() else {}
 
 
 def _say(source: Source) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-_path = click.Path(path_type=Path)
+_run = click.argument("run_dir", metavar="RUN_DIR|URI")
 _step = click.option("--step", type=click.IntRange(min=0), help="The checkpoint to take; default: the newest.")
 
 
@@ -14,11 +14,16 @@ def lora() -> None:
 
 
 @lora.command()
-@click.argument("run_dir", type=_path)
-@click.argument("out", type=_path)
-@click.option("--adapters", type=_path, metavar="DIR", help="Exported adapters; RUN_DIR is then the run of their base.")
+@_run
+@click.argument("out")
+@click.option(
+    "--adapters",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Exported adapters; RUN_DIR is then the run of their base.",
+)
 @_step
-def merge(run_dir: Path, out: Path, adapters: Path | None, step: int | None) -> None:
+def merge(run_dir: str, out: str, adapters: Path | None, step: int | None) -> None:
     """Write the run OUT: the model of RUN_DIR with its adapters merged into its weights.
 
     OUT is a run like any other: it generates, and can be trained on. Its path goes to standard output.
@@ -30,12 +35,12 @@ def merge(run_dir: Path, out: Path, adapters: Path | None, step: int | None) -> 
 
 
 @lora.command()
-@click.argument("run_dir", type=_path)
-@click.argument("directory", metavar="DIR", type=_path)
+@_run
+@click.argument("directory", metavar="DIR")
 @click.option("--format", "format_", type=click.Choice(["axlearn", "peft"]), default="axlearn", show_default=True)
 @click.option("--base", metavar="NAME", help="With --format peft: what the files name as the base model.")
 @_step
-def export(run_dir: Path, directory: Path, format_: str, base: str | None, step: int | None) -> None:
+def export(run_dir: str, directory: str, format_: str, base: str | None, step: int | None) -> None:
     """Write the adapters of RUN_DIR, without their base, to DIR.
 
     `--with lora:adapters=DIR` and `axlearn lora merge BASE OUT --adapters DIR` take them; with `--format peft`, the library

@@ -49,7 +49,9 @@ class Lora(Feature):
         """Directories that hold no run and no adapters."""
         for name, file, what in (("base", "config.yaml", "run"), ("adapters", "adapters.json", "exported adapters")):
             directory = getattr(self, name)
-            if directory is not None and not (Path(directory).expanduser() / file).is_file():
+            if directory is None or (name == "base" and "://" in directory):  # a storage is asked when the run begins
+                continue
+            if not (Path(directory).expanduser() / file).is_file():
                 yield Problem(path=name, message=f"no {what} in that directory: it has no {file}", got=directory)
 
     def apply(self, cfg: Tree) -> Tree:

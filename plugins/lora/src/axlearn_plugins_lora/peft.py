@@ -20,13 +20,15 @@ from axlearn_core.errors import RequestError, WorkError
 from axlearn_plugins_lora.feature import without_adapters
 from axlearn_plugins_lora.linear import ADAPTERS
 from axlearn_plugins_lora.runs import moved_variables, scales_of
-from axlearn_plugins_runs import open_run
+from axlearn_plugins_runs import local_target, open_run
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
 
 
-def export_peft(run_dir: Path, directory: Path, *, base: str | None = None, step: int | None = None) -> None:
+def export_peft(
+    run_dir: str | Path, directory: str | Path, *, base: str | None = None, step: int | None = None
+) -> None:
     """Writes the adapters of a run in PEFT's format.
 
     Args:
@@ -42,6 +44,7 @@ def export_peft(run_dir: Path, directory: Path, *, base: str | None = None, step
     """
     from safetensors.flax import save_file
 
+    directory = local_target(directory)
     source = open_run(run_dir, step)
     if not scales_of(source):
         raise RequestError(f"{run_dir} has no adapters to write\n    fix: give a run that was trained with lora")

@@ -10,7 +10,7 @@ from axlearn_core.errors import RequestError
 from axlearn_plugins_lora import adapters
 from axlearn_plugins_lora.feature import without_adapters
 from axlearn_plugins_lora.start import StartFromRun
-from axlearn_plugins_runs import FRESH, check_new, open_run, write_run
+from axlearn_plugins_runs import FRESH, check_new, local_target, open_run, write_run
 
 
 def bridge(path: str, shape: Sequence[int], axes: Sequence[str | None], old: Callable[[str], Any]) -> Any:
@@ -31,20 +31,21 @@ def moved_variables(run: RunWeights) -> list[str]:
     return [path for path in run.functional.variables if path not in frozen]
 
 
-def export_run(run_dir: Path, directory: Path, *, step: int | None = None) -> None:
+def export_run(run_dir: str | Path, directory: str | Path, *, step: int | None = None) -> None:
     """Writes the adapters of a run on their own; see `adapters.save`."""
+    directory = local_target(directory)
     source = open_run(run_dir, step)
     moved = moved_variables(source)
     adapters.save(directory, source.read(), scales_of(source), run=base_of(source), variables=moved)
 
 
-def merge_run(run_dir: Path, out: Path, *, exported: Path | None = None, step: int | None = None) -> None:
+def merge_run(run_dir: str | Path, out: str | Path, *, exported: Path | None = None, step: int | None = None) -> None:
     """Writes a run of the dense model, with the adapters in its weights, at the step and data position of `run_dir`.
 
     It has no optimizer state yet: its moments begin at zero.
 
     Args:
-        run_dir: a run with adapters; with `exported`, the run that they were trained from.
+        run_dir: a run with adapters, or the URI of one; with `exported`, the run that they were trained from.
         out: the new run directory, which must not hold anything.
         exported: a directory of exported adapters.
         step: which checkpoint of `run_dir`; by default the newest.
@@ -52,6 +53,7 @@ def merge_run(run_dir: Path, out: Path, *, exported: Path | None = None, step: i
     Raises:
         RequestError: there is nothing to merge, the adapters are of another base, or `out` is taken.
     """
+    out = local_target(out)
     check_new(out)
     source = open_run(run_dir, step)
     scales = scales_of(source)

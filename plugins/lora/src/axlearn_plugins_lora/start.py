@@ -94,7 +94,7 @@ def _weights(uri: str, like: Mapping[str, Any], program: Program, step: int | No
     try:
         return read_like(open_weights(uri, step=step), like, name=uri)
     except OtherModel:
-        carried_over = carried(Path(uri).expanduser(), program.config, program.functional, step=step)
+        carried_over = carried(uri, program.config, program.functional, step=step)
     say(f"{uri} is of another model: its parameters are carried over")
     return {p: _placed(x, like[p]) for p, x in carried_over.items()}
 
@@ -119,7 +119,13 @@ def read_like(weights: Weights, like: Mapping[str, Any], *, name: str) -> dict[s
 
 def _check_tokenizer(uri: str, mine: Any) -> None:
     """Raises `RequestError` where a run was trained with another tokenizer than the data is read with."""
-    node: Any = getattr(getattr(saved_config(Path(uri).expanduser()), "input", None), "tokenizer", None)
+    try:
+        config = saved_config(uri)
+    except CheckpointError:
+        raise
+    except RequestError:  # weights of a scheme that no storage has
+        return
+    node: Any = getattr(getattr(config, "input", None), "tokenizer", None)
     if mine is None or node is None:
         return
     try:

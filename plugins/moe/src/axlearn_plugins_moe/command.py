@@ -1,18 +1,17 @@
 """`axlearn upcycle`."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import click
 
 
 @click.command()
-@click.argument("run_dir", type=click.Path(path_type=Path))
-@click.argument("new_run_dir", type=click.Path(path_type=Path))
+@click.argument("run_dir", metavar="RUN_DIR|URI")
+@click.argument("new_run_dir")
 @click.option("--with", "with_", multiple=True, metavar="FEATURE[:key=value,...]", help="The features; default: moe.")
 @click.option("--set", "set_", multiple=True, metavar="PATH=VALUE", help="Set a value of the new run's config.")
 @click.option("--step", type=click.IntRange(min=1), help="The checkpoint to take; default: the newest.")
-def upcycle(run_dir: Path, new_run_dir: Path, with_: Sequence[str], set_: Sequence[str], step: int | None) -> None:
+def upcycle(run_dir: str, new_run_dir: str, with_: Sequence[str], set_: Sequence[str], step: int | None) -> None:
     """Make a run with experts, in NEW_RUN_DIR, of the dense model in RUN_DIR.
 
     Every expert starts as a copy of the feed-forward layer that it replaces. The new run begins at step 0 with a fresh

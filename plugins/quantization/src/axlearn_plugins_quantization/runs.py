@@ -13,7 +13,7 @@ from axlearn_core.compose.arrays import array_function
 from axlearn_core.errors import RequestError
 from axlearn_plugins_quantization.feature import stored
 from axlearn_plugins_quantization.weight_only import Storage, WeightOnlyLinear
-from axlearn_plugins_runs import check_new, open_run, write_run
+from axlearn_plugins_runs import check_new, local_target, open_run, write_run
 
 
 def store(params: Mapping[str, Any], functional: Functional) -> dict[str, Any]:
@@ -50,15 +50,15 @@ def size(params: Mapping[str, Any]) -> int:
 
 
 def quantize_run(
-    run_dir: Path,
-    out: Path,
+    run_dir: str | Path,
+    out: str | Path,
     *,
     storage: Storage,
     tile_size: int | None = None,
     target: str = "model.**",
     step: int | None = None,
 ) -> tuple[int, int]:
-    """Writes the run `out`, whose model has the weights of `run_dir` stored as integers.
+    """Writes the run `out`, whose model has the weights of `run_dir` (a run, or the URI of one) stored as integers.
 
     Returns:
         The bytes of its parameters before and after.
@@ -66,6 +66,7 @@ def quantize_run(
     Raises:
         RequestError: `run_dir` is no run, `out` is taken, or nothing fits `target`.
     """
+    out = local_target(out)
     check_new(out)
     source = open_run(run_dir, step)
     made: Any = stored(source.experiment, storage, tile_size=tile_size, target=target)  # before anything is read

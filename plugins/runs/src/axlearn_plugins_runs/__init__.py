@@ -2,9 +2,9 @@
 
 from axlearn_plugins_runs.carry import FRESH, ZERO, Bridge, bridges, carry
 from axlearn_plugins_runs.convert import carried
-from axlearn_plugins_runs.runs import appearing, check_new, open_run, write_run, write_weights
+from axlearn_plugins_runs.runs import appearing, check_new, local_target, open_run, write_run, write_weights
 
 __all__ = [
-    "FRESH", "ZERO", "Bridge", "appearing", "bridges", "carried", "carry", "check_new", "open_run", "write_run",
+    "FRESH", "ZERO", "Bridge", "appearing", "bridges", "carried", "carry", "check_new", "local_target", "open_run", "write_run",
     "write_weights",
 ]  # fmt: skip

@@ -1,19 +1,18 @@
 """`axlearn convert`."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import click
 
 
 @click.command()
-@click.argument("run_dir", type=click.Path(path_type=Path))
-@click.argument("new_run_dir", type=click.Path(path_type=Path))
+@click.argument("run_dir", metavar="RUN_DIR|URI")
+@click.argument("new_run_dir")
 @click.option("--with", "with_", multiple=True, metavar="FEATURE[:key=value,...]", help="What the new run has more.")
 @click.option("--set", "set_", multiple=True, metavar="PATH=VALUE", help="Set a value of the new run's config.")
 @click.option("--step", type=click.IntRange(min=1), help="The checkpoint to take; default: the newest.")
-def convert(run_dir: Path, new_run_dir: Path, with_: Sequence[str], set_: Sequence[str], step: int | None) -> None:
-    """Make a run with other features, in NEW_RUN_DIR, of the model in RUN_DIR.
+def convert(run_dir: str, new_run_dir: str, with_: Sequence[str], set_: Sequence[str], step: int | None) -> None:
+    """Make a run with other features, in NEW_RUN_DIR, of the model in RUN_DIR or at the URI of a run in a storage.
 
     What both models have is taken over; what is new comes from the bridges of the features. The new run begins at step 0
     with a fresh optimizer, and takes the training data from where the old run stopped.

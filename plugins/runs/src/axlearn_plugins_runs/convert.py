@@ -15,16 +15,21 @@ from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import resolve
 from axlearn_core.train.api import provenance
 from axlearn_plugins_runs.carry import Params, bridges, carry
-from axlearn_plugins_runs.runs import check_new, open_run, write_run
+from axlearn_plugins_runs.runs import check_new, local_target, open_run, write_run
 
 
 def converted(
-    run_dir: Path, out: Path, *, with_: Sequence[str] = (), set: Sequence[str] = (), step: int | None = None
+    run_dir: str | Path,
+    out: str | Path,
+    *,
+    with_: Sequence[str] = (),
+    set: Sequence[str] = (),
+    step: int | None = None,
 ) -> None:
     """Writes the run `out`: that of `run_dir` with more features, at step 0, with a fresh optimizer.
 
     Args:
-        run_dir: a trained run.
+        run_dir: a trained run, or the URI of one.
         out: a directory that does not exist.
         with_: features, as on the command line.
         set: settings of the new run, as on the command line.
@@ -34,6 +39,7 @@ def converted(
         CheckpointError: `run_dir` is no run, or its parameters cannot be carried over; it says which feature is why.
         RequestError: `out` is taken, or a feature does not fit.
     """
+    out = local_target(out)
     check_new(out)
     source = open_run(run_dir, step)
     resolved = resolve(Request.of(source.experiment, with_=with_, set=set)).checked()
@@ -44,14 +50,14 @@ def converted(
     write_run(out, config, params, source, step=0, lock={"features": list(with_), "provenance": provenance(resolved)})
 
 
-def carried(run_dir: Path, config: Any, functional: Functional, *, step: int | None = None) -> Params:
+def carried(run_dir: str | Path, config: Any, functional: Functional, *, step: int | None = None) -> Params:
     """The parameters of a run carried over to another config, whatever features made that of the run's.
 
     A config does not say by which features it was made. So the bridges of all that are installed are asked, and of those
     that have none, the ones that are in effect in `config` and not in the run say why.
 
     Args:
-        run_dir: a trained run.
+        run_dir: a trained run, or the URI of one.
         config: the experiment that its parameters are for.
         functional: the model of `config`.
         step: the checkpoint to take; by default the newest.

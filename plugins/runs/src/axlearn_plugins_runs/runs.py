@@ -20,19 +20,42 @@ from axlearn_core.train.run_dir import RunDir
 from axlearn_core.train.trainer import Trainer
 
 
-def open_run(run_dir: Path, step: int | None = None) -> RunWeights:
+def open_run(run_dir: str | Path, step: int | None = None) -> RunWeights:
     """The weights of a run at a step, by default the newest.
 
+    Args:
+        run_dir: a run directory, or the URI of one in any storage that is installed.
+        step: which checkpoint.
+
     Raises:
-        CheckpointError: the directory is not a run of a trainer, has no such checkpoint, or the checkpoint is damaged.
+        CheckpointError: it is not a run of a trainer, has no such checkpoint, or the checkpoint is damaged.
+        RequestError: no plugin knows the scheme.
     """
     weights = open_weights(run_dir, step=step)
     if not isinstance(weights, RunWeights) or not isinstance(weights.experiment, Trainer.Config):
         there = "it holds something else" if not isinstance(weights, RunWeights) else "its config is not a trainer's"
         raise CheckpointError(
-            f"{run_dir} is no run directory: {there}\n    fix: give the directory that `axlearn train` named"
+            f"{run_dir} is no run directory: {there}\n"
+            "    fix: give the directory that `axlearn train` named; a Hugging Face model becomes one by\n"
+            "    `axlearn checkpoint import-hf`, adapters with their base by `axlearn lora merge`"
         )
     return weights
+
+
+def local_target(uri: str | Path) -> Path:
+    """The local path to write to.
+
+    Raises:
+        RequestError: it is a URI of a storage.
+    """
+    text = str(uri)
+    if "://" in text and not text.startswith("file://"):
+        raise RequestError(
+            f"cannot write to {text}: what is made goes to a local or mounted directory\n"
+            f"    got: the scheme {text.partition('://')[0]!r}\n    expected: a path; runs are read from any storage\n"
+            "    fix: give a path; `axlearn train` keeps checkpoints in a storage by --set checkpointer.uri=..."
+        )
+    return Path(text.removeprefix("file://")).expanduser()
 
 
 def check_new(out: Path) -> None:

@@ -1,0 +1,182 @@
+"""Features that nothing here knows, each a package of its own: token shift, a cache of 8-bit floats, label smoothing."""
+
+from pathlib import Path
+
+PYPROJECT = """[project]
+name = "axlearn-plugins-{name}"
+version = "1.0"
+dependencies = ["axlearn-core>=0.1,<0.2"]
+
+[project.entry-points."axlearn.components"]
+{name} = "{module}:{component}"
+
+[project.entry-points."axlearn.features"]
+{name} = "{module}:{feature}"
+"""
+
+TOKEN_SHIFT = '''"""Token shift (Peng et al., 2023, RWKV)."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from axlearn_core.config import REQUIRED, Node, find, interface, node, patch, setting
+from axlearn_core.errors import ConfigError, Problem
+from axlearn_core.nn.layer import Layer
+from axlearn_core.plugins.feature import Feature
+
+
+class TokenShift(Layer):
+    """`inner(x + mix * (x of the token before - x))`."""
+
+    @node
+    class Config(Layer.Config["TokenShift"]):
+        input_dim: int = interface(default=REQUIRED)
+        inner: Node[Any] = REQUIRED
+        mix: float = setting(default=0.5, ge=0, le=1)
+
+    def __init__(self, cfg, *, rngs, precision):
+        super().__init__(cfg, precision=precision)
+        self.inner = self.child(cfg.inner, rngs=rngs, input_dim=cfg.input_dim)
+
+    def __call__(self, x):
+        """[B, S, D] -> [B, S, D]."""
+        before = jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+        return self.inner(x + self.cfg.mix * (before - x))
+
+
+@node
+class UseTokenShift(Feature):
+    """Each feed-forward layer sees a token mixed with the one before it; where one does already, `mix` is set."""
+
+    stage = "wrap"
+
+    mix: float = setting(default=0.5, ge=0, le=1)
+
+    def apply(self, cfg):
+        found = find(cfg, "**.feed_forward")
+        if not found:
+            raise ConfigError(Problem(path="model", message="has no feed_forward", fix="leave token-shift out"))
+        inner = {p: n.inner if isinstance(n, TokenShift.Config) else n for p, n in found.items()}
+        return patch(cfg, {p: TokenShift.Config(inner=n, mix=self.mix) for p, n in inner.items()})
+
+    def in_effect(self, cfg):
+        return self.apply(cfg) == cfg
+'''
+
+FP8_CACHE = '''"""Keys and values as 8-bit floats: a byte for each."""
+
+import attrs
+
+from axlearn_core.config import Configurable, find, node, patch, setting
+from axlearn_core.errors import ConfigError, Problem
+from axlearn_core.plugins.feature import Feature
+from axlearn_plugins_transformer.kv_cache import ContiguousCache
+
+
+class Fp8Cache(Configurable):
+    """The contiguous layout in `dtype`; attention computes in the dtype of the queries."""
+
+    @node
+    class Config(Configurable.Config["Fp8Cache"]):
+        dtype: str = setting(default="float8_e4m3fn")
+
+    def __init__(self, cfg):
+        self.cfg, self.arrays = cfg, ContiguousCache.Config().build()
+
+    def init(self, batch, length, num_kv_heads, head_dim, dtype):
+        return self.arrays.init(batch, length, num_kv_heads, head_dim, self.cfg.dtype)
+
+    def attend(self, cache, op, slots, kernel):
+        cache, seen = self.arrays.append(cache, op.key, op.value, slots)
+        key, value = seen.key.astype(op.key.dtype), seen.value.astype(op.value.dtype)
+        return attrs.evolve(op, key=key, value=value, query_slots=slots, key_slots=seen.slots).run(kernel), cache
+
+
+@node
+class UseFp8Cache(Feature):
+    """Every attention caches its keys and values as 8-bit floats of `dtype`."""
+
+    stage = "replace"
+
+    dtype: str = setting(default="float8_e4m3fn")
+
+    def apply(self, cfg):
+        found = find(cfg, "**.kv_cache")
+        if not found:
+            raise ConfigError(Problem(path="model", message="has no kv_cache", fix="leave fp8-cache out"))
+        return patch(cfg, {path: Fp8Cache.Config(dtype=self.dtype) for path in found})
+
+    def in_effect(self, cfg):
+        return self.apply(cfg) == cfg
+'''
+
+LABEL_SMOOTHING = '''"""Label smoothing (Szegedy et al., 2016, section 7) as an objective."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from axlearn_core.config import Configurable, Node, node, patch, setting
+from axlearn_core.contracts.parts import Objective
+from axlearn_core.plugins.feature import Feature
+from axlearn_core.train.objective import ModelLoss
+
+
+class LabelSmoothing(Configurable, nnx.Module):
+    """`(1 - amount) * base + amount * (cross-entropy of the uniform distribution)`."""
+
+    @node
+    class Config(Configurable.Config["LabelSmoothing"]):
+        amount: float = setting(default=0.1, ge=0, le=1)
+        base: Node[Objective] = ModelLoss.Config()
+
+    def __init__(self, cfg, *, rngs, model):
+        self.amount, self.base = cfg.amount, cfg.base.build(rngs=rngs, model=model)
+
+    def loss(self, model, batch, key):
+        loss, summaries = self.base.loss(model, batch, key)
+        logs = jax.nn.log_softmax(model(batch["tokens"], batch.get("positions"), batch.get("segment_ids")))
+        uniform = -jnp.sum(jnp.mean(logs, axis=-1) * batch["weights"]) / jnp.maximum(jnp.sum(batch["weights"]), 1.0)
+        return (1 - self.amount) * loss + self.amount * uniform, {**summaries, "uniform": uniform}
+
+
+@node
+class SmoothLabels(Feature):
+    """Smooths the labels of what the model is trained for; where they are, `amount` is set."""
+
+    stage = "wrap"
+
+    amount: float = setting(default=0.1, ge=0, le=1)
+
+    def apply(self, cfg):
+        old = ModelLoss.Config() if cfg.objective is None else cfg.objective
+        base = old.base if isinstance(old, LabelSmoothing.Config) else old
+        return patch(cfg, {"objective": LabelSmoothing.Config(amount=self.amount, base=base)})
+
+    def in_effect(self, cfg):
+        return self.apply(cfg) == cfg
+'''
+
+SOURCES = {
+    "token-shift": (TOKEN_SHIFT, "TokenShift", "UseTokenShift"),
+    "fp8-cache": (FP8_CACHE, "Fp8Cache", "UseFp8Cache"),
+    "label-smoothing": (LABEL_SMOOTHING, "LabelSmoothing", "SmoothLabels"),
+}
+"""Feature -> the source of its package, its component, its feature class."""
+
+
+def folder(root: Path, feature: str) -> Path:
+    """Where the package of a feature is in a project."""
+    return root / "packages" / f"axlearn-plugins-{feature}"
+
+
+def write(root: Path, feature: str) -> None:
+    """Writes the package of a feature into a project."""
+    source, component, cls = SOURCES[feature]
+    module = f"axlearn_plugins_{feature.replace('-', '_')}"
+    names = {"name": feature, "module": module, "component": component, "feature": cls}
+    package = folder(root, feature)
+    (package / "src" / module).mkdir(parents=True)
+    (package / "pyproject.toml").write_text(PYPROJECT.format(**names))
+    (package / "src" / module / "__init__.py").write_text(source)

@@ -1,0 +1,37 @@
+"""The component `int8-latent-cache`."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from axlearn_core.config import Configurable, node
+from axlearn_plugins_attention.latent_cache import ContiguousLatentCache, LatentAttentionOp, SeenLatents
+
+
+class Int8LatentCache(Configurable):
+    """Latents as int8, with a scale for each token."""
+
+    @node
+    class Config(Configurable.Config["Int8LatentCache"]):
+        """Nothing to set."""
+
+    def __init__(self, cfg: Config):
+        self.arrays = ContiguousLatentCache.Config().build()
+
+    def init(self, batch: int, length: int, dim: int, dtype: str) -> Any:
+        """An empty cache."""
+        scales = self.arrays.init(batch, length, 1, "float32")
+        return {"latents": self.arrays.init(batch, length, dim, "int8"), "scales": scales}
+
+    def attend(
+        self, cache: Any, latents: jax.Array, slots: jax.Array, attention: LatentAttentionOp, kernel: str | None
+    ) -> tuple[jax.Array, Any]:
+        """See `axlearn_plugins_attention.latent_cache.LatentCache`."""
+        scale = jnp.max(jnp.abs(latents.astype(jnp.float32)), axis=-1, keepdims=True) / 127 + 1e-30
+        integers = jnp.round(latents / scale).astype(jnp.int8)
+        integers, seen = self.arrays.append(cache["latents"], integers, slots)
+        scales, scale = self.arrays.append(cache["scales"], scale, slots)
+        latents = (seen.latents * scale.latents).astype(latents.dtype)
+        op = attention(SeenLatents(latents, seen.slots))
+        return op.run(kernel), {"latents": integers, "scales": scales}
