@@ -72,12 +72,13 @@ class _Answers:
     async def events(self) -> AsyncIterator[bytes]:
         """The stream."""
         report = UsageReport(self.body.stream_options)
-        for choice in self.job.choices:
-            yield self._event(choice.index, {"role": "assistant", "content": ""}, report)
+        begun: set[int] = set()
         async for deltas in self.job.deltas():
             for delta in deltas:
-                if delta.text or delta.scored:
-                    yield self._event(delta.index, {"content": delta.text}, report, delta)
+                head = {} if delta.index in begun else {"role": "assistant"}
+                if delta.text or delta.scored or (head and delta.finish):
+                    begun.add(delta.index)
+                    yield self._event(delta.index, {**head, "content": delta.text}, report, delta)
                 if delta.finish:
                     yield self._event(delta.index, {}, report, finish=delta.finish)
         if report.last:

@@ -26,9 +26,13 @@ def bind(host: str, port: int) -> socket.socket:
         RequestError: the port is in use, or the address is not of this machine.
     """
     try:
-        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, _, _, _, address = infos[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=socket.AI_PASSIVE
+        )
+        family, kind, number, _, address = infos[0]
+        listener = socket.socket(
+            family, kind, number
+        )  # asyncio sets TCP_NODELAY only where the protocol's number is given
     except (OSError, OverflowError, UnicodeError) as error:
         raise RequestError(f"cannot listen on {host}:{port}: {error}\n    fix: set --host and --port") from None
     try:
