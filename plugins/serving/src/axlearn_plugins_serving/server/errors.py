@@ -63,12 +63,10 @@ def _describe(error: ValidationError, model: type[BaseModel]) -> ApiError:
     first = problems[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['msg']}", code="invalid_json")
-    # A value that fits no branch of a union has a problem for each: the branch that got furthest is meant.
+    # A value that fits no branch of a union has a problem for each: the branch whose types fit, or that got furthest, is meant.
     field = first["loc"][:1]
     alternatives = [p for p in problems if p["loc"][:1] == field]
-    first = max(
-        alternatives, key=lambda p: (_path(p["loc"]).count(".") + _path(p["loc"]).count("["), -problems.index(p))
-    )
+    first = max(alternatives, key=lambda p: (not p["type"].endswith("_type"), _depth(p["loc"])))
     param = _path(first["loc"])
     if first["type"] == "extra_forbidden":
         close = nearest(str(first["loc"][-1])[:64], _names(model)) if len(first["loc"]) == 1 else ()
@@ -101,6 +99,11 @@ def _path(location: tuple[int | str, ...]) -> str:
         elif not text:
             text = part[:64]
     return text[:200]
+
+
+def _depth(location: tuple[int | str, ...]) -> int:
+    path = _path(location)
+    return path.count(".") + path.count("[")
 
 
 def _short(value: Any) -> str:

@@ -161,6 +161,12 @@ def protocol(limits: Limits) -> type[H11Protocol]:
             else:
                 self._reading = _cancel(self._reading)
 
+        def send_400_response(self, msg: str) -> None:
+            self.transport.write(
+                _bare_response(ApiError(400, "not a request of HTTP", code="invalid_http"), "Bad Request")
+            )
+            self.transport.close()
+
         def pause_writing(self) -> None:
             super().pause_writing()
             if self._writing is None:
@@ -197,7 +203,7 @@ def _cancel(timer: asyncio.TimerHandle | None) -> None:
 def _bare_response(error: ApiError, phrase: str) -> bytes:
     body = json.dumps(error.body).encode()
     head = f"HTTP/1.1 {error.status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-    return head.encode() + b"connection: close\r\nretry-after: 1\r\n\r\n" + body
+    return head.encode() + b"connection: close\r\n\r\n" + body
 
 
 _TOO_MANY = _bare_response(ApiError(503, "too many connections", code="too_many_connections"), "Service Unavailable")

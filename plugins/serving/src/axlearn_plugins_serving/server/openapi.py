@@ -48,6 +48,11 @@ _POSTS = {
     "/tokenize": ("Token ids of a text", schemas.TokenizeRequest, responses.Tokens),
     "/detokenize": ("The text of token ids", schemas.DetokenizeRequest, responses.Text),
 }
+_EVENT = {
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
 _STREAMS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
 
 
@@ -93,7 +98,7 @@ def _errors() -> dict[str, Any]:
 def _post(path: str, summary: str, body: type, answer: type) -> dict[str, Any]:
     content: dict[str, Any] = {"application/json": _reference(answer)}
     if path in _STREAMS:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {"schema": _EVENT}
     return {
         "summary": summary,
         "operationId": path.strip("/").replace("/", "_"),

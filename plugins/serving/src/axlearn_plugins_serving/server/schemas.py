@@ -224,13 +224,14 @@ class ChatRequest(SamplingFields):
 
 
 class InputMessage(Body):
-    """A message of `/v1/responses`."""
+    """A message of `/v1/responses`. `id`, `status` and `phase` change nothing: responses are sent back with them."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
     id: str | None = None
     status: str | None = None
+    phase: str | None = None
 
 
 class ResponseJsonSchema(JsonSchema):

@@ -45,6 +45,8 @@ class Decoders:
     def new(self, prompt: Sequence[int]) -> Decoder:
         """A decoder of what follows `prompt`: the first token may decode otherwise at the beginning of a text."""
         context = list(prompt[-8:])
+        if self.tokenizer.decode(context).endswith("\ufffd"):  # half a character: the output does not complete it
+            context = []
         if self._library is not None:
             return StreamDecoder(self._library, context)
         return WindowDecoder(self.tokenizer, context)
