@@ -70,6 +70,7 @@ class FakeRunner(Configurable):
         max_step_tokens: int = 24
         max_blocks_per_request: int = 16
         decode_steps: int = 1
+        chunk: int = 1
         latency: float = 0.0
         checks: bool = True
 
@@ -77,6 +78,8 @@ class FakeRunner(Configurable):
         self.vocab_size, self.block_size, self.num_blocks = cfg.vocab_size, cfg.block_size, cfg.num_blocks
         self.max_rows, self.max_step_tokens = cfg.max_rows, cfg.max_step_tokens
         self.max_blocks_per_request, self.decode_steps = cfg.max_blocks_per_request, cfg.decode_steps
+        self.chunk, self.max_logit_bias = cfg.chunk, 300
+        self.max_context = self.max_blocks_per_request * self.block_size
         self.compilations, self.latency, self.checks = 0, cfg.latency, cfg.checks
         self.memory = np.full((self.num_blocks, self.block_size), EMPTY, np.int64)
         self.versions = np.zeros((self.num_blocks, self.block_size), np.int64)

@@ -73,6 +73,7 @@ ENGINES = {
     "several-steps": {"decode_steps": 4},
     "few-blocks": {"num_blocks": 17, "decode_steps": 2},
     "small-steps": {"max_step_tokens": 7, "max_rows": 5},
+    "chunks": {"max_step_tokens": 22, "chunk": 8},
     "one-row": {"max_rows": 1, "max_step_tokens": 3},
     "large-blocks": {"block_size": 16, "num_blocks": 9, "max_blocks_per_request": 4},
     "blocks-of-one": {"block_size": 1, "num_blocks": 130, "max_blocks_per_request": 64},
@@ -120,14 +121,15 @@ def test_random_requests_get_what_they_get_alone(sizes, settings):
 def test_a_wrong_table_would_be_noticed():
     one = engine(num_blocks=18)
     one.cache.pool.set_content = lambda block, key: type(one.cache.pool).set_content(one.cache.pool, block ^ 1, key)
-    with pytest.raises(AssertionError):
-        requests = requests_at_random(random.Random(1), 40)
-        outputs = run(one, requests, check=False)
-        for r in requests:
-            want, _ = expected(
-                r.prompt, r.sampling, max_context=64, vocab_size=97, end_tokens=END, seed=r.sampling.seed
-            )
-            assert tokens(outputs[r.id]) == want
+    requests = requests_at_random(random.Random(1), 40)
+    outputs = run(one, requests, check=False)
+    wrong = 0
+    for request in requests:
+        want, _ = expected(
+            request.prompt, request.sampling, max_context=64, vocab_size=97, end_tokens=END, seed=request.sampling.seed
+        )
+        wrong += tokens(outputs[request.id]) != want
+    assert wrong
 
 
 def test_log_probabilities_of_prompt_and_output():

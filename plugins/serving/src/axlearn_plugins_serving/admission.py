@@ -13,7 +13,9 @@ MAX_LOGPROBS = 20
 """So many of the likeliest tokens are reported at most."""
 
 
-def check_request(request: Request, *, vocab_size: int, max_context: int, adapters: Collection[str] = ()) -> None:
+def check_request(
+    request: Request, *, vocab_size: int, max_context: int, max_logit_bias: int, adapters: Collection[str] = ()
+) -> None:
     """Checks that a request can be computed.
 
     Raises:
@@ -30,6 +32,8 @@ def check_request(request: Request, *, vocab_size: int, max_context: int, adapte
             + f"\n    known: {', '.join(sorted(adapters)) or 'none is loaded'}"
         )
     _check_numbers(sampling, vocab_size)
+    if len(sampling.logit_bias) > max_logit_bias:
+        raise RequestError(f"logit_bias has {len(sampling.logit_bias)} tokens\n    expected: at most {max_logit_bias}")
     _check_tokens("logit_bias", sampling.logit_bias, vocab_size)
     _check_tokens("stop_tokens", sampling.stop_tokens, vocab_size)
 

@@ -20,6 +20,7 @@ from axlearn_plugins_serving.contracts import Output, Pending, QueueFullError, R
 from axlearn_plugins_serving.measure import Meter
 from axlearn_plugins_serving.request_state import RequestState
 from axlearn_plugins_serving.results import constraint_mask, read_part
+from axlearn_plugins_serving.runner import ModelRunner
 from axlearn_plugins_serving.scheduler import Limits, Part, Plan, PriorityScheduler, Scheduler
 
 
@@ -38,7 +39,7 @@ class ServingEngine(Configurable):
         """Sizes and parts of an engine.
 
         Attributes:
-            runner: computes the steps (`Runner`); offered what the engine is.
+            runner: computes the steps; offered `model` and `program`.
             scheduler: decides what a step computes; offered `cache` and `limits`.
             max_waiting: requests that may wait; more are refused.
             max_context: tokens of a prompt and its output together; None takes what the cache has room for.
@@ -48,7 +49,7 @@ class ServingEngine(Configurable):
                 a new request may wait for the step.
         """
 
-        runner: Node[Any] | None = None
+        runner: Node[Runner] = ModelRunner.Config()
         scheduler: Node[Scheduler] = PriorityScheduler.Config()
         max_waiting: int = setting(default=1024, ge=1)
         max_context: int | None = setting(default=None, ge=2)
@@ -57,6 +58,7 @@ class ServingEngine(Configurable):
         hold_seconds: float = setting(default=0.03, ge=0)
 
     def __init__(self, cfg: Config, *, runner: Runner, end_tokens: frozenset[int] = frozenset()):
+        """`runner` is what `cfg.runner` built; `end_tokens` are those that end every output."""
         self.config, self.runner, self.end_tokens = cfg, runner, end_tokens
         self.vocab_size = runner.vocab_size
         self.adapters: tuple[str, ...] = ()
@@ -65,8 +67,7 @@ class ServingEngine(Configurable):
         limits = Limits(
             rows=runner.max_rows,
             step_tokens=runner.max_step_tokens,
-            prefill_rows=getattr(runner, "max_prefill_rows", None),
-            chunk_tokens=getattr(runner, "max_chunk_tokens", None),
+            chunk=runner.chunk,
             positions=min(runner.max_blocks_per_request, runner.num_blocks) * runner.block_size,
         )
         self.scheduler: Scheduler = cfg.scheduler.build(cache=self.cache, limits=limits)
@@ -79,7 +80,13 @@ class ServingEngine(Configurable):
     def add(self, request: Request) -> None:
         """See `Engine`."""
         self._check_open()
-        check_request(request, vocab_size=self.vocab_size, max_context=self.max_context, adapters=self.adapters)
+        check_request(
+            request,
+            vocab_size=self.vocab_size,
+            max_context=self.max_context,
+            max_logit_bias=self.runner.max_logit_bias,
+            adapters=self.adapters,
+        )
         if request.id in self._states:
             raise RequestError(f"a request {request.id!r} is not finished yet\n    fix: give each its own id")
         waiting = self.scheduler.waiting()
@@ -265,7 +272,7 @@ def _row(part: Part, mask: Any) -> Row:
 
 def _context(cfg: ServingEngine.Config, runner: Runner) -> int:
     room = min(runner.max_blocks_per_request, runner.num_blocks) * runner.block_size
-    room = min(room, getattr(runner, "max_context", room))
+    room = min(room, runner.max_context)
     if cfg.max_context is not None and cfg.max_context > room:
         raise RequestError(
             f"the context cannot be {cfg.max_context} tokens\n    expected: at most {room}, for which the cache has room\n"

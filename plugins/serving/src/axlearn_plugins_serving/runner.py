@@ -43,7 +43,7 @@ class ModelRunner(Configurable):
             num_blocks: of the cache; None has room for `max_rows` requests of `max_context` tokens.
             max_rows: requests that run at one time.
             max_context: tokens of a request, its output included.
-            max_step_tokens: tokens of one step.
+            max_step_tokens: tokens of prompts in one step, rounded up to whole chunks.
             chunk: tokens of a prompt that are computed as one row of a step; a prompt has as many rows as it needs.
             row_buckets: how many requests a step that decodes has room for; `max_rows` is always one.
             chunk_buckets: how many chunks a step has room for; as many as `max_step_tokens` needs is always one.
@@ -69,14 +69,18 @@ class ModelRunner(Configurable):
             yield from super().validate()
             for name in ("row_buckets", "chunk_buckets"):
                 if any(size < 1 for size in getattr(self, name)):
-                    yield Problem(path=name, message="not sizes", got=str(getattr(self, name)), expected="at least 1 each")
+                    yield Problem(
+                        path=name, message="not sizes", got=str(getattr(self, name)), expected="at least 1 each"
+                    )
 
     def __init__(self, cfg: Config, *, model: Any, program: Program | ModelProgram | None = None):
         self.cfg = cfg
         self.block_size, self.max_rows, self.decode_steps = cfg.block_size, cfg.max_rows, cfg.decode_steps
         self.max_blocks_per_request = -(-cfg.max_context // cfg.block_size)
         self.num_blocks = cfg.num_blocks or self.max_rows * self.max_blocks_per_request
-        self.max_step_tokens = cfg.max_step_tokens
+        self.chunk, self.max_context, self.max_logit_bias = cfg.chunk, cfg.max_context, MAX_BIAS
+        # Chunks of prompts beside a token of every request, so that steps with prompts are as full as they can be.
+        self.max_step_tokens = -(-cfg.max_step_tokens // cfg.chunk) * cfg.chunk + cfg.max_rows
         self.vocab_size: int = model.vocab_size
         self.buckets = buckets(cfg, self.max_blocks_per_request)
         self.program = _program(cfg, self.num_blocks, model, program)
@@ -123,7 +127,9 @@ class ModelRunner(Configurable):
         for bucket, packed in calls:
             state = self._arrays, self._cache, self._tables, packed
             if steps > 1:
-                chosen, self._cache, self._tables = self.program.compile("serve_decode", bucket)(*state, np.int32(steps))
+                chosen, self._cache, self._tables = self.program.compile("serve_decode", bucket)(
+                    *state, np.int32(steps)
+                )
                 results.append((chosen, None))
             else:
                 chosen, targets, self._cache, self._tables = self.program.compile("serve", bucket)(*state)
@@ -155,7 +161,8 @@ class ModelRunner(Configurable):
             end = min(begin + MOVED, len(blocks))
             pad = MOVED - (end - begin)
             part = jax.tree.map(
-                lambda x, a=begin, b=end, n=pad: np.concatenate([x[a:b], np.zeros((n, *x.shape[1:]), x.dtype)]), contents
+                lambda x, a=begin, b=end, n=pad: np.concatenate([x[a:b], np.zeros((n, *x.shape[1:]), x.dtype)]),
+                contents,
             )
             self._cache = self.program.compile("serve_write")(self._cache, ids, part)
 

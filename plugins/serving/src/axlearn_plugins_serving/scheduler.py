@@ -24,15 +24,13 @@ class Limits:
     Attributes:
         rows: requests that can run at one time.
         step_tokens: tokens of all rows together.
-        prefill_rows: rows with tokens of a prompt; None for any number.
-        chunk_tokens: tokens of a prompt in one row; None for any number.
+        chunk: tokens of a prompt that are computed together: fewer take as long.
         positions: of one request in the cache.
     """
 
     rows: int
     step_tokens: int
-    prefill_rows: int | None = None
-    chunk_tokens: int | None = None
+    chunk: int = 1
     positions: int
 
 
@@ -135,7 +133,6 @@ class PriorityScheduler(Configurable):
             )
         self.cache, self.limits = cache, limits
         self.budget = min(cfg.step_tokens or limits.step_tokens, limits.step_tokens)
-        self.chunk = min(limits.chunk_tokens or self.budget, self.budget)
         self.preempts = cfg.preempt_for_priority
         self._running: list[RequestState] = []  # the first keep their blocks longest
         self.queue = WaitingQueue()
@@ -165,8 +162,7 @@ class PriorityScheduler(Configurable):
         """See `Scheduler`."""
         plan = Plan()
         self._plan_decoding(plan)
-        budget, rows = self._plan_prompts(plan)
-        self._plan_new(plan, budget, rows)
+        self._plan_new(plan, self._plan_prompts(plan))
         if max_steps > 1 and self._all_decode(plan):
             plan.steps = self._steps(plan, max_steps)
         return plan
@@ -184,21 +180,20 @@ class PriorityScheduler(Configurable):
                 plan.parts.append(Part(state, state.computed, 1, True, True))
             index += 1
 
-    def _plan_prompts(self, plan: Plan) -> tuple[int, int | None]:
-        """Continues prompts that were begun. Returns the tokens and rows that are left."""
-        budget, rows = self.budget - len(plan.parts), self.limits.prefill_rows
+    def _plan_prompts(self, plan: Plan) -> int:
+        """Continues prompts that were begun. Returns how many tokens are left for others."""
+        budget = self.budget - len(plan.parts)
         for state in self._running:
-            if budget <= 0 or rows == 0:
+            if budget <= 0:
                 break
             if not state.decodes:
                 budget -= self._plan_chunk(plan, state, budget)
-                rows = None if rows is None else rows - 1
-        return budget, rows
+        return budget
 
-    def _plan_new(self, plan: Plan, budget: int, rows: int | None) -> None:
+    def _plan_new(self, plan: Plan, budget: int) -> None:
         if plan.preemptions:
             return
-        while budget > 0 and rows != 0:
+        while budget > 0:
             state = self.queue.first()
             if state is None or state.inflight:  # its results say whether it goes on at all
                 return
@@ -215,13 +210,15 @@ class PriorityScheduler(Configurable):
             plan.begun.append(state)
             plan.copies += copies
             budget -= self._plan_chunk(plan, state, budget)
-            rows = None if rows is None else rows - 1
 
     def _plan_chunk(self, plan: Plan, state: RequestState, budget: int) -> int:
-        count = min(state.target - state.computed, budget, self.chunk)
+        """Adds tokens of a prompt, whole chunks where there is room for one. Returns what they take of the budget."""
+        chunk = self.limits.chunk
+        room = budget // chunk * chunk or budget
+        count = min(state.target - state.computed, room)
         last = state.computed + count == state.target
         plan.parts.append(Part(state, state.computed, count, last and state.remaining > 0, False))
-        return count
+        return 1 if count == 1 else -(-count // chunk) * chunk
 
     def _make_room(self, state: RequestState, plan: Plan) -> bool:
         """Takes the place of the last running request for one of higher priority; False where none is lower."""
