@@ -8,7 +8,7 @@ T tokens, N query heads, G key-value heads (N is a multiple of G), H head size, 
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 import jax
@@ -16,20 +16,34 @@ import jax.numpy as jnp
 from jax import lax
 
 from axlearn_core.kernels.op import Op
+from axlearn_plugins_transformer.kernels.bias import Bias
 
 AT_ONCE = 64
 """Tokens whose keys the reference gathers at one time."""
+
+
+class Split(NamedTuple):
+    """How the new tokens are divided among requests, where that is known when the program is compiled.
+
+    Attributes:
+        singles: the first requests, which have one token each.
+        chunk: the tokens of each of the others.
+    """
+
+    singles: int
+    chunk: int
 
 
 @attrs.frozen(eq=False)
 class PagedAttention(Op[jax.Array]):
     """softmax(mask(cap(scale * query @ key))) @ value under a causal mask, the softmax in float32. It has no derivative.
 
-    The result is [T, N, H] in the dtype of the queries; rows of tokens that no request has are not specified.
+    The result is [T, N, H] (with `value_size` [T, N, value_size]) in the dtype of the queries; rows of tokens that no request has are not specified.
 
     Attributes:
         query: [T, N, H], the new tokens of request 0, then those of request 1, and so on; what is behind the last is not used.
         pages: [P, S, 2 G, H], of head g the keys at 2 g and the values at 2 g + 1. Those of the new tokens are in them.
+            With `value_size` [P, S, G, H]: the keys alone.
         table: int32 [R, M], the pages of each request in the order of its tokens. Unused entries hold anything.
         lengths: int32 [R], the tokens of each request, new ones included.
         starts: int32 [R + 1], where along T the new tokens of each request begin; the last entry is where they all end.
@@ -37,6 +51,9 @@ class PagedAttention(Op[jax.Array]):
         scale: multiplies the queries.
         window: the last keys that a query sees; None where there is no limit.
         softcap: caps the scores to (-softcap, softcap) by a tanh.
+        bias: added to the scores; it counts queries and keys by their positions in the request.
+        value_size: the values are the first so many numbers of the keys (latent attention); None where they are apart.
+        split: what `starts` says, as a static value; None where it depends on the data.
     """
 
     name = "paged_attention"
@@ -50,14 +67,36 @@ class PagedAttention(Op[jax.Array]):
     scale: float = attrs.field(kw_only=True)
     window: int | None = attrs.field(default=None, kw_only=True)
     softcap: float | None = attrs.field(default=None, kw_only=True)
+    bias: Bias | None = attrs.field(default=None, kw_only=True)
+    value_size: int | None = attrs.field(default=None, kw_only=True)
+    split: Split | None = attrs.field(default=None, kw_only=True)
+
+    @property
+    def groups(self) -> int:
+        """G."""
+        return self.pages.shape[2] // (2 if self.value_size is None else 1)
+
+    def keys_and_values(self, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Some of the pages, [..., 2 G or G, H], as keys [..., G, H] and values [..., G, V]."""
+        if self.value_size is not None:
+            return pages, pages[..., : self.value_size]
+        both = pages.reshape(*pages.shape[:-2], self.groups, 2, pages.shape[-1])
+        return both[..., 0, :], both[..., 1, :]
 
     def operands(self) -> Mapping[str, Any]:
         """Queries, pages and their table."""
         return {"query": self.query, "pages": self.pages, "table": self.table}
 
     def options(self) -> Mapping[str, Any]:
-        """Window and soft cap."""
-        return {"window": self.window, "softcap": self.softcap}
+        """Window, soft cap, bias by its structure, the size of values that are keys, and the static split."""
+        options: dict[str, Any] = {"window": self.window, "softcap": self.softcap}
+        if self.bias is not None:
+            options["bias"] = self.bias.describe()
+        if self.value_size is not None:
+            options["value_size"] = self.value_size
+        if self.split is not None:
+            options["split"] = tuple(self.split)
+        return options
 
     def flops(self) -> float:
         """Two products of each token with all slots of its row of the table: the most that its request can have."""
@@ -74,25 +113,28 @@ class PagedAttention(Op[jax.Array]):
         """Gathers the pages of each token's request."""
         query, pages, table, starts = self.query, self.pages, self.table, self.starts
         tokens, heads, size = query.shape
-        requests, groups = table.shape[0], pages.shape[2] // 2
+        requests, groups = table.shape[0], self.groups
         ends = jnp.where(jnp.arange(requests) < self.count[0], starts[1:], tokens)
         owner = jnp.minimum(jnp.searchsorted(ends, jnp.arange(tokens), side="right"), requests - 1)
         position = self.lengths[owner] - (ends[owner] - jnp.arange(tokens))
 
         def one(token: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
             query, row, position = token
-            mine = pages.at[table[row]].get(mode="clip").reshape(-1, groups, 2, size)
-            key, value = mine[:, :, 0], mine[:, :, 1]
+            mine = pages.at[table[row]].get(mode="clip")
+            key, value = self.keys_and_values(mine.reshape(-1, *mine.shape[2:]))
             grouped = (query * self.scale).reshape(groups, heads // groups, size)
             scores = jnp.einsum("gnh,kgh->gnk", grouped, key).astype(jnp.float32)
             if self.softcap is not None:
                 scores = self.softcap * jnp.tanh(scores / self.softcap)
-            slots = jnp.arange(key.shape[0])
+            slots = jnp.arange(key.shape[0], dtype=jnp.int32)
+            if self.bias is not None:
+                added = self.bias.materialize((0, 1), (0, key.shape[0]), position[None, None], slots[None])
+                scores = scores + jnp.swapaxes(added[0], 0, 1).reshape(1, heads, -1).reshape(scores.shape)
             seen = slots <= position
             if self.window is not None:
                 seen &= slots > position - self.window
             weights = jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1).astype(value.dtype)
             value = jnp.where(seen[:, None, None], value, 0)  # what no token wrote may be no number
-            return jnp.einsum("gnk,kgh->gnh", weights, value).reshape(heads, size).astype(query.dtype)
+            return jnp.einsum("gnk,kgh->gnh", weights, value).reshape(heads, -1).astype(query.dtype)
 
         return lax.map(one, (query, owner, position), batch_size=AT_ONCE)
