@@ -1,10 +1,8 @@
 """`ModelRunner`: computes steps of a model over a cache of blocks, by functions that are compiled before the first request."""
 
-import bisect
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-import attrs
 import jax
 import numpy as np
 

@@ -108,7 +108,8 @@ def _open(uri: str, name: str | None, template: str | None, config: Any, step: i
     if template is not None:
         path = None if template == "plain" else template
         chat = ChatTemplate.Config(path=path).build(tokenizer=opened.tokenizer)
-    return Service(EngineThread(opened.engine), opened.tokenizer, chat, name or opened.name)
+    engine = opened.engine
+    return Service(EngineThread(engine), opened.tokenizer, chat, name or opened.name, adapters=engine.adapters)
 
 
 def _run(service: Any, limits: Any, listener: Any, host: str, grace: float, log_requests: bool) -> int:
