@@ -1,10 +1,8 @@
 """`ModelRunner`: computes steps of a model over a cache of blocks, by functions that are compiled before the first request."""
 
-import bisect
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-import attrs
 import jax
 import numpy as np
 
@@ -69,7 +67,9 @@ class ModelRunner(Configurable):
             yield from super().validate()
             for name in ("row_buckets", "chunk_buckets"):
                 if any(size < 1 for size in getattr(self, name)):
-                    yield Problem(path=name, message="not sizes", got=str(getattr(self, name)), expected="at least 1 each")
+                    yield Problem(
+                        path=name, message="not sizes", got=str(getattr(self, name)), expected="at least 1 each"
+                    )
 
     def __init__(self, cfg: Config, *, model: Any, program: Program | ModelProgram | None = None):
         self.cfg = cfg
@@ -123,7 +123,9 @@ class ModelRunner(Configurable):
         for bucket, packed in calls:
             state = self._arrays, self._cache, self._tables, packed
             if steps > 1:
-                chosen, self._cache, self._tables = self.program.compile("serve_decode", bucket)(*state, np.int32(steps))
+                chosen, self._cache, self._tables = self.program.compile("serve_decode", bucket)(
+                    *state, np.int32(steps)
+                )
                 results.append((chosen, None))
             else:
                 chosen, targets, self._cache, self._tables = self.program.compile("serve", bucket)(*state)
@@ -155,7 +157,8 @@ class ModelRunner(Configurable):
             end = min(begin + MOVED, len(blocks))
             pad = MOVED - (end - begin)
             part = jax.tree.map(
-                lambda x, a=begin, b=end, n=pad: np.concatenate([x[a:b], np.zeros((n, *x.shape[1:]), x.dtype)]), contents
+                lambda x, a=begin, b=end, n=pad: np.concatenate([x[a:b], np.zeros((n, *x.shape[1:]), x.dtype)]),
+                contents,
             )
             self._cache = self.program.compile("serve_write")(self._cache, ids, part)
 
@@ -182,7 +185,7 @@ class ModelRunner(Configurable):
         slots = np.full((self.max_rows,), self.max_rows, np.int32)
         masks = np.zeros((self.max_rows, -(-self.vocab_size // 32)), np.uint32)
         for index, row in enumerate(masked):
-            slots[index], masks[index] = row.slot, row.mask
+            slots[index], masks[index] = row.slot, np.asarray(row.mask)
         self._tables = self.program.compile("serve_mask")(self._tables, slots, masks)
 
     def _declare_steps(self) -> None:
@@ -235,8 +238,9 @@ def _sizes(cfg: ModelRunner.Config, blocks: int) -> Sizes:
 
 
 def _program(cfg: ModelRunner.Config, blocks: int, model: Any, program: Any) -> ModelProgram:
-    paged = UsePagedCache(page_size=cfg.block_size, kernel=cfg.kernel).apply(model.cfg)
     devices = jax.local_devices()[:1] if program is None else list(program.layout.mesh.devices.flat)
+    on_cpu = devices[0].platform == "cpu"
+    paged = UsePagedCache(page_size=cfg.block_size, heads_first=on_cpu, kernel=cfg.kernel).apply(model.cfg)
     mesh, target = (None, None) if program is None else (program.mesh, program.target)
     sizes = _sizes(cfg, blocks)
     return ModelProgram(

@@ -193,9 +193,7 @@ def report(logits: jax.Array, token: jax.Array, wanted: jax.Array) -> Chosen:
 def record(tables: Tables, slots: jax.Array, token: jax.Array, sampled: jax.Array, kind: jax.Array) -> Tables:
     """The tables after these choices, of the rows that `sampled`."""
     to = jnp.where(sampled, slots, tables.last.shape[0])
-    counts = lax.cond(
-        kind == FULL, lambda c: c.at[to, token].add(1, mode="drop"), lambda c: c, tables.counts
-    )
+    counts = lax.cond(kind == FULL, lambda c: c.at[to, token].add(1, mode="drop"), lambda c: c, tables.counts)
     return dataclasses.replace(
         tables,
         last=tables.last.at[to].set(token, mode="drop"),
