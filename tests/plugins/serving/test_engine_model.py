@@ -11,6 +11,7 @@ import toy
 from flax import nnx
 
 import axlearn_core as ax
+from axlearn_core.config import patch
 from axlearn_core.errors import RequestError
 from axlearn_plugins_serving.contracts import Sampling
 from axlearn_plugins_serving.local_engine import serve
@@ -24,7 +25,8 @@ SIZES = {
 
 @functools.cache
 def model(experiment="quickstart", seed=0):
-    built = toy.config(experiment).model.build(rngs=nnx.Rngs(seed))
+    config = patch(toy.config(experiment), {"model.dtype": "float32", "model.output_dtype": "float32"})
+    built = config.model.build(rngs=nnx.Rngs(seed))
     rng = np.random.default_rng(seed)  # larger numbers than at the start of training: tokens that differ
     state = jax.tree.map(lambda x: x + 0.3 * rng.standard_normal(x.shape).astype(x.dtype), nnx.state(built, nnx.Param))
     nnx.update(built, state)
