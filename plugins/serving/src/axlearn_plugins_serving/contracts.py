@@ -278,7 +278,6 @@ class Runner(Protocol):
         max_logit_bias: the most tokens in a request's `logit_bias`.
         max_blocks_per_request: the most blocks that one request can have.
         decode_steps: the largest `steps` of `submit`.
-        compilations: how many functions were compiled since `warm_up` ended.
     """
 
     vocab_size: int
@@ -291,7 +290,11 @@ class Runner(Protocol):
     max_logit_bias: int
     max_blocks_per_request: int
     decode_steps: int
-    compilations: int
+
+    @property
+    def compilations(self) -> int:
+        """How many functions were compiled since `warm_up` ended."""
+        ...
 
     def warm_up(self) -> None:
         """Compiles, or loads, all functions that steps may need."""

@@ -4,6 +4,7 @@ Legend: R rows of one token, K chunks of C tokens, L = R + K, T = R + K C, D wid
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -239,7 +240,7 @@ class ServingFunctions:
     ) -> tuple[Chosen, Any, Tables]:
         """`count` steps of one token for each row: (choices [steps, R], the new cache, the new tables)."""
         step = bucket.unpack(packed)
-        empty = jax.eval_shape(lambda *a: self.serve(*a, bucket)[0], arrays, cache, tables, packed)
+        empty = jax.eval_shape(functools.partial(self.serve, bucket=bucket), arrays, cache, tables, packed)[0]
         results = jax.tree.map(lambda s: jnp.zeros((self.sizes.steps, *s.shape), s.dtype), empty)
 
         def one(index: jax.Array, state: Any) -> Any:

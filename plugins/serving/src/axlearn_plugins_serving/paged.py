@@ -17,12 +17,13 @@ class UsePagedCache(Feature):
     """Caches in pages that any request can own, in every attention: what continuous batching computes with.
 
     Training is the same, and so are checkpoints: a cache is only used to generate. `page_size` is how many tokens a page has
-    room for; `kernel` names a kernel of the op `paged_attention`, in the place of the attention's own.
+    room for, `heads_first` how CPUs read them best; `kernel` names a kernel of the op `paged_attention`, in the place of the attention's own.
     """
 
     stage = "execute"
 
     page_size: int = setting(default=16, ge=1)
+    heads_first: bool = False
     kernel: str | None = None
 
     def apply(self, cfg: Tree) -> Tree:
@@ -34,7 +35,7 @@ class UsePagedCache(Feature):
             names = {a.name for a in attrs.fields(type(part))}
             made: dict[str, Any] = {}
             if "kv_cache" in names:
-                made = {"kv_cache": PagedCache.Config(page_size=self.page_size)}
+                made = {"kv_cache": PagedCache.Config(page_size=self.page_size, heads_first=self.heads_first)}
             elif "latent_cache" in names:
                 # Where there is latent attention, its plugin is installed.
                 from axlearn_plugins_attention.paged_latent_cache import PagedLatentCache

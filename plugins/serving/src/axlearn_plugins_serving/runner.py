@@ -187,7 +187,7 @@ class ModelRunner(Configurable):
         slots = np.full((self.max_rows,), self.max_rows, np.int32)
         masks = np.zeros((self.max_rows, -(-self.vocab_size // 32)), np.uint32)
         for index, row in enumerate(masked):
-            slots[index], masks[index] = row.slot, row.mask
+            slots[index], masks[index] = row.slot, np.asarray(row.mask)
         self._tables = self.program.compile("serve_mask")(self._tables, slots, masks)
 
     def _declare_steps(self) -> None:
@@ -240,8 +240,9 @@ def _sizes(cfg: ModelRunner.Config, blocks: int) -> Sizes:
 
 
 def _program(cfg: ModelRunner.Config, blocks: int, model: Any, program: Any) -> ModelProgram:
-    paged = UsePagedCache(page_size=cfg.block_size, kernel=cfg.kernel).apply(model.cfg)
     devices = jax.local_devices()[:1] if program is None else list(program.layout.mesh.devices.flat)
+    on_cpu = devices[0].platform == "cpu"
+    paged = UsePagedCache(page_size=cfg.block_size, heads_first=on_cpu, kernel=cfg.kernel).apply(model.cfg)
     mesh, target = (None, None) if program is None else (program.mesh, program.target)
     sizes = _sizes(cfg, blocks)
     return ModelProgram(

@@ -97,7 +97,7 @@ class CausalLM(Layer):
         logits = self.logits(x)
         return logits if cache is None else (logits, new)
 
-    def logits(self, hidden: jax.Array, head: jax.Array | None = None) -> jax.Array:
+    def logits(self, hidden: jax.Array, head: Any = None) -> jax.Array:
         """[B, S, D] from the decoder -> [B, S, V] in `output_dtype`.
 
         `head`: what `decoder.head_weight()` gave earlier, in a layout that is read faster.

@@ -16,8 +16,6 @@ from axlearn_plugins_transformer.kernels.attention import Attention
 from axlearn_plugins_transformer.kernels.masks import Causal, Mask, SlidingWindow
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention, Split
 
-PAGE_AXES = (None, None, "activation_kv", None)
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,10 +74,11 @@ def window_size(mask: Mask, layout: str) -> int | None:
     return min((part.size for part in others), default=None)  # type: ignore[attr-defined]
 
 
-def write_slots(pages: jax.Array, new: jax.Array, write: jax.Array) -> jax.Array:
-    """[P, S, ...] with [T, ...] at the slots int32 [T]; those beyond all pages are dropped."""
-    size = pages.shape[1]
-    return pages.at[write // size, write % size].set(new.astype(pages.dtype), mode="drop")
+def write_slots(pages: jax.Array, new: jax.Array, write: jax.Array, *, heads_first: bool = False) -> jax.Array:
+    """[P, S, ...] (or [P, 2 G, S, H]) with [T, ...] at the slots int32 [T]; those beyond all pages are dropped."""
+    size, new = pages.shape[2 if heads_first else 1], new.astype(pages.dtype)
+    at = (write // size, slice(None), write % size) if heads_first else (write // size, write % size)
+    return pages.at[at].set(new, mode="drop")
 
 
 class PagedCache(Configurable):
@@ -90,30 +89,38 @@ class PagedCache(Configurable):
 
     @node
     class Config(Configurable.Config["PagedCache"]):
-        """`page_size` is how many tokens a page has room for."""
+        """`page_size` is how many tokens a page has room for.
+
+        `heads_first` stores pages as [P, 2 G, S, H] and not as [P, S, 2 G, H]: faster on CPUs; no kernel of TPUs takes it.
+        """
 
         page_size: int = setting(default=16, ge=1)
+        heads_first: bool = False
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
 
     def init(self, batch: int, length: int, num_kv_heads: int, head_dim: int, dtype: str) -> dict[str, jax.Array]:
         """Pages for `batch` rows of `length` tokens: [P, S, 2 G, H], of head g the keys at 2 g and the values at 2 g + 1."""
-        size = self.cfg.page_size
-        shape = (batch * -(-length // size), size, 2 * num_kv_heads, head_dim)
-        return {"pages": constrain(jnp.zeros(shape, dtype), *PAGE_AXES)}
+        size, heads = self.cfg.page_size, 2 * num_kv_heads
+        inner = (heads, size) if self.cfg.heads_first else (size, heads)
+        return {"pages": self._place(jnp.zeros((batch * -(-length // size), *inner, head_dim), dtype))}
+
+    def _place(self, pages: jax.Array) -> jax.Array:
+        axes = (None, "activation_kv", None, None) if self.cfg.heads_first else (None, None, "activation_kv", None)
+        return constrain(pages, *axes)
 
     def attend(
         self, cache: dict[str, jax.Array], op: Attention, slots: Any, kernel: str | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """See `KVCache`; `slots` may be a `PagedSlots`."""
         window = window_size(op.mask, "paged")
-        pages, shape = cache["pages"], op.query.shape
+        pages, shape, heads_first = cache["pages"], op.query.shape, self.cfg.heads_first
         if not isinstance(slots, PagedSlots):
-            slots = PagedSlots.of_rows(slots, shape[0], pages.shape[0], pages.shape[1])
+            slots = PagedSlots.of_rows(slots, shape[0], pages.shape[0], self.cfg.page_size)
         query, key, value = (x.reshape(-1, *x.shape[2:]) for x in (op.query, op.key, op.value))
         new = jnp.stack([key, value.astype(key.dtype)], axis=2).reshape(key.shape[0], -1, key.shape[2])
-        pages = constrain(write_slots(pages, new, slots.write), *PAGE_AXES)
+        pages = self._place(write_slots(pages, new, slots.write, heads_first=heads_first))
         result = PagedAttention(
             query,
             pages,
@@ -125,6 +132,7 @@ class PagedCache(Configurable):
             window=window,
             softcap=op.softcap,
             bias=op.bias,
+            heads_first=heads_first,
             split=slots.split,
         ).run(kernel)
         return result.reshape(*shape[:-1], -1).astype(op.value.dtype), {"pages": pages}
