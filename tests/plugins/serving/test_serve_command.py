@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
@@ -13,9 +12,13 @@ import openai
 import pytest
 from click.testing import CliRunner
 
+sys.path.insert(0, str(Path(__file__).parent))
+from fake_server_engine import FakeEngine
+
 import axlearn_core as ax
 from axlearn_core.cli.main import cli
 from axlearn_core.train.inference import load
+from axlearn_plugins_serving.open_engine import OpenedEngine
 from axlearn_plugins_serving.server.run import bind
 
 
@@ -74,14 +77,21 @@ def test_options_that_are_wrong(arguments, says, tmp_path):
 
 @pytest.mark.slow
 def test_a_model_that_is_not_a_decoder(tmp_path):
-    settings = {"model.stack.num_layers": 1, "evaluators": {}}
-    try:
-        ax.train("vit-tiny", run_dir=tmp_path / "vit", steps=1, set=settings)
-    except Exception:
-        pytest.skip("needs an experiment of images that trains in seconds")
+    settings = {"model.encoder.num_layers": 1, "input.batch_size": 8, "evaluators": {}}
+    ax.train("vit-tiny", run_dir=tmp_path / "vit", steps=1, set=settings)
     refused = serve(str(tmp_path / "vit"), "--port", "0")
     assert refused.exit_code == 2
     assert "cannot be served" in refused.stderr
+
+
+def test_a_run_without_a_tokenizer(monkeypatch):
+    engine = FakeEngine()
+    opened = OpenedEngine(engine, None, None, "numbers")
+    monkeypatch.setattr("axlearn_plugins_serving.open_engine.open_engine", lambda *args, **options: opened)
+    refused = serve("runs/numbers", "--port", "0")
+    assert refused.exit_code == 2
+    assert "runs/numbers has no tokenizer" in refused.stderr
+    assert engine.closed
 
 
 @pytest.mark.slow
@@ -120,4 +130,3 @@ def test_the_life_of_a_server(run_dir, tmp_path):
             process.kill()
             process.wait(20)
             process.stdout.close()
-            time.sleep(0)
