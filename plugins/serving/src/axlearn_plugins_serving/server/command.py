@@ -6,6 +6,8 @@ from typing import Any
 
 import click
 
+_SWITCH_SECONDS = 5e-4  # Python's 5 ms would let the engine's thread wait so long for the event loop after each step
+
 
 @click.command()
 @click.argument("uri", metavar="RUN_DIR|HF_DIR")
@@ -116,6 +118,8 @@ def _run(service: Any, limits: Any, listener: Any, host: str, grace: float, log_
     import asyncio
 
     from axlearn_plugins_serving.server.run import Runner
+
+    sys.setswitchinterval(_SWITCH_SECONDS)
 
     async def run() -> int:
         runner = Runner(service, limits, grace=grace, log_requests=log_requests)
