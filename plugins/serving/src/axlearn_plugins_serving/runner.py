@@ -50,7 +50,7 @@ class ModelRunner(Configurable):
             kernel: a kernel of the op `paged_attention`; None takes the best one of the mode.
         """
 
-        block_size: int = setting(default=16, ge=1)
+        block_size: int = setting(default=32, ge=1)
         num_blocks: int | None = setting(default=None, ge=1)
         max_rows: int = setting(default=16, ge=1)
         max_context: int = setting(default=2048, ge=1)
