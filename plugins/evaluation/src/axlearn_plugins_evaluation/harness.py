@@ -69,7 +69,7 @@ class AxlearnLM(LM):
         """
         wanted = [self._wanted(*request.args) for request in requests]
         if (engine := self._serving_engine(wanted)) is None:
-            return self._kept("generate_until", requests, [self._written(w) for w in wanted])
+            return self._kept("generate_until", requests, [self._write(w) for w in wanted])
         found = [""] * len(wanted)
         for options in dict.fromkeys(w.options for w in wanted):
             rows = [row for row, w in enumerate(wanted) if w.options == options]
@@ -129,7 +129,10 @@ class AxlearnLM(LM):
                 self._not_served = True
         return self._engine
 
-    def _written(self, wanted: "_Wanted") -> str:
+    def _written(self, context: str, options: dict[str, Any]) -> str:
+        return self._write(self._wanted(context, options))
+
+    def _write(self, wanted: "_Wanted") -> str:
         tokenizer, options = self.subject.tokenizer, wanted.options
         ids: list[int] = []
         text = ""
