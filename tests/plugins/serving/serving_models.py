@@ -3,11 +3,14 @@
 import functools
 from pathlib import Path
 
+import jax
 import numpy as np
 from flax import nnx
 
+from axlearn_core.compose import Functional
 from axlearn_core.config import patch
 from axlearn_core.plugins.resolve import resolve
+from axlearn_core.train.inference import load
 from axlearn_plugins_serving.contracts import Row, Sampling
 from axlearn_plugins_serving.runner import ModelRunner
 
@@ -17,7 +20,7 @@ SIZES = {"block_size": 4, "max_rows": 4, "max_context": 48, "max_step_tokens": 2
 SMALL = {
     "model.vocab_size": 64,
     "model.decoder.num_layers": 2,
-    "model.decoder.hidden_dim": 32,
+    "model.decoder.hidden_dim": 64,
     "model.decoder.layer.attention.num_heads": 4,
     "model.decoder.layer.feed_forward.hidden_dim": 64,
 }
@@ -35,6 +38,16 @@ def config(*features):
 @functools.cache
 def model(*features):
     return config(*features).build(rngs=nnx.Rngs(0))
+
+
+@functools.cache
+def family(name):
+    """The fixture of a family, in float32: in bfloat16 other shapes of a program round to other tokens."""
+    loaded = load(FIXTURES / name).model
+    cfg = patch(loaded.cfg, {"dtype": "float32", "param_dtype": "float32"})
+    functional = Functional.of(cfg)
+    weights = jax.tree.map(lambda x: x.astype("float32"), functional.weights_of(loaded))
+    return functional.bind(weights.params, weights.variables)
 
 
 @functools.cache

@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 from flax import nnx
-from serving_models import FAMILIES, FIXTURES, SIZES, Requests, config, model, prompts, runner
+from serving_models import FAMILIES, SIZES, Requests, config, family, model, prompts, runner
 
 from axlearn_core.compose import Functional
 from axlearn_core.errors import RequestError
-from axlearn_core.train.inference import load
 from axlearn_plugins_serving.contracts import Row, Sampling
 from axlearn_plugins_serving.runner import ModelRunner
 from axlearn_plugins_transformer.generate import Generator
@@ -34,10 +33,9 @@ def test_requests_together_get_what_each_gets_alone(features):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family(name):
-    loaded = load(FIXTURES / name)
-    made = ModelRunner.Config(**SIZES).build(model=loaded.model)
+    made = ModelRunner.Config(**SIZES).build(model=family(name))
     for seed in range(3):
-        check(made, loaded.model, seed)
+        check(made, family(name), seed)
 
 
 def test_several_steps_in_one_dispatch_are_those_steps():
