@@ -1,6 +1,7 @@
 """Whatever else is computed beside a request, it gets the tokens that it gets alone."""
 
 import random
+import sys
 
 import fake_runner
 import numpy as np
@@ -362,3 +363,31 @@ def test_a_closed_engine_says_so():
     one.close()
     with pytest.raises(RequestError, match="closed"):
         one.add(Request(id="a", prompt=(1,)))
+
+
+def calls_per_step(waiting):
+    """Python and C calls of ten steps with all rows taken and so many requests in the queue."""
+    one = engine(max_rows=6, settings={"max_waiting": 5000}, end=frozenset(), checks=False)
+    for index in range(waiting + 6):
+        sampling = Sampling(max_tokens=40, temperature=0.0)
+        one.add(Request(id=str(index), prompt=(index % 90, 1, 2), sampling=sampling, client=str(index % 7)))
+    for _ in range(5):
+        one.step()
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        for _ in range(10):
+            one.step()
+    finally:
+        sys.setprofile(None)
+    assert one.statistics().waiting == waiting
+    return calls
+
+
+def test_a_step_does_as_much_with_a_long_queue():
+    assert calls_per_step(2000) == calls_per_step(100)

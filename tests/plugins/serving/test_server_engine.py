@@ -17,6 +17,7 @@ import axlearn_core as ax
 from axlearn_core.config import patch
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.open_engine import open_engine
+from axlearn_plugins_serving.server.logprobs import spell
 
 SIZES = {"runner.max_rows": 4, "runner.max_context": 128, "max_waiting": 400}
 
@@ -85,11 +86,10 @@ def test_prompts_are_scored_as_they_are_generated(opened):
         options = {"model": "tiny", "temperature": 0, "logprobs": 3}
         written = client.completions.create(prompt="import os\n", max_tokens=10, **options)
         tokens = httpx.post(server.url + "/tokenize", json={"prompt": "import os\n"}).json()["tokens"]
-        seen = [server.service.tokenizer.encode(t) for t in written.choices[0].logprobs.tokens]
-        scored = client.completions.create(
-            prompt=[*tokens, *(t for piece in seen for t in piece)], max_tokens=0, echo=True, **options
-        )
-        assert all(len(piece) == 1 for piece in seen)
+        grammars = server.service.grammars
+        token_of = {spell(grammars, token): token for token in range(server.service.tokenizer.vocab_size)}
+        seen = [token_of[text] for text in written.choices[0].logprobs.tokens]
+        scored = client.completions.create(prompt=[*tokens, *seen], max_tokens=0, echo=True, **options)
         assert scored.choices[0].logprobs.token_logprobs[len(tokens) :] == pytest.approx(
             written.choices[0].logprobs.token_logprobs, abs=1e-4
         )

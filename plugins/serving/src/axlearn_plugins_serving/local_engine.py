@@ -16,6 +16,7 @@ from axlearn_core.config import patch
 from axlearn_core.contracts.capabilities import encode_prompt
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import RequestError, unknown
+from axlearn_core.train.inference import Loaded
 from axlearn_plugins_serving.contracts import (
     FinishReason,
     Output,
@@ -95,7 +96,13 @@ class LocalEngine:
         self._collections: dict[str, _Collection] = {}
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | None = None, *, n: int = 1, **options: Any
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: Sampling | None = None,
+        *,
+        n: int = 1,
+        stop: Sequence[str] = (),
+        **options: Any,
     ) -> list[Generation]:
         """Continues prompts, all together, and returns when the last one ends.
 
@@ -103,6 +110,7 @@ class LocalEngine:
             prompts: one or many, each a text or token ids.
             sampling: how tokens are chosen.
             n: samples of each prompt. With a seed, sample i has the seed plus i.
+            stop: texts that end a sample; its own text ends before the first of them.
             options: fields of `Sampling`, in the place of those of `sampling`: `max_tokens=64, temperature=0`. By default
                 each sample has the log-probabilities of its tokens (`logprobs=0`).
 
@@ -112,13 +120,16 @@ class LocalEngine:
         if n < 1:
             raise RequestError(f"n is {n}\n    expected: at least 1")
         sampling = _sampling(sampling or Sampling(logprobs=0), options)
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        if stops and self.tokenizer is None:
+            raise RequestError("this model has no tokenizer, so no text can stop it\n    fix: use stop_tokens")
         encoded = [self._encode(prompt) for prompt in _as_prompts(prompts)]
         requests = [
             Request(id=f"local-{next(self._ids)}", prompt=prompt, sampling=_numbered(sampling, index), client="local")
             for prompt in encoded
             for index in range(n)
         ]
-        collections = self._run(requests)
+        collections = self._run([(request, _Collection(self.tokenizer, stops)) for request in requests])
         return [
             self._generation(prompt, collections[index * n : (index + 1) * n]) for index, prompt in enumerate(encoded)
         ]
@@ -193,9 +204,9 @@ class LocalEngine:
         finally:
             self._abort([request])
 
-    def _run(self, requests: Sequence[Request]) -> list["_Collection"]:
-        collections = [_Collection() for _ in requests]
-        waiting = deque(zip(requests, collections, strict=True))
+    def _run(self, requests: Sequence[tuple[Request, "_Collection"]]) -> list["_Collection"]:
+        collections = [collection for _, collection in requests]
+        waiting = deque(requests)
         try:
             while waiting or not all(c.finished for c in collections):
                 with self._lock:
@@ -210,7 +221,7 @@ class LocalEngine:
             for collection in collections:
                 collection.check()
         finally:
-            self._abort(requests)
+            self._abort([request for request, _ in requests])
         return collections
 
     def _add(self, request: Request, collection: "_Collection") -> None:
@@ -229,6 +240,8 @@ class LocalEngine:
             collection.take(output)
             if collection.finished:
                 del self._collections[output.id]
+                if output.finish is None:  # by a text
+                    self.engine.abort(output.id)
 
     def _fail(self, error: Exception) -> None:
         for collection in self._collections.values():
@@ -253,7 +266,7 @@ class LocalEngine:
         samples = tuple(
             Sample(
                 tokens=tuple(c.tokens),
-                text=None if self.tokenizer is None else self._text(self.tokenizer, prompt, c.tokens),
+                text=None if self.tokenizer is None else c.cut(self._text(self.tokenizer, prompt, c.tokens)),
                 logprobs=None if c.logprobs is None else tuple(c.logprobs),
                 finish=c.finish or "abort",
             )
@@ -285,9 +298,10 @@ class LocalEngine:
 
 
 class _Collection:
-    """What comes for one request."""
+    """What comes for one request, up to the first of some texts."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokenizer: Tokenizer | None = None, stops: Sequence[str] = ()) -> None:
+        self.tokenizer, self.stops = tokenizer, stops
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] | None = None
         self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
@@ -307,6 +321,14 @@ class _Collection:
         self.cached_tokens, self.finish = output.cached_tokens, output.finish
         if output.error is not None:
             self.error = RequestError(output.error)
+        if self.stops and self.tokenizer is not None:
+            text = self.tokenizer.decode(self.tokens)
+            if any(stop in text for stop in self.stops):
+                self.finish = "stop"
+
+    def cut(self, text: str) -> str:
+        """The text before the first of those that stop it."""
+        return text[: min((text.find(stop) for stop in self.stops if stop in text), default=len(text))]
 
     def check(self) -> None:
         if self.error is not None:
@@ -317,6 +339,7 @@ def serve(
     model: Any,
     *,
     tokenizer: Tokenizer | None = None,
+    program: Any = None,
     config: ServingEngine.Config | None = None,
     set: Mapping[str, Any] | None = None,  # what it is called on the command line
     step: int | None = None,
@@ -331,6 +354,7 @@ def serve(
         model: a run directory, a directory in Hugging Face format, exported adapters, or what an installed plugin opens; or
             what `ax.load` gives; or a model with its weights.
         tokenizer: for prompts and outputs as text; by default the one that is opened with the model.
+        program: of the experiment that a model belongs to, for its devices.
         config: of the engine.
         set: settings of the engine, path -> value: `{"runner.max_rows": 32}`.
         step: which checkpoint of a run; by default the newest.
@@ -344,9 +368,8 @@ def serve(
     if isinstance(model, (str, Path)):
         opened = open_engine(model, config=config, step=step, warm_up=warm_up)
         return LocalEngine(opened.engine, tokenizer or opened.tokenizer)
-    program = getattr(model, "program", None)
-    if program is not None:  # of `ax.load`
-        model, tokenizer = model.model, tokenizer or model.tokenizer
+    if isinstance(model, Loaded):
+        program, tokenizer, model = program or model.program, tokenizer or model.tokenizer, model.model
     engine = build_engine(model, program=program, tokenizer=tokenizer, config=config, warm_up=warm_up)
     return LocalEngine(engine, tokenizer)
 

@@ -17,7 +17,8 @@ class UsePagedCache(Feature):
     """Caches in pages that any request can own, in every attention: what continuous batching computes with.
 
     Training is the same, and so are checkpoints: a cache is only used to generate. `page_size` is how many tokens a page has
-    room for, `heads_first` how CPUs read them best; `kernel` names a kernel of the op `paged_attention`, in the place of the attention's own.
+    room for; with `heads_first` they are stored as CPUs read them best; `kernel` names a kernel of the op `paged_attention`, in
+    the place of the attention's own.
     """
 
     stage = "execute"

@@ -17,8 +17,8 @@ from axlearn_plugins_serving.paged import UsePagedCache
 from axlearn_plugins_serving.sampling import MAX_BIAS, Tables
 from axlearn_plugins_serving.steps import StepBucket
 
-LEAST_ROWS = 32
-"""Of every product in the mode `parity`: XLA for CPU multiplies 16 rows and fewer by another algorithm."""
+LEAST_ROWS = 64
+"""Of every product in the mode `parity`: XLA for CPU computes small products and sums by other algorithms."""
 MOVED = 16
 """Blocks that are copied, read or written at once."""
 
@@ -50,7 +50,7 @@ class ModelRunner(Configurable):
             kernel: a kernel of the op `paged_attention`; None takes the best one of the mode.
         """
 
-        block_size: int = setting(default=16, ge=1)
+        block_size: int = setting(default=32, ge=1)
         num_blocks: int | None = setting(default=None, ge=1)
         max_rows: int = setting(default=16, ge=1)
         max_context: int = setting(default=2048, ge=1)
@@ -242,7 +242,8 @@ def _sizes(cfg: ModelRunner.Config, blocks: int) -> Sizes:
 def _program(cfg: ModelRunner.Config, blocks: int, model: Any, program: Any) -> ModelProgram:
     devices = jax.local_devices()[:1] if program is None else list(program.layout.mesh.devices.flat)
     on_cpu = devices[0].platform == "cpu"
-    paged = UsePagedCache(page_size=cfg.block_size, heads_first=on_cpu, kernel=cfg.kernel).apply(model.cfg)
+    kernel = cfg.kernel or ("invariant" if cfg.mode == "parity" else None)
+    paged = UsePagedCache(page_size=cfg.block_size, heads_first=on_cpu, kernel=kernel).apply(model.cfg)
     mesh, target = (None, None) if program is None else (program.mesh, program.target)
     sizes = _sizes(cfg, blocks)
     return ModelProgram(

@@ -19,4 +19,11 @@ def axlearn_kernels() -> list[KernelImplementation]:
         load="axlearn_plugins_transformer.kernels.paged_split:XLA_SPLIT",
         priority=10,
     )
-    return [blocked, paged]
+    # Slower than the others: only where a config names them.
+    invariant = [
+        KernelImplementation(
+            name="invariant", op=op, load=f"axlearn_plugins_transformer.kernels.invariant:{attribute}", priority=-1
+        )
+        for op, attribute in ((f"{_MODULE}:Attention", "INVARIANT"), (f"{_PAGED}:PagedAttention", "INVARIANT_PAGED"))
+    ]
+    return [blocked, paged, *invariant]
