@@ -26,8 +26,8 @@ COUNTERS = {
     "preemptions": "Times a request lost its blocks to another.",
     "steps": "Steps of the engine.",
     "compilations": "Functions compiled after the warm-up; anything but 0 is a defect.",
-    "step_seconds": "Seconds in which the devices computed.",
-    "host_seconds": "Seconds of steps in which the devices waited for the host.",
+    "step_seconds": "Seconds in which the engine waited for its runner, or gave it a step.",
+    "host_seconds": "Seconds in which steps were planned and results read; the devices compute meanwhile.",
 }
 
 
