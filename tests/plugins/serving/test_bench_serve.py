@@ -105,7 +105,9 @@ def raw_server(answer):
             while True:
                 connection, _ = listener.accept()
                 with connection:
-                    connection.recv(65536)
+                    request = connection.recv(65536)
+                    while not request.endswith(b"{}"):  # what is not read resets the connection
+                        request += connection.recv(65536)
                     answer(connection)
 
     thread = threading.Thread(target=run, daemon=True)

@@ -63,7 +63,7 @@ def test_paths_and_methods(server):
 
 
 def test_a_client_that_leaves_a_stream_frees_its_request():
-    with serving(endless()) as server:
+    with serving(endless(delay=0.002)) as server:
         with httpx.stream("POST", server.url + "/v1/completions", json=FOREVER | {"n": 3}) as response:
             next(response.iter_lines())
             assert server.engine.busy()

@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ class Outputs:
         ids: of the requests.
     """
 
-    def __init__(self, ids: Sequence[str], limit: int):
+    def __init__(self, ids: Sequence[str], limit: float):
         self.ids = tuple(ids)
         self._limit, self._waiting = limit, 0
         self._queue: collections.deque[Output] = collections.deque()
@@ -109,8 +110,12 @@ class EngineThread:
             await asyncio.to_thread(self._thread.join)
         self._fail_all(EngineFailedError("the server stops"))
 
-    async def add(self, requests: Sequence[Request]) -> Outputs:
+    async def add(self, requests: Sequence[Request], *, bounded: bool = True) -> Outputs:
         """Adds requests, all or none.
+
+        Args:
+            requests: with ids of their own.
+            bounded: a client reads the outputs as they come, and one that is too slow is given up.
 
         Raises:
             RequestError: the engine refuses one.
@@ -122,7 +127,8 @@ class EngineThread:
         if len(self._commands) >= self._max_commands:
             raise QueueFullError(f"{self._max_commands} requests wait to be queued", 1.0)
         assert self._loop is not None
-        outputs = Outputs([request.id for request in requests], self._max_waiting_tokens)
+        limit = self._max_waiting_tokens * len(requests) if bounded else math.inf
+        outputs = Outputs([request.id for request in requests], limit)
         for request in requests:
             self._receivers[request.id] = outputs
         added: asyncio.Future[None] = self._loop.create_future()

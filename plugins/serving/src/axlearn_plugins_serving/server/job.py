@@ -138,9 +138,9 @@ class Job:
         self._first: float | None = None
         self._outputs = None
 
-    async def start(self) -> "Job":
+    async def start(self, *, stream: bool) -> "Job":
         """Adds the requests to the engine; for errors see `EngineThread.add`."""
-        self._outputs = await self._thread.add([choice.request for choice in self.choices])
+        self._outputs = await self._thread.add([choice.request for choice in self.choices], bounded=stream)
         return self
 
     @property

@@ -30,6 +30,7 @@ async def create_response(request: HttpRequest) -> Response:
     service.adapter(body.model)
     fields = SamplingFields(
         model=body.model,
+        stream=body.stream,
         temperature=body.temperature,
         top_p=body.top_p,
         user=body.user,

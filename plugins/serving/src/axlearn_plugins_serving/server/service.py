@@ -154,7 +154,7 @@ class Service:
                 choices.append(Choice(index, request, self.decoders, fields.stops))
         job = Job(choices, fields.n or 1, self.thread, self.metrics)
         try:
-            return await job.start()
+            return await job.start(stream=bool(fields.stream))
         except QueueFullError as error:
             after = str(max(1, math.ceil(error.retry_after)))
             raise ApiError(429, str(error), code="queue_full", headers={"retry-after": after}) from None
