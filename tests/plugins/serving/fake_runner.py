@@ -30,10 +30,15 @@ def next_token(tokens, sampling, seed, chosen, vocab_size, mask=None, version=0)
     return allowed[number % len(allowed)]
 
 
-def logprobs_of(tokens, token, top, version=0):
-    """Log-probabilities that depend on all tokens before."""
+def logprobs_of(tokens, token, top, version=0, vocab_size=97):
+    """Log-probabilities that depend on all tokens before; the likeliest is the one that is greedily chosen."""
+    best = next_token(tokens, Sampling(temperature=0.0), 0, 0, vocab_size, version=version)
     value = -(_hash(version, (*tokens, "logprob", token)) % 1000) / 100 - 0.01
-    return TokenLogprobs(token=token, logprob=value, top=tuple((t, -float(t)) for t in range(top or 0)))
+    return TokenLogprobs(
+        token=token,
+        logprob=value,
+        top=tuple([(best, -0.01), *((t, -float(t) - 1) for t in range(1, top or 0))][: top or 0]),
+    )
 
 
 def expected(prompt, sampling, *, max_context, vocab_size, end_tokens=frozenset(), seed=0, version=0):

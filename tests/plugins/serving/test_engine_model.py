@@ -14,6 +14,7 @@ import axlearn_core as ax
 from axlearn_core.config import patch
 from axlearn_core.errors import RequestError
 from axlearn_plugins_serving.contracts import Sampling
+from axlearn_plugins_serving.drafting import NgramDrafter
 from axlearn_plugins_serving.local_engine import serve
 from axlearn_plugins_transformer.generate import Generator
 
@@ -46,7 +47,15 @@ def prompts_at_random(count, seed=0):
     ]
 
 
-@pytest.mark.parametrize("settings", [{}, {"runner.num_blocks": 18}, {"runner.decode_steps": 3, "hold_seconds": 9.0}])
+SETTINGS = [
+    {},
+    {"runner.num_blocks": 18},
+    {"runner.decode_steps": 3, "hold_seconds": 9.0},
+    {"drafter": NgramDrafter.Config(ngram=1, length=3)},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
 def test_greedy_is_that_of_each_prompt_alone(settings):
     prompts = prompts_at_random(24)
     with serve(model(), set={**SIZES, **settings}) as engine:
@@ -56,6 +65,7 @@ def test_greedy_is_that_of_each_prompt_alone(settings):
     assert statistics.compilations == 0
     assert statistics.cached_prompt_tokens > 0
     assert (statistics.preemptions > 0) == ("runner.num_blocks" in settings)
+    assert (statistics.drafted_tokens > 0) == ("drafter" in settings)
     for prompt, generation in zip(prompts, generations, strict=True):
         assert generation.tokens == alone(model(), prompt, 12)
         assert generation.samples[0].finish == "length"

@@ -147,6 +147,8 @@ class Statistics:
         steps: calls of the runner.
         compilations: since the warm-up ended; anything but 0 is a defect.
         step_seconds: in which the engine waited for its runner, or gave it a step.
+        drafted_tokens: that were guessed.
+        accepted_tokens: of them those that the model would have chosen.
         host_seconds: in which it planned steps and read results; the runner computes meanwhile.
     """
 
@@ -163,6 +165,8 @@ class Statistics:
     compilations: int
     step_seconds: float
     host_seconds: float
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class Engine(Protocol):

@@ -11,12 +11,15 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import attrs
+
 from axlearn_core.config import Configurable, Node, node, setting
 from axlearn_core.errors import RequestError
 from axlearn_plugins_serving.admission import check_request
 from axlearn_plugins_serving.blocks import BlockPool
 from axlearn_plugins_serving.cache import Cache
 from axlearn_plugins_serving.contracts import Output, Pending, QueueFullError, Request, Row, Runner, Statistics
+from axlearn_plugins_serving.drafting import Drafter, add_drafts, can_draft
 from axlearn_plugins_serving.measure import Meter
 from axlearn_plugins_serving.request_state import RequestState
 from axlearn_plugins_serving.results import constraint_mask, read_part
@@ -41,6 +44,7 @@ class ServingEngine(Configurable):
         Attributes:
             runner: computes the steps; offered `model` and `program`.
             scheduler: decides what a step computes; offered `cache` and `limits`.
+            drafter: guesses tokens of greedy requests, which steps with room to spare then check; None guesses nothing.
             max_waiting: requests that may wait; more are refused.
             max_context: tokens of a prompt and its output together; None takes what the cache has room for.
             prefix_cache: whether requests share the cached blocks of equal beginnings.
@@ -51,6 +55,7 @@ class ServingEngine(Configurable):
 
         runner: Node[Runner] = ModelRunner.Config()
         scheduler: Node[Scheduler] = PriorityScheduler.Config()
+        drafter: Node[Drafter] | None = None
         max_waiting: int = setting(default=1024, ge=1)
         max_context: int | None = setting(default=None, ge=2)
         prefix_cache: bool = True
@@ -64,13 +69,14 @@ class ServingEngine(Configurable):
         self.adapters: tuple[str, ...] = ()
         self.max_context = _context(cfg, runner)
         self.cache = Cache(BlockPool(runner.num_blocks, runner.block_size), runner.max_rows, prefixes=cfg.prefix_cache)
-        limits = Limits(
+        self.limits = Limits(
             rows=runner.max_rows,
             step_tokens=runner.max_step_tokens,
             chunk=runner.chunk,
             positions=min(runner.max_blocks_per_request, runner.num_blocks) * runner.block_size,
         )
-        self.scheduler: Scheduler = cfg.scheduler.build(cache=self.cache, limits=limits)
+        self.scheduler: Scheduler = cfg.scheduler.build(cache=self.cache, limits=self.limits)
+        self.drafter: Drafter | None = None if cfg.drafter is None else cfg.drafter.build()
         self.meter = Meter()
         self._states: dict[str, RequestState] = {}
         self._arrivals = itertools.count()
@@ -160,6 +166,8 @@ class ServingEngine(Configurable):
             outputs += self._read()
         plan = self.scheduler.plan(self._max_steps())
         self.meter.preemptions += plan.preemptions
+        if self.drafter is not None:
+            add_drafts(plan, self.drafter, self.cache, self.limits)
         rows = self._rows(plan, outputs)
         previous, self._flight = self._flight, None
         if rows:
@@ -174,9 +182,14 @@ class ServingEngine(Configurable):
 
     def _results_matter(self) -> bool:
         """Whether what the next step computes depends on the tokens in flight."""
-        return any(s.inflight and s.request.constraint is not None for s in self.scheduler.running)
+        return any(s.inflight and (s.request.constraint is not None or self._drafts(s)) for s in self.scheduler.running)
+
+    def _drafts(self, state: RequestState) -> bool:
+        return self.drafter is not None and can_draft(state)
 
     def _max_steps(self) -> int:
+        if self.drafter is not None:
+            return 1
         return self.runner.decode_steps if self.meter.fits(self.runner.decode_steps, self.config.hold_seconds) else 1
 
     def _rows(self, plan: Plan, outputs: list[Output]) -> list[Row]:
@@ -190,7 +203,7 @@ class ServingEngine(Configurable):
                     outputs.append(Output(id=state.request.id, finish="error", error=problem))
                     self._remove(state)
                     continue
-            rows.append(_row(part, mask))
+            rows.append(_row(part, mask, known=self._drafts(state)))
             parts.append(part)
         plan.parts = parts
         return rows
@@ -200,7 +213,10 @@ class ServingEngine(Configurable):
             if state.finished:
                 continue
             assert state.slot is not None
-            self.runner.assign(state.slot, state.request.sampling, state.seed, state.output)
+            sampling = state.request.sampling
+            if self._drafts(state):  # the likeliest token at every place says which drafts are right
+                sampling = attrs.evolve(sampling, logprobs=max(1, sampling.logprobs or 0))
+            self.runner.assign(state.slot, sampling, state.seed, state.output)
             if state.cached_tokens is None:
                 state.cached_tokens = min(state.computed, state.prompt_length)
                 self.meter.record_begin(state.prompt_length, state.cached_tokens)
@@ -231,6 +247,8 @@ class ServingEngine(Configurable):
             output = read_part(part, result, self.end_tokens)
             if output is None:
                 continue
+            self.meter.drafted_tokens += len(part.draft)
+            self.meter.accepted_tokens += max(0, len(output.tokens) - 1) if part.draft else 0
             self.meter.output_tokens += len(output.tokens)
             outputs.append(output)
             if output.finish is not None:
@@ -255,10 +273,15 @@ class ServingEngine(Configurable):
             raise RequestError("the engine is closed\n    fix: open another one")
 
 
-def _row(part: Part, mask: Any) -> Row:
+def _row(part: Part, mask: Any, *, known: bool) -> Row:
+    """The row of a part. `known`: the token that was chosen last is given: the runner's own may be behind a wrong draft."""
     state, tokens, targets = part.state, (), None
     assert state.slot is not None
-    if not part.decodes:
+    if part.draft:
+        tokens, targets = (state.tokens[-1], *part.draft), (*part.draft, 0)
+    elif part.decodes:
+        tokens = (state.tokens[-1],) if known else ()
+    else:
         end = part.start + part.count
         tokens = state.tokens[part.start : end]
         if not state.sent_prompt_logprobs:

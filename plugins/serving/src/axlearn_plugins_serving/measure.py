@@ -17,6 +17,7 @@ class Meter:
 
     def __init__(self) -> None:
         self.prompt_tokens = self.cached_prompt_tokens = self.output_tokens = self.preemptions = self.steps = 0
+        self.drafted_tokens = self.accepted_tokens = 0
         self.runner_seconds = self.host_seconds = 0.0
         self._in_runner = 0.0
         self._token_seconds: float | None = None  # of one decoded token of each request
@@ -77,6 +78,8 @@ class Meter:
             output_tokens=self.output_tokens,
             preemptions=self.preemptions,
             steps=self.steps,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
             step_seconds=self.runner_seconds,
             host_seconds=self.host_seconds,
             **state,

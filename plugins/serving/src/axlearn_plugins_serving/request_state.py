@@ -27,14 +27,16 @@ class RequestState:
         shares: whether other requests may use its blocks: not after a change of the weights.
         cached_tokens: of the prompt, found in the cache when it began; None before.
         prompt_logprobs: as far as they were read.
+        places: sequences of tokens -> where the last of them ends, for a drafter.
+        indexed: how many of `tokens` are in `places`.
         sent_prompt_logprobs: whether they were given out.
         finished: no result is for it any more.
     """
 
     __slots__ = (
-        "announced", "arrival", "blocks", "cached_tokens", "computed", "finished", "inflight", "key_version", "keys", "limit",
-        "prompt_length", "prompt_logprobs", "request", "seed", "sent_prompt_logprobs", "shares", "slot", "stored",
-        "target", "tokens",
+        "announced", "arrival", "blocks", "cached_tokens", "computed", "finished", "indexed", "inflight",
+        "key_version", "keys", "limit", "places", "prompt_length", "prompt_logprobs", "request", "seed",
+        "sent_prompt_logprobs", "shares", "slot", "stored", "target", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: Request, *, seed: int, arrival: int, limit: int):
@@ -51,6 +53,8 @@ class RequestState:
         self.cached_tokens: int | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.sent_prompt_logprobs = not request.sampling.prompt_logprobs
+        self.places: dict[tuple[int, ...], int] = {}
+        self.indexed = 0
         self.finished = False
 
     @property

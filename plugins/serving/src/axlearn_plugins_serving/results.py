@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from axlearn_plugins_serving.contracts import Constraint, FinishReason, Output, RowResult, TokenLogprobs
+from axlearn_plugins_serving.drafting import accept_draft
 from axlearn_plugins_serving.request_state import RequestState
 from axlearn_plugins_serving.scheduler import Part
 
@@ -26,6 +27,10 @@ def constraint_mask(constraint: Constraint, vocab_size: int) -> tuple[Any, str |
 def read_part(part: Part, result: RowResult, end_tokens: frozenset[int]) -> Output | None:
     """Takes a result into its request's state. None where there is nothing to give out yet."""
     state = part.state
+    if part.draft:
+        output = _output(state, accept_draft(part, result), end_tokens)
+        state.computed = len(state.tokens) - 1  # what was computed for other tokens is computed again
+        return output
     if result.target_logprobs is not None and not state.sent_prompt_logprobs:
         _read_prompt_logprobs(state, part, result.target_logprobs)
     if part.decodes:

@@ -3,12 +3,13 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
+import attrs
 import jax
 import numpy as np
 
 from axlearn_core.compose import Functional, ModelWeights, Program
 from axlearn_core.compose.model_program import ModelProgram
-from axlearn_core.config import Configurable, node, setting
+from axlearn_core.config import Configurable, Node, find, node, setting
 from axlearn_core.errors import Problem, RequestError
 from axlearn_plugins_serving.contracts import Pending, Row, Sampling
 from axlearn_plugins_serving.functions import ServingFunctions, Sizes
@@ -80,10 +81,12 @@ class ModelRunner(Configurable):
         # Chunks of prompts beside a token of every request, so that steps with prompts are as full as they can be.
         self.max_step_tokens = -(-cfg.max_step_tokens // cfg.chunk) * cfg.chunk + cfg.max_rows
         self.vocab_size: int = model.vocab_size
+        if cfg.mode == "parity":
+            check_parity(model)
         self.buckets = buckets(cfg, self.max_blocks_per_request)
         self.program = _program(cfg, self.num_blocks, model, program)
         self._tables: Any = self.program.compile("serve_tables")()
-        self._cache: Any = self.program.compile("serve_cache")()
+        self.cache: Any = self.program.compile("serve_cache")()
         self._declare_steps()
         self._sampling: dict[int, Sampling] = {}
         self._warm = 0
@@ -123,14 +126,12 @@ class ModelRunner(Configurable):
         calls, places = self._packer.pack(rows, options)
         results = []
         for bucket, packed in calls:
-            state = self._arrays, self._cache, self._tables, packed
+            state = self._arrays, self.cache, self._tables, packed
             if steps > 1:
-                chosen, self._cache, self._tables = self.program.compile("serve_decode", bucket)(
-                    *state, np.int32(steps)
-                )
+                chosen, self.cache, self._tables = self.program.compile("serve_decode", bucket)(*state, np.int32(steps))
                 results.append((chosen, None))
             else:
-                chosen, targets, self._cache, self._tables = self.program.compile("serve", bucket)(*state)
+                chosen, targets, self.cache, self._tables = self.program.compile("serve", bucket)(*state)
                 results.append((chosen, targets))
         return StepResult(rows, options, places, results, steps)
 
@@ -139,17 +140,17 @@ class ModelRunner(Configurable):
         for begin in range(0, len(pairs), MOVED):
             part = pairs[begin : begin + MOVED]
             source, target = self._ids([s for s, _ in part]), self._ids([t for _, t in part])
-            self._cache = self.program.compile("serve_copy")(self._cache, source, target)
+            self.cache = self.program.compile("serve_copy")(self.cache, source, target)
 
     def read_blocks(self, blocks: Sequence[int]) -> Any:
         """See `Runner`."""
         read, parts = self.program.compile("serve_read"), []
         for begin in range(0, len(blocks), MOVED):
             part = blocks[begin : begin + MOVED]
-            contents = jax.device_get(read(self._cache, self._ids(part)))
+            contents = jax.device_get(read(self.cache, self._ids(part)))
             parts.append(jax.tree.map(lambda x, n=len(part): x[:n], contents))
         if not parts:
-            return jax.tree.map(lambda x: np.zeros((0, *x.shape[1:]), x.dtype), self._cache)
+            return jax.tree.map(lambda x: np.zeros((0, *x.shape[1:]), x.dtype), self.cache)
         return jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
     def write_blocks(self, blocks: Sequence[int], contents: Any) -> None:
@@ -162,7 +163,7 @@ class ModelRunner(Configurable):
                 lambda x, a=begin, b=end, n=pad: np.concatenate([x[a:b], np.zeros((n, *x.shape[1:]), x.dtype)]),
                 contents,
             )
-            self._cache = self.program.compile("serve_write")(self._cache, ids, part)
+            self.cache = self.program.compile("serve_write")(self.cache, ids, part)
 
     def update_weights(self, weights: ModelWeights) -> None:
         """See `Runner`."""
@@ -191,7 +192,7 @@ class ModelRunner(Configurable):
         self._tables = self.program.compile("serve_mask")(self._tables, slots, masks)
 
     def _declare_steps(self) -> None:
-        cache = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self._cache)
+        cache = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.cache)
         functions = ServingFunctions(self.program.functional.describe(), _sizes(self.cfg, self.num_blocks))
         self.program.functions.update(functions.declare_steps(cache))
 
@@ -203,7 +204,30 @@ def buckets(cfg: ModelRunner.Config, blocks: int) -> list[StepBucket]:
     most = -(-cfg.max_step_tokens // cfg.chunk)
     chunks = sorted({min(n, most) for n in (*cfg.chunk_buckets, most)})
     plain = [StepBucket(n, 0, cfg.chunk, blocks) for n in rows]
-    return [*plain, *(StepBucket(n, k, cfg.chunk, blocks) for k in chunks for n in (0, rows[-1]))]
+    mixed = [StepBucket(n, k, cfg.chunk, blocks) for k in chunks for n in (0, rows[-1])]
+    return [b for b in (*plain, *mixed) if b.tokens >= floor]
+
+
+def check_parity(model: Any) -> None:
+    """Raises `RequestError` where steps of a model cannot be, bit for bit, what its training program computes."""
+    reasons = []
+    if model.precision.compute != "float32":
+        reasons.append(f"the model computes in {model.precision.compute}: its sums are rounded by their order")
+    for fields, reason in (
+        ("num_experts", "it has experts, whose products have as many rows as tokens chose them"),
+        (
+            "latent_cache",
+            "it has latent attention, which steps compute in the space of the latents and training does not",
+        ),
+    ):
+        if any(fields in {a.name for a in attrs.fields(type(part))} for part in find(model.cfg, Node).values()):
+            reasons.append(reason)
+    if reasons:
+        raise RequestError(
+            f"the mode parity cannot serve this model: {reasons[0]}\n"
+            "    expected: float32, multi-head or grouped-query attention, dense feed-forward layers\n"
+            "    fix: mode=fast, which is within rounding"
+        )
 
 
 def table_row(sampling: Sampling, seed: int, output: Sequence[int], vocab: int) -> Tables:

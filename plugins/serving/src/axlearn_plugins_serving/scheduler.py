@@ -40,6 +40,7 @@ class Part:
 
     Attributes:
         decodes: the token is the one that was chosen last, which only the runner has to know yet.
+        draft: of the tokens those that the model has to confirm; see `axlearn_plugins_serving.drafting`.
     """
 
     state: RequestState
@@ -47,6 +48,7 @@ class Part:
     count: int
     sample: bool
     decodes: bool
+    draft: tuple[int, ...] = ()
 
 
 @attrs.define
