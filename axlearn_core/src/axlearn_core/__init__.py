@@ -9,6 +9,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from axlearn_core.checkpoint import open_weights
     from axlearn_core.compose import compose
     from axlearn_core.config import REQUIRED, Node, configure, diff, interface, node, patch, replace_config
@@ -18,9 +20,11 @@ if TYPE_CHECKING:
     from axlearn_core.plugins.resolve import resolve
     from axlearn_core.train import load, train
 
+    serve: Callable[..., Any]
+
 __all__ = [
     "REQUIRED", "Feature", "Layer", "Node", "compose", "configure", "diff", "hookimpl", "interface", "load", "node",
-    "open_weights", "patch", "replace_config", "resolve", "train",
+    "open_weights", "patch", "replace_config", "resolve", "serve", "train",
 ]  # fmt: skip
 
 _CONFIG = ("REQUIRED", "Node", "configure", "diff", "interface", "node", "patch", "replace_config")
@@ -34,6 +38,10 @@ _HOMES = dict.fromkeys(_CONFIG, "config") | {
     "resolve": "plugins.resolve",
     "train": "train",
 }
+
+
+_PACKAGES = {"serve": "axlearn-plugins-serving"}
+"""Functions that a package of ours brings, under the entry points `axlearn.functions`."""
 
 
 class _Callable(ModuleType):
@@ -56,12 +64,28 @@ sys.modules[__name__].__class__ = _Package
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return _function(name)
     home = importlib.import_module(f"{__name__}.{_HOMES[name]}")
     if name == _HOMES[name]:
         return home
     value = globals()[name] = getattr(home, name)
     return value
+
+
+def _function(name: str) -> Any:
+    """A function that an installed package registers."""
+    from axlearn_core.errors import PluginError
+    from axlearn_core.plugins.registry import registry
+
+    known = not name.startswith("_") and (name in registry().claims["functions"] or name in _PACKAGES)
+    if not known:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in registry().claims["functions"]:
+        raise PluginError(
+            f"axlearn_core.{name} comes with {_PACKAGES[name]}, which is not installed, or blocked\n"
+            f"    fix: pip install {_PACKAGES[name]}"
+        )
+    return registry().entry("functions", name).load()
 
 
 def __dir__() -> list[str]:

@@ -20,7 +20,7 @@ def program(**options):
     """A program of nothing but a function to compile."""
     made = object.__new__(Program)
     made.target, made._compiled, made._jitted, made._exported = TARGET, {}, {}, {}
-    made._mesh_config = patch(Mesh(), {f"compiler_options.{k}": v for k, v in options.items()})
+    made.mesh = patch(Mesh(), {f"compiler_options.{k}": v for k, v in options.items()})
     made.functions = {"train": Function(call=lambda x: x + 1)}
     made.lower = lambda name, batch: jax.jit(made.functions[name].call).lower(batch["x"])
     return made

@@ -92,3 +92,25 @@ def test_chat_templates_and_options(asked, tasks):
     assert made._written("ab", {"max_gen_toks": 3, "do_sample": True, "temperature": 1e3, "top_k": 9}) != one[:3]
     with pytest.raises(RequestError, match="does not generate with num_beams"):
         made._written("ab", {"num_beams": 4})
+
+
+def test_texts_written_together_are_those_written_one_after_another(asked, monkeypatch):
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+
+    from axlearn_plugins_evaluation.harness import AxlearnLM
+
+    options = [{"until": ["e"], "max_gen_toks": 12}, {"max_gen_toks": 7}, {"until": "zz", "max_gen_toks": 30}]
+    requests = [
+        Instance("generate_until", {}, (f"Number {i} " * (i % 4), options[i % 3]), i) for i in range(12)
+    ]  # fmt: skip
+    for request in requests:
+        request.args[1]["do_sample"] = False
+    together = AxlearnLM(asked)
+    found = together.generate_until(requests)
+    assert together._engine.statistics().steps < 80
+    monkeypatch.setenv("AXLEARN_PLUGINS", "-functions:serve")
+    alone = AxlearnLM(asked)
+    assert alone.generate_until(requests) == found
+    assert alone._engine is None
+    assert all("e" not in text for text in found[::3])

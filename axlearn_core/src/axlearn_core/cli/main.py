@@ -12,13 +12,14 @@ import click
 # A built-in command: where it is, and its line in `axlearn --help`.
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("axlearn_core.cli.train:train", "Train an experiment; goes on by itself where a run stopped."),
+    "bench": ("axlearn_core.cli.bench:bench", "Measure what runs here or answers at an address."),
     "checkpoint": ("axlearn_core.cli.checkpoint:checkpoint", "List what a run has saved, and what is in it."),
     "config": ("axlearn_core.cli.config:config", "Show, compare, explain and check configs."),
     "experiments": ("axlearn_core.cli.experiments:experiments", "List the experiments that are installed."),
     "features": ("axlearn_core.cli.features:features", "List features, and show what one does."),
     "plugins": ("axlearn_core.cli.plugins:plugins", "List and examine what is installed."),
 }
-OPEN = ("checkpoint", "plugins")  # below these, plugins add commands of their own
+OPEN = ("bench", "checkpoint", "plugins")  # below these, plugins add commands of their own
 
 
 class Commands(click.Group):

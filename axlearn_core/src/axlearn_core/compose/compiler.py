@@ -28,6 +28,7 @@ class Compiler:
         target: what is known of the hardware; None where no plugin knows it.
         platform: of the devices, by which kernels are chosen.
         parts: what each `Part` stands for: abstract arrays with their shardings.
+        mesh: the config of the layout.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class Compiler:
         self.layout, self.target = layout, target
         self.platform = target.platform if target else layout.mesh.devices.flat[0].platform
         self.parts: dict[Part, Any] = {Part.KEY: jax.eval_shape(lambda: jax.random.key(0)), **parts}
-        self._mesh_config = mesh
+        self.mesh = mesh
         self._selections: dict[str, Selection] = {}
         self._jitted: dict[Any, Any] = {}
         self._compiled: dict[Any, Any] = {}
@@ -46,7 +47,12 @@ class Compiler:
     @property
     def compiler_options(self) -> dict[str, Any]:
         """XLA's options for the functions: the target's, and over them the config's."""
-        return {**(self.target.compiler_options if self.target else {}), **self._mesh_config.compiler_options}
+        return {**(self.target.compiler_options if self.target else {}), **self.mesh.compiler_options}
+
+    @property
+    def compiled(self) -> Sequence[tuple[str, Any]]:
+        """(function, bucket) of all that was compiled or loaded so far."""
+        return [(name, bucket) for name, bucket, *_ in self._compiled]
 
     def function(self, name: str) -> Function:
         """A function of the experiment; raises `RequestError` with the nearest names where there is none of this name."""
@@ -100,7 +106,7 @@ class Compiler:
             try:
                 self._compiled[key] = self._load(name, bucket, options) or self._compile(name, bucket, options)
             except jax.errors.JaxRuntimeError as error:
-                _check_options(self._mesh_config.compiler_options, str(error))
+                _check_options(self.mesh.compiler_options, str(error))
                 raise
         return self._compiled[key]
 

@@ -84,7 +84,11 @@ def model_functions(functional: Functional) -> dict[str, Function]:
     A model's own functions take the bound model first; here they take `ModelWeights` in its place.
     """
     model = functional.describe()
-    declared = model.functions() if isinstance(model, DeclaresFunctions) else {}
+    return over_weights(model.functions() if isinstance(model, DeclaresFunctions) else {}, functional)
+
+
+def over_weights(declared: Mapping[str, Function], functional: Functional) -> dict[str, Function]:
+    """Functions of a bound model as functions of its `ModelWeights`; those that are not `of_model` stay as they are."""
     return {n: _over_weights(f, functional) if f.of_model else f for n, f in declared.items()}
 
 

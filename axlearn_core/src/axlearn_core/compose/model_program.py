@@ -1,6 +1,7 @@
-"""The functions of a model that stands alone: outside of an experiment, in a notebook or a test."""
+"""The functions of a model that stands alone: outside of an experiment, in a notebook, a test or a server."""
 
 import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -8,30 +9,44 @@ from flax import nnx
 
 from axlearn_core.compose.compiler import Compiler
 from axlearn_core.compose.functional import Functional, ModelWeights
-from axlearn_core.compose.functions import Part, model_functions
+from axlearn_core.compose.functions import Function, Part, model_functions, over_weights
 from axlearn_core.compose.layout import Layout, make_mesh
 from axlearn_core.compose.program import Program, array_shardings, sharded_specs
 from axlearn_core.contracts.mesh import Mesh
+from axlearn_core.contracts.target import Target
 from axlearn_core.plugins.manager import host
 
 
 class ModelProgram(Compiler):
-    """The functions that a model declares, for one device.
+    """The functions that a model declares, and those that a plugin declares over it.
 
     Attributes:
         functional: the model as pure functions.
     """
 
-    def __init__(self, functional: Functional, device: Any):
+    def __init__(
+        self,
+        functional: Functional,
+        devices: Sequence[Any],
+        mesh: Mesh | None = None,
+        target: Target | None = None,
+        declare: Callable[[Any], Mapping[str, Function]] | None = None,
+    ):
+        """`mesh` lays the devices out (by default as a run without a mesh does), `target` is what they are where the target
+        of their kind is not meant. `declare` gives functions, over those of the model, from the model with abstract arrays.
+        """
         self.functional = functional
-        mesh = Mesh()
-        layout = Layout(make_mesh(mesh, [device]), mesh)
+        mesh = mesh or Mesh()
+        layout = Layout(make_mesh(mesh, devices), mesh)
         specs = sharded_specs(functional, array_shardings(functional, layout))
-        target = host().target(device.device_kind)
-        super().__init__(model_functions(functional), layout, mesh, target, {Part.WEIGHTS: specs})
+        functions = model_functions(functional)
+        if declare is not None:
+            functions |= over_weights(declare(functional.describe()), functional)
+        target = target or host().target(devices[0].device_kind)
+        super().__init__(functions, layout, mesh, target, {Part.WEIGHTS: specs})
 
     def place(self, weights: ModelWeights) -> ModelWeights:
-        """Weights on this program's device."""
+        """Weights on this program's devices."""
         return jax.device_put(weights, jax.tree.map(lambda spec: spec.sharding, self.parts[Part.WEIGHTS]))
 
 
@@ -63,4 +78,4 @@ class _Structure:
 
 @functools.lru_cache(maxsize=16)
 def _program(graph: Any, tree: Any, shapes: Any, structure: _Structure) -> ModelProgram:
-    return ModelProgram(Functional.of_module(structure.model), jax.local_devices()[0])
+    return ModelProgram(Functional.of_module(structure.model), jax.local_devices()[:1])

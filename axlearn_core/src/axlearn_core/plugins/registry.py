@@ -1,4 +1,4 @@
-"""What is installed, by name: the entry points of the five groups.
+"""What is installed, by name: the entry points of the six groups.
 
 Names come from metadata, so listing imports nothing; asking for a name imports that one object. Two distributions that
 claim one name are an error that names both, never a matter of installation order.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 CORE = "axlearn-core"
 BLOCK = "AXLEARN_PLUGINS"
-Group = Literal["plugins", "components", "features", "experiments", "commands"]
+Group = Literal["plugins", "components", "features", "experiments", "commands", "functions"]
 GROUPS: tuple[Group, ...] = get_args(Group)
 
 
@@ -175,9 +175,11 @@ class Registry:
                 "    fix: run the Python code that defines it and read the config in the same process, or register it "
                 'under [project.entry-points."axlearn.components"] and put its name in the file'
             )
-        listing = {"components": "axlearn plugins list", "commands": "axlearn --help"}.get(
-            group, f"axlearn {group} list"
-        )
+        listing = {
+            "components": "axlearn plugins list",
+            "functions": "axlearn plugins list",
+            "commands": "axlearn --help",
+        }.get(group, f"axlearn {group} list")
         raise unknown(_singular(group), name, self.claims[group], listing=listing)
 
     def experiment(self, name: str) -> "Node[Any]":

@@ -10,12 +10,15 @@ Needs `axlearn-plugins-evaluation[lm-eval]`. Source: `lm_eval.api.model.LM`.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lm_eval.api.model import LM  # type: ignore[import-not-found]  # pyright: ignore[reportMissingImports]
 
+import axlearn_core as ax
 from axlearn_core.contracts.capabilities import digest_of, encode_prompt
 from axlearn_core.errors import RequestError
+from axlearn_core.plugins.registry import registry
+from axlearn_core.train.session import say
 from axlearn_plugins_evaluation.evaluate import Subject
 from axlearn_plugins_evaluation.subjects import subject_in
 from axlearn_plugins_transformer.generate import Generator
@@ -43,6 +46,8 @@ class AxlearnLM(LM):
         found = model if isinstance(model, Subject) else subject_in(Path(model), step=step, length=max_length)
         self.subject, self.max_gen_toks = found, max_gen_toks
         self._writer: Generator | None = None
+        self._engine: Any = None
+        self._not_served = False
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """(log-likelihood, whether it is what greedy decoding writes) of each continuation of `(context, continuation)`."""
@@ -59,9 +64,19 @@ class AxlearnLM(LM):
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """What the model writes after each context of `(context, options)`, up to the first of `until`.
 
-        The options are those of the harness: `until`, `max_gen_toks`, `do_sample`, `temperature`, `top_k`.
+        The options are those of the harness: `until`, `max_gen_toks`, `do_sample`, `temperature`, `top_k`. With
+        axlearn-plugins-serving, all requests are computed together.
         """
-        found = [self._written(*request.args) for request in requests]
+        wanted = [self._wanted(*request.args) for request in requests]
+        if (engine := self._serving_engine(wanted)) is None:
+            return self._kept("generate_until", requests, [self._write(w) for w in wanted])
+        found = [""] * len(wanted)
+        for options in dict.fromkeys(w.options for w in wanted):
+            rows = [row for row, w in enumerate(wanted) if w.options == options]
+            prompts = [wanted[row].prompt for row in rows]
+            results = engine.generate(prompts, stop=options.stops, seed=0, logprobs=None, **options.sampling)
+            for row, result in zip(rows, results, strict=True):
+                found[row] = result.text
         return self._kept("generate_until", requests, found)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -83,7 +98,7 @@ class AxlearnLM(LM):
             self.cache_hook.add_partial(kind, request.args, answer)
         return found
 
-    def _written(self, context: str, options: dict[str, Any]) -> str:
+    def _wanted(self, context: str, options: dict[str, Any]) -> "_Wanted":
         unknown = options.keys() - {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
         if unknown or float(options.get("top_p") or 1.0) != 1.0:
             raise RequestError(
@@ -91,28 +106,67 @@ class AxlearnLM(LM):
                 "    expected: until, max_gen_toks, do_sample, temperature, top_k\n    fix: change the task's generation_kwargs"
             )
         until = options.get("until") or ()
-        stops = [s for s in ((until,) if isinstance(until, str) else until) if s]
+        stops = tuple(s for s in ((until,) if isinstance(until, str) else until) if s)
         count = int(options.get("max_gen_toks") or self.max_gen_toks)
         heat = float(options.get("temperature") or 0.0) if options.get("do_sample", True) else 0.0
-        tokenizer, scorer = self.subject.tokenizer, self.subject.scorer
-        prompt = encode_prompt(tokenizer, context) or [*self.subject.prefix]
-        prompt = prompt[-max(1, scorer.length - count) :]
-        more = {"top_k": int(options["top_k"])} if options.get("top_k") else {}
+        prompt = encode_prompt(self.subject.tokenizer, context) or [*self.subject.prefix]
+        top_k = int(options["top_k"]) if options.get("top_k") else None
+        return _Wanted(prompt[-max(1, self.subject.scorer.length - count) :], _Options(count, heat, top_k, stops))
+
+    def _serving_engine(self, wanted: Sequence["_Wanted"]) -> Any:
+        """One that generates for all requests together; None where axlearn-plugins-serving is missing, or cannot serve this."""
+        room = max((len(w.prompt) + w.options.max_tokens for w in wanted), default=0)
+        if "serve" not in registry().claims["functions"] or not room or self._not_served:
+            return None
+        if self._engine is None or self._engine.engine.max_context < room:
+            scorer, settings = self.subject.scorer, {"runner.max_context": room}
+            try:
+                self._engine = ax.serve(
+                    scorer.model, program=scorer.program, tokenizer=self.subject.tokenizer, set=settings, warm_up=False
+                )
+            except RequestError as error:
+                say(f"note: texts are generated one after another: {str(error).splitlines()[0]}")
+                self._not_served = True
+        return self._engine
+
+    def _written(self, context: str, options: dict[str, Any]) -> str:
+        return self._write(self._wanted(context, options))
+
+    def _write(self, wanted: "_Wanted") -> str:
+        tokenizer, options = self.subject.tokenizer, wanted.options
         ids: list[int] = []
         text = ""
-        for token in self._writes()(
-            prompt, max_tokens=count, temperature=heat, seed=0, eos_id=tokenizer.eos_id, **more
-        ):
+        for token in self._writes()(wanted.prompt, seed=0, eos_id=tokenizer.eos_id, **options.sampling):
             if token == tokenizer.eos_id:
                 break
             ids.append(token)
             text = tokenizer.decode(ids)
-            if any(s in text for s in stops):
+            if any(s in text for s in options.stops):
                 break
-        return text[: min((text.find(s) for s in stops if s in text), default=len(text))]
+        return text[: min((text.find(s) for s in options.stops if s in text), default=len(text))]
 
     def _writes(self) -> Generator:
         """The model taken apart for decoding, once."""
         if self._writer is None:
             self._writer = Generator(self.subject.scorer.model, self.subject.scorer.program)
         return self._writer
+
+
+class _Options(NamedTuple):
+    """How a request is to be continued."""
+
+    max_tokens: int
+    temperature: float
+    top_k: int | None
+    stops: tuple[str, ...]
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        return {"max_tokens": self.max_tokens, "temperature": self.temperature, "top_k": self.top_k}
+
+
+class _Wanted(NamedTuple):
+    """A prompt to be continued."""
+
+    prompt: list[int]
+    options: _Options

@@ -146,8 +146,10 @@ class Statistics:
         preemptions: how often a request lost its blocks to another.
         steps: calls of the runner.
         compilations: since the warm-up ended; anything but 0 is a defect.
-        step_seconds: in which the runner computed.
-        host_seconds: of steps in which it waited for the engine.
+        step_seconds: in which the engine waited for its runner, or gave it a step.
+        drafted_tokens: that were guessed.
+        accepted_tokens: of them those that the model would have chosen.
+        host_seconds: in which it planned steps and read results; the runner computes meanwhile.
     """
 
     waiting: int
@@ -163,6 +165,8 @@ class Statistics:
     compilations: int
     step_seconds: float
     host_seconds: float
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class Engine(Protocol):
@@ -190,7 +194,10 @@ class Engine(Protocol):
         ...
 
     def step(self) -> Sequence[Output]:
-        """Computes what is next; empty where nothing waits or runs, or nothing is ready."""
+        """Computes what is next; empty where nothing waits or runs, or nothing is ready.
+
+        Where the runner fails, all requests are dropped and its error is raised.
+        """
         ...
 
     def busy(self) -> bool:
@@ -225,7 +232,8 @@ class Row:
         blocks: the request's blocks in the order of its positions; they have room for all positions that the step writes.
         sample: whether the token after the last one is chosen.
         mask: see `Constraint.mask`; for the token that is chosen.
-        targets: the token after each of `tokens`, where their log-probabilities are asked for.
+        targets: the token after each of `tokens`, where their log-probabilities are asked for. After a prompt's last token
+            it is 0, and its log-probability is not read.
     """
 
     slot: int
@@ -269,9 +277,11 @@ class Runner(Protocol):
         num_blocks: of the cache; their ids are 0 to `num_blocks` - 1.
         max_rows: requests that run at one time.
         max_step_tokens: the most tokens of one step.
+        chunk: tokens of a prompt that are computed together; fewer take as long, but for a single one.
+        max_context: tokens of a request, its output included.
+        max_logit_bias: the most tokens in a request's `logit_bias`.
         max_blocks_per_request: the most blocks that one request can have.
         decode_steps: the largest `steps` of `submit`.
-        compilations: how many functions were compiled since `warm_up` ended.
     """
 
     vocab_size: int
@@ -279,9 +289,16 @@ class Runner(Protocol):
     num_blocks: int
     max_rows: int
     max_step_tokens: int
+    chunk: int
+    max_context: int
+    max_logit_bias: int
     max_blocks_per_request: int
     decode_steps: int
-    compilations: int
+
+    @property
+    def compilations(self) -> int:
+        """How many functions were compiled since `warm_up` ended."""
+        ...
 
     def warm_up(self) -> None:
         """Compiles, or loads, all functions that steps may need."""
@@ -293,7 +310,7 @@ class Runner(Protocol):
         Args:
             slot: from 0 to `max_rows` - 1.
             sampling: how its tokens are chosen.
-            seed: what its random numbers are derived from, together with the number of tokens chosen before.
+            seed: 32 bits that its random numbers are derived from, together with the number of tokens chosen before.
             output: the tokens chosen before: of a request that was preempted.
         """
         ...

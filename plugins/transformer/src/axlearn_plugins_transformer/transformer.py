@@ -132,9 +132,11 @@ class Decoder(Layer):
         """int32 [B, S], with a cache the tokens after those in it -> ([B, S, D], the new cache)."""
         x, entries = self.embedding(tokens), None
         if cache is not None:
-            slots = jnp.reshape(cache.length, (-1, 1)) + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-            positions = slots if context.positions is None else context.positions
-            context, entries = dataclasses.replace(context, slots=slots, positions=positions), cache.layers
+            entries = cache.layers
+            if context.slots is None:
+                slots = jnp.reshape(cache.length, (-1, 1)) + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+                positions = slots if context.positions is None else context.positions
+                context = dataclasses.replace(context, slots=slots, positions=positions)
         if self.cfg.position is not None:
             at = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
             x = x + jnp.broadcast_to(self.position(at if context.positions is None else context.positions), x.shape)

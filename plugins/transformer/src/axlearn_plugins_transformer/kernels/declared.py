@@ -4,12 +4,26 @@ from axlearn_core.contracts.kernels import KernelImplementation
 from axlearn_core.plugins.hookspecs import hookimpl
 
 _MODULE = "axlearn_plugins_transformer.kernels.attention"
+_PAGED = "axlearn_plugins_transformer.kernels.paged_attention"
 
 
 @hookimpl
 def axlearn_kernels() -> list[KernelImplementation]:
-    """Attention by blocks, for masks that hide blocks."""
+    """Attention by blocks, for masks that hide blocks; attention over pages where each request's share is known."""
     blocked = KernelImplementation(
         name="xla-blocked", op=f"{_MODULE}:Attention", load=f"{_MODULE}:XLA_BLOCKED", priority=10
     )
-    return [blocked]
+    paged = KernelImplementation(
+        name="xla-split",
+        op=f"{_PAGED}:PagedAttention",
+        load="axlearn_plugins_transformer.kernels.paged_split:XLA_SPLIT",
+        priority=10,
+    )
+    # Slower than the others: only where a config names them.
+    invariant = [
+        KernelImplementation(
+            name="invariant", op=op, load=f"axlearn_plugins_transformer.kernels.invariant:{attribute}", priority=-1
+        )
+        for op, attribute in ((f"{_MODULE}:Attention", "INVARIANT"), (f"{_PAGED}:PagedAttention", "INVARIANT_PAGED"))
+    ]
+    return [blocked, paged, *invariant]

@@ -8,7 +8,7 @@ T tokens, N query heads, G key-value heads (N is a multiple of G), H head size, 
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 import jax
@@ -16,20 +16,35 @@ import jax.numpy as jnp
 from jax import lax
 
 from axlearn_core.kernels.op import Op
+from axlearn_plugins_transformer.kernels.bias import Bias
 
 AT_ONCE = 64
 """Tokens whose keys the reference gathers at one time."""
+
+
+class Split(NamedTuple):
+    """How the new tokens are divided among requests, where that is known when the program is compiled.
+
+    Attributes:
+        singles: the first requests, which have one token each.
+        chunk: the tokens of each of the others.
+    """
+
+    singles: int
+    chunk: int
 
 
 @attrs.frozen(eq=False)
 class PagedAttention(Op[jax.Array]):
     """softmax(mask(cap(scale * query @ key))) @ value under a causal mask, the softmax in float32. It has no derivative.
 
-    The result is [T, N, H] in the dtype of the queries; rows of tokens that no request has are not specified.
+    The result is [T, N, H] (with `value_size` [T, N, value_size]) in the dtype of the queries. Rows of tokens that no request has
+    are not specified.
 
     Attributes:
         query: [T, N, H], the new tokens of request 0, then those of request 1, and so on; what is behind the last is not used.
         pages: [P, S, 2 G, H], of head g the keys at 2 g and the values at 2 g + 1. Those of the new tokens are in them.
+            With `value_size` [P, S, G, H]: the keys alone.
         table: int32 [R, M], the pages of each request in the order of its tokens. Unused entries hold anything.
         lengths: int32 [R], the tokens of each request, new ones included.
         starts: int32 [R + 1], where along T the new tokens of each request begin; the last entry is where they all end.
@@ -37,6 +52,10 @@ class PagedAttention(Op[jax.Array]):
         scale: multiplies the queries.
         window: the last keys that a query sees; None where there is no limit.
         softcap: caps the scores to (-softcap, softcap) by a tanh.
+        bias: added to the scores; it counts queries and keys by their positions in the request.
+        value_size: the values are the first so many numbers of the keys (latent attention); None where they are apart.
+        heads_first: whether pages are [P, 2 G, S, H], as processors without units for matrices read them best.
+        split: what `starts` says, as a static value; None where it depends on the data.
     """
 
     name = "paged_attention"
@@ -50,19 +69,50 @@ class PagedAttention(Op[jax.Array]):
     scale: float = attrs.field(kw_only=True)
     window: int | None = attrs.field(default=None, kw_only=True)
     softcap: float | None = attrs.field(default=None, kw_only=True)
+    bias: Bias | None = attrs.field(default=None, kw_only=True)
+    value_size: int | None = attrs.field(default=None, kw_only=True)
+    heads_first: bool = attrs.field(default=False, kw_only=True)
+    split: Split | None = attrs.field(default=None, kw_only=True)
+
+    @property
+    def groups(self) -> int:
+        """G."""
+        return self.pages.shape[1 if self.heads_first else 2] // (2 if self.value_size is None else 1)
+
+    @property
+    def page_size(self) -> int:
+        """S."""
+        return self.pages.shape[2 if self.heads_first else 1]
+
+    def keys_and_values(self, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The pages of these numbers int32 [...] as keys [..., G, S, H] and values [..., G, S, V]."""
+        taken = self.pages.at[numbers].get(mode="clip")
+        taken = taken if self.heads_first else jnp.swapaxes(taken, -3, -2)
+        if self.value_size is not None:
+            return taken, taken[..., : self.value_size]
+        return taken[..., 0::2, :, :], taken[..., 1::2, :, :]
 
     def operands(self) -> Mapping[str, Any]:
         """Queries, pages and their table."""
         return {"query": self.query, "pages": self.pages, "table": self.table}
 
     def options(self) -> Mapping[str, Any]:
-        """Window and soft cap."""
-        return {"window": self.window, "softcap": self.softcap}
+        """Window, soft cap, bias by its structure, the size of values that are keys, order, and the static split."""
+        options: dict[str, Any] = {"window": self.window, "softcap": self.softcap}
+        if self.bias is not None:
+            options["bias"] = self.bias.describe()
+        if self.value_size is not None:
+            options["value_size"] = self.value_size
+        if self.heads_first:
+            options["heads_first"] = True
+        if self.split is not None:
+            options["split"] = tuple(self.split)
+        return options
 
     def flops(self) -> float:
         """Two products of each token with all slots of its row of the table: the most that its request can have."""
         tokens, heads, size = self.query.shape
-        return 4.0 * tokens * heads * self.table.shape[1] * self.pages.shape[1] * size
+        return 4.0 * tokens * heads * self.table.shape[1] * self.page_size * size
 
     def bytes(self) -> float:
         """Of the pages those that the table has room for."""
@@ -72,27 +122,31 @@ class PagedAttention(Op[jax.Array]):
 
     def reference(self) -> jax.Array:
         """Gathers the pages of each token's request."""
-        query, pages, table, starts = self.query, self.pages, self.table, self.starts
+        query, table, starts = self.query, self.table, self.starts
         tokens, heads, size = query.shape
-        requests, groups = table.shape[0], pages.shape[2] // 2
+        requests, groups = table.shape[0], self.groups
         ends = jnp.where(jnp.arange(requests) < self.count[0], starts[1:], tokens)
         owner = jnp.minimum(jnp.searchsorted(ends, jnp.arange(tokens), side="right"), requests - 1)
         position = self.lengths[owner] - (ends[owner] - jnp.arange(tokens))
 
         def one(token: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
             query, row, position = token
-            mine = pages.at[table[row]].get(mode="clip").reshape(-1, groups, 2, size)
-            key, value = mine[:, :, 0], mine[:, :, 1]
+            key, value = (
+                jnp.swapaxes(x, 0, 1).reshape(groups, -1, x.shape[-1]) for x in self.keys_and_values(table[row])
+            )
             grouped = (query * self.scale).reshape(groups, heads // groups, size)
-            scores = jnp.einsum("gnh,kgh->gnk", grouped, key).astype(jnp.float32)
+            scores = jnp.einsum("gnh,gkh->gnk", grouped, key).astype(jnp.float32)
             if self.softcap is not None:
                 scores = self.softcap * jnp.tanh(scores / self.softcap)
-            slots = jnp.arange(key.shape[0])
+            slots = jnp.arange(key.shape[1], dtype=jnp.int32)
+            if self.bias is not None:
+                added = self.bias.materialize((0, 1), (0, key.shape[1]), position[None, None], slots[None])
+                scores = scores + added.reshape(scores.shape)
             seen = slots <= position
             if self.window is not None:
                 seen &= slots > position - self.window
             weights = jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1).astype(value.dtype)
-            value = jnp.where(seen[:, None, None], value, 0)  # what no token wrote may be no number
-            return jnp.einsum("gnk,kgh->gnh", weights, value).reshape(heads, size).astype(query.dtype)
+            value = jnp.where(seen[:, None], value, 0)  # what no token wrote may be no number
+            return jnp.einsum("gnk,gkh->gnh", weights, value).reshape(heads, -1).astype(query.dtype)
 
         return lax.map(one, (query, owner, position), batch_size=AT_ONCE)

@@ -1,0 +1,1 @@
+"""Measures a server of the OpenAI API."""

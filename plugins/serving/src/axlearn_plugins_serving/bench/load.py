@@ -1,0 +1,127 @@
+"""What is sent: prompts of random tokens, and when."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import attrs
+import numpy as np
+
+from axlearn_core.contracts.parts import Tokenizer
+from axlearn_core.errors import RequestError
+
+Endpoint = Literal["completions", "chat"]
+_WORDS = (
+    *("time", "year", "way", "day", "thing", "man", "world", "life", "hand", "part", "child", "eye", "place", "work"),
+    *("week", "case", "point", "number", "group", "problem", "fact", "line", "end", "kind", "head", "house", "power"),
+)
+
+
+@attrs.frozen
+class Lengths:
+    """Uniform lengths.
+
+    Attributes:
+        low: the least.
+        high: the most, itself included.
+    """
+
+    low: int
+    high: int
+
+    @classmethod
+    def parse(cls, text: str, name: str) -> "Lengths":
+        """`128`, or `64:448`."""
+        low, colon, high = text.partition(":")
+        try:
+            lengths = cls(int(low), int(high if colon else low))
+        except ValueError:
+            raise RequestError(f"{name} {text}: not a length\n    expected: N, or LOW:HIGH") from None
+        if not 1 <= lengths.low <= lengths.high:
+            raise RequestError(f"{name} {text}: expected 1 <= LOW <= HIGH")
+        return lengths
+
+    def draw(self, random: np.random.Generator, count: int) -> list[int]:
+        """`count` lengths."""
+        return random.integers(self.low, self.high + 1, count).tolist()
+
+
+@attrs.frozen(kw_only=True)
+class Load:
+    """What to send.
+
+    Attributes:
+        endpoint: which one.
+        count: of requests.
+        input: tokens of prompts.
+        output: the most tokens of outputs.
+        prefix: tokens that all prompts begin with, besides `input`.
+        seed: of lengths, tokens and arrivals.
+        ignore_eos: outputs go on after the end token, so that they have exactly their length.
+        temperature: of sampling.
+        rate: requests per second, as a Poisson process; infinite sends all at once.
+        concurrency: the most requests at one time; None for no limit.
+    """
+
+    endpoint: Endpoint = "completions"
+    count: int = 100
+    input: Lengths = Lengths(128, 128)
+    output: Lengths = Lengths(64, 64)
+    prefix: int = 0
+    seed: int = 0
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    rate: float = float("inf")
+    concurrency: int | None = None
+
+    def bodies(self, model: str, *, vocab_size: int, tokenizer: Tokenizer | None = None) -> list[dict[str, Any]]:
+        """The requests. Completions get token ids; chats get words, or what a tokenizer makes of random tokens."""
+        random = np.random.default_rng(self.seed)
+        inputs, outputs = self.input.draw(random, self.count), self.output.draw(random, self.count)
+        prefix = random.integers(0, vocab_size, self.prefix).tolist()
+        bodies = []
+        for size, most in zip(inputs, outputs, strict=True):
+            tokens = [*prefix, *random.integers(0, vocab_size, size).tolist()]
+            body: dict[str, Any] = {
+                "model": model,
+                "temperature": self.temperature,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+            if self.endpoint == "chat":
+                content = _text(tokens, tokenizer)
+                body |= {"messages": [{"role": "user", "content": content}], "max_completion_tokens": most}
+            else:
+                body |= {"prompt": tokens, "max_tokens": most}
+            if self.ignore_eos:
+                body["ignore_eos"] = True
+            bodies.append(body)
+        return bodies
+
+    def arrivals(self) -> list[float]:
+        """Seconds after the start at which requests are sent, scaled so that the last one is at `count / rate`."""
+        if not np.isfinite(self.rate):
+            return [0.0] * self.count
+        gaps = np.random.default_rng(self.seed + 1).exponential(1 / self.rate, self.count)
+        times = np.cumsum(gaps)
+        return (times * (self.count / self.rate / times[-1])).tolist()
+
+
+def _text(tokens: Sequence[int], tokenizer: Tokenizer | None) -> str:
+    if tokenizer is None:
+        return " ".join(_WORDS[token % len(_WORDS)] for token in tokens)
+    return tokenizer.decode([token % tokenizer.vocab_size for token in tokens])
+
+
+def parse_goodput(texts: Sequence[str]) -> Mapping[str, float]:
+    """`ttft:500`, `tpot:50`, `e2el:10000` (milliseconds) as seconds by name."""
+    goals: dict[str, float] = {}
+    for text in (part for given in texts for part in given.replace(",", " ").split()):
+        name, _, value = text.partition(":")
+        try:
+            milliseconds = float(value)
+        except ValueError:
+            milliseconds = -1.0
+        if name not in ("ttft", "tpot", "e2el") or not 0 <= milliseconds < float("inf"):
+            raise RequestError(f"--goodput {text}: expected ttft:MS, tpot:MS or e2el:MS")
+        goals[name] = milliseconds / 1000
+    return goals

@@ -1,0 +1,310 @@
+"""The engine: requests in, steps of a runner, tokens out.
+
+One step of the runner is in flight while the next is planned: its tokens stay on the devices, and results are read once the
+next step is submitted. A request that turns out to have ended computes one step too many, whose tokens are dropped. Only
+constraints need a token before the next one can be chosen; with one of them, results are read first.
+"""
+
+import itertools
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import attrs
+
+from axlearn_core.config import Configurable, Node, node, setting
+from axlearn_core.errors import RequestError
+from axlearn_plugins_serving.admission import check_request
+from axlearn_plugins_serving.blocks import BlockPool
+from axlearn_plugins_serving.cache import Cache
+from axlearn_plugins_serving.contracts import Output, Pending, QueueFullError, Request, Row, Runner, Statistics
+from axlearn_plugins_serving.drafting import Drafter, add_drafts, can_draft
+from axlearn_plugins_serving.measure import Meter
+from axlearn_plugins_serving.request_state import RequestState
+from axlearn_plugins_serving.results import constraint_mask, read_part
+from axlearn_plugins_serving.runner import ModelRunner
+from axlearn_plugins_serving.scheduler import Limits, Part, Plan, PriorityScheduler, Scheduler
+
+
+class _Flight(NamedTuple):
+    """A step whose results were not read."""
+
+    plan: Plan
+    pending: Pending
+
+
+class ServingEngine(Configurable):
+    """Continues many prompts at once with one model; see `axlearn_plugins_serving.contracts.Engine`."""
+
+    @node
+    class Config(Configurable.Config["ServingEngine"]):
+        """Sizes and parts of an engine.
+
+        Attributes:
+            runner: computes the steps; offered `model` and `program`.
+            scheduler: decides what a step computes; offered `cache` and `limits`.
+            drafter: guesses tokens of greedy requests, which steps with room to spare then check; None guesses nothing.
+            max_waiting: requests that may wait; more are refused.
+            max_context: tokens of a prompt and its output together; None takes what the cache has room for.
+            prefix_cache: whether requests share the cached blocks of equal beginnings.
+            pipeline: whether a step is planned while the one before computes.
+            hold_seconds: several tokens are decoded in one dispatch where they take less than this together: so long
+                a new request may wait for the step.
+        """
+
+        runner: Node[Runner] = ModelRunner.Config()
+        scheduler: Node[Scheduler] = PriorityScheduler.Config()
+        drafter: Node[Drafter] | None = None
+        max_waiting: int = setting(default=1024, ge=1)
+        max_context: int | None = setting(default=None, ge=2)
+        prefix_cache: bool = True
+        pipeline: bool = True
+        hold_seconds: float = setting(default=0.03, ge=0)
+
+    def __init__(self, cfg: Config, *, runner: Runner, end_tokens: frozenset[int] = frozenset()):
+        """`runner` is what `cfg.runner` built; `end_tokens` are those that end every output."""
+        self.config, self.runner, self.end_tokens = cfg, runner, end_tokens
+        self.vocab_size = runner.vocab_size
+        self.adapters: tuple[str, ...] = ()
+        self.max_context = _context(cfg, runner)
+        self.cache = Cache(BlockPool(runner.num_blocks, runner.block_size), runner.max_rows, prefixes=cfg.prefix_cache)
+        self.limits = Limits(
+            rows=runner.max_rows,
+            step_tokens=runner.max_step_tokens,
+            chunk=runner.chunk,
+            positions=min(runner.max_blocks_per_request, runner.num_blocks) * runner.block_size,
+        )
+        self.scheduler: Scheduler = cfg.scheduler.build(cache=self.cache, limits=self.limits)
+        self.drafter: Drafter | None = None if cfg.drafter is None else cfg.drafter.build()
+        self.meter = Meter()
+        self._states: dict[str, RequestState] = {}
+        self._arrivals = itertools.count()
+        self._flight: _Flight | None = None
+        self._closed = False
+
+    def add(self, request: Request) -> None:
+        """See `Engine`."""
+        self._check_open()
+        check_request(
+            request,
+            vocab_size=self.vocab_size,
+            max_context=self.max_context,
+            max_logit_bias=self.runner.max_logit_bias,
+            adapters=self.adapters,
+        )
+        if request.id in self._states:
+            raise RequestError(f"a request {request.id!r} is not finished yet\n    fix: give each its own id")
+        waiting = self.scheduler.waiting()
+        if waiting >= self.config.max_waiting:
+            seconds = self.meter.retry_after(waiting)
+            raise QueueFullError(
+                f"{waiting} requests wait already\n    expected: fewer than {self.config.max_waiting}\n"
+                f"    fix: try again in {seconds:.0f} s",
+                seconds,
+            )
+        sampling = request.sampling
+        limit = self.max_context - len(request.prompt)
+        if sampling.max_tokens is not None:
+            limit = min(limit, sampling.max_tokens)
+        seed = secrets.randbits(32) if sampling.seed is None else _seed(sampling.seed)
+        state = RequestState(request, seed=seed, arrival=next(self._arrivals), limit=limit)
+        self._states[request.id] = state
+        self.scheduler.add(state)
+
+    def abort(self, id: str) -> None:
+        """See `Engine`."""
+        if (state := self._states.get(id)) is not None:
+            self._remove(state)
+
+    def busy(self) -> bool:
+        """See `Engine`."""
+        return bool(self._states)
+
+    def step(self) -> Sequence[Output]:
+        """See `Engine`."""
+        self._check_open()
+        started = time.perf_counter()
+        try:
+            outputs = self._step()
+        except Exception:
+            self._drop()  # what the runner has done is not known
+            raise
+        self.meter.record_step(time.perf_counter() - started)
+        return outputs
+
+    def statistics(self) -> Statistics:
+        """See `Engine`."""
+        pool = self.cache.pool
+        return self.meter.statistics(
+            waiting=self.scheduler.waiting(),
+            running=len(self.scheduler.running),
+            blocks=pool.num_blocks,
+            used_blocks=pool.used,
+            cached_blocks=pool.idle,
+            compilations=self.runner.compilations,
+        )
+
+    def update_weights(self, weights: Any) -> None:
+        """See `Engine`."""
+        self._check_open()
+        self.runner.update_weights(weights)
+        self.cache.forget(list(self.scheduler.running))
+
+    def close(self) -> None:
+        """See `Engine`."""
+        if not self._closed:
+            self._drop()
+            self._closed = True
+            if (close := getattr(self.runner, "close", None)) is not None:
+                close()
+            del self.runner
+
+    def _step(self) -> list[Output]:
+        outputs: list[Output] = []
+        if self._flight is not None and self._results_matter():
+            outputs += self._read()
+        plan = self.scheduler.plan(self._max_steps())
+        self.meter.preemptions += plan.preemptions
+        if self.drafter is not None:
+            add_drafts(plan, self.drafter, self.cache, self.limits)
+        rows = self._rows(plan, outputs)
+        previous, self._flight = self._flight, None
+        if rows:
+            self._flight = self._submit(plan, rows)
+        if previous is not None:
+            current, self._flight = self._flight, previous
+            outputs += self._read()
+            self._flight = current
+        elif self._flight is not None and not self.config.pipeline:
+            outputs += self._read()
+        return outputs
+
+    def _results_matter(self) -> bool:
+        """Whether what the next step computes depends on the tokens in flight."""
+        return any(s.inflight and (s.request.constraint is not None or self._drafts(s)) for s in self.scheduler.running)
+
+    def _drafts(self, state: RequestState) -> bool:
+        return self.drafter is not None and can_draft(state)
+
+    def _max_steps(self) -> int:
+        if self.drafter is not None:
+            return 1
+        return self.runner.decode_steps if self.meter.fits(self.runner.decode_steps, self.config.hold_seconds) else 1
+
+    def _rows(self, plan: Plan, outputs: list[Output]) -> list[Row]:
+        """The rows of a plan. Requests whose constraint fails end here, and their parts leave the plan."""
+        rows, parts = [], []
+        for part in plan.parts:
+            state, mask = part.state, None
+            if part.sample and state.request.constraint is not None:
+                mask, problem = constraint_mask(state.request.constraint, self.vocab_size)
+                if problem is not None:
+                    outputs.append(Output(id=state.request.id, finish="error", error=problem))
+                    self._remove(state)
+                    continue
+            rows.append(_row(part, mask, known=self._drafts(state)))
+            parts.append(part)
+        plan.parts = parts
+        return rows
+
+    def _submit(self, plan: Plan, rows: Sequence[Row]) -> _Flight:
+        for state in plan.begun:
+            if state.finished:
+                continue
+            assert state.slot is not None
+            sampling = state.request.sampling
+            if self._drafts(state):  # the likeliest token at every place says which drafts are right
+                sampling = attrs.evolve(sampling, logprobs=max(1, sampling.logprobs or 0))
+            self.runner.assign(state.slot, sampling, state.seed, state.output)
+            if state.cached_tokens is None:
+                state.cached_tokens = min(state.computed, state.prompt_length)
+                self.meter.record_begin(state.prompt_length, state.cached_tokens)
+        if plan.copies:
+            self.runner.copy_blocks(plan.copies)
+        with self.meter.runner():
+            pending = self.runner.submit(rows, plan.steps)
+        for part in plan.parts:
+            state = part.state
+            state.computed = part.start + part.count + (plan.steps - 1 if part.decodes else 0)
+            state.inflight += plan.steps if part.sample else 0
+            self.cache.store(state)
+        self.meter.record_submit(plan)
+        return _Flight(plan, pending)
+
+    def _read(self) -> list[Output]:
+        """The outputs of the step in flight."""
+        assert self._flight is not None
+        (plan, pending), self._flight = self._flight, None
+        with self.meter.runner():
+            results = pending.wait()
+        outputs = []
+        for part, result in zip(plan.parts, results, strict=True):
+            state = part.state
+            if state.finished:
+                continue
+            state.inflight -= plan.steps if part.sample else 0
+            output = read_part(part, result, self.end_tokens)
+            if output is None:
+                continue
+            self.meter.drafted_tokens += len(part.draft)
+            self.meter.accepted_tokens += max(0, len(output.tokens) - 1) if part.draft else 0
+            self.meter.output_tokens += len(output.tokens)
+            outputs.append(output)
+            if output.finish is not None:
+                self._remove(state)
+        self.meter.record_read(plan)
+        return outputs
+
+    def _remove(self, state: RequestState) -> None:
+        state.finished = True
+        del self._states[state.request.id]
+        self.scheduler.remove(state)
+
+    def _drop(self) -> None:
+        """Drops all requests, and what the cache holds."""
+        for state in list(self._states.values()):
+            self._remove(state)
+        self.cache.forget([])
+        self._flight = None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RequestError("the engine is closed\n    fix: open another one")
+
+
+def _row(part: Part, mask: Any, *, known: bool) -> Row:
+    """The row of a part. `known`: the token that was chosen last is given: the runner's own may be behind a wrong draft."""
+    state, tokens, targets = part.state, (), None
+    assert state.slot is not None
+    if part.draft:
+        tokens, targets = (state.tokens[-1], *part.draft), (*part.draft, 0)
+    elif part.decodes:
+        tokens = (state.tokens[-1],) if known else ()
+    else:
+        end = part.start + part.count
+        tokens = state.tokens[part.start : end]
+        if not state.sent_prompt_logprobs:
+            targets = state.tokens[part.start + 1 : end + 1]
+            targets += [0] * (part.count - len(targets))  # nothing is known to follow the last one
+    return Row(
+        slot=state.slot, tokens=tokens, start=part.start, blocks=state.blocks, sample=part.sample, mask=mask,
+        targets=targets,
+    )  # fmt: skip
+
+
+def _context(cfg: ServingEngine.Config, runner: Runner) -> int:
+    room = min(runner.max_blocks_per_request, runner.num_blocks) * runner.block_size
+    room = min(room, runner.max_context)
+    if cfg.max_context is not None and cfg.max_context > room:
+        raise RequestError(
+            f"the context cannot be {cfg.max_context} tokens\n    expected: at most {room}, for which the cache has room\n"
+            "    fix: lower max_context, or give the runner more blocks"
+        )
+    return cfg.max_context or room
+
+
+def _seed(seed: int) -> int:
+    """32 bits of a seed; small ones stay what they are."""
+    seed &= 2**64 - 1
+    return (seed ^ (seed >> 32)) & (2**32 - 1)

@@ -1,0 +1,395 @@
+"""`ax.serve`: an engine in this process, from Python."""
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import attrs
+
+from axlearn_core.checkpoint.weights import open_weights, split_weights
+from axlearn_core.compose import ModelWeights
+from axlearn_core.config import patch
+from axlearn_core.contracts.capabilities import encode_prompt
+from axlearn_core.contracts.parts import Tokenizer
+from axlearn_core.errors import RequestError, unknown
+from axlearn_core.train.inference import Loaded
+from axlearn_plugins_serving.contracts import (
+    FinishReason,
+    Output,
+    QueueFullError,
+    Request,
+    Sampling,
+    Statistics,
+    TokenLogprobs,
+)
+from axlearn_plugins_serving.engine import ServingEngine
+from axlearn_plugins_serving.open_engine import build_engine, open_engine
+
+Prompt = str | Sequence[int]
+
+
+@attrs.frozen(kw_only=True)
+class Sample:
+    """One continuation of a prompt.
+
+    Attributes:
+        tokens: the new ones, without the token that ended them.
+        text: of `tokens`; None where the model has no tokenizer.
+        logprobs: one for each of `tokens`; None where they were not asked for.
+        finish: `stop`, or `length`.
+    """
+
+    tokens: tuple[int, ...]
+    text: str | None
+    logprobs: tuple[TokenLogprobs, ...] | None
+    finish: FinishReason
+
+
+@attrs.frozen(kw_only=True)
+class Generation:
+    """What was generated for one prompt.
+
+    Attributes:
+        prompt: its tokens.
+        samples: as many as were asked for.
+        prompt_logprobs: of the prompt's tokens after the first; None where they were not asked for.
+        cached_tokens: tokens of the prompt that were in the cache when the first sample began.
+    """
+
+    prompt: tuple[int, ...]
+    samples: tuple[Sample, ...]
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None
+    cached_tokens: int
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Of the first sample."""
+        return self.samples[0].tokens
+
+    @property
+    def text(self) -> str | None:
+        """Of the first sample."""
+        return self.samples[0].text
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        """Of the first sample."""
+        return self.samples[0].logprobs
+
+
+class LocalEngine:
+    """Generates in this process. Its methods may be called from any thread; requests of all threads run together.
+
+    Args:
+        engine: continues requests.
+        tokenizer: for prompts and outputs as text; None takes and gives token ids alone.
+    """
+
+    def __init__(self, engine: ServingEngine, tokenizer: Tokenizer | None = None):
+        self.engine, self.tokenizer = engine, tokenizer
+        self._lock = threading.Lock()
+        self._ids = itertools.count()
+        self._collections: dict[str, _Collection] = {}
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: Sampling | None = None,
+        *,
+        n: int = 1,
+        stop: Sequence[str] = (),
+        **options: Any,
+    ) -> list[Generation]:
+        """Continues prompts, all together, and returns when the last one ends.
+
+        Args:
+            prompts: one or many, each a text or token ids.
+            sampling: how tokens are chosen.
+            n: samples of each prompt. With a seed, sample i has the seed plus i.
+            stop: texts that end a sample; its own text ends before the first of them.
+            options: fields of `Sampling`, in the place of those of `sampling`: `max_tokens=64, temperature=0`. By default
+                each sample has the log-probabilities of its tokens (`logprobs=0`).
+
+        Raises:
+            RequestError: a prompt or an option cannot be computed; nothing was generated.
+        """
+        if n < 1:
+            raise RequestError(f"n is {n}\n    expected: at least 1")
+        sampling = _sampling(sampling or Sampling(logprobs=0), options)
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        if stops and self.tokenizer is None:
+            raise RequestError("this model has no tokenizer, so no text can stop it\n    fix: use stop_tokens")
+        encoded = [self._encode(prompt) for prompt in _as_prompts(prompts)]
+        requests = [
+            Request(id=f"local-{next(self._ids)}", prompt=prompt, sampling=_numbered(sampling, index), client="local")
+            for prompt in encoded
+            for index in range(n)
+        ]
+        collections = self._run([(request, _Collection(self.tokenizer, stops)) for request in requests])
+        return [
+            self._generation(prompt, collections[index * n : (index + 1) * n]) for index, prompt in enumerate(encoded)
+        ]
+
+    def stream(self, prompt: Prompt, sampling: Sampling | None = None, **options: Any) -> Iterator[str]:
+        """Yields what a prompt is continued with, piece by piece; a character that spans tokens comes when it is complete.
+
+        Args:
+            prompt: a text, or token ids.
+            sampling: how tokens are chosen.
+            options: fields of `Sampling`, in the place of those of `sampling`.
+
+        Raises:
+            RequestError: the model has no tokenizer, or the prompt or an option cannot be computed.
+        """
+        if self.tokenizer is None:
+            raise RequestError("this model has no tokenizer, so it cannot write text\n    fix: use `generate`")
+        tokens = self._encode(prompt)
+        sampling = _sampling(sampling or Sampling(), options)
+        return self._pieces(self.tokenizer, Request(id=f"local-{next(self._ids)}", prompt=tokens, sampling=sampling))
+
+    def update_weights(self, weights: Any) -> None:
+        """Takes other weights of the same model, from memory; requests of other threads go on with them.
+
+        Args:
+            weights: path -> array (parameters and variables of the model, such as `state.params`), a `ModelWeights`, a
+                model of the same structure, opened weights, or a path or URI of some.
+
+        Raises:
+            RequestError: they are not of this model.
+        """
+        with self._lock:
+            self.engine.update_weights(self._model_weights(weights))
+
+    def statistics(self) -> Statistics:
+        """What the engine does, and did."""
+        with self._lock:
+            return self.engine.statistics()
+
+    def close(self) -> None:
+        """Frees devices. What other threads still generate fails."""
+        with self._lock:
+            self.engine.close()
+            self._fail(RequestError("the engine was closed while it generated"))
+
+    def __enter__(self) -> "LocalEngine":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _pieces(self, tokenizer: Tokenizer, request: Request) -> Iterator[str]:
+        shown, prompt = tokenizer.decode(list(request.prompt)), list(request.prompt)
+        collection = _Collection()
+        try:
+            with self._lock:
+                self._add(request, collection)
+            count = 0
+            while not collection.finished or count < len(collection.tokens):
+                with self._lock:
+                    if not collection.finished:
+                        self._step()
+                for _ in range(count, len(collection.tokens)):
+                    count += 1
+                    text = tokenizer.decode(prompt + collection.tokens[:count])
+                    if not text.endswith("\ufffd"):
+                        yield text[len(shown) :]
+                        shown = text
+            collection.check()
+        finally:
+            self._abort([request])
+
+    def _run(self, requests: Sequence[tuple[Request, "_Collection"]]) -> list["_Collection"]:
+        collections = [collection for _, collection in requests]
+        waiting = deque(requests)
+        try:
+            while waiting or not all(c.finished for c in collections):
+                with self._lock:
+                    while waiting:
+                        try:
+                            self._add(*waiting[0])
+                        except QueueFullError:
+                            break
+                        waiting.popleft()
+                    if not all(c.finished for c in collections):
+                        self._step()
+            for collection in collections:
+                collection.check()
+        finally:
+            self._abort([request for request, _ in requests])
+        return collections
+
+    def _add(self, request: Request, collection: "_Collection") -> None:
+        self.engine.add(request)
+        self._collections[request.id] = collection
+
+    def _step(self) -> None:
+        """One step for whoever waits. The caller has the lock."""
+        try:
+            outputs = self.engine.step()
+        except Exception as error:
+            self._fail(error)
+            raise
+        for output in outputs:
+            collection = self._collections[output.id]
+            collection.take(output)
+            if collection.finished:
+                del self._collections[output.id]
+                if output.finish is None:  # by a text
+                    self.engine.abort(output.id)
+
+    def _fail(self, error: Exception) -> None:
+        for collection in self._collections.values():
+            collection.error, collection.finish = error, "error"
+        self._collections.clear()
+
+    def _abort(self, requests: Sequence[Request]) -> None:
+        """Ends what is left of requests whose caller is interrupted or gone."""
+        with self._lock:
+            for request in requests:
+                if self._collections.pop(request.id, None) is not None:
+                    self.engine.abort(request.id)
+
+    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+        if not isinstance(prompt, str):
+            return tuple(prompt)
+        if self.tokenizer is None:
+            raise RequestError("this model has no tokenizer\n    fix: give prompts as token ids")
+        return tuple(encode_prompt(self.tokenizer, prompt) or [self.tokenizer.eos_id])
+
+    def _generation(self, prompt: tuple[int, ...], collections: Sequence["_Collection"]) -> Generation:
+        samples = tuple(
+            Sample(
+                tokens=tuple(c.tokens),
+                text=None if self.tokenizer is None else c.cut(self._text(self.tokenizer, prompt, c.tokens)),
+                logprobs=None if c.logprobs is None else tuple(c.logprobs),
+                finish=c.finish or "abort",
+            )
+            for c in collections
+        )
+        first = collections[0]
+        return Generation(
+            prompt=prompt, samples=samples, prompt_logprobs=first.prompt_logprobs, cached_tokens=first.cached_tokens
+        )
+
+    @staticmethod
+    def _text(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+        """The text behind that of the prompt, as it stands there: some tokenizers drop a space where a text begins."""
+        before = tokenizer.decode(list(prompt))
+        whole = tokenizer.decode([*prompt, *tokens])
+        return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(list(tokens))
+
+    def _model_weights(self, weights: Any) -> ModelWeights:
+        program: Any = getattr(self.engine.runner, "program", None)
+        if isinstance(weights, ModelWeights) or program is None:
+            return weights
+        if isinstance(weights, (str, Path)):
+            weights = open_weights(weights)
+        if isinstance(weights, Mapping):
+            return ModelWeights(*split_weights(weights, program.functional))
+        if hasattr(weights, "read") and hasattr(weights, "specs"):
+            return ModelWeights(*split_weights(weights.read("**"), program.functional))
+        return program.functional.weights_of(weights)
+
+
+class _Collection:
+    """What comes for one request, up to the first of some texts."""
+
+    def __init__(self, tokenizer: Tokenizer | None = None, stops: Sequence[str] = ()) -> None:
+        self.tokenizer, self.stops = tokenizer, stops
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprobs] | None = None
+        self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+        self.finish: FinishReason | None = None
+        self.cached_tokens = 0
+        self.error: Exception | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish is not None
+
+    def take(self, output: Output) -> None:
+        self.tokens += output.tokens
+        if output.logprobs is not None:
+            self.logprobs = [*(self.logprobs or ()), *output.logprobs]
+        self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
+        self.cached_tokens, self.finish = output.cached_tokens, output.finish
+        if output.error is not None:
+            self.error = RequestError(output.error)
+        if self.stops and self.tokenizer is not None:
+            text = self.tokenizer.decode(self.tokens)
+            if any(stop in text for stop in self.stops):
+                self.finish = "stop"
+
+    def cut(self, text: str) -> str:
+        """The text before the first of those that stop it."""
+        return text[: min((text.find(stop) for stop in self.stops if stop in text), default=len(text))]
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+def serve(
+    model: Any,
+    *,
+    tokenizer: Tokenizer | None = None,
+    program: Any = None,
+    config: ServingEngine.Config | None = None,
+    set: Mapping[str, Any] | None = None,  # what it is called on the command line
+    step: int | None = None,
+    warm_up: bool = True,
+) -> LocalEngine:
+    """An engine in this process.
+
+        with ax.serve("runs/mine") as engine:
+            print(engine.generate("def ", max_tokens=32, temperature=0)[0].text)
+
+    Args:
+        model: a run directory, a directory in Hugging Face format, exported adapters, or what an installed plugin opens; or
+            what `ax.load` gives; or a model with its weights.
+        tokenizer: for prompts and outputs as text; by default the one that is opened with the model.
+        program: of the experiment that a model belongs to, for its devices.
+        config: of the engine.
+        set: settings of the engine, path -> value: `{"runner.max_rows": 32}`.
+        step: which checkpoint of a run; by default the newest.
+        warm_up: compiles all functions first; without it, each when it is first used.
+
+    Raises:
+        CheckpointError: nothing known lies there, no such checkpoint, or it is damaged.
+        RequestError: the model is not a decoder of tokens, or the settings do not fit.
+    """
+    config = patch(config or ServingEngine.Config(), dict(set or {}))
+    if isinstance(model, (str, Path)):
+        opened = open_engine(model, config=config, step=step, warm_up=warm_up)
+        return LocalEngine(opened.engine, tokenizer or opened.tokenizer)
+    if isinstance(model, Loaded):
+        program, tokenizer, model = program or model.program, tokenizer or model.tokenizer, model.model
+    engine = build_engine(model, program=program, tokenizer=tokenizer, config=config, warm_up=warm_up)
+    return LocalEngine(engine, tokenizer)
+
+
+def _as_prompts(prompts: Any) -> Sequence[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    prompts = list(prompts)
+    return (
+        [prompts] if prompts and not isinstance(prompts[0], str) and not isinstance(prompts[0], Iterable) else prompts
+    )
+
+
+def _sampling(sampling: Sampling, options: Mapping[str, Any]) -> Sampling:
+    known = [a.name for a in attrs.fields(Sampling)]
+    for name in options:
+        if name not in known:
+            raise unknown("option of sampling", name, known)
+    return attrs.evolve(sampling, **options)
+
+
+def _numbered(sampling: Sampling, index: int) -> Sampling:
+    return sampling if sampling.seed is None or not index else attrs.evolve(sampling, seed=sampling.seed + index)

@@ -1,0 +1,64 @@
+"""The feature `paged-cache`: caches in pages, in the place of those of a model."""
+
+from typing import Any, TypeVar
+
+import attrs
+
+from axlearn_core.config import Node, map, node, setting
+from axlearn_core.errors import ConfigError, Problem
+from axlearn_core.plugins.feature import Feature
+from axlearn_plugins_transformer.paged_cache import PagedCache
+
+Tree = TypeVar("Tree", bound=Node[Any])
+
+
+@node
+class UsePagedCache(Feature):
+    """Caches in pages that any request can own, in every attention: what continuous batching computes with.
+
+    Training is the same, and so are checkpoints: a cache is only used to generate. `page_size` is how many tokens a page has
+    room for; with `heads_first` they are stored as CPUs read them best; `kernel` names a kernel of the op `paged_attention`, in
+    the place of the attention's own.
+    """
+
+    stage = "execute"
+
+    page_size: int = setting(default=16, ge=1)
+    heads_first: bool = False
+    kernel: str | None = None
+
+    def apply(self, cfg: Tree) -> Tree:
+        """Sets `kv_cache` or `latent_cache` wherever a node has such a field."""
+        count = 0
+
+        def place(part: Node[Any]) -> Node[Any]:
+            nonlocal count
+            names = {a.name for a in attrs.fields(type(part))}
+            made: dict[str, Any] = {}
+            if "kv_cache" in names:
+                made = {"kv_cache": PagedCache.Config(page_size=self.page_size, heads_first=self.heads_first)}
+            elif "latent_cache" in names:
+                # Where there is latent attention, its plugin is installed.
+                from axlearn_plugins_attention.paged_latent_cache import PagedLatentCache
+
+                made = {"latent_cache": PagedLatentCache.Config(page_size=self.page_size)}
+            if not made:
+                return part
+            count += 1
+            return attrs.evolve(part, **made, **({"kernel": self.kernel} if "kernel" in names else {}))
+
+        made = map(cfg, place)
+        if not count:
+            raise ConfigError(
+                Problem(
+                    path="model",
+                    message="paged-cache finds no attention that keeps a cache",
+                    expected="a node with `kv_cache` or `latent_cache`",
+                    fix="leave paged-cache out, or serve a model that generates text",
+                )
+            )
+        return made
+
+    def in_effect(self, cfg: Node[Any]) -> bool:
+        """Every cache is in pages of this size."""
+        return self.apply(cfg) == cfg

@@ -1,0 +1,93 @@
+"""From what a runner computed for a request to what the request gets."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from axlearn_plugins_serving.contracts import Constraint, FinishReason, Output, RowResult, TokenLogprobs
+from axlearn_plugins_serving.drafting import accept_draft
+from axlearn_plugins_serving.request_state import RequestState
+from axlearn_plugins_serving.scheduler import Part
+
+
+def constraint_mask(constraint: Constraint, vocab_size: int) -> tuple[Any, str | None]:
+    """(the mask for the next token, what is wrong with it)."""
+    try:
+        mask = constraint.mask()
+    except Exception as error:  # of any library; only this request ends by it
+        return None, f"the constraint failed: {error}"
+    if mask.shape != (-(-vocab_size // 32),) or mask.dtype != np.uint32:
+        return None, f"the constraint's mask is {mask.dtype}{list(mask.shape)}, expected uint32[{-(-vocab_size // 32)}]"
+    if not mask.any():
+        return None, "the constraint allows no token"
+    return mask, None
+
+
+def read_part(part: Part, result: RowResult, end_tokens: frozenset[int]) -> Output | None:
+    """Takes a result into its request's state. None where there is nothing to give out yet."""
+    state = part.state
+    if part.draft:
+        output = _output(state, accept_draft(part, result), end_tokens)
+        state.computed = len(state.tokens) - 1  # what was computed for other tokens is computed again
+        return output
+    if result.target_logprobs is not None and not state.sent_prompt_logprobs:
+        _read_prompt_logprobs(state, part, result.target_logprobs)
+    if part.decodes:
+        return _output(state, result, end_tokens)
+    if part.sample:
+        return _output(state, result, end_tokens)
+    if state.limit == 0 and part.start + part.count == state.prompt_length:
+        return _output(state, RowResult(), end_tokens)
+    return None
+
+
+def _read_prompt_logprobs(state: RequestState, part: Part, logprobs: Sequence[TokenLogprobs]) -> None:
+    """Keeps those of targets in the prompt. A request that lost its blocks computes some a second time."""
+    first = part.start - len(state.prompt_logprobs)
+    if first <= 0:
+        count = min(part.count, state.prompt_length - 1 - part.start)
+        state.prompt_logprobs += list(logprobs[-first:count])
+
+
+def _output(state: RequestState, result: RowResult, end_tokens: frozenset[int]) -> Output:
+    sampling, constraint = state.request.sampling, state.request.constraint
+    ends = sampling.stop_tokens if sampling.ignore_end else sampling.stop_tokens | end_tokens
+    finish: FinishReason | None = "length" if state.limit == 0 else None
+    stop_token = error = None
+    tokens: list[int] = []
+    chosen = len(state.tokens) - state.prompt_length
+    for token in map(int, result.tokens):
+        if token in ends:
+            finish, stop_token = "stop", token
+            break
+        tokens.append(token)
+        if constraint is not None:
+            done, error = _accept(constraint, token)
+            finish = "error" if error else "stop" if done else None
+        if finish is None and chosen + len(tokens) >= state.limit:
+            finish = "length"
+        if finish is not None:
+            break
+    state.tokens += tokens
+    prompt_logprobs = None
+    if not state.sent_prompt_logprobs:
+        prompt_logprobs, state.sent_prompt_logprobs = tuple(state.prompt_logprobs), True
+    wanted = sampling.logprobs is not None and result.logprobs is not None
+    return Output(
+        id=state.request.id,
+        tokens=tuple(tokens),
+        logprobs=tuple(result.logprobs[: len(tokens)]) if wanted and result.logprobs is not None else None,
+        prompt_logprobs=prompt_logprobs,
+        finish=finish,
+        stop_token=stop_token,
+        cached_tokens=state.cached_tokens or 0,
+        error=error,
+    )
+
+
+def _accept(constraint: Constraint, token: int) -> tuple[bool, str | None]:
+    try:
+        return constraint.accept(token), None
+    except Exception as error:  # of any library; only this request ends by it
+        return False, f"the constraint failed: {error}"

@@ -1,0 +1,275 @@
+"""`ModelRunner`: computes steps of a model over a cache of blocks, by functions that are compiled before the first request."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import attrs
+import jax
+import numpy as np
+
+from axlearn_core.compose import Functional, ModelWeights, Program
+from axlearn_core.compose.model_program import ModelProgram
+from axlearn_core.config import Configurable, Node, find, node, setting
+from axlearn_core.errors import Problem, RequestError
+from axlearn_plugins_serving.contracts import Pending, Row, Sampling
+from axlearn_plugins_serving.functions import ServingFunctions, Sizes
+from axlearn_plugins_serving.packing import Packer, StepResult
+from axlearn_plugins_serving.paged import UsePagedCache
+from axlearn_plugins_serving.sampling import MAX_BIAS, Tables
+from axlearn_plugins_serving.steps import StepBucket
+
+LEAST_ROWS = 64
+"""Of every product in the mode `parity`: XLA for CPU computes small products and sums by other algorithms."""
+MOVED = 16
+"""Blocks that are copied, read or written at once."""
+
+
+class ModelRunner(Configurable):
+    """Computes steps of one model on the devices of one program. See `contracts.Runner`.
+
+    Args:
+        cfg: the sizes.
+        model: a `CausalLM` with its weights.
+        program: of the run that the model belongs to: its mesh and devices are used. By default one device.
+    """
+
+    @node
+    class Config(Configurable.Config["ModelRunner"]):
+        """Everything that shapes depend on: a step has the smallest of the declared shapes that holds its rows.
+
+        Attributes:
+            block_size: tokens of a block.
+            num_blocks: of the cache; None has room for `max_rows` requests of `max_context` tokens.
+            max_rows: requests that run at one time.
+            max_context: tokens of a request, its output included.
+            max_step_tokens: tokens of prompts in one step, rounded up to whole chunks.
+            chunk: tokens of a prompt that are computed as one row of a step; a prompt has as many rows as it needs.
+            row_buckets: how many requests a step that decodes has room for; `max_rows` is always one.
+            chunk_buckets: how many chunks a step has room for; as many as `max_step_tokens` needs is always one.
+            decode_steps: tokens that one dispatch decodes at most.
+            mode: `fast`, or `parity`: bit for bit what the training program computes in its batch-invariant mode.
+            kernel: a kernel of the op `paged_attention`; None takes the best one of the mode.
+        """
+
+        block_size: int = setting(default=32, ge=1)
+        num_blocks: int | None = setting(default=None, ge=1)
+        max_rows: int = setting(default=16, ge=1)
+        max_context: int = setting(default=2048, ge=1)
+        max_step_tokens: int = setting(default=512, ge=1)
+        chunk: int = setting(default=64, ge=1)
+        row_buckets: tuple[int, ...] = (1, 4)
+        chunk_buckets: tuple[int, ...] = (1, 4)
+        decode_steps: int = setting(default=1, ge=1)
+        mode: Literal["fast", "parity"] = "fast"
+        kernel: str | None = None
+
+        def validate(self) -> Iterable[Problem]:
+            """Buckets that are not sizes."""
+            yield from super().validate()
+            for name in ("row_buckets", "chunk_buckets"):
+                if any(size < 1 for size in getattr(self, name)):
+                    yield Problem(
+                        path=name, message="not sizes", got=str(getattr(self, name)), expected="at least 1 each"
+                    )
+
+    def __init__(self, cfg: Config, *, model: Any, program: Program | ModelProgram | None = None):
+        self.cfg = cfg
+        self.block_size, self.max_rows, self.decode_steps = cfg.block_size, cfg.max_rows, cfg.decode_steps
+        self.max_blocks_per_request = -(-cfg.max_context // cfg.block_size)
+        self.num_blocks = cfg.num_blocks or self.max_rows * self.max_blocks_per_request
+        self.chunk, self.max_context, self.max_logit_bias = cfg.chunk, cfg.max_context, MAX_BIAS
+        # Chunks of prompts beside a token of every request, so that steps with prompts are as full as they can be.
+        self.max_step_tokens = -(-cfg.max_step_tokens // cfg.chunk) * cfg.chunk + cfg.max_rows
+        self.vocab_size: int = model.vocab_size
+        if cfg.mode == "parity":
+            check_parity(model)
+        self.buckets = buckets(cfg, self.max_blocks_per_request)
+        self.program = _program(cfg, self.num_blocks, model, program)
+        self._tables: Any = self.program.compile("serve_tables")()
+        self.cache: Any = self.program.compile("serve_cache")()
+        self._declare_steps()
+        self._sampling: dict[int, Sampling] = {}
+        self._warm = 0
+        self.update_weights(self.program.functional.weights_of(model))
+        self._packer = Packer(self.buckets, self.max_rows)
+
+    @property
+    def compilations(self) -> int:
+        """How many functions were compiled since `warm_up` ended."""
+        return len(self.program.compiled) - self._warm if self._warm else 0
+
+    def warm_up(self) -> None:
+        """Compiles all functions that steps may need."""
+        for name in ("serve_assign", "serve_mask", "serve_copy", "serve_read", "serve_write"):
+            self.program.compile(name)
+        for bucket in self.buckets:
+            self.program.compile("serve", bucket)
+            if self.decode_steps > 1 and not bucket.chunks:
+                self.program.compile("serve_decode", bucket)
+        self._warm = len(self.program.compiled)
+
+    def assign(self, slot: int, sampling: Sampling, seed: int, output: Sequence[int]) -> None:
+        """See `Runner`."""
+        self._sampling[slot] = sampling
+        row = table_row(sampling, seed, output, self.vocab_size)
+        self._tables = self.program.compile("serve_assign")(self._tables, np.int32(slot), row)
+
+    def submit(self, rows: Sequence[Row], steps: int = 1) -> Pending:
+        """See `Runner`."""
+        if steps > self.decode_steps or (steps > 1 and any(row.tokens or row.mask is not None for row in rows)):
+            raise RequestError(
+                f"the runner cannot do {steps} steps at once\n    got: rows {len(rows)}\n"
+                f"    expected: at most {self.decode_steps}, and rows that decode without masks"
+            )
+        self._put_masks(rows)
+        options = [self._sampling[row.slot] for row in rows]
+        calls, places = self._packer.pack(rows, options)
+        results = []
+        for bucket, packed in calls:
+            state = self._arrays, self.cache, self._tables, packed
+            if steps > 1:
+                chosen, self.cache, self._tables = self.program.compile("serve_decode", bucket)(*state, np.int32(steps))
+                results.append((chosen, None))
+            else:
+                chosen, targets, self.cache, self._tables = self.program.compile("serve", bucket)(*state)
+                results.append((chosen, targets))
+        return StepResult(rows, options, places, results, steps)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See `Runner`."""
+        for begin in range(0, len(pairs), MOVED):
+            part = pairs[begin : begin + MOVED]
+            source, target = self._ids([s for s, _ in part]), self._ids([t for _, t in part])
+            self.cache = self.program.compile("serve_copy")(self.cache, source, target)
+
+    def read_blocks(self, blocks: Sequence[int]) -> Any:
+        """See `Runner`."""
+        read, parts = self.program.compile("serve_read"), []
+        for begin in range(0, len(blocks), MOVED):
+            part = blocks[begin : begin + MOVED]
+            contents = jax.device_get(read(self.cache, self._ids(part)))
+            parts.append(jax.tree.map(lambda x, n=len(part): x[:n], contents))
+        if not parts:
+            return jax.tree.map(lambda x: np.zeros((0, *x.shape[1:]), x.dtype), self.cache)
+        return jax.tree.map(lambda *x: np.concatenate(x), *parts)
+
+    def write_blocks(self, blocks: Sequence[int], contents: Any) -> None:
+        """See `Runner`."""
+        for begin in range(0, len(blocks), MOVED):
+            ids = self._ids(blocks[begin : begin + MOVED])
+            end = min(begin + MOVED, len(blocks))
+            pad = MOVED - (end - begin)
+            part = jax.tree.map(
+                lambda x, a=begin, b=end, n=pad: np.concatenate([x[a:b], np.zeros((n, *x.shape[1:]), x.dtype)]),
+                contents,
+            )
+            self.cache = self.program.compile("serve_write")(self.cache, ids, part)
+
+    def update_weights(self, weights: ModelWeights) -> None:
+        """See `Runner`."""
+        functional = self.program.functional
+        for part, specs in ((weights.params, functional.abstract), (weights.variables, functional.variables)):
+            wrong = [p for p, s in specs.items() if p not in part or tuple(part[p].shape) != tuple(s.shape)]
+            if wrong:
+                here = f"{part[wrong[0]].shape}" if wrong[0] in part else "nothing"
+                raise RequestError(
+                    f"these are not weights of the model that is served: {wrong[0]}\n"
+                    f"    got: {here}\n    expected: {specs[wrong[0]].shape}"
+                )
+        self._arrays: Any = self.program.compile("serve_weights")(self.program.place(weights))
+
+    def _ids(self, blocks: Sequence[int]) -> np.ndarray:
+        return np.asarray([*blocks, *[self.num_blocks] * (MOVED - len(blocks))], np.int32)
+
+    def _put_masks(self, rows: Sequence[Row]) -> None:
+        masked = [row for row in rows if row.mask is not None]
+        if not masked:
+            return
+        slots = np.full((self.max_rows,), self.max_rows, np.int32)
+        masks = np.zeros((self.max_rows, -(-self.vocab_size // 32)), np.uint32)
+        for index, row in enumerate(masked):
+            slots[index], masks[index] = row.slot, np.asarray(row.mask)
+        self._tables = self.program.compile("serve_mask")(self._tables, slots, masks)
+
+    def _declare_steps(self) -> None:
+        cache = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.cache)
+        functions = ServingFunctions(self.program.functional.describe(), _sizes(self.cfg, self.num_blocks))
+        self.program.functions.update(functions.declare_steps(cache))
+
+
+def buckets(cfg: ModelRunner.Config, blocks: int) -> list[StepBucket]:
+    """The shapes of steps, smaller ones first."""
+    floor = LEAST_ROWS if cfg.mode == "parity" else 1
+    rows = sorted({max(floor, min(n, cfg.max_rows)) for n in (*cfg.row_buckets, cfg.max_rows)})
+    most = -(-cfg.max_step_tokens // cfg.chunk)
+    chunks = sorted({min(n, most) for n in (*cfg.chunk_buckets, most)})
+    plain = [StepBucket(n, 0, cfg.chunk, blocks) for n in rows]
+    mixed = [StepBucket(n, k, cfg.chunk, blocks) for k in chunks for n in (0, rows[-1])]
+    return [b for b in (*plain, *mixed) if b.tokens >= floor]
+
+
+def check_parity(model: Any) -> None:
+    """Raises `RequestError` where steps of a model cannot be, bit for bit, what its training program computes."""
+    reasons = []
+    if model.precision.compute != "float32":
+        reasons.append(f"the model computes in {model.precision.compute}: its sums are rounded by their order")
+    for fields, reason in (
+        ("num_experts", "it has experts, whose products have as many rows as tokens chose them"),
+        (
+            "latent_cache",
+            "it has latent attention, which steps compute in the space of the latents and training does not",
+        ),
+    ):
+        if any(fields in {a.name for a in attrs.fields(type(part))} for part in find(model.cfg, Node).values()):
+            reasons.append(reason)
+    if reasons:
+        raise RequestError(
+            f"the mode parity cannot serve this model: {reasons[0]}\n"
+            "    expected: float32, multi-head or grouped-query attention, dense feed-forward layers\n"
+            "    fix: mode=fast, which is within rounding"
+        )
+
+
+def table_row(sampling: Sampling, seed: int, output: Sequence[int], vocab: int) -> Tables:
+    """The row of a request in the tables."""
+    tokens, bias = np.full((MAX_BIAS,), vocab, np.int32), np.zeros((MAX_BIAS,), np.float32)
+    for index, (token, value) in enumerate(sampling.logit_bias.items()):
+        tokens[index], bias[index] = token, value
+    return Tables(
+        last=np.int32(output[-1] if output else 0),
+        number=np.int32(len(output)),
+        seed=np.uint32(seed % 2**32),
+        top_k=np.int32(min(sampling.top_k or vocab, vocab)),
+        temperature=np.float32(sampling.temperature),
+        top_p=np.float32(sampling.top_p),
+        min_p=np.float32(sampling.min_p),
+        presence=np.float32(sampling.presence_penalty),
+        frequency=np.float32(sampling.frequency_penalty),
+        bias_tokens=tokens,
+        bias=bias,
+        counts=np.bincount(np.asarray(output, np.int64), minlength=vocab).astype(np.int32),
+        mask=np.zeros((-(-vocab // 32),), np.uint32),
+    )
+
+
+def _sizes(cfg: ModelRunner.Config, blocks: int) -> Sizes:
+    return Sizes(
+        blocks=blocks,
+        block_size=cfg.block_size,
+        slots=cfg.max_rows,
+        moved=MOVED,
+        steps=cfg.decode_steps,
+        least=LEAST_ROWS if cfg.mode == "parity" else 1,
+    )
+
+
+def _program(cfg: ModelRunner.Config, blocks: int, model: Any, program: Any) -> ModelProgram:
+    devices = jax.local_devices()[:1] if program is None else list(program.layout.mesh.devices.flat)
+    on_cpu = devices[0].platform == "cpu"
+    kernel = cfg.kernel or ("invariant" if cfg.mode == "parity" else None)
+    paged = UsePagedCache(page_size=cfg.block_size, heads_first=on_cpu, kernel=kernel).apply(model.cfg)
+    mesh, target = (None, None) if program is None else (program.mesh, program.target)
+    sizes = _sizes(cfg, blocks)
+    return ModelProgram(
+        Functional.of(paged), devices, mesh, target, lambda model: ServingFunctions(model, sizes).declare()
+    )

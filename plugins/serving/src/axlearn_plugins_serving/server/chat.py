@@ -1,0 +1,128 @@
+"""`POST /v1/chat/completions`."""
+
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import attrs
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from axlearn_plugins_serving.server.errors import parse_body
+from axlearn_plugins_serving.server.http import DONE, EventStream, UsageReport, event, read_body, respond
+from axlearn_plugins_serving.server.job import Delta, Job
+from axlearn_plugins_serving.server.logprobs import chat_logprobs
+from axlearn_plugins_serving.server.schemas import ChatRequest, Message
+from axlearn_plugins_serving.server.service import Service
+
+
+async def chat_completions(request: HttpRequest) -> Response:
+    """Answers a conversation."""
+    service: Service = request.app.state.service
+    body = parse_body(ChatRequest, await read_body(request))
+    service.adapter(body.model)
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if body.tool_choice != "none" else []
+    prompt = await service.render([template_message(m) for m in body.messages], tools or None)
+    job = await service.submit(
+        [prompt],
+        body,
+        max_tokens=body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        param="messages",
+    )
+    answers = _Answers(service, body, job)
+    if body.stream:
+        return EventStream(answers.events(), job)
+    return await respond(request, answers.answer(), job)
+
+
+def template_message(message: Message) -> dict[str, Any]:
+    """A message as chat templates expect it: one text, and the arguments of calls as objects."""
+    fields: dict[str, Any] = {"role": message.role, "content": message.text}
+    if message.name is not None:
+        fields["name"] = message.name
+    if message.tool_call_id is not None:
+        fields["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        fields["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+        for call in fields["tool_calls"]:
+            with contextlib.suppress(ValueError):  # the model wrote it: what is not JSON stays text
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    return fields
+
+
+@attrs.define
+class _Answers:
+    """The choices of a chat completion."""
+
+    service: Service
+    body: ChatRequest
+    job: Job
+    head: dict[str, Any] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.head = {
+            "id": self.service.new_id("chatcmpl"),
+            "created": int(time.time()),
+            "model": self.body.model or self.service.name,
+        }
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The stream."""
+        report = UsageReport(self.body.stream_options)
+        begun: set[int] = set()
+        async for deltas in self.job.deltas():
+            for delta in deltas:
+                head = {} if delta.index in begun else {"role": "assistant"}
+                if delta.text or delta.scored or (head and delta.finish):
+                    begun.add(delta.index)
+                    yield self._event(delta.index, {**head, "content": delta.text}, report, delta)
+                if delta.finish:
+                    yield self._event(delta.index, {}, report, finish=delta.finish)
+        if report.last:
+            chunk = {**self.head, "object": "chat.completion.chunk", "choices": []}
+            yield event({**chunk, "usage": self.job.usage.as_json()})
+        yield DONE
+
+    async def answer(self) -> dict[str, Any]:
+        """The whole."""
+        deltas: list[list[Delta]] = [[] for _ in self.job.choices]
+        async for batch in self.job.deltas():
+            for delta in batch:
+                deltas[delta.index].append(delta)
+        choices = [
+            {
+                "index": choice.index,
+                "message": {
+                    "role": "assistant",
+                    "content": "".join(delta.text for delta in deltas[choice.index]),
+                    "refusal": None,
+                },
+                "logprobs": self._logprobs(*deltas[choice.index]),
+                "finish_reason": choice.finish,
+            }
+            for choice in self.job.choices
+        ]
+        head = {**self.head, "object": "chat.completion"}
+        return {**head, "choices": choices, "usage": self.job.usage.as_json()}
+
+    def _event(
+        self,
+        index: int,
+        fields: dict[str, Any],
+        report: UsageReport,
+        delta: Delta | None = None,
+        finish: str | None = None,
+    ) -> bytes:
+        logprobs = None if delta is None else self._logprobs(delta)
+        choice = {"index": index, "delta": fields, "logprobs": logprobs, "finish_reason": finish}
+        chunk = {**self.head, "object": "chat.completion.chunk", "choices": [choice]}
+        return event({**chunk, **report.fields(self.job.usage)})
+
+    def _logprobs(self, *deltas: Delta) -> dict[str, Any] | None:
+        if not self.body.logprobs:
+            return None
+        scored = [s for delta in deltas for s in delta.scored]
+        return chat_logprobs(self.service.grammars, scored, self.body.top_logprobs or 0)

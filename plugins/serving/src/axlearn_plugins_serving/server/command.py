@@ -1,0 +1,130 @@
+"""`axlearn serve`."""
+
+import os
+import sys
+from typing import Any
+
+import click
+
+_SWITCH_SECONDS = 5e-4  # Python's 5 ms would let the engine's thread wait so long for the event loop after each step
+
+
+@click.command()
+@click.argument("uri", metavar="RUN_DIR|HF_DIR")
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free one.")
+@click.option("--served-model-name", metavar="NAME", help="What clients call the model; default: the directory's name.")
+@click.option("--chat-template", metavar="FILE|plain", help="Of conversations; default: what the model brings.")
+@click.option("--api-key-env", metavar="VARIABLE", help="The environment variable with the key that clients send.")
+@click.option("--set", "set_", multiple=True, metavar="serving.PATH=VALUE", help="Set a value of the engine.")
+@click.option("--step", type=click.IntRange(min=1), help="The checkpoint to serve; default: the newest.")
+@click.option(
+    "--max-queue", type=click.IntRange(min=1), help="Requests that may wait; short for --set serving.max_waiting=N."
+)
+@click.option(
+    "--max-body", type=click.IntRange(min=1024), default=4 * 2**20, show_default=True, help="Bytes of a request."
+)
+@click.option(
+    "--grace", type=click.FloatRange(min=0), default=30.0, show_default=True, help="Seconds to finish at SIGTERM."
+)
+@click.option("--log-requests", is_flag=True, help="Write a line for each request to standard error.")
+def serve(
+    uri: str,
+    host: str,
+    port: int,
+    served_model_name: str | None,
+    chat_template: str | None,
+    api_key_env: str | None,
+    set_: tuple[str, ...],
+    step: int | None,
+    max_queue: int | None,
+    max_body: int,
+    grace: float,
+    log_requests: bool,
+) -> None:
+    """Serve a model by the OpenAI API, until SIGTERM or Ctrl-C.
+
+    The model is that of a run, of a directory in Hugging Face format, of exported adapters, or whatever else an installed
+    plugin opens. Prints the address on standard output when requests are taken.
+    """
+    from axlearn_core.errors import RequestError
+    from axlearn_plugins_serving.server.limits import Limits, hosts_of, is_loopback
+    from axlearn_plugins_serving.server.run import bind
+
+    key = _key(api_key_env)
+    if key is None and not is_loopback(host):
+        click.echo(f"warning: anybody who reaches {host} can use this server; --api-key-env asks for a key", err=True)
+    limits = Limits(body_bytes=max_body, api_key=key, hosts=hosts_of(host, key))
+    listener = bind(host, port)
+    try:
+        service = _open(uri, served_model_name, chat_template, _config(set_, max_queue), step)
+        code = _run(service, limits, listener, host, grace, log_requests)
+    except (RequestError, KeyboardInterrupt):
+        listener.close()
+        raise
+    sys.exit(code)
+
+
+def _key(variable: str | None) -> str | None:
+    from axlearn_core.errors import RequestError
+
+    if variable is None:
+        return None
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise RequestError(f"the environment variable {variable} is not set\n    fix: put the API key into it")
+    return key
+
+
+def _config(set_: tuple[str, ...], max_queue: int | None) -> Any:
+    """The engine's config with what the command line sets."""
+    from axlearn_core.config import Decoder, patch
+    from axlearn_core.errors import RequestError
+    from axlearn_core.plugins.registry import registry
+    from axlearn_core.plugins.request import parse_setting
+    from axlearn_plugins_serving.engine import ServingEngine
+
+    config = {"serving": ServingEngine.Config()}
+    edits: dict[str, Any] = {} if max_queue is None else {"serving.max_waiting": max_queue}
+    for setting in map(parse_setting, set_):
+        if not setting.path.startswith("serving."):
+            raise RequestError(f"{setting.where}: not a path of the engine\n    expected: serving.PATH=VALUE")
+        edits[setting.path] = setting.value
+    return patch(config, edits, Decoder(registry()).decode_at)["serving"]
+
+
+def _open(uri: str, name: str | None, template: str | None, config: Any, step: int | None) -> Any:
+    from axlearn_core.errors import RequestError
+    from axlearn_plugins_serving.open_engine import open_engine
+    from axlearn_plugins_serving.server.engine_thread import EngineThread
+    from axlearn_plugins_serving.server.service import Service
+    from axlearn_plugins_text.chat_template import ChatTemplate
+
+    opened = open_engine(uri, config=config, step=step)
+    if opened.tokenizer is None:
+        opened.engine.close()
+        raise RequestError(
+            f"{uri} has no tokenizer, so a server cannot read or write text\n    fix: serve a model of text"
+        )
+    chat = opened.template
+    if template is not None:
+        path = None if template == "plain" else template
+        chat = ChatTemplate.Config(path=path).build(tokenizer=opened.tokenizer)
+    engine = opened.engine
+    return Service(EngineThread(engine), opened.tokenizer, chat, name or opened.name, adapters=engine.adapters)
+
+
+def _run(service: Any, limits: Any, listener: Any, host: str, grace: float, log_requests: bool) -> int:
+    import asyncio
+
+    from axlearn_plugins_serving.server.run import Runner
+
+    sys.setswitchinterval(_SWITCH_SECONDS)
+
+    async def run() -> int:
+        runner = Runner(service, limits, grace=grace, log_requests=log_requests)
+        shown = f"[{host}]" if ":" in host else host
+        address = f"http://{shown}:{listener.getsockname()[1]}"
+        return await runner.run(listener, lambda: click.echo(f"{service.name} at {address}"))
+
+    return asyncio.run(run())

@@ -1,0 +1,111 @@
+"""Outputs that are JSON, or that meet a JSON schema, by llguidance."""
+
+import functools
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+from axlearn_core.contracts.parts import Tokenizer
+from axlearn_plugins_serving.server.errors import ApiError
+from axlearn_plugins_serving.server.text import HasTokenizerJson
+from axlearn_plugins_text.tokenizers import ByteTokenizer
+
+_MAX_SCHEMA = 64 * 1024  # characters
+
+
+class GrammarConstraint:
+    """A `Constraint` by a grammar. One thread calls it."""
+
+    def __init__(self, matcher: LLMatcher, words: int):
+        self._matcher, self._words = matcher, words
+
+    def copy(self) -> "GrammarConstraint":
+        """Another one at the same place."""
+        return GrammarConstraint(self._matcher.deep_copy(), self._words)
+
+    def mask(self) -> np.ndarray:
+        """See `axlearn_plugins_serving.contracts.Constraint`."""
+        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        return np.pad(mask, (0, self._words - len(mask))) if len(mask) < self._words else mask[: self._words]
+
+    def accept(self, token: int) -> bool:
+        """See `axlearn_plugins_serving.contracts.Constraint`."""
+        return not self._matcher.consume_token(token) or self._matcher.is_stopped()
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance wants it: the bytes of each token."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self.eos_token_id = tokenizer.eos_id
+        self.special_token_ids = [tokenizer.eos_id]
+        if isinstance(tokenizer, ByteTokenizer):
+            tokens = [bytes([i]) for i in range(256)]
+        else:
+            tokens = [tokenizer.decode([i]).encode() for i in range(tokenizer.vocab_size)]
+        tokens += [b""] * (tokenizer.vocab_size - len(tokens))
+        tokens[tokenizer.eos_id] = b"<|end|>"
+        self.tokens: Sequence[bytes] = tokens
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._tokenizer.encode(text.decode("utf-8", "replace") if isinstance(text, bytes) else text)
+
+
+class Grammars:
+    """Makes constraints, and knows the bytes of tokens. The vocabulary is read at the first use."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int):
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._lock = threading.Lock()
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that a token stands for; of a special token its spelling, of an id without a token none."""
+        if token >= self._tokenizer.vocab_size:
+            return b""
+        raw = self._vocabulary.decode_bytes([token])
+        return raw[1:] if raw[:1] == b"\xff" and self._vocabulary.is_special_token(token) else raw
+
+    def new(self, schema: Mapping[str, Any] | None) -> GrammarConstraint:
+        """A constraint to JSON that meets `schema`; None takes any object. May take a second: call it in a thread.
+
+        Raises:
+            ApiError: 400, the schema is wrong, uses what is not supported, or cannot be met.
+        """
+        text = json.dumps({"type": "object"} if schema is None else schema)
+        if len(text) > _MAX_SCHEMA:
+            raise _refuse(f"it has {len(text)} characters, more than {_MAX_SCHEMA}")
+        try:
+            grammar = LLMatcher.grammar_from_json_schema(text)
+        except ValueError as error:
+            raise _refuse(str(error)) from None
+        matcher = LLMatcher(self._vocabulary, grammar, log_level=0)
+        if matcher.is_error():
+            raise _refuse(matcher.get_error())
+        return GrammarConstraint(matcher, (self._vocab_size + 31) // 32)
+
+    @functools.cached_property
+    def _loaded(self) -> LLTokenizer:
+        source = self._tokenizer
+        wrapped = source.to_json() if isinstance(source, HasTokenizerJson) else TokenizerWrapper(_Vocabulary(source))
+        return LLTokenizer(wrapped, n_vocab=max(self._vocab_size, source.vocab_size), eos_token=source.eos_id)
+
+    @property
+    def _vocabulary(self) -> LLTokenizer:
+        with self._lock:
+            return self._loaded
+
+
+def _refuse(reason: str) -> ApiError:
+    return ApiError(
+        400,
+        f"response_format: the JSON schema cannot be used: {reason}",
+        param="response_format",
+        code="invalid_json_schema",
+    )

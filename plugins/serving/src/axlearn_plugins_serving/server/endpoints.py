@@ -1,0 +1,107 @@
+"""The endpoints that compute no text: models, health, metrics, tokens, and the page."""
+
+import functools
+import importlib.resources
+from typing import Any
+
+import attrs
+from prometheus_client import generate_latest
+from starlette.requests import Request as HttpRequest
+from starlette.responses import HTMLResponse, JSONResponse, Response
+
+from axlearn_plugins_serving.server.chat import template_message
+from axlearn_plugins_serving.server.errors import ApiError, parse_body
+from axlearn_plugins_serving.server.http import read_body
+from axlearn_plugins_serving.server.openapi import document
+from axlearn_plugins_serving.server.schemas import DetokenizeRequest, TokenizeRequest
+from axlearn_plugins_serving.server.service import Service
+
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+
+
+async def models(request: HttpRequest) -> Response:
+    """The model, and its adapters as models of their own."""
+    service: Service = request.app.state.service
+    return JSONResponse(
+        {"object": "list", "data": [_model(service, name) for name in (service.name, *service.adapters)]}
+    )
+
+
+async def model(request: HttpRequest) -> Response:
+    """One model."""
+    service: Service = request.app.state.service
+    name = request.path_params["name"]
+    service.adapter(name)
+    return JSONResponse(_model(service, name))
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    engine = service.thread.engine
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "axlearn",
+        "max_model_len": engine.max_context,
+        "vocab_size": engine.vocab_size,
+        "parent": service.name if name != service.name else None,
+    }
+
+
+async def health(request: HttpRequest) -> Response:
+    """200 where requests are taken, else 503."""
+    service: Service = request.app.state.service
+    return JSONResponse({"status": service.state}, 200 if service.state == "ok" else 503)
+
+
+async def metrics(request: HttpRequest) -> Response:
+    """Counters for Prometheus."""
+    service: Service = request.app.state.service
+    return Response(generate_latest(service.metrics.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def statistics(request: HttpRequest) -> Response:
+    """The engine's state and counters, for the page."""
+    service: Service = request.app.state.service
+    return JSONResponse({"model": service.name, "state": service.state, **attrs.asdict(service.thread.statistics)})
+
+
+async def tokenize(request: HttpRequest) -> Response:
+    """Token ids of a text or a conversation."""
+    service: Service = request.app.state.service
+    body = parse_body(TokenizeRequest, await read_body(request))
+    service.adapter(body.model)
+    if body.prompt is not None:
+        tokens = await service.encode(body.prompt)
+    else:
+        messages = [template_message(message) for message in body.messages or ()]
+        tokens = await service.render(messages, prompt=body.add_generation_prompt)
+    return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": service.thread.engine.max_context})
+
+
+async def detokenize(request: HttpRequest) -> Response:
+    """The text of token ids."""
+    service: Service = request.app.state.service
+    body = parse_body(DetokenizeRequest, await read_body(request))
+    service.adapter(body.model)
+    limit = service.tokenizer.vocab_size
+    for i, token in enumerate(body.tokens):
+        if token >= limit:
+            raise ApiError(400, f"tokens[{i}]: {token} is not below {limit}", param=f"tokens[{i}]")
+    return JSONResponse({"prompt": service.tokenizer.decode(body.tokens)})
+
+
+async def openapi(request: HttpRequest) -> Response:
+    """This API, in OpenAPI 3.1."""
+    return JSONResponse(document())
+
+
+async def page(request: HttpRequest) -> Response:
+    """A page to chat and to watch the engine."""
+    headers = {"content-security-policy": _POLICY, "x-frame-options": "DENY", "x-content-type-options": "nosniff"}
+    return HTMLResponse(_page(), headers=headers)
+
+
+@functools.cache
+def _page() -> str:
+    return importlib.resources.files("axlearn_plugins_serving.server").joinpath("page.html").read_text("utf-8")

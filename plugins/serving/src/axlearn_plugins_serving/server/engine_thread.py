@@ -1,0 +1,238 @@
+"""The one thread that calls an engine, and the queues between it and asyncio."""
+
+import asyncio
+import collections
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from axlearn_core.errors import RequestError
+from axlearn_plugins_serving.contracts import Engine, Output, QueueFullError, Request, Statistics
+
+_SAMPLE_SECONDS = 0.2
+_IDLE_SECONDS = 0.001  # between steps that had nothing ready
+_log = logging.getLogger("axlearn.serving")
+
+
+class EngineFailedError(Exception):
+    """The engine raised an error in a step; it computes no more."""
+
+
+class SlowReaderError(Exception):
+    """The client reads slower than the output comes, and more of it waits than the server keeps."""
+
+
+class Outputs:
+    """The outputs of the requests that were added together, in the order in which they came.
+
+    Attributes:
+        ids: of the requests.
+    """
+
+    def __init__(self, ids: Sequence[str], limit: float):
+        self.ids = tuple(ids)
+        self._limit, self._waiting = limit, 0
+        self._queue: collections.deque[Output] = collections.deque()
+        self._event = asyncio.Event()
+        self._error: Exception | None = None
+
+    async def get(self) -> list[Output]:
+        """What has come since the last call; waits for at least one output.
+
+        Raises:
+            EngineFailedError: the engine computes no more.
+            SlowReaderError: too many tokens waited for this call.
+        """
+        await self._event.wait()
+        if self._error is not None:
+            raise self._error
+        self._event.clear()
+        outputs, self._waiting = list(self._queue), 0
+        self._queue.clear()
+        return outputs
+
+    def put(self, output: Output) -> bool:
+        """Adds an output; False where more would wait than allowed."""
+        self._waiting += len(output.tokens)
+        if self._waiting > self._limit:
+            self.fail(SlowReaderError(f"{self._limit} tokens wait to be read"))
+            return False
+        self._queue.append(output)
+        self._event.set()
+        return True
+
+    def fail(self, error: Exception) -> None:
+        """Makes `get` raise."""
+        self._queue.clear()
+        self._error = error
+        self._event.set()
+
+
+class EngineThread:
+    """Calls an engine in a thread of its own. All methods are for the thread of the event loop.
+
+    Attributes:
+        statistics: a sample that is at most 0.2 s older than the newest step.
+        failure: the error that ended the thread; None where it runs.
+    """
+
+    def __init__(self, engine: Engine, *, max_commands: int = 4096, max_waiting_tokens: int = 8192):
+        self.engine = engine
+        self.statistics: Statistics = engine.statistics()
+        self.failure: BaseException | None = None
+        self.on_failure: Callable[[], None] | None = None
+        self._max_commands, self._max_waiting_tokens = max_commands, max_waiting_tokens
+        self._commands: collections.deque[Callable[[], None]] = collections.deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._receivers: dict[str, Outputs] = {}
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def active(self) -> int:
+        """Requests that were added and have not ended."""
+        return len(self._receivers)
+
+    def start(self) -> None:
+        """Starts the thread; call it in the event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Ends the thread and closes the engine. Requests that still run fail."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join)
+        self._fail_all(EngineFailedError("the server stops"))
+
+    async def add(self, requests: Sequence[Request], *, bounded: bool = True) -> Outputs:
+        """Adds requests, all or none.
+
+        Args:
+            requests: with ids of their own.
+            bounded: a client reads the outputs as they come, and one that is too slow is given up.
+
+        Raises:
+            RequestError: the engine refuses one.
+            QueueFullError: too many wait.
+            EngineFailedError: the engine computes no more.
+        """
+        if self.failure is not None or self._stopping:
+            raise EngineFailedError("the engine has failed" if self.failure else "the server stops")
+        if len(self._commands) >= self._max_commands:
+            raise QueueFullError(f"{self._max_commands} requests wait to be queued", 1.0)
+        assert self._loop is not None
+        limit = self._max_waiting_tokens * len(requests) if bounded else math.inf
+        outputs = Outputs([request.id for request in requests], limit)
+        for request in requests:
+            self._receivers[request.id] = outputs
+        added: asyncio.Future[None] = self._loop.create_future()
+        self._command(lambda: self._add(requests, added))
+        try:
+            await asyncio.shield(added)
+        except BaseException:
+            added.add_done_callback(lambda future: future.cancelled() or future.exception())  # it was looked at
+            self.abort(outputs.ids)
+            raise
+        return outputs
+
+    def abort(self, ids: Sequence[str]) -> None:
+        """Ends requests, where they have not ended."""
+        running = [id for id in ids if self._receivers.pop(id, None) is not None]
+        if running and self.failure is None:
+            self._command(lambda: [self.engine.abort(id) for id in running])
+
+    def abort_all(self, error: Exception) -> None:
+        """Ends all requests; those who wait for their outputs get `error`."""
+        for outputs in set(self._receivers.values()):
+            self.abort(outputs.ids)
+            outputs.fail(error)
+
+    def _command(self, command: Callable[[], object]) -> None:
+        with self._wake:
+            self._commands.append(command)  # type: ignore[arg-type]
+            self._wake.notify()
+
+    # In the event loop, for the thread.
+
+    def _deliver(self, outputs: Sequence[Output]) -> None:
+        for output in outputs:
+            receiver = self._receivers.get(output.id)
+            if receiver is None:  # it was aborted in the meantime
+                continue
+            if output.finish is not None:
+                del self._receivers[output.id]
+            if not receiver.put(output):
+                self.abort(receiver.ids)
+
+    def _fail(self, failure: BaseException) -> None:
+        self.failure = failure
+        self._fail_all(EngineFailedError("the engine has failed"))
+        if self.on_failure is not None:
+            self.on_failure()
+
+    def _fail_all(self, error: Exception) -> None:
+        receivers = set(self._receivers.values())
+        self._receivers.clear()
+        for outputs in receivers:
+            outputs.fail(error)
+
+    def _set(self, future: "asyncio.Future[None]", error: Exception | None) -> None:
+        if not future.done():
+            future.set_result(None) if error is None else future.set_exception(error)
+
+    # In the thread.
+
+    def _call_loop(self, function: Callable[..., None], *args: object) -> None:
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *args)
+
+    def _add(self, requests: Sequence[Request], added: "asyncio.Future[None]") -> None:
+        error: Exception | None = None
+        for i, request in enumerate(requests):
+            try:
+                self.engine.add(request)
+            except RequestError as refusal:
+                error = refusal
+                for other in requests[:i]:
+                    self.engine.abort(other.id)
+                break
+        self._call_loop(self._set, added, error)
+
+    def _run(self) -> None:
+        sampled = 0.0
+        try:
+            while True:
+                with self._wake:
+                    while not (self._commands or self._stopping or self.engine.busy()):
+                        self.statistics = self.engine.statistics()
+                        self._wake.wait()
+                    commands = [self._commands.popleft() for _ in range(len(self._commands))]
+                if self._stopping:
+                    break
+                for command in commands:
+                    command()
+                if not self.engine.busy():
+                    continue
+                outputs = self.engine.step()
+                if outputs:
+                    self._call_loop(self._deliver, outputs)
+                elif not self._commands:
+                    time.sleep(_IDLE_SECONDS)
+                if time.monotonic() - sampled > _SAMPLE_SECONDS:
+                    self.statistics, sampled = self.engine.statistics(), time.monotonic()
+        except BaseException as failure:
+            _log.exception("the engine has failed")
+            self._call_loop(self._fail, failure)
+        finally:
+            try:
+                self.statistics = self.engine.statistics()
+                self.engine.close()
+            except Exception:
+                _log.exception("the engine could not be closed")

@@ -1,0 +1,114 @@
+"""Errors in the form of the OpenAI API."""
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from axlearn_core.errors import nearest
+
+T = TypeVar("T", bound=BaseModel)
+
+_MESSAGE_LENGTH = 2000
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """An error response.
+
+    Attributes:
+        status: of HTTP.
+        message: what is wrong and how to mend it.
+        param: the path of the field that is wrong.
+        code: for programs, such as `model_not_found`.
+        headers: of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+        self.message = message if len(message) <= _MESSAGE_LENGTH else message[:_MESSAGE_LENGTH] + "..."
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON of the response."""
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def parse_body(model: type[T], body: bytes) -> T:
+    """A request from JSON.
+
+    Raises:
+        ApiError: 400, which names the first wrong field and counts the others.
+    """
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        raise _describe(error, model) from None
+
+
+def _describe(error: ValidationError, model: type[BaseModel]) -> ApiError:
+    problems = error.errors(include_url=False, include_context=False)
+    first = problems[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {first['msg']}", code="invalid_json")
+    # A value that fits no branch of a union has a problem for each: the branch whose types fit, or that got furthest, is meant.
+    field = first["loc"][:1]
+    alternatives = [p for p in problems if p["loc"][:1] == field]
+    first = max(alternatives, key=lambda p: (not p["type"].endswith("_type"), _depth(p["loc"])))
+    param = _path(first["loc"])
+    if first["type"] == "extra_forbidden":
+        close = nearest(str(first["loc"][-1])[:64], _names(model)) if len(first["loc"]) == 1 else ()
+        hint = f"; did you mean {', '.join(close)}?" if close else ""
+        message = f"unknown field {param!r}{hint}"
+    else:
+        reasons = dict.fromkeys(p["msg"] for p in alternatives if _path(p["loc"]) == param)
+        text = " or ".join(reason.removeprefix("Value error, ") for reason in reasons)
+        message = f"{param}: {text}" if param else text
+        if first["type"] not in ("missing", "value_error"):
+            message += f"; got {_short(first.get('input'))}"
+    others = len({p["loc"][:1] for p in problems} - {field})
+    if others:
+        message += f" (and {others} more wrong field{'s' if others > 1 else ''})"
+    return ApiError(400, message, param=param or None, code=first["type"])
+
+
+def _names(model: type[BaseModel]) -> Iterable[str]:
+    return model.model_fields
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """`messages[0].content`, without the names that pydantic gives to the branches of a union."""
+    text = ""
+    for part in location:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif part.isidentifier() and not part[0].isupper() and part not in ("str", "int", "list"):
+            text += f".{part}" if text else part
+        elif not text:
+            text = part[:64]
+    return text[:200]
+
+
+def _depth(location: tuple[int | str, ...]) -> int:
+    path = _path(location)
+    return path.count(".") + path.count("[")
+
+
+def _short(value: Any) -> str:
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=True)
+    except (TypeError, ValueError):
+        text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,200 @@
+"""One HTTP request's prompts while the engine continues them: texts, log-probabilities, usage."""
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Literal
+
+import attrs
+
+from axlearn_plugins_serving.contracts import Output, Request, TokenLogprobs
+from axlearn_plugins_serving.server.engine_thread import EngineFailedError, EngineThread, SlowReaderError
+from axlearn_plugins_serving.server.errors import ApiError
+from axlearn_plugins_serving.server.metrics import Metrics
+from axlearn_plugins_serving.server.text import Decoders, StopFinder
+
+
+@attrs.frozen
+class ScoredToken:
+    """A token's log-probabilities, and where its text begins.
+
+    Attributes:
+        offset: characters of the output before it.
+    """
+
+    offset: int
+    scores: TokenLogprobs
+
+
+@attrs.frozen
+class Delta:
+    """What came newly for one choice.
+
+    Attributes:
+        index: of the choice.
+        text: certain text.
+        scored: the tokens of which text is in `text`, where log-probabilities were asked for.
+        finish: why the choice ended; None where it goes on.
+    """
+
+    index: int
+    text: str
+    scored: tuple[ScoredToken, ...] = ()
+    finish: Literal["stop", "length"] | None = None
+
+
+class Choice:
+    """The text of one continuation.
+
+    Attributes:
+        index: of the choice.
+        request: its prompt and sampling.
+        tokens: how many were computed.
+        prompt_logprobs: of the prompt's tokens after the first, where asked for.
+        finish: why it ended.
+    """
+
+    def __init__(self, index: int, request: Request, decoders: Decoders, stops: Sequence[str]):
+        self.index, self.request = index, request
+        self.tokens = self.cached_tokens = 0
+        self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        self.finish: Literal["stop", "length"] | None = None
+        self._decoder = decoders.new(request.prompt)
+        self._stops = StopFinder(stops)
+        self._decoded = self._released = 0  # characters
+        self._scored: list[ScoredToken] = []
+
+    def push(self, output: Output) -> Delta:
+        """Takes what the engine computed.
+
+        Raises:
+            ApiError: the engine could not compute it.
+        """
+        if output.finish in ("error", "abort"):
+            raise ApiError(500, output.error or "the engine ended the request", code="engine_error")
+        self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+        self.prompt_logprobs += output.prompt_logprobs or ()
+        pieces = []
+        for i, token in enumerate(output.tokens):
+            self.tokens += 1
+            text = self._decoder.push(token)
+            if output.logprobs is not None:
+                self._scored.append(ScoredToken(self._decoded, output.logprobs[i]))
+            self._decoded += len(text)
+            pieces.append(self._stops.push(text))
+            if self._stops.found is not None:
+                break
+        if self._stops.found is None and output.finish is not None:
+            pieces.append(self._stops.push(self._decoder.end()))
+        if self._stops.found is not None:
+            self.finish = "stop"
+        elif output.finish is not None:
+            pieces.append(self._stops.end())
+            self.finish = "stop" if output.finish == "stop" else "length"
+        text = "".join(pieces)
+        self._released += len(text)
+        return Delta(self.index, text, self._release(), self.finish)
+
+    def _release(self) -> tuple[ScoredToken, ...]:
+        if self.finish is not None and self._stops.found is None:
+            count = len(self._scored)
+        else:
+            count = 0
+            while count < len(self._scored) and self._scored[count].offset < self._released:
+                count += 1
+        scored, self._scored = tuple(self._scored[:count]), self._scored[count:]
+        return scored
+
+
+@attrs.frozen
+class Usage:
+    """Token counts of one HTTP request."""
+
+    prompt: int
+    completion: int
+    cached: int
+
+    def as_json(self) -> dict[str, object]:
+        """As completions report it."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+
+class Job:
+    """Requests of one HTTP request in the engine. `close` it, whatever happens.
+
+    Attributes:
+        choices: in the order of their indices; `per_prompt` of them for each prompt.
+    """
+
+    def __init__(self, choices: Sequence[Choice], per_prompt: int, thread: EngineThread, metrics: Metrics):
+        self.choices, self._per_prompt = tuple(choices), per_prompt
+        self._thread, self._metrics = thread, metrics
+        self._ids = {choice.request.id: choice for choice in choices}
+        self._began = time.monotonic()
+        self._first: float | None = None
+        self._outputs = None
+
+    async def start(self, *, stream: bool) -> "Job":
+        """Adds the requests to the engine; for errors see `EngineThread.add`."""
+        self._outputs = await self._thread.add([choice.request for choice in self.choices], bounded=stream)
+        return self
+
+    @property
+    def usage(self) -> Usage:
+        """So far. A prompt with several choices counts once."""
+        firsts = self.choices[:: self._per_prompt]
+        return Usage(
+            sum(len(choice.request.prompt) for choice in firsts),
+            sum(choice.tokens for choice in self.choices),
+            sum(choice.cached_tokens for choice in firsts),
+        )
+
+    async def deltas(self) -> AsyncIterator[list[Delta]]:
+        """What came newly, until all choices have ended.
+
+        Raises:
+            ApiError: the engine could not go on.
+        """
+        assert self._outputs is not None
+        running = len(self.choices)
+        while running:
+            try:
+                outputs = await self._outputs.get()
+            except EngineFailedError as error:
+                stops = "stops" in str(error)
+                raise ApiError(503 if stops else 500, str(error), code="engine_error") from None
+            except SlowReaderError as error:
+                raise ApiError(408, f"the client reads too slowly: {error}", code="slow_reader") from None
+            if self._first is None and any(output.tokens for output in outputs):
+                self._first = time.monotonic()
+                self._metrics.first_token_seconds.observe(self._first - self._began)
+            batch = []
+            for output in outputs:
+                choice = self._ids[output.id]
+                if choice.finish is not None:
+                    continue
+                batch.append(choice.push(output))
+                if choice.finish is not None:
+                    running -= 1
+                    if output.finish is None:  # a stop string: the engine does not know
+                        self._thread.abort([output.id])
+            yield batch
+        self._observe()
+
+    def close(self) -> None:
+        """Ends what still runs."""
+        if self._outputs is not None:
+            self._thread.abort(self._outputs.ids)
+
+    def _observe(self) -> None:
+        seconds = time.monotonic() - self._began
+        usage = self.usage
+        self._metrics.request_seconds.observe(seconds)
+        self._metrics.prompt_length.observe(usage.prompt)
+        self._metrics.output_length.observe(usage.completion)
+        if self._first is not None and len(self.choices) == 1 and usage.completion > 1:
+            self._metrics.output_token_seconds.observe((seconds - self._first + self._began) / (usage.completion - 1))

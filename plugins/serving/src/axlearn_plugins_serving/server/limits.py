@@ -1,0 +1,227 @@
+"""What a client may take: sizes, seconds, and who it has to be."""
+
+import asyncio
+import hmac
+import ipaddress
+import json
+
+import attrs
+import uvicorn
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from axlearn_plugins_serving.server.errors import ApiError
+from axlearn_plugins_serving.server.http import error_response
+
+OPEN_PATHS = frozenset({"/", "/health", "/openapi.json"})
+"""Answered without an API key."""
+
+
+@attrs.frozen(kw_only=True)
+class Limits:
+    """Limits of a server.
+
+    Attributes:
+        body_bytes: of a request.
+        body_seconds: in which a request's body has to arrive.
+        head_seconds: in which a request's line and headers have to arrive.
+        write_seconds: in which a client has to read what was sent before it gets more.
+        connections: open at one time.
+        api_key: what clients have to send; None asks for nothing.
+        hosts: names that `Host` may have; None takes any.
+    """
+
+    body_bytes: int = 4 * 2**20
+    body_seconds: float = 30.0
+    head_seconds: float = 10.0
+    write_seconds: float = 30.0
+    connections: int = 4096
+    api_key: str | None = attrs.field(default=None, repr=False)
+    hosts: frozenset[str] | None = None
+
+
+def hosts_of(host: str, api_key: str | None) -> frozenset[str] | None:
+    """The names by which a loopback server may be called, so that no web page reaches it by a name of its own."""
+    if api_key is not None or not is_loopback(host):
+        return None
+    return frozenset({"localhost", "127.0.0.1", "[::1]", host if ":" not in host else f"[{host}]"})
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class LimitRequests:
+    """ASGI middleware: API key, host, size of bodies and the time that they take."""
+
+    def __init__(self, app: ASGIApp, limits: Limits):
+        self._app, self._limits = app, limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Reads the body, then calls the app; refuses what goes over a limit."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            headers = Headers(scope=scope)
+            self._check_host(headers)
+            self._check_key(headers, scope["path"])
+            body = await self._read(headers, receive)
+        except ApiError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        sent = False
+
+        async def replay() -> Message:
+            nonlocal sent
+            if sent:
+                return await receive()
+            sent = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        await self._app(scope, replay, send)
+
+    def _check_host(self, headers: Headers) -> None:
+        hosts = self._limits.hosts
+        host = headers.get("host", "")
+        name = host.rpartition(":")[0] if ":" in host and not host.endswith("]") else host
+        if hosts is not None and name.lower() not in hosts:
+            raise ApiError(
+                421,
+                f"this server is not called {name[:80]!r}; use http://127.0.0.1, or start it with an API key",
+                code="wrong_host",
+            )
+
+    def _check_key(self, headers: Headers, path: str) -> None:
+        key = self._limits.api_key
+        if key is None or path in OPEN_PATHS:
+            return
+        given = headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), key.encode()):
+            raise ApiError(
+                401,
+                "the API key is missing or wrong; send `Authorization: Bearer KEY`",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+
+    async def _read(self, headers: Headers, receive: Receive) -> bytes:
+        limit = self._limits.body_bytes
+        length = headers.get("content-length", "")
+        too_large = ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
+        if length.isdecimal() and int(length[:20]) > limit:
+            raise too_large
+        chunks: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(self._limits.body_seconds):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ApiError(400, "the client left before its request was complete")
+                    chunks.append(message.get("body", b""))
+                    size += len(chunks[-1])
+                    if size > limit:
+                        raise too_large
+                    if not message.get("more_body"):
+                        return b"".join(chunks)
+        except TimeoutError:
+            raise ApiError(
+                408,
+                f"the body did not arrive within {self._limits.body_seconds:g} s",
+                code="slow_body",
+                headers={"connection": "close"},
+            ) from None
+
+
+def protocol(limits: Limits) -> type[H11Protocol]:
+    """The HTTP protocol of uvicorn, with limits on connections and on the time that clients take to write and to read."""
+
+    class LimitedProtocol(H11Protocol):
+        _reading: asyncio.TimerHandle | None = None
+        _writing: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            if len(self.connections) > limits.connections:
+                transport.write(_TOO_MANY)
+                transport.close()
+                return
+            self._await_head()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.cycle is None or self.cycle.response_complete:
+                self._await_head()
+            else:
+                self._reading = _cancel(self._reading)
+
+        def send_400_response(self, msg: str) -> None:
+            self.transport.write(
+                _bare_response(ApiError(400, "not a request of HTTP", code="invalid_http"), "Bad Request")
+            )
+            self.transport.close()
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            if self._writing is None:
+                self._writing = self.loop.call_later(limits.write_seconds, self._drop)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._writing = _cancel(self._writing)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._reading, self._writing = _cancel(self._reading), _cancel(self._writing)
+            super().connection_lost(exc)
+
+        def on_response_complete(self) -> None:
+            self._reading = _cancel(self._reading)  # from here the time to keep a connection alive counts
+            super().on_response_complete()
+
+        def _await_head(self) -> None:
+            if self._reading is None:
+                self._reading = self.loop.call_later(limits.head_seconds, self._drop)
+
+        def _drop(self) -> None:
+            if self.transport is not None:
+                self.transport.abort()
+
+    return LimitedProtocol
+
+
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
+
+
+def _bare_response(error: ApiError, phrase: str) -> bytes:
+    body = json.dumps(error.body).encode()
+    head = f"HTTP/1.1 {error.status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+    return head.encode() + b"connection: close\r\n\r\n" + body
+
+
+_TOO_MANY = _bare_response(ApiError(503, "too many connections", code="too_many_connections"), "Service Unavailable")
+
+
+def uvicorn_config(app: ASGIApp, limits: Limits, *, log_requests: bool = False) -> uvicorn.Config:
+    """How uvicorn runs an app: no logs of its own but errors."""
+    return uvicorn.Config(
+        app,
+        http=protocol(limits),
+        ws="none",
+        lifespan="off",
+        loop="asyncio",
+        log_config=None,
+        access_log=log_requests,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=30,
+        h11_max_incomplete_event_size=32 * 1024,
+        timeout_graceful_shutdown=None,
+    )

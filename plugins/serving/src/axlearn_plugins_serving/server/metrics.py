@@ -1,0 +1,72 @@
+"""What `/metrics` reports, in Prometheus' text format."""
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from axlearn_plugins_serving.contracts import Statistics
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
+_TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+
+GAUGES = {
+    "waiting": "Requests in the queue.",
+    "running": "Requests that are computed.",
+    "blocks": "Blocks of the cache.",
+    "used_blocks": "Blocks that requests hold.",
+    "cached_blocks": "Blocks that no request holds, with content for prompts to come.",
+}
+COUNTERS = {
+    "prompt_tokens": "Prompt tokens of requests that were begun.",
+    "cached_prompt_tokens": "Prompt tokens that were in the cache.",
+    "output_tokens": "Tokens chosen.",
+    "preemptions": "Times a request lost its blocks to another.",
+    "steps": "Steps of the engine.",
+    "compilations": "Functions compiled after the warm-up; anything but 0 is a defect.",
+    "step_seconds": "Seconds in which the engine waited for its runner, or gave it a step.",
+    "host_seconds": "Seconds in which steps were planned and results read; the devices compute meanwhile.",
+}
+
+
+class Metrics:
+    """Counters of one server; the engine's are read when they are asked for.
+
+    Attributes:
+        registry: what to render.
+        responses: HTTP responses by path and status.
+        first_token_seconds: from a request's arrival to its first token.
+        output_token_seconds: per token after the first.
+        request_seconds: from a request's arrival to its last token.
+        prompt_length: tokens of prompts.
+        output_length: tokens of outputs.
+    """
+
+    def __init__(self, statistics: Callable[[], Statistics]):
+        self.registry = CollectorRegistry()
+        self.registry.register(_EngineCollector(statistics))
+        self.responses = Counter("axlearn_responses", "HTTP responses.", ("path", "status"), registry=self.registry)
+        self.first_token_seconds = self._histogram("first_token_seconds", "Seconds to the first token.", _SECONDS)
+        self.output_token_seconds = self._histogram(
+            "output_token_seconds", "Seconds per output token after the first.", _TOKEN_SECONDS
+        )
+        self.request_seconds = self._histogram("request_seconds", "Seconds to the last token.", _SECONDS)
+        self.prompt_length = self._histogram("prompt_length_tokens", "Tokens of prompts.", _TOKENS)
+        self.output_length = self._histogram("output_length_tokens", "Tokens of outputs.", _TOKENS)
+
+    def _histogram(self, name: str, help: str, buckets: Iterable[float]) -> Histogram:
+        return Histogram(f"axlearn_{name}", help, buckets=tuple(buckets), registry=self.registry)
+
+
+class _EngineCollector(Collector):
+    def __init__(self, statistics: Callable[[], Statistics]):
+        self._statistics = statistics
+
+    def collect(self) -> Iterable[Metric]:
+        statistics = self._statistics()
+        for name, help in GAUGES.items():
+            yield GaugeMetricFamily(f"axlearn_{name}", help, value=getattr(statistics, name))
+        for name, help in COUNTERS.items():
+            yield CounterMetricFamily(f"axlearn_{name}", help, value=getattr(statistics, name))

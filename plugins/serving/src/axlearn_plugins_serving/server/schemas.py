@@ -1,0 +1,304 @@
+"""The bodies of requests.
+
+They are pydantic models: one definition gives the checks, errors with the path of the field, and the JSON schemas of the OpenAPI
+document. Fields that the server does not know are errors, and so are values that it cannot honour.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+MAX_CHOICES = 32
+MAX_LOGPROBS = 20
+_TOKEN = r"^(0|[1-9][0-9]{0,8})$"
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Tokens = Annotated[list[TokenId], Field(min_length=1)]
+StopString = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class Body(BaseModel):
+    """Exact types, finite numbers, known fields."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+
+class StreamOptions(Body):
+    """What a stream reports. `continuous_usage_stats` puts the usage so far into each event."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class JsonSchema(Body):
+    """A JSON schema with its name. The output meets it whether `strict` is set or not."""
+
+    name: Annotated[str, Field(max_length=64)]
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextFormat(Body):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Body):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchemaFormat(Body):
+    """JSON that meets a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+class SamplingFields(Body):
+    """What requests of all endpoints have in common.
+
+    Extensions of the OpenAI API: `top_k`, `min_p`, `ignore_eos`, `stop_token_ids`, `priority`.
+
+    Attributes:
+        user: requests of one user wait in one line; the lines take turns.
+        priority: smaller goes first.
+    """
+
+    model: Annotated[str, Field(max_length=512)] | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=1, le=1)] | None = None  # other values are not supported
+    logit_bias: (
+        Annotated[
+            dict[Annotated[str, Field(pattern=_TOKEN)], Annotated[float, Field(ge=-100, le=100)]],
+            Field(max_length=1024),
+        ]
+        | None
+    ) = None
+    ignore_eos: bool = False
+    response_format: ResponseFormat | None = None
+    user: Annotated[str, Field(max_length=256)] | None = None
+    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> "SamplingFields":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is for streams: set stream to true")
+        return self
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+class CompletionRequest(SamplingFields):
+    """`POST /v1/completions`. The prompt is one text, several, one list of token ids, or several."""
+
+    prompt: (
+        str
+        | Tokens
+        | Annotated[list[str], Field(min_length=1, max_length=256)]
+        | Annotated[list[Tokens], Field(min_length=1, max_length=256)]
+    )
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = 16
+    max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = False
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    suffix: None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "CompletionRequest":
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise ValueError("best_of is supported only where it equals n")
+        if self.echo and self.stream and self.logprobs is not None:
+            raise ValueError("echo with logprobs is not for streams: set stream to false")
+        return self
+
+
+class TextPart(Body):
+    """A part of a message. Other kinds (images, audio) are not supported."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class FunctionCall(Body):
+    """A call that the assistant made; `arguments` is JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    """One of an assistant's calls."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Body):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: None = None
+
+    @model_validator(mode="after")
+    def _check_content(self) -> "Message":
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError("content is missing; only an assistant's message with tool_calls can be without")
+        return self
+
+    @property
+    def text(self) -> str:
+        """The parts as one text."""
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        return "".join(part.text for part in self.content)
+
+
+class FunctionDefinition(Body):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool, given to the chat template."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class ChatRequest(SamplingFields):
+    """`POST /v1/chat/completions`. `metadata`, `service_tier`, `safety_identifier` and `prompt_cache_key` change nothing."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: bool | None = None
+    store: Literal[False] | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> "ChatRequest":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: set logprobs to true")
+        return self
+
+
+class InputMessage(Body):
+    """A message of `/v1/responses`. `id`, `status` and `phase` change nothing: responses are sent back with them."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = None
+
+
+class ResponseJsonSchema(JsonSchema):
+    """As `JsonSchemaFormat`, flat."""
+
+    type: Literal["json_schema"]
+
+
+class ResponseText(Body):
+    """The format of the text."""
+
+    format: Annotated[TextFormat | JsonObjectFormat | ResponseJsonSchema, Field(discriminator="type")] | None = None
+    verbosity: None = None
+
+
+class ResponseTool(FunctionDefinition):
+    """As `Tool`, flat."""
+
+    type: Literal["function"]
+
+
+class ResponseRequest(Body):
+    """`POST /v1/responses`. Nothing is stored: the whole conversation is in `input`."""
+
+    model: Annotated[str, Field(max_length=512)] | None = None
+    input: str | Annotated[list[InputMessage], Field(min_length=1, max_length=4096)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    text: ResponseText | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=128)] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    stream: bool | None = False
+    user: Annotated[str, Field(max_length=256)] | None = None
+    store: bool | None = None
+    previous_response_id: None = None
+    background: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = None
+    parallel_tool_calls: bool | None = None
+    metadata: dict[str, str] | None = None
+
+    @field_validator("store")
+    @classmethod
+    def _check_store(cls, store: bool | None) -> bool | None:
+        if store:
+            raise ValueError("this server stores nothing: set store to false, and send the whole conversation")
+        return store
+
+
+class TokenizeRequest(Body):
+    """`POST /tokenize`: a text, or a conversation as the chat template renders it."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
+    add_generation_prompt: bool = True
+
+    @model_validator(mode="after")
+    def _check_one(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(Body):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: list[TokenId]

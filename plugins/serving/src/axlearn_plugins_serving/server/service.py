@@ -1,0 +1,217 @@
+"""What the endpoints share: the model with its tokenizer and template, and requests made of bodies."""
+
+import asyncio
+import itertools
+import math
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+
+from axlearn_core.contracts.capabilities import encode_prompt
+from axlearn_core.contracts.parts import Tokenizer
+from axlearn_core.errors import AxlearnError, RequestError, nearest
+from axlearn_plugins_serving.contracts import QueueFullError, Request, Sampling
+from axlearn_plugins_serving.server.constraints import GrammarConstraint, Grammars
+from axlearn_plugins_serving.server.engine_thread import EngineFailedError, EngineThread
+from axlearn_plugins_serving.server.errors import ApiError
+from axlearn_plugins_serving.server.job import Choice, Job
+from axlearn_plugins_serving.server.metrics import Metrics
+from axlearn_plugins_serving.server.schemas import JsonObjectFormat, JsonSchemaFormat, ResponseFormat, SamplingFields
+from axlearn_plugins_serving.server.text import Decoders
+from axlearn_plugins_text.chat_template import ChatTemplate
+
+MAX_CONTINUATIONS = 256
+_LONG_TEXT = 4096  # characters, from which on a thread encodes
+NO_TEMPLATE = (
+    "this model has no chat template, so a conversation cannot become a prompt; use /v1/completions, or start the server "
+    "with --chat-template FILE, or with --chat-template plain for the plain one"
+)
+
+
+@attrs.define(eq=False)
+class Service:
+    """One served model.
+
+    Attributes:
+        thread: calls the engine.
+        tokenizer: of the model.
+        template: renders conversations; None where the model has no template.
+        name: what clients call the model.
+        adapters: names of LoRA adapters, which clients ask for as models.
+        state: `ok`, `draining` (no new requests) or `failed`.
+    """
+
+    thread: EngineThread
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    name: str
+    adapters: tuple[str, ...] = ()
+    state: str = "ok"
+    created: int = attrs.field(factory=lambda: int(time.time()))
+    decoders: Decoders = attrs.field(init=False)
+    grammars: Grammars = attrs.field(init=False)
+    metrics: Metrics = attrs.field(init=False)
+    _count: Any = attrs.field(factory=itertools.count, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.decoders = Decoders(self.tokenizer)
+        self.grammars = Grammars(self.tokenizer, self.thread.engine.vocab_size)
+        self.metrics = Metrics(lambda: self.thread.statistics)
+
+    def new_id(self, prefix: str) -> str:
+        """A name for a response, with a part that cannot be guessed."""
+        return f"{prefix}-{os.urandom(12).hex()}{next(self._count):x}"
+
+    def adapter(self, model: str | None) -> str | None:
+        """The adapter that a request's `model` names; None is the model itself.
+
+        Raises:
+            ApiError: 404 for an unknown name.
+        """
+        if model is None or model == self.name:
+            return None
+        if model in self.adapters:
+            return model
+        known = (self.name, *self.adapters)
+        close = nearest(model[:200], known)
+        hint = f"did you mean {', '.join(close)}?" if close else f"this server has {', '.join(known)}"
+        raise ApiError(404, f"unknown model {model[:200]!r}; {hint}", param="model", code="model_not_found")
+
+    async def encode(self, text: str, *, prompt: bool = True) -> list[int]:
+        """Token ids of a text; as a prompt, with what the tokenizer puts in front."""
+
+        def encode() -> list[int]:
+            return encode_prompt(self.tokenizer, text) if prompt else self.tokenizer.encode(text)
+
+        return await _in_thread(encode, len(text))
+
+    async def render(self, messages: Sequence[dict[str, Any]], tools: Any = None, *, prompt: bool = True) -> list[int]:
+        """Token ids of a conversation.
+
+        Raises:
+            ApiError: 400, no template, or the template refuses the conversation.
+        """
+        template = self.template
+        if template is None:
+            raise ApiError(400, NO_TEMPLATE, param="messages", code="no_chat_template")
+
+        def encode() -> list[int]:
+            ids, _ = template.encode(template.render(messages, prompt=prompt, tools=tools, where="messages"))
+            return ids
+
+        try:
+            return await _in_thread(encode, sum(len(str(m.get("content"))) for m in messages))
+        except AxlearnError as error:
+            raise ApiError(400, str(error), param="messages", code="chat_template") from None
+
+    async def submit(
+        self,
+        prompts: Sequence[Sequence[int]],
+        fields: SamplingFields,
+        *,
+        max_tokens: int | None,
+        logprobs: int | None = None,
+        prompt_logprobs: bool = False,
+        param: str = "prompt",
+    ) -> Job:
+        """Gives prompts to the engine, each `fields.n` times.
+
+        Args:
+            prompts: token ids of each.
+            fields: how tokens are chosen.
+            max_tokens: of each output; None until the context is full.
+            logprobs: see `Sampling.logprobs`.
+            prompt_logprobs: see `Sampling.prompt_logprobs`.
+            param: what errors call the prompt.
+
+        Raises:
+            ApiError: 400 for what cannot be computed, 429 where too many wait, 503 while the server stops.
+        """
+        if self.state == "draining":
+            raise ApiError(503, "the server stops", code="draining", headers={"retry-after": "5"})
+        adapter = self.adapter(fields.model)
+        prompts = [list(prompt) or [self.tokenizer.eos_id] for prompt in prompts]
+        self._check(prompts, fields, max_tokens, param)
+        choices: list[Choice] = []
+        if len(prompts) * (fields.n or 1) > MAX_CONTINUATIONS:
+            raise ApiError(400, f"{param}: more than {MAX_CONTINUATIONS} continuations in one request", param=param)
+        constraint = await self._constraint(fields.response_format)
+        for prompt in prompts:
+            for _ in range(fields.n or 1):
+                index = len(choices)
+                request = Request(
+                    id=self.new_id("request"),
+                    prompt=tuple(prompt),
+                    sampling=self._sampling(fields, max_tokens, logprobs, prompt_logprobs, index),
+                    constraint=None if constraint is None else constraint.copy(),
+                    priority=fields.priority,
+                    client=fields.user or "",
+                    adapter=adapter,
+                )
+                choices.append(Choice(index, request, self.decoders, fields.stops))
+        job = Job(choices, fields.n or 1, self.thread, self.metrics)
+        try:
+            return await job.start(stream=bool(fields.stream))
+        except QueueFullError as error:
+            after = str(max(1, math.ceil(error.retry_after)))
+            raise ApiError(429, str(error), code="queue_full", headers={"retry-after": after}) from None
+        except RequestError as error:
+            raise ApiError(400, str(error)) from None
+        except EngineFailedError as error:
+            raise ApiError(503, str(error), code="engine_error") from None
+
+    def _sampling(
+        self, fields: SamplingFields, max_tokens: int | None, logprobs: int | None, prompt_logprobs: bool, index: int
+    ) -> Sampling:
+        return Sampling(
+            max_tokens=max_tokens,
+            temperature=1.0 if fields.temperature is None else float(fields.temperature),
+            top_k=fields.top_k if fields.top_k and fields.top_k > 0 else None,
+            top_p=1.0 if fields.top_p is None else float(fields.top_p),
+            min_p=float(fields.min_p or 0.0),
+            seed=None if fields.seed is None else (fields.seed + index) % 2**63,
+            presence_penalty=float(fields.presence_penalty or 0.0),
+            frequency_penalty=float(fields.frequency_penalty or 0.0),
+            logit_bias={int(token): float(bias) for token, bias in (fields.logit_bias or {}).items()},
+            stop_tokens=frozenset(fields.stop_token_ids or ()),
+            ignore_end=fields.ignore_eos,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    async def _constraint(self, format: ResponseFormat | None) -> GrammarConstraint | None:
+        if not isinstance(format, (JsonObjectFormat, JsonSchemaFormat)):
+            return None
+        schema = format.json_schema.schema_ if isinstance(format, JsonSchemaFormat) else None
+        return await asyncio.to_thread(self.grammars.new, schema)
+
+    def _check(
+        self, prompts: Sequence[Sequence[int]], fields: SamplingFields, max_tokens: int | None, param: str
+    ) -> None:
+        vocab_size, context = self.thread.engine.vocab_size, self.thread.engine.max_context
+        for prompt in prompts:
+            if max(prompt) >= vocab_size:
+                raise ApiError(400, f"{param}: token {max(prompt)} is not below {vocab_size}", param=param)
+            wanted = max(1, max_tokens or 1)
+            if len(prompt) + wanted > context:
+                raise ApiError(
+                    400,
+                    f"the context has {context} tokens, but the prompt has {len(prompt)} and the output may have {wanted}; "
+                    "shorten the prompt or lower max_tokens",
+                    param=param,
+                    code="context_length_exceeded",
+                )
+        for name, tokens in (
+            ("logit_bias", map(int, fields.logit_bias or ())),
+            ("stop_token_ids", fields.stop_token_ids or ()),
+        ):
+            for token in tokens:
+                if token >= vocab_size:
+                    raise ApiError(400, f"{name}: token {token} is not below {vocab_size}", param=name)
+
+
+async def _in_thread(function: Any, characters: int) -> Any:
+    return await asyncio.to_thread(function) if characters > _LONG_TEXT else function()

@@ -1,0 +1,191 @@
+"""A runner without a model: a token is a hash of all tokens before it, read back through the block table.
+
+So a wrong table, a stale block, or a step in the wrong order gives wrong tokens. What a runner may rely on is asserted.
+"""
+
+import functools
+import hashlib
+import time
+
+import numpy as np
+
+from axlearn_core.config import Configurable, node
+from axlearn_plugins_serving.contracts import RowResult, Sampling, TokenLogprobs
+
+EMPTY = -1
+
+
+@functools.lru_cache(maxsize=200_000)
+def _hash(version, tokens, salt=b""):
+    return int.from_bytes(hashlib.blake2b(repr((version, tokens)).encode() + salt, digest_size=7).digest(), "big")
+
+
+def next_token(tokens, sampling, seed, chosen, vocab_size, mask=None, version=0):
+    """The token after `tokens`: of the allowed ones, by a hash; with a temperature by the seed and the count of tokens too."""
+    salt = f"{seed}/{chosen}".encode() if sampling.temperature > 0 else b""
+    number = _hash(version, tuple(tokens), salt)
+    if mask is None:
+        return number % vocab_size
+    allowed = [t for t in range(vocab_size) if mask[t // 32] >> (t % 32) & 1]
+    return allowed[number % len(allowed)]
+
+
+def logprobs_of(tokens, token, top, version=0, vocab_size=97):
+    """Log-probabilities that depend on all tokens before; the likeliest is the one that is greedily chosen."""
+    best = next_token(tokens, Sampling(temperature=0.0), 0, 0, vocab_size, version=version)
+    value = -(_hash(version, (*tokens, "logprob", token)) % 1000) / 100 - 0.01
+    return TokenLogprobs(
+        token=token,
+        logprob=value,
+        top=tuple([(best, -0.01), *((t, -float(t) - 1) for t in range(1, top or 0))][: top or 0]),
+    )
+
+
+def expected(prompt, sampling, *, max_context, vocab_size, end_tokens=frozenset(), seed=0, version=0):
+    """(tokens, finish reason) of a request alone."""
+    tokens, ends = list(prompt), sampling.stop_tokens | (frozenset() if sampling.ignore_end else end_tokens)
+    limit = min(max_context - len(prompt), max_context if sampling.max_tokens is None else sampling.max_tokens)
+    for chosen in range(limit):
+        token = next_token(tokens, sampling, seed, chosen, vocab_size, version=version)
+        if token in ends:
+            return tokens[len(prompt) :], "stop"
+        tokens.append(token)
+    return tokens[len(prompt) :], "length"
+
+
+class _Pending:
+    def __init__(self, results, ready_at):
+        self.results, self.ready_at = results, ready_at
+
+    def wait(self):
+        if (seconds := self.ready_at - time.perf_counter()) > 0:
+            time.sleep(seconds)
+        return self.results
+
+
+class FakeRunner(Configurable):
+    """Keeps the contract `Runner`; each step takes `latency` seconds on a device that computes one after another."""
+
+    @node
+    class Config(Configurable.Config["FakeRunner"]):
+        vocab_size: int = 97
+        block_size: int = 4
+        num_blocks: int = 64
+        max_rows: int = 6
+        max_step_tokens: int = 24
+        max_blocks_per_request: int = 16
+        decode_steps: int = 1
+        chunk: int = 1
+        latency: float = 0.0
+        checks: bool = True
+
+    def __init__(self, cfg):
+        self.vocab_size, self.block_size, self.num_blocks = cfg.vocab_size, cfg.block_size, cfg.num_blocks
+        self.max_rows, self.max_step_tokens = cfg.max_rows, cfg.max_step_tokens
+        self.max_blocks_per_request, self.decode_steps = cfg.max_blocks_per_request, cfg.decode_steps
+        self.chunk, self.max_logit_bias = cfg.chunk, 300
+        self.max_context = self.max_blocks_per_request * self.block_size
+        self.compilations, self.latency, self.checks = 0, cfg.latency, cfg.checks
+        self.memory = np.full((self.num_blocks, self.block_size), EMPTY, np.int64)
+        self.versions = np.zeros((self.num_blocks, self.block_size), np.int64)
+        self.slots, self.version, self.free_at, self.fail = {}, 0, 0.0, None
+        self.steps, self.computed = [], 0
+
+    def warm_up(self):
+        pass
+
+    def assign(self, slot, sampling, seed, output):
+        assert 0 <= slot < self.max_rows
+        assert isinstance(sampling, Sampling)
+        assert 0 <= seed < 2**32
+        self.slots[slot] = [sampling, seed, len(output), None]
+
+    def submit(self, rows, steps=1):
+        if self.fail is not None:
+            raise self.fail
+        if self.checks:
+            self._check(rows, steps)
+        results = [self._compute(row, steps) for row in rows] if self.checks else self._tokens(rows, steps)
+        self.steps.append((sum(len(row.tokens) or 1 for row in rows), len(rows), steps))
+        self.free_at = max(time.perf_counter(), self.free_at) + self.latency * steps
+        return _Pending(results, self.free_at)
+
+    def _tokens(self, rows, steps):
+        return [RowResult(tokens=(1,) * steps if row.sample else ()) for row in rows]
+
+    def _check(self, rows, steps):
+        assert rows
+        assert len(rows) <= self.max_rows
+        assert len({row.slot for row in rows}) == len(rows)
+        assert sum(len(row.tokens) or 1 for row in rows) <= self.max_step_tokens
+        assert 1 <= steps <= self.decode_steps
+        written, table = {}, {}
+        for row in rows:
+            count = len(row.tokens) or steps
+            assert steps == 1 or not row.tokens
+            assert steps == 1 or row.mask is None
+            assert row.targets is None or len(row.targets) == len(row.tokens)
+            assert len(row.blocks) <= self.max_blocks_per_request
+            assert row.start + count <= len(row.blocks) * self.block_size
+            assert len(set(row.blocks)) == len(row.blocks)
+            first, last = row.start // self.block_size, (row.start + count - 1) // self.block_size
+            written[row.slot] = set(row.blocks[first : last + 1])
+            table[row.slot] = set(row.blocks)
+        for slot, blocks in written.items():
+            for other, held in table.items():
+                assert other == slot or not blocks & held, f"slot {slot} writes what slot {other} has"
+
+    def _compute(self, row, steps):
+        slot = self.slots[row.slot]
+        sampling, seed = slot[:2]
+        tokens, logprobs, target_logprobs = list(row.tokens), [], []
+        position = row.start
+        for token in tokens or [slot[3]]:
+            assert token is not None, "no token was chosen for this slot yet"
+            self._write(row.blocks, position, token)
+            position += 1
+        self.computed += len(tokens) or steps
+        for index, target in enumerate(row.targets or ()):
+            before = self._read(row.blocks, row.start + index + 1)
+            target_logprobs.append(logprobs_of(before[0], target, sampling.logprobs, before[1]))
+        chosen = []
+        for step in range(steps if row.sample else 0):
+            if step:
+                self._write(row.blocks, position, chosen[-1])
+                position += 1
+            before, version = self._read(row.blocks, position)
+            chosen.append(next_token(before, sampling, seed, slot[2], self.vocab_size, row.mask, version))
+            logprobs.append(logprobs_of(before, chosen[-1], sampling.logprobs, version))
+            slot[2] += 1
+        if chosen:
+            slot[3] = chosen[-1]
+        return RowResult(
+            tokens=chosen,
+            logprobs=logprobs if sampling.logprobs is not None else None,
+            target_logprobs=target_logprobs if row.targets is not None else None,
+        )
+
+    def _write(self, blocks, position, token):
+        self.memory[blocks[position // self.block_size], position % self.block_size] = token
+        self.versions[blocks[position // self.block_size], position % self.block_size] = self.version
+
+    def _read(self, blocks, length):
+        """(the tokens in the cache, the version of the weights that computed them, or all versions)."""
+        blocks = list(blocks[: -(-length // self.block_size)])
+        versions = self.versions[blocks].reshape(-1)[:length]
+        version = int(versions[0]) if (versions == versions[0]).all() else tuple(versions.tolist())
+        return tuple(self.memory[blocks].reshape(-1)[:length].tolist()), version
+
+    def copy_blocks(self, pairs):
+        for source, target in pairs:
+            assert source != target
+            self.memory[target], self.versions[target] = self.memory[source], self.versions[source]
+
+    def read_blocks(self, blocks):
+        return self.memory[list(blocks)]
+
+    def write_blocks(self, blocks, contents):
+        self.memory[list(blocks)] = contents
+
+    def update_weights(self, weights):
+        self.version = weights

@@ -1,0 +1,75 @@
+"""A server in a thread of the test's process, on a real loopback socket."""
+
+import asyncio
+import contextlib
+import threading
+
+from axlearn_plugins_serving.server.engine_thread import EngineThread
+from axlearn_plugins_serving.server.limits import Limits
+from axlearn_plugins_serving.server.run import Runner, bind
+from axlearn_plugins_serving.server.service import Service
+from axlearn_plugins_text.chat_template import ChatTemplate
+from axlearn_plugins_text.tokenizers import ByteTokenizer
+
+
+class Running:
+    """A server that runs.
+
+    Attributes:
+        url: of the server.
+        code: its exit code, once it has ended.
+    """
+
+    def __init__(self, service, listener):
+        self.service, self.engine = service, service.thread.engine
+        self.port = listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.code = None
+        self.loop = None
+        self.runner = None
+
+    def stop(self):
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self.runner.stop)
+
+    def settle(self, seconds=10.0):
+        """Waits until the engine has nothing left to do."""
+        event = threading.Event()
+        for _ in range(int(seconds / 0.02)):
+            if not self.engine.busy() and not self.service.thread.active:
+                return
+            event.wait(0.02)
+        raise AssertionError("the engine is still busy")
+
+
+@contextlib.contextmanager
+def serving(engine, *, tokenizer=None, template="plain", limits=None, grace=5.0, name="tiny", adapters=(), **thread):
+    """Runs a server; ends it at the end, and checks that the engine was closed with its pool whole."""
+    tokenizer = tokenizer or ByteTokenizer.Config().build()
+    chat = ChatTemplate.Config().build(tokenizer=tokenizer) if template == "plain" else template
+    service = Service(EngineThread(engine, **thread), tokenizer, chat, name, adapters=adapters)
+    listener = bind("127.0.0.1", 0)
+    running = Running(service, listener)
+    ready = threading.Event()
+
+    async def run():
+        running.loop = asyncio.get_running_loop()
+        running.runner = Runner(service, limits or Limits(), grace=grace)
+        running.code = await running.runner.run(listener, ready.set)
+
+    def main():
+        try:
+            asyncio.run(run())
+        finally:
+            ready.set()
+
+    thread = threading.Thread(target=main, name="server")
+    thread.start()
+    running.thread = thread
+    try:
+        assert ready.wait(20)
+        yield running
+    finally:
+        running.stop()
+        thread.join(20)
+        assert not thread.is_alive()

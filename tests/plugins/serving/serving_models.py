@@ -1,0 +1,109 @@
+"""Small models, a runner for each, and requests that are computed step by step as an engine would."""
+
+import functools
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+
+from axlearn_core.compose import Functional
+from axlearn_core.config import patch
+from axlearn_core.plugins.resolve import resolve
+from axlearn_core.train.inference import load
+from axlearn_plugins_serving.contracts import Row, Sampling
+from axlearn_plugins_serving.runner import ModelRunner
+
+FIXTURES = Path(__file__).parents[1] / "huggingface" / "fixtures"
+FAMILIES = sorted(p.name for p in FIXTURES.iterdir())
+SIZES = {"block_size": 4, "max_rows": 4, "max_context": 48, "max_step_tokens": 24, "chunk": 8}
+SMALL = {
+    "model.vocab_size": 64,
+    "model.decoder.num_layers": 2,
+    "model.decoder.hidden_dim": 64,
+    "model.decoder.layer.attention.num_heads": 4,
+    "model.decoder.layer.feed_forward.hidden_dim": 64,
+}
+GREEDY = Sampling(temperature=0.0)
+
+
+@functools.cache
+def config(*features):
+    """A small quickstart with features; `num_kv_heads` of a dense attention is 2."""
+    cfg = resolve(patch(resolve("quickstart").config, SMALL), with_=list(features)).config
+    attention = "model.decoder.layer.attention.num_kv_heads"
+    return (cfg if "mla" in features else patch(cfg, {attention: 2})).model
+
+
+@functools.cache
+def model(*features):
+    return config(*features).build(rngs=nnx.Rngs(0))
+
+
+@functools.cache
+def family(name):
+    """The fixture of a family, in float32: in bfloat16 other shapes of a program round to other tokens."""
+    loaded = load(FIXTURES / name).model
+    cfg = patch(loaded.cfg, {"dtype": "float32", "param_dtype": "float32"})
+    functional = Functional.of(cfg)
+    weights = jax.tree.map(lambda x: x.astype("float32"), functional.weights_of(loaded))
+    return functional.bind(weights.params, weights.variables)
+
+
+@functools.cache
+def runner(*features, **sizes):
+    made = ModelRunner.Config(**{**SIZES, **sizes}).build(model=model(*features))
+    made.warm_up()
+    return made
+
+
+class Requests:
+    """Requests in a runner, with blocks at random places."""
+
+    def __init__(self, runner, prompts, samplings=None, seeds=None, rng=None):
+        self.runner, self.rng = runner, rng or np.random.default_rng(0)
+        self.prompts, self.outputs = prompts, [[] for _ in prompts]
+        self.results = [[] for _ in prompts]
+        each = runner.max_blocks_per_request
+        free = self.rng.permutation(runner.num_blocks)
+        self.blocks = [free[i * each : (i + 1) * each].tolist() for i in range(len(prompts))]
+        self.slots = self.rng.permutation(runner.max_rows)[: len(prompts)].tolist()
+        self.done = [0] * len(prompts)
+        for i, slot in enumerate(self.slots):
+            sampling = samplings[i] if samplings else GREEDY
+            runner.assign(slot, sampling, seeds[i] if seeds else i, [])
+
+    def row(self, i, size=None, **options):
+        """The next part of request i: `size` tokens of its prompt, or the token that was chosen last."""
+        base = {"slot": self.slots[i], "blocks": self.blocks[i], "start": self.done[i], **options}
+        if self.done[i] >= len(self.prompts[i]):
+            return Row(**base)
+        tokens = self.prompts[i][self.done[i] :][:size]
+        return Row(tokens=tokens, sample=self.done[i] + len(tokens) == len(self.prompts[i]), **base)
+
+    def step(self, sizes, steps=1, **options):
+        """Computes a step of `sizes`: request -> tokens of its prompt at most."""
+        rows = [self.row(i, n, **options.get(str(i), {})) for i, n in sizes.items()]
+        results = self.runner.submit(rows, steps).wait()
+        for i, row, result in zip(sizes, rows, results, strict=True):
+            self.done[i] += len(row.tokens) or steps
+            self.outputs[i] += result.tokens
+            self.results[i].append(result)
+        return results
+
+    def random_steps(self, count):
+        """Steps of some of the requests, with parts of any size of their prompts, until all have `count` tokens."""
+        while unfinished := [i for i, o in enumerate(self.outputs) if len(o) < count]:
+            chosen = [i for i in unfinished if self.rng.random() < 0.8]
+            left, sizes = self.runner.max_step_tokens, {}
+            for i in chosen:
+                reading = self.done[i] < len(self.prompts[i])
+                size = int(self.rng.integers(1, 14)) if reading else 1
+                if size <= left:
+                    sizes[i], left = size, left - size
+            if sizes:
+                self.step(sizes)
+
+
+def prompts(rng, vocab, lengths=(5, 13, 1, 21)):
+    return [rng.integers(0, vocab, n).tolist() for n in lengths]

@@ -1,0 +1,239 @@
+"""`axlearn bench serve`: figures by their definitions, and what it does with servers that fail."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+sys.path.insert(0, str(Path(__file__).parent))
+from fake_server_engine import FakeEngine
+from server_in_thread import serving
+
+from axlearn_core.cli.main import cli
+from axlearn_core.errors import RequestError
+from axlearn_plugins_serving.bench.client import measure, new_client, send
+from axlearn_plugins_serving.bench.load import Lengths, Load, parse_goodput
+from axlearn_plugins_serving.bench.report import Record, render, summarize
+from axlearn_plugins_serving.server.limits import Limits
+
+
+def bench(*arguments):
+    return CliRunner().invoke(cli, ["bench", "serve", *arguments])
+
+
+def record(ttft, itl, output_tokens, **more):
+    return Record(
+        ttft=ttft, itl=tuple(itl), e2el=ttft + sum(itl), output_tokens=output_tokens, prompt_tokens=10, **more
+    )
+
+
+def test_figures_by_hand():
+    records = [
+        record(0.1, [0.02, 0.04], 3),  # TPOT 30 ms
+        record(0.3, [0.1], 5),  # 25 ms: one event has several tokens
+        record(0.2, [], 1),  # none
+        Record(error="HTTP 500: broken"),
+    ]
+    made = summarize(records, 2.0, {"ttft": 0.25, "tpot": 0.028})
+    assert (made["completed"], made["failed"], made["errors"]) == (3, 1, {"HTTP 500: broken": 1})
+    assert made["request_throughput"] == 1.5
+    assert made["output_throughput"] == 4.5
+    assert made["total_token_throughput"] == (30 + 9) / 2
+    assert made["request_goodput"] == 0.5  # the third: one token has a TPOT of 0
+    assert made["ttft_ms"]["mean"] == pytest.approx(200)
+    assert made["tpot_ms"]["mean"] == pytest.approx(27.5)  # one token counts for no TPOT
+    assert made["itl_ms"]["p50"] == pytest.approx(40)
+    assert made["e2el_ms"]["p99"] == pytest.approx(np.percentile([160, 400, 200], 99))
+    assert "failed 1 times: HTTP 500: broken" in render(made)
+    nothing = summarize([Record(error="x")], 1.0, {})
+    assert nothing["ttft_ms"] is None
+    assert nothing["request_goodput"] is None
+    assert render(nothing)
+
+
+def test_a_load_is_the_same_for_equal_seeds():
+    load = Load(count=50, input=Lengths(3, 9), output=Lengths(2, 4), prefix=2, ignore_eos=True)
+    bodies = load.bodies("m", vocab_size=100)
+    assert bodies == load.bodies("m", vocab_size=100)
+    assert bodies != Load(count=50, input=Lengths(3, 9), output=Lengths(2, 4), seed=1).bodies("m", vocab_size=100)
+    assert {len(b["prompt"]) - 2 for b in bodies} == set(range(3, 10))
+    assert {b["max_tokens"] for b in bodies} == {2, 3, 4}
+    assert len({tuple(b["prompt"][:2]) for b in bodies}) == 1
+    assert all(b["ignore_eos"] for b in bodies)
+    (chat,) = Load(endpoint="chat", count=1, input=Lengths(7, 7)).bodies("m", vocab_size=100)
+    assert len(chat["messages"][0]["content"].split()) == 7
+
+
+def test_arrivals_have_their_rate():
+    times = Load(count=400, rate=20.0).arrivals()
+    assert times == sorted(times)
+    assert times[-1] == pytest.approx(20.0)
+    gaps = np.diff(times)
+    assert gaps.std() == pytest.approx(gaps.mean(), rel=0.2)  # exponential
+    assert Load(count=3).arrivals() == [0.0] * 3
+
+
+@pytest.mark.parametrize("text", ["0", "5:3", "a", "", "1:2:3", "-4"])
+def test_lengths_that_are_none(text):
+    with pytest.raises(RequestError, match="--input-len"):
+        Lengths.parse(text, "--input-len")
+
+
+def test_goals():
+    assert parse_goodput(["ttft:500,tpot:50", "e2el:1000"]) == {"ttft": 0.5, "tpot": 0.05, "e2el": 1.0}
+    for text in ("ttft", "ttft:x", "speed:3", "ttft:-1", "ttft:nan"):
+        with pytest.raises(RequestError, match="--goodput"):
+            parse_goodput([text])
+
+
+@contextlib.contextmanager
+def raw_server(answer):
+    """A server that answers each connection by `answer(connection)`."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.settimeout(10)
+
+    def run():
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                with connection:
+                    request = connection.recv(65536)
+                    while not request.endswith(b"{}"):  # what is not read resets the connection
+                        request += connection.recv(65536)
+                    answer(connection)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join(10)
+
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
+
+
+def event(**data):
+    return b"data: " + json.dumps(data).encode() + b"\n\n"
+
+
+def send_one(url, endpoint="completions"):
+    async def run():
+        async with new_client(url, None, 10) as client:
+            return await send(client, endpoint, {})
+
+    return asyncio.run(run())
+
+
+def test_times_are_those_of_the_events():
+    def answer(connection):
+        connection.sendall(HEAD)
+        for pause, text in ((0.15, "a"), (0.05, "bc"), (0.25, "d")):
+            time.sleep(pause)
+            connection.sendall(event(choices=[{"text": text}]))
+        time.sleep(0.2)
+        connection.sendall(event(choices=[], usage={"prompt_tokens": 7, "completion_tokens": 4}) + b"data: [DONE]\n\n")
+
+    with raw_server(answer) as url:
+        made = send_one(url)
+    assert (made.error, made.text, made.prompt_tokens, made.output_tokens) == (None, "abcd", 7, 4)
+    assert made.ttft >= 0.15
+    assert len(made.itl) == 2
+    assert made.itl[0] >= 0.04
+    assert made.itl[1] >= 0.2
+    assert made.e2el == pytest.approx(made.ttft + sum(made.itl))  # the usage, which comes later, does not count
+    assert made.tpot == pytest.approx(sum(made.itl) / 3)
+
+
+@pytest.mark.parametrize(
+    ("sent", "says"),
+    [
+        (b"HTTP/1.1 500 X\r\nconnection: close\r\n\r\n{\"error\": {\"message\": \"broken\"}}", "HTTP 500: broken"),
+        (b"HTTP/1.1 502 X\r\nconnection: close\r\n\r\n<html>", "HTTP 502: <html>"),
+        (HEAD + event(choices=[{"text": "a"}]) + event(error={"message": "gone"}), "gone"),
+        (HEAD + event(choices=[{"text": "a"}]), "reports no usage"),
+        (HEAD, "without a token"),
+        (HEAD + b"data: {nonsense\n\n", "JSONDecodeError"),
+        (b"", "RemoteProtocolError"),
+    ],
+)  # fmt: skip
+def test_what_counts_as_a_failure(sent, says):
+    with raw_server(lambda connection: connection.sendall(sent)) as url:
+        assert says in str(send_one(url).error)
+
+
+def test_no_more_than_the_concurrency_at_one_time():
+    engine = FakeEngine(delay=0.003)
+    with serving(engine) as server:
+        load = Load(count=24, input=Lengths(4, 8), output=Lengths(8, 8), concurrency=3)
+        most = 0
+
+        async def run():
+            nonlocal most
+
+            def watch(done):
+                nonlocal most
+                most = max(most, server.service.thread.active)
+
+            async with new_client(server.url, None, 30) as client:
+                return await measure(client, load, load.bodies("tiny", vocab_size=200), watch)
+
+        records, seconds = asyncio.run(run())
+    assert [r.error for r in records] == [None] * 24
+    assert [r.output_tokens for r in records] == [8] * 24
+    assert most <= 3
+    assert seconds > 0
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_the_command(endpoint):
+    with serving(FakeEngine(max_context=512)) as server:
+        arguments = ["--url", server.url + "/v1", "--endpoint", endpoint, "--num-prompts", "12", "--concurrency", "4"]
+        lengths = ["--input-len", "4:12", "--output-len", "5:5", "--ignore-eos", "--goodput", "e2el:60000"]
+        made = bench(*arguments, *lengths, "--json", "--request-rate", "200")
+        assert made.exit_code == 0, made.output
+        summary = json.loads(made.stdout)
+        assert (summary["completed"], summary["failed"], summary["output_tokens"]) == (12, 0, 60)
+        assert summary["request_goodput"] == summary["request_throughput"]
+        assert summary["model"] == "tiny"
+        assert server.engine.seen[-1].sampling.ignore_end
+        table = bench(*arguments, *lengths)
+        assert "Time to first token (TTFT)" in table.stdout
+        assert "Good requests per second (e2el 60000 ms)" in table.stdout
+
+
+def test_requests_that_a_server_refuses():
+    with serving(FakeEngine(max_context=40)) as server:
+        made = bench(
+            "--url", server.url, "--num-prompts", "9", "--input-len", "4:60", "--output-len", "8", "--warmup", "0"
+        )
+        assert made.exit_code == 1
+        assert "times: HTTP 400: the context has 40 tokens" in made.stdout
+        first = bench("--url", server.url, "--input-len", "60")
+        assert first.exit_code == 1
+        assert "the first request failed: HTTP 400" in first.stderr
+
+
+def test_keys_models_and_addresses(monkeypatch):
+    with serving(FakeEngine(), limits=Limits(api_key="k")) as server:
+        monkeypatch.setenv("BENCH_KEY", "k")
+        made = bench("--url", server.url, "--num-prompts", "1", "--api-key-env", "BENCH_KEY")
+        assert made.exit_code == 0, made.output
+        unknown = bench("--url", server.url, "--api-key-env", "BENCH_KEY", "--model", "other")
+        assert (unknown.exit_code, "it has: tiny" in unknown.stderr) == (2, True)
+        missing = bench("--url", server.url, "--api-key-env", "NO_SUCH_KEY")
+        assert (missing.exit_code, "NO_SUCH_KEY is not set" in missing.stderr) == (2, True)
+        assert bench("--url", server.url).exit_code == 1  # the server asks for a key
+    assert bench("--url", "127.0.0.1:8000").exit_code == 2
+    assert bench("--url", "http://127.0.0.1:1").exit_code == 1
+    assert bench("--num-prompts", "0").exit_code == 2

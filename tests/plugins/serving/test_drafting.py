@@ -1,0 +1,71 @@
+"""Drafts change how many steps an output takes, and not the output."""
+
+import random
+
+import fake_runner
+import pytest
+from fake_runner import expected
+from test_engine import END, engine, requests_at_random, run, tokens
+
+from axlearn_plugins_serving.contracts import Request, Sampling
+from axlearn_plugins_serving.drafting import NgramDrafter
+from axlearn_plugins_serving.request_state import RequestState
+
+DRAFTS = {"drafter": NgramDrafter.Config(ngram=2, length=5)}
+
+
+@pytest.fixture
+def repetitive(monkeypatch):
+    """Tokens that depend on few tokens before, so that texts repeat themselves."""
+    hashed = fake_runner._hash
+    monkeypatch.setattr(fake_runner, "_hash", lambda version, tokens, salt=b"": hashed(version, tokens[-2:], salt) % 5)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"num_blocks": 17}, {"max_step_tokens": 9}, {"chunk": 8, "max_step_tokens": 30}])
+def test_random_requests_get_what_they_get_alone(sizes, repetitive):
+    rng = random.Random(0)
+    one = engine(settings=DRAFTS, **sizes)
+    requests = requests_at_random(rng, 120)
+    outputs = run(one, requests, aborted={"5", "17", "40"}, rng=rng)
+    for request in requests:
+        found = outputs.get(request.id, [])
+        want, reason = expected(
+            request.prompt, request.sampling, max_context=64, vocab_size=97, end_tokens=END, seed=request.sampling.seed
+        )
+        if request.id not in {"5", "17", "40"}:
+            assert (tokens(found), found[-1].finish) == (want, reason)
+    statistics = one.statistics()
+    assert statistics.accepted_tokens > 40
+    assert statistics.used_blocks == 0
+
+
+def test_fewer_steps_and_the_same_log_probabilities(repetitive):
+    sampling = Sampling(temperature=0.0, max_tokens=50, ignore_end=True, logprobs=2)
+    request = Request(id="a", prompt=(1, 2, 3), sampling=sampling)
+    plain, drafting = engine(), engine(settings=DRAFTS)
+    want, found = run(plain, [request])["a"], run(drafting, [request])["a"]
+    assert tokens(want) == tokens(found)
+    assert drafting.statistics().steps < plain.statistics().steps / 2
+    top = [[p.top for o in outputs for p in o.logprobs] for outputs in (want, found)]
+    assert top[0] == top[1]
+    assert len(top[1]) == 50
+
+
+def test_wrong_drafts_are_not_taken():
+    one = engine(settings={"drafter": NgramDrafter.Config(ngram=1)}, end=frozenset())
+    sampling = Sampling(temperature=0.0, max_tokens=30)
+    prompt = tuple(range(30))  # the next number is drafted, and hardly ever right
+    want, _ = expected(prompt, sampling, max_context=64, vocab_size=97)
+    assert tokens(run(one, [Request(id="a", prompt=prompt, sampling=sampling)])["a"]) == want
+    assert one.statistics().drafted_tokens > one.statistics().accepted_tokens
+
+
+def test_what_follows_equal_tokens_is_drafted():
+    drafter = DRAFTS["drafter"].build()
+    state = RequestState(Request(id="a", prompt=(1, 2, 3, 4, 1, 2)), seed=0, arrival=0, limit=9)
+    assert list(drafter.draft(state, 9)) == [3, 4, 1, 2]
+    assert list(drafter.draft(state, 1)) == [3]
+    state.tokens += [9, 1, 2]
+    assert list(drafter.draft(state, 9)) == [9, 1, 2]
+    state.tokens += [7]
+    assert list(drafter.draft(state, 9)) == []

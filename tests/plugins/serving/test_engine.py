@@ -1,0 +1,393 @@
+"""Whatever else is computed beside a request, it gets the tokens that it gets alone."""
+
+import random
+import sys
+
+import fake_runner
+import numpy as np
+import pytest
+from fake_runner import FakeRunner, expected, logprobs_of
+
+from axlearn_core.config import patch
+from axlearn_core.errors import RequestError
+from axlearn_plugins_serving.contracts import QueueFullError, Request, Sampling
+from axlearn_plugins_serving.engine import ServingEngine
+
+VOCABULARY, CONTEXT = 97, 64
+END = frozenset({3, 4})
+
+
+def engine(*, settings=(), end=END, **sizes):
+    cfg = patch(ServingEngine.Config(hold_seconds=10.0), dict(settings))
+    return cfg.build(runner=FakeRunner.Config(**sizes).build(), end_tokens=end)
+
+
+def run(engine, requests, *, aborted=(), rng=None, check=True):
+    """Id -> outputs. Requests come one after another between steps; some are aborted on the way."""
+    rng, waiting, outputs = rng or random.Random(0), list(requests), {}
+    for _ in range(100_000):
+        if waiting and rng.random() < 0.6:
+            for request in (waiting.pop(0) for _ in range(min(len(waiting), rng.randint(1, 4)))):
+                engine.add(request)
+        for id in aborted:
+            if rng.random() < 0.02:
+                engine.abort(id)
+        for output in engine.step():
+            outputs.setdefault(output.id, []).append(output)
+        if check:
+            check_blocks(engine)
+        if not waiting and not engine.busy():
+            return outputs
+    raise AssertionError("the requests do not end")
+
+
+def check_blocks(engine):
+    engine.cache.pool.check([state.blocks for state in engine.scheduler.running])
+
+
+def tokens(outputs):
+    return [t for output in outputs for t in output.tokens]
+
+
+def requests_at_random(rng, count, **fixed):
+    """Prompts of which many begin alike or are the same."""
+    prefixes = [[rng.randrange(VOCABULARY) for _ in range(n)] for n in (4, 8, 11, 16, 23)]
+    requests = []
+    for index in range(count):
+        prompt = rng.choice(prefixes)[: rng.choice([3, 8, 99])]
+        prompt = prompt + [rng.randrange(VOCABULARY) for _ in range(rng.choice([0, 0, 1, 5, 20]))]
+        sampling = Sampling(
+            temperature=rng.choice([0.0, 1.0]), seed=rng.randrange(99), max_tokens=rng.choice([1, 4, 17, None]),
+            ignore_end=rng.random() < 0.3, stop_tokens=frozenset({5} if rng.random() < 0.3 else ()),
+        )  # fmt: skip
+        requests.append(
+            Request(
+                id=str(index), prompt=tuple(prompt), sampling=sampling, priority=rng.choice([0, 0, 0, 1, -1]),
+                client=rng.choice("abc"), **fixed,
+            )
+        )  # fmt: skip
+    return requests
+
+
+ENGINES = {
+    "roomy": {},
+    "several-steps": {"decode_steps": 4},
+    "few-blocks": {"num_blocks": 17, "decode_steps": 2},
+    "small-steps": {"max_step_tokens": 7, "max_rows": 5},
+    "chunks": {"max_step_tokens": 22, "chunk": 8},
+    "one-row": {"max_rows": 1, "max_step_tokens": 3},
+    "large-blocks": {"block_size": 16, "num_blocks": 9, "max_blocks_per_request": 4},
+    "blocks-of-one": {"block_size": 1, "num_blocks": 130, "max_blocks_per_request": 64},
+}
+SETTINGS = {
+    "default": {},
+    "alone": {"pipeline": False, "prefix_cache": False},
+    "no-prefixes": {"prefix_cache": False},
+    "at-once": {"pipeline": False},
+    "no-priority": {"scheduler.preempt_for_priority": False},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("sizes", ENGINES)
+def test_random_requests_get_what_they_get_alone(sizes, settings):
+    rng = random.Random(f"{sizes}{settings}")
+    one = engine(settings=SETTINGS[settings], **ENGINES[sizes])
+    requests = requests_at_random(rng, 120)
+    aborted = {r.id for r in rng.sample(requests, 15)}
+    outputs = run(one, requests, aborted=aborted, rng=rng)
+    finished = 0
+    for request in requests:
+        found = outputs.get(request.id, [])
+        want, reason = expected(
+            request.prompt, request.sampling, max_context=one.max_context, vocab_size=VOCABULARY, end_tokens=END,
+            seed=request.sampling.seed,
+        )  # fmt: skip
+        if found and found[-1].finish:
+            assert (tokens(found), found[-1].finish) == (want, reason), request
+            finished += 1
+        else:
+            assert request.id in aborted
+            assert tokens(found) == want[: len(tokens(found))]
+    assert finished >= len(requests) - len(aborted)
+    statistics = one.statistics()
+    assert (statistics.waiting, statistics.running, statistics.used_blocks) == (0, 0, 0)
+    assert sizes != "few-blocks" or statistics.preemptions > 5
+    if SETTINGS[settings].get("prefix_cache", True):
+        assert statistics.cached_prompt_tokens > 0
+    else:
+        assert statistics.cached_prompt_tokens == 0
+
+
+def test_a_wrong_table_would_be_noticed():
+    one = engine(num_blocks=18)
+    one.cache.pool.set_content = lambda block, key: type(one.cache.pool).set_content(one.cache.pool, block ^ 1, key)
+    requests = requests_at_random(random.Random(1), 40)
+    outputs = run(one, requests, check=False)
+    wrong = 0
+    for request in requests:
+        want, _ = expected(
+            request.prompt, request.sampling, max_context=64, vocab_size=97, end_tokens=END, seed=request.sampling.seed
+        )
+        wrong += tokens(outputs[request.id]) != want
+    assert wrong
+
+
+def test_log_probabilities_of_prompt_and_output():
+    rng = random.Random(5)
+    for settings in ({}, {"scheduler.step_tokens": 6}):
+        one = engine(settings=settings, num_blocks=20)
+        prompt = tuple(rng.randrange(VOCABULARY) for _ in range(21))
+        sampling = Sampling(temperature=0.0, max_tokens=9, ignore_end=True, logprobs=3, prompt_logprobs=True)
+        requests = [
+            Request(id=str(i), prompt=prompt[: 21 - i // 2], sampling=sampling, priority=-i // 3) for i in range(8)
+        ]
+        outputs = run(one, requests, rng=rng)
+        for request in requests:
+            found, prompt = outputs[request.id], request.prompt
+            want = tuple(logprobs_of(prompt[:i], prompt[i], 3) for i in range(1, len(prompt)))
+            assert found[0].prompt_logprobs == want
+            assert all(o.prompt_logprobs is None for o in found[1:])
+            text = prompt + tuple(tokens(found))
+            want = [logprobs_of(text[:i], text[i], 3) for i in range(len(prompt), len(text))]
+            assert [p for o in found for p in o.logprobs] == want
+    assert one.statistics().preemptions
+
+
+def test_a_prompt_alone_is_scored_up_to_the_whole_context():
+    one = engine()
+    prompt = tuple(random.Random(2).randrange(VOCABULARY) for _ in range(CONTEXT))
+    sampling = Sampling(max_tokens=0, prompt_logprobs=True, logprobs=0)
+    (output,) = run(one, [Request(id="a", prompt=prompt, sampling=sampling)])["a"]
+    assert (output.tokens, output.finish, len(output.prompt_logprobs)) == ((), "length", CONTEXT - 1)
+    (output,) = run(one, [Request(id="a", prompt=prompt, sampling=Sampling(max_tokens=0))])["a"]
+    assert (output.finish, output.cached_tokens, output.prompt_logprobs) == ("length", CONTEXT - 1, None)
+
+
+def test_samples_of_one_prompt_compute_it_once():
+    for length in (13, 16, 17, 2):
+        one = engine(num_blocks=64, max_step_tokens=32)
+        prompt = tuple(random.Random(length).randrange(VOCABULARY) for _ in range(length))
+        requests = [
+            Request(id=str(i), prompt=prompt, sampling=Sampling(seed=i, max_tokens=5, ignore_end=True))
+            for i in range(6)
+        ]
+        for request in requests:
+            one.add(request)
+        outputs = run(one, [])
+        assert one.runner.computed <= length + 5 + 6 * 4 + 1  # the prompt once; its last token, and four more, for each
+        assert len({tuple(tokens(o)) for o in outputs.values()}) == 6
+        for request in requests:
+            want, _ = expected(prompt, request.sampling, max_context=64, vocab_size=97, seed=request.sampling.seed)
+            assert tokens(outputs[request.id]) == want
+
+
+def test_new_weights_are_used_and_old_blocks_are_not():
+    one, rng = engine(num_blocks=30), random.Random(3)
+    prompt = tuple(rng.randrange(VOCABULARY) for _ in range(17))
+    sampling = Sampling(temperature=0.0, max_tokens=12, ignore_end=True)
+    for i in range(3):
+        one.add(Request(id=f"old{i}", prompt=prompt, sampling=sampling))
+    old = [o for _ in range(5) for o in one.step()]
+    assert old
+    one.update_weights(1)
+    requests = [Request(id=str(i), prompt=prompt, sampling=sampling) for i in range(4)]
+    outputs = run(one, requests, rng=rng)
+    want, _ = expected(prompt, sampling, max_context=64, vocab_size=97, version=1)
+    assert all(tokens(outputs[r.id]) == want for r in requests)
+    assert all(len(tokens([*(o for o in old if o.id == f"old{i}"), *outputs[f"old{i}"]])) == 12 for i in range(3))
+
+
+class Pattern:
+    """The tokens have to follow a list of allowed sets; then the output is complete."""
+
+    def __init__(self, *allowed, fail=None):
+        self.allowed, self.accepted, self.fail = allowed, [], fail
+
+    def mask(self):
+        if self.fail == "mask":
+            raise ValueError("no such schema")
+        mask = np.zeros(-(-VOCABULARY // 32), np.uint32)
+        for token in self.allowed[len(self.accepted)]:
+            mask[token // 32] |= np.uint32(1 << (token % 32))
+        return mask
+
+    def accept(self, token):
+        assert token in self.allowed[len(self.accepted)]
+        self.accepted.append(token)
+        if self.fail == len(self.accepted):
+            raise ValueError("cannot go on")
+        return len(self.accepted) == len(self.allowed)
+
+
+def test_constraints_beside_other_requests():
+    for sizes in ({}, {"num_blocks": 17, "decode_steps": 4}):
+        one, rng = engine(**sizes), random.Random(4)
+        others = requests_at_random(rng, 40)
+        patterns = [Pattern(*({rng.randrange(97), rng.randrange(5, 97)} for _ in range(7))) for _ in range(20)]
+        constrained = [
+            Request(id=f"c{i}", prompt=(1, 2, i), constraint=p, sampling=Sampling(max_tokens=None, ignore_end=True))
+            for i, p in enumerate(patterns)
+        ]
+        mixed = [*others, *constrained]
+        rng.shuffle(mixed)
+        outputs = run(one, mixed, rng=rng)
+        for i, pattern in enumerate(patterns):
+            assert tokens(outputs[f"c{i}"]) == pattern.accepted
+            assert (len(pattern.accepted), outputs[f"c{i}"][-1].finish) == (7, "stop")
+        for request in others:
+            want, _ = expected(
+                request.prompt, request.sampling, max_context=64, vocab_size=97, end_tokens=END,
+                seed=request.sampling.seed,
+            )  # fmt: skip
+            assert tokens(outputs[request.id]) == want
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message", "count"),
+    [
+        (Pattern({1}, fail="mask"), "no such schema", 0),
+        (Pattern(set()), "allows no token", 0),
+        (Pattern({7}, {8}, {9}, fail=2), "cannot go on", 2),
+    ],
+)
+def test_a_constraint_that_fails_ends_its_request_alone(pattern, message, count):
+    one = engine()
+    good = Request(id="good", prompt=(1, 2), sampling=Sampling(temperature=0.0, max_tokens=8, ignore_end=True))
+    outputs = run(one, [Request(id="bad", prompt=(1, 2), constraint=pattern), good])
+    assert outputs["bad"][-1].finish == "error"
+    assert message in outputs["bad"][-1].error
+    assert len(tokens(outputs["bad"])) == count
+    assert len(tokens(outputs["good"])) == 8
+
+
+def test_the_token_that_ends_an_output_is_said():
+    one, sampling = engine(end=frozenset(range(0, 97, 2))), Sampling(temperature=0.0, stop_tokens=frozenset({1, 3, 5}))
+    outputs = run(one, [Request(id=str(i), prompt=(i,), sampling=sampling) for i in range(20)])
+    for (*_, last), request in zip(outputs.values(), outputs, strict=True):
+        want, reason = expected(
+            (int(request),), sampling, max_context=64, vocab_size=97, end_tokens=one.end_tokens
+        )  # fmt: skip
+        assert (last.finish, tokens(outputs[request])) == (reason, want)
+        if reason == "stop":
+            stop = fake_runner.next_token((int(request), *want), sampling, 0, len(want), 97)
+            assert last.stop_token == stop
+
+
+def test_several_tokens_come_from_one_step_where_all_decode():
+    one = engine(decode_steps=4, end=frozenset())
+    for i in range(3):
+        one.add(Request(id=str(i), prompt=(i,), sampling=Sampling(max_tokens=22, temperature=0.0)))
+    one.meter._token_seconds = 0.001
+    outputs = run(one, [])
+    assert max(steps for _, _, steps in one.runner.steps) == 4
+    assert all(len(tokens(o)) == 22 for o in outputs.values())
+    slow = engine(decode_steps=4, end=frozenset(), settings={"hold_seconds": 0.0})
+    slow.add(Request(id="a", prompt=(1,), sampling=Sampling(max_tokens=22, temperature=0.0)))
+    run(slow, [])
+    assert {steps for _, _, steps in slow.runner.steps} == {1}
+
+
+BAD = {
+    "empty": ({"prompt": ()}, "no token"),
+    "unknown": ({"prompt": (1, 97)}, "no token 97"),
+    "negative": ({"prompt": (-1,)}, "no token -1"),
+    "huge": ({"prompt": (2**70,)}, "not a sequence of token ids"),
+    "float": ({"prompt": (1.5,)}, "not a sequence of token ids"),
+    "text": ({"prompt": ("a",)}, "not a sequence of token ids"),
+    "long": ({"prompt": (1,) * 64}, "at most 63"),
+    "adapter": ({"adapter": "lora"}, "unknown adapter 'lora'"),
+    "temperature": ({"sampling": Sampling(temperature=float("nan"))}, "temperature: got nan"),
+    "cold": ({"sampling": Sampling(temperature=-1)}, "temperature: got -1"),
+    "top_p": ({"sampling": Sampling(top_p=0)}, "top_p: got 0"),
+    "top_k": ({"sampling": Sampling(top_k=0)}, "top_k: got 0"),
+    "min_p": ({"sampling": Sampling(min_p=1.5)}, "min_p: got 1.5"),
+    "max_tokens": ({"sampling": Sampling(max_tokens=-1)}, "max_tokens: got -1"),
+    "seed": ({"sampling": Sampling(seed=2**65)}, "seed"),
+    "logprobs": ({"sampling": Sampling(logprobs=21)}, "logprobs: got 21, expected 0 to 20"),
+    "penalty": ({"sampling": Sampling(presence_penalty=float("inf"))}, "presence_penalty: got inf"),
+    "bias": ({"sampling": Sampling(logit_bias={97: 1.0})}, "logit_bias names the token 97"),
+    "nan-bias": ({"sampling": Sampling(logit_bias={1: float("nan")})}, "logit_bias: got"),
+    "stop": ({"sampling": Sampling(stop_tokens=frozenset({-3}))}, "stop_tokens names the token -3"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_computed_is_refused(name):
+    fields, message = BAD[name]
+    one = engine()
+    with pytest.raises(RequestError, match=message):
+        one.add(Request(**{"id": "a", "prompt": (1,), **fields}))
+    assert not one.busy()
+
+
+def test_one_id_is_one_request():
+    one = engine()
+    one.add(Request(id="a", prompt=(1,)))
+    with pytest.raises(RequestError, match="'a' is not finished"):
+        one.add(Request(id="a", prompt=(1,)))
+    one.abort("a")
+    one.abort("nobody")
+    one.add(Request(id="a", prompt=(1,)))
+
+
+def test_a_full_queue_says_when_to_come_again():
+    one = engine(settings={"max_waiting": 5})
+    for i in range(5):
+        one.add(Request(id=str(i), prompt=(i,)))
+    with pytest.raises(QueueFullError, match="5 requests wait already") as error:
+        one.add(Request(id="x", prompt=(1,)))
+    assert 1 <= error.value.retry_after <= 60
+    one.step()
+    one.add(Request(id="x", prompt=(1,)))
+
+
+def test_an_engine_goes_on_after_its_runner_failed():
+    one = engine()
+    one.add(Request(id="a", prompt=(1, 2)))
+    one.step()
+    one.runner.fail = OSError("device lost")
+    with pytest.raises(OSError, match="device lost"):
+        one.step()
+    assert not one.busy()
+    check_blocks(one)
+    one.runner.fail = None
+    sampling = Sampling(temperature=0.0)
+    want, _ = expected((1, 2), sampling, max_context=64, vocab_size=97, end_tokens=END)
+    assert tokens(run(one, [Request(id="a", prompt=(1, 2), sampling=sampling)])["a"]) == want
+
+
+def test_a_closed_engine_says_so():
+    one = engine()
+    one.close()
+    one.close()
+    with pytest.raises(RequestError, match="closed"):
+        one.add(Request(id="a", prompt=(1,)))
+
+
+def calls_per_step(waiting):
+    """Python and C calls of ten steps with all rows taken and so many requests in the queue."""
+    one = engine(max_rows=6, settings={"max_waiting": 5000}, end=frozenset(), checks=False)
+    for index in range(waiting + 6):
+        sampling = Sampling(max_tokens=40, temperature=0.0)
+        one.add(Request(id=str(index), prompt=(index % 90, 1, 2), sampling=sampling, client=str(index % 7)))
+    for _ in range(5):
+        one.step()
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        for _ in range(10):
+            one.step()
+    finally:
+        sys.setprofile(None)
+    assert one.statistics().waiting == waiting
+    return calls
+
+
+def test_a_step_does_as_much_with_a_long_queue():
+    assert calls_per_step(2000) == calls_per_step(100)

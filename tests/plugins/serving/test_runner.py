@@ -1,0 +1,125 @@
+"""The runner: each request gets, token for token, what it gets alone; nothing compiles after the warm-up; blocks move."""
+
+import numpy as np
+import pytest
+from flax import nnx
+from serving_models import FAMILIES, SIZES, Requests, config, family, model, prompts, runner
+
+from axlearn_core.compose import Functional
+from axlearn_core.errors import RequestError
+from axlearn_plugins_serving.contracts import Row, Sampling
+from axlearn_plugins_serving.runner import ModelRunner
+from axlearn_plugins_transformer.generate import Generator
+
+
+def check(made, of, seed, count=8):
+    rng = np.random.default_rng(seed)
+    some = prompts(rng, of.vocab_size)
+    requests = Requests(made, some, rng=rng)
+    requests.random_steps(count)
+    generator = Generator(of)
+    for prompt, output in zip(some, requests.outputs, strict=True):
+        assert output[:count] == list(generator(prompt, max_tokens=count))
+
+
+@pytest.mark.parametrize("features", [(), ("alibi",), ("mla",), ("interleave",), ("moe",)], ids=str)
+def test_requests_together_get_what_each_gets_alone(features):
+    made = runner(*features)
+    for seed in range(3):
+        check(made, model(*features), seed)
+    assert made.compilations == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family(name):
+    made = ModelRunner.Config(**SIZES).build(model=family(name))
+    for seed in range(3):
+        check(made, family(name), seed)
+
+
+def test_several_steps_in_one_dispatch_are_those_steps():
+    some = prompts(np.random.default_rng(1), 64)
+    made = runner(decode_steps=4)
+    requests = Requests(made, some)
+    requests.step({0: 5, 1: 13, 2: 1})
+    requests.step({3: 21})
+    requests.step(dict.fromkeys(range(4)), steps=4)
+    requests.step(dict.fromkeys(range(4)), steps=3)
+    generator = Generator(model())
+    for prompt, output in zip(some, requests.outputs, strict=True):
+        assert output == list(generator(prompt, max_tokens=8))
+    assert made.compilations == 0
+
+
+def test_a_step_may_be_submitted_before_the_last_one_is_read():
+    some = prompts(np.random.default_rng(2), 64)
+    requests = Requests(runner(), some)
+    requests.step({0: 5, 1: 13, 2: 1})
+    requests.step({3: 21})
+    pending = [
+        requests.runner.submit(
+            [
+                Row(slot=requests.slots[i], start=requests.done[i] + step, blocks=requests.blocks[i])
+                for i in range(len(some))
+            ]
+        )
+        for step in range(5)
+    ]
+    for step in pending:
+        for output, result in zip(requests.outputs, step.wait(), strict=True):
+            output += result.tokens
+    generator = Generator(model())
+    for prompt, output in zip(some, requests.outputs, strict=True):
+        assert output == list(generator(prompt, max_tokens=6))
+
+
+def test_more_tokens_than_a_step_has_room_for_take_several_calls():
+    rng = np.random.default_rng(3)
+    some = prompts(rng, 64, (3, 3, 2, 2))
+    requests = Requests(runner(), some)
+    requests.step(dict.fromkeys(range(4), 4))
+    generator = Generator(model())
+    assert [o[0] for o in requests.outputs] == [next(generator(p, max_tokens=1)) for p in some]
+
+
+def test_blocks_are_copied_read_and_written():
+    rng = np.random.default_rng(4)
+    made, prompt = runner(), prompts(rng, 64, (13,))[0]
+    expected = list(Generator(model())(prompt, max_tokens=4))
+    first = Requests(made, [prompt])
+    first.step({0: 13})
+    others = [b for b in range(made.num_blocks) if b not in first.blocks[0]][: len(first.blocks[0])]
+    made.copy_blocks(list(zip(first.blocks[0], others, strict=True)))
+    contents = made.read_blocks(first.blocks[0])
+    made.write_blocks(first.blocks[0], contents.__class__(map(_zeros, contents)))
+    first.blocks[0] = others
+    first.step({0: None})
+    made.write_blocks(first.blocks[0], contents)
+    first.done[0] -= 1
+    first.outputs[0].pop()
+    made.assign(first.slots[0], Sampling(temperature=0.0), 0, first.outputs[0])
+    for _ in range(3):
+        first.step({0: None})
+    assert first.outputs[0] == expected
+
+
+def _zeros(layer):
+    return {name: np.zeros_like(x) for name, x in layer.items()}
+
+
+def test_other_weights_are_taken_while_it_runs():
+    made = ModelRunner.Config(**SIZES).build(model=model())
+    other = config().build(rngs=nnx.Rngs(1))
+    functional = Functional.of(config())
+    made.update_weights(functional.weights_of(other))
+    check(made, other, seed=5)
+    weights = functional.weights_of(other)
+    del weights.params["decoder.norm.weight"]
+    with pytest.raises(RequestError, match=r"decoder\.norm\.weight"):
+        made.update_weights(weights)
+
+
+def test_steps_of_several_tokens_are_for_rows_that_decode():
+    with pytest.raises(RequestError, match="at most 1"):
+        runner().submit([Row(slot=0, start=3, blocks=[0])], 2)

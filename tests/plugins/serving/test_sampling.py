@@ -1,0 +1,130 @@
+"""Choosing tokens: limits against a sorted reference, penalties, masks, bias, log-probabilities, reproducible draws."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from serving_models import Requests, model, prompts, runner
+
+from axlearn_plugins_serving import sampling
+from axlearn_plugins_serving.contracts import Row, Sampling
+
+VOCABULARY = 64
+
+
+def reference_limits(logits, top_k, top_p, min_p):
+    """Which tokens stay, by sorting."""
+    kept = np.zeros(logits.size, bool)
+    order = np.argsort(-logits, kind="stable")[:top_k]
+    p = np.exp(logits[order].astype(np.float64))
+    p /= p.sum()
+    needed = np.searchsorted(np.cumsum(p), top_p - 1e-9) + 1
+    order = order[: min(needed, order.size)]
+    kept[order] = True
+    return kept & (np.exp(logits) >= min_p)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"),
+    [(VOCABULARY, 1.0, 0.0), (5, 1.0, 0.0), (VOCABULARY, 0.7, 0.0), (20, 0.9, 0.1), (1, 1.0, 0.0)],
+)
+def test_limits_are_those_of_sorting(top_k, top_p, min_p):
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((8, VOCABULARY)).astype(np.float32) * 2
+    logits -= logits.max(axis=1, keepdims=True)
+    many = [np.full((8,), x, t) for x, t in ((top_k, np.int32), (top_p, np.float32), (min_p, np.float32))]
+    kept = np.asarray(sampling.limited(jnp.asarray(logits), *map(jnp.asarray, many))) > sampling.LOW
+    for row, values in zip(kept, logits, strict=True):
+        assert (row == reference_limits(values, top_k, top_p, min_p)).all()
+
+
+def first_logprobs(prompt):
+    hidden = jax.jit(lambda t: model()(t))(np.asarray([prompt], np.int32))
+    return np.asarray(jax.nn.log_softmax(hidden[0].astype(jnp.float32), axis=-1))
+
+
+def test_log_probabilities_are_those_of_the_model():
+    prompt = prompts(np.random.default_rng(0), VOCABULARY)[1]
+    requests = Requests(runner(), [prompt], [Sampling(temperature=0.7, logprobs=5, prompt_logprobs=True)])
+    targets = [*prompt[1:], 0]
+    result = requests.runner.submit([requests.row(0, 13, targets=targets)]).wait()[0]
+    expected = first_logprobs(prompt)
+    assert [t.token for t in result.target_logprobs] == targets
+    for at, found in enumerate(result.target_logprobs):
+        assert found.logprob == pytest.approx(expected[at, targets[at]], abs=1e-4)
+        assert [t for t, _ in found.top] == np.argsort(-expected[at])[:5].tolist()
+    chosen = result.logprobs[0]
+    assert chosen.token == result.tokens[0]
+    assert chosen.logprob == pytest.approx(expected[-1, chosen.token], abs=1e-4)
+    assert chosen.top[0][1] == pytest.approx(expected[-1].max(), abs=1e-4)
+
+
+def draws(samplings, seeds, count, beside):
+    """The outputs of the first request, with others beside it."""
+    some = prompts(np.random.default_rng(7), VOCABULARY)[: 1 + beside]
+    requests = Requests(runner(), some, samplings, seeds, np.random.default_rng(beside))
+    requests.random_steps(count)
+    return requests.outputs[0][:count]
+
+
+def test_equal_seeds_draw_equal_tokens_whatever_is_beside():
+    hot = Sampling(temperature=1.5, top_p=0.95)
+    alone = draws([hot], [11], 12, beside=0)
+    together = draws([hot, Sampling(temperature=2.0), Sampling(temperature=0.0)], [11, 12, 13], 12, beside=2)
+    assert alone == together
+    assert alone != draws([hot], [12], 12, beside=0)
+    assert len(set(alone)) > 3
+
+
+def test_draws_have_the_probabilities_of_the_model():
+    rows, vocab = 4096, 8
+    logits = jnp.asarray(np.log([[0.4, 0.2, 0.1, 0.1, 0.1, 0.05, 0.03, 0.02]]), jnp.float32)
+    tables = sampling.Tables.init(rows, vocab)
+    tables = dataclasses.replace(
+        tables, seed=jnp.arange(rows, dtype=jnp.uint32), temperature=jnp.ones((rows,), jnp.float32)
+    )
+    tokens = np.asarray(sampling.draw(jnp.broadcast_to(logits, (rows, vocab)), tables))
+    found = np.bincount(tokens, minlength=vocab) / rows
+    np.testing.assert_allclose(found, np.exp(logits[0]), atol=4 * np.sqrt(0.25 / rows))
+
+
+def test_penalties_bias_and_masks_change_what_is_likeliest():
+    prompt = prompts(np.random.default_rng(3), VOCABULARY)[0]
+    plain = draws_of(prompt, Sampling(temperature=0.0), 6)
+    assert draws_of(prompt, Sampling(temperature=0.0, logit_bias={plain[0]: -100.0}), 1)[0] != plain[0]
+    assert draws_of(prompt, Sampling(temperature=0.0, logit_bias={9: 100.0}), 3) == [9, 9, 9]
+    once = draws_of(prompt, Sampling(temperature=0.0, presence_penalty=100.0), 6)
+    assert len(set(once)) == 6
+    often = draws_of(prompt, Sampling(temperature=0.0, frequency_penalty=100.0), 6)
+    assert len(set(often)) == 6
+
+
+def draws_of(prompt, options, count):
+    requests = Requests(runner(), [prompt], [options])
+    requests.random_steps(count)
+    return requests.outputs[0][:count]
+
+
+def test_a_preempted_request_goes_on_with_its_penalties_and_its_draws():
+    prompt = prompts(np.random.default_rng(3), VOCABULARY)[0]
+    options = Sampling(temperature=1.2, presence_penalty=3.0)
+    whole = draws_of(prompt, options, 8)
+    requests = Requests(runner(), [prompt + whole[:4]], [options])
+    requests.runner.assign(requests.slots[0], options, 0, whole[:4])
+    requests.random_steps(4)
+    assert requests.outputs[0][:4] == whole[4:]
+
+
+def test_a_mask_holds_for_its_step_alone():
+    prompt = prompts(np.random.default_rng(3), VOCABULARY)[0]
+    plain = draws_of(prompt, Sampling(temperature=0.0), 2)
+    mask = np.zeros((2,), np.uint32)
+    mask[40 // 32] |= np.uint32(1 << (40 % 32))
+    requests = Requests(runner(), [prompt])
+    made = requests.runner
+    assert made.submit([requests.row(0, 5, mask=mask)]).wait()[0].tokens == [40]
+    again = Row(slot=requests.slots[0], start=4, tokens=prompt[4:], blocks=requests.blocks[0])
+    assert made.submit([again]).wait()[0].tokens == plain[:1]
+    assert made.compilations == 0
