@@ -119,6 +119,18 @@ def test_weights_are_updated_while_requests_run():
             engine.update_weights(dict(list(flat.items())[1:]))
 
 
+def test_weights_may_be_donated_after_an_update():
+    with serve(model(), set=SIZES, warm_up=False) as engine:
+        flat = {".".join(map(str, k)): v.get_value() for k, v in nnx.to_flat_state(nnx.state(model(seed=1), nnx.Param))}
+        copies = {path: x.copy() for path, x in flat.items()}
+        engine.update_weights(copies)
+        zeros = jax.jit(
+            lambda arrays: {k: x * 0 for k, x in arrays.items()}, donate_argnums=0
+        )  # as a training step does
+        jax.block_until_ready(zeros(copies))
+        assert engine.generate([[1, 2, 3]], max_tokens=5, temperature=0)[0].tokens == alone(model(seed=1), [1, 2, 3], 5)
+
+
 def test_requests_of_several_threads_run_together():
     prompts = prompts_at_random(12, seed=7)
     with serve(model(), set={**SIZES, "max_waiting": 2}) as engine:
