@@ -28,7 +28,17 @@ _SWITCH_SECONDS = 5e-4  # Python's 5 ms would let the engine's thread wait so lo
     "--grace", type=click.FloatRange(min=0), default=30.0, show_default=True, help="Seconds to finish at SIGTERM."
 )
 @click.option("--log-requests", is_flag=True, help="Write a line for each request to standard error.")
+@click.option(
+    "--engine",
+    type=click.Choice(["axlearn", "vllm"]),
+    default="axlearn",
+    show_default=True,
+    help="vllm: an installed vLLM, with a run exported for it; what follows -- goes to `vllm serve`.",
+)
+@click.argument("more", nargs=-1, metavar="[-- ARGUMENTS OF VLLM]")
+@click.pass_context
 def serve(
+    context: click.Context,
     uri: str,
     host: str,
     port: int,
@@ -41,6 +51,8 @@ def serve(
     max_body: int,
     grace: float,
     log_requests: bool,
+    engine: str,
+    more: tuple[str, ...],
 ) -> None:
     """Serve a model by the OpenAI API, until SIGTERM or Ctrl-C.
 
@@ -54,6 +66,13 @@ def serve(
     key = _key(api_key_env)
     if key is None and not is_loopback(host):
         click.echo(f"warning: anybody who reaches {host} can use this server; --api-key-env asks for a key", err=True)
+    if engine == "vllm":
+        from axlearn_plugins_serving.server.external import serve_with_vllm
+
+        _check_options_of_vllm(context)
+        sys.exit(serve_with_vllm(uri, host=host, port=port, name=served_model_name, key=key, step=step, more=more))
+    if more:
+        raise RequestError(f"got the arguments {' '.join(more)}\n    fix: leave them out, or give --engine vllm")
     limits = Limits(body_bytes=max_body, api_key=key, hosts=hosts_of(host, key))
     listener = bind(host, port)
     try:
@@ -74,6 +93,29 @@ def _key(variable: str | None) -> str | None:
     if not key:
         raise RequestError(f"the environment variable {variable} is not set\n    fix: put the API key into it")
     return key
+
+
+_OF_VLLM = ("uri", "host", "port", "served_model_name", "api_key_env", "step", "engine", "more")
+
+
+def _check_options_of_vllm(context: click.Context) -> None:
+    """Refuses options that only our engine has.
+
+    Raises:
+        RequestError: one was given.
+    """
+    from axlearn_core.errors import RequestError
+
+    source = click.core.ParameterSource.DEFAULT
+    given = [
+        p.opts[0]
+        for p in context.command.params
+        if p.name and p.name not in _OF_VLLM and context.get_parameter_source(p.name) != source
+    ]
+    if given:
+        raise RequestError(
+            f"--engine vllm does not take {', '.join(given)}\n    fix: leave it out, and give options of `vllm serve` after --"
+        )
 
 
 def _config(set_: tuple[str, ...], max_queue: int | None) -> Any:

