@@ -158,10 +158,10 @@ def test_a_damaged_shard_is_named_and_others_are_not_blamed(tmp_path):
     data[offset + 3] ^= 1
     file.write_bytes(data)
     weights = open_weights(tmp_path / "run")
-    refused(weights.read, "step 10", f"state/weights/0.bin: {HEAD}, bytes {offset} to", "got sha256")
+    refused(weights.read, "step 10", f"state/weights/0-0.bin: {HEAD}, bytes {offset} to", "got sha256")
     assert len(weights.read("decoder.layer.**")) > 3, "what lies elsewhere is read"
     file.write_bytes(data[: offset + 3])
-    refused(lambda: weights.read("decoder.norm.*"), "state/weights/0.bin: ", "ends too early")
+    refused(lambda: weights.read("decoder.norm.*"), "state/weights/0-0.bin: ", "ends too early")
     file.with_suffix(".json").write_text("{}")
     refused(open_weights(tmp_path / "run").read, "state/weights/0.json: got sha256")
 

@@ -113,6 +113,13 @@ class OrbaxCheckpointer(Configurable):
         """What a checkpoint holds, without reading arrays."""
         return self.place.inspect(step)
 
+    def owner(self) -> str:
+        """The id of the run that wrote the newest checkpoint; empty where there is none, or it does not say."""
+        try:
+            return "" if (step := self.latest_step()) is None else self.inspect(step).run
+        except CheckpointError:  # damaged: restoring says so
+            return ""
+
     def save(
         self,
         step: int,
@@ -207,8 +214,10 @@ class OrbaxCheckpointer(Configurable):
         return state, extra
 
     def restart(self) -> None:
-        """Begins at step 0 all the same: the first save sets every checkpoint aside."""
+        """Begins at step 0 all the same: sets every checkpoint aside."""
         self._restored = 0
+        if jax.process_index() == 0:
+            self._open()
 
     def _verified(self, step: int) -> Manifest:
         # Before any process enters a collective restore: one that fails in the middle would leave the others waiting.

@@ -48,6 +48,15 @@ class SqliteStorage:
         with self._open() as database:
             database.execute("INSERT OR REPLACE INTO files VALUES (?, ?)", (path, data))
 
+    def create(self, path: str, data: bytes) -> bool:
+        """Writes a file where there is none."""
+        with self._open() as database:
+            return database.execute("INSERT OR IGNORE INTO files VALUES (?, ?)", (path, data)).rowcount == 1
+
+    def staging(self, target: str) -> str:
+        """A folder beside the target: one transaction renames it."""
+        return f"{target}.partial"
+
     def commit(self, source: str, target: str) -> None:
         """Renames all files of a folder in one transaction."""
         rename = "UPDATE files SET path = ? || substr(path, ?) WHERE substr(path, 1, ?) = ?"
