@@ -43,9 +43,7 @@ def train(run, *, steps=4, settings=(), **more):
 
 def test_a_second_trainer_is_refused_with_who_is_there(tmp_path):
     first = Holder(LocalStorage(tmp_path), "the run", "id")
-    with pytest.raises(
-        CheckpointError, match=rf"is in use by another trainer: process {os.getpid()} on "
-    ) as error:
+    with pytest.raises(CheckpointError, match=rf"is in use by another trainer: process {os.getpid()} on ") as error:
         train(tmp_path)
     assert error.value.exit_code == 2
     assert [p.name for p in tmp_path.iterdir()] == [".trainer-1.json"]

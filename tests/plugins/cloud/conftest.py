@@ -2,6 +2,7 @@
 
 import logging
 import random
+import threading
 import time
 import uuid
 
@@ -55,8 +56,6 @@ def moto_server():
     assert ThreadedMotoServer  # the server below is this one, with faults in between
     app = Faults(werkzeug_app.DomainDispatcherApplication(werkzeug_app.create_backend_app))
     server = make_server("127.0.0.1", 0, app, threaded=True)
-    import threading
-
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield server, app
@@ -89,6 +88,31 @@ def s3(moto_server, monkeypatch, tmp_path):
     app.observe = None
 
 
+def add_preconditions(emulator):
+    """The emulator ignores `ifGenerationMatch=0`, which Google's store answers with 412 where the object exists."""
+    calls, creating = threading.local(), threading.Lock()
+    do_post, create_file = emulator.RequestHandler.do_POST, emulator.Storage.create_file
+
+    def post(self):
+        calls.new = "ifGenerationMatch=0" in self.path
+        try:
+            do_post(self)
+        except FileExistsError:
+            body = b'{"error": {"code": 412, "message": "conditionNotMet"}}'
+            self.send_response(412)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    def create(self, bucket_name, file_name, *args, **fields):
+        with creating:
+            if getattr(calls, "new", False) and file_name in self.objects.get(bucket_name, {}):
+                raise FileExistsError(file_name)
+            return create_file(self, bucket_name, file_name, *args, **fields)
+
+    emulator.RequestHandler.do_POST, emulator.Storage.create_file = post, create
+
+
 @pytest.fixture(scope="session")
 def gcs_server():
     from http.server import ThreadingHTTPServer
@@ -96,7 +120,7 @@ def gcs_server():
     import gcp_storage_emulator.server as emulator
 
     emulator.server.HTTPServer = ThreadingHTTPServer
-
+    add_preconditions(emulator)
     for name in ("gcp_storage_emulator", "gcp_storage_emulator.server", "gcp_storage_emulator.handlers.objects"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     server = emulator.create_server("127.0.0.1", 0, in_memory=True)
