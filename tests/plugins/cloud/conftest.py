@@ -4,6 +4,7 @@ import logging
 import random
 import threading
 import time
+import types
 import uuid
 
 import pytest
@@ -82,7 +83,7 @@ def s3(moto_server, monkeypatch, tmp_path):
     import boto3
 
     name = f"bucket-{uuid.uuid4().hex[:12]}"
-    boto3.session.Session().client("s3").create_bucket(Bucket=name)
+    boto3.Session().client("s3").create_bucket(Bucket=name)
     yield f"s3://{name}", app
     app.failing = app.hanging = 0.0
     app.observe = None
@@ -119,7 +120,7 @@ def gcs_server():
 
     import gcp_storage_emulator.server as emulator
 
-    emulator.server.HTTPServer = ThreadingHTTPServer
+    emulator.server = types.SimpleNamespace(HTTPServer=ThreadingHTTPServer)  # not the module of everyone
     add_preconditions(emulator)
     for name in ("gcp_storage_emulator", "gcp_storage_emulator.server", "gcp_storage_emulator.handlers.objects"):
         logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -10,7 +10,7 @@ import jax
 from axlearn_core.checkpoint import open_storage
 from axlearn_core.checkpoint.orbax import agree
 from axlearn_core.contracts.capabilities import OwnsCheckpoints
-from axlearn_core.errors import AxlearnError, CheckpointError
+from axlearn_core.errors import AxlearnError, CheckpointError, RequestError, StorageError
 from axlearn_core.train.holder import Holder
 from axlearn_core.train.run_dir import RunDir
 from axlearn_core.train.trackers.jsonl import METRICS, read_jsonl
@@ -38,7 +38,13 @@ def hold_run(
         RequestError: a place cannot be reached.
     """
     owns = checkpointer if isinstance(checkpointer, OwnsCheckpoints) else None
-    run = lock.get("run") or (owns.owner() if owns else "") or uuid.uuid4().hex[:16]
+    try:
+        owner = owns.owner() if owns else ""
+    except StorageError as unreachable:
+        raise RequestError(
+            f"the checkpoints cannot be reached: {unreachable}\n    fix: make them reachable, or give another checkpointer.uri"
+        ) from unreachable
+    run = lock.get("run") or owner or uuid.uuid4().hex[:16]
     holders: list[Holder] = []
     error: AxlearnError | None = None
     if jax.process_index() == 0:
@@ -52,7 +58,7 @@ def hold_run(
         except AxlearnError as caught:
             error = caught
     agree(error, error)
-    if owns and (owner := owns.owner()) and owner != run:
+    if owns and owner and owner != run:
         raise CheckpointError(
             f"{owns.place.name} has checkpoints of another run\n    got: run {owner}\n    expected: run {run}, as in "
             f"{run_dir.path}/run.lock.json\n    fix: give another checkpointer.uri, or the run directory that they belong to"

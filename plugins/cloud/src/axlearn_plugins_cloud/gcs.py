@@ -8,6 +8,7 @@ import google.auth.exceptions as auth
 import requests
 from google.api_core import exceptions as errors
 from google.cloud import storage
+from requests.adapters import HTTPAdapter
 
 from axlearn_plugins_cloud.objects import Missing, Refused, Transient
 
@@ -26,7 +27,7 @@ class GcsObjects:
     def bucket(self) -> Any:
         """The bucket, made at the first call: what it lacks is then an error of that call."""
         client = storage.Client()
-        adapter = requests.adapters.HTTPAdapter(pool_maxsize=32)
+        adapter = HTTPAdapter(pool_maxsize=32)
         client._http.mount("https://", adapter)
         client._http.mount("http://", adapter)
         return client.bucket(self.name)

@@ -48,7 +48,7 @@ class S3Objects:
             max_pool_connections=32,
         )
         with _making:  # sessions are not made in several threads at once
-            return boto3.session.Session().client("s3", config=config)
+            return boto3.Session().client("s3", config=config)
 
     def put(self, key: str, data: bytes) -> None:
         """See `Objects`."""
