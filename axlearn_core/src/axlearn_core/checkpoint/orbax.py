@@ -17,15 +17,16 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint.experimental.v1 as ocp
 from jax.experimental import multihost_utils
 
 from axlearn_core.checkpoint import manifest, stream
+from axlearn_core.checkpoint.legacy import read_orbax
 from axlearn_core.checkpoint.manifest import ArrayInfo, Checkpoints, Manifest
+from axlearn_core.checkpoint.state import abstract_leaf, agree, check_same, describe, is_key, key_impl, stored
 from axlearn_core.checkpoint.storage import LocalStorage, open_storage
 from axlearn_core.checkpoint.writer import HostBuffers, PartWriter, collect_parts
 from axlearn_core.config import Configurable, node, setting
-from axlearn_core.errors import CheckpointError, StorageError, WorkError, nearest
+from axlearn_core.errors import CheckpointError, StorageError, WorkError
 from axlearn_core.learn.paths import flatten, unflatten
 
 log = logging.getLogger(__name__)
@@ -208,7 +209,7 @@ class OrbaxCheckpointer(Configurable):
                 p: x for p, x in wanted.items() if p.split(".")[0] in parts and p.split(".")[1:2] != ["objective"]
             }
         found = found.migrated(wanted)
-        _check_same(step, wanted, found.arrays, unexpected=True)
+        check_same(step, wanted, found.arrays, unexpected=True)
         state = self._load(found, like, list(wanted))
         self._restored = step
         return state, extra
@@ -234,7 +235,7 @@ class OrbaxCheckpointer(Configurable):
     def _load(self, found: Manifest, like: Any, names: list[str]) -> Any:
         flat = flatten(like)
         leaves = {p: flat[p] for p in names}
-        abstract = {p: _abstract(x) for p, x in leaves.items() if np.prod(x.shape)}
+        abstract = {p: abstract_leaf(x) for p, x in leaves.items() if np.prod(x.shape)}
         paths = {p: found.arrays[p].path for p in abstract}
         empty = {p: jnp.zeros(x.shape, x.dtype) for p, x in leaves.items() if not np.prod(x.shape)}
         error: CheckpointError | None = None
@@ -248,7 +249,7 @@ class OrbaxCheckpointer(Configurable):
             arrays = read_orbax(self.directory / str(found.step), others)
             loaded |= {p: arrays[paths[p]] for p in abstract if p not in loaded}
         loaded = {p: x if paths[p] == p else x.astype(abstract[p].dtype) for p, x in loaded.items()}
-        keys = {p: jax.random.wrap_key_data(loaded[p], impl=_impl(x)) for p, x in leaves.items() if is_key(x)}
+        keys = {p: jax.random.wrap_key_data(loaded[p], impl=key_impl(x)) for p, x in leaves.items() if is_key(x)}
         return unflatten(like, {**empty, **loaded, **keys})
 
     def _read(self, found: Manifest, abstract: Mapping[str, Any], paths: Mapping[str, str]) -> dict[str, jax.Array]:
@@ -392,97 +393,3 @@ class OrbaxCheckpointer(Configurable):
             f"the checkpoint of step {step} could not be written to {self.place.name}: {reason}\n"
             f"    intact: {kept}\n    fix: free space or make the directory writable, then run the same command again"
         )
-
-
-def read_orbax(checkpoint: Path, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Arrays by dotted path, in the shardings of `abstract`, of those that Orbax keeps in a checkpoint's directory."""
-    if not abstract:
-        return {}
-    with _context(partial=True):
-        return ocp.load(str(checkpoint / manifest.STATE), {p: _abstract(x) for p, x in abstract.items()})
-
-
-def describe(path: str, leaf: Any) -> ArrayInfo:
-    """The shape and dtype of a leaf, which may be abstract.
-
-    Raises:
-        CheckpointError: it is no array that JAX holds as it is.
-    """
-    dtype = getattr(leaf, "dtype", None)
-    if dtype is None or not (is_key(leaf) or jax.dtypes.canonicalize_dtype(dtype) == dtype):
-        raise CheckpointError(f"{path}: a checkpoint holds JAX arrays, not {type(leaf).__name__} {dtype or repr(leaf)}")
-    return ArrayInfo(path, tuple(leaf.shape), str(dtype))
-
-
-def stored(state: Any) -> dict[str, jax.Array]:
-    """The arrays that Orbax gets: by dotted path, random keys as their data, without those that have no elements."""
-    flat = flatten(state)
-    if len(flat) != len(jax.tree.leaves(state)):
-        raise CheckpointError("two leaves of the state have the same dotted path")
-    values = {p: jax.random.key_data(x) if is_key(x) else jnp.asarray(x) for p, x in flat.items()}
-    return {p: x for p, x in values.items() if x.size}
-
-
-def is_key(leaf: Any) -> bool:
-    """Whether a leaf is a typed random key (or stands for one)."""
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _impl(leaf: Any) -> Any:
-    found = []  # `key_impl` takes keys, and a traced one where there is only a shape
-    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-    return found[0]
-
-
-def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    sharding = getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    if is_key(leaf):
-        leaf = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def _check_same(
-    step: int, wanted: Mapping[str, ArrayInfo], there: Mapping[str, ArrayInfo], *, unexpected: bool
-) -> None:
-    problems = []
-    for path, info in wanted.items():
-        if path not in there:
-            close = nearest(path, there, limit=1)
-            problems.append(f"missing: {path} {info}" + (f" (nearest there: {close[0]})" if close else ""))
-        elif not _is_same(there[path], info):
-            problems.append(f"differs: {path}: the checkpoint has {there[path]}, expected {info}")
-    if unexpected:
-        problems += [f"unexpected: {path} {info}" for path, info in there.items() if path not in wanted]
-    if problems:
-        more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
-        listed = "\n".join(f"    {p}" for p in [*problems[:20], *more])
-        raise CheckpointError(
-            f"the checkpoint of step {step} is of another model or optimizer\n{listed}\n"
-            "    fix: use the config that it was written with, or another run directory"
-        )
-
-
-def _is_same(there: ArrayInfo, wanted: ArrayInfo) -> bool:
-    """An array that an earlier version stored under another path may have another dtype."""
-    return there.shape == wanted.shape and (there.dtype == wanted.dtype or there.path != wanted.path)
-
-
-def agree(mine: Exception | None, cause: BaseException | None) -> None:
-    """Raises on every process where any process has an error, so that none goes on alone."""
-    if jax.process_count() > 1:
-        flags = np.asarray(multihost_utils.process_allgather(np.asarray(mine is not None)))
-        if mine is None and flags.any():
-            failed = ", ".join(str(i) for i in np.flatnonzero(flags))
-            raise WorkError(f"a checkpoint failed on process {failed}; see its error")
-    if mine is not None:
-        raise mine from (cause if cause is not mine else None)
-
-
-def _context(*, partial: bool = False) -> ocp.Context:
-    context = ocp.Context()
-    # Otherwise a directory that cannot be created shows after minutes, as a signal that nobody sent.
-    context.asynchronous.create_directories_asynchronously = False
-    context.array.saving.enable_write_sharding_file = False  # shardings come from the reader
-    context.array.saving.use_compression = False  # trained weights shrink by a few percent, and it takes twice as long
-    context.pytree.loading.partial_load = partial
-    return context

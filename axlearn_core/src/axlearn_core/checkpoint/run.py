@@ -12,9 +12,11 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from axlearn_core.checkpoint import manifest, stream
+from axlearn_core.checkpoint.legacy import read_orbax
 from axlearn_core.checkpoint.manifest import ArrayInfo, Checkpoints
-from axlearn_core.checkpoint.orbax import WEIGHTS_ONLY, OrbaxCheckpointer, agree, read_orbax
+from axlearn_core.checkpoint.orbax import WEIGHTS_ONLY, OrbaxCheckpointer
 from axlearn_core.checkpoint.shards import StoredArray
+from axlearn_core.checkpoint.state import agree
 from axlearn_core.checkpoint.storage import LocalStorage, open_storage
 from axlearn_core.compose import ModelAndObjective, TrainState
 from axlearn_core.config import Node

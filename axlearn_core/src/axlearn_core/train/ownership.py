@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from axlearn_core.checkpoint import open_storage
-from axlearn_core.checkpoint.orbax import agree
+from axlearn_core.checkpoint.state import agree
 from axlearn_core.contracts.capabilities import OwnsCheckpoints
 from axlearn_core.errors import AxlearnError, CheckpointError, RequestError, StorageError
 from axlearn_core.train.holder import Holder
