@@ -74,7 +74,7 @@ def kill_often(make, directory: Path, times: int, seed: int) -> None:
 
 @pytest.mark.slow
 def test_killed_in_the_middle_of_a_save(make, tmp_path):
-    kill_often(make, tmp_path / "checkpoints", 2, seed=0)
+    kill_often(make, tmp_path / "checkpoints", 5, seed=0)
 
 
 @pytest.mark.slow

@@ -111,9 +111,11 @@ class LocalStorage:
         target = self._locate(path)
         try:
             if target.is_dir() and not target.is_symlink():
-                hidden = target.with_name(f".{target.name.lstrip('.')}.deleted")
-                shutil.rmtree(hidden, ignore_errors=True)
-                shutil.rmtree(target.rename(hidden))
+                if not target.name.startswith("."):  # out of sight at once
+                    hidden = target.with_name(f".{target.name}.deleted")
+                    shutil.rmtree(hidden, ignore_errors=True)
+                    target = target.rename(hidden)
+                shutil.rmtree(target)
             else:
                 target.unlink(missing_ok=True)
         except OSError as error:

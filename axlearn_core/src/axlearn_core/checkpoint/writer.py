@@ -91,18 +91,26 @@ class PartWriter:
                 data.copy_to_host_async()
         for path, x in arrays.items():
             self.described[_kind(path)][path] = {"shape": list(x.shape), "dtype": str(x.dtype)}
-        for path, start, data in shards:
-            self._add(path, start, np.asarray(data))
+        copies = [self._add(path, start, np.asarray(data)) for path, start, data in shards]
+        for copied in self.pool.map(lambda copy: np.copyto(*copy), (c for c in copies if c is not None)):
+            assert copied is None
         self._flush()
 
-    def _add(self, path: str, start: tuple[int, ...], data: np.ndarray) -> None:
+    def _add(self, path: str, start: tuple[int, ...], data: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """Gives a shard a place in host memory, and in a file.
+
+        Returns:
+            (place, data) of a copy that is still to be made: all at once, and before anything is written. None where memory is
+            bounded, so that files are written meanwhile: it is made at once.
+        """
         buffer = self.buffers.take(data.nbytes, wait=False)
         if buffer is None:  # the room that it waits for may be held by files that are not full
             self._flush()
             buffer = self.buffers.take(data.nbytes)
         assert buffer is not None
         copy = buffer.view(data.dtype).reshape(data.shape)
-        np.copyto(copy, data)
+        if self.buffers.limit is not None:
+            np.copyto(copy, data)
         boxes = list(pieces_of(data.shape, data.dtype.itemsize))
         self._uses[id(buffer)] = [buffer, len(boxes)]
         offset = 0
@@ -111,6 +119,7 @@ class PartWriter:
             begin = tuple(a + b for a, b in zip(start, at, strict=True))
             self._append(Part(path, begin, tuple(shape), size, buffer.data[offset : offset + size]), id(buffer))
             offset += size
+        return (copy, data) if self.buffers.limit is None else None
 
     def _append(self, part: Part, buffer: int) -> None:
         kind = _kind(part.path)
