@@ -38,7 +38,8 @@ def test_the_core_stays_small():
     files = (ROOT / "axlearn_core/src/axlearn_core").rglob("*.py")
     # The suites in testing/ are for the tests of plugin authors: no run imports them.
     core = sum(code_lines(p.read_text()) for p in files if "testing" not in p.parts)
-    assert core <= 8000
+    # 500 more than before since it writes, hashes, owns and locks what it once left to Orbax: every storage gets that.
+    assert core <= 8500
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: str(p.relative_to(ROOT)))

@@ -41,3 +41,4 @@ def make(tmp_path):
     yield build
     for one in made:
         one._pool.shutdown()
+        one._writers.shutdown()

@@ -74,7 +74,7 @@ def kill_often(make, directory: Path, times: int, seed: int) -> None:
 
 @pytest.mark.slow
 def test_killed_in_the_middle_of_a_save(make, tmp_path):
-    kill_often(make, tmp_path / "checkpoints", 2, seed=0)
+    kill_often(make, tmp_path / "checkpoints", 5, seed=0)
 
 
 @pytest.mark.slow
@@ -84,7 +84,7 @@ def test_killed_in_the_middle_of_many_saves(make, tmp_path):
 
 def fails_then_recovers(make, directory: Path, said: str, make_room) -> None:
     """A save that fails is reported by the next call; the checkpoint before it stays, and a later save works."""
-    one, big = make(directory=directory), {"x": jax.random.bits(jax.random.key(0), (1 << 20,))}
+    one, big = make(directory=directory, max_failed_saves=0), {"x": jax.random.bits(jax.random.key(0), (1 << 20,))}
     one.save(2, big)
     with pytest.raises(WorkError, match=rf"step 2 could not be written to .*{said}[^$]*intact: 1\n") as error:
         one.wait()
@@ -146,7 +146,7 @@ def test_a_full_disk(make, small_disk):
 def test_a_disk_that_became_read_only(make, small_disk):
     seeded(make, small_disk / "checkpoints")
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    one = make(directory=small_disk / "checkpoints")
+    one = make(directory=small_disk / "checkpoints", max_failed_saves=0)
     with pytest.raises(WorkError, match=r"step 2[^$]*Read-only file system[^$]*intact: 1"):
         one.save(2, {"x": jnp.ones(4)})
     assert one.steps() == [1]

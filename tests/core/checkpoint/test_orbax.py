@@ -69,8 +69,8 @@ def test_a_checkpoint_can_be_read_onto_another_layout(make, state, mesh):
 
 
 def test_saving_returns_before_the_checkpoint_is_there(make, state, monkeypatch):
-    go_on, real = threading.Event(), manifest.write
-    monkeypatch.setattr(manifest, "write", lambda *a, **k: go_on.wait(30) and real(*a, **k))
+    go_on, real = threading.Event(), manifest.render
+    monkeypatch.setattr(manifest, "render", lambda *a, **k: go_on.wait(30) and real(*a, **k))
     one = make()
     one.save(1, state)
     assert one.steps() == []
@@ -124,9 +124,9 @@ def flip(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda one: flip(newest(one, "d/*")), r"state/.*: got sha256 \w+, expected \w+"),
-        (lambda one: newest(one, "d/*").write_bytes(b"x"), r"state/.*: got 1 bytes, expected \d+"),
-        (lambda one: newest(one, "d/*").unlink(), r"state/.*: No such file"),
+        (lambda one: flip(newest(one, "*.bin")), r"state/.*: got sha256 \w+, expected \w+"),
+        (lambda one: newest(one, "*.bin").write_bytes(b"x"), r"state/.*ends too early"),
+        (lambda one: newest(one, "*.bin").unlink(), r"state/.*: No such file"),
         (lambda one: flip(newest(one, "extra.json")), r"extra\.json: got sha256"),
         (lambda one: newest(one, "manifest.json").unlink(), r"manifest\.json: No such file"),
         (lambda one: newest(one, "manifest.json").write_text("{}"), r"manifest\.json: not what was written"),
@@ -176,6 +176,68 @@ def test_going_back_sets_the_later_checkpoints_aside(make, state, caplog):
     assert back.steps() == [10, 15]
     assert len(list(back.directory.glob("[23]0.superseded-*"))) == 2
     assert "checkpoint of step 30 is now" in caplog.text
+
+
+def test_only_what_the_run_wrote_is_deleted(make, tmp_path):
+    """Another run's checkpoint, a directory of the user's and one without an owner stay, whatever their names."""
+    for step, run in ((1, "theirs"), (2, ""), (3, "ours"), (4, "ours")):
+        one = make(keep_last=None)
+        one.run = run
+        one.save(step, {"x": jnp.ones(2)})
+        one.wait()
+    notes = one.directory / "2024"
+    notes.mkdir()
+    (notes / "notes.txt").write_text("mine")
+    one = make(keep_last=1)
+    one.run = "ours"
+    one.save(5, {"x": jnp.ones(2)})
+    one.wait()
+    assert one.steps() == [1, 2, 5]
+    assert [one.inspect(s).run for s in one.steps()] == ["theirs", "", "ours"]
+    assert (notes / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("limit", [1, 100, 10_000])
+def test_host_memory_is_bounded(make, state, limit):
+    one = make(max_host_bytes=limit)
+    peak, real = 0, one._buffers.take
+
+    def take(size, **fields):
+        nonlocal peak
+        buffer = real(size, **fields)
+        peak = max(peak, one._buffers.in_use)
+        return buffer
+
+    one._buffers.take = take
+    one.save(1, state)
+    one.wait()
+    largest = 128
+    assert 0 < peak <= max(limit, largest)
+    assert one._buffers.in_use == 0
+    assert bits(one.restore(1, abstract(state))[0]) == bits(state)
+
+
+def test_failed_saves_are_warnings_until_there_are_too_many(make, monkeypatch, caplog):
+    one, real = make(max_failed_saves=2), manifest.render
+
+    def fail(found):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(manifest, "render", fail)
+    for step in (1, 2, 3):
+        assert one.save(step, {"x": jnp.ones(2)})
+    assert caplog.text.count("training goes on: failure") == 2
+    with pytest.raises(WorkError, match=r"step 3 could not be written[^$]*No space left"):
+        one.save(4, {"x": jnp.ones(2)})
+    monkeypatch.setattr(manifest, "render", real)
+    assert one.save(5, {"x": jnp.ones(2)})
+    one.wait()
+    assert one.steps() == [5]
+    monkeypatch.setattr(manifest, "render", fail)
+    for step in (6, 7, 8):  # a save that works begins the count anew
+        assert one.save(step, {"x": jnp.ones(2)})
+    with pytest.raises(WorkError):
+        one.wait()  # nor is the last failure of a run passed over
 
 
 @pytest.mark.parametrize(
@@ -250,5 +312,5 @@ def test_a_manifest_tells_what_is_in_a_checkpoint(make, state):
 def test_an_unwritable_directory_is_a_work_error(make, state, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(WorkError, match=r"step 1 could not be written[^$]*Not a directory[^$]*intact: none") as error:
-        make(directory=tmp_path / "file" / "checkpoints").save(1, state)
+        make(directory=tmp_path / "file" / "checkpoints", max_failed_saves=0).save(1, state)
     assert error.value.exit_code == 1

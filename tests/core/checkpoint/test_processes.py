@@ -32,10 +32,10 @@ for shard in got["x"].addressable_shards:
     assert (shard.data == (jnp.arange(64.0).reshape(8, 8) + 3)[shard.index]).all()
 
 # The first process cannot commit: both hear of it, and both can go on.
-real = manifest.write
+real = manifest.render
 def full(*args, **kwargs):
     raise OSError(28, "No space left on device")
-manifest.write = full
+manifest.render = full
 one.save(4, make(4))
 try:
     one.wait()
@@ -43,7 +43,7 @@ try:
 except WorkError as error:
     expected = "No space left on device" if index == 0 else "failed on process 0"
     assert expected in str(error), error
-manifest.write = real
+manifest.render = real
 assert one.save(5, make(5))
 one.wait()
 

@@ -2,31 +2,36 @@
 
 checkpoints/
   120/
-    manifest.json     written last, over everything below: arrays, metrics, size and hash of each file
+    manifest.json     written last, over everything below: owner, arrays, metrics, size and hash of each file
     extra.json        what was given to `save` besides the state
     config.yaml, ...  the run's own text files
-    state/            the arrays: weights in `weights/` (see `shards`), all others in `state/` (Orbax)
+    state/weights/    the arrays of the model, in pieces with a hash each (see `shards`)
+    state/others/     all other arrays of the training state, in the same way
   .140.partial/       a save that is under way or was cut off; becomes `140` in one rename when it is complete
+
+An object store cannot rename: files are written to `140/` there, and a step without its manifest is not listed.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from axlearn_core.checkpoint.storage import sync_directory
-from axlearn_core.errors import CheckpointError
+from axlearn_core.checkpoint.storage import LocalStorage
+from axlearn_core.contracts.storage import MARKER, Storage
+from axlearn_core.errors import CheckpointError, MissingFileError, StorageError
 from axlearn_core.plugins.migrations import migrate_arrays
 
-MANIFEST, EXTRA, STATE = "manifest.json", "extra.json", "state"
-WEIGHTS = f"{STATE}/weights/"
-"""Where the files of weights lie. Checkpoints of format 1 have none: Orbax keeps all of their arrays."""
-_FORMAT, _READABLE = 2, (1, 2)
+MANIFEST, EXTRA, STATE = MARKER, "extra.json", "state"
+WEIGHTS, OTHERS = f"{STATE}/weights/", f"{STATE}/others/"
+"""Where arrays lie. In formats 1 and 2 Orbax keeps the others in `state/`; in format 1, the weights too."""
+FORMAT, _READABLE = 3, (1, 2, 3)
+_PART = 16 * 2**20
 
 
 @attrs.frozen
@@ -48,6 +53,8 @@ class Manifest:
     Attributes:
         arrays: by dotted path in the training state. An earlier version may have stored one under another path, which is in
             its `ArrayInfo`; see `migrated`.
+        files: path -> `bytes`, and `sha256` but for files in pieces, whose hashes are in their index.
+        run: the id of the run that wrote it; empty where none is known.
     """
 
     step: int
@@ -55,6 +62,8 @@ class Manifest:
     metrics: dict[str, float]
     files: dict[str, dict[str, Any]]
     created: str = ""
+    run: str = ""
+    format: int = FORMAT
 
     @property
     def bytes(self) -> int:
@@ -71,76 +80,112 @@ class Manifest:
         return attrs.evolve(self, arrays=arrays)
 
 
-def steps(directory: Path) -> list[int]:
-    """The steps that have a checkpoint, oldest first. Saves that were cut off are not among them."""
-    if not directory.is_dir():
-        return []
-    return sorted(int(p.name) for p in directory.iterdir() if p.name.isdecimal() and p.is_dir())
+@attrs.frozen
+class Checkpoints:
+    """The checkpoints in a folder of a storage.
 
-
-def inspect(directory: Path, step: int) -> Manifest:
-    """What the checkpoint of a step holds, from its manifest alone.
-
-    Raises:
-        CheckpointError: there is no such step, or its manifest is damaged.
+    Attributes:
+        name: of the place, for people.
+        folder: empty, or with a `/` at its end.
     """
-    known = steps(directory)
-    if step not in known:
-        raise CheckpointError(
-            f"there is no checkpoint of step {step} in {directory}\n    steps: {', '.join(map(str, known)) or 'none'}"
+
+    storage: Storage
+    name: str
+    folder: str = ""
+
+    @classmethod
+    def of(cls, place: "Checkpoints | Path | str") -> "Checkpoints":
+        """The checkpoints of a local directory."""
+        return place if isinstance(place, Checkpoints) else cls(LocalStorage(place), str(place))
+
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, oldest first. Saves that were cut off are not among them."""
+        moves = self.storage.staging("0") != "0"  # then a step without a manifest was complete and is damaged
+        parts = (f.path.removeprefix(self.folder).partition("/") for f in self.storage.list(self.folder))
+        named = {n for n, _, rest in parts if rest == MANIFEST or (moves and rest.startswith(f"{STATE}/"))}
+        return sorted(int(n) for n in named if n.isdecimal())
+
+    def inspect(self, step: int) -> Manifest:
+        """What the checkpoint of a step holds, from its manifest alone.
+
+        Raises:
+            CheckpointError: there is no such step, or its manifest is damaged.
+        """
+        try:
+            return parse(self.storage.read(f"{self.folder}{step}/{MANIFEST}"), step)
+        except MissingFileError:
+            known = self.steps()
+            if step in known:
+                raise self.damaged(step, [f"{MANIFEST}: No such file or directory"]) from None
+            listed = ", ".join(map(str, known)) or "none"
+            raise CheckpointError(
+                f"there is no checkpoint of step {step} in {self.name}\n    steps: {listed}"
+            ) from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise self.damaged(step, [f"{MANIFEST}: not what was written ({error})"]) from None
+
+    def verify(self, step: int, *, pieces: bool = True) -> Manifest:
+        """`inspect`, and compares the size and hash of every file with what was written.
+
+        Args:
+            step: which checkpoint.
+            pieces: whether to read the arrays too; who reads them next compares their hashes then.
+
+        Raises:
+            CheckpointError: names each file that differs, and how to go on from the checkpoint before it.
+        """
+        manifest = self.inspect(step)
+        root = f"{self.folder}{step}/"
+        whole = {n: f for n, f in manifest.files.items() if "sha256" in f}
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            problems = [p for p in pool.map(lambda n: _compare(self.storage, root, n, whole[n]), whole) if p]
+            if not problems and pieces:
+                checks = _piece_checks(self.storage, root, whole)
+                problems = [p for p in pool.map(lambda check: _compare_piece(self.storage, root, *check), checks) if p]
+        if problems:
+            raise self.damaged(step, problems)
+        return manifest
+
+    def damaged(self, step: int, problems: list[str]) -> CheckpointError:
+        """The error for a checkpoint that is not what was written."""
+        before = [s for s in self.steps() if s < step]
+        fix = (
+            f"`--restore-step {before[-1]}` continues from the checkpoint before it"
+            if before
+            else "there is no earlier checkpoint; start anew in another run directory"
         )
-    return _read(directory / str(step), step, known)
+        shown = [*problems[:8], *([f"and {len(problems) - 8} more"] if len(problems) > 8 else [])]
+        listed = "\n".join(f"    {p}" for p in shown)
+        return CheckpointError(f"the checkpoint of step {step} in {self.name} is damaged\n{listed}\n    fix: {fix}")
 
 
-def verify(directory: Path, step: int) -> Manifest:
-    """`inspect`, and compares the size and hash of every file with what was written.
-
-    Raises:
-        CheckpointError: names each file that differs, and how to go on from the checkpoint before it.
-    """
-    manifest = inspect(directory, step)
-    root = directory / str(step)
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        found = pool.map(lambda item: _compare(root / item[0], item[0], item[1]), manifest.files.items())
-    if problems := [p for p in found if p]:
-        raise damaged(directory, step, problems, steps(directory))
-    return manifest
+def steps(place: Checkpoints | Path) -> list[int]:
+    """See `Checkpoints.steps`."""
+    return Checkpoints.of(place).steps()
 
 
-def damaged(directory: object, step: int, problems: list[str], known: list[int]) -> CheckpointError:
-    """The error for a checkpoint that is not what was written."""
-    before = [s for s in known if s < step]
-    fix = (
-        f"`--restore-step {before[-1]}` continues from the checkpoint before it"
-        if before
-        else "there is no earlier checkpoint; start anew in another run directory"
-    )
-    shown = [*problems[:8], *([f"and {len(problems) - 8} more"] if len(problems) > 8 else [])]
-    listed = "\n".join(f"    {p}" for p in shown)
-    return CheckpointError(f"the checkpoint of step {step} in {directory} is damaged\n{listed}\n    fix: {fix}")
+def inspect(place: Checkpoints | Path, step: int) -> Manifest:
+    """See `Checkpoints.inspect`."""
+    return Checkpoints.of(place).inspect(step)
 
 
-def write(
-    root: Path, *, step: int, arrays: Mapping[str, ArrayInfo], metrics: Mapping[str, float], created: str
-) -> None:
-    """Hashes every file below `root`, brings it to the disk, and writes the manifest. Raises `OSError`."""
-    files = sorted(p for p in root.rglob("*") if p.is_file() and p != root / MANIFEST)
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        described = list(pool.map(lambda p: _describe(p, sync=True), files))
+def verify(place: Checkpoints | Path, step: int) -> Manifest:
+    """See `Checkpoints.verify`."""
+    return Checkpoints.of(place).verify(step)
+
+
+def render(manifest: Manifest) -> bytes:
+    """The manifest as a file."""
     body = {
-        "format": _FORMAT,
-        "step": step,
-        "created": created,
-        "metrics": dict(metrics),
-        "arrays": {a.path: [list(a.shape), a.dtype] for a in arrays.values()},
-        "files": {p.relative_to(root).as_posix(): d for p, d in zip(files, described, strict=True)},
+        "format": manifest.format,
+        "step": manifest.step,
+        "run": manifest.run,
+        "created": manifest.created,
+        "metrics": manifest.metrics,
+        "arrays": {a.path: [list(a.shape), a.dtype] for a in manifest.arrays.values()},
+        "files": dict(sorted(manifest.files.items())),
     }
-    with (root / MANIFEST).open("w", encoding="utf-8") as file:
-        json.dump({"sha256": _digest(body), **body}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    for folder in {p.parent for p in files} | {root}:
-        sync_directory(folder)
+    return json.dumps({"sha256": _digest(body), **body}).encode()
 
 
 def parse(data: bytes, step: int) -> Manifest:
@@ -150,34 +195,62 @@ def parse(data: bytes, step: int) -> Manifest:
     if digest != _digest(body) or body["format"] not in _READABLE or body["step"] != step:
         raise ValueError("its own checksum, format or step is another one")
     arrays = {p: ArrayInfo(p, tuple(shape), dtype) for p, (shape, dtype) in body["arrays"].items()}
-    return Manifest(step, arrays, body["metrics"], body["files"], body["created"])
+    run = body.get("run", "")
+    return Manifest(step, arrays, body["metrics"], body["files"], body["created"], run, body["format"])
 
 
-def _read(root: Path, step: int, known: list[int]) -> Manifest:
-    try:
-        return parse((root / MANIFEST).read_bytes(), step)
-    except OSError as error:
-        raise damaged(root.parent, step, [f"{MANIFEST}: {error.strerror}"], known) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise damaged(root.parent, step, [f"{MANIFEST}: not what was written ({error})"], known) from None
+def describe(data: bytes) -> dict[str, Any]:
+    """Size and hash of a file, as a manifest has them."""
+    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
 def _digest(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def _describe(path: Path, *, sync: bool = False) -> dict[str, Any]:
-    with path.open("rb") as file:
-        if sync:
-            os.fsync(file.fileno())
-        return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "bytes": path.stat().st_size}
-
-
-def _compare(path: Path, name: str, expected: Mapping[str, Any]) -> str | None:
+def _compare(storage: Storage, root: str, name: str, expected: Mapping[str, Any]) -> str | None:
+    """What is wrong with a file. Files of earlier formats may be large: those are read in parts."""
+    size, digest = expected["bytes"], hashlib.sha256()
     try:
-        if (size := path.stat().st_size) != expected["bytes"]:
-            return f"{name}: got {size} bytes, expected {expected['bytes']}"
-        got = _describe(path)["sha256"]
-    except OSError as error:
-        return f"{name}: {error.strerror}"
+        if size <= _PART:
+            data = storage.read(f"{root}{name}")
+            digest.update(data)
+            found = len(data)
+        else:
+            found = next((f.bytes for f in storage.list(f"{root}{name}") if f.path == f"{root}{name}"), 0)
+        if found != size:
+            return f"{name}: got {found} bytes, expected {size}"
+        buffer = memoryview(bytearray(_PART if size > _PART else 0))
+        for begin in range(0, size if buffer else 0, _PART):
+            part = buffer[: size - begin]
+            storage.read_into(f"{root}{name}", begin, part)
+            digest.update(part)
+    except MissingFileError:
+        return f"{name}: No such file or directory"
+    except StorageError as error:
+        return f"{name}: {str(error).splitlines()[0]}"
+    got = digest.hexdigest()
     return None if got == expected["sha256"] else f"{name}: got sha256 {got[:16]}, expected {expected['sha256'][:16]}"
+
+
+def _piece_checks(storage: Storage, root: str, names: Iterable[str]) -> list[tuple[str, int, int, str]]:
+    """(file, offset, bytes, hash) of every piece in the indices."""
+    from axlearn_core.checkpoint.shards import parse_index  # imports JAX
+
+    checks = []
+    for name in names:
+        folder = name.rpartition("/")[0] + "/"
+        if folder in (WEIGHTS, OTHERS) and name.endswith(".json"):
+            for array in parse_index(storage.read(f"{root}{name}")).values():
+                checks += [(f"{folder}{p.file}", p.offset, array.piece_bytes(p), p.sha256) for p in array.pieces]
+    return checks
+
+
+def _compare_piece(storage: Storage, root: str, name: str, offset: int, size: int, expected: str) -> str | None:
+    data = bytearray(size)
+    try:
+        storage.read_into(f"{root}{name}", offset, memoryview(data))
+    except StorageError as error:
+        return f"{name}: {str(error).splitlines()[0]}"
+    got = hashlib.sha256(data).hexdigest()
+    return None if got == expected else f"{name}: bytes {offset} on: got sha256 {got[:16]}, expected {expected[:16]}"

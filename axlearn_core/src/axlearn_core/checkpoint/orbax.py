@@ -1,8 +1,12 @@
-"""Checkpoints through Orbax: asynchronous, atomic, checked before they are read. The layout is in `manifest`."""
+"""Checkpoints over a storage: asynchronous, atomic, hashed while they are written. The layout is in `manifest`.
+
+Orbax reads what earlier versions wrote.
+"""
 
 import json
 import logging
-import shutil
+import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,33 +17,37 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint.experimental.v1 as ocp
 from jax.experimental import multihost_utils
 
 from axlearn_core.checkpoint import manifest, stream
-from axlearn_core.checkpoint.manifest import ArrayInfo, Manifest
-from axlearn_core.checkpoint.shards import ShardWriter, is_weight
-from axlearn_core.checkpoint.storage import LocalStorage, resolve, sync_directory
+from axlearn_core.checkpoint.legacy import read_orbax
+from axlearn_core.checkpoint.manifest import ArrayInfo, Checkpoints, Manifest
+from axlearn_core.checkpoint.state import abstract_leaf, agree, check_same, describe, is_key, key_impl, stored
+from axlearn_core.checkpoint.storage import LocalStorage, open_storage
+from axlearn_core.checkpoint.writer import HostBuffers, PartWriter, collect_parts
 from axlearn_core.config import Configurable, node, setting
-from axlearn_core.errors import CheckpointError, WorkError, nearest
+from axlearn_core.errors import CheckpointError, StorageError, WorkError
 from axlearn_core.learn.paths import flatten, unflatten
 
 log = logging.getLogger(__name__)
 TextFiles = Mapping[str, str | Callable[[], str]]
 WEIGHTS_ONLY = "weights_only"
 """In `extra`: the checkpoint holds `step`, `params` and `variables` only, and a run begins with them."""
+BEGUN = "begun.json"
+"""The first file of a save: whose it is."""
 
 
 class OrbaxCheckpointer(Configurable):
     """The shipped checkpointer; see `axlearn_core.contracts.parts.Checkpointer`.
 
-    `save` copies the state off the devices and returns; the rest happens in a thread. A checkpoint appears under its
-    step in one rename, once everything in it is on the disk, so that a process killed at any moment leaves whole
-    checkpoints only. What went wrong in the thread is raised by the next `save` or `wait`.
+    `save` copies the state off the devices and returns; the rest happens in threads. Every process writes and hashes its own
+    shards. A checkpoint appears under its step once everything in it is written, so that a process killed at any moment
+    leaves whole checkpoints only.
 
     Attributes:
-        directory: where the checkpoints lie.
+        place: where the checkpoints lie.
         files: text files (or functions that give their text) to put into each checkpoint, by name.
+        run: the id of the run that owns what is saved. Checkpoints of other ids are never deleted.
     """
 
     @node
@@ -54,6 +62,9 @@ class OrbaxCheckpointer(Configurable):
             best_metric: a name among the metrics given to `save`.
             best_mode: whether small or large values are good.
             uri: where to keep checkpoints instead of the run directory: a path, or a URI that a plugin stores.
+            max_host_bytes: host memory for copies of one process's shards, or the largest shard where that is more. `save`
+                waits for room. None copies everything at once.
+            max_failed_saves: saves in a row that may fail with a warning before training stops.
         """
 
         every_steps: int = setting(default=500, ge=1)
@@ -63,15 +74,29 @@ class OrbaxCheckpointer(Configurable):
         best_metric: str = "eval_loss"
         best_mode: Literal["min", "max"] = "min"
         uri: str | None = None
+        max_host_bytes: int | None = setting(default=None, ge=1, hide_default=True)
+        max_failed_saves: int = setting(default=2, ge=0, hide_default=True)
 
     def __init__(self, cfg: Config, *, directory: Path | str):
         self.cfg = cfg
-        self.directory = resolve(cfg.uri if cfg.uri is not None else str(directory)).absolute()
+        name = cfg.uri if cfg.uri is not None else str(directory)
+        storage = open_storage(name)
+        self.place = Checkpoints(storage, str(storage.root) if isinstance(storage, LocalStorage) else name)
         self.files: TextFiles = {}
+        self.run = ""
+        self._buffers = HostBuffers(cfg.max_host_bytes)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writers = ThreadPoolExecutor(min(8, 2 * (os.cpu_count() or 1)), thread_name_prefix="checkpoint-files")
         self._pending: tuple[int, Future[None]] | None = None
+        self._failures = 0
         self._restored: int | None = None
         self._opened = False
+
+    @property
+    def directory(self) -> Path:
+        """The local or mounted directory of the checkpoints. Raises `StorageError` where there is none."""
+        storage = self.place.storage
+        return (storage.root if isinstance(storage, LocalStorage) else storage.directory()).absolute()
 
     def due(self, step: int) -> bool:
         """Whether the policy wants a checkpoint of this step."""
@@ -79,7 +104,7 @@ class OrbaxCheckpointer(Configurable):
 
     def steps(self) -> list[int]:
         """All complete steps, oldest first."""
-        return manifest.steps(self.directory)
+        return self.place.steps()
 
     def latest_step(self) -> int | None:
         """The newest complete step."""
@@ -87,7 +112,14 @@ class OrbaxCheckpointer(Configurable):
 
     def inspect(self, step: int) -> Manifest:
         """What a checkpoint holds, without reading arrays."""
-        return manifest.inspect(self.directory, step)
+        return self.place.inspect(step)
+
+    def owner(self) -> str:
+        """The id of the run that wrote the newest checkpoint; empty where there is none, or it does not say."""
+        try:
+            return "" if (step := self.latest_step()) is None else self.inspect(step).run
+        except CheckpointError:  # damaged: restoring says so
+            return ""
 
     def save(
         self,
@@ -99,41 +131,39 @@ class OrbaxCheckpointer(Configurable):
     ) -> bool:
         """Starts saving a pytree of arrays, JSON-able `extra` and `files`; False where the step is already there.
 
-        Waits for the save before this one. The state may be donated as soon as this returns.
+        Waits for the save before this one. The state may be donated as soon as this returns. A save that fails is a warning
+        (and False) until more than `max_failed_saves` in a row have failed.
 
         Raises:
-            WorkError: the save before this one failed, or this one cannot be started; earlier checkpoints are intact.
+            WorkError: too many saves failed; earlier checkpoints are intact.
         """
-        self.wait()
         texts = {name: text() if callable(text) else text for name, text in self.files.items()}
         texts[manifest.EXTRA] = json.dumps(dict(extra or {}))
         described = {p: describe(p, x) for p, x in flatten(state).items()}
         arrays = stored(state)
-        weights = {p: x for p, x in arrays.items() if is_weight(p)}
-        others = {p: x for p, x in arrays.items() if p not in weights}
-        items = {**({"weights": ShardWriter(weights)} if weights else {}), **({"state": others} if others else {})}
-        partial = self.directory / f".{step}.partial"
         try:
-            if jax.process_index() == 0:
-                self._open()
-                if step not in self.steps():
-                    shutil.rmtree(partial, ignore_errors=True)
-                    partial.mkdir(parents=True)
-            if (self.directory / str(step)).exists():
+            self.wait()
+        except WorkError as error:
+            self._tolerate(error)
+        try:
+            if not self._begin(step):
                 return False
-            with _context():
-                response = ocp.save_checkpointables_async(str(partial / manifest.STATE), items)
-        except (OSError, ValueError, TimeoutError) as error:
-            raise self._failed(step, error) from error
+        except WorkError as error:
+            self._tolerate(error)
+            return False
+        folder = self._staging(step)
+        writer = PartWriter(self.place.storage, f"{folder}/", self._buffers, self._writers)
+        writer.copy(arrays)
 
         def finish() -> None:
             try:
-                response.result()
+                writer.finish()
                 if jax.process_index() == 0:
-                    self._commit(step, partial, described, texts, dict(metrics or {}))
-            finally:
-                if jax.process_index() == 0 and partial.exists():
-                    shutil.rmtree(partial, ignore_errors=True)
+                    self._commit(step, folder, described, texts, dict(metrics or {}))
+            except BaseException:
+                if jax.process_index() == 0:
+                    self._discard(folder)
+                raise
 
         self._pending = step, self._pool.submit(finish)
         return True
@@ -150,42 +180,53 @@ class OrbaxCheckpointer(Configurable):
         self._pending = None
         error = future.exception()
         agree(self._failed(step, error) if error else None, error)
+        self._failures = 0
 
     def close(self) -> None:
-        """Waits, then ends the thread."""
+        """Waits, then ends the threads."""
         try:
             self.wait()
         finally:
             self._pool.shutdown()
+            self._writers.shutdown()
+            self._buffers.trim()
 
     def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
         """(state, extra) of a step. Shapes, dtypes and shardings are those of `like`, which may be abstract.
 
-        A checkpoint of weights only leaves the learner, the objective and the random key as they are in `like`.
+        A checkpoint of weights only leaves the learner, the objective and the random key as they are in `like`. Each process
+        compares the hashes of what it reads.
 
         Raises:
             CheckpointError: no such step; a damaged file; or arrays that are missing, unexpected or of another shape.
         """
-        stored = self._verified(step)
-        extra = json.loads((self.directory / str(step) / manifest.EXTRA).read_text(encoding="utf-8"))
+        found = self._verified(step)
+        extra = json.loads(self.place.storage.read(f"{self.place.folder}{step}/{manifest.EXTRA}"))
         wanted = {p: describe(p, x) for p, x in flatten(like).items()}
         if extra.get(WEIGHTS_ONLY):
             parts = ("step", "params", "variables")
             wanted = {
                 p: x for p, x in wanted.items() if p.split(".")[0] in parts and p.split(".")[1:2] != ["objective"]
             }
-        stored = stored.migrated(wanted)
-        _check_same(step, wanted, stored.arrays, unexpected=True)
-        state = self._load(stored, like, list(wanted))
+        found = found.migrated(wanted)
+        check_same(step, wanted, found.arrays, unexpected=True)
+        state = self._load(found, like, list(wanted))
         self._restored = step
         return state, extra
+
+    def restart(self) -> None:
+        """Begins at step 0 all the same: sets every checkpoint aside."""
+        self._restored = 0
+        if jax.process_index() == 0:
+            self._open()
 
     def _verified(self, step: int) -> Manifest:
         # Before any process enters a collective restore: one that fails in the middle would leave the others waiting.
         error: CheckpointError | None = None
         if jax.process_index() == 0:
             try:
-                manifest.verify(self.directory, step)
+                legacy = self.place.inspect(step).format < manifest.FORMAT
+                self.place.verify(step, pieces=legacy)
             except CheckpointError as caught:
                 error = caught
         agree(error, error)
@@ -194,173 +235,161 @@ class OrbaxCheckpointer(Configurable):
     def _load(self, found: Manifest, like: Any, names: list[str]) -> Any:
         flat = flatten(like)
         leaves = {p: flat[p] for p in names}
-        abstract = {p: _abstract(x) for p, x in leaves.items() if np.prod(x.shape)}
+        abstract = {p: abstract_leaf(x) for p, x in leaves.items() if np.prod(x.shape)}
         paths = {p: found.arrays[p].path for p in abstract}
         empty = {p: jnp.zeros(x.shape, x.dtype) for p, x in leaves.items() if not np.prod(x.shape)}
+        error: CheckpointError | None = None
+        loaded: dict[str, jax.Array] = {}
         try:
-            storage, root = LocalStorage(self.directory), f"{found.step}/"
-            index = stream.read_index(storage, root, found.files)
-            weights = {p: index[paths[p]] for p in abstract if paths[p] in index}
-            places = {p: abstract[p].sharding for p in weights}
-            # Without hashes: `_verified` compared those of all files.
-            loaded = dict(stream.read_arrays(storage, root + manifest.WEIGHTS, weights, places, verify=False))
-        except stream.DamagedError as error:
-            raise manifest.damaged(self.directory, found.step, [str(error)], self.steps()) from error
-        others = {paths[p]: x for p, x in abstract.items() if p not in loaded}
-        others = read_orbax(self.directory / str(found.step), others)
-        loaded |= {p: others[paths[p]] for p in abstract if p not in loaded}
+            loaded = self._read(found, abstract, paths)
+        except stream.DamagedError as damage:
+            error = self.place.damaged(found.step, [str(damage)])
+        agree(error, error)
+        if others := {paths[p]: x for p, x in abstract.items() if p not in loaded}:
+            arrays = read_orbax(self.directory / str(found.step), others)
+            loaded |= {p: arrays[paths[p]] for p in abstract if p not in loaded}
         loaded = {p: x if paths[p] == p else x.astype(abstract[p].dtype) for p, x in loaded.items()}
-        keys = {p: jax.random.wrap_key_data(loaded[p], impl=_impl(x)) for p, x in leaves.items() if is_key(x)}
+        keys = {p: jax.random.wrap_key_data(loaded[p], impl=key_impl(x)) for p, x in leaves.items() if is_key(x)}
         return unflatten(like, {**empty, **loaded, **keys})
+
+    def _read(self, found: Manifest, abstract: Mapping[str, Any], paths: Mapping[str, str]) -> dict[str, jax.Array]:
+        """The arrays that are kept in pieces."""
+        storage, root = self.place.storage, f"{self.place.folder}{found.step}/"
+        loaded: dict[str, jax.Array] = {}
+        for folder in (manifest.WEIGHTS, manifest.OTHERS):
+            index = stream.read_index(storage, root, found.files, folder)
+            arrays = {p: index[paths[p]] for p in abstract if paths[p] in index}
+            places = {p: abstract[p].sharding for p in arrays}
+            loaded |= dict(stream.read_arrays(storage, root + folder, arrays, places))
+        return loaded
+
+    def _staging(self, step: int) -> str:
+        return self.place.storage.staging(f"{self.place.folder}{step}")
+
+    def _begin(self, step: int) -> bool:
+        """Makes room for a step, on the first process; False on all where the step is already there."""
+        error: WorkError | None = None
+        is_new = True
+        if jax.process_index() == 0:
+            try:
+                self._open()
+                is_new = step not in self.steps()
+                if is_new:
+                    self._clear(step)
+                    text = json.dumps({"run": self.run, "step": step}).encode()
+                    self.place.storage.write(f"{self._staging(step)}/{BEGUN}", [text])
+            except (OSError, StorageError) as caught:
+                error = self._failed(step, caught)
+        agree(error, error)
+        return bool(multihost_utils.broadcast_one_to_all(np.asarray(is_new))) if jax.process_count() > 1 else is_new
+
+    def _clear(self, step: int) -> None:
+        """Deletes what an earlier save of this step left where the next one is written."""
+        storage, folder = self.place.storage, self._staging(step)
+        files = [f.path for f in storage.list(f"{folder}/")]
+        if files and folder == f"{self.place.folder}{step}" and not self._is_own(folder, files):
+            raise StorageError(f"{folder} holds files that are not of this run, such as {files[0]}")
+        if files:
+            storage.delete(folder)
+
+    def _is_own(self, folder: str, files: list[str]) -> bool:
+        """Whether a save of this run began to write a folder."""
+        if (begun := f"{folder}/{BEGUN}") not in files:
+            return False
+        try:
+            return json.loads(self.place.storage.read(begun)).get("run") == self.run
+        except (StorageError, ValueError):
+            return False
 
     def _open(self) -> None:
         """Before the first save: removes what was cut off, and sets aside what a rollback left ahead."""
         if self._opened:
             return
-        self.directory.mkdir(parents=True, exist_ok=True)
-        for path in self.directory.glob(".*"):
-            if path.name.endswith((".partial", ".deleted")) and path.name.split(".")[1].isdecimal():
-                shutil.rmtree(path)
+        storage, folder = self.place.storage, self.place.folder
+        if isinstance(storage, LocalStorage):
+            for path in storage.directory().glob(".*"):
+                if re.fullmatch(r"\.\d+\.(partial|deleted)", path.name):
+                    storage.delete(path.name)
+        else:
+            files = [f.path for f in storage.list(folder)]
+            for name in {p.removeprefix(folder).partition("/")[0] for p in files}:
+                inside = [p for p in files if p.startswith(f"{folder}{name}/")]
+                whole = f"{folder}{name}/{manifest.MANIFEST}" in inside
+                if name.isdecimal() and not whole and self._is_own(f"{folder}{name}", inside):
+                    storage.delete(f"{folder}{name}")
         for step in self.steps():
             if self._restored is not None and step > self._restored:
-                aside = self.directory / f"{step}.superseded-{int(time.time())}"
-                (self.directory / str(step)).rename(aside)
+                aside = f"{folder}{step}.superseded-{int(time.time())}"
+                storage.commit(f"{folder}{step}", aside)
                 log.warning(
-                    "the run goes on from step %d: the checkpoint of step %d is now %s", self._restored, step, aside
+                    "the run goes on from step %d: the checkpoint of step %d is now %s in %s",
+                    *(self._restored, step, aside, self.place.name),
                 )
         self._opened = True
 
     def _commit(
-        self,
-        step: int,
-        partial: Path,
-        arrays: dict[str, ArrayInfo],
-        texts: Mapping[str, str],
-        metrics: dict[str, float],
+        self, step: int, folder: str, arrays: dict[str, ArrayInfo], texts: Mapping[str, str], metrics: dict[str, float]
     ) -> None:
+        storage = self.place.storage
+        files = collect_parts(storage, f"{folder}/", jax.process_count())
         for name, text in texts.items():
-            (partial / name).write_text(text, encoding="utf-8")
+            storage.write(f"{folder}/{name}", [text.encode()])
+            files[name] = manifest.describe(text.encode())
+        files[BEGUN] = manifest.describe(storage.read(f"{folder}/{BEGUN}"))
         created = datetime.now(UTC).isoformat(timespec="seconds")
-        manifest.write(partial, step=step, arrays=arrays, metrics=metrics, created=created)
-        partial.rename(self.directory / str(step))
-        sync_directory(self.directory)
+        body = Manifest(step, arrays, metrics, files, created, self.run)
+        storage.write(f"{folder}/{manifest.MANIFEST}", [manifest.render(body)])
+        storage.commit(folder, f"{self.place.folder}{step}")
         for old in self._unwanted():
-            path = self.directory / str(old)
-            shutil.rmtree(path.rename(path.with_name(f".{old}.deleted")))
+            storage.delete(f"{self.place.folder}{old}")
+
+    def _discard(self, folder: str) -> None:
+        try:
+            self.place.storage.delete(folder)
+        except StorageError as error:
+            log.warning("a save that failed could not be removed: %s", error)
 
     def _unwanted(self) -> list[int]:
-        cfg, known = self.cfg, self.steps()
+        cfg = self.cfg
         if cfg.keep_last is None:
             return []
+        manifests = {s: m for s in self.steps() if (m := self._owned(s)) is not None}
+        known = sorted(manifests)
         keep = set(known[-cfg.keep_last :])
         if cfg.keep_every is not None:
             keep |= {s for s in known if s % cfg.keep_every == 0}
         if cfg.keep_best:
-            values = {s: self.inspect(s).metrics.get(cfg.best_metric) for s in known}
+            values = {s: manifests[s].metrics.get(cfg.best_metric) for s in known}
             scored = [(v if cfg.best_mode == "min" else -v, s) for s, v in values.items() if v is not None]
             if not scored:
                 log.warning("no checkpoint has the metric %r that checkpointer.keep_best goes by", cfg.best_metric)
             keep |= {s for _, s in sorted(scored)[: cfg.keep_best]}
         return [s for s in known if s not in keep]
 
+    def _owned(self, step: int) -> Manifest | None:
+        """The manifest of a checkpoint that this run wrote; None for all others."""
+        try:
+            found = self.inspect(step)
+        except CheckpointError:
+            return None
+        return found if found.run == self.run else None
+
+    def _tolerate(self, error: WorkError) -> None:
+        self._failures += 1
+        if self._failures > self.cfg.max_failed_saves:
+            raise error
+        log.warning(
+            "%s\n    training goes on: failure %d in a row, and the %dth stops it (checkpointer.max_failed_saves)",
+            *(error, self._failures, self.cfg.max_failed_saves + 1),
+        )
+
     def _failed(self, step: int, error: BaseException) -> WorkError:
-        kept = ", ".join(map(str, self.steps())) or "none"
+        try:
+            kept = ", ".join(map(str, self.steps())) or "none"
+        except StorageError:
+            kept = "unknown: they cannot be listed"
         reason = (getattr(error, "strerror", None) or str(error) or type(error).__name__).splitlines()[0]
         return WorkError(
-            f"the checkpoint of step {step} could not be written to {self.directory}: {reason}\n"
+            f"the checkpoint of step {step} could not be written to {self.place.name}: {reason}\n"
             f"    intact: {kept}\n    fix: free space or make the directory writable, then run the same command again"
         )
-
-
-def read_orbax(checkpoint: Path, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Arrays by dotted path, in the shardings of `abstract`, of those that Orbax keeps in a checkpoint's directory."""
-    if not abstract:
-        return {}
-    with _context(partial=True):
-        return ocp.load(str(checkpoint / manifest.STATE), {p: _abstract(x) for p, x in abstract.items()})
-
-
-def describe(path: str, leaf: Any) -> ArrayInfo:
-    """The shape and dtype of a leaf, which may be abstract.
-
-    Raises:
-        CheckpointError: it is no array that JAX holds as it is.
-    """
-    dtype = getattr(leaf, "dtype", None)
-    if dtype is None or not (is_key(leaf) or jax.dtypes.canonicalize_dtype(dtype) == dtype):
-        raise CheckpointError(f"{path}: a checkpoint holds JAX arrays, not {type(leaf).__name__} {dtype or repr(leaf)}")
-    return ArrayInfo(path, tuple(leaf.shape), str(dtype))
-
-
-def stored(state: Any) -> dict[str, jax.Array]:
-    """The arrays that Orbax gets: by dotted path, random keys as their data, without those that have no elements."""
-    flat = flatten(state)
-    if len(flat) != len(jax.tree.leaves(state)):
-        raise CheckpointError("two leaves of the state have the same dotted path")
-    values = {p: jax.random.key_data(x) if is_key(x) else jnp.asarray(x) for p, x in flat.items()}
-    return {p: x for p, x in values.items() if x.size}
-
-
-def is_key(leaf: Any) -> bool:
-    """Whether a leaf is a typed random key (or stands for one)."""
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _impl(leaf: Any) -> Any:
-    found = []  # `key_impl` takes keys, and a traced one where there is only a shape
-    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-    return found[0]
-
-
-def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    sharding = getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    if is_key(leaf):
-        leaf = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def _check_same(
-    step: int, wanted: Mapping[str, ArrayInfo], there: Mapping[str, ArrayInfo], *, unexpected: bool
-) -> None:
-    problems = []
-    for path, info in wanted.items():
-        if path not in there:
-            close = nearest(path, there, limit=1)
-            problems.append(f"missing: {path} {info}" + (f" (nearest there: {close[0]})" if close else ""))
-        elif not _is_same(there[path], info):
-            problems.append(f"differs: {path}: the checkpoint has {there[path]}, expected {info}")
-    if unexpected:
-        problems += [f"unexpected: {path} {info}" for path, info in there.items() if path not in wanted]
-    if problems:
-        more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
-        listed = "\n".join(f"    {p}" for p in [*problems[:20], *more])
-        raise CheckpointError(
-            f"the checkpoint of step {step} is of another model or optimizer\n{listed}\n"
-            "    fix: use the config that it was written with, or another run directory"
-        )
-
-
-def _is_same(there: ArrayInfo, wanted: ArrayInfo) -> bool:
-    """An array that an earlier version stored under another path may have another dtype."""
-    return there.shape == wanted.shape and (there.dtype == wanted.dtype or there.path != wanted.path)
-
-
-def agree(mine: Exception | None, cause: BaseException | None) -> None:
-    """Raises on every process where any process has an error, so that none goes on alone."""
-    if jax.process_count() > 1:
-        flags = np.asarray(multihost_utils.process_allgather(np.asarray(mine is not None)))
-        if mine is None and flags.any():
-            failed = ", ".join(str(i) for i in np.flatnonzero(flags))
-            raise WorkError(f"a checkpoint failed on process {failed}; see its error")
-    if mine is not None:
-        raise mine from (cause if cause is not mine else None)
-
-
-def _context(*, partial: bool = False) -> ocp.Context:
-    context = ocp.Context()
-    # Otherwise a directory that cannot be created shows after minutes, as a signal that nobody sent.
-    context.asynchronous.create_directories_asynchronously = False
-    context.array.saving.enable_write_sharding_file = False  # shardings come from the reader
-    context.array.saving.use_compression = False  # trained weights shrink by a few percent, and it takes twice as long
-    context.pytree.loading.partial_load = partial
-    return context

@@ -12,9 +12,11 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from axlearn_core.checkpoint import manifest, stream
-from axlearn_core.checkpoint.manifest import ArrayInfo, Manifest
-from axlearn_core.checkpoint.orbax import WEIGHTS_ONLY, OrbaxCheckpointer, agree, read_orbax
+from axlearn_core.checkpoint.legacy import read_orbax
+from axlearn_core.checkpoint.manifest import ArrayInfo, Checkpoints
+from axlearn_core.checkpoint.orbax import WEIGHTS_ONLY, OrbaxCheckpointer
 from axlearn_core.checkpoint.shards import StoredArray
+from axlearn_core.checkpoint.state import agree
 from axlearn_core.checkpoint.storage import LocalStorage, open_storage
 from axlearn_core.compose import ModelAndObjective, TrainState
 from axlearn_core.config import Node
@@ -28,15 +30,15 @@ from axlearn_core.plugins.unregistered import CodeNames, with_values
 CONFIG = "config.yaml"
 
 
-def read_run_config(storage: Storage, uri: str | Path) -> Node[Any] | None:
-    """The resolved config of a run; None where there is no config file.
+def read_run_config(storage: Storage, uri: str | Path, path: str = CONFIG) -> Node[Any] | None:
+    """The resolved config of a run at a path of its storage; None where there is no such file.
 
     Raises:
         CheckpointError: the file cannot be read back.
     """
-    file = f"{uri}/{CONFIG}"
+    file = f"{uri}/{path}"
     try:
-        text = storage.read(CONFIG).decode()
+        text = storage.read(path).decode()
         request = read_text(text, file, CodeNames(registry()))
     except MissingFileError:
         return None
@@ -58,17 +60,16 @@ class RunCheckpoint:
     Attributes:
         uri: of the run.
         config: the run's root config.
+        place: where its checkpoints lie.
         step: of the checkpoint.
         manifest: what it holds.
     """
 
-    def __init__(self, uri: str | Path, storage: Storage, config: Any, step: int | None = None):
-        self.uri, self.config = uri, config
-        elsewhere = config.checkpointer.uri
-        self.storage = storage if elsewhere is None else open_storage(elsewhere)
-        self.folder = "checkpoints/" if elsewhere is None else ""
-        self.step = _find_step(uri, self._steps, step)
-        self.manifest = self._read_manifest()
+    def __init__(self, uri: str | Path, place: Checkpoints, config: Any, step: int | None = None):
+        self.uri, self.place, self.config = uri, place, config
+        self.step = _find_step(uri, place.steps(), step)
+        self.manifest = place.inspect(self.step)
+        self._indices: dict[str, dict[str, StoredArray]] = {}
 
     def __str__(self) -> str:
         return f"the checkpoint of step {self.step} of {self.uri}"
@@ -91,15 +92,15 @@ class RunCheckpoint:
     def extra(self) -> dict[str, Any]:
         """What it holds besides arrays, such as the position in the data."""
         try:
-            return json.loads(self.storage.read(f"{self._root}{manifest.EXTRA}"))
+            return json.loads(self.place.storage.read(f"{self._root}{manifest.EXTRA}"))
         except (MissingFileError, ValueError) as error:
             raise self._damaged(f"{manifest.EXTRA}: {error}") from None
 
     def read(self, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
         """The arrays of `like`, by their paths in the training state, in its shardings (None: the default device).
 
-        Of a checkpoint of today only the pieces that this process needs are read, and each is checked. One that an older
-        version wrote keeps weights and optimizer state in the same files, which are all checked first.
+        Only the pieces that this process needs are read, and each is checked. What an older version wrote is checked as a
+        whole before.
 
         Raises:
             CheckpointError: a file is damaged.
@@ -110,11 +111,14 @@ class RunCheckpoint:
         error: CheckpointError | None = None
         loaded: dict[str, jax.Array] = {}
         try:
-            folder, index = f"{self._root}{manifest.WEIGHTS}", self._index
-            places = {p: x.sharding for p, x in like.items() if paths[p] in index}
-            loaded = dict(stream.read_arrays(self.storage, folder, {p: index[paths[p]] for p in places}, places))
+            for folder in (manifest.WEIGHTS, manifest.OTHERS):
+                if wanted := like.keys() - loaded.keys():
+                    index = self._index(folder)
+                    places = {p: like[p].sharding for p in like if p in wanted and paths[p] in index}
+                    arrays = {p: index[paths[p]] for p in places}
+                    loaded |= dict(stream.read_arrays(self.place.storage, self._root + folder, arrays, places))
             if like.keys() - loaded.keys() and jax.process_index() == 0:
-                manifest.verify(self._directory, self.step)
+                self.place.verify(self.step)
         except stream.DamagedError as damage:
             error = self._damaged(str(damage))
         except CheckpointError as damage:
@@ -125,35 +129,23 @@ class RunCheckpoint:
             loaded |= {p: arrays[paths[p]] for p in others}
         return loaded
 
-    @cached_property
-    def _index(self) -> dict[str, StoredArray]:
-        return stream.read_index(self.storage, self._root, self.manifest.files)
+    def _index(self, folder: str) -> dict[str, StoredArray]:
+        if folder not in self._indices:
+            self._indices[folder] = stream.read_index(self.place.storage, self._root, self.manifest.files, folder)
+        return self._indices[folder]
 
     @property
     def _root(self) -> str:
-        return f"{self.folder}{self.step}/"
+        return f"{self.place.folder}{self.step}/"
 
     @property
     def _directory(self) -> Path:
-        storage = self.storage
+        storage = self.place.storage
         root = storage.root if isinstance(storage, LocalStorage) else storage.directory()
-        return root.absolute() / self.folder  # as Orbax wants it
-
-    @property
-    def _steps(self) -> list[int]:
-        names = {f.path.removeprefix(self.folder).partition("/")[0] for f in self.storage.list(self.folder)}
-        return sorted(int(n) for n in names if n.isdecimal())
-
-    def _read_manifest(self) -> Manifest:
-        try:
-            return manifest.parse(self.storage.read(f"{self._root}{manifest.MANIFEST}"), self.step)
-        except MissingFileError:
-            raise self._damaged(f"{manifest.MANIFEST}: No such file or directory") from None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise self._damaged(f"{manifest.MANIFEST}: not what was written ({error})") from None
+        return root.absolute() / self.place.folder  # as Orbax wants it
 
     def _damaged(self, problem: str) -> CheckpointError:
-        return manifest.damaged(f"{self.uri}", self.step, [problem], self._steps)
+        return self.place.damaged(self.step, [problem])
 
 
 class WholeCheckpoint:
@@ -225,6 +217,27 @@ def _find_step(uri: str | Path, known: Sequence[int], step: int | None) -> int:
     return known[-1] if step is None else step
 
 
+def find_checkpoints(uri: str | Path, storage: Storage, elsewhere: str | None) -> Checkpoints:
+    """Where the run at `uri` keeps its checkpoints; `elsewhere` is the URI in its config."""
+    if elsewhere is not None:
+        return Checkpoints(open_storage(elsewhere), elsewhere)
+    return Checkpoints(storage, f"{uri}/checkpoints", "checkpoints/")
+
+
+def open_folder(uri: str | Path, storage: Storage, step: int | None = None) -> RunCheckpoint | None:
+    """A checkpoint where `uri` is the folder of checkpoints itself, with the config inside it; None where it is not."""
+    place = Checkpoints(storage, str(uri))
+    if not (known := place.steps()):
+        return None
+    found = _find_step(uri, known, step)
+    config = read_run_config(storage, uri, f"{found}/{CONFIG}")
+    if config is None:
+        raise CheckpointError(
+            f"the checkpoint of step {found} in {uri} has no {CONFIG}\n    fix: give the run directory"
+        )
+    return RunCheckpoint(uri, place, config, found)
+
+
 def open_checkpoint(
     uri: str | Path, storage: Storage, config: Any, step: int | None = None
 ) -> RunCheckpoint | WholeCheckpoint:
@@ -237,5 +250,5 @@ def open_checkpoint(
     if checkpointer is None:
         raise CheckpointError(f"{uri}/{CONFIG} is not a trainer's config: it has no checkpointer")
     if isinstance(checkpointer, OrbaxCheckpointer.Config):
-        return RunCheckpoint(uri, storage, config, step)
+        return RunCheckpoint(uri, find_checkpoints(uri, storage, checkpointer.uri), config, step)
     return WholeCheckpoint(uri, config, step)

@@ -1,26 +1,24 @@
-"""Files of weights: the shards of arrays, in pieces that are read and checked one by one.
+"""Files of arrays: the shards of arrays, in pieces that are written, read and checked one by one.
 
-    weights/0.bin     what process 0 wrote: pieces of at most `PIECE` bytes, in C order, one after the other
-    weights/0.json    its index: for each array its shape, dtype, and its pieces: box, offset, size and hash
+    weights/0-0.bin   a file of process 0: pieces of at most `PIECE` bytes, in C order, one after the other
+    weights/0-1.bin   the next one, once the first has `FILE` bytes
+    weights/0.json    its index: for each array its shape, dtype, and its pieces: file, offset, box and hash
 
-Each process writes the shards that it holds, each shard once. Readers on any mesh read the pieces that overlap their own
-shards, and nothing else.
+Each process writes the shards that it holds, each shard once, and hashes what it writes. Readers on any mesh read the pieces
+that overlap their own shards, and nothing else.
 """
 
 import hashlib
 import json
 import math
-import os
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-PIECE = 16 * 2**20
+PIECE, FILE = 16 * 2**20, 64 * 2**20
 PREFIXES = ("params.", "variables.", "learner.ema.")
 """The parts of a training state that weights are made of: what the model holds, and averages of it."""
 Box = tuple[tuple[int, int], ...]
@@ -70,72 +68,18 @@ class StoredArray:
         """The size of all pieces."""
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
-
-class ShardWriter:
-    """Writes this process's shards of arrays. Orbax waits for it on every process before a checkpoint is complete.
-
-    See `orbax.checkpoint.experimental.v1.StatefulCheckpointable`.
-    """
-
-    def __init__(self, arrays: Mapping[str, jax.Array]):
-        self.arrays = arrays
-
-    async def save(self, directory: Any) -> Awaitable[None]:
-        """Copies the shards to the host; what it returns writes them."""
-        shards = {path: list(_own_shards(x)) for path, x in self.arrays.items()}
-        for _, data in (shard for found in shards.values() for shard in found):
-            data.copy_to_host_async()
-        described = {p: {"shape": list(x.shape), "dtype": str(x.dtype)} for p, x in self.arrays.items()}
-        # Copies, because the state may be donated once this returns.
-        copies = {p: [(start, np.array(data, order="C")) for start, data in found] for p, found in shards.items()}
-        self.arrays = {}
-
-        async def write() -> None:
-            write_shards(Path(await directory.await_creation()), jax.process_index(), described, copies)
-
-        return write()
-
-    async def load(self, directory: Any) -> Awaitable[None]:
-        """Not used: `axlearn_core.checkpoint.stream` reads."""
-        raise NotImplementedError
+    def piece_bytes(self, piece: Piece) -> int:
+        """The size of one piece."""
+        return math.prod(piece.shape) * jnp.dtype(self.dtype).itemsize
 
 
-def _own_shards(array: jax.Array) -> Iterator[tuple[tuple[int, ...], Any]]:
+def own_shards(array: jax.Array) -> Iterator[tuple[tuple[int, ...], Any]]:
     """(start, data) of the shards that this process writes."""
     if array.is_fully_addressable and jax.process_index() > 0:
         return  # every process has all of it
     for shard in array.addressable_shards:
         if shard.replica_id == 0:
             yield tuple(s.start or 0 for s in shard.index), shard.data
-
-
-def write_shards(
-    directory: Path,
-    process: int,
-    described: Mapping[str, Mapping[str, Any]],
-    shards: Mapping[str, Sequence[tuple[tuple[int, ...], np.ndarray]]],
-) -> None:
-    """Writes one process's file, then its index. Raises `OSError`."""
-    name, offset, arrays = f"{process}.bin", 0, {}
-    with (directory / name).open("wb", buffering=0) as file:
-        for path, found in shards.items():
-            pieces = []
-            for start, data in found:
-                for at, shape in pieces_of(data.shape, data.dtype.itemsize):
-                    box = tuple(slice(a, a + n) for a, n in zip(at, shape, strict=True))
-                    view = np.ascontiguousarray(data[box]).reshape(-1).view(np.uint8).data
-                    _write_whole(file, view)
-                    begin = [a + b for a, b in zip(start, at, strict=True)]
-                    pieces.append([offset, begin, list(shape), hashlib.sha256(view).hexdigest()])
-                    offset += len(view)
-            arrays[path] = {**described[path], "pieces": pieces}
-        os.fsync(file.fileno())
-    (directory / f"{process}.json").write_text(json.dumps({"file": name, "arrays": arrays}), encoding="utf-8")
-
-
-def _write_whole(file: Any, view: memoryview) -> None:
-    while view:
-        view = view[file.write(view) :]
 
 
 def pieces_of(
@@ -154,15 +98,83 @@ def pieces_of(
             yield from (((begin, *s), (1, *n)) for s, n in pieces_of(shape[1:], itemsize, limit))
 
 
+@attrs.frozen(eq=False)
+class Part:
+    """Bytes of one array that are to be written: its path, its box, and a view of host memory until they are."""
+
+    path: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    bytes: int
+    view: memoryview | None
+
+
+@attrs.define(eq=False)
+class BinaryFile:
+    """A file of parts: hashed while a storage writes it.
+
+    Attributes:
+        hashes: of each part, once it was written.
+    """
+
+    name: str
+    bytes: int = 0
+    hashes: list[str] = attrs.field(factory=list)
+    _parts: list[Part] = attrs.field(factory=list)
+    _buffers: list[int] = attrs.field(factory=list)
+
+    def add(self, part: Part, buffer: int) -> None:
+        """Adds a part at the end; `buffer` identifies the memory that it lies in."""
+        self._parts.append(part)
+        self._buffers.append(buffer)
+        self.bytes += part.bytes
+
+    def release(self) -> list[int]:
+        """Lets go of the memory of all parts; returns whose it was, once for each part."""
+        self._parts = [attrs.evolve(part, view=None) for part in self._parts]
+        buffers, self._buffers = self._buffers, []
+        return buffers
+
+    def chunks(self) -> Iterator[memoryview]:
+        """What is to be written, part by part."""
+        self.hashes.clear()
+        for part in self._parts:
+            assert part.view is not None
+            self.hashes.append(hashlib.sha256(part.view).hexdigest())
+            yield part.view
+
+    def pieces(self) -> Iterator[tuple[str, list[Any]]]:
+        """(path, offset, start, shape, hash) of each part, as an index has them."""
+        offset = 0
+        for part, digest in zip(self._parts, self.hashes, strict=True):
+            yield part.path, [offset, list(part.start), list(part.shape), digest]
+            offset += part.bytes
+
+
+def render_index(described: Mapping[str, Mapping[str, Any]], files: Sequence[BinaryFile]) -> bytes:
+    """The index of one process: arrays by path with shape and dtype, and where their pieces are in its files."""
+    arrays: dict[str, Any] = {path: {**info, "pieces": []} for path, info in described.items()}
+    for number, file in enumerate(files):
+        for path, piece in file.pieces():
+            arrays[path]["pieces"].append([number, *piece])
+    sizes = [[f.name, f.bytes] for f in files]
+    return json.dumps({"files": sizes, "arrays": arrays}).encode()
+
+
 def parse_index(data: bytes) -> dict[str, StoredArray]:
     """The arrays of one index. Raises `ValueError`, `KeyError` or `TypeError` where it is damaged."""
     body = json.loads(data)
+    if "files" not in body:  # format 2: one file for each process
+        body["files"] = [[body["file"], 0]]
+        for info in body["arrays"].values():
+            info["pieces"] = [[0, *piece] for piece in info["pieces"]]
+    names = [name for name, _ in body["files"]]
     return {
         path: StoredArray(
             path,
             tuple(info["shape"]),
             info["dtype"],
-            tuple(Piece(body["file"], at, tuple(start), tuple(shape), sha) for at, start, shape, sha in info["pieces"]),
+            tuple(Piece(names[n], at, tuple(start), tuple(shape), sha) for n, at, start, shape, sha in info["pieces"]),
         )
         for path, info in body["arrays"].items()
     }

@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import threading
+import uuid
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urlsplit
@@ -53,7 +55,7 @@ class LocalStorage:
     def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
         """Writes a file beside its place and renames it there."""
         target = self._locate(path)
-        temporary = target.with_name(f".{target.name}.{os.getpid()}")
+        temporary = target.with_name(f".{target.name}.{os.getpid()}-{threading.get_native_id()}")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             try:
@@ -67,6 +69,28 @@ class LocalStorage:
                 temporary.unlink(missing_ok=True)
         except OSError as error:
             raise self._error(path, error) from error
+
+    def create(self, path: str, data: bytes) -> bool:
+        """Links a whole file to its name, which only one of several writers can do."""
+        target = self._locate(path)
+        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                temporary.write_bytes(data)
+                os.link(temporary, target)
+            finally:
+                temporary.unlink(missing_ok=True)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            raise self._error(path, error) from error
+        return True
+
+    def staging(self, target: str) -> str:
+        """A hidden folder beside the target."""
+        folder, slash, name = target.rpartition("/")
+        return f"{folder}{slash}.{name}.partial"
 
     def commit(self, source: str, target: str) -> None:
         """Renames a folder."""
@@ -87,6 +111,10 @@ class LocalStorage:
         target = self._locate(path)
         try:
             if target.is_dir() and not target.is_symlink():
+                if not target.name.startswith("."):  # out of sight at once
+                    hidden = target.with_name(f".{target.name}.deleted")
+                    shutil.rmtree(hidden, ignore_errors=True)
+                    target = target.rename(hidden)
                 shutil.rmtree(target)
             else:
                 target.unlink(missing_ok=True)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from axlearn_core.checkpoint.manifest import WEIGHTS
+from axlearn_core.checkpoint.manifest import STATE, WEIGHTS
 from axlearn_core.checkpoint.shards import Box, Piece, StoredArray, merge_indices, parse_index
 from axlearn_core.contracts.storage import Storage
 from axlearn_core.errors import StorageError
@@ -26,19 +26,22 @@ class DamagedError(Exception):
     """What is wrong with a file; callers name the checkpoint."""
 
 
-def read_index(storage: Storage, root: str, files: Mapping[str, Mapping[str, Any]]) -> dict[str, StoredArray]:
-    """The arrays in a checkpoint's files of weights; empty where it has none.
+def read_index(
+    storage: Storage, root: str, files: Mapping[str, Mapping[str, Any]], folder: str = WEIGHTS
+) -> dict[str, StoredArray]:
+    """The arrays in a folder of a checkpoint, by default its weights; empty where it has none.
 
     Args:
         storage: where the checkpoint lies.
         root: its folder, with a `/` at its end.
         files: of its manifest: what its indices are, with their hashes.
+        folder: `WEIGHTS` or `OTHERS`.
 
     Raises:
         DamagedError: an index is not what was written.
     """
     indices = []
-    for name in sorted(n for n in files if n.startswith(WEIGHTS) and n.endswith(".json")):
+    for name in sorted(n for n in files if n.startswith(folder) and n.endswith(".json")):
         try:
             data = storage.read(f"{root}{name}")
         except StorageError as error:
@@ -116,7 +119,7 @@ class _Reader:
         target = _contiguous(piece, buffers)
         data = np.empty(piece.shape, self.dtype) if target is None else target
         view = data.reshape(-1).view(np.uint8).data
-        name = f"{WEIGHTS}{piece.file}"
+        name = f"{STATE}/{self.folder.rpartition(f'{STATE}/')[2]}{piece.file}"
         try:
             self.storage.read_into(f"{self.folder}{piece.file}", piece.offset, view)
         except StorageError as error:

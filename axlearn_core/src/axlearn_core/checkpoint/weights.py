@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Sharding
 
-from axlearn_core.checkpoint.run import RunCheckpoint, WholeCheckpoint, open_checkpoint, read_run_config
+from axlearn_core.checkpoint.run import RunCheckpoint, WholeCheckpoint, open_checkpoint, open_folder, read_run_config
 from axlearn_core.checkpoint.storage import open_storage
 from axlearn_core.compose import Functional, ModelAndObjective
 from axlearn_core.compose.objective import PREFIX
@@ -25,7 +25,8 @@ def open_weights(uri: str | Path, *, step: int | None = None, storage: Storage |
     """The weights at a path or URI: of a run, or of whatever an installed plugin knows. Reads no tensor.
 
     Args:
-        uri: a run directory, a directory in Hugging Face format, exported adapters (`DIR` or `DIR?base=RUN`), ...
+        uri: a run directory or its folder of checkpoints, a directory in Hugging Face format, exported adapters (`DIR` or
+            `DIR?base=RUN`), ...
         step: which checkpoint of a run; by default the newest.
         storage: what the run's files are read from; by default the storage of `uri`.
 
@@ -38,6 +39,8 @@ def open_weights(uri: str | Path, *, step: int | None = None, storage: Storage |
         files = storage or open_storage(uri)
         if (config := read_run_config(files, uri)) is not None:
             return RunWeights(open_checkpoint(uri, files, config, step))
+        if (checkpoint := open_folder(uri, files, step)) is not None:
+            return RunWeights(checkpoint)
     except CheckpointError:
         raise
     except RequestError as error:  # a plugin may know the scheme all the same

@@ -194,3 +194,24 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
 def digest_of(tokenizer: Tokenizer) -> str:
     """What tells a tokenizer from others: its digest, or at least its class."""
     return tokenizer.digest if isinstance(tokenizer, HasDigest) else type(tokenizer).__name__
+
+
+@runtime_checkable
+class OwnsCheckpoints(Protocol):
+    """A checkpointer whose checkpoints belong to a run.
+
+    Attributes:
+        run: the id of the run that saves; the trainer sets it before the first save.
+        place: where the checkpoints lie: its `storage` and its `name` for people.
+    """
+
+    run: str
+    place: Any
+
+    def owner(self) -> str:
+        """The id of the run that wrote the newest checkpoint; empty where there is none, or it does not say."""
+        ...
+
+    def restart(self) -> None:
+        """Begins at step 0: sets aside every checkpoint that is there."""
+        ...

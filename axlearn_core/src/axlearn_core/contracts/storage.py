@@ -17,11 +17,15 @@ class StoredFile:
     bytes: int
 
 
+MARKER = "manifest.json"
+"""The file that is written last into a folder and deleted first: a folder with it is complete."""
+
+
 class Storage(Protocol):
     """A tree of files below one URI. Paths are relative, with `/` between parts.
 
     Implementations retry what is worth retrying. They raise `StorageError` for anything that fails, and its subclass
-    `MissingFileError` for a file that does not exist.
+    `MissingFileError` for a file that does not exist. Several threads may call them at once.
     """
 
     def list(self, prefix: str = "") -> Sequence[StoredFile]:
@@ -40,15 +44,30 @@ class Storage(Protocol):
         """Writes a file, replacing an earlier one. Readers see the old file, the new file or none, never a part."""
         ...
 
+    def create(self, path: str, data: bytes) -> bool:
+        """Writes a small file where there is none. False where there is one: of several callers one gets True."""
+        ...
+
+    def staging(self, target: str) -> str:
+        """The folder to write what `commit` makes `target`.
+
+        It is `target` itself where folders cannot be renamed, as in object stores: there `MARKER`, which is written last,
+        says that a folder is complete.
+        """
+        ...
+
     def commit(self, source: str, target: str) -> None:
-        """Makes all files below the folder `source` appear below the new folder `target`, all or none, durably.
+        """Makes all files below the folder `source` appear below the new folder `target`, durably.
+
+        All or none appear at once. In a storage that cannot rename, `MARKER` is the last to appear and the first to go.
+        Where `source` is `target`, everything is in its place.
 
         An existing `target` is a `StorageError`, and a missing `source` a `MissingFileError`.
         """
         ...
 
     def delete(self, path: str) -> None:
-        """Deletes a file, or a folder with everything below it. What does not exist is deleted already."""
+        """Deletes a file, or a folder with everything below it, `MARKER` first. What does not exist is deleted already."""
         ...
 
     def directory(self) -> Path:

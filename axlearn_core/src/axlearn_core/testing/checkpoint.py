@@ -1,6 +1,7 @@
 """The suites for checkpointers and for the storages behind them."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from axlearn_core.checkpoint import open_storage
 from axlearn_core.config import Node
-from axlearn_core.contracts.storage import Storage
+from axlearn_core.contracts.storage import MARKER, Storage
 from axlearn_core.errors import CheckpointError, MissingFileError, StorageError
 from axlearn_core.testing.common import assert_equal, need_devices
 
@@ -224,6 +225,40 @@ class StorageSuite:
         assert storage.read("steps/10/x") == b"partial/x", "a commit onto what exists changes nothing"
         with pytest.raises(MissingFileError):
             storage.commit("nowhere", "steps/20")
+
+    def test_what_is_staged_is_committed(self, tmp_path: Path) -> None:
+        storage = self.opened(tmp_path)
+        for target in ("10", "steps/20"):
+            staging = storage.staging(target)
+            assert staging == storage.staging(target), "every process writes to the same folder"
+            storage.write(f"{staging}/state/x", [b"1"])
+            storage.write(f"{staging}/{MARKER}", [b"2"])
+            storage.commit(staging, target)
+            assert [f.path for f in self.opened(tmp_path).list(f"{target}/")] == [
+                f"{target}/{MARKER}", f"{target}/state/x"
+            ]  # fmt: skip
+            with pytest.raises(MissingFileError):
+                storage.commit(storage.staging("nothing"), "nothing")
+
+    def test_one_of_several_creates_a_file(self, tmp_path: Path) -> None:
+        storages = [self.opened(tmp_path) for _ in range(8)]
+        with ThreadPoolExecutor(8) as pool:
+            created = list(pool.map(lambda n: storages[n].create("a/lock", str(n).encode()), range(8)))
+        assert created.count(True) == 1
+        assert storages[0].read("a/lock") == str(created.index(True)).encode()
+        storages[0].delete("a/lock")
+        assert storages[1].create("a/lock", b"again")
+
+    def test_names_may_have_any_characters(self, tmp_path: Path) -> None:
+        storage = self.opened(tmp_path)
+        names = ["a [1]/b*?", "ü/%20/&=+ #", "p.q/..r"]
+        for name in names:
+            storage.write(name, [name.encode()])
+        assert [f.path for f in self.opened(tmp_path).list()] == sorted(names)
+        for name in names:
+            assert storage.read(name) == name.encode()
+            storage.delete(name)
+        assert list(storage.list()) == []
 
     def test_deleting_is_done_once(self, tmp_path: Path) -> None:
         storage = self.opened(tmp_path)

@@ -8,15 +8,15 @@ from typing import Any
 import attrs
 
 from axlearn_core.checkpoint import open_storage
-from axlearn_core.checkpoint.run import read_run_config
+from axlearn_core.checkpoint.run import open_folder, read_run_config
 from axlearn_core.compose.devices import detect, settle
 from axlearn_core.config import Node, diff
 from axlearn_core.contracts.target import Detected
-from axlearn_core.errors import CheckpointError, RequestError
+from axlearn_core.errors import CheckpointError, RequestError, StorageError
 from axlearn_core.plugins.request import Request, write
 from axlearn_core.plugins.resolve import Resolved, resolve
 from axlearn_core.plugins.unregistered import CodeNames, code_name
-from axlearn_core.train.run_dir import RunDir, refused_changes, short_hash
+from axlearn_core.train.run_dir import RunDir, check_config, refused_changes, short_hash
 from axlearn_core.train.trainer import Result, Trainer
 
 
@@ -30,6 +30,7 @@ def train(
     run_dir: str | Path | None = None,
     allow_drift: bool = False,
     restore_step: int | None = None,
+    restart: bool = False,
 ) -> Result:
     """Trains, and continues by itself where the run directory has a checkpoint.
 
@@ -43,6 +44,7 @@ def train(
         run_dir: by default `runs/<experiment>-<hash of the config>`.
         allow_drift: continue a run although what it computes changed.
         restore_step: continue from this checkpoint instead of the newest.
+        restart: begin at step 0 although the run has metrics or checkpoints, which are set aside.
 
     A config may hold code that is not registered as a component, such as a layer of a notebook. The run says so: its config
     file is read back only by a process that has defined the same code.
@@ -64,6 +66,8 @@ def train(
     text = write(resolved.config, names) if from_python else resolved.to_yaml()
     old = saved_config(path)  # after the config is written as text: it may name values of code in the same way
     checked = RunDir.check(path, resolved.config, old, allow_drift=allow_drift, who=resolved.setter)
+    if old is None:
+        _check_stored(resolved, allow_drift=allow_drift)
     checked = attrs.evolve(checked, notes=(*notes, *checked.notes))
     trainer = resolved.config.build()
     return trainer.run(
@@ -72,9 +76,26 @@ def train(
         config_text=text,
         provenance=provenance(resolved),
         restore_step=restore_step,
+        restart=restart,
         machine=resolved.machine,
         decisions=(*resolved.decisions, *names.decisions(resolved.config)),
     )
+
+
+def _check_stored(resolved: Resolved, *, allow_drift: bool) -> None:
+    """Compares a new run with the config inside the checkpoints that lie at its `checkpointer.uri` already."""
+    config: Any = resolved.config
+    if (uri := getattr(config.checkpointer, "uri", None)) is None:
+        return
+    try:
+        checkpoint = open_folder(uri, open_storage(uri))
+    except StorageError as error:
+        raise RequestError(
+            f"checkpointer.uri: {uri} cannot be read: {error}\n    fix: make it reachable, or give another place"
+        ) from error
+    if checkpoint is not None:
+        what = f"{uri} has checkpoints of a run"
+        check_config(what, checkpoint.config, config, allow_drift=allow_drift, who=resolved.setter)
 
 
 def _detect(config: Any) -> Detected:

@@ -9,6 +9,7 @@ checkpoints/      one directory per step
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -87,31 +88,29 @@ class RunDir:
             RequestError: the directory holds something that is no run.
             CheckpointError: it holds another experiment's run.
         """
+        try:
+            str(path).encode()
+        except UnicodeEncodeError:
+            raise RequestError(
+                f"the run directory {str(path)!r} has bytes that are not UTF-8\n    fix: give another --run-dir"
+            ) from None
+        if scheme := re.match(r"([a-z][a-z0-9+.-]+):/", str(path)):
+            raise RequestError(
+                f"the run directory {str(path)!r} is a URI of {scheme[1]}\n    expected: a local or mounted directory\n"
+                f"    fix: give a path, and keep the checkpoints there with --set checkpointer.uri={scheme[1]}://..."
+            )
         if path.exists() and not path.is_dir():
             raise RequestError(f"{path} is a file\n    fix: give another --run-dir")
         if old is None:
-            strangers = sorted(p.name for p in path.iterdir())[:5] if path.exists() else []
+            names = sorted(p.name for p in path.iterdir()) if path.exists() else []
+            strangers = [n for n in names if not n.startswith(".trainer-")][:5]  # the file of a holder that died
             if strangers:
                 raise RequestError(
                     f"{path} is not empty and is no run: it has no config.yaml\n    got: {', '.join(strangers)}\n"
                     "    fix: give another --run-dir; nothing was written"
                 )
             return cls(path, resumes=False)
-        changes = diff(old, config, code_name)
-        refused = refused_changes(changes, old, config)
-        if refused and not allow_drift:
-
-            def line(found: Refused) -> str:
-                remarks = "; ".join(r for r in (found.reason, who(found.change.path)) if r)
-                return f"    {show_change(found.change)}" + (f" ({remarks})" if remarks else "")
-
-            raise CheckpointError(
-                f"{path} holds a run with another config; nothing was written\n"
-                + "\n".join(map(line, refused[:12]))
-                + (f"\n    and {len(refused) - 12} more" if len(refused) > 12 else "")
-                + "\n    fix: give another --run-dir, or continue it all the same with --allow-drift; where parameters"
-                "\n    changed with a feature, `axlearn convert` makes a new run of this one, or says why it cannot"
-            )
+        changes = check_config(f"{path} holds a run", old, config, allow_drift=allow_drift, who=who)
         return cls(path, resumes=True, notes=tuple(f"changed since the run began: {show_change(c)}" for c in changes))
 
     def write(self, config_text: str, lock: Mapping[str, Any]) -> None:
@@ -134,6 +133,32 @@ class RunDir:
         """Adds one fact to the lock that is known only once the step is compiled."""
         lock = self.read_lock() | {name: value}
         write_whole(self.path / "run.lock.json", json.dumps(lock, indent=1, default=str) + "\n")
+
+
+def check_config(
+    what: str, old: Node[Any], config: Node[Any], *, allow_drift: bool, who: Who = {}.get
+) -> tuple[Change, ...]:
+    """The changes between the config of a run and the one it is to be continued with.
+
+    Raises:
+        CheckpointError: they change what is computed. The message begins with `what`.
+    """
+    changes = diff(old, config, code_name)
+    refused = refused_changes(changes, old, config)
+
+    def line(found: Refused) -> str:
+        remarks = "; ".join(r for r in (found.reason, who(found.change.path)) if r)
+        return f"    {show_change(found.change)}" + (f" ({remarks})" if remarks else "")
+
+    if refused and not allow_drift:
+        raise CheckpointError(
+            f"{what} with another config; nothing was written\n"
+            + "\n".join(map(line, refused[:12]))
+            + (f"\n    and {len(refused) - 12} more" if len(refused) > 12 else "")
+            + "\n    fix: give another --run-dir, or continue it all the same with --allow-drift; where parameters"
+            "\n    changed with a feature, `axlearn convert` makes a new run of this one, or says why it cannot"
+        )
+    return changes
 
 
 def show_change(change: Change) -> str:

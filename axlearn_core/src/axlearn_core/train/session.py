@@ -41,6 +41,7 @@ class Session:
         peak_flops: of all devices together for the dtype in use, or None where the hardware's peak is not known.
         metrics: the latest values.
         stop_signal: what asked the job to stop, once `stops` has said so.
+        on_save: called before each save, on every process; what it raises stops the run.
     """
 
     program: Program
@@ -57,6 +58,7 @@ class Session:
     run_dir: Path
     peak_flops: float | None
     on_compiled: Callable[["Session", Mapping[str, Any]], None]
+    on_save: Callable[[], None] = lambda: None
     profiler: Profiler | None = None
     watchdog: Watchdog | None = None
     clock: PhaseClock = attrs.field(factory=PhaseClock)
@@ -125,6 +127,7 @@ class Session:
         if not force and not self.checkpointer.due(self.step):
             return
         self.beat("save")
+        self.on_save()
         now = {k: v for k, v in self.metrics.items() if self._measured.get(k, self.step) == self.step}
         metrics = {k: v for k, v in now.items() if math.isfinite(v)}
         extra = {"data": united(self.batches.get_state()), "step": self.step}

@@ -14,7 +14,7 @@ from axlearn_core.checkpoint.orbax import WEIGHTS_ONLY
 from axlearn_core.compose import Function, Functional, ModelAndObjective, Program, compose
 from axlearn_core.compose.objective import replicated
 from axlearn_core.config import REQUIRED, Configurable, Node, check, node, setting
-from axlearn_core.contracts.capabilities import vocabulary_size
+from axlearn_core.contracts.capabilities import OwnsCheckpoints, vocabulary_size
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.contracts.parts import (
     BatchIterator,
@@ -38,6 +38,7 @@ from axlearn_core.train.evaluators import Evaluator, LossEvaluator
 from axlearn_core.train.lock import make_lock, peak_flops
 from axlearn_core.train.loop import Loop, TrainLoop
 from axlearn_core.train.objective import FrozenWeights
+from axlearn_core.train.ownership import SAVED, check_metrics, hold_run
 from axlearn_core.train.phases import PhaseClock
 from axlearn_core.train.run_dir import RunDir, lock_drift
 from axlearn_core.train.session import Session, say
@@ -119,6 +120,7 @@ class Trainer(Configurable):
         config_text: str = "",
         provenance: Mapping[str, Any] | None = None,
         restore_step: int | None = None,
+        restart: bool = False,
         machine: Machine | None = None,
         decisions: Sequence[Decision] = (),
     ) -> Result:
@@ -132,6 +134,7 @@ class Trainer(Configurable):
             config_text: the resolved config as YAML, to be kept in the directory.
             provenance: path -> who set it, for the lock.
             restore_step: a step to go back to; the default is the newest.
+            restart: begin at step 0 whatever is there; it is set aside.
             machine: what it has to run on; None is what JAX finds.
             decisions: what was decided for the user, to be shown and kept in the lock.
         """
@@ -150,6 +153,8 @@ class Trainer(Configurable):
                 check_stateless(evaluator, f"evaluators.{name}")
             loop = check_stateless(cfg.loop.build(**offered), "loop")
             checkpointer = cfg.checkpointer.build(directory=run_dir.checkpoints)
+            old = run_dir.read_lock() if run_dir.resumes else {}
+            run_id, check_held = hold_run(run_dir, checkpointer, old, closing)
             closing.callback(checkpointer.close)
             watchdog = cfg.watchdog.build(run_dir=run_dir.path) if cfg.watchdog else None
             if watchdog:
@@ -157,10 +162,12 @@ class Trainer(Configurable):
                 watchdog.start()
                 watchdog.beat("restore", 0)
             clock.begin("restore")
-            state, step, begins = self._restore(program, checkpointer, batches, restore_step)
+            state, step, begins = self._restore(program, checkpointer, batches, restore_step, restart=restart)
+            if state is None and not restart:
+                check_metrics(run_dir, old)
             frozen = FrozenWeights.of(program) if begins else None
             lock = make_lock(program, source, experiment=experiment, provenance=provenance, decisions=decisions)
-            old = run_dir.read_lock() if run_dir.resumes else {}
+            lock |= {"run": run_id, SAVED: step > 0 or (old.get(SAVED, False) and not restart)}
             drift = lock_drift(old, lock) if old else []
             for decision in decisions:
                 say(str(decision))
@@ -192,6 +199,13 @@ class Trainer(Configurable):
             if watchdog:
                 watchdog.beat("compile", step)
             clock.begin("compile")
+
+            def on_save() -> None:
+                check_held()
+                if not lock[SAVED] and jax.process_index() == 0 and checkpointer.latest_step() is not None:
+                    lock[SAVED] = True
+                    run_dir.write_fact(SAVED, True)
+
             state = _ready(program, batches, cfg.seed) if state is None else state
             session = Session(
                 program=program,
@@ -208,6 +222,7 @@ class Trainer(Configurable):
                 run_dir=run_dir.path,
                 peak_flops=peak_flops(program),
                 on_compiled=lambda s, batch: self._compiled(s, batch, run_dir),
+                on_save=on_save,
                 profiler=profiler,
                 watchdog=watchdog,
                 clock=clock,
@@ -216,10 +231,17 @@ class Trainer(Configurable):
             loop.run(session)
             session.beat("save")
             checkpointer.wait()
+            on_save()
         return Result(run_dir.path, session.step, dict(session.metrics), session.stop_signal)
 
-    def _restore(self, program: Program, checkpointer: Any, batches: Any, wanted: int | None) -> tuple[Any, int, bool]:
+    def _restore(
+        self, program: Program, checkpointer: Any, batches: Any, wanted: int | None, *, restart: bool
+    ) -> tuple[Any, int, bool]:
         """(state, step, whether the objective begins here) of a checkpoint; no state where there is none."""
+        if restart:
+            if isinstance(checkpointer, OwnsCheckpoints):
+                checkpointer.restart()
+            return None, 0, True
         step = checkpointer.latest_step() if wanted is None else wanted
         if step is None:
             return None, 0, True

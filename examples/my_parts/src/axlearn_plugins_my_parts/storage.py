@@ -39,6 +39,15 @@ class SqliteStorage:
         """Writes a file in one transaction."""
         self._run("INSERT OR REPLACE INTO files VALUES (?, ?)", path, b"".join(chunks))
 
+    def create(self, path: str, data: bytes) -> bool:
+        """Writes a file where there is none."""
+        with self._open() as database:
+            return database.execute("INSERT OR IGNORE INTO files VALUES (?, ?)", (path, data)).rowcount == 1
+
+    def staging(self, target: str) -> str:
+        """A folder beside the target: one transaction renames it."""
+        return f"{target}.partial"
+
     def commit(self, source: str, target: str) -> None:
         """Renames all files of a folder in one transaction."""
         if self.list(f"{target}/"):

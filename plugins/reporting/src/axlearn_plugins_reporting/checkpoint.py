@@ -3,31 +3,31 @@
 No arrays are read, and JAX is not imported.
 """
 
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from axlearn_core.cli.common import json_option, print_json, print_table
-from axlearn_core.errors import CheckpointError
+from axlearn_core.errors import CheckpointError, MissingFileError
 
-run_dir_argument = click.argument("run_dir", type=click.Path(path_type=Path))
+if TYPE_CHECKING:
+    from axlearn_core.checkpoint.manifest import Checkpoints
+
+run_dir_argument = click.argument("run_dir", metavar="RUN_DIR|URI")
 
 
 @click.command("list")
 @run_dir_argument
 @json_option
-def list_(run_dir: Path, as_json: bool) -> None:
-    """List the checkpoints of RUN_DIR, oldest first."""
-    from axlearn_core.checkpoint import manifest
-
-    directory = _directory(run_dir)
-    rows = [_row(directory, step) for step in manifest.steps(directory)]
+def list_(run_dir: str, as_json: bool) -> None:
+    """List the checkpoints of a run, oldest first. RUN_DIR may be a URI, or where the checkpoints themselves are."""
+    place = _find(run_dir)
+    rows = [_row(place, step) for step in place.steps()]
     if as_json:
         print_json(rows)
         return
     if not rows:
-        click.echo(f"{directory} has no checkpoint yet", err=True)
+        click.echo(f"{place.name} has no checkpoint yet", err=True)
         return
     for row in rows:
         row["metrics"] = "  ".join(f"{k} {v:.4g}" for k, v in row["metrics"].items())
@@ -40,15 +40,13 @@ def list_(run_dir: Path, as_json: bool) -> None:
 @click.option("--step", type=click.IntRange(min=0), help="The checkpoint to look at; default: the newest.")
 @click.option("--verify", is_flag=True, help="Compare every file with its hash first.")
 @json_option
-def inspect(run_dir: Path, step: int | None, verify: bool, as_json: bool) -> None:
+def inspect(run_dir: str, step: int | None, verify: bool, as_json: bool) -> None:
     """List the arrays in a checkpoint of RUN_DIR: path, shape, dtype."""
-    from axlearn_core.checkpoint import manifest
-
-    directory = _directory(run_dir)
-    known = manifest.steps(directory)
+    place = _find(run_dir)
+    known = place.steps()
     if not known:
-        raise CheckpointError(f"{directory} has no checkpoint")
-    found = (manifest.verify if verify else manifest.inspect)(directory, known[-1] if step is None else step)
+        raise CheckpointError(f"{place.name} has no checkpoint")
+    found = (place.verify if verify else place.inspect)(known[-1] if step is None else step)
     rows = [{"name": a.path, "shape": a.shape, "dtype": a.dtype} for a in found.arrays.values()]
     if as_json:
         print_json(rows)
@@ -60,25 +58,31 @@ def inspect(run_dir: Path, step: int | None, verify: bool, as_json: bool) -> Non
     print_table([{**r, "shape": " x ".join(map(str, r["shape"])) or "()"} for r in rows], ("name", "shape", "dtype"))
 
 
-def _directory(run_dir: Path) -> Path:
+def _find(run_dir: str) -> "Checkpoints":
     """Where the run keeps its checkpoints: the URI of its config, or a folder of its own."""
-    from axlearn_core.checkpoint.storage import resolve
+    from axlearn_core.checkpoint.manifest import Checkpoints
+    from axlearn_core.checkpoint.storage import open_storage
     from axlearn_core.config import parse
 
-    file = run_dir / "config.yaml"
-    if not file.is_file():
-        raise CheckpointError(f"{run_dir} is no run directory: it has no config.yaml")
-    data = parse(file.read_text(encoding="utf-8"), str(file)).data
+    storage = open_storage(run_dir)
+    try:
+        text = storage.read("config.yaml").decode()
+    except MissingFileError:
+        place = Checkpoints(storage, run_dir)
+        if place.steps():
+            return place
+        raise CheckpointError(f"{run_dir} is no run directory: it has no config.yaml") from None
+    data = parse(text, f"{run_dir}/config.yaml").data
     uri = (data.get("checkpointer") or {}).get("uri") if isinstance(data, dict) else None
-    return resolve(uri) if uri else run_dir / "checkpoints"
+    return (
+        Checkpoints(open_storage(uri), uri) if uri else Checkpoints(storage, f"{run_dir}/checkpoints", "checkpoints/")
+    )
 
 
-def _row(directory: Path, step: int) -> dict[str, Any]:
-    from axlearn_core.checkpoint import manifest
-
+def _row(place: "Checkpoints", step: int) -> dict[str, Any]:
     row: dict[str, Any] = {"name": str(step), "step": step, "created": "", "arrays": 0, "bytes": 0, "metrics": {}}
     try:
-        found = manifest.inspect(directory, step)
+        found = place.inspect(step)
     except CheckpointError:
         return {**row, "state": "damaged"}
     facts = {"created": found.created, "arrays": len(found.arrays), "bytes": found.bytes, "metrics": found.metrics}

@@ -22,7 +22,8 @@ class JsonlTracker(Configurable):
     `{"step": 7, "loss": null, "nonfinite": {"loss": "nan"}}`.
 
     Every line is handed to the system whole, so that killing the process loses no complete line. Starting at step k
-    cuts both files back to what was logged up to k: a resumed run leaves the files that an uninterrupted one would.
+    cuts both files back to what was logged up to k: a resumed run leaves the files that an uninterrupted one would. Starting at
+    0 sets files that are there aside, as `metrics.superseded-TIME.jsonl`.
     """
 
     @node
@@ -46,6 +47,8 @@ class JsonlTracker(Configurable):
             path = self._run_dir / name
             with writing(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
+                if start_step == 0 and path.exists() and path.stat().st_size:
+                    path.rename(path.with_name(f"{path.stem}.superseded-{time.time_ns()}.jsonl"))
                 kept = cut_back(path, start_step)
                 self._files[name] = path.open("a", encoding="utf-8")
             if name == METRICS:

@@ -1,0 +1,90 @@
+"""The arrays of a training state, as a checkpoint describes, stores and compares them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from axlearn_core.checkpoint.manifest import ArrayInfo
+from axlearn_core.errors import CheckpointError, WorkError, nearest
+from axlearn_core.learn.paths import flatten
+
+
+def describe(path: str, leaf: Any) -> ArrayInfo:
+    """The shape and dtype of a leaf, which may be abstract.
+
+    Raises:
+        CheckpointError: it is no array that JAX holds as it is.
+    """
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None or not (is_key(leaf) or jax.dtypes.canonicalize_dtype(dtype) == dtype):
+        raise CheckpointError(f"{path}: a checkpoint holds JAX arrays, not {type(leaf).__name__} {dtype or repr(leaf)}")
+    return ArrayInfo(path, tuple(leaf.shape), str(dtype))
+
+
+def stored(state: Any) -> dict[str, jax.Array]:
+    """The arrays that Orbax gets: by dotted path, random keys as their data, without those that have no elements."""
+    flat = flatten(state)
+    if len(flat) != len(jax.tree.leaves(state)):
+        raise CheckpointError("two leaves of the state have the same dotted path")
+    values = {p: jax.random.key_data(x) if is_key(x) else jnp.asarray(x) for p, x in flat.items()}
+    return {p: x for p, x in values.items() if x.size}
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is a typed random key (or stands for one)."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def key_impl(leaf: Any) -> Any:
+    """The implementation of a random key."""
+    found = []  # `key_impl` takes keys, and a traced one where there is only a shape
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    return found[0]
+
+
+def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and sharding of what is stored for a leaf: keys as their data, by default on the first device."""
+    sharding = getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    if is_key(leaf):
+        leaf = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def check_same(step: int, wanted: Mapping[str, ArrayInfo], there: Mapping[str, ArrayInfo], *, unexpected: bool) -> None:
+    """Raises `CheckpointError` with every array that is missing, unexpected or of another shape or dtype."""
+    problems = []
+    for path, info in wanted.items():
+        if path not in there:
+            close = nearest(path, there, limit=1)
+            problems.append(f"missing: {path} {info}" + (f" (nearest there: {close[0]})" if close else ""))
+        elif not _is_same(there[path], info):
+            problems.append(f"differs: {path}: the checkpoint has {there[path]}, expected {info}")
+    if unexpected:
+        problems += [f"unexpected: {path} {info}" for path, info in there.items() if path not in wanted]
+    if problems:
+        more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
+        listed = "\n".join(f"    {p}" for p in [*problems[:20], *more])
+        raise CheckpointError(
+            f"the checkpoint of step {step} is of another model or optimizer\n{listed}\n"
+            "    fix: use the config that it was written with, or another run directory"
+        )
+
+
+def _is_same(there: ArrayInfo, wanted: ArrayInfo) -> bool:
+    """An array that an earlier version stored under another path may have another dtype."""
+    return there.shape == wanted.shape and (there.dtype == wanted.dtype or there.path != wanted.path)
+
+
+def agree(mine: Exception | None, cause: BaseException | None) -> None:
+    """Raises on every process where any process has an error, so that none goes on alone."""
+    if jax.process_count() > 1:
+        flags = np.asarray(multihost_utils.process_allgather(np.asarray(mine is not None)))
+        if mine is None and flags.any():
+            failed = ", ".join(str(i) for i in np.flatnonzero(flags))
+            raise WorkError(f"a checkpoint failed on process {failed}; see its error")
+    if mine is not None:
+        raise mine from (cause if cause is not mine else None)

@@ -1,0 +1,210 @@
+"""One process's part of a save: copies shards to host memory, and writes and hashes them from threads."""
+
+import json
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Executor, Future
+from typing import Any
+
+import jax
+import numpy as np
+
+from axlearn_core.checkpoint.manifest import OTHERS, STATE, WEIGHTS, describe
+from axlearn_core.checkpoint.shards import FILE, BinaryFile, Part, is_weight, own_shards, pieces_of, render_index
+from axlearn_core.contracts.storage import Storage
+from axlearn_core.errors import StorageError
+
+PEER_SECONDS = 1800.0
+"""How long the first process waits for the others to write their parts."""
+
+
+class HostBuffers:
+    """Host memory for copies of shards. It stays between saves: fresh pages cost many times what the copy does.
+
+    Attributes:
+        limit: bytes in use at most, or one buffer where that is larger; None is no limit.
+    """
+
+    def __init__(self, limit: int | None = None):
+        self.limit = limit
+        self.in_use = 0
+        self._free: defaultdict[int, list[np.ndarray]] = defaultdict(list)
+        self._freed = threading.Condition()
+
+    def take(self, size: int, *, wait: bool = True) -> np.ndarray | None:
+        """`size` bytes; None where there is no room and `wait` is False."""
+        with self._freed:
+            while self.limit is not None and self.in_use and self.in_use + size > self.limit:
+                if not wait:
+                    return None
+                self._freed.wait()
+            self.in_use += size
+            if self._free[size]:
+                return self._free[size].pop()
+            if self.limit is not None:
+                self._free.clear()
+        return np.empty(size, np.uint8)
+
+    def give(self, buffer: np.ndarray) -> None:
+        """Takes a buffer back."""
+        with self._freed:
+            self.in_use -= buffer.size
+            self._free[buffer.size].append(buffer)
+            self._freed.notify_all()
+
+    def trim(self) -> None:
+        """Frees what no save uses."""
+        with self._freed:
+            self._free.clear()
+
+
+class PartWriter:
+    """Writes this process's shards of the arrays of one state below a folder.
+
+    Args:
+        storage: where to.
+        folder: the staging folder of the checkpoint, with a `/` at its end.
+        buffers: for copies.
+        pool: writes the files.
+    """
+
+    def __init__(self, storage: Storage, folder: str, buffers: HostBuffers, pool: Executor):
+        self.storage, self.folder, self.buffers, self.pool = storage, folder, buffers, pool
+        self.files: dict[str, list[BinaryFile]] = {WEIGHTS: [], OTHERS: []}
+        self.described: dict[str, dict[str, Any]] = {WEIGHTS: {}, OTHERS: {}}
+        self._open: dict[str, BinaryFile] = {}
+        self._full: list[tuple[str, BinaryFile]] = []
+        self._futures: list[Future[None]] = []
+        self._uses: dict[int, list[Any]] = {}
+        self._lock = threading.Lock()
+
+    def copy(self, arrays: Mapping[str, jax.Array]) -> None:
+        """Copies the shards, which may be donated once this returns.
+
+        Writing begins afterwards, so that its threads do not slow the copies; where memory is bounded, meanwhile.
+        """
+        shards = [(path, start, data) for path, x in arrays.items() for start, data in own_shards(x)]
+        if self.buffers.limit is None:
+            for _, _, data in shards:
+                data.copy_to_host_async()
+        for path, x in arrays.items():
+            self.described[_kind(path)][path] = {"shape": list(x.shape), "dtype": str(x.dtype)}
+        copies = [self._add(path, start, np.asarray(data)) for path, start, data in shards]
+        for copied in self.pool.map(lambda copy: np.copyto(*copy), (c for c in copies if c is not None)):
+            assert copied is None
+        self._flush()
+
+    def _add(self, path: str, start: tuple[int, ...], data: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """Gives a shard a place in host memory, and in a file.
+
+        Returns:
+            (place, data) of a copy that is still to be made: all at once, and before anything is written. None where memory is
+            bounded, so that files are written meanwhile: it is made at once.
+        """
+        buffer = self.buffers.take(data.nbytes, wait=False)
+        if buffer is None:  # the room that it waits for may be held by files that are not full
+            self._flush()
+            buffer = self.buffers.take(data.nbytes)
+        assert buffer is not None
+        copy = buffer.view(data.dtype).reshape(data.shape)
+        if self.buffers.limit is not None:
+            np.copyto(copy, data)
+        boxes = list(pieces_of(data.shape, data.dtype.itemsize))
+        self._uses[id(buffer)] = [buffer, len(boxes)]
+        offset = 0
+        for at, shape in boxes:  # in C order, so that each is the next range of bytes
+            size = int(np.prod(shape)) * data.dtype.itemsize
+            begin = tuple(a + b for a, b in zip(start, at, strict=True))
+            self._append(Part(path, begin, tuple(shape), size, buffer.data[offset : offset + size]), id(buffer))
+            offset += size
+        return (copy, data) if self.buffers.limit is None else None
+
+    def _append(self, part: Part, buffer: int) -> None:
+        kind = _kind(part.path)
+        if kind not in self._open:
+            name = f"{jax.process_index()}-{len(self.files[kind])}.bin"
+            self._open[kind] = BinaryFile(name)
+            self.files[kind].append(self._open[kind])
+        file = self._open[kind]
+        file.add(part, buffer)
+        if file.bytes >= FILE:
+            self._full.append((kind, self._open.pop(kind)))
+            if self.buffers.limit is not None:
+                self._submit()
+
+    def _flush(self) -> None:
+        self._full += self._open.items()
+        self._open.clear()
+        self._submit()
+
+    def _submit(self) -> None:
+        self._futures += [self.pool.submit(self._write, kind, file) for kind, file in self._full]
+        self._full.clear()
+
+    def _write(self, kind: str, file: BinaryFile) -> None:
+        try:
+            self.storage.write(f"{self.folder}{kind}{file.name}", file.chunks())
+        finally:
+            for buffer in file.release():
+                self._release(buffer)
+
+    def _release(self, buffer: int) -> None:
+        with self._lock:
+            use = self._uses[buffer]
+            use[1] -= 1
+            if use[1] == 0:
+                self.buffers.give(self._uses.pop(buffer)[0])
+
+    def finish(self) -> None:
+        """Waits for the files, then writes the indices. Another process's error is left for it to read."""
+        process = jax.process_index()
+        try:
+            errors = [e for f in self._futures if (e := f.exception()) is not None]
+            if errors:
+                raise errors[0]
+            for kind in (WEIGHTS, OTHERS):
+                index = render_index(self.described[kind], self.files[kind])
+                self.storage.write(f"{self.folder}{kind}{process}.json", [index])
+        except BaseException as error:
+            if process > 0:
+                self.storage.write(f"{self.folder}{STATE}/{process}.failed", [str(error).encode() or b"?"])
+            raise
+
+
+def _kind(path: str) -> str:
+    return WEIGHTS if is_weight(path) else OTHERS
+
+
+def collect_parts(storage: Storage, folder: str, processes: int, seconds: float = PEER_SECONDS) -> dict[str, Any]:
+    """Waits until every process has written its part. Returns the files of all with size and hash, for the manifest.
+
+    Raises:
+        StorageError: a process failed, or was not heard of for too long; it names which.
+    """
+    deadline, pause = time.monotonic() + seconds, 0.02
+    wanted = {f"{folder}{OTHERS}{p}.json" for p in range(processes)}
+    while processes > 1:
+        there = {f.path for f in storage.list(f"{folder}{STATE}/")}
+        if failed := sorted(p for p in there if p.endswith(".failed")):
+            process = failed[0].rpartition("/")[2].removesuffix(".failed")
+            raise StorageError(f"process {process}: {storage.read(failed[0]).decode(errors='replace')}")
+        if wanted <= there:
+            break
+        if time.monotonic() > deadline:
+            late = sorted(p for p in range(processes) if f"{folder}{OTHERS}{p}.json" not in there)
+            raise StorageError(f"no part of process {', '.join(map(str, late))} after {seconds:g} s")
+        time.sleep(pause)
+        pause = min(2 * pause, 1.0)
+    files: dict[str, Any] = {}
+    for kind in (WEIGHTS, OTHERS):
+        for process in range(processes):
+            data = storage.read(f"{folder}{kind}{process}.json")
+            files[f"{kind}{process}.json"] = describe(data)
+            files |= {f"{kind}{name}": {"bytes": size} for name, size in _sizes(data)}
+    return files
+
+
+def _sizes(index: bytes) -> Iterable[tuple[str, int]]:
+    return ((name, size) for name, size in json.loads(index)["files"])

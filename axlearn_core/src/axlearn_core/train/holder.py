@@ -1,0 +1,175 @@
+"""One trainer for each place: a file that says who trains there, renewed while it lives."""
+
+import json
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from axlearn_core.checkpoint.storage import LocalStorage
+from axlearn_core.contracts.storage import Storage
+from axlearn_core.errors import CheckpointError, RequestError, StorageError, WorkError
+
+PREFIX = ".trainer-"
+"""The file is `.trainer-N.json`; the highest N holds the place. Whoever finds its holder dead creates N + 1."""
+BEAT_SECONDS = 10.0
+STALE_SECONDS = 6 * BEAT_SECONDS
+
+
+class Holder:
+    """Holds a run directory, or a place of checkpoints, against other trainers. Call `release` at the end.
+
+    A holder on this machine is dead when its process is. One elsewhere is dead when its file is old by this machine's clock and
+    stays as it is for two beats: clocks may differ.
+
+    Args:
+        storage: of the place.
+        name: of the place, for people.
+        run: the id of the run.
+
+    Raises:
+        CheckpointError: another trainer holds it.
+        RequestError: the place cannot be reached or written.
+    """
+
+    def __init__(self, storage: Storage, name: str, run: str):
+        self.storage, self.name = storage, name
+        self.info = {"run": run, **_identity()}
+        self._ended = threading.Event()
+        self._lost: dict[str, Any] | None = None
+        try:
+            self.number = self._acquire()
+        except StorageError as error:
+            raise RequestError(
+                f"cannot train in {name}: {error}\n    fix: make it reachable and writable, or give another place"
+            ) from error
+        self._thread = threading.Thread(target=self._beat, name="holder", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raises `WorkError` where another trainer has taken the place since, as after a long freeze."""
+        if self._lost is not None:
+            raise WorkError(
+                f"another trainer took {self.name} while this one did not answer: {_who(self._lost)}\n"
+                "    fix: nothing more is written here; the other one goes on"
+            )
+
+    def release(self) -> None:
+        """Lets the next trainer in."""
+        self._ended.set()
+        self._thread.join()
+        try:
+            self.storage.delete(self._path(self.number))
+        except StorageError:
+            return  # the file goes stale
+        if isinstance(self.storage, LocalStorage):
+            try:
+                self.storage.root.rmdir()  # only where nothing else was ever written
+            except OSError:
+                return
+
+    def _acquire(self) -> int:
+        there = self._holders()
+        newest = there[-1] if there else 0
+        if newest and (found := self._alive(newest)) is not None:
+            raise self._held(found)
+        if not self.storage.create(self._path(newest + 1), self._text()):
+            raise self._held(self._read(newest + 1) or {})
+        later = [n for n in self._holders() if n not in there and n != newest + 1]
+        if later:  # two found different holders dead at once: neither goes on
+            self.storage.delete(self._path(newest + 1))
+            raise self._held(self._read(later[-1]) or {})
+        for number in there:
+            self.storage.delete(self._path(number))
+        return newest + 1
+
+    def _alive(self, number: int) -> dict[str, Any] | None:
+        """Who holds the place, or None where that one is dead."""
+        found = self._read(number)
+        if found is None:
+            return None
+        if found.get("machine") == self.info["machine"]:
+            return found if _started(int(found["pid"])) == found["started"] else None
+        if time.time() - found["beat"] < STALE_SECONDS:
+            return found
+        time.sleep(2 * BEAT_SECONDS)
+        later = self._read(number)
+        return later if later is not None and later["beat"] != found["beat"] else None
+
+    def _holders(self) -> list[int]:
+        names = (f.path.removeprefix(PREFIX).removesuffix(".json") for f in self.storage.list(PREFIX))
+        return sorted(int(n) for n in names if n.isdecimal())
+
+    def _read(self, number: int) -> dict[str, Any] | None:
+        try:
+            return json.loads(self.storage.read(self._path(number)))
+        except (StorageError, ValueError):
+            return None
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT_SECONDS):
+            try:
+                higher = [n for n in self._holders() if n > self.number]
+                if higher:
+                    self._lost = self._read(higher[-1]) or {}
+                    return
+                self.storage.write(self._path(self.number), [self._text()])
+            except StorageError:
+                continue  # the next beat may work; until then the file ages
+
+    def _text(self) -> bytes:
+        return json.dumps({**self.info, "beat": time.time()}).encode()
+
+    def _path(self, number: int) -> str:
+        return f"{PREFIX}{number}.json"
+
+    def _held(self, found: dict[str, Any]) -> CheckpointError:
+        return CheckpointError(
+            f"{self.name} is in use by another trainer: {_who(found)}\n"
+            "    fix: wait for it or stop it, or give another place; nothing was written"
+        )
+
+
+def _who(found: dict[str, Any]) -> str:
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found["since"])) if "since" in found else "now"
+    return f"process {found.get('pid', '?')} on {found.get('host', '?')}, since {since}"
+
+
+def _identity() -> dict[str, Any]:
+    pid = os.getpid()
+    return {
+        "host": socket.gethostname(),
+        "machine": _machine(),
+        "pid": pid,
+        "started": _started(pid),
+        "since": time.time(),
+    }
+
+
+def _machine() -> str:
+    """What process ids are unique in: a boot of a machine, and a namespace there."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not Linux
+        return socket.gethostname()
+
+
+def _started(pid: int) -> str | None:
+    """When a process began, in the system's own units; None where there is no such process."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if status[0] == "Z" else status[19]
+    except OSError:
+        pass
+    if Path("/proc/self/stat").exists():
+        return None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        return "alive"
+    return "alive"

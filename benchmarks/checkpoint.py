@@ -1,0 +1,177 @@
+"""Saving and restoring a state, beside a raw parallel write and read of the same bytes.
+
+    python benchmarks/checkpoint.py [--megabytes 1024] [--saves 50]
+
+Prints, and with `--json FILE` keeps: seconds of a save and of a restore that compares every hash; the same bytes written (and
+brought to the disk) and read by as many threads without hashes; how long `save` blocks; the resident memory over many saves; and
+how much longer a step that sleeps takes while saves are under way. Raw and own measurements alternate, and the medians count.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from axlearn_core.checkpoint import OrbaxCheckpointer
+
+THREADS = min(8, 2 * (os.cpu_count() or 1))
+FILE = 64 * 2**20
+
+
+def make_state(megabytes, seed=0):
+    """Arrays of 16 MiB, half of them parameters and half of them optimizer state."""
+    count = max(megabytes // 32, 1)
+    dice = np.random.default_rng(seed)
+    arrays = {f"w{i}": jnp.asarray(dice.standard_normal((1024, 4096), np.float32)) for i in range(count)}
+    state = {"step": jnp.zeros((), jnp.int32), "params": arrays, "learner": {k: x + 1 for k, x in arrays.items()}}
+    return jax.block_until_ready(state)
+
+
+def raw_write(folder, state):
+    """The bytes of a state in files of 64 MiB, each brought to the disk."""
+    data = [np.asarray(x).reshape(-1).view(np.uint8) for x in jax.tree.leaves(state)]
+    groups = [data[i : i + 4] for i in range(0, len(data), 4)]
+    folder.mkdir()
+
+    def write(number):
+        with (folder / str(number)).open("wb", buffering=0) as file:
+            for part in groups[number]:
+                view = part.data
+                while view:
+                    view = view[file.write(view) :]
+            os.fsync(file.fileno())
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(write, range(len(groups))))
+
+
+def raw_read(folder):
+    """The same files into fresh memory, as a restore does."""
+
+    def read(path):
+        buffer = np.empty(path.stat().st_size, np.uint8)
+        with path.open("rb", buffering=0) as file:
+            filled = 0
+            while filled < buffer.size:
+                filled += file.readinto(buffer[filled:].data)
+        return buffer
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        return list(pool.map(read, folder.iterdir()))
+
+
+def timed(call):
+    begin = time.perf_counter()
+    result = call()
+    return time.perf_counter() - begin, result
+
+
+def throughput(folder, megabytes, rounds):
+    """Medians of seconds, raw and own in turn."""
+    state = make_state(megabytes)
+    like = jax.eval_shape(lambda: state)
+    times = {name: [] for name in ("raw_write", "raw_read", "save", "restore", "blocking")}
+    one = OrbaxCheckpointer.Config(keep_last=1).build(directory=folder / "checkpoints")
+    for number in range(1, rounds + 2):
+        raw = folder / f"raw-{number}"
+        measured = {"raw_write": timed(lambda raw=raw: raw_write(raw, state))[0]}
+        measured["raw_read"] = timed(lambda raw=raw: raw_read(raw))[0]
+        shutil.rmtree(raw)
+        begin = time.perf_counter()
+        one.save(number, state)
+        measured["blocking"] = time.perf_counter() - begin
+        one.wait()
+        measured["save"] = time.perf_counter() - begin
+        measured["restore"] = timed(lambda number=number: jax.block_until_ready(one.restore(number, like)))[0]
+        if number > 1:  # the first save takes fresh memory for its copies
+            for name, value in measured.items():
+                times[name].append(value)
+    one.close()
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    raw, own = medians["raw_write"] + medians["raw_read"], medians["save"] + medians["restore"]
+    return {
+        **{f"{name}_seconds": value for name, value in medians.items()},
+        "write_ratio": medians["raw_write"] / medians["save"],
+        "read_ratio": medians["raw_read"] / medians["restore"],
+        "ratio_to_raw": raw / own,
+        "blocking_share": medians["blocking"] / medians["save"],
+    }
+
+
+def resident():
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def memory(folder, megabytes, saves):
+    """Resident memory after each save."""
+    state, sizes = make_state(megabytes), []
+    one = OrbaxCheckpointer.Config(keep_last=2).build(directory=folder / "memory")
+    for step in range(1, saves + 1):
+        one.save(step, state)
+        one.wait()
+        sizes.append(resident())
+    one.close()
+    tenth = max(saves // 10, 1)
+    return {"first_rss": max(sizes[tenth : 2 * tenth]), "last_rss": max(sizes[-tenth:])}
+
+
+def steps(folder, *, seconds=0.02, every=25, count=200):
+    """Median time of a step that sleeps, without saves and with one every so many steps; toy size."""
+    state = {"params": {f"w{i}": jnp.ones((64, 64)) for i in range(20)}, "step": jnp.zeros((), jnp.int32)}
+    medians = {}
+    for name in ("alone", "saving"):
+        one = OrbaxCheckpointer.Config(keep_last=2).build(directory=folder / name)
+        times = []
+        for step in range(1, count + 1):
+            times.append(timed(lambda: time.sleep(seconds))[0])
+            if name == "saving" and step % every == 0:
+                one.save(step, state)
+        one.close()
+        medians[name] = statistics.fmean(times)
+    return {"step_seconds_alone": medians["alone"], "step_seconds_saving": medians["saving"],
+            "step_overhead": medians["saving"] / medians["alone"] - 1}  # fmt: skip
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--megabytes", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--saves", type=int, default=50)
+    parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder here")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix=".checkpoint-", dir=args.folder or Path.cwd()))
+    try:
+        result = {
+            "machine": f"{os.cpu_count()} x {platform.processor() or platform.machine()}",
+            "load": os.getloadavg()[0],
+            "megabytes": args.megabytes,
+            **throughput(folder, args.megabytes, args.rounds),
+            **memory(folder, max(args.megabytes // 16, 32), args.saves),
+            **steps(folder),
+        }
+    finally:
+        shutil.rmtree(folder)
+    for name, value in result.items():
+        print(f"{name:22} {value:.4g}" if isinstance(value, float) else f"{name:22} {value}")
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Storages in object stores: `s3://`, `gs://`, and what fsspec reaches."""

@@ -1,0 +1,150 @@
+"""A storage over objects: calls that fail for a while are tried again, and folders are committed by a marker."""
+
+import builtins
+import logging
+import random
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from axlearn_core.contracts.storage import MARKER, StoredFile
+from axlearn_core.errors import MissingFileError, StorageError
+from axlearn_plugins_cloud.objects import Missing, Objects, Refused, Transient
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+ATTEMPTS = 10
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 20.0
+"""Seconds between attempts: doubled each time, and a random part of that, so that many processes do not knock together."""
+
+
+class ObjectStorage:
+    """The objects below a prefix of a bucket; see `axlearn_core.contracts.storage.Storage`.
+
+    Files are held in memory while they are written; the checkpointer's have 64 MiB. A folder cannot be renamed: it is written
+    in its place, and complete once its `MARKER` is there.
+
+    Attributes:
+        objects: of the bucket.
+        uri: for messages.
+        prefix: of all keys, without slashes around it.
+    """
+
+    def __init__(self, objects: Objects, uri: str, prefix: str):
+        self.objects, self.uri, self.prefix = objects, uri.rstrip("/"), prefix
+
+    def list(self, prefix: str = "") -> builtins.list[StoredFile]:
+        """All files whose path begins with `prefix`."""
+        root = self._key("")
+        found = self._attempt(f"{self.uri}/{prefix}", lambda: builtins.list(self.objects.list(root + prefix)))
+        return sorted(StoredFile(key.removeprefix(root), size) for key, size in found if not key.endswith("/"))
+
+    def read(self, path: str) -> bytes:
+        """A whole file."""
+        return self._attempt(f"{self.uri}/{path}", lambda: self.objects.get(self._key(path)))
+
+    def read_into(self, path: str, begin: int, buffer: memoryview) -> None:
+        """Fills `buffer` with the file from byte `begin` on."""
+        if not buffer:
+            self.read(path)
+            return
+        name = f"{self.uri}/{path}"
+        data = self._attempt(name, lambda: self.objects.get_range(self._key(path), begin, len(buffer)))
+        if len(data) != len(buffer):
+            raise StorageError(f"{name} ends too early: {begin + len(data)} bytes, expected {begin + len(buffer)}")
+        buffer[:] = data
+
+    def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
+        """Writes a file in one call."""
+        data = b"".join(chunks)
+        self._attempt(f"{self.uri}/{path}", lambda: self.objects.put(self._key(path), data))
+
+    def create(self, path: str, data: bytes) -> bool:
+        """Writes a file where there is none."""
+        key, attempts = self._key(path), 0
+
+        def create() -> bool:
+            nonlocal attempts
+            attempts += 1
+            # An attempt may have worked although its answer was lost.
+            return self.objects.put_new(key, data) or (attempts > 1 and self.objects.get(key) == data)
+
+        return self._attempt(f"{self.uri}/{path}", create)
+
+    def staging(self, target: str) -> str:
+        """The target: `MARKER` says when it is complete."""
+        return target
+
+    def commit(self, source: str, target: str) -> None:
+        """Checks that a folder is there; another `source` is copied within the store, `MARKER` last, then deleted."""
+        files = self.list(f"{source}/")
+        if not files:
+            raise MissingFileError(f"{self.uri}/{source} has no files")
+        if source == target:
+            return
+        if self.list(f"{target}/"):
+            raise StorageError(f"{self.uri}/{target} exists already")
+        names = [f.path.removeprefix(f"{source}/") for f in files]
+
+        def copy(name: str) -> None:
+            begin, end = self._key(f"{source}/{name}"), self._key(f"{target}/{name}")
+            self._attempt(f"{self.uri}/{target}/{name}", lambda: self.objects.copy(begin, end))
+
+        with ThreadPoolExecutor(8) as pool:
+            builtins.list(pool.map(copy, (n for n in names if n != MARKER)))
+        if MARKER in names:
+            copy(MARKER)
+        self.delete(source)
+
+    def delete(self, path: str) -> None:
+        """Deletes a file or folder, its `MARKER` first."""
+        folder = f"{path}/"
+        inside = [f.path for f in self.list(folder)]
+        if f"{folder}{MARKER}" in inside:
+            self._delete([f"{folder}{MARKER}"])
+        self._delete([p for p in (path, *inside) if p != f"{folder}{MARKER}"])
+
+    def directory(self) -> Path:
+        """Raises `StorageError`: objects have no directory."""
+        raise StorageError(
+            f"{self.uri} is not a directory\n"
+            "    fix: what needs one, such as a checkpoint of an earlier version, is read from a copy: `aws s3 sync`, `gcloud "
+            "storage rsync`"
+        )
+
+    def _delete(self, paths: builtins.list[str]) -> None:
+        for begin in range(0, len(paths), 1000):  # the most that S3 takes at once
+            keys = [self._key(p) for p in paths[begin : begin + 1000]]
+            self._attempt(f"{self.uri}/{paths[begin]}", lambda keys=keys: self.objects.delete(keys))
+
+    def _key(self, path: str) -> str:
+        if path.startswith("/") or ".." in path.split("/"):
+            raise StorageError(f"{path!r} is not a path below {self.uri}")
+        return f"{self.prefix}/{path}" if self.prefix else path
+
+    def _attempt(self, name: str, call: Callable[[], T]) -> T:
+        """What a call returns; tried again while its errors are transient.
+
+        Raises:
+            MissingFileError: there is no such object.
+            StorageError: the store refused, or no attempt worked.
+        """
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return call()
+            except Missing:
+                raise MissingFileError(f"{name} does not exist") from None
+            except Refused as error:
+                raise StorageError(f"{name}: {error} ({error.fix})") from error
+            except Transient as error:
+                if attempt == ATTEMPTS:
+                    raise StorageError(
+                        f"{name}: {error} ({ATTEMPTS} attempts; the store may be down or the endpoint wrong)"
+                    ) from error
+                pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (attempt - 1)) * (0.5 + random.random() / 2)
+                level = logging.WARNING if attempt >= 4 else logging.INFO
+                log.log(level, "%s: %s; attempt %d of %d follows in %.1f s", name, error, attempt + 1, ATTEMPTS, pause)
+                time.sleep(pause)
+        raise AssertionError

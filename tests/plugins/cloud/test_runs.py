@@ -1,0 +1,321 @@
+"""Training with checkpoints in a bucket, through faults and kills; and every wrong bucket is one clear error."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import jax.numpy as jnp
+import pytest
+from click.testing import CliRunner
+
+import axlearn_core as ax
+from axlearn_core.checkpoint import OrbaxCheckpointer, open_storage, open_weights
+from axlearn_core.checkpoint.manifest import Checkpoints
+from axlearn_core.cli.main import cli
+from axlearn_core.errors import CheckpointError, RequestError, WorkError
+from axlearn_core.learn import AdamW
+from axlearn_core.train.holder import Holder
+from axlearn_plugins_cloud import s3 as client
+from axlearn_plugins_cloud import storage as retries
+
+SETTINGS = {
+    "model.decoder.num_layers": 1,
+    "model.decoder.hidden_dim": 16,
+    "model.decoder.layer.attention.num_heads": 2,
+    "model.decoder.layer.feed_forward.hidden_dim": 16,
+    "learner.optimizer": AdamW(learning_rate=0.01),
+    "input.batch_size": 8,
+    "input.sequence_length": 16,
+    "evaluators": {},
+    "checkpointer.every_steps": 2,
+    "log_every_steps": 1,
+}
+LIKE = {f"w{i}": jnp.zeros((64, 256), jnp.int32) for i in range(4)}
+
+
+def state(step):
+    return {name: jnp.full((64, 256), step, jnp.int32) for name in LIKE}
+
+
+def checkpointer(uri, **fields):
+    return OrbaxCheckpointer.Config(uri=uri, **fields).build(directory="unused")
+
+
+def train(run, uri, *, steps=4, **settings):
+    return ax.train("quickstart", set={**SETTINGS, "checkpointer.uri": uri, **settings}, steps=steps, run_dir=run)
+
+
+def losses(run):
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    """Clients that wait for less, so that the tests do."""
+    monkeypatch.setattr(client, "READ_SECONDS", 0.4)
+    monkeypatch.setattr(retries, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(retries, "LONGEST_PAUSE", 0.1)
+
+
+@pytest.mark.parametrize("store", ["s3", "gs", "memory"])
+def test_a_run_is_saved_listed_resumed_pruned_and_read(store, tmp_path, request, capsys):
+    bucket = {"s3": lambda: request.getfixturevalue("s3")[0], "gs": lambda: request.getfixturevalue("gs")}.get(
+        store, lambda: "memory://bucket"
+    )()
+    uri = f"{bucket}/runs/toy [1]"
+    train(tmp_path / "whole", None, steps=8)
+    train(tmp_path / "run", uri, steps=5, **{"checkpointer.keep_last": 2})
+    assert Checkpoints(open_storage(uri), uri).steps() == [4, 5]
+    train(tmp_path / "run", uri, steps=8, **{"checkpointer.keep_last": 2})
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    files = [f.path for f in open_storage(uri).list()]
+    assert {f.partition("/")[0] for f in files} == {"6", "8"}  # pruned, and nobody holds it any more
+    for place in (uri, str(tmp_path / "run")):
+        listed = CliRunner().invoke(cli, ["checkpoint", "list", place, "--json"])
+        assert [row["step"] for row in json.loads(listed.stdout)] == [6, 8], listed.output
+        assert all(row["state"] == "complete" for row in json.loads(listed.stdout))
+        weights = open_weights(place)
+        local = open_weights(tmp_path / "whole")
+        for path, value in weights.read().items():
+            assert (value == local.read(path)[path]).all()
+    verified = CliRunner().invoke(cli, ["checkpoint", "inspect", uri, "--verify"])
+    assert verified.exit_code == 0, verified.output
+
+
+def test_two_trainers_of_one_bucket(s3, tmp_path):
+    uri = f"{s3[0]}/run"
+    held = Holder(open_storage(uri), uri, "id")
+    with pytest.raises(CheckpointError, match=rf"{uri} is in use by another trainer: process {os.getpid()} on "):
+        train(tmp_path / "run", uri)
+    assert not (tmp_path / "run").exists()
+    held.release()
+    train(tmp_path / "run", uri, steps=2)
+
+
+@pytest.mark.slow
+def test_every_save_is_complete_or_absent_through_faults(s3, fast):
+    uri, faults = f"{s3[0]}/run", s3[1]
+    faults.failing, faults.hanging, faults.seconds = 0.2, 0.1, 1.0
+    writer, seen, ended = checkpointer(uri, keep_last=None, max_failed_saves=100), [], threading.Event()
+
+    def read():  # a reader sees whole checkpoints only, at any moment
+        reader = checkpointer(uri)
+        while not ended.is_set():
+            if (step := reader.latest_step()) is not None:
+                got, _ = reader.restore(step, LIKE)
+                assert all((x == step).all() for x in got.values())
+                seen.append(step)
+
+    errors = []
+    thread = threading.Thread(target=lambda: errors.append(catch(read)))
+    thread.start()
+    saved = [step for step in range(1, 16) if writer.save(step, state(step))]
+    try:
+        writer.wait()
+    finally:
+        ended.set()
+        thread.join()
+        faults.failing = faults.hanging = 0.0
+    assert errors == [None]
+    assert faults.counts["late"] > 5
+    assert faults.counts["503"] > 20
+    assert seen == sorted(seen)
+    assert len(set(seen)) > 3
+    steps = writer.steps()
+    assert set(steps) <= set(saved)
+    assert len(steps) >= 14
+    for step in steps:
+        writer.place.verify(step)
+        got, _ = writer.restore(step, LIKE)
+        assert all((x == step).all() for x in got.values())
+    writer.close()
+
+
+def catch(call):
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
+
+
+def test_a_reader_during_a_save_sees_the_older_one(s3):
+    uri, faults = f"{s3[0]}/run", s3[1]
+    writer, reader = checkpointer(uri), checkpointer(uri)
+    writer.save(1, state(1))
+    writer.wait()
+    seen = []
+
+    def observe(environ):
+        if (
+            environ["REQUEST_METHOD"] == "PUT"
+            and "/2/" in environ["PATH_INFO"]
+            and threading.current_thread() not in busy
+        ):
+            busy.add(threading.current_thread())
+            seen.append((environ["PATH_INFO"].rpartition("/2/")[2], reader.steps()))
+            got, _ = reader.restore(1, LIKE)
+            assert all((x == 1).all() for x in got.values())
+            busy.discard(threading.current_thread())
+
+    busy = set()
+    faults.observe = observe
+    writer.save(2, state(2))
+    writer.wait()
+    faults.observe = None
+    assert len(seen) >= 5
+    assert {tuple(steps) for _, steps in seen} == {(1,)}
+    assert seen[-1][0] == "manifest.json"
+    assert reader.steps() == [1, 2]
+    writer.close()
+    reader.close()
+
+
+def test_a_store_that_goes_away_loses_nothing(s3, fast, monkeypatch):
+    monkeypatch.setattr(retries, "ATTEMPTS", 3)
+    uri, faults = f"{s3[0]}/run", s3[1]
+    one = checkpointer(uri, max_failed_saves=0)
+    one.save(1, state(1))
+    one.wait()
+    faults.failing = 1.0
+    with pytest.raises(WorkError, match=r"step 2 could not be written to s3://[^$]*3 attempts"):
+        one.save(2, state(2))
+    faults.failing = 0.0
+    assert one.steps() == [1]
+    assert one.save(3, state(3))
+    one.wait()
+    assert one.steps() == [1, 3]
+    one.close()
+
+
+def test_what_others_keep_beside_the_checkpoints_stays(s3):
+    uri = f"{s3[0]}/run"
+    storage = open_storage(uri)
+    for path in ("2024/notes.txt", "5/mine.txt", "notes"):
+        storage.write(path, [b"mine"])
+    one = checkpointer(uri, keep_last=1, max_failed_saves=0)
+    one.run = "ours"
+    for step in (1, 2, 3):
+        one.save(step, state(step))
+    one.wait()
+    with pytest.raises(WorkError, match=r"5 holds files that are not of this run, such as 5/mine.txt"):
+        one.save(5, state(5))
+    assert one.steps() == [3]
+    assert {f.path for f in storage.list() if not f.path.startswith("3/")} == {"2024/notes.txt", "5/mine.txt", "notes"}
+    one.close()
+
+
+WRITER = """
+import sys, jax.numpy as jnp
+from axlearn_core.checkpoint import OrbaxCheckpointer
+one = OrbaxCheckpointer.Config(keep_last=2, uri=sys.argv[1]).build(directory="unused")
+one.run = "ours"
+first = (one.latest_step() or 0) + 1
+print("ready", flush=True)
+for step in range(first, first + 10_000):
+    one.save(step, {f"w{i}": jnp.full((64, 256), step, jnp.int32) for i in range(4)})
+"""
+
+
+@pytest.mark.slow
+def test_killed_in_the_middle_of_saves(s3, tmp_path):
+    uri, cut_off, newest = f"{s3[0]}/run", 0, 0
+    reader = checkpointer(uri)
+    for kill in range(6):
+        env = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+        with subprocess.Popen(
+            [sys.executable, "-c", WRITER, uri], stdout=subprocess.PIPE, text=True, env=env
+        ) as process:
+            assert process.stdout.readline() == "ready\n"
+            time.sleep(0.8 + 0.07 * kill)
+            process.send_signal(signal.SIGKILL)
+        folders = {f.path.partition("/")[0] for f in reader.place.storage.list()}
+        steps = reader.steps()
+        cut_off += bool(folders - {str(s) for s in steps})
+        for step in steps:
+            got, _ = reader.restore(step, LIKE)
+            assert all((x == step).all() for x in got.values())
+        assert max(steps, default=0) >= newest
+        newest = max(steps, default=0)
+    assert cut_off, "no save was cut off: the test shows nothing"
+    again = checkpointer(uri, keep_last=2)
+    again.run = "ours"
+    again.save(newest + 1, state(newest + 1))
+    again.close()
+    assert {f.path.partition("/")[0] for f in reader.place.storage.list()} == {str(s) for s in reader.steps()}
+
+
+def refused(arguments, *expected):
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 2, result.output
+    for text in expected:
+        assert text in result.stderr, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("environment", "uri", "expected"),
+    [
+        ({}, "s3://no-such-bucket-here/run", ("NoSuchBucket", "make the bucket, or correct its name")),
+        ({"AWS_ACCESS_KEY_ID": None, "AWS_SECRET_ACCESS_KEY": None}, None, ("no credentials for S3", "AWS_PROFILE")),
+        ({"AWS_PROFILE": "nobody"}, None, ("nobody", "a profile that exists")),
+        ({"AWS_ENDPOINT_URL": "http://127.0.0.1:1"}, None, ("attempts", "the endpoint wrong")),
+        ({}, "s3://", ("names no bucket", "SCHEME://BUCKET/PATH")),
+        ({}, "s3://user:secret@host/run", ("has credentials", "***@host")),
+        ({}, "s3://bucket/../run", ("`..` part",)),
+        ({}, "simplecache::s3://bucket/run", ("chains file systems",)),
+        ({}, "ftp://bucket/run", ("the scheme 'ftp' is unknown", "cloud")),
+    ],
+)
+def test_wrong_buckets_are_refused_before_training(s3, fast, monkeypatch, tmp_path, environment, uri, expected):
+    monkeypatch.setattr(retries, "ATTEMPTS", 3)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
+    run = tmp_path / "run"
+    refused(
+        ["train", "quickstart", "--run-dir", str(run), "--set", f"checkpointer.uri={uri or s3[0] + '/run'}"], *expected
+    )
+    assert not run.exists()
+
+
+def test_a_region_or_right_that_lacks_is_named(s3, monkeypatch):
+    storage = open_storage(f"{s3[0]}/run")
+    for code, status, fix in (
+        ("AccessDenied", 403, "may list, read and write"),
+        ("PermanentRedirect", 301, "AWS_REGION"),
+    ):
+        error = client.errors.ClientError(
+            {"Error": {"Code": code, "Message": "said"}, "ResponseMetadata": {"HTTPStatusCode": status}},
+            "ListObjectsV2",
+        )
+
+        def fail(error=error, **fields):
+            raise error
+
+        monkeypatch.setattr(storage.objects.client, "list_objects_v2", fail)
+        with pytest.raises(
+            ax.errors.StorageError if hasattr(ax, "errors") else WorkError, match=rf"{code}: said[^$]*{fix}"
+        ):
+            storage.list()
+
+
+def test_credentials_come_from_the_usual_chain(s3, monkeypatch, tmp_path):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name)
+    endpoint = os.environ["AWS_ENDPOINT_URL"]
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    (tmp_path / "aws-credentials").write_text("[team]\naws_access_key_id = a\naws_secret_access_key = b\n")
+    (tmp_path / "aws-config").write_text("[profile team]\nregion = us-east-1\n")
+    monkeypatch.setenv("AWS_PROFILE", "team")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
+    storage = open_storage(f"{s3[0]}/run")
+    storage.write("a", [b"1"])
+    assert storage.read("a") == b"1"
+
+
+def test_chains_are_refused(s3):
+    with pytest.raises(RequestError, match="chains file systems"):
+        open_storage("simplecache::s3://bucket/run")
