@@ -40,7 +40,7 @@ def _tile(op: Any, query: jax.Array, positions: jax.Array, length: Any, blocks: 
     rows = jnp.pad(rows, ((0, 0), (0, max(0, ROWS - heads * count)), (0, 0)))
     window = getattr(op, "window", None)
     if isinstance(op, Attention):
-        window = min((p.size for p in op.mask.parts if isinstance(p, SlidingWindow)), default=None)
+        window = min((p.size for p in op.mask.parts if isinstance(p, SlidingWindow)), default=None)  # type: ignore[attr-defined]
 
     def body(index: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         highest, total, result = state
@@ -107,7 +107,7 @@ class _Invariant:
             def block(index: jax.Array) -> tuple[jax.Array, jax.Array]:
                 return tuple(lax.dynamic_slice_in_dim(y, index * KEYS, KEYS, axis=1) for y in (keys, values))  # type: ignore[return-value]
 
-            def tile(x: tuple[jax.Array, ...]) -> jax.Array:
+            def tile(x: tuple[jax.Array, jax.Array]) -> jax.Array:
                 # All blocks, though a query sees only those before it: a loop of a known length has a backward pass.
                 return _tile(op, *x, length, -(-length // KEYS), block)
 
