@@ -16,7 +16,7 @@ from axlearn_plugins_transformer.kernels.bias import LinearBias
 from axlearn_plugins_transformer.kernels.cross_entropy import CrossEntropy, Options
 from axlearn_plugins_transformer.kernels.gated_linear_unit import ACTIVATIONS, GatedLinearUnit
 from axlearn_plugins_transformer.kernels.masks import Causal, Full, Prefix, Segments, SlidingWindow
-from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention
+from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention, Split
 from axlearn_plugins_transformer.kernels.rms_norm import RMSNorm
 
 RNG = np.random.default_rng(0)
@@ -160,9 +160,12 @@ def paged(name, *, new, lengths, heads=4, groups=2, size=8, slots=8, dtype="floa
         used = -(-length // slots)
         row[:used] = [next(order) for _ in range(used)]
     starts = np.cumsum([0, *new, 0])
-    pages = normal(len(new) * most, slots, 2 * groups, size, dtype=dtype)
+    kept = groups if options.get("value_size") else 2 * groups
+    pages = normal(len(new) * most, slots, kept, size, dtype=dtype)
     for row, length in zip(table, lengths, strict=False):  # what no token wrote is no number
         pages = pages.at[row[(length - 1) // slots], (length - 1) % slots + 1 :].set(jnp.nan)
+    if options.get("heads_first"):
+        pages = jnp.swapaxes(pages, 1, 2)
     operands = (
         normal(starts[-1] + tokens, heads, size, dtype=dtype),
         pages,
@@ -177,6 +180,12 @@ def _pages():
     yield paged("prefill", new=[9, 70], lengths=[9, 70], tokens=3)
     yield paged("mixed", new=[1, 12, 1], lengths=[40, 20, 1], window=6)
     yield paged("capped", new=[4], lengths=[30], softcap=2.0, groups=1, dtype="bfloat16")
+    split = {"new": [1, 1, 4, 4], "lengths": [40, 5, 30, 4], "tokens": 4, "split": Split(2, 4)}
+    yield paged("split", **split)
+    yield paged("split-window", **split, window=6, softcap=2.0, heads_first=True)
+    yield paged("split-bias", **split, bias=LinearBias((0.5, 0.25, 0.125, 0.0625)), heads_first=True)
+    yield paged("split-bfloat16", **split, dtype="bfloat16")
+    yield paged("split-singles", new=[1, 1, 1], lengths=[70, 1, 8], tokens=1, split=Split(4, 1), value_size=6, groups=1)
 
 
 CASES = {

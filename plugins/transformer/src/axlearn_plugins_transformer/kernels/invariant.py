@@ -33,14 +33,14 @@ def tile_tokens(heads: int) -> int:
     return max(1, ROWS // heads)
 
 
-def _tile(op: Any, query: jax.Array, positions: jax.Array, blocks: jax.Array, block: Block) -> jax.Array:
-    """[C, G, n, H] at int32 [C] over the first `blocks` -> float32 [C, G, n, V]."""
+def _tile(op: Any, query: jax.Array, positions: jax.Array, length: Any, blocks: Any, block: Block) -> jax.Array:
+    """[C, G, n, H] at int32 [C] over the first `blocks`, which hold `length` keys -> float32 [C, G, n, V]."""
     count, groups, heads, size = query.shape
     rows = jnp.transpose(query, (1, 2, 0, 3)).reshape(groups, heads * count, size)
     rows = jnp.pad(rows, ((0, 0), (0, max(0, ROWS - heads * count)), (0, 0)))
     window = getattr(op, "window", None)
     if isinstance(op, Attention):
-        window = min((p.size for p in op.mask.parts if isinstance(p, SlidingWindow)), default=None)
+        window = min((p.size for p in op.mask.parts if isinstance(p, SlidingWindow)), default=None)  # type: ignore[attr-defined]
 
     def body(index: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         highest, total, result = state
@@ -62,7 +62,7 @@ def _tile(op: Any, query: jax.Array, positions: jax.Array, blocks: jax.Array, bl
         peak = jnp.maximum(highest, jnp.max(scores, axis=-1))
         kept = jnp.exp(highest - peak)
         weights = jnp.where(scores > LOW, jnp.exp(scores - peak[..., None]), 0.0)
-        value = jnp.where((slots <= positions[-1])[None, :, None], value, 0)  # what no token wrote may be no number
+        value = jnp.where((slots < length)[None, :, None], value, 0)  # what no token wrote may be no number
         part = jnp.einsum("gqs,gsv->gqv", weights.astype(value.dtype), value).astype(jnp.float32)
         return peak, total * kept + jnp.sum(weights, axis=-1), result * kept[..., None] + part
 
@@ -84,9 +84,7 @@ class _Invariant:
     """The op `attention`."""
 
     def supports(self, op: Attention, context: KernelContext) -> str | None:
-        """Causal attention without a backward pass."""
-        if context.gradients:
-            return "it has no backward pass: it is for evaluation and scores"
+        """Causal attention."""
         if not op.aligned:
             return "queries and keys are not the same positions"
         others = [p for p in op.mask.parts if not isinstance(p, (Causal, SlidingWindow))]
@@ -109,9 +107,9 @@ class _Invariant:
             def block(index: jax.Array) -> tuple[jax.Array, jax.Array]:
                 return tuple(lax.dynamic_slice_in_dim(y, index * KEYS, KEYS, axis=1) for y in (keys, values))  # type: ignore[return-value]
 
-            def tile(x: tuple[jax.Array, ...]) -> jax.Array:
-                blocks = jnp.minimum(x[1][-1], length - 1) // KEYS + 1
-                return _tile(op, *x, blocks, block)
+            def tile(x: tuple[jax.Array, jax.Array]) -> jax.Array:
+                # All blocks, though a query sees only those before it: a loop of a known length has a backward pass.
+                return _tile(op, *x, length, -(-length // KEYS), block)
 
             result = lax.map(tile, (_tiles(query, count), at))
             return result.reshape(-1, *result.shape[2:])[:length]
@@ -150,8 +148,9 @@ class _InvariantPaged:
                 key, value = op.keys_and_values(numbers)
                 return tuple(jnp.swapaxes(y, 0, 1).reshape(groups, KEYS, -1) for y in (key, value))  # type: ignore[return-value]
 
-            blocks = jnp.minimum(positions[-1] // KEYS + 1, table.shape[1] // pages)
-            return _tile(op, query, positions, blocks, block)
+            length = op.lengths[request]
+            blocks = jnp.clip((jnp.minimum(positions[-1], length - 1) // KEYS) + 1, 0, table.shape[1] // pages)
+            return _tile(op, query, positions, length, blocks, block)
 
         parts = []
         if singles:

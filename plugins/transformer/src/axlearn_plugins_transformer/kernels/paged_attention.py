@@ -112,7 +112,7 @@ class PagedAttention(Op[jax.Array]):
     def flops(self) -> float:
         """Two products of each token with all slots of its row of the table: the most that its request can have."""
         tokens, heads, size = self.query.shape
-        return 4.0 * tokens * heads * self.table.shape[1] * self.page_size * size
+        return 2.0 * tokens * heads * self.table.shape[1] * self.page_size * (size + (self.value_size or size))
 
     def bytes(self) -> float:
         """Of the pages those that the table has room for."""
