@@ -1,10 +1,15 @@
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 
+from axlearn_core.checkpoint import LocalStorage
 from axlearn_core.checkpoint.storage import resolve
-from axlearn_core.errors import PluginError, RequestError
+from axlearn_core.contracts.storage import StoredFile
+from axlearn_core.errors import PluginError, RequestError, StorageError
 from axlearn_core.plugins.manager import host
 from axlearn_core.plugins.registry import Registry
 
@@ -62,3 +67,34 @@ def test_the_checkpointer_goes_where_its_uri_says(make, tmp_path):
     one.wait()
     assert (tmp_path / "elsewhere" / "1" / "manifest.json").exists()
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_folders_that_are_renamed_meanwhile_hurt_no_listing(tmp_path):
+    """As checkpoints are, by the thread that saves them while the trainer lists them."""
+    storage = LocalStorage(tmp_path)
+    storage.write("kept/a", [b"1"])
+    over = threading.Event()
+
+    def rename():
+        for number in range(300):
+            for name in ("x/y/b", "x/z/c"):
+                storage.write(f"new/{name}", [b"22"])
+            storage.commit("new", f"old-{number}")
+            storage.delete(f"old-{number}")
+        over.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(rename)
+        count = 0
+        while not over.is_set() and not result.done():
+            assert StoredFile("kept/a", 1) in storage.list()
+            count += 1
+        result.result()
+    assert count > 10
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="needs a user whom permissions bind: root reads everything")
+def test_a_folder_that_cannot_be_read_is_an_error_of_the_listing(tmp_path):
+    (tmp_path / "closed").mkdir(mode=0o000)
+    with pytest.raises(StorageError, match="closed"):
+        LocalStorage(tmp_path).list()

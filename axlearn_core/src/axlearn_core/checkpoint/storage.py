@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import stat
 import threading
 import uuid
 from collections.abc import Iterable
@@ -25,9 +26,16 @@ class LocalStorage:
 
     def list(self, prefix: str = "") -> list[StoredFile]:
         """All files whose path begins with `prefix`."""
-        folder = self._locate(prefix.rpartition("/")[0]) if "/" in prefix else self.root
-        found = ((p.relative_to(self.root).as_posix(), p) for p in folder.rglob("*") if p.is_file())
-        return sorted(StoredFile(name, p.stat().st_size) for name, p in found if name.startswith(prefix))
+        begin = self._locate(prefix.rpartition("/")[0]) if "/" in prefix else self.root
+        files = (Path(folder, name) for folder, _, names in os.walk(begin, onerror=self._unlistable) for name in names)
+        named = ((path.relative_to(self.root).as_posix(), path) for path in files)
+        sizes = ((name, _file_size(path)) for name, path in named if name.startswith(prefix))
+        return sorted(StoredFile(name, size) for name, size in sizes if size is not None)
+
+    def _unlistable(self, error: OSError) -> None:
+        """A folder that another process renames or deletes meanwhile is not listed; others cannot be read."""
+        if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+            raise self._error(os.path.relpath(error.filename or "", self.root), error) from error
 
     def read(self, path: str) -> bytes:
         """A whole file."""
@@ -138,6 +146,15 @@ class LocalStorage:
     def _error(self, path: str, error: OSError) -> StorageError:
         missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
         return (MissingFileError if missing else StorageError)(f"{self.root / path}: {error.strerror or error}")
+
+
+def _file_size(path: Path) -> int | None:
+    """The bytes of a file; None where it is gone, or is not a file."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 def open_storage(uri: str | Path, plugins: Host | None = None) -> Storage:
