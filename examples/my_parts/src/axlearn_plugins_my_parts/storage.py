@@ -41,8 +41,7 @@ class SqliteStorage:
 
     def create(self, path: str, data: bytes) -> bool:
         """Writes a file where there is none."""
-        with self._open() as database:
-            return database.execute("INSERT OR IGNORE INTO files VALUES (?, ?)", (path, data)).rowcount == 1
+        return bool(self._run("INSERT OR IGNORE INTO files VALUES (?, ?) RETURNING path", path, data))
 
     def staging(self, target: str) -> str:
         """A folder beside the target: one transaction renames it."""
@@ -62,7 +61,7 @@ class SqliteStorage:
 
     def directory(self) -> Path:
         """Raises `StorageError`: a database is not a directory."""
-        raise StorageError(f"{self.file} is a database, not a directory: checkpoints cannot be written there")
+        raise StorageError(f"{self.file} is a database, not a directory")
 
     def _read(self, query: str, path: str, *values: int) -> bytes:
         if not (rows := self._run(query, path, *values)):
