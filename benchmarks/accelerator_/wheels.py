@@ -31,6 +31,8 @@ LEFT_OUT = {
     "jax-cuda12-plugin", "jax-cuda12-pjrt", "libtpu", "nvidia-cuda-runtime-cu12",
 }  # fmt: skip
 """Requirements that are large, and are never imported here."""
+UNUSED = ("axlearn_plugins_cloud", "axlearn_plugins_serving")
+"""Distributions of ours that no part of the benchmark uses, with many requirements: clients of clouds, an HTTP server."""
 
 
 def normalize(name: str) -> str:
@@ -53,8 +55,11 @@ def call(*command: str, cwd: str | None = None) -> str:
 
 
 def build(folder: Path) -> None:
-    """Wheels of all distributions of this repository."""
+    """Wheels of the distributions of this repository."""
     call("uv", "build", "-q", "--wheel", "--all-packages", "-o", str(folder), cwd=str(ROOT))
+    for wheel in folder.glob("*.whl"):
+        if wheel.name.split("-")[0] in UNUSED:
+            wheel.unlink()
 
 
 def requirements(folder: Path) -> list[str]:
