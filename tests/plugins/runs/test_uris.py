@@ -41,7 +41,8 @@ class Shelf:
 
     def __init__(self, root):
         self.local = LocalStorage(root)
-        self.list, self.write, self.commit = self.local.list, self.local.write, self.local.commit
+        for name in ("list", "write", "create", "staging", "commit", "delete"):
+            setattr(self, name, getattr(self.local, name))
 
     def read(self, path):
         self.files.add(path)
