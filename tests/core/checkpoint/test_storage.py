@@ -98,3 +98,20 @@ def test_a_folder_that_cannot_be_read_is_an_error_of_the_listing(tmp_path):
     (tmp_path / "closed").mkdir(mode=0o000)
     with pytest.raises(StorageError, match="closed"):
         LocalStorage(tmp_path).list()
+
+
+def test_a_listing_looks_only_where_its_prefix_may_be(tmp_path, monkeypatch):
+    storage = LocalStorage(tmp_path)
+    for name in ("a/1", "a/b/2", "ab/3", "ac", "other/deep/4"):
+        storage.write(name, [b"x"])
+    looked: list[str] = []
+    scan = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: (looked.append(os.path.relpath(path, tmp_path)), scan(path))[1])
+    for prefix, expected in {
+        "": ["a/1", "a/b/2", "ab/3", "ac", "other/deep/4"], "a": ["a/1", "a/b/2", "ab/3", "ac"], "a/": ["a/1", "a/b/2"],
+        "a/b": ["a/b/2"], "ab": ["ab/3"], "none": [], "none/": [],
+    }.items():  # fmt: skip
+        assert [file.path for file in storage.list(prefix)] == expected, prefix
+    looked.clear()
+    storage.list("ab")
+    assert looked == [".", "ab"]

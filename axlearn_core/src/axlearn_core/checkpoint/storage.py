@@ -26,11 +26,17 @@ class LocalStorage:
 
     def list(self, prefix: str = "") -> list[StoredFile]:
         """All files whose path begins with `prefix`."""
-        begin = self._locate(prefix.rpartition("/")[0]) if "/" in prefix else self.root
-        files = (Path(folder, name) for folder, _, names in os.walk(begin, onerror=self._unlistable) for name in names)
-        named = ((path.relative_to(self.root).as_posix(), path) for path in files)
-        sizes = ((name, _file_size(path)) for name, path in named if name.startswith(prefix))
-        return sorted(StoredFile(name, size) for name, size in sizes if size is not None)
+        parent, _, start = prefix.rpartition("/")
+        files: list[StoredFile] = []
+        top = True
+        for folder, folders, names in os.walk(self._locate(parent), onerror=self._unlistable):
+            if top:  # the rest of the tree, which may be large, is not looked at
+                folders[:] = [name for name in folders if name.startswith(start)]
+                names, top = [name for name in names if name.startswith(start)], False
+            paths = (Path(folder, name) for name in names)
+            sizes = ((path.relative_to(self.root).as_posix(), _file_size(path)) for path in paths)
+            files += [StoredFile(name, size) for name, size in sizes if size is not None]
+        return sorted(files)
 
     def _unlistable(self, error: OSError) -> None:
         """A folder that another process renames or deletes meanwhile is not listed; others cannot be read."""
