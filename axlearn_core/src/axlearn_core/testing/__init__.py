@@ -10,8 +10,8 @@ pytest (`pip install "axlearn-core[testing]"`).
 import pytest
 
 for _module in (
-    "checkpoint", "common", "data", "feature", "kernel", "layer", "learn", "measure", "objective", "options", "process_group", "tokenizer",
-    "tracker", "train", "weights",
+    "checkpoint", "common", "data", "feature", "kernel", "layer", "learn", "measure", "objective", "options",
+    "process_group", "tokenizer", "tracker", "train", "weights",
 ):  # fmt: skip
     pytest.register_assert_rewrite(f"{__name__}.{_module}")  # before it is imported
 
@@ -32,7 +32,7 @@ from axlearn_core.testing.train import TrainerSuite  # noqa: E402
 from axlearn_core.testing.weights import WeightsSuite  # noqa: E402
 
 __all__ = [
-    "Case", "CheckpointerSuite", "CommandOptionSuite", "Contract", "EvaluatorSuite", "FeatureSuite", "InputSuite", "KernelSuite", "LayerSuite",
-    "LearnerSuite", "ObjectiveSuite", "ProcessGroupSuite", "ProfilerSuite", "StorageSuite", "TokenizerSuite",
+    "Case", "CheckpointerSuite", "CommandOptionSuite", "Contract", "EvaluatorSuite", "FeatureSuite", "InputSuite",
+    "KernelSuite", "LayerSuite", "LearnerSuite", "ObjectiveSuite", "ProcessGroupSuite", "ProfilerSuite", "StorageSuite", "TokenizerSuite",
     "TrackerSuite", "TrainerSuite", "WatchdogSuite", "WeightsSuite", "contract_of",
 ]  # fmt: skip

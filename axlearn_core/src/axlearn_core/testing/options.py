@@ -44,9 +44,11 @@ class CommandOptionSuite:
 
     def test_it_is_written_like_an_option(self) -> None:
         option = self.option()
-        assert option.name.startswith("--") and option.name == option.name.lower(), option.name
+        assert option.name.startswith("--"), option.name
+        assert option.name == option.name.lower(), option.name
         assert "_" not in option.name, f"{option.name}: options of the command line are written with hyphens"
-        assert option.help.strip() and "\n" not in option.help, f"{option.name}: one line for --help"
+        assert option.help.strip(), f"{option.name} has no help"
+        assert "\n" not in option.help, f"{option.name}: one line for --help"
 
     def test_it_is_listed_without_loading_what_it_runs(self) -> None:
         module = self.option().run.partition(":")[0]
