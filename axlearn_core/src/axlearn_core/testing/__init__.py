@@ -33,6 +33,6 @@ from axlearn_core.testing.weights import WeightsSuite  # noqa: E402
 
 __all__ = [
     "Case", "CheckpointerSuite", "CommandOptionSuite", "Contract", "EvaluatorSuite", "FeatureSuite", "InputSuite",
-    "KernelSuite", "LayerSuite", "LearnerSuite", "ObjectiveSuite", "ProcessGroupSuite", "ProfilerSuite", "StorageSuite", "TokenizerSuite",
-    "TrackerSuite", "TrainerSuite", "WatchdogSuite", "WeightsSuite", "contract_of",
+    "KernelSuite", "LayerSuite", "LearnerSuite", "ObjectiveSuite", "ProcessGroupSuite", "ProfilerSuite", "StorageSuite",
+    "TokenizerSuite", "TrackerSuite", "TrainerSuite", "WatchdogSuite", "WeightsSuite", "contract_of",
 ]  # fmt: skip
