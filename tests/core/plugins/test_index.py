@@ -8,12 +8,14 @@ import pytest
 from click.testing import CliRunner
 
 import axlearn_core as ax
+from axlearn_core.checkpoint import open_storage
 from axlearn_core.cli.main import cli
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.index import FILE, not_installed, package_of
 from axlearn_core.plugins.manager import host
 from axlearn_core.plugins.registry import GROUPS
 from axlearn_core.plugins.targets import find_machine
+from axlearn_plugins_cloud.hooks import FSSPEC
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -21,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def registered():
     """Group -> name -> distribution: what the packages of this repository register."""
     projects = [ROOT / "axlearn_core", *ROOT.glob("axlearn_plugins_*"), *ROOT.glob("plugins/*")]
-    names = {group: {} for group in GROUPS if group != "plugins"} | {"targets": {}}
+    names = {group: {} for group in GROUPS if group != "plugins"} | {"targets": {}, "storages": {}}
     own = set()
     for folder in projects:
         project = tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))["project"]
@@ -32,6 +34,7 @@ def registered():
     for origin, targets in host().answers("axlearn_targets"):
         package = origin.split()[-2]  # "gpu of axlearn-plugins-gpu 0.1.0"
         names["targets"] |= {t.name: package for t in targets if package in own}
+    names["storages"] = dict.fromkeys(("s3", "gs", *FSSPEC), "axlearn-plugins-cloud")
     return {group: dict(sorted(names[group].items())) for group in sorted(names)}
 
 
@@ -102,3 +105,9 @@ def test_a_function_that_is_not_installed(monkeypatch):
     without(monkeypatch, "axlearn-plugins-serving")
     with pytest.raises(RequestError, match="the function 'serve' is not installed: axlearn-plugins-serving brings it"):
         _ = ax.serve
+
+
+def test_a_storage_that_is_not_installed(monkeypatch):
+    without(monkeypatch, "axlearn-plugins-cloud")
+    with pytest.raises(RequestError, match="axlearn-plugins-cloud has s3://"):
+        open_storage("s3://bucket/run")
