@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-_MOSAIC = ("jax.experimental.mosaic.gpu.core", "jax.experimental.mosaic.gpu.utils")
+MOSAIC = ("jax.experimental.mosaic.gpu.core", "jax.experimental.mosaic.gpu.utils")
 """Where versions of JAX have `_infer_arch`."""
 
 
@@ -55,7 +55,7 @@ def replace_mosaic_architecture(answer: Callable[[Callable[[], tuple[int, int]]]
         False where this JAX asks in some other way.
     """
     modules = []
-    for place in _MOSAIC:
+    for place in MOSAIC:
         try:
             module: Any = importlib.import_module(place)
         except ModuleNotFoundError:
