@@ -70,7 +70,7 @@ class Host:
         """Counts a death; returns whether the host is set aside from now on. It has to show again that it works."""
         self.deaths += 1
         self.warm = False
-        self.last_reason = reason
+        self.last_reason = reason if self.present else self.last_reason
         before, self.aside = self.aside, self.deaths >= self.limit
         return self.aside and not before
 
