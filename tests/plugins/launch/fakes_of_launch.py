@@ -6,7 +6,8 @@ from datetime import UTC, datetime, timedelta
 from axlearn_core.checkpoint.storage import LocalStorage
 from axlearn_plugins_launch.journal import Journal
 from axlearn_plugins_launch.limits import Limits
-from axlearn_plugins_launch.supervisor import HostLostError, Supervisor
+from axlearn_plugins_launch.pool import HostLostError
+from axlearn_plugins_launch.supervisor import Supervisor
 
 PIDS = itertools.count(1000)
 

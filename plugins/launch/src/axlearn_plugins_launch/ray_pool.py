@@ -7,8 +7,8 @@ from typing import Any
 from axlearn_core.errors import RequestError
 from axlearn_plugins_launch.agent import Agent
 from axlearn_plugins_launch.job import Job
+from axlearn_plugins_launch.pool import HostLostError
 from axlearn_plugins_launch.start import setup_of
-from axlearn_plugins_launch.supervisor import HostLostError
 
 POLL_SECONDS = 5.0
 ANSWER_SECONDS = 15.0

@@ -5,7 +5,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 
@@ -15,36 +15,7 @@ from axlearn_plugins_launch.exits import Death, root_cause
 from axlearn_plugins_launch.hosts import Host, Hosts
 from axlearn_plugins_launch.journal import Journal
 from axlearn_plugins_launch.limits import Limits, Tally
-
-
-class Pool(Protocol):
-    """The hosts of an engine, by number. What an agent says, and that one is lost, comes as events."""
-
-    count: int
-
-    def call(self, host: int, method: str, *args: Any) -> None:
-        """Calls a method of the host's agent and waits for no result. Where the host is lost, an event says so."""
-        ...
-
-    def ask(self, host: int, method: str, *args: Any) -> Any:
-        """The result of a method of the host's agent; raises `HostLostError`."""
-        ...
-
-    def wait(self, timeout: float) -> list[tuple[int, dict[str, Any]]]:
-        """(host, event) of what happened, at the latest after `timeout` seconds; a lost host is the event `lost`."""
-        ...
-
-    def revive(self, host: int) -> None:
-        """Asks the engine for a new agent in the place of a lost one; its event `ready` says that it came."""
-        ...
-
-    def close(self) -> None:
-        """Ends all agents."""
-        ...
-
-
-class HostLostError(WorkError):
-    """A host, or its agent, is gone."""
+from axlearn_plugins_launch.pool import HostLostError, Pool
 
 
 @attrs.define(kw_only=True)
