@@ -24,7 +24,7 @@ class Launched:
         with self.errors.open("w") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "axlearn_core", "launch", *words, "--on", *on, *size, *given, *more],
-                env=tiny.environment(),
+                env=tiny.environment() | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"},  # as `together`
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
             )
