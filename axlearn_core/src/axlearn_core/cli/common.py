@@ -13,13 +13,14 @@ from axlearn_core.compat import only_cpu
 json_option = click.option("--json", "as_json", is_flag=True, help='Print JSON: a list of objects with "name".')
 
 
-_REQUEST = (
+REQUEST_OPTIONS = (
     click.option("--with", "with_", multiple=True, metavar="FEATURE[:key=value,...]", help="Add a feature."),
     click.option("--without", multiple=True, metavar="FEATURE", help="Leave out a feature that the file asks for."),
     click.option("--set", "set_", multiple=True, metavar="PATH=VALUE", help="Set a value; the path may hold * and **."),
     click.option("--steps", type=click.IntRange(min=1), metavar="N", help="Short for --set max_steps=N."),
     click.option("--target", metavar="NAME", help="The hardware to run on; `none` for no mesh rule."),
 )
+"""The options that say what to train, for a command that passes them on."""
 
 
 def request_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -29,7 +30,7 @@ def request_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     command = with_request(function)
-    for option in reversed(_REQUEST):
+    for option in reversed(REQUEST_OPTIONS):
         command = option(command)
     return command
 

@@ -33,6 +33,7 @@ def examine(names: Registry) -> Iterator[Finding]:
         "plugins": lambda entry: register(manager, entry),
         "commands": lambda entry: entry.load(),
         "functions": lambda entry: entry.load(),
+        "launchers": lambda entry: entry.load(),
         "features": lambda entry: names.feature(entry.name),
         "experiments": lambda entry: names.experiment(entry.name),
         "components": lambda entry: names.component(entry.name),

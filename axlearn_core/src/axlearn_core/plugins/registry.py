@@ -1,4 +1,4 @@
-"""What is installed, by name: the entry points of the six groups.
+"""What is installed, by name: the entry points of the groups below.
 
 Names come from metadata, so listing imports nothing; asking for a name imports that one object. Two distributions that
 claim one name are an error that names both, never a matter of installation order.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 CORE = "axlearn-core"
 BLOCK = "AXLEARN_PLUGINS"
-Group = Literal["plugins", "components", "features", "experiments", "commands", "functions"]
+Group = Literal["plugins", "components", "features", "experiments", "commands", "functions", "launchers"]
 GROUPS: tuple[Group, ...] = get_args(Group)
 
 
@@ -181,6 +181,7 @@ class Registry:
         listing = {
             "components": "axlearn plugins list",
             "functions": "axlearn plugins list",
+            "launchers": "axlearn plugins list",
             "commands": "axlearn --help",
         }.get(group, f"axlearn {group} list")
         raise unknown(_singular(group), name, self.claims[group], listing=listing)

@@ -12,6 +12,8 @@ from typing import Any
 PHASES = "phases.jsonl"
 WRITE_EVERY = 5.0
 """Seconds between records, besides those of events."""
+PROGRESS = "AXLEARN_PROGRESS"
+"""Environment variable: a file of this machine in which a supervisor sees what the process does, and since when."""
 
 
 class PhaseClock:
@@ -31,14 +33,20 @@ class PhaseClock:
         self._attempt = _timestamp()
         self._file: Path | None = None
         self._written = self._since
+        self._progress = Progress.of_environment()
+        self._step = 0
 
-    def begin(self, phase: str, count_as: str | None = None) -> None:
+    def begin(self, phase: str, count_as: str | None = None, *, step: int | None = None) -> None:
         """A phase begins, and the one before it ends.
 
         Args:
             phase: `restore`, `compile`, `input`, `step`, `evaluate`, `save`.
             count_as: the phase that the ended time is added to, where it is not the one that ended.
+            step: steps finished, where that changed.
         """
+        self._step = self._step if step is None else step
+        if self._progress is not None:
+            self._progress.write(phase, self._step)
         now = self._now()
         ended = count_as or self._phase
         self.seconds[ended] = self.seconds.get(ended, 0.0) + now - self._since
@@ -58,13 +66,51 @@ class PhaseClock:
         """Writes a record."""
         if self._file is None:
             return
-        self.begin(self._phase)
+        self.begin(self._phase, step=step)
         record: dict[str, Any] = {"attempt": self._attempt, "time": _timestamp(), "event": event, "step": step}
         record["seconds"] = {phase: round(seconds, 4) for phase, seconds in self.seconds.items()}
         record |= {"host": socket.gethostname(), "pid": os.getpid()}
         with self._file.open("a") as file:
             file.write(json.dumps(record) + "\n")
         self._written = self._now()
+
+
+class Progress:
+    """One line in a file, overwritten at each phase: seconds of the machine's monotonic clock, steps finished, phase.
+
+    A write costs microseconds and no more than a line, so that a probe can look as often as it likes.
+    """
+
+    SIZE = 64
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+
+    @classmethod
+    def of_environment(cls) -> "Progress | None":
+        """That of the file which `AXLEARN_PROGRESS` names; None where nobody watches, or the file cannot be written."""
+        path = os.environ.get(PROGRESS)
+        try:
+            return cls(path) if path else None
+        except OSError:
+            return None
+
+    def write(self, phase: str, step: int) -> None:
+        """What begins now."""
+        line = f"{time.monotonic():.3f} {step} {phase}".encode()[: self.SIZE - 1]
+        try:
+            os.pwrite(self._descriptor, line.ljust(self.SIZE - 1) + b"\n", 0)
+        except OSError:  # a full disk must not end the run
+            return
+
+    @staticmethod
+    def read(path: str | os.PathLike[str]) -> tuple[float, int, str] | None:
+        """(when by the monotonic clock, steps finished, phase); None where nothing was written yet."""
+        try:
+            since, step, phase = Path(path).read_text().split()
+            return float(since), int(step), phase
+        except (OSError, ValueError):
+            return None
 
 
 def _timestamp() -> str:
