@@ -14,6 +14,8 @@ from axlearn_core.errors import CheckpointError, RequestError, StorageError, Wor
 
 PREFIX = ".trainer-"
 """The file is `.trainer-N.json`; the highest N holds the place. Whoever finds its holder dead creates N + 1."""
+JOB = "AXLEARN_JOB"
+"""Environment variable: the id of a supervisor, which starts processes only when those before them are dead."""
 BEAT_SECONDS = 10.0
 STALE_SECONDS = 6 * BEAT_SECONDS
 
@@ -22,7 +24,7 @@ class Holder:
     """Holds a run directory, or a place of checkpoints, against other trainers. Call `release` at the end.
 
     A holder on this machine is dead when its process is. One elsewhere is dead when its file is old by this machine's clock and
-    stays as it is for two beats: clocks may differ.
+    stays as it is for two beats: clocks may differ. One of the same supervisor (`AXLEARN_JOB`) was ended before this one began.
 
     Args:
         storage: of the place.
@@ -88,7 +90,7 @@ class Holder:
     def _alive(self, number: int) -> dict[str, Any] | None:
         """Who holds the place, or None where that one is dead."""
         found = self._read(number)
-        if found is None:
+        if found is None or (self.info["job"] and found.get("job") == self.info["job"]):
             return None
         if found.get("machine") == self.info["machine"]:
             return found if _started(int(found["pid"])) == found["started"] else None
@@ -145,6 +147,7 @@ def _identity() -> dict[str, Any]:
         "pid": pid,
         "started": _started(pid),
         "since": time.time(),
+        "job": os.environ.get(JOB, ""),
     }
 
 

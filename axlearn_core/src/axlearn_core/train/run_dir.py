@@ -4,6 +4,7 @@ config.yaml       the resolved config
 run.lock.json     versions, devices, flags, kernels, data, provenance, fingerprint of the compiled step
 metrics.jsonl     one object per logged step
 checkpoints/      one directory per step
+processes.jsonl   starts, deaths and replacements of processes, where a supervisor writes them
 """
 
 import hashlib
@@ -22,6 +23,8 @@ from axlearn_core.errors import CheckpointError, RequestError, WorkError
 from axlearn_core.plugins.unregistered import code_name, stable_repr
 
 Who = Callable[[str], str | None]
+SUPERVISOR = ("processes.jsonl", "launch")
+"""What may be in the directory before the run is: events of its processes, their logs and compiled programs."""
 
 
 def batch_dependence(config: Any) -> tuple[str, ...]:
@@ -103,7 +106,8 @@ class RunDir:
             raise RequestError(f"{path} is a file\n    fix: give another --run-dir")
         if old is None:
             names = sorted(p.name for p in path.iterdir()) if path.exists() else []
-            strangers = [n for n in names if not n.startswith(".trainer-")][:5]  # the file of a holder that died
+            # The file of a holder that died, and what a supervisor of processes keeps there.
+            strangers = [n for n in names if not n.startswith(".trainer-") and n not in SUPERVISOR][:5]
             if strangers:
                 raise RequestError(
                     f"{path} is not empty and is no run: it has no config.yaml\n    got: {', '.join(strangers)}\n"

@@ -89,7 +89,7 @@ class Session:
 
     def beat(self, phase: str, count_as: str | None = None) -> None:
         """Tells the clock and the watchdog what begins now; see `PhaseClock.begin` and `Watchdog.beat`."""
-        self.clock.begin(phase, count_as)
+        self.clock.begin(phase, count_as, step=self.step)
         self.clock.record(self.step)
         if self.watchdog is not None:
             self.watchdog.beat(phase, self.step)

@@ -199,7 +199,7 @@ class Trainer(Configurable):
                 closing.callback(profiler.close)
             if watchdog:
                 watchdog.beat("compile", step)
-            clock.begin("compile")
+            clock.begin("compile", step=step)
 
             def on_save() -> None:
                 check_held()

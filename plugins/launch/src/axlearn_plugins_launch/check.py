@@ -1,5 +1,6 @@
 """From what was asked for to a job that can start: the config resolves, and the hosts fit the target and the mesh."""
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -64,6 +65,7 @@ def make_job(
         hosts=hosts,
         spares=spares,
         processes_per_host=processes_per_host,
+        config=resolved.config,
         machine=resolved.machine,
         environment=dict(environment or {}),
         options=options,
@@ -104,6 +106,40 @@ def check_hosts(config: Any, machine: Machine | None, hosts: int | None, process
             "    fix: a global batch that the processes divide"
         )
     return hosts
+
+
+def reduced_words(
+    config: Any, machine: Machine | None, processes: int, fewer: int, devices: int
+) -> tuple[str, ...] | None:
+    """Words for trainers that go on with fewer processes, the same global batch and a smaller data-parallel size.
+
+    Args:
+        config: of the run.
+        machine: of its target.
+        processes: that it was asked for.
+        fewer: that are left.
+        devices: of all processes that were asked for.
+
+    Returns:
+        What to add to the words of `axlearn train`; None where the mesh or the batch does not allow so few.
+    """
+    left = devices // processes * fewer
+    if machine is not None:
+        smaller = machine.target.machine_of(left, fewer) if machine.target.size == "hosts" else None
+        return None if smaller is None else ("--target", smaller.name)
+    shape = dict(config.mesh.shape) or {"fsdp": -1}
+    free = [axis for axis, size in shape.items() if size == -1]
+    for axis in free or [axis for axis in ("data", "fsdp") if axis in shape]:
+        others = math.prod(size for name, size in shape.items() if name != axis)
+        if axis not in ("data", "fsdp") or left % others:
+            continue
+        sizes = {**shape, axis: left // others}
+        shards = math.prod(sizes.get(name, 1) for name in ("data", "fsdp", "expert"))
+        rows = getattr(config.input, "batch_size", 0)
+        parts = getattr(config.input, "num_shards", None) or rows
+        if rows % shards == 0 and rows % fewer == 0 and parts % fewer == 0:
+            return () if free else ("--set", f"mesh.shape.{axis}={left // others}")
+    return None
 
 
 def _job_name(text: str) -> str:

@@ -23,6 +23,7 @@ class Job:
         hosts: machines that train.
         spares: machines that wait to take the place of one of them.
         processes_per_host: trainer processes on each.
+        config: of the run, resolved.
         machine: of `--target` or the run file's `target`, with the number and kind of its chips; None where none is named.
         environment: variables for every trainer, beyond those of the place where it starts.
         options: of the launcher, as its class `Options` holds them.
@@ -36,6 +37,7 @@ class Job:
     hosts: int = 1
     spares: int = 0
     processes_per_host: int = 1
+    config: Any = attrs.field(default=None, repr=False)
     machine: Machine | None = None
     environment: Mapping[str, str] = {}
     options: Any = None
