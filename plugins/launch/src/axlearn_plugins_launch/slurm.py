@@ -16,15 +16,10 @@ from axlearn_core.errors import RequestError, WorkError
 from axlearn_plugins_launch.job import Job
 from axlearn_plugins_launch.start import is_uri, setup_of
 from axlearn_plugins_launch.task import FINAL
+from axlearn_plugins_launch.text import line
 
 DELIMITER = "AXLEARN_RUN_FILE"
 _TIME = re.compile(r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2}")
-
-
-def single_line(instance: object, attribute: "attrs.Attribute[str | None]", value: str | None) -> None:
-    """A validator: a line break in an option would become a line of the script."""
-    if value is not None and not value.isprintable():
-        raise ValueError(f"{attribute.name} has characters that do not print: {value!r}")
 
 
 def time_limit(instance: object, attribute: "attrs.Attribute[str | None]", value: str | None) -> None:
@@ -33,11 +28,6 @@ def time_limit(instance: object, attribute: "attrs.Attribute[str | None]", value
         raise ValueError(
             f"time: got {value!r}; expected minutes, MINUTES:SECONDS, HOURS:MINUTES:SECONDS or DAYS-HOURS[:MINUTES[:SECONDS]]"
         )
-
-
-def line(default: str | None = None) -> "str | None":
-    """A field for one line of text."""
-    return attrs.field(default=default, validator=single_line)
 
 
 @attrs.frozen(kw_only=True)
