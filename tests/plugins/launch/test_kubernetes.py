@@ -22,7 +22,9 @@ from axlearn_plugins_launch.task import FINAL
 from axlearn_plugins_tpu.targets import V5P
 
 SCHEMAS = next((p / "shared/schemas" for p in Path(__file__).parents if (p / "shared/schemas").is_dir()), None)
-needs_schemas = pytest.mark.skipif(SCHEMAS is None, reason="needs the published CRDs in shared/schemas beside the repository")
+needs_schemas = pytest.mark.skipif(
+    SCHEMAS is None, reason="needs the published CRDs in shared/schemas beside the repository"
+)
 DOCUMENT = "experiment: quickstart\nset:\n  max_steps: 3\n"
 
 
@@ -230,7 +232,7 @@ def test_what_is_submitted_is_what_a_dry_run_prints(monkeypatch, tmp_path, capsy
     printed = capsys.readouterr().out
     assert not list(tmp_path.glob("*.yaml")), "a dry run starts nothing"
     if exists:
-        with pytest.raises(WorkError, match="already exists\n.*another --name"):
+        with pytest.raises(WorkError, match=r"already exists\n.*another --name"):
             launcher.launch(JOBS["gpu"], dry_run=False)
     else:
         assert launcher.launch(JOBS["gpu"], dry_run=False) == 0
@@ -239,9 +241,24 @@ def test_what_is_submitted_is_what_a_dry_run_prints(monkeypatch, tmp_path, capsy
 
 def test_one_run_file_goes_to_the_command_line(tmp_path):
     (tmp_path / "run.yaml").write_text("experiment: quickstart\nset: {max_steps: 3, input.batch_size: 4}\n")
-    words = ["launch", "run.yaml", "--on", "kubernetes", "--hosts", "2", "--option", "image=a:1", "--run-dir", "gs://b/r"]
+    words = [
+        "launch",
+        "run.yaml",
+        "--on",
+        "kubernetes",
+        "--hosts",
+        "2",
+        "--option",
+        "image=a:1",
+        "--run-dir",
+        "gs://b/r",
+    ]
     done = subprocess.run(
-        [sys.executable, "-m", "axlearn_core", *words, "--dry-run"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "axlearn_core", *words, "--dry-run"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     assert [m["kind"] for m in YAML(typ="safe").load_all(done.stdout)] == ["ConfigMap", "JobSet"]

@@ -24,7 +24,9 @@ def job(options=None, **fields):
 JOBS = {
     "aws": job({"infra": "aws/us-east-1", "spot": True}, hosts=4, machine=H100.machine("h100-8x4")),
     "gcp": job({"infra": "gcp"}, hosts=4, machine=V5E.machine("tpu-v5e-16"), document=None, experiment="quickstart"),
-    "azure": job({"infra": "azure", "managed": False, "image": "docker:a/b:1"}, hosts=2, environment={"NCCL_DEBUG": "INFO"}),
+    "azure": job(
+        {"infra": "azure", "managed": False, "image": "docker:a/b:1"}, hosts=2, environment={"NCCL_DEBUG": "INFO"}
+    ),
     "ssh": job({"infra": "ssh/lab"}, hosts=2),
     "kubernetes": job({"infra": "k8s/here"}, hosts=2, machine=H100.machine("h100-8x2")),
 }
@@ -46,11 +48,15 @@ def test_the_run_file_is_carried_word_for_word(tmp_path):
     (tmp_path / "python").chmod(0o755)
     task = YAML(typ="safe").load(to_yaml(task_of(JOBS["aws"])))
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    with subprocess.Popen(["bash", "-c", task["run"]], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        ["bash", "-c", task["run"]], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True
+    ) as process:
         out = process.communicate(timeout=20)[0]
     words, *rest = out.splitlines()
     assert words.startswith("-m axlearn_plugins_launch.task sky train axlearn-toy/run.yaml --run-dir s3://bucket/toy")
-    assert rest == [*DOCUMENT.splitlines(), f"pid {process.pid}"], "the trainer takes the shell's place, and its signals"
+    assert rest == [*DOCUMENT.splitlines(), f"pid {process.pid}"], (
+        "the trainer takes the shell's place, and its signals"
+    )
 
 
 @pytest.mark.parametrize(
@@ -123,9 +129,12 @@ def test_skypilots_own_parser_reads_the_tasks(sky_python, tmp_path):
     done = subprocess.run([sky_python, "-c", PARSER, *paths], capture_output=True, text=True, env=env, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith("toy ")]
-    assert lines[0].startswith("toy 4 {'H100': 8") and " True " in lines[0]
+    assert lines[0].startswith("toy 4 {'H100': 8")
+    assert " True " in lines[0]
     assert lines[1].startswith("toy 1 {'tpu-v5litepod-16': 1")
     assert len(lines) == len(JOBS)
     (tmp_path / "wrong.yaml").write_text(to_yaml(task_of(JOBS["aws"]) | {"nodes": 3}))
-    done = subprocess.run([sky_python, "-c", PARSER, str(tmp_path / "wrong.yaml")], capture_output=True, text=True, env=env)
+    done = subprocess.run(
+        [sky_python, "-c", PARSER, str(tmp_path / "wrong.yaml")], capture_output=True, text=True, env=env
+    )
     assert done.returncode != 0, "the parser refuses what it does not know"

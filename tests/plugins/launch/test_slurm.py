@@ -33,9 +33,13 @@ def test_the_script_asks_for_hosts_spares_chips_and_time_to_save():
 
 
 def test_the_script_is_shell_and_carries_the_run_file_word_for_word(tmp_path):
-    script = render_script(job({"folder": str(tmp_path / "it's here"), "setup": "exit 7"}, environment={"A": "it's $x"}))
+    script = render_script(
+        job({"folder": str(tmp_path / "it's here"), "setup": "exit 7"}, environment={"A": "it's $x"})
+    )
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
-    run = subprocess.run(["bash"], input=script, text=True, capture_output=True, env={"PATH": "/usr/bin:/bin"}, cwd=tmp_path)
+    run = subprocess.run(
+        ["bash"], input=script, text=True, capture_output=True, env={"PATH": "/usr/bin:/bin"}, cwd=tmp_path
+    )
     assert run.returncode == 7, "up to the line of the option `setup`"
     assert (tmp_path / "it's here" / "run.yaml").read_text() == DOCUMENT
 
@@ -65,7 +69,9 @@ def test_what_slurm_cannot_do_is_refused_with_the_remedy(one, message):
         render_script(one)
 
 
-@pytest.mark.parametrize("option", [{"time": "soon"}, {"partition": "a\n#SBATCH --uid=0"}, {"grace": "1"}, {"nodes": "3"}])
+@pytest.mark.parametrize(
+    "option", [{"time": "soon"}, {"partition": "a\n#SBATCH --uid=0"}, {"grace": "1"}, {"nodes": "3"}]
+)
 def test_options_are_checked(option):
     with pytest.raises(RequestError):
         parse_options(SlurmOptions, option, "slurm")
@@ -81,7 +87,9 @@ def test_without_sbatch_the_error_names_it(monkeypatch, tmp_path):
 def test_what_is_submitted_is_what_a_dry_run_prints(monkeypatch, tmp_path, capsys, code):
     """sbatch is one that keeps its input."""
     sbatch = tmp_path / "sbatch"
-    sbatch.write_text(f'#!/bin/sh\n/bin/cat "$2" > {tmp_path}/kept\necho "77;cluster"\necho "Invalid account" >&2\nexit {code}\n')
+    sbatch.write_text(
+        f'#!/bin/sh\n/bin/cat "$2" > {tmp_path}/kept\necho "77;cluster"\necho "Invalid account" >&2\nexit {code}\n'
+    )
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}")
     launcher, one = SlurmLauncher(), job(run_dir=str(tmp_path / "run"))
@@ -110,7 +118,12 @@ def test_a_task_of_slurm_finds_its_place():
 
 
 def test_an_attempt_has_a_port_of_its_own():
-    ports = [coordinator_port(97 * job + 211 * requeue + count) for job in (1, 2) for requeue in (0, 1) for count in range(20)]
+    ports = [
+        coordinator_port(97 * job + 211 * requeue + count)
+        for job in (1, 2)
+        for requeue in (0, 1)
+        for count in range(20)
+    ]
     assert len(set(ports)) == len(ports)
     assert all(1024 < port < 32768 for port in ports), "below those that Linux gives to connections"
 
@@ -121,7 +134,9 @@ def test_a_pod_of_a_second_slice_finds_its_place():
     place = kubernetes_place(pod)
     assert (place["JAX_PROCESS_ID"], place["MEGASCALE_SLICE_ID"], place["MEGASCALE_NUM_SLICES"]) == ("19", "1", "2")
     assert place["MEGASCALE_COORDINATOR_ADDRESS"] == "toy-host-0-0.toy"
-    assert place["JAX_COORDINATOR_ADDRESS"] != kubernetes_place(pod | {"AXLEARN_ATTEMPT": "3"})["JAX_COORDINATOR_ADDRESS"]
+    assert (
+        place["JAX_COORDINATOR_ADDRESS"] != kubernetes_place(pod | {"AXLEARN_ATTEMPT": "3"})["JAX_COORDINATOR_ADDRESS"]
+    )
 
 
 def test_a_node_of_skypilot_finds_its_place():

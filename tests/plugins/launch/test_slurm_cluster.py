@@ -116,7 +116,9 @@ class Cluster:
             )
 
     def run(self, *command, check=True):
-        result = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60, cwd=self.folder)
+        result = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=60, cwd=self.folder
+        )
         assert not check or result.returncode == 0, result.stderr
         return result.stdout
 

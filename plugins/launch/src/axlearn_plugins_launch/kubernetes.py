@@ -1,6 +1,7 @@
 """`--on kubernetes`: a JobSet, or a RayJob of KubeRay, from a job. `pods.py` has what a pod asks for."""
 
 import io
+import shlex
 import shutil
 import subprocess
 import sys
@@ -157,7 +158,8 @@ def job_set(job: Job) -> Manifest:
         _field("AXLEARN_ATTEMPT", "jobset.sigs.k8s.io/restart-attempt"),
         _field("AXLEARN_SLICE", "jobset.sigs.k8s.io/job-index"),
     ]
-    variables = setup_of(job).environment | {
+    variables = {
+        **setup_of(job).environment,
         "AXLEARN_JOBSET": job.name,
         "AXLEARN_SLICES": str(slices),
         "AXLEARN_PROCESSES": str(job.processes),
@@ -233,7 +235,7 @@ def ray_job(job: Job) -> Manifest:
         "kind": "RayJob",
         "metadata": _metadata(job, job.name),
         "spec": {
-            "entrypoint": _shell(words),
+            "entrypoint": shlex.join(words),
             "submissionMode": "K8sJobMode",
             "shutdownAfterJobFinishes": True,
             "backoffLimit": 2,
@@ -336,17 +338,15 @@ def _field(name: str, label: str) -> Manifest:
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": f"metadata.labels['{label}']"}}}
 
 
-def _shell(words: Sequence[str]) -> str:
-    import shlex
-
-    return shlex.join(words)
-
-
 def _kubectl(verb: str, manifests: Sequence[Mapping[str, Any]]) -> str:
     result = subprocess.run(["kubectl", verb, "-f", "-"], input=to_yaml(manifests), capture_output=True, text=True)
     if result.returncode:
         reason = result.stderr.strip() or f"exit code {result.returncode}"
         exists = "already exists" in reason
-        fix = "another --name, or `kubectl delete` it" if exists else "look at the context and the rights (`kubectl config`)"
+        fix = (
+            "another --name, or `kubectl delete` it"
+            if exists
+            else "look at the context and the rights (`kubectl config`)"
+        )
         raise WorkError(f"kubectl {verb} failed: {reason}\n    fix: {fix}")
     return result.stdout

@@ -151,7 +151,10 @@ def pod_spec(
         spec["priorityClassName"] = options.priority_class
     if options.host_network:
         spec |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
-    if tolerated := [*({"nvidia.com/gpu"} if _on_gpus(job) else ()), *([options.toleration] if options.toleration else ())]:
+    if tolerated := [
+        *({"nvidia.com/gpu"} if _on_gpus(job) else ()),
+        *([options.toleration] if options.toleration else ()),
+    ]:
         spec["tolerations"] = [{"key": key, "operator": "Exists"} for key in tolerated]
     spec["containers"] = [main]
     own = [{"name": "shm", "emptyDir": {"medium": "Memory"}}] if _on_gpus(job) else []

@@ -84,7 +84,9 @@ def find_sky() -> str:
     named = os.environ.get(COMMAND)
     found = shutil.which(named or "sky")
     if found is None:
-        what = f"{COMMAND} names {named!r}, which is not a command" if named else "there is no command `sky` on the PATH"
+        what = (
+            f"{COMMAND} names {named!r}, which is not a command" if named else "there is no command `sky` on the PATH"
+        )
         raise RequestError(
             f"SkyPilot is not installed: {what}\n"
             "    fix: `uv tool install 'skypilot[aws]'` (or gcp, azure, kubernetes), an environment of its own; "
@@ -151,7 +153,11 @@ def accelerators_of(job: Job) -> str | None:
     name = machine.target.name
     if name in GPUS:
         return f"{GPUS[name]}:{machine.chips_per_host}"
-    if machine.target.platform == "tpu" and machine.domains == 1 and name in ("tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e"):
+    if (
+        machine.target.platform == "tpu"
+        and machine.domains == 1
+        and name in ("tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e")
+    ):
         return machine.name.replace("tpu-v5e-", "tpu-v5litepod-")
     raise RequestError(
         f"SkyPilot has no name for the target {machine.name!r}\n"
@@ -173,7 +179,9 @@ def _script(job: Job) -> str:
     lines, experiment = [], None
     if job.document is not None:
         if any(text == DELIMITER for text in job.document.splitlines()):
-            raise RequestError(f"{job.experiment} has a line {DELIMITER!r}, which ends it in the script\n    fix: change it")
+            raise RequestError(
+                f"{job.experiment} has a line {DELIMITER!r}, which ends it in the script\n    fix: change it"
+            )
         experiment = f"axlearn-{job.name}/{Path(job.experiment).name}"
         lines += [f"mkdir -p axlearn-{job.name}", f"cat > {shlex.quote(experiment)} <<'{DELIMITER}'"]
         lines += [*job.document.splitlines(), DELIMITER]

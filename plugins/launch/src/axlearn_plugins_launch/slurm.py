@@ -148,9 +148,17 @@ def render_script(job: Job) -> str:
     folder = folder_of(job)
     for name, path in (("--run-dir", job.run_dir), ("--option folder", folder)):
         if not path.isprintable() or "%" in path:
-            raise RequestError(f"{name} {path!r} cannot stand in a batch script\n    fix: a path without line breaks and %")
+            raise RequestError(
+                f"{name} {path!r} cannot stand in a batch script\n    fix: a path without line breaks and %"
+            )
     experiment, run_file = _run_file(job, folder)
-    words = [options.python or sys.executable, "-m", "axlearn_plugins_launch.task", "slurm", *job.train_words(experiment)]
+    words = [
+        options.python or sys.executable,
+        "-m",
+        "axlearn_plugins_launch.task",
+        "slurm",
+        *job.train_words(experiment),
+    ]
     values = {
         "FOLDER": shlex.quote(folder),
         "RUN_DIR": shlex.quote(job.run_dir),
@@ -196,6 +204,8 @@ def _run_file(job: Job, folder: str) -> tuple[str | None, str]:
     if job.document is None:
         return None, ""
     if any(text == DELIMITER for text in job.document.splitlines()):
-        raise RequestError(f"{job.experiment} has a line {DELIMITER!r}, which ends it in the batch script\n    fix: change it")
+        raise RequestError(
+            f"{job.experiment} has a line {DELIMITER!r}, which ends it in the batch script\n    fix: change it"
+        )
     path = f"{folder}/{Path(job.experiment).name}"
     return path, f"cat > {shlex.quote(path)} <<'{DELIMITER}'\n{job.document.rstrip(chr(10))}\n{DELIMITER}"

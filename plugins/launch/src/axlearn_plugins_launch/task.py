@@ -97,7 +97,9 @@ def main() -> None:
     try:
         own = PLACES[scheduler](os.environ)
     except KeyError as missing:
-        sys.exit(f"error: {missing} is not set: this command is started by what `axlearn launch --on {scheduler}` renders")
+        sys.exit(
+            f"error: {missing} is not set: this command is started by what `axlearn launch --on {scheduler}` renders"
+        )
     except (ValueError, IndexError, RequestError) as error:
         sys.exit(f"error: {error}")
     inherited = trainer_environment(os.environ, os.environ.get("AXLEARN_KEEP", "").split())
