@@ -120,19 +120,10 @@ def _check_options_of_vllm(context: click.Context) -> None:
 
 def _config(set_: tuple[str, ...], max_queue: int | None) -> Any:
     """The engine's config with what the command line sets."""
-    from axlearn_core.config import Decoder, patch
-    from axlearn_core.errors import RequestError
-    from axlearn_core.plugins.registry import registry
     from axlearn_core.plugins.request import parse_setting
-    from axlearn_plugins_serving.engine import ServingEngine
+    from axlearn_plugins_serving.settings import engine_config
 
-    config = {"serving": ServingEngine.Config()}
-    edits: dict[str, Any] = {} if max_queue is None else {"serving.max_waiting": max_queue}
-    for setting in map(parse_setting, set_):
-        if not setting.path.startswith("serving."):
-            raise RequestError(f"{setting.where}: not a path of the engine\n    expected: serving.PATH=VALUE")
-        edits[setting.path] = setting.value
-    return patch(config, edits, Decoder(registry()).decode_at)["serving"]
+    return engine_config([parse_setting(text) for text in set_], max_queue)
 
 
 def _open(uri: str, name: str | None, template: str | None, config: Any, step: int | None) -> Any:
