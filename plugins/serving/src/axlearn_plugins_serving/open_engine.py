@@ -16,6 +16,7 @@ from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import CheckpointError, RequestError
 from axlearn_core.train.session import say
 from axlearn_plugins_serving.engine import ServingEngine
+from axlearn_plugins_serving.programs import ProgramsError
 from axlearn_plugins_serving.runner import ModelRunner
 from axlearn_plugins_text.chat_template import PLAIN, ChatTemplate
 from axlearn_plugins_transformer.embedding import LearnedPositions
@@ -79,8 +80,23 @@ def open_engine(
         warm_up=warm_up,
         programs=programs,
     )
-    name = str(uri).partition("?")[0].rstrip("/").split("/")[-1]
-    return OpenedEngine(engine, tokenizer, _template(experiment, tokenizer), name)
+    return OpenedEngine(engine, tokenizer, find_template(experiment, tokenizer), name_of(uri))
+
+
+def open_with_programs(
+    uri: str | Path, programs: Path | None, *, config: ServingEngine.Config | None = None, step: int | None = None
+) -> OpenedEngine:
+    """`open_engine` with programs that the user did not name: where they do not fit, it compiles, and says so."""
+    try:
+        return open_engine(uri, config=config, step=step, programs=programs)
+    except ProgramsError as error:
+        say(f"warning: compiling: {error}")
+        return open_engine(uri, config=config, step=step)
+
+
+def name_of(uri: str | Path) -> str:
+    """What a model is called: the last part of its path or URI."""
+    return str(uri).partition("?")[0].rstrip("/").split("/")[-1]
 
 
 def build_engine(
@@ -159,7 +175,7 @@ def without_kernels(model: Node[Any]) -> Node[Any]:
     return patch(model, dict.fromkeys(named)) if named else model
 
 
-def _template(experiment: Any, tokenizer: Tokenizer | None) -> ChatTemplate | None:
+def find_template(experiment: Any, tokenizer: Tokenizer | None) -> ChatTemplate | None:
     """The template that the model was trained with, or that lies beside its tokenizer."""
     if tokenizer is None:
         return None

@@ -23,6 +23,11 @@ from axlearn_core.plugins.unregistered import stable_repr
 from axlearn_plugins_serving.runner import ModelRunner, step_functions
 from axlearn_plugins_serving.steps import StepBucket
 
+
+class ProgramsError(RequestError):
+    """Exported programs that are not those of the server that is to be."""
+
+
 FOLDER = "programs"
 """Of a run directory."""
 FIRST = ("serve_tables", "serve_cache", "serve_weights")
@@ -96,14 +101,17 @@ def load_programs(
     """Takes the functions of a runner from a directory: nothing is traced or compiled.
 
     Raises:
-        RequestError: they are of another model, other settings, other code, another version or another machine; or one is
+        ProgramsError: they are of another model, other settings, other code, another version or another machine; or one is
             missing or damaged.
     """
-    program.load(directory, identity(program, cfg, model))
+    try:
+        program.load(directory, identity(program, cfg, model))
+    except RequestError as error:
+        raise ProgramsError(str(error)) from error
     for name, shapes in runner_functions(cfg, buckets).items():
         for bucket in shapes:
             if not program.exported(name, bucket):
-                raise RequestError(
+                raise ProgramsError(
                     f"{directory} has no program {name}" + (f" of the shape {bucket}" if bucket else "") + "\n"
                     "    fix: export again"
                 )
