@@ -30,7 +30,8 @@ class WorkerProcess:
     """
 
     def __init__(self, kind: Kind, number: int, settings: Settings):
-        self.kind, self.number, self.settings = kind, number, settings
+        self.kind: Kind = kind
+        self.number = number
         self.ready: Ready | None = None
         self.failed: Failed | None = None
         self.requests: set[str] = set()

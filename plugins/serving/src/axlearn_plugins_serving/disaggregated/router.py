@@ -264,7 +264,7 @@ class RouterEngine:
     def _replace(self, worker: WorkerProcess) -> list[Output]:
         """Starts another worker in the place of one that has ended, and says what becomes of its requests."""
         worker.close()
-        place = worker.kind, worker.number
+        place: tuple[Kind, int] = worker.kind, worker.number
         self._deaths[place] = 1 if worker.ready is not None else self._deaths.get(place, 0) + 1
         print(f"warning: the {worker.name} ended with code {worker.process.returncode}", file=sys.stderr, flush=True)
         if self._deaths[place] >= _ATTEMPTS:

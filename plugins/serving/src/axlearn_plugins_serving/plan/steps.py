@@ -50,9 +50,10 @@ class Compiled:
     def continued(self, other: "Compiled", steps: int) -> "Compiled":
         """`other`, which is of one layer more, and as much again for each of so many further layers."""
         pairs = {n: (getattr(self, n), getattr(other, n)) for n in ("temporaries", "code", "links", "network")}
-        return Compiled(
-            **{n: None if a is None or b is None else max(0.0, b + (b - a) * steps) for n, (a, b) in pairs.items()}
-        )
+        values: dict[str, Any] = {
+            n: None if a is None or b is None else max(0.0, b + (b - a) * steps) for n, (a, b) in pairs.items()
+        }
+        return Compiled(**values)
 
 
 @attrs.frozen(kw_only=True)
