@@ -22,7 +22,8 @@ MODEL = {"model.decoder.num_layers": 1, "model.decoder.hidden_dim": 32, "evaluat
 
 
 def environment():
-    return os.environ | {"XLA_FLAGS": os.environ["XLA_FLAGS_OF_ONE_DEVICE"]}
+    flags = {"XLA_FLAGS": os.environ["XLA_FLAGS_OF_ONE_DEVICE"]}
+    return os.environ | flags | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
 
 
 def axlearn(*words):
@@ -68,7 +69,7 @@ def test_a_server_with_programs_compiles_nothing(run_dir, tmp_path):
     shutil.copytree(run_dir, bare, ignore=shutil.ignore_patterns("programs"))
     compiled, _, code = served(bare)
     assert code == 0
-    assert compiled["start_compilations"] > 10
+    assert compiled["start_compilations"] > 0
     assert compiled["compilations"] == 0
     for loaded, errors, code in (served(run_dir), served(bare, "--programs", run_dir / "programs")):
         assert code == 0, errors
@@ -86,7 +87,7 @@ def test_programs_of_other_settings(run_dir):
     assert 'got: "2"' in errors
     assert "fix: export again" in errors
     stats, errors, code = served(run_dir, sizes=other)  # those of the run were not asked for
-    assert stats["start_compilations"] > 10
+    assert stats["start_compilations"] > 0
     assert "warning: compiling: " in errors
 
 

@@ -1,5 +1,7 @@
 """Opens an engine for a model at a path or URI."""
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -7,7 +9,7 @@ import attrs
 import jax
 
 from axlearn_core.checkpoint.weights import bind_weights, open_weights
-from axlearn_core.compose import Functional, Part
+from axlearn_core.compose import Functional, ModelWeights, Part
 from axlearn_core.compose.devices import settle
 from axlearn_core.compose.model_program import ModelProgram
 from axlearn_core.config import Node, find, patch
@@ -72,14 +74,18 @@ def open_engine(
     program = ModelProgram(Functional.of(model), jax.devices()[:1], experiment.mesh)
     specs = program.parts[Part.WEIGHTS]
     places = {path: spec.sharding for path, spec in {**specs.params, **specs.variables}.items()}
-    engine = build_engine(
-        bind_weights(program.functional, weights.read("**", places)),
-        program=program,
-        tokenizer=tokenizer,
-        config=config,
-        warm_up=warm_up,
-        programs=programs,
-    )
+    functional = program.functional
+    with ThreadPoolExecutor(1) as pool:  # files are read while programs are compiled or loaded
+        reading = pool.submit(lambda: functional.weights_of(bind_weights(functional, weights.read("**", places))))
+        engine = build_engine(
+            functional.describe(),
+            program=program,
+            tokenizer=tokenizer,
+            config=config,
+            warm_up=warm_up,
+            programs=programs,
+            weights=reading.result,
+        )
     return OpenedEngine(engine, tokenizer, find_template(experiment, tokenizer), name_of(uri))
 
 
@@ -107,6 +113,7 @@ def build_engine(
     config: ServingEngine.Config | None = None,
     warm_up: bool = True,
     programs: Path | None = None,
+    weights: Callable[[], ModelWeights] | None = None,
 ) -> ServingEngine:
     """An engine for a model with its weights.
 
@@ -117,6 +124,7 @@ def build_engine(
         config: of the engine.
         warm_up: compiles all functions first; without it, each when it is first used.
         programs: a directory with exported programs, which are loaded instead of compiled. They are code.
+        weights: gives those of a model with abstract arrays, when everything else is there.
 
     Raises:
         RequestError: the programs are not of this model, or the model is not a decoder of tokens, or the config does not fit it.
@@ -129,7 +137,7 @@ def build_engine(
     config = fit_config(config or ServingEngine.Config(), getattr(model, "cfg", None))
     if programs is not None and not isinstance(config.runner, ModelRunner.Config):
         raise RequestError(f"a {type(config.runner).__qualname__} loads no programs\n    fix: leave --programs out")
-    runner = config.runner.build(model=model, program=program, programs=programs)
+    runner = config.runner.build(model=model, program=program, programs=programs, weights=weights)
     if warm_up:
         runner.warm_up()
     ends = frozenset() if tokenizer is None else frozenset({tokenizer.eos_id})

@@ -10,6 +10,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ FOLDER = "programs"
 FIRST = ("serve_tables", "serve_cache", "serve_weights")
 """Functions that make what steps work on."""
 _COUNT = re.compile(r"--xla_force_host_platform_device_count=\d+")
+_THREADS = 4
 _OPTIONS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_default_prng_impl")
 
 
@@ -108,13 +110,27 @@ def load_programs(
         program.load(directory, identity(program, cfg, model))
     except RequestError as error:
         raise ProgramsError(str(error)) from error
-    for name, shapes in runner_functions(cfg, buckets).items():
-        for bucket in shapes:
-            if not program.exported(name, bucket):
-                raise ProgramsError(
-                    f"{directory} has no program {name}" + (f" of the shape {bucket}" if bucket else "") + "\n"
-                    "    fix: export again"
-                )
+    wanted = [(name, bucket) for name, shapes in runner_functions(cfg, buckets).items() for bucket in shapes]
+    for name, bucket in wanted:
+        if not program.exported(name, bucket):
+            raise ProgramsError(
+                f"{directory} has no program {name}" + (f" of the shape {bucket}" if bucket else "") + "\n"
+                "    fix: export again"
+            )
+
+
+def preload(program: ModelProgram, cfg: ModelRunner.Config, buckets: Sequence[StepBucket]) -> None:
+    """Loads all functions of a runner, several at one time: machine code is loaded outside of Python.
+
+    Raises:
+        ProgramsError: a file is damaged.
+    """
+    wanted = [(name, bucket) for name, shapes in runner_functions(cfg, buckets).items() for bucket in shapes]
+    try:
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(lambda function: program.compile(*function), wanted))
+    except RequestError as error:
+        raise ProgramsError(str(error)) from error
 
 
 def programs_of_run(uri: str | Path) -> Path | None:

@@ -1,6 +1,6 @@
 """`ModelRunner`: computes steps of a model over a cache of blocks, by functions that are compiled before the first request."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +35,7 @@ class ModelRunner(Configurable):
         model: a `CausalLM` with its weights.
         program: of the run that the model belongs to: its mesh and devices are used. By default one device.
         programs: a directory with the exported programs of such a runner, which are loaded instead of compiled.
+        weights: gives those of a model with abstract arrays, when everything else is there.
     """
 
     @node
@@ -83,6 +84,7 @@ class ModelRunner(Configurable):
         model: Any,
         program: Program | ModelProgram | None = None,
         programs: Path | None = None,
+        weights: Callable[[], ModelWeights] | None = None,
     ):
         self.cfg = cfg
         self.block_size, self.max_rows, self.decode_steps = cfg.block_size, cfg.max_rows, cfg.decode_steps
@@ -96,16 +98,18 @@ class ModelRunner(Configurable):
         self.buckets = buckets(cfg, self.max_blocks_per_request)
         self.program = _program(cfg, self.num_blocks, model, program)
         if programs is not None:
-            from axlearn_plugins_serving.programs import load_programs
+            from axlearn_plugins_serving.programs import load_programs, preload
 
             load_programs(self.program, cfg, self.buckets, model.cfg, programs)
         self._tables: Any = self.program.compile("serve_tables")()
         self.cache: Any = self.program.compile("serve_cache")()
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.cache)
         declare_steps(self.program, cfg, self.num_blocks, shapes)
+        if programs is not None:
+            preload(self.program, cfg, self.buckets)
         self._sampling: dict[int, Sampling] = {}
         self._warm = 0
-        self.update_weights(self.program.functional.weights_of(model))
+        self.update_weights(self.program.functional.weights_of(model) if weights is None else weights())
         self._packer = Packer(self.buckets, self.max_rows)
 
     @property
