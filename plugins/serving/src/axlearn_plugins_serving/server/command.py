@@ -19,6 +19,7 @@ _SWITCH_SECONDS = 5e-4  # Python's 5 ms would let the engine's thread wait so lo
 @click.option("--set", "set_", multiple=True, metavar="serving.PATH=VALUE", help="Set a value of the engine.")
 @click.option("--step", type=click.IntRange(min=1), help="The checkpoint to serve; default: the newest.")
 @click.option("--programs", metavar="DIR", help="Load what `axlearn plan --serve --export` wrote; it is code.")
+@click.option("--replicas", type=click.IntRange(min=1), metavar="N", help="Serve N times, behind Ray Serve.")
 @click.option("--prefill", type=click.IntRange(min=1), metavar="N", help="Processes that compute prompts.")
 @click.option("--decode", type=click.IntRange(min=1), metavar="N", help="Processes that continue them.")
 @click.option(
@@ -51,6 +52,7 @@ def serve(
     set_: tuple[str, ...],
     step: int | None,
     programs: str | None,
+    replicas: int | None,
     prefill: int | None,
     decode: int | None,
     max_queue: int | None,
@@ -84,6 +86,10 @@ def serve(
     try:
         workers = None if prefill is None and decode is None else (prefill or 1, decode or 1)
         config = _config(set_, max_queue)
+        if replicas is not None:
+            given = uri, served_model_name, chat_template, config, step, programs, workers
+            listener.close()  # the port is free: Ray Serve takes it
+            sys.exit(_run_replicas(given, limits, replicas, host, port))
         service = _open(uri, served_model_name, chat_template, config, step, programs, workers)
         code = _run(service, limits, listener, host, grace, log_requests)
     except (RequestError, KeyboardInterrupt):
@@ -185,6 +191,27 @@ def _open_engine(uri: str, config: Any, step: int | None, programs: str | None) 
     if programs is not None:
         return open_engine(uri, config=config, step=step, programs=Path(programs))
     return open_with_programs(uri, programs_of_run(uri), config=config, step=step)
+
+
+def _run_replicas(given: tuple[Any, ...], limits: Any, replicas: int, host: str, port: int) -> int:
+    import functools
+
+    from axlearn_core.errors import RequestError
+    from axlearn_plugins_serving.open_engine import name_of
+    from axlearn_plugins_serving.server.replicas import serve_replicas
+
+    uri, name, template, *rest, programs, workers = given
+    if workers is not None:
+        raise RequestError("--replicas cannot be given with --prefill or --decode\n    fix: leave one of them out")
+    if port == 0:
+        raise RequestError("--replicas needs a port\n    got: --port 0\n    fix: name a free one")
+    # Replicas run in other folders.
+    uri, programs = (os.path.abspath(p) if p and os.path.exists(p) else p for p in (uri, programs))
+    name = name or name_of(uri)
+    open_service = functools.partial(_open, uri, name, template, *rest, programs, workers)
+    return serve_replicas(
+        open_service, limits, replicas=replicas, host=host, port=port, ready=lambda url: click.echo(f"{name} at {url}")
+    )
 
 
 def _run(service: Any, limits: Any, listener: Any, host: str, grace: float, log_requests: bool) -> int:
