@@ -98,7 +98,7 @@ class ModelRunner(Configurable):
         self.buckets = buckets(cfg, self.max_blocks_per_request)
         self.program = _program(cfg, self.num_blocks, model, program)
         if programs is not None:
-            from axlearn_plugins_serving.programs import load_programs, preload
+            from axlearn_plugins_serving.programs import load_programs
 
             load_programs(self.program, cfg, self.buckets, model.cfg, programs)
         self._tables: Any = self.program.compile("serve_tables")()
@@ -106,6 +106,8 @@ class ModelRunner(Configurable):
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.cache)
         declare_steps(self.program, cfg, self.num_blocks, shapes)
         if programs is not None:
+            from axlearn_plugins_serving.programs import preload
+
             preload(self.program, cfg, self.buckets)
         self._sampling: dict[int, Sampling] = {}
         self._warm = 0

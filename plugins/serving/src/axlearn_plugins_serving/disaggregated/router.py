@@ -75,9 +75,10 @@ class RouterEngine:
         self._closed = False
         self.restarts = 0
         self._deaths: dict[tuple[Kind, int], int] = {}
-        places: list[tuple[Kind, int]] = [("prefill", i) for i in range(prefill)]
-        places += [("decode", i) for i in range(decode)]
-        self.workers = [WorkerProcess(kind, number, self._settings) for kind, number in places]
+        counts: dict[Kind, int] = {"prefill": prefill, "decode": decode}
+        self.workers = [
+            WorkerProcess(kind, number, self._settings) for kind, count in counts.items() for number in range(count)
+        ]
         try:
             ready = self._wait_until_ready()
         except BaseException:

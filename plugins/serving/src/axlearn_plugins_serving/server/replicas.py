@@ -1,6 +1,7 @@
 """`axlearn serve --replicas N`: the same server several times, behind the router of Ray Serve."""
 
 import asyncio
+import importlib
 import signal
 import threading
 from collections.abc import Callable
@@ -71,8 +72,8 @@ def serve_replicas(
         WorkError: a replica cannot start.
     """
     try:
-        import ray
-        from ray import serve
+        ray: Any = importlib.import_module("ray")
+        serve: Any = importlib.import_module("ray.serve")
     except ImportError as error:
         raise RequestError(
             "replicas are run by Ray Serve, which is not installed\n    fix: pip install 'axlearn-plugins-serving[ray]'"
@@ -91,8 +92,9 @@ def serve_replicas(
         class Model:
             """A replica."""
 
+        model: Any = Model
         try:
-            serve.run(Model.bind(), name=NAME, route_prefix="/")
+            serve.run(model.bind(), name=NAME, route_prefix="/")
         except RuntimeError as error:
             raise WorkError(f"the replicas cannot start: {error}") from error
         ready(f"http://{host}:{port}")
