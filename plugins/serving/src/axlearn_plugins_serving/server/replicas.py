@@ -1,0 +1,107 @@
+"""`axlearn serve --replicas N`: the same server several times, behind the router of Ray Serve."""
+
+import asyncio
+import importlib
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from axlearn_core.errors import RequestError, WorkError
+
+NAME = "axlearn"
+
+
+class ReplicaApp:
+    """The ASGI application of one replica, which opens its model when the replica starts.
+
+    Args:
+        open_service: opens the model.
+        limits: of requests.
+    """
+
+    def __init__(self, open_service: Callable[[], Any], limits: Any):
+        self._open, self._limits = open_service, limits
+        self._app: Any = None
+        self._service: Any = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answers a request; of the lifespan protocol, opens and closes."""
+        if scope["type"] != "lifespan":
+            await self._app(scope, receive, send)
+            return
+        while True:
+            message = await receive()
+            if message["type"] == "lifespan.startup":
+                try:
+                    await self._start()
+                except Exception as error:
+                    await send({"type": "lifespan.startup.failed", "message": str(error)})
+                    raise
+                await send({"type": "lifespan.startup.complete"})
+            else:
+                await self._service.thread.stop()
+                await send({"type": "lifespan.shutdown.complete"})
+                return
+
+    async def _start(self) -> None:
+        from axlearn_plugins_serving.server.app import create_app
+
+        self._service = await asyncio.to_thread(self._open)
+        self._service.thread.start()
+        self._app = create_app(self._service, self._limits)
+
+
+def serve_replicas(
+    open_service: Callable[[], Any], limits: Any, *, replicas: int, host: str, port: int, ready: Callable[[str], None]
+) -> int:
+    """Serves with replicas until SIGTERM or Ctrl-C, and returns the exit code.
+
+    Ray is joined where `RAY_ADDRESS` names a cluster; otherwise one is started on this machine.
+
+    Args:
+        open_service: opens the model, in the process of each replica; it is pickled.
+        limits: of requests.
+        replicas: how many.
+        host: where Ray Serve listens.
+        port: where it listens.
+        ready: called with the address when requests are taken.
+
+    Raises:
+        RequestError: Ray Serve is not installed.
+        WorkError: a replica cannot start.
+    """
+    try:
+        ray: Any = importlib.import_module("ray")
+        serve: Any = importlib.import_module("ray.serve")
+    except ImportError as error:
+        raise RequestError(
+            "replicas are run by Ray Serve, which is not installed\n    fix: pip install 'axlearn-plugins-serving[ray]'"
+        ) from error
+    stopped = threading.Event()
+    old = {number: signal.signal(number, lambda *_: stopped.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    ray.init(ignore_reinit_error=True, log_to_driver=False, include_dashboard=False)
+    try:
+        serve.start(http_options={"host": host, "port": port})
+
+        def build() -> ReplicaApp:
+            return ReplicaApp(open_service, limits)
+
+        @serve.deployment(name="model", num_replicas=replicas, max_ongoing_requests=10_000)
+        @serve.ingress(build)
+        class Model:
+            """A replica."""
+
+        model: Any = Model
+        try:
+            serve.run(model.bind(), name=NAME, route_prefix="/")
+        except RuntimeError as error:
+            raise WorkError(f"the replicas cannot start: {error}") from error
+        ready(f"http://{host}:{port}")
+        stopped.wait()
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+        for number, handler in old.items():
+            signal.signal(number, handler)
+    return 0

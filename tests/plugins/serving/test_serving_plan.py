@@ -1,0 +1,125 @@
+"""`axlearn plan --serve`: what a machine that is not here can serve."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from axlearn_core.cli.main import cli
+from axlearn_core.compose.devices import settle
+from axlearn_core.config import patch
+from axlearn_core.contracts.mesh import Mesh
+from axlearn_core.plugins.resolve import resolve
+from axlearn_core.plugins.targets import find_machine
+from axlearn_plugins_serving.plan import steps as plan_steps
+from axlearn_plugins_serving.plan.serving_plan import held_in_compute_dtype, plan_model
+from axlearn_plugins_serving.plan.steps import Steps
+from axlearn_plugins_serving.runner import ModelRunner
+
+SMALL = ["--set", "model.decoder.num_layers=1", "--set", "serving.runner.max_context=128"]
+SMALL += ["--set", "serving.runner.max_rows=4", "--set", "serving.runner.chunk_buckets=[]"]
+SIZES = {"max_rows": 4, "max_context": 128, "chunk_buckets": (), "row_buckets": ()}
+
+
+def plan(*words):
+    return CliRunner().invoke(cli, ["plan", *map(str, words)])
+
+
+def test_what_eight_devices_hold():
+    done = plan("quickstart", "--serve", "--target", "cpu-4", "--json", *SMALL)
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["mesh"] == {"tensor": 4}
+    assert found["fits"]
+    assert found["cache_tokens"] == 4 * 128
+    # keys and values of 1 of 4 heads of 32 float32 numbers
+    assert found["cache_bytes_per_token"] == 2 * 32 * 4
+    assert found["cache_bytes"] == 512 * 256
+    assert found["weight_bytes"] < found["parameters"] * 4 / 3  # split, but for the norms
+    assert found["tpot_seconds_alone"] is None  # this target has no figure for its peak
+    alone, full = found["steps"]["alone"], found["steps"]["full"]
+    assert full["requests"] == 4
+    cache = found["cache_bytes_per_token"]
+    assert full["hbm_traffic_bytes"] - alone["hbm_traffic_bytes"] == 3 * (found["context"] + 1) * cache
+    # an all-reduce after attention and one after the feed-forward layer: 2 x 3 / 4 of 128 numbers of each of 4 rows
+    assert full["link_bytes"] >= 2 * (2 * 3 / 4) * 4 * 128 * 4
+    assert found["layers_compiled"] is None
+
+
+def test_equal_layers_are_not_all_compiled(monkeypatch):
+    cfg = patch(ModelRunner.Config(), SIZES)
+    machine = find_machine("cpu-2")
+    settle(machine)
+    settings = {"model.decoder.num_layers": 6, "model.decoder.hidden_dim": 64}
+    model = resolve("quickstart", set=settings).config.model
+    found = Steps(cfg, model, machine, Mesh(shape={"tensor": 2}))
+    assert found.layers_compiled == (2, 3)
+    monkeypatch.setattr(plan_steps, "DEPTHS", (8, 9))
+    whole = Steps(cfg, model, machine, Mesh(shape={"tensor": 2}))
+    assert whole.layers_compiled is None
+    for bucket in (whole.buckets[0], whole.buckets[-1]):
+        a, b = (s.plan(bucket, 1, bucket.chunks * bucket.chunk, 64) for s in (found, whole))
+        assert (a.flops, a.traffic) == (b.flops, b.traffic)
+        assert a.compiled.links == b.compiled.links
+        assert a.compiled.temporaries == pytest.approx(b.compiled.temporaries, rel=0.05)
+
+
+def test_it_does_not_fit():
+    done = plan("quickstart", "--serve", "--target", "cpu", *SMALL, "--set", "serving.runner.num_blocks=9000000")
+    assert done.exit_code == 1
+    assert "does not fit: " in done.stdout
+    assert "--set serving.runner.num_blocks=" in done.stdout
+    assert "which is what is left" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["h100-4x1", "tpu-v6e-4"])
+def test_accelerators_that_are_not_here(target):
+    machine = find_machine(target)
+    settle(machine)
+    sizes = {
+        "model.decoder.num_layers": 2,
+        "model.decoder.hidden_dim": 512,
+        "model.decoder.layer.attention.num_heads": 8,
+    }
+    sizes |= {"model.decoder.layer.attention.num_kv_heads": 4, "model.decoder.layer.attention.head_dim": 128}
+    model = resolve("llama2-7b", target=target, set=sizes).config.model
+    model, notes = held_in_compute_dtype(model)
+    assert "the weights are taken to be in bfloat16" in notes[0]
+    found = plan_model(model, machine, title="small", notes=notes)
+    assert found.fits
+    assert found.dtype == "bfloat16"
+    assert found.token_bytes == 2 * 2 * 128 * 2  # two layers, keys and values of one head
+    hardware = machine.target
+    assert found.alone.roofline.step == pytest.approx(found.alone.traffic / hardware.hbm_bandwidth)
+    left = hardware.hbm_bytes - found.weights - found.tables - found.working
+    assert found.most_tokens == pytest.approx(left / found.token_bytes, abs=64)
+    kernels = {c.op.name: c.name for c in found.kernels}
+    assert kernels["paged_attention"] == ("ragged-paged" if target.startswith("tpu") else "xla-split")
+
+
+@pytest.mark.slow
+def test_programs_for_devices_that_are_not_here(tmp_path):
+    exported = tmp_path / "programs"
+    done = plan("quickstart", "--serve", "--target", "h100-1x1", *SMALL, "--export", exported)
+    assert done.exit_code == 0, done.output
+    index = json.loads((exported / "executables.json").read_text())
+    assert index["devices"] == [["gpu", "NVIDIA H100 80GB HBM3", 0, []]]
+    assert {f["function"] for f in index["functions"]} >= {"serve", "serve_cache", "serve_weights"}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["vit-tiny", "--target", "cpu"], "cannot be served: it does not generate tokens"),
+        (["quickstart"], "none is named"),
+        (["quickstart", "--target", "cpu", "--function", "decode"], "--serve and --function cannot be given together"),
+        (["quickstart", "--target", "cpu", "--set", "serving.runner.max_row=2"], "max_rows"),
+        (["quickstart", "--target", "cpu-3", *SMALL], "is not divisible by the mesh axes tensor"),
+        (["quickstart", "--target", "cpu", "--set", "serving.runner.mode=exact"], "mode"),
+    ],
+)
+def test_requests_that_are_wrong(words, says):
+    done = plan(*words, "--serve")
+    assert done.exit_code == 2, done.output
+    assert says in done.stderr
