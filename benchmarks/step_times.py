@@ -26,7 +26,9 @@ def unpack(values: np.ndarray, targets: list[str], platforms: list[str], spread:
     efficiency = {t: float(np.exp(v)) for t, v in zip(targets, values, strict=False)}
     rest = values[len(targets) :]
     exposed = dict(zip(platforms, (float(v) for v in rest[2:]), strict=True))
-    return Model(efficiency=efficiency, grouped=float(np.exp(rest[0])), exposed=exposed, scale=float(rest[1]), spread=spread)
+    return Model(
+        efficiency=efficiency, grouped=float(np.exp(rest[0])), exposed=exposed, scale=float(rest[1]), spread=spread
+    )
 
 
 def fit(steps: list[Step], targets: list[str], platforms: list[str]) -> Model:
@@ -68,7 +70,9 @@ def main():
         errors = f"{100 * np.expm1(a):+6.1f}% {100 * np.expm1(b):+17.1f}%"
         print(f"{s.name:42} {s.system:12} {s.seconds:8.2f}s {s.seconds * np.exp(a):8.2f}s {errors}")
     medians = [100 * float(np.median(np.abs(np.expm1(found)))) for found in (one, trainings)]
-    print(f"median error: {medians[0]:.1f}% of n={len(steps)} steps, each left out; {medians[1]:.1f}% with its training left out")
+    print(
+        f"median error: {medians[0]:.1f}% of n={len(steps)} steps, each left out; {medians[1]:.1f}% with its training left out"
+    )
     whole = fit(steps, targets, platforms)
     spread = float(np.exp(np.quantile(np.abs(trainings), 0.8)))
     print(f"interval: four of five steps within a factor of {spread:.3f}")
@@ -85,7 +89,7 @@ def falls(steps: list[Step], model: Model):
     for s in steps:
         if "weak" in s.source:
             curves.setdefault(s.name.partition(" on ")[0], []).append(s)
-    for name, (*_, ) in curves.items():
+    for name, (*_,) in curves.items():
         first, last = curves[name][0], curves[name][-1]
         fell = last.seconds / first.seconds * first.compute / last.compute
         said = model.seconds(last.target, last.platform, last.chips, last) / model.seconds(

@@ -65,9 +65,7 @@ class Model:
     scale: float
     spread: float
 
-    def seconds(
-        self, target: str, platform: str, chips: int, bound: Any, *, grouped: bool = False
-    ) -> float:
+    def seconds(self, target: str, platform: str, chips: int, bound: Any, *, grouped: bool = False) -> float:
         """Of a step whose `compute`, `links` and `network` are those of `bound`."""
         efficiency = self.efficiency[target] * (self.grouped if grouped else 1.0)
         waiting = self.exposed.get(platform, 1.0) * ((bound.links or 0.0) + (bound.network or 0.0))

@@ -18,6 +18,7 @@ from axlearn_core.contracts.target import Machine
 from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_plan.roofline import Roofline
+from axlearn_plugins_search.estimate import Host, with_host
 from axlearn_plugins_search.rank import Ranked, step_seconds
 from axlearn_plugins_search.space import written
 
@@ -68,6 +69,18 @@ def plan_words(request: Request, row: Ranked) -> list[str]:
     return [*request_words(request), "--target", row.machine.name, *row.choice.words]
 
 
+def resolved_request(request: Request, row: Ranked) -> Request:
+    """The request of one layout: what `plan_words` says."""
+    kept = tuple(f for f in request.features if row.choice.remat is None or f.name != "remat")
+    more = Request.of(request.experiment, with_=list(row.choice.features), set=row.choice.settings)
+    return attrs.evolve(
+        request,
+        features=(*kept, *more.features),
+        settings=(*request.settings, *more.settings),
+        target=row.machine.name,
+    )
+
+
 def versions() -> dict[str, str]:
     """Distribution -> version, of all that decides what is compiled."""
     found = {}
@@ -85,17 +98,9 @@ class Cache:
         self.directory = directory
         self._versions = json.dumps(versions())
 
-    def path(self, words: Sequence[str], request: Request, row: Ranked) -> Path:
+    def path(self, request: Request, row: Ranked) -> Path:
         """The file of one layout."""
-        from axlearn_core.plugins.request import Request as Requests
-
-        parts = dict(with_=[], without=[], set=[])  # type: ignore[var-annotated]
-        flags = {"--with": "with_", "--without": "without", "--set": "set"}
-        for flag, value in zip(words[1::2], words[2::2], strict=True):
-            if flag in flags:
-                parts[flags[flag]].append(value)
-        resolved = resolve(Requests.of(words[0], target=row.machine.name, **parts))
-        text = f"{resolved.to_yaml()}\n{row.machine.name}\n{self._versions}"
+        text = f"{resolve(resolved_request(request, row)).to_yaml()}\n{row.machine.name}\n{self._versions}"
         return self.directory / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 
     def read(self, path: Path) -> Mapping[str, Any] | None:
@@ -135,8 +140,8 @@ def _environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
 
 
-def read_plan(plan: Mapping[str, Any], machine: Machine, cached: bool) -> Compiled:
-    """The figures of a plan that `axlearn plan --json` printed."""
+def read_plan(plan: Mapping[str, Any], machine: Machine, host: Host, cached: bool) -> Compiled:
+    """The figures of a plan that `axlearn plan --json` printed, and what goes to the host's memory, which no plan times."""
     per_chip = machine.target.devices_per_chip
     total = plan["argument_bytes"] + plan["temporary_bytes"] + plan["code_bytes"]
     bound = Roofline(**{n: plan["roofline_seconds"][n] for n in ("compute", "hbm", "links", "network")})
@@ -147,7 +152,7 @@ def read_plan(plan: Mapping[str, Any], machine: Machine, cached: bool) -> Compil
         bytes=total / per_chip,
         arguments=plan["argument_bytes"] / per_chip,
         roofline=bound,
-        seconds=step_seconds(machine, bound, grouped) if known else None,
+        seconds=with_host(step_seconds(machine, bound, grouped), host) if known else None,
         compile_seconds=plan["compile_seconds"],
         cached=cached,
     )
@@ -179,7 +184,7 @@ def compile_layouts(
 
     def one(row: Ranked) -> Compiled:
         words = plan_words(request, row)
-        path = cache.path(words, request, row)
+        path = cache.path(request, row)
         plan = cache.read(path)
         cached = plan is not None
         if plan is None:
@@ -191,7 +196,7 @@ def compile_layouts(
                 return Compiled(error=error)
             clock.longest = max(clock.longest, time.monotonic() - started)
             cache.write(path, plan)
-        found = read_plan(plan, row.machine, cached)
+        found = read_plan(plan, row.machine, row.estimate.host, cached)
         verdict = "fits" if found.fits else "does not fit"
         shown = "?" if found.seconds is None else f"{found.seconds:.3g} s"
         how = "from the cache" if cached else f"compiled in {found.compile_seconds:.0f} s"

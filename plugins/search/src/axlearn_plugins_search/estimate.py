@@ -36,6 +36,7 @@ class Estimate:
         columns: bytes of each of `COLUMNS`, whose coefficients are fitted.
         temporaries: bytes of everything that exists during the step only.
         roofline: of the step.
+        host: what goes to the host's memory and back.
     """
 
     arguments: float
@@ -43,6 +44,7 @@ class Estimate:
     columns: Mapping[str, float]
     temporaries: float
     roofline: Roofline
+    host: "Host"
 
     @property
     def total(self) -> float:
@@ -76,6 +78,7 @@ class MeshFigures:
     choice: MeshChoice
     rules: Mapping[str, tuple[str, ...]] = attrs.field(init=False)
     layout: Any = attrs.field(init=False)
+    _local: dict[Any, tuple[Any, float]] = attrs.field(init=False, factory=dict)
 
     def __attrs_post_init__(self) -> None:
         self.layout = laid(self.config.mesh, self.choice.shape, self.choice.stream)
@@ -123,6 +126,12 @@ class MeshFigures:
 
     def local(self, found: Sequence[Activation], offloaded: bool = False) -> float:
         """Bytes of one device, of all layers."""
+        key = id(found), offloaded
+        if key not in self._local:
+            self._local[key] = found, self._local_bytes(found, offloaded)  # what is held keeps its id
+        return self._local[key][1]
+
+    def _local_bytes(self, found: Sequence[Activation], offloaded: bool) -> float:
         total = 0.0
         for a in found:
             if a.offloaded != offloaded:
@@ -137,6 +146,21 @@ class MeshFigures:
                     size /= count
             total += size
         return total
+
+    @cached_property
+    def gathered(self) -> Mapping[int, float]:
+        """Over how many devices parameters are gathered -> bytes of one device of those, as they are sent."""
+        found: dict[int, float] = {}
+        for p in self.parameters:
+            found[p.group] = found.get(p.group, 0.0) + p.numbers * COMPUTED_ITEMSIZE
+        return found
+
+    @cached_property
+    def parameter_bytes(self) -> tuple[float, float, float]:
+        """(gathered, of the layers; gathered, of all else; as one device stores them)."""
+        of_layers = sum(p.gathered for p in self.parameters if p.stacked)
+        others = sum(p.gathered for p in self.parameters if not p.stacked)
+        return of_layers, others, sum(p.stored for p in self.parameters)
 
     def spread(self, axes: Sequence[str]) -> tuple[int, int, int]:
         """(members, domains, most members in one domain) of a group over some mesh axes."""
@@ -188,13 +212,10 @@ def communication(figures: MeshFigures, trace: StepTrace, steps: int, fitted: Co
     Parameters are gathered for each pass of each microbatch, and their gradients summed where they live; over axes that hold
     copies, gradients are summed whole. Tensor parallelism exchanges the residual stream of each layer.
     """
-    gathered: dict[int, float] = {}
     split = [a for a in figures.rules["batch"] if figures.choice.shape.get(a, 1) > 1]
-    for p in figures.parameters:
-        gathered[p.group] = gathered.get(p.group, 0.0) + p.numbers * COMPUTED_ITEMSIZE
     found: list[Collective | None] = []
     sharded = [a for a in ("fsdp", "expert") if figures.choice.shape.get(a, 1) > 1]
-    for group, local in gathered.items():
+    for group, local in figures.gathered.items():
         axes = sharded if group > 1 else []
         kind = "all-reduce" if fitted.gathers_by_sums else "all-gather"
         operand = local * group if fitted.gathers_by_sums else local
@@ -208,7 +229,7 @@ def communication(figures: MeshFigures, trace: StepTrace, steps: int, fitted: Co
 
 
 def _tensor(figures: MeshFigures, trace: StepTrace, fitted: Coefficients) -> Iterator[Collective | None]:
-    stream = next((a for a in trace.kept if a.axes[1:2] == ("residual_sequence",)), None)
+    stream = trace.stream[0] if trace.stream else None
     if stream is None or figures.choice.shape.get("tensor", 1) == 1:
         return
     whole = math.prod(stream.shape) * COMPUTED_ITEMSIZE / figures.batch_shards
@@ -224,7 +245,6 @@ def estimate(
     choice: Choice,
     figures: MeshFigures,
     trace: StepTrace,
-    layers: float,
     steps: int,
     batch_bytes: float,
     fitted: Coefficients,
@@ -235,44 +255,55 @@ def estimate(
         choice: the layout.
         figures: of its mesh.
         trace: of the step with its rematerialisation, on the whole batch.
-        layers: how many the stack has.
         steps: microbatches.
         batch_bytes: of the whole batch of integers.
         fitted: of the platform.
     """
     state, learner = figures.state_bytes
+    if choice.optimizer_dtype in ("bfloat16", "float16"):
+        learner /= 2
     arguments = state + (0.0 if choice.offload_optimizer else learner) + batch_bytes / figures.batch_shards
     kept = figures.local(trace.kept) / steps
-    columns = _columns(figures, trace, layers, steps)
+    columns = _columns(figures, trace, steps)
     if choice.offload_optimizer:
         columns["gradients"] += learner
     temporaries = kept * fitted.kept + sum(fitted.memory.get(name, 0.0) * size for name, size in columns.items())
-    weights = sum(p.gathered for p in figures.parameters)
+    of_layers, others, _ = figures.parameter_bytes
+    weights = of_layers + others
     traffic = fitted.traffic_activations * figures.local(trace.layer)
     traffic += fitted.traffic_weights * weights * steps + 2 * arguments
-    offloaded = 2 * figures.local(trace.kept, offloaded=True)
     sends = communication(figures, trace, steps, fitted)
     bound = roofline(figures.machine.target, figures.machine.devices, trace.executed, traffic, sends)
-    if offloaded:
-        bound = attrs.evolve(bound, hbm=(bound.hbm or 0.0) + offloaded / HOST_BANDWIDTH)
-    return Estimate(
-        arguments=arguments, kept=kept, columns=columns, temporaries=temporaries, roofline=bound
+    host = Host(
+        activations=2 * figures.local(trace.kept, offloaded=True),
+        optimizer=2 * learner if choice.offload_optimizer else 0.0,
     )
+    return Estimate(arguments=arguments, kept=kept, columns=columns, temporaries=temporaries, roofline=bound, host=host)
+
+
+@attrs.frozen(kw_only=True)
+class Host:
+    """Bytes of one device to its host's memory and back, in a step."""
+
+    activations: float
+    optimizer: float
+
+
+def with_host(seconds: float, host: Host) -> float:
+    """A step with what goes to the host: activations go while it computes, the optimizer's state when gradients are there."""
+    return max(seconds, host.activations / HOST_BANDWIDTH) + host.optimizer / HOST_BANDWIDTH
 
 
 HOST_BANDWIDTH = 25e9
 """Bytes/s of one device to its host's memory: half of a PCIe 4 slot of 16 lanes, in one direction."""
 
 
-def _columns(figures: MeshFigures, trace: StepTrace, layers: float, steps: int) -> dict[str, float]:
-    of_layers = sum(p.gathered for p in figures.parameters if p.stacked)
-    others = sum(p.gathered for p in figures.parameters if not p.stacked)
-    stored = sum(p.stored for p in figures.parameters)
-    streams = [a for a in trace.kept if a.axes[1:2] == ("residual_sequence",)][:1]
-    count = max(layers, 1.0)
+def _columns(figures: MeshFigures, trace: StepTrace, steps: int) -> dict[str, float]:
+    of_layers, others, stored = figures.parameter_bytes
+    count = max((a.layers for a in trace.kept), default=1.0)
     return {
         "layer": figures.local(trace.layer) / count / steps,
-        "stream": figures.local(streams) / count / steps,
+        "stream": figures.local(trace.stream) / count / steps,
         "weights": of_layers / count,
         "vocabulary": others,
         "gradients": stored,

@@ -1,6 +1,7 @@
 """Every legal layout of a request on one machine with its estimate, best first."""
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -8,7 +9,7 @@ import attrs
 from axlearn_core.compose import Program
 from axlearn_core.compose.devices import absent, settle
 from axlearn_core.contracts.target import Machine
-from axlearn_core.errors import ConfigError, RequestError
+from axlearn_core.errors import RequestError, unknown
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import Request, parse_feature
 from axlearn_core.plugins.resolve import resolve
@@ -16,7 +17,7 @@ from axlearn_plugins_plan.batches import abstract_batch
 from axlearn_plugins_plan.plan import machine_of
 from axlearn_plugins_plan.predict import predict
 from axlearn_plugins_plan.tags import tags
-from axlearn_plugins_search.estimate import Estimate, MeshFigures, estimate
+from axlearn_plugins_search.estimate import Estimate, MeshFigures, estimate, with_host
 from axlearn_plugins_search.figures import Coefficients, coefficients
 from axlearn_plugins_search.space import Choice, MeshChoice, batch_shards, meshes, microbatches, remat_options
 from axlearn_plugins_search.trace import StepTrace, program_alone, trace_step
@@ -32,6 +33,7 @@ class Ranked:
     Attributes:
         seconds: of a step: predicted where the target has published or measured steps, else at the roofline where nothing
             overlaps.
+        rows: of a step's batch.
         tokens: of a step; None for a batch without tokens.
     """
 
@@ -39,6 +41,7 @@ class Ranked:
     machine: Machine
     estimate: Estimate
     seconds: float
+    rows: int
     tokens: int | None
 
 
@@ -52,6 +55,7 @@ class Space:
     base: Any = attrs.field(init=False)
     fitted: Coefficients = attrs.field(init=False)
     _programs: dict[Any, tuple[Program, StepTrace]] = attrs.field(init=False, factory=dict)
+    _traces: dict[Any, StepTrace] = attrs.field(init=False, factory=dict)
 
     def __attrs_post_init__(self) -> None:
         resolved = resolve(self.request)
@@ -62,7 +66,6 @@ class Space:
         self.devices = absent(self.machine)
         self.batch = abstract_batch(self.base)
         self.program = program_alone(self.base, self.machine, self.devices)
-        self.grouped = False
 
     @property
     def rows(self) -> int:
@@ -90,8 +93,8 @@ class Space:
         found: dict[str | None, StepTrace] = {None: self.traced(None)}
         if "remat" not in registry().claims["features"]:
             return found
-        names = [t.name for t in tags(self.program, self.batch)]
-        for option in remat_options(self.base, names):
+        host = self.machine.target.platform == "tpu"
+        for option in remat_options(tags(self.program, self.batch), host):
             try:
                 found[option] = self.traced(option)
             except RequestError:  # a model without such a stack
@@ -116,54 +119,76 @@ class Space:
         return getattr(getattr(self.base, "learner", None), "accumulate_steps", 1)
 
     def ranked(self, progress: Callable[[str], None] = lambda _: None) -> list[Ranked]:
-        """All legal layouts, the fastest first; of equally fast ones that which takes least memory.
+        """All legal layouts, the fastest for each row of a batch first; of equally fast ones that of least memory.
 
         Raises:
             RequestError: there is none.
         """
-        shipped_mesh = MeshChoice(shape={a: n for a, n in self.base.mesh.sizes(self.machine.devices).items() if n > 1})
-        free = tuple(a for a in ("pipeline", *FREE) if a != "pipeline" or shipped_mesh.shape.get("pipeline", 1) > 1)
-        on = [MeshFigures(self.program, self.base, self.machine, m) for m in meshes(self.program, self.base, self.machine, free)]
-        progress(f"{self.machine.name}: {len(on)} meshes")
+        sizes = self.base.mesh.sizes(self.machine.devices)
+        own = {a: n for a, n in sizes.items() if n > 1}
+        free = ("pipeline", *FREE) if sizes["pipeline"] > 1 else FREE
+        found = meshes(self.program, self.base, self.machine, free)
+        on = [MeshFigures(self.program, self.base, self.machine, mesh) for mesh in found]
         remats = self.remats()
-        progress(f"{self.machine.name}: {len(remats)} ways of rematerialisation")
-        found = []
-        installed = registry().claims["features"]
-        layers = max((a.layers for t in remats.values() for a in t.kept), default=1.0)
-        for figures in on:
-            same = dict(figures.choice.shape) == dict(shipped_mesh.shape) and not figures.choice.stream
-            shards = batch_shards(self.base.mesh, figures.choice)
-            if self.rows % shards:
-                continue
-            steps = microbatches(self.rows, shards) if "gradient-accumulation" in installed else [self.base_steps()]
-            for remat, trace in remats.items():
-                for count in steps:
-                    for offload in (False, True) if "offload-optimizer" in installed else (False,):
-                        choice = Choice(
-                            mesh=None if same else figures.choice,
-                            remat=remat,
-                            microbatches=None if count == self.base_steps() else count,
-                            offload_optimizer=offload,
-                        )
-                        found.append(self._rank(choice, figures, trace, layers, count))
-        if not found:
+        progress(f"{self.machine.name}: {len(on)} meshes, {len(remats)} ways of rematerialisation")
+        rows = [
+            self._rank(choice, figures, remats[choice.remat])
+            for figures in on
+            for choice in self._choices(figures.choice, dict(figures.choice.shape) == own, list(remats))
+        ]
+        if not rows:
             raise RequestError(
                 f"no layout of {self.request.experiment} is legal on {self.machine.name}\n"
                 f"    got: {self.rows} rows on {self.machine.devices} devices, {len(on)} meshes that parameters can be laid on\n"
                 "    fix: give a batch that more devices divide (--set input.batch_size=N), or take another --target"
             )
-        return sorted(found, key=lambda r: (r.seconds, r.estimate.total, len(r.choice.words), r.choice.words))
+        return sorted(rows, key=order)
 
-    def _rank(self, choice: Choice, figures: MeshFigures, trace: StepTrace, layers: float, steps: int) -> Ranked:
-        batch_bytes = sum(s.size * s.dtype.itemsize for s in self.batch.values())
-        found = estimate(choice, figures, trace, layers, steps, batch_bytes, self.fitted)
+    def _choices(self, mesh: MeshChoice, own: bool, remats: list[str | None]) -> Iterator[Choice]:
+        """Every layout on one mesh, `own` where it is that of the request."""
+        shards = batch_shards(self.base.mesh, mesh)
+        now = self.base_steps()
+        batches = [self.rows * 2**n for n in range(-2, 3)] if "batch" in self.vary else [self.rows]
+        dtypes = (None, "bfloat16") if "optimizer-precision" in self.vary else (None,)
+        offloads = (False, True) if "offload-optimizer" in registry().claims["features"] else (False,)
+        for rows in batches:
+            if rows % shards:
+                continue
+            counts = microbatches(rows, shards) if "gradient-accumulation" in registry().claims["features"] else [now]
+            for remat, count, offload, dtype in itertools.product(remats, counts, offloads, dtypes):
+                yield Choice(
+                    mesh=None if own and not mesh.stream else mesh,
+                    remat=remat,
+                    microbatches=None if count == now else count,
+                    offload_optimizer=offload,
+                    batch=None if rows == self.rows else rows,
+                    optimizer_dtype=dtype,
+                )
+
+    def _scaled(self, trace: StepTrace, factor: float) -> StepTrace:
+        key = id(trace), factor
+        if key not in self._traces:
+            self._traces[key] = trace.scaled(factor)
+        return self._traces[key]
+
+    def _rank(self, choice: Choice, figures: MeshFigures, trace: StepTrace) -> Ranked:
+        factor = (choice.batch or self.rows) / self.rows
+        batch_bytes = factor * sum(s.size * s.dtype.itemsize for s in self.batch.values())
+        steps = choice.microbatches or self.base_steps()
+        found = estimate(choice, figures, self._scaled(trace, factor), steps, batch_bytes, self.fitted)
         return Ranked(
             choice=choice,
             machine=self.machine,
             estimate=found,
-            seconds=step_seconds(self.machine, found.roofline, trace.grouped > 0),
-            tokens=self.tokens,
+            seconds=with_host(step_seconds(self.machine, found.roofline, trace.grouped), found.host),
+            rows=choice.batch or self.rows,
+            tokens=None if self.tokens is None else round(self.tokens * factor),
         )
+
+
+def order(row: Ranked) -> tuple[Any, ...]:
+    """Layouts are compared by the seconds of a row of the batch, then by memory, then by how little they change."""
+    return row.seconds / max(row.rows, 1), row.estimate.total, len(row.choice.words), row.choice.words
 
 
 def step_seconds(machine: Machine, bound: Any, grouped: bool) -> float:
@@ -183,13 +208,8 @@ def varied(names: str | None, known: Sequence[str]) -> tuple[str, ...]:
     Raises:
         RequestError: one of them is not known.
     """
-    from axlearn_core.errors import unknown
-
     found = tuple(n.strip() for n in (names or "").split(",") if n.strip())
     for name in found:
         if name not in known:
             raise unknown("part of a layout that --vary takes", name, known)
     return found
-
-
-__all__ = ["ConfigError", "Mapping", "Ranked", "Space", "spaces", "step_seconds", "varied"]

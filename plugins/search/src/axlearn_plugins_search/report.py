@@ -2,14 +2,16 @@
 
 import html
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from axlearn_core.errors import RequestError
+from axlearn_core.plugins.layout_file import LayoutFile, model_hash
 from axlearn_core.plugins.request import Request
+from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_plan.render import seconds, share, size
-from axlearn_plugins_search.compiled import plan_words
+from axlearn_plugins_search.compiled import plan_words, resolved_request
 from axlearn_plugins_search.search import Result, Row
 
 COLUMNS = ("", "step", "memory", "estimated", "tokens/s/chip", "target", "layout")
@@ -24,13 +26,15 @@ def marks(row: Row, result: Result) -> str:
 def cells(row: Row, result: Result) -> tuple[str, ...]:
     """A row of the table."""
     error = row.memory_error
-    rate = row.ranked.tokens / row.seconds / row.ranked.machine.chips if row.ranked.tokens else None
+    tokens, chips = row.ranked.tokens, row.ranked.machine.chips
+    rate = tokens / row.seconds / chips if tokens else None
     fits = "" if row.compiled is None or row.compiled.fits else " (does not fit)"
     return (
         marks(row, result),
         seconds(row.seconds),
         size(row.bytes) + fits,
-        f"{seconds(row.ranked.seconds)}, {size(row.ranked.estimate.total)}" + (f" ({100 * error:+.0f}%)" if error is not None else ""),
+        f"{seconds(row.ranked.seconds)}, {size(row.ranked.estimate.total)}"
+        + (f" ({100 * error:+.0f}%)" if error is not None else ""),
         "?" if rate is None else f"{rate:,.0f}",
         row.ranked.machine.name,
         shlex.join(row.choice.words) or "as it ships",
@@ -55,7 +59,9 @@ def notes(result: Result) -> list[str]:
         f"{result.ranked:,} legal layouts, {result.left_out:,} left out by memory; {len(result.rows)} compiled; "
         f"ended because {result.ended}",
         f"memory estimated within {share(max(errors))} of the compiled figures here; layouts are left out beyond "
-        f"{share(result.bound)} over the device's memory" if errors else "",
+        f"{share(result.bound)} over the device's memory"
+        if errors
+        else "",
         "* no other is better in both time and memory. Steps are predicted (docs/plan.md), memory is the compiler's",
     ]
     found += [f"not compiled: {words}: {why}" for words, why in result.failures]
@@ -116,7 +122,9 @@ def draw(result: Result, path: Path) -> None:
     for target in dict.fromkeys(r.ranked.machine.name for r in result.rows):
         rows = [r for r in result.rows if r.ranked.machine.name == target]
         axes.scatter([r.seconds for r in rows], [r.bytes / gib for r in rows], s=18, label=target)
-    axes.plot([r.seconds for r in result.front], [r.bytes / gib for r in result.front], lw=1, color="0.4", label="front")
+    axes.plot(
+        [r.seconds for r in result.front], [r.bytes / gib for r in result.front], lw=1, color="0.4", label="front"
+    )
     shipped = [r for r in result.rows if r.choice.shipped]
     axes.scatter(
         [r.seconds for r in shipped], [r.bytes / gib for r in shipped],
@@ -143,7 +151,9 @@ def page(request: Request, result: Result) -> str:
     )
 
 
-STYLE = "body{font:14px sans-serif;margin:2em}td,th{padding:2px 12px 2px 0;text-align:left}svg text{font:11px sans-serif}"
+STYLE = (
+    "body{font:14px sans-serif;margin:2em}td,th{padding:2px 12px 2px 0;text-align:left}svg text{font:11px sans-serif}"
+)
 
 
 def picture(result: Result, width: int = 640, height: int = 360, margin: int = 56) -> str:
@@ -168,7 +178,9 @@ def picture(result: Result, width: int = 640, height: int = 360, margin: int = 5
         x, y = place(row)
         fill = "none" if row.choice.shipped else "#1f6feb"
         radius = 8 if row.choice.shipped else 4
-        label = html.escape(f"{seconds(row.seconds)}, {size(row.bytes)}: {shlex.join(row.choice.words) or 'as it ships'}")
+        label = html.escape(
+            f"{seconds(row.seconds)}, {size(row.bytes)}: {shlex.join(row.choice.words) or 'as it ships'}"
+        )
         dots += f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{fill}" stroke="#333"><title>{label}</title></circle>'
     texts = (
         f'<text x="{margin}" y="{height - 20}">{seconds(min(xs))}</text>'
@@ -182,8 +194,20 @@ def picture(result: Result, width: int = 640, height: int = 360, margin: int = 5
 
 
 def write_layout(request: Request, row: Row, path: Path) -> None:
-    """The layout as a file for `--layout`."""
-    raise NotImplementedError
+    """The layout as a file for `axlearn train --layout`. The request's own options stay on the command line."""
+    resolved = resolve(resolved_request(request, row.ranked))
+    varies = [path for path in ("input.batch_size", "learner") if _varies(row, path)]
+    LayoutFile(
+        experiment=str(request.experiment),
+        model=model_hash(resolved.config),
+        target=row.ranked.machine.name,
+        features=row.choice.features,
+        settings=row.choice.settings,
+        varies=tuple(varies),
+    ).write(path)
 
 
-__all__ = ["Mapping", "as_json", "draw", "page", "text", "write_layout"]
+def _varies(row: Row, path: str) -> bool:
+    return (row.choice.batch is not None and path == "input.batch_size") or (
+        row.choice.optimizer_dtype is not None and path == "learner"
+    )

@@ -1,5 +1,6 @@
 """The search: formulas rank every legal layout, the compiler has the last word on the best."""
 
+import itertools
 import statistics
 from collections.abc import Callable, Sequence
 
@@ -8,9 +9,8 @@ import attrs
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.request import Request
 from axlearn_plugins_search.compiled import TIMEOUT, Cache, Clock, Compiled, compile_layouts
-from axlearn_plugins_search.estimate import Estimate
 from axlearn_plugins_search.figures import Coefficients
-from axlearn_plugins_search.rank import Ranked, Space
+from axlearn_plugins_search.rank import Ranked, Space, order
 from axlearn_plugins_search.space import Choice
 
 CHUNK = 2
@@ -39,6 +39,11 @@ class Row:
     def seconds(self) -> float:
         """Of a step, by the compiled figures where there are some."""
         return self.ranked.seconds if self.compiled is None or self.compiled.seconds is None else self.compiled.seconds
+
+    @property
+    def row_seconds(self) -> float:
+        """Of a row of the batch, which compares layouts of several batches."""
+        return self.seconds / max(self.ranked.rows, 1)
 
     @property
     def bytes(self) -> float:
@@ -158,28 +163,38 @@ def candidates(
         total = r.estimate.arguments + r.estimate.temporaries * ratio
         if id(r) not in results and total <= capacity * (1 + bound):
             fits.append(r)
-    fastest, seen = [], set()
-    for r in sorted(fits, key=lambda r: (round(r.seconds / (r.seconds or 1.0), 3), r.seconds)):
-        key = (r.machine.name, f"{r.seconds:.3e}")
-        if key not in seen:
-            seen.add(key)
+    names = list(dict.fromkeys(r.machine.name for r in fits))
+    queues = [_queue([r for r in fits if r.machine.name == name], found, results) for name in names]
+    return [r for turn in itertools.zip_longest(*queues) for r in turn if r is not None]
+
+
+def _queue(fits: Sequence[Ranked], found: Sequence[Ranked], results: dict[int, Compiled]) -> list[Ranked]:
+    """Of one machine."""
+    seen = {_same(r) for r in found if id(r) in results}
+    fastest = []
+    for r in fits:
+        if _same(r) not in seen:
+            seen.add(_same(r))
             fastest.append(r)
-    front = [r for r in _estimated_front(fits) if r is not (fastest[0] if fastest else None)]
+    front = [r for r in _estimated_front(fits) if _same(r) not in {_same(f) for f in fastest[:CHUNK]}]
     mixed: list[Ranked] = []
-    while fastest or front:
-        turn = front if front and len(mixed) % 3 == 2 else fastest or front
+    while (fastest or front) and len(mixed) < 16:
+        turn = front if front and (len(results) + len(mixed)) % 3 == 2 else fastest or front
         row = turn.pop(0)
         if row not in mixed:
             mixed.append(row)
-        if len(mixed) >= 16:
-            break
     return mixed
+
+
+def _same(row: Ranked) -> tuple[str, str]:
+    """Layouts of one machine that differ by less than a thousandth in time are one to the search."""
+    return row.machine.name, f"{row.seconds / max(row.rows, 1):.3e}"
 
 
 def _estimated_front(rows: Sequence[Ranked]) -> list[Ranked]:
     """From the fastest on, each of which takes at most nine tenths of the memory of the one before."""
     found: list[Ranked] = []
-    for row in sorted(rows, key=lambda r: (r.seconds, r.estimate.total)):
+    for row in sorted(rows, key=order):
         if not found or row.estimate.total < 0.9 * found[-1].estimate.total:
             found.append(row)
     return found
@@ -191,12 +206,10 @@ def _result(
     compiled = [Row(ranked=r, compiled=results[id(r)]) for r in found if id(r) in results]
     failures = [(" ".join(r.choice.words) or "as it ships", r.compiled.error) for r in compiled if r.compiled.error]  # type: ignore[union-attr]
     good = [r for r in compiled if not r.compiled.error]  # type: ignore[union-attr]
-    good.sort(key=lambda r: (not r.compiled.fits, r.seconds, r.bytes))  # type: ignore[union-attr]
+    good.sort(key=lambda r: (not r.compiled.fits, r.row_seconds, r.bytes))  # type: ignore[union-attr]
     rows = [r for r in good if r.compiled.fits or r.choice.shipped]  # type: ignore[union-attr]
     bound = error_bound(found, results, fitted)
-    out = sum(
-        r.estimate.total > (r.machine.target.hbm_bytes or float("inf")) * (1 + bound) for r in found
-    )
+    out = sum(r.estimate.total > (r.machine.target.hbm_bytes or float("inf")) * (1 + bound) for r in found)
     return Result(
         rows=tuple(rows),
         front=tuple(pareto(rows)),
@@ -211,10 +224,7 @@ def _result(
 def pareto(rows: Sequence[Row]) -> list[Row]:
     """The rows that fit and that none is as good as in both time and memory, the fastest first."""
     found: list[Row] = []
-    for row in sorted(rows, key=lambda r: (r.seconds, r.bytes)):
+    for row in sorted(rows, key=lambda r: (r.row_seconds, r.bytes)):
         if row.compiled is not None and row.compiled.fits and (not found or row.bytes < found[-1].bytes):
             found.append(row)
     return found
-
-
-__all__ = ["CHUNK", "MOST", "Estimate", "Result", "Row", "candidates", "pareto", "search"]

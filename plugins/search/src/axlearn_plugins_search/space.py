@@ -11,10 +11,11 @@ import jax
 
 from axlearn_core.compose import Program
 from axlearn_core.compose.layout import Layout
-from axlearn_core.config import Node, patch
+from axlearn_core.config import patch
 from axlearn_core.contracts.mesh import MESH_AXES, Mesh
 from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import ConfigError
+from axlearn_plugins_plan.tags import Tag
 
 MOST_MICROBATCHES = 32
 VARIED = ("batch", "optimizer-precision")
@@ -183,19 +184,32 @@ def microbatches(rows: int, shards: int) -> list[int]:
     return [n for n in powers if rows % (n * shards) == 0]
 
 
-def remat_options(config: Node[Any], tags: Sequence[str]) -> list[str]:
-    """Values of `--with` for rematerialisation: from nothing but the inputs of layers to every tag of the list.
+def remat_options(tags: Sequence[Tag], offload: bool = False) -> list[str]:
+    """Values of `--with` for rematerialisation, from nothing but the inputs of layers to every tag of the list.
 
-    Projections that are computed together are kept together. Each set is offered once; those that keep as much as
-    another and compute more are sorted out by their trace.
+    Projections that are computed together are kept together. There is each group alone, and the groups one after the other,
+    those first whose bytes save most FLOPs, whole and without one of them; with `offload` whole ones also in the host's memory. Those that keep as
+    much as another and compute more are sorted out by their trace.
     """
-    groups = [[t for t in group if t in tags] for group in GROUPS]
-    groups = [g for g in groups if g] + [[t] for t in tags if not any(t in g for g in GROUPS)]
-    found = ["remat:policy=full"]
-    for count in range(1, len(groups) + 1):
-        for chosen in itertools.combinations(groups, count):
-            found.append(f"remat:save=[{','.join(t for g in chosen for t in g)}]")
-    return found[:MOST_REMAT]
+    sizes = {t.name: (t.flops, max(t.bytes, 1.0)) for t in tags}
+    groups = [tuple(t for t in group if t in sizes) for group in GROUPS]
+    groups = [g for g in groups if g]
+
+    def worth(group: tuple[str, ...]) -> float:
+        return sum(sizes[t][0] for t in group) / sum(sizes[t][1] for t in group)
+
+    groups.sort(key=lambda g: (-worth(g), g))
+    chains = [groups[:n] for n in range(1, len(groups) + 1)]
+    sets = [*chains, *([g] for g in groups), *([o for o in chain if o != g] for chain in chains for g in chain)]
+    found = ["remat:policy=full", *(f"remat:save=[{_listed(s)}]" for s in sets if s)]
+    if offload:
+        found += [f"remat:offload=[{_listed(s)}]" for s in chains]
+    return list(dict.fromkeys(found))
+
+
+def _listed(groups: Sequence[Sequence[str]]) -> str:
+    order = [t for group in GROUPS for t in group]
+    return ",".join(sorted((t for g in groups for t in g), key=order.index))
 
 
 GROUPS = (
@@ -206,4 +220,3 @@ GROUPS = (
     ("mlp_hidden",),
 )
 """Activation tags that are worth keeping, and those that only make sense together. (`mlp_out` is needed by nothing.)"""
-MOST_REMAT = 40

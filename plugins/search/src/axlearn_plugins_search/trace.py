@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import attrs
@@ -39,7 +40,7 @@ class Activation:
     offloaded: bool = False
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, slots=False)
 class StepTrace:
     """What a training step does whatever the mesh.
 
@@ -47,13 +48,29 @@ class StepTrace:
         executed: dtype -> FLOPs of all devices, recomputation included.
         kept: what the forward pass leaves for the backward pass, of the whole batch.
         layer: what a layer computes under a tag.
-        grouped: the share of the FLOPs in products of groups of rows (experts).
+        grouped: whether it has products of groups of rows (experts).
     """
 
     executed: Mapping[str, float]
     kept: tuple[Activation, ...]
     layer: tuple[Activation, ...]
-    grouped: float = 0.0
+    grouped: bool = False
+
+    def scaled(self, factor: float) -> "StepTrace":
+        """The same of a batch of so many times the rows."""
+        if factor == 1:
+            return self
+
+        def more(found: tuple[Activation, ...]) -> tuple[Activation, ...]:
+            return tuple(attrs.evolve(a, shape=(round(a.shape[0] * factor), *a.shape[1:])) for a in found)
+
+        executed = {dtype: flops * factor for dtype, flops in self.executed.items()}
+        return attrs.evolve(self, executed=executed, kept=more(self.kept), layer=more(self.layer))
+
+    @cached_property
+    def stream(self) -> tuple[Activation, ...]:
+        """The residual stream, as it comes into each layer; empty where no layer keeps it."""
+        return tuple(a for a in self.kept if a.axes == STREAM)[:1]
 
     @property
     def flops(self) -> float:
@@ -84,12 +101,9 @@ def trace_step(program: Program, batch: Mapping[str, Any]) -> StepTrace:
         step = program.function("train").call
         jaxpr = jax.make_jaxpr(lambda *args: step(*args))(*program.arguments("train", batch)).jaxpr
     executed: dict[str, float] = {}
-    grouped = 0.0
     for work in works(jaxpr, selection.scopes):
         flops = work.flops * (work.visible if work.kernel else 1.0)
         executed[work.dtype] = executed.get(work.dtype, 0.0) + flops
-        if "ragged" in work.equation.primitive.name:
-            grouped += flops
     rows = max((s.shape[0] for s in batch.values() if s.shape), default=0)
     length = max((s.shape[1] for s in batch.values() if len(s.shape) > 1), default=0)
     kept: list[Activation] = []
@@ -101,7 +115,10 @@ def trace_step(program: Program, batch: Mapping[str, Any]) -> StepTrace:
         kept += _activations(body.outvars[carries:], rows, length, width, count)
         layer += _activations([v for e in _names(body) for v in e.outvars], rows, length, width, count)
     return StepTrace(
-        executed=executed, kept=tuple(kept), layer=tuple(layer), grouped=grouped / max(sum(executed.values()), 1.0)
+        executed=executed,
+        kept=tuple(kept),
+        layer=tuple(layer),
+        grouped=any(scope.op.name == "grouped_matmul" for scope in selection.scopes),
     )
 
 
