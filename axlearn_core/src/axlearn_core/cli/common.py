@@ -19,12 +19,13 @@ REQUEST_OPTIONS = (
     click.option("--set", "set_", multiple=True, metavar="PATH=VALUE", help="Set a value; the path may hold * and **."),
     click.option("--steps", type=click.IntRange(min=1), metavar="N", help="Short for --set max_steps=N."),
     click.option("--target", metavar="NAME", help="The hardware to run on; `none` for no mesh rule."),
+    click.option("--layout", metavar="FILE", help="A layout that `axlearn plan --search --layout-out` wrote."),
 )
 """The options that say what to train, for a command that passes them on."""
 
 
 def request_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds --with, --without, --set, --target and --steps to a command with an argument `experiment`.
+    """Adds --with, --without, --set, --target, --layout and --steps to a command with an argument `experiment`.
 
     The command gets a `request` (`axlearn_core.plugins.request.Request`) in their place.
     """
@@ -47,11 +48,13 @@ def with_request(function: Callable[..., Any]) -> Callable[..., Any]:
         set_: Sequence[str],
         steps: int | None,
         target: str | None,
+        layout: str | None,
         **kwargs: Any,
     ) -> Any:
         from axlearn_core.plugins.request import Request
 
-        request = Request.of(experiment, with_=with_, without=without, set=set_, steps=steps, target=target)
+        options = {"with_": with_, "without": without, "set": set_, "steps": steps, "target": target, "layout": layout}
+        request = Request.of(experiment, **options)  # type: ignore[arg-type]
         return function(*args, request=request, **kwargs)
 
     command.wrap = with_request  # type: ignore[attr-defined]  # for options of plugins; see `open_command`

@@ -63,6 +63,7 @@ class Request:
         file_settings: values set by the run file.
         target: the hardware to run on; `none` for no mesh rule.
         title: what the run is called; by default the experiment's name.
+        layout: a file of settings that lay the training over a machine (`plugins.layout_file`).
     """
 
     experiment: str | Path | Node[Any]
@@ -73,6 +74,7 @@ class Request:
     target: str | None = None
     title: str = ""
     document: Document | None = None
+    layout: str | Path | None = None
 
     @classmethod
     def of(
@@ -84,6 +86,7 @@ class Request:
         set: Iterable[str] | Mapping[str, Any] = (),  # what it is called on the command line
         steps: int | None = None,
         target: str | None = None,
+        layout: str | Path | None = None,
     ) -> "Request":
         """A request from the forms of the command line (`"moe:top_k=2"`, `"max_steps=10"`) or from mappings."""
         if isinstance(with_, str) or isinstance(set, str):
@@ -106,6 +109,7 @@ class Request:
             without=tuple(without),
             settings=tuple(settings),
             target=target,
+            layout=layout,
         )
 
 

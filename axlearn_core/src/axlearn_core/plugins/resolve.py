@@ -23,6 +23,7 @@ from axlearn_core.errors import ConfigError, PluginError, Problem, RequestError
 from axlearn_core.plugins.application import applied, check_execution, check_needs, conflict, merged
 from axlearn_core.plugins.decisions import Decision, show_changes
 from axlearn_core.plugins.feature import Feature
+from axlearn_core.plugins.layout_file import read_layout
 from axlearn_core.plugins.order import Order
 from axlearn_core.plugins.registry import Entry, Registry, registry
 from axlearn_core.plugins.request import FeatureUse, Request, Setting, is_file, parse_feature, read
@@ -60,7 +61,15 @@ def resolve(
         request = Request.of(request, **options)
     elif options:
         raise TypeError(f"a Request takes no further options: {', '.join(options)}")
-    return _Resolution(_with_file(request, names), names, detect).run()
+    request = _with_file(request, names)
+    if request.layout is None:
+        return _Resolution(request, names, detect).run()
+    layout = read_layout(request.layout)
+    laid = layout.apply(request)
+    resolved = _Resolution(laid, names).run()
+    without = attrs.evolve(request, layout=None, target=laid.target)
+    layout.check(_Resolution(without, names).run().config, resolved.config)
+    return resolved
 
 
 def _with_file(request: Request, names: Registry, seen: tuple[str, ...] = ()) -> Request:
@@ -72,6 +81,7 @@ def _with_file(request: Request, names: Registry, seen: tuple[str, ...] = ()) ->
     file = read(name, names)
     both = {k: getattr(file, k) + getattr(request, k) for k in ("features", "without", "file_settings")}
     made = attrs.evolve(file, **both, settings=request.settings, target=request.target or file.target)
+    made = attrs.evolve(made, layout=request.layout)
     return _with_file(made, names, (*seen, name))
 
 

@@ -27,6 +27,7 @@ from axlearn_plugins_plan.flops import ModelFlops, executed_flops, model_flops
 from axlearn_plugins_plan.groups import Places, domains_of
 from axlearn_plugins_plan.hlo import parse
 from axlearn_plugins_plan.memory import Memory, of_compiled, of_refusal, shard_bytes
+from axlearn_plugins_plan.predict import Prediction, predict
 from axlearn_plugins_plan.roofline import Roofline, roofline, utilisation
 from axlearn_plugins_plan.tags import Tag, tags
 from axlearn_plugins_plan.traffic import hbm_bytes
@@ -81,6 +82,14 @@ class Plan:
         """At the roofline; None where the hardware's peak is not known."""
         flops = self.flops.causal if causal else self.flops.full
         return utilisation(flops, self.roofline.step, self.machine.target, self.machine.devices)
+
+    @property
+    def prediction(self) -> Prediction | None:
+        """The time of a training step beside its roofline; None where no such step on the target is known."""
+        if self.function != "train" or self.collectives is None:
+            return None
+        grouped = any(choice.op.name == "grouped_matmul" for choice in self.kernels)
+        return predict(self.machine, self.roofline, grouped=grouped)
 
     @property
     def collective_bytes(self) -> Mapping[str, float] | None:

@@ -101,6 +101,11 @@ def _roofline(plan: Plan) -> Iterator[str]:
     else:
         per_second = f", {count(plan.tokens / line.step)}tokens/s" if plan.tokens else ""
         yield f"step     {seconds(line.step):>9}  bound by {line.bound}{per_second}; {seconds(line.serial)} where nothing overlaps"
+    if (prediction := plan.prediction) is not None:
+        within = f"{seconds(prediction.low)} to {seconds(prediction.high)}"
+        many = f"{prediction.steps} known step{'s' if prediction.steps > 1 else ''}"
+        yield f"predicted{seconds(prediction.seconds):>9}  {within}, from {many} on {plan.machine.target.name}:"
+        yield from (f"           {source}" for source in prediction.sources)
     yield (
         f"MFU      {share(plan.mfu()):>9}  of {count(plan.flops.full)}FLOP with full attention; "
         f"causal: {share(plan.mfu(causal=True))} of {count(plan.flops.causal)}FLOP"
@@ -190,6 +195,7 @@ def as_json(plan: Plan, remedies: Sequence[Remedy] = ()) -> dict[str, Any]:
         "roofline_step_seconds": line.step,
         "roofline_bound": line.bound,
         "roofline_seconds": {n: getattr(line, n) for n in ("compute", "hbm", "links", "network", "serial")},
+        "predicted_step_seconds": _predicted(plan),
         "roofline_mfu": plan.mfu(),
         "roofline_mfu_causal": plan.mfu(causal=True),
         "tokens_per_step": plan.tokens,
@@ -217,6 +223,13 @@ def as_json(plan: Plan, remedies: Sequence[Remedy] = ()) -> dict[str, Any]:
             for r in remedies
         ],
     }
+
+
+def _predicted(plan: Plan) -> dict[str, Any] | None:
+    found = plan.prediction
+    if found is None:
+        return None
+    return {"seconds": found.seconds, "low": found.low, "high": found.high, "sources": list(found.sources)}
 
 
 def _scaled(values: Mapping[str, float] | None, factor: float) -> dict[str, float] | None:

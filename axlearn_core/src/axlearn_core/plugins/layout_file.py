@@ -1,0 +1,174 @@
+"""Layout files: how a training is laid over a machine, apart from what it computes. `--layout FILE` reads one.
+
+layout: 1
+experiment: llama2-70b
+model: 5f0c...        # a hash of what the model computes, and of the shape of its batches
+target: h100-8x64
+with: ["remat:save=[query,key,value]"]
+set: {mesh.shape: {fsdp: 64, tensor: 8}}
+varies: []            # what of the mathematics it changes, where a search was asked for that
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from axlearn_core.config import Node, diff, dump, parse
+from axlearn_core.config.kinds import change_kinds, mathematics
+from axlearn_core.config.types import show
+from axlearn_core.contracts.capabilities import DeclaresBatches
+from axlearn_core.errors import ConfigError, Problem, RequestError, nearest
+from axlearn_core.plugins.request import Setting, parse_feature
+
+FORMAT = 1
+_KEYS = {
+    "layout": int, "experiment": str, "model": str, "target": str, "with": list, "set": Mapping, "varies": list,
+}  # fmt: skip
+
+
+@attrs.frozen(kw_only=True)
+class LayoutFile:
+    """A layout of one model on one machine.
+
+    Attributes:
+        experiment: what it was found for, for people.
+        model: `model_hash` of the config with the layout.
+        target: the machine.
+        features: as `--with` takes them.
+        settings: path -> value, as `--set` takes them.
+        varies: paths of the mathematics that it may change.
+        source: the file, for errors.
+    """
+
+    experiment: str
+    model: str
+    target: str
+    features: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = {}
+    varies: tuple[str, ...] = ()
+    source: str = "layout"
+
+    def write(self, path: Path) -> None:
+        """Writes the file."""
+        data = {
+            "layout": FORMAT,
+            "experiment": self.experiment,
+            "model": self.model,
+            "target": self.target,
+            "with": list(self.features),
+            "set": dict(self.settings),
+            "varies": list(self.varies),
+        }
+        path.write_text(dump(data), encoding="utf-8")
+
+    def apply(self, request: Any) -> Any:
+        """A `Request` with the layout beside what it says itself; its own settings come later.
+
+        Raises:
+            RequestError: the request is for another machine.
+        """
+        if request.target is not None and request.target != self.target:
+            raise RequestError(
+                f"{self.source} is a layout of another machine\n    got: --target {request.target}\n"
+                f"    expected: {self.target}\n    fix: leave --target out, or search anew: "
+                f"axlearn plan {self.experiment} --target {request.target} --search"
+            )
+        features = [attrs.evolve(parse_feature(text), where=self.source) for text in self.features]
+        settings = [Setting(path=p, value=v, where=self.source) for p, v in self.settings.items()]
+        return attrs.evolve(
+            request,
+            layout=None,
+            target=self.target,
+            features=(*request.features, *features),
+            file_settings=(*request.file_settings, *settings),
+        )
+
+    def check(self, before: Node[Any], after: Node[Any]) -> None:
+        """Compares the config without the layout and with it.
+
+        Raises:
+            RequestError: it is a layout of another model, or changes what is computed.
+        """
+        if (found := model_hash(after)) != self.model:
+            raise RequestError(
+                f"{self.source} is a layout of another model, or of other batches\n    got: {found}\n"
+                f"    expected: {self.model}, of {self.experiment} with the options that it was searched with\n"
+                f"    fix: search for this one: axlearn plan ... --target {self.target} --search --layout-out FILE"
+            )
+        kinds = change_kinds(diff(before, after), before, after)
+        wrong = [c.path for c, kind in kinds if kind not in ("execution", "microbatches") and not self._varies(c.path)]
+        if wrong:
+            raise RequestError(
+                f"{self.source} changes what is computed, which a layout may not\n    got: {', '.join(wrong[:4])}\n"
+                "    fix: take those lines out, and set them on the command line or in a run file"
+            )
+
+    def _varies(self, path: str) -> bool:
+        return any(path == v or path.startswith(f"{v}.") for v in self.varies)
+
+
+def model_hash(config: Any) -> str:
+    """Twelve hex digits of what the model computes, and of the shapes of its batches."""
+    decisive = mathematics(config.model)
+    batches = config.input.batch_shapes() if isinstance(config.input, DeclaresBatches) else {}
+    shapes = {name: list(shape) for name, (shape, _) in batches.items()}
+    text = json.dumps([{path: show(value) for path, value in decisive.items()}, shapes], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def read_layout(path: str | Path) -> LayoutFile:
+    """A layout file.
+
+    Raises:
+        RequestError: it cannot be read.
+        ConfigError: it is no layout file, with the line of every problem.
+    """
+    file = Path(path)
+    try:
+        document = parse(file.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"cannot read the layout {path}: {getattr(error, 'strerror', None) or error}") from None
+    data = document.data
+    if not isinstance(data, Mapping) or "layout" not in data:
+        raise ConfigError(
+            Problem(
+                path="",
+                message="is no layout file",
+                got=show(data),
+                expected="`layout: 1` and what `axlearn plan --search --layout-out` writes",
+                where=str(path),
+            )
+        )
+    problems = [
+        Problem(
+            path=str(k),
+            message="unknown key of a layout file",
+            expected=", ".join(_KEYS),
+            nearest=nearest(str(k), _KEYS),
+        )
+        for k in data
+        if k not in _KEYS
+    ]
+    for key, kind in _KEYS.items():
+        if key in data and (not isinstance(data[key], kind) or isinstance(data[key], bool)):
+            problems.append(Problem(path=key, message="wrong type", got=show(data[key])))
+        elif key not in data and key in ("model", "target"):
+            problems.append(Problem(path=key, message="is missing"))
+    if not problems and data["layout"] != FORMAT:
+        message = "another version of this file format"
+        problems.append(Problem(path="layout", message=message, got=show(data["layout"]), expected=str(FORMAT)))
+    if problems:
+        raise ConfigError(document.locate(p) for p in problems)
+    return LayoutFile(
+        experiment=data.get("experiment", "the experiment"),
+        model=data["model"],
+        target=data["target"],
+        features=tuple(str(f) for f in data.get("with", ())),
+        settings=dict(data.get("set", {})),
+        varies=tuple(str(v) for v in data.get("varies", ())),
+        source=str(path),
+    )

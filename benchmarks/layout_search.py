@@ -1,0 +1,153 @@
+"""The search for layouts on the machines of the published trainings: ours, as it ships, and the paper's, all compiled.
+
+    uv run python benchmarks/layout_search.py [--only TEXT] [--budget MINUTES] [--sample N] [--json FILE] [--cache DIR]
+
+For each training: how long the ranking of all legal layouts takes; the best layout that the search compiles within its budget beside
+the layout that ships and the one that the paper names (arXiv 2507.05411: tensor parallelism over a host of H100s, FSDP across); then
+`--sample` layouts spread evenly over the ranking, from the fastest to the slowest that fits by estimate, compiled: Kendall's tau
+of the estimated times against those from the compiled programs' FLOPs, bytes and collectives, and how far the estimated memory is
+from the compiled one. Times are of the model of docs/plan.md ("predicted"), not of a run.
+"""
+
+import argparse
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from scipy.stats import kendalltau
+
+from axlearn_core.plugins.request import Request
+from axlearn_plugins_search.compiled import Cache, Clock, compile_layouts
+from axlearn_plugins_search.rank import Space
+from axlearn_plugins_search.search import search
+from axlearn_plugins_search.space import Choice, MeshChoice
+
+GIB = 2.0**30
+
+
+@dataclass(frozen=True)
+class Row:
+    model: str
+    target: str
+    paper: Choice = Choice()  # as it ships
+
+
+ROWS = (
+    Row("llama2-7b", "h100-8x32", Choice(mesh=MeshChoice(shape={"fsdp": 32, "tensor": 8}))),
+    Row(
+        "llama2-70b",
+        "h100-8x64",
+        Choice(mesh=MeshChoice(shape={"fsdp": 64, "tensor": 8}, stream={"activation_embed": ()})),
+    ),
+    Row("llama2-7b", "tpu-v5p-512"),
+    Row("llama2-70b", "tpu-v5p-1024"),
+)
+
+
+def spread(rows, count):
+    """Evenly over the ranking, the first and the last among them."""
+    if count >= len(rows):
+        return list(rows)
+    return [rows[round(i * (len(rows) - 1) / max(count - 1, 1))] for i in range(count)]
+
+
+def measure(row: Row, args, say) -> dict:
+    request = Request.of(row.model, target=row.target)
+    started = time.perf_counter()
+    space = Space(request, ())
+    ranked = space.ranked(say)
+    ranking = time.perf_counter() - started
+    cache, clock = Cache(args.cache), Clock(60 * args.budget)
+    result = search(request, [space], cache, clock, args.front, say) if args.front else None
+    paper = [r for r in ranked if same(r.choice, row.paper)][:1]
+    capacity = space.machine.target.hbm_bytes
+    sample = spread([r for r in ranked if r.estimate.total < 0.97 * capacity], args.sample)
+    clock = Clock(60 * args.budget)
+    rows = [*[r for r in ranked if r.choice.shipped], *paper, *sample]
+    compiled = list(zip(rows, compile_layouts(request, rows, cache, clock, say), strict=True))
+    found = {"model": row.model, "target": row.target, "ranked": len(ranked), "ranking_seconds": ranking, "sample": []}
+    if result is not None and result.rows:
+        best = result.rows[0]
+        found["best"] = figures(best.ranked, best.compiled)
+        found["ended"] = result.ended
+    for r, c in compiled:
+        if c.error:
+            say(f"not compiled: {' '.join(r.choice.words)}: {c.error}")
+            continue
+        if r.choice.shipped:
+            found["shipped"] = figures(r, c)
+        if paper and r is paper[0]:
+            found["paper"] = figures(r, c)
+        if any(r is s for s in sample) and c.seconds is not None:
+            found["sample"].append(figures(r, c))
+    return found
+
+
+def same(choice: Choice, other: Choice) -> bool:
+    return choice.words == other.words
+
+
+def figures(ranked, compiled) -> dict:
+    return {
+        "words": " ".join(ranked.choice.words) or "as it ships",
+        "seconds": compiled.seconds,
+        "estimated_seconds": ranked.seconds,
+        "gib": compiled.bytes / GIB,
+        "estimated_gib": ranked.estimate.total / GIB,
+        "fits": compiled.fits,
+        "columns": {k: v / GIB for k, v in ranked.estimate.columns.items()},
+        "kept_gib": ranked.estimate.kept / GIB,
+        "arguments_gib": compiled.arguments / GIB,
+    }
+
+
+def lines(found: dict) -> list[str]:
+    text = [
+        f"{found['model']} on {found['target']}: {found['ranked']:,} layouts ranked in {found['ranking_seconds']:.1f} s"
+    ]
+    for name in ("best", "shipped", "paper"):
+        if name in found:
+            f = found[name]
+            text.append(f"    {name:8} {f['seconds']:.3f} s  {f['gib']:.1f} GiB  fits: {f['fits']}  {f['words']}")
+    sample = found["sample"]
+    if len(sample) > 1:
+        tau = kendalltau([s["estimated_seconds"] for s in sample], [s["seconds"] for s in sample]).statistic
+        errors = sorted(abs(s["estimated_gib"] / s["gib"] - 1) for s in sample)
+        close = sum(e <= 0.05 for e in errors)
+        found.update(tau=tau, memory_errors=errors)
+        text.append(
+            f"    sample of {len(sample)}: Kendall's tau {tau:.2f}; memory within 5% for {close} of {len(errors)}, "
+            f"median {100 * errors[len(errors) // 2]:.1f}%, greatest {100 * errors[-1]:.1f}%"
+        )
+        for s in sample:
+            text.append(
+                f"        {s['estimated_seconds']:.2f} s estimated, {s['seconds']:.2f} s; "
+                f"{s['estimated_gib']:.1f} GiB estimated, {s['gib']:.1f} GiB  {s['words']}"
+            )
+    return text
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="rows whose model or target has this text")
+    parser.add_argument("--budget", type=float, default=10.0, help="minutes for the search, and again for the sample")
+    parser.add_argument("--front", type=int, default=8, help="layouts that the search compiles; 0 leaves it out")
+    parser.add_argument("--sample", type=int, default=10)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--cache", type=Path, default=Path("runs/layouts"))
+    args = parser.parse_args()
+    every = []
+    for row in ROWS:
+        if args.only in f"{row.model} {row.target}":
+            every.append(measure(row, args, lambda line: print(line, flush=True)))
+            print("\n".join(lines(every[-1])), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(every, indent=1))
+
+
+if __name__ == "__main__":
+    main()
