@@ -15,19 +15,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
 from axlearn_core.checkpoint import manifest, stream
 from axlearn_core.checkpoint.legacy import read_orbax
 from axlearn_core.checkpoint.manifest import ArrayInfo, Checkpoints, Manifest
-from axlearn_core.checkpoint.state import abstract_leaf, agree, check_same, describe, is_key, key_impl, stored
+from axlearn_core.checkpoint.state import abstract_arrays, agree, check_same, describe, rebuild_state, stored
 from axlearn_core.checkpoint.storage import LocalStorage, open_storage
 from axlearn_core.checkpoint.writer import HostBuffers, PartWriter, collect_parts
 from axlearn_core.config import Configurable, node, setting
 from axlearn_core.errors import CheckpointError, StorageError, WorkError
-from axlearn_core.learn.paths import flatten, unflatten
+from axlearn_core.learn.paths import flatten
 
 log = logging.getLogger(__name__)
 TextFiles = Mapping[str, str | Callable[[], str]]
@@ -233,11 +232,8 @@ class OrbaxCheckpointer(Configurable):
         return self.inspect(step)
 
     def _load(self, found: Manifest, like: Any, names: list[str]) -> Any:
-        flat = flatten(like)
-        leaves = {p: flat[p] for p in names}
-        abstract = {p: abstract_leaf(x) for p, x in leaves.items() if np.prod(x.shape)}
+        abstract = abstract_arrays(like, names)
         paths = {p: found.arrays[p].path for p in abstract}
-        empty = {p: jnp.zeros(x.shape, x.dtype) for p, x in leaves.items() if not np.prod(x.shape)}
         error: CheckpointError | None = None
         loaded: dict[str, jax.Array] = {}
         try:
@@ -249,8 +245,7 @@ class OrbaxCheckpointer(Configurable):
             arrays = read_orbax(self.directory / str(found.step), others)
             loaded |= {p: arrays[paths[p]] for p in abstract if p not in loaded}
         loaded = {p: x if paths[p] == p else x.astype(abstract[p].dtype) for p, x in loaded.items()}
-        keys = {p: jax.random.wrap_key_data(loaded[p], impl=key_impl(x)) for p, x in leaves.items() if is_key(x)}
-        return unflatten(like, {**empty, **loaded, **keys})
+        return rebuild_state(like, names, loaded)
 
     def _read(self, found: Manifest, abstract: Mapping[str, Any], paths: Mapping[str, str]) -> dict[str, jax.Array]:
         """The arrays that are kept in pieces."""

@@ -77,9 +77,7 @@ class TrainLoop(Configurable):
     def _anything_due(session: Session) -> bool:
         if session.step >= session.max_steps:
             return False  # the end evaluates and saves by itself
-        return session.checkpointer.due(session.step) or any(
-            e.due(session.step, last=False) for e in session.evaluators.values()
-        )
+        return session.save_due() or any(e.due(session.step, last=False) for e in session.evaluators.values())
 
 
 class _Record:
@@ -136,6 +134,7 @@ class _Record:
     def _report(self, step: int, values: dict[str, float], bad: list[str], where: str) -> None:
         found = ", ".join(f"{k} {values[k]}" for k in bad)
         say(f"step {step}: {found}; the update was skipped. Batch: {where}")
+        self.session.distrust(step)
         if self.nonfinite > self.max_nonfinite:
             self.session.save(force=True)
             self.session.checkpointer.wait()
