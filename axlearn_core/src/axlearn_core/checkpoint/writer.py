@@ -4,7 +4,7 @@ import json
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from typing import Any
 
@@ -67,6 +67,25 @@ class HostBuffers:
             self._free.clear()
 
 
+class RateLimit:
+    """Holds writers to so many bytes per second, all together; None is no limit."""
+
+    def __init__(self, limit: int | None = None):
+        self.limit = limit
+        self._free_at = 0.0
+        self._lock = threading.Lock()
+
+    def chunks(self, chunks: Iterable[memoryview]) -> Iterator[memoryview]:
+        """The chunks, each once those before it have had their time."""
+        for chunk in chunks:
+            if self.limit is not None:
+                with self._lock:
+                    begin = max(time.monotonic(), self._free_at)
+                    self._free_at = begin + len(chunk) / self.limit
+                time.sleep(max(0.0, begin - time.monotonic()))
+            yield chunk
+
+
 class PartWriter:
     """Writes this process's shards of the arrays of one state below a folder.
 
@@ -75,11 +94,22 @@ class PartWriter:
         folder: the staging folder of the checkpoint, with a `/` at its end.
         buffers: for copies.
         pool: writes the files.
+        rate: of all writers.
         alone: whether this process writes a checkpoint of its own: every shard that it holds, replicas of others too.
     """
 
-    def __init__(self, storage: Storage, folder: str, buffers: HostBuffers, pool: Executor, *, alone: bool = False):
+    def __init__(
+        self,
+        storage: Storage,
+        folder: str,
+        buffers: HostBuffers,
+        pool: Executor,
+        *,
+        rate: RateLimit | None = None,
+        alone: bool = False,
+    ):
         self.storage, self.folder, self.buffers, self.pool = storage, folder, buffers, pool
+        self.rate = rate or RateLimit()
         self.process, self.shards = (0, held_shards) if alone else (jax.process_index(), own_shards)
         self.files: dict[str, list[BinaryFile]] = {WEIGHTS: [], OTHERS: []}
         self.described: dict[str, dict[str, Any]] = {WEIGHTS: {}, OTHERS: {}}
@@ -154,7 +184,7 @@ class PartWriter:
 
     def _write(self, kind: str, file: BinaryFile) -> None:
         try:
-            self.storage.write(f"{self.folder}{kind}{file.name}", file.chunks())
+            self.storage.write(f"{self.folder}{kind}{file.name}", self.rate.chunks(file.chunks()))
         finally:
             for buffer in file.release():
                 self._release(buffer)

@@ -41,7 +41,7 @@ class RollBack(Exception):
         self.step = step
 
 
-@attrs.define(kw_only=True, eq=False)
+@attrs.define(kw_only=True, eq=False, repr=False)  # `signal.signal` formats handlers, and so would fetch the state
 class Session:
     """The parts of one run, built; the state; and what the loop asks of them.
 
