@@ -9,7 +9,7 @@ import pytest
 
 WORKER = """
 import sys
-import jax, jax.numpy as jnp
+import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 address, index, directory = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -30,6 +30,26 @@ got, extra = one.restore(3, like)
 assert extra == {"step": 3}
 for shard in got["x"].addressable_shards:
     assert (shard.data == (jnp.arange(64.0).reshape(8, 8) + 3)[shard.index]).all()
+
+# What both processes hold is read once in the job: a half by each.
+from axlearn_core.checkpoint import LocalStorage
+copied = NamedSharding(jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2), P(None, "fsdp"))
+y = jax.make_array_from_callback((8, 1024), copied, lambda i: np.arange(8 * 1024.0, dtype=np.float32).reshape(8, 1024)[i])
+two = OrbaxCheckpointer.Config().build(directory=directory + "-copied")
+two.save(1, {"y": y})
+two.wait()
+counts, real_read = [], LocalStorage.read_into
+def counted(self, path, begin, buffer):
+    counts.append(len(buffer))
+    real_read(self, path, begin, buffer)
+LocalStorage.read_into = counted
+got, _ = two.restore(1, {"y": jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=copied)})
+LocalStorage.read_into = real_read
+assert got["y"].sharding.is_equivalent_to(copied, 2)
+for shard in got["y"].addressable_shards:
+    assert (np.asarray(shard.data) == np.arange(8 * 1024.0).reshape(8, 1024)[shard.index]).all()
+print("read", sum(counts))
+two.close()
 
 # The first process cannot commit: both hear of it, and both can go on.
 real = manifest.render
@@ -83,6 +103,7 @@ def test_two_processes_save_restore_and_fail_together(tmp_path):
             out, err = worker.communicate(timeout=240)
             assert worker.returncode == 0, err[-3000:]
             assert f"done {i}" in out
+            assert "read 16384" in out  # half of 32 KiB
     finally:
         for worker in workers:
             worker.kill()

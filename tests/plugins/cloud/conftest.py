@@ -1,50 +1,13 @@
 """Object stores on loopback: moto's S3 server and an emulator of Google Cloud Storage, each in a thread of this process."""
 
 import logging
-import random
 import threading
-import time
 import types
 import uuid
 
 import pytest
 
-
-class Faults:
-    """Between a client and moto: some requests fail, some hang until the client gives up.
-
-    Attributes:
-        failing: the share of requests that are answered with 503, before or after they are carried out.
-        hanging: the share that is answered later than the client waits.
-        seconds: how long those take.
-    """
-
-    def __init__(self, app):
-        self.app, self.failing, self.hanging, self.seconds = app, 0.0, 0.0, 0.0
-        self.dice, self.counts, self.observe = random.Random(0), {"good": 0, "503": 0, "late": 0}, None
-
-    def __call__(self, environ, start_response):
-        if self.observe is not None:
-            self.observe(environ)
-        draw = self.dice.random()
-        if draw < self.failing / 2:
-            return self._unavailable(start_response)
-        if draw >= self.failing + self.hanging:
-            self.counts["good"] += 1
-            return self.app(environ, start_response)
-        answer = [b"".join(self.app(environ, lambda *_: None))]  # it is done, and the client does not hear of it
-        if draw < self.failing:
-            return self._unavailable(start_response)
-        del answer
-        self.counts["late"] += 1
-        time.sleep(self.seconds)
-        return self._unavailable(start_response)
-
-    def _unavailable(self, start_response):
-        self.counts["503"] += 1
-        body = b"<Error><Code>SlowDown</Code><Message>injected</Message></Error>"
-        start_response("503 Slow Down", [("Content-Length", str(len(body))), ("Content-Type", "application/xml")])
-        return [body]
+from axlearn_core.testing.chaos import HttpFaults
 
 
 @pytest.fixture(scope="session")
@@ -55,7 +18,7 @@ def moto_server():
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     assert ThreadedMotoServer  # the server below is this one, with faults in between
-    app = Faults(werkzeug_app.DomainDispatcherApplication(werkzeug_app.create_backend_app))
+    app = HttpFaults(werkzeug_app.DomainDispatcherApplication(werkzeug_app.create_backend_app))
     server = make_server("127.0.0.1", 0, app, threaded=True)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()

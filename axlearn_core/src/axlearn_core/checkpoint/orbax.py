@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -15,19 +16,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
 from axlearn_core.checkpoint import manifest, stream
 from axlearn_core.checkpoint.legacy import read_orbax
 from axlearn_core.checkpoint.manifest import ArrayInfo, Checkpoints, Manifest
-from axlearn_core.checkpoint.state import abstract_leaf, agree, check_same, describe, is_key, key_impl, stored
+from axlearn_core.checkpoint.retention import unwanted_steps
+from axlearn_core.checkpoint.state import abstract_arrays, agree, check_same, describe, rebuild_state, stored
 from axlearn_core.checkpoint.storage import LocalStorage, open_storage
-from axlearn_core.checkpoint.writer import HostBuffers, PartWriter, collect_parts
+from axlearn_core.checkpoint.writer import HostBuffers, PartWriter, RateLimit, collect_parts
 from axlearn_core.config import Configurable, node, setting
 from axlearn_core.errors import CheckpointError, StorageError, WorkError
-from axlearn_core.learn.paths import flatten, unflatten
+from axlearn_core.learn.paths import flatten
 
 log = logging.getLogger(__name__)
 TextFiles = Mapping[str, str | Callable[[], str]]
@@ -65,6 +66,8 @@ class OrbaxCheckpointer(Configurable):
             uri: where to keep checkpoints instead of the run directory: a path, or a URI that a plugin stores.
             max_host_bytes: host memory for copies of one process's shards, or the largest shard where that is more. `save`
                 waits for room. None copies everything at once.
+            max_bytes_per_second: of each process, on the way to the storage. None writes as fast as it can.
+            max_saves_in_flight: how many saves may be under way; one more waits for the oldest.
             max_failed_saves: saves in a row that may fail with a warning before training stops.
         """
 
@@ -76,6 +79,8 @@ class OrbaxCheckpointer(Configurable):
         best_mode: Literal["min", "max"] = "min"
         uri: str | None = None
         max_host_bytes: int | None = setting(default=None, ge=1, hide_default=True)
+        max_bytes_per_second: int | None = setting(default=None, ge=1, hide_default=True)
+        max_saves_in_flight: int = setting(default=1, ge=1, hide_default=True)
         max_failed_saves: int = setting(default=2, ge=0, hide_default=True)
 
     def __init__(self, cfg: Config, *, directory: Path | str):
@@ -89,7 +94,8 @@ class OrbaxCheckpointer(Configurable):
         self._buffers = HostBuffers(cfg.max_host_bytes)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writers = ThreadPoolExecutor(min(8, 2 * (os.cpu_count() or 1)), thread_name_prefix="checkpoint-files")
-        self._pending: tuple[int, Future[None]] | None = None
+        self._rate = RateLimit(cfg.max_bytes_per_second)
+        self._pending: deque[tuple[int, Future[None]]] = deque()
         self._failures = 0
         self._restored: int | None = None
         self._opened = False
@@ -133,8 +139,8 @@ class OrbaxCheckpointer(Configurable):
     ) -> bool:
         """Starts saving a pytree of arrays, JSON-able `extra` and `files`; False where the step is already there.
 
-        Waits for the save before this one. The state may be donated as soon as this returns. A save that fails is a warning
-        (and False) until more than `max_failed_saves` in a row have failed.
+        Waits while `max_saves_in_flight` are under way. The state may be donated as soon as this returns. A save that fails
+        is a warning (and False) until more than `max_failed_saves` in a row have failed.
 
         Raises:
             WorkError: too many saves failed; earlier checkpoints are intact.
@@ -143,10 +149,11 @@ class OrbaxCheckpointer(Configurable):
         texts[manifest.EXTRA] = json.dumps(dict(extra or {}))
         described = {p: describe(p, x) for p, x in flatten(state).items()}
         arrays = stored(state)
-        try:
-            self.wait()
-        except WorkError as error:
-            self._tolerate(error)
+        while len(self._pending) >= self.cfg.max_saves_in_flight or step in dict(self._pending):
+            try:
+                self._finish_oldest()
+            except WorkError as error:
+                self._tolerate(error)
         try:
             if not self._begin(step):
                 return False
@@ -154,7 +161,7 @@ class OrbaxCheckpointer(Configurable):
             self._tolerate(error)
             return False
         folder = self._staging(step)
-        writer = PartWriter(self.place.storage, f"{folder}/", self._buffers, self._writers)
+        writer = PartWriter(self.place.storage, f"{folder}/", self._buffers, self._writers, rate=self._rate)
         writer.copy(arrays)
 
         def finish() -> None:
@@ -167,19 +174,26 @@ class OrbaxCheckpointer(Configurable):
                     self._discard(folder)
                 raise
 
-        self._pending = step, self._pool.submit(finish)
+        self._pending.append((step, self._pool.submit(finish)))
         return True
 
     def wait(self) -> None:
-        """Blocks until the save under way is complete on every process.
+        """Blocks until every save under way is complete on every process.
 
         Raises:
-            WorkError: it failed, with the reason.
+            WorkError: one failed, with the reason.
         """
-        if self._pending is None:
-            return
-        step, future = self._pending
-        self._pending = None
+        errors: list[WorkError] = []
+        while self._pending:
+            try:
+                self._finish_oldest()
+            except WorkError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _finish_oldest(self) -> None:
+        step, future = self._pending.popleft()
         error = future.exception()
         agree(self._failed(step, error) if error else None, error)
         self._failures = 0
@@ -235,11 +249,8 @@ class OrbaxCheckpointer(Configurable):
         return self.inspect(step)
 
     def _load(self, found: Manifest, like: Any, names: list[str]) -> Any:
-        flat = flatten(like)
-        leaves = {p: flat[p] for p in names}
-        abstract = {p: abstract_leaf(x) for p, x in leaves.items() if np.prod(x.shape)}
+        abstract = abstract_arrays(like, names)
         paths = {p: found.arrays[p].path for p in abstract}
-        empty = {p: jnp.zeros(x.shape, x.dtype) for p, x in leaves.items() if not np.prod(x.shape)}
         error: CheckpointError | None = None
         loaded: dict[str, jax.Array] = {}
         try:
@@ -247,12 +258,13 @@ class OrbaxCheckpointer(Configurable):
         except stream.DamagedError as damage:
             error = self.place.damaged(found.step, [str(damage)])
         agree(error, error)
+        # Each byte is read once in the job; the links of the devices are faster than a storage that every replica reads.
+        loaded = {p: jax.device_put(x, abstract[p].sharding) for p, x in loaded.items()}
         if others := {paths[p]: x for p, x in abstract.items() if p not in loaded}:
             arrays = read_orbax(self.directory / str(found.step), others)
             loaded |= {p: arrays[paths[p]] for p in abstract if p not in loaded}
         loaded = {p: x if paths[p] == p else x.astype(abstract[p].dtype) for p, x in loaded.items()}
-        keys = {p: jax.random.wrap_key_data(loaded[p], impl=key_impl(x)) for p, x in leaves.items() if is_key(x)}
-        return unflatten(like, {**empty, **loaded, **keys})
+        return rebuild_state(like, names, loaded)
 
     def _read(self, found: Manifest, abstract: Mapping[str, Any], paths: Mapping[str, str]) -> dict[str, jax.Array]:
         """The arrays that are kept in pieces."""
@@ -261,7 +273,7 @@ class OrbaxCheckpointer(Configurable):
         for folder in (manifest.WEIGHTS, manifest.OTHERS):
             index = stream.read_index(storage, root, found.files, folder)
             arrays = {p: index[paths[p]] for p in abstract if paths[p] in index}
-            places = {p: abstract[p].sharding for p in arrays}
+            places = {p: stream.spread_sharding(abstract[p].sharding, abstract[p].shape) for p in arrays}
             loaded |= dict(stream.read_arrays(storage, root + folder, arrays, places))
         return loaded
 
@@ -357,17 +369,7 @@ class OrbaxCheckpointer(Configurable):
         if cfg.keep_last is None:
             return []
         manifests = {s: m for s in self.steps() if (m := self._owned(s)) is not None}
-        known = sorted(manifests)
-        keep = set(known[-cfg.keep_last :])
-        if cfg.keep_every is not None:
-            keep |= {s for s in known if s % cfg.keep_every == 0}
-        if cfg.keep_best:
-            values = {s: manifests[s].metrics.get(cfg.best_metric) for s in known}
-            scored = [(v if cfg.best_mode == "min" else -v, s) for s, v in values.items() if v is not None]
-            if not scored:
-                log.warning("no checkpoint has the metric %r that checkpointer.keep_best goes by", cfg.best_metric)
-            keep |= {s for _, s in sorted(scored)[: cfg.keep_best]}
-        return [s for s in known if s not in keep]
+        return unwanted_steps(cfg, manifests)
 
     def _owned(self, step: int) -> Manifest | None:
         """The manifest of a checkpoint that this run wrote; None for all others."""

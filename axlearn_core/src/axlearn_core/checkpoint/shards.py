@@ -82,6 +82,12 @@ def own_shards(array: jax.Array) -> Iterator[tuple[tuple[int, ...], Any]]:
             yield tuple(s.start or 0 for s in shard.index), shard.data
 
 
+def held_shards(array: jax.Array) -> Iterator[tuple[tuple[int, ...], Any]]:
+    """(start, data) of the shards that lie on this process's devices, each once."""
+    shards = {tuple(s.start or 0 for s in shard.index): shard.data for shard in array.addressable_shards}
+    yield from shards.items()
+
+
 def pieces_of(
     shape: Sequence[int], itemsize: int, limit: int = PIECE
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

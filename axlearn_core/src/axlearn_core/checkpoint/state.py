@@ -1,16 +1,16 @@
 """The arrays of a training state, as a checkpoint describes, stores and compares them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 
+from axlearn_core.checkpoint.barrier import gather_objects
 from axlearn_core.checkpoint.manifest import ArrayInfo
 from axlearn_core.errors import CheckpointError, WorkError, nearest
-from axlearn_core.learn.paths import flatten
+from axlearn_core.learn.paths import flatten, unflatten
 
 
 def describe(path: str, leaf: Any) -> ArrayInfo:
@@ -54,6 +54,21 @@ def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
+def abstract_arrays(like: Any, names: Iterable[str]) -> dict[str, jax.ShapeDtypeStruct]:
+    """What is to be read for the leaves of `like` with these paths: all but those without elements."""
+    flat = flatten(like)
+    return {p: abstract_leaf(flat[p]) for p in names if np.prod(flat[p].shape)}
+
+
+def rebuild_state(like: Any, names: Iterable[str], loaded: Mapping[str, jax.Array]) -> Any:
+    """`like` with the arrays that were read in the place of the leaves with these paths."""
+    flat = flatten(like)
+    leaves = {p: flat[p] for p in names}
+    empty = {p: jnp.zeros(x.shape, x.dtype) for p, x in leaves.items() if not np.prod(x.shape)}
+    keys = {p: jax.random.wrap_key_data(loaded[p], impl=key_impl(x)) for p, x in leaves.items() if is_key(x)}
+    return unflatten(like, {**empty, **loaded, **keys})
+
+
 def check_same(step: int, wanted: Mapping[str, ArrayInfo], there: Mapping[str, ArrayInfo], *, unexpected: bool) -> None:
     """Raises `CheckpointError` with every array that is missing, unexpected or of another shape or dtype."""
     problems = []
@@ -80,11 +95,14 @@ def _is_same(there: ArrayInfo, wanted: ArrayInfo) -> bool:
 
 
 def agree(mine: Exception | None, cause: BaseException | None) -> None:
-    """Raises on every process where any process has an error, so that none goes on alone."""
+    """Raises on every process where any process has an error, so that none goes on alone.
+
+    Where a process is missing for too long, that is the error.
+    """
     if jax.process_count() > 1:
-        flags = np.asarray(multihost_utils.process_allgather(np.asarray(mine is not None)))
-        if mine is None and flags.any():
-            failed = ", ".join(str(i) for i in np.flatnonzero(flags))
+        flags = gather_objects(mine is not None, "checkpoint")
+        if mine is None and any(flags):
+            failed = ", ".join(str(i) for i, flag in enumerate(flags) if flag)
             raise WorkError(f"a checkpoint failed on process {failed}; see its error")
     if mine is not None:
         raise mine from (cause if cause is not mine else None)

@@ -11,7 +11,7 @@ import attrs
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from axlearn_core.checkpoint.manifest import STATE, WEIGHTS
 from axlearn_core.checkpoint.shards import Box, Piece, StoredArray, merge_indices, parse_index
@@ -97,6 +97,28 @@ def _read_array(
     kind = sharding.memory_kind
     shards = [jax.device_put(by_box[b], SingleDeviceSharding(d, memory_kind=kind)) for d, b in places.items()]
     return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
+
+
+def spread_sharding(sharding: Sharding, shape: Sequence[int]) -> Sharding:
+    """The sharding to read an array in: in a job of several processes, its replicas read a part each.
+
+    Where the shape does not divide, or the array is kept in the host's memory, every replica reads all of its part.
+    """
+    if jax.process_count() == 1 or not isinstance(sharding, NamedSharding) or sharding.is_fully_addressable:
+        return sharding
+    if sharding.memory_kind not in (None, jax.local_devices()[0].default_memory().kind):
+        return sharding
+    spec = [s if isinstance(s, tuple) else (() if s is None else (s,)) for s in sharding.spec]
+    axes = [*spec, *[()] * (len(shape) - len(spec))]
+    used = {axis for names in axes for axis in names}
+    for axis, size in sharding.mesh.shape.items():
+        if axis in used or size == 1:
+            continue
+        for dim, names in enumerate(axes):
+            if shape[dim] % (size * math.prod(sharding.mesh.shape[n] for n in names)) == 0:
+                axes[dim] = (*names, axis)
+                break
+    return NamedSharding(sharding.mesh, PartitionSpec(*axes))
 
 
 @attrs.frozen(eq=False)

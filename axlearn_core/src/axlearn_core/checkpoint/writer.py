@@ -4,20 +4,27 @@ import json
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from typing import Any
 
 import jax
 import numpy as np
 
+from axlearn_core.checkpoint.barrier import PEER_SECONDS
 from axlearn_core.checkpoint.manifest import OTHERS, STATE, WEIGHTS, describe
-from axlearn_core.checkpoint.shards import FILE, BinaryFile, Part, is_weight, own_shards, pieces_of, render_index
+from axlearn_core.checkpoint.shards import (
+    FILE,
+    BinaryFile,
+    Part,
+    held_shards,
+    is_weight,
+    own_shards,
+    pieces_of,
+    render_index,
+)
 from axlearn_core.contracts.storage import Storage
 from axlearn_core.errors import StorageError
-
-PEER_SECONDS = 1800.0
-"""How long the first process waits for the others to write their parts."""
 
 
 class HostBuffers:
@@ -60,6 +67,25 @@ class HostBuffers:
             self._free.clear()
 
 
+class RateLimit:
+    """Holds writers to so many bytes per second, all together; None is no limit."""
+
+    def __init__(self, limit: int | None = None):
+        self.limit = limit
+        self._free_at = 0.0
+        self._lock = threading.Lock()
+
+    def chunks(self, chunks: Iterable[memoryview]) -> Iterator[memoryview]:
+        """The chunks, each once those before it have had their time."""
+        for chunk in chunks:
+            if self.limit is not None:
+                with self._lock:
+                    begin = max(time.monotonic(), self._free_at)
+                    self._free_at = begin + len(chunk) / self.limit
+                time.sleep(max(0.0, begin - time.monotonic()))
+            yield chunk
+
+
 class PartWriter:
     """Writes this process's shards of the arrays of one state below a folder.
 
@@ -68,10 +94,23 @@ class PartWriter:
         folder: the staging folder of the checkpoint, with a `/` at its end.
         buffers: for copies.
         pool: writes the files.
+        rate: of all writers.
+        alone: whether this process writes a checkpoint of its own: every shard that it holds, replicas of others too.
     """
 
-    def __init__(self, storage: Storage, folder: str, buffers: HostBuffers, pool: Executor):
+    def __init__(
+        self,
+        storage: Storage,
+        folder: str,
+        buffers: HostBuffers,
+        pool: Executor,
+        *,
+        rate: RateLimit | None = None,
+        alone: bool = False,
+    ):
         self.storage, self.folder, self.buffers, self.pool = storage, folder, buffers, pool
+        self.rate = rate or RateLimit()
+        self.process, self.shards = (0, held_shards) if alone else (jax.process_index(), own_shards)
         self.files: dict[str, list[BinaryFile]] = {WEIGHTS: [], OTHERS: []}
         self.described: dict[str, dict[str, Any]] = {WEIGHTS: {}, OTHERS: {}}
         self._open: dict[str, BinaryFile] = {}
@@ -85,7 +124,7 @@ class PartWriter:
 
         Writing begins afterwards, so that its threads do not slow the copies; where memory is bounded, meanwhile.
         """
-        shards = [(path, start, data) for path, x in arrays.items() for start, data in own_shards(x)]
+        shards = [(path, start, data) for path, x in arrays.items() for start, data in self.shards(x)]
         if self.buffers.limit is None:
             for _, _, data in shards:
                 data.copy_to_host_async()
@@ -124,7 +163,7 @@ class PartWriter:
     def _append(self, part: Part, buffer: int) -> None:
         kind = _kind(part.path)
         if kind not in self._open:
-            name = f"{jax.process_index()}-{len(self.files[kind])}.bin"
+            name = f"{self.process}-{len(self.files[kind])}.bin"
             self._open[kind] = BinaryFile(name)
             self.files[kind].append(self._open[kind])
         file = self._open[kind]
@@ -145,7 +184,7 @@ class PartWriter:
 
     def _write(self, kind: str, file: BinaryFile) -> None:
         try:
-            self.storage.write(f"{self.folder}{kind}{file.name}", file.chunks())
+            self.storage.write(f"{self.folder}{kind}{file.name}", self.rate.chunks(file.chunks()))
         finally:
             for buffer in file.release():
                 self._release(buffer)
@@ -159,7 +198,7 @@ class PartWriter:
 
     def finish(self) -> None:
         """Waits for the files, then writes the indices. Another process's error is left for it to read."""
-        process = jax.process_index()
+        process = self.process
         try:
             errors = [e for f in self._futures if (e := f.exception()) is not None]
             if errors:

@@ -227,3 +227,27 @@ class ReportsSaves(Protocol):
     """
 
     on_result: Callable[[int, str | None], None]
+
+
+@runtime_checkable
+class KeepsLocalTier(Protocol):
+    """A checkpointer that also keeps states on the machines of the job, more often than it saves.
+
+    All processes call these together.
+    """
+
+    def local_due(self, step: int) -> bool:
+        """Whether the state after `step` is kept locally."""
+        ...
+
+    def save_local(self, step: int, state: Any, *, extra: Mapping[str, Any], metrics: Mapping[str, float]) -> bool:
+        """As `Checkpointer.save`. What fails is a warning: the other checkpoints stay what they are."""
+        ...
+
+    def restore_newest(self, like: Any) -> tuple[Any, dict[str, Any], int] | None:
+        """(state, extra, step) of the newest step that is whole, wherever it is kept; None where there is none."""
+        ...
+
+    def step_behind(self, step: int) -> int | None:
+        """A checkpoint to go back to because `step` was not finite soon after a local restore; None goes on instead."""
+        ...

@@ -17,6 +17,7 @@ from axlearn_core.plugins.request import Request, write
 from axlearn_core.plugins.resolve import Resolved, resolve
 from axlearn_core.plugins.unregistered import CodeNames, code_name
 from axlearn_core.train.run_dir import RunDir, check_config, refused_changes, short_hash
+from axlearn_core.train.session import RollBack, say
 from axlearn_core.train.trainer import Result, Trainer
 
 
@@ -70,16 +71,18 @@ def train(
         _check_stored(resolved, allow_drift=allow_drift)
     checked = attrs.evolve(checked, notes=(*notes, *checked.notes))
     trainer = resolved.config.build()
-    return trainer.run(
-        checked,
-        experiment=resolved.title,
-        config_text=text,
-        provenance=provenance(resolved),
-        restore_step=restore_step,
-        restart=restart,
-        machine=resolved.machine,
-        decisions=(*resolved.decisions, *names.decisions(resolved.config)),
-    )
+    facts: dict[str, Any] = {
+        "experiment": resolved.title,
+        "config_text": text,
+        "provenance": provenance(resolved),
+        "machine": resolved.machine,
+        "decisions": (*resolved.decisions, *names.decisions(resolved.config)),
+    }
+    try:
+        return trainer.run(checked, restore_step=restore_step, restart=restart, **facts)
+    except RollBack as back:  # once: what is asked for by its step is not gone back from
+        say(f"going back to the checkpoint of step {back.step}")
+        return trainer.run(attrs.evolve(checked, resumes=True), restore_step=back.step, **facts)
 
 
 def _check_stored(resolved: Resolved, *, allow_drift: bool) -> None:

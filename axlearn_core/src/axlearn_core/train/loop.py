@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import jax
 
-from axlearn_core.config import Configurable, node, offers, setting
+from axlearn_core.config import Configurable, Node, node, offers, setting
 from axlearn_core.errors import WorkError
 from axlearn_core.train.session import Session, StepTimer, batch_tokens, say
 
@@ -23,6 +23,19 @@ class Loop(Protocol):
         ...
 
 
+@offers()
+class StepCheck(Protocol):
+    """Takes some steps in the place of the loop, to look at what they compute. All processes do."""
+
+    def due(self, step: int) -> bool:
+        """Whether it takes the step after `step` finished ones."""
+        ...
+
+    def take_step(self, session: Session, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
+        """(state, scalars) of the step, as `session.program.train_step(session.state, batch)` gives them."""
+        ...
+
+
 class TrainLoop(Configurable):
     """Steps, logs, evaluates and saves.
 
@@ -31,12 +44,19 @@ class TrainLoop(Configurable):
 
     @node
     class Config(Configurable.Config["TrainLoop"]):
-        """`max_nonfinite_steps`: consecutive non-finite steps allowed before the run stops; it changes no update."""
+        """How steps are watched; nothing here changes an update.
+
+        Attributes:
+            max_nonfinite_steps: consecutive non-finite steps allowed before the run stops.
+            check: takes some steps in another way, to see whether they are computed right.
+        """
 
         max_nonfinite_steps: int = setting(default=10, kind="execution", ge=0)
+        check: Node[StepCheck] | None = setting(default=None, kind="execution", hide_default=True)
 
     def __init__(self, cfg: Config):
         self.max_nonfinite_steps = cfg.max_nonfinite_steps
+        self.check = cfg.check.build() if cfg.check else None
 
     def run(self, session: Session) -> None:
         """See `Loop`."""
@@ -50,7 +70,7 @@ class TrainLoop(Configurable):
                 session.first_batch(batch)
                 if session.profiler is not None:
                     session.profiler.before(session.step)
-                session.state, scalars = session.program.train_step(session.state, batch)
+                session.state, scalars = self._step(session, batch)
                 session.step += 1
                 record.flush()
                 record.hold(scalars, batch)
@@ -65,6 +85,11 @@ class TrainLoop(Configurable):
             if session.step > session.start_step:  # a run that was finished before has nothing to add
                 self._evaluate_and_save(session, last=True)
 
+    def _step(self, session: Session, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
+        if self.check is not None and self.check.due(session.step):
+            return self.check.take_step(session, batch)
+        return session.program.train_step(session.state, batch)
+
     @staticmethod
     def _evaluate_and_save(session: Session, *, last: bool) -> None:
         try:
@@ -77,9 +102,7 @@ class TrainLoop(Configurable):
     def _anything_due(session: Session) -> bool:
         if session.step >= session.max_steps:
             return False  # the end evaluates and saves by itself
-        return session.checkpointer.due(session.step) or any(
-            e.due(session.step, last=False) for e in session.evaluators.values()
-        )
+        return session.save_due() or any(e.due(session.step, last=False) for e in session.evaluators.values())
 
 
 class _Record:
@@ -136,6 +159,7 @@ class _Record:
     def _report(self, step: int, values: dict[str, float], bad: list[str], where: str) -> None:
         found = ", ".join(f"{k} {values[k]}" for k in bad)
         say(f"step {step}: {found}; the update was skipped. Batch: {where}")
+        self.session.distrust(step)
         if self.nonfinite > self.max_nonfinite:
             self.session.save(force=True)
             self.session.checkpointer.wait()

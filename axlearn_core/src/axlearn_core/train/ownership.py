@@ -11,6 +11,7 @@ from axlearn_core.checkpoint import open_storage
 from axlearn_core.checkpoint.state import agree
 from axlearn_core.contracts.capabilities import OwnsCheckpoints
 from axlearn_core.errors import AxlearnError, CheckpointError, RequestError, StorageError
+from axlearn_core.train.distributed import united
 from axlearn_core.train.holder import Holder
 from axlearn_core.train.run_dir import RunDir
 from axlearn_core.train.trackers.jsonl import METRICS, read_jsonl
@@ -44,7 +45,7 @@ def hold_run(
         raise RequestError(
             f"the checkpoints cannot be reached: {unreachable}\n    fix: make them reachable, or give another checkpointer.uri"
         ) from unreachable
-    run = lock.get("run") or owner or uuid.uuid4().hex[:16]
+    run = united(lock.get("run") or owner or uuid.uuid4().hex[:16])  # the first process's: it writes the lock
     holders: list[Holder] = []
     error: AxlearnError | None = None
     if jax.process_index() == 0:

@@ -16,7 +16,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from axlearn_core.compose import Program
-from axlearn_core.contracts.capabilities import DescribesPosition, ObservesSteps
+from axlearn_core.contracts.capabilities import DescribesPosition, KeepsLocalTier, ObservesSteps
 from axlearn_core.contracts.parts import BatchIterator, Checkpointer, Input, Profiler, Tracker, Watchdog
 from axlearn_core.train.distributed import preempted, united
 from axlearn_core.train.evaluators import Evaluator
@@ -29,7 +29,19 @@ def say(message: str) -> None:
         print(message, file=sys.stderr, flush=True)
 
 
-@attrs.define(kw_only=True, eq=False)
+class RollBack(Exception):
+    """The run goes back to a checkpoint.
+
+    Args:
+        step: of the checkpoint.
+    """
+
+    def __init__(self, step: int):
+        super().__init__(step)
+        self.step = step
+
+
+@attrs.define(kw_only=True, eq=False, repr=False)  # `signal.signal` formats handlers, and so would fetch the state
 class Session:
     """The parts of one run, built; the state; and what the loop asks of them.
 
@@ -124,15 +136,35 @@ class Session:
         """Starts a checkpoint of this step where one is due (or `force`)."""
         if self.step == self._saved_step:
             return
-        if not force and not self.checkpointer.due(self.step):
+        save = self.checkpointer.save
+        if force or self.checkpointer.due(self.step):
+            self.beat("save")
+            self.on_save()
+        elif isinstance(self.checkpointer, KeepsLocalTier) and self.checkpointer.local_due(self.step):
+            self.beat("save")
+            save = self.checkpointer.save_local
+        else:
             return
-        self.beat("save")
-        self.on_save()
         now = {k: v for k, v in self.metrics.items() if self._measured.get(k, self.step) == self.step}
         metrics = {k: v for k, v in now.items() if math.isfinite(v)}
         extra = {"data": united(self.batches.get_state()), "step": self.step}
-        self.checkpointer.save(self.step, self.state, extra=extra, metrics=metrics)
-        self._saved_step = self.step
+        save(self.step, self.state, extra=extra, metrics=metrics)
+        if save == self.checkpointer.save:
+            self._saved_step = self.step
+
+    def save_due(self) -> bool:
+        """Whether a checkpoint of this step is due."""
+        checkpointer = self.checkpointer
+        return checkpointer.due(self.step) or (
+            isinstance(checkpointer, KeepsLocalTier) and checkpointer.local_due(self.step)
+        )
+
+    def distrust(self, step: int) -> None:
+        """Raises `RollBack` where a step that is not finite says that what was restored is not to be trusted."""
+        checkpointer = self.checkpointer
+        behind = checkpointer.step_behind(step) if isinstance(checkpointer, KeepsLocalTier) else None
+        if behind is not None:
+            raise RollBack(behind)
 
     def describe_batch(self) -> str:
         """Which batch was just taken, for a message about it: by the input itself where it can say, else by its number."""

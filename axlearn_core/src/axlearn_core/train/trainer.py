@@ -14,7 +14,7 @@ from axlearn_core.checkpoint.orbax import WEIGHTS_ONLY
 from axlearn_core.compose import Function, Functional, ModelAndObjective, Program, compose
 from axlearn_core.compose.objective import replicated
 from axlearn_core.config import REQUIRED, Configurable, Node, check, node, setting
-from axlearn_core.contracts.capabilities import OwnsCheckpoints, ReportsSaves, vocabulary_size
+from axlearn_core.contracts.capabilities import KeepsLocalTier, OwnsCheckpoints, ReportsSaves, vocabulary_size
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.contracts.parts import (
     BatchIterator,
@@ -243,13 +243,19 @@ class Trainer(Configurable):
             if isinstance(checkpointer, OwnsCheckpoints):
                 checkpointer.restart()
             return None, 0, True
-        step = checkpointer.latest_step() if wanted is None else wanted
-        if step is None:
-            return None, 0, True
-        if step not in checkpointer.steps():
-            known = ", ".join(map(str, checkpointer.steps())) or "none"
-            raise RequestError(f"there is no checkpoint of step {step}\n    checkpoints: {known}")
-        state, extra = checkpointer.restore(step, program.state)
+        if wanted is None and isinstance(checkpointer, KeepsLocalTier):
+            newest = checkpointer.restore_newest(program.state)
+            if newest is None:
+                return None, 0, True
+            state, extra, step = newest
+        else:
+            step = checkpointer.latest_step() if wanted is None else wanted
+            if step is None:
+                return None, 0, True
+            if step not in checkpointer.steps():
+                known = ", ".join(map(str, checkpointer.steps())) or "none"
+                raise RequestError(f"there is no checkpoint of step {step}\n    checkpoints: {known}")
+            state, extra = checkpointer.restore(step, program.state)
         if "data" in extra:  # not where the run was made of a model from elsewhere
             batches.set_state(extra["data"])
         if extra.get(WEIGHTS_ONLY):

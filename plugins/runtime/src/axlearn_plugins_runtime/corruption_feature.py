@@ -1,0 +1,42 @@
+"""The feature `sdc-check`."""
+
+from typing import Any, TypeVar
+
+from axlearn_core.config import Node, node, patch, setting
+from axlearn_core.errors import RequestError
+from axlearn_core.plugins.feature import Feature
+from axlearn_core.train.loop import TrainLoop
+from axlearn_plugins_runtime.corruption import CorruptionCheck
+
+Tree = TypeVar("Tree", bound=Node[Any])
+
+
+@node
+class CorruptionFeature(Feature):
+    """Looks for silent data corruption: computes every so many steps twice, and compares the replicas of all devices.
+
+    A checked step costs about two, and room for a second training state on the devices; `rerun=false` compares replicas only.
+    Needs the loop of the core.
+    """
+
+    stage = "execute"
+    example = "every_steps=2"
+
+    every_steps: int = setting(default=100, ge=1)
+    rerun: bool = True
+    replicas: bool = True
+
+    def apply(self, cfg: Tree) -> Tree:
+        """Puts the check into the loop."""
+        loop = getattr(cfg, "loop", None)
+        if not isinstance(loop, TrainLoop.Config):
+            raise RequestError(
+                f"sdc-check is a part of the core's loop\n    got: loop {type(loop).__qualname__}\n    expected: train-loop\n"
+                "    fix: leave the feature out, or set loop={type: train-loop}"
+            )
+        check = CorruptionCheck.Config(every_steps=self.every_steps, rerun=self.rerun, replicas=self.replicas)
+        return patch(cfg, {"loop.check": check})
+
+    def in_effect(self, cfg: Node[Any]) -> bool:
+        """The loop has this check."""
+        return self.apply(cfg) == cfg

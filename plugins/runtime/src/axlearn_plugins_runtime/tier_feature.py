@@ -1,0 +1,50 @@
+"""The feature `local-tier`."""
+
+from typing import Any, TypeVar
+
+import attrs
+
+from axlearn_core.checkpoint import OrbaxCheckpointer
+from axlearn_core.config import Node, node, patch, setting
+from axlearn_core.errors import RequestError
+from axlearn_core.plugins.feature import Feature
+from axlearn_plugins_runtime.tiered import LocalTier, TieredCheckpointer
+
+Tree = TypeVar("Tree", bound=Node[Any])
+
+
+@node
+class LocalTierFeature(Feature):
+    """Keeps states on the machines of the job every few steps, beside the checkpoints.
+
+    A restart goes on from the newest state whose hashes hold. `directory` is a disk of each machine, or `/dev/shm`; `copies` is on
+    how many other machines each part is kept too. Refused where the checkpointer is another than the core's.
+    """
+
+    stage = "execute"
+    example = "every=3"
+
+    every: int = setting(default=10, ge=1)
+    directory: str = "/tmp/axlearn-local"
+    keep: int = setting(default=2, ge=1)
+    copies: int = setting(default=0, ge=0)
+
+    def apply(self, cfg: Tree) -> Tree:
+        """Puts the tier beside the checkpoints."""
+        found: Any = getattr(cfg, "checkpointer", None)
+        if not isinstance(found, OrbaxCheckpointer.Config):
+            raise RequestError(
+                "local-tier stands beside the core's checkpointer\n"
+                f"    got: checkpointer {type(found).__qualname__}\n    expected: orbax or tiered\n"
+                "    fix: leave the feature out, or set checkpointer={type: tiered}"
+            )
+        local = found.local if isinstance(found, TieredCheckpointer.Config) else LocalTier.Config()
+        local = patch(
+            local, {"every_steps": self.every, "directory": self.directory, "keep": self.keep, "copies": self.copies}
+        )
+        fields = {f.name: getattr(found, f.name) for f in attrs.fields(type(found)) if f.name != "local"}
+        return patch(cfg, {"checkpointer": TieredCheckpointer.Config(**fields, local=local)})
+
+    def in_effect(self, cfg: Node[Any]) -> bool:
+        """The checkpointer has this tier."""
+        return self.apply(cfg) == cfg

@@ -1,0 +1,377 @@
+"""The component `tiered`: checkpoints, and states kept on the machines of the job every few steps."""
+
+import json
+import logging
+import socket
+import uuid
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from axlearn_core.checkpoint import OrbaxCheckpointer, manifest, stream
+from axlearn_core.checkpoint.barrier import gather_objects
+from axlearn_core.checkpoint.manifest import ArrayInfo, Manifest
+from axlearn_core.checkpoint.state import abstract_arrays, check_same, describe, rebuild_state, stored
+from axlearn_core.checkpoint.writer import PartWriter, collect_parts
+from axlearn_core.config import Configurable, Node, node, setting
+from axlearn_core.errors import AxlearnError, CheckpointError, MissingFileError, WorkError
+from axlearn_core.learn.paths import flatten
+from axlearn_plugins_runtime import peers
+from axlearn_plugins_runtime.local_tier import PART, LocalParts, Part, is_covered, needs_of, overlaps_of
+
+log = logging.getLogger(__name__)
+TRIES = 5
+"""How often a local state is tried again after parts of it were set aside, or did not arrive."""
+TIMELINE = ".timeline.json"
+"""Beside the checkpoints: which local parts count. It changes where a run is told to go back."""
+
+
+class LocalTier(Configurable):
+    """States on the disks (or in `/dev/shm`) of the machines that train, for `tiered`."""
+
+    @node
+    class Config(Configurable.Config["LocalTier"]):
+        """How often, where, and how long.
+
+        Attributes:
+            every_steps: a state is kept after each such number of steps.
+            directory: on every machine, of this user alone. Environment variables are filled in.
+            keep: how many of the newest complete states stay.
+            copies: on how many other machines each part is copied too. Needed where no two processes hold the same shards.
+            suspect_steps: a step that is not finite within so many after a local restore goes back to the checkpoint before.
+            wait_seconds: how long processes wait for each other in a restore.
+        """
+
+        every_steps: int = setting(default=10, ge=1)
+        directory: str = "/tmp/axlearn-local"
+        keep: int = setting(default=2, ge=1)
+        copies: int = setting(default=0, ge=0)
+        suspect_steps: int = setting(default=20, ge=0)
+        wait_seconds: float = setting(default=600.0, gt=0)
+
+    def __init__(self, cfg: Config):
+        self.cfg = cfg
+
+
+class TieredCheckpointer(OrbaxCheckpointer):
+    """The checkpointer of the core, and a tier on the machines of the job.
+
+    Each process writes the shards on its devices, replicas too, as a checkpoint of its own. A restore takes the newest step whose
+    hashes hold: from this machine, else from another process's machine, else from the checkpoints. What is damaged is set aside.
+    """
+
+    @node
+    class Config(OrbaxCheckpointer.Config):
+        """The fields of the core's checkpointer, and `local`."""
+
+        local: Node[LocalTier] = LocalTier.Config()
+
+    def __init__(self, cfg: Config, *, directory: Path | str):
+        super().__init__(cfg, directory=directory)
+        self.local = cfg.local.build().cfg
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="local-tier")
+        self._parts: LocalParts | None = None
+        self._attempt, self._timeline = "", ""
+        self._saving: Future[Part] | None = None
+        self._whole: list[tuple[int, str]] = []
+        self._trusted_until: int | None = None
+        LocalParts(self.local.directory, "")  # what is wrong with it is said before training
+
+    @property
+    def parts(self) -> LocalParts:
+        """What lies on this machine."""
+        if self._parts is None:
+            self._parts = LocalParts(self.local.directory, self.run)
+            self._join(self._read_timeline() if jax.process_index() == 0 else "")
+        return self._parts
+
+    def local_due(self, step: int) -> bool:
+        """See `axlearn_core.contracts.capabilities.KeepsLocalTier`."""
+        return step > 0 and step % self.local.every_steps == 0
+
+    def save_local(self, step: int, state: Any, *, extra: Mapping[str, Any], metrics: Mapping[str, float]) -> bool:
+        """See `axlearn_core.contracts.capabilities.KeepsLocalTier`."""
+        parts = self.parts
+        self._settle(wait=True)
+        part = Part(step, self._attempt, jax.process_index(), self._timeline)
+        folder = parts.storage.staging(part.folder)
+        described = {p: describe(p, x) for p, x in flatten(state).items()}
+        texts = {n: text() if callable(text) else text for n, text in self.files.items()}
+        texts[manifest.EXTRA] = json.dumps(dict(extra))
+        texts[PART] = json.dumps({"attempt": part.attempt, "process": part.process, "timeline": part.timeline})
+        parts.delete([part])
+        parts.remove(folder)
+        writer = PartWriter(parts.storage, f"{folder}/", self._buffers, self._writers, alone=True)
+        writer.copy(stored(state))
+        self._saving = self._threads.submit(self._write, writer, part, folder, described, texts, dict(metrics))
+        return True
+
+    def _write(
+        self,
+        writer: PartWriter,
+        part: Part,
+        folder: str,
+        arrays: dict[str, ArrayInfo],
+        texts: Mapping[str, str],
+        metrics: dict[str, float],
+    ) -> Part:
+        storage = self.parts.storage
+        try:
+            writer.finish()
+            files = collect_parts(storage, f"{folder}/", 1)
+            for name, text in texts.items():
+                storage.write(f"{folder}/{name}", [text.encode()])
+                files[name] = manifest.describe(text.encode())
+            created = datetime.now(UTC).isoformat(timespec="seconds")
+            body = Manifest(part.step, arrays, metrics, files, created, self.run)
+            storage.write(f"{folder}/{manifest.MANIFEST}", [manifest.render(body)])
+            storage.commit(folder, part.folder)
+        except BaseException:
+            self.parts.remove(folder)
+            raise
+        return part
+
+    def _settle(self, *, wait: bool) -> None:
+        """Ends the local save under way, copies it to other machines, and deletes what is older than enough whole ones.
+
+        All processes agree on what is whole before anything is deleted.
+        """
+        if self._saving is None:
+            return
+        saving, self._saving = self._saving, None
+        part: Part | None = None
+        try:
+            part = saving.result()
+        except Exception as error:
+            reason = str(getattr(error, "strerror", None) or error).splitlines()[0]
+            log.warning(
+                "the local tier could not be written: %s\n    training goes on; checkpoints are not affected", reason
+            )
+        step = -1 if part is None else part.step
+        steps = np.asarray([step])
+        if jax.process_count() > 1:
+            steps = np.asarray(multihost_utils.process_allgather(steps)).reshape(-1)
+        if wait and part is not None and (steps == step).all():
+            self._copy_out(part)
+            self._whole = [*self._whole, (part.step, part.attempt)][-self.local.keep :]
+            kept = min(s for s, _ in self._whole)
+            if len(self._whole) == self.local.keep:
+                self.parts.delete(p for p in self.parts.find() if p.step < kept)
+
+    def _copy_out(self, part: Part) -> None:
+        count = jax.process_count()
+        if not self.local.copies or count == 1:
+            return
+        rows = gather_objects(
+            [self._machine(), self.parts.describe(part)], "copy of the local tier", self.local.wait_seconds
+        )
+        transfers = []
+        for source, (machine, files) in enumerate(rows):
+            others = [p % count for p in range(source + 1, source + count) if rows[p % count][0] != machine]
+            for target in others[: self.local.copies]:
+                own = Part(part.step, part.attempt, source, part.timeline)
+                transfers.append(peers.Transfer(source, target, own, tuple((n, s) for n, s in files)))
+        peers.send_parts(transfers, self.parts)
+
+    def _machine(self) -> str:
+        """What shares a directory: a machine; where one stands for several, as in tests, a directory."""
+        return f"{socket.gethostname()}:{self.parts.root}"
+
+    def restore_newest(self, like: Any) -> tuple[Any, dict[str, Any], int] | None:
+        """See `axlearn_core.contracts.capabilities.KeepsLocalTier`.
+
+        Raises:
+            CheckpointError: nothing that is there can be restored.
+            WorkError: a process is missing for `local.wait_seconds`; names which.
+        """
+        self.parts.clean()
+        newest = self._gather(self.latest_step() if jax.process_index() == 0 else None, "restore")[0]
+        if (found := self._restore_local(like, -1 if newest is None else newest)) is not None:
+            state, extra, step = found
+            self._trusted_until = step + self.local.suspect_steps
+            self._restored = step
+        elif newest is not None:
+            state, extra, step = self._restore_checkpoint(like)
+        else:
+            return None
+        self.parts.delete(p for p in self.parts.find() if p.step > step)
+        return state, extra, step
+
+    def step_behind(self, step: int) -> int | None:
+        """See `axlearn_core.contracts.capabilities.KeepsLocalTier`."""
+        until, self._trusted_until = self._trusted_until, None
+        if until is None or step > until:
+            return None
+        restored = until - self.local.suspect_steps
+        known = self.steps() if jax.process_index() == 0 else []
+        behind = [s for s in self._gather(known, "going back")[0] if s <= restored]
+        if not behind:
+            log.warning(
+                "step %d is not finite, %d after a local restore; no checkpoint is behind it", step, step - restored
+            )
+            return None
+        log.warning(
+            "step %d is not finite, %d after a local restore: back to step %d", step, step - restored, behind[-1]
+        )
+        return behind[-1]
+
+    def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
+        """As of the core's checkpointer. Local states do not count any more: they may be ahead."""
+        state, extra = super().restore(step, like)
+        self._begin_timeline()
+        return state, extra
+
+    def restart(self) -> None:
+        """See `axlearn_core.contracts.capabilities.OwnsCheckpoints`."""
+        super().restart()
+        self._begin_timeline()
+
+    def close(self) -> None:
+        """Waits, then ends the threads."""
+        try:
+            self._settle(wait=False) if jax.process_count() == 1 else self._abandon()
+        finally:
+            self._threads.shutdown()
+            super().close()
+
+    def _abandon(self) -> None:
+        """Waits for the local save without asking the others, who may not be there any more."""
+        if self._saving is not None:
+            self._saving.exception()
+
+    def _restore_checkpoint(self, like: Any) -> tuple[Any, dict[str, Any], int]:
+        """The newest checkpoint whose hashes hold; what is newer and damaged is set aside."""
+        while True:
+            steps = self._gather(self.steps() if jax.process_index() == 0 else [], "restore")[0]
+            if not steps:
+                raise CheckpointError(
+                    f"{self.place.name} has no checkpoint whose hashes hold\n    fix: bring one back, or begin with --restart"
+                )
+            problem: AxlearnError | None = None
+            try:
+                state, extra = super().restore(steps[-1], like)
+                return state, extra, steps[-1]
+            except (CheckpointError, WorkError) as error:
+                problem = error
+            damaged = self._gather(" is damaged\n" in str(problem), "restore")
+            if not any(damaged):
+                raise problem
+            if jax.process_index() == 0:
+                aside = f"{steps[-1]}.damaged-{uuid.uuid4().hex[:8]}"
+                folder = self.place.folder
+                self.place.storage.commit(f"{folder}{steps[-1]}", f"{folder}{aside}")
+                log.warning("%s\n    set aside as %s; going on from the checkpoint before it", problem, aside)
+
+    def _restore_local(self, like: Any, newer_than: int) -> tuple[Any, dict[str, Any], int] | None:
+        names = list(flatten(like))
+        abstract = abstract_arrays(like, names)
+        refused: set[tuple[int, str]] = set()
+        tries: dict[tuple[int, str], int] = {}
+        while True:
+            own = [(p.step, p.attempt) for p in self.parts.find() if p.timeline == self._timeline]
+            known = {tuple(c) for row in self._gather(sorted(set(own)), "local restore") for c in row}
+            candidates = sorted(c for c in known - refused if c[0] > newer_than)
+            if not candidates:
+                return None
+            step, attempt = candidates[-1]
+            parts = [p for p in self.parts.find() if (p.step, p.attempt) == candidates[-1]]
+            outcome, arrays = self._cover(parts, like, abstract)
+            if outcome == "missing":
+                refused.add((step, attempt))
+                continue
+            if outcome == "again":
+                tries[step, attempt] = tries.get((step, attempt), 0) + 1
+                if tries[step, attempt] > TRIES:
+                    refused.add((step, attempt))
+                continue
+            assert arrays is not None
+            parts = [p for p in self.parts.find() if (p.step, p.attempt) == (step, attempt)]
+            loaded: dict[str, jax.Array] = {}
+            extra: dict[str, Any] = {}
+            problem = ""
+            try:
+                extra = self.parts.read_extra(parts[0])
+                loaded = self.parts.read(arrays, abstract)
+            except (stream.DamagedError, CheckpointError) as error:
+                problem = str(error)
+                self._set_aside(parts, problem)
+            if not any(self._gather(problem, "local restore")):
+                log.info("restored step %d from the local tier", step)
+                return rebuild_state(like, names, loaded), extra, step
+
+    def _cover(self, parts: list[Part], like: Any, abstract: Mapping[str, Any]) -> tuple[str, Any]:
+        """(`whole`, arrays) where this machine has what its process needs, from others where need be.
+
+        (`missing`, None) where nobody has it, and (`again`, None) where parts were set aside meanwhile.
+        """
+        needs = needs_of(abstract)
+        for _ in range(2):
+            arrays: dict[str, Any] = {}
+            problem = ""
+            try:
+                arrays = self.parts.index(parts)
+                for part in parts[:1]:
+                    wanted = {p: describe(p, x) for p, x in flatten(like).items()}
+                    check_same(part.step, wanted, self.parts.inspect(part).arrays, unexpected=True)
+            except CheckpointError as error:
+                problem = str(error)
+                self._set_aside(parts, problem)
+            if any(self._gather(problem, "local restore")):
+                return "again", None
+            missing = [n for n in needs if not is_covered(n, overlaps_of(n, arrays))]
+            rows = self._gather(peers.as_json(missing), "local restore")
+            if not any(rows):
+                return "whole", arrays
+            missing_of = [peers.from_json(row) for row in rows]
+            offers = self._gather(peers.offer_parts(self.parts, parts, missing_of), "local restore")
+            transfers = peers.plan_transfers(missing_of, offers)
+            if transfers is None:
+                return "missing", None
+            got = peers.send_parts(transfers, self.parts)
+            if got:
+                log.warning(
+                    "process %d got %d bytes of step %d from other machines",
+                    jax.process_index(),
+                    got,
+                    transfers[0].part.step,
+                )
+            step = transfers[0].part
+            parts = [p for p in self.parts.find() if (p.step, p.attempt) == (step.step, step.attempt)]
+        return "again", None
+
+    def _set_aside(self, parts: list[Part], problem: str) -> None:
+        damaged = [p for p in parts if self.parts.is_damaged(p)]
+        for part in damaged or parts:
+            aside = self.parts.quarantine(part)
+            if aside is not None:
+                log.warning("local state of step %d: %s\n    set aside as %s", part.step, problem, aside)
+
+    def _gather(self, value: Any, name: str) -> list[Any]:
+        return gather_objects(value, name, self.local.wait_seconds)
+
+    def _join(self, timeline: str) -> None:
+        """All processes take the attempt and timeline of the first one."""
+        self._attempt, self._timeline = self._gather([uuid.uuid4().hex[:12], timeline], "local tier")[0]
+
+    def _begin_timeline(self) -> None:
+        timeline = uuid.uuid4().hex[:12]
+        parts = self.parts
+        if jax.process_index() == 0:
+            text = json.dumps({"timeline": timeline}).encode()
+            self.place.storage.write(f"{self.place.folder}{TIMELINE}", [text])
+        self._join(timeline)
+        parts.delete(p for p in parts.find() if p.timeline != self._timeline)
+
+    def _read_timeline(self) -> str:
+        try:
+            return str(json.loads(self.place.storage.read(f"{self.place.folder}{TIMELINE}"))["timeline"])
+        except MissingFileError:
+            return ""
+        except (ValueError, KeyError, TypeError):
+            return "damaged"  # no part has it
