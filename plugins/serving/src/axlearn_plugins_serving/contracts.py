@@ -277,6 +277,7 @@ class Runner(Protocol):
         num_blocks: of the cache; their ids are 0 to `num_blocks` - 1.
         max_rows: requests that run at one time.
         max_step_tokens: the most tokens of one step.
+        max_prompt_tokens: of them the most in chunks of prompts.
         chunk: tokens of a prompt that are computed together; fewer take as long, but for a single one.
         max_context: tokens of a request, its output included.
         max_logit_bias: the most tokens in a request's `logit_bias`.
@@ -289,6 +290,7 @@ class Runner(Protocol):
     num_blocks: int
     max_rows: int
     max_step_tokens: int
+    max_prompt_tokens: int
     chunk: int
     max_context: int
     max_logit_bias: int

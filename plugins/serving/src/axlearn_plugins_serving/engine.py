@@ -72,6 +72,7 @@ class ServingEngine(Configurable):
         self.limits = Limits(
             rows=runner.max_rows,
             step_tokens=runner.max_step_tokens,
+            prompt_tokens=runner.max_prompt_tokens,
             chunk=runner.chunk,
             positions=min(runner.max_blocks_per_request, runner.num_blocks) * runner.block_size,
         )

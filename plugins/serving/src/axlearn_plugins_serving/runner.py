@@ -45,7 +45,8 @@ class ModelRunner(Configurable):
             max_step_tokens: tokens of prompts in one step, rounded up to whole chunks.
             chunk: tokens of a prompt that are computed as one row of a step; a prompt has as many rows as it needs.
             row_buckets: how many requests a step that decodes has room for; `max_rows` is always one.
-            chunk_buckets: how many chunks a step has room for; as many as `max_step_tokens` needs is always one.
+            chunk_buckets: how many chunks a step has room for; as many as `max_step_tokens` needs is always one. Steps
+                without a request that decodes have room for the fewest or the most.
             decode_steps: tokens that one dispatch decodes at most.
             mode: `fast`, or `parity`: bit for bit what the training program computes in its batch-invariant mode.
             kernel: a kernel of the op `paged_attention`; None takes the best one of the mode.
@@ -55,10 +56,10 @@ class ModelRunner(Configurable):
         num_blocks: int | None = setting(default=None, ge=1)
         max_rows: int = setting(default=16, ge=1)
         max_context: int = setting(default=2048, ge=1)
-        max_step_tokens: int = setting(default=512, ge=1)
-        chunk: int = setting(default=64, ge=1)
+        max_step_tokens: int = setting(default=256, ge=1)
+        chunk: int = setting(default=32, ge=1)
         row_buckets: tuple[int, ...] = (1, 4)
-        chunk_buckets: tuple[int, ...] = (1, 4)
+        chunk_buckets: tuple[int, ...] = (1, 2, 4, 6)
         decode_steps: int = setting(default=1, ge=1)
         mode: Literal["fast", "parity"] = "fast"
         kernel: str | None = None
@@ -79,7 +80,8 @@ class ModelRunner(Configurable):
         self.num_blocks = cfg.num_blocks or self.max_rows * self.max_blocks_per_request
         self.chunk, self.max_context, self.max_logit_bias = cfg.chunk, cfg.max_context, MAX_BIAS
         # Chunks of prompts beside a token of every request, so that steps with prompts are as full as they can be.
-        self.max_step_tokens = -(-cfg.max_step_tokens // cfg.chunk) * cfg.chunk + cfg.max_rows
+        self.max_prompt_tokens = -(-cfg.max_step_tokens // cfg.chunk) * cfg.chunk
+        self.max_step_tokens = self.max_prompt_tokens + cfg.max_rows
         self.vocab_size: int = model.vocab_size
         if cfg.mode == "parity":
             check_parity(model)
@@ -204,7 +206,9 @@ def buckets(cfg: ModelRunner.Config, blocks: int) -> list[StepBucket]:
     most = -(-cfg.max_step_tokens // cfg.chunk)
     chunks = sorted({min(n, most) for n in (*cfg.chunk_buckets, most)})
     plain = [StepBucket(n, 0, cfg.chunk, blocks) for n in rows]
-    mixed = [StepBucket(n, k, cfg.chunk, blocks) for k in chunks for n in (0, rows[-1])]
+    alone = sorted({chunks[0], most})
+    mixed = [StepBucket(0, k, cfg.chunk, blocks) for k in alone]
+    mixed += [StepBucket(rows[-1], k, cfg.chunk, blocks) for k in chunks]
     return [b for b in (*plain, *mixed) if b.tokens >= floor]
 
 

@@ -24,12 +24,14 @@ class Limits:
     Attributes:
         rows: requests that can run at one time.
         step_tokens: tokens of all rows together.
+        prompt_tokens: of them those of prompts, in whole chunks.
         chunk: tokens of a prompt that are computed together: fewer take as long.
         positions: of one request in the cache.
     """
 
     rows: int
     step_tokens: int
+    prompt_tokens: int
     chunk: int = 1
     positions: int
 
@@ -184,7 +186,7 @@ class PriorityScheduler(Configurable):
 
     def _plan_prompts(self, plan: Plan) -> int:
         """Continues prompts that were begun. Returns how many tokens are left for others."""
-        budget = self.budget - len(plan.parts)
+        budget = min(self.budget - len(plan.parts), self.limits.prompt_tokens)
         for state in self._running:
             if budget <= 0:
                 break

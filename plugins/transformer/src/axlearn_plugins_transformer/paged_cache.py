@@ -75,9 +75,9 @@ def window_size(mask: Mask, layout: str) -> int | None:
 
 
 def write_slots(pages: jax.Array, new: jax.Array, write: jax.Array, *, heads_first: bool = False) -> jax.Array:
-    """[P, S, ...] (or [P, 2 G, S, H]) with [T, ...] at the slots int32 [T]; those beyond all pages are dropped."""
-    size, new = pages.shape[2 if heads_first else 1], new.astype(pages.dtype)
-    at = (write // size, slice(None), write % size) if heads_first else (write // size, write % size)
+    """[P, S, ...] (or [P, 2, G, S, H]) with [T, ...] at the slots int32 [T]; those beyond all pages are dropped."""
+    size, new = pages.shape[3 if heads_first else 1], new.astype(pages.dtype)
+    at = (write // size, slice(None), slice(None), write % size) if heads_first else (write // size, write % size)
     return pages.at[at].set(new, mode="drop")
 
 
@@ -91,7 +91,7 @@ class PagedCache(Configurable):
     class Config(Configurable.Config["PagedCache"]):
         """`page_size` is how many tokens a page has room for.
 
-        `heads_first` stores pages as [P, 2 G, S, H] and not as [P, S, 2 G, H]: faster on CPUs; no kernel of TPUs takes it.
+        `heads_first` stores pages as [P, 2, G, S, H] and not as [P, S, 2 G, H]: faster on CPUs; no kernel of TPUs takes it.
         """
 
         page_size: int = setting(default=16, ge=1)
@@ -102,13 +102,14 @@ class PagedCache(Configurable):
 
     def init(self, batch: int, length: int, num_kv_heads: int, head_dim: int, dtype: str) -> dict[str, jax.Array]:
         """Pages for `batch` rows of `length` tokens: [P, S, 2 G, H], of head g the keys at 2 g and the values at 2 g + 1."""
-        size, heads = self.cfg.page_size, 2 * num_kv_heads
-        inner = (heads, size) if self.cfg.heads_first else (size, heads)
+        size = self.cfg.page_size
+        inner = (2, num_kv_heads, size) if self.cfg.heads_first else (size, 2 * num_kv_heads)
         return {"pages": self._place(jnp.zeros((batch * -(-length // size), *inner, head_dim), dtype))}
 
     def _place(self, pages: jax.Array) -> jax.Array:
-        axes = (None, "activation_kv", None, None) if self.cfg.heads_first else (None, None, "activation_kv", None)
-        return constrain(pages, *axes)
+        if self.cfg.heads_first:
+            return constrain(pages, None, None, "activation_kv", None, None)
+        return constrain(pages, None, None, "activation_kv", None)
 
     def attend(
         self, cache: dict[str, jax.Array], op: Attention, slots: Any, kernel: str | None
@@ -119,7 +120,10 @@ class PagedCache(Configurable):
         if not isinstance(slots, PagedSlots):
             slots = PagedSlots.of_rows(slots, shape[0], pages.shape[0], self.cfg.page_size)
         query, key, value = (x.reshape(-1, *x.shape[2:]) for x in (op.query, op.key, op.value))
-        new = jnp.stack([key, value.astype(key.dtype)], axis=2).reshape(key.shape[0], -1, key.shape[2])
+        new = jnp.stack([key, value.astype(key.dtype)], axis=1 if heads_first else 2)
+        # Pages stay finite, so that no request meets infinities that another one left behind.
+        new = jnp.where(jnp.isfinite(new), new, 0)
+        new = new if heads_first else new.reshape(key.shape[0], -1, key.shape[2])
         pages = self._place(write_slots(pages, new, slots.write, heads_first=heads_first))
         result = PagedAttention(
             query,
@@ -133,6 +137,7 @@ class PagedCache(Configurable):
             softcap=op.softcap,
             bias=op.bias,
             heads_first=heads_first,
+            finite=True,
             split=slots.split,
         ).run(kernel)
         return result.reshape(*shape[:-1], -1).astype(op.value.dtype), {"pages": pages}
