@@ -15,12 +15,13 @@ def axlearn_command_options(command):
         return []
     return [
         CommandOption(name="{name}", metavar="N", help="Plan for N chips.", run="{module}_run:chips"),
+        CommandOption(name="--slack", metavar="N", help="Chips to spare.", belongs_to="{name}"),
         CommandOption(name="--dream{module}", help="Plan nothing.", run="{module}_run:missing"),
     ]
 """
 RUN = """
-def chips(value, *, request, function, as_json):
-    print(f"{value} chips for {request.experiment}, {function}, json {as_json}, set {request.settings}")
+def chips(value, *, request, function, as_json, slack):
+    print(f"{value} and {slack} chips for {request.experiment}, {function}, json {as_json}, set {request.settings}")
 """
 
 
@@ -42,8 +43,18 @@ def test_it_is_listed_and_takes_over(with_option):
     assert "--chips N" in run("--help").output
     done = run("quickstart", "--target", "cpu-8", "--chips", "12", "--json", "--set", "seed=3")
     assert done.exit_code == 0, done.output
-    assert "12 chips for quickstart, train, json True" in done.output
+    assert "12 and None chips for quickstart, train, json True" in done.output
     assert "seed" in done.output
+
+
+def test_one_that_belongs_to_another(with_option):
+    with_option()
+    done = run("quickstart", "--chips", "12", "--slack", "3")
+    assert done.exit_code == 0, done.output
+    assert "12 and 3 chips" in done.output
+    alone = run("quickstart", "--slack", "3")
+    assert alone.exit_code == 2
+    assert "--slack belongs to --chips\n    fix: add --chips" in alone.stderr
 
 
 def test_without_it_the_command_is_as_it_was(with_option):

@@ -15,7 +15,7 @@ class OpenCommand(click.Command):
 
     Raises:
         PluginError: two plugins, or a plugin and the command, have an option of the same name.
-        RequestError: the user gives two options that each take over.
+        RequestError: the user gives two options that each take over, or one without the option that it belongs to.
     """
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
@@ -26,12 +26,17 @@ class OpenCommand(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the function of the plugin's option that was given, or else the command's own."""
         values = {option: ctx.params.pop(_parameter(option)) for option, _ in self._added()}
-        chosen = [option for option, value in values.items() if value not in (None, False)]
+        given = [option for option, value in values.items() if value not in (None, False)]
+        chosen = [option for option in given if option.belongs_to is None]
+        names = {option.name for option in chosen}
+        if alone := [option for option in given if option.belongs_to not in (None, *names)]:
+            option = alone[0]
+            raise RequestError(f"{option.name} belongs to {option.belongs_to}\n    fix: add {option.belongs_to}")
         if not chosen:
             return super().invoke(ctx)
         if len(chosen) > 1:
-            names = " and ".join(option.name for option in chosen)
-            raise RequestError(f"{names} cannot be given together\n    fix: leave one of them out")
+            both = " and ".join(option.name for option in chosen)
+            raise RequestError(f"{both} cannot be given together\n    fix: leave one of them out")
         option = chosen[0]
         module, _, name = option.run.partition(":")
         try:
@@ -40,7 +45,8 @@ class OpenCommand(click.Command):
             raise PluginError(f"{option.name} cannot be loaded from {option.run}: {error}") from error
         # What wraps the command's function, `request_options`, makes its arguments for the plugin's too.
         wrap = getattr(self.callback, "wrap", lambda function: function)
-        return ctx.invoke(wrap(functools.partial(run, values[option])), **ctx.params)
+        companions = {_argument(o): value for o, value in values.items() if o.belongs_to == option.name}
+        return ctx.invoke(wrap(functools.partial(run, values[option], **companions)), **ctx.params)
 
     def _added(self) -> list[tuple[CommandOption, str]]:
         """(option, the plugin that adds it), by name."""
@@ -57,8 +63,12 @@ class OpenCommand(click.Command):
         return sorted(added, key=lambda item: item[0].name)
 
 
+def _argument(option: CommandOption) -> str:
+    return option.name.lstrip("-").replace("-", "_")
+
+
 def _parameter(option: CommandOption) -> str:
-    return "plugin_" + option.name.lstrip("-").replace("-", "_")
+    return "plugin_" + _argument(option)
 
 
 def _click_option(option: CommandOption) -> click.Option:

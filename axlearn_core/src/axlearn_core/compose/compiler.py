@@ -43,6 +43,7 @@ class Compiler:
         self._jitted: dict[Any, Any] = {}
         self._compiled: dict[Any, Any] = {}
         self._exported: dict[tuple[str, str], tuple[Any, executables.Executable]] = {}
+        self._identified = False
 
     @property
     def compiler_options(self) -> dict[str, Any]:
@@ -114,7 +115,7 @@ class Compiler:
         exported = self._exported.get((name, str(_bucket_key(bucket))))
         if exported is None:
             return None
-        program = executables.program_hash(self.lower(name, bucket), options)
+        program = None if self._identified else executables.program_hash(self.lower(name, bucket), options)
         return executables.load(*exported, program, self.layout.mesh.devices)
 
     def _compile(self, name: str, bucket: Any, options: Mapping[str, Any]) -> Any:
@@ -132,15 +133,23 @@ class Compiler:
     def _has_packed_arguments(self, name: str, bucket: Any) -> bool:
         return any(_is_packed(spec) for spec in jax.tree.leaves(self.arguments(name, bucket)))
 
-    def export(self, directory: str | os.PathLike[str], functions: Mapping[str, Sequence[Any]]) -> None:
+    def export(
+        self,
+        directory: str | os.PathLike[str],
+        functions: Mapping[str, Sequence[Any]],
+        identity: Mapping[str, str] | None = None,
+    ) -> None:
         """Writes compiled functions, for `load` in another process on this machine or one just like it.
+
+        Devices that are only described can be exported for; the executables load on devices that are what was described.
 
         Args:
             directory: is made; either all of it is written or nothing.
             functions: name -> buckets, such as `{"train": [batch], "decode": [bucket, ...]}`.
+            identity: everything that the programs are made from, by name: `load` then need not trace to compare them.
 
         Raises:
-            RequestError: an unknown function, one of packed integers, an existing directory, or devices that are not here.
+            RequestError: an unknown function, one of packed integers, or an existing directory.
         """
         executables.environment(self.layout.mesh.devices)
         compiled = {}
@@ -153,21 +162,27 @@ class Compiler:
                     )
                 program = executables.program_hash(self.lower(name, bucket), self._options(name))
                 compiled[name, str(_bucket_key(bucket))] = self.compile(name, bucket), program
-        executables.write(directory, self.layout.mesh.devices, compiled)
+        executables.write(directory, self.layout.mesh.devices, compiled, identity)
 
-    def load(self, directory: str | os.PathLike[str]) -> list[str]:
+    def load(self, directory: str | os.PathLike[str], identity: Mapping[str, str] | None = None) -> list[str]:
         """Takes compiled functions from a directory that `export` wrote, instead of compiling them; returns their names.
 
         An executable is code: load only what you exported. Each is read when it is first needed, and only where it was
         compiled from the very program that this one would compile (which is traced and lowered to tell), by the same
-        versions of JAX and its compiler, for the same kind of devices and host.
+        versions of JAX and its compiler, for the same kind of devices and host. With an `identity` equal to the exported one
+        nothing is traced: whoever gives it answers for it that equal identities are equal programs.
 
         Raises:
-            RequestError: the directory is not such an export, is damaged, or is of another version or machine.
+            RequestError: the directory is not such an export, is damaged, or is of another version, machine or identity.
         """
-        entries = executables.read_index(directory, self.layout.mesh.devices)
+        entries = executables.read_index(directory, self.layout.mesh.devices, identity)
+        self._identified = identity is not None
         self._exported.update({key: (directory, entry) for key, entry in entries.items()})
         return list(dict.fromkeys(name for name, _ in entries))
+
+    def exported(self, name: str, bucket: Any = None) -> bool:
+        """Whether `load` found a function for a bucket."""
+        return (name, str(_bucket_key(bucket))) in self._exported
 
     def _options(self, name: str) -> dict[str, Any]:
         if not self.function(name).runs_once:

@@ -4,6 +4,7 @@ An executable is native code inside a pickle: loading one runs what its author w
 """
 
 import hashlib
+import importlib.metadata
 import json
 import os
 import pickle
@@ -50,36 +51,54 @@ def program_hash(lowered: Any, options: Mapping[str, Any]) -> str:
 
 
 def environment(devices: Any) -> dict[str, Any]:
-    """What an executable depends on besides its program.
+    """What an executable depends on besides its program. Devices that are only described say the same as those meant.
 
     Args:
         devices: the mesh's array of devices.
 
     Raises:
-        RequestError: the devices are described and not here, or belong to several processes.
+        RequestError: the devices belong to several processes, or their client cannot say what it compiles with.
     """
     flat = list(devices.flat)
-    if not hasattr(flat[0], "client") or flat[0] not in flat[0].client.devices():
-        raise RequestError(
-            "executables are exported where their devices are\n"
-            f"    got: devices that are only described ({flat[0].device_kind})\n"
-            "    fix: export from a program that was composed on the machine itself"
-        )
+    if not hasattr(flat[0], "client"):
+        raise RequestError(f"executables for {flat[0].device_kind} cannot be exported: nothing says what compiles them")
     if jax.process_count() > 1:
         raise RequestError("executables of several processes cannot be exported\n    fix: use JAX's compilation cache")
     return {
         "format": FORMAT,
         "jax": jax.__version__,
         "jaxlib": jaxlib_version.__version__,
-        "compiler": flat[0].client.platform_version,
-        "devices": [[d.platform, d.device_kind, d.id, list(getattr(d, "coords", ()))] for d in flat],
+        "compiler": _compiler(flat[0]),
+        "devices": [[d.platform, d.device_kind, d.id, _coordinates(d)] for d in flat],
         "mesh": list(devices.shape),
-        "cpu": _cpu_features(),
+        "cpu": _cpu_features(features=flat[0].platform == "cpu"),
     }
 
 
+def _compiler(device: Any) -> str:
+    if device.platform != "gpu":
+        return device.client.platform_version
+    # The client of GPUs that are here tells the driver's version, and that of described ones the kind of GPU.
+    packages = ("jax-cuda12-pjrt", "jax-cuda13-pjrt", "jax-rocm60-pjrt", "jax-rocm7-pjrt")
+    return ", ".join(f"{p} {v}" for p in packages if (v := _version(p))) or device.client.platform_version
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _coordinates(device: Any) -> list[int]:
+    return list(getattr(device, "coords", ())) if device.platform == "tpu" else []
+
+
 def write(
-    directory: str | os.PathLike[str], devices: Any, functions: Mapping[tuple[str, str], tuple[Any, str]]
+    directory: str | os.PathLike[str],
+    devices: Any,
+    functions: Mapping[tuple[str, str], tuple[Any, str]],
+    identity: Mapping[str, str] | None = None,
 ) -> None:
     """Writes compiled functions to a new directory; either all of it is there or nothing.
 
@@ -87,6 +106,7 @@ def write(
         directory: must not exist.
         devices: see `environment`.
         functions: (function, bucket) -> (compiled, its `program_hash`).
+        identity: what the programs were made from, by name; see `Compiler.load`.
 
     Raises:
         RequestError: the directory exists, or see `environment`.
@@ -105,16 +125,19 @@ def write(
             (folder / file).write_bytes(content)
             sha = hashlib.sha256(content).hexdigest()
             entries.append(Executable(function=name, bucket=bucket, program=program, file=file, sha256=sha))
-        index = {**around, "functions": [attrs.asdict(e) for e in entries]}
+        index = {**around, "identity": dict(identity or {}), "functions": [attrs.asdict(e) for e in entries]}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         folder.rename(target)
 
 
-def read_index(directory: str | os.PathLike[str], devices: Any) -> dict[tuple[str, str], Executable]:
+def read_index(
+    directory: str | os.PathLike[str], devices: Any, identity: Mapping[str, str] | None = None
+) -> dict[tuple[str, str], Executable]:
     """(function, bucket) -> what is exported in a directory, for these devices. Loads no code.
 
     Raises:
-        RequestError: the directory is not an export, or is of another JAX, compiler, machine or mesh.
+        RequestError: the directory is not an export, or is of another JAX, compiler, machine or mesh, or, where an identity
+            is given, was made from something else.
     """
     path = Path(directory) / INDEX
     try:
@@ -132,23 +155,38 @@ def read_index(directory: str | os.PathLike[str], devices: Any) -> dict[tuple[st
                 f"    expected: {_short(expected)}\n"
                 "    fix: export again, here"
             )
+    if identity is not None:
+        _check_identity(directory, index.get("identity") or {}, identity)
     return {(e.function, e.bucket): e for e in entries}
 
 
-def load(directory: str | os.PathLike[str], entry: Executable, program: str, devices: Any) -> Any:
+def _check_identity(
+    directory: str | os.PathLike[str], exported: Mapping[str, str], identity: Mapping[str, str]
+) -> None:
+    names = [name for name in {**identity, **exported} if exported.get(name) != identity.get(name)]
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise RequestError(
+            f"{directory} was exported from something else: {names[0]}{more}\n"
+            f"    got: {_short(exported.get(names[0]))}\n    expected: {_short(identity.get(names[0]))}\n"
+            "    fix: export again, or use the settings and the code that were exported"
+        )
+
+
+def load(directory: str | os.PathLike[str], entry: Executable, program: str | None, devices: Any) -> Any:
     """The compiled function, once its program and its file are known to be those that were exported.
 
     Args:
         directory: see `read_index`.
         entry: of that index.
-        program: the `program_hash` of the function as it is now.
+        program: the `program_hash` of the function as it is now; None where the index's identity was checked instead.
         devices: the mesh's array of devices.
 
     Raises:
         RequestError: the function is another program now, or the file is damaged.
     """
     path = Path(directory) / entry.file
-    if entry.program != program:
+    if program is not None and entry.program != program:
         raise RequestError(
             f"{path}: {entry.function} is another program now\n"
             f"    got: {entry.program[:16]}\n    expected: {program[:16]}\n"
@@ -173,8 +211,10 @@ def _short(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-def _cpu_features() -> str:
-    """The host's processor and its instruction sets: XLA for CPU compiles for exactly these."""
+def _cpu_features(features: bool) -> str:
+    """The host's processor, and with `features` its instruction sets: XLA for CPU compiles for exactly these."""
+    if not features:
+        return platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -5,17 +5,20 @@ import attrs
 
 @attrs.frozen(kw_only=True)
 class CommandOption:
-    """An option; given by the user, it takes over what the command does.
+    """An option; given by the user, it takes over what the command does, unless it belongs to another one.
 
     Attributes:
         name: as it is written: `--search`.
         help: one line for `--help`.
         metavar: what stands for its value in `--help`; None makes it a flag.
         run: `"module:function"`, loaded when the option is given. It is called with the option's value (True for a flag)
-            and, by name, with everything that the command's own function takes.
+            and, by name, with everything that the command's own function takes. Not needed where `belongs_to` is set.
+        belongs_to: the name of the option of the same plugin whose function gets this one's value too, by the name of this
+            option without dashes in front (`--export` as `export`): None or False where it was not given.
     """
 
     name: str
     help: str
-    run: str
+    run: str = ""
     metavar: str | None = None
+    belongs_to: str | None = None

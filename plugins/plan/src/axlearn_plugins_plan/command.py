@@ -34,12 +34,13 @@ def plan(request: Any, function: str, as_json: bool) -> None:
         click.echo(json.dumps(plain(render.as_json(made, found)), indent=2, ensure_ascii=False))
     else:
         for line in render.text(made, found).splitlines():
-            click.echo(_styled(line))
+            click.echo(styled(line))
     if not made.memory.fits:
         raise SystemExit(1)
 
 
-def _styled(line: str) -> str:
+def styled(line: str) -> str:
+    """A line of a plan in colour."""
     if line.startswith("  fits:"):
         return click.style(line, fg="green")
     if line.startswith("  does not fit:"):

@@ -201,7 +201,7 @@ def make_plan(resolved: Resolved, function: str = "train") -> Plan:
 
 
 @contextlib.contextmanager
-def _uncached() -> Iterator[None]:
+def uncached() -> Iterator[None]:
     """JAX's persistent cache left alone: it keeps programs for devices that are absent, and cannot read them back."""
     settings: Any = jax.config
     before = settings.jax_enable_compilation_cache
@@ -219,7 +219,7 @@ def _compiled(
 ) -> tuple[Any, Memory, float]:
     """(the compiled function or None, its memory, seconds since `started`)."""
     try:
-        with _uncached():
+        with uncached():
             compiled = program.compile(function, bucket, **(_NEVER_RUN if machine.target.stand_in else {}))
     except jax.errors.JaxRuntimeError as error:
         memory = of_refusal(str(error), arguments, machine)

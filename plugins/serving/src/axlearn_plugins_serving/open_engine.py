@@ -4,12 +4,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import attrs
+import jax
 
-from axlearn_core.config import Node, find
+from axlearn_core.checkpoint.weights import bind_weights, open_weights
+from axlearn_core.compose import Functional, Part
+from axlearn_core.compose.devices import settle
+from axlearn_core.compose.model_program import ModelProgram
+from axlearn_core.config import Node, find, patch
 from axlearn_core.contracts.capabilities import GeneratesTokens, HasVocabulary
 from axlearn_core.contracts.parts import Tokenizer
-from axlearn_core.errors import RequestError
+from axlearn_core.errors import CheckpointError, RequestError
+from axlearn_core.train.session import say
 from axlearn_plugins_serving.engine import ServingEngine
+from axlearn_plugins_serving.programs import ProgramsError
 from axlearn_plugins_serving.runner import ModelRunner
 from axlearn_plugins_text.chat_template import PLAIN, ChatTemplate
 from axlearn_plugins_transformer.embedding import LearnedPositions
@@ -32,7 +39,12 @@ class OpenedEngine(NamedTuple):
 
 
 def open_engine(
-    uri: str | Path, *, config: ServingEngine.Config | None = None, step: int | None = None, warm_up: bool = True
+    uri: str | Path,
+    *,
+    config: ServingEngine.Config | None = None,
+    step: int | None = None,
+    warm_up: bool = True,
+    programs: Path | None = None,
 ) -> OpenedEngine:
     """Opens the weights at a path or URI, and an engine for them.
 
@@ -41,20 +53,50 @@ def open_engine(
         config: of the engine.
         step: which checkpoint of a run; by default the newest.
         warm_up: compiles all functions first; without it, each when it is first used.
+        programs: a directory with exported programs, which are loaded instead of compiled. They are code.
 
     Raises:
         CheckpointError: nothing known lies there, no such checkpoint, or it is damaged.
         RequestError: the model is not a decoder of tokens, or the config does not fit it.
     """
-    from axlearn_core.train import load
+    from axlearn_core.train import Trainer
 
-    loaded = load(uri, step=step)
+    settle(None)
+    weights: Any = open_weights(uri, step=step)
+    experiment = weights.experiment
+    if not isinstance(experiment, Trainer.Config):
+        raise CheckpointError(f"{uri}: its config is not a trainer's\n    got: {type(experiment).__qualname__}")
+    model = without_kernels(experiment.model)
+    check_decoder(model)
+    config, tokenizer = fit_config(config or ServingEngine.Config(), model), weights.tokenizer
+    program = ModelProgram(Functional.of(model), jax.devices()[:1], experiment.mesh)
+    specs = program.parts[Part.WEIGHTS]
+    places = {path: spec.sharding for path, spec in {**specs.params, **specs.variables}.items()}
     engine = build_engine(
-        loaded.model, program=loaded.program, tokenizer=loaded.tokenizer, config=config, warm_up=warm_up
+        bind_weights(program.functional, weights.read("**", places)),
+        program=program,
+        tokenizer=tokenizer,
+        config=config,
+        warm_up=warm_up,
+        programs=programs,
     )
-    return OpenedEngine(
-        engine, loaded.tokenizer, _template(loaded), str(uri).partition("?")[0].rstrip("/").split("/")[-1]
-    )
+    return OpenedEngine(engine, tokenizer, find_template(experiment, tokenizer), name_of(uri))
+
+
+def open_with_programs(
+    uri: str | Path, programs: Path | None, *, config: ServingEngine.Config | None = None, step: int | None = None
+) -> OpenedEngine:
+    """`open_engine` with programs that the user did not name: where they do not fit, it compiles, and says so."""
+    try:
+        return open_engine(uri, config=config, step=step, programs=programs)
+    except ProgramsError as error:
+        say(f"warning: compiling: {error}")
+        return open_engine(uri, config=config, step=step)
+
+
+def name_of(uri: str | Path) -> str:
+    """What a model is called: the last part of its path or URI."""
+    return str(uri).partition("?")[0].rstrip("/").split("/")[-1]
 
 
 def build_engine(
@@ -64,6 +106,7 @@ def build_engine(
     tokenizer: Tokenizer | None = None,
     config: ServingEngine.Config | None = None,
     warm_up: bool = True,
+    programs: Path | None = None,
 ) -> ServingEngine:
     """An engine for a model with its weights.
 
@@ -73,31 +116,34 @@ def build_engine(
         tokenizer: its end token ends outputs.
         config: of the engine.
         warm_up: compiles all functions first; without it, each when it is first used.
+        programs: a directory with exported programs, which are loaded instead of compiled. They are code.
 
     Raises:
-        RequestError: the model is not a decoder of tokens, or the config does not fit it.
+        RequestError: the programs are not of this model, or the model is not a decoder of tokens, or the config does not fit it.
     """
     if not (isinstance(model, GeneratesTokens) and isinstance(model, HasVocabulary)):
         raise RequestError(
             f"a {type(model).__name__} cannot be served: it does not generate tokens\n"
             "    expected: a language model\n    fix: give the directory of one"
         )
-    config = _fit(config or ServingEngine.Config(), model)
-    runner = config.runner.build(model=model, program=program)
+    config = fit_config(config or ServingEngine.Config(), getattr(model, "cfg", None))
+    if programs is not None and not isinstance(config.runner, ModelRunner.Config):
+        raise RequestError(f"a {type(config.runner).__qualname__} loads no programs\n    fix: leave --programs out")
+    runner = config.runner.build(model=model, program=program, programs=programs)
     if warm_up:
         runner.warm_up()
     ends = frozenset() if tokenizer is None else frozenset({tokenizer.eos_id})
     return config.build(runner=runner, end_tokens=ends)
 
 
-def _fit(config: ServingEngine.Config, model: Any) -> ServingEngine.Config:
-    """The config with a context that the model has positions for, where it has a table of them.
+def fit_config(config: ServingEngine.Config, model: Any) -> ServingEngine.Config:
+    """The config of an engine with a context that the model has positions for, where the model has a table of them.
 
     Raises:
         RequestError: a longer one was asked for.
     """
-    cfg, runner = getattr(model, "cfg", None), config.runner
-    lengths = [n.max_length for n in find(cfg, LearnedPositions).values()] if isinstance(cfg, Node) else []
+    runner = config.runner
+    lengths = [n.max_length for n in find(model, LearnedPositions).values()] if isinstance(model, Node) else []
     if not lengths or not isinstance(runner, ModelRunner.Config) or runner.max_context <= min(lengths):
         return config
     if runner.max_context != ModelRunner.Config().max_context:
@@ -108,12 +154,33 @@ def _fit(config: ServingEngine.Config, model: Any) -> ServingEngine.Config:
     return attrs.evolve(config, runner=attrs.evolve(runner, max_context=min(lengths)))
 
 
-def _template(loaded: Any) -> ChatTemplate | None:
+def check_decoder(model: Node[Any]) -> None:
+    """Raises `RequestError` where the config is of a model that does not generate tokens."""
+    owner = type(model).owner
+    protocol = all(hasattr(owner, name) for name in ("generate", "init_cache"))
+    if not protocol or "vocab_size" not in {a.name for a in attrs.fields(type(model))}:
+        name = getattr(owner, "__name__", type(model).__qualname__)
+        raise RequestError(
+            f"a {name} cannot be served: it does not generate tokens\n"
+            "    expected: a language model\n    fix: give the directory or the experiment of one"
+        )
+
+
+def without_kernels(model: Node[Any]) -> Node[Any]:
+    """The config without the kernels that it names: those were named for the machine that it was trained on."""
+    named = {path: value for path, value in find(model, "**.kernel").items() if isinstance(value, str)}
+    if named:
+        shown = ", ".join(f"{path}={value}" for path, value in named.items())
+        say(f"note: kernels named for training are not asked for here: {shown}")
+    return patch(model, dict.fromkeys(named)) if named else model
+
+
+def find_template(experiment: Any, tokenizer: Tokenizer | None) -> ChatTemplate | None:
     """The template that the model was trained with, or that lies beside its tokenizer."""
-    if loaded.tokenizer is None:
+    if tokenizer is None:
         return None
-    trained_with = getattr(loaded.config.input, "template", None)
+    trained_with = getattr(experiment.input, "template", None)
     if isinstance(trained_with, ChatTemplate.Config):
-        return trained_with.build(tokenizer=loaded.tokenizer)
-    template = ChatTemplate.Config().build(tokenizer=loaded.tokenizer)
+        return trained_with.build(tokenizer=tokenizer)
+    template = ChatTemplate.Config().build(tokenizer=tokenizer)
     return None if template.source == PLAIN else template

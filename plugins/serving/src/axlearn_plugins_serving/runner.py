@@ -1,6 +1,7 @@
 """`ModelRunner`: computes steps of a model over a cache of blocks, by functions that are compiled before the first request."""
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import attrs
@@ -10,6 +11,8 @@ import numpy as np
 from axlearn_core.compose import Functional, ModelWeights, Program
 from axlearn_core.compose.model_program import ModelProgram
 from axlearn_core.config import Configurable, Node, find, node, setting
+from axlearn_core.contracts.mesh import Mesh
+from axlearn_core.contracts.target import Target
 from axlearn_core.errors import Problem, RequestError
 from axlearn_plugins_serving.contracts import Pending, Row, Sampling
 from axlearn_plugins_serving.functions import ServingFunctions, Sizes
@@ -31,6 +34,7 @@ class ModelRunner(Configurable):
         cfg: the sizes.
         model: a `CausalLM` with its weights.
         program: of the run that the model belongs to: its mesh and devices are used. By default one device.
+        programs: a directory with the exported programs of such a runner, which are loaded instead of compiled.
     """
 
     @node
@@ -73,11 +77,17 @@ class ModelRunner(Configurable):
                         path=name, message="not sizes", got=str(getattr(self, name)), expected="at least 1 each"
                     )
 
-    def __init__(self, cfg: Config, *, model: Any, program: Program | ModelProgram | None = None):
+    def __init__(
+        self,
+        cfg: Config,
+        *,
+        model: Any,
+        program: Program | ModelProgram | None = None,
+        programs: Path | None = None,
+    ):
         self.cfg = cfg
         self.block_size, self.max_rows, self.decode_steps = cfg.block_size, cfg.max_rows, cfg.decode_steps
-        self.max_blocks_per_request = -(-cfg.max_context // cfg.block_size)
-        self.num_blocks = cfg.num_blocks or self.max_rows * self.max_blocks_per_request
+        self.max_blocks_per_request, self.num_blocks = block_counts(cfg)
         self.chunk, self.max_context, self.max_logit_bias = cfg.chunk, cfg.max_context, MAX_BIAS
         # Chunks of prompts beside a token of every request, so that steps with prompts are as full as they can be.
         self.max_prompt_tokens = -(-cfg.max_step_tokens // cfg.chunk) * cfg.chunk
@@ -87,9 +97,14 @@ class ModelRunner(Configurable):
             check_parity(model)
         self.buckets = buckets(cfg, self.max_blocks_per_request)
         self.program = _program(cfg, self.num_blocks, model, program)
+        if programs is not None:
+            from axlearn_plugins_serving.programs import load_programs
+
+            load_programs(self.program, cfg, self.buckets, model.cfg, programs)
         self._tables: Any = self.program.compile("serve_tables")()
         self.cache: Any = self.program.compile("serve_cache")()
-        self._declare_steps()
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.cache)
+        declare_steps(self.program, cfg, self.num_blocks, shapes)
         self._sampling: dict[int, Sampling] = {}
         self._warm = 0
         self.update_weights(self.program.functional.weights_of(model))
@@ -102,12 +117,9 @@ class ModelRunner(Configurable):
 
     def warm_up(self) -> None:
         """Compiles all functions that steps may need."""
-        for name in ("serve_assign", "serve_mask", "serve_copy", "serve_read", "serve_write"):
-            self.program.compile(name)
-        for bucket in self.buckets:
-            self.program.compile("serve", bucket)
-            if self.decode_steps > 1 and not bucket.chunks:
-                self.program.compile("serve_decode", bucket)
+        for name, shapes in step_functions(self.cfg, self.buckets).items():
+            for bucket in shapes:
+                self.program.compile(name, bucket)
         self._warm = len(self.program.compiled)
 
     def assign(self, slot: int, sampling: Sampling, seed: int, output: Sequence[int]) -> None:
@@ -193,10 +205,11 @@ class ModelRunner(Configurable):
             slots[index], masks[index] = row.slot, np.asarray(row.mask)
         self._tables = self.program.compile("serve_mask")(self._tables, slots, masks)
 
-    def _declare_steps(self) -> None:
-        cache = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.cache)
-        functions = ServingFunctions(self.program.functional.describe(), _sizes(self.cfg, self.num_blocks))
-        self.program.functions.update(functions.declare_steps(cache))
+
+def block_counts(cfg: ModelRunner.Config) -> tuple[int, int]:
+    """Blocks: the most of one request, and all of the cache."""
+    each = -(-cfg.max_context // cfg.block_size)
+    return each, cfg.num_blocks or cfg.max_rows * each
 
 
 def buckets(cfg: ModelRunner.Config, blocks: int) -> list[StepBucket]:
@@ -210,6 +223,17 @@ def buckets(cfg: ModelRunner.Config, blocks: int) -> list[StepBucket]:
     mixed = [StepBucket(0, k, cfg.chunk, blocks) for k in alone]
     mixed += [StepBucket(rows[-1], k, cfg.chunk, blocks) for k in chunks]
     return [b for b in (*plain, *mixed) if b.tokens >= floor]
+
+
+def step_functions(cfg: ModelRunner.Config, buckets: Sequence[StepBucket]) -> dict[str, list[StepBucket | None]]:
+    """Name -> shapes, of all functions that steps may need."""
+    functions: dict[str, list[StepBucket | None]] = {
+        name: [None] for name in ("serve_assign", "serve_mask", "serve_copy", "serve_read", "serve_write")
+    }
+    functions["serve"] = [*buckets]
+    if cfg.decode_steps > 1:
+        functions["serve_decode"] = [b for b in buckets if not b.chunks]
+    return functions
 
 
 def check_parity(model: Any) -> None:
@@ -268,12 +292,47 @@ def _sizes(cfg: ModelRunner.Config, blocks: int) -> Sizes:
 
 
 def _program(cfg: ModelRunner.Config, blocks: int, model: Any, program: Any) -> ModelProgram:
-    devices = jax.local_devices()[:1] if program is None else list(program.layout.mesh.devices.flat)
+    if program is None:
+        return declare_program(cfg, blocks, model.cfg, jax.local_devices()[:1])
+    devices = list(program.layout.mesh.devices.flat)
+    return declare_program(cfg, blocks, model.cfg, devices, program.mesh, program.target)
+
+
+def declare_program(
+    cfg: ModelRunner.Config,
+    blocks: int,
+    model: Node[Any],
+    devices: Sequence[Any],
+    mesh: Mesh | None = None,
+    target: Target | None = None,
+) -> ModelProgram:
+    """The program of a runner, whose steps are declared once its cache is known; `model` is the config of the model."""
     on_cpu = devices[0].platform == "cpu"
     kernel = cfg.kernel or ("invariant" if cfg.mode == "parity" else None)
-    paged = UsePagedCache(page_size=cfg.block_size, heads_first=on_cpu, kernel=kernel).apply(model.cfg)
-    mesh, target = (None, None) if program is None else (program.mesh, program.target)
+    paged = UsePagedCache(page_size=cfg.block_size, heads_first=on_cpu, kernel=kernel).apply(model)
     sizes = _sizes(cfg, blocks)
     return ModelProgram(
         Functional.of(paged), devices, mesh, target, lambda model: ServingFunctions(model, sizes).declare()
     )
+
+
+def abstract_program(
+    cfg: ModelRunner.Config,
+    model: Node[Any],
+    devices: Sequence[Any],
+    mesh: Mesh | None = None,
+    target: Target | None = None,
+) -> ModelProgram:
+    """The program of a runner with all its functions declared, and nothing on its devices, which need not be here."""
+    _, blocks = block_counts(cfg)
+    program = declare_program(cfg, blocks, model, devices, mesh, target)
+    shapes, places = program.trace("serve_cache").out_info, program.compile("serve_cache").output_shardings
+    cache = jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), shapes, places)
+    declare_steps(program, cfg, blocks, cache)
+    return program
+
+
+def declare_steps(program: ModelProgram, cfg: ModelRunner.Config, blocks: int, cache: Any) -> None:
+    """Adds the steps to a program; `cache` is what `serve_cache` gives, as abstract arrays with their shardings."""
+    functions = ServingFunctions(program.functional.describe(), _sizes(cfg, blocks))
+    program.functions.update(functions.declare_steps(cache))

@@ -18,6 +18,9 @@ _SWITCH_SECONDS = 5e-4  # Python's 5 ms would let the engine's thread wait so lo
 @click.option("--api-key-env", metavar="VARIABLE", help="The environment variable with the key that clients send.")
 @click.option("--set", "set_", multiple=True, metavar="serving.PATH=VALUE", help="Set a value of the engine.")
 @click.option("--step", type=click.IntRange(min=1), help="The checkpoint to serve; default: the newest.")
+@click.option("--programs", metavar="DIR", help="Load what `axlearn plan --serve --export` wrote; it is code.")
+@click.option("--prefill", type=click.IntRange(min=1), metavar="N", help="Processes that compute prompts.")
+@click.option("--decode", type=click.IntRange(min=1), metavar="N", help="Processes that continue them.")
 @click.option(
     "--max-queue", type=click.IntRange(min=1), help="Requests that may wait; short for --set serving.max_waiting=N."
 )
@@ -47,6 +50,9 @@ def serve(
     api_key_env: str | None,
     set_: tuple[str, ...],
     step: int | None,
+    programs: str | None,
+    prefill: int | None,
+    decode: int | None,
     max_queue: int | None,
     max_body: int,
     grace: float,
@@ -76,7 +82,9 @@ def serve(
     limits = Limits(body_bytes=max_body, api_key=key, hosts=hosts_of(host, key))
     listener = bind(host, port)
     try:
-        service = _open(uri, served_model_name, chat_template, _config(set_, max_queue), step)
+        workers = None if prefill is None and decode is None else (prefill or 1, decode or 1)
+        config = _config(set_, max_queue)
+        service = _open(uri, served_model_name, chat_template, config, step, programs, workers)
         code = _run(service, limits, listener, host, grace, log_requests)
     except (RequestError, KeyboardInterrupt):
         listener.close()
@@ -120,29 +128,34 @@ def _check_options_of_vllm(context: click.Context) -> None:
 
 def _config(set_: tuple[str, ...], max_queue: int | None) -> Any:
     """The engine's config with what the command line sets."""
-    from axlearn_core.config import Decoder, patch
-    from axlearn_core.errors import RequestError
-    from axlearn_core.plugins.registry import registry
     from axlearn_core.plugins.request import parse_setting
-    from axlearn_plugins_serving.engine import ServingEngine
+    from axlearn_plugins_serving.settings import engine_config
 
-    config = {"serving": ServingEngine.Config()}
-    edits: dict[str, Any] = {} if max_queue is None else {"serving.max_waiting": max_queue}
-    for setting in map(parse_setting, set_):
-        if not setting.path.startswith("serving."):
-            raise RequestError(f"{setting.where}: not a path of the engine\n    expected: serving.PATH=VALUE")
-        edits[setting.path] = setting.value
-    return patch(config, edits, Decoder(registry()).decode_at)["serving"]
+    return engine_config([parse_setting(text) for text in set_], max_queue)
 
 
-def _open(uri: str, name: str | None, template: str | None, config: Any, step: int | None) -> Any:
+def _open(
+    uri: str,
+    name: str | None,
+    template: str | None,
+    config: Any,
+    step: int | None,
+    programs: str | None,
+    workers: tuple[int, int] | None,
+) -> Any:
     from axlearn_core.errors import RequestError
-    from axlearn_plugins_serving.open_engine import open_engine
+    from axlearn_plugins_serving.compile_count import CompileCount
     from axlearn_plugins_serving.server.engine_thread import EngineThread
     from axlearn_plugins_serving.server.service import Service
     from axlearn_plugins_text.chat_template import ChatTemplate
 
-    opened = open_engine(uri, config=config, step=step)
+    count = CompileCount()
+    if workers is None:
+        opened = _open_engine(uri, config, step, programs)
+    else:
+        from axlearn_plugins_serving.disaggregated.opening import open_router
+
+        opened = open_router(uri, config=config, step=step, programs=programs, prefill=workers[0], decode=workers[1])
     if opened.tokenizer is None:
         opened.engine.close()
         raise RequestError(
@@ -153,7 +166,25 @@ def _open(uri: str, name: str | None, template: str | None, config: Any, step: i
         path = None if template == "plain" else template
         chat = ChatTemplate.Config(path=path).build(tokenizer=opened.tokenizer)
     engine = opened.engine
-    return Service(EngineThread(engine), opened.tokenizer, chat, name or opened.name, adapters=engine.adapters)
+    return Service(
+        EngineThread(engine),
+        opened.tokenizer,
+        chat,
+        name or opened.name,
+        adapters=engine.adapters,
+        start_compilations=count.compiled,
+    )
+
+
+def _open_engine(uri: str, config: Any, step: int | None, programs: str | None) -> Any:
+    from pathlib import Path
+
+    from axlearn_plugins_serving.open_engine import open_engine, open_with_programs
+    from axlearn_plugins_serving.programs import programs_of_run
+
+    if programs is not None:
+        return open_engine(uri, config=config, step=step, programs=Path(programs))
+    return open_with_programs(uri, programs_of_run(uri), config=config, step=step)
 
 
 def _run(service: Any, limits: Any, listener: Any, host: str, grace: float, log_requests: bool) -> int:

@@ -63,7 +63,9 @@ async def metrics(request: HttpRequest) -> Response:
 async def statistics(request: HttpRequest) -> Response:
     """The engine's state and counters, for the page."""
     service: Service = request.app.state.service
-    return JSONResponse({"model": service.name, "state": service.state, **attrs.asdict(service.thread.statistics)})
+    engine = attrs.asdict(service.thread.statistics)
+    starting = {"start_compilations": service.start_compilations}
+    return JSONResponse({"model": service.name, "state": service.state, **starting, **engine})
 
 
 async def tokenize(request: HttpRequest) -> Response:

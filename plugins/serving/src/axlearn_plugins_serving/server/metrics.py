@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -44,8 +44,10 @@ class Metrics:
         output_length: tokens of outputs.
     """
 
-    def __init__(self, statistics: Callable[[], Statistics]):
+    def __init__(self, statistics: Callable[[], Statistics], *, start_compilations: int = 0):
         self.registry = CollectorRegistry()
+        help = "Programs that XLA compiled before requests were taken; 0 where exported ones were loaded."
+        Gauge("axlearn_start_compilations", help, registry=self.registry).set(start_compilations)
         self.registry.register(_EngineCollector(statistics))
         self.responses = Counter("axlearn_responses", "HTTP responses.", ("path", "status"), registry=self.registry)
         self.first_token_seconds = self._histogram("first_token_seconds", "Seconds to the first token.", _SECONDS)

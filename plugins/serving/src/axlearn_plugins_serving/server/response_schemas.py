@@ -192,6 +192,7 @@ class EngineStatistics(BaseModel):
 
     model: str
     state: Literal["ok", "draining", "failed"]
+    start_compilations: int
     waiting: int
     running: int
     blocks: int

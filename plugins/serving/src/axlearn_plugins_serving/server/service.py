@@ -42,6 +42,7 @@ class Service:
         name: what clients call the model.
         adapters: names of LoRA adapters, which clients ask for as models.
         state: `ok`, `draining` (no new requests) or `failed`.
+        start_compilations: programs that XLA compiled before requests were taken; 0 where exported ones were loaded.
     """
 
     thread: EngineThread
@@ -50,6 +51,7 @@ class Service:
     name: str
     adapters: tuple[str, ...] = ()
     state: str = "ok"
+    start_compilations: int = 0
     created: int = attrs.field(factory=lambda: int(time.time()))
     decoders: Decoders = attrs.field(init=False)
     grammars: Grammars = attrs.field(init=False)
@@ -59,7 +61,7 @@ class Service:
     def __attrs_post_init__(self) -> None:
         self.decoders = Decoders(self.tokenizer)
         self.grammars = Grammars(self.tokenizer, self.thread.engine.vocab_size)
-        self.metrics = Metrics(lambda: self.thread.statistics)
+        self.metrics = Metrics(lambda: self.thread.statistics, start_compilations=self.start_compilations)
 
     def new_id(self, prefix: str) -> str:
         """A name for a response, with a part that cannot be guessed."""

@@ -1,0 +1,36 @@
+"""Counts what XLA compiles in this process, whoever asks for it."""
+
+from typing import Any
+
+import jax
+
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+_CACHED = "/jax/compilation_cache/cache_hits"
+
+
+class CompileCount:
+    """Counts from where it is made.
+
+    Attributes:
+        total: programs that were compiled, or read from JAX's compilation cache.
+        cached: of them those that the cache had.
+        seconds: that all of them took.
+    """
+
+    def __init__(self) -> None:
+        self.total, self.cached, self.seconds = 0, 0, 0.0
+        jax.monitoring.register_event_duration_secs_listener(self._compiled)
+        jax.monitoring.register_event_listener(self._hit)
+
+    @property
+    def compiled(self) -> int:
+        """Those that XLA compiled."""
+        return self.total - self.cached
+
+    def _compiled(self, event: str, duration: float, **_: Any) -> None:
+        if event == _COMPILED:
+            self.total += 1
+            self.seconds += duration
+
+    def _hit(self, event: str, **_: Any) -> None:
+        self.cached += event == _CACHED

@@ -1,0 +1,283 @@
+"""The router: an engine whose prompts are computed by some processes and whose outputs by others.
+
+A request waits here until there is room. A prefill worker computes its prompt and puts the full blocks of the cache into a file
+in shared memory; a decode worker takes them from there, computes the few tokens behind them, and continues. Where a worker dies,
+requests of which the client has seen nothing are computed again; the others end with an error. Another worker is started.
+"""
+
+import contextlib
+import heapq
+import itertools
+import multiprocessing.connection
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+
+from axlearn_core.errors import RequestError, WorkError
+from axlearn_plugins_serving.admission import check_request
+from axlearn_plugins_serving.contracts import Output, QueueFullError, Request, Statistics
+from axlearn_plugins_serving.disaggregated.handoff import Transfer, shared_folder
+from axlearn_plugins_serving.disaggregated.messages import Abort, Decode, Failed, Prefill, Prefilled, Ready, Report
+from axlearn_plugins_serving.disaggregated.process import Kind, WorkerProcess
+from axlearn_plugins_serving.disaggregated.worker import Settings
+from axlearn_plugins_serving.measure import Meter
+
+_POLL_SECONDS = 0.002
+_ATTEMPTS = 3
+"""How often a request is tried, and how often a worker is started that dies before it is ready."""
+
+
+@attrs.define(eq=False)
+class _Entry:
+    """A request that has not ended.
+
+    Attributes:
+        arrival: counts requests.
+        worker: who has it; None where it waits.
+        prefilled: whether its prompt was computed.
+        transfer: the blocks of its prompt.
+        seen: whether outputs were given out.
+        attempts: how often it was begun.
+    """
+
+    request: Request
+    arrival: int
+    worker: WorkerProcess | None = None
+    prefilled: bool = False
+    transfer: Transfer | None = None
+    seen: bool = False
+    attempts: int = 0
+
+
+class RouterEngine:
+    """Continues requests in worker processes; see `axlearn_plugins_serving.contracts.Engine`.
+
+    Args:
+        settings: of each worker; the folder is the router's to choose.
+        prefill: how many processes compute prompts.
+        decode: how many processes continue them.
+    """
+
+    def __init__(self, settings: Settings, *, prefill: int = 1, decode: int = 1):
+        if not settings.config.prefix_cache:
+            raise RequestError(
+                "prefill and decode cannot be apart without the prefix cache: it is how blocks find their prompts\n"
+                "    fix: leave serving.prefix_cache on"
+            )
+        self._folder = shared_folder()
+        self._settings = attrs.evolve(settings, folder=self._folder.name)
+        self._entries: dict[str, _Entry] = {}
+        self._waiting: list[tuple[int, int, str]] = []
+        self._arrivals = itertools.count()
+        self._meter = Meter()
+        self._closed = False
+        self.restarts = 0
+        self._deaths: dict[tuple[Kind, int], int] = {}
+        places: list[tuple[Kind, int]] = [("prefill", i) for i in range(prefill)]
+        places += [("decode", i) for i in range(decode)]
+        self.workers = [WorkerProcess(kind, number, self._settings) for kind, number in places]
+        try:
+            ready = self._wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
+        self._ready = ready
+        self.vocab_size, self.max_context, self.adapters = ready.vocab_size, ready.max_context, ready.adapters
+
+    def add(self, request: Request) -> None:
+        """See `Engine`."""
+        if self._closed:
+            raise RequestError("the engine is closed\n    fix: open another one")
+        ready = self._ready
+        check_request(
+            request,
+            vocab_size=ready.vocab_size,
+            max_context=ready.max_context,
+            max_logit_bias=ready.max_logit_bias,
+            adapters=ready.adapters,
+        )
+        if request.constraint is not None:
+            raise RequestError(
+                "outputs of a schema are not computed where prefill and decode are apart\n"
+                "    fix: leave response_format out, or start the server without --prefill and --decode"
+            )
+        if request.id in self._entries:
+            raise RequestError(f"a request {request.id!r} is not finished yet\n    fix: give each its own id")
+        waiting, most = len(self._waiting), self._settings.config.max_waiting
+        if waiting >= most:
+            seconds = self._meter.retry_after(waiting)
+            raise QueueFullError(
+                f"{waiting} requests wait already\n    expected: fewer than {most}\n    fix: try again in {seconds:.0f} s",
+                seconds,
+            )
+        self._entries[request.id] = entry = _Entry(request, next(self._arrivals))
+        self._wait(entry)
+
+    def abort(self, id: str) -> None:
+        """See `Engine`."""
+        if (entry := self._entries.get(id)) is not None:
+            if entry.worker is not None:
+                entry.worker.send(Abort(id))
+            self._remove(entry)
+
+    def step(self) -> Sequence[Output]:
+        """See `Engine`; what is next is what workers send."""
+        self._dispatch()
+        outputs: list[Output] = []
+        ready = set(multiprocessing.connection.wait([w.connection for w in self.workers], _POLL_SECONDS))
+        for worker in [w for w in self.workers if w.connection in ready]:
+            try:
+                for message in worker.receive():
+                    outputs += self._take(worker, message)
+            except EOFError:
+                outputs += self._replace(worker)
+        self._dispatch()
+        return outputs
+
+    def busy(self) -> bool:
+        """See `Engine`."""
+        return bool(self._entries)
+
+    def statistics(self) -> Statistics:
+        """See `Engine`: sums over the workers; what waits here waits."""
+        known = [attrs.asdict(w.statistics) for w in self.workers if w.statistics is not None]
+        sums = {a.name: sum(s[a.name] for s in known) for a in attrs.fields(Statistics)}
+        blocks = sum(w.ready.blocks for w in self.workers if w.ready is not None)
+        running = len(self._entries) - len(self._waiting)
+        return Statistics(**{**sums, "blocks": blocks, "waiting": len(self._waiting), "running": running})
+
+    def update_weights(self, weights: Any) -> None:
+        """Not here: the workers are other processes."""
+        raise RequestError("weights of worker processes cannot be changed\n    fix: serve with one engine")
+
+    def close(self) -> None:
+        """See `Engine`."""
+        if not self._closed:
+            self._closed = True
+            self._entries.clear()
+            for worker in self.workers:
+                worker.close()
+            self._folder.cleanup()
+
+    def _wait_until_ready(self) -> Ready:
+        waiting = list(self.workers)
+        while waiting:
+            multiprocessing.connection.wait([w.connection for w in waiting])
+            for worker in list(waiting):
+                with contextlib.suppress(EOFError):
+                    list(worker.receive())
+                if worker.failed is not None:
+                    self._raise(worker.failed)
+                if worker.ready is not None:
+                    waiting.remove(worker)
+                elif worker.process.poll() is not None:
+                    raise WorkError(
+                        f"the {worker.name} ended with code {worker.process.returncode} before it was ready"
+                    )
+        ready = self.workers[0].ready
+        assert ready is not None
+        return ready
+
+    @staticmethod
+    def _raise(failed: Failed) -> None:
+        raise (RequestError if failed.request_wrong else WorkError)(failed.message)
+
+    def _of(self, kind: Kind) -> list[WorkerProcess]:
+        return [w for w in self.workers if w.kind == kind and w.ready is not None]
+
+    def _wait(self, entry: _Entry) -> None:
+        heapq.heappush(self._waiting, (entry.request.priority, entry.arrival, entry.request.id))
+
+    def _dispatch(self) -> None:
+        """Gives waiting requests to workers that have room."""
+        most = self._ready.max_rows
+        while self._waiting:
+            entry = self._entries.get(self._waiting[0][2])
+            if entry is None or entry.worker is not None:  # it was ended
+                heapq.heappop(self._waiting)
+                continue
+            kind: Kind = "prefill" if self._wants_prefill(entry) else "decode"
+            # Prompts are not computed for outputs that would wait long: their blocks would be evicted.
+            decoding = sum(len(w.requests) for w in self.workers)
+            if decoding >= 2 * most * max(1, len(self._of("decode"))):
+                return
+            free = [w for w in self._of(kind) if len(w.requests) < most * (1 if kind == "prefill" else 2)]
+            if not free:
+                return
+            heapq.heappop(self._waiting)
+            if not entry.prefilled:
+                entry.attempts += 1
+                self._meter.record_begin(len(entry.request.prompt), 0)
+            self._send(entry, min(free, key=lambda w: len(w.requests)))
+
+    def _wants_prefill(self, entry: _Entry) -> bool:
+        request = entry.request
+        too_short = len(request.prompt) <= self._ready.block_size
+        return not (entry.prefilled or too_short or request.sampling.prompt_logprobs)
+
+    def _send(self, entry: _Entry, worker: WorkerProcess) -> None:
+        entry.worker = worker
+        worker.requests.add(entry.request.id)
+        if worker.kind == "prefill":
+            worker.send(Prefill(entry.request))
+            return
+        transfer, entry.transfer = entry.transfer, None
+        worker.send(Decode(entry.request, transfer))
+
+    def _take(self, worker: WorkerProcess, message: Any) -> list[Output]:
+        if isinstance(message, Prefilled):
+            worker.requests.discard(message.id)
+            entry = self._entries.get(message.id)
+            if entry is None or entry.worker is not worker:  # it was ended
+                if message.transfer is not None:
+                    message.transfer.remove()
+                return []
+            if message.error is not None:
+                self._remove(entry)
+                return [Output(id=message.id, finish="error", error=message.error)]
+            entry.worker, entry.prefilled, entry.transfer = None, True, message.transfer
+            self._wait(entry)
+            return []
+        if not isinstance(message, Report):
+            return []
+        outputs = []
+        for output in message.outputs:
+            entry = self._entries.get(output.id)
+            if entry is None or entry.worker is not worker:
+                continue
+            entry.seen = entry.seen or bool(output.tokens)
+            if output.finish is not None:
+                self._remove(entry)
+            outputs.append(output)
+        return outputs
+
+    def _remove(self, entry: _Entry) -> None:
+        id = entry.request.id
+        if entry.worker is not None:
+            entry.worker.requests.discard(id)
+        if entry.transfer is not None:
+            entry.transfer.remove()
+        del self._entries[id]
+
+    def _replace(self, worker: WorkerProcess) -> list[Output]:
+        """Starts another worker in the place of one that has ended, and says what becomes of its requests."""
+        worker.close()
+        place: tuple[Kind, int] = worker.kind, worker.number
+        self._deaths[place] = 1 if worker.ready is not None else self._deaths.get(place, 0) + 1
+        print(f"warning: the {worker.name} ended with code {worker.process.returncode}", file=sys.stderr, flush=True)
+        if self._deaths[place] >= _ATTEMPTS:
+            raise WorkError(f"a {worker.kind} worker ended {_ATTEMPTS} times before it was ready")
+        self.workers[self.workers.index(worker)] = WorkerProcess(worker.kind, worker.number, self._settings)
+        self.restarts += 1
+        outputs = []
+        for entry in [e for e in self._entries.values() if e.worker is worker]:
+            if entry.seen or entry.attempts >= _ATTEMPTS:
+                self._remove(entry)
+                error = "the process that computed it has ended; try again"
+                outputs.append(Output(id=entry.request.id, finish="error", error=error))
+                continue
+            entry.worker, entry.prefilled = None, False
+            self._wait(entry)
+        return outputs

@@ -1,0 +1,168 @@
+"""A worker: one engine in a process of its own, which does what the router asks for.
+
+    python -m axlearn_plugins_serving.disaggregated.worker FD
+
+FD is its end of a socket pair. It ends when the other end is closed, so no worker outlives its router.
+"""
+
+import multiprocessing.connection
+import pickle
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from axlearn_core.errors import RequestError
+from axlearn_plugins_serving.contracts import Output, Sampling
+from axlearn_plugins_serving.disaggregated.messages import (
+    Abort,
+    Close,
+    Decode,
+    Failed,
+    Prefill,
+    Prefilled,
+    Ready,
+    Report,
+)
+
+_REPORT_SECONDS = 0.2
+_WAIT_SECONDS = 0.05
+
+
+@attrs.frozen(kw_only=True)
+class Settings:
+    """What a worker is started with.
+
+    Attributes:
+        uri: of the model.
+        config: of the engine.
+        step: see `open_engine`.
+        programs: a directory of exported programs; None where there is none.
+        needs_programs: whether a worker fails where they do not fit; otherwise it compiles.
+        folder: for transfers.
+    """
+
+    uri: str
+    config: Any
+    step: int | None
+    programs: Path | None
+    folder: str
+    needs_programs: bool = False
+
+
+class Worker:
+    """Answers the messages of one connection with one engine."""
+
+    def __init__(self, connection: Any, engine: Any, folder: Path):
+        self.connection, self.engine, self.folder = connection, engine, folder
+        self._prefills: dict[str, Any] = {}
+        self._count = 0
+        self._reported, self._changed = 0.0, False
+
+    def run(self) -> None:
+        """Until the router closes the connection or says so."""
+        while True:
+            wait = 0.0 if self.engine.busy() else _WAIT_SECONDS
+            while self.connection.poll(wait):
+                message = self.connection.recv()
+                if isinstance(message, Close):
+                    return
+                self._take(message)
+                wait = 0.0
+            self._step()
+
+    def _take(self, message: Any) -> None:
+        from axlearn_plugins_serving.disaggregated.handoff import read_prefix
+
+        self._changed = True
+        match message:
+            case Prefill(request):
+                self._prefills[request.id] = request
+                sampling = Sampling(max_tokens=1, temperature=0.0, ignore_end=True)
+                if not self._add(attrs.evolve(request, sampling=sampling, constraint=None)):
+                    del self._prefills[request.id]
+            case Decode(request, transfer):
+                if transfer is not None:
+                    read_prefix(self.engine, request.prompt, request.adapter, transfer)
+                self._add(request)
+            case Abort(id):
+                self._prefills.pop(id, None)
+                self.engine.abort(id)
+
+    def _add(self, request: Any) -> bool:
+        try:
+            self.engine.add(request)
+        except RequestError as error:
+            if request.id in self._prefills:
+                self.connection.send(Prefilled(request.id, None, str(error)))
+            else:
+                self.connection.send(Report([Output(id=request.id, finish="error", error=str(error))]))
+            return False
+        return True
+
+    def _step(self) -> None:
+        outputs = self.engine.step() if self.engine.busy() else ()
+        rest = []
+        for output in outputs:
+            if (request := self._prefills.get(output.id)) is None:
+                rest.append(output)
+            elif output.finish is not None:
+                del self._prefills[output.id]
+                self._send_prefilled(request, output)
+        # An idle worker says nothing: nobody may be reading.
+        due = self._changed and time.monotonic() - self._reported > _REPORT_SECONDS
+        if due:
+            self._reported, self._changed = time.monotonic(), self.engine.busy()
+        if rest or due:
+            self.connection.send(Report(rest, self.engine.statistics() if due else None))
+
+    def _send_prefilled(self, request: Any, output: Output) -> None:
+        from axlearn_plugins_serving.disaggregated.handoff import write_prefix
+
+        self._count += 1
+        path = self.folder / f"{self.connection.fileno()}-{id(self):x}-{self._count}"
+        transfer = write_prefix(self.engine, request.prompt, request.adapter, path)
+        self.connection.send(Prefilled(request.id, transfer, output.error))
+
+
+def main(descriptor: int) -> int:
+    """Runs a worker on its end of a socket pair."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the router drains, and then closes the connection
+        signal.signal(number, signal.SIG_IGN)
+    connection = multiprocessing.connection.Connection(descriptor)
+    settings: Settings = pickle.loads(connection.recv_bytes())
+    from axlearn_core.errors import AxlearnError
+    from axlearn_plugins_serving.open_engine import open_engine, open_with_programs
+
+    try:
+        options = {"config": settings.config, "step": settings.step, "programs": settings.programs}
+        engine = (open_engine if settings.needs_programs else open_with_programs)(settings.uri, **options).engine
+    except AxlearnError as error:
+        connection.send(Failed(str(error), request_wrong=isinstance(error, RequestError) or error.exit_code == 2))
+        return error.exit_code
+    runner = engine.runner
+    connection.send(
+        Ready(
+            vocab_size=engine.vocab_size,
+            max_context=engine.max_context,
+            max_logit_bias=runner.max_logit_bias,
+            adapters=tuple(engine.adapters),
+            blocks=runner.num_blocks,
+            block_size=runner.block_size,
+            max_rows=runner.max_rows,
+        )
+    )
+    try:
+        Worker(connection, engine, Path(settings.folder)).run()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return 0  # the router has ended
+    finally:
+        engine.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

@@ -1,0 +1,133 @@
+"""A plan of serving as text for people, and as JSON."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from axlearn_plugins_plan.render import kernel_lines, kernels_json, seconds, size
+from axlearn_plugins_serving.plan.serving_plan import ServingPlan
+from axlearn_plugins_serving.plan.steps import StepPlan
+
+
+def text(plan: ServingPlan) -> str:
+    """The plan, section by section."""
+    machine = plan.machine
+    lines = [f"serving {plan.title} on {machine.name}: {machine.chips} chips, {plan.parameters:,} parameters"]
+    sections = (
+        ("memory of one device", _memory(plan)),
+        ("to make it fit", _remedies(plan)),
+        ("cache", _cache(plan)),
+        (f"time at the roofline, {plan.context:,} tokens of context each", _times(plan)),
+        ("kernels", kernel_lines(plan.kernels)),
+        ("mesh", _mesh(plan)),
+    )
+    for heading, found in sections:
+        if body := list(found):
+            lines += ["", heading, *(f"  {line}" for line in body)]
+    return "\n".join([*lines, "", f"compiled in {plan.compile_seconds:.1f} s"])
+
+
+def _memory(plan: ServingPlan) -> Iterator[str]:
+    yield f"{'fits' if plan.fits else 'does not fit'}: {size(plan.total)} of {size(plan.capacity)}"
+    yield f"weights      {size(plan.weights)}"
+    yield f"cache        {size(plan.cache)}"
+    yield f"tables       {size(plan.tables)}"
+    yield f"working      {size(plan.working)}"
+
+
+def _remedies(plan: ServingPlan) -> Iterator[str]:
+    if plan.fits or plan.capacity is None:
+        return
+    most = plan.most_tokens or 0
+    if most >= plan.runner.max_context:
+        yield f"--set serving.runner.num_blocks={most // plan.runner.block_size}"
+        yield f"    a cache of {most:,} tokens, which is what is left"
+    else:
+        yield "more chips, or weights of fewer bits"
+        yield f"    {size(plan.weights + plan.working)} of {size(plan.capacity)} are taken without any cache"
+
+
+def _cache(plan: ServingPlan) -> Iterator[str]:
+    runner = plan.runner
+    yield f"{plan.cache_tokens:,} tokens in {plan.blocks:,} blocks of {runner.block_size}"
+    yield f"{size(plan.token_bytes)} a token on each device, in {plan.dtype}"
+    if plan.most_tokens is not None:
+        rows = plan.most_tokens // plan.context
+        yield f"room for {plan.most_tokens:,} tokens: {rows:,} requests of {plan.context:,} (max_rows is {runner.max_rows})"
+
+
+def _times(plan: ServingPlan) -> Iterator[str]:
+    rows = (
+        ("TPOT, 1 request", plan.alone),
+        (f"TPOT, {plan.full.requests} requests", plan.full),
+        (f"step with {plan.mixed.prompt} of prompts", plan.mixed),
+    )
+    width = max(len(name) for name, _ in rows)
+    yield f"{'':{width}} {'least':>9} {'compute':>9} {'memory':>9} {'links':>9}  bound by"
+    for name, step in rows:
+        line = step.roofline
+        parts = f"{seconds(line.compute):>9} {seconds(line.hbm):>9} {seconds(line.links):>9}"
+        yield f"{name:{width}} {seconds(line.step):>9} {parts}  {line.bound if line.step is not None else '?'}"
+    if plan.full.roofline.step is None:
+        yield "this target has no figure for its peak"
+        return
+    yield f"output  {plan.full.requests / plan.full.roofline.step:,.0f} tokens/s, while nothing is prefilled"
+    yield f"prefill {plan.mixed.prompt / (plan.mixed.roofline.step or 1):,.0f} tokens/s, beside requests that decode"
+
+
+def _mesh(plan: ServingPlan) -> Iterator[str]:
+    yield ", ".join(f"{a}={n}" for a, n in plan.mesh.items()) or "one device"
+    if plan.layers_compiled:
+        depths = " and ".join(map(str, plan.layers_compiled))
+        yield f"note: compiled with {depths} of {plan.layers} equal layers; temporaries and what is sent go on in a straight line"
+    if stand_in := plan.machine.target.stand_in:
+        yield f"note: not the program that runs there: {stand_in}"
+    for note in plan.notes:
+        yield f"note: {note}"
+
+
+def as_json(plan: ServingPlan) -> dict[str, Any]:
+    """The plan as one object. Bytes are of one device."""
+    return {
+        "name": plan.title,
+        "function": "serve",
+        "target": plan.machine.name,
+        "chips": plan.machine.chips,
+        "devices": plan.machine.devices,
+        "parameters": plan.parameters,
+        "fits": plan.fits,
+        "weight_bytes": plan.weights,
+        "cache_bytes": plan.cache,
+        "table_bytes": plan.tables,
+        "working_bytes": plan.working,
+        "hbm_bytes": plan.capacity,
+        "cache_dtype": plan.dtype,
+        "cache_tokens": plan.cache_tokens,
+        "cache_tokens_most": plan.most_tokens,
+        "cache_bytes_per_token": plan.token_bytes,
+        "context": plan.context,
+        "tpot_seconds_alone": plan.alone.roofline.step,
+        "tpot_seconds_full": plan.full.roofline.step,
+        "requests_full": plan.full.requests,
+        "steps": {n: _step(s) for n, s in (("alone", plan.alone), ("full", plan.full), ("mixed", plan.mixed))},
+        "layers": plan.layers,
+        "layers_compiled": plan.layers_compiled,
+        "kernels": kernels_json(plan.kernels),
+        "mesh": plan.mesh,
+        "notes": list(plan.notes),
+        "compile_seconds": plan.compile_seconds,
+    }
+
+
+def _step(step: StepPlan) -> dict[str, Any]:
+    return {
+        "requests": step.requests,
+        "prompt_tokens": step.prompt,
+        "flops": step.flops,
+        "hbm_traffic_bytes": step.traffic,
+        "temporary_bytes": step.compiled.temporaries,
+        "code_bytes": step.compiled.code,
+        "link_bytes": step.compiled.links,
+        "network_bytes": step.compiled.network,
+        "roofline_seconds": {n: getattr(step.roofline, n) for n in ("compute", "hbm", "links", "network", "step")},
+        "roofline_bound": step.roofline.bound,
+    }
