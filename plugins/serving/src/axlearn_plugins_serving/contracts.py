@@ -283,6 +283,7 @@ class Runner(Protocol):
         max_logit_bias: the most tokens in a request's `logit_bias`.
         max_blocks_per_request: the most blocks that one request can have.
         decode_steps: the largest `steps` of `submit`.
+        adapters: names of LoRA adapters that requests may take.
     """
 
     vocab_size: int
@@ -296,6 +297,7 @@ class Runner(Protocol):
     max_logit_bias: int
     max_blocks_per_request: int
     decode_steps: int
+    adapters: tuple[str, ...]
 
     @property
     def compilations(self) -> int:
@@ -306,7 +308,9 @@ class Runner(Protocol):
         """Compiles, or loads, all functions that steps may need."""
         ...
 
-    def assign(self, slot: int, sampling: Sampling, seed: int, output: Sequence[int]) -> None:
+    def assign(
+        self, slot: int, sampling: Sampling, seed: int, output: Sequence[int], adapter: str | None = None
+    ) -> None:
         """Gives a slot to a request.
 
         Args:
@@ -314,6 +318,7 @@ class Runner(Protocol):
             sampling: how its tokens are chosen.
             seed: 32 bits that its random numbers are derived from, together with the number of tokens chosen before.
             output: the tokens chosen before: of a request that was preempted.
+            adapter: one of `adapters`; None takes the base.
         """
         ...
 

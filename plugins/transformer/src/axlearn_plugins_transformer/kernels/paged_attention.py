@@ -56,6 +56,8 @@ class PagedAttention(Op[jax.Array]):
         value_size: the values are the first so many numbers of the keys (latent attention); None where they are apart.
         heads_first: whether pages are [P, 2, G, S, H], all keys of a page and then all values, as processors without units for
             matrices read them best.
+        scales: float32 [P, S, 2 G] (or [P, 2, G, S]), by which the numbers of pages of a narrow dtype are multiplied; None where
+            pages hold keys and values as they are.
         finite: whether all numbers in the pages are finite, those that no token wrote included. Otherwise kernels hide these.
         split: what `starts` says, as a static value; None where it depends on the data.
     """
@@ -74,6 +76,7 @@ class PagedAttention(Op[jax.Array]):
     bias: Bias | None = attrs.field(default=None, kw_only=True)
     value_size: int | None = attrs.field(default=None, kw_only=True)
     heads_first: bool = attrs.field(default=False, kw_only=True)
+    scales: jax.Array | None = attrs.field(default=None, kw_only=True)
     finite: bool = attrs.field(default=False, kw_only=True)
     split: Split | None = attrs.field(default=None, kw_only=True)
 
@@ -92,16 +95,25 @@ class PagedAttention(Op[jax.Array]):
     def keys_and_values(self, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The pages of these numbers int32 [...] as keys [..., G, S, H] and values [..., G, S, V]."""
         if self.heads_first:  # A gather of whole runs of memory: XLA for CPU copies those three times as fast.
-            key, value = (self.pages.at[numbers, half].get(mode="clip") for half in (0, 1))
+            key, value = (self._scaled((numbers, half)) for half in (0, 1))
             return key, value
-        taken = jnp.swapaxes(self.pages.at[numbers].get(mode="clip"), -3, -2)
+        taken = jnp.swapaxes(self._scaled((numbers,)), -3, -2)
         if self.value_size is not None:
             return taken, taken[..., : self.value_size]
         return taken[..., 0::2, :, :], taken[..., 1::2, :, :]
 
+    def _scaled(self, at: tuple[Any, ...]) -> jax.Array:
+        """What stands at a place in the pages, in the dtype of the queries where it has a scale."""
+        taken = self.pages.at[at].get(mode="clip")
+        if self.scales is None:
+            return taken
+        scales = self.scales.at[at].get(mode="clip")[..., None]
+        return (taken.astype(jnp.float32) * scales).astype(self.query.dtype)
+
     def operands(self) -> Mapping[str, Any]:
         """Queries, pages and their table."""
-        return {"query": self.query, "pages": self.pages, "table": self.table}
+        scales = {} if self.scales is None else {"scales": self.scales}
+        return {"query": self.query, "pages": self.pages, "table": self.table, **scales}
 
     def options(self) -> Mapping[str, Any]:
         """Window, soft cap, bias by its structure, the size of values that are keys, order, and the static split."""
