@@ -10,7 +10,7 @@ from typing import Protocol
 
 import attrs
 
-from axlearn_core.config import Configurable, node, setting
+from axlearn_core.config import Configurable, node, offers, setting
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_plugins_serving.cache import Cache
 from axlearn_plugins_serving.request_state import RequestState
@@ -72,6 +72,7 @@ class Plan:
     preemptions: int = 0
 
 
+@offers("cache", "limits")
 class Scheduler(Protocol):
     """Orders requests. It gives them blocks and slots through the cache, and takes them back."""
 
