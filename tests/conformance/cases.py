@@ -165,7 +165,7 @@ def paged(name, *, new, lengths, heads=4, groups=2, size=8, slots=8, dtype="floa
     for row, length in zip(table, lengths, strict=False):  # what no token wrote is no number
         pages = pages.at[row[(length - 1) // slots], (length - 1) % slots + 1 :].set(jnp.nan)
     if options.get("heads_first"):
-        pages = jnp.swapaxes(pages, 1, 2)
+        pages = jnp.transpose(pages.reshape(*pages.shape[:2], groups, 2, size), (0, 3, 2, 1, 4))
     operands = (
         normal(starts[-1] + tokens, heads, size, dtype=dtype),
         pages,

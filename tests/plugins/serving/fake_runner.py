@@ -82,6 +82,7 @@ class FakeRunner(Configurable):
     def __init__(self, cfg):
         self.vocab_size, self.block_size, self.num_blocks = cfg.vocab_size, cfg.block_size, cfg.num_blocks
         self.max_rows, self.max_step_tokens = cfg.max_rows, cfg.max_step_tokens
+        self.max_prompt_tokens, self.adapters = cfg.max_step_tokens, ()
         self.max_blocks_per_request, self.decode_steps = cfg.max_blocks_per_request, cfg.decode_steps
         self.chunk, self.max_logit_bias = cfg.chunk, 300
         self.max_context = self.max_blocks_per_request * self.block_size
@@ -94,7 +95,7 @@ class FakeRunner(Configurable):
     def warm_up(self):
         pass
 
-    def assign(self, slot, sampling, seed, output):
+    def assign(self, slot, sampling, seed, output, adapter=None):
         assert 0 <= slot < self.max_rows
         assert isinstance(sampling, Sampling)
         assert 0 <= seed < 2**32

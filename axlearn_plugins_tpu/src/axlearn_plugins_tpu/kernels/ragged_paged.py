@@ -31,6 +31,8 @@ class _RaggedPaged:
         (_, heads, size), (_, _, both, _) = op.query.shape, op.pages.shape
         if op.bias is not None:
             return "it adds no bias to scores"
+        if op.scales is not None:
+            return "pages have scales"
         if op.heads_first or op.value_size is not None:
             return "its pages are [pages, slots, heads, head size], with keys and values apart"
         dtypes = {op.dtypes[name] for name in ("query", "pages")}

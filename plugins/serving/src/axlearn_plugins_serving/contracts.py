@@ -277,11 +277,13 @@ class Runner(Protocol):
         num_blocks: of the cache; their ids are 0 to `num_blocks` - 1.
         max_rows: requests that run at one time.
         max_step_tokens: the most tokens of one step.
+        max_prompt_tokens: of them the most in chunks of prompts.
         chunk: tokens of a prompt that are computed together; fewer take as long, but for a single one.
         max_context: tokens of a request, its output included.
         max_logit_bias: the most tokens in a request's `logit_bias`.
         max_blocks_per_request: the most blocks that one request can have.
         decode_steps: the largest `steps` of `submit`.
+        adapters: names of LoRA adapters that requests may take.
     """
 
     vocab_size: int
@@ -289,11 +291,13 @@ class Runner(Protocol):
     num_blocks: int
     max_rows: int
     max_step_tokens: int
+    max_prompt_tokens: int
     chunk: int
     max_context: int
     max_logit_bias: int
     max_blocks_per_request: int
     decode_steps: int
+    adapters: tuple[str, ...]
 
     @property
     def compilations(self) -> int:
@@ -304,7 +308,9 @@ class Runner(Protocol):
         """Compiles, or loads, all functions that steps may need."""
         ...
 
-    def assign(self, slot: int, sampling: Sampling, seed: int, output: Sequence[int]) -> None:
+    def assign(
+        self, slot: int, sampling: Sampling, seed: int, output: Sequence[int], adapter: str | None = None
+    ) -> None:
         """Gives a slot to a request.
 
         Args:
@@ -312,6 +318,7 @@ class Runner(Protocol):
             sampling: how its tokens are chosen.
             seed: 32 bits that its random numbers are derived from, together with the number of tokens chosen before.
             output: the tokens chosen before: of a request that was preempted.
+            adapter: one of `adapters`; None takes the base.
         """
         ...
 

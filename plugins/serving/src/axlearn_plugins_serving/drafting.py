@@ -8,13 +8,14 @@ from typing import Protocol
 
 import attrs
 
-from axlearn_core.config import Configurable, node, setting
+from axlearn_core.config import Configurable, node, offers, setting
 from axlearn_plugins_serving.cache import Cache
 from axlearn_plugins_serving.contracts import RowResult, TokenLogprobs
 from axlearn_plugins_serving.request_state import RequestState
 from axlearn_plugins_serving.scheduler import Limits, Part, Plan
 
 
+@offers()
 class Drafter(Protocol):
     """Guesses what comes next. One per engine, in the slot `drafter`."""
 

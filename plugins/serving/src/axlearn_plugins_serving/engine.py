@@ -66,12 +66,13 @@ class ServingEngine(Configurable):
         """`runner` is what `cfg.runner` built; `end_tokens` are those that end every output."""
         self.config, self.runner, self.end_tokens = cfg, runner, end_tokens
         self.vocab_size = runner.vocab_size
-        self.adapters: tuple[str, ...] = ()
+        self.adapters: tuple[str, ...] = tuple(runner.adapters)
         self.max_context = _context(cfg, runner)
         self.cache = Cache(BlockPool(runner.num_blocks, runner.block_size), runner.max_rows, prefixes=cfg.prefix_cache)
         self.limits = Limits(
             rows=runner.max_rows,
             step_tokens=runner.max_step_tokens,
+            prompt_tokens=runner.max_prompt_tokens,
             chunk=runner.chunk,
             positions=min(runner.max_blocks_per_request, runner.num_blocks) * runner.block_size,
         )
@@ -216,7 +217,7 @@ class ServingEngine(Configurable):
             sampling = state.request.sampling
             if self._drafts(state):  # the likeliest token at every place says which drafts are right
                 sampling = attrs.evolve(sampling, logprobs=max(1, sampling.logprobs or 0))
-            self.runner.assign(state.slot, sampling, state.seed, state.output)
+            self.runner.assign(state.slot, sampling, state.seed, state.output, state.request.adapter)
             if state.cached_tokens is None:
                 state.cached_tokens = min(state.computed, state.prompt_length)
                 self.meter.record_begin(state.prompt_length, state.cached_tokens)

@@ -6,6 +6,7 @@ Legend: R rows of one token, K chunks of C tokens, L = R + K, T = R + K C, D wid
 import dataclasses
 import functools
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import attrs
@@ -36,6 +37,7 @@ class Sizes:
         slots: A.
         moved: blocks that are copied, read or written at once.
         steps: tokens that `serve_decode` chooses at most.
+        adapters: that rows choose from.
         least: rows of a product at least, so that rows do not depend on their number.
     """
 
@@ -44,6 +46,7 @@ class Sizes:
     slots: int
     moved: int
     steps: int
+    adapters: int = 0
     least: int = 1
 
 
@@ -192,8 +195,18 @@ class ServingFunctions:
         last = tables.last.at[step.slot[:rows]].get(mode="clip")
         tokens = jnp.concatenate([jnp.where(step.tokens[:rows] < 0, last, step.tokens[:rows]), step.tokens[rows:]])
         context = Context(positions=positions[:, None], slots=slots)  # type: ignore[arg-type]
-        hidden, new = model.decoder(tokens[:, None], context, Cache(cache, jnp.zeros((), jnp.int32)))
+        with self._adapters(tables, step):
+            hidden, new = model.decoder(tokens[:, None], context, Cache(cache, jnp.zeros((), jnp.int32)))
         return model, hidden[:, 0], new.layers
+
+    def _adapters(self, tables: Tables, step: Step) -> AbstractContextManager[None]:
+        """The choice of adapters for the tokens of a step."""
+        if not self.sizes.adapters:
+            return nullcontext()
+        from axlearn_plugins_lora.rows import row_adapters
+
+        number = tables.adapter.at[step.slot[step.owners()]].get(mode="clip")
+        return row_adapters(jax.nn.one_hot(number - 1, self.sizes.adapters, dtype=jnp.float32))
 
     def _logits(self, model: Any, arrays: Arrays, hidden: jax.Array) -> jax.Array:
         """[L, D] -> float32 [L, V]."""

@@ -102,6 +102,7 @@ class LocalEngine:
         *,
         n: int = 1,
         stop: Sequence[str] = (),
+        adapter: str | None = None,
         **options: Any,
     ) -> list[Generation]:
         """Continues prompts, all together, and returns when the last one ends.
@@ -111,6 +112,7 @@ class LocalEngine:
             sampling: how tokens are chosen.
             n: samples of each prompt. With a seed, sample i has the seed plus i.
             stop: texts that end a sample; its own text ends before the first of them.
+            adapter: one of the engine's adapters; None takes the base.
             options: fields of `Sampling`, in the place of those of `sampling`: `max_tokens=64, temperature=0`. By default
                 each sample has the log-probabilities of its tokens (`logprobs=0`).
 
@@ -125,7 +127,13 @@ class LocalEngine:
             raise RequestError("this model has no tokenizer, so no text can stop it\n    fix: use stop_tokens")
         encoded = [self._encode(prompt) for prompt in _as_prompts(prompts)]
         requests = [
-            Request(id=f"local-{next(self._ids)}", prompt=prompt, sampling=_numbered(sampling, index), client="local")
+            Request(
+                id=f"local-{next(self._ids)}",
+                prompt=prompt,
+                sampling=_numbered(sampling, index),
+                client="local",
+                adapter=adapter,
+            )
             for prompt in encoded
             for index in range(n)
         ]

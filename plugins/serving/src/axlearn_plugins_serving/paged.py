@@ -1,6 +1,6 @@
 """The feature `paged-cache`: caches in pages, in the place of those of a model."""
 
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import attrs
 
@@ -17,14 +17,15 @@ class UsePagedCache(Feature):
     """Caches in pages that any request can own, in every attention: what continuous batching computes with.
 
     Training is the same, and so are checkpoints: a cache is only used to generate. `page_size` is how many tokens a page has
-    room for; with `heads_first` they are stored as CPUs read them best; `kernel` names a kernel of the op `paged_attention`, in
-    the place of the attention's own.
+    room for; with `heads_first` they are stored as CPUs read them best. `store` is the dtype of keys and values in it, with a
+    scale for each token and head. `kernel` names a kernel of the op `paged_attention`, in the place of the attention's own.
     """
 
     stage = "execute"
 
     page_size: int = setting(default=16, ge=1)
     heads_first: bool = False
+    store: Literal["int8", "float8_e4m3fn"] | None = None
     kernel: str | None = None
 
     def apply(self, cfg: Tree) -> Tree:
@@ -36,8 +37,11 @@ class UsePagedCache(Feature):
             names = {a.name for a in attrs.fields(type(part))}
             made: dict[str, Any] = {}
             if "kv_cache" in names:
-                made = {"kv_cache": PagedCache.Config(page_size=self.page_size, heads_first=self.heads_first)}
+                cache = PagedCache.Config(page_size=self.page_size, heads_first=self.heads_first, store=self.store)
+                made = {"kv_cache": cache}
             elif "latent_cache" in names:
+                if self.store is not None:
+                    raise ConfigError(_no_store(self.store))
                 # Where there is latent attention, its plugin is installed.
                 from axlearn_plugins_attention.paged_latent_cache import PagedLatentCache
 
@@ -62,3 +66,27 @@ class UsePagedCache(Feature):
     def in_effect(self, cfg: Node[Any]) -> bool:
         """Every cache is in pages of this size."""
         return self.apply(cfg) == cfg
+
+
+@node
+class UseInt8Cache(UsePagedCache):
+    """`paged-cache` with keys and values in int8, and a float32 scale for each token and head."""
+
+    store: Literal["int8", "float8_e4m3fn"] | None = "int8"
+
+
+@node
+class UseFloat8Cache(UsePagedCache):
+    """`paged-cache` with keys and values in float8 (e4m3), and a float32 scale for each token and head."""
+
+    store: Literal["int8", "float8_e4m3fn"] | None = "float8_e4m3fn"
+
+
+def _no_store(store: str) -> Problem:
+    return Problem(
+        path="model",
+        message="latents are cached as they are computed: one vector of a token serves all heads",
+        got=store,
+        expected="no other dtype",
+        fix="leave it out",
+    )

@@ -1,12 +1,13 @@
 """`ModelRunner`: computes steps of a model over a cache of blocks, by functions that are compiled before the first request."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import attrs
 import jax
 import numpy as np
+from flax import nnx
 
 from axlearn_core.compose import Functional, ModelWeights, Program
 from axlearn_core.compose.model_program import ModelProgram
@@ -50,9 +51,12 @@ class ModelRunner(Configurable):
             max_step_tokens: tokens of prompts in one step, rounded up to whole chunks.
             chunk: tokens of a prompt that are computed as one row of a step; a prompt has as many rows as it needs.
             row_buckets: how many requests a step that decodes has room for; `max_rows` is always one.
-            chunk_buckets: how many chunks a step has room for; as many as `max_step_tokens` needs is always one.
+            chunk_buckets: how many chunks a step has room for; as many as `max_step_tokens` needs is always one. Steps
+                without a request that decodes have room for the fewest or the most.
             decode_steps: tokens that one dispatch decodes at most.
             mode: `fast`, or `parity`: bit for bit what the training program computes in its batch-invariant mode.
+            cache_dtype: of keys and values in the cache, with a scale for each token and head; None is the model's own.
+            adapters: name -> a directory that `axlearn lora export` wrote; requests choose one of these by its name.
             kernel: a kernel of the op `paged_attention`; None takes the best one of the mode.
         """
 
@@ -60,12 +64,14 @@ class ModelRunner(Configurable):
         num_blocks: int | None = setting(default=None, ge=1)
         max_rows: int = setting(default=16, ge=1)
         max_context: int = setting(default=2048, ge=1)
-        max_step_tokens: int = setting(default=512, ge=1)
-        chunk: int = setting(default=64, ge=1)
+        max_step_tokens: int = setting(default=256, ge=1)
+        chunk: int = setting(default=32, ge=1)
         row_buckets: tuple[int, ...] = (1, 4)
-        chunk_buckets: tuple[int, ...] = (1, 4)
+        chunk_buckets: tuple[int, ...] = (1, 2, 4, 6)
         decode_steps: int = setting(default=1, ge=1)
         mode: Literal["fast", "parity"] = "fast"
+        cache_dtype: Literal["int8", "float8_e4m3fn"] | None = None
+        adapters: Mapping[str, str] = {}
         kernel: str | None = None
 
         def validate(self) -> Iterable[Problem]:
@@ -87,14 +93,16 @@ class ModelRunner(Configurable):
         weights: Callable[[], ModelWeights] | None = None,
     ):
         self.cfg = cfg
+        self.adapters = tuple(cfg.adapters)
         self.block_size, self.max_rows, self.decode_steps = cfg.block_size, cfg.max_rows, cfg.decode_steps
         self.max_blocks_per_request, self.num_blocks = block_counts(cfg)
         self.chunk, self.max_context, self.max_logit_bias = cfg.chunk, cfg.max_context, MAX_BIAS
         # Chunks of prompts beside a token of every request, so that steps with prompts are as full as they can be.
-        self.max_step_tokens = -(-cfg.max_step_tokens // cfg.chunk) * cfg.chunk + cfg.max_rows
+        self.max_prompt_tokens = -(-cfg.max_step_tokens // cfg.chunk) * cfg.chunk
+        self.max_step_tokens = self.max_prompt_tokens + cfg.max_rows
         self.vocab_size: int = model.vocab_size
         if cfg.mode == "parity":
-            check_parity(model)
+            check_parity(model, self.adapters, cfg.cache_dtype)
         self.buckets = buckets(cfg, self.max_blocks_per_request)
         self.program = _program(cfg, self.num_blocks, model, program)
         if programs is not None:
@@ -111,7 +119,9 @@ class ModelRunner(Configurable):
             preload(self.program, cfg, self.buckets)
         self._sampling: dict[int, Sampling] = {}
         self._warm = 0
-        self.update_weights(self.program.functional.weights_of(model) if weights is None else weights())
+        loaded = _weights_of(self.program.functional, model) if weights is None else weights()
+        self._set_adapters(loaded)
+        self.update_weights(loaded)
         self._packer = Packer(self.buckets, self.max_rows)
 
     @property
@@ -126,10 +136,13 @@ class ModelRunner(Configurable):
                 self.program.compile(name, bucket)
         self._warm = len(self.program.compiled)
 
-    def assign(self, slot: int, sampling: Sampling, seed: int, output: Sequence[int]) -> None:
+    def assign(
+        self, slot: int, sampling: Sampling, seed: int, output: Sequence[int], adapter: str | None = None
+    ) -> None:
         """See `Runner`."""
         self._sampling[slot] = sampling
-        row = table_row(sampling, seed, output, self.vocab_size)
+        number = 0 if adapter is None else 1 + self.adapters.index(adapter)
+        row = table_row(sampling, seed, output, self.vocab_size, number)
         self._tables = self.program.compile("serve_assign")(self._tables, np.int32(slot), row)
 
     def submit(self, rows: Sequence[Row], steps: int = 1) -> Pending:
@@ -186,6 +199,7 @@ class ModelRunner(Configurable):
     def update_weights(self, weights: ModelWeights) -> None:
         """See `Runner`."""
         functional = self.program.functional
+        weights = ModelWeights({**weights.params, **self._adapter_arrays}, weights.variables)
         for part, specs in ((weights.params, functional.abstract), (weights.variables, functional.variables)):
             wrong = [p for p, s in specs.items() if p not in part or tuple(part[p].shape) != tuple(s.shape)]
             if wrong:
@@ -195,6 +209,15 @@ class ModelRunner(Configurable):
                     f"    got: {here}\n    expected: {specs[wrong[0]].shape}"
                 )
         self._arrays: Any = self.program.compile("serve_weights")(self.program.place(weights))
+
+    def _set_adapters(self, weights: ModelWeights) -> None:
+        """Reads the adapters, and checks that they belong to the model."""
+        self._adapter_arrays: dict[str, np.ndarray] = {}
+        if not self.adapters:
+            return
+        functional, adapters = self.program.functional, read_adapters(self.cfg)
+        adapters.check(weights.params)
+        self._adapter_arrays = adapters.arrays(functional.abstract)
 
     def _ids(self, blocks: Sequence[int]) -> np.ndarray:
         return np.asarray([*blocks, *[self.num_blocks] * (MOVED - len(blocks))], np.int32)
@@ -223,7 +246,9 @@ def buckets(cfg: ModelRunner.Config, blocks: int) -> list[StepBucket]:
     most = -(-cfg.max_step_tokens // cfg.chunk)
     chunks = sorted({min(n, most) for n in (*cfg.chunk_buckets, most)})
     plain = [StepBucket(n, 0, cfg.chunk, blocks) for n in rows]
-    mixed = [StepBucket(n, k, cfg.chunk, blocks) for k in chunks for n in (0, rows[-1])]
+    alone = sorted({chunks[0], most})
+    mixed = [StepBucket(0, k, cfg.chunk, blocks) for k in alone]
+    mixed += [StepBucket(rows[-1], k, cfg.chunk, blocks) for k in chunks]
     return [b for b in (*plain, *mixed) if b.tokens >= floor]
 
 
@@ -238,9 +263,36 @@ def step_functions(cfg: ModelRunner.Config, buckets: Sequence[StepBucket]) -> di
     return functions
 
 
-def check_parity(model: Any) -> None:
+def _weights_of(functional: Functional, model: Any) -> ModelWeights:
+    """The arrays of a model that may lack the adapters of `functional`."""
+    flat = {".".join(map(str, k)): v.get_value() for k, v in nnx.to_flat_state(nnx.state(model))}
+    parts = functional.abstract, functional.variables
+    return ModelWeights(*({p: flat[p] for p in part if p in flat} for part in parts))
+
+
+def read_adapters(cfg: ModelRunner.Config) -> Any:
+    """The adapters of a config, a `RowAdapters`.
+
+    Raises:
+        RequestError: the plugin for them is not installed, or they cannot be chosen by row.
+        CheckpointError: a directory holds none.
+    """
+    try:
+        from axlearn_plugins_lora.rows import RowAdapters
+    except ImportError as error:
+        raise RequestError(
+            f"adapters need a plugin that is not installed: {error}\n    fix: pip install axlearn-plugins-lora"
+        ) from error
+    return RowAdapters.read(cfg.adapters)
+
+
+def check_parity(model: Any, adapters: Sequence[str] = (), cache_dtype: str | None = None) -> None:
     """Raises `RequestError` where steps of a model cannot be, bit for bit, what its training program computes."""
     reasons = []
+    if cache_dtype is not None:
+        reasons.append(f"with a cache in {cache_dtype}: training attends to keys and values as they are")
+    if adapters:
+        reasons.append("with adapters: those are added to the weights elsewhere, and to the results here")
     if model.precision.compute != "float32":
         reasons.append(f"the model computes in {model.precision.compute}: its sums are rounded by their order")
     for fields, reason in (
@@ -260,12 +312,13 @@ def check_parity(model: Any) -> None:
         )
 
 
-def table_row(sampling: Sampling, seed: int, output: Sequence[int], vocab: int) -> Tables:
+def table_row(sampling: Sampling, seed: int, output: Sequence[int], vocab: int, adapter: int = 0) -> Tables:
     """The row of a request in the tables."""
     tokens, bias = np.full((MAX_BIAS,), vocab, np.int32), np.zeros((MAX_BIAS,), np.float32)
     for index, (token, value) in enumerate(sampling.logit_bias.items()):
         tokens[index], bias[index] = token, value
     return Tables(
+        adapter=np.int32(adapter),
         last=np.int32(output[-1] if output else 0),
         number=np.int32(len(output)),
         seed=np.uint32(seed % 2**32),
@@ -289,6 +342,7 @@ def _sizes(cfg: ModelRunner.Config, blocks: int) -> Sizes:
         slots=cfg.max_rows,
         moved=MOVED,
         steps=cfg.decode_steps,
+        adapters=len(cfg.adapters),
         least=LEAST_ROWS if cfg.mode == "parity" else 1,
     )
 
@@ -311,7 +365,10 @@ def declare_program(
     """The program of a runner, whose steps are declared once its cache is known; `model` is the config of the model."""
     on_cpu = devices[0].platform == "cpu"
     kernel = cfg.kernel or ("invariant" if cfg.mode == "parity" else None)
-    paged = UsePagedCache(page_size=cfg.block_size, heads_first=on_cpu, kernel=kernel).apply(model)
+    layout = UsePagedCache(page_size=cfg.block_size, heads_first=on_cpu, store=cfg.cache_dtype, kernel=kernel)
+    paged = layout.apply(model)
+    if cfg.adapters:
+        paged = read_adapters(cfg).apply(paged)
     sizes = _sizes(cfg, blocks)
     return ModelProgram(
         Functional.of(paged), devices, mesh, target, lambda model: ServingFunctions(model, sizes).declare()

@@ -26,6 +26,7 @@ class Tables:
     """What the runner knows of each slot. All have a first axis of A.
 
     Attributes:
+        adapter: int32, counted from 1; 0 is the base.
         last: int32, the token that was chosen last.
         number: int32, how many tokens were chosen.
         seed: uint32.
@@ -41,6 +42,7 @@ class Tables:
         mask: uint32 [A, ceil(V / 32)], the tokens that may be chosen next, where a step says so.
     """
 
+    adapter: Any
     last: Any
     number: Any
     seed: Any
@@ -60,6 +62,7 @@ class Tables:
         """Of slots that nobody has."""
         whole, real = jnp.zeros((slots,), jnp.int32), jnp.zeros((slots,), jnp.float32)
         return cls(
+            adapter=whole,
             last=whole,
             number=whole,
             seed=jnp.zeros((slots,), jnp.uint32),

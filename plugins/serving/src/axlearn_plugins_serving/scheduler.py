@@ -10,7 +10,7 @@ from typing import Protocol
 
 import attrs
 
-from axlearn_core.config import Configurable, node, setting
+from axlearn_core.config import Configurable, node, offers, setting
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_plugins_serving.cache import Cache
 from axlearn_plugins_serving.request_state import RequestState
@@ -24,12 +24,14 @@ class Limits:
     Attributes:
         rows: requests that can run at one time.
         step_tokens: tokens of all rows together.
+        prompt_tokens: of them those of prompts, in whole chunks.
         chunk: tokens of a prompt that are computed together: fewer take as long.
         positions: of one request in the cache.
     """
 
     rows: int
     step_tokens: int
+    prompt_tokens: int
     chunk: int = 1
     positions: int
 
@@ -70,6 +72,7 @@ class Plan:
     preemptions: int = 0
 
 
+@offers("cache", "limits")
 class Scheduler(Protocol):
     """Orders requests. It gives them blocks and slots through the cache, and takes them back."""
 
@@ -184,7 +187,7 @@ class PriorityScheduler(Configurable):
 
     def _plan_prompts(self, plan: Plan) -> int:
         """Continues prompts that were begun. Returns how many tokens are left for others."""
-        budget = self.budget - len(plan.parts)
+        budget = min(self.budget - len(plan.parts), self.limits.prompt_tokens)
         for state in self._running:
             if budget <= 0:
                 break

@@ -3,11 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
+import attrs
+
 from axlearn_core.config import Decoder, patch
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import Setting
 from axlearn_plugins_serving.engine import ServingEngine
+from axlearn_plugins_serving.runner import ModelRunner
 
 PREFIX = "serving."
 
@@ -24,3 +27,25 @@ def engine_config(settings: Sequence[Setting], max_queue: int | None = None) -> 
             raise RequestError(f"{setting.where}: not a path of the engine\n    expected: serving.PATH=VALUE")
         edits[setting.path] = setting.value
     return patch({"serving": ServingEngine.Config()}, edits, Decoder(registry()).decode_at)["serving"]
+
+
+def add_adapters(config: ServingEngine.Config, adapters: Sequence[str]) -> ServingEngine.Config:
+    """The config with adapters, each `NAME=DIR`.
+
+    Raises:
+        RequestError: another form, a name twice, or a runner that takes none.
+    """
+    runner = config.runner
+    if not adapters:
+        return config
+    if not isinstance(runner, ModelRunner.Config):
+        raise RequestError(f"a {type(runner).__qualname__} takes no adapters\n    fix: leave --adapter out")
+    made = dict(runner.adapters)
+    for text in adapters:
+        name, _, directory = text.partition("=")
+        if not (name and directory):
+            raise RequestError(f"--adapter {text!r} names no directory\n    expected: NAME=DIR")
+        if name in made:
+            raise RequestError(f"--adapter {name} is given twice\n    fix: give each adapter its own name")
+        made[name] = directory
+    return attrs.evolve(config, runner=attrs.evolve(runner, adapters=made))

@@ -110,16 +110,16 @@ class Step:
         later = jnp.where(at < self.count[rows:, None], self.start[rows:, None] + at, 0).reshape(-1)
         return jnp.concatenate([self.start[:rows], later]), jnp.concatenate([self.count[:rows] > 0, here])
 
+    def owners(self) -> jax.Array:
+        """int32 [T], the row of each token."""
+        rows, chunk = self.bucket.rows, self.bucket.chunk
+        later = rows + jnp.arange(self.bucket.chunks * chunk, dtype=jnp.int32) // max(chunk, 1)
+        return jnp.concatenate([jnp.arange(rows, dtype=jnp.int32), later])
+
     def slots(self, positions: jax.Array, real: jax.Array, blocks: int, size: int) -> PagedSlots:
         """Where the tokens go in a cache of so many blocks of `size` tokens."""
         rows, chunk = self.bucket.rows, self.bucket.chunk
-        owner = jnp.concatenate(
-            [
-                jnp.arange(rows, dtype=jnp.int32),
-                rows + jnp.arange(self.bucket.chunks * chunk, dtype=jnp.int32) // max(chunk, 1),
-            ]
-        )
-        block = self.table[owner, jnp.minimum(positions // size, self.bucket.blocks - 1)]
+        block = self.table[self.owners(), jnp.minimum(positions // size, self.bucket.blocks - 1)]
         write = jnp.where(real, block * size + positions % size, blocks * size)
         counts = jnp.where(jnp.arange(self.bucket.results) < rows, 1, chunk).astype(jnp.int32)
         return PagedSlots(

@@ -4,7 +4,7 @@ Legend: P pages of S slots, R requests of at most M pages, T new tokens, N query
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -74,10 +74,22 @@ def window_size(mask: Mask, layout: str) -> int | None:
     return min((part.size for part in others), default=None)  # type: ignore[attr-defined]
 
 
+LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
+"""The largest numbers of the narrow dtypes."""
+
+
+def to_narrow(x: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
+    """[..., H] -> the numbers in a narrow dtype, and a scale float32 [...] for each vector: its largest number is theirs."""
+    x = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(x), axis=-1) / LARGEST[dtype]
+    scaled = x / jnp.where(scale > 0, scale, 1.0)[..., None]
+    return (jnp.round(scaled) if dtype == "int8" else scaled).astype(dtype), scale
+
+
 def write_slots(pages: jax.Array, new: jax.Array, write: jax.Array, *, heads_first: bool = False) -> jax.Array:
-    """[P, S, ...] (or [P, 2 G, S, H]) with [T, ...] at the slots int32 [T]; those beyond all pages are dropped."""
-    size, new = pages.shape[2 if heads_first else 1], new.astype(pages.dtype)
-    at = (write // size, slice(None), write % size) if heads_first else (write // size, write % size)
+    """[P, S, ...] (or [P, 2, G, S, H]) with [T, ...] at the slots int32 [T]; those beyond all pages are dropped."""
+    size, new = pages.shape[3 if heads_first else 1], new.astype(pages.dtype)
+    at = (write // size, slice(None), slice(None), write % size) if heads_first else (write // size, write % size)
     return pages.at[at].set(new, mode="drop")
 
 
@@ -91,24 +103,31 @@ class PagedCache(Configurable):
     class Config(Configurable.Config["PagedCache"]):
         """`page_size` is how many tokens a page has room for.
 
-        `heads_first` stores pages as [P, 2 G, S, H] and not as [P, S, 2 G, H]: faster on CPUs; no kernel of TPUs takes it.
+        `heads_first` stores pages as [P, 2, G, S, H] and not as [P, S, 2 G, H]: faster on CPUs; no kernel of TPUs takes it.
+        `store` is the dtype of the pages, with a float32 scale for each token and head; None stores what was computed.
         """
 
         page_size: int = setting(default=16, ge=1)
         heads_first: bool = False
+        store: Literal["int8", "float8_e4m3fn"] | None = None
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
 
     def init(self, batch: int, length: int, num_kv_heads: int, head_dim: int, dtype: str) -> dict[str, jax.Array]:
         """Pages for `batch` rows of `length` tokens: [P, S, 2 G, H], of head g the keys at 2 g and the values at 2 g + 1."""
-        size, heads = self.cfg.page_size, 2 * num_kv_heads
-        inner = (heads, size) if self.cfg.heads_first else (size, heads)
-        return {"pages": self._place(jnp.zeros((batch * -(-length // size), *inner, head_dim), dtype))}
+        size = self.cfg.page_size
+        inner = (2, num_kv_heads, size) if self.cfg.heads_first else (size, 2 * num_kv_heads)
+        shape, store = (batch * -(-length // size), *inner), self.cfg.store
+        pages = self._place(jnp.zeros((*shape, head_dim), store or dtype))
+        return {"pages": pages} if store is None else {"pages": pages, "scales": self._place(jnp.zeros(shape), -1)}
 
-    def _place(self, pages: jax.Array) -> jax.Array:
-        axes = (None, "activation_kv", None, None) if self.cfg.heads_first else (None, None, "activation_kv", None)
-        return constrain(pages, *axes)
+    def _place(self, array: jax.Array, last: int = 0) -> jax.Array:
+        """On the devices of its heads; `last` is -1 for an array without the dimension H."""
+        axes = (
+            (None, None, "activation_kv", None, None) if self.cfg.heads_first else (None, None, "activation_kv", None)
+        )
+        return constrain(array, *axes[: len(axes) + last])
 
     def attend(
         self, cache: dict[str, jax.Array], op: Attention, slots: Any, kernel: str | None
@@ -119,11 +138,14 @@ class PagedCache(Configurable):
         if not isinstance(slots, PagedSlots):
             slots = PagedSlots.of_rows(slots, shape[0], pages.shape[0], self.cfg.page_size)
         query, key, value = (x.reshape(-1, *x.shape[2:]) for x in (op.query, op.key, op.value))
-        new = jnp.stack([key, value.astype(key.dtype)], axis=2).reshape(key.shape[0], -1, key.shape[2])
-        pages = self._place(write_slots(pages, new, slots.write, heads_first=heads_first))
+        new = jnp.stack([key, value.astype(key.dtype)], axis=1 if heads_first else 2)
+        # Pages stay finite, so that no request meets infinities that another one left behind.
+        new = jnp.where(jnp.isfinite(new), new, 0)
+        new = new if heads_first else new.reshape(key.shape[0], -1, key.shape[2])
+        cache = self._write(cache, new, slots.write)
         result = PagedAttention(
             query,
-            pages,
+            cache["pages"],
             slots.table,
             slots.lengths,
             slots.starts(),
@@ -133,6 +155,17 @@ class PagedCache(Configurable):
             softcap=op.softcap,
             bias=op.bias,
             heads_first=heads_first,
+            scales=cache.get("scales"),
+            finite=True,
             split=slots.split,
         ).run(kernel)
-        return result.reshape(*shape[:-1], -1).astype(op.value.dtype), {"pages": pages}
+        return result.reshape(*shape[:-1], -1).astype(op.value.dtype), cache
+
+    def _write(self, cache: dict[str, jax.Array], new: jax.Array, write: jax.Array) -> dict[str, jax.Array]:
+        heads_first = self.cfg.heads_first
+        if self.cfg.store is None:
+            return {"pages": self._place(write_slots(cache["pages"], new, write, heads_first=heads_first))}
+        narrow, scale = to_narrow(new, self.cfg.store)
+        pages = write_slots(cache["pages"], narrow, write, heads_first=heads_first)
+        scales = write_slots(cache["scales"], scale, write, heads_first=heads_first)
+        return {"pages": self._place(pages), "scales": self._place(scales, -1)}

@@ -17,6 +17,9 @@ _SWITCH_SECONDS = 5e-4  # Python's 5 ms would let the engine's thread wait so lo
 @click.option("--chat-template", metavar="FILE|plain", help="Of conversations; default: what the model brings.")
 @click.option("--api-key-env", metavar="VARIABLE", help="The environment variable with the key that clients send.")
 @click.option("--set", "set_", multiple=True, metavar="serving.PATH=VALUE", help="Set a value of the engine.")
+@click.option(
+    "--adapter", "adapters", multiple=True, metavar="NAME=DIR", help="Exported adapters, a model of this name."
+)
 @click.option("--step", type=click.IntRange(min=1), help="The checkpoint to serve; default: the newest.")
 @click.option("--programs", metavar="DIR", help="Load what `axlearn plan --serve --export` wrote; it is code.")
 @click.option("--replicas", type=click.IntRange(min=1), metavar="N", help="Serve N times, behind Ray Serve.")
@@ -50,6 +53,7 @@ def serve(
     chat_template: str | None,
     api_key_env: str | None,
     set_: tuple[str, ...],
+    adapters: tuple[str, ...],
     step: int | None,
     programs: str | None,
     replicas: int | None,
@@ -85,7 +89,7 @@ def serve(
     listener = bind(host, port)
     try:
         workers = None if prefill is None and decode is None else (prefill or 1, decode or 1)
-        config = _config(set_, max_queue)
+        config = _config(set_, max_queue, adapters)
         if replicas is not None:
             given = uri, served_model_name, chat_template, config, step, programs, workers
             listener.close()  # the port is free: Ray Serve takes it
@@ -132,12 +136,12 @@ def _check_options_of_vllm(context: click.Context) -> None:
         )
 
 
-def _config(set_: tuple[str, ...], max_queue: int | None) -> Any:
+def _config(set_: tuple[str, ...], max_queue: int | None, adapters: tuple[str, ...]) -> Any:
     """The engine's config with what the command line sets."""
     from axlearn_core.plugins.request import parse_setting
-    from axlearn_plugins_serving.settings import engine_config
+    from axlearn_plugins_serving.settings import add_adapters, engine_config
 
-    return engine_config([parse_setting(text) for text in set_], max_queue)
+    return add_adapters(engine_config([parse_setting(text) for text in set_], max_queue), adapters)
 
 
 def _open(

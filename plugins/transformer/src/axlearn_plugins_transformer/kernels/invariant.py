@@ -62,7 +62,8 @@ def _tile(op: Any, query: jax.Array, positions: jax.Array, length: Any, blocks: 
         peak = jnp.maximum(highest, jnp.max(scores, axis=-1))
         kept = jnp.exp(highest - peak)
         weights = jnp.where(scores > LOW, jnp.exp(scores - peak[..., None]), 0.0)
-        value = jnp.where((slots < length)[None, :, None], value, 0)  # what no token wrote may be no number
+        if not getattr(op, "finite", False):  # what no token wrote may be no number
+            value = jnp.where((slots < length)[None, :, None], value, 0)
         part = jnp.einsum("gqs,gsv->gqv", weights.astype(value.dtype), value).astype(jnp.float32)
         return peak, total * kept + jnp.sum(weights, axis=-1), result * kept[..., None] + part
 

@@ -54,7 +54,11 @@ class PagedAttention(Op[jax.Array]):
         softcap: caps the scores to (-softcap, softcap) by a tanh.
         bias: added to the scores; it counts queries and keys by their positions in the request.
         value_size: the values are the first so many numbers of the keys (latent attention); None where they are apart.
-        heads_first: whether pages are [P, 2 G, S, H], as processors without units for matrices read them best.
+        heads_first: whether pages are [P, 2, G, S, H], all keys of a page and then all values, as processors without units for
+            matrices read them best.
+        scales: float32 [P, S, 2 G] (or [P, 2, G, S]), by which the numbers of pages of a narrow dtype are multiplied; None where
+            pages hold keys and values as they are.
+        finite: whether all numbers in the pages are finite, those that no token wrote included. Otherwise kernels hide these.
         split: what `starts` says, as a static value; None where it depends on the data.
     """
 
@@ -72,29 +76,44 @@ class PagedAttention(Op[jax.Array]):
     bias: Bias | None = attrs.field(default=None, kw_only=True)
     value_size: int | None = attrs.field(default=None, kw_only=True)
     heads_first: bool = attrs.field(default=False, kw_only=True)
+    scales: jax.Array | None = attrs.field(default=None, kw_only=True)
+    finite: bool = attrs.field(default=False, kw_only=True)
     split: Split | None = attrs.field(default=None, kw_only=True)
 
     @property
     def groups(self) -> int:
         """G."""
-        return self.pages.shape[1 if self.heads_first else 2] // (2 if self.value_size is None else 1)
+        if self.heads_first:
+            return self.pages.shape[2]
+        return self.pages.shape[2] // (2 if self.value_size is None else 1)
 
     @property
     def page_size(self) -> int:
         """S."""
-        return self.pages.shape[2 if self.heads_first else 1]
+        return self.pages.shape[3 if self.heads_first else 1]
 
     def keys_and_values(self, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The pages of these numbers int32 [...] as keys [..., G, S, H] and values [..., G, S, V]."""
-        taken = self.pages.at[numbers].get(mode="clip")
-        taken = taken if self.heads_first else jnp.swapaxes(taken, -3, -2)
+        if self.heads_first:  # A gather of whole runs of memory: XLA for CPU copies those three times as fast.
+            key, value = (self._scaled((numbers, half)) for half in (0, 1))
+            return key, value
+        taken = jnp.swapaxes(self._scaled((numbers,)), -3, -2)
         if self.value_size is not None:
             return taken, taken[..., : self.value_size]
         return taken[..., 0::2, :, :], taken[..., 1::2, :, :]
 
+    def _scaled(self, at: tuple[Any, ...]) -> jax.Array:
+        """What stands at a place in the pages, in the dtype of the queries where it has a scale."""
+        taken = self.pages.at[at].get(mode="clip")
+        if self.scales is None:
+            return taken
+        scales = self.scales.at[at].get(mode="clip")[..., None]
+        return (taken.astype(jnp.float32) * scales).astype(self.query.dtype)
+
     def operands(self) -> Mapping[str, Any]:
         """Queries, pages and their table."""
-        return {"query": self.query, "pages": self.pages, "table": self.table}
+        scales = {} if self.scales is None else {"scales": self.scales}
+        return {"query": self.query, "pages": self.pages, "table": self.table, **scales}
 
     def options(self) -> Mapping[str, Any]:
         """Window, soft cap, bias by its structure, the size of values that are keys, order, and the static split."""
@@ -105,6 +124,8 @@ class PagedAttention(Op[jax.Array]):
             options["value_size"] = self.value_size
         if self.heads_first:
             options["heads_first"] = True
+        if self.finite:
+            options["finite"] = True
         if self.split is not None:
             options["split"] = tuple(self.split)
         return options

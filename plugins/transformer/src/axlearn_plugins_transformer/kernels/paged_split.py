@@ -93,7 +93,8 @@ def _singles(op: PagedAttention, query: jax.Array) -> jax.Array:
         peak = jnp.maximum(highest, peak)
         kept = jnp.exp(highest - peak)
         weights = jnp.where(scores > LOW, jnp.exp(scores - peak[owner][..., None]), 0.0)
-        value = jnp.where((slots <= positions)[:, None, :, None], value, 0)  # what no token wrote may be no number
+        if not op.finite:  # what no token wrote may be no number
+            value = jnp.where((slots <= positions)[:, None, :, None], value, 0)
         part = jnp.einsum("wgns,wgsv->wgnv", weights.astype(value.dtype), value).astype(jnp.float32)
         own = own.astype(jnp.float32)
         total = total * kept + jnp.einsum("rw,wgn->rgn", own, jnp.sum(weights, axis=-1))
@@ -127,7 +128,8 @@ def _chunk(op: PagedAttention, query: jax.Array, table: jax.Array, length: jax.A
         peak = jnp.maximum(highest, jnp.max(scores, axis=-1))
         kept = jnp.exp(highest - peak)
         weights = jnp.where(scores > LOW, jnp.exp(scores - peak[..., None]), 0.0)
-        value = jnp.where((slots[0] < length)[None, :, None], value, 0)  # what no token wrote may be no number
+        if not op.finite:
+            value = jnp.where((slots[0] < length)[None, :, None], value, 0)
         part = jnp.einsum("gqs,gsv->gqv", weights.astype(value.dtype), value).astype(jnp.float32)
         return peak, total * kept + jnp.sum(weights, axis=-1), result * kept[..., None] + part
 

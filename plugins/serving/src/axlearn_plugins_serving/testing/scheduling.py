@@ -1,0 +1,155 @@
+"""The suites for schedulers and drafters. Nothing is computed: a request's next token is a random one."""
+
+import random
+from typing import Any
+
+import attrs
+import pytest
+
+from axlearn_core.config import Node
+from axlearn_plugins_serving.blocks import BlockPool
+from axlearn_plugins_serving.cache import Cache
+from axlearn_plugins_serving.contracts import Request, Sampling
+from axlearn_plugins_serving.request_state import RequestState
+from axlearn_plugins_serving.scheduler import Limits, Plan
+
+BLOCK, VOCABULARY = 4, 5
+"""Tokens of a block; few tokens, so that prompts begin alike."""
+LIMITS = Limits(rows=4, step_tokens=20, prompt_tokens=16, chunk=4, positions=48)
+
+
+class _Machine:
+    """A scheduler, its cache, and the steps that were submitted; checks each plan."""
+
+    def __init__(self, config: Node[Any], blocks: int, requests: int, *, max_steps: int):
+        self.cache = Cache(BlockPool(blocks, BLOCK), LIMITS.rows)
+        self.scheduler: Any = config.build(cache=self.cache, limits=LIMITS)
+        self.rng, self.max_steps = random.Random(0), max_steps
+        self.states = [self._state(index) for index in range(requests)]
+        self.left = list(self.states)
+        for state in self.states:
+            self.scheduler.add(state)
+
+    def _state(self, index: int) -> RequestState:
+        prompt = tuple(self.rng.randrange(VOCABULARY) for _ in range(self.rng.randint(1, 30)))
+        request = Request(
+            id=str(index), prompt=prompt, sampling=Sampling(), priority=self.rng.randint(0, 2), client=str(index % 3)
+        )
+        return RequestState(request, seed=0, arrival=index, limit=self.rng.randint(1, 12))
+
+    def step(self) -> Plan:
+        """Plans a step, checks it, and does as an engine does with its results."""
+        plan = self.scheduler.plan(self.max_steps)
+        self._check(plan)
+        for part in plan.parts:
+            state = part.state
+            state.computed = part.start + part.count + (plan.steps - 1 if part.decodes else 0)
+            self.cache.store(state)
+            if not part.sample:
+                continue
+            room = state.remaining
+            state.tokens += [self.rng.randrange(VOCABULARY) for _ in range(min(plan.steps, room))]
+            if state.remaining <= 0:
+                state.finished = True
+                self.left.remove(state)
+                self.scheduler.remove(state)
+        self.cache.pool.check([state.blocks for state in self.states])
+        return plan
+
+    def _check(self, plan: Plan) -> None:
+        states = [part.state for part in plan.parts]
+        assert len({id(s) for s in states}) == len(states), "a request has two parts of one step"
+        assert len(states) <= LIMITS.rows, f"a step has {len(states)} requests, and {LIMITS.rows} can run"
+        count = sum(part.count for part in plan.parts)
+        assert count <= LIMITS.step_tokens, f"a step has {count} tokens, and the runner computes {LIMITS.step_tokens}"
+        assert 1 <= plan.steps <= self.max_steps, f"{plan.steps} tokens at once, and {self.max_steps} are allowed"
+        assert plan.steps == 1 or all(part.decodes for part in plan.parts), "several tokens beside a prompt"
+        slots = [s.slot for s in states]
+        assert None not in slots, f"requests of a step have the slots {slots}"
+        assert len(set(slots)) == len(slots), f"requests of a step have the slots {slots}"
+        assert all(any(s is b for s in states) for b in plan.begun), "a request begins without a part"
+        assert self.scheduler.waiting() + len(self.scheduler.running) == len(self.left), "a request is lost"
+        for part in plan.parts:
+            state, end = part.state, part.start + part.count + (plan.steps - 1 if part.decodes else 0)
+            assert not state.finished, "a request that ended is computed"
+            assert part.start == state.computed, f"computes from {part.start}, and {state.computed} are computed"
+            assert part.count >= 1, "a part without tokens"
+            assert part.decodes == (part.start >= state.target), "a prompt is taken for an output, or the other way"
+            assert not part.decodes or (part.count == 1 and part.sample), "a request that decodes computes one token"
+            assert part.decodes or end <= state.target, "computes more than the prompt"
+            assert part.sample == (end >= state.target and state.remaining > 0), "chooses a token where none follows"
+            assert end <= len(state.blocks) * BLOCK, f"{end} positions in {len(state.blocks)} blocks of {BLOCK}"
+
+
+class SchedulerSuite:
+    """What every scheduler keeps: each request is computed once, in its order, within the limits, and none is forgotten.
+
+    Attributes:
+        config: the scheduler.
+        steps: after so many without an end of any request, one is taken to be forgotten.
+    """
+
+    config: Node[Any]
+    steps: int = 400
+
+    @pytest.mark.parametrize("max_steps", [1, 3])
+    @pytest.mark.parametrize("blocks", [13, 60], ids=["scarce", "plenty"])
+    def test_every_request_is_computed_within_the_limits(self, blocks: int, max_steps: int) -> None:
+        """Forty requests of three priorities and clients, in a cache that is too small for four of them, and in a large one."""
+        machine, idle = _Machine(self.config, blocks, 40, max_steps=max_steps), 0
+        while machine.left:
+            before = len(machine.left)
+            machine.step()
+            idle = 0 if len(machine.left) < before else idle + 1
+            assert idle < self.steps, f"{len(machine.left)} requests are never computed"
+        assert machine.scheduler.waiting() == 0
+        assert not machine.scheduler.running
+        assert machine.cache.pool.used == 0
+
+    def test_requests_may_leave_at_any_time(self) -> None:
+        """A client that goes away ends its request, whether it waits or runs."""
+        machine, rng = _Machine(self.config, 20, 30, max_steps=1), random.Random(1)
+        while machine.left:
+            machine.step()
+            if machine.left and rng.random() < 0.5:
+                state = machine.left.pop(rng.randrange(len(machine.left)))
+                state.finished = True
+                machine.scheduler.remove(state)
+        assert machine.cache.pool.used == 0
+
+    def test_nothing_is_planned_where_nothing_waits(self) -> None:
+        """No parts."""
+        assert not _Machine(self.config, 20, 0, max_steps=1).step().parts
+
+
+class DrafterSuite:
+    """What every drafter keeps: at most as many tokens as asked for, equal ones for equal requests, and requests as they are.
+
+    Attributes:
+        config: the drafter.
+    """
+
+    config: Node[Any]
+
+    def _drafts(self, most: int) -> list[tuple[int, ...]]:
+        drafter, rng, drafts = self.config.build(), random.Random(2), []
+        for arrival in range(8):
+            prompt = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 20)))
+            state = RequestState(Request(id=str(arrival), prompt=prompt), seed=0, arrival=arrival, limit=20)
+            for _ in range(20):
+                before = list(state.tokens), attrs.asdict(state.request)
+                drafts.append(tuple(drafter.draft(state, most)))
+                assert (state.tokens, attrs.asdict(state.request)) == before, "the drafter changed the request"
+                state.tokens.append(rng.randrange(VOCABULARY))
+        return drafts
+
+    @pytest.mark.parametrize("most", [1, 3])
+    def test_drafts_are_tokens_and_no_more_than_asked_for(self, most: int) -> None:
+        """Integers that are none of them negative."""
+        for draft in self._drafts(most):
+            assert len(draft) <= most, f"{len(draft)} tokens, and {most} were asked for"
+            assert all(token >= 0 and token == int(token) for token in draft), f"not token ids: {draft}"
+
+    def test_equal_requests_have_equal_drafts(self) -> None:
+        """Whatever was drafted before."""
+        assert self._drafts(3) == self._drafts(3), "drafts differ between two engines"
