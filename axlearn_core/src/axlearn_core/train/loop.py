@@ -44,7 +44,8 @@ class TrainLoop(Configurable):
         with session:
             while session.step < session.max_steps and not session.stops():
                 session.beat("input")
-                batch = session.program.put(next(session.batches))
+                if (batch := self._next_batch(session, record)) is None:
+                    break
                 # While the devices compute the step before, waiting for a batch costs nothing.
                 session.beat("step", count_as=None if record.devices_idle() else "step")
                 session.first_batch(batch)
@@ -64,6 +65,18 @@ class TrainLoop(Configurable):
             record.flush()
             if session.step > session.start_step:  # a run that was finished before has nothing to add
                 self._evaluate_and_save(session, last=True)
+
+    @staticmethod
+    def _next_batch(session: Session, record: "_Record") -> Any:
+        try:
+            return session.next_batch()
+        except Exception:  # whatever is wrong with the input, the steps so far are kept
+            if session.step > session.start_step and jax.process_count() == 1:
+                record.flush()
+                session.save(force=True)
+                session.checkpointer.wait()
+                say(f"the input failed; step {session.step} is saved")
+            raise
 
     @staticmethod
     def _evaluate_and_save(session: Session, *, last: bool) -> None:

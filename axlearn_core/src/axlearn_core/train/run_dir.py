@@ -67,6 +67,7 @@ class RunDir:
     path: Path
     resumes: bool
     notes: tuple[str, ...] = ()
+    allow_drift: bool = False
 
     @property
     def checkpoints(self) -> Path:
@@ -109,9 +110,10 @@ class RunDir:
                     f"{path} is not empty and is no run: it has no config.yaml\n    got: {', '.join(strangers)}\n"
                     "    fix: give another --run-dir; nothing was written"
                 )
-            return cls(path, resumes=False)
+            return cls(path, resumes=False, allow_drift=allow_drift)
         changes = check_config(f"{path} holds a run", old, config, allow_drift=allow_drift, who=who)
-        return cls(path, resumes=True, notes=tuple(f"changed since the run began: {show_change(c)}" for c in changes))
+        notes = tuple(f"changed since the run began: {show_change(c)}" for c in changes)
+        return cls(path, resumes=True, notes=notes, allow_drift=allow_drift)
 
     def write(self, config_text: str, lock: Mapping[str, Any]) -> None:
         """Writes the config and the lock, each in one piece. Raises `WorkError` where the directory cannot be written."""

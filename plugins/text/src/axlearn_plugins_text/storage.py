@@ -5,18 +5,8 @@ import os
 from collections.abc import Sequence
 from typing import IO, Any
 
-import attrs
-
 from axlearn_core.errors import InputError, nearest
-
-
-@attrs.frozen
-class DataFile:
-    """A file of training data: where it is, the name that reports and splits use for it, and its size in bytes."""
-
-    path: str
-    name: str
-    size: int
+from axlearn_plugins_text.fingerprint import DataFile, fingerprint_files, remote_digest
 
 
 def is_url(path: str) -> bool:
@@ -48,6 +38,17 @@ def open_file(path: str) -> IO[bytes]:
         raise InputError(f"cannot read the data file {path}: {error.strerror or error}") from None
 
 
+def open_data(file: DataFile) -> IO[bytes]:
+    """Opens a data file; raises `InputError` where it is not what it was when it was listed."""
+    handle = open_file(file.path)
+    try:
+        file.check(handle)
+    except BaseException:
+        handle.close()
+        raise
+    return handle
+
+
 def list_files(patterns: Sequence[str]) -> tuple[DataFile, ...]:
     """The files that paths and globs (`**` descends) stand for, sorted, each once.
 
@@ -65,7 +66,9 @@ def list_files(patterns: Sequence[str]) -> tuple[DataFile, ...]:
         if not data:
             raise InputError(f"the data file {pattern!r} is empty (0 bytes)")
         found |= data
-    return tuple(found[path] for path in sorted(found))
+    files = [found[path] for path in sorted(found)]
+    local = {f.path: f for f in fingerprint_files([f for f in files if not is_url(f.path)])}
+    return tuple(local.get(f.path, f) for f in files)
 
 
 def _local(pattern: str) -> list[DataFile]:
@@ -87,7 +90,13 @@ def _remote(url: str) -> list[DataFile]:
     except OSError as error:
         raise InputError(f"cannot list {url}: {error}") from None
     named = [(fs.unstrip_protocol(i["name"]), i) for i in infos if i["type"] == "file"]
-    return [DataFile(name, name, int(info["size"] or 0)) for name, info in named]
+    try:
+        return [
+            DataFile(name, name, int(info["size"] or 0), digest=remote_digest(info, fs) if info["size"] else "")
+            for name, info in named
+        ]
+    except OSError as error:
+        raise InputError(f"cannot read {url}: {error}") from None
 
 
 def _hint(pattern: str) -> str:
