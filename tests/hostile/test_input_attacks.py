@@ -87,8 +87,8 @@ def test_data_that_goes_bad_costs_no_step(tmp_path):
 def test_a_worker_that_dies_or_stands_still_is_replaced(number, tmp_path):
     settings = ("input.workers=2", "input.worker_seconds=20", "input.prefetch=1")
     whole, run = tmp_path / "whole", tmp_path / "run"
-    tiny.axlearn(*tiny.arguments(whole, steps=60), fresh=True)
-    process = tiny.start(*tiny.arguments(run, steps=60, settings=settings))
+    tiny.axlearn(*tiny.arguments(whole, steps=1500), fresh=True)
+    process = tiny.start(*tiny.arguments(run, steps=1500, settings=settings))
     wait_for(lambda: len(tiny.losses(run)) > 3 or process.poll() is not None)
     workers = children(process.pid)
     assert len(workers) == 2

@@ -61,7 +61,10 @@ def map(tree: Any, function: Callable[[Any], Any]) -> Any:  # the name of this o
 
 def matches(pattern: str, path: str) -> bool:
     """Whether a dotted path fits a pattern of `*` and `**` (a part may itself hold `*`, as in `layer*`)."""
-    return _fits(pattern.split(".") if pattern else [], path.split(".") if path else [])
+    parts = pattern.split(".") if pattern else []
+    # Several `**` in a row stand for what one does, and would be tried in every way.
+    parts = [p for i, p in enumerate(parts) if p != "**" or parts[i - 1 : i] != ["**"]]
+    return _fits(parts, path.split(".") if path else [])
 
 
 def _fits(pattern: list[str], parts: list[str]) -> bool:
@@ -122,7 +125,7 @@ def expand(tree: Any, pattern: str) -> list[str]:
         if not (pattern and isinstance(get(tree, parent), Mapping)):
             get(tree, pattern)
         return [pattern]
-    found = list(find(tree, pattern))
+    found = [path for path in find(tree, pattern) if path]
     if not found:
         last = pattern.rpartition(".")[2]
         names = {p.rpartition(".")[2] for p, _ in walk(tree) if p}
@@ -177,6 +180,15 @@ def _set(tree: Any, parts: list[str], value: Any, at: str) -> Any:
             )
         )
     below = children(tree)
+    if not isinstance(tree, (Node, Mapping, tuple)):
+        raise ConfigError(
+            Problem(
+                path=here,
+                message="is below a value that the same pattern sets",
+                got=show(tree),
+                fix="take a pattern that fits either the one or the other",
+            )
+        )
     try:
         return with_children(tree, {name: _set(below.get(name), rest, value, here)})
     except ConfigError as error:
