@@ -13,6 +13,7 @@ from immutabledict import immutabledict
 
 from axlearn_core.config.node import REQUIRED, Node, interface_fields, is_interface
 from axlearn_core.config.offers import refused
+from axlearn_core.config.slots import wrong_parts
 from axlearn_core.config.types import show
 from axlearn_core.errors import ConfigError, Problem, nearest
 
@@ -285,7 +286,7 @@ def check(tree: Any) -> Any:
     unset = {p.path.rpartition(".")[0] for p in problems}
     for path, value in walk(tree):
         if isinstance(value, Node) and path not in unset:
-            wrong = [*value.validate(), *refused(value)]
+            wrong = [*value.validate(), *refused(value), *wrong_parts(value)]
             problems += [attrs.evolve(p, path=join(path, p.path) if p.path else path) for p in wrong]
     if problems:
         raise ConfigError(problems)

@@ -3,8 +3,10 @@
 import glob
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import IO, Any
 
+from axlearn_core.config.files import open_regular
 from axlearn_core.errors import InputError, nearest
 from axlearn_plugins_text.fingerprint import DataFile, fingerprint_files, remote_digest
 
@@ -33,7 +35,7 @@ def open_file(path: str) -> IO[bytes]:
         if is_url(path):
             fs, inner = filesystem(path)
             return fs.open(inner, "rb")
-        return open(path, "rb")
+        return open(open_regular(Path(path)), "rb")
     except OSError as error:
         raise InputError(f"cannot read the data file {path}: {error.strerror or error}") from None
 
