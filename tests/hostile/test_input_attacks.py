@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import tiny
@@ -20,8 +21,8 @@ def source(file):
 
 def children(pid):
     """The processes of Grain's workers."""
-    out = subprocess.run(["ps", "--ppid", str(pid), "-o", "pid=,args="], capture_output=True, text=True).stdout
-    return [int(line.split()[0]) for line in out.splitlines() if "spawn_main" in line]
+    below = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in below if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
 def wait_for(ready, seconds=120):
@@ -106,7 +107,7 @@ def test_one_ctrl_c_saves_although_a_worker_stands_still(tmp_path):
     run = tmp_path / "run"
     process = tiny.start(*tiny.arguments(run, steps=5000, settings=settings))
     wait_for(lambda: len(tiny.losses(run)) > 3 or process.poll() is not None)
-    os.kill(children(process.pid)[0], signal.SIGSTOP)
+    os.kill(children(process.pid)[-1], signal.SIGSTOP)
     seen = -1
     while seen != len(tiny.losses(run)):  # until what was prepared is used up
         seen = len(tiny.losses(run))

@@ -1,5 +1,6 @@
 """Whether what stands in a slot is of the slot's kind: has the methods of the protocol that annotates it."""
 
+import functools
 import inspect
 import typing
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ def wrong_parts(value: Node[Any]) -> Iterator[Problem]:
             continue
         wanted = methods_of(protocol)
         for path, part in _nodes(getattr(value, name, None), name):
-            owner = getattr(part, "owner", None)
+            owner = getattr(part, "owner", None) or _built_by(type(part))
             if not inspect.isclass(owner) or getattr(type(part), "__configured__", False):
                 continue
             if lacking := [method for method in wanted if not callable(getattr(owner, method, None))]:
@@ -31,6 +32,15 @@ def wrong_parts(value: Node[Any]) -> Iterator[Problem]:
                     expected=f"a component with {', '.join(wanted)}",
                     fix=f"give one that is a {protocol.__name__}; `axlearn plugins list` names what is installed",
                 )
+
+
+@functools.lru_cache(maxsize=1024)
+def _built_by(cls: type) -> Any:
+    """The class that a node without an owner says its `build` returns; None where it says none."""
+    try:
+        return typing.get_type_hints(cls.build).get("return")  # type: ignore[attr-defined]
+    except (NameError, TypeError, AttributeError):
+        return None
 
 
 def methods_of(protocol: type) -> list[str]:

@@ -231,6 +231,8 @@ def _run(data: Mapping[str, Any], document: Document) -> Request:
             )
         elif not isinstance(value, _KEYS[key]):
             problems.append(Problem(path=key, message="wrong type", got=show(value), expected=_EXPECTED[_KEYS[key]]))
+    if any(not str(path).strip() for path in data.get("set", {}) if isinstance(data.get("set"), Mapping)):
+        problems.append(Problem(path="set", message="has a key that names nothing", fix="give the path of a value"))
     if "experiment" not in data:
         problems.append(Problem(path="", message="names no experiment", fix="add `experiment: NAME`"))
     if problems:

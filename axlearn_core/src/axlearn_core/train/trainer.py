@@ -89,9 +89,9 @@ class Trainer(Configurable):
         loop: Node[Loop] = TrainLoop.Config()
         profiler: Node[Profiler] | None = setting(default=None, kind="execution")
         watchdog: Node[Watchdog] | None = setting(default=None, kind="execution")
-        max_steps: int = setting(default=REQUIRED, kind="duration", ge=1)
+        max_steps: int = setting(default=REQUIRED, kind="duration", ge=1, le=2**31 - 1)  # steps are int32
         log_every_steps: int = setting(default=10, kind="execution", ge=1)
-        seed: int = setting(default=0, ge=0)
+        seed: int = setting(default=0, ge=0, le=2**63 - 1)
 
         def functions(self, functional: Functional) -> Mapping[str, Function]:
             """The pure functions of this experiment by name; see `axlearn_core.compose`."""
