@@ -13,6 +13,7 @@ from axlearn_core.errors import InputError, Problem
 from axlearn_plugins_text.fingerprint import DataFile, fingerprint_files
 from axlearn_plugins_text.records import LINE_BYTES, FileRecords, Records, check_head, format_of
 from axlearn_plugins_text.storage import is_url, list_files
+from axlearn_plugins_text.urls import PROTOCOLS, url_problem
 
 Split = Literal["train", "validation"]
 
@@ -89,6 +90,11 @@ def check_paths(paths: object, validation_paths: object, validation_fraction: fl
     """What is wrong with the fields of these names."""
     if not paths and not validation_paths:
         yield Problem(path="paths", message="names no data files", fix="set it to paths or globs")
+    for name, given in (("paths", paths), ("validation_paths", validation_paths)):
+        for path in many(given) if isinstance(given, (str, tuple)) else ():
+            if problem := url_problem(path):
+                expected = ", ".join(f"{p}://" for p in PROTOCOLS)
+                yield Problem(path=name, message=problem, got=path, expected=f"a path, or one of {expected}")
     if validation_paths and validation_fraction:
         yield Problem(path="validation_fraction", message="cannot be used together with validation_paths")
 

@@ -9,6 +9,7 @@ from typing import IO, Any
 from axlearn_core.config.files import open_regular
 from axlearn_core.errors import InputError, nearest
 from axlearn_plugins_text.fingerprint import DataFile, fingerprint_files, remote_digest
+from axlearn_plugins_text.urls import check_url
 
 
 def is_url(path: str) -> bool:
@@ -17,7 +18,11 @@ def is_url(path: str) -> bool:
 
 
 def filesystem(url: str) -> tuple[Any, str]:
-    """fsspec's filesystem for a URL, and the path in it; raises `InputError` when fsspec or its driver is missing."""
+    """fsspec's filesystem for a URL, and the path in it; raises `InputError` when fsspec or its driver is missing.
+
+    Only for protocols that are let through; see `urls`.
+    """
+    check_url(url)
     try:
         import fsspec
 
