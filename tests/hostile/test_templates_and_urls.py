@@ -38,6 +38,7 @@ ATTACKS = {
 @pytest.fixture
 def template(tmp_path, monkeypatch):
     monkeypatch.setattr(template_process, "SECONDS", 2.0)
+    monkeypatch.setattr(template_process, "START_SECONDS", 10.0)
 
     def make(text):
         file = tmp_path / "chat_template.jinja"
@@ -51,8 +52,7 @@ def template(tmp_path, monkeypatch):
 def test_a_template_is_one_error(name, template):
     made = template(ATTACKS[name])
     with pytest.raises(InputError, match=r"chat_template\.jinja"):
-        rendered = made.render(MESSAGES).text
-        assert rendered.strip(), "nothing came of it"
+        made.render(MESSAGES)
 
 
 def test_the_next_conversation_is_rendered(template):

@@ -1,8 +1,8 @@
 """Renders chat templates in a process of its own: `python -P template_server.py BYTES`.
 
-The first line of standard input is {"source", "today"}, and is answered with {}; each other one is the variables of a rendering, and
-answered with {"text"}, {"error"} or, where the template itself is wrong, {"syntax", "line"}. The process may take BYTES of memory; the time is
-watched from outside. Imports Jinja and nothing of this framework, to start fast.
+The first line of standard input is {"source", "today"}, and is answered with {}. Each other one has the variables of a rendering,
+and is answered with {"text"}, {"error"} or, where the template itself is wrong, {"syntax", "line"}. The process may take BYTES of
+memory; the time is watched from outside. Imports Jinja and nothing of this framework, to start fast.
 """
 
 import datetime
