@@ -71,6 +71,10 @@ class Problem:
         return "\n".join(lines)
 
 
+SHOWN_PROBLEMS = 20
+"""As many problems are printed; of the rest, how many there are."""
+
+
 class ConfigError(RequestError):
     """One or more problems in a config, all of them reported at once."""
 
@@ -79,7 +83,11 @@ class ConfigError(RequestError):
         super().__init__(self.problems)
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.problems))
+        more = len(self.problems) - SHOWN_PROBLEMS
+        shown = [str(p) for p in self.problems[:SHOWN_PROBLEMS]]
+        return "\n".join(
+            [*shown, *([f"and {more:,} more problems ({len(self.problems):,} in all)"] if more > 0 else [])]
+        )
 
 
 def nearest(name: str, candidates: Iterable[str], limit: int = 3) -> tuple[str, ...]:

@@ -1,12 +1,14 @@
 """The checkpoint of a run, read through a storage: its config, its manifest, and some of its arrays."""
 
 import json
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import attrs
 import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
@@ -19,14 +21,16 @@ from axlearn_core.checkpoint.shards import StoredArray
 from axlearn_core.checkpoint.state import agree
 from axlearn_core.checkpoint.storage import LocalStorage, open_storage
 from axlearn_core.compose import ModelAndObjective, TrainState
-from axlearn_core.config import Node
+from axlearn_core.config import Node, diff
+from axlearn_core.config.kinds import DECISIVE, change_kinds
 from axlearn_core.contracts.storage import Storage
 from axlearn_core.errors import CheckpointError, ConfigError, MissingFileError
 from axlearn_core.learn.paths import flatten
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import read_text
-from axlearn_core.plugins.unregistered import CodeNames, with_values
+from axlearn_core.plugins.unregistered import CodeNames, code_name, with_values
 
+log = logging.getLogger(__name__)
 CONFIG = "config.yaml"
 
 
@@ -250,5 +254,36 @@ def open_checkpoint(
     if checkpointer is None:
         raise CheckpointError(f"{uri}/{CONFIG} is not a trainer's config: it has no checkpointer")
     if isinstance(checkpointer, OrbaxCheckpointer.Config):
-        return RunCheckpoint(uri, find_checkpoints(uri, storage, checkpointer.uri), config, step)
+        found = RunCheckpoint(uri, find_checkpoints(uri, storage, checkpointer.uri), config, step)
+        found.config = _trained_config(found, storage, config)
+        return found
     return WholeCheckpoint(uri, config, step)
+
+
+def _trained_config(checkpoint: RunCheckpoint, storage: Storage, config: Any) -> Any:
+    """The config inside a checkpoint, which is hashed with it: that of the run may have been edited since.
+
+    Only the input is the run's: a run that was moved reads its tokenizer elsewhere. Differences are said.
+    """
+    if CONFIG not in checkpoint.manifest.files:
+        return config  # an earlier version wrote it
+    place, path = checkpoint.place, f"{checkpoint.place.folder}{checkpoint.step}/{CONFIG}"
+    text = place.storage.read(path)
+    if manifest.describe(text) != {k: checkpoint.manifest.files[CONFIG].get(k) for k in ("bytes", "sha256")}:
+        raise place.damaged(checkpoint.step, [f"{CONFIG}: its hash is another one"])
+    if storage.read(CONFIG) == text:
+        return config
+    trained: Any = read_run_config(place.storage, place.name, path)
+    changes = diff(trained, config, code_name)
+    edited = [change for change, kind in change_kinds(changes, trained, config) if kind in DECISIVE]
+    if edited:
+        lines = [
+            f"    {c.path}: {c.old!r} in the checkpoint, {c.new!r} there"
+            + ("" if c.path.startswith("input.") else "; the checkpoint decides")
+            for c in edited[:12]
+        ]
+        more = [f"    and {len(edited) - 12} more"] if len(edited) > 12 else []
+        head = f"{checkpoint.uri}/{CONFIG} is not the config that step {checkpoint.step} was trained with"
+        log.warning("%s", "\n".join([head, *lines, *more]))
+    own = getattr(config, "input", None)
+    return trained if own is None else attrs.evolve(trained, input=own)

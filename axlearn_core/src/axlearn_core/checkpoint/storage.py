@@ -3,12 +3,14 @@
 import os
 import shutil
 import stat
+import sys
 import threading
 import uuid
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urlsplit
 
+from axlearn_core.config.files import open_regular, read_regular
 from axlearn_core.contracts.storage import Storage, StoredFile
 from axlearn_core.errors import MissingFileError, PluginError, RequestError, StorageError
 from axlearn_core.plugins.index import package_of
@@ -47,14 +49,14 @@ class LocalStorage:
     def read(self, path: str) -> bytes:
         """A whole file."""
         try:
-            return self._locate(path).read_bytes()
+            return read_regular(self._locate(path), sys.maxsize)
         except OSError as error:
             raise self._error(path, error) from error
 
     def read_into(self, path: str, begin: int, buffer: memoryview) -> None:
         """Fills `buffer` with the file from byte `begin` on."""
         try:
-            with self._locate(path).open("rb", buffering=0) as file:
+            with open(open_regular(self._locate(path)), "rb", buffering=0) as file:
                 file.seek(begin)
                 filled = 0
                 while filled < len(buffer):

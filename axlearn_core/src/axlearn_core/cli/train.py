@@ -23,7 +23,9 @@ def train(request: Any, run_dir: Path | None, restore_step: int | None, allow_dr
     Continues by itself where the run directory has a checkpoint. Ctrl-C saves and says how to go on.
     """
     from axlearn_core.train.api import train as run
+    from axlearn_core.train.signals import end_process_at_second_signal
 
+    end_process_at_second_signal()
     result = run(request, run_dir=run_dir, allow_drift=allow_drift, restore_step=restore_step, restart=restart)
     if result.stop_signal is not None:
         words = [w for w in sys.argv[1:] if w not in ("--allow-drift", "--restart")]

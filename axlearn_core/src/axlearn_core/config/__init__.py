@@ -1,12 +1,13 @@
 """Configs as trees of frozen values. Imports no JAX."""
 
-from axlearn_core.config.codec import Decoder, Document, Names, QualifiedNames, dump, encode, parse
+from axlearn_core.config.codec import Decoder, Names, QualifiedNames, dump, encode
 from axlearn_core.config.configured import configure
 from axlearn_core.config.flat import ABSENT, Change, diff, flatten
 from axlearn_core.config.node import REQUIRED, Configurable, Node, interface, node, setting
 from axlearn_core.config.offers import offers
 from axlearn_core.config.sizes import Scaled, size_of
 from axlearn_core.config.tree import check, find, get, map, matches, missing, patch, replace_config, walk
+from axlearn_core.config.yaml_file import Document, parse
 
 __all__ = [
     "ABSENT", "REQUIRED", "Change", "Configurable", "Decoder", "Document", "Names", "Node", "QualifiedNames", "Scaled",

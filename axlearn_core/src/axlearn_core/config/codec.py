@@ -1,4 +1,4 @@
-"""Config trees to and from YAML 1.2, by cattrs and ruamel.yaml.
+"""Config trees to plain data and back, by cattrs, and to YAML 1.2 by ruamel.yaml; `yaml_file` reads that.
 
 In a file, a node is a mapping whose `type:` names a registered component. A file can never name a Python object. All
 problems of a file are reported at once, with line numbers.
@@ -17,13 +17,12 @@ import attrs
 import cattrs
 import cattrs.gen
 from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from axlearn_core.config.flat import qualified_name
 from axlearn_core.config.node import REQUIRED, Node, hidden_defaults, hints_of, interface_fields, is_node
 from axlearn_core.config.tree import children, config_class, join
 from axlearn_core.config.types import Mismatch, check_type, describe, show
-from axlearn_core.errors import ConfigError, Problem, RequestError, nearest
+from axlearn_core.errors import SHOWN_PROBLEMS, ConfigError, Problem, RequestError, nearest
 
 
 class Names(Protocol):
@@ -94,81 +93,6 @@ def dump(data: Any) -> str:
     return stream.getvalue()
 
 
-@attrs.frozen
-class Document:
-    """A parsed YAML file: plain data, and the line (from 1) of every path in it."""
-
-    data: Any
-    lines: Mapping[str, int]
-    source: str
-
-    def locate(self, problem: Problem, prefix: str = "") -> Problem:
-        """The problem with the file and line of its path, or of the nearest parent that is in the file."""
-        path = problem.path
-        while path and join(prefix, path) not in self.lines:
-            path = path.rpartition(".")[0]
-        line = self.lines.get(join(prefix, path) if path else prefix)
-        return attrs.evolve(problem, where=f"{self.source}:{line}" if line else self.source)
-
-
-_TAG = "tag:yaml.org,2002:"
-_SCALARS = {_TAG + name for name in ("null", "bool", "int", "float", "str")}
-
-
-def parse(text: str, source: str = "<string>") -> Document:
-    """Reads YAML 1.2 safely: no tags, no duplicate keys, scalars by the core schema (`1e-4` is a float, `no` a string).
-
-    Raises:
-        ConfigError: the text is not YAML, with its line.
-    """
-    yaml = YAML(typ="safe", pure=True)
-    try:
-        root = yaml.compose(text)
-    except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f"{source}:{mark.line + 1}" if mark else source
-        raise ConfigError(Problem(path="", message=f"not valid YAML: {error.problem}", where=where)) from None
-    except YAMLError as error:
-        raise ConfigError(Problem(path="", message=f"not valid YAML: {error}", where=source)) from None
-    lines: dict[str, int] = {}
-    problems: list[Problem] = []
-
-    def problem(path: str, message: str, part: Any) -> None:
-        problems.append(Problem(path=path, message=message, where=f"{source}:{part.start_mark.line + 1}"))
-
-    def visit(part: Any, path: str, line: int | None = None, above: tuple[Any, ...] = ()) -> Any:
-        lines[path] = line or part.start_mark.line + 1
-        if any(part is p for p in above):
-            return problem(path, "contains itself", part)
-        if part.id == "scalar" and part.tag == _TAG + "timestamp":
-            return part.value  # the core schema knows no dates
-        if part.id == "scalar" and part.tag in _SCALARS:
-            try:
-                return yaml.constructor.construct_object(part)
-            except ValueError as error:
-                return problem(path, str(error), part)
-        if part.id == "sequence":
-            return [visit(p, join(path, str(i)), None, (*above, part)) for i, p in enumerate(part.value)]
-        if part.id != "mapping":
-            return problem(path, f"the YAML tag {part.tag} is not allowed", part)
-        result: dict[Any, Any] = {}
-        for key_part, value_part in part.value:
-            if key_part.id != "scalar":
-                problem(path, "a key has to be a plain name", key_part)
-                continue
-            key = visit(key_part, path, lines[path])
-            here = join(path, str(key))
-            if key in result:
-                problem(here, "is given twice", key_part)
-            result[key] = visit(value_part, here, key_part.start_mark.line + 1, (*above, part))
-        return result
-
-    data = visit(root, "") if root is not None else None
-    if problems:
-        raise ConfigError(problems)
-    return Document(data, lines, source)
-
-
 class Decoder:
     """Plain data to nodes, through cattrs with hooks that coerce nothing."""
 
@@ -206,7 +130,7 @@ class Decoder:
             for key, value in data.items():
                 try:
                     if key not in hints or key in interface_fields(type(current)):
-                        raise ConfigError(_unknown_key(type(current), str(key)))
+                        raise ConfigError(_unknown_key(type(current), str(key), len(problems)))
                     changes[key] = self.decode_at(current, key, value)
                 except ConfigError as error:
                     problems += error.problems
@@ -288,7 +212,8 @@ class Decoder:
             cls = kind
         else:
             raise ConfigError(Problem(path="type", message="is missing", expected="the name of a component"))
-        problems = [_unknown_key(cls, str(k)) for k in fields if k not in hints_of(cls) or k in interface_fields(cls)]
+        strange = [str(k) for k in fields if k not in hints_of(cls) or k in interface_fields(cls)]
+        problems = [_unknown_key(cls, key, i) for i, key in enumerate(strange)]
         bad = {p.path for p in problems}
         if cls not in self._generated:
             self._generated[cls] = cattrs.gen.make_dict_structure_fn(
@@ -332,7 +257,7 @@ def _slot(tree: Any, path: str) -> tuple[Any, Any]:
     return annotation, value
 
 
-def _unknown_key(cls: Any, key: str) -> Problem:
+def _unknown_key(cls: Any, key: str, number: int = 0) -> Problem:
     known = [n for n in hints_of(cls) if n not in interface_fields(cls)]
     if key in interface_fields(cls):
         return Problem(path=key, message=f"is passed to {cls.__qualname__} by its parent and cannot be set")
@@ -340,7 +265,7 @@ def _unknown_key(cls: Any, key: str) -> Problem:
         path=key,
         message=f"unknown key of {cls.__qualname__}",
         expected=f"one of {', '.join(known)}" if known else "nothing: it has no settings",
-        nearest=nearest(key, known),
+        nearest=nearest(key, known) if number < SHOWN_PROBLEMS else (),  # which takes longer than all the rest
     )
 
 

@@ -13,8 +13,9 @@ from immutabledict import immutabledict
 
 from axlearn_core.config.node import REQUIRED, Node, interface_fields, is_interface
 from axlearn_core.config.offers import refused
+from axlearn_core.config.slots import wrong_parts
 from axlearn_core.config.types import show
-from axlearn_core.errors import ConfigError, Problem, nearest
+from axlearn_core.errors import SHOWN_PROBLEMS, ConfigError, Problem, nearest
 
 
 def children(value: Any) -> dict[str, Any]:
@@ -61,7 +62,10 @@ def map(tree: Any, function: Callable[[Any], Any]) -> Any:  # the name of this o
 
 def matches(pattern: str, path: str) -> bool:
     """Whether a dotted path fits a pattern of `*` and `**` (a part may itself hold `*`, as in `layer*`)."""
-    return _fits(pattern.split(".") if pattern else [], path.split(".") if path else [])
+    parts = pattern.split(".") if pattern else []
+    # Several `**` in a row stand for what one does, and would be tried in every way.
+    parts = [p for i, p in enumerate(parts) if p != "**" or parts[i - 1 : i] != ["**"]]
+    return _fits(parts, path.split(".") if path else [])
 
 
 def _fits(pattern: list[str], parts: list[str]) -> bool:
@@ -90,19 +94,19 @@ def config_class(target: Any) -> type:
     raise TypeError(f"{target!r} has no Config")
 
 
-def get(tree: Any, path: str) -> Any:
-    """The value at a path; raises `ConfigError` with the nearest names where there is none."""
+def get(tree: Any, path: str, *, hint: bool = True) -> Any:
+    """The value at a path; raises `ConfigError`, with the nearest names where `hint`, where there is none."""
     value = tree
     done = ""
     for name in path.split(".") if path else []:
         below = children(value)
         if name not in below:
-            raise ConfigError(no_such_path(path, done, name, value))
+            raise ConfigError(no_such_path(path, done, name, value, hint=hint))
         value, done = below[name], join(done, name)
     return value
 
 
-def no_such_path(path: str, at: str, name: str, value: Any) -> Problem:
+def no_such_path(path: str, at: str, name: str, value: Any, *, hint: bool = True) -> Problem:
     """The problem of a path that stops at `at`, where `value` has nothing called `name`."""
     below = children(value)
     kind = type(value).__qualname__ if isinstance(value, Node) else f"a {type(value).__name__}"
@@ -111,18 +115,18 @@ def no_such_path(path: str, at: str, name: str, value: Any) -> Problem:
         path=path,
         message=f"no {name!r} in {at or 'the root'} ({kind})",
         expected=f"one of {known}" if below else f"nothing below {at!r}: it is a value, {show(value)}",
-        nearest=[join(at, n) for n in nearest(name, below)],
+        nearest=[join(at, n) for n in nearest(name, below)] if hint else (),
     )
 
 
-def expand(tree: Any, pattern: str) -> list[str]:
+def expand(tree: Any, pattern: str, *, hint: bool = True) -> list[str]:
     """The paths that a pattern stands for, at least one, or `ConfigError`; a plain path may add a key to a mapping."""
     if "*" not in pattern:
         parent = pattern.rpartition(".")[0]
-        if not (pattern and isinstance(get(tree, parent), Mapping)):
-            get(tree, pattern)
+        if not (pattern and isinstance(get(tree, parent, hint=hint), Mapping)):
+            get(tree, pattern, hint=hint)
         return [pattern]
-    found = list(find(tree, pattern))
+    found = [path for path in find(tree, pattern) if path]
     if not found:
         last = pattern.rpartition(".")[2]
         names = {p.rpartition(".")[2] for p, _ in walk(tree) if p}
@@ -154,7 +158,8 @@ def patch(tree: Any, edits: Mapping[str, Any], decode: Decode | None = None) -> 
     problems: list[Problem] = []
     for pattern, value in sorted(edits.items(), key=lambda e: e[0].count(".")):
         try:
-            for path in expand(tree, pattern):
+            # Nearest names take longer than all the rest, and are printed with the first problems only.
+            for path in expand(tree, pattern, hint=len(problems) < SHOWN_PROBLEMS):
                 tree = _set(tree, path.split(".") if path else [], decode(tree, path, value) if decode else value, "")
         except ConfigError as error:
             problems += error.problems
@@ -177,6 +182,15 @@ def _set(tree: Any, parts: list[str], value: Any, at: str) -> Any:
             )
         )
     below = children(tree)
+    if not isinstance(tree, (Node, Mapping, tuple)):
+        raise ConfigError(
+            Problem(
+                path=here,
+                message="is below a value that the same pattern sets",
+                got=show(tree),
+                fix="take a pattern that fits either the one or the other",
+            )
+        )
     try:
         return with_children(tree, {name: _set(below.get(name), rest, value, here)})
     except ConfigError as error:
@@ -273,7 +287,7 @@ def check(tree: Any) -> Any:
     unset = {p.path.rpartition(".")[0] for p in problems}
     for path, value in walk(tree):
         if isinstance(value, Node) and path not in unset:
-            wrong = [*value.validate(), *refused(value)]
+            wrong = [*value.validate(), *refused(value), *wrong_parts(value)]
             problems += [attrs.evolve(p, path=join(path, p.path) if p.path else path) for p in wrong]
     if problems:
         raise ConfigError(problems)

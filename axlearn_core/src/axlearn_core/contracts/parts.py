@@ -108,7 +108,11 @@ class Input(Protocol):
         ...
 
     def describe(self) -> Mapping[str, Any]:
-        """Facts for the run lock: files, bytes, a hash of their names and sizes, tokenizer hash."""
+        """Facts of the data: files, bytes, hashes of their names, sizes and contents, tokenizer hash.
+
+        They are in the run lock and in each checkpoint. A run does not go on where one of them changed, so they depend on
+        nothing but the data. `digests`, where given, is file -> hash, which names the file that changed.
+        """
         ...
 
 

@@ -22,8 +22,9 @@ import attrs
 from immutabledict import immutabledict
 
 from axlearn_core.config import Decoder, Document, Names, Node, dump, encode, parse
+from axlearn_core.config.files import read_regular
 from axlearn_core.config.types import show
-from axlearn_core.errors import ConfigError, Problem, RequestError, nearest
+from axlearn_core.errors import SHOWN_PROBLEMS, ConfigError, Problem, RequestError, nearest
 from axlearn_core.plugins.migrations import migrate_config
 
 
@@ -184,7 +185,7 @@ def read(path: str | Path, names: Names) -> Request:
     """A run file or a resolved config as a request; raises `ConfigError` with the line of every problem."""
     file = Path(path)
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_regular(file).decode("utf-8")
     except UnicodeDecodeError as error:
         raise RequestError(f"{path} is no text file: {error}") from None
     except OSError as error:
@@ -228,12 +229,14 @@ def _run(data: Mapping[str, Any], document: Document) -> Request:
                     path=str(key),
                     message="unknown key of a run file",
                     expected=f"one of {', '.join(_KEYS)}",
-                    nearest=nearest(str(key), _KEYS),
+                    nearest=nearest(str(key), _KEYS) if len(problems) < SHOWN_PROBLEMS else (),
                     fix=fix,
                 )
             )
         elif not isinstance(value, _KEYS[key]):
             problems.append(Problem(path=key, message="wrong type", got=show(value), expected=_EXPECTED[_KEYS[key]]))
+    if any(not str(path).strip() for path in data.get("set", {}) if isinstance(data.get("set"), Mapping)):
+        problems.append(Problem(path="set", message="has a key that names nothing", fix="give the path of a value"))
     if "experiment" not in data:
         problems.append(Problem(path="", message="names no experiment", fix="add `experiment: NAME`"))
     if problems:

@@ -334,7 +334,8 @@ class _Resolution:
         try:
             after = patch(tree, {path: s.value for path, s in edits.items()}, self.decoder.decode_at)
         except ConfigError as error:
-            raise ConfigError(_located(p, settings) for p in error.problems) from None
+            paths = {s.path: s for s in reversed(settings)}
+            raise ConfigError(_located(p, settings, paths) for p in error.problems) from None
         changes = {c.path: c for c in diff(tree, after, self.names.shown_name)}
         flat = flatten(after, self.names.shown_name)
         for pattern in edits:
@@ -359,7 +360,6 @@ def _setter(path: str, settings: Sequence[Setting]) -> str:
     return found.where if found else settings[0].where
 
 
-def _located(problem: Problem, settings: Sequence[Setting]) -> Problem:
-    exact = next((s for s in settings if s.path == problem.path), None)
-    found = exact or _setting_of(problem.path, settings)
+def _located(problem: Problem, settings: Sequence[Setting], paths: Mapping[str, Setting]) -> Problem:
+    found = paths.get(problem.path) or _setting_of(problem.path, settings)
     return attrs.evolve(problem, where=found.where) if found and not problem.where else problem

@@ -7,8 +7,8 @@ from typing import Any
 
 import attrs
 
-from axlearn_core.checkpoint import open_storage
-from axlearn_core.checkpoint.run import open_folder, read_run_config
+from axlearn_core.checkpoint import OrbaxCheckpointer, open_storage
+from axlearn_core.checkpoint.run import open_checkpoint, open_folder, read_run_config
 from axlearn_core.compose.devices import detect, settle
 from axlearn_core.config import Node, diff
 from axlearn_core.contracts.target import Detected
@@ -65,7 +65,7 @@ def train(
     path, notes = (Path(run_dir), ()) if run_dir else default_run_dir(resolved.title, resolved.config)
     names = CodeNames(resolved.names)
     text = write(resolved.config, names) if from_python else resolved.to_yaml()
-    old = saved_config(path)  # after the config is written as text: it may name values of code in the same way
+    old = _trained_config(path, restore_step)  # after the config is text: it may name values of code in the same way
     checked = RunDir.check(path, resolved.config, old, allow_drift=allow_drift, who=resolved.setter)
     if old is None:
         _check_stored(resolved, allow_drift=allow_drift)
@@ -141,6 +141,17 @@ def _computes_the_same(run_dir: Path, config: Node[Any]) -> bool:
     except CheckpointError:  # of components that are not installed now
         return False
     return old is not None and not refused_changes(diff(old, config, code_name), old, config)
+
+
+def _trained_config(run_dir: Path, step: int | None) -> Node[Any] | None:
+    """What a run was trained with: the config in the checkpoint that it goes on from, else that of the run directory."""
+    config: Any = saved_config(run_dir)
+    if config is None or not isinstance(getattr(config, "checkpointer", None), OrbaxCheckpointer.Config):
+        return config
+    try:
+        return open_checkpoint(run_dir, open_storage(run_dir), config, step).config
+    except (CheckpointError, StorageError):
+        return config  # there is none, or it is damaged, which is said where it is restored
 
 
 def saved_config(run_dir: str | Path) -> Node[Any] | None:

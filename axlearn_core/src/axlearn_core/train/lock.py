@@ -9,7 +9,6 @@ import attrs
 import importlib_metadata
 
 from axlearn_core.compose import Program
-from axlearn_core.contracts.parts import Input
 from axlearn_core.plugins.decisions import Decision
 from axlearn_core.train.run_dir import short_hash
 
@@ -31,13 +30,13 @@ def versions() -> dict[str, str]:
 
 def make_lock(
     program: Program,
-    source: Input,
+    facts: Mapping[str, Any],
     *,
     experiment: str,
     provenance: Mapping[str, Any] | None,
     decisions: Sequence[Decision] = (),
 ) -> dict[str, Any]:
-    """The lock, less what is known only once the step is compiled (kernels, fingerprint)."""
+    """The lock, less what is known only once the step is compiled (kernels, fingerprint). `facts`: of the data."""
     devices = program.layout.mesh.devices
     return {
         "experiment": experiment,
@@ -49,7 +48,7 @@ def make_lock(
         "mesh": {k: v for k, v in program.layout.mesh.shape.items() if v > 1},
         "flags": {**{k: os.environ[k] for k in FLAGS if os.environ.get(k)}, **program.compiler_options},
         "parameters": program.functional.num_parameters,
-        "data": dict(source.describe()),
+        "data": dict(facts),
         "decisions": [attrs.asdict(decision) for decision in decisions],
         "provenance": dict(provenance or {}),
     }

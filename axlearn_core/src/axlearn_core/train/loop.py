@@ -64,7 +64,8 @@ class TrainLoop(Configurable):
         with session:
             while session.step < session.max_steps and not session.stops():
                 session.beat("input")
-                batch = session.program.put(next(session.batches))
+                if (batch := self._next_batch(session, record)) is None:
+                    break
                 # While the devices compute the step before, waiting for a batch costs nothing.
                 session.beat("step", count_as=None if record.devices_idle() else "step")
                 session.first_batch(batch)
@@ -89,6 +90,18 @@ class TrainLoop(Configurable):
         if self.check is not None and self.check.due(session.step):
             return self.check.take_step(session, batch)
         return session.program.train_step(session.state, batch)
+
+    @staticmethod
+    def _next_batch(session: Session, record: "_Record") -> Any:
+        try:
+            return session.next_batch()
+        except Exception:  # whatever is wrong with the input, the steps so far are kept
+            if session.step > session.start_step and jax.process_count() == 1:
+                record.flush()
+                session.save(force=True)
+                session.checkpointer.wait()
+                say(f"the input failed; step {session.step} is saved")
+            raise
 
     @staticmethod
     def _evaluate_and_save(session: Session, *, last: bool) -> None:

@@ -18,13 +18,21 @@ from typing import Any
 import attrs
 
 from axlearn_core.config import Change, Node, diff
+from axlearn_core.config.files import read_regular
 from axlearn_core.config.kinds import DECISIVE, change_kinds, mathematics, microbatches
+from axlearn_core.config.types import show
 from axlearn_core.errors import CheckpointError, RequestError, WorkError
 from axlearn_core.plugins.unregistered import code_name, stable_repr
 
 Who = Callable[[str], str | None]
 SUPERVISOR = ("processes.jsonl", "launch")
 """What may be in the directory before the run is: events of its processes, their logs and compiled programs."""
+LOCK_TYPES: Mapping[str, type] = {
+    **dict.fromkeys(("versions", "flags", "data", "provenance", "mesh"), dict),
+    **dict.fromkeys(("run", "hash", "python", "devices", "hlo_fingerprint"), str),
+    "kernels": list,
+    "saved": bool,
+}
 
 
 def batch_dependence(config: Any) -> tuple[str, ...]:
@@ -70,6 +78,7 @@ class RunDir:
     path: Path
     resumes: bool
     notes: tuple[str, ...] = ()
+    allow_drift: bool = False
 
     @property
     def checkpoints(self) -> Path:
@@ -113,9 +122,10 @@ class RunDir:
                     f"{path} is not empty and is no run: it has no config.yaml\n    got: {', '.join(strangers)}\n"
                     "    fix: give another --run-dir; nothing was written"
                 )
-            return cls(path, resumes=False)
+            return cls(path, resumes=False, allow_drift=allow_drift)
         changes = check_config(f"{path} holds a run", old, config, allow_drift=allow_drift, who=who)
-        return cls(path, resumes=True, notes=tuple(f"changed since the run began: {show_change(c)}" for c in changes))
+        notes = tuple(f"changed since the run began: {show_change(c)}" for c in changes)
+        return cls(path, resumes=True, notes=notes, allow_drift=allow_drift)
 
     def write(self, config_text: str, lock: Mapping[str, Any]) -> None:
         """Writes the config and the lock, each in one piece. Raises `WorkError` where the directory cannot be written."""
@@ -127,16 +137,32 @@ class RunDir:
             raise WorkError(f"cannot write the run directory {self.path}: {error.strerror or error}") from error
 
     def read_lock(self) -> dict[str, Any]:
-        """The lock, or an empty one where it is missing or torn."""
-        try:
-            return json.loads((self.path / "run.lock.json").read_text())
-        except (OSError, ValueError):
+        """The lock, or an empty one where it is missing. Raises `CheckpointError` where it is damaged."""
+        file = self.path / "run.lock.json"
+        if not file.exists():
             return {}
+        try:
+            lock = json.loads(read_regular(file))
+        except (OSError, ValueError, RecursionError) as error:
+            raise _damaged_lock(file, str(error).partition("\n")[0][:200] or type(error).__name__) from None
+        if not isinstance(lock, dict):
+            raise _damaged_lock(file, f"a {type(lock).__name__}")
+        for name, kind in LOCK_TYPES.items():
+            if name in lock and not isinstance(lock[name], kind):
+                raise _damaged_lock(file, f"{name}: {show(lock[name])}")
+        return lock
 
     def write_fact(self, name: str, value: Any) -> None:
         """Adds one fact to the lock that is known only once the step is compiled."""
         lock = self.read_lock() | {name: value}
         write_whole(self.path / "run.lock.json", json.dumps(lock, indent=1, default=str) + "\n")
+
+
+def _damaged_lock(file: Path, problem: str) -> CheckpointError:
+    return CheckpointError(
+        f"{file} is damaged\n    got: {problem}\n"
+        "    fix: bring it back, such as from a checkpoint's folder, or delete it: the next run writes it anew"
+    )
 
 
 def check_config(

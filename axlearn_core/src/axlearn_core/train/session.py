@@ -3,11 +3,9 @@
 import math
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import attrs
@@ -21,6 +19,7 @@ from axlearn_core.contracts.parts import BatchIterator, Checkpointer, Input, Pro
 from axlearn_core.train.distributed import preempted, united
 from axlearn_core.train.evaluators import Evaluator
 from axlearn_core.train.phases import PhaseClock
+from axlearn_core.train.signals import InputWaitEnded, StopSignals
 
 
 def say(message: str) -> None:
@@ -52,6 +51,7 @@ class Session:
         clock: adds up the time of each phase.
         peak_flops: of all devices together for the dtype in use, or None where the hardware's peak is not known.
         metrics: the latest values.
+        facts: what the input said of its data (`Input.describe`), kept in each checkpoint.
         stop_signal: what asked the job to stop, once `stops` has said so.
         on_save: called before each save, on every process; what it raises stops the run.
     """
@@ -76,15 +76,30 @@ class Session:
     clock: PhaseClock = attrs.field(factory=PhaseClock)
     flops_per_step: int | None = None
     metrics: dict[str, float] = attrs.field(factory=dict)
+    facts: Mapping[str, Any] = attrs.field(factory=dict)
     stop_signal: int | None = None
     start_step: int = attrs.field(init=False)
     _saved_step: int = attrs.field(init=False)
-    _asked: int | None = attrs.field(init=False, default=None)
+    _signals: StopSignals = attrs.field(init=False)
     _measured: dict[str, int] = attrs.field(init=False, factory=dict)
-    _old: dict[int, Any] = attrs.field(init=False, factory=dict)
 
     def __attrs_post_init__(self) -> None:
         self.start_step, self._saved_step = self.step, self.step or -1
+        # One of several processes that stops waiting would leave the others waiting for it.
+        self._signals = StopSignals(_announce_stop, ends_input=jax.process_count() == 1)
+
+    def next_batch(self) -> Any:
+        """The next batch, on the devices; None where a signal to stop ended the wait for it.
+
+        Whatever the input raises is passed on.
+        """
+        try:
+            batch = self._signals.wait(lambda: next(self.batches))
+        except InputWaitEnded:
+            self.stop_signal = self._signals.asked
+            say("the input gives no batch; stopping without it")
+            return None
+        return self.program.put(batch)
 
     def first_batch(self, batch: Mapping[str, Any]) -> None:
         """Compiles the step for this batch and counts its FLOPs, once."""
@@ -147,7 +162,7 @@ class Session:
             return
         now = {k: v for k, v in self.metrics.items() if self._measured.get(k, self.step) == self.step}
         metrics = {k: v for k, v in now.items() if math.isfinite(v)}
-        extra = {"data": united(self.batches.get_state()), "step": self.step}
+        extra = {"data": united(self.batches.get_state()), "step": self.step, "facts": dict(self.facts)}
         save(self.step, self.state, extra=extra, metrics=metrics)
         if save == self.checkpointer.save:
             self._saved_step = self.step
@@ -178,7 +193,7 @@ class Session:
         Several processes agree on it: for SIGTERM, the notice of a preemption, at the next step; for SIGINT at the next step that
         is logged.
         """
-        asked = self._asked
+        asked = self._signals.asked
         if jax.process_count() > 1 and self.stop_signal is None:
             if preempted(self.step):
                 say("one of the processes was sent SIGTERM: stopping here, then saving")
@@ -191,23 +206,16 @@ class Session:
         return self.stop_signal is not None
 
     def __enter__(self) -> "Session":
-        if threading.current_thread() is threading.main_thread():
-            # In a job of several processes SIGTERM belongs to JAX, which tells the others; see `preempted`.
-            for name in (signal.SIGINT,) if jax.process_count() > 1 else (signal.SIGINT, signal.SIGTERM):
-                self._old[name] = signal.signal(name, self._stop)
+        # In a job of several processes SIGTERM belongs to JAX, which tells the others; see `preempted`.
+        self._signals.install(*((signal.SIGINT,) if jax.process_count() > 1 else (signal.SIGINT, signal.SIGTERM)))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name, handler in self._old.items():
-            signal.signal(name, handler)
+        self._signals.uninstall()
 
-    def _stop(self, number: int, _frame: FrameType | None) -> None:
-        if self._asked is not None:  # asked twice: at once
-            raise KeyboardInterrupt
-        self._asked = number
-        say(
-            "stopping after this step, then saving; once more stops at once and loses the steps since the last checkpoint"
-        )
+
+def _announce_stop() -> None:
+    say("stopping after this step, then saving; once more stops at once and loses the steps since the last checkpoint")
 
 
 class StepTimer:

@@ -29,10 +29,11 @@ from axlearn_core.contracts.parts import (
 )
 from axlearn_core.contracts.parts import Learner as LearnerProtocol
 from axlearn_core.contracts.target import Machine
-from axlearn_core.errors import RequestError
+from axlearn_core.errors import RequestError, WorkError
 from axlearn_core.learn import Learner
 from axlearn_core.nn.held import check_stateless
 from axlearn_core.plugins.decisions import Decision
+from axlearn_core.train.data_facts import check_facts, plain_facts
 from axlearn_core.train.distributed import Distributed
 from axlearn_core.train.evaluators import Evaluator, LossEvaluator
 from axlearn_core.train.lock import make_lock, peak_flops
@@ -88,9 +89,9 @@ class Trainer(Configurable):
         loop: Node[Loop] = TrainLoop.Config()
         profiler: Node[Profiler] | None = setting(default=None, kind="execution")
         watchdog: Node[Watchdog] | None = setting(default=None, kind="execution")
-        max_steps: int = setting(default=REQUIRED, kind="duration", ge=1)
+        max_steps: int = setting(default=REQUIRED, kind="duration", ge=1, le=2**31 - 1)  # steps are int32
         log_every_steps: int = setting(default=10, kind="execution", ge=1)
-        seed: int = setting(default=0, ge=0)
+        seed: int = setting(default=0, ge=0, le=2**63 - 1)
 
         def functions(self, functional: Functional) -> Mapping[str, Function]:
             """The pure functions of this experiment by name; see `axlearn_core.compose`."""
@@ -163,11 +164,14 @@ class Trainer(Configurable):
                 watchdog.start()
                 watchdog.beat("restore", 0)
             clock.begin("restore")
-            state, step, begins = self._restore(program, checkpointer, batches, restore_step, restart=restart)
+            facts = plain_facts(source.describe())
+            state, step, begins = self._restore(
+                program, checkpointer, batches, restore_step, restart=restart, facts=facts, old=old, run_dir=run_dir
+            )
             if state is None and not restart:
                 check_metrics(run_dir, old)
             frozen = FrozenWeights.of(program) if begins else None
-            lock = make_lock(program, source, experiment=experiment, provenance=provenance, decisions=decisions)
+            lock = make_lock(program, facts, experiment=experiment, provenance=provenance, decisions=decisions)
             lock |= {"run": run_id, SAVED: step > 0 or (old.get(SAVED, False) and not restart)}
             drift = lock_drift(old, lock) if old else []
             for decision in decisions:
@@ -227,18 +231,40 @@ class Trainer(Configurable):
                 profiler=profiler,
                 watchdog=watchdog,
                 clock=clock,
+                facts=facts,
             )
             closing.callback(lambda: clock.write("end", session.step))
-            loop.run(session)
+            self._run_loop(loop, session)
             session.beat("save")
             checkpointer.wait()
             on_save()
         return Result(run_dir.path, session.step, dict(session.metrics), session.stop_signal)
 
+    @staticmethod
+    def _run_loop(loop: Loop, session: Session) -> None:
+        try:
+            loop.run(session)
+        except RequestError as error:  # such as data that went bad: not the request's fault any more
+            if session.step == session.start_step:
+                raise
+            raise WorkError(f"after step {session.step}: {error}") from error
+
     def _restore(
-        self, program: Program, checkpointer: Any, batches: Any, wanted: int | None, *, restart: bool
+        self,
+        program: Program,
+        checkpointer: Any,
+        batches: Any,
+        wanted: int | None,
+        *,
+        restart: bool,
+        facts: Mapping[str, Any],
+        old: Mapping[str, Any],
+        run_dir: RunDir,
     ) -> tuple[Any, int, bool]:
-        """(state, step, whether the objective begins here) of a checkpoint; no state where there is none."""
+        """(state, step, whether the objective begins here) of a checkpoint; no state where there is none.
+
+        The position in the data is one in the data that the checkpoint was written with: other data is refused.
+        """
         if restart:
             if isinstance(checkpointer, OwnsCheckpoints):
                 checkpointer.restart()
@@ -257,6 +283,9 @@ class Trainer(Configurable):
                 raise RequestError(f"there is no checkpoint of step {step}\n    checkpoints: {known}")
             state, extra = checkpointer.restore(step, program.state)
         if "data" in extra:  # not where the run was made of a model from elsewhere
+            before = extra.get("facts") or old.get("data") or {}
+            for note in check_facts(run_dir.path, before, facts, allow_drift=run_dir.allow_drift):
+                say(f"note: {note}")
             batches.set_state(extra["data"])
         if extra.get(WEIGHTS_ONLY):
             say(f"starting from the weights of step {step}: the optimizer's state is new")

@@ -6,6 +6,7 @@ be read in slices into memory of our own: a mapped file would count as memory un
 """
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ import numpy as np
 from axlearn_core.checkpoint import LocalStorage
 from axlearn_core.contracts.storage import Storage
 from axlearn_core.errors import CheckpointError, RequestError, StorageError, nearest
+from axlearn_plugins_huggingface.members import member, read_json
 
 DTYPES: dict[str, Any] = {
     "F64": np.float64,
@@ -30,6 +32,9 @@ DTYPES: dict[str, Any] = {
 CODES = {str(np.dtype(dtype)): code for code, dtype in DTYPES.items()}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000
+HEADER_BYTES = 100_000_000
+"""The longest header of a safetensors file, as the safetensors library has it."""
+_EXPONENTS = {"F64": 0x7FF0 << 48, "F32": 0x7F80 << 16, "F16": 0x7C00, "BF16": 0x7F80}
 
 
 @attrs.frozen
@@ -37,6 +42,7 @@ class Stored:
     """One tensor in a file: where, what.
 
     Attributes:
+        name: as the file calls it.
         storage: what the file is read from, by its name.
     """
 
@@ -46,24 +52,33 @@ class Stored:
     start: int
     bytes: int
     storage: Storage
+    name: str = ""
 
     def rows(self, begin: int, end: int) -> np.ndarray:
         """Reads `[begin:end]` of the first axis; of a scalar, everything.
 
         Raises:
-            CheckpointError: the file ends before it.
+            CheckpointError: the file ends before it, or a value is not finite.
         """
         dtype = np.dtype(DTYPES[self.dtype])
         shape = (end - begin, *self.shape[1:]) if self.shape else ()
         made = np.empty(shape, dtype)
         row = self.bytes // self.shape[0] if self.shape and self.shape[0] else 0
-        view = made.reshape(-1).view(np.uint8).data
+        view = made.reshape(-1).view(np.uint8).data if made.size else memoryview(bytearray())
         try:
             self.storage.read_into(self.file.name, self.start + begin * row, view)
         except StorageError as error:
             raise CheckpointError(
                 f"{error}\n    fix: the file was changed while it was read; download it again"
             ) from error
+        bits = made.reshape(-1).view(f"u{dtype.itemsize}")
+        exponent = bits.dtype.type(_EXPONENTS[self.dtype])
+        if (bad := (bits & exponent) == exponent).any():
+            at = begin * max(1, math.prod(self.shape[1:])) + int(bad.argmax())
+            raise CheckpointError(
+                f"{self.file}: {self.name} holds {int(bad.sum())} values that are not finite, the first at "
+                f"{[int(i) for i in np.unravel_index(at, self.shape)]}\n    fix: download the model again, or take another one"
+            )
         return made
 
 
@@ -99,11 +114,19 @@ def stored_tensors(directory: Path, storage: Storage | None = None) -> dict[str,
 def _sharded(directory: Path, storage: Storage) -> dict[str, Stored]:
     index = directory / INDEX
     try:
-        weights: dict[str, str] = dict(json.loads(index.read_text("utf-8"))["weight_map"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        weights: dict[str, str] = dict(read_json(directory, INDEX)["weight_map"])
+        if not all(isinstance(file, str) for file in weights.values()):
+            raise TypeError("a shard whose name is not a string")
+    except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{index} is no index of safetensors: {type(error).__name__} {error}") from None
     files = sorted({*weights.values(), *(p.name for p in directory.glob("model-*.safetensors"))})
-    missing = [f for f in files if not (directory / f).is_file()]
+    outside = [f for f in files if Path(f).name != f]
+    if outside:
+        raise CheckpointError(
+            f"{index} names shards that are not in its directory: {', '.join(map(repr, outside[:4]))}\n"
+            "    fix: download the index and the shards together"
+        )
+    missing = [f for f in files if not (directory / f).exists()]
     if missing:
         raise CheckpointError(f"{index} names shards that are missing: {', '.join(missing)}\n    fix: download them")
     headers = {f: _header(directory / f, storage) for f in files}
@@ -117,12 +140,14 @@ def _sharded(directory: Path, storage: Storage) -> dict[str, Stored]:
 
 
 def _header(file: Path, storage: Storage) -> dict[str, Stored]:
-    size = file.stat().st_size
+    size = member(file.parent, file.name).stat().st_size
     try:
         with file.open("rb") as handle:
             length = int.from_bytes(handle.read(8), "little")
             if not 2 <= length <= size - 8:
                 raise ValueError(f"its header would have {length} bytes, and the file has {size}")
+            if length > HEADER_BYTES:
+                raise ValueError(f"its header would have {length:,} bytes, more than {HEADER_BYTES:,}")
             header: dict[str, Any] = json.loads(handle.read(length))
         header.pop("__metadata__", None)
         found = {}
@@ -130,7 +155,11 @@ def _header(file: Path, storage: Storage) -> dict[str, Stored]:
             begin, end = info["data_offsets"]
             if not all(type(n) is int and n >= 0 for n in (*info["shape"], begin, end)):
                 raise ValueError(f"{name} has the shape {info['shape']} and the offsets {info['data_offsets']}")
-            found[name] = Stored(file, info["dtype"], tuple(info["shape"]), 8 + length + begin, end - begin, storage)
+            found[name] = Stored(
+                file, info["dtype"], tuple(info["shape"]), 8 + length + begin, end - begin, storage, name
+            )
+    except RecursionError:
+        raise CheckpointError(f"{file} is no safetensors file: its header is nested too deeply") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file} is no safetensors file: {error}\n    fix: download it again") from None
     wanted = 8 + length
@@ -149,7 +178,7 @@ def _header(file: Path, storage: Storage) -> dict[str, Stored]:
                 f"{file}: {name} has the dtype {tensor.dtype}\n    expected: one of {', '.join(DTYPES)}\n"
                 "    fix: convert the model to bfloat16 first; quantized weights cannot be read"
             )
-        if tensor.bytes != int(np.prod(tensor.shape)) * np.dtype(DTYPES[tensor.dtype]).itemsize:
+        if tensor.bytes != math.prod(tensor.shape) * np.dtype(DTYPES[tensor.dtype]).itemsize:
             raise CheckpointError(
                 f"{file}: {name} {list(tensor.shape)} has {tensor.bytes} bytes\n    fix: download it again"
             )

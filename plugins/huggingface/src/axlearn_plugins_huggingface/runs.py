@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from axlearn_core.checkpoint import open_storage, split_weights
+from axlearn_core.checkpoint import LocalStorage, open_storage, split_weights
 from axlearn_core.compose import Functional, compose
 from axlearn_core.compose.devices import settle
 from axlearn_core.errors import ConfigError, RequestError
@@ -15,6 +15,7 @@ from axlearn_core.train.run_dir import RunDir
 from axlearn_core.train.session import say
 from axlearn_plugins_huggingface import files, stream
 from axlearn_plugins_huggingface.family import Family, Json, family, family_of
+from axlearn_plugins_huggingface.members import member
 from axlearn_plugins_huggingface.source import CONFIG, TOKENIZER, Source, open_model
 from axlearn_plugins_huggingface.table import Tensor, layout
 from axlearn_plugins_huggingface.weights import DirectoryWeights
@@ -69,7 +70,7 @@ def _keep(source: Source, run_dir: Path) -> None:
     folder.mkdir()
     for file in {f for pattern in SIDE_FILES for f in source.directory.glob(pattern)}:
         if file.name != files.INDEX:
-            shutil.copyfile(file, folder / file.name)
+            shutil.copyfile(member(source.directory, file.name), folder / file.name)
     if source.family.text:
         shutil.copyfile(source.directory / TOKENIZER, run_dir / TOKENIZER)
     stored = {n: [s.dtype, s.file.name] for n, s in source.stored.items()}
@@ -130,7 +131,11 @@ def _code(model: Functional, tensor: Tensor) -> str | None:
 def _kept_files(run_dir: str | Path) -> dict[str, bytes]:
     """Name -> content of what an import kept of the model directory besides the weights."""
     storage, folder = open_storage(run_dir), f"{KEPT}/"
-    return {f.path.removeprefix(folder): storage.read(f.path) for f in storage.list(folder)}
+    names = [f.path.removeprefix(folder) for f in storage.list(folder)]
+    if isinstance(storage, LocalStorage):
+        for name in names:
+            member(storage.root / KEPT, name)
+    return {name: storage.read(f"{folder}{name}") for name in names}
 
 
 def _described(kept: Mapping[str, bytes], config: Any) -> tuple[Family, Json]:

@@ -1,7 +1,6 @@
 """A model directory in Hugging Face format, opened: everything about it is checked, and no weight has been read."""
 
 import fnmatch
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,14 @@ from axlearn_core.plugins.resolve import Resolved, resolve
 from axlearn_plugins_huggingface import files, stream
 from axlearn_plugins_huggingface.family import Family, Json, Settings, families, family
 from axlearn_plugins_huggingface.files import Stored
+from axlearn_plugins_huggingface.members import member, read_json
 from axlearn_plugins_huggingface.table import Tensor, layout
 from axlearn_plugins_huggingface.unknown import unknown_type
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+LARGEST = 1 << 24
+"""The largest size in a config.json: of a vocabulary, a width."""
+_NO_SIZES = ("token_id", "theta", "position", "window", "_ctx", "length")
 COMPUTE = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
 
 
@@ -57,7 +60,7 @@ class Source:
 
 def is_model(directory: Path) -> bool:
     """Whether a directory may hold a model in this format: its `config.json` says what it is."""
-    return (directory / CONFIG).is_file() and "model_type" in _json(directory / CONFIG)
+    return (directory / CONFIG).is_file() and "model_type" in _json(directory)
 
 
 def open_model(
@@ -82,8 +85,8 @@ def open_model(
     """
     if not (directory / CONFIG).is_file():
         raise CheckpointError(f"{directory} has no {CONFIG}\n    fix: give the directory of a Hugging Face model")
-    data = _json(directory / CONFIG)
-    if data.get("model_type") not in families():
+    data = _json(directory)
+    if data.get("model_type") not in families():  # also of a type that no mapping has as a key
         raise unknown_type(directory, data)
     made = family(data["model_type"])
     dtype = COMPUTE.get(str(data.get("dtype") or data.get("torch_dtype")), "float32")
@@ -92,14 +95,17 @@ def open_model(
         more |= _tokenizer(directory, Settings(data), tokenizer)
     if stored_dtype:
         more["model.param_dtype"] = dtype
-    base, unread = made.resolve(data, **more)
+    found = files.stored_tensors(directory)
+    _check_sizes(directory, data, len(found))
+    base, unread = _resolve(made, directory, data, more)
     length = data.get("max_position_embeddings") or data.get("n_positions")
+    length = length if type(length) is int else None
     trainer: Any = base.config
     if length and getattr(trainer.input, "sequence_length", 0) > length:
-        base, unread = made.resolve(data, **more, **{"input.sequence_length": length})
+        base, unread = _resolve(made, directory, data, {**more, "input.sequence_length": length})
     resolved = resolve(attrs.evolve(Request.of(base.config, with_=with_, set=set), title=made.model_type))
     model = Functional.of(resolved.config.model)  # type: ignore[attr-defined]
-    tensors, stored = layout(model, made.table(model)), files.stored_tensors(directory)
+    tensors, stored = layout(model, made.table(model)), found
     if made.prefix and not any(n.startswith(made.prefix) for n in stored):
         bare = {n.removeprefix(made.prefix): t for n, t in tensors.items()}
         tensors = {n: attrs.evolve(t, name=n) for n, t in bare.items()}
@@ -117,14 +123,49 @@ def open_model(
     return Source(directory, data, made, resolved, model, tensors, kept, tuple(notes))
 
 
-def _json(file: Path) -> Json:
-    try:
-        data = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from None
+def _json(directory: Path) -> Json:
+    data = read_json(directory, CONFIG)
     if not isinstance(data, dict):
-        raise CheckpointError(f"{file} is no JSON object")
+        raise CheckpointError(f"{directory / CONFIG} is no JSON object")
     return data
+
+
+def _check_sizes(directory: Path, data: Json, count: int) -> None:
+    """Refuses sizes that no model has, before anything of that size is built. `count`: of the tensors in the files."""
+    problems = []
+    for key, value in data.items():
+        if type(value) is not int or any(part in key for part in _NO_SIZES):
+            continue
+        most = count if "layers" in key or key == "n_layer" else LARGEST
+        if not -1 <= value <= most:
+            files_have = f": the files have {count} tensors" if most == count else ""
+            problems.append(
+                Problem(
+                    path=f"config.json: {key}",
+                    message="is a size that this model cannot have",
+                    got=str(value)[:40],
+                    expected=f"at most {most:,}{files_have}",
+                    fix="take config.json and weights of the same model",
+                )
+            )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _resolve(made: Family, directory: Path, data: Json, more: Json) -> tuple[Resolved, list[str]]:
+    try:
+        return made.resolve(data, **more)
+    except (
+        TypeError,
+        ValueError,
+        ArithmeticError,
+        LookupError,
+        AttributeError,
+    ) as error:  # families compute with values
+        raise CheckpointError(
+            f"{directory / CONFIG} cannot be read as {data['model_type']}: {type(error).__name__}: {error}\n"
+            "    fix: take the config.json that belongs to the weights"
+        ) from error
 
 
 def _tokenizer(directory: Path, hf: Settings, place: Path | None) -> Json:
@@ -135,12 +176,19 @@ def _tokenizer(directory: Path, hf: Settings, place: Path | None) -> Json:
             f"{directory} has no {TOKENIZER}\n"
             "    fix: `AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)` of transformers writes one"
         )
+    member(directory, TOKENIZER)
     try:
         made = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exceptions
         raise CheckpointError(f"{file} is not a tokenizer.json that can be read: {error}") from None
     size = max(made.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-    if size > hf.need("vocab_size"):
+    if type(hf.need("vocab_size")) is not int:
+        raise ConfigError(
+            Problem(
+                path="config.json: vocab_size", message="wrong type", got=repr(hf["vocab_size"])[:80], expected="int"
+            )
+        )
+    if size > hf["vocab_size"]:
         raise ConfigError(
             Problem(
                 path="config.json: vocab_size",

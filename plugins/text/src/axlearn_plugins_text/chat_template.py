@@ -1,28 +1,26 @@
 """Conversations as text, by a Jinja template, with the places of what the assistant said.
 
 The templates are those of Hugging Face tokenizers (`chat_template` in tokenizer_config.json, or chat_template.jinja), run in
-Jinja's sandbox: a template is text that somebody else wrote, and may call nothing but what it is given.
+Jinja's sandbox, in a process of their own with limits of time and memory: a template is text that somebody else wrote, and
+may call nothing but what it is given.
 """
 
-import datetime
 import functools
 import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import attrs
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from axlearn_core.config import Configurable, node
 from axlearn_core.contracts.capabilities import EncodesSpecialTokens
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import InputError
 from axlearn_plugins_text.storage import open_file
+from axlearn_plugins_text.template_process import TemplateFailed, TemplateProcess
+from axlearn_plugins_text.template_server import BEGIN, END, FAILURES, compile_template
 
 PLAIN = (
     "{% for message in messages %}{{ message.role | capitalize }}:\n"
@@ -32,12 +30,9 @@ PLAIN = (
 )
 """For tokenizers that bring no template: the role on a line of its own, and the end-of-document token after answers."""
 
-# Unicode noncharacters: no text has them. They stand where an answer begins and ends, and for an end-of-document token
-# that has no spelling.
-_BEGIN, _END, EOS = "\ufdd0", "\ufdd1", "\ufdd2"
+EOS = "\ufdd2"  # as `BEGIN` and `END` a noncharacter; stands for an end-of-document token that has no spelling
 _FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 _KEPT = "huggingface"  # where imported runs keep what came with a model, besides the tokenizer itself
-_FAILURES = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
 
 class Span(NamedTuple):
@@ -94,20 +89,17 @@ class ChatTemplate(Configurable):
         return hashlib.sha256(json.dumps([self.source, self.special, self.config.today]).encode()).hexdigest()[:16]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self).items() if k != "_template"}  # compiled anew in each worker process
+        return {k: v for k, v in vars(self).items() if k != "_process"}  # each worker process has its own
 
     @functools.cached_property
-    def _template(self) -> jinja2.Template:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-        )
-        today = datetime.date.fromisoformat(self.config.today)
-        environment.filters["tojson"] = _to_json
-        environment.globals |= {"raise_exception": _raise, "strftime_now": today.strftime}
-        try:
-            return environment.from_string(self.source)
-        except jinja2.TemplateSyntaxError as error:
-            raise InputError(f"{self.name}: line {error.lineno}: {error.message}") from None
+    def _process(self) -> TemplateProcess | None:
+        """What renders it; None for the template of this package, which needs no limits."""
+        return None if self.source == PLAIN else TemplateProcess(self.source, self.config.today)
+
+    def _render(self, given: dict[str, Any]) -> str:
+        if self._process is None:
+            return _plain_template().render(given)
+        return self._process.render(given)
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, prompt: bool = False, tools: Any = None, where: str = "chat"
@@ -128,11 +120,15 @@ class ChatTemplate(Configurable):
         """
         given = {"messages": list(messages), "add_generation_prompt": prompt, "tools": tools, **self.special}
         try:
-            marked = self._template.render(given)
-        except _FAILURES as error:
+            marked = self._render(given)
+        except TemplateFailed as error:
+            if error.line is not None:
+                raise InputError(f"{self.name}: line {error.line}: {error}") from None
+            raise InputError(f"{where}: {self.name} cannot render it: {error}") from None
+        except FAILURES as error:
             raise InputError(f"{where}: {self.name} cannot render it: {error}") from None
         parts, spans, start = [], [], 0
-        for i, piece in enumerate(marked.replace(_END, _BEGIN).split(_BEGIN)):
+        for i, piece in enumerate(marked.replace(END, BEGIN).split(BEGIN)):
             parts.append(piece)
             if i % 2:
                 spans.append(Span(start, start + len(piece)))
@@ -196,19 +192,9 @@ class ChatTemplate(Configurable):
         return ids
 
 
-class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}`: what the assistant says."""
-
-    tags = {"generation"}  # noqa: RUF012  # as Jinja has it
-
-    def parse(self, parser: Any) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
-
-    @staticmethod
-    def _marked(caller: Any) -> str:
-        return f"{_BEGIN}{caller()}{_END}"
+@functools.cache
+def _plain_template() -> Any:
+    return compile_template(PLAIN, "2024-07-26")
 
 
 def _inside(offsets: Sequence[tuple[int, int]], answers: Sequence[Span]) -> list[bool]:
@@ -248,14 +234,3 @@ def _read(path: str) -> tuple[str | None, dict[str, str]]:
         config = os.path.join(os.path.dirname(path), "tokenizer_config.json")
         special = _read(config)[1] if os.path.isfile(config) else {}
     return template, special
-
-
-def _raise(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    """As templates of Hugging Face expect it: without HTML escapes."""
-    return json.dumps(
-        value, ensure_ascii=False, indent=indent, **{k: v for k, v in options.items() if k != "ensure_ascii"}
-    )

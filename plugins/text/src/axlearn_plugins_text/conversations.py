@@ -12,10 +12,11 @@ import numpy as np
 
 from axlearn_core.config import Configurable, node, setting
 from axlearn_core.errors import InputError, Problem, nearest
+from axlearn_plugins_text.fingerprint import DataFile
 from axlearn_plugins_text.jsonl import rows
 from axlearn_plugins_text.records import Document, decode
 from axlearn_plugins_text.sources import Part, Split, check_paths, is_held_out, many
-from axlearn_plugins_text.storage import DataFile, list_files, open_file
+from axlearn_plugins_text.storage import list_files, open_data
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -105,7 +106,7 @@ class ConversationRecords:
     def __getitem__(self, index: Any) -> Sequence[Document]:
         file = self.files[int(self.owners[index])]
         offset = int(self.offsets[index])
-        with open_file(file.path) as handle:
+        with open_data(file) as handle:
             handle.seek(offset)
             raw = handle.read(int(self.sizes[index]))
         return (Conversation(decode(file, offset, raw), where=self.name(index)),)

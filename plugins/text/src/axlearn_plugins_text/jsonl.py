@@ -7,8 +7,9 @@ from typing import Any
 import attrs
 
 from axlearn_core.errors import InputError
-from axlearn_plugins_text.records import decode
-from axlearn_plugins_text.storage import DataFile, open_file
+from axlearn_plugins_text.fingerprint import DataFile
+from axlearn_plugins_text.records import LINE_BYTES, decode, long_line
+from axlearn_plugins_text.storage import open_data
 
 
 @attrs.frozen
@@ -37,11 +38,13 @@ def rows(file: DataFile) -> Iterator[Row]:
         InputError: a line is no UTF-8, no JSON or no object, or there is no line with anything in it.
     """
     offset, found = 0, False
-    with open_file(file.path) as handle:
-        for number, raw in enumerate(handle, 1):
+    with open_data(file) as handle:
+        for number, raw in enumerate(iter(lambda: handle.readline(LINE_BYTES + 1), b""), 1):
             if raw.strip():
                 found = True
                 where = f"{file.name}, line {number}"
+                if len(raw) > LINE_BYTES:
+                    raise long_line(where, LINE_BYTES)
                 yield Row(parse(decode(file, offset, raw), where), number, offset, len(raw), where)
             offset += len(raw)
     if not found:
@@ -56,6 +59,8 @@ def parse(text: str, where: str) -> dict[str, Any]:
         raise InputError(
             f"{where}: is not JSON: {error.msg} at column {error.colno}\n    expected: one JSON object per line"
         ) from None
+    except RecursionError:
+        raise InputError(f"{where}: is nested too deeply\n    expected: one JSON object per line") from None
     if not isinstance(value, dict):
         raise InputError(f"{where}: is a {type(value).__name__}\n    expected: one JSON object per line")
     return value

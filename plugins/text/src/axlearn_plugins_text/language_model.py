@@ -21,6 +21,7 @@ from axlearn_plugins_text.batches import Batches, Indices
 from axlearn_plugins_text.records import Document
 from axlearn_plugins_text.sources import Part, Source, Split, describe
 from axlearn_plugins_text.tokenizers import token_bytes, vocabulary_problems
+from axlearn_plugins_text.workers import WorkerStream
 
 
 class LanguageModelInput(Configurable):
@@ -44,6 +45,8 @@ class LanguageModelInput(Configurable):
         num_shards: int | None = setting(default=None, gt=0)  # None: one for each row
         workers: int = setting(default=0, kind="execution", ge=0)  # processes that prepare batches; 0: a thread
         prefetch: int = setting(default=4, kind="execution", gt=0)  # batches prepared ahead
+        # How long a batch may take a worker, its start included; then another one takes its place.
+        worker_seconds: float = setting(default=300.0, kind="execution", gt=0, hide_default=True)
 
         def validate(self) -> Iterable[Problem]:
             """Each shard fills the same number of rows."""
@@ -111,7 +114,11 @@ class LanguageModelInput(Configurable):
             flags.FLAGS.mark_as_parsed()  # Grain's workers read absl flags, which have their defaults here
         options = grain.MultiprocessingOptions(num_workers=1, per_worker_buffer_size=cfg.prefetch)
         groups = [tuple(g.tolist()) for g in np.array_split(np.array(mine), min(cfg.workers, share))]
-        streams = {g: iter(shards(g).mp_prefetch(options, pipeline.start_worker)) for g in groups}
+
+        def stream(group: Sequence[int], pid_file: str) -> Any:
+            return iter(shards(group).mp_prefetch(options, functools.partial(pipeline.start_worker, pid_file)))
+
+        streams = {g: WorkerStream(functools.partial(stream, g), g, cfg.worker_seconds) for g in groups}
         return Batches(streams, workers=True, identify=identify)
 
     def evaluation(self) -> Batches:

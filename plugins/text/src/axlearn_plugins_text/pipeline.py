@@ -201,8 +201,13 @@ class _ShardsIterator(grain.DatasetIterator):
             parent.set_state(state[i])
 
 
-def start_worker(index: int, count: int) -> None:
-    """Run first in each Grain worker process: ends it when the process that started it is gone, even by `kill -9`."""
+def start_worker(pid_file: str, index: int, count: int) -> None:
+    """Run first in each Grain worker process: ends it when the process that started it is gone, even by `kill -9`.
+
+    Writes the process id into `pid_file`.
+    """
+    with open(pid_file, "w") as file:
+        file.write(str(os.getpid()))
     only_cpu(always=True)  # Grain imports JAX; no worker may take a device
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started it
     parent = os.getppid()

@@ -14,7 +14,8 @@ import attrs
 import numpy as np
 
 from axlearn_core.errors import InputError, nearest
-from axlearn_plugins_text.storage import DataFile, is_url, open_file
+from axlearn_plugins_text.fingerprint import DataFile
+from axlearn_plugins_text.storage import is_url, open_data, open_file
 
 
 @attrs.frozen
@@ -39,6 +40,9 @@ class Records(Protocol):
         ...
 
 
+LINE_BYTES = 1 << 24
+"""The longest line of a JSONL file, unless the source says otherwise: tokenizing a line takes about a hundred times its size."""
+
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
 
 
@@ -57,6 +61,7 @@ class FileRecords:
     chunk_bytes: int
     owners: np.ndarray
     parts: np.ndarray
+    line_bytes: int = LINE_BYTES
 
     @classmethod
     def of(
@@ -66,6 +71,7 @@ class FileRecords:
         format: str = "auto",
         text_field: str = "text",
         chunk_bytes: int | None = None,
+        line_bytes: int = LINE_BYTES,
         keep: Callable[[DataFile, int], bool] = lambda file, part: True,
     ) -> "FileRecords":
         """The records of `files` that `keep(file, part)` wants."""
@@ -77,7 +83,7 @@ class FileRecords:
             count = _open_parquet(file).num_row_groups if kind == "parquet" else -(-file.size // size)
             chosen += [(i, part) for part in range(count) if keep(file, part)]
         owners, parts = np.array(chosen, np.int32).reshape(-1, 2).T.copy()
-        return cls(tuple(files), formats, text_field, size, owners, parts)
+        return cls(tuple(files), formats, text_field, size, owners, parts, line_bytes)
 
     def __len__(self) -> int:
         return len(self.owners)
@@ -87,9 +93,10 @@ class FileRecords:
         file, kind = self.files[owner], self.formats[owner]
         if kind == "parquet":
             return self._row_group(file, part)
-        with open_file(file.path) as handle:
+        with open_data(file) as handle:
             ends = (part * self.chunk_bytes, (part + 1) * self.chunk_bytes)
-            start, stop = (_cut(handle, at, file.size, kind == "jsonl") for at in ends)
+            limit = self.line_bytes if kind == "jsonl" else None
+            start, stop = (_cut(handle, at, file, limit) for at in ends)
             handle.seek(start)
             raw = handle.read(stop - start)
         if kind == "jsonl":
@@ -106,10 +113,14 @@ class FileRecords:
         for line in raw.splitlines(keepends=True):
             if line.strip():
                 where = f"{file.name}: the line at byte {start}"
+                if len(line) > self.line_bytes:
+                    raise long_line(where, self.line_bytes)
                 try:
                     row = json.loads(decode(file, start, line))
                 except json.JSONDecodeError as error:
                     raise InputError(f"{where} is not JSON: {error.msg}\n    expected: one object per line") from None
+                except RecursionError:
+                    raise InputError(f"{where} is nested too deeply\n    expected: one object per line") from None
                 documents.append(Document(self._text(row, where)))
             start += len(line)
         return documents
@@ -144,6 +155,8 @@ def _open_parquet(file: DataFile) -> Any:
             f"cannot read {file.name}: Parquet files need pyarrow, which is not installed\n"
             "    fix: pip install 'axlearn-plugins-text[parquet]'"
         ) from None
+    with open_data(file):  # as it was when it was listed
+        pass
     try:
         return pyarrow.parquet.ParquetFile(open_file(file.path) if is_url(file.path) else file.path)
     except (pyarrow.ArrowException, OSError) as error:
@@ -152,7 +165,7 @@ def _open_parquet(file: DataFile) -> Any:
 
 def check_head(file: DataFile) -> None:
     """Raises `InputError` when the first bytes of what should be a text file are those of a binary one."""
-    with open_file(file.path) as handle:
+    with open_data(file) as handle:
         head = handle.read(4096)
     decode(file, 0, head, whole=len(head) == file.size)
 
@@ -172,8 +185,17 @@ def decode(file: DataFile, offset: int, raw: bytes, whole: bool = True) -> str:
     return text.removeprefix("\ufeff") if offset == 0 else text
 
 
-def _cut(handle: IO[bytes], at: int, size: int, lines_only: bool) -> int:
-    """The first line start at or after `at`; in text without line ends nearby, the first character start."""
+def long_line(where: str, limit: int) -> InputError:
+    """The error for a line of more bytes than are read into memory at once."""
+    return InputError(
+        f"{where} is longer than {limit:,} bytes\n    expected: one object per line\n"
+        "    fix: cut the document into several, or raise max_line_bytes of the source"
+    )
+
+
+def _cut(handle: IO[bytes], at: int, file: DataFile, line_bytes: int | None) -> int:
+    """The first line start at or after `at`; in text (no `line_bytes`) without line ends nearby, the first character start."""
+    size, lines_only = file.size, line_bytes is not None
     if at <= 0 or at >= size:
         return min(max(at, 0), size)
     position = at - 1
@@ -186,4 +208,6 @@ def _cut(handle: IO[bytes], at: int, size: int, lines_only: bool) -> int:
             near = block[1:5]
             return at + next((i for i, byte in enumerate(near) if byte & 0xC0 != 0x80), len(near))
         position += len(block)
+        if line_bytes is not None and position - at > line_bytes:
+            raise long_line(f"{file.name}: the line around byte {at}", line_bytes)
     return size

@@ -10,8 +10,10 @@ import attrs
 
 from axlearn_core.config import REQUIRED, Configurable, Node, node, setting
 from axlearn_core.errors import InputError, Problem
-from axlearn_plugins_text.records import FileRecords, Records, check_head, format_of
-from axlearn_plugins_text.storage import DataFile, is_url, list_files
+from axlearn_plugins_text.fingerprint import DataFile, fingerprint_files
+from axlearn_plugins_text.records import LINE_BYTES, FileRecords, Records, check_head, format_of
+from axlearn_plugins_text.storage import is_url, list_files
+from axlearn_plugins_text.urls import PROTOCOLS, url_problem
 
 Split = Literal["train", "validation"]
 
@@ -46,6 +48,8 @@ class Files(Configurable):
         format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
         text_field: str = "text"  # of JSONL and Parquet rows
         chunk_bytes: int | None = setting(default=None, gt=0)  # longest text read at once; None: by the amount of data
+        # Of JSONL; a longer line is an error, because tokenizing one takes about a hundred times its size.
+        max_line_bytes: int = setting(default=LINE_BYTES, kind="execution", gt=0, hide_default=True)
 
         def validate(self) -> Iterable[Problem]:
             """There is data, and one way of holding some out."""
@@ -72,7 +76,12 @@ class Files(Configurable):
             return not cfg.validation_fraction or is_held_out(key, cfg.validation_fraction) == held_out
 
         records = FileRecords.of(
-            files, format=cfg.format, text_field=cfg.text_field, chunk_bytes=cfg.chunk_bytes, keep=keep
+            files,
+            format=cfg.format,
+            text_field=cfg.text_field,
+            chunk_bytes=cfg.chunk_bytes,
+            line_bytes=cfg.max_line_bytes,
+            keep=keep,
         )
         return (Part(records, 1.0, files),) if len(records) else ()
 
@@ -81,6 +90,11 @@ def check_paths(paths: object, validation_paths: object, validation_fraction: fl
     """What is wrong with the fields of these names."""
     if not paths and not validation_paths:
         yield Problem(path="paths", message="names no data files", fix="set it to paths or globs")
+    for name, given in (("paths", paths), ("validation_paths", validation_paths)):
+        for path in many(given) if isinstance(given, (str, tuple)) else ():
+            if problem := url_problem(path):
+                expected = ", ".join(f"{p}://" for p in PROTOCOLS)
+                yield Problem(path=name, message=problem, got=path, expected=f"a path, or one of {expected}")
     if validation_paths and validation_fraction:
         yield Problem(path="validation_fraction", message="cannot be used together with validation_paths")
 
@@ -133,7 +147,7 @@ def standard_library_files() -> tuple[DataFile, ...]:
                 found.append(DataFile(path, os.path.relpath(path, root).replace(os.sep, "/"), size))
     if not found:
         raise InputError(f"the standard library of this Python has no source files in {root}")
-    return tuple(sorted(found, key=lambda f: f.name))
+    return fingerprint_files(sorted(found, key=lambda f: f.name))
 
 
 def is_held_out(name: str, fraction: float) -> bool:
@@ -175,13 +189,29 @@ class Mixture(Configurable):
         return tuple(attrs.evolve(p, weight=w / total) for p, w in weighed)
 
 
+DIGESTS = 64
+"""As many files as have their own digests in the run lock; of more there is one of all."""
+
+
 def describe(source: Source) -> dict[str, Any]:
-    """Facts for the run lock, contents unread: files, bytes, and a hash of splits, weights, names and sizes."""
-    facts = [
-        (split, p.weight, [(f.name, f.size) for f in p.files])
-        for split in ("train", "validation")
-        for p in source.parts(split)
-    ]
-    files = {(name, size) for _, _, listed in facts for name, size in listed}
-    digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
-    return {"files": len(files), "bytes": sum(size for _, size in files), "hash": digest}
+    """Facts for the run lock, by which a run that goes on notices other data.
+
+    Files, bytes, a hash of splits, weights, names and sizes, a hash of the contents, and of up to `DIGESTS` files their own.
+    """
+    parts = [(split, part) for split in ("train", "validation") for part in source.parts(split)]
+    listed = [(split, part.weight, [(f.name, f.size) for f in part.files]) for split, part in parts]
+    files = {f.name: f for _, part in parts for f in part.files}
+    contents = [(split, part.weight, [(f.name, f.digest) for f in part.files]) for split, part in parts]
+    facts = {
+        "files": len(files),
+        "bytes": sum(f.size for f in files.values()),
+        "hash": _hash(listed),
+        "content": _hash(contents),
+    }
+    if len(files) <= DIGESTS:
+        facts["digests"] = {name: file.digest for name, file in sorted(files.items())}
+    return facts
+
+
+def _hash(facts: Any) -> str:
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]

@@ -3,20 +3,13 @@
 import glob
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import IO, Any
 
-import attrs
-
+from axlearn_core.config.files import open_regular
 from axlearn_core.errors import InputError, nearest
-
-
-@attrs.frozen
-class DataFile:
-    """A file of training data: where it is, the name that reports and splits use for it, and its size in bytes."""
-
-    path: str
-    name: str
-    size: int
+from axlearn_plugins_text.fingerprint import DataFile, fingerprint_files, remote_digest
+from axlearn_plugins_text.urls import check_url
 
 
 def is_url(path: str) -> bool:
@@ -25,7 +18,11 @@ def is_url(path: str) -> bool:
 
 
 def filesystem(url: str) -> tuple[Any, str]:
-    """fsspec's filesystem for a URL, and the path in it; raises `InputError` when fsspec or its driver is missing."""
+    """fsspec's filesystem for a URL, and the path in it; raises `InputError` when fsspec or its driver is missing.
+
+    Only for protocols that are let through; see `urls`.
+    """
+    check_url(url)
     try:
         import fsspec
 
@@ -43,9 +40,20 @@ def open_file(path: str) -> IO[bytes]:
         if is_url(path):
             fs, inner = filesystem(path)
             return fs.open(inner, "rb")
-        return open(path, "rb")
+        return open(open_regular(Path(path)), "rb")
     except OSError as error:
         raise InputError(f"cannot read the data file {path}: {error.strerror or error}") from None
+
+
+def open_data(file: DataFile) -> IO[bytes]:
+    """Opens a data file; raises `InputError` where it is not what it was when it was listed."""
+    handle = open_file(file.path)
+    try:
+        file.check(handle)
+    except BaseException:
+        handle.close()
+        raise
+    return handle
 
 
 def list_files(patterns: Sequence[str]) -> tuple[DataFile, ...]:
@@ -65,7 +73,9 @@ def list_files(patterns: Sequence[str]) -> tuple[DataFile, ...]:
         if not data:
             raise InputError(f"the data file {pattern!r} is empty (0 bytes)")
         found |= data
-    return tuple(found[path] for path in sorted(found))
+    files = [found[path] for path in sorted(found)]
+    local = {f.path: f for f in fingerprint_files([f for f in files if not is_url(f.path)])}
+    return tuple(local.get(f.path, f) for f in files)
 
 
 def _local(pattern: str) -> list[DataFile]:
@@ -87,7 +97,13 @@ def _remote(url: str) -> list[DataFile]:
     except OSError as error:
         raise InputError(f"cannot list {url}: {error}") from None
     named = [(fs.unstrip_protocol(i["name"]), i) for i in infos if i["type"] == "file"]
-    return [DataFile(name, name, int(info["size"] or 0)) for name, info in named]
+    try:
+        return [
+            DataFile(name, name, int(info["size"] or 0), digest=remote_digest(info, fs) if info["size"] else "")
+            for name, info in named
+        ]
+    except OSError as error:
+        raise InputError(f"cannot read {url}: {error}") from None
 
 
 def _hint(pattern: str) -> str:

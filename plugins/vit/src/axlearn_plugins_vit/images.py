@@ -187,9 +187,12 @@ class ImageArrays(Images):
     def describe(self) -> Mapping[str, Any]:
         """The files."""
         facts = "".join(f"{f.name}:{f.stat().st_size};" for f in self.files)
+        content = hashlib.sha256()
+        for array in (*self._training, *self._rest):
+            content.update(np.ascontiguousarray(array).data)
         held_out = len(self._rest[1])
         return {"files": len(self.files), "images": len(self._training[1]) + held_out, "held_out": held_out,
-                "hash": hashlib.sha256(facts.encode()).hexdigest()[:16]}  # fmt: skip
+                "hash": hashlib.sha256(facts.encode()).hexdigest()[:16], "content": content.hexdigest()[:16]}  # fmt: skip
 
 
 def _matching(pattern: str) -> list[Path]:

@@ -3,12 +3,14 @@
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from axlearn_core.config import Configurable, node
+from axlearn_core.config.files import read_regular
 from axlearn_core.train.trackers.common import writing
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
@@ -115,18 +117,22 @@ def cut_back(path: Path, start_step: int) -> list[dict[str, Any]]:
     return [record for _, record in kept]
 
 
+def _is_finite(seconds: Any) -> bool:
+    return seconds is None or (type(seconds) in (int, float) and math.isfinite(seconds))
+
+
 def _parse(path: Path) -> tuple[list[tuple[bytes, dict[str, Any]]], list[str]]:
     try:
-        raw_lines = path.read_bytes().splitlines(keepends=True)
+        raw_lines = read_regular(path, sys.maxsize).splitlines(keepends=True)
     except FileNotFoundError:
         return [], []
     lines, remarks = [], []
     for number, raw in enumerate(raw_lines, 1):
         try:
             record = json.loads(raw)
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
-        if isinstance(record, dict) and type(record.get("step")) is int:
+        if isinstance(record, dict) and type(record.get("step")) is int and _is_finite(record.get("elapsed_seconds")):
             lines.append((raw, record))
         elif number == len(raw_lines) and not raw.endswith(b"\n"):
             remarks.append(f"{path.name}: the last line is incomplete, as after a sudden stop; it is left out")

@@ -1,0 +1,74 @@
+"""Whether what stands in a slot is of the slot's kind: has the methods of the protocol that annotates it."""
+
+import functools
+import inspect
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from axlearn_core.config.node import Node, hints_of, is_node
+from axlearn_core.errors import Problem
+
+
+def wrong_parts(value: Node[Any]) -> Iterator[Problem]:
+    """A problem for each part directly below a node whose class lacks methods of the slot's protocol.
+
+    Only classes are looked at: what a function returns is known once it is called. Attributes are not: instances have them.
+    """
+    for name, annotation in hints_of(type(value)).items():
+        protocol = _protocol(annotation)
+        if protocol is None:
+            continue
+        wanted = methods_of(protocol)
+        for path, part in _nodes(getattr(value, name, None), name):
+            owner = getattr(part, "owner", None) or _built_by(type(part))
+            if not inspect.isclass(owner) or getattr(type(part), "__configured__", False):
+                continue
+            if lacking := [method for method in wanted if not callable(getattr(owner, method, None))]:
+                yield Problem(
+                    path=path,
+                    message=f"a {owner.__qualname__} is not a {protocol.__name__}",
+                    got=f"{owner.__module__}:{owner.__qualname__}, without {', '.join(lacking)}",
+                    expected=f"a component with {', '.join(wanted)}",
+                    fix=f"give one that is a {protocol.__name__}; `axlearn plugins list` names what is installed",
+                )
+
+
+@functools.lru_cache(maxsize=1024)
+def _built_by(cls: type) -> Any:
+    """The class that a node without an owner says its `build` returns; None where it says none."""
+    try:
+        return typing.get_type_hints(cls.build).get("return")  # type: ignore[attr-defined]
+    except (NameError, TypeError, AttributeError):
+        return None
+
+
+def methods_of(protocol: type) -> list[str]:
+    """The public methods that a protocol asks for."""
+    found: dict[str, None] = {}
+    for base in reversed(protocol.__mro__):
+        if getattr(base, "_is_protocol", False) and base is not typing.Protocol:
+            members = vars(base).items()
+            found |= {n: None for n, m in members if inspect.isfunction(m) and (n == "__call__" or n[0] != "_")}
+    return list(found)
+
+
+def _protocol(annotation: Any) -> type | None:
+    """The protocol P of the first `Node[P]` in an annotation."""
+    arguments = typing.get_args(annotation)
+    if is_node(typing.get_origin(annotation)):
+        kind = arguments[0] if arguments else None
+        return kind if inspect.isclass(kind) and getattr(kind, "_is_protocol", False) else None
+    return next((found for a in arguments if (found := _protocol(a)) is not None), None)
+
+
+def _nodes(value: Any, path: str) -> Iterator[tuple[str, Node[Any]]]:
+    """The nodes of a slot: itself, or the items of a tuple or mapping."""
+    if isinstance(value, Node):
+        yield path, value
+    elif isinstance(value, tuple):
+        for i, item in enumerate(value):
+            yield from _nodes(item, f"{path}.{i}")
+    elif isinstance(value, typing.Mapping):
+        for name, item in value.items():
+            yield from _nodes(item, f"{path}.{name}")

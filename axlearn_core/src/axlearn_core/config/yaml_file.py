@@ -1,0 +1,138 @@
+"""Reads YAML 1.2, by ruamel.yaml: plain data with line numbers, within bounds that no config comes near."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+from ruamel.yaml import YAML
+from ruamel.yaml.composer import Composer
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+from axlearn_core.config.tree import join
+from axlearn_core.errors import ConfigError, Problem
+
+MAX_CHARACTERS = 1 << 20
+MAX_VALUES = 20_000
+MAX_DEPTH = 100
+
+
+class _TooMuch(Exception):
+    """A document beyond the bounds."""
+
+    def __init__(self, got: str, expected: str, part: Any):
+        super().__init__(got)
+        self.got, self.expected, self.line = got, expected, part.start_mark.line + 1
+
+
+class _Composer(Composer):
+    """Stops at a document that is too deep or too long while it is read."""
+
+    depth = count = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """One value with what is below it."""
+        self.depth += 1
+        self.count += 1
+        if self.depth > MAX_DEPTH:
+            raise _TooMuch(f"more than {MAX_DEPTH} levels", f"at most {MAX_DEPTH}", self.parser.peek_event())
+        if self.count > MAX_VALUES:
+            raise _TooMuch(f"more than {MAX_VALUES:,} values", f"at most {MAX_VALUES:,}", self.parser.peek_event())
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+def _too_much(got: str, expected: str, where: str) -> Problem:
+    return Problem(path="", message="is too large for a config", got=got, expected=expected, where=where)
+
+
+@attrs.frozen
+class Document:
+    """A parsed YAML file: plain data, and the line (from 1) of every path in it."""
+
+    data: Any
+    lines: Mapping[str, int]
+    source: str
+
+    def locate(self, problem: Problem, prefix: str = "") -> Problem:
+        """The problem with the file and line of its path, or of the nearest parent that is in the file."""
+        path = problem.path
+        while path and join(prefix, path) not in self.lines:
+            path = path.rpartition(".")[0]
+        line = self.lines.get(join(prefix, path) if path else prefix)
+        return attrs.evolve(problem, where=f"{self.source}:{line}" if line else self.source)
+
+
+_TAG = "tag:yaml.org,2002:"
+_SCALARS = {_TAG + name for name in ("null", "bool", "int", "float", "str")}
+
+
+def parse(text: str, source: str = "<string>") -> Document:
+    """Reads YAML 1.2 safely: no tags, no duplicate keys, scalars by the core schema (`1e-4` is a float, `no` a string).
+
+    Raises:
+        ConfigError: the text is not YAML, with its line, or more than a config can be.
+    """
+    if len(text) > MAX_CHARACTERS:
+        raise ConfigError(_too_much(f"{len(text):,} characters", f"at most {MAX_CHARACTERS:,}", source))
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Composer = _Composer
+    try:
+        root = yaml.compose(text)
+    except _TooMuch as error:
+        raise ConfigError(_too_much(error.got, error.expected, f"{source}:{error.line}")) from None
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{source}:{mark.line + 1}" if mark else source
+        raise ConfigError(Problem(path="", message=f"not valid YAML: {error.problem}", where=where)) from None
+    except YAMLError as error:
+        raise ConfigError(Problem(path="", message=f"not valid YAML: {error}", where=source)) from None
+    lines: dict[str, int] = {}
+    problems: list[Problem] = []
+
+    def problem(path: str, message: str, part: Any) -> None:
+        problems.append(Problem(path=path, message=message, where=f"{source}:{part.start_mark.line + 1}"))
+
+    count = 0
+
+    def visit(part: Any, path: str, line: int | None = None, above: tuple[Any, ...] = ()) -> Any:
+        nonlocal count
+        count += 1  # an alias counts as often as it is used
+        if count > MAX_VALUES or len(problems) > MAX_VALUES:
+            raise _TooMuch(f"more than {MAX_VALUES:,} values, aliases expanded", f"at most {MAX_VALUES:,}", part)
+        if len(above) > MAX_DEPTH:
+            raise _TooMuch(f"more than {MAX_DEPTH} levels", f"at most {MAX_DEPTH}", part)
+        lines[path] = line or part.start_mark.line + 1
+        if any(part is p for p in above):
+            return problem(path, "contains itself", part)
+        if part.id == "scalar" and part.tag == _TAG + "timestamp":
+            return part.value  # the core schema knows no dates
+        if part.id == "scalar" and part.tag in _SCALARS:
+            try:
+                return yaml.constructor.construct_object(part)
+            except (ValueError, KeyError) as error:  # an explicit tag that the value does not fit
+                kind = part.tag.removeprefix(_TAG)
+                return problem(path, f"is not of the tag !!{kind}: {str(error).partition(';')[0]}", part)
+        if part.id == "sequence":
+            return [visit(p, join(path, str(i)), None, (*above, part)) for i, p in enumerate(part.value)]
+        if part.id != "mapping":
+            return problem(path, f"the YAML tag {part.tag} is not allowed", part)
+        result: dict[Any, Any] = {}
+        for key_part, value_part in part.value:
+            if key_part.id != "scalar":
+                problem(path, "a key has to be a plain name", key_part)
+                continue
+            key = visit(key_part, path, lines[path])
+            here = join(path, str(key))
+            if key in result:
+                problem(here, "is given twice", key_part)
+            result[key] = visit(value_part, here, key_part.start_mark.line + 1, (*above, part))
+        return result
+
+    try:
+        data = visit(root, "") if root is not None else None
+    except _TooMuch as error:
+        raise ConfigError(_too_much(error.got, error.expected, f"{source}:{error.line}")) from None
+    if problems:
+        raise ConfigError(problems)
+    return Document(data, lines, source)

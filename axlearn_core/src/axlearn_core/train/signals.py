@@ -1,0 +1,111 @@
+"""Ctrl-C and SIGTERM of a training process: asked once it saves and stops, asked twice it ends, whatever it is doing."""
+
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+INPUT_SECONDS = 2.0
+"""How long a process that is asked to stop waits for the batch that it waits for."""
+END_SECONDS = 5.0
+"""How long a process that is asked twice may take to end by itself."""
+_ends_process = threading.Event()
+
+
+def end_process_at_second_signal() -> None:
+    """For the command line, whose process is the run's: a second signal ends it even where it hangs."""
+    _ends_process.set()
+
+
+class InputWaitEnded(Exception):
+    """A signal ended the wait for a batch."""
+
+
+class StopSignals:
+    """Signal handlers from `install` to `uninstall`; does nothing outside of the main thread.
+
+    The first signal is kept in `asked`. The second raises `KeyboardInterrupt`. A process of the command line is ended where it runs
+    `END_SECONDS` later still. A thread of its own sees to that, because Python runs no handler while native code does not return.
+
+    Args:
+        ask: called at the first signal.
+        ends_input: whether a wait for a batch is given up when the process is asked to stop.
+    """
+
+    def __init__(self, ask: Callable[[], None], *, ends_input: bool):
+        self.asked: int | None = None
+        self._ask, self._ends_input = ask, ends_input
+        self._waiting = False
+        self._old: dict[int, Any] = {}
+        self._sockets: tuple[socket.socket, socket.socket] | None = None
+        self._old_wakeup = -1
+
+    def install(self, *signals: int) -> None:
+        """Handles these signals."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in signals:
+            self._old[number] = signal.signal(number, self._stop)
+        self._old[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._end_wait)
+        receive, send = self._sockets = socket.socketpair()
+        send.setblocking(False)
+        self._old_wakeup = signal.set_wakeup_fd(send.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=_watch, args=(receive, signals), name="stop-signals", daemon=True).start()
+
+    def uninstall(self) -> None:
+        """Puts back what handled them before."""
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+        self._old = {}
+        if self._sockets is not None:
+            signal.set_wakeup_fd(self._old_wakeup)
+            self._sockets[1].close()  # ends the thread, which closes its own end
+            self._sockets = None
+
+    def wait(self, get: Callable[[], Any]) -> Any:
+        """What `get` returns. Raises `InputWaitEnded` where a signal ends the wait."""
+        self._waiting = True
+        try:
+            return get()
+        finally:
+            self._waiting = False
+            if self._old:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def _stop(self, number: int, _frame: FrameType | None) -> None:
+        if self.asked is not None:
+            raise KeyboardInterrupt
+        self.asked = number
+        self._ask()
+        if self._waiting and self._ends_input:
+            signal.setitimer(signal.ITIMER_REAL, INPUT_SECONDS)
+
+    def _end_wait(self, _number: int, _frame: FrameType | None) -> None:
+        if self._waiting:
+            raise InputWaitEnded
+
+
+def _watch(receive: socket.socket, signals: tuple[int, ...]) -> None:
+    """Ends the process some time after the second signal; returns when the socket is closed."""
+    count = 0
+    with receive:
+        while data := receive.recv(64):
+            count += sum(number in signals for number in data)
+            if count >= 2:
+                break
+        else:
+            return
+        if not _ends_process.is_set():
+            return
+        timer = threading.Timer(END_SECONDS, _end_process)
+        timer.daemon = True
+        timer.start()
+
+
+def _end_process() -> None:
+    print("stopped at once, as asked twice; the steps since the last checkpoint are lost", file=sys.stderr, flush=True)
+    os._exit(128 + signal.SIGINT)

@@ -1,0 +1,102 @@
+"""What a run directory says of itself, edited: the checkpoint's own hashed copy decides."""
+
+import re
+
+import pytest
+import tiny
+
+from axlearn_core.checkpoint import open_weights
+from axlearn_core.errors import CheckpointError, RequestError
+from axlearn_core.train.run_dir import RunDir
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    run = tmp_path_factory.mktemp("edited") / "run"
+    tiny.axlearn(*tiny.arguments(run, steps=3))
+    return run
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    import shutil
+
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+def edit(file, pattern, new):
+    text, count = re.subn(pattern, new, file.read_text(), count=1)
+    assert count == 1
+    file.write_text(text)
+
+
+def test_the_model_that_was_trained_is_loaded(run, caplog):
+    before = open_weights(run).config
+    edit(run / "config.yaml", r"eps: 1e-0?[56]", "eps: 0.5")
+    assert open_weights(run).config == before
+    assert "eps: " in caplog.text
+    assert "the checkpoint decides" in caplog.text
+    done = tiny.axlearn("generate", str(run), "--prompt", "def ", "--max-tokens", "4")
+    assert "is not the config that step 3 was trained with" in done.stderr
+
+
+def test_an_edited_config_does_not_agree_with_an_edited_request(run):
+    edit(run / "config.yaml", r"eps: 1e-0?[56]", "eps: 0.5")
+    wrong = tiny.arguments(run, steps=6, settings=("model.**.eps=0.5",))
+    done = tiny.axlearn(*wrong, code=2)
+    assert "holds a run with another config; nothing was written" in done.stderr
+    assert "eps" in done.stderr
+    tiny.axlearn(*tiny.arguments(run, steps=4))
+
+
+def test_an_edited_copy_in_the_checkpoint_is_damage(run):
+    edit(run / "checkpoints/3/config.yaml", r"eps: 1e-0?[56]", "eps: 0.5")
+    with pytest.raises(CheckpointError, match=r"config\.yaml: its hash is another one"):
+        open_weights(run)
+    done = tiny.axlearn(*tiny.arguments(run, steps=6), code=2)
+    assert "config.yaml: got sha256" in done.stderr
+
+
+LOCKS = {
+    "null": "null",
+    "list": "[1, 2]",
+    "text": '"abc"',
+    "number": "7",
+    "torn": '{"versions": {"jax',
+    "types": '{"versions": 3, "flags": [], "data": "x", "run": [1], "saved": "no", "hash": {}}',
+    "deep": "[" * 100_000,
+    "binary": "\x00\x01",
+}
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_a_lock_that_is_none_is_one_error(name, run):
+    (run / "run.lock.json").write_text(LOCKS[name])
+    with pytest.raises(RequestError, match=r"run\.lock\.json"):
+        RunDir(run, resumes=True).read_lock()
+    done = tiny.axlearn(*tiny.arguments(run, steps=4), code=2)
+    assert "run.lock.json" in done.stderr
+    assert "Traceback" not in done.stderr
+    (run / "run.lock.json").unlink()
+    tiny.axlearn(*tiny.arguments(run, steps=4))
+
+
+METRICS = {
+    "types": '{"step": 1, "loss": "x", "elapsed_seconds": [1]}\n',
+    "step": '{"step": "three", "loss": 1}\n',
+    "null": "null\n",
+    "deep": '{"step": ' + "[" * 100_000 + "\n",
+    "huge": '{"step": 1, "loss": 1e999, "elapsed_seconds": 1e999}\n',
+    "binary": "\x00\xff\n",
+}
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_metrics_of_wrong_types_stop_nothing(name, run):
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(METRICS[name])
+    done = tiny.axlearn(*tiny.arguments(run, steps=4))
+    assert "Traceback" not in done.stderr
+    tiny.axlearn("report", str(run))
