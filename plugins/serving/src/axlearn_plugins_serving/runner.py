@@ -71,7 +71,7 @@ class ModelRunner(Configurable):
         def validate(self) -> Iterable[Problem]:
             """Buckets that are not sizes, and more tokens than steps can count."""
             yield from super().validate()
-            most = 2**31 // self.block_size - 1
+            most = 2**31 // max(1, self.block_size) - 1
             if block_counts(self)[1] > most:
                 yield Problem(
                     path="num_blocks",
@@ -220,7 +220,7 @@ class ModelRunner(Configurable):
 
 def block_counts(cfg: ModelRunner.Config) -> tuple[int, int]:
     """Blocks: the most of one request, and all of the cache."""
-    each = -(-cfg.max_context // cfg.block_size)
+    each = -(-cfg.max_context // max(1, cfg.block_size))
     return each, cfg.num_blocks or cfg.max_rows * each
 
 
