@@ -16,6 +16,7 @@ from axlearn_plugins_serving.plan.serving_plan import held_in_compute_dtype, pla
 from axlearn_plugins_serving.plan.steps import Steps
 from axlearn_plugins_serving.runner import ModelRunner
 
+HEADS = ["--set", "model.decoder.layer.attention.num_heads=8"]
 SMALL = ["--set", "model.decoder.num_layers=1", "--set", "serving.runner.max_context=128"]
 SMALL += ["--set", "serving.runner.max_rows=4", "--set", "serving.runner.chunk_buckets=[]"]
 SIZES = {"max_rows": 4, "max_context": 128, "chunk_buckets": (), "row_buckets": ()}
@@ -26,36 +27,37 @@ def plan(*words):
 
 
 def test_what_eight_devices_hold():
-    done = plan("quickstart", "--serve", "--target", "cpu-4", "--json", *SMALL)
+    done = plan("quickstart", "--serve", "--target", "cpu-8", "--json", *SMALL, *HEADS)
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
-    assert found["mesh"] == {"tensor": 4}
+    assert found["mesh"] == {"tensor": 8}
     assert found["fits"]
     assert found["cache_tokens"] == 4 * 128
-    # keys and values of 1 of 4 heads of 32 float32 numbers
-    assert found["cache_bytes_per_token"] == 2 * 32 * 4
-    assert found["cache_bytes"] == 512 * 256
+    # keys and values of 1 of 8 heads of 16 float32 numbers
+    assert found["cache_bytes_per_token"] == 2 * 16 * 4
+    assert found["cache_bytes"] == 512 * 128
     assert found["weight_bytes"] < found["parameters"] * 4 / 3  # split, but for the norms
     assert found["tpot_seconds_alone"] is None  # this target has no figure for its peak
     alone, full = found["steps"]["alone"], found["steps"]["full"]
     assert full["requests"] == 4
     cache = found["cache_bytes_per_token"]
     assert full["hbm_traffic_bytes"] - alone["hbm_traffic_bytes"] == 3 * (found["context"] + 1) * cache
-    # an all-reduce after attention and one after the feed-forward layer: 2 x 3 / 4 of 128 numbers of each of 4 rows
-    assert full["link_bytes"] >= 2 * (2 * 3 / 4) * 4 * 128 * 4
+    # an all-reduce after attention and one after the feed-forward layer: 2 x 7 / 8 of 128 numbers of each of 4 rows
+    assert full["link_bytes"] >= 2 * (2 * 7 / 8) * 4 * 128 * 4
     assert found["layers_compiled"] is None
 
 
 def test_equal_layers_are_not_all_compiled(monkeypatch):
     cfg = patch(ModelRunner.Config(), SIZES)
-    machine = find_machine("cpu-2")
+    machine = find_machine("cpu-8")
     settle(machine)
     settings = {"model.decoder.num_layers": 6, "model.decoder.hidden_dim": 64}
+    settings |= {"model.decoder.layer.attention.num_heads": 8}
     model = resolve("quickstart", set=settings).config.model
-    found = Steps(cfg, model, machine, Mesh(shape={"tensor": 2}))
+    found = Steps(cfg, model, machine, Mesh(shape={"tensor": 8}))
     assert found.layers_compiled == (2, 3)
     monkeypatch.setattr(plan_steps, "DEPTHS", (8, 9))
-    whole = Steps(cfg, model, machine, Mesh(shape={"tensor": 2}))
+    whole = Steps(cfg, model, machine, Mesh(shape={"tensor": 8}))
     assert whole.layers_compiled is None
     for bucket in (whole.buckets[0], whole.buckets[-1]):
         a, b = (s.plan(bucket, 1, bucket.chunks * bucket.chunk, 64) for s in (found, whole))
@@ -65,7 +67,8 @@ def test_equal_layers_are_not_all_compiled(monkeypatch):
 
 
 def test_it_does_not_fit():
-    done = plan("quickstart", "--serve", "--target", "cpu", *SMALL, "--set", "serving.runner.num_blocks=9000000")
+    blocks = ["--set", "serving.runner.num_blocks=60000000"]
+    done = plan("quickstart", "--serve", "--target", "cpu-8", *SMALL, *HEADS, *blocks)
     assert done.exit_code == 1
     assert "does not fit: " in done.stdout
     assert "--set serving.runner.num_blocks=" in done.stdout
@@ -111,12 +114,16 @@ def test_programs_for_devices_that_are_not_here(tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["vit-tiny", "--target", "cpu"], "cannot be served: it does not generate tokens"),
+        (["vit-tiny", "--target", "cpu-8"], "cannot be served: it does not generate tokens"),
         (["quickstart"], "none is named"),
-        (["quickstart", "--target", "cpu", "--function", "decode"], "--serve and --function cannot be given together"),
-        (["quickstart", "--target", "cpu", "--set", "serving.runner.max_row=2"], "max_rows"),
-        (["quickstart", "--target", "cpu-3", *SMALL], "is not divisible by the mesh axes tensor"),
-        (["quickstart", "--target", "cpu", "--set", "serving.runner.mode=exact"], "mode"),
+        (
+            ["quickstart", "--target", "cpu-8", "--function", "decode"],
+            "--serve and --function cannot be given together",
+        ),
+        (["quickstart", "--target", "cpu-8", "--set", "serving.runner.max_row=2"], "max_rows"),
+        (["quickstart", "--target", "cpu-8", *SMALL], "is not divisible by the mesh axes tensor"),
+        (["quickstart", "--target", "cpu-8", "--set", "serving.runner.mode=exact"], "mode"),
+        (["quickstart", "--target", "cpu-8", "--set", "serving.runner.num_blocks=90000000"], "in 32 bits"),
     ],
 )
 def test_requests_that_are_wrong(words, says):

@@ -75,8 +75,16 @@ class ModelRunner(Configurable):
         kernel: str | None = None
 
         def validate(self) -> Iterable[Problem]:
-            """Buckets that are not sizes."""
+            """Buckets that are not sizes, and more tokens than steps can count."""
             yield from super().validate()
+            most = 2**31 // max(1, self.block_size) - 1
+            if block_counts(self)[1] > most:
+                yield Problem(
+                    path="num_blocks",
+                    message="a step counts tokens of the cache in 32 bits",
+                    got=str(block_counts(self)[1]),
+                    expected=f"at most {most}",
+                )
             for name in ("row_buckets", "chunk_buckets"):
                 if any(size < 1 for size in getattr(self, name)):
                     yield Problem(
@@ -235,7 +243,7 @@ class ModelRunner(Configurable):
 
 def block_counts(cfg: ModelRunner.Config) -> tuple[int, int]:
     """Blocks: the most of one request, and all of the cache."""
-    each = -(-cfg.max_context // cfg.block_size)
+    each = -(-cfg.max_context // max(1, cfg.block_size))
     return each, cfg.num_blocks or cfg.max_rows * each
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import attrs
 
-from axlearn_core.config import Decoder, patch
+from axlearn_core.config import Decoder, check, patch
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import Setting
@@ -19,6 +19,7 @@ def engine_config(settings: Sequence[Setting], max_queue: int | None = None) -> 
     """The default config with settings of paths under `serving.`.
 
     Raises:
+        ConfigError: values that do not fit together.
         RequestError: a path of something else, an unknown path, or a value that does not fit.
     """
     edits: dict[str, Any] = {} if max_queue is None else {f"{PREFIX}max_waiting": max_queue}
@@ -26,7 +27,9 @@ def engine_config(settings: Sequence[Setting], max_queue: int | None = None) -> 
         if not setting.path.startswith(PREFIX):
             raise RequestError(f"{setting.where}: not a path of the engine\n    expected: serving.PATH=VALUE")
         edits[setting.path] = setting.value
-    return patch({"serving": ServingEngine.Config()}, edits, Decoder(registry()).decode_at)["serving"]
+    config = patch({"serving": ServingEngine.Config()}, edits, Decoder(registry()).decode_at)["serving"]
+    check(config)
+    return config
 
 
 def add_adapters(config: ServingEngine.Config, adapters: Sequence[str]) -> ServingEngine.Config:

@@ -91,7 +91,7 @@ class Steps:
 
     def __init__(self, cfg: ModelRunner.Config, model: Node[Any], machine: Machine, mesh: Mesh):
         self.cfg, self.model, self.machine, self.mesh = cfg, model, machine, mesh
-        self.devices = absent(machine)
+        self.devices, self.depths = absent(machine), DEPTHS
         each, self.blocks = block_counts(cfg)
         self.buckets = buckets(cfg, each)
         self.program = self._build(model)
@@ -104,7 +104,7 @@ class Steps:
     @property
     def layers_compiled(self) -> tuple[int, ...] | None:
         """How many layers the compiled programs have; None where it is all of them."""
-        return DEPTHS if self.shallow else None
+        return self.depths if self.shallow else None
 
     def plan(self, bucket: StepBucket, requests: int, prompt: int, context: int) -> StepPlan:
         """Compiles a step.
@@ -141,22 +141,22 @@ class Steps:
     def _shallow(self) -> Sequence[ModelProgram]:
         """The programs of fewer layers, where all layers are alike; empty where all have to be compiled."""
         layers = find(self.model, LAYERS).get(LAYERS)
-        if not isinstance(layers, int) or layers <= max(DEPTHS) + 1:
+        if not isinstance(layers, int) or layers <= max(self.depths) + 1:
             return ()
         try:
-            programs = [self._build(patch(self.model, {LAYERS: depth})) for depth in DEPTHS]
+            programs = [self._build(patch(self.model, {LAYERS: depth})) for depth in self.depths]
         except ConfigError:  # layers that are told apart by their number
             return ()
         first, second = (shard_bytes(p.arguments("serve", self.buckets[0])[:2]) for p in programs)
         whole = shard_bytes(self.program.arguments("serve", self.buckets[0])[:2])
-        alike = second + (second - first) * (layers - DEPTHS[1]) == whole
+        alike = second + (second - first) * (layers - self.depths[1]) == whole
         return programs if alike else ()
 
     def _compile(self, bucket: StepBucket) -> Compiled:
         if not self.shallow:
             return self._read(self.program, bucket)
         first, second = (self._read(program, bucket) for program in self.shallow)
-        return first.continued(second, find(self.model, LAYERS)[LAYERS] - DEPTHS[1])
+        return first.continued(second, find(self.model, LAYERS)[LAYERS] - self.depths[1])
 
     def _read(self, program: ModelProgram, bucket: StepBucket) -> Compiled:
         try:

@@ -79,7 +79,6 @@ def serve_replicas(
             "replicas are run by Ray Serve, which is not installed\n    fix: pip install 'axlearn-plugins-serving[ray]'"
         ) from error
     stopped = threading.Event()
-    old = {number: signal.signal(number, lambda *_: stopped.set()) for number in (signal.SIGINT, signal.SIGTERM)}
     ray.init(ignore_reinit_error=True, log_to_driver=False, include_dashboard=False)
     try:
         serve.start(http_options={"host": host, "port": port})
@@ -97,11 +96,11 @@ def serve_replicas(
             serve.run(model.bind(), name=NAME, route_prefix="/")
         except RuntimeError as error:
             raise WorkError(f"the replicas cannot start: {error}") from error
+        for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which has handlers of its own
+            signal.signal(number, lambda *_: stopped.set())
         ready(f"http://{host}:{port}")
         stopped.wait()
     finally:
         serve.shutdown()
         ray.shutdown()
-        for number, handler in old.items():
-            signal.signal(number, handler)
     return 0
