@@ -2,11 +2,12 @@
 
     uv run python benchmarks/layout_search.py [--only TEXT] [--budget MINUTES] [--sample N] [--json FILE] [--cache DIR]
 
-For each training: how long the ranking of all legal layouts takes; the best layout that the search compiles within its budget beside
-the layout that ships and the one that the paper names (arXiv 2507.05411: tensor parallelism over a host of H100s, FSDP across); then
-`--sample` layouts spread evenly over the ranking, from the fastest to the slowest that fits by estimate, compiled: Kendall's tau
-of the estimated times against those from the compiled programs' FLOPs, bytes and collectives, and how far the estimated memory is
-from the compiled one. Times are of the model of docs/plan.md ("predicted"), not of a run.
+For each training: how long the ranking of all legal layouts takes; the best layout that the search compiles within its
+budget beside the layout that ships and the one that the paper names (arXiv 2507.05411: tensor parallelism over a host of
+H100s, FSDP across); then `--sample` layouts spread evenly over the ranking, from the fastest to the slowest that fits by
+estimate, compiled: Kendall's tau of the estimated times against those from the compiled programs' FLOPs, bytes and
+collectives, and how far the estimated memory is from the compiled one. Times are of the model of docs/plan.md ("predicted"),
+not of a run.
 """
 
 import argparse
