@@ -2,11 +2,12 @@
 
     uv run python benchmarks/layout_search.py [--only TEXT] [--budget MINUTES] [--sample N] [--json FILE] [--cache DIR]
 
-For each training: how long the ranking of all legal layouts takes; the best layout that the search compiles within its budget beside
-the layout that ships and the one that the paper names (arXiv 2507.05411: tensor parallelism over a host of H100s, FSDP across); then
-`--sample` layouts spread evenly over the ranking, from the fastest to the slowest that fits by estimate, compiled: Kendall's tau
-of the estimated times against those from the compiled programs' FLOPs, bytes and collectives, and how far the estimated memory is
-from the compiled one. Times are of the model of docs/plan.md ("predicted"), not of a run.
+For each training: how long the ranking of all legal layouts takes; the best layout that the search compiles within its
+budget beside the layout that ships and the one that the paper names (arXiv 2507.05411: tensor parallelism over a host of
+H100s, FSDP across); then `--sample` layouts spread evenly over the ranking, from the fastest to the slowest that fits by
+estimate, compiled: Kendall's tau of the estimated times against those from the compiled programs' FLOPs, bytes and
+collectives, and how far the estimated memory is from the compiled one. Times are of the model of docs/plan.md ("predicted"),
+not of a run.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -64,7 +66,7 @@ def measure(row: Row, args, say) -> dict:
     cache, clock = Cache(args.cache), Clock(60 * args.budget)
     result = search(request, [space], cache, clock, args.front, say) if args.front else None
     paper = [r for r in ranked if same(r.choice, row.paper)][:1]
-    capacity = space.machine.target.hbm_bytes
+    capacity = space.machine.target.hbm_bytes or float("inf")
     sample = spread([r for r in ranked if r.estimate.total < 0.97 * capacity], args.sample)
     clock = Clock(60 * args.budget)
     rows = [*[r for r in ranked if r.choice.shipped], *paper, *sample]
@@ -115,7 +117,8 @@ def lines(found: dict) -> list[str]:
             text.append(f"    {name:8} {f['seconds']:.3f} s  {f['gib']:.1f} GiB  fits: {f['fits']}  {f['words']}")
     sample = found["sample"]
     if len(sample) > 1:
-        tau = kendalltau([s["estimated_seconds"] for s in sample], [s["seconds"] for s in sample]).statistic
+        found_tau: Any = kendalltau([s["estimated_seconds"] for s in sample], [s["seconds"] for s in sample])
+        tau = found_tau.statistic
         errors = sorted(abs(s["estimated_gib"] / s["gib"] - 1) for s in sample)
         close = sum(e <= 0.05 for e in errors)
         found.update(tau=tau, memory_errors=errors)

@@ -20,6 +20,8 @@ from axlearn_plugins_plan.predict import Model, Step, known, log_ratio
 FILE = Path(__file__).parents[1] / "plugins/plan/src/axlearn_plugins_plan/steps.toml"
 PRIOR = 0.15
 """How far, in logarithms, the efficiencies of targets lie from their mean: what a fit adds for a target of few steps."""
+LEAST = 0.1
+"""Of the communication, what a step waits for at the least: a search would take what costs nothing without end."""
 
 
 def unpack(values: np.ndarray, targets: list[str], platforms: list[str], spread: float = 1.0) -> Model:
@@ -41,7 +43,7 @@ def fit(steps: list[Step], targets: list[str], platforms: list[str]) -> Model:
         return np.concatenate([misses, prior, exposed, [values[len(targets)] / 2.0]])
 
     start = np.concatenate([np.full(len(targets), np.log(0.7)), [-0.8, 0.05], np.full(len(platforms), 0.5)])
-    low = np.concatenate([np.full(len(targets), -3.0), [-3.0, 0.0], np.zeros(len(platforms))])
+    low = np.concatenate([np.full(len(targets), -3.0), [-3.0, 0.0], np.full(len(platforms), LEAST)])
     high = np.concatenate([np.full(len(targets), 0.0), [0.0, 0.5], np.ones(len(platforms))])
     return unpack(least_squares(residuals, start, bounds=(low, high)).x, targets, platforms)
 

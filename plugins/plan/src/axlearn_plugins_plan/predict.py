@@ -3,8 +3,8 @@
     seconds = (compute / efficiency + exposed * (links + network)) * (chips / 256) ** scale
 
 with an efficiency for each target, one factor for products of groups of rows (experts), and for each platform the share of the
-communication that a step waits for. `steps.toml` has the steps with their citations, and what was fitted to them
-(`benchmarks/step_times.py` fits anew, and prints the error of each step when it is left out).
+communication that a step waits for; and no step is shorter than what it sends. `steps.toml` has the steps with their citations,
+and what was fitted to them (`benchmarks/step_times.py` fits anew, and prints the error of each step when it is left out).
 """
 
 import math
@@ -68,8 +68,9 @@ class Model:
     def seconds(self, target: str, platform: str, chips: int, bound: Any, *, grouped: bool = False) -> float:
         """Of a step whose `compute`, `links` and `network` are those of `bound`."""
         efficiency = self.efficiency[target] * (self.grouped if grouped else 1.0)
-        waiting = self.exposed.get(platform, 1.0) * ((bound.links or 0.0) + (bound.network or 0.0))
-        return (bound.compute / efficiency + waiting) * max(1.0, chips / BASE_CHIPS) ** self.scale
+        sent = bound.links or 0.0, bound.network or 0.0
+        busy = max(bound.compute / efficiency + self.exposed.get(platform, 1.0) * sum(sent), *sent)
+        return busy * max(1.0, chips / BASE_CHIPS) ** self.scale
 
 
 @attrs.frozen(kw_only=True)

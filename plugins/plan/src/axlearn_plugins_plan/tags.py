@@ -106,7 +106,8 @@ def _device_bytes(jaxpr: Any, made: Mapping[Any, Any], equation: Any, placement:
     size = aval.size * aval.dtype.itemsize
     if local:
         return size
-    beside = [made.get(equation.invars[0])] if equation.invars[0] in made else []
+    operand = equation.invars[0]
+    beside = [made.get(operand)] if not hasattr(operand, "val") else []  # literals hash by identity only
     beside += [e for e in jaxpr.eqns if e.invars and e.invars[0] is equation.outvars[0]]
     for neighbour in beside:
         if neighbour is not None and neighbour.primitive.name == "sharding_constraint":

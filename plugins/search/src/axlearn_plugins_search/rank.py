@@ -7,7 +7,6 @@ from typing import Any
 import attrs
 
 from axlearn_core.compose import Program
-from axlearn_core.compose.devices import absent, settle
 from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import RequestError, unknown
 from axlearn_core.plugins.registry import registry
@@ -62,10 +61,8 @@ class Space:
         self.machine = machine_of(resolved)
         self.fitted = coefficients(self.machine.target)
         self.base = resolved.config
-        settle(self.machine)
-        self.devices = absent(self.machine)
         self.batch = abstract_batch(self.base)
-        self.program = program_alone(self.base, self.machine, self.devices)
+        self.program = program_alone(self.base, self.machine)
 
     @property
     def rows(self) -> int:
@@ -84,7 +81,7 @@ class Space:
             if remat is not None:
                 kept = tuple(f for f in request.features if f.name != "remat")
                 request = attrs.evolve(request, features=(*kept, parse_feature(remat)))
-            program = program_alone(resolve(request).config, self.machine, self.devices)
+            program = program_alone(resolve(request).config, self.machine)
             self._programs[remat] = program, trace_step(program, self.batch)
         return self._programs[remat][1]
 
@@ -101,18 +98,16 @@ class Space:
                 continue
         whole = MeshChoice(shape={"fsdp": 1})
         figures = MeshFigures(self.program, self.base, attrs.evolve(self.machine, chips=1, domains=1), whole)
-        sizes = {o: (figures.local(t.kept), t.flops) for o, t in found.items()}
+        sizes = {o: (figures.local(t.kept), figures.local(t.kept, offloaded=True), t.flops) for o, t in found.items()}
+        order = list(sizes)
 
-        def worse(option: str | None) -> bool:
-            kept, flops = sizes[option]
-            others = [(o, s) for o, s in sizes.items() if o != option]
-            order = list(sizes)
-            return option is not None and any(
-                k <= kept and f <= flops and ((k, f) != (kept, flops) or order.index(o) < order.index(option))
-                for o, (k, f) in others
+        def as_good(one: str | None, other: str | None) -> bool:
+            equal = sizes[one] == sizes[other]
+            return all(a <= b for a, b in zip(sizes[one], sizes[other], strict=True)) and (
+                not equal or order.index(one) < order.index(other)
             )
 
-        return {o: t for o, t in found.items() if not worse(o)}
+        return {o: t for o, t in found.items() if o is None or not any(as_good(p, o) for p in sizes if p != o)}
 
     def base_steps(self) -> int:
         """Microbatches, as the request has them."""
@@ -187,8 +182,11 @@ class Space:
 
 
 def order(row: Ranked) -> tuple[Any, ...]:
-    """Layouts are compared by the seconds of a row of the batch, then by memory, then by how little they change."""
-    return row.seconds / max(row.rows, 1), row.estimate.total, len(row.choice.words), row.choice.words
+    """Layouts are compared by the seconds of a row of the batch, then by memory, then by how little they change.
+
+    Differences beyond the fifth digit are of the formulas' rounding.
+    """
+    return float(f"{row.seconds / max(row.rows, 1):.5e}"), row.estimate.total, len(row.choice.words), row.choice.words
 
 
 def step_seconds(machine: Machine, bound: Any, grouped: bool) -> float:

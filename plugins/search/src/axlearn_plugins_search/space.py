@@ -10,7 +10,8 @@ import attrs
 import jax
 
 from axlearn_core.compose import Program
-from axlearn_core.compose.layout import Layout
+from axlearn_core.compose.devices import absent
+from axlearn_core.compose.layout import Layout, make_mesh
 from axlearn_core.config import patch
 from axlearn_core.contracts.mesh import MESH_AXES, Mesh
 from axlearn_core.contracts.target import Machine
@@ -110,6 +111,7 @@ def meshes(program: Program, config: Any, machine: Machine, free: Sequence[str])
         machine: how many devices there are, in which domains.
         free: the axes whose sizes may change.
     """
+    on_torus = absent(machine) if machine.target.platform == "tpu" else None
     sizes = config.mesh.sizes(machine.devices)
     fixed = {a: n for a, n in sizes.items() if a not in free}
     left = machine.devices // math.prod(fixed.values())
@@ -120,6 +122,8 @@ def meshes(program: Program, config: Any, machine: Machine, free: Sequence[str])
         if shape["tensor"] * shape["seq"] > machine.devices_per_domain or not _crosses(shape, machine):
             continue
         small = {a: n for a, n in shape.items() if n > 1} or {"fsdp": 1}
+        if on_torus is not None and not _fits_torus(small, machine, on_torus):
+            continue
         for stream in _streams(shape["tensor"], config.mesh):
             if _legal(program, config.mesh, small, stream):
                 found.append(MeshChoice(shape=small, stream=stream))
@@ -143,6 +147,15 @@ def _crosses(shape: Mapping[str, int], machine: Machine) -> bool:
     for size in shape.values():
         left //= math.gcd(size, left)
     return left == 1
+
+
+def _fits_torus(shape: Mapping[str, int], machine: Machine, devices: Sequence[Any]) -> bool:
+    """Whether the mesh can be laid over the slices of a TPU."""
+    try:
+        make_mesh(Mesh(shape=shape), devices, machine.domains)
+    except (ConfigError, NotImplementedError, ValueError):
+        return False
+    return True
 
 
 def _streams(tensor: int, mesh: Mesh) -> list[Mapping[str, tuple[str, ...]]]:
@@ -188,10 +201,12 @@ def remat_options(tags: Sequence[Tag], offload: bool = False) -> list[str]:
     """Values of `--with` for rematerialisation, from nothing but the inputs of layers to every tag of the list.
 
     Projections that are computed together are kept together. There is each group alone, and the groups one after the other,
-    those first whose bytes save most FLOPs, whole and without one of them; with `offload` whole ones also in the host's memory. Those that keep as
-    much as another and compute more are sorted out by their trace.
+    those first whose bytes save most FLOPs, whole and without one of them. With `offload` whole ones also in the host's
+    memory. Those that keep as much as another and compute more are sorted out by their trace.
     """
     sizes = {t.name: (t.flops, max(t.bytes, 1.0)) for t in tags}
+    if "attention_residuals" in sizes:  # what a kernel keeps for its backward pass: the context is among it
+        sizes.pop("context", None)
     groups = [tuple(t for t in group if t in sizes) for group in GROUPS]
     groups = [g for g in groups if g]
 

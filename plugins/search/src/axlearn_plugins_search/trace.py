@@ -89,9 +89,10 @@ def alone(config: Node[Any]) -> Node[Any]:
     return patch(config, edits)
 
 
-def program_alone(config: Node[Any], machine: Machine, devices: Sequence[Any]) -> Program:
-    """The program of `alone` on the first of the devices."""
-    return compose(alone(config), devices[:1], machine=attrs.evolve(machine, chips=1, domains=1, chips_per_host=1))  # type: ignore[arg-type]
+def program_alone(config: Node[Any], machine: Machine) -> Program:
+    """The program of `alone` with the kernels of the machine. Its one device is the CPU, since it is traced and never run."""
+    one = attrs.evolve(machine, chips=1, domains=1, chips_per_host=1)
+    return compose(alone(config), jax.devices("cpu")[:1], machine=one)  # type: ignore[arg-type]
 
 
 def trace_step(program: Program, batch: Mapping[str, Any]) -> StepTrace:
