@@ -56,11 +56,18 @@ def identity(program: ModelProgram, cfg: ModelRunner.Config, model: Node[Any]) -
     parts |= {f"mesh.{path}": stable_repr(value) for path, value in flatten(program.mesh).items()}
     parts |= {f"compiler_options.{name}": str(value) for name, value in program.compiler_options.items()}
     parts["target"] = program.target.name if program.target else ""
+    parts["arrays"] = _digest_arrays({**program.functional.abstract, **program.functional.variables})
     settings: Any = jax.config
     parts |= {name: str(getattr(settings, name, None)) for name in _OPTIONS}
     parts["XLA_FLAGS"] = " ".join(sorted(_COUNT.sub("", os.environ.get("XLA_FLAGS", "")).split()))
     parts |= {f"version of {name}": importlib.metadata.version(name) for name in ("flax", "numpy")}
     return parts | {f"code of {name}": digest for name, digest in _code().items()}
+
+
+def _digest_arrays(arrays: Mapping[str, Any]) -> str:
+    """Of paths, shapes and dtypes: adapters have ranks that no config says."""
+    lines = (f"{path} {tuple(spec.shape)} {spec.dtype}\n" for path, spec in sorted(arrays.items()))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
 
 
 def _code() -> Mapping[str, str]:
