@@ -219,6 +219,8 @@ def test_host_memory_is_bounded(make, state, limit):
 
 def test_failed_saves_are_warnings_until_there_are_too_many(make, monkeypatch, caplog):
     one, real = make(max_failed_saves=2), manifest.render
+    results = []
+    one.on_result = lambda step, reason: results.append((step, reason))
 
     def fail(found):
         raise OSError(28, "No space left on device")
@@ -238,6 +240,8 @@ def test_failed_saves_are_warnings_until_there_are_too_many(make, monkeypatch, c
         assert one.save(step, {"x": jnp.ones(2)})
     with pytest.raises(WorkError):
         one.wait()  # nor is the last failure of a run passed over
+    failed = "No space left on device"
+    assert results == [(1, failed), (2, failed), (3, failed), (5, None), (6, failed), (7, failed), (8, failed)]
 
 
 @pytest.mark.parametrize(

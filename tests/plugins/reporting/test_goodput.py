@@ -61,14 +61,29 @@ def test_phases_follow_one_another():
     assert clock.seconds == {"start": 2.0, "compile": 3.0, "input": 1.0, "step": 9.0}
 
 
+def test_records_of_checkpoints_lose_no_step(tmp_path):
+    clock = PhaseClock()
+    clock.checkpoint(5, None)  # nothing is recorded yet: the run has no directory
+    clock.open(tmp_path, 5)
+    clock.record(9)
+    clock.checkpoint(7, "no room")
+    clock.checkpoint(8, None)
+    records = [json.loads(line) for line in (tmp_path / PHASES).read_text().splitlines()]
+    assert [(r["event"], r["step"], r.get("checkpoint"), r.get("reason")) for r in records] == [
+        ("start", 5, None, None), ("save-failed", 9, 7, "no room"), ("saved", 9, 8, None),
+    ]  # fmt: skip
+    assert read_attempts(records)[0].last_step == 9, "what is lost is counted from the steps that were done"
+
+
 def test_a_run_records_its_phases_and_the_report_shows_them(tmp_path):
     suite = TrainerSuite()
     suite.run(tmp_path / "run", max_steps=3)
     suite.run(tmp_path / "run")
     records = [json.loads(line) for line in (tmp_path / "run" / PHASES).read_text().splitlines()]
-    assert [(r["event"], r["step"]) for r in records if r["event"] != "run"] == [
+    assert [(r["event"], r["step"]) for r in records if r["event"] in ("start", "end")] == [
         ("start", 0), ("end", 3), ("start", 3), ("end", 5),
     ]  # fmt: skip
+    assert [r["checkpoint"] for r in records if r["event"] == "saved"][-1] == 5
     assert {"start", "restore", "compile", "step", "save"} <= records[-1]["seconds"].keys()
     page = render(read_run(tmp_path / "run"))
     assert "Goodput" in page

@@ -48,6 +48,7 @@ class OrbaxCheckpointer(Configurable):
         place: where the checkpoints lie.
         files: text files (or functions that give their text) to put into each checkpoint, by name.
         run: the id of the run that owns what is saved. Checkpoints of other ids are never deleted.
+        on_result: see `axlearn_core.contracts.capabilities.ReportsSaves`.
     """
 
     @node
@@ -84,6 +85,7 @@ class OrbaxCheckpointer(Configurable):
         self.place = Checkpoints(storage, str(storage.root) if isinstance(storage, LocalStorage) else name)
         self.files: TextFiles = {}
         self.run = ""
+        self.on_result: Callable[[int, str | None], None] = lambda step, reason: None
         self._buffers = HostBuffers(cfg.max_host_bytes)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writers = ThreadPoolExecutor(min(8, 2 * (os.cpu_count() or 1)), thread_name_prefix="checkpoint-files")
@@ -340,6 +342,7 @@ class OrbaxCheckpointer(Configurable):
         body = Manifest(step, arrays, metrics, files, created, self.run)
         storage.write(f"{folder}/{manifest.MANIFEST}", [manifest.render(body)])
         storage.commit(folder, f"{self.place.folder}{step}")
+        self.on_result(step, None)
         for old in self._unwanted():
             storage.delete(f"{self.place.folder}{old}")
 
@@ -389,6 +392,7 @@ class OrbaxCheckpointer(Configurable):
         except StorageError:
             kept = "unknown: they cannot be listed"
         reason = (getattr(error, "strerror", None) or str(error) or type(error).__name__).splitlines()[0]
+        self.on_result(step, reason)
         return WorkError(
             f"the checkpoint of step {step} could not be written to {self.place.name}: {reason}\n"
             f"    intact: {kept}\n    fix: free space or make the directory writable, then run the same command again"

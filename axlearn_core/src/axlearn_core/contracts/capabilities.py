@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -215,3 +215,15 @@ class OwnsCheckpoints(Protocol):
     def restart(self) -> None:
         """Begins at step 0: sets aside every checkpoint that is there."""
         ...
+
+
+@runtime_checkable
+class ReportsSaves(Protocol):
+    """A checkpointer that reports the end of each save.
+
+    Attributes:
+        on_result: called with the step of a checkpoint, and None once it is complete, or the reason why it failed. The trainer
+            sets it before the first save. It may be called from any thread, on each process.
+    """
+
+    on_result: Callable[[int, str | None], None]

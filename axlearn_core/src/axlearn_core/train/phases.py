@@ -1,8 +1,10 @@
 """Where the time of a run goes: seconds by phase, kept in `<run>/phases.jsonl`."""
 
+import contextlib
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -19,8 +21,10 @@ PROGRESS = "AXLEARN_PROGRESS"
 class PhaseClock:
     """Adds up the seconds of each phase of one attempt at a run.
 
-    A record is an object on a line: `attempt` (when it began, which names it), `time`, `event` (`start`, `run`, `end`), `step`
-    (steps finished), `seconds` (phase -> so far), `host`, `pid`.
+    A record is an object on a line: `attempt` (when it began, which names it), `time`, `event` (`start`, `run`, `end`, and of
+    checkpoints `saved`, `save-failed`), `step` (steps finished), `seconds` (phase -> so far), `host`, `pid`. Records of
+    checkpoints have `checkpoint` (its step), and `reason` where it failed. Checkpoints end in threads of their own, so a lock
+    guards the rest.
 
     Attributes:
         seconds: phase -> seconds of those that ended.
@@ -35,6 +39,7 @@ class PhaseClock:
         self._written = self._since
         self._progress = Progress.of_environment()
         self._step = 0
+        self._lock = threading.Lock()
 
     def begin(self, phase: str, count_as: str | None = None, *, step: int | None = None) -> None:
         """A phase begins, and the one before it ends.
@@ -44,13 +49,12 @@ class PhaseClock:
             count_as: the phase that the ended time is added to, where it is not the one that ended.
             step: steps finished, where that changed.
         """
-        self._step = self._step if step is None else step
-        if self._progress is not None:
-            self._progress.write(phase, self._step)
-        now = self._now()
-        ended = count_as or self._phase
-        self.seconds[ended] = self.seconds.get(ended, 0.0) + now - self._since
-        self._phase, self._since = phase, now
+        with self._lock:
+            self._step = self._step if step is None else step
+            if self._progress is not None:
+                self._progress.write(phase, self._step)
+            self._add_up(count_as)
+            self._phase = phase
 
     def open(self, run_dir: Path, step: int) -> None:
         """From here on the attempt is recorded in a run directory that exists."""
@@ -59,20 +63,43 @@ class PhaseClock:
 
     def record(self, step: int) -> None:
         """Writes a record where the last one is `WRITE_EVERY` seconds old."""
+        self._step = step
         if self._now() - self._written >= WRITE_EVERY:
             self.write("run", step)
 
-    def write(self, event: str, step: int) -> None:
-        """Writes a record."""
-        if self._file is None:
-            return
-        self.begin(self._phase, step=step)
-        record: dict[str, Any] = {"attempt": self._attempt, "time": _timestamp(), "event": event, "step": step}
-        record["seconds"] = {phase: round(seconds, 4) for phase, seconds in self.seconds.items()}
-        record |= {"host": socket.gethostname(), "pid": os.getpid()}
-        with self._file.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-        self._written = self._now()
+    def write(self, event: str, step: int | None = None, **facts: Any) -> None:
+        """Writes a record; `step` is the newest by default, and `facts` are added."""
+        with self._lock:
+            self._step = self._step if step is None else step
+            if self._file is None:
+                return
+            self._add_up()
+            record: dict[str, Any] = {
+                "attempt": self._attempt,
+                "time": _timestamp(),
+                "event": event,
+                "step": self._step,
+            }
+            record["seconds"] = {phase: round(seconds, 4) for phase, seconds in self.seconds.items()}
+            record |= {"host": socket.gethostname(), "pid": os.getpid(), **facts}
+            with self._file.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+            self._written = self._now()
+
+    def checkpoint(self, step: int, reason: str | None) -> None:
+        """Records how a save ended; see `axlearn_core.contracts.capabilities.ReportsSaves`."""
+        with contextlib.suppress(OSError):  # a full disk fails the save already, which training may survive
+            if reason is None:
+                self.write("saved", checkpoint=step)
+            else:
+                self.write("save-failed", checkpoint=step, reason=reason)
+
+    def _add_up(self, count_as: str | None = None) -> None:
+        """Adds the time since the last call to a phase: the current one, or `count_as`. Called with the lock held."""
+        now = self._now()
+        phase = count_as or self._phase
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._since
+        self._since = now
 
 
 class Progress:

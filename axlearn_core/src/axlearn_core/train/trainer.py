@@ -14,7 +14,7 @@ from axlearn_core.checkpoint.orbax import WEIGHTS_ONLY
 from axlearn_core.compose import Function, Functional, ModelAndObjective, Program, compose
 from axlearn_core.compose.objective import replicated
 from axlearn_core.config import REQUIRED, Configurable, Node, check, node, setting
-from axlearn_core.contracts.capabilities import OwnsCheckpoints, vocabulary_size
+from axlearn_core.contracts.capabilities import OwnsCheckpoints, ReportsSaves, vocabulary_size
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.contracts.parts import (
     BatchIterator,
@@ -156,6 +156,7 @@ class Trainer(Configurable):
             old = run_dir.read_lock() if run_dir.resumes else {}
             run_id, check_held = hold_run(run_dir, checkpointer, old, closing)
             closing.callback(checkpointer.close)
+            _record_saves(checkpointer, clock)
             watchdog = cfg.watchdog.build(run_dir=run_dir.path) if cfg.watchdog else None
             if watchdog:
                 closing.callback(watchdog.close)
@@ -269,6 +270,11 @@ class Trainer(Configurable):
                 f"note: the compiled step is another one than before ({before} -> {now}); losses may differ in the last bits"
             )
         run_dir.write_fact("hlo_fingerprint", now)
+
+
+def _record_saves(checkpointer: Any, clock: PhaseClock) -> None:
+    if isinstance(checkpointer, ReportsSaves):
+        checkpointer.on_result = clock.checkpoint
 
 
 def _ready(program: Program, batches: BatchIterator, seed: int) -> Any:

@@ -1,0 +1,217 @@
+"""Training under failures, simulated failure by failure: what is kept, and where the other time goes."""
+
+import heapq
+import math
+import random
+from collections.abc import Mapping
+
+import attrs
+
+DAY = 86400.0
+
+
+@attrs.frozen(kw_only=True)
+class Tier:
+    """Checkpoints of one kind.
+
+    Attributes:
+        every: seconds of training between two saves.
+        blocks: seconds that a save holds up training.
+        durable: seconds after a save began until it can be restored from.
+        restore: seconds to read one, with its distribution among the hosts.
+    """
+
+    every: float
+    blocks: float
+    durable: float
+    restore: float
+
+
+@attrs.frozen(kw_only=True)
+class Recovery:
+    """What passes between a failure and the next step, besides the restore.
+
+    Attributes:
+        detect: seconds until a process that died is noticed.
+        hang: seconds until one that hangs is noticed.
+        hang_share: of failures that are hangs.
+        swap: seconds to put a spare in the place of a host.
+        restart: seconds to start processes where they are, without a swap.
+        compile: seconds to load or compile the step.
+    """
+
+    detect: float
+    hang: float
+    hang_share: float
+    swap: float
+    restart: float
+    compile: float
+
+
+@attrs.frozen(kw_only=True)
+class Cluster:
+    """What fails, and what replaces it.
+
+    Attributes:
+        failures_per_day: of the whole job.
+        hardware_share: of failures after which a host is repaired; the others restart where they are.
+        spares: hosts that wait.
+        repair: mean seconds until a host is back.
+    """
+
+    failures_per_day: float
+    hardware_share: float = 0.0
+    spares: int = 0
+    repair: float = DAY
+
+
+@attrs.frozen(kw_only=True)
+class Outcome:
+    """Seconds by phase; their sum is the simulated time."""
+
+    seconds: Mapping[str, float]
+    failures: int
+
+    @property
+    def goodput(self) -> float:
+        """The share of the time that went into steps that were kept."""
+        return self.seconds["productive"] / sum(self.seconds.values())
+
+
+PHASES = ("productive", "save", "lost", "detect", "no spare", "swap", "restart", "restore", "compile")
+
+
+class Simulation:
+    """One job for a number of days.
+
+    Args:
+        cluster: what fails.
+        recovery: what follows.
+        persistent: the tier that every failure leaves.
+        local: checkpoints on the hosts; None for none.
+        local_lost: share of failures that leave no local checkpoint to restore from.
+        seed: of all that is drawn.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        recovery: Recovery,
+        persistent: Tier,
+        local: Tier | None = None,
+        *,
+        local_lost: float = 0.0,
+        seed: int = 0,
+    ):
+        self.cluster, self.recovery, self.persistent, self.local = cluster, recovery, persistent, local
+        self.local_lost = local_lost
+        self.random = random.Random(seed)
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.failures = 0
+        self.now = 0.0
+        self._repairs: list[float] = []  # when each host that is repaired is back
+
+    def run(self, days: float) -> Outcome:
+        """Simulates so many days."""
+        end = days * DAY
+        while self.now < end:
+            self._train_until(self._next_failure())
+            self._recover()
+        return Outcome(seconds=self.seconds, failures=self.failures)
+
+    def _next_failure(self) -> float:
+        return self.random.expovariate(self.cluster.failures_per_day / DAY)
+
+    def _train_until(self, length: float) -> None:
+        """Trains for `length` seconds, at whose end something fails. Saves happen on the way, at their intervals of training."""
+        saves = [(self.persistent, "persistent")] + ([(self.local, "local")] if self.local else [])
+        newest = {name: 0.0 for _, name in saves}
+        pending: list[tuple[float, str, float]] = []  # (when durable, tier, progress)
+        due = {name: tier.every for tier, name in saves}
+        progress = clock = 0.0
+        while True:
+            step = min(due.values()) - progress
+            if clock + step >= length:
+                progress += length - clock
+                break
+            clock, progress = clock + step, progress + step
+            stopped = False
+            for tier, name in saves:
+                if due[name] > progress + 1e-9:
+                    continue
+                due[name] = progress + tier.every
+                pending.append((clock + tier.durable, name, progress))
+                blocked = min(tier.blocks, length - clock)
+                clock, stopped = clock + blocked, blocked < tier.blocks
+                self.seconds["save"] += blocked
+                if stopped:
+                    break
+            if stopped:
+                break
+        for when, name, at in pending:
+            if when <= length:
+                newest[name] = max(newest[name], at)
+        self._tier = self.persistent
+        kept = newest["persistent"]
+        if self.local and self.random.random() >= self.local_lost and newest["local"] >= kept:
+            self._tier, kept = self.local, newest["local"]
+        self.seconds["productive"] += kept
+        self.seconds["lost"] += progress - kept
+        self.now += length
+        self.failures += 1
+
+    def _recover(self) -> None:
+        """From the failure to the next step. A failure in between begins it anew; a job that waits for a host does not fail."""
+        while True:
+            phases = self._phases()
+            waited = phases.pop("no spare", 0.0)
+            self.seconds["no spare"] += waited
+            self.now += waited
+            length = sum(phases.values())
+            left = self._next_failure()
+            for name, seconds in phases.items():
+                spent = min(seconds, left)
+                self.seconds[name] += spent
+                self.now += spent
+                left -= spent
+            if length and left <= 0:
+                self.failures += 1
+                continue
+            return
+
+    def _phases(self) -> dict[str, float]:
+        recovery, draw = self.recovery, self.random.random
+        phases = {"detect": recovery.hang if draw() < recovery.hang_share else recovery.detect}
+        if draw() < self.cluster.hardware_share:
+            phases["no spare"] = self._take_spare()
+            phases["swap"] = recovery.swap
+        else:
+            phases["restart"] = recovery.restart
+        return phases | {"restore": self._tier.restore, "compile": recovery.compile}
+
+    def _take_spare(self) -> float:
+        """Seconds until there is a host for the one that failed, which goes to repair."""
+        while self._repairs and self._repairs[0] <= self.now:
+            heapq.heappop(self._repairs)
+        wait = 0.0
+        if len(self._repairs) >= self.cluster.spares:
+            heapq.heappush(self._repairs, self.now + self.random.expovariate(1 / self.cluster.repair))
+            wait = max(0.0, heapq.heappop(self._repairs) - self.now)
+        else:
+            heapq.heappush(self._repairs, self.now + self.random.expovariate(1 / self.cluster.repair))
+        return wait
+
+
+def daly_goodput(interval: float, save: float, recovery: float, mean_time_between_failures: float) -> float:
+    """The exact expected goodput of one tier under exponential failures, also during saves and recoveries.
+
+    J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22 (2006), equation 13: the
+    expected time of a segment of `interval` seconds of work is M exp(R / M) (exp((T + C) / M) - 1).
+    """
+    m = mean_time_between_failures
+    return interval / (m * math.exp(recovery / m) * math.expm1((interval + save) / m))
+
+
+def young_interval(save: float, mean_time_between_failures: float) -> float:
+    """The interval between saves that loses least, to first order: sqrt(2 C M) (J. W. Young, CACM 17 (1974))."""
+    return math.sqrt(2 * save * mean_time_between_failures)
