@@ -210,10 +210,16 @@ def test_a_killed_task_is_started_again_and_no_loss_differs(cluster, undisturbed
 def end_node(cluster, node):
     """Ends a node with everything on it, as a power failure would."""
     daemon = cluster.daemons[node]
-    pids = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout.splitlines()[1:]
+    pids = subprocess.run(
+        ["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()[1:]
     rows = [line.split(None, 2) for line in pids]
     parents = {int(pid): int(parent) for pid, parent, _ in rows}
-    steps = {int(pid) for pid, _, args in rows if "slurmstepd" in args and str(cluster.folder) in _environment(int(pid), node)}
+    steps = {
+        int(pid)
+        for pid, _, args in rows
+        if "slurmstepd" in args and str(cluster.folder) in _environment(int(pid), node)
+    }
     doomed = {daemon.pid, *steps} | {pid for pid in parents if _ancestors(pid, parents) & steps}
     for pid in doomed:
         with contextlib.suppress(ProcessLookupError):
