@@ -60,6 +60,9 @@ class FakePool:
         assert method == "kill"
         return sorted(self.running.pop(host, []))
 
+    def ask_all(self, hosts, method, *args):
+        return {host: self.ask(host, method, *args) for host in hosts if host not in self.broken}
+
     def wait(self, timeout):
         self.clock += 0.01 if self.queue else timeout
         found, self.queue = self.queue, []

@@ -1,5 +1,7 @@
 """Real processes under Ray on this machine: whatever is done to them, the losses are those of an undisturbed run."""
 
+import os
+import random
 import signal
 
 import pytest
@@ -8,8 +10,6 @@ from launched import Launched, alive, kill, parent
 from test_processes import together
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'axlearn-plugins-launch[ray]'")
-pytestmark = pytest.mark.slow
-
 STEPS = 400
 
 
@@ -21,6 +21,7 @@ def undisturbed(tmp_path_factory):
     return tiny.losses(run)
 
 
+@pytest.mark.slow
 def test_any_process_may_die_or_freeze(tmp_path, undisturbed):
     log_cache = ("--env", "JAX_DEBUG_LOG_MODULES=jax._src.compiler")
     options = ("freeze-seconds=1.5",)
@@ -57,6 +58,23 @@ def test_any_process_may_die_or_freeze(tmp_path, undisturbed):
     assert "CACHE MISS for 'jit_run'" not in second
 
 
+@pytest.mark.exhaustive
+def test_a_hundred_random_kills_and_freezes(tmp_path):
+    """`AXLEARN_FAULTS=5` tries fewer of them."""
+    count, chance = int(os.environ.get("AXLEARN_FAULTS", "100")), random.Random(7)
+    steps = 40 * (count + 1)
+    alone = tmp_path / "alone"
+    together(tiny.arguments(alone, steps=steps))
+    with Launched(tmp_path / "run", hosts=2, spares=1, steps=steps, options=("freeze-seconds=1.5",)) as run:
+        for attempt in range(1, count + 1):
+            ranks = run.attempt(attempt, steps=chance.randrange(1, 8))
+            kill(ranks[chance.randrange(2)], chance.choice([signal.SIGKILL, signal.SIGSTOP]))
+        run.attempt(count + 1)
+        run.finish(seconds=3600)
+    assert tiny.losses(run.run_dir) == tiny.losses(alone)
+
+
+@pytest.mark.slow
 def test_no_host_left_trains_on_with_fewer(tmp_path, undisturbed):
     options = ("host-deaths=1", "host-seconds=5")
     with Launched(tmp_path / "run", hosts=2, steps=60, options=options) as run:
@@ -71,6 +89,7 @@ def test_no_host_left_trains_on_with_fewer(tmp_path, undisturbed):
         assert loss == pytest.approx(expected, rel=1e-5), step
 
 
+@pytest.mark.slow
 def test_an_error_of_the_code_ends_the_job(tmp_path):
     settings = ("learner.optimizer={type: adamw, learning_rate: 1.0e+30}", "loop.max_nonfinite_steps=0")
     options = ("budget-user=1",)
@@ -82,6 +101,7 @@ def test_an_error_of_the_code_ends_the_job(tmp_path):
     assert {e["attempt"] for e in run.events("started")} == {1, 2}
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_a_second_launch_goes_on(tmp_path, undisturbed):
     with Launched(tmp_path / "run", hosts=2, steps=STEPS) as run:
         run.attempt(1)
@@ -95,6 +115,7 @@ def test_sigterm_saves_and_a_second_launch_goes_on(tmp_path, undisturbed):
     assert tiny.losses(run.run_dir) == undisturbed
 
 
+@pytest.mark.slow
 def test_a_node_that_is_taken_away(tmp_path, undisturbed):
     from ray.cluster_utils import Cluster
 

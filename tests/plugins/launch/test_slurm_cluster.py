@@ -205,3 +205,40 @@ def test_a_killed_task_is_started_again_and_no_loss_differs(cluster, undisturbed
     assert state["JobState"] == "COMPLETED", cluster.logs()
     assert len({r["attempt"] for r in events(run, "started")}) == 2
     assert tiny.losses(run) == undisturbed
+
+
+def end_node(cluster, node):
+    """Ends a node with everything on it, as a power failure would."""
+    daemon = cluster.daemons[node]
+    pids = subprocess.run(
+        ["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()[1:]
+    rows = [line.split(None, 2) for line in pids]
+    parents = {int(pid): int(parent) for pid, parent, _ in rows}
+    steps = {
+        int(pid)
+        for pid, _, args in rows
+        if "slurmstepd" in args and str(cluster.folder) in _environment(int(pid), node)
+    }
+    doomed = {daemon.pid, *steps} | {pid for pid in parents if _ancestors(pid, parents) & steps}
+    for pid in doomed:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    daemon.wait()
+
+
+def _environment(pid, node):
+    """The environment of a slurmstepd of a node, as far as it tells the node; empty for another."""
+    try:
+        text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
+    return text if f"SLURMD_NODENAME={node}" in text or f"-N\0{node}" in text else ""
+
+
+def _ancestors(pid, parents):
+    found = set()
+    while pid in parents and pid not in found:
+        found.add(pid)
+        pid = parents[pid]
+    return found

@@ -326,6 +326,7 @@ class _Worker:
                 else:
                     self.end = Exit(code=message["exit"], kind=message["kind"], message=message["message"])
         code = self.process.wait()
+        self._channel.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)  # its data workers
         self.gone.set()

@@ -1,5 +1,6 @@
 """What a supervisor asks of the engine that has its hosts."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from axlearn_core.errors import WorkError
@@ -16,6 +17,10 @@ class Pool(Protocol):
 
     def ask(self, host: int, method: str, *args: Any) -> Any:
         """The result of a method of the host's agent; raises `HostLostError`."""
+        ...
+
+    def ask_all(self, hosts: Sequence[int], method: str, *args: Any) -> dict[int, Any]:
+        """Host -> the result of a method of its agent, asked of all at once; those that are lost are left out."""
         ...
 
     def wait(self, timeout: float) -> list[tuple[int, dict[str, Any]]]:

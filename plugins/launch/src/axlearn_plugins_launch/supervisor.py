@@ -300,9 +300,8 @@ class Supervisor:
     def _on_lost(self, host: Host, attempt: Attempt | None, event: Mapping[str, Any]) -> list[Death]:
         host.lost(event["reason"])
         ranks = [n for n, r in attempt.ranks.items() if r.host is host and not r.finished] if attempt else []
-        self.journal.write(
-            "lost", attempt=self.number, rank=ranks[0] if ranks else None, host=host.name, reason=event["reason"]
-        )
+        first = self.placement.index(host) * self.processes_per_host if host in self.placement else None
+        self.journal.write("lost", attempt=self.number, rank=first, host=host.name, reason=event["reason"])
         if not host.aside:
             self.pool.revive(host.number)
         reason = f"its host is lost: {event['reason']}"
@@ -349,13 +348,8 @@ class Supervisor:
 
     def _kill(self, hosts: Sequence[Host]) -> list[tuple[Host, list[int]]]:
         """Ends all trainers at once; returns the ranks that were alive."""
-        killed = []
-        for host in [h for h in hosts if h.present]:
-            try:
-                killed.append((host, self.pool.ask(host.number, "kill")))
-            except HostLostError:
-                continue
-        return killed
+        killed = self.pool.ask_all([h.number for h in hosts if h.present], "kill")
+        return [(self.hosts.all[number], ranks) for number, ranks in killed.items()]
 
     def _fail(self, host: Host, reason: str) -> None:
         if host.failed(reason):

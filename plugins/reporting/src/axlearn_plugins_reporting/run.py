@@ -15,7 +15,7 @@ from axlearn_core.train.trackers.jsonl import METRICS, SAMPLES, read_jsonl
 from axlearn_plugins_reporting.goodput import Attempt, read_attempts
 from axlearn_plugins_reporting.processes import PROCESSES, process_incidents
 
-CONFIG, LOCK, INCIDENTS, PROCESSES = "config.yaml", "run.lock.json", "watchdog.jsonl", "processes.jsonl"
+CONFIG, LOCK, INCIDENTS = "config.yaml", "run.lock.json", "watchdog.jsonl"
 Points = list[tuple[int, float]]
 
 
