@@ -4,6 +4,7 @@ import ast
 import importlib
 import io
 import re
+import textwrap
 import tokenize
 import tomllib
 from pathlib import Path
@@ -68,6 +69,77 @@ def _is_of_text(node, path):
     """Whether `x.lower` is of a string, or asks a program: nothing else is called without arguments, or with a name."""
     line = path.read_text().splitlines()[node.lineno - 1]
     return ".lower()" in line or "program.lower(" in line
+
+
+PRIVATE = re.compile(r"\b(jax|qwix|tokamax|flax|optax|orbax)\._src\b|\bjaxlib\._jax\b|^unittest(\.mock)?$")
+"""Modules that libraries do not promise, and what only tests replace things with."""
+
+
+def gaps(source):
+    """(line, what) of each private module that a source names, and each change of the environment."""
+    tree = ast.parse(source)
+    docstrings = {id(n.body[0].value) for n in ast.walk(tree) if hasattr(n, "body") and _begins_with_text(n)}
+    for node in ast.walk(tree):
+        names = [getattr(node, "module", None) or ""] if isinstance(node, ast.ImportFrom) else []
+        names += [a.name for a in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            names.append(node.value)
+        yield from ((node.lineno, name) for name in names if PRIVATE.search(name))
+        if _changes_environment(node):
+            yield node.lineno, "environment"
+
+
+def _begins_with_text(node):
+    first = node.body[0] if isinstance(node.body, list) and node.body else None
+    return isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+
+
+def _changes_environment(node):
+    written = node.targets if isinstance(node, ast.Assign | ast.Delete) else []
+    if any(isinstance(t, ast.Subscript) and ast.unparse(t.value) == "os.environ" for t in written):
+        return True
+    if not isinstance(node, ast.Call):
+        return False
+    changing = {"os.putenv", "os.unsetenv", *(f"os.environ.{m}" for m in ("setdefault", "update", "pop", "clear"))}
+    return ast.unparse(node.func) in changing
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "from jax._src import core",
+        "import jax._src.core",
+        "x = importlib.import_module('jax._src.core')",
+        "x = importlib.import_module(f'tokamax._src.{name}')",
+        "from jaxlib._jax import config",
+        "from unittest import mock",
+        "import unittest.mock",
+        "import os\nos.environ['A'] = '1'",
+        "import os\nos.environ.setdefault('A', '1')",
+        "import os\ndel os.environ['A']",
+    ],
+)
+def test_what_libraries_do_not_give_is_found(planted):
+    assert list(gaps(planted))
+
+
+def test_what_libraries_do_give_is_none_of_it():
+    source = """
+        'From `jax._src` in a docstring.'
+        import os
+        from jax.experimental import topologies
+        environment = os.environ | {"A": "1"}
+        value = os.environ["A"], os.environ.get("B")
+    """
+    assert not list(gaps(textwrap.dedent(source)))
+
+
+def test_what_libraries_do_not_give_stands_in_one_module_of_a_distribution():
+    elsewhere = []
+    for path in SHIPPED:
+        if path.name != "compat.py" and "testing" not in path.parts:
+            elsewhere += [f"{path.relative_to(ROOT)}:{line} {what}" for line, what in gaps(path.read_text())]
+    assert elsewhere == []
 
 
 def projects():

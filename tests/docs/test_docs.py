@@ -175,6 +175,13 @@ def test_every_page_is_in_the_index():
         assert page.name == "index.md" or f"({page.name})" in text, f"docs/index.md does not link to {page.name}"
 
 
+def test_the_architecture_has_every_distribution():
+    text = (ROOT / "docs/architecture.md").read_text("utf-8")
+    for project in [*ROOT.glob("plugins/*/pyproject.toml"), *ROOT.glob("axlearn_*/pyproject.toml")]:
+        folder = f"`{project.parent.relative_to(ROOT)}/`"
+        assert folder in text, f"docs/architecture.md does not list {folder}"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("plugin", [*PLUGINS, PARTS], ids=lambda plugin: plugin.name)
 def test_an_example_plugin_passes_its_own_tests(plugin, tmp_path):

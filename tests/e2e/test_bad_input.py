@@ -46,5 +46,5 @@ def test_a_tokenizer_that_does_not_fit_the_model_is_refused(tmp_path):
 @pytest.mark.slow
 def test_a_directory_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    done = tiny.axlearn(*tiny.arguments(tmp_path / "file" / "run", steps=2), code=1)
+    done = tiny.axlearn(*tiny.arguments(tmp_path / "file" / "run", steps=2), code=2)  # known before anything is done
     assert "file/run" in done.stderr

@@ -40,10 +40,6 @@ _HOMES = dict.fromkeys(_CONFIG, "config") | {
 }
 
 
-_PACKAGES = {"serve": "axlearn-plugins-serving"}
-"""Functions that a package of ours brings, under the entry points `axlearn.functions`."""
-
-
 class _Callable(ModuleType):
     """A subpackage that is called by its own name: `ax.train(...)` is `axlearn_core.train.train(...)`."""
 
@@ -74,17 +70,12 @@ def __getattr__(name: str) -> Any:
 
 def _function(name: str) -> Any:
     """A function that an installed package registers."""
-    from axlearn_core.errors import PluginError
+    from axlearn_core.plugins.index import package_of
     from axlearn_core.plugins.registry import registry
 
-    known = not name.startswith("_") and (name in registry().claims["functions"] or name in _PACKAGES)
-    if not known:
+    known = name in registry().claims["functions"] or package_of("functions", name)
+    if name.startswith("_") or not known:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name not in registry().claims["functions"]:
-        raise PluginError(
-            f"axlearn_core.{name} comes with {_PACKAGES[name]}, which is not installed, or blocked\n"
-            f"    fix: pip install {_PACKAGES[name]}"
-        )
     return registry().entry("functions", name).load()
 
 

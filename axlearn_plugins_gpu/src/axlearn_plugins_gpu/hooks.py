@@ -1,6 +1,5 @@
 """What the plugin says through hooks. Imports no JAX."""
 
-import os
 from pathlib import Path
 
 from axlearn_core.contracts.kernels import KernelImplementation
@@ -8,6 +7,7 @@ from axlearn_core.contracts.mesh import MeshRule
 from axlearn_core.contracts.remat import RematPolicy
 from axlearn_core.contracts.target import Target
 from axlearn_core.plugins.hookspecs import hookimpl
+from axlearn_plugins_gpu import compat
 from axlearn_plugins_gpu.choices import PRIORITIES
 from axlearn_plugins_gpu.rules import POLICIES, rules
 from axlearn_plugins_gpu.targets import TARGETS
@@ -27,7 +27,7 @@ def axlearn_mesh_rules() -> list[MeshRule]:
 
 if not any(Path(p).exists() for p in ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg")):
     # No driver. Where XLA's GPU compiler is installed, JAX would look for CUDA's libraries and print that it misses them.
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    compat.skip_cuda_check()
 
 _ATTENTION = "axlearn_plugins_transformer.kernels.attention:Attention"
 _RMS_NORM = "axlearn_plugins_transformer.kernels.rms_norm:RMSNorm"

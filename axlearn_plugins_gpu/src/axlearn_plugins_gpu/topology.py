@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.util
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from jax.experimental import topologies
 
 from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import RequestError
+from axlearn_plugins_gpu import compat
 from axlearn_plugins_gpu.chips import CHIPS
 
 
@@ -73,10 +73,8 @@ def _register(machine: Machine) -> None:
             "    fix: pip install jax-cuda12-plugin, in the version of jax (Linux only)"
         )
     # Without it, JAX's CUDA plugin looks for the libraries of a GPU and refuses to start.
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    compat.skip_cuda_check()
     jax.devices("cpu")  # has JAX find its plugins
-    from jax._src import xla_bridge  # nothing public tells which platforms have one
-
-    if "cuda" not in xla_bridge._backend_factories:
+    if not compat.has_platform("cuda"):
         # It had looked for them before, and the one of CUDA had refused.
         importlib.import_module(f"jax_plugins.{plugins[0]}").initialize()

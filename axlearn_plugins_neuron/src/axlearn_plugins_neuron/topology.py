@@ -1,13 +1,11 @@
 """Devices to partition programs over where no Trainium is."""
 
 import functools
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
-from jaxlib import xla_client
-
 from axlearn_core.contracts.target import Machine
+from axlearn_plugins_neuron.compat import cpu_client
 
 
 def devices(machine: Machine) -> Sequence[Any]:
@@ -19,8 +17,6 @@ def devices(machine: Machine) -> Sequence[Any]:
 def _client(count: int) -> Any:
     """A CPU client of its own, beside the one that JAX has.
 
-    JAX's own has so many devices only if nothing has asked for one before, and compiles for at most 2,048: XLA takes those
-    beyond for other processes', and has to be given a way to reach them. Nothing runs here, so it is never used.
+    JAX's own has so many devices only if nothing has asked for one before, and compiles for at most 2,048.
     """
-    bindings: Any = importlib.import_module("jaxlib._jax")  # has no types
-    return xla_client.make_cpu_client(num_devices=count, collectives=bindings.make_mpi_collectives())
+    return cpu_client(count)

@@ -1,6 +1,5 @@
 """What this plugin says through hooks. Imports no JAX."""
 
-import os
 from pathlib import Path
 
 from axlearn_core.contracts.kernels import KernelImplementation
@@ -8,6 +7,7 @@ from axlearn_core.contracts.mesh import MeshRule
 from axlearn_core.contracts.remat import RematPolicy
 from axlearn_core.contracts.target import Target
 from axlearn_core.plugins.hookspecs import hookimpl
+from axlearn_plugins_tpu import compat
 from axlearn_plugins_tpu.rules import POLICIES, RULES
 from axlearn_plugins_tpu.targets import TARGETS
 
@@ -26,8 +26,7 @@ def tpu_here(bus: Path = Path("/sys/bus/pci/devices")) -> bool:
 
 if not tpu_here():
     # JAX tries libtpu where it is installed, to compile with, and that prints that it misses what a TPU machine tells it.
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    compat.describe_host("v5litepod-4")
 
 _ATTENTION = "axlearn_plugins_transformer.kernels.attention:Attention"
 _PAGED_ATTENTION = "axlearn_plugins_transformer.kernels.paged_attention:PagedAttention"

@@ -1,12 +1,12 @@
 """JAX devices of TPUs that are not here, to compile for: libtpu is a compiler too, and needs no TPU for that."""
 
-import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
 from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import RequestError
+from axlearn_plugins_tpu import compat
 from axlearn_plugins_tpu.shapes import SLICES, shape_of
 
 
@@ -29,7 +29,8 @@ def devices(machine: Machine) -> Sequence[Any]:
         raise RequestError(
             f"compiling for {machine.name!r} needs libtpu, which is not installed\n    fix: pip install 'jax[tpu]'"
         )
-    _prepare(SLICES[machine.target.name].accelerator)
+    compat.describe_host(SLICES[machine.target.name].accelerator)
+    compat.only_compile()
     from jax.experimental import topologies
 
     options: dict[str, Any] = {}
@@ -40,14 +41,3 @@ def devices(machine: Machine) -> Sequence[Any]:
     if machine.chips_per_host == 1:
         options["chips_per_host_bounds"] = (1, 1, 1)
     return topologies.get_topology_desc(topology_name=name, platform="tpu", **options).devices
-
-
-def _prepare(accelerator: str) -> None:
-    """Tells libtpu what it would otherwise look for on a TPU machine, and complain of where there is none.
-
-    It lets one process at a time load it, for the sake of the TPU; those that only compile may be many.
-    """
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", accelerator)
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")

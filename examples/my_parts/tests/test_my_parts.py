@@ -18,6 +18,7 @@ from axlearn_core.errors import CheckpointError, ConfigError, RequestError
 from axlearn_core.testing import (
     Case,
     CheckpointerSuite,
+    CommandOptionSuite,
     EvaluatorSuite,
     InputSuite,
     KernelSuite,
@@ -227,6 +228,11 @@ def test_the_experiment_has_a_part_in_every_slot(tmp_path):
     assert (run / f"checkpoints/{result.step}/state.msgpack").exists()
     assert ax.train("my-parts", run_dir=run, steps=result.step).step == result.step, "it is complete"
     assert my_parts() == ax.resolve("my-parts").config
+
+
+class TestOneLine(CommandOptionSuite):
+    command, name = "plan", "--one-line"
+    arguments = ("my-parts", "--target", f"cpu-{len(jax.devices())}", "--one-line")
 
 
 def test_the_option_prints_one_line():

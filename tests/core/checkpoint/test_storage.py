@@ -54,6 +54,27 @@ def test_an_unknown_scheme_names_what_there_is(bucket):
         resolve("s4://bucket/run", host(Registry()))
 
 
+EARLIER = """
+from axlearn_core.plugins.hookspecs import hookimpl
+
+class Drawer:
+    def list(self, prefix=""):
+        return []
+
+    write = read = read_into = commit = delete = directory = list
+
+@hookimpl
+def axlearn_checkpoint_storage(uri):
+    return Drawer() if uri.startswith("drawer://") else None
+"""
+
+
+def test_a_storage_of_an_earlier_contract_is_refused_by_what_it_lacks(install):
+    install("axlearn-plugins-drawer", modules={"drawer": EARLIER}, points={"plugins": {"drawer": "drawer"}})
+    with pytest.raises(PluginError, match=r"drawer://, drawer.Drawer, lacks create, staging"):
+        resolve("drawer://x", host(Registry()))
+
+
 def test_two_claims_name_both(bucket):
     bucket("one")
     bucket("two")

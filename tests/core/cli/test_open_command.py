@@ -4,6 +4,7 @@ import pytest
 from click.testing import CliRunner
 
 from axlearn_core.cli.main import cli
+from axlearn_core.testing import CommandOptionSuite
 
 HOOKS = """
 from axlearn_core.contracts.options import CommandOption
@@ -74,3 +75,56 @@ def test_two_that_take_over_and_one_that_cannot_be_loaded(with_option):
     alone = run("quickstart", "--dreammy")
     assert alone.exit_code == 2
     assert "--dreammy cannot be loaded from my_run:missing" in alone.stderr
+
+
+SUITE = """
+import sys
+from axlearn_core.contracts.options import CommandOption
+from axlearn_core.plugins.hookspecs import hookimpl
+{top}
+
+@hookimpl
+def axlearn_command_options(command):
+    option = CommandOption(name="{name}", help="{help}", run="suite_run:run")
+    return [option] if command == "plan" else []
+"""
+RIGHT = {
+    "top": "",
+    "name": "--dream",
+    "help": "Plan nothing.",
+    "run": "def run(flag, request, function, as_json): print(1)",
+}
+WRONG = {
+    "test_it_is_written_like_an_option": [{"name": "--day_dream"}, {"name": "--Dream"}, {"help": " "}],
+    "test_it_is_listed_without_loading_what_it_runs": [{"top": "import suite_run"}, {"top": "import jax"}],
+    "test_it_takes_what_the_command_takes": [{"run": "def run(flag, request, function): print(1)"}],
+    "test_it_works": [
+        {"run": "def run(flag, request, function, as_json): pass"},
+        {"run": "def run(flag, request, function, as_json): 1 / 0"},
+    ],
+}
+
+
+@pytest.fixture
+def dream(install, monkeypatch, tmp_path):
+    def make(**changes):
+        parts = {**RIGHT, **changes}
+        modules = {"suite_hooks": SUITE.format(**parts), "suite_run": parts["run"] + "\n"}
+        folder = install("axlearn-plugins-dream", "1.0", modules=modules, points={"plugins": {"dream": "suite_hooks"}})
+        monkeypatch.setenv("PYTHONPATH", str(folder))
+        suite = CommandOptionSuite()
+        suite.command, suite.name, suite.arguments = "plan", parts["name"], ("quickstart", parts["name"])
+        return suite
+
+    return make
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_the_suite_takes_a_right_option(dream, name):
+    getattr(dream(), name)()
+
+
+@pytest.mark.parametrize(("name", "changes"), [(n, c) for n, wrong in WRONG.items() for c in wrong])
+def test_the_suite_finds_a_wrong_option(dream, name, changes):
+    with pytest.raises(AssertionError):
+        getattr(dream(**changes), name)()

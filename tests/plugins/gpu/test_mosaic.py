@@ -8,6 +8,7 @@ from gpu_programs import mesh_of
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from axlearn_core.errors import RequestError
+from axlearn_plugins_gpu import compat
 from axlearn_plugins_gpu.chips import CHIPS
 from axlearn_plugins_gpu.kernels import mosaic
 from axlearn_plugins_gpu.targets import TARGETS
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("library", "first_kernel")
 
 def lowering():
     """The module of this JAX that asks for the architecture."""
-    return next(m for m in map(importlib.import_module, reversed(mosaic._PLACES)) if hasattr(m, "_infer_arch"))
+    return next(m for m in map(importlib.import_module, reversed(compat.MOSAIC)) if hasattr(m, "_infer_arch"))
 
 
 def test_every_kind_of_a_target_is_known():
@@ -77,7 +78,7 @@ def test_what_it_cannot_compile_for_is_refused(first_kernel):
 
 
 def test_a_jax_that_asks_in_another_way_compiles_for_hopper_only(monkeypatch):
-    monkeypatch.setattr(mosaic, "_PLACES", ("axlearn_core.errors", "axlearn_core.none"))
+    monkeypatch.setattr(compat, "MOSAIC", ("axlearn_core.errors", "axlearn_core.none"))
     monkeypatch.setattr(mosaic, "_taught", mosaic._taught.__wrapped__)
     assert mosaic.refusal("h100") is None
     assert "takes every GPU for a Hopper, and b200 is none" in mosaic.refusal("b200")

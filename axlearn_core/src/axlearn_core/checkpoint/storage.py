@@ -10,7 +10,8 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urlsplit
 
 from axlearn_core.contracts.storage import Storage, StoredFile
-from axlearn_core.errors import MissingFileError, RequestError, StorageError
+from axlearn_core.errors import MissingFileError, PluginError, RequestError, StorageError
+from axlearn_core.plugins.index import package_of
 from axlearn_core.plugins.manager import Host, host
 
 
@@ -168,7 +169,7 @@ def open_storage(uri: str | Path, plugins: Host | None = None) -> Storage:
 
     Raises:
         RequestError: no plugin stores this scheme.
-        PluginError: more than one does.
+        PluginError: more than one does, or the storage of the one that does lacks methods of the contract.
     """
     text = str(uri)
     parts = urlsplit(text)
@@ -186,6 +187,16 @@ def open_storage(uri: str | Path, plugins: Host | None = None) -> Storage:
             "    known: paths and file:// (the core)"
             + "".join(f"; what {name} takes" for name in sorted(names))
             + "\n    fix: install a plugin for it, or mount it and give the path"
+            + (f"; {package} has {parts.scheme}://" if (package := package_of("storages", parts.scheme)) else "")
+        )
+    methods = [name for name, value in vars(Storage).items() if callable(value) and not name.startswith("_")]
+    missing = sorted(name for name in methods if not callable(getattr(storage, name, None)))
+    if missing:
+        written = f"{type(storage).__module__}.{type(storage).__qualname__}"
+        raise PluginError(
+            f"the storage of {parts.scheme}://, {written}, lacks {', '.join(missing)}\n"
+            "    expected: every method of axlearn_core.contracts.storage.Storage\n"
+            "    fix: install a version of its plugin for this version of axlearn-core"
         )
     return storage
 

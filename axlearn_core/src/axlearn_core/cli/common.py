@@ -3,11 +3,12 @@
 import functools
 import json
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import click
+
+from axlearn_core.compat import only_cpu
 
 json_option = click.option("--json", "as_json", is_flag=True, help='Print JSON: a list of objects with "name".')
 
@@ -59,7 +60,7 @@ def with_request(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def no_devices() -> None:
     """For a command that imports experiments and computes nothing: keeps JAX from looking for accelerators."""
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    only_cpu()
 
 
 def plain(value: Any) -> Any:

@@ -3,7 +3,7 @@
 import difflib
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,15 +56,16 @@ class Commands(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            close = difflib.get_close_matches(args[0], self.list_commands(ctx))
-            hint = f" Did you mean: {', '.join(close)}?" if close and "mean" not in error.message else ""
-            raise click.UsageError(error.message + hint, ctx) from None
+            raise _unknown(args[0], args[0], self.list_commands(ctx), error, ctx) from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The commands with the lines of the table, none of them imported."""
-        plugins, names = _plugin_commands(), self.list_commands(ctx)
+        from axlearn_core.cli.summaries import summary
+
+        plugins, values = _plugin_commands(), _plugin_commands(value=True)
+        lines = {n: COMMANDS[n][1] if n in COMMANDS else summary(values[n]) for n in self.list_commands(ctx)}
         with formatter.section("Commands"):
-            formatter.write_dl([(n, COMMANDS[n][1] if n in COMMANDS else f"({plugins[n]})") for n in names])
+            formatter.write_dl([(name, line or f"({plugins[name]})") for name, line in lines.items()])
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         """Reads the arguments; prints help where that is asked for."""
@@ -90,6 +91,28 @@ class Group(click.Group):
         """Imports the command of a plugin."""
         return super().get_command(ctx, cmd_name) or cli.get_command(ctx, f"{self.name}-{cmd_name}")
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Adds the nearest names to the error for an unknown command."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            raise _unknown(f"{self.name}-{args[0]}", args[0], self.list_commands(ctx), error, ctx) from None
+
+
+def _unknown(
+    name: str, word: str, names: Sequence[str], error: click.UsageError, ctx: click.Context
+) -> click.UsageError:
+    """The error for a word that is no command: with the package that brings it, or the nearest names."""
+    from axlearn_core.plugins.index import package_of
+
+    if package := package_of("commands", name):
+        return click.UsageError(f"{word!r} is not installed: {package} brings it (pip install {package}).", ctx)
+    close = difflib.get_close_matches(word, names)
+    hint = f" Did you mean: {', '.join(close)}?" if close and "mean" not in error.message else ""
+    return click.UsageError(error.message + hint, ctx)
+
 
 @contextmanager
 def _errors() -> Iterator[None]:
@@ -107,15 +130,22 @@ def _errors() -> Iterator[None]:
         raise click.exceptions.Exit(error.exit_code) from error
 
 
-def _plugin_commands() -> dict[str, str]:
-    """The commands that plugins register, and the distribution of each; imports no plugin."""
+def _plugin_commands(*, value: bool = False) -> dict[str, str]:
+    """The commands that plugins register; imports no plugin.
+
+    Args:
+        value: give what each entry point names (`module:function`) in place of its distribution.
+    """
     if os.environ.get("AXLEARN_PLUGINS"):
         from axlearn_core.plugins.registry import registry
 
-        return {name: claims[0].origin for name, claims in registry().claims["commands"].items()}
+        entries = {name: claims[0] for name, claims in registry().claims["commands"].items()}
+        return {name: entry.value if value else entry.origin for name, entry in entries.items()}
     import importlib_metadata  # not the registry, whose imports would take as long again as all of `--help`
 
     points = importlib_metadata.entry_points(group="axlearn.commands")
+    if value:
+        return {p.name: p.value for p in points}
     return {p.name: f"{p.dist.name} {p.dist.version}" if p.dist else "" for p in points}
 
 

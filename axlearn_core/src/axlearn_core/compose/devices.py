@@ -2,8 +2,6 @@
 
 import collections
 import contextlib
-import os
-import re
 import socket
 import zlib
 from collections.abc import Sequence
@@ -13,6 +11,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from axlearn_core import compat
 from axlearn_core.contracts.target import Detected, Machine, Target
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.manager import host
@@ -24,9 +23,7 @@ def settle(machine: Machine | None) -> None:
     host()  # modules with hooks may have to tell JAX's plugins something before
     if machine is not None and machine.target.platform == "cpu":
         if machine.devices > 1:
-            # A device that waits for others in a loop holds a thread, and loops run beside one another: with as many threads
-            # as devices, some may hold all of them and wait for those that have none.
-            os.environ.setdefault("PJRT_NPROC", str(max(8 * machine.devices, os.cpu_count() or 1)))
+            compat.threads_for(machine.devices)
         virtual(machine.devices)  # `here` counts them, once all processes have joined
 
 
@@ -42,8 +39,7 @@ def cpu(machine: Machine) -> Sequence[Any]:
 
 def virtual(count: int) -> None:
     """Gives this process `count` virtual CPU devices and no others, where JAX has not started yet."""
-    flags = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = re.sub(r"--xla_force_host_platform_device_count=\d+", "", flags).strip()
+    compat.forget_device_count()
     with contextlib.suppress(RuntimeError):  # JAX has started
         jax.config.update("jax_num_cpu_devices", count)
         jax.config.update("jax_platforms", "cpu")

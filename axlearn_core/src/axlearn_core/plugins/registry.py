@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import importlib_metadata
 
 from axlearn_core.errors import AxlearnError, PluginError, RequestError, unknown
+from axlearn_core.plugins.index import not_installed
 
 if TYPE_CHECKING:
     from axlearn_core.config import Node
@@ -175,6 +176,8 @@ class Registry:
                 "    fix: run the Python code that defines it and read the config in the same process, or register it "
                 'under [project.entry-points."axlearn.components"] and put its name in the file'
             )
+        if error := not_installed(group, name):
+            raise error
         listing = {
             "components": "axlearn plugins list",
             "functions": "axlearn plugins list",

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from axlearn_core.contracts.mesh import MeshRule, TargetRule
 from axlearn_core.contracts.target import Machine, Target
 from axlearn_core.errors import PluginError, unknown
+from axlearn_core.plugins.index import not_installed
 from axlearn_core.plugins.manager import Host, host
 
 
@@ -30,6 +31,8 @@ def find_machine(name: str) -> Machine:
     known = targets()
     fits = [t for t in known if name == t or name.startswith(f"{t}-")]
     if not fits:
+        if error := not_installed("targets", name):
+            raise error
         examples = {e for _, t in known.values() for e in (t.examples or (t.name,))}
         raise unknown("target", name, examples, listing="axlearn targets list")
     return known[max(fits, key=len)][1].machine(name)

@@ -10,8 +10,8 @@ pytest (`pip install "axlearn-core[testing]"`).
 import pytest
 
 for _module in (
-    "checkpoint", "common", "data", "feature", "kernel", "layer", "learn", "measure", "objective", "process_group", "tokenizer",
-    "tracker", "train", "weights",
+    "checkpoint", "common", "data", "feature", "kernel", "layer", "learn", "measure", "objective", "options",
+    "process_group", "tokenizer", "tracker", "train", "weights",
 ):  # fmt: skip
     pytest.register_assert_rewrite(f"{__name__}.{_module}")  # before it is imported
 
@@ -24,6 +24,7 @@ from axlearn_core.testing.layer import LayerSuite  # noqa: E402
 from axlearn_core.testing.learn import LearnerSuite  # noqa: E402
 from axlearn_core.testing.measure import EvaluatorSuite, ProfilerSuite, WatchdogSuite  # noqa: E402
 from axlearn_core.testing.objective import ObjectiveSuite  # noqa: E402
+from axlearn_core.testing.options import CommandOptionSuite  # noqa: E402
 from axlearn_core.testing.process_group import ProcessGroupSuite  # noqa: E402
 from axlearn_core.testing.tokenizer import TokenizerSuite  # noqa: E402
 from axlearn_core.testing.tracker import TrackerSuite  # noqa: E402
@@ -31,7 +32,7 @@ from axlearn_core.testing.train import TrainerSuite  # noqa: E402
 from axlearn_core.testing.weights import WeightsSuite  # noqa: E402
 
 __all__ = [
-    "Case", "CheckpointerSuite", "Contract", "EvaluatorSuite", "FeatureSuite", "InputSuite", "KernelSuite", "LayerSuite",
-    "LearnerSuite", "ObjectiveSuite", "ProcessGroupSuite", "ProfilerSuite", "StorageSuite", "TokenizerSuite",
-    "TrackerSuite", "TrainerSuite", "WatchdogSuite", "WeightsSuite", "contract_of",
+    "Case", "CheckpointerSuite", "CommandOptionSuite", "Contract", "EvaluatorSuite", "FeatureSuite", "InputSuite",
+    "KernelSuite", "LayerSuite", "LearnerSuite", "ObjectiveSuite", "ProcessGroupSuite", "ProfilerSuite", "StorageSuite",
+    "TokenizerSuite", "TrackerSuite", "TrainerSuite", "WatchdogSuite", "WeightsSuite", "contract_of",
 ]  # fmt: skip

@@ -15,14 +15,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.ad_checkpoint import checkpoint_name
 
 from axlearn_core.contracts.kernels import KernelContext
+from axlearn_plugins_gpu import compat
 from axlearn_plugins_gpu.chips import CHIPS, unknown_gpu
 from axlearn_plugins_gpu.kernels.heads import by_heads
 from axlearn_plugins_gpu.kernels.masks import structure
 from axlearn_plugins_transformer.kernels.attention import Attention
+
+cudnn = compat.cudnn()
 
 VERSION = 91000
 """The cuDNN that programs are made for, 9.10: the oldest one that has all that `supports` says."""

@@ -13,22 +13,19 @@ for another before the first was lowered, its lowering is.
 
 import contextlib
 import functools
-import importlib
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import jax
 
+from axlearn_core.compat import replaced
 from axlearn_core.errors import RequestError
+from axlearn_plugins_gpu import compat
 from axlearn_plugins_gpu.chips import CHIPS
 from axlearn_plugins_gpu.kernels import tokamax
 from axlearn_plugins_gpu.targets import TARGETS
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
-
-_PLACES = ("jax.experimental.mosaic.gpu.core", "jax.experimental.mosaic.gpu.utils")
-"""Where versions of JAX have `_infer_arch`."""
 
 _first: dict[str, tuple[int, int]] = {}
 """The architecture of this process's first Mosaic kernel, once there is one."""
@@ -63,16 +60,7 @@ def capability_of(kind: str) -> tuple[int, int] | None:
 @functools.cache
 def _taught() -> bool:
     """Has JAX's lowering look GPUs up here, once; False where this JAX asks in some other way."""
-    found = False
-    for place in _PLACES:
-        try:
-            module: Any = importlib.import_module(place)
-        except ModuleNotFoundError:
-            continue
-        if original := vars(module).get("_infer_arch"):
-            module._infer_arch = functools.partial(_architecture, original)
-            found = True
-    return found
+    return compat.replace_mosaic_architecture(_architecture)
 
 
 def _architecture(original: Any) -> tuple[int, int]:
@@ -94,5 +82,5 @@ def compiling_for(target: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(tokamax.for_target(target))
         for name, answer in is_it.items():
-            stack.enter_context(mock.patch.object(utils, name, return_value=answer))
+            stack.enter_context(replaced(utils, name, functools.partial(bool, answer)))
         yield

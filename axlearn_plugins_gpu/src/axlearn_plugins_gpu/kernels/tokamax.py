@@ -1,18 +1,18 @@
 """tokamax's kernels, where it is installed: an optional extra, because it brings many packages along."""
 
 import contextlib
-import importlib
 import sys
 import types
 import warnings
 from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
-from unittest import mock
 
 import jax
 from jax.sharding import AbstractDevice
 
+from axlearn_core.compat import replaced
+from axlearn_plugins_gpu import compat
 from axlearn_plugins_gpu.chips import CHIPS
 from axlearn_plugins_gpu.targets import TARGETS
 
@@ -40,10 +40,7 @@ def missing() -> str | None:
 
 def module(name: str) -> Any:
     """One of its modules, which have no public names for single implementations with given block sizes."""
-    flags: Any = importlib.import_module("absl.flags")
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()  # tokamax would read the options of the command line as its own
-    return importlib.import_module(f"tokamax._src.{name}")
+    return compat.tokamax(name)
 
 
 @contextlib.contextmanager
@@ -53,7 +50,7 @@ def numbered_for(target: str) -> Iterator[None]:
     here = types.SimpleNamespace(devices=lambda: [device], get_default_device=lambda: device, Array=jax.Array)
     with contextlib.ExitStack() as stack:
         for place, name in _COUNTED:
-            stack.enter_context(mock.patch.object(module(place), name, here))
+            stack.enter_context(replaced(module(place), name, here))
         yield
 
 

@@ -12,12 +12,12 @@ import functools
 import math
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from axlearn_core.compat import replaced
 from axlearn_core.contracts.kernels import KernelContext
 from axlearn_core.kernels import selection
 from axlearn_core.nn.sharding import constrain
@@ -104,7 +104,7 @@ def _split_evenly(pallas: Any, tiles: int) -> Iterator[None]:
         return
     cores = math.gcd(tiles, pallas.get_tpu_info().num_cores)
     mesh = functools.partial(pallas.TensorCoreMesh, num_cores=cores)
-    with mock.patch.object(pallas, "TensorCoreMesh", mesh):
+    with replaced(pallas, "TensorCoreMesh", mesh):
         yield
 
 

@@ -7,7 +7,6 @@ M rows, G groups, K inner and N outer dimension.
 
 import contextlib
 import functools
-import importlib
 import sys
 import warnings
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 
 from axlearn_core.contracts.kernels import KernelContext
 from axlearn_core.kernels import selection
+from axlearn_plugins_tpu import compat
 from axlearn_plugins_tpu.kernels.blocks import LANES, tiles
 from axlearn_plugins_tpu.kernels.chip import known_chip
 
@@ -84,7 +84,7 @@ def kernels_of(module: str) -> Iterator[Any]:
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore", DeprecationWarning)  # it uses names that JAX is moving
-        yield importlib.import_module(f"tokamax._src.ops.{module}")
+        yield compat.tokamax(module)
 
 
 _kernels = functools.partial(kernels_of, "ragged_dot.pallas_mosaic_tpu_kernel")

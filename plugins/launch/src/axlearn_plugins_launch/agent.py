@@ -55,6 +55,7 @@ class Agent:
         self.setup = setup
         self.folder = Path(tempfile.mkdtemp(prefix="axlearn-launch-"))
         self.words = self._local_words()
+        self.modules = Path(setup.logs or self.folder) / "modules.json"
         self.warm: list[_Worker] = []
         self.running: dict[int, _Worker] = {}
         self._events: collections.deque[dict[str, Any]] = collections.deque()
@@ -95,13 +96,14 @@ class Agent:
             worker.signal(number)
 
     def kill(self) -> list[int]:
-        """Ends the trainers of the attempt; returns the ranks once their processes are gone."""
+        """Ends the trainers of the attempt; returns the ranks that were alive once their processes are gone."""
         workers, self.running = self.running, {}
+        alive = sorted(rank for rank, worker in workers.items() if not worker.gone.is_set())
         for worker in workers.values():
             worker.kill()
         for worker in workers.values():
             worker.gone.wait(30)
-        return sorted(workers)
+        return alive
 
     def events(self, timeout: float) -> list[dict[str, Any]]:
         """What happened since the last call; waits until something does, at most `timeout` seconds."""
@@ -142,6 +144,8 @@ class Agent:
 
     def _prepare(self) -> None:
         self.warm = [w for w in self.warm if not w.gone.is_set()]
+        if 0 in self.running and self.running[0].steps and not self.modules.exists():
+            self.running[0].send({"list_modules": str(self.modules)})
         while len(self.warm) < self.setup.processes and not self._closed.is_set():
             self._number += 1
             self.warm.append(_Worker(self, self._number))
@@ -210,6 +214,14 @@ class Agent:
                 )
             if now - last >= REPORT_SECONDS:
                 last = now
+                self._share_modules()
+
+    def _share_modules(self) -> None:
+        """Tells warm workers what the run has imported, once rank 0 wrote that down, maybe on another host."""
+        for worker in list(self.warm):
+            if not worker.imported and self.modules.exists():
+                worker.imported = True
+                worker.send({"import": str(self.modules)})
 
 
 class _Worker:
@@ -219,7 +231,7 @@ class _Worker:
         self.agent = agent
         self.progress_file = agent.folder / f"progress-{number}"
         self.first_log = agent.folder / f"worker-{number}.txt"
-        self.ready, self.gone = threading.Event(), threading.Event()
+        self.ready, self.gone, self.imported = threading.Event(), threading.Event(), False
         self.attempt: int | None = None
         self.rank: int | None = None
         self.log, self.killed = self.first_log, False
@@ -249,8 +261,11 @@ class _Worker:
     def assign(self, attempt: int, rank: int, log: Path, environment: Mapping[str, str], words: Sequence[str]) -> None:
         """Tells it what to train as."""
         self.attempt, self.rank, self.log, self._since = attempt, rank, log, time.monotonic()
-        message = {"words": list(words), "environment": dict(environment), "log": str(log)}
-        with contextlib.suppress(OSError):  # it is gone, which `ended` says
+        self.send({"words": list(words), "environment": dict(environment), "log": str(log)})
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Tells the process something; where it is gone, `ended` says so."""
+        with contextlib.suppress(OSError):
             self._channel.sendall(json.dumps(message).encode() + b"\n")
 
     def look(self) -> tuple[tuple[float, int, str], float]:
@@ -311,6 +326,7 @@ class _Worker:
                 else:
                     self.end = Exit(code=message["exit"], kind=message["kind"], message=message["message"])
         code = self.process.wait()
+        self._channel.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)  # its data workers
         self.gone.set()

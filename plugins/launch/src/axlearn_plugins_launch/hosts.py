@@ -14,7 +14,7 @@ class Host:
         name: for people, once known.
         address: that others reach it by.
         present: whether its agent answers.
-        warm: whether a warm process waits there, which is how it shows that it works.
+        proven: whether a process became ready there since it last failed.
         training: whether ranks run there.
         deaths: how often something died there by its own fault.
         aside: whether it failed too often.
@@ -25,7 +25,7 @@ class Host:
     name: str = ""
     address: str = "127.0.0.1"
     present: bool = True
-    warm: bool = False
+    proven: bool = False
     training: bool = False
     deaths: int = 0
     aside: bool = False
@@ -41,7 +41,7 @@ class Host:
             return f"set aside after {self.deaths} deaths, the last one: {self.last_reason}"
         if not self.present:
             return f"lost: {self.last_reason}"
-        return "ready" if self.warm else "starting"
+        return "ready" if self.proven else "starting"
 
     def came(self, name: str, address: str) -> None:
         """Its agent answers; where it is another machine than before, its deaths are forgotten."""
@@ -50,12 +50,12 @@ class Host:
         self.name, self.address, self.present = name, address, True
 
     def arrived(self) -> None:
-        """A warm process is there."""
-        self.present = self.warm = True
+        """A process became ready there."""
+        self.present = self.proven = True
 
     def begin(self) -> None:
-        """It trains, with the process that was warm."""
-        self.training, self.warm = True, False
+        """It trains."""
+        self.training = True
 
     def end(self) -> None:
         """It trains no longer."""
@@ -63,14 +63,14 @@ class Host:
 
     def lost(self, reason: str) -> None:
         """Its agent is gone."""
-        self.present = self.warm = False
+        self.present = self.proven = False
         self.last_reason = reason
 
     def failed(self, reason: str) -> bool:
         """Counts a death; returns whether the host is set aside from now on. It has to show again that it works."""
         self.deaths += 1
-        self.warm = False
-        self.last_reason = reason
+        self.proven = False
+        self.last_reason = reason if self.present else self.last_reason
         before, self.aside = self.aside, self.deaths >= self.limit
         return self.aside and not before
 
@@ -88,11 +88,11 @@ class Hosts:
 
     def ready(self) -> list[Host]:
         """Those that an attempt can use now."""
-        return [h for h in self.all if h.present and h.warm and not h.aside and not h.training]
+        return [h for h in self.all if h.present and h.proven and not h.aside and not h.training]
 
     def waiting(self) -> list[Host]:
         """Those that may become ready."""
-        return [h for h in self.all if not h.aside and not h.warm and not h.training]
+        return [h for h in self.all if not h.aside and not h.proven and not h.training]
 
     @staticmethod
     def place(ready: Sequence[Host], before: Sequence[Host], count: int) -> list[Host]:

@@ -1,14 +1,14 @@
 """The hosts of a job as actors of Ray: one bundle of a placement group for each, one agent in each bundle."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from axlearn_core.errors import RequestError
 from axlearn_plugins_launch.agent import Agent
 from axlearn_plugins_launch.job import Job
+from axlearn_plugins_launch.pool import HostLostError
 from axlearn_plugins_launch.start import setup_of
-from axlearn_plugins_launch.supervisor import HostLostError
 
 POLL_SECONDS = 5.0
 ANSWER_SECONDS = 15.0
@@ -68,17 +68,24 @@ class RayPool:
 
     def ask(self, host: int, method: str, *args: Any) -> Any:
         """See `Pool`."""
-        actor = self.actors.get(host)
-        if actor is None:
+        found = self.ask_all([host], method, *args)
+        if host not in found:
             raise HostLostError(f"host {host} is lost")
-        try:
-            return self.ray.get(getattr(actor, method).remote(*args), timeout=2 * ANSWER_SECONDS)
-        except self.ray.exceptions.RayActorError as error:
-            self._lose(host, _reason(error))
-            raise HostLostError(_reason(error)) from error
-        except self.ray.exceptions.GetTimeoutError as error:
-            self._lose(host, f"its agent answered nothing for {2 * ANSWER_SECONDS:.0f} s")
-            raise HostLostError(f"host {host} does not answer") from error
+        return found[host]
+
+    def ask_all(self, hosts: Sequence[int], method: str, *args: Any) -> dict[int, Any]:
+        """See `Pool`."""
+        asked = {host: getattr(self.actors[host], method).remote(*args) for host in hosts if host in self.actors}
+        found: dict[int, Any] = {}
+        end = time.monotonic() + 2 * ANSWER_SECONDS
+        for host, reference in asked.items():
+            try:
+                found[host] = self.ray.get(reference, timeout=max(0.0, end - time.monotonic()))
+            except self.ray.exceptions.RayActorError as error:
+                self._lose(host, _reason(error))
+            except self.ray.exceptions.GetTimeoutError:
+                self._lose(host, f"its agent answered nothing for {2 * ANSWER_SECONDS:.0f} s")
+        return found
 
     def wait(self, timeout: float) -> list[tuple[int, dict[str, Any]]]:
         """See `Pool`."""

@@ -14,7 +14,8 @@ from axlearn_plugins_launch.agent import Setup
 from axlearn_plugins_launch.check import reduced_words
 from axlearn_plugins_launch.job import Job
 from axlearn_plugins_launch.journal import Journal
-from axlearn_plugins_launch.supervisor import Pool, Supervisor
+from axlearn_plugins_launch.pool import Pool
+from axlearn_plugins_launch.supervisor import Supervisor
 
 
 def is_uri(run_dir: str) -> bool:

@@ -5,7 +5,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 
@@ -15,36 +15,7 @@ from axlearn_plugins_launch.exits import Death, root_cause
 from axlearn_plugins_launch.hosts import Host, Hosts
 from axlearn_plugins_launch.journal import Journal
 from axlearn_plugins_launch.limits import Limits, Tally
-
-
-class Pool(Protocol):
-    """The hosts of an engine, by number. What an agent says, and that one is lost, comes as events."""
-
-    count: int
-
-    def call(self, host: int, method: str, *args: Any) -> None:
-        """Calls a method of the host's agent and waits for no result. Where the host is lost, an event says so."""
-        ...
-
-    def ask(self, host: int, method: str, *args: Any) -> Any:
-        """The result of a method of the host's agent; raises `HostLostError`."""
-        ...
-
-    def wait(self, timeout: float) -> list[tuple[int, dict[str, Any]]]:
-        """(host, event) of what happened, at the latest after `timeout` seconds; a lost host is the event `lost`."""
-        ...
-
-    def revive(self, host: int) -> None:
-        """Asks the engine for a new agent in the place of a lost one; its event `ready` says that it came."""
-        ...
-
-    def close(self) -> None:
-        """Ends all agents."""
-        ...
-
-
-class HostLostError(WorkError):
-    """A host, or its agent, is gone."""
+from axlearn_plugins_launch.pool import HostLostError, Pool
 
 
 @attrs.define(kw_only=True)
@@ -329,9 +300,8 @@ class Supervisor:
     def _on_lost(self, host: Host, attempt: Attempt | None, event: Mapping[str, Any]) -> list[Death]:
         host.lost(event["reason"])
         ranks = [n for n, r in attempt.ranks.items() if r.host is host and not r.finished] if attempt else []
-        self.journal.write(
-            "lost", attempt=self.number, rank=ranks[0] if ranks else None, host=host.name, reason=event["reason"]
-        )
+        first = self.placement.index(host) * self.processes_per_host if host in self.placement else None
+        self.journal.write("lost", attempt=self.number, rank=first, host=host.name, reason=event["reason"])
         if not host.aside:
             self.pool.revive(host.number)
         reason = f"its host is lost: {event['reason']}"
@@ -378,13 +348,8 @@ class Supervisor:
 
     def _kill(self, hosts: Sequence[Host]) -> list[tuple[Host, list[int]]]:
         """Ends all trainers at once; returns the ranks that were alive."""
-        killed = []
-        for host in [h for h in hosts if h.present]:
-            try:
-                killed.append((host, self.pool.ask(host.number, "kill")))
-            except HostLostError:
-                continue
-        return killed
+        killed = self.pool.ask_all([h.number for h in hosts if h.present], "kill")
+        return [(self.hosts.all[number], ranks) for number, ranks in killed.items()]
 
     def _fail(self, host: Host, reason: str) -> None:
         if host.failed(reason):

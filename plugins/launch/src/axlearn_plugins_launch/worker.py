@@ -3,7 +3,9 @@
     python -m axlearn_plugins_launch.worker DESCRIPTOR WORDS...
 
 The agent of its host holds the other end of the socket DESCRIPTOR. Messages are JSON objects, one on a line: `{"ready": true}` to
-the agent; from it `{"words": [...], "environment": {...}, "log": PATH}`; at the end `{"exit": CODE, "kind": ..., "message": ...}`.
+the agent; from it `{"import": FILE}`, with the names of modules that the run has imported, any number of times, and
+`{"words": [...], "environment": {...}, "log": PATH}`; then `{"list_modules": FILE}`, which writes such a file; at the end
+`{"exit": CODE, "kind": ..., "message": ...}` to the agent.
 """
 
 import contextlib
@@ -16,6 +18,7 @@ import socket
 import sys
 import threading
 import traceback
+from pathlib import Path
 from typing import Any
 
 from axlearn_plugins_launch.exits import Exit, classify_error
@@ -40,12 +43,12 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     warm_up(sys.argv[2:])
     _send(channel, {"ready": True})
-    line = reader.readline()
-    if not line:
+    while "words" not in (assignment := json.loads(reader.readline() or '{"words": null}')):
+        import_modules(assignment["import"])
+    if assignment["words"] is None:
         os._exit(0)
-    assignment = json.loads(line)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    threading.Thread(target=_exit_at_end_of, args=(reader,), name="agent", daemon=True).start()
+    threading.Thread(target=_obey, args=(reader,), name="agent", daemon=True).start()
     os.environ.update(assignment["environment"])
     log = os.open(assignment["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
@@ -114,8 +117,23 @@ def _send(channel: socket.socket, message: dict[str, Any]) -> None:
         channel.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _exit_at_end_of(reader: Any) -> None:
-    reader.readline()
+def import_modules(file: str) -> None:
+    """Imports what a run that trains has imported, so that this process need not do it while the run stands still."""
+    with contextlib.suppress(OSError, ValueError):
+        for name in json.loads(Path(file).read_text()):
+            if name not in sys.modules:
+                with contextlib.suppress(Exception):  # a module that only some process can import is not missed here
+                    importlib.import_module(name)
+
+
+def _obey(reader: Any) -> None:
+    for line in reader:
+        with contextlib.suppress(OSError, KeyError):
+            file = Path(json.loads(line)["list_modules"])
+            names = [name for name in list(sys.modules) if not name.startswith("__")]
+            temporary = file.with_name(f".{file.name}.{os.getpid()}")
+            temporary.write_text(json.dumps(names))
+            temporary.replace(file)
     os.kill(os.getpid(), signal.SIGKILL)  # the agent is gone: nobody would restart or end this process
 
 

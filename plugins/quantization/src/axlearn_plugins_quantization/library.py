@@ -1,4 +1,4 @@
-"""The one place that knows qwix. It is imported when a quantized layer is first built: that takes a second."""
+"""All calls of qwix. It is imported when a quantized layer is first built: that takes a second."""
 
 import functools
 from collections.abc import Callable
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from axlearn_core.errors import PluginError, RequestError
+from axlearn_plugins_quantization.compat import quantized_products
 
 Format = Literal["int8", "int4", "float8_e4m3fn", "float8_e5m2"]
 Dimensions = Any
@@ -24,10 +25,8 @@ def load() -> tuple[Any, Any, Any]:
     """
     try:
         import qwix
-        from qwix._src.core import (
-            dot_general_qt,
-            ragged_dot_qt,
-        )  # what its `QtProvider` calls; they have no public name
+
+        dot_general_qt, ragged_dot_qt = quantized_products()
     except (ImportError, AttributeError, TypeError) as error:  # what a library raises that meets another JAX
         import importlib_metadata
 

@@ -13,8 +13,9 @@ from axlearn_core.errors import ConfigError, RequestError
 from axlearn_core.train.phases import PHASES
 from axlearn_core.train.trackers.jsonl import METRICS, SAMPLES, read_jsonl
 from axlearn_plugins_reporting.goodput import Attempt, read_attempts
+from axlearn_plugins_reporting.processes import PROCESSES, process_incidents
 
-CONFIG, LOCK, INCIDENTS, PROCESSES = "config.yaml", "run.lock.json", "watchdog.jsonl", "processes.jsonl"
+CONFIG, LOCK, INCIDENTS = "config.yaml", "run.lock.json", "watchdog.jsonl"
 Points = list[tuple[int, float]]
 
 
@@ -26,7 +27,7 @@ class Run:
         train: records with a `loss`, by step.
         evaluations: the other records, by step.
         attempts: each start of the run, where its phases were recorded.
-        incidents: what a watchdog found.
+        incidents: what a watchdog found, and deaths of processes that a supervisor saw, by time.
         notes: what is missing or damaged, one sentence each.
     """
 
@@ -105,7 +106,9 @@ def read_run(path: Path) -> Run:
     notes += [*remarks, *more]
     attempts, bad_phases = _read(path / PHASES, _attempts, ([], []), notes, optional=True)
     incidents, bad_incidents = _read(path / INCIDENTS, _lines, ([], []), notes, optional=True)
-    notes += [*bad_phases, *bad_incidents]
+    processes, bad_processes = _read(path / PROCESSES, _lines, ([], []), notes, optional=True)
+    notes += [*bad_phases, *bad_incidents, *bad_processes]
+    incidents = [i for i in incidents if isinstance(i.get("message"), str)] + process_incidents(processes)
     metrics.sort(key=lambda r: r["step"])
     train = [r for r in metrics if "loss" in r]
     bad = [r["step"] for r in train if number(r["loss"]) is None]
@@ -119,7 +122,7 @@ def read_run(path: Path) -> Run:
         config=_read(path / CONFIG, lambda p: _mapping(parse(_text(p), p.name).data), {}, notes),
         lock=_read(path / LOCK, lambda p: _mapping(json.loads(_text(p))), {}, notes),
         attempts=attempts,
-        incidents=[i for i in incidents if isinstance(i.get("message"), str)],
+        incidents=sorted(incidents, key=lambda i: str(i.get("time", ""))),
         notes=notes,
     )
 

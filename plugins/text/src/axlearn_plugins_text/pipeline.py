@@ -20,6 +20,7 @@ import grain
 import numpy as np
 from grain import experimental
 
+from axlearn_core.compat import only_cpu
 from axlearn_core.errors import InputError
 from axlearn_plugins_text.records import Document, Records
 from axlearn_plugins_text.sources import Part
@@ -202,7 +203,7 @@ class _ShardsIterator(grain.DatasetIterator):
 
 def start_worker(index: int, count: int) -> None:
     """Run first in each Grain worker process: ends it when the process that started it is gone, even by `kill -9`."""
-    os.environ["JAX_PLATFORMS"] = "cpu"  # Grain imports JAX; no worker may take a device
+    only_cpu(always=True)  # Grain imports JAX; no worker may take a device
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started it
     parent = os.getppid()
 

@@ -1,0 +1,40 @@
+"""Patches of libraries that last as long as they are needed."""
+
+import os
+import types
+
+import pytest
+
+from axlearn_core import compat
+
+
+def test_what_was_replaced_comes_back_also_after_an_error():
+    owner, seen = types.SimpleNamespace(answer=1), []
+
+    def fail():
+        with compat.replaced(owner, "answer", 2):
+            seen.append(owner.answer)
+            raise ValueError("inside")
+
+    with pytest.raises(ValueError, match="inside"):
+        fail()
+    assert (seen, owner.answer) == ([2], 1)
+
+
+def test_what_a_library_no_longer_has_is_an_error():
+    with pytest.raises(AttributeError, match="gone"), compat.replaced(types.SimpleNamespace(), "gone", 1):
+        pass
+
+
+def test_the_environment_of_the_user_stays(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    compat.only_cpu()
+    assert os.environ["JAX_PLATFORMS"] == "cuda"
+    compat.only_cpu(always=True)
+    assert os.environ["JAX_PLATFORMS"] == "cpu"
+
+
+def test_only_the_number_of_devices_is_forgotten(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1 --xla_force_host_platform_device_count=8 --xla_b=2")
+    compat.forget_device_count()
+    assert os.environ["XLA_FLAGS"].split() == ["--xla_a=1", "--xla_b=2"]
