@@ -43,9 +43,9 @@ ASSUMPTIONS = {
     "hardware interruptions": Assumption(
         value=289, unit="", kind=PUBLISHED, source="the same, table 5: of them in GPUs, NICs and other parts of a host",
     ),
-    "swap of the seeds": Assumption(value=4, unit="min", kind=PUBLISHED, source="arXiv 2507.05411: slice hot swap"),
-    "restore of the seeds": Assumption(value=9, unit="min", kind=PUBLISHED, source="the same"),
-    "all of the seeds": Assumption(
+    "swap of the paper": Assumption(value=4, unit="min", kind=PUBLISHED, source="arXiv 2507.05411: slice hot swap"),
+    "restore of the paper": Assumption(value=9, unit="min", kind=PUBLISHED, source="the same"),
+    "all of the paper": Assumption(
         value=21, unit="min", kind=PUBLISHED, source="the same, with the progress since the last checkpoint",
     ),
     "save blocks": Assumption(
@@ -134,10 +134,10 @@ def ours() -> Recovery:
     )
 
 
-def seeds() -> tuple[Recovery, Tier]:
+def paper() -> tuple[Recovery, Tier]:
     """The published minutes. What is left of the 21 is the progress lost, half an interval in the mean."""
-    swap, restore = a("swap of the seeds") * MINUTE, a("restore of the seeds") * MINUTE
-    lost = a("all of the seeds") * MINUTE - swap - restore
+    swap, restore = a("swap of the paper") * MINUTE, a("restore of the paper") * MINUTE
+    lost = a("all of the paper") * MINUTE - swap - restore
     recovery = Recovery(detect=0, hang=0, hang_share=0, swap=swap, restart=swap, compile=0)
     return recovery, Tier(every=2 * lost, blocks=0, durable=0, restore=restore)
 
@@ -159,14 +159,14 @@ class Study:
         return Simulation(of, recovery, store, near, local_lost=lost, seed=self.seed).run(self.days)
 
     def compare(self) -> dict[str, Outcome]:
-        """Our phases beside the seeds' minutes, with spares enough for both."""
-        recovery, tier = seeds()
+        """Our phases beside the published minutes, with spares enough for both."""
+        recovery, tier = paper()
         of = cluster(spares=64)
         return {
             "restart all, a checkpoint every 30 min, all replicas read": self.run(
                 of, restart_all(), persistent(30 * MINUTE, int(a("replicas")))
             ),
-            "the seeds: 4 min swap, 9 min restore, 21 min in all": self.run(of, recovery, tier),
+            "the published: 4 min swap, 9 min restore, 21 min in all": self.run(of, recovery, tier),
             "ours, a checkpoint every 10 min": self.run(of, ours(), persistent(10 * MINUTE)),
             "ours, and one on the hosts every 2 min": self.run(of, ours(), persistent(10 * MINUTE), local(2 * MINUTE)),
         }
@@ -189,8 +189,8 @@ class Study:
         return {n: (store_restore(n), self.run(cluster(64), ours(), persistent(600, n))) for n in (1, 2, 4, 8)}
 
     def rates(self) -> dict[float, tuple[Outcome, Outcome]]:
-        """Factor of the published failure rate -> (ours, the seeds)."""
-        recovery, tier = seeds()
+        """Factor of the published failure rate -> (ours, the paper)."""
+        recovery, tier = paper()
         return {
             f: (
                 self.run(cluster(64, f), ours(), persistent(600), local(120)),
@@ -260,7 +260,7 @@ def report(study: Study) -> list[str]:
     lines += table(["replicas that read", "restore", "goodput"], rows)
     lines += ["", "## Other failure rates", ""]
     rows = [[f"{f:g} x", percent(x.goodput), percent(y.goodput)] for f, (x, y) in study.rates().items()]
-    lines += table(["of the published rate", "ours", "the seeds' minutes"], rows)
+    lines += table(["of the published rate", "ours", "the published minutes"], rows)
     lines += ["", "## Against the closed form", ""]
     rows = []
     for interval in (60.0, 300.0, 1200.0, 3600.0):

@@ -74,7 +74,7 @@ def test_without_a_spare_the_job_waits_for_each_repair(benchmark):
 
 def test_published_rates_and_minutes(benchmark):
     assert benchmark.failures_per_day() == pytest.approx(15.5, abs=0.05)
-    recovery, tier = benchmark.seeds()
+    recovery, tier = benchmark.paper()
     assert recovery.swap + tier.restore + tier.every / 2 == 21 * 60
     fan_out = [benchmark.store_restore(n) for n in (1, 2, 4, 8)]
     assert fan_out == sorted(fan_out)

@@ -207,38 +207,36 @@ def test_a_killed_task_is_started_again_and_no_loss_differs(cluster, undisturbed
     assert tiny.losses(run) == undisturbed
 
 
-def end_node(cluster, node):
-    """Ends a node with everything on it, as a power failure would."""
-    daemon = cluster.daemons[node]
-    pids = subprocess.run(
-        ["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True
-    ).stdout.splitlines()[1:]
-    rows = [line.split(None, 2) for line in pids]
-    parents = {int(pid): int(parent) for pid, parent, _ in rows}
-    steps = {
-        int(pid)
-        for pid, _, args in rows
-        if "slurmstepd" in args and str(cluster.folder) in _environment(int(pid), node)
-    }
-    doomed = {daemon.pid, *steps} | {pid for pid in parents if _ancestors(pid, parents) & steps}
-    for pid in doomed:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    daemon.wait()
-
-
-def _environment(pid, node):
-    """The environment of a slurmstepd of a node, as far as it tells the node; empty for another."""
+def test_a_lost_node_is_replaced_by_the_spare(cluster):
+    alone, run = cluster.folder / "alone", cluster.folder / "lost"
+    cluster.wait_for_end(cluster.launch(alone, "2", steps=20))
+    job = cluster.launch(run, "2", "--spares", "1", steps=20)
+    cluster.wait_for(lambda: any((run / "checkpoints").glob("[0-9]*")) and len(tiny.losses(run)) >= 4, 300)
+    trainer = pid_of(run, 0, 1)
+    daemon = int(Path(f"/proc/{trainer}/stat").read_text().rpartition(")")[2].split()[1])  # its slurmstepd
+    cluster.daemons["n2"].kill()
+    for pid in (daemon, trainer):
+        os.kill(pid, signal.SIGKILL)
     try:
-        text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
-    except OSError:
-        return ""
-    return text if f"SLURMD_NODENAME={node}" in text or f"-N\0{node}" in text else ""
+        state = cluster.wait_for_end(job)
+        assert state["JobState"] == "COMPLETED", cluster.logs()
+        text = (run / "launch" / f"slurm-{job}.txt").read_text()
+        assert "attempt 0 on n1,n2" in text
+        assert "on n1,n3" in text
+        assert tiny.losses(run) == tiny.losses(alone)
+    finally:
+        cluster.daemons["n2"].wait()
+        cluster.daemon("slurmd", "-D", "-N", "n2", name="n2")
+        cluster.wait_for(lambda: "idle" in cluster.run("sinfo", "-h", "-N", "-n", "n2", "-o", "%t"), 120)
 
 
-def _ancestors(pid, parents):
-    found = set()
-    while pid in parents and pid not in found:
-        found.add(pid)
-        pid = parents[pid]
-    return found
+def test_a_run_near_its_time_limit_saves_and_goes_back_to_the_queue(cluster, undisturbed):
+    run = cluster.folder / "limit"
+    job = cluster.launch(run, "3", steps=20)
+    cluster.wait_for(lambda: len(tiny.losses(run)) >= 4, 300)
+    cluster.run("scancel", "--batch", "--signal=USR1", job)  # as Slurm does before the limit
+    state = cluster.wait_for_end(job, 500)
+    assert state["JobState"] == "COMPLETED", cluster.logs()
+    assert state["Restarts"] == "1"
+    assert "was saved: back to the queue" in (run / "launch" / f"slurm-{job}.txt").read_text()
+    assert tiny.losses(run) == undisturbed

@@ -57,8 +57,9 @@ while :; do
   export AXLEARN_COORDINATOR=${chosen[0]#* }
   before=$(saves)
   say "attempt $count on $names"
+  # Slurm may count a step as running for as long as a node of it is down: `--overlap` does not wait for what it holds.
   srun --nodes="$hosts" --ntasks=$((hosts * per_host)) --ntasks-per-node="$per_host" --nodelist="$names" \
-    --kill-on-bad-exit=1 --wait=60 --cpu-bind=none --label --input=none --export=ALL \
+    --overlap --kill-on-bad-exit=1 --wait=60 --cpu-bind=none --label --input=none --export=ALL \
     @COMMAND@ &
   step=$!
   while :; do  # a signal ends `wait` early
