@@ -9,12 +9,18 @@ import pytest
 
 import axlearn_core.testing
 import axlearn_plugins_attention.testing
+import axlearn_plugins_serving.testing
 import axlearn_plugins_transformer.testing
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ROOT / "examples/my_parts"
 SOURCES = [p for folder in ("axlearn_core/src", "plugins") for p in (ROOT / folder).rglob("*.py") if "src" in p.parts]
-MODULES = (axlearn_core.testing, axlearn_plugins_transformer.testing, axlearn_plugins_attention.testing)
+MODULES = (
+    axlearn_core.testing,
+    axlearn_plugins_transformer.testing,
+    axlearn_plugins_attention.testing,
+    axlearn_plugins_serving.testing,
+)
 HEAD = "| slot | protocol | is offered | suite | example |"
 
 

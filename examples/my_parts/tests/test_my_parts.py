@@ -36,6 +36,7 @@ from axlearn_core.testing import (
 from axlearn_plugins_attention.testing import LatentCacheSuite
 from axlearn_plugins_my_parts.checkpointer import MsgpackCheckpointer
 from axlearn_plugins_my_parts.data import CopyTask
+from axlearn_plugins_my_parts.drafter import RepeatDrafter
 from axlearn_plugins_my_parts.evaluator import ParameterNorms
 from axlearn_plugins_my_parts.experiment import my_parts
 from axlearn_plugins_my_parts.kv_cache import Int8Cache
@@ -45,10 +46,12 @@ from axlearn_plugins_my_parts.loop import StopAtLoss
 from axlearn_plugins_my_parts.model import Bigram
 from axlearn_plugins_my_parts.process_group import RankFromEnvironment
 from axlearn_plugins_my_parts.profiler import SlowestSteps
+from axlearn_plugins_my_parts.scheduler import ShortestFirst
 from axlearn_plugins_my_parts.tokenizer import Characters
 from axlearn_plugins_my_parts.tracker import CsvTracker, read_csv
 from axlearn_plugins_my_parts.watchdog import StackDump
 from axlearn_plugins_my_parts.weights import save_npz
+from axlearn_plugins_serving.testing import DrafterSuite, SchedulerSuite
 from axlearn_plugins_transformer.kernels.rms_norm import RMSNorm
 from axlearn_plugins_transformer.testing import KVCacheSuite
 
@@ -241,3 +244,11 @@ def test_the_option_prints_one_line():
     assert (result.exit_code, result.output) == (0, f"my-parts train on {machine}: fits\n"), result.output
     both = CliRunner().invoke(cli, ["plan", "my-parts", "--target", machine, "--one-line", "--json"])
     assert both.exit_code == 2
+
+
+class TestShortestFirst(SchedulerSuite):
+    config = ShortestFirst.Config()
+
+
+class TestRepeatDrafter(DrafterSuite):
+    config = RepeatDrafter.Config()
