@@ -17,7 +17,6 @@ from axlearn_core.train.holder import Holder
 from axlearn_core.train.mirror import RunMirror, working_copy
 from axlearn_plugins_runtime.watchdog import RuleWatchdog
 
-
 SETTINGS = {
     "model.decoder.num_layers": 1,
     "model.decoder.hidden_dim": 16,

@@ -9,6 +9,7 @@ checkpoints/      one directory per step
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,11 @@ class RunDir:
             raise RequestError(
                 f"the run directory {str(path)!r} has bytes that are not UTF-8\n    fix: give another --run-dir"
             ) from None
+        if uri is None and (scheme := re.match(r"([a-z][a-z0-9+.-]+):/", str(path))):
+            raise RequestError(
+                f"the run directory {str(path)!r} is a URI of {scheme[1]}\n    expected: a local or mounted directory\n"
+                f"    fix: give a path; `axlearn train --run-dir {scheme[1]}://...` alone writes runs to storages"
+            )
         if path.exists() and not path.is_dir():
             raise RequestError(f"{path} is a file\n    fix: give another --run-dir")
         if old is None:
