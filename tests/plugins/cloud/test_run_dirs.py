@@ -10,12 +10,11 @@ from click.testing import CliRunner
 import axlearn_core as ax
 from axlearn_core.checkpoint import open_storage
 from axlearn_core.cli.main import cli
-from axlearn_core.config import patch
+from axlearn_core.config import Configurable, node, patch
 from axlearn_core.errors import CheckpointError, RequestError
 from axlearn_core.learn import AdamW
 from axlearn_core.train.holder import Holder
 from axlearn_core.train.mirror import RunMirror, working_copy
-from axlearn_plugins_runtime.watchdog import RuleWatchdog
 
 SETTINGS = {
     "model.decoder.num_layers": 1,
@@ -111,7 +110,18 @@ def test_a_storage_that_goes_away_is_said_and_made_up_for(s3, capsys, monkeypatc
     assert open_storage(uri).read("metrics.jsonl") == b"1\n"
 
 
+class Folder(Configurable):
+    """A checkpointer that wants a directory."""
+
+    @node
+    class Config(Configurable.Config["Folder"]):
+        """Nothing to set."""
+
+    def __init__(self, cfg, *, directory):
+        raise AssertionError
+
+
 def test_a_checkpointer_of_directories_is_refused(s3):
-    config = patch(ax.resolve("quickstart").config, {"checkpointer": RuleWatchdog.Config()})
+    config = patch(ax.resolve("quickstart").config, {"checkpointer": Folder.Config()})
     with pytest.raises(RequestError, match="this checkpointer keeps checkpoints in a directory"):
         ax.train(config, run_dir=f"{s3[0]}/run")

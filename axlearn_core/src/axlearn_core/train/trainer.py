@@ -30,7 +30,7 @@ from axlearn_core.contracts.parts import (
 )
 from axlearn_core.contracts.parts import Learner as LearnerProtocol
 from axlearn_core.contracts.target import Machine
-from axlearn_core.errors import RequestError, StorageError
+from axlearn_core.errors import MissingFileError, RequestError
 from axlearn_core.learn import Learner
 from axlearn_core.nn.held import check_stateless
 from axlearn_core.plugins.decisions import Decision
@@ -301,7 +301,7 @@ def _read_lock(run_dir: RunDir, mirror: RunMirror | None) -> dict[str, Any]:
         return run_dir.read_lock()
     try:
         return json.loads(mirror.read("run.lock.json"))
-    except (StorageError, ValueError):
+    except (MissingFileError, ValueError):
         return {}
 
 
