@@ -61,7 +61,7 @@ def test_a_run_in_a_bucket_goes_on_on_another_machine(s3, tmp_path, capsys):
     train(whole, steps=8)
     assert losses(storage) == losses(open_storage(whole))
     listed = CliRunner().invoke(cli, ["checkpoint", "list", uri, "--json"])
-    assert [row["step"] for row in json.loads(listed.stdout)] == [4, 6, 8], listed.output
+    assert [row["step"] for row in json.loads(listed.stdout)] == [6, 8], listed.output
     assert ax.load(uri).step == 8
     report = CliRunner().invoke(cli, ["report", uri])
     assert report.exit_code == 0, report.output
