@@ -35,6 +35,9 @@ for shard in got["x"].addressable_shards:
 from axlearn_core.checkpoint import LocalStorage
 copied = NamedSharding(jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2), P(None, "fsdp"))
 y = jax.make_array_from_callback((8, 1024), copied, lambda i: np.arange(8 * 1024.0, dtype=np.float32).reshape(8, 1024)[i])
+import functools
+from axlearn_core.checkpoint import writer
+writer.pieces_of = functools.partial(writer.pieces_of, limit=2048)  # pieces of 16 MiB are for larger arrays
 two = OrbaxCheckpointer.Config().build(directory=directory + "-copied")
 two.save(1, {"y": y})
 two.wait()

@@ -2,7 +2,6 @@
 
 import shlex
 import sys
-from pathlib import Path
 from typing import Any
 
 import click
@@ -13,11 +12,11 @@ from axlearn_core.cli.common import request_options
 @click.command()
 @click.argument("experiment", metavar="EXPERIMENT|FILE.yaml")
 @request_options
-@click.option("--run-dir", type=click.Path(path_type=Path), help="Default: runs/<experiment>-<hash of the config>.")
+@click.option("--run-dir", metavar="DIR|URI", help="Default: runs/<experiment>-<hash of the config>.")
 @click.option("--restore-step", type=click.IntRange(min=1), help="Go back to this checkpoint instead of the newest.")
 @click.option("--allow-drift", is_flag=True, help="Continue a run although what it computes changed.")
 @click.option("--restart", is_flag=True, help="Begin at step 0; metrics and checkpoints that are there are set aside.")
-def train(request: Any, run_dir: Path | None, restore_step: int | None, allow_drift: bool, restart: bool) -> None:
+def train(request: Any, run_dir: str | None, restore_step: int | None, allow_drift: bool, restart: bool) -> None:
     """Trains EXPERIMENT, or the experiment that a YAML file describes.
 
     Continues by itself where the run directory has a checkpoint. Ctrl-C saves and says how to go on.
@@ -29,15 +28,15 @@ def train(request: Any, run_dir: Path | None, restore_step: int | None, allow_dr
     result = run(request, run_dir=run_dir, allow_drift=allow_drift, restore_step=restore_step, restart=restart)
     if result.stop_signal is not None:
         words = [w for w in sys.argv[1:] if w not in ("--allow-drift", "--restart")]
-        click.echo(f"saved step {result.step} in {result.run_dir}\nto go on: axlearn {shlex.join(words)}", err=True)
+        click.echo(f"saved step {result.step} in {result.name}\nto go on: axlearn {shlex.join(words)}", err=True)
         sys.exit(128 + result.stop_signal)
     finished = ", ".join(f"{k} {v:.4g}" for k, v in result.metrics.items())
     click.echo(f"\nfinished {result.step} steps: {finished}", err=True)
-    click.echo("\n  ".join(["try next:", *suggestions(request.experiment, result.run_dir)]), err=True)
-    click.echo(str(result.run_dir))
+    click.echo("\n  ".join(["try next:", *suggestions(request.experiment, result.name)]), err=True)
+    click.echo(result.name)
 
 
-def suggestions(experiment: str, run_dir: Path) -> list[str]:
+def suggestions(experiment: str, run_dir: Any) -> list[str]:
     """Commands that make sense after this run: to write text only where the model can."""
     from axlearn_core.config.flat import flatten
     from axlearn_core.train.api import saved_config

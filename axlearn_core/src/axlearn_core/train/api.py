@@ -16,6 +16,7 @@ from axlearn_core.errors import CheckpointError, RequestError, StorageError
 from axlearn_core.plugins.request import Request, write
 from axlearn_core.plugins.resolve import Resolved, resolve
 from axlearn_core.plugins.unregistered import CodeNames, code_name
+from axlearn_core.train.mirror import is_remote, working_copy
 from axlearn_core.train.run_dir import RunDir, check_config, refused_changes, short_hash
 from axlearn_core.train.session import RollBack, say
 from axlearn_core.train.trainer import Result, Trainer
@@ -42,7 +43,7 @@ def train(
         steps: sets `max_steps`.
         target: the machine to run on, whose mesh rule holds: `cpu-8` (eight virtual devices), `h100-8x64`; `none` for no
             mesh rule. By default what JAX finds, with what is execution in its mesh rule.
-        run_dir: by default `runs/<experiment>-<hash of the config>`.
+        run_dir: a path, or the URI of a storage; by default `runs/<experiment>-<hash of the config>`.
         allow_drift: continue a run although what it computes changed.
         restore_step: continue from this checkpoint instead of the newest.
         restart: begin at step 0 although the run has metrics or checkpoints, which are set aside.
@@ -62,11 +63,16 @@ def train(
         settle(resolved.machine)
     if not isinstance(resolved.config, Trainer.Config):
         raise RequestError(f"{resolved.title} is a {type(resolved.config).__qualname__}; expected a Trainer.Config")
-    path, notes = (Path(run_dir), ()) if run_dir else default_run_dir(resolved.title, resolved.config)
+    uri = str(run_dir).rstrip("/") if run_dir and is_remote(run_dir) else None
+    if uri:
+        _check_remote(uri, resolved.config)
+        path, notes = working_copy(uri), (f"the files of {uri} are worked on in {working_copy(uri)}",)
+    else:
+        path, notes = (Path(run_dir), ()) if run_dir else default_run_dir(resolved.title, resolved.config)
     names = CodeNames(resolved.names)
     text = write(resolved.config, names) if from_python else resolved.to_yaml()
-    old = _trained_config(path, restore_step)  # after the config is text: it may name values of code in the same way
-    checked = RunDir.check(path, resolved.config, old, allow_drift=allow_drift, who=resolved.setter)
+    old = _trained_config(uri or path, restore_step)  # after the config is text: it may name values of code in the same way
+    checked = RunDir.check(path, resolved.config, old, allow_drift=allow_drift, who=resolved.setter, uri=uri)
     if old is None:
         _check_stored(resolved, allow_drift=allow_drift)
     checked = attrs.evolve(checked, notes=(*notes, *checked.notes))
@@ -83,6 +89,22 @@ def train(
     except RollBack as back:  # once: what is asked for by its step is not gone back from
         say(f"going back to the checkpoint of step {back.step}")
         return trainer.run(attrs.evolve(checked, resumes=True), restore_step=back.step, **facts)
+
+
+def _check_remote(uri: str, config: Any) -> None:
+    """Raises `RequestError` where a run cannot be kept at a URI."""
+    if not isinstance(config.checkpointer, OrbaxCheckpointer.Config):
+        raise RequestError(
+            f"--run-dir {uri}: this checkpointer keeps checkpoints in a directory\n"
+            f"    got: checkpointer {type(config.checkpointer).__qualname__}\n    expected: orbax, or one made of it\n"
+            "    fix: give a path as run directory"
+        )
+    try:
+        open_storage(uri).list("config.yaml")
+    except StorageError as error:
+        raise RequestError(
+            f"--run-dir: {uri} cannot be read: {error}\n    fix: make it reachable, or give another place"
+        ) from error
 
 
 def _check_stored(resolved: Resolved, *, allow_drift: bool) -> None:
@@ -143,7 +165,7 @@ def _computes_the_same(run_dir: Path, config: Node[Any]) -> bool:
     return old is not None and not refused_changes(diff(old, config, code_name), old, config)
 
 
-def _trained_config(run_dir: Path, step: int | None) -> Node[Any] | None:
+def _trained_config(run_dir: Path | str, step: int | None) -> Node[Any] | None:
     """What a run was trained with: the config in the checkpoint that it goes on from, else that of the run directory."""
     config: Any = saved_config(run_dir)
     if config is None or not isinstance(getattr(config, "checkpointer", None), OrbaxCheckpointer.Config):

@@ -23,7 +23,6 @@ class Loop(Protocol):
         ...
 
 
-@offers()
 class StepCheck(Protocol):
     """Takes some steps in the place of the loop, to look at what they compute. All processes do."""
 

@@ -52,6 +52,8 @@ def hold_run(
         places = {str(run_dir.path): open_storage(run_dir.path)}
         if owns and getattr(getattr(checkpointer, "cfg", None), "uri", None) is not None:
             places[owns.place.name] = owns.place.storage
+        if run_dir.uri is not None:
+            places[run_dir.uri] = open_storage(run_dir.uri)
         try:
             for name, storage in places.items():
                 holders.append(Holder(storage, name, run))

@@ -79,14 +79,24 @@ class RunDir:
     resumes: bool
     notes: tuple[str, ...] = ()
     allow_drift: bool = False
+    uri: str | None = None
 
     @property
-    def checkpoints(self) -> Path:
-        """Where checkpoints lie."""
-        return self.path / "checkpoints"
+    def checkpoints(self) -> Path | str:
+        """Where checkpoints lie: below the URI of a run that has one, whose `path` is a working copy."""
+        return self.path / "checkpoints" if self.uri is None else f"{self.uri}/checkpoints"
 
     @classmethod
-    def check(cls, path: Path, config: Node[Any], old: Any, *, allow_drift: bool, who: Who = {}.get) -> "RunDir":
+    def check(
+        cls,
+        path: Path,
+        config: Node[Any],
+        old: Any,
+        *,
+        allow_drift: bool,
+        who: Who = {}.get,
+        uri: str | None = None,
+    ) -> "RunDir":
         """Decides between a new run and a continued one; writes nothing.
 
         Args:
@@ -95,6 +105,7 @@ class RunDir:
             old: the config that is in the directory, or None.
             allow_drift: continue although what is computed changed.
             who: config path -> who set it in this request, for the error; None where nobody did.
+            uri: of the run, where the directory is a working copy of it.
 
         Raises:
             RequestError: the directory holds something that is no run.
@@ -106,10 +117,10 @@ class RunDir:
             raise RequestError(
                 f"the run directory {str(path)!r} has bytes that are not UTF-8\n    fix: give another --run-dir"
             ) from None
-        if scheme := re.match(r"([a-z][a-z0-9+.-]+):/", str(path)):
+        if uri is None and (scheme := re.match(r"([a-z][a-z0-9+.-]+):/", str(path))):
             raise RequestError(
                 f"the run directory {str(path)!r} is a URI of {scheme[1]}\n    expected: a local or mounted directory\n"
-                f"    fix: give a path, and keep the checkpoints there with --set checkpointer.uri={scheme[1]}://..."
+                f"    fix: give a path; `axlearn train --run-dir {scheme[1]}://...` alone writes runs to storages"
             )
         if path.exists() and not path.is_dir():
             raise RequestError(f"{path} is a file\n    fix: give another --run-dir")
@@ -117,15 +128,15 @@ class RunDir:
             names = sorted(p.name for p in path.iterdir()) if path.exists() else []
             # The file of a holder that died, and what a supervisor of processes keeps there.
             strangers = [n for n in names if not n.startswith(".trainer-") and n not in SUPERVISOR][:5]
-            if strangers:
+            if strangers and uri is None:
                 raise RequestError(
                     f"{path} is not empty and is no run: it has no config.yaml\n    got: {', '.join(strangers)}\n"
                     "    fix: give another --run-dir; nothing was written"
                 )
-            return cls(path, resumes=False, allow_drift=allow_drift)
-        changes = check_config(f"{path} holds a run", old, config, allow_drift=allow_drift, who=who)
+            return cls(path, resumes=False, allow_drift=allow_drift, uri=uri)
+        changes = check_config(f"{uri or path} holds a run", old, config, allow_drift=allow_drift, who=who)
         notes = tuple(f"changed since the run began: {show_change(c)}" for c in changes)
-        return cls(path, resumes=True, notes=notes, allow_drift=allow_drift)
+        return cls(path, resumes=True, notes=notes, allow_drift=allow_drift, uri=uri)
 
     def write(self, config_text: str, lock: Mapping[str, Any]) -> None:
         """Writes the config and the lock, each in one piece. Raises `WorkError` where the directory cannot be written."""

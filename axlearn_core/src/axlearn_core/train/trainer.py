@@ -1,5 +1,6 @@
 """The root of every experiment, and how its parts become a running job."""
 
+import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -29,7 +30,7 @@ from axlearn_core.contracts.parts import (
 )
 from axlearn_core.contracts.parts import Learner as LearnerProtocol
 from axlearn_core.contracts.target import Machine
-from axlearn_core.errors import RequestError, WorkError
+from axlearn_core.errors import MissingFileError, RequestError, WorkError
 from axlearn_core.learn import Learner
 from axlearn_core.nn.held import check_stateless
 from axlearn_core.plugins.decisions import Decision
@@ -38,6 +39,7 @@ from axlearn_core.train.distributed import Distributed
 from axlearn_core.train.evaluators import Evaluator, LossEvaluator
 from axlearn_core.train.lock import make_lock, peak_flops
 from axlearn_core.train.loop import Loop, TrainLoop
+from axlearn_core.train.mirror import RunMirror
 from axlearn_core.train.objective import FrozenWeights
 from axlearn_core.train.ownership import SAVED, check_metrics, hold_run
 from axlearn_core.train.phases import PhaseClock
@@ -55,12 +57,19 @@ class Result:
         step: how many steps the state has seen.
         metrics: the latest loss and evaluation results.
         stop_signal: the signal that ended it early, or None.
+        uri: of the run, where it is kept in a storage; `run_dir` is a working copy then.
     """
 
     run_dir: Path
     step: int
     metrics: Mapping[str, float]
     stop_signal: int | None = None
+    uri: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What other commands take: the URI or the directory."""
+        return self.uri or str(self.run_dir)
 
 
 class Trainer(Configurable):
@@ -154,8 +163,12 @@ class Trainer(Configurable):
                 check_stateless(evaluator, f"evaluators.{name}")
             loop = check_stateless(cfg.loop.build(**offered), "loop")
             checkpointer = cfg.checkpointer.build(directory=run_dir.checkpoints)
-            old = run_dir.read_lock() if run_dir.resumes else {}
+            mirror = RunMirror(run_dir.uri, run_dir.path) if run_dir.uri else None
+            old = _read_lock(run_dir, mirror)
             run_id, check_held = hold_run(run_dir, checkpointer, old, closing)
+            if mirror and jax.process_index() == 0:
+                mirror.fetch()
+                closing.callback(mirror.push)
             closing.callback(checkpointer.close)
             _record_saves(checkpointer, clock)
             watchdog = cfg.watchdog.build(run_dir=run_dir.path) if cfg.watchdog else None
@@ -178,8 +191,9 @@ class Trainer(Configurable):
                 say(str(decision))
             for note in (*run_dir.notes, *drift):
                 say(f"note: {note}")
-            if jax.process_index() == 0:
+            if jax.process_index() == 0 or mirror:  # machines do not share a working copy
                 run_dir.write(config_text, {k: old[k] for k in ("kernels", "hlo_fingerprint") if k in old} | lock)
+            if jax.process_index() == 0:
                 clock.open(run_dir.path, step)
             checkpointer.files = {
                 "config.yaml": config_text,
@@ -210,6 +224,8 @@ class Trainer(Configurable):
                 if not lock[SAVED] and jax.process_index() == 0 and checkpointer.latest_step() is not None:
                     lock[SAVED] = True
                     run_dir.write_fact(SAVED, True)
+                if mirror and jax.process_index() == 0:
+                    mirror.push()
 
             state = _ready(program, batches, cfg.seed) if state is None else state
             session = Session(
@@ -238,7 +254,7 @@ class Trainer(Configurable):
             session.beat("save")
             checkpointer.wait()
             on_save()
-        return Result(run_dir.path, session.step, dict(session.metrics), session.stop_signal)
+        return Result(run_dir.path, session.step, dict(session.metrics), session.stop_signal, run_dir.uri)
 
     @staticmethod
     def _run_loop(loop: Loop, session: Session) -> None:
@@ -310,6 +326,18 @@ class Trainer(Configurable):
 def _record_saves(checkpointer: Any, clock: PhaseClock) -> None:
     if isinstance(checkpointer, ReportsSaves):
         checkpointer.on_result = clock.checkpoint
+
+
+def _read_lock(run_dir: RunDir, mirror: RunMirror | None) -> dict[str, Any]:
+    """The lock of a run that is continued; empty for a new one."""
+    if not run_dir.resumes:
+        return {}
+    if mirror is None:
+        return run_dir.read_lock()
+    try:
+        return json.loads(mirror.read("run.lock.json"))
+    except (MissingFileError, ValueError):
+        return {}
 
 
 def _ready(program: Program, batches: BatchIterator, seed: int) -> Any:

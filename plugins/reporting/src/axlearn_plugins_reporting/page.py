@@ -6,6 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy as np
 
 from axlearn_core.train.run_dir import write_whole
@@ -20,14 +21,14 @@ _PERCENTILES = (5, 50, 90, 95, 99)
 _SAMPLES = 50
 
 
-def write_report(run_dir: Path) -> Path:
-    """Writes `report.html` into a run directory, in one piece, and returns its path.
+def write_report(run_dir: Path, *, name: str | None = None) -> Path:
+    """Writes `report.html` into a run directory, in one piece, and returns its path. `name`: of the run, for people.
 
     Raises:
         RequestError: the directory holds no run.
         WorkError: the page cannot be written.
     """
-    page = render(read_run(run_dir))
+    page = render(attrs.evolve(read_run(run_dir), path=Path(name) if name else run_dir))
     path = run_dir / "report.html"
     with writing(path):
         write_whole(path, page)

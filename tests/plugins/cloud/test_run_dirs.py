@@ -1,0 +1,127 @@
+"""A run directory in a bucket: nothing of the run is on the machine alone."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import axlearn_core as ax
+from axlearn_core.checkpoint import open_storage
+from axlearn_core.cli.main import cli
+from axlearn_core.config import Configurable, node, patch
+from axlearn_core.errors import CheckpointError, RequestError
+from axlearn_core.learn import AdamW
+from axlearn_core.train.holder import Holder
+from axlearn_core.train.mirror import RunMirror, working_copy
+
+SETTINGS = {
+    "model.decoder.num_layers": 1,
+    "model.decoder.hidden_dim": 16,
+    "model.decoder.layer.attention.num_heads": 2,
+    "model.decoder.layer.feed_forward.hidden_dim": 16,
+    "learner.optimizer": AdamW(learning_rate=0.01),
+    "input.batch_size": 8,
+    "input.sequence_length": 16,
+    "evaluators": {},
+    "checkpointer.every_steps": 2,
+    "log_every_steps": 1,
+}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def train(run, *, steps, **settings):
+    return ax.train("quickstart", set={**SETTINGS, **settings}, steps=steps, run_dir=run)
+
+
+def losses(storage):
+    return [json.loads(line)["loss"] for line in storage.read("metrics.jsonl").decode().splitlines()]
+
+
+def test_a_run_in_a_bucket_goes_on_on_another_machine(s3, tmp_path, capsys):
+    uri = f"{s3[0]}/runs/toy"
+    storage = open_storage(uri)
+    result = train(uri, steps=4)
+    assert (result.name, result.run_dir) == (uri, working_copy(uri))
+    names = {f.path for f in storage.list() if not f.path.startswith("checkpoints/")}
+    assert {"config.yaml", "run.lock.json", "metrics.jsonl", "phases.jsonl"} <= names
+    assert not [n for n in names if "trainer" in n]
+    shutil.rmtree("runs")  # another machine has no working copy
+    capsys.readouterr()
+    train(uri, steps=8)
+    err = capsys.readouterr().err
+    assert "continuing from the checkpoint of step 4" in err
+    assert "are worked on in runs/s3/" in err
+    whole = tmp_path / "whole"
+    train(whole, steps=8)
+    assert losses(storage) == losses(open_storage(whole))
+    listed = CliRunner().invoke(cli, ["checkpoint", "list", uri, "--json"])
+    assert [row["step"] for row in json.loads(listed.stdout)] == [6, 8], listed.output
+    assert ax.load(uri).step == 8
+    report = CliRunner().invoke(cli, ["report", uri])
+    assert report.exit_code == 0, report.output
+    assert "quickstart" in Path(report.stdout.strip()).read_text()
+
+
+def test_what_is_here_gives_way_to_what_is_there(s3):
+    uri = f"{s3[0]}/runs/toy"
+    train(uri, steps=2)
+    copy = working_copy(uri)
+    (copy / "metrics.jsonl").write_text('{"step": 9, "loss": 1.0}\n')
+    (copy / "stale.txt").write_text("")
+    train(uri, steps=4)
+    assert len(losses(open_storage(uri))) == 4
+    assert not (copy / "stale.txt").exists()
+
+
+def test_one_trainer_and_one_config(s3):
+    uri = f"{s3[0]}/runs/toy"
+    train(uri, steps=2)
+    with pytest.raises(CheckpointError, match=r"holds a run with another config[^$]*seed"):
+        train(uri, steps=4, seed=5)
+    held = Holder(open_storage(uri), uri, "id")
+    with pytest.raises(CheckpointError, match=rf"{uri} is in use by another trainer"):
+        train(uri, steps=4)
+    held.release()
+    train(uri, steps=4)
+
+
+def test_a_storage_that_goes_away_is_said_and_made_up_for(s3, capsys, monkeypatch, tmp_path):
+    uri = f"{s3[0]}/run"
+    mirror = RunMirror(uri)
+    mirror.path.mkdir(parents=True)
+    (mirror.path / "metrics.jsonl").write_text("1\n")
+    with monkeypatch.context() as patched:
+        patched.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+        from axlearn_plugins_cloud import storage as retries
+
+        patched.setattr(retries, "ATTEMPTS", 1)
+        broken = RunMirror(uri)
+        broken.push()
+        assert f"{uri} was not brought up to date" in capsys.readouterr().err
+        with pytest.raises(RequestError, match=r"--run-dir: .* cannot be read"):
+            train(uri, steps=2)
+    mirror.push()
+    assert open_storage(uri).read("metrics.jsonl") == b"1\n"
+
+
+class Folder(Configurable):
+    """A checkpointer that wants a directory."""
+
+    @node
+    class Config(Configurable.Config["Folder"]):
+        """Nothing to set."""
+
+    def __init__(self, cfg, *, directory):
+        raise AssertionError
+
+
+def test_a_checkpointer_of_directories_is_refused(s3):
+    config = patch(ax.resolve("quickstart").config, {"checkpointer": Folder.Config()})
+    with pytest.raises(RequestError, match="this checkpointer keeps checkpoints in a directory"):
+        ax.train(config, run_dir=f"{s3[0]}/run")
