@@ -28,6 +28,9 @@ class _Composer(Composer):
     """Stops at a document that is too deep or too long while it is read."""
 
     depth = count = 0
+    warn_double_anchors = property(
+        lambda self: False, lambda self, value: None
+    )  # YAML 1.2 allows an anchor to be reused
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """One value with what is below it."""
