@@ -38,9 +38,10 @@ def test_the_core_stays_small():
     files = (ROOT / "axlearn_core/src/axlearn_core").rglob("*.py")
     # The suites in testing/ are for the tests of plugin authors: no run imports them.
     core = sum(code_lines(p.read_text()) for p in files if "testing" not in p.parts)
-    # It writes, hashes, owns and locks checkpoints on every storage, and records where the time of a run goes. What grows past
+    # It writes, hashes, owns and locks checkpoints on every storage, records where the time of a run goes, and bounds and checks
+    # what strangers give it. What grows past
     # this gets a second look: is it a plugin's?
-    assert core <= 8800
+    assert core <= 9200
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: str(p.relative_to(ROOT)))
