@@ -39,9 +39,9 @@ def test_the_core_stays_small():
     files = (ROOT / "axlearn_core/src/axlearn_core").rglob("*.py")
     # The suites in testing/ are for the tests of plugin authors: no run imports them.
     core = sum(code_lines(p.read_text()) for p in files if "testing" not in p.parts)
-    # It writes, hashes, owns, locks and mirrors runs on every storage, and records where the time of a run goes. What grows past
-    # this gets a second look: is it a plugin's?
-    assert core <= 9000
+    # It writes, hashes, owns, locks and mirrors runs on every storage, records where the time of a run goes, and bounds and checks
+    # what strangers give it. What grows past this gets a second look: is it a plugin's?
+    assert core <= 9800
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: str(p.relative_to(ROOT)))

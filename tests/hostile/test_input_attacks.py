@@ -86,9 +86,9 @@ def test_data_that_goes_bad_costs_no_step(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_worker_that_dies_or_stands_still_is_replaced(number, tmp_path):
-    settings = ("input.workers=2", "input.worker_seconds=20", "input.prefetch=1")
+    settings = ("input.workers=2", "input.worker_seconds=20", "input.prefetch=1", "checkpointer.every_steps=1000")
     whole, run = tmp_path / "whole", tmp_path / "run"
-    tiny.axlearn(*tiny.arguments(whole, steps=1500), fresh=True)
+    tiny.axlearn(*tiny.arguments(whole, steps=1500, settings=("checkpointer.every_steps=1000",)), fresh=True)
     process = tiny.start(*tiny.arguments(run, steps=1500, settings=settings))
     wait_for(lambda: len(tiny.losses(run)) > 3 or process.poll() is not None)
     workers = children(process.pid)

@@ -93,6 +93,22 @@ def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> No
         click.echo(click.style(text, dim=True) if number == 0 else text)
 
 
+def print_entries(group: Any, as_json: bool) -> None:
+    """The entries of a group; one that cannot be used is marked, and the others are listed all the same."""
+    from axlearn_core.plugins.registry import registry
+
+    listed = registry().listed(group)
+    rows = [entry_row(entry) | ({"problem": problem} if problem else {}) for entry, problem in listed]
+    if as_json:
+        print_json(rows)
+        return
+    problems = any(problem for _, problem in listed)
+    columns = ("name", "distribution", "version", *(("problem",) if problems else ()))
+    print_table([{"problem": "", **row} for row in rows], columns)
+    if problems:
+        click.echo("`axlearn plugins doctor` says more", err=True)
+
+
 def entry_row(entry: Any) -> dict[str, Any]:
     """What `list` says of a `plugins.registry.Entry`."""
     return {name: getattr(entry, name) for name in ("name", "distribution", "version", "value")}

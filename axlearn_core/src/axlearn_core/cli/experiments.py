@@ -2,8 +2,7 @@
 
 import click
 
-from axlearn_core.cli.common import entry_row, json_option, print_json, print_table
-from axlearn_core.plugins.registry import registry
+from axlearn_core.cli.common import json_option, print_entries
 
 
 @click.group()
@@ -15,5 +14,4 @@ def experiments() -> None:
 @json_option
 def list_(as_json: bool) -> None:
     """List the experiments that are installed."""
-    rows = [entry_row(entry) for entry in registry().entries("experiments")]
-    print_json(rows) if as_json else print_table(rows, ("name", "distribution", "version"))
+    print_entries("experiments", as_json)

@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from axlearn_core.cli.common import entry_row, json_option, no_devices, print_json, print_table
+from axlearn_core.cli.common import entry_row, json_option, no_devices, print_entries, print_json
 from axlearn_core.plugins.registry import registry
 
 
@@ -17,8 +17,7 @@ def features() -> None:
 @json_option
 def list_(as_json: bool) -> None:
     """List the features that are installed; none is imported."""
-    rows = [entry_row(entry) for entry in registry().entries("features")]
-    print_json(rows) if as_json else print_table(rows, ("name", "distribution", "version"))
+    print_entries("features", as_json)
 
 
 @features.command()

@@ -15,17 +15,29 @@ from axlearn_core.cli.common import request_options
 @click.option("--run-dir", metavar="DIR|URI", help="Default: runs/<experiment>-<hash of the config>.")
 @click.option("--restore-step", type=click.IntRange(min=1), help="Go back to this checkpoint instead of the newest.")
 @click.option("--allow-drift", is_flag=True, help="Continue a run although what it computes changed.")
+@click.option("--dry-run", is_flag=True, help="Say what would run, and write nothing.")
 @click.option("--restart", is_flag=True, help="Begin at step 0; metrics and checkpoints that are there are set aside.")
-def train(request: Any, run_dir: str | None, restore_step: int | None, allow_drift: bool, restart: bool) -> None:
+def train(
+    request: Any, run_dir: str | None, restore_step: int | None, allow_drift: bool, dry_run: bool, restart: bool
+) -> None:
     """Trains EXPERIMENT, or the experiment that a YAML file describes.
 
     Continues by itself where the run directory has a checkpoint. Ctrl-C saves and says how to go on.
     """
+    places = {"run_dir": run_dir, "allow_drift": allow_drift, "restore_step": restore_step, "restart": restart}
+    if dry_run:
+        from axlearn_core.train.dry_run import dry_run as describe
+
+        facts = describe(request, **places)
+        width = max(len(fact.name) for fact in facts)
+        for fact in facts:
+            click.echo(f"{click.style(fact.name.ljust(width), fg='cyan')}  {fact.value}")
+        return
     from axlearn_core.train.api import train as run
     from axlearn_core.train.signals import end_process_at_second_signal
 
     end_process_at_second_signal()
-    result = run(request, run_dir=run_dir, allow_drift=allow_drift, restore_step=restore_step, restart=restart)
+    result = run(request, **places)
     if result.stop_signal is not None:
         words = [w for w in sys.argv[1:] if w not in ("--allow-drift", "--restart")]
         click.echo(f"saved step {result.step} in {result.name}\nto go on: axlearn {shlex.join(words)}", err=True)

@@ -116,6 +116,7 @@ def no_such_path(path: str, at: str, name: str, value: Any, *, hint: bool = True
         message=f"no {name!r} in {at or 'the root'} ({kind})",
         expected=f"one of {known}" if below else f"nothing below {at!r}: it is a value, {show(value)}",
         nearest=[join(at, n) for n in nearest(name, below)] if hint else (),
+        fix=f"to put another component there: '{at}={{type: NAME}}'" if name == "type" and at else None,
     )
 
 

@@ -28,6 +28,9 @@ class _Composer(Composer):
     """Stops at a document that is too deep or too long while it is read."""
 
     depth = count = 0
+    warn_double_anchors = property(
+        lambda self: False, lambda self, value: None
+    )  # YAML 1.2 allows an anchor to be reused
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """One value with what is below it."""
@@ -110,7 +113,13 @@ def parse(text: str, source: str = "<string>") -> Document:
         if part.id == "scalar" and part.tag in _SCALARS:
             try:
                 return yaml.constructor.construct_object(part)
-            except (ValueError, KeyError) as error:  # an explicit tag that the value does not fit
+            except (
+                ValueError,
+                LookupError,
+                ArithmeticError,
+                AttributeError,
+                TypeError,
+            ) as error:  # an explicit tag that the value does not fit
                 kind = part.tag.removeprefix(_TAG)
                 return problem(path, f"is not of the tag !!{kind}: {str(error).partition(';')[0]}", part)
         if part.id == "sequence":

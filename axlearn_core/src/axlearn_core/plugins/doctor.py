@@ -1,5 +1,6 @@
 """Loads everything that is installed, one thing after the other, and says what is wrong."""
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,6 +10,7 @@ import pluggy
 
 from axlearn_core.errors import RequestError, nearest
 from axlearn_core.plugins import hookspecs
+from axlearn_core.plugins.intact import replaced_attributes
 from axlearn_core.plugins.manager import register
 from axlearn_core.plugins.registry import BLOCK, CORE, GROUPS, Entry, Group, Registry, core_version
 
@@ -51,6 +53,13 @@ def examine(names: Registry) -> Iterator[Finding]:
                 yield _loaded(claims[0], load[group])
                 if group == "features":
                     yield from _misspelled(claims[0], names)
+                if group == "plugins":
+                    yield from _unmarked(claims[0])
+    for name, now in replaced_attributes():
+        message = f"it is not what the core defines\n    got: {now}\n    fix: leave out the package that replaces it"
+        yield Finding(
+            name=name, group="core", distribution=CORE, version=core_version(), status="error", message=message
+        )
     for entry in unstated.values():
         message = f"it does not say which {CORE} it works with; fix: add `{CORE}>={core_version()}` to its dependencies"
         yield attrs.evolve(_finding(entry, "warning", message), name=entry.distribution, group="distribution")
@@ -59,6 +68,23 @@ def examine(names: Registry) -> Iterator[Finding]:
     for name in names.unused_blocks():
         message = f"{BLOCK} blocks it, and nothing that is installed has that name"
         yield Finding(name=name, group=BLOCK, distribution="", version="", status="warning", message=message)
+
+
+def _unmarked(entry: Entry) -> Iterator[Finding]:
+    """An error for each function of a hook module that has a hook's name, or nearly, and no `@hookimpl`."""
+    try:
+        module = vars(entry.load())
+    except RequestError:  # reported where it was loaded
+        return
+    hooks = [name for name in vars(hookspecs) if name.startswith("axlearn_")]
+    for name, value in module.items():
+        own = inspect.isfunction(value) and value.__module__ == module.get("__name__")
+        if not own or not name.startswith("axlearn_") or hasattr(value, "axlearn_impl"):
+            continue
+        known = [name] if name in hooks else list(nearest(name, hooks, limit=1))
+        hint = f"; did you mean: {known[0]}?" if known and known[0] != name else ""
+        message = f"the function {name} lacks @hookimpl, so that nothing calls it{hint}"
+        yield _finding(entry, "error", message)
 
 
 def _misspelled(entry: Entry, names: Registry) -> Iterator[Finding]:

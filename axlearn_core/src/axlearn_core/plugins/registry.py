@@ -160,6 +160,17 @@ class Registry:
                 raise problem
         return [self.claims[group][name][0] for name in sorted(self.claims[group])]
 
+    def listed(self, group: Group) -> list[tuple[Entry, str]]:
+        """All entries of a group by name, each with what is wrong with it: claimed twice, or for another core; else empty."""
+        found = []
+        for name in sorted(self.claims[group]):
+            claims = self.claims[group][name]
+            for entry in claims:
+                problem = "claimed twice" if len(claims) > 1 else "for another version of the core"
+                wrong = len(claims) > 1 or entry.incompatible(core_version())
+                found.append((entry, problem if wrong else ""))
+        return found
+
     def entry(self, group: Group, name: str) -> Entry:
         """The entry of a name; raises `RequestError` with the nearest names, `PluginError` for a name claimed twice."""
         if problem := self.conflict(group, name):

@@ -58,7 +58,7 @@ def train(
     from_python = not isinstance(request, Request)
     if not isinstance(request, Request):
         request = Request.of(request, with_=with_, set=set, steps=steps, target=target)
-    resolved = resolve(request, detect=_detect).checked()
+    resolved = resolve(request, detect=detect_devices).checked()
     if not resolved.detected:
         settle(resolved.machine)
     if not isinstance(resolved.config, Trainer.Config):
@@ -71,10 +71,10 @@ def train(
         path, notes = (Path(run_dir), ()) if run_dir else default_run_dir(resolved.title, resolved.config)
     names = CodeNames(resolved.names)
     text = write(resolved.config, names) if from_python else resolved.to_yaml()
-    old = _trained_config(uri or path, restore_step)  # after the config is text: it may name values of code in the same way
+    old = trained_config(uri or path, restore_step)  # after the config is text: it may name values of code in the same way
     checked = RunDir.check(path, resolved.config, old, allow_drift=allow_drift, who=resolved.setter, uri=uri)
     if old is None:
-        _check_stored(resolved, allow_drift=allow_drift)
+        check_stored(resolved, allow_drift=allow_drift)
     checked = attrs.evolve(checked, notes=(*notes, *checked.notes))
     trainer = resolved.config.build()
     facts: dict[str, Any] = {
@@ -107,7 +107,7 @@ def _check_remote(uri: str, config: Any) -> None:
         ) from error
 
 
-def _check_stored(resolved: Resolved, *, allow_drift: bool) -> None:
+def check_stored(resolved: Resolved, *, allow_drift: bool) -> None:
     """Compares a new run with the config inside the checkpoints that lie at its `checkpointer.uri` already."""
     config: Any = resolved.config
     if (uri := getattr(config.checkpointer, "uri", None)) is None:
@@ -123,7 +123,7 @@ def _check_stored(resolved: Resolved, *, allow_drift: bool) -> None:
         check_config(what, checkpoint.config, config, allow_drift=allow_drift, who=resolved.setter)
 
 
-def _detect(config: Any) -> Detected:
+def detect_devices(config: Any) -> Detected:
     """What this job runs on, once its processes have joined."""
     settle(None)
     if isinstance(config, Trainer.Config):
@@ -165,7 +165,7 @@ def _computes_the_same(run_dir: Path, config: Node[Any]) -> bool:
     return old is not None and not refused_changes(diff(old, config, code_name), old, config)
 
 
-def _trained_config(run_dir: Path | str, step: int | None) -> Node[Any] | None:
+def trained_config(run_dir: Path | str, step: int | None) -> Node[Any] | None:
     """What a run was trained with: the config in the checkpoint that it goes on from, else that of the run directory."""
     config: Any = saved_config(run_dir)
     if config is None or not isinstance(getattr(config, "checkpointer", None), OrbaxCheckpointer.Config):

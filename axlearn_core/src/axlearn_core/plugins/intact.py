@@ -1,0 +1,62 @@
+"""Whether the core is what its files say: a plugin that replaces a function of it changes what others compute, in silence."""
+
+import ast
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+PACKAGE = "axlearn_core"
+
+
+def replaced_attributes() -> Iterator[tuple[str, str]]:
+    """(dotted name, what stands there now) for each undecorated function, method or class of the imported core modules.
+
+    What a file defines is compared with what its module holds, so that it does not matter when something was replaced.
+    """
+    for name, module in sorted(sys.modules.items()):
+        if (name == PACKAGE or name.startswith(f"{PACKAGE}.")) and getattr(module, "__file__", None):
+            yield from _of_module(name, module)
+
+
+def _of_module(name: str, module: ModuleType) -> Iterator[tuple[str, str]]:
+    file = str(module.__file__)
+    try:
+        body = ast.parse(Path(file).read_text(encoding="utf-8")).body
+    except (OSError, SyntaxError):
+        return
+    yield from _of_body(body, vars(module), name, file)
+
+
+def _of_body(body: list[ast.stmt], there: Any, path: str, file: str) -> Iterator[tuple[str, str]]:
+    last = {s.name: s for s in body if isinstance(s, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
+    for name, statement in last.items():
+        value = there.get(name)
+        if isinstance(statement, ast.ClassDef):
+            if not inspect.isclass(value) or (not statement.decorator_list and value.__module__ != _module(path)):
+                yield f"{path}.{name}", _origin(value)
+            else:
+                yield from _of_body(statement.body, vars(value), f"{path}.{name}", file)
+        elif not statement.decorator_list and not _is_from(value, file):
+            yield f"{path}.{name}", _origin(value)
+
+
+def _module(path: str) -> str:
+    """The module of a dotted name in it."""
+    while path not in sys.modules:
+        path = path.rpartition(".")[0]
+    return path
+
+
+def _is_from(value: Any, file: str) -> bool:
+    value = getattr(value, "__func__", value)  # Python makes class methods of some
+    return isinstance(value, FunctionType) and value.__code__.co_filename == file
+
+
+def _origin(value: Any) -> str:
+    code = getattr(getattr(value, "__func__", value), "__code__", None)
+    if code is not None:
+        return f"{code.co_filename}:{code.co_firstlineno}"
+    return "nothing" if value is None else f"{getattr(value, '__module__', '?')}: {value!r}"[:120]

@@ -1,0 +1,100 @@
+"""What `axlearn train` would do: everything is resolved and checked, and nothing is written, read or compiled."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import attrs
+import jax
+
+from axlearn_core.compose import compose
+from axlearn_core.compose.devices import settle
+from axlearn_core.contracts.capabilities import DeclaresBatches
+from axlearn_core.errors import RequestError, StorageError
+from axlearn_core.plugins.request import Request
+from axlearn_core.plugins.resolve import resolve
+from axlearn_core.train.api import check_stored, default_run_dir, detect_devices, trained_config
+from axlearn_core.train.run_dir import RunDir
+from axlearn_core.train.trainer import Trainer
+
+
+@attrs.frozen
+class Fact:
+    """One line of the answer."""
+
+    name: str
+    value: str
+
+
+def dry_run(
+    request: Request,
+    *,
+    run_dir: str | Path | None = None,
+    allow_drift: bool = False,
+    restore_step: int | None = None,
+    restart: bool = False,
+) -> list[Fact]:
+    """What `train` with these arguments would run.
+
+    Returns:
+        The experiment, target, mesh, parameters, memory of the state on each device, batch, steps, and checkpoints.
+
+    Raises:
+        RequestError: as `train` does, before anything is written.
+    """
+    resolved = resolve(request, detect=detect_devices).checked()
+    if not resolved.detected:
+        settle(resolved.machine)
+    config: Any = resolved.config
+    if not isinstance(config, Trainer.Config):
+        raise RequestError(f"{resolved.title} is a {type(config).__qualname__}; expected a Trainer.Config")
+    path, notes = (Path(run_dir), ()) if run_dir else default_run_dir(resolved.title, config)
+    old = trained_config(path, restore_step)
+    checked = RunDir.check(path, config, old, allow_drift=allow_drift, who=resolved.setter)
+    if old is None:
+        check_stored(resolved, allow_drift=allow_drift)
+    program = compose(config, machine=resolved.machine)
+    devices = program.layout.mesh.devices
+    shape = {axis: size for axis, size in program.layout.mesh.shape.items() if size > 1}
+    facts = [
+        Fact("experiment", resolved.title),
+        Fact("features", ", ".join(name for name, _ in resolved.features) or "none"),
+        Fact("target", f"{devices.size} x {devices.flat[0].device_kind}"),
+        Fact("mesh", ", ".join(f"{axis}={size}" for axis, size in shape.items()) or "one device"),
+        *(Fact(d.kind, f"{d.subject}{f' ({d.reason})' if d.reason else ''}") for d in resolved.decisions),
+        Fact("parameters", f"{program.functional.num_parameters:,}"),
+        Fact(
+            "state", f"{_state_bytes(program.state) / 2**30:.3g} GiB on each device, without gradients and activations"
+        ),
+    ]
+    if isinstance(config.input, DeclaresBatches):
+        shapes = config.input.batch_shapes()
+        facts.append(Fact("batch", ", ".join(f"{n} {list(shape)}" for n, (shape, _) in sorted(shapes.items()))))
+    facts += [Fact("run", str(path)), Fact("steps", _steps(config, checked, restore_step, restart))]
+    if (every := getattr(config.checkpointer, "every_steps", None)) is not None:
+        place = getattr(config.checkpointer, "uri", None) or checked.checkpoints
+        facts.append(Fact("checkpoints", f"every {every} steps and at the end, in {place}"))
+    return [*facts, *(Fact("note", note) for note in (*notes, *checked.notes))]
+
+
+def _steps(config: Any, run_dir: RunDir, restore_step: int | None, restart: bool) -> str:
+    latest = None
+    if run_dir.resumes and not restart:
+        try:
+            with_checkpoints = config.checkpointer.build(directory=run_dir.checkpoints)
+            latest = restore_step if restore_step is not None else with_checkpoints.latest_step()
+            with_checkpoints.close()
+        except StorageError as error:
+            return f"unknown: {error}"
+    begin = f"from step {latest}, its newest checkpoint," if latest is not None else "from step 0"
+    return f"{begin} to {config.max_steps}"
+
+
+def _state_bytes(state: Any) -> int:
+    """Bytes of the training state on one device."""
+    total = 0
+    for leaf in jax.tree.leaves(state):
+        shape = leaf.sharding.shard_shape(leaf.shape) if getattr(leaf, "sharding", None) is not None else leaf.shape
+        itemsize = getattr(leaf.dtype, "itemsize", 8)
+        total += math.prod(shape) * itemsize
+    return total
