@@ -1,14 +1,17 @@
 """What libraries do not give. Each distribution has one module of this name for private imports, patches and the environment.
 
 A test reads the source and fails on `_src`, `jaxlib._jax`, `unittest.mock` and changes of the environment anywhere else. Each
-such module says why each thing is needed, with which versions, and what would make it unnecessary. The core imports nothing
-private. It sets three environment variables of JAX, which reads them once and has no other way to be told (0.10 to 0.12).
+such module says why each thing is needed, with which versions, and what would make it unnecessary.
+
+Here: the client of the coordinator, `jax._src.distributed` (0.10 to 0.12; not needed once it has a public name), and three
+environment variables, which JAX reads once and has no other way to be told.
 """
 
 import contextlib
+import importlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 
@@ -30,6 +33,23 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, original)
+
+
+def coordination_client() -> Any:
+    """The client of the job's coordinator, a key-value store with time limits; None in a job of one process."""
+    return importlib.import_module("jax._src.distributed").global_state.client
+
+
+def assign_environment(variables: Mapping[str, str], *, only: bool = False) -> None:
+    """Sets variables of a process that was started before it was known what it would be, such as a warm trainer.
+
+    Args:
+        variables: name -> value.
+        only: remove all others.
+    """
+    if only:
+        os.environ.clear()
+    os.environ.update(variables)
 
 
 def only_cpu(*, always: bool = False) -> None:

@@ -10,8 +10,8 @@ from itertools import count
 from typing import Any
 
 import jax
-from jax._src import distributed  # the client of the coordinator has no public name; Orbax takes it from here too
 
+from axlearn_core.compat import coordination_client
 from axlearn_core.errors import WorkError
 
 PEER_SECONDS = 1800.0
@@ -28,7 +28,7 @@ def gather_objects(value: Any, name: str, seconds: float = PEER_SECONDS) -> list
     """
     if jax.process_count() == 1:
         return [value]
-    client, number = distributed.global_state.client, next(_numbers)
+    client, number = coordination_client(), next(_numbers)
     assert client is not None
     key, own = f"axlearn/{number}", jax.process_index()
     client.key_value_set_bytes(f"{key}/{own}", zlib.compress(json.dumps(value).encode(), 1))

@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 from axlearn_core.checkpoint import manifest, stream
 from axlearn_core.checkpoint.legacy import read_orbax
 from axlearn_core.checkpoint.manifest import ArrayInfo, Checkpoints, Manifest
-from axlearn_core.checkpoint.retention import unwanted_steps
+from axlearn_core.checkpoint.retention import BEGUN, begun_by, unwanted_steps
 from axlearn_core.checkpoint.state import abstract_arrays, agree, check_same, describe, rebuild_state, stored
 from axlearn_core.checkpoint.storage import LocalStorage, open_storage
 from axlearn_core.checkpoint.writer import HostBuffers, PartWriter, RateLimit, collect_parts
@@ -34,8 +34,6 @@ log = logging.getLogger(__name__)
 TextFiles = Mapping[str, str | Callable[[], str]]
 WEIGHTS_ONLY = "weights_only"
 """In `extra`: the checkpoint holds `step`, `params` and `variables` only, and a run begins with them."""
-BEGUN = "begun.json"
-"""The first file of a save: whose it is."""
 
 
 class OrbaxCheckpointer(Configurable):
@@ -301,19 +299,10 @@ class OrbaxCheckpointer(Configurable):
         """Deletes what an earlier save of this step left where the next one is written."""
         storage, folder = self.place.storage, self._staging(step)
         files = [f.path for f in storage.list(f"{folder}/")]
-        if files and folder == f"{self.place.folder}{step}" and not self._is_own(folder, files):
+        if files and folder == f"{self.place.folder}{step}" and not begun_by(storage, folder, files, self.run):
             raise StorageError(f"{folder} holds files that are not of this run, such as {files[0]}")
         if files:
             storage.delete(folder)
-
-    def _is_own(self, folder: str, files: list[str]) -> bool:
-        """Whether a save of this run began to write a folder."""
-        if (begun := f"{folder}/{BEGUN}") not in files:
-            return False
-        try:
-            return json.loads(self.place.storage.read(begun)).get("run") == self.run
-        except (StorageError, ValueError):
-            return False
 
     def _open(self) -> None:
         """Before the first save: removes what was cut off, and sets aside what a rollback left ahead."""
@@ -329,7 +318,7 @@ class OrbaxCheckpointer(Configurable):
             for name in {p.removeprefix(folder).partition("/")[0] for p in files}:
                 inside = [p for p in files if p.startswith(f"{folder}{name}/")]
                 whole = f"{folder}{name}/{manifest.MANIFEST}" in inside
-                if name.isdecimal() and not whole and self._is_own(f"{folder}{name}", inside):
+                if name.isdecimal() and not whole and begun_by(storage, f"{folder}{name}", inside, self.run):
                     storage.delete(f"{folder}{name}")
         for step in self.steps():
             if self._restored is not None and step > self._restored:

@@ -1,12 +1,18 @@
-"""Which checkpoints a policy does not keep."""
+"""Which checkpoints may be deleted: those that a policy does not keep, and what a save of this run left unfinished."""
 
+import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from axlearn_core.checkpoint.manifest import Manifest
+from axlearn_core.contracts.storage import Storage
+from axlearn_core.errors import StorageError
 
 log = logging.getLogger(__name__)
+
+BEGUN = "begun.json"
+"""The first file of a save: whose it is."""
 
 
 def unwanted_steps(cfg: Any, manifests: Mapping[int, Manifest]) -> list[int]:
@@ -27,3 +33,13 @@ def unwanted_steps(cfg: Any, manifests: Mapping[int, Manifest]) -> list[int]:
             log.warning("no checkpoint has the metric %r that checkpointer.keep_best goes by", cfg.best_metric)
         keep |= {s for _, s in sorted(scored)[: cfg.keep_best]}
     return [s for s in known if s not in keep]
+
+
+def begun_by(storage: Storage, folder: str, files: Sequence[str], run: str) -> bool:
+    """Whether a save of the run `run` began to write a folder, of which `files` are the paths."""
+    if (begun := f"{folder}/{BEGUN}") not in files:
+        return False
+    try:
+        return json.loads(storage.read(begun)).get("run") == run
+    except (StorageError, ValueError):
+        return False

@@ -63,15 +63,12 @@ def train(
         settle(resolved.machine)
     if not isinstance(resolved.config, Trainer.Config):
         raise RequestError(f"{resolved.title} is a {type(resolved.config).__qualname__}; expected a Trainer.Config")
-    uri = str(run_dir).rstrip("/") if run_dir and is_remote(run_dir) else None
-    if uri:
-        _check_remote(uri, resolved.config)
-        path, notes = working_copy(uri), (f"the files of {uri} are worked on in {working_copy(uri)}",)
-    else:
-        path, notes = (Path(run_dir), ()) if run_dir else default_run_dir(resolved.title, resolved.config)
+    path, uri, notes = place_of_run(run_dir, resolved.title, resolved.config)
     names = CodeNames(resolved.names)
     text = write(resolved.config, names) if from_python else resolved.to_yaml()
-    old = trained_config(uri or path, restore_step)  # after the config is text: it may name values of code in the same way
+    old = trained_config(
+        uri or path, restore_step
+    )  # after the config is text: it may name values of code in the same way
     checked = RunDir.check(path, resolved.config, old, allow_drift=allow_drift, who=resolved.setter, uri=uri)
     if old is None:
         check_stored(resolved, allow_drift=allow_drift)
@@ -89,6 +86,20 @@ def train(
     except RollBack as back:  # once: what is asked for by its step is not gone back from
         say(f"going back to the checkpoint of step {back.step}")
         return trainer.run(attrs.evolve(checked, resumes=True), restore_step=back.step, **facts)
+
+
+def place_of_run(run_dir: str | Path | None, experiment: str, config: Any) -> tuple[Path, str | None, tuple[str, ...]]:
+    """(the local directory, the URI where it is a copy of one, notes for the user) of a run.
+
+    Raises:
+        RequestError: the URI cannot be read, or this run cannot be kept at one; or several earlier runs compute the same.
+    """
+    if run_dir and is_remote(run_dir):
+        uri = str(run_dir).rstrip("/")
+        _check_remote(uri, config)
+        return working_copy(uri), uri, (f"the files of {uri} are worked on in {working_copy(uri)}",)
+    path, notes = (Path(run_dir), ()) if run_dir else default_run_dir(experiment, config)
+    return path, None, notes
 
 
 def _check_remote(uri: str, config: Any) -> None:

@@ -13,7 +13,7 @@ from axlearn_core.contracts.capabilities import DeclaresBatches
 from axlearn_core.errors import RequestError, StorageError
 from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import resolve
-from axlearn_core.train.api import check_stored, default_run_dir, detect_devices, trained_config
+from axlearn_core.train.api import check_stored, detect_devices, place_of_run, trained_config
 from axlearn_core.train.run_dir import RunDir
 from axlearn_core.train.trainer import Trainer
 
@@ -48,9 +48,9 @@ def dry_run(
     config: Any = resolved.config
     if not isinstance(config, Trainer.Config):
         raise RequestError(f"{resolved.title} is a {type(config).__qualname__}; expected a Trainer.Config")
-    path, notes = (Path(run_dir), ()) if run_dir else default_run_dir(resolved.title, config)
-    old = trained_config(path, restore_step)
-    checked = RunDir.check(path, config, old, allow_drift=allow_drift, who=resolved.setter)
+    path, uri, notes = place_of_run(run_dir, resolved.title, config)
+    old = trained_config(uri or path, restore_step)
+    checked = RunDir.check(path, config, old, allow_drift=allow_drift, who=resolved.setter, uri=uri)
     if old is None:
         check_stored(resolved, allow_drift=allow_drift)
     program = compose(config, machine=resolved.machine)
@@ -70,7 +70,7 @@ def dry_run(
     if isinstance(config.input, DeclaresBatches):
         shapes = config.input.batch_shapes()
         facts.append(Fact("batch", ", ".join(f"{n} {list(shape)}" for n, (shape, _) in sorted(shapes.items()))))
-    facts += [Fact("run", str(path)), Fact("steps", _steps(config, checked, restore_step, restart))]
+    facts += [Fact("run", uri or str(path)), Fact("steps", _steps(config, checked, restore_step, restart))]
     if (every := getattr(config.checkpointer, "every_steps", None)) is not None:
         place = getattr(config.checkpointer, "uri", None) or checked.checkpoints
         facts.append(Fact("checkpoints", f"every {every} steps and at the end, in {place}"))

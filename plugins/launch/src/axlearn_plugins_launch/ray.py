@@ -1,12 +1,12 @@
 """`--on ray`: a supervised run on the machines of a Ray cluster."""
 
-import os
 import shlex
 from importlib.util import find_spec
 from typing import Any
 
 import attrs
 
+from axlearn_core.compat import assign_environment
 from axlearn_core.errors import RequestError
 from axlearn_plugins_launch.exits import DEFAULT_BUDGETS
 from axlearn_plugins_launch.job import Job
@@ -82,7 +82,7 @@ class RayLauncher:
         if dry_run:
             self._print(job, compile_cache(job))
             return 0
-        os.environ.update(QUIET)
+        assign_environment(QUIET)
         import ray
 
         from axlearn_plugins_launch.ray_pool import RayPool

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
+from axlearn_core.compat import assign_environment
 from axlearn_core.errors import RequestError
 from axlearn_plugins_launch.environment import attempt_environment, trainer_environment
 from axlearn_plugins_launch.exits import Exit, classify_exit
@@ -105,8 +106,7 @@ def main() -> None:
     inherited = trainer_environment(os.environ, os.environ.get("AXLEARN_KEEP", "").split())
     exits, events = os.environ.get("AXLEARN_EXITS"), os.environ.get("AXLEARN_EVENTS")
     attempt, rank = int(os.environ.get("AXLEARN_ATTEMPT") or 0), int(own["JAX_PROCESS_ID"])
-    os.environ.clear()
-    os.environ.update(inherited | own)
+    assign_environment(inherited | own, only=True)
     _record(events, attempt, rank, "started", "")
     code, reason = exit_code(run(words))
     _record(events, attempt, rank, "finished" if code == 0 else "exited", reason)

@@ -21,6 +21,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from axlearn_core.compat import assign_environment
 from axlearn_plugins_launch.exits import Exit, classify_error
 
 MODULES = (
@@ -49,7 +50,7 @@ def main() -> None:
         os._exit(0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=_obey, args=(reader,), name="agent", daemon=True).start()
-    os.environ.update(assignment["environment"])
+    assign_environment(assignment["environment"])
     log = os.open(assignment["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -2,7 +2,8 @@
 
 The work of a step is told in the same terms as that of a compiled program (FLOPs, bytes to and from memory, collectives by mesh
 axes), so that one roofline and one prediction serve both. What formulas cannot know, the compiler's own buffers and passes over
-memory, has a few coefficients for each platform (`figures.toml`), fitted to compiled layouts.
+memory, has a few coefficients for each platform (`figures.toml`): chosen by hand beside compiled layouts of GPUs. Those of TPUs and
+Trainium are copies of these, which no compiled layout has checked.
 """
 
 import math
@@ -33,7 +34,7 @@ class Estimate:
     Attributes:
         arguments: bytes of the training state and the batch; exact.
         kept: bytes of what the forward pass leaves for the backward pass.
-        columns: bytes of each of `COLUMNS`, whose coefficients are fitted.
+        columns: bytes of each of `COLUMNS`, whose coefficients stand in `figures.toml`.
         temporaries: bytes of everything that exists during the step only.
         roofline: of the step.
         host: what goes to the host's memory and back.
@@ -206,7 +207,7 @@ def collective(kind: str, axes: Sequence[str], figures: MeshFigures, operand: fl
     )
 
 
-def communication(figures: MeshFigures, trace: StepTrace, steps: int, fitted: Coefficients) -> list[Collective]:
+def communication(figures: MeshFigures, trace: StepTrace, steps: int, coefficients: Coefficients) -> list[Collective]:
     """What one device sends in a step of so many microbatches.
 
     Parameters are gathered for each pass of each microbatch, and their gradients summed where they live; over axes that hold
@@ -217,28 +218,28 @@ def communication(figures: MeshFigures, trace: StepTrace, steps: int, fitted: Co
     sharded = [a for a in ("fsdp", "expert") if figures.choice.shape.get(a, 1) > 1]
     for group, local in figures.gathered.items():
         axes = sharded if group > 1 else []
-        kind = "all-reduce" if fitted.gathers_by_sums else "all-gather"
-        operand = local * group if fitted.gathers_by_sums else local
+        kind = "all-reduce" if coefficients.gathers_by_sums else "all-gather"
+        operand = local * group if coefficients.gathers_by_sums else local
         found.append(collective(kind, axes, figures, operand, 2.0 * steps))
-        kind = "all-reduce" if fitted.gathers_by_sums else "reduce-scatter"
+        kind = "all-reduce" if coefficients.gathers_by_sums else "reduce-scatter"
         found.append(collective(kind, axes, figures, local * group, 1.0 * steps))
         others = [a for a in split if a not in axes]
         found.append(collective("all-reduce", others, figures, local, 1.0 * steps))
-    found += _tensor(figures, trace, fitted)
+    found += _tensor(figures, trace, coefficients)
     return [c for c in found if c is not None]
 
 
-def _tensor(figures: MeshFigures, trace: StepTrace, fitted: Coefficients) -> Iterator[Collective | None]:
+def _tensor(figures: MeshFigures, trace: StepTrace, coefficients: Coefficients) -> Iterator[Collective | None]:
     stream = trace.stream[0] if trace.stream else None
     if stream is None or figures.choice.shape.get("tensor", 1) == 1:
         return
     whole = math.prod(stream.shape) * COMPUTED_ITEMSIZE / figures.batch_shards
     part = whole / figures.choice.shape["tensor"]
     if any("tensor" in figures.rules[a] for a in ("activation_embed", "residual_sequence")):
-        yield collective("all-gather", ["tensor"], figures, part, fitted.stream_gathers * stream.layers)
-        yield collective("reduce-scatter", ["tensor"], figures, whole, fitted.stream_scatters * stream.layers)
+        yield collective("all-gather", ["tensor"], figures, part, coefficients.stream_gathers * stream.layers)
+        yield collective("reduce-scatter", ["tensor"], figures, whole, coefficients.stream_scatters * stream.layers)
     else:
-        yield collective("all-reduce", ["tensor"], figures, whole, fitted.stream_sums * stream.layers)
+        yield collective("all-reduce", ["tensor"], figures, whole, coefficients.stream_sums * stream.layers)
 
 
 def estimate(
@@ -247,7 +248,7 @@ def estimate(
     trace: StepTrace,
     steps: int,
     batch_bytes: float,
-    fitted: Coefficients,
+    coefficients: Coefficients,
 ) -> Estimate:
     """Memory and roofline of one layout.
 
@@ -257,7 +258,7 @@ def estimate(
         trace: of the step with its rematerialisation, on the whole batch.
         steps: microbatches.
         batch_bytes: of the whole batch of integers.
-        fitted: of the platform.
+        coefficients: of the platform.
     """
     state, learner = figures.state_bytes
     if choice.optimizer_dtype in ("bfloat16", "float16"):
@@ -267,12 +268,14 @@ def estimate(
     columns = _columns(figures, trace, steps)
     if choice.offload_optimizer:
         columns["gradients"] += learner
-    temporaries = kept * fitted.kept + sum(fitted.memory.get(name, 0.0) * size for name, size in columns.items())
+    temporaries = kept * coefficients.kept + sum(
+        coefficients.memory.get(name, 0.0) * size for name, size in columns.items()
+    )
     of_layers, others, _ = figures.parameter_bytes
     weights = of_layers + others
-    traffic = fitted.traffic_activations * figures.local(trace.layer)
-    traffic += fitted.traffic_weights * weights * steps + 2 * arguments
-    sends = communication(figures, trace, steps, fitted)
+    traffic = coefficients.traffic_activations * figures.local(trace.layer)
+    traffic += coefficients.traffic_weights * weights * steps + 2 * arguments
+    sends = communication(figures, trace, steps, coefficients)
     bound = roofline(figures.machine.target, figures.machine.devices, trace.executed, traffic, sends)
     host = Host(
         activations=2 * figures.local(trace.kept, offloaded=True),

@@ -50,7 +50,7 @@ def coefficients(target: Target) -> Coefficients:
     """Those of a target's platform.
 
     Raises:
-        RequestError: the target has no figures for its speed or memory, or its platform was never fitted.
+        RequestError: the target has no figures for its speed or memory, or its platform has no coefficients.
     """
     lacks = [n for n in ("peak_flops", "hbm_bytes", "hbm_bandwidth", "link_bandwidth") if not getattr(target, n)]
     known = _tables()

@@ -27,10 +27,10 @@ class CompileCount:
         """Those that XLA compiled."""
         return self.total - self.cached
 
-    def _compiled(self, event: str, duration: float, **_: Any) -> None:
+    def _compiled(self, event: str, duration_secs: float, **_: Any) -> None:
         if event == _COMPILED:
             self.total += 1
-            self.seconds += duration
+            self.seconds += duration_secs
 
     def _hit(self, event: str, **_: Any) -> None:
         self.cached += event == _CACHED

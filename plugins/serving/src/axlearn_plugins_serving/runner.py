@@ -19,7 +19,7 @@ from axlearn_plugins_serving.contracts import Pending, Row, Sampling
 from axlearn_plugins_serving.functions import ServingFunctions, Sizes
 from axlearn_plugins_serving.packing import Packer, StepResult
 from axlearn_plugins_serving.paged import UsePagedCache
-from axlearn_plugins_serving.sampling import MAX_BIAS, Tables
+from axlearn_plugins_serving.sampling import MAX_BIAS, table_row
 from axlearn_plugins_serving.steps import StepBucket
 
 LEAST_ROWS = 64
@@ -318,29 +318,6 @@ def check_parity(model: Any, adapters: Sequence[str] = (), cache_dtype: str | No
             "    expected: float32, multi-head or grouped-query attention, dense feed-forward layers\n"
             "    fix: mode=fast, which is within rounding"
         )
-
-
-def table_row(sampling: Sampling, seed: int, output: Sequence[int], vocab: int, adapter: int = 0) -> Tables:
-    """The row of a request in the tables."""
-    tokens, bias = np.full((MAX_BIAS,), vocab, np.int32), np.zeros((MAX_BIAS,), np.float32)
-    for index, (token, value) in enumerate(sampling.logit_bias.items()):
-        tokens[index], bias[index] = token, value
-    return Tables(
-        adapter=np.int32(adapter),
-        last=np.int32(output[-1] if output else 0),
-        number=np.int32(len(output)),
-        seed=np.uint32(seed % 2**32),
-        top_k=np.int32(min(sampling.top_k or vocab, vocab)),
-        temperature=np.float32(sampling.temperature),
-        top_p=np.float32(sampling.top_p),
-        min_p=np.float32(sampling.min_p),
-        presence=np.float32(sampling.presence_penalty),
-        frequency=np.float32(sampling.frequency_penalty),
-        bias_tokens=tokens,
-        bias=bias,
-        counts=np.bincount(np.asarray(output, np.int64), minlength=vocab).astype(np.int32),
-        mask=np.zeros((-(-vocab // 32),), np.uint32),
-    )
 
 
 def _sizes(cfg: ModelRunner.Config, blocks: int) -> Sizes:

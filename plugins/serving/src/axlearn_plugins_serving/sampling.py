@@ -4,11 +4,15 @@ Legend: L rows of logits, V vocabulary, A slots.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+
+from axlearn_plugins_serving.contracts import Sampling
 
 GREEDY, DRAWN, FULL = 0, 1, 2
 """What a step's rows need: the likeliest token; temperature, top_k, top_p and min_p; bias, penalties and masks too."""
@@ -202,4 +206,27 @@ def record(tables: Tables, slots: jax.Array, token: jax.Array, sampled: jax.Arra
         last=tables.last.at[to].set(token, mode="drop"),
         number=tables.number.at[to].add(1, mode="drop"),
         counts=counts,
+    )
+
+
+def table_row(sampling: Sampling, seed: int, output: Sequence[int], vocab: int, adapter: int = 0) -> Tables:
+    """The row of a request in the tables."""
+    tokens, bias = np.full((MAX_BIAS,), vocab, np.int32), np.zeros((MAX_BIAS,), np.float32)
+    for index, (token, value) in enumerate(sampling.logit_bias.items()):
+        tokens[index], bias[index] = token, value
+    return Tables(
+        adapter=np.int32(adapter),
+        last=np.int32(output[-1] if output else 0),
+        number=np.int32(len(output)),
+        seed=np.uint32(seed % 2**32),
+        top_k=np.int32(min(sampling.top_k or vocab, vocab)),
+        temperature=np.float32(sampling.temperature),
+        top_p=np.float32(sampling.top_p),
+        min_p=np.float32(sampling.min_p),
+        presence=np.float32(sampling.presence_penalty),
+        frequency=np.float32(sampling.frequency_penalty),
+        bias_tokens=tokens,
+        bias=bias,
+        counts=np.bincount(np.asarray(output, np.int64), minlength=vocab).astype(np.int32),
+        mask=np.zeros((-(-vocab // 32),), np.uint32),
     )
