@@ -225,17 +225,24 @@ for step in range(first, first + 10_000):
 def test_killed_in_the_middle_of_saves(s3, tmp_path):
     uri, cut_off, newest = f"{s3[0]}/run", 0, 0
     reader = checkpointer(uri)
+
+    def unfinished():
+        folders = {f.path.partition("/")[0] for f in reader.place.storage.list()}
+        return folders - {str(s) for s in reader.steps()}
+
     for kill in range(6):
+        left = unfinished()
         env = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
         with subprocess.Popen(
             [sys.executable, "-c", WRITER, uri], stdout=subprocess.PIPE, text=True, env=env
         ) as process:
             assert process.stdout.readline() == "ready\n"
-            time.sleep(0.8 + 0.07 * kill)
+            while process.poll() is None and not unfinished() - left:
+                time.sleep(0.005)
+            time.sleep(0.01 * kill)
             process.send_signal(signal.SIGKILL)
-        folders = {f.path.partition("/")[0] for f in reader.place.storage.list()}
+        cut_off += bool(unfinished())
         steps = reader.steps()
-        cut_off += bool(folders - {str(s) for s in steps})
         for step in steps:
             got, _ = reader.restore(step, LIKE)
             assert all((x == step).all() for x in got.values())
