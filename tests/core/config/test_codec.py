@@ -222,7 +222,7 @@ def test_files_that_do_not_fit(text, match):
         ("&a [*a]", "contains itself"),
         ("a: &x {b: *x}", "contains itself"),
         ("a: \x00", "f.yaml: .*not valid YAML"),
-        ("a: !!float x", "f.yaml:1: a: could not convert"),
+        ("a: !!float x", "f.yaml:1: a: is not of the tag !!float: could not convert"),
     ],
 )
 def test_text_that_cannot_be_read(text, match):

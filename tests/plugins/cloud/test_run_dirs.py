@@ -120,6 +120,11 @@ class Folder(Configurable):
     def __init__(self, cfg, *, directory):
         raise AssertionError
 
+    def _never(self, *args, **kwargs):
+        raise AssertionError
+
+    due = save = latest_step = steps = restore = wait = close = _never
+
 
 def test_a_checkpointer_of_directories_is_refused(s3):
     config = patch(ax.resolve("quickstart").config, {"checkpointer": Folder.Config()})

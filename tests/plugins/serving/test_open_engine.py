@@ -7,7 +7,7 @@ from flax import nnx
 
 import axlearn_core as ax
 from axlearn_core.config import patch
-from axlearn_core.errors import CheckpointError, PluginError, RequestError
+from axlearn_core.errors import CheckpointError, RequestError
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.open_engine import build_engine, open_engine
 from axlearn_plugins_transformer.embedding import LearnedPositions
@@ -66,7 +66,7 @@ def test_no_model_there(tmp_path):
 
 def test_without_the_package(monkeypatch):
     monkeypatch.setenv("AXLEARN_PLUGINS", "-functions:serve")
-    with pytest.raises(PluginError, match="pip install axlearn-plugins-serving"):
+    with pytest.raises(RequestError, match=r"'serve' of axlearn-plugins-serving .* is blocked by AXLEARN_PLUGINS"):
         _ = ax.serve
 
 

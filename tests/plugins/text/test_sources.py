@@ -173,7 +173,7 @@ def test_remote_files_of_every_kind(tmp_path):
         assert texts(files("memory://bucket/a.txt")) == ["alpha\n"]
         with pytest.raises(InputError, match=r"no data file matches 'memory://bucket/x\.txt'"):
             files("memory://bucket/x.txt")
-        with pytest.raises(InputError, match="cannot read nope://"):
+        with pytest.raises(InputError, match="has the protocol 'nope', which data is not read by"):
             files("nope://bucket/x.txt")
     finally:
         fs.rm("/bucket", recursive=True)

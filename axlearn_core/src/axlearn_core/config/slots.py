@@ -24,7 +24,7 @@ def wrong_parts(value: Node[Any]) -> Iterator[Problem]:
             owner = getattr(part, "owner", None) or _built_by(type(part))
             if not inspect.isclass(owner) or getattr(type(part), "__configured__", False):
                 continue
-            if lacking := [method for method in wanted if not callable(getattr(owner, method, None))]:
+            if lacking := [method for method in wanted if not _has(part, owner, method)]:
                 yield Problem(
                     path=path,
                     message=f"a {owner.__qualname__} is not a {protocol.__name__}",
@@ -32,6 +32,14 @@ def wrong_parts(value: Node[Any]) -> Iterator[Problem]:
                     expected=f"a component with {', '.join(wanted)}",
                     fix=f"give one that is a {protocol.__name__}; `axlearn plugins list` names what is installed",
                 )
+
+
+def _has(part: Node[Any], owner: Any, method: str) -> bool:
+    """Whether a part has a method itself, or a part directly below it that it may pass the call to, as wrappers do."""
+    if callable(getattr(owner, method, None)):
+        return True
+    below = (child for name in hints_of(type(part)) for _, child in _nodes(getattr(part, name, None), name))
+    return any(_has(child, getattr(child, "owner", None) or _built_by(type(child)), method) for child in below)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -82,5 +82,5 @@ def compiling_for(target: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(tokamax.for_target(target))
         for name, answer in is_it.items():
-            stack.enter_context(replaced(utils, name, functools.partial(bool, answer)))
+            stack.enter_context(replaced(utils, name, lambda *_, answer=answer: answer))
         yield

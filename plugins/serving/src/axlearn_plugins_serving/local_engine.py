@@ -29,6 +29,7 @@ from axlearn_plugins_serving.contracts import (
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.generation import Generation, Sample
 from axlearn_plugins_serving.open_engine import build_engine, open_engine
+from axlearn_plugins_serving.runner import model_weights
 
 Prompt = str | Sequence[int]
 
@@ -254,7 +255,7 @@ class LocalEngine:
             return ModelWeights(*split_weights(weights, program.functional))
         if hasattr(weights, "read") and hasattr(weights, "specs"):
             return ModelWeights(*split_weights(weights.read("**"), program.functional))
-        return program.functional.weights_of(weights)
+        return model_weights(program.functional, weights)
 
 
 class _Collection:

@@ -1,6 +1,6 @@
 """The feature `paged-cache`: caches in pages, in the place of those of a model."""
 
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import attrs
 
@@ -22,6 +22,8 @@ class UsePagedCache(Feature):
     """
 
     stage = "execute"
+    clears_kernel: ClassVar[bool] = True
+    """Whether an attention's own kernel goes where `kernel` is None: what fits training may not read pages."""
 
     page_size: int = setting(default=16, ge=1)
     heads_first: bool = False
@@ -37,6 +39,10 @@ class UsePagedCache(Feature):
             names = {a.name for a in attrs.fields(type(part))}
             made: dict[str, Any] = {}
             if "kv_cache" in names:
+                cache_now: Any = getattr(part, "kv_cache", None)
+                before = getattr(cache_now, "store", None)
+                if None not in (before, self.store) and before != self.store:
+                    raise ConfigError(_two_stores(before, self.store))
                 cache = PagedCache.Config(page_size=self.page_size, heads_first=self.heads_first, store=self.store)
                 made = {"kv_cache": cache}
             elif "latent_cache" in names:
@@ -49,7 +55,9 @@ class UsePagedCache(Feature):
             if not made:
                 return part
             count += 1
-            return attrs.evolve(part, **made, **({"kernel": self.kernel} if "kernel" in names else {}))
+            if "kernel" in names and (self.clears_kernel or self.kernel is not None):
+                made["kernel"] = self.kernel
+            return attrs.evolve(part, **made)
 
         made = map(cfg, place)
         if not count:
@@ -72,6 +80,8 @@ class UsePagedCache(Feature):
 class UseInt8Cache(UsePagedCache):
     """`paged-cache` with keys and values in int8, and a float32 scale for each token and head."""
 
+    clears_kernel: ClassVar[bool] = False
+
     store: Literal["int8", "float8_e4m3fn"] | None = "int8"
 
 
@@ -79,14 +89,25 @@ class UseInt8Cache(UsePagedCache):
 class UseFloat8Cache(UsePagedCache):
     """`paged-cache` with keys and values in float8 (e4m3), and a float32 scale for each token and head."""
 
+    clears_kernel: ClassVar[bool] = False
+
     store: Literal["int8", "float8_e4m3fn"] | None = "float8_e4m3fn"
 
 
 def _no_store(store: str) -> Problem:
     return Problem(
         path="model",
-        message="latents are cached as they are computed: one vector of a token serves all heads",
+        message="the latents of mla are cached as they are computed: one vector of a token serves all heads",
         got=store,
         expected="no other dtype",
         fix="leave it out",
+    )
+
+
+def _two_stores(before: Any, store: Any) -> Problem:
+    names = {"int8": "cache-int8", "float8_e4m3fn": "cache-fp8"}
+    return Problem(
+        path="model",
+        message=f"{names.get(before, before)} has set the dtype of the cache, and {names.get(store, store)} sets another one",
+        fix="leave one of them out",
     )

@@ -127,7 +127,7 @@ class ModelRunner(Configurable):
             preload(self.program, cfg, self.buckets)
         self._sampling: dict[int, Sampling] = {}
         self._warm = 0
-        loaded = _weights_of(self.program.functional, model) if weights is None else weights()
+        loaded = model_weights(self.program.functional, model) if weights is None else weights()
         self._set_adapters(loaded)
         self.update_weights(loaded)
         self._packer = Packer(self.buckets, self.max_rows)
@@ -271,7 +271,7 @@ def step_functions(cfg: ModelRunner.Config, buckets: Sequence[StepBucket]) -> di
     return functions
 
 
-def _weights_of(functional: Functional, model: Any) -> ModelWeights:
+def model_weights(functional: Functional, model: Any) -> ModelWeights:
     """The arrays of a model that may lack the adapters of `functional`."""
     flat = {".".join(map(str, k)): v.get_value() for k, v in nnx.to_flat_state(nnx.state(model))}
     parts = functional.abstract, functional.variables
