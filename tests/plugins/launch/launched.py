@@ -10,6 +10,8 @@ from pathlib import Path
 
 import tiny
 
+ONE_DEVICE = "--xla_force_host_platform_device_count=1"
+
 
 class Launched:
     """`axlearn launch quickstart` at toy size, in the background. Ends all of it at the end of a `with`."""
@@ -24,7 +26,7 @@ class Launched:
         with self.errors.open("w") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "axlearn_core", "launch", *words, "--on", *on, *size, *given, *more],
-                env=tiny.environment() | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"},  # as `together`
+                env=tiny.environment() | {"XLA_FLAGS": ONE_DEVICE},  # as `together`
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
             )

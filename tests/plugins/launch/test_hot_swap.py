@@ -6,7 +6,7 @@ import signal
 
 import pytest
 import tiny
-from launched import Launched, alive, kill, parent
+from launched import ONE_DEVICE, Launched, alive, kill, parent
 from test_processes import together
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'axlearn-plugins-launch[ray]'")
@@ -115,6 +115,7 @@ def test_sigterm_saves_and_a_second_launch_goes_on(tmp_path, undisturbed):
     assert tiny.losses(run.run_dir) == undisturbed
 
 
+@pytest.mark.filterwarnings("ignore:os.fork")  # Ray's cluster for tests forks this process
 @pytest.mark.slow
 def test_a_node_that_is_taken_away(tmp_path, undisturbed):
     from ray.cluster_utils import Cluster
@@ -122,7 +123,8 @@ def test_a_node_that_is_taken_away(tmp_path, undisturbed):
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     try:
         nodes = [cluster.add_node(num_cpus=1) for _ in range(3)]
-        on = ("ray", "--option", f"address={cluster.address}")
+        # The hosts of this cluster have the environment of the tests, in which JAX has eight devices.
+        on = ("ray", "--option", f"address={cluster.address}", "--env", f"XLA_FLAGS={ONE_DEVICE}")
         with Launched(tmp_path / "run", hosts=2, spares=1, steps=STEPS, on=on) as run:
             ranks = run.attempt(1)
             agent = parent(ranks[1])

@@ -131,6 +131,26 @@ def test_fewer_hosts_where_the_config_allows_it(tmp_path):
     assert {e["JAX_NUM_PROCESSES"] for e in pool.environments[-2:]} == {"2"}
 
 
+def test_the_first_attempt_has_all_hosts_also_where_the_config_allows_fewer(tmp_path):
+    slow = FakePool(2, broken={1})
+    wait = slow.wait
+
+    def late(timeout):  # the second host comes after four times the time that a later attempt would wait
+        if slow.clock > 20 and slow.broken:
+            slow.broken.clear()
+            slow.queue.append((1, {"event": "host", "name": "node-1", "address": "10.0.0.1"}))
+        return wait(timeout)
+
+    slow.wait = late
+    assert supervisor(tmp_path / "slow", slow, 2, reduce=lambda processes: (), host_seconds=5).run() == 0
+    assert [sorted(ranks) for _, ranks, _ in slow.starts] == [[0, 1]]
+    never = FakePool(2, broken={1})
+    with pytest.raises(WorkError, match="1 of 2 hosts are left"):
+        supervisor(tmp_path / "never", never, 2, reduce=lambda processes: (), host_seconds=5).run()
+    assert not never.starts
+    assert 50 <= never.clock < 60
+
+
 def test_too_few_hosts_where_the_config_does_not(tmp_path):
     pool = FakePool(2, {1: [lost(1, for_good=True)]})
     with pytest.raises(WorkError, match=r"1 of 2 hosts are left.*\n.*node-1: lost: the node died"):

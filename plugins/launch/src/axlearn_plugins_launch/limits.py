@@ -18,7 +18,8 @@ class Limits:
         freeze_seconds: how long a process may be stopped by a signal.
         hang_seconds: how long a step, or waiting for a batch, may take.
         start_seconds: how long any other phase may take, and the first step.
-        host_seconds: how long to wait for a host before training goes on with fewer.
+        host_seconds: how long to wait for a host before training goes on with fewer. The first attempt waits ten times as long
+            for all of them.
         settle_seconds: how long to wait for the cause where a process only says that it lost another.
         grace_seconds: how long processes may take to save after SIGTERM.
         look_seconds: the longest wait for an event.

@@ -133,7 +133,8 @@ class Supervisor:
                 return self.hosts.place(ready, self.placement, self.wanted), ()
             patient = self.now() - since < self.limits.host_seconds
             if not (patient and self.hosts.waiting()):
-                fewer = self._fewer(len(ready))
+                # The first attempt has all hosts: who asked for them did not ask for a run that begins with fewer.
+                fewer = self._fewer(len(ready)) if self.placement else None
                 if fewer is not None:
                     return self.hosts.place(ready, self.placement, fewer[0]), fewer[1]
                 if not self.hosts.waiting() or self.now() - since > 10 * self.limits.host_seconds:
