@@ -14,7 +14,7 @@ from click.testing import CliRunner
 import axlearn_core as ax
 from axlearn_core.cli.main import cli
 from axlearn_core.config import check
-from axlearn_core.errors import CheckpointError, ConfigError, RequestError
+from axlearn_core.errors import CheckpointError, ConfigError, RequestError, WorkError
 from axlearn_core.testing import (
     Case,
     CheckpointerSuite,
@@ -126,7 +126,7 @@ class TestParameterNorms(EvaluatorSuite):
     config = ParameterNorms.Config(every_steps=2)
 
     def test_a_pattern_that_fits_nothing_is_refused(self, tmp_path):
-        with pytest.raises(RequestError, match="matches no parameter"):
+        with pytest.raises(WorkError, match="matches no parameter"):
             self.run(tmp_path / "run", {"probe": ParameterNorms.Config(pattern="no.such")})
 
 
