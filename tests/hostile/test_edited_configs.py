@@ -38,7 +38,7 @@ def test_the_model_that_was_trained_is_loaded(run, caplog):
     assert open_weights(run).config == before
     assert "eps: " in caplog.text
     assert "the checkpoint decides" in caplog.text
-    done = tiny.axlearn("generate", str(run), "--prompt", "def ", "--max-tokens", "4")
+    done = tiny.axlearn("generate", str(run), "--prompt", "def ", "--max-tokens", "4", fresh=True)
     assert "is not the config that step 3 was trained with" in done.stderr
 
 
@@ -56,7 +56,7 @@ def test_an_edited_copy_in_the_checkpoint_is_damage(run):
     with pytest.raises(CheckpointError, match=r"config\.yaml: its hash is another one"):
         open_weights(run)
     done = tiny.axlearn(*tiny.arguments(run, steps=6), code=2)
-    assert "config.yaml: got sha256" in done.stderr
+    assert "config.yaml: got " in done.stderr
 
 
 LOCKS = {
