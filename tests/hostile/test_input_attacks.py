@@ -126,9 +126,12 @@ import axlearn_core.train.signals as signals
 signals.end_process_at_second_signal()
 held = signals.StopSignals(lambda: print("asked", flush=True), ends_input=False)
 held.install(2)
-print("ready", flush=True)
+ready = False
 while True:
     try:
+        if not ready:  # inside: a second signal that comes soon finds the handler around it
+            ready = True
+            print("ready", flush=True)
         time.sleep(60)
     except KeyboardInterrupt:
         print("swallowed", flush=True)

@@ -87,7 +87,7 @@ def test_features_choose_the_layout(feature, dtype):
 
 
 def test_what_they_refuse():
-    with pytest.raises(ConfigError, match="latents are cached as they are"):
+    with pytest.raises(ConfigError, match="latents of mla are cached as they are"):
         serve(serving_models.model("mla"), set={**SIZES, "runner.cache_dtype": "int8"}, warm_up=False)
     with pytest.raises(RequestError, match="cache in int8"):
         serve(
