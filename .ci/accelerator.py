@@ -26,11 +26,11 @@ def call(title: str, *command: str, show: bool = False, cwd: Path = ROOT, **vari
         k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT")
     }
     start = time.monotonic()
-    done = subprocess.run(command, cwd=cwd, env=inherited | variables, capture_output=not show, text=True)
+    process = subprocess.run(command, cwd=cwd, env=inherited | variables, capture_output=not show, text=True)
     print(f"{title}: {time.monotonic() - start:.0f} s", flush=True)
-    if done.returncode:
-        said = "" if show else f"\n{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
-        sys.exit(f"{' '.join(command)} exited with {done.returncode}{said}")
+    if process.returncode:
+        details = "" if show else f"\n{process.stdout[-6000:]}\n{process.stderr[-3000:]}"
+        sys.exit(f"{' '.join(command)} exited with {process.returncode}{details}")
 
 
 def main(python: str) -> None:

@@ -33,10 +33,12 @@ BACKENDS = {"tpu": "tpu-v5p-512", "gpu": "h100-8x32", "neuron": "trn2-16x1"}
 def call(*command: str, cwd: Path) -> str:
     """Runs a command; shows what it printed where it fails."""
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} exited with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
-    return done.stdout
+    process = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
+    if process.returncode:
+        sys.exit(
+            f"{' '.join(command)} exited with {process.returncode}\n{process.stdout[-3000:]}\n{process.stderr[-6000:]}"
+        )
+    return process.stdout
 
 
 class Environment:
@@ -50,8 +52,8 @@ class Environment:
 
     def install(self, *wheels: str) -> None:
         """With their requirements: of the wheels that were built, and of the versions that were tested."""
-        found = ("-c", str(self.home / "pins.txt"), "--find-links", str(self.home / "wheels"))
-        call("uv", "pip", "install", "-q", "--python", self.python, *found, *wheels, cwd=self.home)
+        arguments = ("-c", str(self.home / "pins.txt"), "--find-links", str(self.home / "wheels"))
+        call("uv", "pip", "install", "-q", "--python", self.python, *arguments, *wheels, cwd=self.home)
 
     def run(self, *arguments: str) -> str:
         """`axlearn` with these arguments."""
@@ -68,14 +70,16 @@ def main() -> None:
         pins = call("uv", "export", "-q", "--no-hashes", "--no-emit-workspace", "--no-dev", cwd=ROOT)
         (home / "pins.txt").write_text("\n".join(line for line in pins.splitlines() if not line.startswith("#")))
         core = wheel_of(home, "axlearn-core")
-        for title, chosen in (("alone", core), ("all", f"{core}[all]")):
-            environment = Environment(home, title, chosen)
+        for title, requirement in (("alone", core), ("all", f"{core}[all]")):
+            environment = Environment(home, title, requirement)
             environment.run("--help")
             environment.run("plugins", "doctor")
             print(f"core {title}: {environment.run('experiments', 'list').split() or 'no experiments'}")
-        lacking = {name_of(m) for m in MEMBERS} - installed(environment)
-        if lacking:
-            sys.exit(f"axlearn-core[all] installs no {', '.join(sorted(lacking))}")
+        # `all` is what most people want; a distribution outside it has to work beside it.
+        others = sorted({name_of(m) for m in MEMBERS} - installed(environment))
+        if others:
+            environment.install(*(str(wheel_of(home, name)) for name in others))
+            environment.run("plugins", "doctor")
         environment.run(*TINY)
         third_parties(environment)
         for backend, target in BACKENDS.items():
@@ -112,7 +116,7 @@ def prove(home: Path, core: Path, backend: str, target: str) -> None:
 def installed(environment: Environment) -> set[str]:
     """The names of the distributions of this project that an environment has."""
     listing = call("uv", "pip", "list", "-q", "--format", "json", "--python", environment.python, cwd=environment.home)
-    return {found["name"] for found in json.loads(listing) if found["name"].startswith("axlearn-")}
+    return {package["name"] for package in json.loads(listing) if package["name"].startswith("axlearn-")}
 
 
 def wheel_of(home: Path, name: str) -> Path:

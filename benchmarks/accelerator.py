@@ -37,12 +37,12 @@ def select_parts(names: Sequence[str]) -> list[Part]:
     Raises:
         ValueError: no part has the name.
     """
-    known = [p.name for p in PARTS]
+    part_names = [p.name for p in PARTS]
     for name in names:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        if name not in part_names:
+            close = difflib.get_close_matches(name, part_names, n=1, cutoff=0.5)
             hint = f"\n    did you mean: {close[0]}?" if close else ""
-            raise ValueError(f"unknown part {name!r}{hint}\n    known: {', '.join(known)}")
+            raise ValueError(f"unknown part {name!r}{hint}\n    known: {', '.join(part_names)}")
     return [p for p in PARTS if not names or p.name in names]
 
 

@@ -3,8 +3,9 @@
     python benchmarks/checkpoint.py [--megabytes 1024] [--saves 50]
 
 Prints, and with `--json FILE` keeps: seconds of a save and of a restore that compares every hash; the same bytes written (and
-brought to the disk) and read by as many threads without hashes; how long `save` blocks; the resident memory over many saves; and
-how much longer a step that sleeps takes while saves are under way. Raw and own measurements alternate, and the medians count.
+brought to the disk) and read by as many threads without hashes; how long `save` blocks; processor seconds for each GB that is
+saved; the resident memory over many saves; and how much longer a step that sleeps takes while saves are under way. Raw and own
+measurements alternate, and the medians count.
 """
 
 import argparse
@@ -83,18 +84,19 @@ def throughput(folder, megabytes, rounds):
     """Medians of seconds, raw and own in turn."""
     state = make_state(megabytes)
     like = jax.eval_shape(lambda: state)
-    times = {name: [] for name in ("raw_write", "raw_read", "save", "restore", "blocking")}
+    times = {name: [] for name in ("raw_write", "raw_read", "save", "restore", "blocking", "save_cpu")}
     one = OrbaxCheckpointer.Config(keep_last=1).build(directory=folder / "checkpoints")
     for number in range(1, rounds + 2):
         raw = folder / f"raw-{number}"
         measured = {"raw_write": timed(lambda raw=raw: raw_write(raw, state))[0]}
         measured["raw_read"] = timed(lambda raw=raw: raw_read(raw))[0]
         shutil.rmtree(raw)
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), time.process_time()
         one.save(number, state)
         measured["blocking"] = time.perf_counter() - begin
         one.wait()
         measured["save"] = time.perf_counter() - begin
+        measured["save_cpu"] = time.process_time() - cpu
         measured["restore"] = timed(lambda number=number: jax.block_until_ready(one.restore(number, like)))[0]
         if number > 1:  # the first save takes fresh memory for its copies
             for name, value in measured.items():
@@ -108,6 +110,7 @@ def throughput(folder, megabytes, rounds):
         "read_ratio": medians["raw_read"] / medians["restore"],
         "ratio_to_raw": raw / own,
         "blocking_share": medians["blocking"] / medians["save"],
+        "cpu_seconds_per_gb": medians["save_cpu"] / (megabytes * 2**20 / 1e9),
     }
 
 
@@ -151,6 +154,7 @@ def main():
     parser.add_argument("--megabytes", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--saves", type=int, default=50)
+    parser.add_argument("--memory-megabytes", type=int, help="of each of these saves; default: a quarter")
     parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder here")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -161,7 +165,7 @@ def main():
             "load": os.getloadavg()[0],
             "megabytes": args.megabytes,
             **throughput(folder, args.megabytes, args.rounds),
-            **memory(folder, max(args.megabytes // 16, 32), args.saves),
+            **memory(folder, args.memory_megabytes or max(args.megabytes // 4, 32), args.saves),
             **steps(folder),
         }
     finally:

@@ -42,7 +42,7 @@ def ours(dims, batch, seq, mode, kernel):
             "max_steps": 1000,
             "model.vocab_size": dims.vocab,
             "model.dtype": "float32",
-            # XLA's count takes the body of a loop once; with one chunk the loss is no loop, and the counts compare.
+            # XLA's count takes the body of a loop once; with one chunk the loss is not a loop, and the counts compare.
             "model.loss_chunk": seq,
             "model.decoder.num_layers": dims.layers,
             "model.decoder.hidden_dim": dims.width,
@@ -92,9 +92,9 @@ def interval(ratios, draws=4000):
 def measure(dims, batch, seq, pairs, mode, attention, kernel):
     """All ratios for one way of running the stack."""
     program, specs = ours(dims, batch, seq, mode, kernel)
-    mine = program.compile("train", specs)
+    executable = program.compile("train", specs)
     hand, init = theirs(dims, batch, seq, mode, attention)
-    a, b = cost(mine), cost(hand)
+    a, b = cost(executable), cost(hand)
     result = {name: a[name] / b[name] for name in a}
     state = program.init(0)
     params, opt_state = jax.jit(init)(jax.random.key(0))
@@ -107,7 +107,7 @@ def measure(dims, batch, seq, pairs, mode, attention, kernel):
         for side in (0, 1) if pair % 2 else (1, 0):
             start = time.perf_counter()
             if side == 0:
-                state, scalars = mine(state, device)
+                state, scalars = executable(state, device)
                 jax.block_until_ready((state, scalars))
             else:
                 params, opt_state, loss = hand(params, opt_state, plain)

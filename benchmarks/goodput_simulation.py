@@ -247,12 +247,12 @@ def report(study: Study) -> list[str]:
     ]
     lines += table(["spares", "goodput", "waiting for a host"], rows)
     lines += ["", "## Intervals of the tiers", ""]
-    found = study.intervals()
-    columns = list(dict.fromkeys(near for _, near in found))
+    intervals = study.intervals()
+    columns = list(dict.fromkeys(near for _, near in intervals))
     head = ["object store every", *("no local tier" if c is None else f"local every {c:g} s" for c in columns)]
     rows = [
-        [f"{p / MINUTE:g} min", *(percent(found[p, c].goodput) if (p, c) in found else "" for c in columns)]
-        for p in dict.fromkeys(p for p, _ in found)
+        [f"{p / MINUTE:g} min", *(percent(intervals[p, c].goodput) if (p, c) in intervals else "" for c in columns)]
+        for p in dict.fromkeys(p for p, _ in intervals)
     ]
     lines += table(head, rows)
     lines += ["", "## Restore fan-out, without a local tier", ""]

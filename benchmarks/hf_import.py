@@ -23,8 +23,8 @@ import numpy as np
 import tokenizers
 
 from axlearn_core.compose import compose
-from axlearn_plugins_huggingface import files
-from axlearn_plugins_huggingface.source import open_model
+from axlearn_plugins_models.huggingface import files
+from axlearn_plugins_models.huggingface.source import open_model
 
 WIDTH, HIDDEN, VOCAB, HEADS = 2048, 5632, 32_000, 16
 
@@ -57,9 +57,9 @@ def write_model(directory: Path, gigabytes: float) -> None:
 def plain(directory: Path) -> float:
     """Seconds to have every byte of the files in fresh memory, as the parameters are."""
     start = time.perf_counter()
-    kept = [np.fromfile(file, np.uint8) for file in sorted(directory.glob("*.safetensors"))]
+    arrays = [np.fromfile(file, np.uint8) for file in sorted(directory.glob("*.safetensors"))]
     seconds = time.perf_counter() - start
-    del kept
+    del arrays
     return seconds
 
 
@@ -85,7 +85,7 @@ def main() -> None:
         like = compose(source.config, jax.devices()[:1]).state.params
         size = sum(t.bytes for t in source.stored.values())
         largest = max(t.bytes for t in source.stored.values())
-        wanted = sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in like.values())
+        expected_bytes = sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in like.values())
         plain(directory)  # both begin with the files in the system's cache, and ours compiled
         jax.block_until_ready(source.read(like))
         ratios, seconds, over = [], [], []
@@ -95,10 +95,10 @@ def main() -> None:
             resting, start = memory("VmRSS"), time.perf_counter()
             params = jax.block_until_ready(source.read(like))
             seconds.append(time.perf_counter() - start)
-            over.append(memory("VmHWM") - resting - wanted)
+            over.append(memory("VmHWM") - resting - expected_bytes)
             ratios.append(before / seconds[-1])
             del params
-    found = {
+    results = {
         "gigabytes": size / 1e9,
         "param_dtype": options.param_dtype,
         "speed_against_plain_read": statistics.median(ratios),
@@ -108,7 +108,7 @@ def main() -> None:
         "largest_tensor": largest,
         "memory_against_largest_tensor": max(over) / largest,
     }
-    print(json.dumps(found) if options.json else "\n".join(f"{k}: {v}" for k, v in found.items()))
+    print(json.dumps(results) if options.json else "\n".join(f"{k}: {v}" for k, v in results.items()))
 
 
 if __name__ == "__main__":

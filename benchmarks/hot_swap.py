@@ -41,8 +41,8 @@ def environment():
 def wait_for(condition, process, seconds=600):
     end = time.time() + seconds
     while time.time() < end:
-        if found := condition():
-            return found
+        if value := condition():
+            return value
         if process.poll() is not None:
             raise SystemExit(f"it ended with {process.returncode}")
         time.sleep(0.02)
@@ -54,13 +54,13 @@ def lines(file):
 
 
 def objects(file):
-    found = []
+    items = []
     for line in lines(file):
         try:
-            found.append(json.loads(line))
+            items.append(json.loads(line))
         except ValueError:
             break
-    return found
+    return items
 
 
 def seconds_of(text):
@@ -99,8 +99,8 @@ class Ours:
     def begin(self):
         """Waits until the next attempt trains; returns when it did."""
         self.attempt += 1
-        (found,) = wait_for(lambda: self.events("stepping", self.attempt), self.process)
-        return seconds_of(found["time"])
+        (event,) = wait_for(lambda: self.events("stepping", self.attempt), self.process)
+        return seconds_of(event["time"])
 
     def swap(self, rank):
         (pid,) = [e["pid"] for e in self.events("started", self.attempt) if e["rank"] == rank]
@@ -155,8 +155,8 @@ class Baseline:
         self.begin(0.0)
 
     def steps(self, rank):
-        found = [line.split() for line in lines(self.run / f"steps-{rank}")]
-        return [(float(f[0]), int(f[1])) for f in found if len(f) == 2]
+        rows = [line.split() for line in lines(self.run / f"steps-{rank}")]
+        return [(float(f[0]), int(f[1])) for f in rows if len(f) == 2]
 
     def begin(self, since):
         """Waits until every process has finished a step after `since`; returns when the last one did, and that step."""
@@ -198,29 +198,29 @@ class Baseline:
 def block(make, folder, hosts, ranks, rest):
     subject = make(folder, hosts)
     try:
-        found = []
+        blocks = []
         for rank in ranks:
             time.sleep(rest)
             load = os.getloadavg()[0]
-            found.append(subject.swap(rank) | {"load": load})
+            blocks.append(subject.swap(rank) | {"load": load})
             print(
-                f"{subject.name}: rank {rank}: {found[-1]['total']:.2f} s (load {load:.1f})",
+                f"{subject.name}: rank {rank}: {blocks[-1]['total']:.2f} s (load {load:.1f})",
                 file=sys.stderr,
                 flush=True,
             )
-        return found
+        return blocks
     finally:
         subject.close()
 
 
-def show(name, found):
-    totals = [f["total"] for f in found]
+def show(name, results):
+    totals, lost = [f["total"] for f in results], [f["lost_steps"] for f in results]
     print(
         f"\n{name}: median {statistics.median(totals):.2f} s of {len(totals)}, {min(totals):.2f} to {max(totals):.2f}; "
-        f"steps lost: median {statistics.median(f['lost_steps'] for f in found):.0f}, at most {max(f['lost_steps'] for f in found)}"
+        f"steps lost: median {statistics.median(lost):.0f}, at most {max(lost)}"
     )
-    for phase in found[0]["phases"]:
-        print(f"    {statistics.median(f['phases'][phase] for f in found):6.2f} s  {phase}")
+    for phase in results[0]["phases"]:
+        print(f"    {statistics.median(f['phases'][phase] for f in results):6.2f} s  {phase}")
 
 
 def main():
@@ -233,26 +233,26 @@ def main():
     parser.add_argument("--only", choices=["ours", "baseline"])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    chosen = {"ours": Ours, "baseline": Baseline}
+    classes = {"ours": Ours, "baseline": Baseline}
     if arguments.only:
-        chosen = {arguments.only: chosen[arguments.only]}
+        classes = {arguments.only: classes[arguments.only]}
     random_ranks = random.Random(arguments.seed)
     ranks = [random_ranks.randrange(arguments.hosts) for _ in range(arguments.repeats)]
-    found = {name: [] for name in chosen}
+    results = {name: [] for name in classes}
     for begin in range(0, arguments.repeats, arguments.block):
-        for name, make in chosen.items():
+        for name, make in classes.items():
             with tempfile.TemporaryDirectory(prefix="hot-swap-") as folder:
                 part = ranks[begin : begin + arguments.block]
-                found[name] += block(make, Path(folder), arguments.hosts, part, arguments.rest)
-    for name, make in chosen.items():
-        show(make.name, found[name])
-    if len(found) == 2:
-        ratio = statistics.median(f["total"] for f in found["ours"]) / statistics.median(
-            f["total"] for f in found["baseline"]
+                results[name] += block(make, Path(folder), arguments.hosts, part, arguments.rest)
+    for name, make in classes.items():
+        show(make.name, results[name])
+    if len(results) == 2:
+        ratio = statistics.median(f["total"] for f in results["ours"]) / statistics.median(
+            f["total"] for f in results["baseline"]
         )
         print(f"\nours / baseline: {ratio:.2f}")
     if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -23,10 +23,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from scipy.stats import kendalltau
 
 from axlearn_core.plugins.request import Request
-from axlearn_plugins_search.compiled import Cache, Clock, compile_layouts
-from axlearn_plugins_search.rank import Space
-from axlearn_plugins_search.search import search
-from axlearn_plugins_search.space import Choice, MeshChoice
+from axlearn_plugins_plan.search.compiled import Cache, Clock, compile_layouts
+from axlearn_plugins_plan.search.rank import Space
+from axlearn_plugins_plan.search.search import search
+from axlearn_plugins_plan.search.space import Choice, MeshChoice
 
 GIB = 2.0**30
 
@@ -57,36 +57,42 @@ def spread(rows, count):
     return [rows[round(i * (len(rows) - 1) / max(count - 1, 1))] for i in range(count)]
 
 
-def measure(row: Row, args, say) -> dict:
+def measure(row: Row, args, log_message) -> dict:
     request = Request.of(row.model, target=row.target)
     started = time.perf_counter()
     space = Space(request, ())
-    ranked = space.ranked(say)
+    ranked = space.ranked(log_message)
     ranking = time.perf_counter() - started
     cache, clock = Cache(args.cache), Clock(60 * args.budget)
-    result = search(request, [space], cache, clock, args.front, say) if args.front else None
+    result = search(request, [space], cache, clock, args.front, log_message) if args.front else None
     paper = [r for r in ranked if same(r.choice, row.paper)][:1]
     capacity = space.machine.target.hbm_bytes or float("inf")
     sample = spread([r for r in ranked if r.estimate.total < 0.97 * capacity], args.sample)
     clock = Clock(60 * args.budget)
     rows = [*[r for r in ranked if r.choice.shipped], *paper, *sample]
-    compiled = list(zip(rows, compile_layouts(request, rows, cache, clock, say), strict=True))
-    found = {"model": row.model, "target": row.target, "ranked": len(ranked), "ranking_seconds": ranking, "sample": []}
+    compiled = list(zip(rows, compile_layouts(request, rows, cache, clock, log_message), strict=True))
+    row_results = {
+        "model": row.model,
+        "target": row.target,
+        "ranked": len(ranked),
+        "ranking_seconds": ranking,
+        "sample": [],
+    }
     if result is not None and result.rows:
         best = result.rows[0]
-        found["best"] = figures(best.ranked, best.compiled)
-        found["ended"] = result.ended
+        row_results["best"] = figures(best.ranked, best.compiled)
+        row_results["ended"] = result.ended
     for r, c in compiled:
         if c.error:
-            say(f"not compiled: {' '.join(r.choice.words)}: {c.error}")
+            log_message(f"not compiled: {' '.join(r.choice.words)}: {c.error}")
             continue
         if r.choice.shipped:
-            found["shipped"] = figures(r, c)
+            row_results["shipped"] = figures(r, c)
         if paper and r is paper[0]:
-            found["paper"] = figures(r, c)
+            row_results["paper"] = figures(r, c)
         if any(r is s for s in sample) and c.seconds is not None:
-            found["sample"].append(figures(r, c))
-    return found
+            row_results["sample"].append(figures(r, c))
+    return row_results
 
 
 def same(choice: Choice, other: Choice) -> bool:
@@ -107,21 +113,21 @@ def figures(ranked, compiled) -> dict:
     }
 
 
-def lines(found: dict) -> list[str]:
+def lines(results: dict) -> list[str]:
     text = [
-        f"{found['model']} on {found['target']}: {found['ranked']:,} layouts ranked in {found['ranking_seconds']:.1f} s"
+        f"{results['model']} on {results['target']}: {results['ranked']:,} layouts ranked in {results['ranking_seconds']:.1f} s"
     ]
     for name in ("best", "shipped", "paper"):
-        if name in found:
-            f = found[name]
+        if name in results:
+            f = results[name]
             text.append(f"    {name:8} {f['seconds']:.3f} s  {f['gib']:.1f} GiB  fits: {f['fits']}  {f['words']}")
-    sample = found["sample"]
+    sample = results["sample"]
     if len(sample) > 1:
         found_tau: Any = kendalltau([s["estimated_seconds"] for s in sample], [s["seconds"] for s in sample])
         tau = found_tau.statistic
         errors = sorted(abs(s["estimated_gib"] / s["gib"] - 1) for s in sample)
         close = sum(e <= 0.05 for e in errors)
-        found.update(tau=tau, memory_errors=errors)
+        results.update(tau=tau, memory_errors=errors)
         text.append(
             f"    sample of {len(sample)}: Kendall's tau {tau:.2f}; memory within 5% for {close} of {len(errors)}, "
             f"median {100 * errors[len(errors) // 2]:.1f}%, greatest {100 * errors[-1]:.1f}%"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from axlearn_plugins_text import StandardLibrary
+from axlearn_plugins_transformer.text import StandardLibrary
 
 
 def grams(files: list[bytes], order: int) -> np.ndarray:
@@ -30,10 +30,10 @@ def grams(files: list[bytes], order: int) -> np.ndarray:
     return np.concatenate(codes)
 
 
-def lookup(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+def lookup(keys: np.ndarray, values: np.ndarray, queries: np.ndarray) -> np.ndarray:
     """`values` at the places of `wanted` among the sorted `keys`; 0 for what is not there."""
-    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-    return np.where(keys[at] == wanted, values[at], 0).astype(np.float64)
+    at = np.minimum(np.searchsorted(keys, queries), len(keys) - 1)
+    return np.where(keys[at] == queries, values[at], 0).astype(np.float64)
 
 
 def nats_per_byte(train: list[bytes], held_out: list[bytes], order: int) -> float:
@@ -45,13 +45,13 @@ def nats_per_byte(train: list[bytes], held_out: list[bytes], order: int) -> floa
         keys, counts = np.unique(train_codes & mask, return_counts=True)
         contexts, first = np.unique(keys >> np.uint64(8), return_index=True)
         totals, types = np.add.reduceat(counts, first), np.diff(np.append(first, len(keys)))
-        wanted = codes & mask
-        count = lookup(keys, counts, wanted)
-        total = lookup(contexts, totals, wanted >> np.uint64(8))
-        kinds = lookup(contexts, types, wanted >> np.uint64(8))
-        seen = total > 0  # a context that never occurred leaves the prediction to the shorter one
+        codes_masked = codes & mask
+        count = lookup(keys, counts, codes_masked)
+        total = lookup(contexts, totals, codes_masked >> np.uint64(8))
+        kinds = lookup(contexts, types, codes_masked >> np.uint64(8))
+        has_count = total > 0  # a context that never occurred leaves the prediction to the shorter one
         mixed = (count + kinds * probability) / np.maximum(total + kinds, 1)
-        probability = np.where(seen, mixed, probability)
+        probability = np.where(has_count, mixed, probability)
     return float(-np.log(probability).mean())
 
 

@@ -79,9 +79,9 @@ def write_run(run: Path, gigabytes: float) -> None:
 def plain(run: Path) -> float:
     """Seconds to have every byte of the files of weights in fresh memory."""
     start = time.perf_counter()
-    kept = [np.fromfile(file, np.uint8) for file in sorted(run.glob("checkpoints/1/state/weights/*"))]
+    arrays = [np.fromfile(file, np.uint8) for file in sorted(run.glob("checkpoints/1/state/weights/*"))]
     seconds = time.perf_counter() - start
-    del kept
+    del arrays
     return seconds
 
 
@@ -97,8 +97,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         run = Path(name) / "run"
         subprocess.run([sys.executable, __file__, "--gigabytes", str(options.gigabytes), "--write", run], check=True)
-        found = measure(run, options)
-    print(json.dumps(found) if options.json else "\n".join(f"{k}: {v}" for k, v in found.items()))
+        results = measure(run, options)
+    print(json.dumps(results) if options.json else "\n".join(f"{k}: {v}" for k, v in results.items()))
     return None
 
 

@@ -26,9 +26,9 @@ def described(compiled, jaxpr, places, seconds):
     from axlearn_plugins_plan.traffic import hbm_bytes
 
     module = parse(compiled.as_text())
-    stats, found = compiled.memory_analysis(), collectives(module, places)
+    stats, traffic = compiled.memory_analysis(), collectives(module, places)
     kinds, each = {}, {}
-    for c in found:
+    for c in traffic:
         kinds[c.kind] = kinds.get(c.kind, 0) + c.bytes
         size = f"{c.kind} of {c.operand_bytes / 2**20:.4g} MiB x {c.times:.0f}"
         each[size] = each.get(size, 0) + c.bytes
@@ -37,7 +37,7 @@ def described(compiled, jaxpr, places, seconds):
         "argument_bytes": stats.argument_size_in_bytes,
         "temporary_bytes": stats.temp_size_in_bytes,
         "bytes": stats.argument_size_in_bytes + stats.temp_size_in_bytes,
-        "collective_bytes": sum(by_axes(found).values()),
+        "collective_bytes": sum(by_axes(traffic).values()),
         "collectives": kinds,
         "each_collective": each,
         "hbm_traffic_bytes": hbm_bytes(module),
@@ -66,14 +66,14 @@ def baseline(layers):
     import jax
     import numpy as np
 
-    from axlearn_core.compose.devices import absent
+    from axlearn_core.compose.devices import topology_devices
     from axlearn_core.plugins.targets import find_machine
     from axlearn_plugins_plan.groups import Places
 
     start = time.perf_counter()
     dims = handwritten.MODELS["70b"]
     dims = dataclasses.replace(dims, layers=layers) if layers else dims
-    mesh = jax.sharding.Mesh(np.array(absent(find_machine(TARGET))).reshape(-1, 1), ("fsdp", "tensor"))
+    mesh = jax.sharding.Mesh(np.array(topology_devices(find_machine(TARGET))).reshape(-1, 1), ("fsdp", "tensor"))
     remat = ("qkv", "context", "attention_out")
     step, state, batch, _ = handwritten.build(
         dims, 1024, 4096, dtype="bfloat16", attention="splash", remat=remat, mesh=mesh
@@ -103,25 +103,25 @@ def main():
     if args.one:
         print(json.dumps((ours if args.one == "ours" else baseline)(args.layers)))
         return
-    found = {}
+    results = {}
     for name in ("baseline", "ours"):  # a process each: what one compiles does not warm up the other
         command = [sys.executable, __file__, "--one", name]
         command += ["--layers", str(args.layers)] if args.layers else []
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-        if done.returncode:
-            sys.exit(f"{name} failed with exit code {done.returncode}")
-        found[name] = json.loads(done.stdout.splitlines()[-1])
+        process = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        if process.returncode:
+            sys.exit(f"{name} failed with exit code {process.returncode}")
+        results[name] = json.loads(process.stdout.splitlines()[-1])
     if args.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(results, indent=1))
         return
     for key in ("flops", "bytes", "argument_bytes", "temporary_bytes", "collective_bytes", "hbm_traffic_bytes"):
-        a, b = found["ours"][key], found["baseline"][key]
+        a, b = results["ours"][key], results["baseline"][key]
         print(f"{key:18} ours {a:.6g}  baseline {b:.6g}  ratio {a / b:.4f}")
-    for line in differences(found["ours"]["each_collective"], found["baseline"]["each_collective"]):
+    for line in differences(results["ours"]["each_collective"], results["baseline"]["each_collective"]):
         print(line)
-    for name, figures in found.items():
-        sent = ", ".join(f"{k} {v / 2**30:.3g} GiB" for k, v in sorted(figures["collectives"].items()))
-        print(f"{name:9} sends {sent}; compiled in {figures['compile_seconds']:.0f} s")
+    for name, figures in results.items():
+        traffic = ", ".join(f"{k} {v / 2**30:.3g} GiB" for k, v in sorted(figures["collectives"].items()))
+        print(f"{name:9} sends {traffic}; compiled in {figures['compile_seconds']:.0f} s")
 
 
 if __name__ == "__main__":

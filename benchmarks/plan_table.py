@@ -79,13 +79,15 @@ def measure(row: Row, installed: set[str]) -> dict:
     if row.model not in installed:
         return {"error": f"the experiment {row.model} is not installed"}
     command = [sys.executable, "-m", "axlearn_core", "plan", row.model, "--target", row.target, "--json", *row.extra]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
-    if done.returncode not in (0, 1) or not done.stdout.startswith("{"):
-        return {"error": done.stderr.strip().splitlines()[0] if done.stderr.strip() else f"exit {done.returncode}"}
-    return json.loads(done.stdout)
+    process = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    if process.returncode not in (0, 1) or not process.stdout.startswith("{"):
+        return {
+            "error": process.stderr.strip().splitlines()[0] if process.stderr.strip() else f"exit {process.returncode}"
+        }
+    return json.loads(process.stdout)
 
 
-def shown(value, form="{:.2f}", scale=1.0):
+def format_value(value, form="{:.2f}", scale=1.0):
     return "?" if value is None else form.format(value * scale)
 
 
@@ -96,33 +98,33 @@ def lines(row: Row, plan: dict) -> list[str]:
     gib, step = 1 / 2**30, plan["roofline_step_seconds"]
     fits = "fits" if plan["fits"] else "DOES NOT FIT"
     total = plan["argument_bytes"] + plan["temporary_bytes"] + plan["code_bytes"]
-    parts = ", ".join(f"{k} {shown(v)} s" for k, v in plan["roofline_seconds"].items())
-    found = [
+    parts = ", ".join(f"{k} {format_value(v)} s" for k, v in plan["roofline_seconds"].items())
+    results = [
         head,
-        f"    {fits}: {total * gib:.1f} of {shown(plan['hbm_bytes'], '{:.1f}', gib)} GiB a chip; "
+        f"    {fits}: {total * gib:.1f} of {format_value(plan['hbm_bytes'], '{:.1f}', gib)} GiB a chip; "
         f"{plan['parameters'] / 1e9:.1f}B parameters; mesh {plan['mesh']}",
-        f"    roofline  {shown(step)} s, MFU {shown(plan['roofline_mfu'], '{:.1f}', 100)}% full, "
-        f"{shown(plan['roofline_mfu_causal'], '{:.1f}', 100)}% causal; bound by {plan['roofline_bound']} ({parts})",
+        f"    roofline  {format_value(step)} s, MFU {format_value(plan['roofline_mfu'], '{:.1f}', 100)}% full, "
+        f"{format_value(plan['roofline_mfu_causal'], '{:.1f}', 100)}% causal; bound by {plan['roofline_bound']} ({parts})",
     ]
     for system, seconds, mfu in row.published:
-        found.append("    published " + compared(system, seconds, mfu, plan))
-    found += [f"    note: {note}" for note in plan["notes"]]
-    found.append(f"    compiled in {plan['compile_seconds']:.0f} s")
-    return found
+        results.append("    published " + compared(system, seconds, mfu, plan))
+    results += [f"    note: {note}" for note in plan["notes"]]
+    results.append(f"    compiled in {plan['compile_seconds']:.0f} s")
+    return results
 
 
 def compared(system, seconds, mfu, plan) -> str:
     """A published figure, what it means in our count of FLOPs, and whether our roofline allows it."""
     step, best = plan["roofline_step_seconds"], plan["roofline_mfu"]
     if step is None or best is None:
-        return f"{system} {shown(seconds)} s, {shown(mfu, '{:.1f}', 100)}%"
+        return f"{system} {format_value(seconds)} s, {format_value(mfu, '{:.1f}', 100)}%"
     if seconds is None:  # only the MFU is published
         seconds, from_mfu = step * best / mfu, " (from its MFU)"
     else:
         from_mfu = ""
     ours = best * step / seconds
     causal = plan["roofline_mfu_causal"] * step / seconds
-    text = f"{system} {seconds:.2f} s{from_mfu}, {shown(mfu, '{:.1f}', 100)}%: in our count {100 * ours:.1f}% full, "
+    text = f"{system} {seconds:.2f} s{from_mfu}, {format_value(mfu, '{:.1f}', 100)}%: in our count {100 * ours:.1f}% full, "
     text += f"{100 * causal:.1f}% causal; the roofline is {100 * step / seconds:.0f}% of it"
     if mfu and abs(ours / mfu - 1) > 0.03:
         text += f"; its MFU counts {mfu / ours:.2f} times our FLOPs or peak"
@@ -148,18 +150,18 @@ def main():
     parser.add_argument("--between", action="store_true", help="all sizes of the scaling curves, not only their ends")
     parser.add_argument("--json", type=Path, help="write all plans to this file")
     args = parser.parse_args()
-    known = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "axlearn_core", "experiments", "list", "--json"], capture_output=True, text=True
     )
-    installed = {e["name"] for e in json.loads(known.stdout)}
+    installed = {e["name"] for e in json.loads(process.stdout)}
     plans, started = [], time.perf_counter()
-    wanted = [r for r in ROWS if args.only in f"{r.model} {r.target} {r.note}" and (r.published or args.between)]
+    rows = [r for r in ROWS if args.only in f"{r.model} {r.target} {r.note}" and (r.published or args.between)]
     # libtpu's compiler keeps both cores busy; the others are on one most of the time.
-    beside = [r for r in wanted if not r.target.startswith("tpu")]
+    beside = [r for r in rows if not r.target.startswith("tpu")]
     with ThreadPoolExecutor(2) as pool:
-        made = dict(zip(beside, pool.map(functools.partial(measure, installed=installed), beside), strict=True))
-    for row in wanted:
-        plan = made.get(row) or measure(row, installed)
+        by_row = dict(zip(beside, pool.map(functools.partial(measure, installed=installed), beside), strict=True))
+    for row in rows:
+        plan = by_row.get(row) or measure(row, installed)
         print("\n".join(lines(row, plan)), flush=True)
         plans.append({"model": row.model, "target": row.target, "note": row.note, **plan})
     load = ", ".join(f"{n:.1f}" for n in os.getloadavg())

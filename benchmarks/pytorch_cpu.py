@@ -129,9 +129,9 @@ def main():
     model = Llama(dims, args.seq)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY)
     program, state = ours(dims, args.batch, args.seq)
-    mine, theirs = program.functional.num_parameters, sum(p.numel() for p in model.parameters())
-    if mine != theirs:
-        raise SystemExit(f"not the same model: {mine} parameters, PyTorch {theirs}")
+    num_parameters, theirs = program.functional.num_parameters, sum(p.numel() for p in model.parameters())
+    if num_parameters != theirs:
+        raise SystemExit(f"not the same model: {num_parameters} parameters, PyTorch {theirs}")
     rng = np.random.default_rng(0)
     times, losses = ([], []), ([], [])
     for pair in range(args.pairs + 2):

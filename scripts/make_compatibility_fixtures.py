@@ -49,11 +49,11 @@ def make_programs(update: bool) -> None:
     import programs
 
     file = FIXTURES / "programs.json"
-    known = json.loads(file.read_text()) if file.exists() else {}
-    if jax.__version__ in known and not update:
+    stored_programs = json.loads(file.read_text()) if file.exists() else {}
+    if jax.__version__ in stored_programs and not update:
         sys.exit(f"{file} has those of JAX {jax.__version__}; --update replaces them")
-    known[jax.__version__] = {case: programs.fingerprints(case) for case in programs.cases()}
-    file.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
+    stored_programs[jax.__version__] = {case: programs.fingerprints(case) for case in programs.cases()}
+    file.write_text(json.dumps(dict(sorted(stored_programs.items())), indent=1) + "\n")
 
 
 def make_runs() -> None:

@@ -1,4 +1,4 @@
-"""Makes tests/plugins/huggingface/fixtures: a tiny random model of each family, by `transformers`, and what it computes.
+"""Makes tests/plugins/models/huggingface/fixtures: a tiny random model of each family, by `transformers`, and what it computes.
 
     uv run --group parity python scripts/make_hf_fixtures.py [--to DIR] [--seed N] [NAME ...]
 
@@ -98,12 +98,12 @@ MODELS = {
 def tokenizer() -> tokenizers.Tokenizer:
     """A word-level tokenizer of 96 tokens whose template puts `<s>` in front."""
     words = ["<unk>", "<s>", "</s>", *(f"w{i}" for i in range(VOCAB - 3))]
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    made.decoder = tokenizers.decoders.WordPiece(prefix="##")
-    made.add_special_tokens(["<unk>", "<s>", "</s>"])
-    made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return made
+    instance = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    instance.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    instance.decoder = tokenizers.decoders.WordPiece(prefix="##")
+    instance.add_special_tokens(["<unk>", "<s>", "</s>"])
+    instance.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return instance
 
 
 def build(kind: str, more: dict, seed: int) -> torch.nn.Module:
@@ -143,14 +143,14 @@ def losses(model: torch.nn.Module, tokens: torch.Tensor) -> list[float]:
     """Before each of three steps of AdamW, and after the last."""
     model = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-    found = []
+    values = []
     for _ in range(3):
         optimizer.zero_grad()
         loss = entropy(model, tokens)
-        found.append(loss.item())
+        values.append(loss.item())
         loss.backward()
         optimizer.step()
-    return [*found, entropy(model, tokens).item()]
+    return [*values, entropy(model, tokens).item()]
 
 
 def expectations(model: torch.nn.Module, gradients: bool) -> dict[str, torch.Tensor] | None:
@@ -159,15 +159,19 @@ def expectations(model: torch.nn.Module, gradients: bool) -> dict[str, torch.Ten
     draw = lambda *shape: torch.randint(3, VOCAB, shape, generator=generator)  # noqa: E731
     prompt = draw(1, 12)
     with torch.no_grad():
-        made = model.generate(prompt, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
-        top = model(made).logits[0, 11:-1].topk(2).values
-        if made.shape[1] != 12 + NEW or (top[:, 0] - top[:, 1]).min() < MARGIN or len(set(made[0, 12:].tolist())) < 8:
+        generated = model.generate(prompt, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
+        top = model(generated).logits[0, 11:-1].topk(2).values
+        if (
+            generated.shape[1] != 12 + NEW
+            or (top[:, 0] - top[:, 1]).min() < MARGIN
+            or len(set(generated[0, 12:].tolist())) < 8
+        ):
             return None
         padded = draw(len(LENGTHS), max(LENGTHS))
         mask = torch.arange(max(LENGTHS))[None] < torch.tensor(LENGTHS)[:, None]
         padded = torch.where(mask, padded, 0)
         packed = draw(1, sum(PACKED))
-        found = {
+        results = {
             "padded": padded,
             "lengths": torch.tensor(LENGTHS),
             "padded_logits": model(padded, attention_mask=mask.long()).logits,
@@ -175,15 +179,15 @@ def expectations(model: torch.nn.Module, gradients: bool) -> dict[str, torch.Ten
             "documents": torch.tensor(PACKED),
             "packed_logits": torch.cat([model(part).logits for part in packed.split(PACKED, dim=1)], dim=1),
             "prompt": prompt[0],
-            "generated": made[0, 12:],
+            "generated": generated[0, 12:],
         }
     batch = draw(4, 24)
-    found |= {"batch": batch, "losses": torch.tensor(losses(model, batch), dtype=torch.float64)}
+    results |= {"batch": batch, "losses": torch.tensor(losses(model, batch), dtype=torch.float64)}
     if gradients:
         entropy(model, batch).backward()
         tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-        found |= {f"gradient.{n}": p.grad for n, p in model.named_parameters() if n not in tied}
-    return {k: v.int() if v.dtype == torch.int64 else v.contiguous() for k, v in found.items()}
+        results |= {f"gradient.{n}": p.grad for n, p in model.named_parameters() if n not in tied}
+    return {k: v.int() if v.dtype == torch.int64 else v.contiguous() for k, v in results.items()}
 
 
 def make_vit(folder: Path, seed: int) -> None:
@@ -202,7 +206,7 @@ def make_vit(folder: Path, seed: int) -> None:
     pixels = torch.randn((6, 3, 16, 16), generator=generator)
     labels = torch.tensor([0, 1, 2, 3, 4, 0])
     with torch.no_grad():
-        found = {"pixels": pixels, "labels": labels.int(), "logits": model(pixels).logits}
+        results = {"pixels": pixels, "labels": labels.int(), "logits": model(pixels).logits}
     trained = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(trained.parameters(), lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     steps = []
@@ -215,7 +219,7 @@ def make_vit(folder: Path, seed: int) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     model.to(torch.bfloat16).save_pretrained(folder)
-    save_file({**found, "losses": torch.tensor(steps, dtype=torch.float64)}, folder / "expected.safetensors")
+    save_file({**results, "losses": torch.tensor(steps, dtype=torch.float64)}, folder / "expected.safetensors")
     print(f"vit: {sum(f.stat().st_size for f in folder.iterdir()) / 1000:.0f} kB, losses {steps}", flush=True)
 
 
@@ -224,7 +228,7 @@ def make(name: str, folder: Path, first: int) -> None:
     kind, more, options = MODELS[name]
     for seed in range(first, first + 200):
         model = build(kind, more, seed)
-        if (found := expectations(model, options.get("gradients", False))) is not None:
+        if (results := expectations(model, options.get("gradients", False))) is not None:
             break
     else:
         raise SystemExit(f"{name}: no seed of 200 fits")
@@ -238,10 +242,11 @@ def make(name: str, folder: Path, first: int) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
     (folder / "tokenizer.json").write_text(tokenizer().to_str() + "\n")
-    save_file(found, folder / "expected.safetensors")
+    save_file(results, folder / "expected.safetensors")
     size = sum(f.stat().st_size for f in folder.iterdir())
     print(
-        f"{name}: seed {seed}, {size / 1000:.0f} kB, logits up to {found['padded_logits'].abs().max():.1f}", flush=True
+        f"{name}: seed {seed}, {size / 1000:.0f} kB, logits up to {results['padded_logits'].abs().max():.1f}",
+        flush=True,
     )
 
 
@@ -254,6 +259,7 @@ if __name__ == "__main__":
     parser.add_argument("--to", type=Path, help="a folder for all of them; default: where the tests read them")
     parser.add_argument("--seed", type=int, default=0, help="the first that is tried")
     args = parser.parse_args()
-    for wanted in args.names or (*MODELS, "vit"):
-        to = args.to or PLUGINS / ("vit" if wanted == "vit" else "huggingface") / "fixtures"
-        (make_vit if wanted == "vit" else functools.partial(make, wanted))(to / wanted, args.seed)
+    for model_name in args.names or (*MODELS, "vit"):
+        folder = "vit" if model_name == "vit" else "huggingface"
+        to = args.to or PLUGINS / "models" / folder / "fixtures"
+        (make_vit if model_name == "vit" else functools.partial(make, model_name))(to / model_name, args.seed)

@@ -10,9 +10,9 @@ import re
 from importlib.resources import files
 from pathlib import Path
 
-from axlearn_plugins_reporting.charts import WIDTH, Series, line_chart, smooth, text
-from axlearn_plugins_reporting.durations import clock
-from axlearn_plugins_reporting.run import Run, points, read_run
+from axlearn_plugins_tools.reporting.charts import WIDTH, Series, line_chart, smooth, text
+from axlearn_plugins_tools.reporting.durations import clock
+from axlearn_plugins_tools.reporting.run import Run, points, read_run
 
 OUT = Path(__file__).resolve().parents[1] / "docs/images/quickstart.svg"
 HEIGHT, HEAD = 340, 84
@@ -30,14 +30,14 @@ def picture(run: Run) -> str:
     chart = line_chart("loss over steps", series, height=HEIGHT, log=True)
     body = re.sub(r'<g class="hit">.*?</g></g>', "", chart[chart.index("<svg") :])
     body = re.sub(r"^<svg[^>]*>", "", body).removesuffix("</svg>")
-    shown = [s for s in series if s.points]
+    curves = [s for s in series if s.points]
     keys = "".join(
         f'<line class="line {s.style}" x1="{58 + 170 * i}" x2="{78 + 170 * i}" y1="74" y2="74"/>'
         f'<text x="{84 + 170 * i}" y="78">{text(s.label)}</text>'
-        for i, s in enumerate(shown)
+        for i, s in enumerate(curves)
     )
     # Only the rules of the report's style sheet that colour the chart; a page of its own has no body or cards.
-    style = files("axlearn_plugins_reporting").joinpath("style.css").read_text()
+    style = files("axlearn_plugins_tools.reporting").joinpath("style.css").read_text()
     rules = "".join(re.findall(r"(?m)^(?::root|@media \(prefers-color-scheme|\s+--|\.grid |\.line|circle).*\n", style))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT + HEAD}" role="img" '
@@ -56,8 +56,8 @@ def words(run: Run) -> tuple[str, str]:
         f"{lock['parameters'] / 1e6:.1f}M parameters" if "parameters" in lock else "",
         f"{run.last_step:,} steps on {lock.get('devices', '?')}" + (f" in {clock(run.seconds)}" if run.seconds else ""),
     ]
-    if found := points(run.evaluations, "eval_nats_per_byte"):
-        parts.append(f"{found[-1][1]:.2f} nats per byte on held-out files")
+    if series := points(run.evaluations, "eval_nats_per_byte"):
+        parts.append(f"{series[-1][1]:.2f} nats per byte on held-out files")
     return f"axlearn train {lock.get('experiment', '')}", " · ".join(p for p in parts if p)
 
 

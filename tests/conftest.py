@@ -14,8 +14,9 @@ import pytest
 
 # A third of the time to compile goes into XLA:CPU's fusion emitters; newer versions have no flag to leave them out.
 FUSION = " --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""
-# Threads for eight virtual devices, as `axlearn_core.compose.devices.settle` asks for them: with one for each they may wait for
-# one another for ever. On a busy machine they may also wait for longer than XLA's 40 seconds, after which it aborts.
+# Threads for eight virtual devices, as `axlearn_core.compose.devices.configure_devices` asks for them: with one for each
+# they may wait for one another for ever. On a busy machine they may also wait for longer than XLA's 40 seconds, after which it
+# aborts.
 os.environ.setdefault("PJRT_NPROC", "64")
 PATIENT = " --xla_cpu_collective_call_terminate_timeout_seconds=600"
 FAST = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0" + FUSION + PATIENT
@@ -34,8 +35,8 @@ def pytest_configure(config):
 
 
 def pytest_unconfigure(config):
-    if made := getattr(config, "compiled", None):
-        shutil.rmtree(made, ignore_errors=True)
+    if compiled := getattr(config, "compiled", None):
+        shutil.rmtree(compiled, ignore_errors=True)
 
 
 def pytest_addoption(parser):

@@ -91,8 +91,10 @@ def _program(machine: Any, kernel: str, gradients: bool) -> Any:
         return out, transpose(gradient)
 
     def traced(*operands: Any) -> Any:
-        chosen = selection.Selection(platform=machine.target.platform, target=machine.target.name, gradients=gradients)
-        with selection.use(chosen):
+        kernel_selection = selection.Selection(
+            platform=machine.target.platform, target=machine.target.name, gradients=gradients
+        )
+        with selection.use(kernel_selection):
             return (both if gradients else run)(*operands)
 
     return jax.jit(traced)

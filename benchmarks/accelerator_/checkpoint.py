@@ -20,10 +20,12 @@ def measure(context: Context) -> None:
     context.device()
     folder = Path(tempfile.mkdtemp(prefix="axlearn-benchmark-"))
     try:
-        wanted, arrays = (TOY_BYTES, TOY_ARRAYS) if context.rehearsal else (BYTES, ARRAYS)
+        num_bytes, arrays = (TOY_BYTES, TOY_ARRAYS) if context.rehearsal else (BYTES, ARRAYS)
         free = shutil.disk_usage(folder).free
-        size = min(wanted, int(free / ROOM))
-        note = None if size == wanted else f"{wanted / 1e9:g} GB were wanted; the disk has {free / 1e9:.1f} GB free"
+        size = min(num_bytes, int(free / ROOM))
+        note = (
+            None if size == num_bytes else f"{num_bytes / 1e9:g} GB were wanted; the disk has {free / 1e9:.1f} GB free"
+        )
         from axlearn_core.checkpoint import OrbaxCheckpointer
 
         checkpointer = OrbaxCheckpointer.Config(every_steps=1).build(directory=folder / "checkpoints")

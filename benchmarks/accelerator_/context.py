@@ -72,7 +72,7 @@ class Context:
         """The first device that JAX sees; records what it is.
 
         Raises:
-            SystemExit: it is a CPU, and this is no rehearsal.
+            SystemExit: it is a CPU, and this is not a rehearsal.
         """
         import jax
 

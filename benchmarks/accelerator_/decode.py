@@ -96,11 +96,11 @@ def _step_batch(context: Context, generator: Any, rows: int, limits: dict[str, A
         logits, cache = generator.functions.bind(arrays)(token[:, None], cache=cache)
         return jnp.argmax(logits[:, 0], axis=-1).astype(jnp.int32), cache
 
-    held = [jnp.zeros(rows, jnp.int32), cache]
+    loop_state = [jnp.zeros(rows, jnp.int32), cache]
 
     def call() -> Any:
-        held[0], held[1] = step(generator.arrays, held[1], held[0])
-        return held[0]
+        loop_state[0], loop_state[1] = step(generator.arrays, loop_state[1], loop_state[0])
+        return loop_state[0]
 
     del cache
     timed = median_seconds(call, jax.block_until_ready, seconds=0.1 if context.rehearsal else 1.5)

@@ -32,8 +32,8 @@ def make_environment(wheels: Path, folder: Path) -> str:
     python = str(folder / "bin" / "python")
     site = _call(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
     # This interpreter may itself be one of a virtual environment, whose packages `--system-site-packages` would not show.
-    mine = [p for p in sys.path if p.endswith(("site-packages", "dist-packages"))]
-    lines = (f"import site; site.addsitedir({p!r})" for p in mine)
+    folders = [p for p in sys.path if p.endswith(("site-packages", "dist-packages"))]
+    lines = (f"import site; site.addsitedir({p!r})" for p in folders)
     (Path(site) / "packages_of_the_machine.pth").write_text("\n".join(lines) + "\n")
     options = ("--no-index", "--no-deps", "--no-compile", "--disable-pip-version-check", "-q")
     _call(sys.executable, "-m", "pip", "--python", python, "install", *options, *map(str, files))
@@ -66,7 +66,7 @@ for d in m.distributions(path=[site]):
 
 
 def _call(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise InstallError(f"{' '.join(command)[:200]} exited with {done.returncode}\n{done.stderr[-2000:]}")
-    return done.stdout
+    process = subprocess.run(command, capture_output=True, text=True)
+    if process.returncode:
+        raise InstallError(f"{' '.join(command)[:200]} exited with {process.returncode}\n{process.stderr[-2000:]}")
+    return process.stdout

@@ -42,23 +42,23 @@ def findings(results: Sequence[Mapping[str, Any]]) -> list[Finding]:
     """The figures that the project has goals for."""
     rows = rows_of(results)
     best = _value(rows, "1b", OURS, "tokens_per_second")
-    found = []
+    entries = []
     for shape in ("1b", "3b", "7b-layers"):
-        found.append(Finding(f"MFU in bf16, {shape}", _best_mfu(rows, shape), 0.55, note="full attention; aim 0.62"))
+        entries.append(Finding(f"MFU in bf16, {shape}", _best_mfu(rows, shape), 0.55, note="full attention; aim 0.62"))
     for shape in ("1b", "3b", "7b-layers"):
         ratio, note = speedup(rows, shape)
-        found.append(Finding(f"tokens/s over torch.compile, {shape}", ratio, 1.15, note=note))
+        entries.append(Finding(f"tokens/s over torch.compile, {shape}", ratio, 1.15, note=note))
     fp8 = _value(rows, "variants-1b", "fp8, scan", "tokens_per_second")
-    found.append(Finding("tokens/s in fp8 over bf16, 1b", _ratio(fp8, best), 1.35, note="both scanned, same policy"))
+    entries.append(Finding("tokens/s in fp8 over bf16, 1b", _ratio(fp8, best), 1.35, note="both scanned, same policy"))
     share, note = _attention(rows)
-    found.append(Finding("attention forward over the matmul peak", share, 0.75, note=note))
+    entries.append(Finding("attention forward over the matmul peak", share, 0.75, note=note))
     memory = _value(rows, "plan", "comparison", "memory_ratio")
     error = None if memory is None else abs(memory - 1)
-    found.append(Finding("error of the plan's memory", error, 0.05, below=True, note="1b"))
+    entries.append(Finding("error of the plan's memory", error, 0.05, below=True, note="1b"))
     for name, row in rows.get("decode", {}).items():
         if name.startswith("batch"):
-            found.append(Finding(f"decode {name} over the bandwidth limit", row.get("bandwidth_share"), 0.7))
-    return found
+            entries.append(Finding(f"decode {name} over the bandwidth limit", row.get("bandwidth_share"), 0.7))
+    return entries
 
 
 OURS, THEIRS = "bfloat16, scan", "torch.compile"
@@ -79,15 +79,15 @@ def speedup(rows: Rows, shape: str) -> tuple[float | None, str]:
 def _best_mfu(rows: Rows, shape: str) -> float | None:
     """Of all variants in bf16."""
     jobs = [rows.get(shape, {}), rows.get(f"variants-{shape}", {})]
-    found = [r.get("mfu_full") for job in jobs for name, r in job.items() if name.startswith("bfloat16")]
-    return max((f for f in found if f is not None), default=None)
+    values = [r.get("mfu_full") for job in jobs for name, r in job.items() if name.startswith("bfloat16")]
+    return max((f for f in values if f is not None), default=None)
 
 
 def _attention(rows: Rows) -> tuple[float | None, str]:
-    found = [
+    results = [
         (r["forward_share"], n) for n, r in rows.get("attention", {}).items() if r.get("forward_share") is not None
     ]
-    return max(found, default=(None, ""))
+    return max(results, default=(None, ""))
 
 
 def disagreements(results: Sequence[Mapping[str, Any]]) -> list[str]:

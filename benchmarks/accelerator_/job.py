@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `benchmarks`, whatever the folder it is started from
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `benchmarks`, from any folder
 
 from accelerator_.context import Context
 

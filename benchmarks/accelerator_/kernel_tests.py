@@ -30,7 +30,7 @@ def measure(context: Context) -> None:
     """A row with the number of tests that passed, failed and were skipped, and one for each that failed."""
     folder = ROOT / TESTS
     if not folder.is_dir():
-        context.record(TESTS, skipped="the tests are not beside the benchmark: it is no clone")
+        context.record(TESTS, skipped="the tests are not beside the benchmark: it is not a clone")
         return
     if importlib.util.find_spec("pytest") is None:
         context.record(TESTS, skipped="pytest is not installed here")
@@ -54,10 +54,10 @@ def _run(context: Context) -> dict[str, Any]:
     limit = None if context.rehearsal else max(10.0, context.remaining() - 5)
     late = False
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             words, cwd=ROOT, env=inherited, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=limit
         )
-        code, printed = done.returncode, done.stdout
+        code, printed = process.returncode, process.stdout
     except subprocess.TimeoutExpired as error:
         late, code, printed = True, 0, error.stdout or b""
     text = printed.decode(errors="replace")
@@ -78,12 +78,12 @@ def _run(context: Context) -> dict[str, Any]:
 
 def outcomes_of(text: str) -> dict[str, str]:
     """Test -> PASSED, FAILED, SKIPPED or ERROR, of what `pytest -v` printed so far, with or without processes."""
-    found = {}
+    results = {}
     for match in filter(None, map(LINE.match, text.splitlines())):
         name, outcome = match["test"] or match["name"], match["outcome"] or match["result"]
         if OUTCOME.fullmatch(outcome):
-            found[name] = outcome
-    return found
+            results[name] = outcome
+    return results
 
 
 def skip_reasons(text: str) -> list[str]:

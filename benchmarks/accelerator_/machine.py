@@ -37,22 +37,22 @@ def query(fields: str) -> list[str] | None:
         return None
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    if done.returncode or not done.stdout.strip():
+    if process.returncode or not process.stdout.strip():
         return None
-    return [v.strip() for v in done.stdout.splitlines()[0].split(",")]
+    return [v.strip() for v in process.stdout.splitlines()[0].split(",")]
 
 
 def versions(python: str = sys.executable, environment: dict[str, str] | None = None) -> dict[str, str]:
     """Package versions as a job sees them."""
     import json
 
-    done = subprocess.run(
+    process = subprocess.run(
         [python, "-c", _VERSIONS, *PACKAGES], capture_output=True, text=True, env=os.environ | (environment or {})
     )
-    return json.loads(done.stdout) if done.returncode == 0 else {"python": f"unknown: {done.stderr[-300:]}"}
+    return json.loads(process.stdout) if process.returncode == 0 else {"python": f"unknown: {process.stderr[-300:]}"}
 
 
 def describe() -> dict[str, Any]:

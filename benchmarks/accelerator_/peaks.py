@@ -38,12 +38,12 @@ def _best(context: Context, make: Any) -> dict[str, Any]:
     """Figures of the fastest of several sizes, with all of them beside it."""
     import jax
 
-    found = []
+    results = []
     for size in TOY_SIZES if context.rehearsal else SIZES:
-        run, left, right = make(size)
-        compiled = jax.jit(run).lower(left, right).compile()
+        run, lhs, right = make(size)
+        compiled = jax.jit(run).lower(lhs, right).compile()
         timed = median_seconds(
-            functools.partial(compiled, left, right), jax.block_until_ready, seconds=0.05 if context.rehearsal else 0.7
+            functools.partial(compiled, lhs, right), jax.block_until_ready, seconds=0.05 if context.rehearsal else 0.7
         )
         kernels = sorted(
             {
@@ -52,11 +52,11 @@ def _best(context: Context, make: Any) -> dict[str, Any]:
                 if word in compiled.as_text()
             }
         )
-        found.append(
+        results.append(
             timed | {"size": size, "flops_per_second": 2 * size**3 / timed["seconds"], "calls_in_hlo": kernels}
         )
-    best = max(found, key=lambda f: f["flops_per_second"])
-    return best | {"all": [{k: f[k] for k in ("size", "flops_per_second")} for f in found]}
+    best = max(results, key=lambda f: f["flops_per_second"])
+    return best | {"all": [{k: f[k] for k in ("size", "flops_per_second")} for f in results]}
 
 
 def _operands(size: int, dtype: str) -> Any:
@@ -98,6 +98,6 @@ def _bandwidth(context: Context, arrays: int) -> dict[str, Any]:
 
     count = (TOY_BYTES if context.rehearsal else BYTES) // 4
     operands = [jnp.full(count, float(i + 1), jnp.float32) for i in range(arrays - 1)]
-    run = jax.jit(lambda first, *others: first + 3.0 * sum(others) if others else first + 1.0)
+    run = jax.jit(lambda first, *rest: first + 3.0 * sum(rest) if rest else first + 1.0)
     timed = median_seconds(lambda: run(*operands), jax.block_until_ready, seconds=0.05 if context.rehearsal else 0.7)
     return timed | {"bytes_per_second": arrays * 4 * count / timed["seconds"], "bytes": arrays * 4 * count}

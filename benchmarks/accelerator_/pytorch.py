@@ -44,15 +44,15 @@ def choose_attention(context: Context, shape: Any) -> tuple[str | None, bool]:
     if not torch.cuda.is_available():
         context.record("attention", skipped="backends of CUDA; PyTorch chooses its own on a CPU")
         return None, True
-    found = {}
+    results = {}
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
         for grouped in (True, False):
             title = f"attention {backend.name}{'' if grouped else ', keys repeated'}"
             figures = context.attempt(title, functools.partial(_attention_figures, shape, backend, grouped))
             if figures and "seconds" in figures:
-                found[figures["seconds"]] = (backend.name, grouped)
+                results[figures["seconds"]] = (backend.name, grouped)
                 break  # repeating is for kernels that take no groups
-    return found[min(found)] if found else (None, False)
+    return results[min(results)] if results else (None, False)
 
 
 def _attention_figures(shape: Any, backend: Any, grouped: bool) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def _job_lines(job: Mapping[str, Any]) -> list[str]:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A table of the figures; what is no figure goes into the last column."""
+    """A table of the figures; what is not a figure goes into the last column."""
     columns = list(dict.fromkeys(k for r in rows for k, v in r.items() if k not in HIDDEN and _is_figure(v)))
     lines = [f"| | {' | '.join(columns)} | |", "|---" * (len(columns) + 2) + "|"]
     for row in rows:

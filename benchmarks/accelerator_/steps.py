@@ -47,8 +47,8 @@ def resolve_shape(context: Context, device: Any, name: str, features: Any = (), 
     from axlearn_core import resolve
 
     shape = shape_of(name, rehearsal=context.rehearsal)
-    chosen = settings_of(shape) | {"input.batch_size": shape.batch, "input.sequence_length": shape.length}
-    return resolve("llama2-7b", with_=features, set=chosen | (settings or {}), target=machine_of(device).name)
+    shape_settings = settings_of(shape) | {"input.batch_size": shape.batch, "input.sequence_length": shape.length}
+    return resolve("llama2-7b", with_=features, set=shape_settings | (settings or {}), target=machine_of(device).name)
 
 
 def step_figures(context: Context, device: Any, name: str, features: Any, settings: Any) -> dict[str, Any]:

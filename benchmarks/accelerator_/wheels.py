@@ -48,10 +48,10 @@ def image_packages() -> set[str]:
 
 def call(*command: str, cwd: str | None = None) -> str:
     """Runs a command; stops with what it printed where it fails."""
-    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)[:300]} exited with {done.returncode}\n{done.stderr[-3000:]}")
-    return done.stdout
+    process = subprocess.run(command, capture_output=True, text=True, cwd=cwd)
+    if process.returncode:
+        sys.exit(f"{' '.join(command)[:300]} exited with {process.returncode}\n{process.stderr[-3000:]}")
+    return process.stdout
 
 
 def build(folder: Path) -> None:
@@ -66,14 +66,14 @@ def requirements(folder: Path) -> list[str]:
     """`name==version` of what ours need on the image, without what it has."""
     ours = sorted(w.name.split("-")[0].replace("_", "-") for w in folder.glob("axlearn_*.whl"))
     with tempfile.TemporaryDirectory() as scratch:
-        wanted = Path(scratch) / "wanted.in"
-        wanted.write_text("\n".join([*ours, *EXTRAS]) + "\n")
+        file = Path(scratch) / "wanted.in"
+        file.write_text("\n".join([*ours, *EXTRAS]) + "\n")
         without = Path(scratch) / "without.txt"
         without.write_text("".join(f"{name} ; sys_platform == 'never'\n" for name in sorted(LEFT_OUT)))
         options = ("--python-version", PYTHON, "--python-platform", "x86_64-manylinux_2_28", "--no-annotate", "-q")
-        given = ("--find-links", str(folder), "-c", str(IMAGE), "--override", str(without), str(wanted))
+        words = ("--find-links", str(folder), "-c", str(IMAGE), "--override", str(without), str(file))
         # Elsewhere than in the workspace, whose own constraints are those of another JAX.
-        text = call("uv", "pip", "compile", *options, "--no-header", *given, cwd=scratch)
+        text = call("uv", "pip", "compile", *options, "--no-header", *words, cwd=scratch)
     present = image_packages()
     lines = [line.split(";")[0].strip() for line in text.splitlines() if "==" in line]
     return [r for r in lines if normalize(r.split("==")[0]) not in present and not r.startswith("axlearn-")]

@@ -29,7 +29,7 @@ class Tier:
 
 @attrs.frozen(kw_only=True)
 class Recovery:
-    """What passes between a failure and the next step, besides the restore.
+    """What passes between a failure and the next step, in addition to the restore.
 
     Attributes:
         detect: seconds until a process that died is noticed.
@@ -152,11 +152,11 @@ class Simulation:
             if when <= length:
                 newest[name] = max(newest[name], at)
         self._tier = self.persistent
-        kept = newest["persistent"]
-        if self.local and self.random.random() >= self.local_lost and newest["local"] >= kept:
-            self._tier, kept = self.local, newest["local"]
-        self.seconds["productive"] += kept
-        self.seconds["lost"] += progress - kept
+        newest_step = newest["persistent"]
+        if self.local and self.random.random() >= self.local_lost and newest["local"] >= newest_step:
+            self._tier, newest_step = self.local, newest["local"]
+        self.seconds["productive"] += newest_step
+        self.seconds["lost"] += progress - newest_step
         self.now += length
         self.failures += 1
 
@@ -168,13 +168,13 @@ class Simulation:
             self.seconds["no spare"] += waited
             self.now += waited
             length = sum(phases.values())
-            left = self._next_failure()
+            remaining = self._next_failure()
             for name, seconds in phases.items():
-                spent = min(seconds, left)
+                spent = min(seconds, remaining)
                 self.seconds[name] += spent
                 self.now += spent
-                left -= spent
-            if length and left <= 0:
+                remaining -= spent
+            if length and remaining <= 0:
                 self.failures += 1
                 continue
             return

@@ -60,8 +60,8 @@ class HandExperts(nnx.Module):
         """[B, S, D] -> [B, S, D]."""
         own = self.experts
         logits = x @ own.router.weight[...]
-        kept = jnp.where(logits >= jnp.sort(logits, axis=-1)[..., -2:-1], jnp.exp(logits), 0.0)
-        weights, y = kept / kept.sum(-1, keepdims=True), jnp.zeros_like(x)
+        gates = jnp.where(logits >= jnp.sort(logits, axis=-1)[..., -2:-1], jnp.exp(logits), 0.0)
+        weights, y = gates / gates.sum(-1, keepdims=True), jnp.zeros_like(x)
         activation = ACTIVATIONS[own.cfg.activation]
         for e in range(4):
             up = x @ own.up.weight[e]
@@ -94,8 +94,8 @@ class HandDropout(nnx.Module):
     def __call__(self, x: Any, *args: Any) -> Any:
         """[B, S, D] -> what the layer gives, half of it."""
         result = self.layer(x, *args)
-        kept = 2.0 * (jnp.arange(x.shape[-1]) % 2)[None, None]
-        return (result[0] * kept, *result[1:]) if isinstance(result, tuple) else result * kept
+        mask = 2.0 * (jnp.arange(x.shape[-1]) % 2)[None, None]
+        return (result[0] * mask, *result[1:]) if isinstance(result, tuple) else result * mask
 
 
 class HandCache(ContiguousCache):

@@ -11,10 +11,12 @@ LAUNCHER = "launch.py"
 
 def git(root: Path, *words: str) -> str:
     """What a git command prints."""
-    who = ("-c", "user.name=user", "-c", "user.email=user@localhost", "-c", "commit.gpgsign=false")
+    identity = ("-c", "user.name=user", "-c", "user.email=user@localhost", "-c", "commit.gpgsign=false")
     config = ("-c", "core.autocrlf=false", "-c", "gc.auto=0", "-c", "core.hooksPath=/dev/null")
-    done = subprocess.run(["git", "-C", str(root), *who, *config, *words], capture_output=True, text=True, check=True)
-    return done.stdout
+    process = subprocess.run(
+        ["git", "-C", str(root), *identity, *config, *words], capture_output=True, text=True, check=True
+    )
+    return process.stdout
 
 
 def commit(root: Path) -> None:

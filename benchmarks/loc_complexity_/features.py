@@ -86,8 +86,8 @@ def modifier_lines() -> dict[str, int]:
 
 def _lines(code: ast.AST) -> int:
     """Lines that any statement or expression touches, without docstrings."""
-    said = [n.body[0] for n in ast.walk(code) if isinstance(n, ast.FunctionDef) and ast.get_docstring(n)]
-    left_out = {id(part) for text in said for part in ast.walk(text)}
+    docstrings = [n.body[0] for n in ast.walk(code) if isinstance(n, ast.FunctionDef) and ast.get_docstring(n)]
+    left_out = {id(part) for text in docstrings for part in ast.walk(text)}
     return len({n.lineno for n in ast.walk(code) if isinstance(n, LINED) and id(n) not in left_out})
 
 

@@ -24,7 +24,7 @@ def installed(*projects: Path, site: Path) -> Iterator[None]:
         facts = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
         (info / "METADATA").write_text(facts + requires)
         points = project["entry-points"].items()
-        lines = (f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in named.items()) for group, named in points)
+        lines = (f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in entries.items()) for group, entries in points)
         (info / "entry_points.txt").write_text("".join(lines))
     modules = set(sys.modules)
     sys.path[:0] = paths

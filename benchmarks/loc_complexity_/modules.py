@@ -139,8 +139,8 @@ EXPERIMENT = '''"""Experiment {j}: {layers} layers of width {width}, {optimizer}
 from axlearn_core.learn import AdamW, Learner
 from axlearn_plugins_transformer.stack import Stack
 from axlearn_core.train import Trainer
-from axlearn_plugins_optimizers.muon import Muon
-from axlearn_plugins_text import LanguageModelInput, StandardLibrary, TokenizerJson
+from axlearn_plugins_tools.optimizers.muon import Muon
+from axlearn_plugins_transformer.text import LanguageModelInput, StandardLibrary, TokenizerJson
 from axlearn_plugins_transformer.causal_lm import CausalLM
 from axlearn_plugins_transformer.norm import LayerNorm, RMSNorm
 from axlearn_plugins_transformer.transformer import Decoder
@@ -219,11 +219,11 @@ def block(i: int) -> str:
     (prepared, prepare), (scored, score) = PREPARED[i % 3], SCORED[(i // 4) % 4]
     values = {"a": round(0.5 + 0.02 * i, 2), "sharp": round(1.1 + 0.05 * i, 2), "decay": round(0.02 + 0.01 * i, 2)}
     window, scale = 2 + i % 7, round(0.3 + 0.01 * i, 2)
-    said = [s for s in (prepared, scored, f"window {window}", f"scale {scale}") if s]
+    parts = [s for s in (prepared, scored, f"window {window}", f"scale {scale}") if s]
     return BLOCK.format(
         i=f"{i:02}",
         residual=name,
-        attention=", ".join(said),
+        attention=", ".join(parts),
         prepare=prepare,
         score=score.format(scale=scale, **values),
         window=window,

@@ -16,20 +16,20 @@ PUBLISHED = {
 """arXiv 2507.05411: system -> growth and lines of RoPE and MoE, estimated there for 20 model x 10 attention variants."""
 
 
-def table(found: dict[str, Any]) -> str:
+def table(results: dict[str, Any]) -> str:
     """The measured table in Markdown."""
-    n, m, base = found["modules"], found["experiments"], found["baseline"]
+    n, m, base = results["modules"], results["experiments"], results["baseline"]
     rows = [
-        f"{n} modules x {m} experiments, {found['cells']} cells",
+        f"{n} modules x {m} experiments, {results['cells']} cells",
         "",
         "| | lines in existing files | lines of activation | lines per module | lines per experiment | active cells |",
         "|---|---:|---:|---:|---:|---:|",
     ]
-    for title, facts in (("axlearn-core", found), ("subtyping", base)):
+    for title, facts in (("axlearn-core", results), ("subtyping", base)):
         for feature, slopes in facts["slopes"].items():
             rows.append(
                 f"| {title}, {feature} | {facts['changed_lines'][feature]:,} | {facts['activation_lines'][feature]} | "
-                f"{slopes['N']:g} | {slopes['M']:g} | {facts['active'][feature]:,} of {found['cells']:,} |"
+                f"{slopes['N']:g} | {slopes['M']:g} | {facts['active'][feature]:,} of {results['cells']:,} |"
             )
     rows += [
         "",
@@ -37,17 +37,17 @@ def table(found: dict[str, Any]) -> str:
         "|---|---|---|---:|---:|",
     ]
     rows += [f"| {name} | {a} | {b} | {x:,} | {y:,} |" for name, (a, b, x, y) in PUBLISHED.items()]
-    for title, facts in (("subtyping", base), ("axlearn-core", found)):
+    for title, facts in (("subtyping", base), ("axlearn-core", results)):
         at = {f: next((t for a, b, t in facts["lines"][f] if (a, b) == (20, 10)), None) for f in ("rope", "moe")}
         if at["rope"] is not None:
             o = "O(NM)" if facts is base else "O(1)"
             rows.append(f"| {title}, counted here | {o} | {o} | {at['rope']:,} | {at['moe']:,} |")
-    told = ", ".join(f"{f} {lines}" for f, lines in found["modifier_lines"].items())
-    seconds = found["seconds"]
+    modifier_lines = ", ".join(f"{f} {lines}" for f, lines in results["modifier_lines"].items())
+    seconds = results["seconds"]
     rows += [
         "",
-        f"Lines of a modifier (at most 10): {told}",
-        f"RoPE and MoE applied to {found['timed_configs']:,} configs (at most 2 s for 1,000): {seconds['apply']:.2f} s; "
+        f"Lines of a modifier (at most 10): {modifier_lines}",
+        f"RoPE and MoE applied to {results['timed_configs']:,} configs (at most 2 s for 1,000): {seconds['apply']:.2f} s; "
         f"as whole requests by name, with who set what: {seconds['resolve']:.2f} s",
     ]
     return "\n".join(rows)
@@ -59,7 +59,7 @@ def need_matplotlib() -> None:
         sys.exit("--plot needs matplotlib, which is not installed\n    fix: uv pip install matplotlib, or leave it out")
 
 
-def plot(found: dict[str, Any], file: Path) -> None:
+def plot(results: dict[str, Any], file: Path) -> None:
     """Lines over modules and over experiments, and the published rows."""
     import matplotlib
 
@@ -67,19 +67,21 @@ def plot(found: dict[str, Any], file: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.6), width_ratios=(1, 1, 1.25))
-    most = {"N": found["modules"], "M": found["experiments"]}
+    most = {"N": results["modules"], "M": results["experiments"]}
     for axis, (along, other), word in zip(axes, (("N", "M"), ("M", "N")), ("modules", "experiments"), strict=False):
         fixed = most[other]
-        for title, facts, style in (("subtyping", found["baseline"], "--"), ("axlearn-core", found, "-")):
+        for title, facts, style in (("subtyping", results["baseline"], "--"), ("axlearn-core", results, "-")):
             for (feature, points), colour in zip(facts["lines"].items(), (f"C{k}" for k in range(10)), strict=False):
-                chosen = [(n if along == "N" else m, t) for n, m, t in points if (m if along == "N" else n) == fixed]
+                points_here = [
+                    (n if along == "N" else m, t) for n, m, t in points if (m if along == "N" else n) == fixed
+                ]
                 label = f"{title}, {feature}: {facts['slopes'][feature][along]:g} per {word[:-1]}"
-                axis.plot(*zip(*chosen, strict=True), style, marker="o", color=colour, label=label)
+                axis.plot(*zip(*points_here, strict=True), style, marker="o", color=colour, label=label)
         axis.set(xlabel=word, ylabel="lines outside the feature's package", title=f"{fixed} {_other(word)}")
         axis.set_yscale("symlog", linthresh=10)
         axis.set_ylim(-0.5, None)
         axis.legend(fontsize=7, loc="center right")
-    _bars(axes[2], found)
+    _bars(axes[2], results)
     figure.tight_layout()
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=110, metadata={"Software": None})
@@ -90,11 +92,11 @@ def _other(word: str) -> str:
     return "experiments" if word == "modules" else "modules"
 
 
-def _bars(axis: Any, found: dict[str, Any]) -> None:
+def _bars(axis: Any, results: dict[str, Any]) -> None:
     """Published lines, and ours where 20 x 10 was counted."""
     names = [n.replace(", before", ",\nbefore") for n in PUBLISHED]
     values = [(x, y) for _, _, x, y in PUBLISHED.values()]
-    for title, facts in (("subtyping (counted)", found["baseline"]), ("axlearn-core (counted)", found)):
+    for title, facts in (("subtyping (counted)", results["baseline"]), ("axlearn-core (counted)", results)):
         at = {f: next((t for a, b, t in facts["lines"][f] if (a, b) == (20, 10)), None) for f in ("rope", "moe")}
         if at["rope"] is not None:
             names.append(title)

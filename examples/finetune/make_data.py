@@ -17,12 +17,12 @@ ASKED = ("after", "before")
 
 def text(rng: random.Random, lines: int) -> str:
     """Lines such as `two three four five.` and `five four three two.`"""
-    made = []
+    parts = []
     for _ in range(lines):
         start, count = rng.randrange(len(WORDS) - 4), rng.randrange(4, 9)
         run = WORDS[start : start + count]
-        made.append(" ".join(run if rng.random() < 0.5 else run[::-1]) + ".\n")
-    return "".join(made)
+        parts.append(" ".join(run if rng.random() < 0.5 else run[::-1]) + ".\n")
+    return "".join(parts)
 
 
 def pairs() -> list[tuple[str, str, str]]:
@@ -32,10 +32,10 @@ def pairs() -> list[tuple[str, str, str]]:
     ]
 
 
-def conversation(rng: random.Random, asked: list[tuple[str, str, str]]) -> dict[str, Any]:
+def conversation(rng: random.Random, facts: list[tuple[str, str, str]]) -> dict[str, Any]:
     """One to three questions with their answers."""
     messages = []
-    for how, number, answer in rng.sample(asked, rng.randint(1, 3)):
+    for how, number, answer in rng.sample(facts, rng.randint(1, 3)):
         messages.append({"role": "user", "content": f"What comes {how} {number}?"})
         messages.append({"role": "assistant", "content": answer})
     return {"messages": messages}
@@ -43,8 +43,8 @@ def conversation(rng: random.Random, asked: list[tuple[str, str, str]]) -> dict[
 
 def question(rng: random.Random, how: str, number: str, answer: str) -> dict[str, Any]:
     """The same as a question with four choices, in the words of the plain chat template."""
-    others = rng.sample([w for w in WORDS if w not in (answer, number)], 3)
-    choices = rng.sample([answer, *others], 4)
+    wrong_answers = rng.sample([w for w in WORDS if w not in (answer, number)], 3)
+    choices = rng.sample([answer, *wrong_answers], 4)
     prompt = f"User:\nWhat comes {how} {number}?\n\nAssistant:\n"
     return {"prompt": prompt, "choices": choices, "answer": choices.index(answer), "delimiter": ""}
 
@@ -57,16 +57,16 @@ def main() -> None:
     args = parser.parse_args()
     rng = random.Random(args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
-    asked = pairs()
+    facts = pairs()
     (args.out / "text.txt").write_text(text(rng, 4000), "utf-8")
     rows = {
-        "train.jsonl": [conversation(rng, asked) for _ in range(400)],
-        "held_out.jsonl": [conversation(rng, asked) for _ in range(40)],
-        "questions.jsonl": [question(rng, *pair) for pair in asked],
+        "train.jsonl": [conversation(rng, facts) for _ in range(400)],
+        "held_out.jsonl": [conversation(rng, facts) for _ in range(40)],
+        "questions.jsonl": [question(rng, *pair) for pair in facts],
     }
-    for name, made in rows.items():
-        (args.out / name).write_text("".join(json.dumps(row) + "\n" for row in made), "utf-8")
-        print(f"{len(made)} rows in {args.out / name}")
+    for name, lines in rows.items():
+        (args.out / name).write_text("".join(json.dumps(row) + "\n" for row in lines), "utf-8")
+        print(f"{len(lines)} rows in {args.out / name}")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import equinox as eqx
 import jax
 
 import axlearn_core as ax
-from axlearn_plugins_bridges.equinox_layer import EquinoxLayer
+from axlearn_plugins_models.bridges.equinox_layer import EquinoxLayer
 
 module = ax.configure(
     eqx.nn.MLP, "in_size=input_dim", "out_size=input_dim", width_size=512, depth=1, activation=jax.nn.gelu

@@ -3,7 +3,7 @@
 from flax import linen
 
 import axlearn_core as ax
-from axlearn_plugins_bridges.linen_layer import LinenLayer
+from axlearn_plugins_models.bridges.linen_layer import LinenLayer
 
 
 class FeedForward(linen.Module):

@@ -54,34 +54,34 @@ def run_jobs(harness, tmp_path, monkeypatch):
         out.mkdir()
         header = {"started": "now", "rehearsal": True, "command": "c", "machine": {"host": "h", "gpu": None}}
         header |= {"versions": {}, "missing": [], "commit": "0"}
-        report, seen = harness["report"].Report(out, header), []
+        report, records = harness["report"].Report(out, header), []
 
         def publish(results):
             report.publish(results)
-            seen.append(json.loads(report.json.read_text())["parts"])
+            records.append(json.loads(report.json.read_text())["parts"])
 
         part, job = harness["jobs"].Part, harness["jobs"].Job
         parts = [part(name, name, 1.0, (job(name, "x:y", weight=1.0),)) for name in names]
         runner = harness["harness"].Run(out=out, minutes=minutes, rehearsal=True, publish=publish)
-        return runner.run(parts), seen, report
+        return runner.run(parts), records, report
 
     return run
 
 
 def test_each_job_fails_alone_and_says_why(run_jobs):
-    complete, seen, report = run_jobs([n for n in JOBS if n != "hang"])
+    complete, records, report = run_jobs([n for n in JOBS if n != "hang"])
     assert not complete
-    found = {p["part"]: p["jobs"][0] for p in seen[-1]}
-    status = {name: job["status"] for name, job in found.items()}
+    results = {p["part"]: p["jobs"][0] for p in records[-1]}
+    status = {name: job["status"] for name, job in results.items()}
     assert status == dict.fromkeys(status, "failed") | {"good": "done", "noise": "done"}
-    assert found["good"]["rows"] == [{"name": "figures", "seconds": 0.5, "shares": [None]}]
-    assert "broken" in found["crash"]["output"]
-    assert found["crash"]["rows"] == [{"name": "before", "seconds": 1.0}]
-    assert found["killed"]["reason"] == "exit code -9"
-    assert found["garbage"]["reason"] == "3 lines of its result are not rows"
-    assert found["silent"]["reason"] == "it wrote no result"
-    assert found["partial"]["reason"] == "first: ZeroDivisionError: division by zero"
-    assert [r["name"] for r in found["partial"]["rows"]] == ["first", "second"]
+    assert results["good"]["rows"] == [{"name": "figures", "seconds": 0.5, "shares": [None]}]
+    assert "broken" in results["crash"]["output"]
+    assert results["crash"]["rows"] == [{"name": "before", "seconds": 1.0}]
+    assert results["killed"]["reason"] == "exit code -9"
+    assert results["garbage"]["reason"] == "3 lines of its result are not rows"
+    assert results["silent"]["reason"] == "it wrote no result"
+    assert results["partial"]["reason"] == "first: ZeroDivisionError: division by zero"
+    assert [r["name"] for r in results["partial"]["rows"]] == ["first", "second"]
     text = report.markdown.read_text()
     assert "**Rehearsal" in text
     assert "### killed: failed" in text
@@ -89,20 +89,20 @@ def test_each_job_fails_alone_and_says_why(run_jobs):
 
 def test_a_hanging_job_is_stopped_with_what_it_started_and_keeps_its_rows(run_jobs):
     start = time.monotonic()
-    complete, seen, _ = run_jobs(["hang", "good"], minutes=0.1)
+    complete, records, _ = run_jobs(["hang", "good"], minutes=0.1)
     assert time.monotonic() - start < 30
     assert not complete
-    hang, good = (p["jobs"][0] for p in seen[-1])
+    hang, good = (p["jobs"][0] for p in records[-1])
     assert hang["status"] == "timed out"
     assert hang["rows"] == [{"name": "before", "seconds": 1.0}]
     assert good["status"] == "done"
 
 
 def test_results_are_published_as_they_come(run_jobs):
-    _, seen, _ = run_jobs(["good", "crash"])
-    lengths = [len(parts) for parts in seen]
+    _, records, _ = run_jobs(["good", "crash"])
+    lengths = [len(parts) for parts in records]
     assert lengths == sorted(lengths)
-    first = [parts[0]["jobs"][0]["status"] for parts in seen if len(parts) == 1]
+    first = [parts[0]["jobs"][0]["status"] for parts in records if len(parts) == 1]
     assert first[-1] == "done", "the first part's result is there before the second part begins"
 
 
@@ -119,19 +119,19 @@ def run_script(*options):
 
 
 def test_an_unknown_part_is_one_clear_error(tmp_path):
-    done = run_script("--only", "step", "--out", str(tmp_path / "out"))
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.splitlines()[:2] == ["error: unknown part 'step'", "    did you mean: steps?"]
+    result = run_script("--only", "step", "--out", str(tmp_path / "out"))
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.splitlines()[:2] == ["error: unknown part 'step'", "    did you mean: steps?"]
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("options", [("--minutes", "0"), ("--wheels", "/no/such/folder")])
 def test_a_wrong_request_is_refused(tmp_path, options):
-    done = run_script(*options, "--out", str(tmp_path))
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
-    assert "Traceback" not in done.stderr
+    result = run_script(*options, "--out", str(tmp_path))
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ")
+    assert "Traceback" not in result.stderr
 
 
 def test_every_job_is_a_function_that_exists(harness):
@@ -159,10 +159,10 @@ def test_goals_are_judged_by_what_was_measured(harness):
         **{"1b": {findings.OURS: ours}, "pytorch-1b": {findings.THEIRS: theirs}},
         variants_1b={"fp8, scan": {"tokens_per_second": 160.0}},
     )
-    found = {f.name: f for f in findings.findings(results)}
-    assert found["tokens/s over torch.compile, 1b"].verdict == "reached"
-    assert found["tokens/s in fp8 over bf16, 1b"].verdict == "missed"
-    assert found["error of the plan's memory"].verdict == "not measured"
+    actual = {f.name: f for f in findings.findings(results)}
+    assert actual["tokens/s over torch.compile, 1b"].verdict == "reached"
+    assert actual["tokens/s in fp8 over bf16, 1b"].verdict == "missed"
+    assert actual["error of the plan's memory"].verdict == "not measured"
     results[0]["jobs"][1]["rows"][0]["parameters"] = 8
     assert {f.name: f for f in findings.findings(results)}["tokens/s over torch.compile, 1b"].value is None
 
@@ -188,8 +188,8 @@ def test_batches_are_halved_until_they_fit(harness):
             raise RuntimeError(f"RESOURCE_EXHAUSTED: out of memory with {batch}")
         return {"rows": batch}
 
-    found = largest_batch(8, measure, lambda: released.append(1))
-    assert (found["batch"], len(found["too_large"]), len(released)) == (2, 2, 2)
+    actual = largest_batch(8, measure, lambda: released.append(1))
+    assert (actual["batch"], len(actual["too_large"]), len(released)) == (2, 2, 2)
     with pytest.raises(OutOfMemoryError, match="one row"):
         largest_batch(4, lambda batch: measure(9), lambda: None)
     with pytest.raises(ValueError, match="other"):
@@ -236,13 +236,13 @@ def test_tests_of_kernels_that_are_missing_or_fail_are_told(harness, tmp_path, m
         return json.loads((tmp_path / name).read_text().splitlines()[-1])
 
     monkeypatch.setattr(kernel_tests, "ROOT", tmp_path)
-    assert "no clone" in row("none")["skipped"]
+    assert "is not a clone" in row("none")["skipped"]
     folder = tmp_path / kernel_tests.TESTS
     folder.mkdir(parents=True)
     (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\nmarkers = ['slow', 'exhaustive']\n")
     text = "import pytest\ndef test_one(): pass\ndef test_two(): assert 0\ndef test_three(): pytest.skip('needs a thing')\n"
     (folder / "test_choices.py").write_text("markers = 1\n" + text)
-    found = row("some")
-    assert (found["passed"], found["failed"], found["skipped"]) == (1, 1, 1)
-    assert found["reasons"] == ["needs a thing"]
-    assert found["error"] == "1 tests failed: tests/plugins/gpu/test_choices.py::test_two"
+    actual = row("some")
+    assert (actual["passed"], actual["failed"], actual["skipped"]) == (1, 1, 1)
+    assert actual["reasons"] == ["needs a thing"]
+    assert actual["error"] == "1 tests failed: tests/plugins/gpu/test_choices.py::test_two"

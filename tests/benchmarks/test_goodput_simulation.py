@@ -41,11 +41,11 @@ def test_the_best_interval_is_youngs(benchmark):
     save, mean = 20.0, 20_000.0
     young = benchmark.young_interval(save, mean)
     assert young == pytest.approx(894, abs=1)
-    best, *others = (
+    best, *rest = (
         simple(benchmark, interval=young * f, save=save, recovery=60, mean=mean, days=4_000).goodput
         for f in (1, 0.25, 4)
     )
-    assert all(best > other + 0.01 for other in others)
+    assert all(best > other + 0.01 for other in rest)
 
 
 def test_all_time_is_accounted_for_and_the_seed_decides_it(benchmark):

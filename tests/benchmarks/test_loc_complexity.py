@@ -38,14 +38,14 @@ def parts():
 def small():
     """What it prints for two modules in two experiments."""
     options = ["--modules", "2", "--experiments", "2", "--configs", "40", "--json"]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks/loc_complexity.py"), *options],
         capture_output=True,
         text=True,
         env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+    assert process.returncode == 0, process.stderr[-4000:]
+    return json.loads(process.stdout)
 
 
 def test_nothing_of_ours_grows_and_every_cell_is_active(small):

@@ -115,11 +115,11 @@ def projection(weight, bias=None):
     dims = {"input_dims": weight.shape[:1], "output_dims": weight.shape[1:]}
     precision = Precision(str(weight.dtype), str(weight.dtype))
     config = Linear.Config(bias=bias is not None, **dims)
-    made = config.build(axes=("embed", "mlp"), rngs=nnx.Rngs(0), precision=precision)
-    made.weight = nnx.Param(weight)
+    layer = config.build(axes=("embed", "mlp"), rngs=nnx.Rngs(0), precision=precision)
+    layer.weight = nnx.Param(weight)
     if bias is not None:
-        made.bias = nnx.Param(bias)
-    return made
+        layer.bias = nnx.Param(bias)
+    return layer
 
 
 def gated(kernel, x, gate, up, bias=None, activation="silu"):
@@ -146,9 +146,9 @@ def _gated_units():
 
 
 def _read(kernel, query, pages, table, lengths, starts, count, **options):
-    found = PagedAttention(query, pages, table, lengths, starts, count, scale=0.2, **options).run(kernel)
+    actual = PagedAttention(query, pages, table, lengths, starts, count, scale=0.2, **options).run(kernel)
     used = jnp.arange(query.shape[0]) < starts[count[0]]
-    return jnp.where(used[:, None, None], found, 0)  # what no request has is not specified
+    return jnp.where(used[:, None, None], actual, 0)  # what no request has is not specified
 
 
 def paged(name, *, new, lengths, heads=4, groups=2, size=8, slots=8, dtype="float32", tokens=0, **options):
@@ -160,9 +160,9 @@ def paged(name, *, new, lengths, heads=4, groups=2, size=8, slots=8, dtype="floa
         used = -(-length // slots)
         row[:used] = [next(order) for _ in range(used)]
     starts = np.cumsum([0, *new, 0])
-    kept = groups if options.get("value_size") else 2 * groups
-    pages = normal(len(new) * most, slots, kept, size, dtype=dtype)
-    for row, length in zip(table, lengths, strict=False):  # what no token wrote is no number
+    num_groups = groups if options.get("value_size") else 2 * groups
+    pages = normal(len(new) * most, slots, num_groups, size, dtype=dtype)
+    for row, length in zip(table, lengths, strict=False):  # what no token wrote is NaN
         pages = pages.at[row[(length - 1) // slots], (length - 1) % slots + 1 :].set(jnp.nan)
     if options.get("heads_first"):
         pages = jnp.transpose(pages.reshape(*pages.shape[:2], groups, 2, size), (0, 3, 2, 1, 4))

@@ -19,7 +19,7 @@ from axlearn_core.plugins.registry import registry
 from axlearn_core.testing.contracts import D
 from axlearn_core.train.evaluators import Evaluator
 from axlearn_core.train.loop import Loop
-from axlearn_plugins_attention.latent_cache import LatentCache
+from axlearn_plugins_transformer.attention_variants.latent_cache import LatentCache
 from axlearn_plugins_transformer.feed_forward import GatedFeedForward
 from axlearn_plugins_transformer.kv_cache import KVCache
 
@@ -45,10 +45,10 @@ WRAPPED = {
 
 
 def toy(config: type[Node[Any]], **settings: Any) -> Node[Any]:
-    """A config with everything set, small: by the name of the field, whatever the component."""
-    made: Any = Decoder(registry()).decode_at(config(), "", settings)
+    """A config with everything set, small: by the name of the field, regardless of the component."""
+    node: Any = Decoder(registry()).decode_at(config(), "", settings)
     return patch(
-        made, {p.path: TOY[p.path.rpartition(".")[2]] for p in missing(made) if p.path.rpartition(".")[2] in TOY}
+        node, {p.path: TOY[p.path.rpartition(".")[2]] for p in missing(node) if p.path.rpartition(".")[2] in TOY}
     )
 
 
@@ -59,8 +59,8 @@ def components() -> dict[str, type[Node[Any]]]:
 
 def owned(test: Callable[[type], bool]) -> dict[str, Node[Any]]:
     """Name -> toy config of the components whose class passes a test."""
-    found = {n: toy(c) for n, c in components().items() if isinstance(c.owner, type) and test(c.owner)}
-    return {n: patch(c, WRAPPED.get(n, {})) for n, c in found.items()}
+    components_by_name = {n: toy(c) for n, c in components().items() if isinstance(c.owner, type) and test(c.owner)}
+    return {n: patch(c, WRAPPED.get(n, {})) for n, c in components_by_name.items()}
 
 
 def layers() -> dict[str, Node[Any]]:
@@ -84,11 +84,11 @@ PROTOCOLS = (
 
 def met(owner: type, protocol: Any) -> int:
     """How many methods a protocol has, where a class has all of them with those arguments; else 0."""
-    wanted = {n: f for n, f in vars(protocol).items() if inspect.isfunction(f) and not n.startswith("_")}
-    mine = {n: getattr(owner, n, None) for n in wanted}
-    fits = all(inspect.isfunction(mine[n]) and _arguments(mine[n])[: len(_arguments(f))] == _arguments(f)
-               for n, f in wanted.items())  # fmt: skip
-    return len(wanted) * fits
+    methods = {n: f for n, f in vars(protocol).items() if inspect.isfunction(f) and not n.startswith("_")}
+    own = {n: getattr(owner, n, None) for n in methods}
+    fits = all(inspect.isfunction(own[n]) and _arguments(own[n])[: len(_arguments(f))] == _arguments(f)
+               for n, f in methods.items())  # fmt: skip
+    return len(methods) * fits
 
 
 def _arguments(function: Any) -> list[str]:
@@ -102,12 +102,12 @@ def of(protocol: Any) -> dict[str, Node[Any]]:
 
 def kernels() -> dict[type[Op[Any]], list[KernelImplementation]]:
     """Op -> everything that is declared for it through `axlearn_kernels`, and its reference."""
-    found: dict[type[Op[Any]], list[KernelImplementation]] = {}
+    by_op: dict[type[Op[Any]], list[KernelImplementation]] = {}
     for _, declared in host().answers("axlearn_kernels"):
         for implementation in declared:
             module, _, name = implementation.op.partition(":")
             op = getattr(importlib.import_module(module), name)
             assert issubclass(op, Op), implementation
             assert op.path() == implementation.op, "a kernel names the module that defines its op"
-            found.setdefault(op, [reference(op)]).append(implementation)
-    return found
+            by_op.setdefault(op, [reference(op)]).append(implementation)
+    return by_op

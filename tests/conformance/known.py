@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from axlearn_core.testing.contracts import B, Contract, D, S, context, like, normal
-from axlearn_plugins_vit.model import ImageClassifier
+from axlearn_plugins_models.vit.model import ImageClassifier
 
 EXPERTS, TOP_K = 8, 2
 IMAGES = normal(B, 8, 8, 3)
@@ -74,10 +74,10 @@ def expert_choice_router(params, x):
     """Zhou et al., 2022: every expert takes its tokens, the best first."""
     p = jax.nn.softmax(x @ params["weight"], axis=-1)
     room = S * TOP_K // EXPERTS
-    taken = [jnp.argsort(-p[..., e], axis=1)[:, :room] for e in range(EXPERTS)]
-    weight = [jnp.take_along_axis(p[..., e], t, axis=1) for e, t in enumerate(taken)]
+    choices = [jnp.argsort(-p[..., e], axis=1)[:, :room] for e in range(EXPERTS)]
+    weight = [jnp.take_along_axis(p[..., e], t, axis=1) for e, t in enumerate(choices)]
     expert = [jnp.full((B, room), e, jnp.int32) for e in range(EXPERTS)]
-    return tuple(jnp.concatenate(parts, axis=1) for parts in (expert, weight, taken))
+    return tuple(jnp.concatenate(parts, axis=1) for parts in (expert, weight, choices))
 
 
 def mixture_of_experts(params, x):

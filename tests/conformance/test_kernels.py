@@ -9,6 +9,9 @@ import found
 
 from axlearn_core.testing import KernelSuite
 
+SHARED = ("ring", "context-all-gather", "context-all-to-all")
+"""Kernels of several devices; on one they are the reference."""
+
 
 def test_every_op_has_cases():
     assert found.kernels().keys() <= cases.CASES.keys()
@@ -17,5 +20,6 @@ def test_every_op_has_cases():
 for _op, _declared in found.kernels().items():
     for _kernel in _declared:
         _name = f"Test{_op.name}_{_kernel.name}".title().replace("_", "").replace("-", "")
-        _more = {"op": _op, "name": _kernel.name, "cases": cases.CASES.get(_op, ())}
+        _mesh = {"seq": 4} if _kernel.name in SHARED else {}
+        _more = {"mesh": _mesh, "op": _op, "name": _kernel.name, "cases": cases.CASES.get(_op, ())}
         globals()[_name] = type(_name, (KernelSuite,), _more)

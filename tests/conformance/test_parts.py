@@ -93,6 +93,7 @@ globals().update(found.suites(LearnerSuite, found.of(parts.Learner)))
 globals().update(found.suites(CheckpointerSuite, found.of(parts.Checkpointer)))
 for _name, _config in found.of(parts.Tracker).items():
     _read = {"read": staticmethod(READERS[_name])} if _name in READERS else {}
+    _read |= {"remote": "Prometheus asks for it over HTTP"} if _name == "prometheus" else {}
     globals().update(found.suites(TrackerSuite, {_name: _config}, **_read))
 for _name, _config in found.of(Loop).items():
     _own = type(_config).__module__.startswith("axlearn_core.")

@@ -21,13 +21,13 @@ from axlearn_core.testing import (
     WeightsSuite,
 )
 from axlearn_core.train.evaluators import Evaluator
-from axlearn_plugins_attention.latent_cache import LatentCache
-from axlearn_plugins_attention.testing import LatentCacheSuite
-from axlearn_plugins_lora.runs import export_run
+from axlearn_plugins_finetune.lora.runs import export_run
+from axlearn_plugins_transformer.attention_variants.latent_cache import LatentCache
+from axlearn_plugins_transformer.attention_variants.testing import LatentCacheSuite
 from axlearn_plugins_transformer.kv_cache import KVCache
 from axlearn_plugins_transformer.testing import KVCacheSuite
 
-DIRECTORY = Path(__file__).parents[1] / "plugins/huggingface/fixtures/llama3"
+DIRECTORY = Path(__file__).parents[1] / "plugins/models/huggingface/fixtures/llama3"
 SETTINGS = {
     "model.decoder.num_layers": 1,
     "model.decoder.hidden_dim": 32,
@@ -43,7 +43,10 @@ for _name, _config in found.of(parts.Tokenizer).items():
     _toy = {_name: found.toy(type(_config), **_settings)}
     globals().update(found.suites(TokenizerSuite, _toy))
 
-globals().update(found.suites(ProfilerSuite, found.of(parts.Profiler)))
+_profilers = {
+    n: found.toy(type(c), **({"start_step": 1} if n == "profiler" else {})) for n, c in found.of(parts.Profiler).items()
+}
+globals().update(found.suites(ProfilerSuite, _profilers))
 globals().update(found.suites(WatchdogSuite, found.of(parts.Watchdog)))
 globals().update(found.suites(KVCacheSuite, found.of(KVCache)))
 globals().update(found.suites(LatentCacheSuite, found.of(LatentCache)))

@@ -124,6 +124,9 @@ class Idle(Feature):
     def apply(self, cfg):
         return cfg
 
+    def in_effect(self, cfg):
+        return False
+
 @node
 class Misfit(Feature):
     def apply(self, cfg):

@@ -9,16 +9,16 @@ from axlearn_core import compat
 
 
 def test_what_was_replaced_comes_back_also_after_an_error():
-    owner, seen = types.SimpleNamespace(answer=1), []
+    owner, records = types.SimpleNamespace(answer=1), []
 
     def fail():
         with compat.replaced(owner, "answer", 2):
-            seen.append(owner.answer)
+            records.append(owner.answer)
             raise ValueError("inside")
 
     with pytest.raises(ValueError, match="inside"):
         fail()
-    assert (seen, owner.answer) == ([2], 1)
+    assert (records, owner.answer) == ([2], 1)
 
 
 def test_what_a_library_no_longer_has_is_an_error():

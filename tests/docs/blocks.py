@@ -3,6 +3,7 @@
     <!-- test: slow -->            only among the slow tests
     <!-- test: skip REASON -->     not at all
     <!-- test: exit 2 -->          the command has to end with this exit code
+    <!-- test: model FOLDER -->    the page begins with a downloaded model in this folder
 
 A `text` block right after a `bash` or `python` block is what that block prints (`...` stands for anything). A `yaml` block
 whose first line is `# NAME.yaml` is that file.
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
-_MARK = re.compile(r"<!-- test: (slow|skip|exit)\s*(.*?)\s*-->\s*\Z")
+_MARK = re.compile(r"<!-- test: (slow|skip|exit|model)\s*(.*?)\s*-->\s*\Z")
 _FILE = re.compile(r"# (\S+\.yaml)\n")
 
 
@@ -23,7 +24,7 @@ class Block:
 
     kind: str
     text: str
-    where: str
+    location: str
     mark: str = ""
     argument: str = ""
     expected: str | None = None
@@ -31,8 +32,8 @@ class Block:
     @property
     def file(self) -> str | None:
         """The file that a YAML block stands for."""
-        found = _FILE.match(self.text) if self.kind == "yaml" else None
-        return found[1] if found else None
+        match = _FILE.match(self.text) if self.kind == "yaml" else None
+        return match[1] if match else None
 
     @property
     def exit_code(self) -> int:
@@ -43,18 +44,18 @@ class Block:
 def read(page: Path) -> list[Block]:
     """The blocks of a page, in order."""
     source = page.read_text("utf-8")
-    found: list[Block] = []
+    blocks: list[Block] = []
     end = 0
     for match in _FENCE.finditer(source):
         kind, text = match.groups()
         between, end = source[end : match.start()], match.end()
-        if kind == "text" and found and not between.strip() and found[-1].kind in ("bash", "python"):
-            found[-1] = Block(**{**vars(found[-1]), "expected": text})
+        if kind == "text" and blocks and not between.strip() and blocks[-1].kind in ("bash", "python"):
+            blocks[-1] = Block(**{**vars(blocks[-1]), "expected": text})
             continue
         mark = _MARK.search(between)
-        where = f"{page.name}:{source.count(chr(10), 0, match.start()) + 1}"
-        found.append(Block(kind, text, where, *(mark.groups() if mark else ())))
-    return found
+        location = f"{page.name}:{source.count(chr(10), 0, match.start()) + 1}"
+        blocks.append(Block(kind, text, location, *(mark.groups() if mark else ())))
+    return blocks
 
 
 def agrees(expected: str, printed: str) -> bool:

@@ -20,7 +20,16 @@ ROOT = Path(__file__).resolve().parents[2]
 PLUGINS = [ROOT / "examples/my_norm_plugin", ROOT / "examples/my_objective_plugin"]
 """What the pages use."""
 PARTS = ROOT / "examples/my_parts"
-PAGES = sorted([*ROOT.glob("README.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/README.md")])
+MODEL = ROOT / "tests/plugins/models/huggingface/fixtures/qwen3"
+"""What a reader would have downloaded."""
+PAGES = sorted(
+    [
+        *ROOT.glob("README.md"),
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("docs/tutorials/*.md"),
+        *ROOT.glob("examples/*/README.md"),
+    ]
+)
 MARKDOWN = sorted(
     [
         *PAGES,
@@ -97,18 +106,20 @@ def follow(page: Path, run: Run, cwd: Path, *, slow: bool) -> None:
     if page.parent.parent == ROOT / "examples":
         shutil.copytree(page.parent, cwd, dirs_exist_ok=True)
     for block in blocks.read(page):
+        if block.mark == "model":
+            shutil.copytree(MODEL, cwd / block.argument)
         if block.mark == "skip":
-            assert block.argument, f"{block.where}: a skipped block says why"
+            assert block.argument, f"{block.location}: a skipped block says why"
         elif block.file:
             (cwd / block.file).write_text(block.text, "utf-8")
         elif block.kind == "toml":
             tomllib.loads(block.text)
         elif block.kind in ("bash", "python") and (slow or block.mark != "slow"):
-            done = run(block.kind, block.text, cwd)
-            told = f"{block.where}\n{block.text}\n{done['out'][-2000:]}\n{done['err'][-5000:]}"
-            assert done["code"] == block.exit_code, f"exit code {done['code']}: {told}"
+            result = run(block.kind, block.text, cwd)
+            details = f"{block.location}\n{block.text}\n{result['out'][-2000:]}\n{result['err'][-5000:]}"
+            assert result["code"] == block.exit_code, f"exit code {result['code']}: {details}"
             if block.expected is not None:
-                assert blocks.agrees(block.expected, done["out"]), f"it prints something else: {told}"
+                assert blocks.agrees(block.expected, result["out"]), f"it prints something else: {details}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
@@ -128,7 +139,7 @@ def test_the_slow_parts_of_the_page_too(page, run, tmp_path):
 def test_the_readme_has_the_two_commands():
     text = (ROOT / "README.md").read_text("utf-8")
     assert "python3 -m pip install uv && uv run axlearn train quickstart\n" in text
-    assert "python3 -m pip install uv && uv run pytest\n" in text
+    assert "python3 -m pip install uv && uv run --all-packages pytest\n" in text
 
 
 @pytest.mark.parametrize("page", MARKDOWN, ids=[str(p.relative_to(ROOT)) for p in MARKDOWN])
@@ -171,8 +182,9 @@ def test_every_command_and_option_is_in_cli_md():
 
 def test_every_page_is_in_the_index():
     text = (ROOT / "docs/index.md").read_text("utf-8")
-    for page in ROOT.glob("docs/*.md"):
-        assert page.name == "index.md" or f"({page.name})" in text, f"docs/index.md does not link to {page.name}"
+    for page in [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/tutorials/*.md")]:
+        name = str(page.relative_to(ROOT / "docs"))
+        assert name == "index.md" or f"({name})" in text, f"docs/index.md does not link to {name}"
 
 
 def test_the_architecture_has_every_distribution():
@@ -186,11 +198,11 @@ def test_the_architecture_has_every_distribution():
 @pytest.mark.parametrize("plugin", [*PLUGINS, PARTS], ids=lambda plugin: plugin.name)
 def test_an_example_plugin_passes_its_own_tests(plugin, tmp_path):
     flags = "" if plugin.name == "my_norm_plugin" else os.environ["XLA_FLAGS"]  # suites split arrays over eight devices
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, str(plugin / "tests")],
         cwd=tmp_path,
         env=environment(install(plugin, tmp_path / "site"), flags),
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stdout[-4000:]
+    assert process.returncode == 0, process.stdout[-4000:]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import axlearn_core.testing
-import axlearn_plugins_attention.testing
 import axlearn_plugins_serving.testing
+import axlearn_plugins_transformer.attention_variants.testing
 import axlearn_plugins_transformer.testing
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,7 +18,7 @@ SOURCES = [p for folder in ("axlearn_core/src", "plugins") for p in (ROOT / fold
 MODULES = (
     axlearn_core.testing,
     axlearn_plugins_transformer.testing,
-    axlearn_plugins_attention.testing,
+    axlearn_plugins_transformer.attention_variants.testing,
     axlearn_plugins_serving.testing,
 )
 HEAD = "| slot | protocol | is offered | suite | example |"

@@ -21,8 +21,8 @@ def axlearn(words: list[str], env: dict[str, str]) -> tuple[int, str, str]:
     """A command of the command line."""
     if env or "--target" in words:  # has to be known before anything starts
         command = [sys.executable, "-m", "axlearn_core", *words]
-        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | env)
-        return done.returncode, done.stdout, done.stderr
+        process = subprocess.run(command, capture_output=True, text=True, env=os.environ | env)
+        return process.returncode, process.stdout, process.stderr
     from click.testing import CliRunner
 
     from axlearn_core.cli.main import cli

@@ -180,9 +180,9 @@ def _lora(kind, path):
 
     from axlearn_core.checkpoint import open_weights
     from axlearn_core.errors import RequestError
-    from axlearn_plugins_lora.adapters import is_adapter, load
-    from axlearn_plugins_lora.peft import export_peft
-    from axlearn_plugins_lora.runs import export_run, merge_run
+    from axlearn_plugins_finetune.lora.adapters import is_adapter, load
+    from axlearn_plugins_finetune.lora.peft import export_peft
+    from axlearn_plugins_finetune.lora.runs import export_run, merge_run
 
     adapted = trained(kind, "lora:rank=2")
     same(adapted, trained(kind, "lora:rank=2", mode="unrolled"))
@@ -198,8 +198,8 @@ def _lora(kind, path):
     export_run(path / "run", path / "adapters")
     if frozen:
         assert not load(path / "adapters").variables
-        kept, begun = open_weights(path / "run").read(), open_weights(base).read()
-        assert all(np.array_equal(kept[name], begun[name]) for name in variables)
+        before, begun = open_weights(path / "run").read(), open_weights(base).read()
+        assert all(np.array_equal(before[name], begun[name]) for name in variables)
         return
     adapted = open_weights(path / "adapters")
     exported, tensors = load(path / "adapters"), open_weights(path / "run").read()
@@ -311,10 +311,10 @@ def run(kind, place, steps, *features):
 def deepseek(path):
     """A run of a model that Hugging Face's format can describe, with biases that have moved."""
     from axlearn_core.checkpoint import open_weights
-    from axlearn_plugins_huggingface.runs import import_run
-    from axlearn_plugins_runs import write_run
+    from axlearn_plugins_finetune.runs import write_run
+    from axlearn_plugins_models.huggingface.runs import import_run
 
-    fixture = Path(__file__).parents[1] / "plugins/huggingface/fixtures/deepseek-v3"
+    fixture = Path(__file__).parents[1] / "plugins/models/huggingface/fixtures/deepseek-v3"
     import_run(fixture, path / "imported")
     source = open_weights(path / "imported")
     tensors = {name: x + 0.25 if name.endswith("router.bias") else x for name, x in source.read().items()}

@@ -8,12 +8,12 @@ from axlearn_core.config import find
 from axlearn_core.errors import AxlearnError
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.resolve import resolve
-from axlearn_plugins_attention.alibi import Alibi
-from axlearn_plugins_lora.linear import LoraLinear
+from axlearn_plugins_finetune.lora.linear import LoraLinear
 from axlearn_plugins_moe.layer import MixtureOfExperts
 from axlearn_plugins_quantization.linear import QuantizedLinear
 from axlearn_plugins_rope.rotary import RotaryEmbedding
 from axlearn_plugins_transformer.alternate import Alternate
+from axlearn_plugins_transformer.attention_variants.alibi import Alibi
 
 LAYER = "model.decoder.layer"
 ROPE = {"type": "rope"}
@@ -50,19 +50,19 @@ def with_(*features):
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_a_feature_alone_is_applied_once_and_the_model_can_be_built(name):
-    found = resolve(CONFIG, with_=[use(name), *registry().feature(name).needs])
-    for _, feature in found.features:
-        assert feature.apply(found.config) == found.config
-        assert feature.in_effect(found.config)
-    assert Functional.of(found.config.model).num_parameters
+    resolved = resolve(CONFIG, with_=[use(name), *registry().feature(name).needs])
+    for _, feature in resolved.features:
+        assert feature.apply(resolved.config) == resolved.config
+        assert feature.in_effect(resolved.config)
+    assert Functional.of(resolved.config.model).num_parameters
 
 
 def test_any_order_beside_interleave_gives_one_tree():
-    others = [use(n) for n in FEATURES if n != "interleave"]
-    found = {other: (with_(other, "interleave"), with_("interleave", other)) for other in others}
-    assert all(one == two for one, two in found.values())
-    refused = [other for other, (one, _) in found.items() if isinstance(one, str)]
-    assert len(refused) < len(others) / 2
+    other_uses = [use(n) for n in FEATURES if n != "interleave"]
+    results = {other: (with_(other, "interleave"), with_("interleave", other)) for other in other_uses}
+    assert all(one == two for one, two in results.values())
+    refused = [other for other, (one, _) in results.items() if isinstance(one, str)]
+    assert len(refused) < len(other_uses) / 2
 
 
 def test_options_reach_what_takes_turns():
@@ -71,7 +71,7 @@ def test_options_reach_what_takes_turns():
     assert with_("alibi").model.decoder.layer.attention.position == Alibi.Config()
     assert len(find(with_("moe"), MixtureOfExperts)) == 3
     for feature, kind in (("lora", LoraLinear), ("quantization", QuantizedLinear)):
-        made = resolve(CONFIG, with_=[f"{feature}:target=model.**.feed_forward.up"]).config
-        assert len(find(made, kind)) == 3
+        result = resolve(CONFIG, with_=[f"{feature}:target=model.**.feed_forward.up"]).config
+        assert len(find(result, kind)) == 3
         only = resolve(CONFIG, with_=[f"{feature}:target=model.**.feed_forward.children.1.up"]).config
         assert set(find(only, kind)) == {f"{LAYER}.feed_forward.children.1.up"}

@@ -108,7 +108,7 @@ def test_a_part_that_does_not_fit_is_one_clear_error(case, command, tmp_path, mo
     words = [word for i, word in enumerate(words) if i not in drop and i + 1 not in drop]
     if command == "check":
         words = ["config", "check", "quickstart", *words[words.index("--steps") :]]
-    done = CliRunner().invoke(cli, words)
-    assert done.exit_code == 2, done.output
-    assert re.search(message, done.stderr), done.stderr
+    result = CliRunner().invoke(cli, words)
+    assert result.exit_code == 2, result.output
+    assert re.search(message, result.stderr), result.stderr
     assert not run.exists(), "nothing is written"

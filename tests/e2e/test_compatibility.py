@@ -39,6 +39,6 @@ def test_a_program_is_what_it_was(case):
 
 
 def test_programs_of_this_jax_are_known():
-    known = json.loads((FIXTURES / "programs.json").read_text())
-    assert jax.__version__ in known, "scripts/make_compatibility_fixtures.py programs adds them"
-    assert set(programs.cases()) >= set(known[jax.__version__])
+    names = json.loads((FIXTURES / "programs.json").read_text())
+    assert jax.__version__ in names, "scripts/make_compatibility_fixtures.py programs adds them"
+    assert set(programs.cases()) >= set(names[jax.__version__])

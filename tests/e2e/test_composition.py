@@ -63,19 +63,19 @@ def cover():
     return rows, missing
 
 
-def _gain(row, chosen, name, missing):
+def _gain(row, current, name, missing):
     # A layout and an experiment meet in one row only, two features in any: the scarce come first.
-    new = covered(row, (*chosen, name)) & missing
-    return sum(1 if set(pair) & {*chosen} else 8 for pair in new)
+    new = covered(row, (*current, name)) & missing
+    return sum(1 if set(pair) & {*current} else 8 for pair in new)
 
 
-def _joins(row, chosen, name, together):
-    return name not in chosen and all((row[1], min(name, c), max(name, c)) in together for c in chosen)
+def _joins(row, current, name, together):
+    return name not in current and all((row[1], min(name, c), max(name, c)) in together for c in current)
 
 
-def covered(row, chosen):
+def covered(row, current):
     """The pairs that a row covers."""
-    return set(itertools.combinations(sorted(chosen), 2)) | {(n, x) for n in chosen for x in row}
+    return set(itertools.combinations(sorted(current), 2)) | {(n, x) for n in current for x in row}
 
 
 def step(layout, experiment, names, *, init=False):
@@ -87,20 +87,20 @@ def step(layout, experiment, names, *, init=False):
     state = program.init(0) if init else any_state(program)
     before = jax.device_get(state.params)
     state, scalars = program.train_step(state, batch)
-    told = f"{experiment} on {layout} with {', '.join(names)}"
-    assert np.isfinite(float(scalars["loss"])), told
-    assert int(state.step) == 1, told
+    details = f"{experiment} on {layout} with {', '.join(names)}"
+    assert np.isfinite(float(scalars["loss"])), details
+    assert int(state.step) == 1, details
     after = jax.device_get(state.params)
-    assert any(np.any(before[p] != after[p]) for p in before), f"{told}: the step changed no parameter"
-    wanted = program.state.params
-    assert all(state.params[p].sharding.is_equivalent_to(s.sharding, s.ndim) for p, s in wanted.items()), told
+    assert any(np.any(before[p] != after[p]) for p in before), f"{details}: the step changed no parameter"
+    params = program.state.params
+    assert all(state.params[p].sharding.is_equivalent_to(s.sharding, s.ndim) for p, s in params.items()), details
 
 
 def any_state(program):
     """A state of its shapes and places, without compiling its initialisation: random parameters, the rest zero."""
     state = jax.tree.map(lambda s: jax.device_put(np.zeros(s.shape, s.dtype), s.sharding), program.state)
-    wanted = program.state.params
-    filled = {p: jax.device_put(x, wanted[p].sharding) for p, x in toy.filled(program.functional).items()}
+    params = program.state.params
+    filled = {p: jax.device_put(x, params[p].sharding) for p, x in toy.filled(program.functional).items()}
     return state.replace(params=filled)
 
 
@@ -132,10 +132,10 @@ def test_all_of_them():
     end = time.monotonic() + float(os.environ.get("AXLEARN_COMPOSITION_SECONDS", "60"))
     cases = list(itertools.product(MORE, toy.experiments(), toy.features()))
     random.Random(int(os.environ.get("AXLEARN_COMPOSITION_SEED", "0"))).shuffle(cases)
-    done = 0
+    count = 0
     for layout, experiment, name in cases:
         step(layout, experiment, (name,), init=True)
-        done += 1
-        if done >= 10 and time.monotonic() > end:
+        count += 1
+        if count >= 10 and time.monotonic() > end:
             break
-    print(f"{done} of {len(cases)}")
+    print(f"{count} of {len(cases)}")

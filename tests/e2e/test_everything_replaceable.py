@@ -56,7 +56,7 @@ def run_file(tmp_path, *parts, settings=""):
     return file
 
 
-def told(run_dir):
+def metrics_text(run_dir):
     """What the third party's tracker wrote, by step."""
     lines = [json.loads(line) for line in (run_dir / "told.txt").read_text().splitlines()]
     return lines, {line["step"]: line for line in lines if "step" in line}
@@ -66,7 +66,7 @@ def test_all_at_once_train_stop_and_go_on(installed, tmp_path):
     file = run_file(tmp_path, *PARTS, settings="  model.vocab_size: 32\n")
     whole, run = tmp_path / "whole", tmp_path / "run"
     train(file, steps=24, run_dir=whole)
-    lines, steps = told(whole)
+    lines, steps = metrics_text(whole)
     assert lines[0] == {"start": 0}
     assert lines[-1] == {"closed": True}
     assert steps.keys() == set(range(1, 25))
@@ -84,7 +84,7 @@ def test_all_at_once_train_stop_and_go_on(installed, tmp_path):
     train(file, steps=5, run_dir=run)
     result = train(file, steps=8, run_dir=run)
     assert result.step == 8
-    lines, again = told(run)
+    lines, again = metrics_text(run)
     assert {"start": 5} in lines
     assert [again[s]["taken"] for s in (5, 6, 8)] == [5, 1, 3]
     assert [again[s]["loss"] for s in range(1, 9)] == [steps[s]["loss"] for s in range(1, 9)], "bit for bit"
@@ -95,8 +95,8 @@ def test_each_is_named_by_one_line(installed, tmp_path):
         cfg = resolve(run_file(tmp_path, part)).checked().config
         import third_party
 
-        found = find(cfg, getattr(third_party, kind))
-        assert list(found) == [f"{part}.0" if part == "trackers" else part]
+        parts = find(cfg, getattr(third_party, kind))
+        assert list(parts) == [f"{part}.0" if part == "trackers" else part]
 
 
 @pytest.mark.slow
@@ -107,7 +107,7 @@ def test_each_alone_among_ours(installed, tmp_path, part):
     result = train(run_file(tmp_path, part, settings=settings), steps=4, run_dir=run)
     assert result.step == 4
     if part == "trackers":
-        assert told(run)[1].keys() == {1, 2, 3, 4}
+        assert metrics_text(run)[1].keys() == {1, 2, 3, 4}
     else:
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         assert [m["step"] for m in lines if "loss" in m] == [1, 2, 3, 4]

@@ -1,4 +1,4 @@
-"""Every pair of installed features on every installed experiment: one tree, whatever the order, or one and the same refusal.
+"""Every pair of installed features on every installed experiment: one tree, regardless of the order, or one and the same refusal.
 
 The features come from their entry points. One with options that have to be given says by its `example` how.
 """
@@ -7,6 +7,7 @@ import itertools
 
 import attrs
 import pytest
+import toy
 
 from axlearn_core.config import REQUIRED
 from axlearn_core.errors import ConfigError, PluginError, RequestError
@@ -18,11 +19,12 @@ NAMES = registry()
 EXPERIMENTS = [entry.name for entry in NAMES.entries("experiments")]
 FEATURES = [entry.name for entry in NAMES.entries("features")]
 PAIRS = list(itertools.combinations(FEATURES, 2))
-RELATIVES = ("llama2-7b", "llama2-70b", "llama3-8b", "vit-b16")
-"""Made by the same function as another experiment, with other sizes: among the slow tests."""
+RELATIVES = {"llama2-7b", "llama2-70b", "llama3-8b", "vit-b16", *toy.PUBLISHED}
+"""Made of the same parts as another experiment: among the slow tests."""
 ALL = [pytest.param(n, marks=pytest.mark.slow if n in RELATIVES else ()) for n in EXPERIMENTS]
-DECODERS = [n for n in EXPERIMENTS if hasattr(NAMES.experiment(n).model, "decoder")]
-"""All features go with these. With a model that reads no text, those that make no sense refuse, and say what to do."""
+DECODERS = [n for n in EXPERIMENTS if n not in toy.PUBLISHED and hasattr(NAMES.experiment(n).model, "decoder")]
+"""All features go with these. On others a feature may refuse, and says what to do: with a model that reads no text, or where the
+family has what the feature would lose (`replace` on the norms of Gemma)."""
 
 
 def use(name):
@@ -39,12 +41,12 @@ def both(first, second):
 def outcome(experiment, *names):
     """(tree, features in the order of their application, provenance) or the text of the refusal."""
     try:
-        made = resolve(experiment, with_=[use(n) for n in names])
+        result = resolve(experiment, with_=[use(n) for n in names])
     except PluginError:
         raise  # a feature that fails, and does not refuse
     except RequestError as error:
         return str(error)
-    return made.config, made.features, dict(made.provenance)
+    return result.config, result.features, dict(result.provenance)
 
 
 @pytest.mark.parametrize("name", FEATURES)
@@ -54,23 +56,23 @@ def test_a_feature_that_needs_options_has_an_example(name):
     assert all(f"{option}=" in cls.example for option in needed), f"{name} needs {needed}; give it an `example`"
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize("experiment", ALL)
 def test_each_feature_alone_changes_the_tree_or_is_in_effect_and_twice_is_once(experiment):
     for name in FEATURES:
-        made = outcome(experiment, name)
+        result = outcome(experiment, name)
         needs = NAMES.feature(name).needs
         if needs:
-            assert isinstance(made, str)
-            made = outcome(experiment, name, *needs)
-        if isinstance(made, str) and experiment not in DECODERS:
-            assert f"'{name}'" in made
-            assert "fix:" in made
+            assert isinstance(result, str)
+            result = outcome(experiment, name, *needs)
+        if isinstance(result, str) and experiment not in DECODERS:
+            assert f"'{name}'" in result
+            assert "fix:" in result
             continue
-        assert not isinstance(made, str), f"{name} on {experiment}: {made}"
-        again = made[0]
-        for _, feature in made[1]:
+        assert not isinstance(result, str), f"{name} on {experiment}: {result}"
+        again = result[0]
+        for _, feature in result[1]:
             again = feature.apply(again)
-        assert again == made[0], f"{name} on {experiment}: twice is not once"
+        assert again == result[0], f"{name} on {experiment}: twice is not once"
 
 
 @pytest.mark.parametrize("experiment", ALL)
@@ -80,8 +82,8 @@ def test_the_order_of_a_pair_does_not_matter(experiment):
         if isinstance(one, str):
             assert isinstance(other, str), f"{second}, {first} is let through, and {first}, {second} is refused: {one}"
             alone = {n for n in (first, second) if isinstance(outcome(experiment, *both(n, n)), str)}
-            wanted = {first, second} if not alone else {n for n in alone if f"'{n}'" in one} or alone
-            assert wanted <= set(one.replace("'", " ").replace(":", " ").split()), f"it names both: {one}"
+            expected = {first, second} if not alone else {n for n in alone if f"'{n}'" in one} or alone
+            assert expected <= set(one.replace("'", " ").replace(":", " ").split()), f"it names both: {one}"
             assert _without_places(one) == _without_places(other)
         else:
             assert one == other, f"{first}, {second} on {experiment}"
@@ -95,15 +97,15 @@ def _without_places(text):
 def test_a_pair_of_one_stage_gives_the_same_tree_applied_in_either_order(experiment):
     """Without a stated order, names decide it within a stage, and must not decide what comes of it."""
     for first, second in PAIRS:
-        made = outcome(experiment, *both(first, second))
-        if isinstance(made, str) or len({feature.stage for _, feature in made[1]}) > 1:
+        result = outcome(experiment, *both(first, second))
+        if isinstance(result, str) or len({feature.stage for _, feature in result[1]}) > 1:
             continue
-        if any(Order.of(dict(made[1]), NAMES).below.values()):
+        if any(Order.of(dict(result[1]), NAMES).below.values()):
             continue
         swapped = resolve(experiment).config
         try:
-            for _, feature in reversed(made[1]):
+            for _, feature in reversed(result[1]):
                 swapped = feature.apply(swapped)
         except ConfigError as error:
             pytest.fail(f"{second} before {first} on {experiment}: {error}")
-        assert swapped == made[0], f"{first}, {second} on {experiment}"
+        assert swapped == result[0], f"{first}, {second} on {experiment}"

@@ -19,12 +19,12 @@ def test_twenty_kills_leave_no_trace(tmp_path):
     in_save = 0
     for kill in range(kills):
         process = tiny.start(*tiny.arguments(run, steps=steps, settings=SETTINGS))
-        at = len(tiny.losses(run)) + random_.randint(1, 6)
+        at = len(tiny.logged(run)) + random_.randint(1, 6)
         saving = kill % 2 == 0
 
         def ready(at: int = at, saving: bool = saving) -> bool:
             # Every other kill waits for a save that is under way: a directory that does not have its final name yet.
-            if len(tiny.losses(run)) < at:
+            if len(tiny.logged(run)) < at:
                 return False
             return not saving or any(not p.name.isdigit() for p in (run / "checkpoints").iterdir())
 
@@ -66,8 +66,8 @@ def test_state_survives_five_kills(kind, tmp_path, monkeypatch):
     random_ = random.Random(0)
     for kill in range(KILLS):
         process = tiny.start(*tiny.arguments(run, **arguments))
-        at = len(tiny.losses(run)) + random_.randint(2, 8)
-        killed = tiny.kill_when(process, lambda at=at: len(tiny.losses(run)) >= at)
+        at = len(tiny.logged(run)) + random_.randint(2, 8)
+        killed = tiny.kill_when(process, lambda at=at: len(tiny.logged(run)) >= at)
         process.communicate()
         assert killed, f"the run ended before kill {kill + 1}"
     tiny.axlearn(*tiny.arguments(run, **arguments), fresh=True)

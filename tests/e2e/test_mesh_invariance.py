@@ -32,14 +32,14 @@ def case(seed):
     rng = random.Random(seed)
     names, experiments = toy.features(), toy.experiments()
     experiment = experiments[(seed + seed // len(names)) % len(experiments)]
-    chosen = [random.Random(1).sample(names, len(names))[seed % len(names)]]
+    choice = [random.Random(1).sample(names, len(names))[seed % len(names)]]
     for other in rng.sample(names, len(names)):
-        if other not in chosen and len(chosen) < 3 and toy.fits(experiment, *chosen, other):
-            chosen.append(other)
+        if other not in choice and len(choice) < 3 and toy.fits(experiment, *choice, other):
+            choice.append(other)
     shape = dict.fromkeys(AXES, 1)
     for _ in range(3):
         shape[rng.choice(AXES)] *= 2
-    return experiment, tuple(chosen), ("float32", "bfloat16")[seed % 2], {k: v for k, v in shape.items() if v > 1}
+    return experiment, tuple(choice), ("float32", "bfloat16")[seed % 2], {k: v for k, v in shape.items() if v > 1}
 
 
 def gradients(cfg, devices, moved=()):
@@ -50,23 +50,23 @@ def gradients(cfg, devices, moved=()):
     layout = program.layout
     params, axes = toy.filled(trained), trained.axes
     # Of frozen models: they stay as they are, wherever the parameters are moved.
-    specs, wanted = trained.variables, program.state.variables
-    kept = {p: jax.device_put(toy.filled_one(f"frozen {p}", s), wanted[p].sharding) for p, s in specs.items()}
+    specs, result = trained.variables, program.state.variables
+    frozen_params = {p: jax.device_put(toy.filled_one(f"frozen {p}", s), result[p].sharding) for p, s in specs.items()}
     places = {p: layout.sharding(axes[p], x.shape, p) for p, x in params.items()}
 
-    def run(params, kept, batch):
+    def run(params, frozen, batch):
         with program.tracing("train"):
-            loss = without_state(lambda p, b: program.function("loss").call(ModelWeights(p, kept), b))
+            loss = without_state(lambda p, b: program.function("loss").call(ModelWeights(p, frozen), b))
             return learner.value_and_grad(loss, params, {}, batch, None)
 
-    made, found = jax.jit(run, compiler_options=QUICK), []
+    outputs, results = jax.jit(run, compiler_options=QUICK), []
     for seed, amount in enumerate((0.0, *moved)):
         rng = np.random.default_rng(seed)
         near = {p: x + (amount * np.abs(x) * rng.normal(size=x.shape)).astype(x.dtype) for p, x in params.items()}
-        given = {p: jax.device_put(near[p], places[p]) for p in params}
-        (loss, *_), grads = jax.device_get(made(given, kept, program.put(toy.batch_for(cfg))))
-        found.append((float(loss), {p: np.asarray(g, np.float64) for p, g in grads.items()}))
-    return found
+        weights = {p: jax.device_put(near[p], places[p]) for p in params}
+        (loss, *_), grads = jax.device_get(outputs(weights, frozen_params, program.put(toy.batch_for(cfg))))
+        results.append((float(loss), {p: np.asarray(g, np.float64) for p, g in grads.items()}))
+    return results
 
 
 def distance(one, other):
@@ -91,20 +91,22 @@ def agree(seed, dtype=None):
     rounds = cfg.model.dtype if cfg.model.dtype in FLOOR else dtype
     alone = patch(cfg, {"mesh": Mesh(shape={"fsdp": 1}, rules=cfg.mesh.rules)})
     spread = patch(cfg, {"mesh": Mesh(shape=shape, rules=cfg.mesh.rules)})
-    (loss, grads), *others = gradients(alone, jax.devices()[:1], (EPSILON[rounds],) * 3)
+    (loss, grads), *other_runs = gradients(alone, jax.devices()[:1], (EPSILON[rounds],) * 3)
     ((loss_there, grads_there),) = gradients(spread, jax.devices()[:8])
-    allowed = [max(FLOOR[rounds], 4 * max(d)) for d in zip(*(distance(grads, g) for _, g in others), strict=True)]
-    near = max(FLOOR[rounds], 4 * max(abs(v / loss - 1) for v, _ in others))
-    told = f"seed {seed}: {experiment} with {', '.join(names)}, {dtype}, {shape}"
-    assert np.isfinite(loss), told
+    allowed = [max(FLOOR[rounds], 4 * max(d)) for d in zip(*(distance(grads, g) for _, g in other_runs), strict=True)]
+    near = max(FLOOR[rounds], 4 * max(abs(v / loss - 1) for v, _ in other_runs))
+    details = f"seed {seed}: {experiment} with {', '.join(names)}, {dtype}, {shape}"
+    assert np.isfinite(loss), details
     if max(allowed) >= 0.5 and rounds == dtype == "bfloat16":
         # A router that jumps so often in bfloat16 says nothing there: it has to agree exactly.
         return agree(seed, "float32")
-    assert max(allowed) < 0.5, f"{told}: rounding alone changes the gradients by {allowed}: nothing would be compared"
-    assert abs(loss_there / loss - 1) <= near, f"{told}: loss {loss_there}, on one device {loss}"
-    found = distance(grads, grads_there)
-    assert found[0] <= allowed[0], f"{told}: gradients are apart by {found}, allowed {allowed}"
-    assert found[1] <= allowed[1], f"{told}: a gradient is apart by {found}, allowed {allowed}"
+    assert max(allowed) < 0.5, (
+        f"{details}: rounding alone changes the gradients by {allowed}: nothing would be compared"
+    )
+    assert abs(loss_there / loss - 1) <= near, f"{details}: loss {loss_there}, on one device {loss}"
+    apart = distance(grads, grads_there)
+    assert apart[0] <= allowed[0], f"{details}: gradients are apart by {apart}, allowed {allowed}"
+    assert apart[1] <= allowed[1], f"{details}: a gradient is apart by {apart}, allowed {allowed}"
     return None
 
 
@@ -152,6 +154,7 @@ PARALLELISMS = {
     "experts-sent": (("moe", "expert-parallel"), {"expert": 2}),
     "pipeline": (("pipeline:microbatches=4",), {"pipeline": 2}),
     "interleaved": (("pipeline:microbatches=4,schedule=interleaved",), {"pipeline": 2}),
+    "1f1b": (("pipeline:microbatches=4,schedule=1f1b",), {"pipeline": 2}),
 }
 EXACT = 1e-5
 """What is allowed in float32, of the loss and of each gradient, relative to its norm."""
@@ -171,9 +174,9 @@ def together(*names):
 
 def exact(*names, layers=2):
     """Parallelisms together give the loss and each gradient of one device, in float32."""
-    found = together(*names)
-    assert found is not None
-    features, shape = found
+    difference = together(*names)
+    assert difference is not None
+    features, shape = difference
     small = patch(toy.small("quickstart"), {"model.decoder.num_layers": 4 if "interleaved" in names else layers})
     cfg = toy.resolve(small, with_=features).config
     rules = cfg.mesh.rules

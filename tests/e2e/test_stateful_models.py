@@ -121,7 +121,7 @@ def test_a_model_with_variables_is_not_bound_without_them():
 def test_a_skipped_step_keeps_the_variables(kind):
     _, _, state, program = trained(kind)
     broken = state.replace(params={p: x * np.nan if p == "decoder.norm.weight" else x for p, x in state.params.items()})
-    kept = jax.device_get(broken.variables)
+    variables = jax.device_get(broken.variables)
     after, scalars = program.train_step(jax.tree.map(lambda x: x.copy(), broken), program.put(toy.batch()))
     assert not np.isfinite(float(scalars["loss"]))
-    assert all(np.array_equal(after.variables[p], x) for p, x in kept.items())
+    assert all(np.array_equal(after.variables[p], x) for p, x in variables.items())

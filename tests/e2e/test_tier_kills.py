@@ -17,7 +17,7 @@ def test_kills_lose_at_most_the_steps_since_the_local_state(tmp_path):
     resumed = []
     for fault in plan.faults:
         process = tiny.start(*tiny.arguments(run, steps=90, settings=settings, more=tier))
-        target = Target(processes={0: process.pid}, step=lambda: max((s for s, _ in tiny.losses(run)), default=0))
+        target = Target(processes={0: process.pid}, step=lambda: max(tiny.logged(run), default=0))
         at = max(target.step() + 1, fault.step)
         fault_now = type(fault)(fault.kind, at, 0)
         list(type(plan)(plan.seed, (fault_now,)).play(target, seconds=200))

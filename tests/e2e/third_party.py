@@ -15,22 +15,22 @@ class Counting:
     """Batches of rows that count up, from anywhere; the state is how many were given."""
 
     def __init__(self, rows, length, vocabulary):
-        self.rows, self.length, self.vocabulary, self.given = rows, length, vocabulary, 0
+        self.rows, self.length, self.vocabulary, self.position = rows, length, vocabulary, 0
 
     def __iter__(self):
         return self
 
     def __next__(self):
-        first = np.random.default_rng(self.given).integers(0, self.vocabulary, (self.rows, 1))
+        first = np.random.default_rng(self.position).integers(0, self.vocabulary, (self.rows, 1))
         tokens = ((first + np.arange(self.length + 1)) % self.vocabulary).astype(np.int32)
-        self.given += 1
+        self.position += 1
         return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
     def get_state(self):
-        return {"given": self.given}
+        return {"given": self.position}
 
     def set_state(self, state):
-        self.given = state["given"]
+        self.position = state["given"]
 
     def close(self):
         pass
@@ -95,8 +95,8 @@ class SignLearner(Configurable):
 
     def update(self, grads, state, params, loss):
         average = jax.tree.map(lambda a, g: 0.7 * a + g.astype(a.dtype), state["average"], grads)
-        made = jax.tree.map(lambda p, a: p - self.rate * jnp.sign(a), params, average)
-        return made, {"average": average}, {"moved": jnp.float32(self.rate)}
+        result = jax.tree.map(lambda p, a: p - self.rate * jnp.sign(a), params, average)
+        return result, {"average": average}, {"moved": jnp.float32(self.rate)}
 
 
 class NpzCheckpointer(Configurable):

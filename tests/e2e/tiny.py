@@ -28,13 +28,13 @@ SETTINGS = (
 
 def arguments(run_dir: Path, *, steps: int, more: tuple[str, ...] = (), settings: tuple[str, ...] = ()) -> list[str]:
     """`train quickstart` at toy size."""
-    chosen = {s.partition("=")[0]: s for s in (*SETTINGS, *settings)}
-    sets = [word for s in chosen.values() for word in ("--set", s)]
+    by_path = {s.partition("=")[0]: s for s in (*SETTINGS, *settings)}
+    sets = [word for s in by_path.values() for word in ("--set", s)]
     return ["train", "quickstart", "--run-dir", str(run_dir), "--steps", str(steps), *sets, *more]
 
 
 def environment() -> dict[str, str]:
-    """One CPU device, whatever the tests of this process use."""
+    """One CPU device, regardless of what this process uses."""
     return os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": os.environ["XLA_FLAGS_OF_ONE_DEVICE"],
@@ -61,7 +61,7 @@ def axlearn(*args: str, code: int = 0, timeout: float = 300, fresh: bool = False
     """Runs the command and checks its exit code; `fresh`: in a process of its own."""
     if fresh:
         command = [sys.executable, "-m", "axlearn_core", *args]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=timeout)
+        process = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=timeout)
     else:
         serving = worker()
         assert serving.stdin
@@ -70,9 +70,11 @@ def axlearn(*args: str, code: int = 0, timeout: float = 300, fresh: bool = False
         serving.stdin.write(json.dumps(request) + "\n")
         serving.stdin.flush()
         answer = json.loads(serving.stdout.readline())
-        done = subprocess.CompletedProcess(args, answer["code"], answer["out"], answer["err"])
-    assert done.returncode == code, f"exit {done.returncode}, not {code}\n{done.stdout[-2000:]}\n{done.stderr[-5000:]}"
-    return done
+        process = subprocess.CompletedProcess(args, answer["code"], answer["out"], answer["err"])
+    assert process.returncode == code, (
+        f"exit {process.returncode}, not {code}\n{process.stdout[-2000:]}\n{process.stderr[-5000:]}"
+    )
+    return process
 
 
 def start(*args: str) -> subprocess.Popen[str]:
@@ -104,15 +106,22 @@ def metrics(run_dir: Path) -> list[dict]:
     """The lines of metrics.jsonl; a last line that a kill tore is left out."""
     file = run_dir / "metrics.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []
-    found = []
+    results = []
     for line in lines:
         try:
-            found.append(json.loads(line))
+            results.append(json.loads(line))
         except ValueError:
             break
-    return found
+    return results
+
+
+def logged(run_dir: Path) -> list[int]:
+    """The steps whose loss is logged so far; none before the first."""
+    return [m["step"] for m in metrics(run_dir) if "loss" in m]
 
 
 def losses(run_dir: Path) -> list[tuple[int, float]]:
     """(step, loss) in the order of the file."""
-    return [(m["step"], m["loss"]) for m in metrics(run_dir) if "loss" in m]
+    rows = [(m["step"], m["loss"]) for m in metrics(run_dir) if "loss" in m]
+    assert rows, f"{run_dir} has logged no loss"
+    return rows

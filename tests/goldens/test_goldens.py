@@ -41,8 +41,8 @@ def feature(name: str) -> str:
     signs = {"added": "+", "removed": "-", "changed": "~"}
     lines = [f"quickstart --with {text}"]
     for c in changes:
-        shown = {"added": f"{c.new!r}", "removed": f"{c.old!r}", "changed": f"{c.old!r} -> {c.new!r}"}[c.kind]
-        lines.append(f"{signs[c.kind]} {c.path}: {shown}")
+        sides = {"added": f"{c.new!r}", "removed": f"{c.old!r}", "changed": f"{c.old!r} -> {c.new!r}"}[c.kind]
+        lines.append(f"{signs[c.kind]} {c.path}: {sides}")
     return "\n".join(lines) + "\n"
 
 

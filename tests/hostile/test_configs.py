@@ -53,14 +53,14 @@ def test_a_setting_is_one_error(setting):
 def test_parsing_refuses_it_before_jax_and_in_little_memory(name, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(FILES[name])
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", MEASURED, "config", "show", str(file)], capture_output=True, text=True, timeout=60
     )
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["code"] == 2
+    actual = json.loads(process.stdout.splitlines()[-1])
+    assert actual["code"] == 2
     if name not in LATE:
-        assert not found["jax"]
-        assert found["megabytes"] < 200
+        assert not actual["jax"]
+        assert actual["megabytes"] < 200
 
 
 def make_directory(path):

@@ -9,9 +9,9 @@ import pytest
 from axlearn_core.errors import CheckpointError, InputError
 from axlearn_core.train.data_facts import check_facts, plain_facts
 from axlearn_core.train.run_dir import RunDir
-from axlearn_plugins_text.language_model import LanguageModelInput
-from axlearn_plugins_text.sources import Files
-from axlearn_plugins_text.tokenizers import ByteTokenizer
+from axlearn_plugins_transformer.text.language_model import LanguageModelInput
+from axlearn_plugins_transformer.text.sources import Files
+from axlearn_plugins_transformer.text.tokenizers import ByteTokenizer
 
 TEXT = "".join(f"line {i} of some text\n" for i in range(4000))
 
@@ -50,7 +50,7 @@ def test_changed_data_is_noticed(change, tmp_path):
 
 
 def test_a_large_file_is_compared_by_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr("axlearn_plugins_text.fingerprint.BLOCKS", 4)
+    monkeypatch.setattr("axlearn_plugins_transformer.text.fingerprint.BLOCKS", 4)
     file = tmp_path / "data.txt"
     file.write_bytes(b"x" * (1 << 20))
     before = plain_facts(reader(tmp_path).describe())
@@ -95,15 +95,15 @@ def test_a_huge_line_is_refused_before_it_is_in_memory(tmp_path):
         for _ in range(50):
             handle.write("long " * 200_000)
         handle.write('"}\n')
-    made = reader(tmp_path, "*.jsonl")
+    result = reader(tmp_path, "*.jsonl")
     with pytest.raises(
         InputError, match=r"data\.jsonl: the line .* is longer than 16,777,216 bytes[\s\S]*max_line_bytes"
     ):
-        made.train()
+        result.train()
 
 
 def test_deep_json_is_one_error(tmp_path):
     (tmp_path / "data.jsonl").write_text('{"text": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
-    made = reader(tmp_path, "*.jsonl")
+    result = reader(tmp_path, "*.jsonl")
     with pytest.raises(InputError, match=r"data\.jsonl: the line at byte 0 (is nested too deeply|has no text)"):
-        made.train()
+        result.train()

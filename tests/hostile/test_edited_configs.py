@@ -38,16 +38,16 @@ def test_the_model_that_was_trained_is_loaded(run, caplog):
     assert open_weights(run).config == before
     assert "eps: " in caplog.text
     assert "the checkpoint decides" in caplog.text
-    done = tiny.axlearn("generate", str(run), "--prompt", "def ", "--max-tokens", "4", fresh=True)
-    assert "is not the config that step 3 was trained with" in done.stderr
+    result = tiny.axlearn("generate", str(run), "--prompt", "def ", "--max-tokens", "4", fresh=True)
+    assert "is not the config that step 3 was trained with" in result.stderr
 
 
 def test_an_edited_config_does_not_agree_with_an_edited_request(run):
     edit(run / "config.yaml", r"eps: 1e-0?[56]", "eps: 0.5")
     wrong = tiny.arguments(run, steps=6, settings=("model.**.eps=0.5",))
-    done = tiny.axlearn(*wrong, code=2)
-    assert "holds a run with another config; nothing was written" in done.stderr
-    assert "eps" in done.stderr
+    result = tiny.axlearn(*wrong, code=2)
+    assert "holds a run with another config; nothing was written" in result.stderr
+    assert "eps" in result.stderr
     tiny.axlearn(*tiny.arguments(run, steps=4))
 
 
@@ -55,8 +55,8 @@ def test_an_edited_copy_in_the_checkpoint_is_damage(run):
     edit(run / "checkpoints/3/config.yaml", r"eps: 1e-0?[56]", "eps: 0.5")
     with pytest.raises(CheckpointError, match=r"config\.yaml: its hash is another one"):
         open_weights(run)
-    done = tiny.axlearn(*tiny.arguments(run, steps=6), code=2)
-    assert "config.yaml: got " in done.stderr
+    result = tiny.axlearn(*tiny.arguments(run, steps=6), code=2)
+    assert "config.yaml: got " in result.stderr
 
 
 LOCKS = {
@@ -76,9 +76,9 @@ def test_a_lock_that_is_none_is_one_error(name, run):
     (run / "run.lock.json").write_text(LOCKS[name])
     with pytest.raises(RequestError, match=r"run\.lock\.json"):
         RunDir(run, resumes=True).read_lock()
-    done = tiny.axlearn(*tiny.arguments(run, steps=4), code=2)
-    assert "run.lock.json" in done.stderr
-    assert "Traceback" not in done.stderr
+    result = tiny.axlearn(*tiny.arguments(run, steps=4), code=2)
+    assert "run.lock.json" in result.stderr
+    assert "Traceback" not in result.stderr
     (run / "run.lock.json").unlink()
     tiny.axlearn(*tiny.arguments(run, steps=4))
 
@@ -97,6 +97,6 @@ METRICS = {
 def test_metrics_of_wrong_types_stop_nothing(name, run):
     with (run / "metrics.jsonl").open("a") as file:
         file.write(METRICS[name])
-    done = tiny.axlearn(*tiny.arguments(run, steps=4))
-    assert "Traceback" not in done.stderr
+    result = tiny.axlearn(*tiny.arguments(run, steps=4))
+    assert "Traceback" not in result.stderr
     tiny.axlearn("report", str(run))

@@ -27,10 +27,10 @@ def children(pid):
 
 def wait_for(ready, seconds=120):
     end = time.monotonic() + seconds
-    while not (found := ready()):
+    while not (actual := ready()):
         assert time.monotonic() < end, "it did not get there"
         time.sleep(0.05)
-    return found
+    return actual
 
 
 @pytest.mark.slow
@@ -41,13 +41,13 @@ def test_a_run_is_not_continued_on_other_data(kind, tmp_path):
     tiny.axlearn(*tiny.arguments(run, steps=3, settings=source(data)))
     lock = (run / "run.lock.json").read_bytes()
     data.write_text({"swapped": TEXT.swapcase(), "appended": TEXT + "x", "truncated": TEXT[:20_000]}[kind])
-    done = tiny.axlearn(*tiny.arguments(run, steps=6, settings=source(data)), code=2)
-    assert "data.txt: " in done.stderr
-    assert "nothing was written" in done.stderr
+    result = tiny.axlearn(*tiny.arguments(run, steps=6, settings=source(data)), code=2)
+    assert "data.txt: " in result.stderr
+    assert "nothing was written" in result.stderr
     assert (run / "run.lock.json").read_bytes() == lock
-    assert len(tiny.losses(run)) == 3
+    assert len(tiny.logged(run)) == 3
     tiny.axlearn(*tiny.arguments(run, steps=4, settings=source(data), more=("--allow-drift",)))
-    assert len(tiny.losses(run)) == 4
+    assert len(tiny.logged(run)) == 4
     facts = json.loads((run / "run.lock.json").read_text())["data"]
     assert facts["bytes"] == data.stat().st_size
 
@@ -59,8 +59,8 @@ def test_a_lock_that_is_gone_hides_no_change(tmp_path):
     tiny.axlearn(*tiny.arguments(run, steps=3, settings=source(data)))
     (run / "run.lock.json").unlink()
     data.write_text(TEXT.swapcase())
-    done = tiny.axlearn(*tiny.arguments(run, steps=6, settings=source(data)), code=2)
-    assert "data.txt: " in done.stderr
+    result = tiny.axlearn(*tiny.arguments(run, steps=6, settings=source(data)), code=2)
+    assert "data.txt: " in result.stderr
 
 
 @pytest.mark.slow
@@ -69,7 +69,7 @@ def test_data_that_goes_bad_costs_no_step(tmp_path):
     data.write_text(TEXT)
     settings = (*source(data), "checkpointer.every_steps=1000", "input.prefetch=1")
     process = tiny.start(*tiny.arguments(run, steps=5000, settings=settings))
-    wait_for(lambda: len(tiny.losses(run)) > 5 or process.poll() is not None)
+    wait_for(lambda: len(tiny.logged(run)) > 5 or process.poll() is not None)
     data.write_text(TEXT.swapcase())
     _, err = process.communicate(timeout=120)
     assert process.returncode == 1, err[-3000:]
@@ -90,7 +90,7 @@ def test_a_worker_that_dies_or_stands_still_is_replaced(number, tmp_path):
     whole, run = tmp_path / "whole", tmp_path / "run"
     tiny.axlearn(*tiny.arguments(whole, steps=1500, settings=("checkpointer.every_steps=1000",)), fresh=True)
     process = tiny.start(*tiny.arguments(run, steps=1500, settings=settings))
-    wait_for(lambda: len(tiny.losses(run)) > 3 or process.poll() is not None)
+    wait_for(lambda: len(tiny.logged(run)) > 3 or process.poll() is not None)
     workers = children(process.pid)
     assert len(workers) == 2
     os.kill(workers[0], number)
@@ -106,11 +106,11 @@ def test_one_ctrl_c_saves_although_a_worker_stands_still(tmp_path):
     settings = ("input.workers=1", "input.prefetch=1", "checkpointer.every_steps=1000")
     run = tmp_path / "run"
     process = tiny.start(*tiny.arguments(run, steps=5000, settings=settings))
-    wait_for(lambda: len(tiny.losses(run)) > 3 or process.poll() is not None)
+    wait_for(lambda: len(tiny.logged(run)) > 3 or process.poll() is not None)
     os.kill(children(process.pid)[-1], signal.SIGSTOP)
-    seen = -1
-    while seen != len(tiny.losses(run)):  # until what was prepared is used up
-        seen = len(tiny.losses(run))
+    count = -1
+    while count != len(tiny.logged(run)):  # until what was prepared is used up
+        count = len(tiny.logged(run))
         time.sleep(2)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)

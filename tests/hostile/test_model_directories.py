@@ -11,10 +11,10 @@ from safetensors.numpy import load_file, save_file
 
 from axlearn_core.checkpoint import open_weights
 from axlearn_core.errors import AxlearnError, RequestError
-from axlearn_plugins_huggingface.runs import _kept_files, import_run
-from axlearn_plugins_huggingface.source import open_model
+from axlearn_plugins_models.huggingface.runs import _kept_files, import_run
+from axlearn_plugins_models.huggingface.source import open_model
 
-FIXTURES = Path(__file__).parents[1] / "plugins/huggingface/fixtures"
+FIXTURES = Path(__file__).parents[1] / "plugins/models/huggingface/fixtures"
 FIRST, INDEX = "model-00001-of-00002.safetensors", "model.safetensors.index.json"
 
 
@@ -65,7 +65,7 @@ ATTACKS = {
     "link-circle": (lambda d: replace(d, FIRST, link(FIRST)), "missing|leads nowhere|Too many"),
     "index-outside": (lambda d: reindex(d, "../../x.safetensors"), "not in its directory"),
     "index-absolute": (lambda d: reindex(d, "/etc/hosts"), "not in its directory"),
-    "index-number": (lambda d: reindex(d, 7), "is no index of safetensors"),
+    "index-number": (lambda d: reindex(d, 7), "is not an index of safetensors"),
     "index-fifo": (lambda d: replace(d, INDEX, os.mkfifo), "neither model.safetensors nor"),
     "weights-fifo": (lambda d: replace(d, FIRST, os.mkfifo), "is not a regular file"),
     "tokenizer-fifo": (lambda d: replace(d, "tokenizer.json", os.mkfifo), "has no tokenizer.json"),
@@ -90,8 +90,8 @@ ATTACKS = {
     "eps-text": (lambda d: edit(d, rms_norm_eps="tiny"), "config.json"),
     "length-text": (lambda d: edit(d, max_position_embeddings="long"), ""),
     "quantization-list": (lambda d: edit(d, quantization_config=[1]), "config.json"),
-    "not-an-object": (lambda d: (d / "config.json").write_text("[1]"), "is no JSON object"),
-    "null": (lambda d: (d / "config.json").write_text("null"), "is no JSON object"),
+    "not-an-object": (lambda d: (d / "config.json").write_text("[1]"), "is not a JSON object"),
+    "null": (lambda d: (d / "config.json").write_text("null"), "is not a JSON object"),
 }
 
 

@@ -54,9 +54,9 @@ def axlearn(environment, *arguments):
 
 @pytest.mark.slow
 def test_the_doctor_names_them_all_and_goes_on(hostile):
-    done = axlearn(hostile, "plugins", "doctor", "--json")
-    assert done.returncode == 1, done.stderr[-2000:]
-    findings = json.loads(done.stdout)
+    result = axlearn(hostile, "plugins", "doctor", "--json")
+    assert result.returncode == 1, result.stderr[-2000:]
+    findings = json.loads(result.stdout)
     errors = {f["name"]: f["message"] for f in findings if f["status"] == "error"}
     assert "evil_zero.py" in errors["axlearn_core.errors.nearest"]
     assert "evil_zero.py" in errors["axlearn_core.errors.Problem.__str__"]
@@ -71,14 +71,14 @@ def test_the_doctor_names_them_all_and_goes_on(hostile):
 @pytest.mark.slow
 def test_listings_mark_them_and_go_on(hostile):
     for arguments in (("features", "list"), ("experiments", "list"), ("plugins", "list"), ("--help",)):
-        done = axlearn(hostile, *arguments)
-        assert done.returncode == 0, (arguments, done.stderr[-2000:])
-        assert "Traceback" not in done.stderr
-    done = axlearn(hostile, "features", "list")
-    rope = [line for line in done.stdout.splitlines() if line.startswith("rope ")]
+        result = axlearn(hostile, *arguments)
+        assert result.returncode == 0, (arguments, result.stderr[-2000:])
+        assert "Traceback" not in result.stderr
+    result = axlearn(hostile, "features", "list")
+    rope = [line for line in result.stdout.splitlines() if line.startswith("rope ")]
     assert len(rope) == 2
     assert all("claimed twice" in line for line in rope)
-    assert any(line.startswith("moe ") and "claimed" not in line for line in done.stdout.splitlines())
+    assert any(line.startswith("moe ") and "claimed" not in line for line in result.stdout.splitlines())
 
 
 def test_what_is_installed_here_replaces_nothing():

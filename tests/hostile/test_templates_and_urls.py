@@ -6,11 +6,11 @@ import pytest
 
 from axlearn_core.config import check
 from axlearn_core.errors import ConfigError, InputError, RequestError
-from axlearn_plugins_text import template_process
-from axlearn_plugins_text.chat_template import ChatTemplate
-from axlearn_plugins_text.sources import Files
-from axlearn_plugins_text.storage import list_files
-from axlearn_plugins_text.tokenizers import ByteTokenizer
+from axlearn_plugins_transformer.text import template_process
+from axlearn_plugins_transformer.text.chat_template import ChatTemplate
+from axlearn_plugins_transformer.text.sources import Files
+from axlearn_plugins_transformer.text.storage import list_files
+from axlearn_plugins_transformer.text.tokenizers import ByteTokenizer
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 ATTACKS = {
@@ -50,19 +50,19 @@ def template(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_a_template_is_one_error(name, template):
-    made = template(ATTACKS[name])
+    instance = template(ATTACKS[name])
     with pytest.raises(InputError, match=r"chat_template\.jinja"):
-        made.render(MESSAGES)
+        instance.render(MESSAGES)
 
 
 def test_the_next_conversation_is_rendered(template):
     slow = "{% if messages|length > 1 %}" + ATTACKS["endless loops"] + "{% endif %}{{ messages[0].content }}"
-    made = template(slow)
-    assert made.render(MESSAGES).text == "hello"
+    instance = template(slow)
+    assert instance.render(MESSAGES).text == "hello"
     with pytest.raises(InputError, match="takes longer than 2 s"):
-        made.render(MESSAGES * 2)
-    assert made.render(MESSAGES).text == "hello"
-    assert pickle.loads(pickle.dumps(made)).render(MESSAGES).text == "hello"
+        instance.render(MESSAGES * 2)
+    assert instance.render(MESSAGES).text == "hello"
+    assert pickle.loads(pickle.dumps(instance)).render(MESSAGES).text == "hello"
 
 
 URLS = (

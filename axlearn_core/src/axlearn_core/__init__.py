@@ -4,6 +4,7 @@ Importing this package imports nothing else; each name is loaded when it is firs
 """
 
 import importlib
+import inspect
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -41,14 +42,31 @@ _HOMES = dict.fromkeys(_CONFIG, "config") | {
 
 
 class _Callable(ModuleType):
-    """A subpackage that is called by its own name: `ax.train(...)` is `axlearn_core.train.train(...)`."""
+    """A subpackage that is called by its own name: `ax.train(...)` is `axlearn_core.train.train(...)`.
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self, self.__name__.rpartition(".")[2])(*args, **kwargs)  # may be lazy there
+    A module can be made callable, and its attributes followed, by its class alone; Python allows that one for modules.
+    """
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        return self._function(*args, **kwargs)
+
+    @property
+    def _function(self) -> "Callable[..., Any]":
+        return getattr(self, self.__name__.rpartition(".")[2])  # may be lazy there
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._function)
+
+    @property
+    def __doc__(self) -> str:  # type: ignore[override]
+        """That of the function, for `help(ax.train)`."""
+        function = self._function
+        return f"{function.__name__}{inspect.signature(function)}\n\n{inspect.getdoc(function)}"
 
 
 class _Package(ModuleType):
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         # Importing `axlearn_core.train` makes it an attribute here, in the place of the function `train`.
         if isinstance(value, ModuleType) and name in __all__:
             value.__class__ = _Callable
@@ -73,8 +91,8 @@ def _function(name: str) -> Any:
     from axlearn_core.plugins.index import package_of
     from axlearn_core.plugins.registry import registry
 
-    known = name in registry().claims["functions"] or package_of("functions", name)
-    if name.startswith("_") or not known:
+    is_function = name in registry().claims["functions"] or package_of("functions", name)
+    if name.startswith("_") or not is_function:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return registry().entry("functions", name).load()
 

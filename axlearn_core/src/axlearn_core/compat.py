@@ -16,7 +16,7 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: object, name: str, value: object) -> Iterator[None]:
     """While it lasts, `owner.name` is `value`; for modules of libraries that ask this machine instead of the target.
 
     Args:

@@ -56,10 +56,10 @@ class Problem:
     expected: str | None = None
     nearest: Sequence[str] = ()
     fix: str | None = None
-    where: str | None = None  # "run.yaml:12"
+    location: str | None = None  # "run.yaml:12"
 
     def __str__(self) -> str:
-        head = f"{self.where}: " if self.where else ""
+        head = f"{self.location}: " if self.location else ""
         lines = [f"{head}{self.path or '(root)'}: {self.message}"]
         for label, text in (("got", self.got), ("expected", self.expected)):
             if text is not None:
@@ -84,9 +84,9 @@ class ConfigError(RequestError):
 
     def __str__(self) -> str:
         more = len(self.problems) - SHOWN_PROBLEMS
-        shown = [str(p) for p in self.problems[:SHOWN_PROBLEMS]]
+        lines = [str(p) for p in self.problems[:SHOWN_PROBLEMS]]
         return "\n".join(
-            [*shown, *([f"and {more:,} more problems ({len(self.problems):,} in all)"] if more > 0 else [])]
+            [*lines, *([f"and {more:,} more problems ({len(self.problems):,} in all)"] if more > 0 else [])]
         )
 
 
@@ -97,12 +97,12 @@ def nearest(name: str, candidates: Iterable[str], limit: int = 3) -> tuple[str, 
 
 def unknown(kind: str, name: str, candidates: Iterable[str], *, listing: str | None = None) -> RequestError:
     """The error for a name that is not one of `candidates`; `listing` is the command that lists them."""
-    known = sorted(set(candidates))
-    close = nearest(name, known)
+    names = sorted(set(candidates))
+    close = nearest(name, names)
     lines = [f"unknown {kind} {name!r}"]
     if close:
         lines.append(f"    did you mean: {', '.join(close)}?")
-    lines.append(f"    known: {', '.join(known) if known else 'none is installed'}")
+    lines.append(f"    known: {', '.join(names) if names else 'none is installed'}")
     if listing:
         lines.append(f"    fix: `{listing}` lists them")
     return RequestError("\n".join(lines))

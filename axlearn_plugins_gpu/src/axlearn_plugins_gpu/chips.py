@@ -42,5 +42,5 @@ CHIPS: dict[str, Chip] = {
 
 def unknown_gpu(target: str) -> str | None:
     """Why a kernel cannot say whether it runs there; None where the GPU is known."""
-    known = ", ".join(CHIPS)
-    return None if target in CHIPS else f"the GPU {target or 'here'!r} is none that it is known to run on ({known})"
+    names = ", ".join(CHIPS)
+    return None if target in CHIPS else f"the GPU {target or 'here'!r} is none that it is known to run on ({names})"

@@ -8,8 +8,9 @@
 - `tokamax._src` (0.0.12, 0.0.14), some of it replaced while a kernel is traced: single implementations with given block sizes have
   no public names, and ask the device that is here. Not needed once they get names and take a target.
 
-`JAX_SKIP_CUDA_CONSTRAINTS_CHECK` is set where there is no driver: JAX's CUDA plugin would look for CUDA's libraries, print that it
-misses them, and refuse to start as a compiler.
+`JAX_SKIP_CUDA_CONSTRAINTS_CHECK` is set before JAX looks for devices on a machine without a driver, and when something is compiled for
+a GPU that is not here; importing the plugin sets nothing. JAX's CUDA plugin would look for
+CUDA's libraries, print that it misses them, and refuse to start as a compiler.
 """
 
 import functools

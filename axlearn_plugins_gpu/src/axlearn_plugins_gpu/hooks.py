@@ -25,9 +25,12 @@ def axlearn_mesh_rules() -> list[MeshRule]:
     return rules()
 
 
-if not any(Path(p).exists() for p in ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg")):
-    # No driver. Where XLA's GPU compiler is installed, JAX would look for CUDA's libraries and print that it misses them.
-    compat.skip_cuda_check()
+@hookimpl
+def axlearn_before_devices() -> None:
+    """Keeps JAX's CUDA plugin from looking for CUDA's libraries, and complaining, on a machine without a driver."""
+    if not any(Path(p).exists() for p in ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg")):
+        compat.skip_cuda_check()
+
 
 _ATTENTION = "axlearn_plugins_transformer.kernels.attention:Attention"
 _RMS_NORM = "axlearn_plugins_transformer.kernels.rms_norm:RMSNorm"

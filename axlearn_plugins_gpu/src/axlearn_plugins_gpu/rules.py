@@ -14,13 +14,13 @@ POLICIES = (
 )
 
 _REMAT = ("remat:policy=gpu-attention",)
-PACKAGES = {"remat": "axlearn-plugins-features"}
+PACKAGES = {"remat": "axlearn-plugins-tools"}
 
 
 def rules() -> list[MeshRule]:
     """Fully sharded data parallelism; for large models across hosts, and tensor parallelism within each.
 
-    There the residual stream is split over the host as well (by width, where Megatron-LM's sequence parallelism splits it by
+    There the residual stream is split over the host too (by width, where Megatron-LM's sequence parallelism splits it by
     position; Korthikanti et al., 2022): activations between layers take an eighth, for the same traffic over NVLink.
     """
     return [

@@ -22,13 +22,13 @@ def devices(machine: Machine) -> Sequence[Any]:
     """
     _register(machine)
     hosts = machine.domains
-    found = topologies.get_topology_desc(
+    topology = topologies.get_topology_desc(
         platform="cuda",
         topology_name="",
         target_config=target_config(machine),
         topology=f"1x{hosts}x{machine.chips_per_host}",  # partitions, hosts, GPUs of each
     )
-    return found.devices
+    return topology.devices
 
 
 def target_config(machine: Machine) -> str:

@@ -87,7 +87,7 @@ def unsupported(op: Attention) -> str | None:
     if query[3] > 128 or query[3] != value[3]:
         return f"head sizes {query[3]} and {value[3]}: it takes one size of at most 128"
     if key[1] % TILES[-1]:
-        return f"the length {key[1]} is no multiple of {TILES[-1]}"
+        return f"the length {key[1]} is not a multiple of {TILES[-1]}"
     return None
 
 
@@ -150,8 +150,8 @@ def _forward(
     return out, (query, key, value, hidden, out, checkpoint_name(statistics, "context"))
 
 
-def _backward(static: _Static, kept: Any, gradient: jax.Array) -> tuple[Any, ...]:
-    query, key, value, hidden, out, statistics = kept
+def _backward(static: _Static, residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
+    query, key, value, hidden, out, statistics = residuals
     _, backward, language = _kernels()
     q, k, v, o, dy = (jnp.transpose(x, (0, 2, 3, 1)) for x in (query, key, value, out, gradient))
     grads = backward[_grid(language, q.shape[0], q.shape[1])](

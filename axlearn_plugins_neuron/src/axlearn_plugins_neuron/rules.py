@@ -16,7 +16,7 @@ POLICIES = (
 )
 
 _REMAT = ("remat:policy=trn2-attention",)
-PACKAGES = {"remat": "axlearn-plugins-features"}
+PACKAGES = {"remat": "axlearn-plugins-tools"}
 
 
 def rules() -> list[MeshRule]:

@@ -5,7 +5,8 @@
   tiles may be split among fewer. Not needed once it starts as many as it splits them among.
 
 libtpu looks for a TPU machine's description where there is none, and prints that it misses it; it also lets one process at a time
-load it, for the sake of the TPU. The environment variables below tell it what it looks for, and that it only compiles.
+load it, for the sake of the TPU. The environment variables below tell it what it looks for, and that it only compiles. They
+are set before JAX looks for devices, and when something is compiled for a TPU that is not here; importing the plugin sets nothing.
 """
 
 import importlib
@@ -25,6 +26,6 @@ def describe_host(accelerator: str) -> None:
 
 
 def only_compile() -> None:
-    """Lets many processes load libtpu, none of which uses a TPU."""
+    """Lets many processes load libtpu, as long as none uses a TPU."""
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")

@@ -24,9 +24,12 @@ def tpu_here(bus: Path = Path("/sys/bus/pci/devices")) -> bool:
     return False
 
 
-if not tpu_here():
-    # JAX tries libtpu where it is installed, to compile with, and that prints that it misses what a TPU machine tells it.
-    compat.describe_host("v5litepod-4")
+@hookimpl
+def axlearn_before_devices() -> None:
+    """JAX tries libtpu where it is installed, to compile with, and that prints that it misses what a TPU machine tells it."""
+    if not tpu_here():
+        compat.describe_host("v5litepod-4")
+
 
 _ATTENTION = "axlearn_plugins_transformer.kernels.attention:Attention"
 _PAGED_ATTENTION = "axlearn_plugins_transformer.kernels.paged_attention:PagedAttention"

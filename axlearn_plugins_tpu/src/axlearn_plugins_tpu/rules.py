@@ -36,10 +36,10 @@ BASE = ("scan", "precision:dtype=bfloat16")
 LARGE_MEMORY = ("tpu-v4", "tpu-v5p", "tpu-7x")
 
 PACKAGES = {
-    "precision": "axlearn-plugins-features",
+    "precision": "axlearn-plugins-tools",
     "quantization": "axlearn-plugins-quantization",
-    "remat": "axlearn-plugins-features",
-    "scan": "axlearn-plugins-features",
+    "remat": "axlearn-plugins-tools",
+    "scan": "axlearn-plugins-tools",
 }
 
 

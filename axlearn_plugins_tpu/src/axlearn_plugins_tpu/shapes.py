@@ -23,7 +23,7 @@ class Slices:
 
     Attributes:
         prefix: what libtpu calls the generation.
-        small: the shapes that are no boxes of 4 x 4 x 4 chips, by size.
+        small: the shapes that are not boxes of 4 x 4 x 4 chips, by size.
         boxes: up to how many chips there are boxes of 4 x 4 x 4 chips; 0 where there are none.
         accelerator: what Cloud TPU calls one of its machines.
     """
@@ -56,19 +56,19 @@ def shape_of(target: str, chips: int, unit: int = 1) -> Shape:
         RequestError: no slice has that many chips; it names the nearest sizes.
     """
     slices = SLICES[target]
-    found = [s for s in _shapes(slices, chips) if _product(s) == chips]
-    if found:
-        return min(found, key=lambda s: (sum(s), s))
-    known = sorted({_product(s) for s in slices.small} | set(range(64, slices.boxes + 1, 64)))
-    known = [n for n in known if next(_shapes(slices, n), None)]
-    below, above = [n for n in known if n < chips][-2:], [n for n in known if n > chips][:2]
+    shapes = [s for s in _shapes(slices, chips) if _product(s) == chips]
+    if shapes:
+        return min(shapes, key=lambda s: (sum(s), s))
+    sizes = sorted({_product(s) for s in slices.small} | set(range(64, slices.boxes + 1, 64)))
+    sizes = [n for n in sizes if next(_shapes(slices, n), None)]
+    below, above = [n for n in sizes if n < chips][-2:], [n for n in sizes if n > chips][:2]
     names = ", ".join(f"{target}-{n * unit}" for n in below + above)
     kind = f"multiples of 64 chips up to {slices.boxes:,}, or " if slices.boxes else ""
     raise RequestError(
         f"no slice of {target} has {chips:,} chips\n"
         f"    expected: {kind}{', '.join(str(_product(s)) for s in slices.small)} chips\n"
         f"    nearest: {names}\n"
-        f"    fix: take one of those, or several slices ({target}-{known[-1] * unit}x2)"
+        f"    fix: take one of those, or several slices ({target}-{sizes[-1] * unit}x2)"
     )
 
 

@@ -33,7 +33,6 @@ from axlearn_core.testing import (
     WatchdogSuite,
     WeightsSuite,
 )
-from axlearn_plugins_attention.testing import LatentCacheSuite
 from axlearn_plugins_my_parts.checkpointer import MsgpackCheckpointer
 from axlearn_plugins_my_parts.data import CopyTask
 from axlearn_plugins_my_parts.drafter import RepeatDrafter
@@ -52,6 +51,7 @@ from axlearn_plugins_my_parts.tracker import CsvTracker, read_csv
 from axlearn_plugins_my_parts.watchdog import StackDump
 from axlearn_plugins_my_parts.weights import save_npz
 from axlearn_plugins_serving.testing import DrafterSuite, SchedulerSuite
+from axlearn_plugins_transformer.attention_variants.testing import LatentCacheSuite
 from axlearn_plugins_transformer.kernels.rms_norm import RMSNorm
 from axlearn_plugins_transformer.testing import KVCacheSuite
 

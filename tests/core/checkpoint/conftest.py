@@ -32,13 +32,13 @@ def state(mesh):
 @pytest.fixture
 def make(tmp_path):
     """`make(**fields)` builds a checkpointer; all are closed at the end."""
-    made = []
+    checkpointers = []
 
     def build(directory=tmp_path / "checkpoints", **fields):
-        made.append(OrbaxCheckpointer.Config(**fields).build(directory=directory))
-        return made[-1]
+        checkpointers.append(OrbaxCheckpointer.Config(**fields).build(directory=directory))
+        return checkpointers[-1]
 
     yield build
-    for one in made:
+    for one in checkpointers:
         one._pool.shutdown()
         one._writers.shutdown()

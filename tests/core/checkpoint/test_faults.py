@@ -82,11 +82,11 @@ def test_killed_in_the_middle_of_many_saves(make, tmp_path):
     kill_often(make, tmp_path / "checkpoints", 20, seed=1)
 
 
-def fails_then_recovers(make, directory: Path, said: str, make_room) -> None:
+def fails_then_recovers(make, directory: Path, reason: str, make_room) -> None:
     """A save that fails is reported by the next call; the checkpoint before it stays, and a later save works."""
     one, big = make(directory=directory, max_failed_saves=0), {"x": jax.random.bits(jax.random.key(0), (1 << 20,))}
     one.save(2, big)
-    with pytest.raises(WorkError, match=rf"step 2 could not be written to .*{said}[^$]*intact: 1\n") as error:
+    with pytest.raises(WorkError, match=rf"step 2 could not be written to .*{reason}[^$]*intact: 1\n") as error:
         one.wait()
     assert error.value.exit_code == 1
     assert sorted(p.name for p in directory.iterdir()) == ["1"]  # nor does it leave half a checkpoint to fill the disk

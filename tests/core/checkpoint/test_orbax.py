@@ -122,7 +122,7 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "reason"),
     [
         (lambda one: flip(newest(one, "*.bin")), r"state/.*: got sha256 \w+, expected \w+"),
         (lambda one: newest(one, "*.bin").write_bytes(b"x"), r"state/.*ends too early"),
@@ -142,13 +142,13 @@ def flip(path: Path) -> None:
         ),
     ],
 )
-def test_damage_is_found_before_reading_and_named(make, state, damage, said):
+def test_damage_is_found_before_reading_and_named(make, state, damage, reason):
     one = make()
     for step in (10, 20):
         one.save(step, state, extra={"position": 12345}, metrics={"loss": 1.5})
     one.wait()
     damage(one)
-    with pytest.raises(CheckpointError, match=rf"step 20 in [^$]*damaged\n    {said}[^$]*--restore-step 10"):
+    with pytest.raises(CheckpointError, match=rf"step 20 in [^$]*damaged\n    {reason}[^$]*--restore-step 10"):
         make().restore(20, abstract(state))
     assert make().latest_step() == 20  # never passed over in silence
     got, _ = make().restore(10, abstract(state))
@@ -179,7 +179,7 @@ def test_going_back_sets_the_later_checkpoints_aside(make, state, caplog):
 
 
 def test_only_what_the_run_wrote_is_deleted(make, tmp_path):
-    """Another run's checkpoint, a directory of the user's and one without an owner stay, whatever their names."""
+    """Another run's checkpoint, a directory of the user's and one without an owner stay, regardless of their names."""
     for step, run in ((1, "theirs"), (2, ""), (3, "ours"), (4, "ours")):
         one = make(keep_last=None)
         one.run = run
@@ -222,7 +222,7 @@ def test_failed_saves_are_warnings_until_there_are_too_many(make, monkeypatch, c
     results = []
     one.on_result = lambda step, reason: results.append((step, reason))
 
-    def fail(found):
+    def fail(error):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(manifest, "render", fail)
@@ -245,7 +245,7 @@ def test_failed_saves_are_warnings_until_there_are_too_many(make, monkeypatch, c
 
 
 @pytest.mark.parametrize(
-    ("fields", "kept"),
+    ("fields", "steps"),
     [
         ({"keep_last": 2}, [5, 6]),
         ({"keep_last": None}, [1, 2, 3, 4, 5, 6]),
@@ -254,7 +254,7 @@ def test_failed_saves_are_warnings_until_there_are_too_many(make, monkeypatch, c
         ({"keep_last": 1, "keep_best": 1, "best_mode": "max", "best_metric": "accuracy"}, [2, 6]),
     ],
 )
-def test_what_is_kept(make, fields, kept):
+def test_what_is_kept(make, fields, steps):
     one = make(**fields)
     for step, loss, accuracy in zip(
         range(1, 7), (0.9, 0.8, 0.1, 0.2, 0.5, 0.6), (0.1, 0.9, 0.2, 0.3, 0.4, 0.5), strict=True
@@ -262,8 +262,8 @@ def test_what_is_kept(make, fields, kept):
         metrics = {"eval_loss": loss, "accuracy": accuracy} if step > 1 else {}
         one.save(step, {"x": jnp.ones((2,))}, metrics=metrics)
     one.wait()
-    assert one.steps() == kept
-    assert sorted(p.name for p in one.directory.iterdir()) == [str(s) for s in kept]
+    assert one.steps() == steps
+    assert sorted(p.name for p in one.directory.iterdir()) == [str(s) for s in steps]
 
 
 def test_a_metric_that_no_checkpoint_has_is_said(make, caplog):
@@ -282,10 +282,10 @@ def test_due_and_repeated_saves(make, state):
 
 
 @pytest.mark.parametrize(
-    ("leaf", "said"), [(3.5, "float 3.5"), (np.arange(3), "ndarray int64"), ("text", "str 'text'")]
+    ("leaf", "reason"), [(3.5, "float 3.5"), (np.arange(3), "ndarray int64"), ("text", "str 'text'")]
 )
-def test_what_jax_would_change_is_refused_rather_than_saved(make, leaf, said):
-    with pytest.raises(CheckpointError, match=f"a.b: a checkpoint holds JAX arrays, not {said}"):
+def test_what_jax_would_change_is_refused_rather_than_saved(make, leaf, reason):
+    with pytest.raises(CheckpointError, match=f"a.b: a checkpoint holds JAX arrays, not {reason}"):
         make().save(1, {"a": {"b": leaf}})
 
 
@@ -298,9 +298,9 @@ def test_a_manifest_tells_what_is_in_a_checkpoint(make, state):
     one = make()
     one.save(7, state, metrics={"eval_loss": 2.5})
     one.wait()
-    found = one.inspect(7)
-    assert (found.step, found.metrics) == (7, {"eval_loss": 2.5})
-    assert {p: str(a) for p, a in found.arrays.items()} == {
+    manifest = one.inspect(7)
+    assert (manifest.step, manifest.metrics) == (7, {"eval_loss": 2.5})
+    assert {p: str(a) for p, a in manifest.arrays.items()} == {
         "step": "int32[]",
         "rng": "key<fry>[3]",
         "params.decoder.norm.scale": "float32[8]",
@@ -309,7 +309,7 @@ def test_a_manifest_tells_what_is_in_a_checkpoint(make, state):
         "learner.1": "float32[0,4]",
     }
     files = [p for p in (one.directory / "7").rglob("*") if p.is_file() and p.name != "manifest.json"]
-    assert set(found.files) == {p.relative_to(one.directory / "7").as_posix() for p in files}
+    assert set(manifest.files) == {p.relative_to(one.directory / "7").as_posix() for p in files}
     assert json.loads((one.directory / "7" / "extra.json").read_text()) == {}
 
 

@@ -132,8 +132,8 @@ def refused(request, *expected, kind=CheckpointError):
 def test_what_is_no_source_of_weights_is_refused(run, tmp_path):
     path, _ = run
     refused(lambda: open_weights("ftp://host/run"), "the scheme 'ftp' is unknown", kind=RequestError)
-    refused(lambda: open_weights(tmp_path), "is no run directory: it has no config.yaml")
-    refused(lambda: open_weights(tmp_path / "no"), "is no run directory: it does not exist")
+    refused(lambda: open_weights(tmp_path), "is not a run directory: it has no config.yaml")
+    refused(lambda: open_weights(tmp_path / "no"), "is not a run directory: it does not exist")
     refused(lambda: open_weights(path, step=15), "has no checkpoint of step 15 (there: 10, 20)")
 
 

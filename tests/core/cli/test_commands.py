@@ -106,6 +106,10 @@ def test_check():
         (["config", "show", "toy", "--set", "max_step=1"], ["max_step: no 'max_step'", "did you mean: max_steps"]),
         (["config", "show", "toy", "--set", "max_steps=1.5"], ["max_steps: wrong type", "1.5 (float)", "int"]),
         (["config", "show", "toy", "--set", "max_steps"], ["expected PATH=VALUE"]),
+        (
+            ["config", "show", "toy", "--set", "model.attention.type=toy-rotary"],
+            ["model.attention.type: no 'type'", "'model.attention={type: toy-rotary}'"],
+        ),
         (["config", "show", "nowhere.yaml"], ["cannot read nowhere.yaml: No such file"]),
         (["config", "show"], ["Missing argument", "EXPERIMENT|FILE.yaml"]),
         (["config", "show", "toy", "--sett", "a=1"], ["No such option", "--set"]),
@@ -168,8 +172,8 @@ def test_doctor_goes_on_and_lists_everything(install, monkeypatch):
     monkeypatch.setenv("AXLEARN_PLUGINS", "-commands:blocked,-nothing-like-it")
     result = run("plugins", "doctor", "--json")
     assert result.exit_code == 1
-    found = {(row["group"], row["name"], row["distribution"]): row for row in json.loads(result.stdout)}
-    assert found["components", "toy-attention", "axlearn-plugins-toy"]["status"] == "ok"
+    results = {(row["group"], row["name"], row["distribution"]): row for row in json.loads(result.stdout)}
+    assert results["components", "toy-attention", "axlearn-plugins-toy"]["status"] == "ok"
     for key, part in {
         ("features", "ill", "axlearn-plugins-ill"): "OSError: no driver",
         ("plugins", "ill", "axlearn-plugins-ill"): "did you mean: axlearn_targets",
@@ -177,11 +181,11 @@ def test_doctor_goes_on_and_lists_everything(install, monkeypatch):
         ("features", "toy-rope", "axlearn-plugins-ill"): "2 distributions register the feature 'toy-rope'",
         ("features", "toy-rope", "axlearn-plugins-toy"): "2 distributions register the feature 'toy-rope'",
     }.items():
-        assert found[key]["status"] == "error"
-        assert part in found[key]["message"]
-    assert found["distribution", "axlearn-plugins-ill", "axlearn-plugins-ill"]["status"] == "warning"
-    assert found["commands", "blocked", "axlearn-plugins-ill"]["status"] == "blocked"
-    assert found["AXLEARN_PLUGINS", "nothing-like-it", ""]["status"] == "warning"
+        assert results[key]["status"] == "error"
+        assert part in results[key]["message"]
+    assert results["distribution", "axlearn-plugins-ill", "axlearn-plugins-ill"]["status"] == "warning"
+    assert results["commands", "blocked", "axlearn-plugins-ill"]["status"] == "blocked"
+    assert results["AXLEARN_PLUGINS", "nothing-like-it", ""]["status"] == "warning"
     text = run("plugins", "doctor")
     assert text.exit_code == 1
     assert "examined, " in text.stderr
@@ -200,7 +204,7 @@ def test_commands_of_plugins(install):
     assert "say          (axlearn-plugins-say 4.0)" in good("--help")
     assert good("say", "hello") == "hello\n"
     assert "did you mean" in bad("sayy").lower()
-    assert "is no click command" in bad("number")
+    assert "is not a click command" in bad("number")
     assert bad("say", "work", code=1) == "error: the disk is full\n"
     assert bad("say", "request") == "error: what?\n"
     assert run("say", "interrupt").exit_code == 130

@@ -17,12 +17,21 @@ def axlearn_command_options(command):
     return [
         CommandOption(name="{name}", metavar="N", help="Plan for N chips.", run="{module}_run:cores"),
         CommandOption(name="--slack", metavar="N", help="Chips to spare.", belongs_to="{name}"),
+        CommandOption(
+            name="--wide", help="Cores side by side.", run="{module}_run:missing", beside={{"{name}": "{module}_run:wide"}}
+        ),
         CommandOption(name="--dream{module}", help="Plan nothing.", run="{module}_run:missing"),
     ]
 """
 RUN = """
 def cores(value, *, request, function, as_json, slack):
     print(f"{value} and {slack} chips for {request.experiment}, {function}, json {as_json}, set {request.settings}")
+"""
+
+
+RUN += """
+def wide(value, *, request, function, as_json):
+    print(f"wide {value} for {request.experiment}")
 """
 
 
@@ -42,20 +51,30 @@ def run(*words):
 def test_it_is_listed_and_takes_over(with_option):
     with_option()
     assert "--cores N" in run("--help").output
-    done = run("quickstart", "--target", "cpu-8", "--cores", "12", "--json", "--set", "seed=3")
-    assert done.exit_code == 0, done.output
-    assert "12 and None chips for quickstart, train, json True" in done.output
-    assert "seed" in done.output
+    result = run("quickstart", "--target", "cpu-8", "--cores", "12", "--json", "--set", "seed=3")
+    assert result.exit_code == 0, result.output
+    assert "12 and None chips for quickstart, train, json True" in result.output
+    assert "seed" in result.output
 
 
 def test_one_that_belongs_to_another(with_option):
     with_option()
-    done = run("quickstart", "--cores", "12", "--slack", "3")
-    assert done.exit_code == 0, done.output
-    assert "12 and 3 chips" in done.output
+    result = run("quickstart", "--cores", "12", "--slack", "3")
+    assert result.exit_code == 0, result.output
+    assert "12 and 3 chips" in result.output
     alone = run("quickstart", "--slack", "3")
     assert alone.exit_code == 2
     assert "--slack belongs to --cores\n    fix: add --cores" in alone.stderr
+
+
+def test_one_that_may_stand_beside_another(with_option):
+    with_option()
+    result = run("quickstart", "--cores", "2", "--wide")
+    assert result.exit_code == 0, result.output
+    assert "wide True for quickstart" in result.output
+    both = run("quickstart", "--cores", "2", "--wide", "--slack", "3")
+    assert both.exit_code == 2
+    assert "--slack cannot be given with --wide" in both.stderr
 
 
 def test_without_it_the_command_is_as_it_was(with_option):
@@ -66,16 +85,16 @@ def test_without_it_the_command_is_as_it_was(with_option):
 def test_two_of_one_name_are_an_error(with_option):
     with_option("my")
     with_option("other")
-    done = run("quickstart")
-    assert done.exit_code == 2
-    assert "--cores is an option of my of axlearn-plugins-my 1.0 and of other" in done.stderr
+    result = run("quickstart")
+    assert result.exit_code == 2
+    assert "--cores is an option of my of axlearn-plugins-my 1.0 and of other" in result.stderr
 
 
 def test_an_option_of_the_command_itself_cannot_be_added(with_option):
     with_option(name="--target")
-    done = run("quickstart")
-    assert done.exit_code == 2
-    assert "--target is an option of the command 'plan' and of my" in done.stderr
+    result = run("quickstart")
+    assert result.exit_code == 2
+    assert "--target is an option of the command 'plan' and of my" in result.stderr
 
 
 def test_two_that_take_over_and_one_that_cannot_be_loaded(with_option):

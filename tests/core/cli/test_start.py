@@ -21,9 +21,9 @@ HEAVY = {"jax", "jaxlib", "flax", "optax", "orbax", "grain", "numpy", "tensorsto
 
 
 def imported(*words: str) -> set[str]:
-    done = subprocess.run([sys.executable, "-c", IMPORTED, *words], capture_output=True, text=True, check=True)
-    code, modules = json.loads(done.stdout.splitlines()[-1])
-    assert not code, done.stderr
+    process = subprocess.run([sys.executable, "-c", IMPORTED, *words], capture_output=True, text=True, check=True)
+    code, modules = json.loads(process.stdout.splitlines()[-1])
+    assert not code, process.stderr
     return set(modules)
 
 
@@ -65,38 +65,38 @@ def seconds(*words: str) -> float:
 @pytest.mark.parametrize(("words", "limit"), [(["--help"], 0.25), (["experiments", "list"], 0.5)])
 def test_start_is_fast(words, limit):
     # On an idle core the yardstick takes 0.11 s. The limits hold for an idle core, so a busy one stretches both.
-    yardstick, found = [], []
+    yardstick, results = [], []
     for _ in range(8):
         yardstick.append(seconds("-c", "import click, importlib_metadata"))
-        found.append(seconds("-m", "axlearn_core", *words))
-        if min(found) < limit * max(1.0, min(yardstick) / 0.11):
+        results.append(seconds("-m", "axlearn_core", *words))
+        if min(results) < limit * max(1.0, min(yardstick) / 0.11):
             return
-    raise AssertionError(f"the best of {found} s is over {limit} s (yardstick: {yardstick})")
+    raise AssertionError(f"the best of {results} s is over {limit} s (yardstick: {yardstick})")
 
 
 def test_exit_codes_and_streams_of_a_real_process(tmp_path):
     command = [sys.executable, "-m", "axlearn_core"]
-    done = subprocess.run([*command, "config", "show", "no-such-thing"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: unknown experiment 'no-such-thing'")
-    done = subprocess.run([*command, "experiments", "list", "--jsn"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "--json" in done.stderr
+    process = subprocess.run([*command, "config", "show", "no-such-thing"], capture_output=True, text=True)
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr.startswith("error: unknown experiment 'no-such-thing'")
+    process = subprocess.run([*command, "experiments", "list", "--jsn"], capture_output=True, text=True)
+    assert (process.returncode, process.stdout) == (2, "")
+    assert "--json" in process.stderr
 
 
 def test_a_hook_module_that_imports_jax_is_warned_of(install):
     site = install(
         "axlearn-plugins-slow", modules={"slow_hooks": "import jax"}, points={"plugins": {"slow": "slow_hooks"}}
     )
-    others = {e.distribution for group in GROUPS for e in registry().entries(group)} - {"axlearn-plugins-slow"}
+    other_plugins = {e.distribution for group in GROUPS for e in registry().entries(group)} - {"axlearn-plugins-slow"}
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]),
-        "AXLEARN_PLUGINS": ",".join(f"-{name}" for name in others),  # loading all of them takes its time
+        "AXLEARN_PLUGINS": ",".join(f"-{name}" for name in other_plugins),  # loading all of them takes its time
     }
     command = [sys.executable, "-m", "axlearn_core", "plugins", "doctor", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert done.returncode == 0
-    (row,) = [row for row in json.loads(done.stdout) if row["name"] == "slow"]
+    process = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert process.returncode == 0
+    (row,) = [row for row in json.loads(process.stdout) if row["name"] == "slow"]
     assert row["status"] == "warning"
     assert "imports jax" in row["message"]

@@ -18,12 +18,12 @@ TARGET = Target(name="here", compiler_options={"xla_backend_optimization_level":
 
 def program(**options):
     """A program of nothing but a function to compile."""
-    made = object.__new__(Program)
-    made.target, made._compiled, made._jitted, made._exported = TARGET, {}, {}, {}
-    made.mesh = patch(Mesh(), {f"compiler_options.{k}": v for k, v in options.items()})
-    made.functions = {"train": Function(call=lambda x: x + 1)}
-    made.lower = lambda name, batch: jax.jit(made.functions[name].call).lower(batch["x"])
-    return made
+    instance = object.__new__(Program)
+    instance.target, instance._compiled, instance._jitted, instance._exported = TARGET, {}, {}, {}
+    instance.mesh = patch(Mesh(), {f"compiler_options.{k}": v for k, v in options.items()})
+    instance.functions = {"train": Function(call=lambda x: x + 1)}
+    instance.lower = lambda name, batch: jax.jit(instance.functions[name].call).lower(batch["x"])
+    return instance
 
 
 def test_the_config_has_the_last_word():
@@ -50,14 +50,14 @@ def test_an_option_that_xla_refuses_is_an_error_of_the_config(name, value, says)
 
 
 def test_one_of_the_target_is_not_blamed_on_the_config():
-    made = program(xla_cpu_enable_fast_math=True)
-    made.target = attrs.evolve(TARGET, compiler_options={"xla_of_another_version": True})
+    instance = program(xla_cpu_enable_fast_math=True)
+    instance.target = attrs.evolve(TARGET, compiler_options={"xla_of_another_version": True})
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_of_another_version"):
-        made.compile("train", {"x": jnp.ones(3)})
+        instance.compile("train", {"x": jnp.ones(3)})
 
 
 def test_other_flags_than_those_of_the_lock_are_told():
     before = {"python": "3.11", "flags": {}}
     assert lock_drift(before, before) == []
-    (told,) = lock_drift(before, before | {"flags": {"XLA_FLAGS": "--xla_x"}})
-    assert told == "flags: was {}, is {'XLA_FLAGS': '--xla_x'}"
+    (drift,) = lock_drift(before, before | {"flags": {"XLA_FLAGS": "--xla_x"}})
+    assert drift == "flags: was {}, is {'XLA_FLAGS': '--xla_x'}"

@@ -5,21 +5,41 @@ import os
 import pytest
 
 from axlearn_core.compose import devices
+from axlearn_core.plugins.hookspecs import hookimpl
 from axlearn_core.plugins.targets import find_machine
 
 
-@pytest.mark.parametrize(("machine", "given"), [("cpu-8", 64), ("cpu-1", None), ("h100-8x1", None), (None, None)])
-def test_virtual_devices_have_threads_to_wait_with(machine, given, monkeypatch):
+@pytest.mark.parametrize(("machine", "flags"), [("cpu-8", 64), ("cpu-1", None), ("h100-8x1", None), (None, None)])
+def test_virtual_devices_have_threads_to_wait_with(machine, flags, monkeypatch):
     monkeypatch.delenv("PJRT_NPROC", raising=False)
     monkeypatch.setattr(devices, "virtual", lambda count: None)
-    devices.settle(machine and find_machine(machine))
-    assert os.environ.get("PJRT_NPROC") == (given and str(max(given, os.cpu_count())))
+    devices.configure_devices(machine and find_machine(machine))
+    assert os.environ.get("PJRT_NPROC") == (flags and str(max(flags, os.cpu_count())))
+
+
+def test_hardware_that_is_not_here_is_told_before_jax_looks_for_it():
+    """By the hook `axlearn_before_devices`."""
+    calls = []
+
+    class Silent:
+        @hookimpl
+        def axlearn_before_devices(self):
+            calls.append("called")
+
+    manager, plugin = devices.host().manager, Silent()
+    manager.register(plugin)
+    try:
+        assert calls == []
+        devices.configure_devices(None)
+    finally:
+        manager.unregister(plugin)
+    assert calls == ["called"]
 
 
 def test_a_number_of_threads_that_somebody_set_is_kept(monkeypatch):
     monkeypatch.setenv("PJRT_NPROC", "5")
     monkeypatch.setattr(devices, "virtual", lambda count: None)
-    devices.settle(find_machine("cpu-8"))
+    devices.configure_devices(find_machine("cpu-8"))
     assert os.environ["PJRT_NPROC"] == "5"
 
 
@@ -34,7 +54,7 @@ H100, V5E, V5P, TRN2, V7X = "NVIDIA H100 80GB HBM3", "TPU v5 lite", "TPU v5p", "
 
 
 @pytest.mark.parametrize(
-    ("found", "name"),
+    ("visible_devices", "name"),
     [
         ([Device(H100)] * 8, "h100-8x1"),
         ([Device(H100)], "h100-1x1"),
@@ -51,14 +71,14 @@ H100, V5E, V5P, TRN2, V7X = "NVIDIA H100 80GB HBM3", "TPU v5 lite", "TPU v5p", "
         ([Device(H100), Device("NVIDIA H200")], None),
     ],
 )
-def test_the_machine_that_jax_sees(found, name, monkeypatch):
-    monkeypatch.setattr(devices.jax, "devices", lambda: found)
+def test_the_machine_that_jax_sees(visible_devices, name, monkeypatch):
+    monkeypatch.setattr(devices.jax, "devices", lambda: visible_devices)
     detected = devices.detect()
     assert (detected.machine and detected.machine.name) == name
     if name:
         assert detected.machine == find_machine(name)
-        assert detected.machine.devices == len(found)
-    assert f" x {found[0].device_kind}" in detected.description
+        assert detected.machine.devices == len(visible_devices)
+    assert f" x {visible_devices[0].device_kind}" in detected.description
 
 
 @pytest.mark.parametrize(("hosts", "name"), [(1, "h100-16x1"), (2, "h100-8x2"), (3, None)])

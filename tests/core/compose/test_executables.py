@@ -76,6 +76,18 @@ def test_another_process_loads_what_one_compiled(tmp_path):
     assert "fix: export again" in other.stderr
 
 
+@pytest.mark.slow
+def test_what_the_compilation_cache_had_is_exported_whole(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
+    first, second = (run(tmp_path / name, "export") for name in ("first", "second"))
+    assert (first.returncode, second.returncode) == (0, 0), second.stderr
+    loaded = run(tmp_path / "second", "load")
+    assert loaded.returncode == 0, loaded.stderr
+    assert loaded.stdout.splitlines()[1:] == [first.stdout.splitlines()[0], "0"]
+
+
 def test_several_devices(program, exported):
     import jax
 

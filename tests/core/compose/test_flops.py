@@ -25,9 +25,9 @@ def test_a_grouped_product_and_both_of_its_gradients_take_each_row_once():
 
 
 def custom_batching(function):
-    made = jax.custom_batching.custom_vmap(function)
-    made.def_vmap(lambda size, batched, *args: (jax.vmap(function, batched)(*args), True))
-    return made
+    batched_function = jax.custom_batching.custom_vmap(function)
+    batched_function.def_vmap(lambda size, batched, *args: (jax.vmap(function, batched)(*args), True))
+    return batched_function
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, custom_batching], ids=lambda w: w.__name__)

@@ -107,8 +107,8 @@ def test_modules_of_linen_and_equinox_and_plain_classes():
     assert configure(Scale, power=2).power == 2
     assert configure(Plain, size=3).build(**offered()) == Plain(3)
     layers = (configure(eqx.nn.Linear, "in_features=dim", "out_features=dim"), configure(eqx.nn.Dropout, p=0.5))
-    made = configure(eqx.nn.Sequential, layers=layers).build(**offered())
-    assert [type(layer) for layer in made.layers] == [eqx.nn.Linear, eqx.nn.Dropout]
+    instance = configure(eqx.nn.Sequential, layers=layers).build(**offered())
+    assert [type(layer) for layer in instance.layers] == [eqx.nn.Linear, eqx.nn.Dropout]
 
 
 def makes_a_transformation(function):
@@ -139,14 +139,14 @@ def test_functions_of_optax(name):
         if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     }
     if required <= {"learning_rate"} and name not in NEEDS_MORE:
-        made = configure(function, **dict.fromkeys(required, 0.1)).build(max_steps=3)
-        made.init({"w": jnp.ones((2, 2))})
+        instance = configure(function, **dict.fromkeys(required, 0.1)).build(max_steps=3)
+        instance.init({"w": jnp.ones((2, 2))})
 
 
 def test_transformations_in_a_chain():
     chain = configure(optax.chain, args=(configure(optax.clip, max_delta=1.0), configure(optax.sgd, learning_rate=0.5)))
-    made = chain.build(max_steps=3)
-    updates, _ = made.update({"w": jnp.full(2, 4.0)}, made.init({"w": jnp.ones(2)}))
+    instance = chain.build(max_steps=3)
+    updates, _ = instance.update({"w": jnp.full(2, 4.0)}, instance.init({"w": jnp.ones(2)}))
     assert updates["w"].tolist() == [-0.5, -0.5]
 
 

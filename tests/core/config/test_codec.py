@@ -80,8 +80,8 @@ class Known:
         return self.classes[name]
 
     def name_of(self, cls: type) -> str:
-        for name, known in self.classes.items():
-            if known is cls:
+        for name, registered_class in self.classes.items():
+            if registered_class is cls:
                 return name
         raise RequestError(f"{cls} has no name")
 
@@ -134,14 +134,14 @@ def test_any_value_goes_there_and_back(text, rate, size, words):
 
 
 def test_configured_callables_go_there_and_back():
-    made = configure(optimizer, rate=configure(schedule, peak=0.1), b1=0.8)
-    data = encode(made, NAMES)
+    result = configure(optimizer, rate=configure(schedule, peak=0.1), b1=0.8)
+    data = encode(result, NAMES)
     assert data == {
         "type": "optimizer", "rate": {"type": "schedule", "peak": 0.1, "steps": 10}, "b1": 0.8, "betas": [1, 2],
     }  # fmt: skip
-    again = there_and_back(made)
-    assert again == made
-    assert again.build(rngs=5) == made.build(rngs=5) == ((0.1, 10), 0.8, float, [1, 2], 5)
+    again = there_and_back(result)
+    assert again == result
+    assert again.build(rngs=5) == result.build(rngs=5) == ((0.1, 10), 0.8, float, [1, 2], 5)
     with pytest.raises(RequestError, match="plain values"):
         encode(configure(optimizer, dtype=int), NAMES)  # set by someone, so leaving it out would lose it
 
@@ -173,8 +173,8 @@ def test_all_problems_of_a_file_with_path_and_line():
             "rates: {a: x}\n"
             "needed: true\n"
         )
-    found = {p.path: (p.where, p.message) for p in caught.value.problems}
-    assert {k: w for k, (w, _) in found.items()} == {
+    results = {p.path: (p.location, p.message) for p in caught.value.problems}
+    assert {k: w for k, (w, _) in results.items()} == {
         "leaf.rate": "f.yaml:4",
         "leaf.sizee": "f.yaml:5",
         "exact.dim": "f.yaml:8",
@@ -185,9 +185,9 @@ def test_all_problems_of_a_file_with_path_and_line():
         "rates.a": "f.yaml:14",
         "needed": "f.yaml:15",
     }
-    assert "out of range" in found["leaf.rate"][1]
-    assert "cannot be set" in found["exact.dim"][1]
-    assert "did you mean: leaf" in found["maybe.type"][1]
+    assert "out of range" in results["leaf.rate"][1]
+    assert "cannot be set" in results["exact.dim"][1]
+    assert "did you mean: leaf" in results["maybe.type"][1]
 
 
 @pytest.mark.parametrize(
@@ -233,9 +233,9 @@ def test_text_that_cannot_be_read(text, match):
 def test_scalars_are_those_of_yaml_1_2():
     text = "[1e-4, 1E5, no, yes, 010, 1:30, 0o10, 0x1f, 2020-01-01, ~, null, true, .inf, '1', -5]"
     expected = [1e-4, 1e5, "no", "yes", 10, "1:30", 8, 31, "2020-01-01", None, None, True, float("inf"), "1", -5]
-    found = parse(text).data
-    assert found == expected
-    assert [type(v) for v in found] == [type(v) for v in expected]
+    actual = parse(text).data
+    assert actual == expected
+    assert [type(v) for v in actual] == [type(v) for v in expected]
     assert parse("").data is None
     assert parse("a: &x {b: 1}\nc: *x").data == {"a": {"b": 1}, "c": {"b": 1}}
 

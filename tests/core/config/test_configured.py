@@ -34,8 +34,8 @@ def has_type(type: str = ""):
 
 def test_it_calls_with_the_settings():
     assert configure(optimizer, learning_rate=0.1, nesterov=True).build() == (0.1, 0.9, True, None)
-    made = configure(Widget, size=3).build()
-    assert (type(made), made.size, made.name) == (Widget, 3, "w")
+    instance = configure(Widget, size=3).build()
+    assert (type(instance), instance.size, instance.name) == (Widget, 3, "w")
 
 
 def test_nodes_among_the_settings_are_built():

@@ -203,11 +203,11 @@ def test_required_and_hashes_survive_pickling_into_another_process():
     assert again.width is REQUIRED
     from axlearn_core.config.sizes import Scaled
 
-    made = Scaled(factor=2.0)
-    hash(made)
+    result = Scaled(factor=2.0)
+    hash(result)
     code = (
         "import pickle, sys; from axlearn_core.config import Scaled\n"
-        f"cfg = pickle.loads({pickle.dumps(made)!r})\n"
+        f"cfg = pickle.loads({pickle.dumps(result)!r})\n"
         "assert cfg == Scaled(factor=2.0) and hash(cfg) == hash(Scaled(factor=2.0))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

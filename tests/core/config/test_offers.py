@@ -55,10 +55,10 @@ def test_what_asks_for_no_more_than_is_offered_passes():
 
 
 def test_what_asks_for_more_is_named_with_its_slot():
-    found = problems(Home.Config(store=Greedy.Config(), many=(Plain.Config(), Greedy.Config())))
-    assert set(found) == {"store", "many.1"}
-    assert "Greedy.Config asks for dim, volume" in str(found["store"])
-    assert "a Store, which is offered directory" in str(found["store"])
+    actual = problems(Home.Config(store=Greedy.Config(), many=(Plain.Config(), Greedy.Config())))
+    assert set(actual) == {"store", "many.1"}
+    assert "Greedy.Config asks for dim, volume" in str(actual["store"])
+    assert "a Store, which is offered directory" in str(actual["store"])
 
 
 def test_configured_callables_by_the_names_that_they_are_filled_from():

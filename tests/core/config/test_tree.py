@@ -152,21 +152,21 @@ def test_patch_reports_all_problems_with_whole_paths():
                 "sizes.0": "a",
             },
         )
-    found = {p.path: p for p in caught.value.problems}
-    assert set(found) == {"first.num_heads", "layers.0.num_heads", "**.nope", "rates.a", "first.dim", "sizes.0"}
-    assert found["first.dim"].message == "is passed by the parent and cannot be set"
-    assert "matches nothing" in found["**.nope"].message
+    results = {p.path: p for p in caught.value.problems}
+    assert set(results) == {"first.num_heads", "layers.0.num_heads", "**.nope", "rates.a", "first.dim", "sizes.0"}
+    assert results["first.dim"].message == "is passed by the parent and cannot be set"
+    assert "matches nothing" in results["**.nope"].message
 
 
 def test_map_goes_bottom_up_and_does_not_revisit():
-    seen = []
+    records = []
 
     def note(value):
-        seen.append(type(value).__qualname__)
+        records.append(type(value).__qualname__)
         return Attention.Config(num_heads=9, position=value) if isinstance(value, Rotary.Config) else value
 
     new = map(TREE, note)
-    assert seen[-1] == "Model.Config"
+    assert records[-1] == "Model.Config"
     assert get(new, "layers.1.position.theta") == 1e4
     assert map(TREE, lambda v: v) is TREE
 

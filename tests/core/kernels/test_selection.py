@@ -67,7 +67,7 @@ def test_platforms_priorities_and_what_cannot_be_loaded():
 
     with use(Selection(platform="cpu", declared=declared)) as program:
         call().run()
-    assert program.choices[0].name == "a"  # by name among equals, whatever the order of installation
+    assert program.choices[0].name == "a"  # by name among equals, regardless of the order of installation
     assert program.choices[0].rejected == {"fast": "runs on tpu, not on cpu"}
     with use(Selection(platform="tpu", declared=declared)), pytest.raises(PluginError, match="'fast' cannot be loaded"):
         call().run()

@@ -27,12 +27,12 @@ def params(dtype=jnp.float32):
 
 def batch(weights: bool = True):
     keys = jax.random.split(jax.random.key(1), 3)
-    found = {"x": jax.random.normal(keys[0], (B, S, D)), "y": jax.random.normal(keys[1], (B, S))}
+    batch = {"x": jax.random.normal(keys[0], (B, S, D)), "y": jax.random.normal(keys[1], (B, S))}
     if weights:  # rows with few targets, and some with none
-        found["weights"] = (jax.random.uniform(keys[2], (B, S)) < jnp.linspace(0.0, 1.0, B)[:, None]).astype(
+        batch["weights"] = (jax.random.uniform(keys[2], (B, S)) < jnp.linspace(0.0, 1.0, B)[:, None]).astype(
             jnp.float32
         )
-    return found
+    return batch
 
 
 def loss(params, batch):

@@ -43,8 +43,8 @@ def strict():
         yield
 
 
-def run(made, params, steps: int, grads=lambda i: tree(i + 1)):
-    state, update, summaries = jax.jit(made.init)(params), jax.jit(made.update), {}
+def run(instance, params, steps: int, grads=lambda i: tree(i + 1)):
+    state, update, summaries = jax.jit(instance.init)(params), jax.jit(instance.update), {}
     for i in range(steps):
         params, state, summaries = update(grads(i), state, params, LOSS)
     assert update._cache_size() == 1  # shapes, dtypes and weak types come back as they went in
@@ -70,8 +70,8 @@ def close(a, b, tolerance=1e-6):
 
 @pytest.mark.parametrize("norm", [1.0, 1e6])
 def test_the_default_is_clipping_and_adamw_by_hand(norm):
-    made = learner(optimizer=AdamW(learning_rate=3e-4), max_grad_norm=norm)
-    got, _, summaries = run(made, tree(0), 4)
+    instance = learner(optimizer=AdamW(learning_rate=3e-4), max_grad_norm=norm)
+    got, _, summaries = run(instance, tree(0), 4)
     reference = optax.chain(
         optax.clip_by_global_norm(norm), optax.adamw(3e-4, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
     )
@@ -81,8 +81,10 @@ def test_the_default_is_clipping_and_adamw_by_hand(norm):
 
 
 def test_any_optax_optimizer_stands_in_the_slot_and_its_schedule_is_reported():
-    made = learner(optimizer=configure(optax.lion, learning_rate=Cosine(peak=0.1, warmup_steps=2)), max_grad_norm=None)
-    got, _, summaries = run(made, tree(0), 3)
+    instance = learner(
+        optimizer=configure(optax.lion, learning_rate=Cosine(peak=0.1, warmup_steps=2)), max_grad_norm=None
+    )
+    got, _, summaries = run(instance, tree(0), 3)
     schedule = Cosine(peak=0.1, warmup_steps=2).build(max_steps=20)
     close(got, by_hand(tree(0), 3, optax.lion(schedule)))
     np.testing.assert_allclose(summaries["learning_rate"], schedule(2), rtol=1e-6)
@@ -100,11 +102,11 @@ def test_any_pytree_of_parameters_gives_the_same_numbers(kind):
             return nested
         return nnx.State(jax.tree.map(lambda x: nnx.Param(x), nested))
 
-    made = learner(rules=(ParameterRule(pattern="**.norm.*", weight_decay=False),))
-    params, state = shaped(flat), made.init(shaped(flat))
-    new, _, _ = jax.jit(made.update)(shaped(tree(1)), state, params, LOSS)
+    instance = learner(rules=(ParameterRule(pattern="**.norm.*", weight_decay=False),))
+    params, state = shaped(flat), instance.init(shaped(flat))
+    new, _, _ = jax.jit(instance.update)(shaped(tree(1)), state, params, LOSS)
     assert jax.tree.structure(new) == jax.tree.structure(params)
-    expected, _, _ = run(made, flat, 1)
+    expected, _, _ = run(instance, flat, 1)
     close(flatten(new), expected)
 
 
@@ -116,11 +118,11 @@ def test_rules_scale_exempt_and_freeze_by_path():
         ParameterRule(pattern="embedding.*", freeze=True),
     )
     optimizer = AdamW(learning_rate=1e-2, weight_decay=0.5)
-    made, plain = learner(optimizer=optimizer, rules=rules), learner(optimizer=optimizer)
+    instance, plain = learner(optimizer=optimizer, rules=rules), learner(optimizer=optimizer)
     no_decay = learner(optimizer=AdamW(learning_rate=1e-2, weight_decay=0.0))
     frozen_grads = {**tree(1), "embedding.weight": jnp.zeros((11, 8))}  # those of frozen parameters do not count
     old = tree(0)
-    new, state, summaries = run(made, old, 1)
+    new, state, summaries = run(instance, old, 1)
     base, _, _ = run(plain, old, 1, lambda i: frozen_grads)
     bare, _, _ = run(no_decay, old, 1, lambda i: frozen_grads)
 
@@ -149,17 +151,17 @@ def test_a_rule_with_a_leading_mark_is_about_all_others():
 
 
 def test_a_rule_that_fits_nothing_names_the_nearest():
-    made = learner(rules=(ParameterRule(pattern="layer.norms.scale"),))
+    instance = learner(rules=(ParameterRule(pattern="layer.norms.scale"),))
     with pytest.raises(RequestError, match=r"learner\.rules\.0.*'layer\.norms\.scale'[^$]*nearest: layer\.norm\.scale"):
-        made.init(tree(0))
+        instance.init(tree(0))
 
 
 def test_exempting_from_a_decay_that_cannot_be_masked_is_an_error():
-    made = learner(
+    instance = learner(
         optimizer=configure(optax.sgd, learning_rate=0.1), rules=(ParameterRule(pattern="**", weight_decay=False),)
     )
     with pytest.raises(ConfigError, match="no weight-decay mask"):
-        made.init(tree(0))
+        instance.init(tree(0))
 
 
 def test_freezing_everything_is_an_error():
@@ -168,40 +170,42 @@ def test_freezing_everything_is_an_error():
 
 
 def test_the_moving_average_follows_and_is_what_is_evaluated():
-    made = learner(ema_decay=0.9)
+    instance = learner(ema_decay=0.9)
     params, expected = tree(0), tree(0)
-    state = made.init(params)
+    state = instance.init(params)
     for i in range(3):
-        params, state, _ = jax.jit(made.update, donate_argnums=(1, 2))(tree(i + 1), state, params, LOSS)
+        params, state, _ = jax.jit(instance.update, donate_argnums=(1, 2))(tree(i + 1), state, params, LOSS)
         expected = {p: 0.9 * e + 0.1 * params[p] for p, e in expected.items()}
-    close(made.evaluation_params(state, params), expected)
+    close(instance.evaluation_params(state, params), expected)
     assert learner().evaluation_params(learner().init(params), params) is params
 
 
 @pytest.mark.parametrize("bad", ["gradient", "loss"])
 def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(bad):
-    made = learner(ema_decay=0.5)
-    params, state, _ = run(made, tree(0), 2)
+    instance = learner(ema_decay=0.5)
+    params, state, _ = run(instance, tree(0), 2)
     grads = tree(9)
     if bad == "gradient":
         grads["layer.norm.scale"] = grads["layer.norm.scale"].at[0, 0].set(jnp.nan)
-    new, after, summaries = jax.jit(made.update)(grads, state, params, LOSS if bad == "gradient" else jnp.inf * LOSS)
+    new, after, summaries = jax.jit(instance.update)(
+        grads, state, params, LOSS if bad == "gradient" else jnp.inf * LOSS
+    )
     jax.tree.map(np.testing.assert_array_equal, new, params)
     jax.tree.map(np.testing.assert_array_equal, (after.optimizer, after.ema), (state.optimizer, state.ema))
     assert (after.updates, after.skipped, after.skipped_in_a_row, summaries["skipped_steps"]) == (2, 1, 1, 1)
-    _, later, _ = jax.jit(made.update)(tree(3), after, new, LOSS)
+    _, later, _ = jax.jit(instance.update)(tree(3), after, new, LOSS)
     assert (later.updates, later.skipped, later.skipped_in_a_row) == (3, 1, 0)
 
 
 def test_low_precision_parameters_keep_their_dtype():
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree(0))
     grads = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree(1))
-    made = learner(ema_decay=0.9, optimizer=AdamW(learning_rate=Constant(peak=0.01, warmup_steps=0)))
-    new, state, summaries = run(made, params, 2, lambda i: grads)
+    instance = learner(ema_decay=0.9, optimizer=AdamW(learning_rate=Constant(peak=0.01, warmup_steps=0)))
+    new, state, summaries = run(instance, params, 2, lambda i: grads)
     assert {x.dtype for x in jax.tree.leaves(new)} == {jnp.dtype("bfloat16")}
     assert {x.dtype for x in jax.tree.leaves(state.ema)} == {jnp.dtype("float32")}
     assert summaries["grad_norm"].dtype == jnp.float32
-    assert {x.dtype for x in jax.tree.leaves(made.evaluation_params(state, new))} == {jnp.dtype("bfloat16")}
+    assert {x.dtype for x in jax.tree.leaves(instance.evaluation_params(state, new))} == {jnp.dtype("bfloat16")}
 
 
 @pytest.mark.parametrize(
@@ -221,7 +225,7 @@ def test_values_out_of_range_are_refused(fields, path):
 def test_the_update_costs_what_the_hand_written_one_costs():
     size = 1 << 20
     params = {"w": jnp.ones((size // 1024, 1024)), "b": jnp.ones((1024,))}
-    made = Learner.Config(optimizer=AdamW(learning_rate=3e-4)).build(max_steps=10)
+    instance = Learner.Config(optimizer=AdamW(learning_rate=3e-4)).build(max_steps=10)
     chain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1))
 
     def hand(grads, state, params, loss):
@@ -230,7 +234,7 @@ def test_the_update_costs_what_the_hand_written_one_costs():
         return optax.apply_updates(params, updates), state, loss
 
     costs = []
-    for init, update in ((made.init, made.update), (chain.init, hand)):
+    for init, update in ((instance.init, instance.update), (chain.init, hand)):
         compiled = jax.jit(update, donate_argnums=(1, 2)).lower(params, init(params), params, LOSS).compile()
         memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
         costs.append((cost["bytes accessed"], memory.temp_size_in_bytes + memory.output_size_in_bytes, cost["flops"]))
@@ -249,9 +253,9 @@ def test_a_rule_s_optimizer_updates_its_parameters_alone_and_out_of_the_clipping
     params = {"decoder.w": jnp.ones((4, 4)), "router.bias": jnp.zeros((3,))}
     grads = {"decoder.w": jnp.full((4, 4), 2.0), "router.bias": jnp.asarray([300.0, -5.0, 0.0])}
     rule = ParameterRule(pattern="**.bias", optimizer=configure(optax.sgd, learning_rate=0.5))
-    made = Learner.Config(optimizer=AdamW(learning_rate=0.1), rules=(rule,)).build(max_steps=9)
-    state = made.init(params)
-    new, _, summaries = jax.jit(made.update)(grads, state, params, jnp.float32(0))
+    instance = Learner.Config(optimizer=AdamW(learning_rate=0.1), rules=(rule,)).build(max_steps=9)
+    state = instance.init(params)
+    new, _, summaries = jax.jit(instance.update)(grads, state, params, jnp.float32(0))
     alone = Learner.Config(optimizer=AdamW(learning_rate=0.1)).build(max_steps=9)
     rest = {"decoder.w": params["decoder.w"]}
     expected, _, _ = jax.jit(alone.update)({"decoder.w": grads["decoder.w"]}, alone.init(rest), rest, jnp.float32(0))
@@ -264,10 +268,10 @@ def test_a_rule_s_optimizer_clips_its_own_group():
     params = {"w": jnp.ones((4, 4)), "a.bias": jnp.zeros((2,)), "b.bias": jnp.zeros((2,))}
     grads = {"w": jnp.full((4, 4), 2.0), "a.bias": jnp.asarray([3.0, 0.0]), "b.bias": jnp.asarray([0.0, 4.0])}
     rule = ParameterRule(pattern="*.bias", optimizer=configure(optax.sgd, learning_rate=1.0), max_grad_norm=2.0)
-    made = check(
+    instance = check(
         Learner.Config(optimizer=configure(optax.sgd, learning_rate=1.0), max_grad_norm=4.0, rules=(rule,))
     ).build(max_steps=9)
-    new, _, summaries = jax.jit(made.update)(grads, made.init(params), params, LOSS)
+    new, _, summaries = jax.jit(instance.update)(grads, instance.init(params), params, LOSS)
     np.testing.assert_allclose(new["w"], 1 - grads["w"] * 4 / 8, rtol=1e-6)
     np.testing.assert_allclose(new["a.bias"], -grads["a.bias"] * 2 / 5, rtol=1e-6)
     np.testing.assert_allclose(new["b.bias"], -grads["b.bias"] * 2 / 5, rtol=1e-6)
@@ -303,9 +307,9 @@ class HalfWay(Node[optax.GradientTransformation]):
 
 
 def test_an_optimizer_says_what_to_evaluate_with():
-    made = learner(optimizer=HalfWay(), max_grad_norm=None)
-    params, state, _ = run(made, tree(0), 2)
-    close(made.evaluation_params(state, params), jax.tree.map(lambda a, b: (a + b) / 2, tree(0), params))
+    instance = learner(optimizer=HalfWay(), max_grad_norm=None)
+    params, state, _ = run(instance, tree(0), 2)
+    close(instance.evaluation_params(state, params), jax.tree.map(lambda a, b: (a + b) / 2, tree(0), params))
 
 
 def test_a_rule_s_optimizer_says_so_for_its_parameters_alone():
@@ -313,12 +317,12 @@ def test_a_rule_s_optimizer_says_so_for_its_parameters_alone():
         ParameterRule(pattern="layer.norm.*", optimizer=HalfWay()),
         ParameterRule(pattern="embedding.*", freeze=True),
     )
-    made = learner(rules=rules)
-    params, state, _ = run(made, tree(0), 2)
-    shown = made.evaluation_params(state, params)
+    instance = learner(rules=rules)
+    params, state, _ = run(instance, tree(0), 2)
+    averages = instance.evaluation_params(state, params)
     for path, value in params.items():
         expected = (value + tree(0)[path]) / 2 if "norm" in path else value
-        np.testing.assert_allclose(shown[path], expected, rtol=1e-6)
+        np.testing.assert_allclose(averages[path], expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -336,9 +340,9 @@ def test_an_average_of_the_optimizer_s_own_excludes_others(fields, message):
 def test_a_gradient_of_a_rule_s_optimizer_that_is_not_finite_skips_the_step():
     params = {"w": jnp.ones((2,)), "bias": jnp.zeros((2,))}
     rule = ParameterRule(pattern="bias", optimizer=configure(optax.sgd, learning_rate=0.5))
-    made = Learner.Config(rules=(rule,)).build(max_steps=9)
+    instance = Learner.Config(rules=(rule,)).build(max_steps=9)
     grads = {"w": jnp.ones((2,)), "bias": jnp.asarray([jnp.nan, 0.0])}
-    new, state, _ = jax.jit(made.update)(grads, made.init(params), params, jnp.float32(0))
+    new, state, _ = jax.jit(instance.update)(grads, instance.init(params), params, jnp.float32(0))
     assert int(state.skipped) == 1
     np.testing.assert_array_equal(new["w"], params["w"])
 

@@ -10,8 +10,8 @@ PEAK = 1e-2
 
 
 def values(schedule, steps, max_steps=100):
-    made = jax.jit(check(schedule).build(max_steps=max_steps))
-    return [float(made(step)) / PEAK for step in steps]
+    instance = jax.jit(check(schedule).build(max_steps=max_steps))
+    return [float(instance(step)) / PEAK for step in steps]
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,8 @@ def test_a_float_is_a_fraction_of_the_run(kind):
 
 @pytest.mark.parametrize("kind", [Constant, Cosine, Linear, WarmupStableDecay])
 def test_a_run_shorter_than_the_warm_up_still_trains(kind):
-    found = values(kind(peak=PEAK, warmup_steps=50), range(3), max_steps=3)
-    assert 0 < found[0] < found[1] < found[2] < 1
+    actual = values(kind(peak=PEAK, warmup_steps=50), range(3), max_steps=3)
+    assert 0 < actual[0] < actual[1] < actual[2] < 1
 
 
 @pytest.mark.parametrize(

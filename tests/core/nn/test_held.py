@@ -67,7 +67,7 @@ class Unseeded(Part):
 
 
 class Constants(Part):
-    """Numbers as plain values are no arrays."""
+    """Numbers as plain values are not arrays."""
 
     def __init__(self, input_dim: int):
         self.numbers, self.scale = (0.5, 0.25), np.float32(2.0)
@@ -128,8 +128,8 @@ def test_parameters_without_names_are_said_to_be_replicated():
     (decision,) = replicated(functional)
     assert decision.subject == "decoder.layer.attention_norm, decoder.layer.feed_forward_norm, decoder.norm"
     assert "3 parameters" in decision.reason
-    named = configure(nnx.RMSNorm, "num_features=dim", scale_metadata={"out_sharding": ["norm"]})
-    functional = Functional.of(patch(seeded(), {"model.**.norm": named}).model)
+    unnamed_axes = configure(nnx.RMSNorm, "num_features=dim", scale_metadata={"out_sharding": ["norm"]})
+    functional = Functional.of(patch(seeded(), {"model.**.norm": unnamed_axes}).model)
     assert functional.axes["decoder.layer.attention_norm.scale"] == ("layers", "norm")
     assert replicated(functional) == ()
 

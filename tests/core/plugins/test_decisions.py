@@ -30,10 +30,10 @@ def rule(monkeypatch):
     """`rule(features, packages, **)` is the mesh rule of every machine."""
 
     def make(*features, packages=None, **more):
-        found = ("mesh rule 'toy*' (toy of axlearn-plugins-toy 1.0)", MeshRule(
+        actual = ("mesh rule 'toy*' (toy of axlearn-plugins-toy 1.0)", MeshRule(
             target="toy*", features=features, packages=packages or {}, **more
         ))  # fmt: skip
-        monkeypatch.setattr(resolution, "find_rule", lambda *_: found)
+        monkeypatch.setattr(resolution, "find_rule", lambda *_: actual)
 
     return make
 
@@ -45,7 +45,7 @@ def test_a_detected_machine_brings_the_execution_of_its_rule():
     assert dict(resolved.config.mesh.shape) == {"fsdp": -1}
     remat = "model.decoder.stack.remat.type"
     assert flatten(resolved.config)[remat].endswith("RematPolicyTags")
-    assert [s.who.split(" (")[0] for s in resolved.explain(remat)[remat]] == ["feature remat"]
+    assert [s.set_by.split(" (")[0] for s in resolved.explain(remat)[remat]] == ["feature remat"]
     assert decided(resolved, "machine") == [("h100-8x1, 8 x Toy", "")]
     assert [s for s, _ in decided(resolved, "applied")] == ["remat:policy=gpu-attention", "mesh"]
     assert decided(resolved, "left out") == []
@@ -62,11 +62,11 @@ def test_what_its_rule_changes_of_the_mathematics_is_left_out_and_how_to_ask_for
         "changes more than execution: model.dtype: 'float32' -> 'bfloat16'; "
         "--with precision:dtype=bfloat16 or --target tpu-v5e-8 brings it"
     )
-    asked = resolve("quickstart", target="tpu-v5e-8")
-    assert asked.config.model.dtype == "bfloat16"
-    assert not asked.detected
-    assert decided(asked, "left out") == []
-    assert len(decided(asked, "applied")) == 5
+    with_rule = resolve("quickstart", target="tpu-v5e-8")
+    assert with_rule.config.model.dtype == "bfloat16"
+    assert not with_rule.detected
+    assert decided(with_rule, "left out") == []
+    assert len(decided(with_rule, "applied")) == 5
 
 
 def test_what_the_user_asks_for_of_it_is_there():
@@ -175,8 +175,8 @@ def test_a_feature_whose_package_the_rule_does_not_name(rule):
 
 
 def test_a_feature_of_the_rule_that_is_blocked_is_named_as_such(rule):
-    rule("remat", packages={"remat": "axlearn-plugins-features"})
-    with pytest.raises(RequestError, match=r"the feature 'remat' of axlearn-plugins-features .* is blocked by AXLEARN"):
+    rule("remat", packages={"remat": "axlearn-plugins-tools"})
+    with pytest.raises(RequestError, match=r"the feature 'remat' of axlearn-plugins-tools .* is blocked by AXLEARN"):
         resolve("quickstart", target="h100-8x1", names=Registry("-remat"))
 
 

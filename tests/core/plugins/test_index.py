@@ -49,7 +49,7 @@ def test_the_index_is_what_is_registered(pytestconfig):
     ("group", "name", "package"),
     [
         ("features", "rope", "axlearn-plugins-rope"),
-        ("experiments", "llama2-7b", "axlearn-plugins-llama"),
+        ("experiments", "llama2-7b", "axlearn-plugins-models"),
         ("commands", "plan", "axlearn-plugins-plan"),
         ("targets", "tpu-v5p-512", "axlearn-plugins-tpu"),
         ("targets", "h100-8x4", "axlearn-plugins-gpu"),
@@ -86,17 +86,17 @@ def command(*words):
 
 
 def test_commands_that_are_not_installed(monkeypatch):
-    without(monkeypatch, "axlearn-plugins-plan", "axlearn-plugins-huggingface")
+    without(monkeypatch, "axlearn-plugins-plan", "axlearn-plugins-models")
     assert "'plan' is not installed: axlearn-plugins-plan brings it (pip install" in command("plan", "quickstart")
-    assert "'import-hf' is not installed: axlearn-plugins-huggingface brings it" in command("checkpoint", "import-hf")
+    assert "'import-hf' is not installed: axlearn-plugins-models brings it" in command("checkpoint", "import-hf")
     assert "Did you mean: train" in command("trian", "quickstart")
     assert "Did you mean: list" in command("checkpoint", "lits")
 
 
 def test_features_experiments_and_targets_that_are_not_installed(monkeypatch):
-    without(monkeypatch, "axlearn-plugins-rope", "axlearn-plugins-vit", "axlearn-plugins-gpu")
+    without(monkeypatch, "axlearn-plugins-rope", "axlearn-plugins-models", "axlearn-plugins-gpu")
     assert "the feature 'rope' is not installed: axlearn-plugins-rope" in command("features", "show", "rope")
-    assert "the experiment 'vit-tiny' is not installed: axlearn-plugins-vit" in command("config", "show", "vit-tiny")
+    assert "the experiment 'vit-tiny' is not installed: axlearn-plugins-models" in command("config", "show", "vit-tiny")
     with pytest.raises(RequestError, match="the target 'h100-8x4' is not installed: axlearn-plugins-gpu brings it"):
         find_machine("h100-8x4")
 

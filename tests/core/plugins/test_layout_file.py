@@ -31,9 +31,9 @@ def layout(tmp_path):
 
 
 def test_it_is_read_as_it_was_written(layout):
-    found = read_layout(layout())
-    assert found.features == ("gradient-accumulation:steps=2",)
-    assert found.settings == {"mesh.shape": {"fsdp": 4, "tensor": 2}}
+    actual = read_layout(layout())
+    assert actual.features == ("gradient-accumulation:steps=2",)
+    assert actual.settings == {"mesh.shape": {"fsdp": 4, "tensor": 2}}
 
 
 def test_it_brings_its_machine_and_settings(layout):
@@ -70,7 +70,7 @@ def test_mathematics_is_not_a_layout(layout):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("experiment: quickstart\n", "is no layout file"),
+        ("experiment: quickstart\n", "is not a layout file"),
         ("layout: 1\n", "is missing"),
         ("layout: 2\nmodel: a\ntarget: cpu\n", "another version of this file format"),
         ("layout: 1\nmodel: a\ntarget: cpu\nfeatures: []\n", "unknown key of a layout file"),
@@ -85,6 +85,6 @@ def test_what_is_no_layout_file_is_an_error(tmp_path, text, message):
 
 
 def test_a_missing_file_is_an_error_of_the_request(tmp_path):
-    done = CliRunner().invoke(cli, ["config", "show", "quickstart", "--layout", str(tmp_path / "no.yaml")])
-    assert done.exit_code == 2
-    assert "cannot read the layout" in done.stderr
+    result = CliRunner().invoke(cli, ["config", "show", "quickstart", "--layout", str(tmp_path / "no.yaml")])
+    assert result.exit_code == 2
+    assert "cannot read the layout" in result.stderr

@@ -49,10 +49,10 @@ def test_a_manifest_knows_where_an_array_is_stored():
     def info(path, dtype="float32"):
         return ArrayInfo(path, (2,), dtype)
 
-    found = Manifest(1, {p: info(p) for p in ("old.a", "b", "gone")}, {}, {})
-    moved = found.migrated(["new.a", "b"])
+    actual = Manifest(1, {p: info(p) for p in ("old.a", "b", "gone")}, {}, {})
+    moved = actual.migrated(["new.a", "b"])
     assert moved.arrays == {"new.a": info("old.a"), "b": info("b")}
-    assert found.migrated(["b"]) is found  # nothing is missing
+    assert actual.migrated(["b"]) is actual  # nothing is missing
 
 
 @pytest.mark.usefixtures("renaming")

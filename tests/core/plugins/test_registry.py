@@ -198,9 +198,9 @@ def test_a_component_exported_from_elsewhere(toy, install):
     import export_home
 
     assert registry().name_of(export_home.Hidden.Config) == "hidden"
-    made = configure(export_home.call, size=3)
-    assert registry().name_of(type(made)) == "call"
-    assert registry().component("call") is type(made)
+    result = configure(export_home.call, size=3)
+    assert registry().name_of(type(result)) == "call"
+    assert registry().component("call") is type(result)
 
 
 EXPORTED = """
@@ -253,5 +253,5 @@ def test_a_broken_component_does_not_hide_another(toy, install):
 @pytest.mark.parametrize("value", ["number_part:VALUE", "number_part"])
 def test_a_component_that_is_none(install, value):
     install("axlearn-plugins-number", modules={"number_part": "VALUE = 5"}, points={"components": {"number": value}})
-    with pytest.raises(PluginError, match="no class with a Config"):
+    with pytest.raises(PluginError, match="is not a class with a Config"):
         registry().component("number")

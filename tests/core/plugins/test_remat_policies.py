@@ -10,8 +10,8 @@ from jax.ad_checkpoint import print_saved_residuals
 from axlearn_core.config import check
 from axlearn_core.errors import ConfigError, PluginError, RequestError
 from axlearn_core.nn.remat import Remat, tag
-from axlearn_plugins_features.remat import UseRemat
-from axlearn_plugins_features.remat_tags import RematPolicyTags
+from axlearn_plugins_tools.features.remat import UseRemat
+from axlearn_plugins_tools.features.remat_tags import RematPolicyTags
 from axlearn_plugins_transformer.stack import Stack
 
 POLICY = """
@@ -50,10 +50,10 @@ def test_remat_policies_with_one_name(install):
 
 
 @pytest.mark.parametrize(
-    ("save", "kept"),
+    ("save", "saved_tags"),
     [(("mlp_.*",), ["mlp_up", "mlp_out"]), (("mlp_o..", "query"), ["query", "mlp_out"]), (("mlp",), [])],
 )
-def test_patterns_fit_whole_tags(save, kept, capsys):
+def test_patterns_fit_whole_tags(save, saved_tags, capsys):
     def layer(x):
         for name in ("query", "mlp_up", "mlp_out"):
             x = tag(jnp.sin(x), name)
@@ -66,4 +66,4 @@ def test_patterns_fit_whole_tags(save, kept, capsys):
     capsys.readouterr()
     print_saved_residuals(wrapped, x)
     printed = capsys.readouterr().out
-    assert [name for name in ("query", "mlp_up", "mlp_out") if f"'{name}'" in printed] == kept
+    assert [name for name in ("query", "mlp_up", "mlp_out") if f"'{name}'" in printed] == saved_tags

@@ -31,7 +31,7 @@ def test_features(text, name, options):
     use = parse_feature(text)
     assert (use.name, dict(use.options)) == (name, options)
     assert [type(v) for v in use.options.values()] == [type(v) for v in options.values()]
-    assert use.where == f"--with {text}"
+    assert use.location == f"--with {text}"
 
 
 @pytest.mark.parametrize(
@@ -86,11 +86,11 @@ def test_a_run_file(tmp_path):
     path.write_text(RUN)
     request = read(path, registry())
     assert request.experiment == "toy"
-    assert [(u.name, dict(u.options), u.where) for u in request.features] == [
+    assert [(u.name, dict(u.options), u.location) for u in request.features] == [
         ("moe", {"num_experts": 8}, f"{path}:3"),
         ("rope", {}, f"{path}:4"),
     ]
-    assert [(s.path, s.value, s.where) for s in request.file_settings] == [
+    assert [(s.path, s.value, s.location) for s in request.file_settings] == [
         ("max_steps", 7, f"{path}:8"),
         ("model.*.num_heads", 2, f"{path}:9"),
     ]
@@ -104,11 +104,11 @@ def test_a_run_file(tmp_path):
         ("experiment: toy\nmax_steps: 5\n", ["r.yaml:2: max_steps", "below `set:`"]),
         ("experiment: 5\nset: [a]\n", ["r.yaml:1: experiment: wrong type", "r.yaml:2: set: wrong type", "a mapping"]),
         ("features: []\n", ["names no experiment"]),
-        ("experiment: toy\nfeatures:\n  - a\n  - {b: 1, c: 2}\n", ["r.yaml:4: features.1: is no feature"]),
-        ("experiment: toy\nfeatures:\n  - a: 3\n", ["r.yaml:3: features.0: is no feature"]),
+        ("experiment: toy\nfeatures:\n  - a\n  - {b: 1, c: 2}\n", ["r.yaml:4: features.1: is not a feature"]),
+        ("experiment: toy\nfeatures:\n  - a: 3\n", ["r.yaml:3: features.0: is not a feature"]),
         ("experiment: toy\nwithout: [3]\n", ["r.yaml:2: without.0"]),
-        ("- a\n", ["r.yaml: (root): is no run file"]),
-        ("", ["is no run file"]),
+        ("- a\n", ["r.yaml: (root): is not a run file"]),
+        ("", ["is not a run file"]),
         ("a: [1\n", ["not valid YAML"]),
         ("a: 1\na: 2\n", ["r.yaml:2: a: is given twice"]),
         ("resolved: yes\ntype: x\n", ["r.yaml:1: resolved: can only be true", "'yes' (str)"]),
@@ -128,7 +128,7 @@ def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(RequestError, match=r"cannot read .*rum.yaml: No such file[\s\S]*did you mean: .*run.yaml"):
         read(tmp_path / "rum.yaml", registry())
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x81")
-    with pytest.raises(RequestError, match="no text file"):
+    with pytest.raises(RequestError, match="not a text file"):
         read(tmp_path / "binary.yaml", registry())
     with pytest.raises(RequestError, match="cannot read"):
         read(tmp_path / "no" / "folder.yaml", registry())

@@ -17,13 +17,15 @@ from axlearn_core.errors import CheckpointError, StorageError
 from axlearn_core.testing.chaos import Chaos, ChaosError, FaultyStorage, Plan, Target, TcpLink, cut, play_in_thread
 
 COUNTER = """
-import itertools, sys, time
+import itertools, os, sys, time
 for i in itertools.count():
     try:
         with open(sys.argv[1], "w") as file:
             file.write(str(i).rjust(4000))
     except OSError as error:
-        open(sys.argv[1] + ".error", "w").write(str(error.errno))
+        with open(sys.argv[1] + ".new", "w") as file:
+            file.write(str(error.errno))
+        os.replace(sys.argv[1] + ".new", sys.argv[1] + ".error")  # whole whenever it is read
     time.sleep(0.005)
 """
 
@@ -68,10 +70,10 @@ def test_wrong_plans_are_refused():
 def test_processes_are_stopped_slowed_and_killed_at_their_steps(job):
     process, step = job
     plan = Plan.parse("chaos seed=0: stop@5:rank=0,seconds=0.3 slow@8:rank=0,seconds=0.3 kill@12:rank=0")
-    seen = []
+    records = []
     for happened in plan.play(Target(processes={0: process.pid}, step=step)):
-        seen.append((happened, step()))
-    assert [text.partition(": ")[2] for text, _ in seen] == [
+        records.append((happened, step()))
+    assert [text.partition(": ")[2] for text, _ in records] == [
         f"process {process.pid} was stopped for 0.3 s",
         f"process {process.pid} ran 10% of 0.3 s",
         f"process {process.pid} was killed",
@@ -82,7 +84,7 @@ def test_processes_are_stopped_slowed_and_killed_at_their_steps(job):
 
 def test_a_full_disk_ends(job, tmp_path):
     process, step = job
-    plan = Plan.parse("chaos seed=0: fill@2:rank=0,seconds=0.4,number=100")
+    plan = Plan.parse("chaos seed=0: fill@2:rank=0,seconds=1,number=100")
     happened = []
     play_in_thread(plan, Target(processes={0: process.pid}, step=step), happened).join(30)
     assert "could not grow beyond 100 bytes" in happened[0]
@@ -153,8 +155,8 @@ def test_a_process_in_a_namespace_loses_its_network():
         process.stdout.readline()
         look = ["nsenter", "--target", str(process.pid), "--net", "ip", "link", "show", "lo"]
         subprocess.run([*look[:4], "ip", "link", "set", "lo", "up"], check=True)
-        seen = []
-        thread = threading.Thread(target=lambda: seen.append(cut(process.pid, 1.0)))
+        records = []
+        thread = threading.Thread(target=lambda: records.append(cut(process.pid, 1.0)))
         thread.start()
         time.sleep(0.4)
         during = subprocess.run(look, capture_output=True, text=True).stdout
@@ -163,7 +165,7 @@ def test_a_process_in_a_namespace_loses_its_network():
         process.kill()
     assert "UP" not in during.partition(">")[0]
     assert "UP" in after.partition(">")[0]
-    assert "was down" in seen[0]
+    assert "was down" in records[0]
 
 
 def test_a_storage_fails_by_its_seed(tmp_path):

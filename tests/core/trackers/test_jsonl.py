@@ -30,24 +30,24 @@ def without_time(run_dir):
 
 
 def run(run_dir, first, last, stop_at=None):
-    made = tracker(run_dir)
-    made.start({"start_step": first, "max_steps": last})
+    instance = tracker(run_dir)
+    instance.start({"start_step": first, "max_steps": last})
     for step in range(first + 1, (stop_at or last) + 1):
-        made.log(step, {"loss": 1 / step, "step_seconds": 0.25})
+        instance.log(step, {"loss": 1 / step, "step_seconds": 0.25})
         if step % 4 == 0:
-            made.log(step, {"eval_loss": 2 / step})
-            made.text(step, "sample", f"text of {step}")
-    made.close()
+            instance.log(step, {"eval_loss": 2 / step})
+            instance.text(step, "sample", f"text of {step}")
+    instance.close()
 
 
 def test_one_object_per_call_with_exact_values(tmp_path):
-    made = tracker(tmp_path / "new")
-    made.start({"start_step": 0})
+    instance = tracker(tmp_path / "new")
+    instance.start({"start_step": 0})
     loss = np.float32(0.1)
-    made.log(np.int64(3), {"loss": loss, "tokens": 7})
-    made.text(3, "sample", "lone \ud800 and\nnewline")
+    instance.log(np.int64(3), {"loss": loss, "tokens": 7})
+    instance.text(3, "sample", "lone \ud800 and\nnewline")
     first = json.loads(lines(tmp_path / "new")[0])  # before close: each line is handed over at once
-    made.close()
+    instance.close()
     assert first.pop("elapsed_seconds") >= 0
     assert first == {"step": 3, "loss": float(loss), "tokens": 7}
     assert list(first) == ["step", "loss", "tokens"]
@@ -57,10 +57,10 @@ def test_one_object_per_call_with_exact_values(tmp_path):
 
 
 def test_values_that_are_not_finite_stay_valid_json(tmp_path):
-    made = tracker(tmp_path)
-    made.start({})
-    made.log(1, {"loss": math.nan, "grad_norm": -math.inf, "lr": 0.5})
-    made.close()
+    instance = tracker(tmp_path)
+    instance.start({})
+    instance.log(1, {"loss": math.nan, "grad_norm": -math.inf, "lr": 0.5})
+    instance.close()
 
     def refuse(constant):
         raise AssertionError(constant)
@@ -111,25 +111,27 @@ def test_a_killed_process_loses_no_complete_line(tmp_path):
             made.log(step, {"loss": 0.5})
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(tmp_path)], env={**os.environ}, check=False)
-    assert done.returncode == -signal.SIGKILL
+    process = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)], env={**os.environ}, check=False
+    )
+    assert process.returncode == -signal.SIGKILL
     records, remarks = read_jsonl(tmp_path / "metrics.jsonl")
     assert [r["step"] for r in records] == list(range(1, 8))
     assert not remarks
 
 
 def test_a_full_disk_is_a_work_error_with_its_reason(tmp_path):
-    made = tracker(tmp_path)
-    made.start({})
-    made.log(1, {"loss": 0.5})
+    instance = tracker(tmp_path)
+    instance.start({})
+    instance.log(1, {"loss": 0.5})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (150, hard))
     try:
         with pytest.raises(WorkError, match=r"metrics\.jsonl: File too large"):
-            made.log(2, {f"value_{i}": 0.5 for i in range(100)})
+            instance.log(2, {f"value_{i}": 0.5 for i in range(100)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    made.close()
+    instance.close()
     assert read_jsonl(tmp_path / "metrics.jsonl")[0]
 
 

@@ -21,7 +21,7 @@ RULE = MeshRule(
     target="toy-*",
     shape={"fsdp": -1, "tensor": 2},
     features=("precision:dtype=bfloat16", "remat", "scan"),
-    packages={"scan": "axlearn-plugins-features"},
+    packages={"scan": "axlearn-plugins-tools"},
 )
 
 
@@ -40,8 +40,8 @@ def lock(run_dir):
 @pytest.mark.usefixtures("toy")
 def test_a_run_says_and_keeps_what_was_decided(tmp_path, capfd):
     result = api.train("quickstart", steps=2, set=TINY, run_dir=tmp_path / "run")
-    kept = lock(result.run_dir)
-    assert [(d["kind"], d["subject"]) for d in kept["decisions"]] == [
+    lock_data = lock(result.run_dir)
+    assert [(d["kind"], d["subject"]) for d in lock_data["decisions"]] == [
         ("machine", "toy-8x1, 8 x Toy"),
         ("mesh rule", "'toy-*' (toy of toys 1.0)"),
         ("left out", "precision:dtype=bfloat16"),
@@ -49,12 +49,12 @@ def test_a_run_says_and_keeps_what_was_decided(tmp_path, capfd):
         ("applied", "scan"),
         ("applied", "mesh"),
     ]
-    assert kept["mesh"] == {"fsdp": 4, "tensor": 2}
-    assert kept["provenance"]["model.decoder.stack.mode"][-1]["by"].startswith("feature scan (")
-    assert kept["provenance"]["mesh.shape.tensor"][-1]["by"] == "mesh rule 'toy-*' (toy of toys 1.0)"
-    told = capfd.readouterr().err
-    assert "machine: toy-8x1, 8 x Toy\nmesh rule: 'toy-*' (toy of toys 1.0)\n    left out: precision:" in told
-    assert "    applied: mesh (mesh.shape.fsdp: (absent) -> -1; mesh.shape.tensor: (absent) -> 2)\n" in told
+    assert lock_data["mesh"] == {"fsdp": 4, "tensor": 2}
+    assert lock_data["provenance"]["model.decoder.stack.mode"][-1]["by"].startswith("feature scan (")
+    assert lock_data["provenance"]["mesh.shape.tensor"][-1]["by"] == "mesh rule 'toy-*' (toy of toys 1.0)"
+    output = capfd.readouterr().err
+    assert "machine: toy-8x1, 8 x Toy\nmesh rule: 'toy-*' (toy of toys 1.0)\n    left out: precision:" in output
+    assert "    applied: mesh (mesh.shape.fsdp: (absent) -> -1; mesh.shape.tensor: (absent) -> 2)\n" in output
     # It goes on without the rule: that is another execution.
     again = api.train("quickstart", steps=3, set=TINY, run_dir=tmp_path / "run", target="none")
     assert again.step == 3

@@ -69,23 +69,23 @@ class TestModelLoss(ObjectiveSuite):
     config = ModelLoss.Config()
 
 
-def stepped(made, steps=1):
-    state = made.init(0)
+def stepped(instance, steps=1):
+    state = instance.init(0)
     for _i in range(steps):
-        state, scalars = made.train_step(state, made.put(ObjectiveSuite().batch()))
+        state, scalars = instance.train_step(state, instance.put(ObjectiveSuite().batch()))
     return state, scalars
 
 
 def test_its_parameters_train_and_its_variables_are_kept():
-    made = program()
-    before = jax.device_get(made.init(0))
-    state, scalars = stepped(made, 3)
+    instance = program()
+    before = jax.device_get(instance.init(0))
+    state, scalars = stepped(instance, 3)
     assert set(state.params) == {"weight", "objective.head"}
     assert not np.array_equal(state.params["objective.head"], before.params["objective.head"])
     assert int(state.variables["objective.seen"]) == 3
     np.testing.assert_array_equal(state.variables["objective.start.weight"], before.params["weight"])
     assert "base" in scalars
-    made.eval_step(state, made.put(ObjectiveSuite().batch()))
+    instance.eval_step(state, instance.put(ObjectiveSuite().batch()))
     assert int(state.variables["objective.seen"]) == 3
 
 
@@ -94,12 +94,14 @@ def test_the_learner_s_rules_are_about_its_parameters_too():
     before = jax.device_get(frozen.init(0).params["objective.head"])
     state, _ = stepped(frozen)
     np.testing.assert_array_equal(state.params["objective.head"], before)
-    assert not any("head" in path for path in flat_state(state.learner))
+    paths = list(flat_state(state.learner))
+    assert any("head" in path for path in flat_state(stepped(program())[0].learner)), "without the rule it has a state"
+    assert not any("head" in path for path in paths)
 
 
 def test_what_it_draws_differs_by_step_and_repeats():
-    made = program(objective=Projected.Config(noise=1.0))
-    (_, one), (_, two), (_, again) = stepped(made), stepped(made, 2), stepped(made)
+    instance = program(objective=Projected.Config(noise=1.0))
+    (_, one), (_, two), (_, again) = stepped(instance), stepped(instance, 2), stepped(instance)
     assert one["loss"] == again["loss"]
     assert one["loss"] != two["loss"]
 
@@ -127,19 +129,19 @@ def test_it_says_that_it_depends_on_the_batch():
 
 
 def test_a_run_that_begins_with_other_weights_copies_those():
-    made = program()
-    state = made.init(0)
+    instance = program()
+    state = instance.init(0)
     other = state.replace(params={**state.params, "weight": state.params["weight"] + 1.0})
     head, expected = np.asarray(state.params["objective.head"]), np.asarray(other.params["weight"])
-    begun = made.begin(5, other)
+    begun = instance.begin(5, other)
     np.testing.assert_array_equal(begun.variables["objective.start.weight"], expected)
     np.testing.assert_array_equal(begun.params["objective.head"], head)
 
 
 def test_gradients_stop_at_a_frozen_model():
-    made = program()
-    state, batch = made.init(0), ObjectiveSuite().batch()
-    functions = TrainingFunctions(made.functional, None, made.trained)
+    instance = program()
+    state, batch = instance.init(0), ObjectiveSuite().batch()
+    functions = TrainingFunctions(instance.functional, None, instance.trained)
 
     def value(variables):
         fixed = {p: x for p, x in state.variables.items() if p not in variables}

@@ -115,11 +115,11 @@ def test_a_holder_on_another_machine_is_judged_by_its_beats(tmp_path, fast):
 
 def test_one_of_many_takes_over(tmp_path, fast):
     elsewhere(tmp_path, age=3600.0)
-    held, refused = [], []
+    winners, refused = [], []
 
     def attempt():
         try:
-            held.append(Holder(LocalStorage(tmp_path), "run", "id"))
+            winners.append(Holder(LocalStorage(tmp_path), "run", "id"))
         except CheckpointError as error:
             refused.append(error)
 
@@ -128,9 +128,9 @@ def test_one_of_many_takes_over(tmp_path, fast):
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(held) <= 1
-    assert len(held) + len(refused) == 8
-    for one in held:
+    assert len(winners) <= 1
+    assert len(winners) + len(refused) == 8
+    for one in winners:
         one.release()
 
 

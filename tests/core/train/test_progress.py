@@ -38,5 +38,5 @@ def test_a_supervisor_may_have_been_in_the_directory_before_the_run(tmp_path):
     (tmp_path / "launch").mkdir()
     assert not RunDir.check(tmp_path, None, None, allow_drift=False).resumes  # type: ignore[arg-type]
     (tmp_path / "thesis.tex").write_text("")
-    with pytest.raises(RequestError, match=r"no run.*\n.*got: thesis.tex"):
+    with pytest.raises(RequestError, match=r"not a run.*\n.*got: thesis.tex"):
         RunDir.check(tmp_path, None, None, allow_drift=False)  # type: ignore[arg-type]

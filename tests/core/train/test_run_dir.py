@@ -36,10 +36,10 @@ def check(tmp_path, new, old=None, **options):
 
 @pytest.mark.parametrize("feature", EXECUTION)
 def test_a_run_goes_on_with_another_execution_and_keeps_its_name(feature, tmp_path):
-    found = check(tmp_path, config(feature))
-    assert found.resumes
-    assert all(note.startswith("changed since the run began: ") for note in found.notes)
-    assert found.notes
+    actual = check(tmp_path, config(feature))
+    assert actual.resumes
+    assert all(note.startswith("changed since the run began: ") for note in actual.notes)
+    assert actual.notes
     assert short_hash(config(feature)) == short_hash(config())
 
 

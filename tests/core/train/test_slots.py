@@ -73,12 +73,12 @@ RUN = suite.TrainerSuite()
 
 def test_a_watchdog_hears_of_every_phase(tmp_path):
     RUN.run(tmp_path / "run", watchdog=Diary.Config(), max_steps=2)
-    kept = Diary.kept
-    assert kept[:3] == ["start", ("restore", 0), ("compile", 0)]
-    assert kept[3:7] == [("input", 0), ("step", 0), ("compile", 0), ("step", 0)]
-    assert kept[7:9] == [("input", 1), ("step", 1)]
-    assert {("evaluate", 2), ("save", 2)} <= set(kept)
-    assert kept[-1] == "close"
+    calls = Diary.kept
+    assert calls[:3] == ["start", ("restore", 0), ("compile", 0)]
+    assert calls[3:7] == [("input", 0), ("step", 0), ("compile", 0), ("step", 0)]
+    assert calls[7:9] == [("input", 1), ("step", 1)]
+    assert {("evaluate", 2), ("save", 2)} <= set(calls)
+    assert calls[-1] == "close"
 
 
 def test_a_profiler_is_around_every_step(tmp_path):

@@ -58,10 +58,10 @@ def test_it_trains_says_so_and_goes_on(tmp_path, capsys):
     settings = small()
     with toy.quick_to_compile():
         ax.train("quickstart", set=settings, steps=2, run_dir=tmp_path / "run")
-        told = capsys.readouterr().err
+        output = capsys.readouterr().err
         result = ax.train("quickstart", set=settings, steps=3, run_dir=tmp_path / "run")
     assert result.step == 3
-    (line,) = [text for text in told.splitlines() if text.startswith("not registered")]
+    (line,) = [text for text in output.splitlines() if text.startswith("not registered")]
     name = f"{__name__}:small.<locals>.Bottleneck"
     assert re.search(rf"{re.escape(name)}#[0-9a-f]{{8}} at model.decoder.layer.feed_forward", line)
     assert "RMSNorm(num_features=dim) at model.decoder.layer.norm" in line

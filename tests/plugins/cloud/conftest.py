@@ -1,5 +1,7 @@
 """Object stores on loopback: moto's S3 server and an emulator of Google Cloud Storage, each in a thread of this process."""
 
+import contextlib
+import http.client
 import logging
 import threading
 import types
@@ -106,3 +108,43 @@ def gs(gcs_server, monkeypatch):
     client = storage.Client(project="testing", credentials=AnonymousCredentials())
     client.create_bucket(name)
     return f"gs://{name}"
+
+
+class Forward:
+    """A WSGI application that passes requests on to another port of this machine."""
+
+    def __init__(self, port):
+        self.port = port
+
+    def __call__(self, environ, start_response):
+        path = environ.get("RAW_URI") or environ["REQUEST_URI"]
+        body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        headers = {n[5:].replace("_", "-"): v for n, v in environ.items() if n.startswith("HTTP_")}
+        headers |= {"CONTENT-TYPE": environ["CONTENT_TYPE"]} if environ.get("CONTENT_TYPE") else {}
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        with contextlib.closing(connection):
+            connection.request(environ["REQUEST_METHOD"], path, body, headers)
+            answer = connection.getresponse()
+            data = answer.read()
+        answer_headers = [
+            (n, v) for n, v in answer.getheaders() if n.lower() not in ("connection", "transfer-encoding")
+        ]
+        start_response(f"{answer.status} {answer.reason}", answer_headers)
+        return [data]
+
+
+@pytest.fixture
+def faulty_gs(gs, gcs_server, monkeypatch):
+    """(URI of an empty bucket, the faults) of the emulator."""
+    from werkzeug.serving import make_server
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    app = HttpFaults(Forward(gcs_server._api._httpd.server_port))
+    server = make_server("127.0.0.1", 0, app, threaded=True)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{server.server_port}")
+    yield gs, app
+    server.shutdown()
+    thread.join()
+    server.server_close()

@@ -31,7 +31,7 @@ SETTINGS = {
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
+def local_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
@@ -84,10 +84,10 @@ def test_one_trainer_and_one_config(s3):
     train(uri, steps=2)
     with pytest.raises(CheckpointError, match=r"holds a run with another config[^$]*seed"):
         train(uri, steps=4, seed=5)
-    held = Holder(open_storage(uri), uri, "id")
+    holders = Holder(open_storage(uri), uri, "id")
     with pytest.raises(CheckpointError, match=rf"{uri} is in use by another trainer"):
         train(uri, steps=4)
-    held.release()
+    holders.release()
     train(uri, steps=4)
 
 

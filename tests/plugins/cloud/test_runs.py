@@ -19,6 +19,7 @@ from axlearn_core.cli.main import cli
 from axlearn_core.errors import CheckpointError, RequestError, WorkError
 from axlearn_core.learn import AdamW
 from axlearn_core.train.holder import Holder
+from axlearn_plugins_cloud import gcs
 from axlearn_plugins_cloud import s3 as client
 from axlearn_plugins_cloud import storage as retries
 
@@ -57,6 +58,7 @@ def losses(run):
 def fast(monkeypatch):
     """Clients that wait for less, so that the tests do."""
     monkeypatch.setattr(client, "READ_SECONDS", 0.4)
+    monkeypatch.setattr(gcs, "TIMEOUT", (10.0, 0.4))
     monkeypatch.setattr(retries, "FIRST_PAUSE", 0.01)
     monkeypatch.setattr(retries, "LONGEST_PAUSE", 0.1)
 
@@ -88,19 +90,21 @@ def test_a_run_is_saved_listed_resumed_pruned_and_read(store, tmp_path, request,
 
 def test_two_trainers_of_one_bucket(s3, tmp_path):
     uri = f"{s3[0]}/run"
-    held = Holder(open_storage(uri), uri, "id")
+    holders = Holder(open_storage(uri), uri, "id")
     with pytest.raises(CheckpointError, match=rf"{uri} is in use by another trainer: process {os.getpid()} on "):
         train(tmp_path / "run", uri)
     assert not (tmp_path / "run").exists()
-    held.release()
+    holders.release()
     train(tmp_path / "run", uri, steps=2)
 
 
 @pytest.mark.slow
-def test_every_save_is_complete_or_absent_through_faults(s3, fast):
-    uri, faults = f"{s3[0]}/run", s3[1]
+@pytest.mark.parametrize("store", ["s3", "faulty_gs"])
+def test_every_save_is_complete_or_absent_through_faults(store, fast, request):
+    bucket, faults = request.getfixturevalue(store)
+    uri = f"{bucket}/run"
     faults.failing, faults.hanging, faults.seconds = 0.2, 0.1, 1.0
-    writer, seen, ended = checkpointer(uri, keep_last=None, max_failed_saves=100), [], threading.Event()
+    writer, records, ended = checkpointer(uri, keep_last=None, max_failed_saves=100), [], threading.Event()
 
     def read():  # a reader sees whole checkpoints only, at any moment
         reader = checkpointer(uri)
@@ -108,7 +112,7 @@ def test_every_save_is_complete_or_absent_through_faults(s3, fast):
             if (step := reader.latest_step()) is not None:
                 got, _ = reader.restore(step, LIKE)
                 assert all((x == step).all() for x in got.values())
-                seen.append(step)
+                records.append(step)
 
     errors = []
     thread = threading.Thread(target=lambda: errors.append(catch(read)))
@@ -123,8 +127,8 @@ def test_every_save_is_complete_or_absent_through_faults(s3, fast):
     assert errors == [None]
     assert faults.counts["late"] > 5
     assert faults.counts["503"] > 20
-    assert seen == sorted(seen)
-    assert len(set(seen)) > 3
+    assert records == sorted(records)
+    assert len(set(records)) > 3
     steps = writer.steps()
     assert set(steps) <= set(saved)
     assert len(steps) >= 14
@@ -148,7 +152,7 @@ def test_a_reader_during_a_save_sees_the_older_one(s3):
     writer, reader = checkpointer(uri), checkpointer(uri)
     writer.save(1, state(1))
     writer.wait()
-    seen = []
+    records = []
 
     def observe(environ):
         if (
@@ -157,7 +161,7 @@ def test_a_reader_during_a_save_sees_the_older_one(s3):
             and threading.current_thread() not in busy
         ):
             busy.add(threading.current_thread())
-            seen.append((environ["PATH_INFO"].rpartition("/2/")[2], reader.steps()))
+            records.append((environ["PATH_INFO"].rpartition("/2/")[2], reader.steps()))
             got, _ = reader.restore(1, LIKE)
             assert all((x == 1).all() for x in got.values())
             busy.discard(threading.current_thread())
@@ -167,22 +171,24 @@ def test_a_reader_during_a_save_sees_the_older_one(s3):
     writer.save(2, state(2))
     writer.wait()
     faults.observe = None
-    assert len(seen) >= 5
-    assert {tuple(steps) for _, steps in seen} == {(1,)}
-    assert seen[-1][0] == "manifest.json"
+    assert len(records) >= 5
+    assert {tuple(steps) for _, steps in records} == {(1,)}
+    assert records[-1][0] == "manifest.json"
     assert reader.steps() == [1, 2]
     writer.close()
     reader.close()
 
 
-def test_a_store_that_goes_away_loses_nothing(s3, fast, monkeypatch):
+@pytest.mark.parametrize("store", ["s3", "faulty_gs"])
+def test_a_store_that_goes_away_loses_nothing(store, fast, monkeypatch, request):
     monkeypatch.setattr(retries, "ATTEMPTS", 3)
-    uri, faults = f"{s3[0]}/run", s3[1]
+    bucket, faults = request.getfixturevalue(store)
+    uri = f"{bucket}/run"
     one = checkpointer(uri, max_failed_saves=0)
     one.save(1, state(1))
     one.wait()
     faults.failing = 1.0
-    with pytest.raises(WorkError, match=r"step 2 could not be written to s3://[^$]*3 attempts"):
+    with pytest.raises(WorkError, match=r"step 2 could not be written to (s3|gs)://[^$]*3 attempts"):
         one.save(2, state(2))
     faults.failing = 0.0
     assert one.steps() == [1]
@@ -231,13 +237,13 @@ def test_killed_in_the_middle_of_saves(s3, tmp_path):
         return folders - {str(s) for s in reader.steps()}
 
     for kill in range(6):
-        left = unfinished()
+        leftovers = unfinished()
         env = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
         with subprocess.Popen(
             [sys.executable, "-c", WRITER, uri], stdout=subprocess.PIPE, text=True, env=env
         ) as process:
             assert process.stdout.readline() == "ready\n"
-            while process.poll() is None and not unfinished() - left:
+            while process.poll() is None and not unfinished() - leftovers:
                 time.sleep(0.005)
             time.sleep(0.01 * kill)
             process.send_signal(signal.SIGKILL)
@@ -321,6 +327,25 @@ def test_credentials_come_from_the_usual_chain(s3, monkeypatch, tmp_path):
     storage = open_storage(f"{s3[0]}/run")
     storage.write("a", [b"1"])
     assert storage.read("a") == b"1"
+
+
+@pytest.mark.parametrize(
+    ("uri", "expected"),
+    [
+        ("http://user:secret@host/run", "no plugin stores checkpoints at 'http://***@host/run'"),
+        ("gcs://bucket/run", "the scheme 'gcs' is unknown"),
+        ("simplecache::s3://bucket/run", "chains file systems of fsspec"),
+        ("s3://key:secret@host/run", "has credentials or a port in the place of the bucket"),
+    ],
+)
+def test_a_check_of_the_config_refuses_what_nothing_stores(uri, expected):
+    for words in (["config", "check"], ["launch", "--on", "local", "--dry-run"]):
+        result = CliRunner().invoke(cli, [*words, "quickstart", "--steps", "3", "--set", f"checkpointer.uri={uri}"])
+        assert result.exit_code == 2, words
+        text = result.output + str(result.exception)
+        assert "checkpointer.uri: " in text
+        assert expected in text
+        assert "secret" not in text
 
 
 def test_chains_are_refused(s3):

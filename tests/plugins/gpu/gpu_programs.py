@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from axlearn_core.compose.devices import absent
+from axlearn_core.compose.devices import topology_devices
 from axlearn_core.contracts.kernels import KernelContext
 from axlearn_core.contracts.mesh import DEFAULT_RULES, MESH_AXES
 from axlearn_core.kernels import selection
@@ -30,7 +30,7 @@ from axlearn_plugins_transformer.kernels.masks import Causal, Segments
 @functools.cache
 def mesh_of(name, **shape):
     """A mesh of a machine: `shape` by axis, all others 1."""
-    grid = np.asarray(absent(find_machine(name))).reshape([shape.get(a, 1) for a in MESH_AXES])
+    grid = np.asarray(topology_devices(find_machine(name))).reshape([shape.get(a, 1) for a in MESH_AXES])
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
@@ -41,18 +41,18 @@ def compiled(function, machine, *shapes, gradients=False, tensor=1, options=None
     """
     target = find_machine(machine).target
     mesh = mesh_of(machine, fsdp=find_machine(machine).devices // tensor, tensor=tensor)
-    chosen = selection.Selection(platform="gpu", target=target.name, gradients=gradients)
+    kernel_selection = selection.Selection(platform="gpu", target=target.name, gradients=gradients)
     specs = [jax.ShapeDtypeStruct(s[0], s[1], sharding=NamedSharding(mesh, PartitionSpec(*s[2:]))) for s in shapes]
 
     def run(*args):
-        with sharding.logical_rules(mesh, DEFAULT_RULES), selection.use(chosen):
+        with sharding.logical_rules(mesh, DEFAULT_RULES), selection.use(kernel_selection):
             if not gradients:
                 return function(*args)
             floats = tuple(i for i, s in enumerate(shapes) if np.dtype(s[1]).kind not in "iub")
             return jax.grad(lambda *xs: function(*xs).astype("float32").sum(), argnums=floats)(*args)
 
     lowered = jax.jit(run).trace(*specs).lower(lowering_platforms=("cuda",))
-    return lowered.compile(compiler_options=options or {}).as_text(), [c.name for c in chosen.choices]
+    return lowered.compile(compiler_options=options or {}).as_text(), [c.name for c in kernel_selection.choices]
 
 
 def kernel_calls(text):
@@ -85,17 +85,17 @@ class Found(NamedTuple):
 def compiled_alone(machine, *programs):
     """Each program compiled for a machine, all in a process of their own: it has Mosaic kernels for one architecture only."""
     folders = os.pathsep.join(str(Path(__file__).parents[i] / name) for i, name in ((0, "."), (2, "conformance")))
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", "import gpu_programs; gpu_programs.main()"],
         input=json.dumps([machine, programs]),
         capture_output=True,
         text=True,
         env=os.environ | {"MOSAIC_GPU_DUMP_PTX": "1", "PYTHONPATH": folders},
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    *parts, rest = re.split(r"^FOUND (.*)\n", done.stdout, flags=re.MULTILINE)
+    assert process.returncode == 0, process.stderr[-4000:]
+    *parts, rest = re.split(r"^FOUND (.*)\n", process.stdout, flags=re.MULTILINE)
     assert not rest.strip()
-    return [Found(**json.loads(found), ptx=ptx) for ptx, found in zip(parts[::2], parts[1::2], strict=True)]
+    return [Found(**json.loads(actual), ptx=ptx) for ptx, actual in zip(parts[::2], parts[1::2], strict=True)]
 
 
 def main():
@@ -104,9 +104,9 @@ def main():
         module, _, function = name.partition(":")
         run = functools.partial(getattr(importlib.import_module(module), function), **options)
         shapes = [(tuple(shape), dtype, *axes) for shape, dtype, *axes in shapes]
-        text, chosen = compiled(run, machine, *shapes, gradients=gradients)
+        text, choices = compiled(run, machine, *shapes, gradients=gradients)
         mosaic, triton = kernel_calls(text)
-        print("FOUND", json.dumps({"mosaic": mosaic, "triton": triton, "chosen": chosen}), flush=True)
+        print("FOUND", json.dumps({"mosaic": mosaic, "triton": triton, "chosen": choices}), flush=True)
 
 
 def arrays(dtype, *shapes):

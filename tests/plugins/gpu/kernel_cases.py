@@ -45,10 +45,10 @@ def interpreter():
                 for axis in itertools.count():
                     numbers.append(number(axis))
 
-            def known(axis):
+            def axis_size(axis):
                 return numbers[axis] if axis < len(numbers) else number(axis)
 
-            with mock.patch.object(pallas, "program_id", known):
+            with mock.patch.object(pallas, "program_id", axis_size):
                 return kernel(*operands)
 
         return call(hoisted, *args, interpret=True, **options)
@@ -142,17 +142,17 @@ class Numbers(KernelSuite):
 
     def measured(self, case):
         """(results, gradients) of the kernel."""
-        return self._split(self._measured(case, self.name), case)
+        return self._split(self._measure(case, self.name), case)
 
     def reference(self, case):
         """(results, gradients) of the reference on the same numbers in float32."""
         wide = jax.tree.map(lambda x: x.astype("float32") if x.dtype == jnp.bfloat16 else x, case.operands)
         with jax.default_matmul_precision("highest"):
-            return self._split(self._measured(attrs.evolve(case, operands=wide), self.against), case)
+            return self._split(self._measure(attrs.evolve(case, operands=wide), self.against), case)
 
     @staticmethod
-    def _split(found, case):
-        return found if case.gradients else (found, None)
+    def _split(tree, case):
+        return tree if case.gradients else (tree, None)
 
 
 def suite_of(op, name, target, platform):

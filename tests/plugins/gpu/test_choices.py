@@ -27,8 +27,8 @@ OPS = sorted({op for op, _ in PRIORITIES})
 def check_source(source):
     """It is a result of the repository, or says that there is none."""
     path = (ROOT / source).resolve()
-    there = source and path.is_file() and path.is_relative_to(RESULTS)
-    assert source == NOT_MEASURED or there, f"the source {source!r} is no file under benchmarks/results"
+    exists = source and path.is_file() and path.is_relative_to(RESULTS)
+    assert source == NOT_MEASURED or exists, f"the source {source!r} is not a file under benchmarks/results"
 
 
 def choices():

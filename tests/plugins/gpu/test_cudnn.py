@@ -33,15 +33,15 @@ def test_what_kernels_are_told_of_a_mask_is_the_mask(name):
     mask, n = MASKS[name], IDS.shape[1]
     causal, window, rest = structure(mask, (n, n), aligned=True)
     query, key = np.arange(n)[:, None], np.arange(n)
-    seen = np.ones((n, n), bool)
+    visible = np.ones((n, n), bool)
     if causal:
-        seen &= key <= query
+        visible &= key <= query
     if window is not None:
         assert causal
-        seen &= key > query - window
+        visible &= key > query - window
     if rest is not None:
-        seen = seen & np.asarray(rest.materialize((0, n), (0, n)))[0]
-    np.testing.assert_array_equal(seen, np.asarray(mask.materialize((0, n), (0, n)))[0])
+        visible = visible & np.asarray(rest.materialize((0, n), (0, n)))[0]
+    np.testing.assert_array_equal(visible, np.asarray(mask.materialize((0, n), (0, n)))[0])
 
 
 def test_masks_that_are_ranges_leave_nothing():
@@ -50,15 +50,15 @@ def test_masks_that_are_ranges_leave_nothing():
 
 
 @pytest.mark.parametrize(
-    ("asked", "reason"),
+    ("options", "reason"),
     [
         ({}, None),
         ({"query": (2, 64, 8, 256)}, None),
         ({"query": (2, 64, 8, 192), "value": 128}, None),
         ({"dtype": "float32"}, "bfloat16 and float16, not float32"),
-        ({"query": (2, 64, 8, 256), "target": "a100"}, "256 is no multiple of 8 up to 128"),
+        ({"query": (2, 64, 8, 256), "target": "a100"}, "256 is not a multiple of 8 up to 128"),
         ({"query": (2, 64, 8, 128), "value": 64, "target": "a100"}, "different head sizes need Hopper"),
-        ({"query": (2, 64, 8, 60)}, "60 is no multiple of 8"),
+        ({"query": (2, 64, 8, 60)}, "60 is not a multiple of 8"),
         ({"query": (2, 63, 8, 64)}, "not both even"),
         ({"query": (2, 63, 8, 64), "gradients": False}, None),
         ({"softcap": 50.0}, "no soft cap"),
@@ -66,15 +66,15 @@ def test_masks_that_are_ranges_leave_nothing():
         ({"target": ""}, "the GPU 'here' is none"),
     ],
 )
-def test_it_says_what_it_cannot_do(asked, reason):
-    said = CUDNN.supports(*attention_call(**asked))
-    assert said is None if reason is None else reason in said
+def test_it_says_what_it_cannot_do(options, reason):
+    answer = CUDNN.supports(*attention_call(**options))
+    assert answer is None if reason is None else reason in answer
 
 
 def calls(text):
     """How often cuDNN's attention runs (forward, backward) in a compiled program."""
-    found = re.findall(r'custom_call_target="__cudnn\$fmha(\w*)"', text)
-    return sum("Backward" not in f for f in found), sum("Backward" in f for f in found)
+    actual = re.findall(r'custom_call_target="__cudnn\$fmha(\w*)"', text)
+    return sum("Backward" not in f for f in actual), sum("Backward" in f for f in actual)
 
 
 def attend(mask, scale=0.1):
@@ -93,8 +93,8 @@ def operands(heads=8, groups=2, size=64, value=None, batch=8, length=128):
 )
 def test_it_compiles_forward_and_backward(target):
     for mask in (Causal(), Full()) if target == "h100" else (Causal(), Full(), Causal() & SlidingWindow(32)):
-        text, chosen = compiled(attend(mask), f"{target}-8x1", *operands(), gradients=True)
-        assert chosen == ["cudnn"]
+        text, choices = compiled(attend(mask), f"{target}-8x1", *operands(), gradients=True)
+        assert choices == ["cudnn"]
         assert calls(text) == (1, 1)
 
 
@@ -102,8 +102,8 @@ def test_it_compiles_forward_and_backward(target):
 @pytest.mark.parametrize("target", ["h100", "h200", "b200"])
 def test_large_heads_and_values_of_another_size_compile_from_hopper_on(target):
     for sizes in ({"size": 256}, {"size": 192, "value": 128}):
-        text, chosen = compiled(attend(Causal()), f"{target}-8x1", *operands(**sizes), gradients=True)
-        assert (chosen, calls(text)) == (["cudnn"], (1, 1))
+        text, choices = compiled(attend(Causal()), f"{target}-8x1", *operands(**sizes), gradients=True)
+        assert (choices, calls(text)) == (["cudnn"], (1, 1))
 
 
 def test_documents_in_a_row_and_heads_over_a_host_compile():
@@ -113,20 +113,20 @@ def test_documents_in_a_row_and_heads_over_a_host_compile():
         return Attention(q, k, v, mask=Causal() & Segments(ids, ids), scale=0.1).run()
 
     shapes = [*operands(heads=16, groups=4), (ids.shape, jnp.int32, "fsdp")]
-    text, chosen = compiled(run, "h100-8x2", *shapes, gradients=True, tensor=8)
-    assert (chosen, calls(text)) == (["cudnn"], (1, 1))
+    text, choices = compiled(run, "h100-8x2", *shapes, gradients=True, tensor=8)
+    assert (choices, calls(text)) == (["cudnn"], (1, 1))
     assert "ScaleBias" in text
 
 
 def test_a_kept_context_keeps_the_kernel_from_running_again():
     run = attend(Causal())
     for save, runs in ((("context",), 1), ((), 2)):
-        kept = Remat.Config(save=save).build().wrap(lambda q, k, v: run(jnp.sin(q), k, v), in_loop=False)
-        text, _ = compiled(lambda q, k, v, f=kept: jnp.sin(f(q, k, v)), "h100-8x1", *operands(), gradients=True)
+        kept_output = Remat.Config(save=save).build().wrap(lambda q, k, v: run(jnp.sin(q), k, v), in_loop=False)
+        text, _ = compiled(lambda q, k, v, f=kept_output: jnp.sin(f(q, k, v)), "h100-8x1", *operands(), gradients=True)
         assert calls(text) == (runs, 1)
 
 
 def test_a_program_without_gradients_has_no_statistics():
-    text, chosen = compiled(attend(Causal()), "h100-8x1", *operands())
-    assert (chosen, calls(text)) == (["cudnn"], (1, 0))
+    text, choices = compiled(attend(Causal()), "h100-8x1", *operands())
+    assert (choices, calls(text)) == (["cudnn"], (1, 0))
     assert jax.devices()[0].platform == "cpu"

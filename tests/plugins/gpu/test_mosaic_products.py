@@ -36,34 +36,34 @@ def product(rows=64, groups=4, inner=256, outer=512, lhs="bfloat16", rhs="bfloat
 
 
 @pytest.mark.parametrize(
-    ("asked", "reason"),
+    ("options", "reason"),
     [
         ({}, None),
         ({"target": "b200"}, None),
         ({"target": "b200", "groups": 128}, None),
         ({"groups": 33}, None if LATER else "up to 32 groups on h100, not 33"),
-        ({"rows": 60}, "number of rows, 60, is no multiple of 8"),
-        ({"outer": 192}, "dimension 192 is no multiple of 128"),
+        ({"rows": 60}, "number of rows, 60, is not a multiple of 8"),
+        ({"outer": 192}, "dimension 192 is not a multiple of 128"),
         ({"inner": 384}, None),
-        ({"inner": 384, "target": "b200"}, "dimension 384 is no multiple of 256"),
+        ({"inner": 384, "target": "b200"}, "dimension 384 is not a multiple of 256"),
         ({"lhs": "float32"}, "bfloat16 and float16, not float32"),
         ({"rhs": "float16"}, "bfloat16, float16; it takes one"),
         ({"target": "a100"}, "a100 is neither"),
         ({"target": "rtx"}, "is none that it is known"),
     ],
 )
-def test_a_grouped_product_says_what_it_cannot_do(library, first_kernel, asked, reason):
-    said = MOSAIC.supports(*product(**asked))
-    assert said is None if reason is None else reason in said
+def test_a_grouped_product_says_what_it_cannot_do(library, first_kernel, options, reason):
+    answer = MOSAIC.supports(*product(**options))
+    assert answer is None if reason is None else reason in answer
 
 
 def test_it_stands_behind_triton(library, first_kernel):
     assert OTHER.supports(*product(target="b200")) is None
     for target in ("h100", "b200"):
-        chosen = selection.Selection(platform="gpu", target=target)
-        chosen.choose(product(target=target)[0])
-        chosen.choose(product(target=target)[0], "tokamax-mosaic")
-        assert [c.name for c in chosen.choices] == ["tokamax-triton", "tokamax-mosaic"]
+        choices = selection.Selection(platform="gpu", target=target)
+        choices.choose(product(target=target)[0])
+        choices.choose(product(target=target)[0], "tokamax-mosaic")
+        assert [c.name for c in choices.choices] == ["tokamax-triton", "tokamax-mosaic"]
     first_kernel["kernel"] = (9, 0)
     assert "start another" in MOSAIC.supports(*product(target="b200"))
 
@@ -75,24 +75,26 @@ def unit(dims=(2, 64, 64), hidden=64, target="b200", activation="silu"):
 
 
 @pytest.mark.parametrize(
-    ("asked", "reason"),
+    ("options", "reason"),
     [
         ({}, None),
         (
             {"target": "h100"},
-            "hidden size on a device, 64, is no multiple of 128" if LATER else "none for h100 that is known to compile",
+            "hidden size on a device, 64, is not a multiple of 128"
+            if LATER
+            else "none for h100 that is known to compile",
         ),
         ({"target": "h100", "hidden": 128}, None if LATER else "none for h100 that is known to compile"),
         ({"target": "a100"}, "none for a100 that is known to compile"),
         ({"activation": "gelu"}, "error function"),
-        ({"dims": (2, 32, 64)}, "number of rows on a device, 64, is no multiple of 128"),
-        ({"dims": (2, 64, 96)}, "width on a device, 96, is no multiple of 64"),
-        ({"hidden": 96}, "hidden size on a device, 96, is no multiple of 64"),
+        ({"dims": (2, 32, 64)}, "number of rows on a device, 64, is not a multiple of 128"),
+        ({"dims": (2, 64, 96)}, "width on a device, 96, is not a multiple of 64"),
+        ({"hidden": 96}, "hidden size on a device, 96, is not a multiple of 64"),
     ],
 )
-def test_a_gated_unit_says_what_it_cannot_do(library, first_kernel, asked, reason):
-    said = GATED.supports(*unit(**asked))
-    assert said is None if reason is None else reason in said
+def test_a_gated_unit_says_what_it_cannot_do(library, first_kernel, options, reason):
+    answer = GATED.supports(*unit(**options))
+    assert answer is None if reason is None else reason in answer
 
 
 class Grouped:
@@ -105,15 +107,17 @@ class Grouped:
         base = tokamax.module("ops.ragged_dot.base")
         ends = jnp.cumsum(group_sizes)
         row = jnp.arange(lhs.shape[0])
-        mine = (row[:, None] < ends) & (row[:, None] >= ends - group_sizes)
+        in_group = (row[:, None] < ends) & (row[:, None] >= ends - group_sizes)
         if ragged_dot_dimension_numbers == base.RAGGED_CONTRACTING_DOT_DIM_NUMS:
-            found = jnp.einsum("mg,mk,mn->gkn", mine.astype(lhs.dtype), lhs, rhs)
+            actual = jnp.einsum("mg,mk,mn->gkn", in_group.astype(lhs.dtype), lhs, rhs)
         else:
             if ragged_dot_dimension_numbers == base.TRANS_RHS_RAGGED_DOT_DIM_NUMS:
                 rhs = rhs.mT
-            found = jnp.einsum("mg,mk,gkn->mn", mine.astype(lhs.dtype), jnp.where(mine.any(1)[:, None], lhs, 0), rhs)
-            found = jnp.where(mine.any(1)[:, None], found, jnp.nan)
-        return found.astype(lhs.dtype)
+            actual = jnp.einsum(
+                "mg,mk,gkn->mn", in_group.astype(lhs.dtype), jnp.where(in_group.any(1)[:, None], lhs, 0), rhs
+            )
+            actual = jnp.where(in_group.any(1)[:, None], actual, jnp.nan)
+        return actual.astype(lhs.dtype)
 
 
 class Careful(Grouped):
@@ -137,11 +141,11 @@ def test_a_network_of_grouped_products_has_the_reference_gradients(library, firs
         ("pallas_triton", "PallasTritonRaggedDot", Careful),
     ):
 
-        def made(config, stand_in=stand_in, name=name):
+        def network(config, stand_in=stand_in, name=name):
             used.append(name)
             return stand_in(config)
 
-        monkeypatch.setattr(tokamax.module(f"ops.ragged_dot.{module}"), name, made)
+        monkeypatch.setattr(tokamax.module(f"ops.ragged_dot.{module}"), name, network)
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(rows, 256)), jnp.bfloat16)
     first, second = (jnp.asarray(rng.normal(size=(3, 256, 256)) / 16, jnp.bfloat16) for _ in range(2))
@@ -155,9 +159,9 @@ def test_a_network_of_grouped_products_has_the_reference_gradients(library, firs
 
     gradients = jax.grad(loss, argnums=(2, 3))
     expected = gradients("xla", x, first, second)
-    with selection.use(selection.Selection(target=target, platform="gpu")) as chosen:
+    with selection.use(selection.Selection(target=target, platform="gpu")) as choices:
         got = gradients("tokamax-mosaic", x, first, second)
-    assert [c.name for c in chosen.choices] == ["tokamax-mosaic"]
+    assert [c.name for c in choices.choices] == ["tokamax-mosaic"]
     outer = set() if (target, rows) == ("h100", 256) else {"PallasTritonRaggedDot"}
     assert set(used) == {"PallasMosaicGpuRaggedDot"} | outer
     for a, b in zip(got, expected, strict=True):
@@ -212,8 +216,8 @@ def units(rows=64, inner=256, outer=512, dtype="bfloat16"):
 @pytest.mark.parametrize("target", ["h100", pytest.param("h200", marks=slow)])
 @pytest.mark.parametrize("gradients", [False, True])
 def test_grouped_products_compile_for_hopper(library, target, gradients):
-    text, chosen = compiled(grouped, f"{target}-1x1", *products(), gradients=gradients)
-    assert chosen == ["tokamax-mosaic"]
+    text, choices = compiled(grouped, f"{target}-1x1", *products(), gradients=gradients)
+    assert choices == ["tokamax-mosaic"]
     assert kernel_calls(text) == ((3, 0) if gradients else (1, 0))
 
 
@@ -228,41 +232,44 @@ def test_grouped_products_compile_for_hopper(library, target, gradients):
 )
 def test_grouped_products_of_all_sizes_compile_for_hopper(library, sizes, backward):
     for gradients, calls in ((False, (1, 0)), (True, backward)):
-        text, chosen = compiled(grouped, "h100-1x1", *products(**sizes), gradients=gradients)
-        assert (chosen, kernel_calls(text)) == (["tokamax-mosaic"], calls)
+        text, choices = compiled(grouped, "h100-1x1", *products(**sizes), gradients=gradients)
+        assert (choices, kernel_calls(text)) == (["tokamax-mosaic"], calls)
 
 
-def here(function, *args, **options):
+def local_program(function, *args, **options):
     return Program(f"{__name__}:{function.__name__}", options.pop("options", {}), *args, **options)
 
 
-def check(found, mosaic, triton):
-    assert (found.mosaic, found.triton, found.chosen) == (mosaic, triton, ["tokamax-mosaic"])
-    assert found.architectures == {"sm_100a"}
-    assert "tcgen05.mma" in found.ptx
-    assert "wgmma" not in found.ptx
+def check(texts, mosaic, triton):
+    assert (texts.mosaic, texts.triton, texts.chosen) == (mosaic, triton, ["tokamax-mosaic"])
+    assert texts.architectures == {"sm_100a"}
+    assert "tcgen05.mma" in texts.ptx
+    assert "wgmma" not in texts.ptx
 
 
 @slow
 @pytest.mark.skipif(not LATER, reason="tokamax 0.0.12's cannot be compiled: Python 3.12 and later have 0.0.14")
 @pytest.mark.parametrize("target", ["h100", "h200"])
 def test_a_gated_unit_compiles_for_hopper(library, target):
-    text, chosen = compiled(gated, f"{target}-1x1", *units())
-    assert (chosen, kernel_calls(text)) == (["tokamax-mosaic"], (1, 0))
+    text, choices = compiled(gated, f"{target}-1x1", *units())
+    assert (choices, kernel_calls(text)) == (["tokamax-mosaic"], (1, 0))
 
 
 @slow
 def test_a_gated_unit_compiles_for_blackwell(library):
-    (found,) = compiled_alone("b200-1x1", here(gated, units()))
-    check(found, 1, 0)
+    (actual,) = compiled_alone("b200-1x1", local_program(gated, units()))
+    check(actual, 1, 0)
 
 
 @slow
 def test_products_of_all_sizes_compile_for_blackwell_forward_and_backward(library):
     sizes = ({}, {"rows": 8, "outer": 256, "groups": 128}, {"rows": 504, "dtype": "float16"})
-    for found in compiled_alone("b200-1x1", *(here(grouped, products(**s), gradients=True) for s in sizes)):
-        check(found, 2, 1)
-    programs = [here(gated, units(), options={"activation": a}) for a in ACTIVATIONS if a != "gelu"]
-    programs += [here(gated, units(inner=64, outer=64, dtype="float16")), here(gated, units(inner=128), gradients=True)]
-    for found in compiled_alone("b200-8x1", *programs):
-        check(found, 1, 0)
+    for actual in compiled_alone("b200-1x1", *(local_program(grouped, products(**s), gradients=True) for s in sizes)):
+        check(actual, 2, 1)
+    programs = [local_program(gated, units(), options={"activation": a}) for a in ACTIVATIONS if a != "gelu"]
+    programs += [
+        local_program(gated, units(inner=64, outer=64, dtype="float16")),
+        local_program(gated, units(inner=128), gradients=True),
+    ]
+    for actual in compiled_alone("b200-8x1", *programs):
+        check(actual, 1, 0)

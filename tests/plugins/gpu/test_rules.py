@@ -10,7 +10,7 @@ import pytest
 
 import axlearn_core as ax
 from axlearn_core.compose import compose
-from axlearn_core.compose.devices import absent
+from axlearn_core.compose.devices import topology_devices
 from axlearn_core.plugins.request import Request
 
 
@@ -34,9 +34,9 @@ def test_hosts_of_four_gpus_are_split_over_four():
 
 def planned(experiment, target, **kwargs):
     """(bytes that one GPU needs, what it has, the names of the kernels) of a training step."""
-    found = resolved(experiment, target, **kwargs)
-    program = compose(found.config, absent(found.machine), machine=found.machine)
-    shape = (found.config.input.batch_size, found.config.input.sequence_length)
+    actual = resolved(experiment, target, **kwargs)
+    program = compose(actual.config, topology_devices(actual.machine), machine=actual.machine)
+    shape = (actual.config.input.batch_size, actual.config.input.sequence_length)
     dtypes = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), np.int32) | {"weights": np.float32}
     step = program.compile("train", {k: jax.ShapeDtypeStruct(shape, d) for k, d in dtypes.items()})
     memory = step.memory_analysis()
@@ -73,6 +73,6 @@ def test_a_run_on_this_machine_says_nothing_of_gpus(tmp_path):
     small = ("model.decoder.num_layers=1", "model.decoder.hidden_dim=32", "input.batch_size=2", "evaluators={}")
     command += [part for s in (*small, "input.sequence_length=32") for part in ("--set", s)]
     env = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert not [w for w in ("CUDA", "cuda", "Traceback", "plugin") if w in done.stderr], done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert not [w for w in ("CUDA", "cuda", "Traceback", "plugin") if w in process.stderr], process.stderr

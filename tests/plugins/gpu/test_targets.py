@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from axlearn_core.compose.devices import absent
+from axlearn_core.compose.devices import topology_devices
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.targets import find_machine
 from axlearn_plugins_gpu import targets, topology
@@ -15,11 +15,11 @@ from axlearn_plugins_gpu import targets, topology
 def test_devices_of_absent_gpus_are_those_of_the_target(target):
     for name in target.examples:
         machine = find_machine(name)
-        found = absent(machine)
-        assert len(found) == machine.devices
-        assert found[0].platform == "gpu"
-        assert found[0].device_kind in target.device_kinds
-        assert [d.process_index for d in found] == [i // machine.chips_per_host for i in range(machine.devices)]
+        actual = topology_devices(machine)
+        assert len(actual) == machine.devices
+        assert actual[0].platform == "gpu"
+        assert actual[0].device_kind in target.device_kinds
+        assert [d.process_index for d in actual] == [i // machine.chips_per_host for i in range(machine.devices)]
 
 
 def test_a_size_is_gpus_of_a_host_by_hosts():
@@ -41,10 +41,10 @@ def test_figures_are_dense_and_of_one_device():
 def test_without_the_compiler_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RequestError, match=r"needs XLA's GPU compiler.*\n.*pip install jax-cuda12-plugin"):
-        absent(find_machine("h100-8x1"))
+        topology_devices(find_machine("h100-8x1"))
 
 
 def test_the_compiler_is_not_heard_where_there_is_no_gpu():
     code = "import jax; assert jax.devices()[0].platform == 'cpu'"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (process.returncode, process.stderr) == (0, "")

@@ -59,22 +59,22 @@ def test_every_block_size_is_that_of_a_gpu_and_fits_its_shared_memory():
 def test_it_says_what_it_cannot_do(library):
     assert TRITON.supports(*product()) is None
     assert "float32" in TRITON.supports(*product(dtype="float32"))
-    assert "192 is no multiple of 128" in TRITON.supports(*product(outer=192))
+    assert "192 is not a multiple of 128" in TRITON.supports(*product(outer=192))
     assert "is none that it is known" in TRITON.supports(*product(target="rtx"))
 
 
 @pytest.mark.parametrize("version", [None, "0.0.17"])
 def test_without_the_library_the_reason_says_what_to_install(monkeypatch, version):
-    def found(name):
+    def no_module(name):
         if version is None:
             raise tokamax.metadata.PackageNotFoundError(name)
         return version
 
-    monkeypatch.setattr(tokamax.metadata, "version", found)
-    chosen = Selection(platform="gpu", target="h100")
-    chosen.choose(product()[0])
-    assert chosen.choices[0].name != "tokamax-triton"
-    reason = chosen.choices[0].rejected["tokamax-triton"]
+    monkeypatch.setattr(tokamax.metadata, "version", no_module)
+    choices = Selection(platform="gpu", target="h100")
+    choices.choose(product()[0])
+    assert choices.choices[0].name != "tokamax-triton"
+    reason = choices.choices[0].rejected["tokamax-triton"]
     assert "axlearn-plugins-gpu[kernels]" in reason
     assert version is None or version in reason
 
@@ -87,12 +87,12 @@ def test_grouped_products_compile_forward_and_backward(library, target):
         return GroupedMatmul(*operands).run("tokamax-triton")
 
     for gradients, kernels in ((False, 1), (True, 2)):  # the gradients need no result of the forward pass
-        text, chosen = compiled(run, f"{target}-1x1", *shapes, gradients=gradients)
-        assert chosen == ["tokamax-triton"]
+        text, choices = compiled(run, f"{target}-1x1", *shapes, gradients=gradients)
+        assert choices == ["tokamax-triton"]
         assert kernel_calls(text) == (0, kernels)
 
 
-def here(op):
+def declared(op):
     """The plugin's kernels of an op, as if they ran anywhere."""
     return [attrs.evolve(k, platforms=()) for k in axlearn_kernels() if k.op == op.path()]
 
@@ -137,20 +137,20 @@ def unit(dims=(2, 16, 32), hidden=64, dtype="bfloat16", plain=True, activation="
 
 
 @pytest.mark.parametrize(
-    ("asked", "reason"),
+    ("options", "reason"),
     [
         ({}, None),
         ({"plain": False}, "adapters, a bias, quantization"),
         ({"dtype": "float32"}, "float32; it takes bfloat16"),
         ({"activation": "gelu"}, "error function"),
-        ({"hidden": 80}, "hidden size on a device, 80, is no multiple of 32"),
-        ({"dims": (2, 16, 40)}, "width on a device, 40, is no multiple of 32"),
-        ({"dims": (1, 16, 32)}, "number of rows on a device, 16, is no multiple of 32"),
+        ({"hidden": 80}, "hidden size on a device, 80, is not a multiple of 32"),
+        ({"dims": (2, 16, 40)}, "width on a device, 40, is not a multiple of 32"),
+        ({"dims": (1, 16, 32)}, "number of rows on a device, 16, is not a multiple of 32"),
     ],
 )
-def test_a_gated_unit_says_what_it_cannot_do(library, asked, reason):
-    said = GATED.supports(*unit(**asked))
-    assert said is None if reason is None else reason in said
+def test_a_gated_unit_says_what_it_cannot_do(library, options, reason):
+    answer = GATED.supports(*unit(**options))
+    assert answer is None if reason is None else reason in answer
 
 
 def test_what_a_device_has_decides(library):
@@ -173,11 +173,11 @@ def test_devices_compute_their_own_rows_and_columns(interpreted):
     measured = jax.grad(loss, argnums=(1, 2, 3, 4))
     expected = measured("xla", x, weight, gate, up)
     with (
-        selection.use(Selection(target="h100", declared=here)) as made,
+        selection.use(Selection(target="h100", declared=declared)) as result,
         logical_rules(make_mesh(Mesh(shape={"fsdp": 2, "tensor": 4})), DEFAULT_RULES),
     ):
         got = jax.jit(measured, static_argnums=0)(None, x, weight, gate, up)
-    assert [c.name for c in made.choices] == ["tokamax-triton"] * 2
+    assert [c.name for c in result.choices] == ["tokamax-triton"] * 2
     for a, b in zip(got, expected, strict=True):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         assert np.linalg.norm(a - b) <= 3e-2 * np.linalg.norm(b)
@@ -191,17 +191,17 @@ def test_norms_and_gated_units_compile_forward_and_backward(library, target):
 
     shapes = [(s, jnp.bfloat16) for s in ((4, 128, 256), (256,), (256, 512), (256, 512))]
     for gradients, kernels in ((False, 2), (True, 3)):  # the backward pass of the gated unit is XLA's
-        text, chosen = compiled(run, f"{target}-1x1", *shapes, gradients=gradients)
-        assert chosen == ["tokamax-triton"] * 2
+        text, choices = compiled(run, f"{target}-1x1", *shapes, gradients=gradients)
+        assert choices == ["tokamax-triton"] * 2
         assert kernel_calls(text) == (0, kernels)
 
 
 def test_blocks_of_rows_fit_their_registers_and_occupy_the_gpu():
     for target, chip in CHIPS.items():
         for width in (64, 4096, 12345, WIDEST):
-            found = normalized(target, 1 << 20, width, 1024)
-            assert found.rows == 1 or found.rows * width <= WIDEST
-            assert found.warps in (1, 2, 4)
+            actual = normalized(target, 1 << 20, width, 1024)
+            assert actual.rows == 1 or actual.rows * width <= WIDEST
+            assert actual.warps in (1, 2, 4)
         assert normalized(target, 256, 64, 1024).rows == 1  # rather more blocks than large ones
         assert gated(target, 8192, 8192).m == 128
         assert (256 // gated(target, 256, 1024).m) * 16 >= 64

@@ -22,7 +22,7 @@ from axlearn_plugins_transformer.kernels.masks import Causal, Full, Prefix, Segm
 
 
 @pytest.mark.parametrize(
-    ("asked", "mosaic", "triton"),
+    ("options", "mosaic", "triton"),
     [
         ({}, None, None),
         ({"softcap": 50.0}, None, "backward pass has no soft cap"),
@@ -30,7 +30,7 @@ from axlearn_plugins_transformer.kernels.masks import Causal, Full, Prefix, Segm
         ({"query": (2, 256, 8, 256), "target": "a100"}, "for Hopper and Blackwell, and a100 is neither", None),
         ({"query": (2, 256, 8, 512)}, "no blocks for heads of 512", "no blocks for heads of 512"),
         ({"target": "b200", "query": (2, 256, 8, 64), "packed": True}, None, None),
-        ({"target": "b200", "query": (2, 384, 8, 64)}, "384 is no multiple of 256", None),
+        ({"target": "b200", "query": (2, 384, 8, 64)}, "384 is not a multiple of 256", None),
         ({"target": "b200", "query": (2, 4096, 8, 64)}, None, None),
         (
             {"target": "b200", "query": (2, 8192, 8, 64)},
@@ -42,7 +42,7 @@ from axlearn_plugins_transformer.kernels.masks import Causal, Full, Prefix, Segm
         ({"target": "b200", "query": (2, 256, 8, 256)}, "backward pass has no blocks for heads of 256 on b200", None),
         ({"target": "b200", "query": (2, 256, 8, 256), "softcap": 50.0, "gradients": False}, None, None),
         ({"query": (2, 256, 8, 80)}, "no blocks for heads of 80", "no blocks for heads of 80"),
-        ({"query": (2, 200, 8, 128)}, "200 is no multiple of 128", "200 is no multiple of 128"),
+        ({"query": (2, 200, 8, 128)}, "200 is not a multiple of 128", "200 is not a multiple of 128"),
         ({"value": 64}, "differ in head size", "differ in head size"),
         ({"dtype": "float32"}, "bfloat16, or float16", "bfloat16, or float16"),
         ({"key_slots": jnp.arange(256)[None]}, "not the same positions", "not the same positions"),
@@ -50,10 +50,10 @@ from axlearn_plugins_transformer.kernels.masks import Causal, Full, Prefix, Segm
         ({"target": "rtx"}, "is none that it is known", "is none that it is known"),
     ],
 )
-def test_it_says_what_it_cannot_do(library, first_kernel, asked, mosaic, triton):
+def test_it_says_what_it_cannot_do(library, first_kernel, options, mosaic, triton):
     for kernel, reason in ((MOSAIC_ATTENTION, mosaic), (TRITON, triton)):
-        said = kernel.supports(*attention_call(**asked))
-        assert said is None if reason is None else reason in (said or "")
+        answer = kernel.supports(*attention_call(**options))
+        assert answer is None if reason is None else reason in (answer or "")
 
 
 @pytest.mark.parametrize("tables", [MOSAIC, MOSAIC_LATER, TRITON_ATTENTION], ids=["mosaic", "later", "triton"])
@@ -99,8 +99,8 @@ MORE = [
 def test_it_compiles_forward_and_backward(library, kernel, target, size, mask, softcap):
     run = functools.partial(attend, mask=mask, softcap=softcap, kernel=kernel)
     for gradients in (False, True):
-        text, chosen = compiled(run, f"{target}-1x1", *arrays(size), gradients=gradients)
-        assert chosen == [kernel]
+        text, choices = compiled(run, f"{target}-1x1", *arrays(size), gradients=gradients)
+        assert choices == [kernel]
         count = 1 if not gradients else 3 if kernel == "tokamax-mosaic" else 2
         assert kernel_calls(text) == ((count, 0) if kernel == "tokamax-mosaic" else (0, count))
 
@@ -114,12 +114,12 @@ def test_mosaic_compiles_for_blackwell(library, mask):
         for g, sizes in ((False, (64, 128, 192, 256)), (True, back))
         for size in sizes
     ]
-    for program, found in zip(programs, compiled_alone("b200-1x1", *programs), strict=True):
+    for program, actual in zip(programs, compiled_alone("b200-1x1", *programs), strict=True):
         kernels = (3 if LATER else 2) if program.gradients else 1
-        assert (found.mosaic, found.triton, found.chosen) == (kernels, 0, ["tokamax-mosaic"])
-        assert found.architectures == {"sm_100a"}
-        assert "tcgen05.mma" in found.ptx
-        assert "wgmma" not in found.ptx
+        assert (actual.mosaic, actual.triton, actual.chosen) == (kernels, 0, ["tokamax-mosaic"])
+        assert actual.architectures == {"sm_100a"}
+        assert "tcgen05.mma" in actual.ptx
+        assert "wgmma" not in actual.ptx
 
 
 def blackwell(size):
@@ -140,8 +140,8 @@ def test_what_it_keeps_is_the_context(library):
         return attend(jnp.sin(query), key, value, ids, kernel="tokamax-triton")
 
     for save, runs in ((("context",), 1), ((), 2)):
-        kept = Remat.Config(save=save).build().wrap(run, in_loop=False)
-        text, _ = compiled(lambda *args, f=kept: jnp.sin(f(*args)), "h100-1x1", *arrays(64), gradients=True)
+        wrapped = Remat.Config(save=save).build().wrap(run, in_loop=False)
+        text, _ = compiled(lambda *args, f=wrapped: jnp.sin(f(*args)), "h100-1x1", *arrays(64), gradients=True)
         assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == runs + 1
 
 

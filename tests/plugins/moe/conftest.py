@@ -46,11 +46,11 @@ def build():
 @functools.partial(jax.jit, static_argnums=(0, 4), compiler_options=QUICK)
 def _grads(graph, state, x, probe, call):
     def loss(state, x):
-        with summaries.collect() as found:
+        with summaries.collect() as collector:
             layer = nnx.merge(graph, state)
             y = layer(x) if call is None else call(layer, x)
-        total = jnp.sum(y * probe) + sum(found.losses.values(), start=jnp.float32(0))
-        return total, (y, found.losses, found.summaries)
+        total = jnp.sum(y * probe) + sum(collector.losses.values(), start=jnp.float32(0))
+        return total, (y, collector.losses, collector.summaries)
 
     return jax.grad(loss, (0, 1), has_aux=True)(state, x)
 
@@ -61,9 +61,9 @@ def run():
 
     @functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
     def call(graph, state, x):
-        with summaries.collect() as found:
+        with summaries.collect() as collector:
             y = nnx.merge(graph, state)(x)
-        return y, found.summaries
+        return y, collector.summaries
 
     return lambda layer, x: call(*nnx.split(layer), x)
 
@@ -74,8 +74,8 @@ def grads():
 
     def grads(layer, x, probe, call=None):
         (by_state, by_x), (y, losses, reported) = _grads(*nnx.split(layer), x, probe, call)
-        found = {".".join(map(str, k)): v.get_value() for k, v in nnx.to_flat_state(by_state)}
-        return y, losses, reported, found | {"x": by_x}
+        results = {".".join(map(str, k)): v.get_value() for k, v in nnx.to_flat_state(by_state)}
+        return y, losses, reported, results | {"x": by_x}
 
     return grads
 
@@ -102,8 +102,10 @@ def _naive(layer, x):
     for e in range(layer.cfg.num_experts):
         up = _one(layer.up, e, x)
         hidden = act(up) if layer.gate is None else act(_one(layer.gate, e, x)) * up
-        mine = jnp.where(routing.expert == e, routing.weight, 0.0)
-        weight = jnp.sum(jnp.where(token[:, None] == jnp.arange(length)[None, :, None], mine[:, None], 0.0), -1)
+        expert_weight = jnp.where(routing.expert == e, routing.weight, 0.0)
+        weight = jnp.sum(
+            jnp.where(token[:, None] == jnp.arange(length)[None, :, None], expert_weight[:, None], 0.0), -1
+        )
         y = y + weight[..., None] * _one(layer.down, e, hidden)
     return y if layer.cfg.shared is None else y + layer.shared(x)
 
@@ -115,7 +117,7 @@ def close():
     def close(a, b, tolerance=1e-5):
         assert a.keys() == b.keys()
         for name in a:
-            found, expected = np.asarray(a[name]), np.asarray(b[name])
-            assert np.linalg.norm(found - expected) <= tolerance * np.linalg.norm(expected), name
+            actual, expected = np.asarray(a[name]), np.asarray(b[name])
+            assert np.linalg.norm(actual - expected) <= tolerance * np.linalg.norm(expected), name
 
     return close

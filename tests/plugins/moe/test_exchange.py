@@ -20,8 +20,8 @@ def test_every_row_is_worked_on_by_its_expert_and_comes_back_to_its_place(choice
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:DEVICES]), ("expert",))
 
     def local(rows, expert, scale):
-        def run(rows, mine):
-            used = jnp.append(scale, 0.0)[mine][:, None]  # no row: the number behind the last expert
+        def run(rows, owner):
+            used = jnp.append(scale, 0.0)[owner][:, None]  # no row: the number behind the last expert
             return rows * used
 
         return exchanged(rows, expert, ("expert",), DEVICES, HELD, run)
@@ -37,9 +37,9 @@ def test_every_row_is_worked_on_by_its_expert_and_comes_back_to_its_place(choice
 
     for_each = jax.jit(jax.value_and_grad(lambda r, s: both(r, s, spread), (0, 1), has_aux=True))
     (_, y), grads = for_each(rows, scale)
-    (_, expected), wanted = jax.value_and_grad(
+    (_, expected), reference = jax.value_and_grad(
         lambda r, s: both(r, s, lambda rows, expert, scale: rows * scale[expert][:, None]), (0, 1), has_aux=True
     )(rows, scale)
     np.testing.assert_array_equal(y, expected)
-    for found, right in zip(grads, wanted, strict=True):
-        np.testing.assert_allclose(found, right, rtol=1e-6, atol=1e-6)
+    for gradient, right in zip(grads, reference, strict=True):
+        np.testing.assert_allclose(gradient, right, rtol=1e-6, atol=1e-6)

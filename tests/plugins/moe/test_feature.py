@@ -40,10 +40,10 @@ class Capped(GatedFeedForward):
 
 
 def placed(feature, model=MODEL):
-    made = feature.apply(model)
-    assert feature.apply(made) == made
-    assert feature.in_effect(made)
-    return find(made, SLOT)[SLOT]
+    result = feature.apply(model)
+    assert feature.apply(result) == result
+    assert feature.in_effect(result)
+    return find(result, SLOT)[SLOT]
 
 
 def with_slot(value):
@@ -60,37 +60,37 @@ def test_experts_take_over_what_they_replace():
     biased = GatedFeedForward.Config(up=Linear.Config(bias=True))
     assert placed(MoE(shared_experts=1), with_slot(biased)).up == biased.up
     assert placed(MoE(shared_experts=1), with_slot(biased)).shared == biased
-    made = MoE().apply(MODEL)
-    assert made.decoder.layer.attention is MODEL.decoder.layer.attention
+    result = MoE().apply(MODEL)
+    assert result.decoder.layer.attention is MODEL.decoder.layer.attention
     assert not MoE().in_effect(MODEL)
 
 
 def test_options_are_set_on_experts_that_are_there():
-    there = with_slot(patch(EXPERTS, {"router": SigmoidRouter.Config(scale=2.5), "num_experts": 16}))
-    assert placed(MoE(top_k=4), there) == patch(find(there, SLOT)[SLOT], {"top_k": 4})
-    assert placed(MoE(), there) == find(there, SLOT)[SLOT]
+    before = with_slot(patch(EXPERTS, {"router": SigmoidRouter.Config(scale=2.5), "num_experts": 16}))
+    assert placed(MoE(top_k=4), before) == patch(find(before, SLOT)[SLOT], {"top_k": 4})
+    assert placed(MoE(), before) == find(before, SLOT)[SLOT]
     capacity = CapacityDispatch.Config(capacity_factor=2.0)
-    made = placed(MoE(router=ExpertChoiceRouter.Config(), dispatch=capacity), there)
-    assert (made.router, made.dispatch, made.num_experts) == (ExpertChoiceRouter.Config(), capacity, 16)
+    result = placed(MoE(router=ExpertChoiceRouter.Config(), dispatch=capacity), before)
+    assert (result.router, result.dispatch, result.num_experts) == (ExpertChoiceRouter.Config(), capacity, 16)
 
 
 def test_shared_experts():
-    made = placed(MoE(shared_experts=2))
-    assert made.shared == GatedFeedForward.Config(hidden_dim=96, activation="gelu")
-    there = with_slot(made)
-    assert placed(MoE(shared_experts=0), there).shared is None
-    assert placed(MoE(), there).shared == made.shared
+    result = placed(MoE(shared_experts=2))
+    assert result.shared == GatedFeedForward.Config(hidden_dim=96, activation="gelu")
+    with_shared = with_slot(result)
+    assert placed(MoE(shared_experts=0), with_shared).shared is None
+    assert placed(MoE(), with_shared).shared == result.shared
     relative = placed(MoE(shared_experts=3), with_slot(PlainFeedForward.Config()))
     assert relative.shared == PlainFeedForward.Config(hidden_dim=Scaled(factor=12.0))
 
 
 def test_some_layers_keep_their_feed_forward():
     assert placed(MoE(every=2)) == Alternate(children=(DENSE, EXPERTS))
-    made = MoE(dense_layers=1, every=3).apply(MODEL)
-    assert find(made, SLOT)[SLOT] == Alternate(first=(DENSE,), children=(DENSE, DENSE, EXPERTS))
-    assert placed(MoE(top_k=1), made).children[2].top_k == 1
-    assert placed(MoE(every=2), made) == Alternate(first=(DENSE,), children=(DENSE, EXPERTS))
-    assert placed(MoE(every=1, dense_layers=0), made) == EXPERTS
+    result = MoE(dense_layers=1, every=3).apply(MODEL)
+    assert find(result, SLOT)[SLOT] == Alternate(first=(DENSE,), children=(DENSE, DENSE, EXPERTS))
+    assert placed(MoE(top_k=1), result).children[2].top_k == 1
+    assert placed(MoE(every=2), result) == Alternate(first=(DENSE,), children=(DENSE, EXPERTS))
+    assert placed(MoE(every=1, dense_layers=0), result) == EXPERTS
     both = with_slot(Alternate(children=(DENSE, PlainFeedForward.Config())))
     assert [type(c) for c in placed(MoE(), both).children] == [MixtureOfExperts.Config] * 2
 
@@ -126,10 +126,10 @@ OPEN = {"input.source.paths": ["x"], "input.tokenizer.path": "y"}
 @pytest.mark.parametrize("experiment", ["quickstart", "llama2-7b", "llama2-70b", "llama3-8b"])
 def test_every_dense_experiment_takes_experts(experiment):
     plain = ax.resolve(experiment).config
-    made = ax.resolve(experiment, with_=["moe:num_experts=4,top_k=2"]).config
-    (changed,) = {c.path.split(".feed_forward")[0] for c in diff(plain, made)}
+    result = ax.resolve(experiment, with_=["moe:num_experts=4,top_k=2"]).config
+    (changed,) = {c.path.split(".feed_forward")[0] for c in diff(plain, result)}
     assert changed == "model.decoder.layer"
-    dense, experts = plain.model.decoder.layer.feed_forward, made.model.decoder.layer.feed_forward
+    dense, experts = plain.model.decoder.layer.feed_forward, result.model.decoder.layer.feed_forward
     assert experts == MixtureOfExperts.Config(num_experts=4, hidden_dim=dense.hidden_dim, down=dense.down)
 
 
@@ -186,6 +186,6 @@ def test_all_names_are_registered():
     ],
 )
 def test_config_check_finds_experts_that_do_not_fit(with_, more, message):
-    done = CliRunner().invoke(cli, ["config", "check", "quickstart", "--with", with_, *more])
-    assert done.exit_code == (2 if message else 0), done.stderr
-    assert re.search(message, done.stderr), done.stderr
+    result = CliRunner().invoke(cli, ["config", "check", "quickstart", "--with", with_, *more])
+    assert result.exit_code == (2 if message else 0), result.stderr
+    assert re.search(message, result.stderr), result.stderr

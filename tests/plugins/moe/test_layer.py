@@ -1,4 +1,4 @@
-"""The layer against a plain loop over experts, values and gradients, whatever the router, dispatch and kernel."""
+"""The layer against a plain loop over experts, values and gradients, regardless of the router, dispatch and kernel."""
 
 import functools
 
@@ -58,11 +58,11 @@ def test_it_is_the_sum_over_experts(router, dispatch, build, naive, grads, close
         if maps.cfg.bias:
             maps.bias[...] = normal(*maps.bias.shape)
     x, probe = normal(2, 37, 16), normal(2, 37, 16, seed=1)
-    y, losses, reported, found = grads(layer, x, probe)
+    y, losses, reported, gradients = grads(layer, x, probe)
     expected, expected_losses, _, expected_grads = grads(layer, x, probe, naive)
     close({"y": y}, {"y": expected})
     assert losses == expected_losses
-    close(found, expected_grads)
+    close(gradients, expected_grads)
     assert reported.get("dropped_assignments", 0.0) == 0.0
 
 
@@ -99,10 +99,10 @@ def test_rows_are_capacity_groups_of_their_own(length):
 
 @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 def _product(lhs, rhs, sizes, probe):
-    mine = (jnp.arange(lhs.shape[0]) < jnp.sum(sizes))[:, None]
+    valid = (jnp.arange(lhs.shape[0]) < jnp.sum(sizes))[:, None]
 
     def run(lhs, rhs):
-        y = jnp.where(mine, XLA_BLOCKED(GroupedMatmul(jnp.where(mine, lhs, 0), rhs, sizes)), 0)
+        y = jnp.where(valid, XLA_BLOCKED(GroupedMatmul(jnp.where(valid, lhs, 0), rhs, sizes)), 0)
         return jnp.sum(y * probe), y
 
     return jax.grad(run, (0, 1), has_aux=True)(lhs, rhs)
@@ -122,13 +122,13 @@ def test_the_blocked_product_is_that_of_each_group(sizes, normal):
 
 
 def test_the_selection_knows_the_op_and_takes_the_blocked_product_on_cpu(normal):
-    with selection.use(selection.Selection(platform="cpu")) as chosen:
+    with selection.use(selection.Selection(platform="cpu")) as choices:
         GroupedMatmul(normal(4, 3), normal(2, 3, 5), jnp.asarray([1, 3])).run()
-    assert [(c.name, c.op.name) for c in chosen.choices] == [("xla-blocked", "grouped_matmul")]
-    with selection.use(selection.Selection(platform="tpu")) as chosen:
+    assert [(c.name, c.op.name) for c in choices.choices] == [("xla-blocked", "grouped_matmul")]
+    with selection.use(selection.Selection(platform="tpu")) as choices:
         GroupedMatmul(normal(4, 3), normal(2, 3, 5), jnp.asarray([1, 3])).run()
-    assert chosen.choices[0].name == "xla"
-    assert "not on tpu" in chosen.choices[0].rejected["xla-blocked"]
+    assert choices.choices[0].name == "xla"
+    assert "not on tpu" in choices.choices[0].rejected["xla-blocked"]
 
 
 def test_every_axis_is_named_and_each_expert_is_initialised_alone(build):
@@ -148,8 +148,8 @@ def test_every_axis_is_named_and_each_expert_is_initialised_alone(build):
     assert float(jnp.var(down[...])) == pytest.approx(1 / 128, rel=0.05)
     assert not np.allclose(gate[0], gate[1])
     wide = Linear.Config(init=VarianceScaling(mode="fan_out"))
-    made = build(width=64, num_experts=8, gate=wide, hidden_dim=16).gate.weight
-    assert float(jnp.var(made[...])) == pytest.approx(1 / 16, rel=0.05)
+    result = build(width=64, num_experts=8, gate=wide, hidden_dim=16).gate.weight
+    assert float(jnp.var(result[...])) == pytest.approx(1 / 16, rel=0.05)
 
 
 def test_dtypes(build):
@@ -166,8 +166,8 @@ def _remat(layer, x):
     graph, state = nnx.split(layer)
 
     def call(state, x):
-        with summaries.collect() as found:
-            return nnx.merge(graph, state)(x), found.losses
+        with summaries.collect() as collector:
+            return nnx.merge(graph, state)(x), collector.losses
 
     remat = Remat.Config(save=("mlp_gate", "mlp_up", "mlp_hidden", "router_logits")).build()
     y, losses = remat.wrap(call, in_loop=False)(state, x)

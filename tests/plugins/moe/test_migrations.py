@@ -58,16 +58,16 @@ STORED = [MAIN, f"params.{BIAS}", f"learner.ema.{BIAS}", "params.decoder.norm.we
 
 
 def test_arrays_move():
-    wanted = ["learner.optimizer.0.mu.decoder.norm.weight", f"variables.{BIAS}", "params.decoder.norm.weight", "step"]
-    assert migrate_arrays(STORED, wanted) == {
+    expected = ["learner.optimizer.0.mu.decoder.norm.weight", f"variables.{BIAS}", "params.decoder.norm.weight", "step"]
+    assert migrate_arrays(STORED, expected) == {
         f"params.{BIAS}": f"variables.{BIAS}", f"learner.ema.{BIAS}": None,
         MAIN: "learner.optimizer.0.mu.decoder.norm.weight",
     }  # fmt: skip
 
 
 def test_rules_behind_the_one_that_went_have_other_numbers():
-    wanted = [MAIN, THIRD.replace(".2.", ".1."), f"variables.{BIAS}"]
-    assert parameters_to_variables([*STORED, THIRD], wanted) == {
+    expected = [MAIN, THIRD.replace(".2.", ".1."), f"variables.{BIAS}"]
+    assert parameters_to_variables([*STORED, THIRD], expected) == {
         f"params.{BIAS}": f"variables.{BIAS}", f"learner.ema.{BIAS}": None, THIRD: THIRD.replace(".2.", ".1."),
     }  # fmt: skip
 
@@ -84,9 +84,9 @@ def test_the_rule_is_refused_in_requests_of_today():
 
 
 def test_the_rate_is_a_setting_of_the_router():
-    made = resolve("quickstart", with_=["moe:router={type: sigmoid-router, rate: 0.5}"]).checked().config
-    assert list(find(made, "model.**.router.rate").values()) == [0.5]
-    assert made.learner.rules == ()
+    result = resolve("quickstart", with_=["moe:router={type: sigmoid-router, rate: 0.5}"]).checked().config
+    assert list(find(result, "model.**.router.rate").values()) == [0.5]
+    assert result.learner.rules == ()
 
 
 def test_the_weights_of_an_old_run_open():

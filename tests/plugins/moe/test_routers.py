@@ -27,9 +27,9 @@ def routed(cfg, x, top_k=2, weight=None, bias=None):
     @jax.jit
     def run(state):
         router = nnx.merge(graph, state)
-        with summaries.collect() as found:
+        with summaries.collect() as collector:
             routing = router(jnp.asarray(x))
-        return routing, found.losses, found.summaries, nnx.state(router)
+        return routing, collector.losses, collector.summaries, nnx.state(router)
 
     routing, losses, reported, after = run(state)
     expert, weights = np.asarray(routing.expert), np.asarray(routing.weight)
@@ -50,8 +50,8 @@ def inputs(rows=2, length=7, width=5, seed=0):
 
 def same(rows, expected):
     for row, want in zip(rows, expected, strict=True):
-        for found, weights in zip(row, want, strict=True):
-            assert found == pytest.approx(weights, rel=1e-5)
+        for row_weights, weights in zip(row, want, strict=True):
+            assert row_weights == pytest.approx(weights, rel=1e-5)
 
 
 def softmax(logits):

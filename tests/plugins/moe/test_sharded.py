@@ -16,7 +16,7 @@ from axlearn_core.kernels import selection
 from axlearn_core.nn import sharding
 from axlearn_core.nn.layer import Precision
 from axlearn_core.nn.linear import Linear
-from axlearn_plugins_lora.linear import LoraLinear
+from axlearn_plugins_finetune.lora.linear import LoraLinear
 from axlearn_plugins_moe.dispatch import CapacityDispatch, DroplessDispatch
 from axlearn_plugins_moe.layer import MixtureOfExperts
 from axlearn_plugins_moe.routers import ExpertChoiceRouter, SigmoidRouter, SoftmaxRouter
@@ -53,13 +53,13 @@ def on(cfg, shape):
     }
     places = {p: layout.sharding(functional.axes[p], s.shape, p) for p, s in functional.abstract.items()}
     params = {p: jax.device_put(x, places[p]) for p, x in params.items()}
-    given = {k: jax.device_put(v, layout.sharding(("batch", "sequence"), v.shape, k)) for k, v in batch().items()}
+    arrays = {k: jax.device_put(v, layout.sharding(("batch", "sequence"), v.shape, k)) for k, v in batch().items()}
 
-    def loss(params, given):
+    def loss(params, arrays_in):
         with sharding.logical_rules(layout.mesh, layout.rules), selection.use(selection.Selection()):
-            return jax.value_and_grad(lambda p: functional.bind(p, variables).loss(given), has_aux=True)(params)
+            return jax.value_and_grad(lambda p: functional.bind(p, variables).loss(arrays_in), has_aux=True)(params)
 
-    (value, summaries), grads = jax.jit(loss, compiler_options=QUICK)(params, given)
+    (value, summaries), grads = jax.jit(loss, compiler_options=QUICK)(params, arrays)
     return jax.device_get((value, summaries, grads))
 
 
@@ -149,5 +149,5 @@ def test_the_parameters_of_experts_are_sent_in_the_dtype_that_they_compute_in():
 
     x = jax.ShapeDtypeStruct((8, 6, 16), jnp.bfloat16)
     jaxpr = str(jax.make_jaxpr(jax.grad(loss))(functional.abstract, x))
-    sent = re.findall(r":(\w+)\[[\d,]*\] = (?:all_gather|reduce_scatter)\[", jaxpr)
-    assert sent == ["bf16"] * 6  # three matrices, and their gradients
+    dtypes = re.findall(r":(\w+)\[[\d,]*\] = (?:all_gather|reduce_scatter)\[", jaxpr)
+    assert dtypes == ["bf16"] * 6  # three matrices, and their gradients

@@ -21,19 +21,19 @@ def trained(with_, steps, **settings):
     program = compose(config, jax.devices()[:1])
     tokens = np.random.default_rng(0).integers(0, 64, (4, 33)).astype(np.int32)
     batch = program.put({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]})
-    state, found = program.init(0), []
+    state, losses = program.init(0), []
     for _ in range(steps):
         state, values = program.train_step(state, batch)
-        found.append({k: float(v) for k, v in values.items()})
-    return state, found
+        losses.append({k: float(v) for k, v in values.items()})
+    return state, losses
 
 
 def test_a_sigmoid_router_learns_and_balances_without_a_loss():
-    state, found = trained(
+    state, losses = trained(
         "moe:num_experts=4,top_k=1,router={type: sigmoid-router}", 40, **{"model.decoder.num_layers": 1}
     )
-    assert found[-1]["loss"] < 0.5 * found[0]["loss"]
-    assert found[-1].keys().isdisjoint({"cross_entropy", "router_bias"})  # no auxiliary loss
+    assert losses[-1]["loss"] < 0.5 * losses[0]["loss"]
+    assert losses[-1].keys().isdisjoint({"cross_entropy", "router_bias"})  # no auxiliary loss
     bias = state.variables["decoder.layer.feed_forward.router.bias"]
     assert 0 < float(abs(bias).max()) <= 0.0401
     assert np.abs(np.asarray(bias) * 1000 - np.round(np.asarray(bias) * 1000)).max() < 1e-3  # steps of one size
@@ -42,10 +42,10 @@ def test_a_sigmoid_router_learns_and_balances_without_a_loss():
 @pytest.mark.slow
 def test_a_softmax_router_learns_and_the_loss_balances_it():
     _, free = trained("moe:num_experts=4,top_k=1,router={type: softmax-router, load_balance: 0.0}", 60)
-    _, found = trained("moe:num_experts=4,top_k=1,router={type: softmax-router, load_balance: 0.1}", 60)
-    assert found[-1]["cross_entropy"] < 0.5 * found[0]["cross_entropy"]
-    assert found[-1]["expert_load_max"] < 1.5
-    assert found[-1]["expert_load_max"] < free[-1]["expert_load_max"]
+    _, losses = trained("moe:num_experts=4,top_k=1,router={type: softmax-router, load_balance: 0.1}", 60)
+    assert losses[-1]["cross_entropy"] < 0.5 * losses[0]["cross_entropy"]
+    assert losses[-1]["expert_load_max"] < 1.5
+    assert losses[-1]["expert_load_max"] < free[-1]["expert_load_max"]
 
 
 @pytest.mark.slow

@@ -52,13 +52,13 @@ def dense():
 def test_the_upcycled_model_computes_what_the_dense_one_did(feature, dense):
     source, params, expected = dense
     target = Functional.of(feature.apply(model()))
-    made = upcycle(params, source, target)
-    assert {p: (v.shape, v.dtype) for p, v in made.items()} == {
+    result = upcycle(params, source, target)
+    assert {p: (v.shape, v.dtype) for p, v in result.items()} == {
         p: (s.shape, s.dtype) for p, s in {**target.abstract, **target.variables}.items()
     }
-    np.testing.assert_allclose(logits(target, made), expected, rtol=1e-5, atol=1e-5)
-    again = upcycle(made, target, target)  # and what has experts keeps them
-    assert all((again[p] == made[p]).all() for p in made)
+    np.testing.assert_allclose(logits(target, result), expected, rtol=1e-5, atol=1e-5)
+    again = upcycle(result, target, target)  # and what has experts keeps them
+    assert all((again[p] == result[p]).all() for p in result)
 
 
 @pytest.mark.slow
@@ -100,8 +100,8 @@ def test_the_command_makes_a_run_that_goes_on(tmp_path):
     def call(*args):
         return CliRunner().invoke(cli, ["upcycle", *args])
 
-    done = call(dense, experts, "--with", "moe:num_experts=4,router={type: sigmoid-router}", "--set", "max_steps=10")
-    assert done.exit_code == 0, done.output
+    result = call(dense, experts, "--with", "moe:num_experts=4,router={type: sigmoid-router}", "--set", "max_steps=10")
+    assert result.exit_code == 0, result.output
     after = ax.train(f"{experts}/config.yaml", run_dir=experts)
     assert after.step == 10
     first = json.loads((tmp_path / "experts/metrics.jsonl").read_text().splitlines()[0])

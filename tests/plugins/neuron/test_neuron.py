@@ -10,7 +10,7 @@ import pytest
 
 import axlearn_core as ax
 from axlearn_core.compose import compose
-from axlearn_core.compose.devices import absent
+from axlearn_core.compose.devices import topology_devices
 from axlearn_core.compose.layout import make_mesh
 from axlearn_core.contracts.mesh import DEFAULT_RULES, Mesh
 from axlearn_core.kernels.selection import REFERENCE_KERNEL
@@ -33,7 +33,7 @@ def test_a_chip_has_four_devices_and_a_quarter_each():
 
 
 @pytest.mark.parametrize(
-    ("versions", "said"),
+    ("versions", "message"),
     [
         ({"jax-neuronx": "0.1.3", "neuronx-cc": "2.21.1", "libneuronxla": "2.2.8201"}, None),
         (
@@ -47,7 +47,7 @@ def test_a_chip_has_four_devices_and_a_quarter_each():
         ({}, "neuronx-cc is not installed"),
     ],
 )
-def test_placeholders_are_told_from_the_sdk(monkeypatch, versions, said):
+def test_placeholders_are_told_from_the_sdk(monkeypatch, versions, message):
     def version(name):
         if name not in versions:
             raise sdk.metadata.PackageNotFoundError(name)
@@ -55,7 +55,7 @@ def test_placeholders_are_told_from_the_sdk(monkeypatch, versions, said):
 
     monkeypatch.setattr(sdk.metadata, "version", version)
     reason = sdk.missing()
-    assert reason is None if said is None else said in reason and "AWS's package index" in reason
+    assert reason is None if message is None else message in reason and "AWS's package index" in reason
 
 
 def call(length=1024, heads=4, size=128, **options):
@@ -121,9 +121,9 @@ class Kernels:
 
 @pytest.fixture
 def kernels(monkeypatch):
-    made = Kernels()
-    monkeypatch.setattr(attention, "_kernels", lambda: (made.forward, made, made.language))
-    return made
+    result = Kernels()
+    monkeypatch.setattr(attention, "_kernels", lambda: (result.forward, result, result.language))
+    return result
 
 
 IDS = jnp.asarray(np.repeat([[1, 2, 2, 3], [1, 1, 2, 0]], 128, axis=1), jnp.int32)
@@ -165,9 +165,9 @@ def test_layouts_by_size_of_the_model():
 
 def test_more_devices_than_xla_gives_to_a_process_are_partitioned_over():
     machine = find_machine("trn2-16x64")
-    found = absent(machine)
-    assert len(found) == 4096
-    grid = make_mesh(Mesh(shape={"fsdp": -1, "tensor": 4}), found)
+    actual = topology_devices(machine)
+    assert len(actual) == 4096
+    grid = make_mesh(Mesh(shape={"fsdp": -1, "tensor": 4}), actual)
     part = jax.sharding.NamedSharding(grid, jax.sharding.PartitionSpec("fsdp", "tensor"))
     x = jax.ShapeDtypeStruct((2048, 64), jnp.float32, sharding=part)
     text = jax.jit(lambda x: x @ x.T).trace(x).lower(lowering_platforms=("cpu",)).compile().as_text()
@@ -179,9 +179,9 @@ def test_more_devices_than_xla_gives_to_a_process_are_partitioned_over():
 @pytest.mark.slow
 @pytest.mark.parametrize("experiment", ["llama2-7b", "llama2-70b"])
 def test_the_published_runs_partition_and_fit(experiment):
-    found = ax.resolve(Request.of(experiment, target="trn2-16x64"))
-    program = compose(found.config, absent(found.machine), machine=found.machine)
-    shape = (found.config.input.batch_size, found.config.input.sequence_length)
+    actual = ax.resolve(Request.of(experiment, target="trn2-16x64"))
+    program = compose(actual.config, topology_devices(actual.machine), machine=actual.machine)
+    shape = (actual.config.input.batch_size, actual.config.input.sequence_length)
     dtypes = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), np.int32) | {"weights": np.float32}
     memory = program.compile("train", {k: jax.ShapeDtypeStruct(shape, d) for k, d in dtypes.items()}).memory_analysis()
     per_device = program.functional.num_parameters * 12 / math.prod(program.layout.mesh.devices.shape)

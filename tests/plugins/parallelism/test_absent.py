@@ -7,7 +7,7 @@ import pytest
 import toy
 
 from axlearn_core.compose import compose
-from axlearn_core.compose.devices import absent
+from axlearn_core.compose.devices import topology_devices
 from axlearn_core.config import patch
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.plugins.resolve import resolve
@@ -20,6 +20,7 @@ CASES = {
         ["pipeline:microbatches=4,schedule=interleaved", "sequence-parallel"],
         {"pipeline": 2, "fsdp": 2, "tensor": 2},
     ),
+    "1f1b": (["pipeline:microbatches=4,schedule=1f1b", "sequence-parallel"], {"pipeline": 2, "fsdp": 2, "tensor": 2}),
     "ring": (["pipeline:microbatches=4", "context-parallel"], {"pipeline": 2, "seq": 2, "tensor": 2}),
     "experts": (["moe", "expert-parallel", "pipeline:microbatches=4"], {"pipeline": 2, "expert": 2, "fsdp": 2}),
     "offload": (["offload-optimizer", "optimizer-precision"], {"fsdp": 8}),
@@ -37,7 +38,9 @@ def test_it_compiles(target, name):
     features, shape = CASES[name]
     small = patch(toy.small("quickstart"), {"model.decoder.num_layers": 4})
     cfg = patch(resolve(small, with_=features, target=target).config, {"mesh.shape": shape})
-    program = compose(patch(cfg, {"mesh": Mesh(shape=shape, rules=cfg.mesh.rules)}), absent(machine), machine=machine)
+    program = compose(
+        patch(cfg, {"mesh": Mesh(shape=shape, rules=cfg.mesh.rules)}), topology_devices(machine), machine=machine
+    )
     specs = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in toy.batch().items()}
     text = program.compile("train", specs).as_text()
     if "pipeline" in shape:

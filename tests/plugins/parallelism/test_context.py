@@ -40,7 +40,7 @@ def operands(groups, length=24):
 def both(kernel, case, shape, groups=2, rules=None, length=24):
     """Outputs and gradients: of the reference, and of a kernel on a mesh."""
     mask, options = CASES[case]
-    given = operands(groups, length)
+    inputs = operands(groups, length)
     probe = jnp.asarray(RNG.normal(size=(2, length, 4, 6)), jnp.float32)
 
     def run(q, k, v, kernel):
@@ -54,15 +54,15 @@ def both(kernel, case, shape, groups=2, rules=None, length=24):
             with sharding.logical_rules(layout.mesh, layout.rules), selection.use(selection.Selection()):
                 return jax.value_and_grad(functools.partial(run, kernel=kernel), (0, 1, 2), has_aux=True)(*args)
 
-        (_, out), grads = jax.jit(call)(*given)
+        (_, out), grads = jax.jit(call)(*inputs)
         return [out, *grads]
 
     return on("xla", Mesh(shape={"fsdp": 1})), on(kernel, Mesh(shape=shape, rules=rules or {}))
 
 
 def agree(*args, **kwargs):
-    for expected, found in zip(*both(*args, **kwargs), strict=True):
-        assert np.linalg.norm(found - expected) <= 2e-6 * np.linalg.norm(expected)
+    for expected, actual in zip(*both(*args, **kwargs), strict=True):
+        assert np.linalg.norm(actual - expected) <= 2e-6 * np.linalg.norm(expected)
 
 
 def test_a_ring_of_four_sees_what_one_device_sees():

@@ -20,11 +20,11 @@ def program(*features):
 
 def stepped(*features):
     """The state after some steps on eight devices, and the losses."""
-    made, losses = program(*features), []
-    state = made.init(0)
+    instance, losses = program(*features), []
+    state = instance.init(0)
     for seed in range(3):
-        state, told = made.train_step(state, made.put(toy.batch(seed)))
-        losses.append(float(told["loss"]))
+        state, scalars = instance.train_step(state, instance.put(toy.batch(seed)))
+        losses.append(float(scalars["loss"]))
     return state, losses
 
 
@@ -44,12 +44,12 @@ def test_moments_live_on_the_host_in_their_dtype_where_their_parameters_are_spli
 @pytest.mark.slow
 def test_a_run_keeps_them_there_and_its_losses_are_near():
     with toy.quick_to_compile():
-        (state, others), (_, losses) = stepped("offload-optimizer", "optimizer-precision"), stepped()
+        (state, other_losses), (_, losses) = stepped("offload-optimizer", "optimizer-precision"), stepped()
     assert {m.sharding.memory_kind for m in moments(state)} == {"pinned_host"}
     assert {x.sharding.memory_kind for x in state.params.values()} == {"device"}
-    assert others[0] == losses[0]
-    assert others != losses, "the moments were rounded"
-    np.testing.assert_allclose(others, losses, rtol=1e-3)
+    assert other_losses[0] == losses[0]
+    assert other_losses != losses, "the moments were rounded"
+    np.testing.assert_allclose(other_losses, losses, rtol=1e-3)
 
 
 @pytest.mark.slow
@@ -59,6 +59,6 @@ def test_offloading_changes_no_number():
 
 
 def test_a_dtype_that_there_is_not():
-    with pytest.raises(ConfigError, match=r"no dtype of an optimizer's state") as error:
+    with pytest.raises(ConfigError, match=r"not a dtype for optimizer state") as error:
         resolve("quickstart", with_=["offload-optimizer"], set={"learner.state_dtype": "bfloat"}).checked()
     assert "did you mean: bfloat16" in str(error.value)

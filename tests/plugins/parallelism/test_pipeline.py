@@ -22,9 +22,9 @@ def program(*features, shape=None, layers=2, rows=None):
     )
 
 
-def traced(made, rows=16):
+def traced(instance, rows=16):
     specs = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in toy.batch(rows=rows).items()}
-    return made.lower("train", specs)
+    return instance.lower("train", specs)
 
 
 def test_an_axis_that_splits_nothing_is_refused_and_the_feature_is_named():
@@ -57,12 +57,12 @@ def test_microbatches_that_do_not_fit():
 
 def test_parameters_are_those_of_a_plain_stack_and_each_stage_has_its_own():
     plain = program(shape={"fsdp": 8}).functional
-    made = program("pipeline:microbatches=2")
-    assert made.functional.abstract == plain.abstract
-    stacked = [p for p, axes in made.functional.axes.items() if "layers" in axes]
+    instance = program("pipeline:microbatches=2")
+    assert instance.functional.abstract == plain.abstract
+    stacked = [p for p, axes in instance.functional.axes.items() if "layers" in axes]
     assert stacked
     for path in stacked:
-        assert made.state.params[path].sharding.spec[0] == "pipeline", path
+        assert instance.state.params[path].sharding.spec[0] == "pipeline", path
 
 
 def test_other_features_reach_the_pipelined_stack():

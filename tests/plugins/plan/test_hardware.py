@@ -16,9 +16,9 @@ def plan(*words: str, code: int = 0) -> dict:
     """What `axlearn plan` says, in a process that knows of no test settings."""
     command = [sys.executable, "-m", "axlearn_core", "plan", *words, "--json"]
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert done.returncode == code, done.stderr[-4000:]
-    return json.loads(done.stdout)
+    process = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert process.returncode == code, process.stderr[-4000:]
+    return json.loads(process.stdout)
 
 
 def needs(module: str, distribution: str):
@@ -35,15 +35,15 @@ def llama_flops(tokens: int, length: int, layers: int, width: int, kv: int, hidd
 
 @needs("jax_cuda12_plugin", "axlearn-plugins-gpu")
 def test_llama2_7b_on_256_h100():
-    found = plan("llama2-7b", "--target", "h100-8x32")
-    assert found["fits"]
-    assert found["model_flops"] == llama_flops(1024 * 4096, 4096, 32, 4096, 4096, 11008, 32000)
+    actual = plan("llama2-7b", "--target", "h100-8x32")
+    assert actual["fits"]
+    assert actual["model_flops"] == llama_flops(1024 * 4096, 4096, 32, 4096, 4096, 11008, 32000)
     # The state in float32, parameters and two moments, over 256 GPUs.
-    assert found["argument_bytes"] == pytest.approx(12 * found["parameters"] / 256, rel=0.02)
+    assert actual["argument_bytes"] == pytest.approx(12 * actual["parameters"] / 256, rel=0.02)
     # Gathered for the forward and for the backward pass in bfloat16, gradients summed: three times two bytes.
-    assert sum(found["collective_bytes"].values()) == pytest.approx(3 * 2 * found["parameters"], rel=1.0)
-    assert found["roofline_seconds"]["network"] > 0  # FSDP goes from host to host
-    assert 0.5 < found["roofline_mfu"] < 1
+    assert sum(actual["collective_bytes"].values()) == pytest.approx(3 * 2 * actual["parameters"], rel=1.0)
+    assert actual["roofline_seconds"]["network"] > 0  # FSDP goes from host to host
+    assert 0.5 < actual["roofline_mfu"] < 1
 
 
 @needs("jax_cuda12_plugin", "axlearn-plugins-gpu")
@@ -57,13 +57,13 @@ def test_what_does_not_fit_on_gpus_is_found():
         "--set",
         "model.decoder.num_layers=8",
     )
-    found = plan(*words, code=1)
-    assert not found["fits"]
-    assert found["temporary_bytes"] > found["hbm_bytes"]
-    assert len(found["remedies"]) == 3
+    actual = plan(*words, code=1)
+    assert not actual["fits"]
+    assert actual["temporary_bytes"] > actual["hbm_bytes"]
+    assert len(actual["remedies"]) == 3
     # What the cheapest remedy says holds when it is tried.
-    assert found["remedies"][0]["estimated_bytes"] < found["hbm_bytes"]
-    fixed = plan(*words, *found["remedies"][0]["words"].replace("'", "").split(" ", 1))
+    assert actual["remedies"][0]["estimated_bytes"] < actual["hbm_bytes"]
+    fixed = plan(*words, *actual["remedies"][0]["words"].replace("'", "").split(" ", 1))
     assert fixed["fits"]
 
 
@@ -79,25 +79,25 @@ SMALL = {
 def test_plans_for_tpus_two_at_once():
     words = ["llama2-7b", "--target", "tpu-v5p-8", *(w for k, v in SMALL.items() for w in ("--set", f"{k}={v}"))]
     with ThreadPoolExecutor(2) as pool:
-        found, other = pool.map(lambda _: plan(*words), range(2))
-    assert found["fits"]
-    assert found["model_flops"] == llama_flops(8 * 512, 512, 2, 512, 512, 1024, 2048)
-    assert {k["name"]: k["kernel"] for k in found["kernels"]}["attention"] == "splash"
-    assert set(found["collective_bytes"]) == {"fsdp"}
-    assert found["roofline_seconds"]["network"] == 0  # one slice
+        actual, other = pool.map(lambda _: plan(*words), range(2))
+    assert actual["fits"]
+    assert actual["model_flops"] == llama_flops(8 * 512, 512, 2, 512, 512, 1024, 2048)
+    assert {k["name"]: k["kernel"] for k in actual["kernels"]}["attention"] == "splash"
+    assert set(actual["collective_bytes"]) == {"fsdp"}
+    assert actual["roofline_seconds"]["network"] == 0  # one slice
     timed = {"compile_seconds"}
-    assert {k: v for k, v in found.items() if k not in timed} == {k: v for k, v in other.items() if k not in timed}
+    assert {k: v for k, v in actual.items() if k not in timed} == {k: v for k, v in other.items() if k not in timed}
 
 
 @needs("libtpu", "axlearn-plugins-tpu")
 def test_gradients_go_from_slice_to_slice():
     words = ["llama2-7b", "--target", "tpu-v5p-8x2", *(w for k, v in SMALL.items() for w in ("--set", f"{k}={v}"))]
-    found = plan(*words)
-    assert found["mesh"] == {"data": 2, "fsdp": 4}
+    actual = plan(*words)
+    assert actual["mesh"] == {"data": 2, "fsdp": 4}
     # Each chip of a slice has a quarter of the gradients, in bfloat16, and sends half of it twice (a ring of two).
-    gradients = 2 * found["parameters"] / 4
-    assert 0.9 < found["collective_bytes"]["data"] / gradients < 1.2
-    assert found["roofline_seconds"]["network"] > 0
+    gradients = 2 * actual["parameters"] / 4
+    assert 0.9 < actual["collective_bytes"]["data"] / gradients < 1.2
+    assert actual["roofline_seconds"]["network"] > 0
 
 
 @needs("libtpu", "axlearn-plugins-tpu")
@@ -106,9 +106,9 @@ def test_what_the_tpu_compiler_refuses_is_a_plan_too():
     more = SMALL | {"input.batch_size": 128, "input.sequence_length": 4096, "model.vocab_size": 32000}
     more |= {"model.loss_chunk": 4096}
     words = [w for k, v in more.items() for w in ("--set", f"{k}={v}")]
-    found = plan("llama2-7b", "--target", "tpu-v5e-4", *words, code=1)
-    assert not found["fits"]
-    assert found["collective_bytes"] is None
-    assert found["temporary_bytes"] > 0
-    assert any("the compiler stopped" in note for note in found["notes"])
-    assert found["remedies"]
+    actual = plan("llama2-7b", "--target", "tpu-v5e-4", *words, code=1)
+    assert not actual["fits"]
+    assert actual["collective_bytes"] is None
+    assert actual["temporary_bytes"] > 0
+    assert any("the compiler stopped" in note for note in actual["notes"])
+    assert actual["remedies"]

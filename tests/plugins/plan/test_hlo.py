@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from axlearn_plugins_plan import hlo, traffic
-from axlearn_plugins_plan.collectives import by_axes, collectives, sent
+from axlearn_plugins_plan.collectives import by_axes, bytes_sent, collectives
 from axlearn_plugins_plan.groups import Places, replica_groups
 
 # As XLA:TPU writes a scan over layers: no known_trip_count, memory spaces, a sum of pieces, a fused reduce-scatter.
@@ -152,9 +152,9 @@ def test_what_goes_to_other_slices_goes_over_the_network(target, name, kind, axe
     module = hlo.parse(text)
     assert set(module.computations) == {"on_a_sparse_core", "main"}
     shape = {"data": 8, "fsdp": 2} if size == 4 else {"pipeline": 2, "data": 2, "fsdp": 4}
-    (found,) = collectives(module, Places(shape, np.arange(16) // 4))
-    assert (found.kind, found.axes, found.size, found.asynchronous) == (kind, axes, size, True)
-    assert (found.link_bytes, found.network_bytes) == (0.0, network)
+    (actual,) = collectives(module, Places(shape, np.arange(16) // 4))
+    assert (actual.kind, actual.axes, actual.size, actual.asynchronous) == (kind, axes, size, True)
+    assert (actual.link_bytes, actual.network_bytes) == (0.0, network)
 
 
 # What XLA:TPU gives to the sparse cores: a call that another thread runs.
@@ -177,9 +177,9 @@ ENTRY %main (p0: bf16[64,128]) -> bf16[64,128] {
 
 
 def test_what_the_sparse_cores_send():
-    (found,) = collectives(hlo.parse(SPARSE), Places({"data": 2, "fsdp": 4}, np.zeros(8, int)))
-    assert (found.kind, found.axes, found.size, found.asynchronous) == ("all-reduce", "fsdp", 4, True)
-    assert found.bytes == sent("all-reduce", 64 * 128 * 2, 4)
+    (actual,) = collectives(hlo.parse(SPARSE), Places({"data": 2, "fsdp": 4}, np.zeros(8, int)))
+    assert (actual.kind, actual.axes, actual.size, actual.asynchronous) == ("all-reduce", "fsdp", 4, True)
+    assert actual.bytes == bytes_sent("all-reduce", 64 * 128 * 2, 4)
     assert traffic.hbm_bytes(hlo.parse(SPARSE)) == 2 * 64 * 128 * 2
 
 
@@ -192,8 +192,8 @@ def test_a_gpu_program():
     module = hlo.parse(GPU)
     # Two hosts of four: the axis `data` goes from one to the other.
     places = Places({"data": 2, "fsdp": 2, "tensor": 2}, np.repeat([0, 1], 4))
-    found = {c.kind: c for c in collectives(module, places)}
-    gather, scatter, ring = (found[k] for k in ("all-gather", "reduce-scatter", "collective-permute"))
+    results = {c.kind: c for c in collectives(module, places)}
+    gather, scatter, ring = (results[k] for k in ("all-gather", "reduce-scatter", "collective-permute"))
     assert (gather.axes, gather.times, gather.asynchronous) == ("data+fsdp+tensor", 10, True)
     assert gather.link_bytes == 7 * 4 * 8 * 4
     # A host puts in what its four devices hold, and each of them sends a fourth of that to the other host.
@@ -201,13 +201,13 @@ def test_a_gpu_program():
     assert (scatter.axes, scatter.size, scatter.asynchronous) == ("data+fsdp", 4, True)
     assert scatter.network_bytes == 32 * 8 * 4 * (1 / 2) / 2
     assert (ring.axes, ring.times, ring.link_bytes, ring.network_bytes) == ("data+fsdp", 1, 0, 10 * 4 * 8 * 4)
-    assert by_axes(list(found.values())) == {
+    assert by_axes(list(results.values())) == {
         "data+fsdp+tensor": gather.bytes,
         "data+fsdp": scatter.bytes + ring.bytes,
     }
     # The fused slice reads one layer of ten, and no more, each time.
     loop = next(c for c, _ in module.scheduled() if c.name == "body")
-    assert traffic._moved(module, loop, loop.instructions["weight"]) == 4 * 8 * 4 * 2 + 4
+    assert traffic._bytes_moved(module, loop, loop.instructions["weight"]) == 4 * 8 * 4 * 2 + 4
 
 
 def test_a_loop_of_unknown_length_is_named():
@@ -244,5 +244,10 @@ def test_a_form_that_is_not_known_is_no_guess():
 
 
 def test_ring_formulas():
-    assert [sent(k, 8.0, 4) for k in ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")] == [24, 6, 12, 6]
-    assert sent("all-reduce", 8.0, 1) == 0
+    assert [bytes_sent(k, 8.0, 4) for k in ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")] == [
+        24,
+        6,
+        12,
+        6,
+    ]
+    assert bytes_sent("all-reduce", 8.0, 1) == 0

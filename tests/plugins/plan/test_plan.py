@@ -57,12 +57,12 @@ def test_memory_and_collectives_by_hand(plan):
 
 
 def test_tags(plan):
-    found = {t.name: t for t in plan.tags}
-    assert {n: t.kept for n, t in found.items() if t.kept != "recomputed"} == {"query": "saved", "mlp_up": "saved"}
-    assert found["query"].bytes == LAYERS * ROWS * LENGTH * WIDTH * 4 / 8
-    assert found["mlp_up"].bytes == LAYERS * ROWS * LENGTH * HIDDEN * 4 / 8
-    assert found["mlp_up"].flops == LAYERS * 2 * ROWS * LENGTH * WIDTH * HIDDEN / 8
-    assert found["mlp_hidden"].flops == 0  # no products
+    results = {t.name: t for t in plan.tags}
+    assert {n: t.kept for n, t in results.items() if t.kept != "recomputed"} == {"query": "saved", "mlp_up": "saved"}
+    assert results["query"].bytes == LAYERS * ROWS * LENGTH * WIDTH * 4 / 8
+    assert results["mlp_up"].bytes == LAYERS * ROWS * LENGTH * HIDDEN * 4 / 8
+    assert results["mlp_up"].flops == LAYERS * 2 * ROWS * LENGTH * WIDTH * HIDDEN / 8
+    assert results["mlp_hidden"].flops == 0  # no products
 
 
 def test_a_plan_of_another_function():
@@ -83,10 +83,10 @@ def test_a_plan_of_another_function():
 
 
 def test_it_is_printed(plan):
-    shown, fields = text(plan), as_json(plan)
-    assert "fits: " in shown
-    assert "fsdp=8" in shown
-    assert "xla-blocked" in shown
+    report, fields = text(plan), as_json(plan)
+    assert "fits: " in report
+    assert "fsdp=8" in report
+    assert "xla-blocked" in report
     needed = "fits argument_bytes temporary_bytes hbm_bytes model_flops roofline_step_seconds roofline_mfu"
     assert {*needed.split(), "collective_bytes", "kernels", "compile_seconds"} <= set(json.loads(json.dumps(fields)))
     attention = next(k for k in fields["kernels"] if k["name"] == "attention")
@@ -99,11 +99,11 @@ def test_what_does_not_fit_comes_with_remedies(plan):
 
     small = attrs.evolve(plan.memory, capacity=plan.memory.arguments + plan.memory.temporaries // 2)
     tight = attrs.evolve(plan, memory=small)
-    found = remedies(tight, frozenset({"remat", "gradient-accumulation"}))
-    assert "--with gradient-accumulation:steps=2" in [r.words for r in found]  # two rows a device: no more than two
-    assert any(r.words.startswith("--with remat:save=[") for r in found)
-    assert "does not fit" in text(tight, found)
-    assert text(tight, found).count("not enough alone") == sum(r.total > small.capacity for r in found)
+    actual = remedies(tight, frozenset({"remat", "gradient-accumulation"}))
+    assert "--with gradient-accumulation:steps=2" in [r.words for r in actual]  # two rows a device: no more than two
+    assert any(r.words.startswith("--with remat:save=[") for r in actual)
+    assert "does not fit" in text(tight, actual)
+    assert text(tight, actual).count("not enough alone") == sum(r.total > small.capacity for r in actual)
     hopeless = attrs.evolve(plan, memory=attrs.evolve(small, capacity=1))
     assert "not enough alone" in text(hopeless, remedies(hopeless, frozenset({"remat"})))
     assert remedies(plan, frozenset({"remat"})) == []
@@ -114,27 +114,27 @@ def test_the_command_fails_where_it_does_not_fit(monkeypatch):
 
     monkeypatch.setattr(memory, "capacity", lambda machine: 1000)
     words = [w for s in SMALL for w in ("--set", s)]
-    done = CliRunner().invoke(cli, ["plan", "quickstart", "--target", "cpu-8", "--json", *words])
-    assert done.exit_code == 1
-    shown = json.loads(done.stdout)
-    assert shown["fits"] is False
-    assert shown["hbm_bytes"] == 1000
-    assert {r["words"] for r in shown["remedies"]} >= {"--with remat:policy=full"}
+    result = CliRunner().invoke(cli, ["plan", "quickstart", "--target", "cpu-8", "--json", *words])
+    assert result.exit_code == 1
+    report = json.loads(result.stdout)
+    assert report["fits"] is False
+    assert report["hbm_bytes"] == 1000
+    assert {r["words"] for r in report["remedies"]} >= {"--with remat:policy=full"}
 
 
 def test_wrong_requests():
     run = CliRunner().invoke
-    for words, said in (
+    for words, reason in (
         (["plan", "quickstart"], "add --target NAME"),
-        (["plan", "quickstart", "--target", "cpu-x"], "no size of the target"),
+        (["plan", "quickstart", "--target", "cpu-x"], "not a size of the target"),
         (["plan", "quickstrt", "--target", "cpu-8"], "quickstart"),
         (["plan", "quickstart", "--target", "cpu-8", "--set", "input.batch_size=3"], "not divisible"),
         (["kernels", "explain", "quickstart"], "add --target NAME"),
         (["plan", "quickstart", "--target", "cpu-8", "--function", "decod"], "did you mean: decode?"),
     ):
-        done = run(cli, words)
-        assert done.exit_code == 2, done.output
-        assert said in done.stderr
+        result = run(cli, words)
+        assert result.exit_code == 2, result.output
+        assert reason in result.stderr
 
 
 def test_lists():
@@ -144,9 +144,9 @@ def test_lists():
     assert "axlearn-core" in rows["cpu"]["distribution"]
     words = [w for s in SMALL for w in ("--set", s)]
     explained = CliRunner().invoke(cli, ["kernels", "explain", "quickstart", "--target", "cpu-8", "--json", *words])
-    found = {r["name"]: r for r in json.loads(explained.stdout)}
-    assert found["attention"]["kernel"] == "xla-blocked"
-    assert found["attention"]["gradients"] is True
+    results = {r["name"]: r for r in json.loads(explained.stdout)}
+    assert results["attention"]["kernel"] == "xla-blocked"
+    assert results["attention"]["gradients"] is True
 
 
 def test_the_kernels_of_another_function_are_explained():
@@ -178,13 +178,13 @@ def test_the_shapes_of_batches_are_those_of_real_ones():
 
 def test_data_may_be_missing_and_nothing_else():
     words = ["kernels", "explain", "llama2-7b", "--target", "cpu-8", "--set", "model.decoder.num_layers=1"]
-    done = CliRunner().invoke(cli, words)
-    assert done.exit_code == 0, done.output
-    assert "xla-blocked" in done.stdout
-    done = CliRunner().invoke(cli, [*words, "--set", "model.decoder.layer.attention.num_kv_heads=5"])
-    assert done.exit_code == 2
-    assert "num_kv_heads" in done.stderr
-    assert "tokenizer" not in done.stderr
+    result = CliRunner().invoke(cli, words)
+    assert result.exit_code == 0, result.output
+    assert "xla-blocked" in result.stdout
+    result = CliRunner().invoke(cli, [*words, "--set", "model.decoder.layer.attention.num_kv_heads=5"])
+    assert result.exit_code == 2
+    assert "num_kv_heads" in result.stderr
+    assert "tokenizer" not in result.stderr
 
 
 def test_visible_pairs():
@@ -255,13 +255,13 @@ def test_a_kernel_of_a_grouped_product_counts_its_rows_once_whatever_the_groups(
         return GroupedMatmul(lhs, rhs, sizes).run(kernel).astype("float32").sum()
 
     with use(selection):
-        found = list(
+        actual = list(
             works(jax.make_jaxpr(jax.grad(jax.checkpoint(loss), (0, 1)))(*shapes, sizes).jaxpr, selection.scopes)
         )
     assert [c.name for c in selection.choices] == [kernel]
-    products = [w for w in found if w.flops == 2 * rows * inner * outer]
+    products = [w for w in actual if w.flops == 2 * rows * inner * outer]
     assert len(products) in (3, 4)  # forward, perhaps once more, and by either operand
-    assert sum(w.flops for w in found) == pytest.approx(2 * rows * inner * outer * len(products), rel=0.02)
+    assert sum(w.flops for w in actual) == pytest.approx(2 * rows * inner * outer * len(products), rel=0.02)
     assert {w.dtype for w in products} == {"bfloat16"}
 
 
@@ -270,8 +270,8 @@ def counted(platform, target, function, *shapes, gradients=()):
 
     with use(ScopedSelection(platform=platform, target=target)) as selection:
         run = jax.grad(function, gradients) if gradients else function
-        found = list(works(jax.make_jaxpr(run)(*[jax.ShapeDtypeStruct(*s) for s in shapes]).jaxpr, selection.scopes))
-    return sum(w.flops for w in found if w.kernel)
+        actual = list(works(jax.make_jaxpr(run)(*[jax.ShapeDtypeStruct(*s) for s in shapes]).jaxpr, selection.scopes))
+    return sum(w.flops for w in actual if w.kernel)
 
 
 def test_a_fused_loss_counts_its_products_once():
@@ -301,10 +301,10 @@ def test_attention_in_mosaic_counts_by_its_formula(target, size, monkeypatch):
 
     monkeypatch.setattr(mosaic, "_first", {})  # it is only traced, also where this process has compiled for another GPU
     shapes = [((2, 512, h, size), "bfloat16") for h in (8, 4, 4)]
-    found = counted("gpu", target, loss, *shapes, gradients=(0, 1, 2))
+    actual = counted("gpu", target, loss, *shapes, gradients=(0, 1, 2))
     # One kernel, or one for the queries and one for the others.
     backward = 5 if target == "b200" and not tokamax.LATER else 3 + 4
-    assert found == (2 + backward) * 2 * 2 * 512 * 8 * 512 * size
+    assert actual == (2 + backward) * 2 * 2 * 512 * 8 * 512 * size
 
 
 def test_a_gated_unit_in_mosaic_counts_by_its_formula():
@@ -312,13 +312,13 @@ def test_a_gated_unit_in_mosaic_counts_by_its_formula():
     import attrs
 
     from axlearn_core.kernels.op import Op
-    from axlearn_plugins_gpu.kernels.gated_linear_unit import _pipelined
+    from axlearn_plugins_gpu.kernels.gated_linear_unit import _pipelined_unit
     from axlearn_plugins_transformer.kernels.gated_linear_unit import GatedLinearUnit
 
     @attrs.frozen(eq=False)
     class OfArrays(GatedLinearUnit):
         def reference(self):
-            return _pipelined(self.x, self.gate, self.up, "b200", "silu")
+            return _pipelined_unit(self.x, self.gate, self.up, "b200", "silu")
 
         abstract = Op.abstract
 

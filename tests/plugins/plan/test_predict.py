@@ -6,26 +6,26 @@ import numpy as np
 import pytest
 
 from axlearn_core.plugins.targets import find_machine
-from axlearn_plugins_plan.predict import known, log_ratio, predict
+from axlearn_plugins_plan.predict import load_measurements, log_ratio, predict
 from axlearn_plugins_plan.roofline import Roofline
 
 BOUND = Roofline(compute=1.0, hbm=0.2, links=0.1, network=0.1)
 
 
 def test_every_step_has_a_citation_and_a_target_that_is_known():
-    for step in known()[0]:
+    for step in load_measurements()[0]:
         assert step.source
         assert step.seconds > step.compute, "no step is shorter than its compute at the peak"
         assert find_machine({"trn2": "trn2-16x1", "tpu-v5p": "tpu-v5p-8"}.get(step.target, f"{step.target}-8x1"))
 
 
 def test_the_fit_is_near_the_steps():
-    steps, model = known()
+    steps, model = load_measurements()
     assert np.median([abs(math.expm1(log_ratio(model, s))) for s in steps]) <= 0.12
 
 
 def test_the_kept_fit_is_that_of_the_kept_steps(benchmark_module):
-    steps, model = known()
+    steps, model = load_measurements()
     targets = list(dict.fromkeys(s.target for s in steps))
     platforms = list(dict.fromkeys(s.platform for s in steps))
     again = benchmark_module.fit(list(steps), targets, platforms)
@@ -48,11 +48,11 @@ def benchmark_module():
 
 
 def test_a_target_with_steps_has_a_prediction_within_an_interval():
-    found = predict(find_machine("h100-8x32"), BOUND)
-    assert found is not None
-    assert found.low < found.seconds < found.high
-    assert found.seconds > BOUND.compute
-    assert any("2507.05411" in s for s in found.sources)
+    actual = predict(find_machine("h100-8x32"), BOUND)
+    assert actual is not None
+    assert actual.low < actual.seconds < actual.high
+    assert actual.seconds > BOUND.compute
+    assert any("2507.05411" in s for s in actual.sources)
 
 
 @pytest.mark.parametrize("name", ["h200-8x1", "tpu-v6e-256", "cpu-8"])

@@ -12,15 +12,15 @@ LAYER = "model.decoder.layer"
 
 def refused(*words: str) -> str:
     """What `axlearn plan` says of a request that is wrong."""
-    done = CliRunner().invoke(cli, ["plan", *words])
-    assert done.exit_code == 2, done.output
-    assert not done.stdout
-    assert done.stderr.startswith("error: ")
-    return done.stderr
+    result = CliRunner().invoke(cli, ["plan", *words])
+    assert result.exit_code == 2, result.output
+    assert not result.stdout
+    assert result.stderr.startswith("error: ")
+    return result.stderr
 
 
 @pytest.mark.parametrize(
-    ("target", "setting", "said"),
+    ("target", "setting", "reason"),
     [
         ("tpu-v5", None, ["unknown target 'tpu-v5'", "did you mean: tpu-v5"]),
         ("h10-8x4", None, ["unknown target 'h10-8x4'", "h100"]),
@@ -36,10 +36,10 @@ def refused(*words: str) -> str:
         ("cpu-8", f"{LAYER}.attention.kernel=cudn", ["unknown attention kernel 'cudn'", "did you mean: cudnn"]),
     ],
 )
-def test_it_says_what_is_wrong(target, setting, said):
+def test_it_says_what_is_wrong(target, setting, reason):
     words = ["--set", "model.decoder.num_layers=1", *(("--set", setting) if setting else ())]
     error = refused("quickstart", "--target", target, *words)
-    assert not [s for s in said if s not in error], error
+    assert not [s for s in reason if s not in error], error
 
 
 @pytest.mark.parametrize(
@@ -51,10 +51,10 @@ def test_it_says_what_is_wrong(target, setting, said):
 )
 def test_without_a_compiler_it_says_what_to_install(monkeypatch, target, module, extra):
 
-    found = importlib.util.find_spec
+    find_spec = importlib.util.find_spec
 
     def without_compilers(name, *rest):
-        return None if name in ("libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin") else found(name, *rest)
+        return None if name in ("libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin") else find_spec(name, *rest)
 
     monkeypatch.setattr(module, without_compilers)
     error = refused("quickstart", "--target", target, "--set", "model.decoder.num_layers=1")

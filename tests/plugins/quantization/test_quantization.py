@@ -39,23 +39,23 @@ def build(cfg, inputs=(96,), outputs=(4, 32), axes=("embed", "heads", "head_dim"
     return cfg.build(input_dims=inputs, output_dims=outputs, axes=axes, rngs=nnx.Rngs(0), precision=Precision())
 
 
-def away(found, expected):
-    return float(jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected))
+def away(got, expected):
+    return float(jnp.linalg.norm(got - expected) / jnp.linalg.norm(expected))
 
 
 def products(function, *args):
     """(dtypes of the operands) of each product in a program, inner ones too."""
-    found = []
+    results = []
 
     def visit(jaxpr):
         for equation in jaxpr.eqns:
             if equation.primitive.name in ("dot_general", "ragged_dot_general"):
-                found.append(tuple(str(v.aval.dtype) for v in equation.invars[:2]))
+                results.append(tuple(str(v.aval.dtype) for v in equation.invars[:2]))
             for inner in jaxprs_in_params(equation.params):
                 visit(inner)
 
     visit(jax.make_jaxpr(function)(*args).jaxpr)
-    return found
+    return results
 
 
 @pytest.mark.parametrize(("settings", "forward", "backward"), [(INT8, 0.013, 0.013), (FP8, 0.045, 0.08)])
@@ -93,9 +93,9 @@ def test_without_quantized_gradients_the_backward_pass_is_exact():
 def test_all_three_products_are_of_quantized_numbers(settings, kinds):
     layer = build(QuantizedLinear.Config(**settings))
     graph, state = nnx.split(layer)
-    found = products(jax.grad(lambda s, x: jnp.sum(nnx.merge(graph, s)(x)), (0, 1)), state, jnp.ones((2, 5, 96)))
-    assert len(found) == 3
-    assert set(found) == kinds
+    actual = products(jax.grad(lambda s, x: jnp.sum(nnx.merge(graph, s)(x)), (0, 1)), state, jnp.ones((2, 5, 96)))
+    assert len(actual) == 3
+    assert set(actual) == kinds
 
 
 def test_bias_dtype_and_tiles():
@@ -115,7 +115,7 @@ def train(config, steps, devices=1):
     So the loss has a floor, as that of text has, and a ratio of losses means something to the end.
     """
     program = compose(config, jax.devices()[:devices])
-    state, found = program.init(0), []
+    state, results = program.init(0), []
     follows = np.random.default_rng(3).permutation(64)
     for i in range(steps):
         dice = np.random.default_rng(i)
@@ -125,13 +125,13 @@ def train(config, steps, devices=1):
         tokens = np.stack(rows, axis=1).astype(np.int32)
         batch = program.put({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]})
         state, summary = program.train_step(state, batch)
-        found.append(summary["loss"])
-    return np.array([float(x) for x in found])
+        results.append(summary["loss"])
+    return np.array([float(x) for x in results])
 
 
-def far(found, expected):
+def far(got, expected):
     """How far two loss curves are apart, as means of ten steps."""
-    a, b = (x.reshape(-1, 10).mean(axis=1) for x in (found, expected))
+    a, b = (x.reshape(-1, 10).mean(axis=1) for x in (got, expected))
     return float(np.abs(a / b - 1).max())
 
 
@@ -186,23 +186,23 @@ def test_products_of_groups_are_close(settings, forward, backward, sizes):
         (of_x, of_weights), y = jax.jit(jax.grad(loss, (0, 1), has_aux=True), compiler_options=QUICK)(x, weights)
         return y, of_x, of_weights
 
-    found = gradients(lambda x, w: library.grouped_product(rule, x, w, exact))
-    for close, true, bound in zip(found, gradients(exact), (forward, backward, backward), strict=True):
+    actual = gradients(lambda x, w: library.grouped_product(rule, x, w, exact))
+    for close, true, bound in zip(actual, gradients(exact), (forward, backward, backward), strict=True):
         assert away(close, true) <= bound
-    assert away(found[0], gradients(exact)[0]) > 1e-4
+    assert away(actual[0], gradients(exact)[0]) > 1e-4
 
 
 @pytest.mark.parametrize("dispatch", ["dropless-dispatch", "capacity-dispatch"])
 def test_the_experts_of_a_mixture_are_quantized(batch, dispatch):
     with_ = [f"moe:num_experts=4,dispatch={{type: {dispatch}}}", "quantization", "lora:rank=2,target=model.**"]
     config = ax.resolve("quickstart", with_=with_, set={"model.decoder.num_layers": 1}).config
-    made = Functional.of(config.model)
-    assert made.axes["decoder.layer.feed_forward.up.lora_a"] == ("layers", "experts", "embed", "rank")
-    found = products(lambda p: made.bind(p).loss(batch)[0], made.abstract)
-    assert found.count(("int8", "int8")) == 7
-    named = patch(config, {"model.decoder.layer.feed_forward.dispatch": DroplessDispatch.Config(kernel="xla")})
+    result = Functional.of(config.model)
+    assert result.axes["decoder.layer.feed_forward.up.lora_a"] == ("layers", "experts", "embed", "rank")
+    actual = products(lambda p: result.bind(p).loss(batch)[0], result.abstract)
+    assert actual.count(("int8", "int8")) == 7
+    by_name = patch(config, {"model.decoder.layer.feed_forward.dispatch": DroplessDispatch.Config(kernel="xla")})
     with pytest.raises(RequestError, match=r"quantized experts: the kernel 'xla' of the dispatch"):
-        jax.eval_shape(lambda p: Functional.of(named.model).bind(p).loss(batch), made.abstract)
+        jax.eval_shape(lambda p: Functional.of(by_name.model).bind(p).loss(batch), result.abstract)
 
 
 @pytest.mark.slow
@@ -216,18 +216,18 @@ def test_the_model_keeps_its_parameters(toy, batch):
     dense, close = (Functional.of(c.model) for c in (toy(), Quantization().apply(toy())))
     assert dense.abstract == close.abstract
     assert dense.axes == close.axes
-    found = products(lambda p: close.bind(p).loss(batch)[0], close.abstract)
-    assert found.count(("int8", "int8")) == 7  # query, key, value, output, gate, up, down, in one scanned layer
+    actual = products(lambda p: close.bind(p).loss(batch)[0], close.abstract)
+    assert actual.count(("int8", "int8")) == 7  # query, key, value, output, gate, up, down, in one scanned layer
 
 
 def test_the_feature_says_what_is_quantized(toy):
-    made = Quantization(format="fp8", target="model.**.attention.*").apply(toy())
-    nodes = find(made, QuantizedLinear)
+    result = Quantization(format="fp8", target="model.**.attention.*").apply(toy())
+    nodes = find(result, QuantizedLinear)
     assert set(nodes) == {f"{ATTENTION}.{n}" for n in ("query", "key", "value", "output")}
     assert set(nodes.values()) == {QuantizedLinear.Config(**FP8)}
-    assert Quantization(target="model.**.attention.*").in_effect(made)
-    assert Quantization(target="model.**.attention.*").apply(made) == made
-    both = Quantization(gradients=False).apply(made)
+    assert Quantization(target="model.**.attention.*").in_effect(result)
+    assert Quantization(target="model.**.attention.*").apply(result) == result
+    both = Quantization(gradients=False).apply(result)
     kinds = {p.rpartition(".")[2]: (n.weights, n.gradients) for p, n in find(both, QuantizedLinear).items()}
     assert kinds["query"] == ("float8_e4m3fn", None)
     assert kinds["up"] == ("int8", None)
@@ -248,9 +248,9 @@ def test_lora_and_quantization_in_any_order(batch):
     one, other = (ax.resolve("quickstart", with_=w).config for w in (names, names[::-1]))
     assert one == other
     assert type(find(one, f"{ATTENTION}.query.base")[f"{ATTENTION}.query.base"]) is QuantizedLinear.Config
-    made = Functional.of(one.model)
-    found = products(lambda p: made.bind(p).loss(batch)[0], made.abstract)
-    assert ("int8", "int8") in found
+    result = Functional.of(one.model)
+    actual = products(lambda p: result.bind(p).loss(batch)[0], result.abstract)
+    assert ("int8", "int8") in actual
 
 
 def test_gradients_alone_cannot_be_quantized():

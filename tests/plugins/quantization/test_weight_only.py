@@ -58,17 +58,17 @@ def test_a_stored_model_computes_the_same_from_less(toy, batch, storage, share):
     config = toy({"model.decoder.hidden_dim": 128, "model.decoder.layer.feed_forward.hidden_dim": 256})
     dense, serving = Functional.of(config.model), Functional.of(stored(config, storage, tile_size=None).model)
     params = jax.jit(dense.init, compiler_options=QUICK)(jax.random.key(0))
-    made = store(params, serving)
-    assert {p: (x.shape, x.dtype) for p, x in made.items()} == {
+    stored_params = store(params, serving)
+    assert {p: (x.shape, x.dtype) for p, x in stored_params.items()} == {
         p: (s.shape, s.dtype) for p, s in serving.abstract.items()
     }
-    maps = [p.removesuffix("_scale") for p in made if p.endswith("weight_scale")]
+    maps = [p.removesuffix("_scale") for p in stored_params if p.endswith("weight_scale")]
     assert len(maps) == 7
-    small = size({p: x for p, x in made.items() if p.startswith(tuple(maps))})
+    small = size({p: x for p, x in stored_params.items() if p.startswith(tuple(maps))})
     assert small / size({p: params[p] for p in maps}) < share
     one, two = (
         jax.jit(lambda p, f=f: f.bind(p).loss(batch)[0], compiler_options=QUICK)(v)
-        for f, v in ((dense, params), (serving, made))
+        for f, v in ((dense, params), (serving, stored_params))
     )
     assert one != two
     assert abs(float(one - two)) < (0.002 if storage == "int8" else 0.05) * float(one)
@@ -84,19 +84,19 @@ def test_stored_experts_compute_the_same(toy, batch):
     )
     assert serving.abstract["decoder.layer.feed_forward.up.weight_scale"].shape == (1, 4, 2, 64)
     params = jax.jit(dense.init, compiler_options=QUICK)(jax.random.key(0))
-    made = store(params, serving)
+    stored_params = store(params, serving)
     one, two = (
         jax.jit(lambda p, f=f: f.bind(p).loss(batch)[0], compiler_options=QUICK)(v)
-        for f, v in ((dense, params), (serving, made))
+        for f, v in ((dense, params), (serving, stored_params))
     )
     assert one != two
     assert abs(float(one - two)) < 0.002 * float(one)
 
 
 def test_only_what_the_target_fits_is_stored(toy):
-    made = stored(toy(), "int4", tile_size=16, target="model.**.feed_forward.*")
-    assert {p.rpartition(".")[2] for p in find(made, WeightOnlyLinear)} == {"gate", "up", "down"}
-    assert made.learner == NoLearner.Config()
+    stored_config = stored(toy(), "int4", tile_size=16, target="model.**.feed_forward.*")
+    assert {p.rpartition(".")[2] for p in find(stored_config, WeightOnlyLinear)} == {"gate", "up", "down"}
+    assert stored_config.learner == NoLearner.Config()
     with pytest.raises(ConfigError, match="fits no linear map"):
         stored(toy(), "int8", tile_size=None, target="model.**.gat")
 
@@ -132,7 +132,7 @@ def test_a_stored_run_generates_and_refuses_to_train(tmp_path):
             ax.train(tmp_path / "int8" / "config.yaml", steps=3, run_dir=tmp_path / "int8")
     with pytest.raises(RequestError, match="is there already"):
         quantize_run(tmp_path / "run", tmp_path / "int8", storage="int8")
-    with pytest.raises(CheckpointError, match="no run directory"):
+    with pytest.raises(CheckpointError, match="not a run directory"):
         quantize_run(tmp_path / "nowhere", tmp_path / "x", storage="int8")
     dense, small = (np.asarray(ax.load(tmp_path / n).model(jnp.ones((1, 8), jnp.int32))) for n in ("run", "int8"))
     assert 0 < np.abs(dense - small).max() < 0.05 * np.abs(dense).max()

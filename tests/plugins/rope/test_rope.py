@@ -110,10 +110,10 @@ def test_yarn_scales_cosines_and_sines():
 def test_each_pair_turns_by_its_angle():
     x = np.asarray(jax.random.normal(jax.random.key(0), (2, 5, 3, 8)))
     positions = np.asarray([[0, 1, 2, 0, 1], [7, 8, 9, 10, 300]])
-    found, _ = rope(8, theta=100.0)(jnp.asarray(x), jnp.asarray(x[:, :, :1]), jnp.asarray(positions))
+    actual, _ = rope(8, theta=100.0)(jnp.asarray(x), jnp.asarray(x[:, :, :1]), jnp.asarray(positions))
     for b, s, n, i in np.ndindex(2, 5, 3, 4):
         turned = complex(x[b, s, n, i], x[b, s, n, i + 4]) * np.exp(1j * positions[b, s] * 100.0 ** (-i / 4))
-        np.testing.assert_allclose(found[b, s, n, [i, i + 4]], [turned.real, turned.imag], atol=2e-5)
+        np.testing.assert_allclose(actual[b, s, n, [i, i + 4]], [turned.real, turned.imag], atol=2e-5)
 
 
 def test_scores_depend_on_the_distance_alone():
@@ -164,10 +164,10 @@ PATH = "decoder.layer.attention.position"
 
 
 def test_the_feature_places_rope_and_then_sets_options_on_what_is_there():
-    made = Rope().apply(MODEL)
-    assert find(made, PATH) == {PATH: RotaryEmbedding.Config(theta=10000.0)}
+    result = Rope().apply(MODEL)
+    assert find(result, PATH) == {PATH: RotaryEmbedding.Config(theta=10000.0)}
     assert find(Rope(theta=5e5).apply(MODEL), PATH) == {PATH: RotaryEmbedding.Config(theta=5e5)}
-    scaled = patch(made, {f"{PATH}.theta": 77.0, f"{PATH}.scaling": LinearScaling(factor=2.0)})
+    scaled = patch(result, {f"{PATH}.theta": 77.0, f"{PATH}.scaling": LinearScaling(factor=2.0)})
     assert Rope().apply(scaled) == scaled
     assert find(Rope(theta=5.0).apply(scaled), PATH)[PATH] == RotaryEmbedding.Config(
         theta=5.0, scaling=LinearScaling(factor=2.0)
@@ -177,17 +177,17 @@ def test_the_feature_places_rope_and_then_sets_options_on_what_is_there():
 
 def test_the_feature_replaces_another_encoding_and_touches_nothing_else():
     other = patch(MODEL, {PATH: RMSNorm.Config()})
-    made = Rope().apply(other)
-    assert made == patch(MODEL, {PATH: RotaryEmbedding.Config()})
-    assert made.decoder.layer.feed_forward is other.decoder.layer.feed_forward
+    result = Rope().apply(other)
+    assert result == patch(MODEL, {PATH: RotaryEmbedding.Config()})
+    assert result.decoder.layer.feed_forward is other.decoder.layer.feed_forward
 
 
 def test_the_feature_says_whether_it_is_in_effect():
-    made = Rope(theta=3.0).apply(MODEL)
-    assert Rope(theta=3.0).apply(made) == made
-    assert Rope(theta=3.0).in_effect(made)
-    assert Rope().in_effect(made)
-    assert not Rope(theta=4.0).in_effect(made)
+    result = Rope(theta=3.0).apply(MODEL)
+    assert Rope(theta=3.0).apply(result) == result
+    assert Rope(theta=3.0).in_effect(result)
+    assert Rope().in_effect(result)
+    assert not Rope(theta=4.0).in_effect(result)
     assert not Rope().in_effect(MODEL)
 
 

@@ -11,7 +11,7 @@ class Clock:
     """Tells rules what happens, and collects what they find."""
 
     def __init__(self, rule):
-        self.rule, self.now, self.step, self.found = rule.build(), 0.0, 0, []
+        self.rule, self.now, self.step, self.alerts = rule.build(), 0.0, 0, []
 
     def phase(self, phase, seconds, every=1.0):
         self._keep(self.rule.begin(phase, self.step, self.now))
@@ -23,7 +23,7 @@ class Clock:
 
     def _keep(self, message):
         if message is not None:
-            self.found.append((self.now, message))
+            self.alerts.append((self.now, message))
 
 
 def test_a_hang_is_found_soon_after_its_limit_and_once():
@@ -35,8 +35,8 @@ def test_a_hang_is_found_soon_after_its_limit_and_once():
         clock.phase("step", 2)
     began = clock.now
     clock.phase("input", 600)
-    assert len(clock.found) == 1
-    at, message = clock.found[0]
+    assert len(clock.alerts) == 1
+    at, message = clock.alerts[0]
     assert 60 < at - began <= 120
     assert "phase 'input' after step 5" in message
     assert "limit is 60.0 s" in message
@@ -51,7 +51,7 @@ def test_half_an_hour_of_slow_steps_below_the_limit_raises_no_alarm():
         clock.phase("step", 55 if random.random() < 0.05 else 2)
         if clock.step % 50 == 0:
             clock.phase("save", random.uniform(1, 40))
-    assert not clock.found
+    assert not clock.alerts
 
 
 def test_the_limit_follows_steps_that_are_long():
@@ -60,17 +60,17 @@ def test_the_limit_follows_steps_that_are_long():
         clock.phase("step", 40)
     assert clock.rule.limit("step") == 200
     clock.phase("step", 190)
-    assert not clock.found
+    assert not clock.alerts
 
 
 @pytest.mark.parametrize("phase", ["restore", "compile", "step", "save"])
 def test_what_happens_first_may_take_long(phase):
     clock = Clock(Hang.Config(seconds=60, start_seconds=600))
     clock.phase(phase, 500)
-    assert not clock.found
+    assert not clock.alerts
     clock = Clock(Hang.Config(seconds=60, start_seconds=600))
     clock.phase(phase, 700)
-    assert len(clock.found) == 1
+    assert len(clock.alerts) == 1
 
 
 def test_a_long_phase_that_ended_is_no_history_of_the_next_one():
@@ -89,12 +89,12 @@ def test_steps_that_become_slow_are_found_and_then_usual():
         clock.phase("step", 5)
     clock.phase("step", 1)
     clock.phase("step", 1)
-    assert not clock.found, "two slow steps are not three"
+    assert not clock.alerts, "two slow steps are not three"
     for _ in range(4):
         clock.phase("step", 5)
-    assert len(clock.found) == 1
-    assert "3 steps up to step" in clock.found[0][1]
-    assert "took 5 s; usual are 1 s" in clock.found[0][1]
+    assert len(clock.alerts) == 1
+    assert "3 steps up to step" in clock.alerts[0][1]
+    assert "took 5 s; usual are 1 s" in clock.alerts[0][1]
 
 
 def test_evaluation_and_saving_make_no_step_slow():
@@ -105,7 +105,7 @@ def test_evaluation_and_saving_make_no_step_slow():
         if i % 4 == 3:
             clock.phase("evaluate", 30)
             clock.phase("save", 30)
-    assert not clock.found
+    assert not clock.alerts
 
 
 def test_starved_devices_are_told_from_a_slow_input_that_is_hidden():
@@ -116,9 +116,9 @@ def test_starved_devices_are_told_from_a_slow_input_that_is_hidden():
         hidden.phase("step", 0.3, every=0.1)  # the rest of the wait is for the devices
         starved.phase("input", 1.0, every=0.1)
         starved.phase("step", 0.01, every=0.1)
-    assert not hidden.found
-    assert len(starved.found) >= 2
-    assert "99% of the time of the last 10 steps" in starved.found[0][1]
+    assert not hidden.alerts
+    assert len(starved.alerts) >= 2
+    assert "99% of the time of the last 10 steps" in starved.alerts[0][1]
 
 
 def test_a_loss_that_spikes():

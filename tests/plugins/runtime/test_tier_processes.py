@@ -39,7 +39,7 @@ SAVE = """
 one = build(**LOCAL)
 for step in (1, 2, 3, 4):
     one.save_local(step, make(step), extra={"data": step}, metrics={})
-one._settle(wait=True)
+one._finish_saves(wait=True)
 one.close()
 print("done", index)
 """

@@ -107,8 +107,8 @@ def test_a_flipped_bit_is_set_aside_and_the_next_state_taken(whole, tmp_path, ca
     assert "got sha256" in caplog.text
     assert "set aside as " in caplog.text
     assert losses(run) == whole
-    kept = list(tmp_path.glob("local/*/process-0/.10.damaged-*/state/weights/0-0.bin"))
-    assert [k.read_bytes() for k in kept] == [bytes(whole_file)]
+    damaged = list(tmp_path.glob("local/*/process-0/.10.damaged-*/state/weights/0-0.bin"))
+    assert [k.read_bytes() for k in damaged] == [bytes(whole_file)]
 
 
 @pytest.mark.parametrize("damage", ["manifest.json", "state/others/0.json", "extra.json"])
@@ -219,13 +219,13 @@ def test_wrong_directories_are_refused(tmp_path):
     (tmp_path / "open").mkdir(mode=0o777)
     (tmp_path / "open").chmod(0o777)
     (tmp_path / "file").write_text("")
-    for directory, said in (
+    for directory, reason in (
         (f"{tmp_path}/open", "others may write to"),
         ("$NO_SUCH_VARIABLE/x", "a variable in"),
         ("s3://bucket/x", "is a URI"),
         (f"{tmp_path}/file/x", "Not a directory"),
     ):
-        with pytest.raises(RequestError, match=rf"(?s)checkpointer.local.directory: .*{said}.*fix: "):
+        with pytest.raises(RequestError, match=rf"(?s)checkpointer.local.directory: .*{reason}.*fix: "):
             build(tmp_path, directory=directory)
     os.environ["A_DIRECTORY"] = str(tmp_path)
     build(tmp_path, directory="$A_DIRECTORY/mine").close()

@@ -141,8 +141,8 @@ def test_a_disk_that_fails_does_not_end_the_watch(tmp_path, capfd):
     for step in range(31):
         watchdog.observe(step, {"loss": 2.0 if step < 30 else 20.0})
     watchdog.close()
-    assert "watchdog: spike:" in (said := capfd.readouterr().err)
-    assert "watchdog: NotADirectoryError" in said or "watchdog: FileExistsError" in said
+    assert "watchdog: spike:" in (message := capfd.readouterr().err)
+    assert "watchdog: NotADirectoryError" in message or "watchdog: FileExistsError" in message
 
 
 PROCESS = """

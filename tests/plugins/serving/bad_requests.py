@@ -39,8 +39,8 @@ def raw(name, content, says="", path=TEXT, **options):
     return Bad(name, path, content, says=says, **options)
 
 
-def schema(name, given, says):
-    format = {"type": "json_schema", "json_schema": {"name": "s", "schema": given}}
+def schema(name, value, says):
+    format = {"type": "json_schema", "json_schema": {"name": "s", "schema": value}}
     return chat(name, says, "response_format", response_format=format)
 
 

@@ -20,9 +20,9 @@ def _hash(version, tokens, salt=b""):
     return int.from_bytes(hashlib.blake2b(repr((version, tokens)).encode() + salt, digest_size=7).digest(), "big")
 
 
-def next_token(tokens, sampling, seed, chosen, vocab_size, mask=None, version=0):
+def next_token(tokens, sampling, seed, generated, vocab_size, mask=None, version=0):
     """The token after `tokens`: of the allowed ones, by a hash; with a temperature by the seed and the count of tokens too."""
-    salt = f"{seed}/{chosen}".encode() if sampling.temperature > 0 else b""
+    salt = f"{seed}/{generated}".encode() if sampling.temperature > 0 else b""
     number = _hash(version, tuple(tokens), salt)
     if mask is None:
         return number % vocab_size
@@ -45,8 +45,8 @@ def expected(prompt, sampling, *, max_context, vocab_size, end_tokens=frozenset(
     """(tokens, finish reason) of a request alone."""
     tokens, ends = list(prompt), sampling.stop_tokens | (frozenset() if sampling.ignore_end else end_tokens)
     limit = min(max_context - len(prompt), max_context if sampling.max_tokens is None else sampling.max_tokens)
-    for chosen in range(limit):
-        token = next_token(tokens, sampling, seed, chosen, vocab_size, version=version)
+    for count in range(limit):
+        token = next_token(tokens, sampling, seed, count, vocab_size, version=version)
         if token in ends:
             return tokens[len(prompt) :], "stop"
         tokens.append(token)
@@ -133,8 +133,8 @@ class FakeRunner(Configurable):
             written[row.slot] = set(row.blocks[first : last + 1])
             table[row.slot] = set(row.blocks)
         for slot, blocks in written.items():
-            for other, held in table.items():
-                assert other == slot or not blocks & held, f"slot {slot} writes what slot {other} has"
+            for other, tokens in table.items():
+                assert other == slot or not blocks & tokens, f"slot {slot} writes what slot {other} has"
 
     def _compute(self, row, steps):
         slot = self.slots[row.slot]
@@ -149,19 +149,19 @@ class FakeRunner(Configurable):
         for index, target in enumerate(row.targets or ()):
             before = self._read(row.blocks, row.start + index + 1)
             target_logprobs.append(logprobs_of(before[0], target, sampling.logprobs, before[1]))
-        chosen = []
+        next_tokens = []
         for step in range(steps if row.sample else 0):
             if step:
-                self._write(row.blocks, position, chosen[-1])
+                self._write(row.blocks, position, next_tokens[-1])
                 position += 1
             before, version = self._read(row.blocks, position)
-            chosen.append(next_token(before, sampling, seed, slot[2], self.vocab_size, row.mask, version))
-            logprobs.append(logprobs_of(before, chosen[-1], sampling.logprobs, version))
+            next_tokens.append(next_token(before, sampling, seed, slot[2], self.vocab_size, row.mask, version))
+            logprobs.append(logprobs_of(before, next_tokens[-1], sampling.logprobs, version))
             slot[2] += 1
-        if chosen:
-            slot[3] = chosen[-1]
+        if next_tokens:
+            slot[3] = next_tokens[-1]
         return RowResult(
-            tokens=chosen,
+            tokens=next_tokens,
             logprobs=logprobs if sampling.logprobs is not None else None,
             target_logprobs=target_logprobs if row.targets is not None else None,
         )

@@ -8,8 +8,8 @@ from axlearn_plugins_serving.server.engine_thread import EngineThread
 from axlearn_plugins_serving.server.limits import Limits
 from axlearn_plugins_serving.server.run import Runner, bind
 from axlearn_plugins_serving.server.service import Service
-from axlearn_plugins_text.chat_template import ChatTemplate
-from axlearn_plugins_text.tokenizers import ByteTokenizer
+from axlearn_plugins_transformer.text.chat_template import ChatTemplate
+from axlearn_plugins_transformer.text.tokenizers import ByteTokenizer
 
 
 class Running:
@@ -32,7 +32,7 @@ class Running:
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self.runner.stop)
 
-    def settle(self, seconds=10.0):
+    def wait_until_idle(self, seconds=10.0):
         """Waits until the engine has nothing left to do."""
         event = threading.Event()
         for _ in range(int(seconds / 0.02)):

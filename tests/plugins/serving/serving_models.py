@@ -14,7 +14,7 @@ from axlearn_core.train.inference import load
 from axlearn_plugins_serving.contracts import Row, Sampling
 from axlearn_plugins_serving.runner import ModelRunner
 
-FIXTURES = Path(__file__).parents[1] / "huggingface" / "fixtures"
+FIXTURES = Path(__file__).parents[1] / "models/huggingface" / "fixtures"
 FAMILIES = sorted(p.name for p in FIXTURES.iterdir())
 SIZES = {"block_size": 4, "max_rows": 4, "max_context": 48, "max_step_tokens": 24, "chunk": 8}
 SMALL = {
@@ -52,9 +52,9 @@ def family(name):
 
 @functools.cache
 def runner(*features, **sizes):
-    made = ModelRunner.Config(**{**SIZES, **sizes}).build(model=model(*features))
-    made.warm_up()
-    return made
+    instance = ModelRunner.Config(**{**SIZES, **sizes}).build(model=model(*features))
+    instance.warm_up()
+    return instance
 
 
 class Requests:
@@ -94,13 +94,13 @@ class Requests:
     def random_steps(self, count):
         """Steps of some of the requests, with parts of any size of their prompts, until all have `count` tokens."""
         while unfinished := [i for i, o in enumerate(self.outputs) if len(o) < count]:
-            chosen = [i for i in unfinished if self.rng.random() < 0.8]
-            left, sizes = self.runner.max_step_tokens, {}
-            for i in chosen:
+            batch = [i for i in unfinished if self.rng.random() < 0.8]
+            budget, sizes = self.runner.max_step_tokens, {}
+            for i in batch:
                 reading = self.done[i] < len(self.prompts[i])
                 size = int(self.rng.integers(1, 14)) if reading else 1
-                if size <= left:
-                    sizes[i], left = size, left - size
+                if size <= budget:
+                    sizes[i], budget = size, budget - size
             if sizes:
                 self.step(sizes)
 

@@ -42,17 +42,17 @@ def test_figures_by_hand():
         record(0.2, [], 1),  # none
         Record(error="HTTP 500: broken"),
     ]
-    made = summarize(records, 2.0, {"ttft": 0.25, "tpot": 0.028})
-    assert (made["completed"], made["failed"], made["errors"]) == (3, 1, {"HTTP 500: broken": 1})
-    assert made["request_throughput"] == 1.5
-    assert made["output_throughput"] == 4.5
-    assert made["total_token_throughput"] == (30 + 9) / 2
-    assert made["request_goodput"] == 0.5  # the third: one token has a TPOT of 0
-    assert made["ttft_ms"]["mean"] == pytest.approx(200)
-    assert made["tpot_ms"]["mean"] == pytest.approx(27.5)  # one token counts for no TPOT
-    assert made["itl_ms"]["p50"] == pytest.approx(40)
-    assert made["e2el_ms"]["p99"] == pytest.approx(np.percentile([160, 400, 200], 99))
-    assert "failed 1 times: HTTP 500: broken" in render(made)
+    summary = summarize(records, 2.0, {"ttft": 0.25, "tpot": 0.028})
+    assert (summary["completed"], summary["failed"], summary["errors"]) == (3, 1, {"HTTP 500: broken": 1})
+    assert summary["request_throughput"] == 1.5
+    assert summary["output_throughput"] == 4.5
+    assert summary["total_token_throughput"] == (30 + 9) / 2
+    assert summary["request_goodput"] == 0.5  # the third: one token has a TPOT of 0
+    assert summary["ttft_ms"]["mean"] == pytest.approx(200)
+    assert summary["tpot_ms"]["mean"] == pytest.approx(27.5)  # one token counts for no TPOT
+    assert summary["itl_ms"]["p50"] == pytest.approx(40)
+    assert summary["e2el_ms"]["p99"] == pytest.approx(np.percentile([160, 400, 200], 99))
+    assert "failed 1 times: HTTP 500: broken" in render(summary)
     nothing = summarize([Record(error="x")], 1.0, {})
     assert nothing["ttft_ms"] is None
     assert nothing["request_goodput"] is None
@@ -145,18 +145,18 @@ def test_times_are_those_of_the_events():
         connection.sendall(event(choices=[], usage={"prompt_tokens": 7, "completion_tokens": 4}) + b"data: [DONE]\n\n")
 
     with raw_server(answer) as url:
-        made = send_one(url)
-    assert (made.error, made.text, made.prompt_tokens, made.output_tokens) == (None, "abcd", 7, 4)
-    assert made.ttft >= 0.15
-    assert len(made.itl) == 2
-    assert made.itl[0] >= 0.04
-    assert made.itl[1] >= 0.2
-    assert made.e2el == pytest.approx(made.ttft + sum(made.itl))  # the usage, which comes later, does not count
-    assert made.tpot == pytest.approx(sum(made.itl) / 3)
+        record = send_one(url)
+    assert (record.error, record.text, record.prompt_tokens, record.output_tokens) == (None, "abcd", 7, 4)
+    assert record.ttft >= 0.15
+    assert len(record.itl) == 2
+    assert record.itl[0] >= 0.04
+    assert record.itl[1] >= 0.2
+    assert record.e2el == pytest.approx(record.ttft + sum(record.itl))  # the usage, which comes later, does not count
+    assert record.tpot == pytest.approx(sum(record.itl) / 3)
 
 
 @pytest.mark.parametrize(
-    ("sent", "says"),
+    ("body", "says"),
     [
         (b"HTTP/1.1 500 X\r\nconnection: close\r\n\r\n{\"error\": {\"message\": \"broken\"}}", "HTTP 500: broken"),
         (b"HTTP/1.1 502 X\r\nconnection: close\r\n\r\n<html>", "HTTP 502: <html>"),
@@ -167,8 +167,8 @@ def test_times_are_those_of_the_events():
         (b"", "RemoteProtocolError"),
     ],
 )  # fmt: skip
-def test_what_counts_as_a_failure(sent, says):
-    with raw_server(lambda connection: connection.sendall(sent)) as url:
+def test_what_counts_as_a_failure(body, says):
+    with raw_server(lambda connection: connection.sendall(body)) as url:
         assert says in str(send_one(url).error)
 
 
@@ -181,7 +181,7 @@ def test_no_more_than_the_concurrency_at_one_time():
         async def run():
             nonlocal most
 
-            def watch(done):
+            def watch(completed):
                 nonlocal most
                 most = max(most, server.service.thread.active)
 
@@ -200,9 +200,9 @@ def test_the_command(endpoint):
     with serving(FakeEngine(max_context=512)) as server:
         arguments = ["--url", server.url + "/v1", "--endpoint", endpoint, "--num-prompts", "12", "--concurrency", "4"]
         lengths = ["--input-len", "4:12", "--output-len", "5:5", "--ignore-eos", "--goodput", "e2el:60000"]
-        made = bench(*arguments, *lengths, "--json", "--request-rate", "200")
-        assert made.exit_code == 0, made.output
-        summary = json.loads(made.stdout)
+        report = bench(*arguments, *lengths, "--json", "--request-rate", "200")
+        assert report.exit_code == 0, report.output
+        summary = json.loads(report.stdout)
         assert (summary["completed"], summary["failed"], summary["output_tokens"]) == (12, 0, 60)
         assert summary["request_goodput"] == summary["request_throughput"]
         assert summary["model"] == "tiny"
@@ -214,11 +214,11 @@ def test_the_command(endpoint):
 
 def test_requests_that_a_server_refuses():
     with serving(FakeEngine(max_context=40)) as server:
-        made = bench(
+        report = bench(
             "--url", server.url, "--num-prompts", "9", "--input-len", "4:60", "--output-len", "8", "--warmup", "0"
         )
-        assert made.exit_code == 1
-        assert "times: HTTP 400: the context has 40 tokens" in made.stdout
+        assert report.exit_code == 1
+        assert "times: HTTP 400: the context has 40 tokens" in report.stdout
         first = bench("--url", server.url, "--input-len", "60")
         assert first.exit_code == 1
         assert "the first request failed: HTTP 400" in first.stderr
@@ -227,8 +227,8 @@ def test_requests_that_a_server_refuses():
 def test_keys_models_and_addresses(monkeypatch):
     with serving(FakeEngine(), limits=Limits(api_key="k")) as server:
         monkeypatch.setenv("BENCH_KEY", "k")
-        made = bench("--url", server.url, "--num-prompts", "1", "--api-key-env", "BENCH_KEY")
-        assert made.exit_code == 0, made.output
+        report = bench("--url", server.url, "--num-prompts", "1", "--api-key-env", "BENCH_KEY")
+        assert report.exit_code == 0, report.output
         unknown = bench("--url", server.url, "--api-key-env", "BENCH_KEY", "--model", "other")
         assert (unknown.exit_code, "it has: tiny" in unknown.stderr) == (2, True)
         missing = bench("--url", server.url, "--api-key-env", "NO_SUCH_KEY")

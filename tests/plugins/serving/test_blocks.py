@@ -15,9 +15,9 @@ def test_keys_depend_on_everything_before():
     assert len(keys) == 2
     assert block_keys(ROOT, [0, 1, 2, 3, 9, 9, 9, 9], 4)[0] == keys[0]
     assert block_keys(ROOT, [9, 1, 2, 3, 4, 5, 6, 7], 4)[1] != keys[1]
-    assert block_keys(ROOT, range(10), 4, known=keys[:1]) == keys
-    others = {block_keys(root_key(a, v), range(4), 4)[0] for a, v in [(None, 0), (None, 1), ("a", 0), ("b", 0)]}
-    assert len(others) == 4
+    assert block_keys(ROOT, range(10), 4, prefix=keys[:1]) == keys
+    other_keys = {block_keys(root_key(a, v), range(4), 4)[0] for a, v in [(None, 0), (None, 1), ("a", 0), ("b", 0)]}
+    assert len(other_keys) == 4
 
 
 def test_a_tail_is_not_a_block():

@@ -1,19 +1,23 @@
 """Prefill and decode in processes of their own: the tokens of one engine, also where a worker dies."""
 
+import json
 import os
 import signal
 import time
 
+import attrs
 import numpy as np
 import pytest
 
 import axlearn_core as ax
+from axlearn_core.checkpoint.weights import open_weights
 from axlearn_core.config import patch
 from axlearn_core.errors import RequestError
 from axlearn_plugins_serving.contracts import QueueFullError, Request, Sampling
 from axlearn_plugins_serving.disaggregated.opening import open_router
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.open_engine import open_engine
+from axlearn_plugins_serving.server.constraints import Grammars
 
 SIZES = {
     "runner.max_rows": 4, "runner.max_context": 96, "runner.block_size": 8, "runner.chunk": 16,
@@ -55,14 +59,14 @@ def requests(count, seed, sampling=GREEDY):
     rng = np.random.default_rng(seed)
     shared = tuple(rng.integers(0, 2000, 20).tolist())
     lengths = rng.integers(1, 60, count)
-    made = [tuple(rng.integers(0, 2000, n).tolist()) for n in lengths]
-    made = [shared + p if i % 4 == 0 else p for i, p in enumerate(made)]
-    return [Request(id=f"{seed}-{i}", prompt=p, sampling=sampling) for i, p in enumerate(made)]
+    prompts = [tuple(rng.integers(0, 2000, n).tolist()) for n in lengths]
+    prompts = [shared + p if i % 4 == 0 else p for i, p in enumerate(prompts)]
+    return [Request(id=f"{seed}-{i}", prompt=p, sampling=sampling) for i, p in enumerate(prompts)]
 
 
-def run(engine, wanted, on_step=lambda step, outputs: None):
+def run(engine, batch, on_step=lambda step, outputs: None):
     """id -> (tokens, finish) of requests that are added as there is room."""
-    waiting, tokens, finish = list(wanted), {r.id: [] for r in wanted}, {}
+    waiting, tokens, finish = list(batch), {r.id: [] for r in batch}, {}
     deadline, step = time.monotonic() + 300, 0
     while waiting or engine.busy():
         assert time.monotonic() < deadline
@@ -84,14 +88,14 @@ def run(engine, wanted, on_step=lambda step, outputs: None):
 @pytest.fixture(scope="module")
 def expected(run_dir, config):
     engine = open_engine(run_dir, config=config).engine
-    yield lambda wanted: run(engine, wanted)
+    yield lambda batch: run(engine, batch)
     engine.close()
 
 
 @pytest.mark.slow
 def test_token_for_token_what_one_engine_gives(router, expected):
-    wanted = requests(100, 1) + requests(40, 2, Sampling(max_tokens=9, seed=3, temperature=0.8, top_k=20))
-    assert run(router, wanted) == expected(wanted)
+    batch = requests(100, 1) + requests(40, 2, Sampling(max_tokens=9, seed=3, temperature=0.8, top_k=20))
+    assert run(router, batch) == expected(batch)
     statistics = router.statistics()
     assert statistics.compilations == 0
     assert statistics.cached_prompt_tokens > 1000, "blocks came from the prefill worker"
@@ -102,9 +106,26 @@ def test_token_for_token_what_one_engine_gives(router, expected):
 
 
 @pytest.mark.slow
+def test_outputs_meet_their_schema_where_prefill_and_decode_are_apart(router, run_dir, expected):
+    grammars = Grammars(open_weights(run_dir).tokenizer, router.vocab_size)
+    schema = {"enum": ["yes", "no"]}
+
+    def constrained(seed):
+        request_list = requests(8, seed, Sampling(max_tokens=40, seed=1, temperature=1.0))
+        return [attrs.evolve(request, constraint=grammars.new(schema)) for request in request_list]
+
+    results = run(router, constrained(50))
+    assert results == expected(constrained(50))
+    tokenizer = open_weights(run_dir).tokenizer
+    for tokens, finish in results.values():
+        assert finish == "stop"
+        assert json.loads(tokenizer.decode(tokens)) in schema["enum"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
 def test_a_worker_that_is_killed(router, expected, kind, capfd):
-    wanted = requests(40, 10 + len(kind))
+    batch = requests(40, 10 + len(kind))
     restarts, killed = router.restarts, []
 
     def kill(step, outputs):
@@ -113,7 +134,7 @@ def test_a_worker_that_is_killed(router, expected, kind, capfd):
             killed.append(victims[0].process.pid)
             os.kill(killed[0], signal.SIGKILL)
 
-    results, right = run(router, wanted, kill), expected(wanted)
+    results, right = run(router, batch, kill), expected(batch)
     assert killed
     assert router.restarts == restarts + 1
     failed = [id for id, (_, finish) in results.items() if finish == "error"]
@@ -133,7 +154,7 @@ def test_a_worker_that_is_killed(router, expected, kind, capfd):
 def test_requests_that_the_router_refuses(router):
     with pytest.raises(RequestError, match="the context is 96"):
         router.add(Request(id="long", prompt=(1,) * 200))
-    with pytest.raises(RequestError, match="where prefill and decode are apart"):
+    with pytest.raises(RequestError, match=r"an? object cannot be sent to the process that decodes"):
         router.add(Request(id="schema", prompt=(1,), constraint=object()))
     with pytest.raises(RequestError, match="fix: serve with one engine"):
         router.update_weights({})

@@ -28,12 +28,12 @@ def test_random_requests_get_what_they_get_alone(sizes, repetitive):
     requests = requests_at_random(rng, 120)
     outputs = run(one, requests, aborted={"5", "17", "40"}, rng=rng)
     for request in requests:
-        found = outputs.get(request.id, [])
+        result_tokens = outputs.get(request.id, [])
         want, reason = expected(
             request.prompt, request.sampling, max_context=64, vocab_size=97, end_tokens=END, seed=request.sampling.seed
         )
         if request.id not in {"5", "17", "40"}:
-            assert (tokens(found), found[-1].finish) == (want, reason)
+            assert (tokens(result_tokens), result_tokens[-1].finish) == (want, reason)
     statistics = one.statistics()
     assert statistics.accepted_tokens > 40
     assert statistics.used_blocks == 0
@@ -43,10 +43,10 @@ def test_fewer_steps_and_the_same_log_probabilities(repetitive):
     sampling = Sampling(temperature=0.0, max_tokens=50, ignore_end=True, logprobs=2)
     request = Request(id="a", prompt=(1, 2, 3), sampling=sampling)
     plain, drafting = engine(), engine(settings=DRAFTS)
-    want, found = run(plain, [request])["a"], run(drafting, [request])["a"]
-    assert tokens(want) == tokens(found)
+    want, drafted = run(plain, [request])["a"], run(drafting, [request])["a"]
+    assert tokens(want) == tokens(drafted)
     assert drafting.statistics().steps < plain.statistics().steps / 2
-    top = [[p.top for o in outputs for p in o.logprobs] for outputs in (want, found)]
+    top = [[p.top for o in outputs for p in o.logprobs] for outputs in (want, drafted)]
     assert top[0] == top[1]
     assert len(top[1]) == 50
 

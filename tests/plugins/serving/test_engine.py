@@ -42,7 +42,7 @@ def run(engine, requests, *, aborted=(), rng=None, check=True):
 
 
 def check_blocks(engine):
-    engine.cache.pool.check([state.blocks for state in engine.scheduler.running])
+    engine.cache.pool.check([state.blocks[state.freed :] for state in engine.scheduler.running])
 
 
 def tokens(outputs):
@@ -98,17 +98,17 @@ def test_random_requests_get_what_they_get_alone(sizes, settings):
     outputs = run(one, requests, aborted=aborted, rng=rng)
     finished = 0
     for request in requests:
-        found = outputs.get(request.id, [])
+        result_tokens = outputs.get(request.id, [])
         want, reason = expected(
             request.prompt, request.sampling, max_context=one.max_context, vocab_size=VOCABULARY, end_tokens=END,
             seed=request.sampling.seed,
         )  # fmt: skip
-        if found and found[-1].finish:
-            assert (tokens(found), found[-1].finish) == (want, reason), request
+        if result_tokens and result_tokens[-1].finish:
+            assert (tokens(result_tokens), result_tokens[-1].finish) == (want, reason), request
             finished += 1
         else:
             assert request.id in aborted
-            assert tokens(found) == want[: len(tokens(found))]
+            assert tokens(result_tokens) == want[: len(tokens(result_tokens))]
     assert finished >= len(requests) - len(aborted)
     statistics = one.statistics()
     assert (statistics.waiting, statistics.running, statistics.used_blocks) == (0, 0, 0)
@@ -144,13 +144,13 @@ def test_log_probabilities_of_prompt_and_output():
         ]
         outputs = run(one, requests, rng=rng)
         for request in requests:
-            found, prompt = outputs[request.id], request.prompt
+            output, prompt = outputs[request.id], request.prompt
             want = tuple(logprobs_of(prompt[:i], prompt[i], 3) for i in range(1, len(prompt)))
-            assert found[0].prompt_logprobs == want
-            assert all(o.prompt_logprobs is None for o in found[1:])
-            text = prompt + tuple(tokens(found))
+            assert output[0].prompt_logprobs == want
+            assert all(o.prompt_logprobs is None for o in output[1:])
+            text = prompt + tuple(tokens(output))
             want = [logprobs_of(text[:i], text[i], 3) for i in range(len(prompt), len(text))]
-            assert [p for o in found for p in o.logprobs] == want
+            assert [p for o in output for p in o.logprobs] == want
     assert one.statistics().preemptions
 
 
@@ -223,19 +223,19 @@ class Pattern:
 def test_constraints_beside_other_requests():
     for sizes in ({}, {"num_blocks": 17, "decode_steps": 4}):
         one, rng = engine(**sizes), random.Random(4)
-        others = requests_at_random(rng, 40)
+        pending = requests_at_random(rng, 40)
         patterns = [Pattern(*({rng.randrange(97), rng.randrange(5, 97)} for _ in range(7))) for _ in range(20)]
         constrained = [
             Request(id=f"c{i}", prompt=(1, 2, i), constraint=p, sampling=Sampling(max_tokens=None, ignore_end=True))
             for i, p in enumerate(patterns)
         ]
-        mixed = [*others, *constrained]
+        mixed = [*pending, *constrained]
         rng.shuffle(mixed)
         outputs = run(one, mixed, rng=rng)
         for i, pattern in enumerate(patterns):
             assert tokens(outputs[f"c{i}"]) == pattern.accepted
             assert (len(pattern.accepted), outputs[f"c{i}"][-1].finish) == (7, "stop")
-        for request in others:
+        for request in pending:
             want, _ = expected(
                 request.prompt, request.sampling, max_context=64, vocab_size=97, end_tokens=END,
                 seed=request.sampling.seed,

@@ -6,9 +6,9 @@ import attrs
 import jax
 import numpy as np
 import pytest
-import test_parity
 import toy
 from flax import nnx
+from parity_scores import check_parity_scores
 
 from axlearn_core.config import Node, find, patch
 from axlearn_core.errors import RequestError
@@ -48,11 +48,11 @@ def prompts(count, seed=0):
     """Some begin alike, some repeat themselves."""
     rng = np.random.default_rng(seed)
     start = rng.integers(0, toy.VOCABULARY, 20).tolist()
-    made = []
+    rows = []
     for _ in range(count):
         own = rng.integers(0, toy.VOCABULARY, int(rng.integers(1, 9))).tolist()
-        made.append([*start[: int(rng.choice([0, 5, 20]))], *own, *own])
-    return made
+        rows.append([*start[: int(rng.choice([0, 5, 20]))], *own, *own])
+    return rows
 
 
 def _each(names):
@@ -63,9 +63,9 @@ def _each(names):
 @pytest.mark.parametrize("experiment", _each(toy.experiments()))
 def test_every_request_gets_the_tokens_that_it_gets_alone(experiment, setting):
     _, built = family(experiment)
-    given = prompts(12)
+    batch = prompts(12)
     with serve(built, set={**SIZES, **SETTINGS[setting]}) as engine:
-        generations = engine.generate(given, max_tokens=14, temperature=0)
+        generations = engine.generate(batch, max_tokens=14, temperature=0)
         statistics = engine.statistics()
     assert statistics.compilations == 0
     assert statistics.used_blocks == 0
@@ -73,7 +73,7 @@ def test_every_request_gets_the_tokens_that_it_gets_alone(experiment, setting):
     assert (statistics.preemptions > 0) == (setting == "preempted")
     assert (statistics.drafted_tokens > 0) == (setting == "speculative")
     generator = Generator(built)
-    for prompt, generation in zip(given, generations, strict=True):
+    for prompt, generation in zip(batch, generations, strict=True):
         expected = tuple(generator(prompt, max_tokens=14))
         if generation.tokens != expected:  # allowed only after a step whose two best logits are nearly equal
             pairs = zip(generation.tokens, expected, strict=True)
@@ -92,4 +92,4 @@ def test_parity_is_bitwise_or_refused(experiment):
         with pytest.raises(RequestError, match="the mode parity cannot serve this model"):
             ModelRunner.Config(mode="parity").build(model=built)
     else:
-        test_parity.check(cfg, built, seeds=1)
+        check_parity_scores(cfg, built, seeds=1)

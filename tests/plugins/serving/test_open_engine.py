@@ -1,11 +1,17 @@
 """Runs are opened with their tokenizer and template; what cannot be served is refused before anything is compiled."""
 
+import json
+import shutil
+
 import attrs
 import pytest
+import serving_models
 import tiny
+from click.testing import CliRunner
 from flax import nnx
 
 import axlearn_core as ax
+from axlearn_core.cli.main import cli
 from axlearn_core.config import patch
 from axlearn_core.errors import CheckpointError, RequestError
 from axlearn_plugins_serving.engine import ServingEngine
@@ -53,6 +59,23 @@ def test_a_run_is_served_with_its_tokenizer(run):
 
 
 @pytest.mark.slow
+def test_generate_writes_by_the_engine_or_without_it(run, monkeypatch):
+    opened = []
+    monkeypatch.setattr(ax, "serve", lambda *args, real=ax.serve, **options: opened.append(1) or real(*args, **options))
+    words = ["generate", str(run), "--prompt", "def f(", "--max-tokens", "20"]
+    served = CliRunner().invoke(cli, words)
+    assert served.exit_code == 0, served.output
+    assert served.stdout == "def f(" + ax.load(run).generate("def f(", max_tokens=20) + "\n"
+    drawn = [CliRunner().invoke(cli, [*words, "--temperature", "1", "--seed", "3"]).stdout for _ in range(2)]
+    assert drawn[0] == drawn[1] != served.stdout
+    assert len(opened) == 3
+    monkeypatch.setenv("AXLEARN_PLUGINS", "-functions:serve")
+    alone = CliRunner().invoke(cli, words)
+    assert alone.stdout == served.stdout
+    assert len(opened) == 3
+
+
+@pytest.mark.slow
 def test_an_earlier_checkpoint(run):
     with ax.serve(run, step=3, set=SIZES, warm_up=False) as engine:
         want = ax.load(run, step=3).generate("import ", max_tokens=12)
@@ -60,7 +83,7 @@ def test_an_earlier_checkpoint(run):
 
 
 def test_no_model_there(tmp_path):
-    with pytest.raises(CheckpointError, match="no run directory"):
+    with pytest.raises(CheckpointError, match="not a run directory"):
         open_engine(tmp_path / "nothing")
 
 
@@ -84,3 +107,25 @@ def test_more_context_than_the_cache_has():
     model = ax.resolve("quickstart", set={"model.decoder.num_layers": 1, "model.decoder.hidden_dim": 32}).config.model
     with pytest.raises(RequestError, match="lower max_context"):
         build_engine(model.build(rngs=nnx.Rngs(0)), config=config(max_context=97), warm_up=False)
+
+
+def test_every_end_token_of_a_model_directory_ends_outputs(tmp_path):
+    directory = tmp_path / "model"
+    shutil.copytree(serving_models.FIXTURES / "llama2", directory)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 11, -1, "x", 10**9]}))
+    data = json.loads((directory / "config.json").read_text())
+    engine = open_engine(directory, config=config(), warm_up=False).engine
+    assert engine.end_tokens == {7, 11, data["eos_token_id"]}
+
+
+def test_a_model_directory_that_names_no_end_token_says_so(tmp_path, capfd):
+    directory = tmp_path / "model"
+    shutil.copytree(serving_models.FIXTURES / "llama2", directory)
+    data = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({k: v for k, v in data.items() if k != "eos_token_id"}))
+    (directory / "generation_config.json").unlink(missing_ok=True)
+    opened = open_engine(directory, config=config(), warm_up=False)
+    assert opened.engine.end_tokens == {opened.tokenizer.eos_id}
+    error = capfd.readouterr().err
+    assert error.count("names the token that ends a text") == 1
+    assert repr(opened.tokenizer.eos_token) in error

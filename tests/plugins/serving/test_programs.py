@@ -116,9 +116,9 @@ def refused(run_dir, tmp_path, **changes):
         "open_engine(sys.argv[1], config=config, programs=Path(sys.argv[2]))\n"
     )
     command = [sys.executable, "-c", script, str(run_dir), str(copy)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    return done.stderr
+    process = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    assert process.returncode == 1
+    return process.stderr
 
 
 @pytest.mark.slow
@@ -143,8 +143,8 @@ def plan(*words):
 
 
 def test_requests_that_cannot_be_exported(tmp_path):
-    taken = plan("quickstart", "--serve", "--export", tmp_path)
-    assert (taken.exit_code, "exists" in taken.stderr) == (2, True)
+    message = plan("quickstart", "--serve", "--export", tmp_path)
+    assert (message.exit_code, "exists" in message.stderr) == (2, True)
     nothing = plan("quickstart", "--serve", "--export", tmp_path / "new")
     assert nothing.exit_code == 2
     assert "'quickstart' is not a directory of a model" in nothing.stderr

@@ -12,10 +12,10 @@ from axlearn_plugins_serving.runner import ModelRunner
 from axlearn_plugins_transformer.generate import Generator
 
 
-def check(made, of, seed, count=8):
+def check(instance, of, seed, count=8):
     rng = np.random.default_rng(seed)
     some = prompts(rng, of.vocab_size)
-    requests = Requests(made, some, rng=rng)
+    requests = Requests(instance, some, rng=rng)
     requests.random_steps(count)
     generator = Generator(of)
     for prompt, output in zip(some, requests.outputs, strict=True):
@@ -24,24 +24,24 @@ def check(made, of, seed, count=8):
 
 @pytest.mark.parametrize("features", [(), ("alibi",), ("mla",), ("interleave",), ("moe",)], ids=str)
 def test_requests_together_get_what_each_gets_alone(features):
-    made = runner(*features)
+    instance = runner(*features)
     for seed in range(3):
-        check(made, model(*features), seed)
-    assert made.compilations == 0
+        check(instance, model(*features), seed)
+    assert instance.compilations == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family(name):
-    made = ModelRunner.Config(**SIZES).build(model=family(name))
+    instance = ModelRunner.Config(**SIZES).build(model=family(name))
     for seed in range(3):
-        check(made, family(name), seed)
+        check(instance, family(name), seed)
 
 
 def test_several_steps_in_one_dispatch_are_those_steps():
     some = prompts(np.random.default_rng(1), 64)
-    made = runner(decode_steps=4)
-    requests = Requests(made, some)
+    instance = runner(decode_steps=4)
+    requests = Requests(instance, some)
     requests.step({0: 5, 1: 13, 2: 1})
     requests.step({3: 21})
     requests.step(dict.fromkeys(range(4)), steps=4)
@@ -49,7 +49,7 @@ def test_several_steps_in_one_dispatch_are_those_steps():
     generator = Generator(model())
     for prompt, output in zip(some, requests.outputs, strict=True):
         assert output == list(generator(prompt, max_tokens=8))
-    assert made.compilations == 0
+    assert instance.compilations == 0
 
 
 def test_a_step_may_be_submitted_before_the_last_one_is_read():
@@ -85,20 +85,20 @@ def test_more_tokens_than_a_step_has_room_for_take_several_calls():
 
 def test_blocks_are_copied_read_and_written():
     rng = np.random.default_rng(4)
-    made, prompt = runner(), prompts(rng, 64, (13,))[0]
+    instance, prompt = runner(), prompts(rng, 64, (13,))[0]
     expected = list(Generator(model())(prompt, max_tokens=4))
-    first = Requests(made, [prompt])
+    first = Requests(instance, [prompt])
     first.step({0: 13})
-    others = [b for b in range(made.num_blocks) if b not in first.blocks[0]][: len(first.blocks[0])]
-    made.copy_blocks(list(zip(first.blocks[0], others, strict=True)))
-    contents = made.read_blocks(first.blocks[0])
-    made.write_blocks(first.blocks[0], contents.__class__(map(_zeros, contents)))
-    first.blocks[0] = others
+    other_blocks = [b for b in range(instance.num_blocks) if b not in first.blocks[0]][: len(first.blocks[0])]
+    instance.copy_blocks(list(zip(first.blocks[0], other_blocks, strict=True)))
+    contents = instance.read_blocks(first.blocks[0])
+    instance.write_blocks(first.blocks[0], contents.__class__(map(_zeros, contents)))
+    first.blocks[0] = other_blocks
     first.step({0: None})
-    made.write_blocks(first.blocks[0], contents)
+    instance.write_blocks(first.blocks[0], contents)
     first.done[0] -= 1
     first.outputs[0].pop()
-    made.assign(first.slots[0], Sampling(temperature=0.0), 0, first.outputs[0])
+    instance.assign(first.slots[0], Sampling(temperature=0.0), 0, first.outputs[0])
     for _ in range(3):
         first.step({0: None})
     assert first.outputs[0] == expected
@@ -109,15 +109,15 @@ def _zeros(layer):
 
 
 def test_other_weights_are_taken_while_it_runs():
-    made = ModelRunner.Config(**SIZES).build(model=model())
+    instance = ModelRunner.Config(**SIZES).build(model=model())
     other = config().build(rngs=nnx.Rngs(1))
     functional = Functional.of(config())
-    made.update_weights(functional.weights_of(other))
-    check(made, other, seed=5)
+    instance.update_weights(functional.weights_of(other))
+    check(instance, other, seed=5)
     weights = functional.weights_of(other)
     del weights.params["decoder.norm.weight"]
     with pytest.raises(RequestError, match=r"decoder\.norm\.weight"):
-        made.update_weights(weights)
+        instance.update_weights(weights)
 
 
 def test_steps_of_several_tokens_are_for_rows_that_decode():

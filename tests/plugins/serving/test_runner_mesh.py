@@ -19,14 +19,14 @@ def test_tensor_parallel_is_one_device():
     cfg = patch(resolve("quickstart").config, sizes)
     program = compose(cfg, jax.devices()[:4])
     model = cfg.model.build(rngs=nnx.Rngs(0))
-    made = ModelRunner.Config(**SIZES).build(model=model, program=program)
-    pages = jax.tree.leaves(made.read_blocks([0]))[0]
+    instance = ModelRunner.Config(**SIZES).build(model=model, program=program)
+    pages = jax.tree.leaves(instance.read_blocks([0]))[0]
     assert pages.shape[1:3] == (2, 4), "keys, then values, of four heads"
-    held = {shard.data.shape for x in jax.tree.leaves(made.cache) for shard in x.addressable_shards}
-    assert {shape[1:3] for shape in held} == {(2, 1)}, "each device holds the keys and values of its own head"
+    shapes = {shard.data.shape for x in jax.tree.leaves(instance.cache) for shard in x.addressable_shards}
+    assert {shape[1:3] for shape in shapes} == {(2, 1)}, "each device holds the keys and values of its own head"
     rng = np.random.default_rng(0)
     some = prompts(rng, model.vocab_size)
-    requests = Requests(made, some, rng=rng)
+    requests = Requests(instance, some, rng=rng)
     requests.random_steps(8)
     generator = Generator(model)
     for prompt, output in zip(some, requests.outputs, strict=True):

@@ -16,14 +16,14 @@ VOCABULARY = 64
 
 def reference_limits(logits, top_k, top_p, min_p):
     """Which tokens stay, by sorting."""
-    kept = np.zeros(logits.size, bool)
+    mask = np.zeros(logits.size, bool)
     order = np.argsort(-logits, kind="stable")[:top_k]
     p = np.exp(logits[order].astype(np.float64))
     p /= p.sum()
     needed = np.searchsorted(np.cumsum(p), top_p - 1e-9) + 1
     order = order[: min(needed, order.size)]
-    kept[order] = True
-    return kept & (np.exp(logits) >= min_p)
+    mask[order] = True
+    return mask & (np.exp(logits) >= min_p)
 
 
 @pytest.mark.parametrize(
@@ -35,8 +35,8 @@ def test_limits_are_those_of_sorting(top_k, top_p, min_p):
     logits = rng.standard_normal((8, VOCABULARY)).astype(np.float32) * 2
     logits -= logits.max(axis=1, keepdims=True)
     many = [np.full((8,), x, t) for x, t in ((top_k, np.int32), (top_p, np.float32), (min_p, np.float32))]
-    kept = np.asarray(sampling.limited(jnp.asarray(logits), *map(jnp.asarray, many))) > sampling.LOW
-    for row, values in zip(kept, logits, strict=True):
+    mask = np.asarray(sampling.limited(jnp.asarray(logits), *map(jnp.asarray, many))) > sampling.LOW
+    for row, values in zip(mask, logits, strict=True):
         assert (row == reference_limits(values, top_k, top_p, min_p)).all()
 
 
@@ -52,13 +52,13 @@ def test_log_probabilities_are_those_of_the_model():
     result = requests.runner.submit([requests.row(0, 13, targets=targets)]).wait()[0]
     expected = first_logprobs(prompt)
     assert [t.token for t in result.target_logprobs] == targets
-    for at, found in enumerate(result.target_logprobs):
-        assert found.logprob == pytest.approx(expected[at, targets[at]], abs=1e-4)
-        assert [t for t, _ in found.top] == np.argsort(-expected[at])[:5].tolist()
-    chosen = result.logprobs[0]
-    assert chosen.token == result.tokens[0]
-    assert chosen.logprob == pytest.approx(expected[-1, chosen.token], abs=1e-4)
-    assert chosen.top[0][1] == pytest.approx(expected[-1].max(), abs=1e-4)
+    for at, place in enumerate(result.target_logprobs):
+        assert place.logprob == pytest.approx(expected[at, targets[at]], abs=1e-4)
+        assert [t for t, _ in place.top] == np.argsort(-expected[at])[:5].tolist()
+    place_of_token = result.logprobs[0]
+    assert place_of_token.token == result.tokens[0]
+    assert place_of_token.logprob == pytest.approx(expected[-1, place_of_token.token], abs=1e-4)
+    assert place_of_token.top[0][1] == pytest.approx(expected[-1].max(), abs=1e-4)
 
 
 def draws(samplings, seeds, count, beside):
@@ -86,8 +86,8 @@ def test_draws_have_the_probabilities_of_the_model():
         tables, seed=jnp.arange(rows, dtype=jnp.uint32), temperature=jnp.ones((rows,), jnp.float32)
     )
     tokens = np.asarray(sampling.draw(jnp.broadcast_to(logits, (rows, vocab)), tables))
-    found = np.bincount(tokens, minlength=vocab) / rows
-    np.testing.assert_allclose(found, np.exp(logits[0]), atol=4 * np.sqrt(0.25 / rows))
+    actual = np.bincount(tokens, minlength=vocab) / rows
+    np.testing.assert_allclose(actual, np.exp(logits[0]), atol=4 * np.sqrt(0.25 / rows))
 
 
 def test_penalties_bias_and_masks_change_what_is_likeliest():
@@ -123,8 +123,8 @@ def test_a_mask_holds_for_its_step_alone():
     mask = np.zeros((2,), np.uint32)
     mask[40 // 32] |= np.uint32(1 << (40 % 32))
     requests = Requests(runner(), [prompt])
-    made = requests.runner
-    assert made.submit([requests.row(0, 5, mask=mask)]).wait()[0].tokens == [40]
+    result = requests.runner
+    assert result.submit([requests.row(0, 5, mask=mask)]).wait()[0].tokens == [40]
     again = Row(slot=requests.slots[0], start=4, tokens=prompt[4:], blocks=requests.blocks[0])
-    assert made.submit([again]).wait()[0].tokens == plain[:1]
-    assert made.compilations == 0
+    assert result.submit([again]).wait()[0].tokens == plain[:1]
+    assert result.compilations == 0

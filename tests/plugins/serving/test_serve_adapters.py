@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from axlearn_core.cli.main import cli
 from axlearn_core.compose import Functional
 from axlearn_core.errors import CheckpointError, RequestError
-from axlearn_plugins_lora import adapters
+from axlearn_plugins_finetune.lora import adapters
 from axlearn_plugins_serving.contracts import Request, Sampling
 from axlearn_plugins_serving.local_engine import serve
 from axlearn_plugins_serving.settings import add_adapters, engine_config
@@ -124,3 +124,13 @@ def test_on_the_command_line_a_wrong_adapter_ends_with_exit_code_2(tmp_path):
     result = CliRunner().invoke(cli, ["serve", str(tmp_path), "--port", "0", "--adapter", "name"])
     assert result.exit_code == 2
     assert "NAME=DIR" in result.output
+
+
+def test_an_adapter_cannot_have_the_name_of_the_model(tmp_path):
+    words = ["serve", str(tmp_path / "base"), "--port", "0", "--adapter", "tuned=dir"]
+    result = CliRunner().invoke(cli, [*words, "--served-model-name", "tuned"])
+    assert result.exit_code == 2
+    assert "--adapter tuned has the name of the model that is served" in result.output
+    result = CliRunner().invoke(cli, ["serve", str(tmp_path / "tuned"), *words[2:]])
+    assert result.exit_code == 2
+    assert "--served-model-name" in result.output

@@ -42,8 +42,8 @@ def run_dir(tmp_path_factory):
 
 
 def test_a_port_in_use(tmp_path):
-    with bind("127.0.0.1", 0) as taken:
-        refused = serve(str(tmp_path), "--port", str(taken.getsockname()[1]))
+    with bind("127.0.0.1", 0) as busy:
+        refused = serve(str(tmp_path), "--port", str(busy.getsockname()[1]))
     assert refused.exit_code == 2
     assert "the port is in use" in refused.stderr
 
@@ -112,8 +112,8 @@ def test_the_life_of_a_server(run_dir, tmp_path):
             url = line.split()[-1]
             with openai.OpenAI(base_url=url + "/v1", api_key="k3y", max_retries=0) as client:
                 for prompt, text in zip(prompts, expected, strict=True):
-                    made = client.completions.create(model="small", prompt=prompt, max_tokens=12, temperature=0)
-                    assert made.choices[0].text == text
+                    response = client.completions.create(model="small", prompt=prompt, max_tokens=12, temperature=0)
+                    assert response.choices[0].text == text
                 format = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["yes", "no"]}}}
                 messages = [{"role": "user", "content": "Yes?"}]
                 chat = client.chat.completions.create(model="small", messages=messages, response_format=format)

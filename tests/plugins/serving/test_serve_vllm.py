@@ -14,7 +14,7 @@ import pytest
 from axlearn_core.errors import RequestError
 from axlearn_plugins_serving.server import external
 
-FIXTURE = Path(__file__).parents[1] / "huggingface/fixtures/llama3"
+FIXTURE = Path(__file__).parents[1] / "models/huggingface/fixtures/llama3"
 PROGRAM = """#!{python}
 import json, os, signal, sys, time
 from pathlib import Path
@@ -54,26 +54,26 @@ def test_vllm_gets_the_directory_and_the_options(fake, monkeypatch):
     process = serve(FIXTURE, "--engine", "vllm", "--port", 8011, "--api-key-env", "KEY", "--", "--max-model-len", 64)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
-    known = json.loads(record.read_text())
-    assert known["arguments"] == [
+    facts = json.loads(record.read_text())
+    assert facts["arguments"] == [
         "serve", str(FIXTURE), "--host", "127.0.0.1", "--port", "8011", "--served-model-name", "llama3", "--max-model-len", "64",
     ]  # fmt: skip
-    assert known["key"] == "secret"
-    assert "secret" not in json.dumps(known["arguments"])
+    assert facts["key"] == "secret"
+    assert "secret" not in json.dumps(facts["arguments"])
 
 
 def test_a_run_is_exported_and_the_export_is_removed(fake, tmp_path):
-    from axlearn_plugins_huggingface.runs import import_run
+    from axlearn_plugins_models.huggingface.runs import import_run
 
     record = fake()
     import_run(FIXTURE, tmp_path / "run")
     process = serve(tmp_path / "run", "--engine", "vllm", "--served-model-name", "mine")
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
-    known = json.loads(record.read_text())
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(known["files"])
-    assert not Path(known["arguments"][1]).exists()
-    assert "mine" in known["arguments"]
+    facts = json.loads(record.read_text())
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(facts["files"])
+    assert not Path(facts["arguments"][1]).exists()
+    assert "mine" in facts["arguments"]
 
 
 @pytest.mark.parametrize(("code_of_signal", "expected"), [(0, 0), (3, 3)])
@@ -101,7 +101,7 @@ def test_vllm_that_fails_ends_the_command_with_its_code(fake):
 def test_without_vllm_the_error_says_what_to_install(monkeypatch):
     monkeypatch.delenv(external.COMMAND, raising=False)
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(RequestError, match=r"no command `vllm` on the PATH\n    fix: .*AXLEARN_VLLM="):
+    with pytest.raises(RequestError, match=r"the command `vllm` is not on the PATH\n    fix: .*AXLEARN_VLLM="):
         external.find_vllm()
     monkeypatch.setenv(external.COMMAND, "/nowhere/vllm")
     with pytest.raises(RequestError, match="AXLEARN_VLLM names '/nowhere/vllm', which is not a command"):

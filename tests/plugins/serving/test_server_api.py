@@ -9,8 +9,8 @@ import httpx
 import openai
 import pytest
 
-from axlearn_plugins_text.chat_template import ChatTemplate
-from axlearn_plugins_text.tokenizers import ByteTokenizer, TokenizerJson
+from axlearn_plugins_transformer.text.chat_template import ChatTemplate
+from axlearn_plugins_transformer.text.tokenizers import ByteTokenizer, TokenizerJson
 
 sys.path.insert(0, str(Path(__file__).parent))
 from fake_server_engine import FakeEngine, next_token
@@ -25,7 +25,7 @@ def scripted():
     """A server whose every output is TEXT."""
     with serving(FakeEngine(script=SCRIPT, max_context=512), adapters=("polite",)) as server:
         yield server
-        server.settle()
+        server.wait_until_idle()
         assert server.engine.free == server.engine.blocks
 
 
@@ -53,10 +53,10 @@ def test_models(client):
 
 
 def test_a_completion(client):
-    made = client.completions.create(model="tiny", prompt="abc", max_tokens=100)
-    assert made.choices[0].text == TEXT
-    assert made.choices[0].finish_reason == "stop"
-    assert (made.usage.prompt_tokens, made.usage.completion_tokens) == (3, len(SCRIPT))
+    response = client.completions.create(model="tiny", prompt="abc", max_tokens=100)
+    assert response.choices[0].text == TEXT
+    assert response.choices[0].finish_reason == "stop"
+    assert (response.usage.prompt_tokens, response.usage.completion_tokens) == (3, len(SCRIPT))
     short = client.completions.create(model="tiny", prompt="abc", max_tokens=5)
     assert (short.choices[0].text, short.choices[0].finish_reason) == ("Hello", "length")
     assert client.completions.create(model="tiny", prompt="abc").usage.completion_tokens == 16
@@ -95,11 +95,11 @@ def test_usage_in_every_event(scripted):
 def test_prompts_of_all_forms(client):
     tokens = list(b"abc")
     for prompt, count in (("abc", 1), (["abc", "de"], 2), (tokens, 1), ([tokens, [1, 2]], 2)):
-        made = client.completions.create(model="tiny", prompt=prompt, max_tokens=100, n=2)
-        assert [c.index for c in made.choices] == list(range(2 * count))
-        assert {c.text for c in made.choices} == {TEXT}
-        assert made.usage.completion_tokens == 2 * count * len(SCRIPT)
-    assert made.usage.prompt_tokens == 5
+        response = client.completions.create(model="tiny", prompt=prompt, max_tokens=100, n=2)
+        assert [c.index for c in response.choices] == list(range(2 * count))
+        assert {c.text for c in response.choices} == {TEXT}
+        assert response.usage.completion_tokens == 2 * count * len(SCRIPT)
+    assert response.usage.prompt_tokens == 5
 
 
 def test_an_empty_prompt_is_the_end_token(client, scripted):
@@ -119,8 +119,8 @@ def test_an_empty_prompt_is_the_end_token(client, scripted):
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_strings(client, stop, text, stream):
-    made = client.completions.create(model="tiny", prompt="abc", max_tokens=100, stop=stop, stream=stream)
-    choices = [c.choices[0] for c in made] if stream else [made.choices[0]]
+    response = client.completions.create(model="tiny", prompt="abc", max_tokens=100, stop=stop, stream=stream)
+    choices = [c.choices[0] for c in response] if stream else [response.choices[0]]
     assert "".join(c.text for c in choices) == text
     assert choices[-1].finish_reason == "stop"
 
@@ -128,9 +128,9 @@ def test_stop_strings(client, stop, text, stream):
 def test_a_stop_string_ends_the_computation():
     with serving(FakeEngine(script=[65] * 100_000, max_context=100_000)) as server:
         body = {"prompt": "abc", "max_tokens": 90_000, "stop": "AAAA"}
-        made = httpx.post(server.url + "/v1/completions", json=body).json()
-        assert made["choices"][0] == {"index": 0, "text": "", "logprobs": None, "finish_reason": "stop"}
-        server.settle()
+        response = httpx.post(server.url + "/v1/completions", json=body).json()
+        assert response["choices"][0] == {"index": 0, "text": "", "logprobs": None, "finish_reason": "stop"}
+        server.wait_until_idle()
         assert server.engine.output_tokens < 1000
         assert len(server.engine.aborted) == 1
 
@@ -165,8 +165,8 @@ def test_sampling_reaches_the_engine(client, scripted):
 
 
 def test_log_probabilities_of_a_completion(client):
-    made = client.completions.create(model="tiny", prompt="ab", max_tokens=10, logprobs=2)
-    scores = made.choices[0].logprobs
+    response = client.completions.create(model="tiny", prompt="ab", max_tokens=10, logprobs=2)
+    scores = response.choices[0].logprobs
     assert scores.tokens[:3] == ["H", "e", "l"]
     assert scores.token_logprobs == [-0.25] * 10
     assert scores.top_logprobs[0] == {"I": -1.25, "H": -0.25}
@@ -179,19 +179,19 @@ def test_log_probabilities_of_a_completion(client):
 
 
 def test_tokens_behind_a_stop_string_have_no_log_probabilities(client):
-    made = client.completions.create(model="tiny", prompt="ab", max_tokens=100, logprobs=0, stop="llo")
-    assert made.choices[0].text == "He"
-    assert made.choices[0].logprobs.tokens == ["H", "e"]
+    response = client.completions.create(model="tiny", prompt="ab", max_tokens=100, logprobs=0, stop="llo")
+    assert response.choices[0].text == "He"
+    assert response.choices[0].logprobs.tokens == ["H", "e"]
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_echo_scores_a_prompt(client, max_tokens):
-    made = client.completions.create(model="tiny", prompt="aé", max_tokens=max_tokens, logprobs=1, echo=True)
-    choice = made.choices[0]
+    response = client.completions.create(model="tiny", prompt="aé", max_tokens=max_tokens, logprobs=1, echo=True)
+    choice = response.choices[0]
     assert choice.text == "aé" + "H" * max_tokens
     assert choice.logprobs.token_logprobs == [None, *[-0.25] * (2 + max_tokens)]
     assert choice.logprobs.tokens == ["a", "bytes:\\xc3", "bytes:\\xa9", "H"][: 3 + max_tokens]
-    assert made.usage.completion_tokens == max_tokens
+    assert response.usage.completion_tokens == max_tokens
     stream = client.completions.create(model="tiny", prompt="ab", max_tokens=2, echo=True, stream=True)
     assert "".join(c.choices[0].text for c in stream) == "abHe"
 
@@ -201,9 +201,9 @@ def test_a_chat(client, scripted):
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
     ]
-    made = client.chat.completions.create(model="tiny", messages=messages, max_completion_tokens=100, n=2)
-    assert [c.message.content for c in made.choices] == [TEXT, TEXT]
-    assert made.choices[0].message.role == "assistant"
+    response = client.chat.completions.create(model="tiny", messages=messages, max_completion_tokens=100, n=2)
+    assert [c.message.content for c in response.choices] == [TEXT, TEXT]
+    assert response.choices[0].message.role == "assistant"
     assert bytes(scripted.engine.seen[-1].prompt) == b"System:\nBe brief.\n\nUser:\nHi\n\nAssistant:\n"
     assert (
         client.chat.completions.create(model="tiny", messages=messages, max_tokens=2).choices[0].message.content == "He"
@@ -262,8 +262,8 @@ def test_tools_go_through_the_template(tmp_path):
         serving(FakeEngine(script=list(b"<call>")), template=template) as server,
         openai.OpenAI(base_url=server.url + "/v1", api_key="any") as client,
     ):
-        made = client.chat.completions.create(model="tiny", messages=messages, tools=tools)
-        assert made.choices[0].message.content == "<call>"
+        response = client.chat.completions.create(model="tiny", messages=messages, tools=tools)
+        assert response.choices[0].message.content == "<call>"
         assert bytes(server.engine.seen[-1].prompt).decode() == (
             f"T:f {json.dumps(parameters)}\nuser=go;assistant=f(3);tool=9c1;"
         )
@@ -291,8 +291,8 @@ SCHEMA = {
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "python"])
 def test_json_that_meets_a_schema(tokenizer):
-    made = ByteTokenizer.Config() if tokenizer == "bytes" else TokenizerJson.Config(builtin="python-2k")
-    tokenizer = made.build()
+    config = ByteTokenizer.Config() if tokenizer == "bytes" else TokenizerJson.Config(builtin="python-2k")
+    tokenizer = config.build()
     engine = FakeEngine(vocab_size=tokenizer.vocab_size + 40, max_context=2000)
     format = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
     with (
@@ -314,19 +314,19 @@ def test_json_that_meets_a_schema(tokenizer):
             model="tiny", messages=messages, response_format={"type": "json_object"}, max_tokens=50
         )
         assert some.choices[0].message.content.startswith("{")
-        server.settle()
+        server.wait_until_idle()
         assert engine.free == engine.blocks
 
 
 def test_responses(client, scripted):
-    made = client.responses.create(model="tiny", input="Hi", instructions="Be brief.", max_output_tokens=100)
-    assert made.output_text == TEXT
-    assert made.status == "completed"
-    assert made.usage.output_tokens == len(SCRIPT)
+    response = client.responses.create(model="tiny", input="Hi", instructions="Be brief.", max_output_tokens=100)
+    assert response.output_text == TEXT
+    assert response.status == "completed"
+    assert response.usage.output_tokens == len(SCRIPT)
     assert bytes(scripted.engine.seen[-1].prompt).startswith(b"System:\nBe brief.\n\nUser:\nHi")
     again = [
         {"role": "user", "content": "Hi"},
-        *(o.model_dump() for o in made.output),
+        *(o.model_dump() for o in response.output),
         {"role": "user", "content": "On"},
     ]
     short = client.responses.create(model="tiny", input=again, max_output_tokens=4)
@@ -345,9 +345,9 @@ def test_responses_as_a_stream(client):
 
 
 def test_tokens_there_and_back(scripted):
-    made = httpx.post(scripted.url + "/tokenize", json={"prompt": "aé"}).json()
-    assert made == {"tokens": [97, 0xC3, 0xA9], "count": 3, "max_model_len": 512}
-    assert httpx.post(scripted.url + "/detokenize", json={"tokens": made["tokens"]}).json() == {"prompt": "aé"}
+    response = httpx.post(scripted.url + "/tokenize", json={"prompt": "aé"}).json()
+    assert response == {"tokens": [97, 0xC3, 0xA9], "count": 3, "max_model_len": 512}
+    assert httpx.post(scripted.url + "/detokenize", json={"tokens": response["tokens"]}).json() == {"prompt": "aé"}
     chat = httpx.post(scripted.url + "/tokenize", json={"messages": [{"role": "user", "content": "Hi"}]}).json()
     assert bytes(chat["tokens"]) == b"User:\nHi\n\nAssistant:\n"
 
@@ -376,5 +376,5 @@ def test_outputs_do_not_depend_on_what_runs_beside():
                 )
             )
         assert texts == [hashed(p, 40) for p in prompts]
-        server.settle()
+        server.wait_until_idle()
         assert server.engine.free == server.engine.blocks

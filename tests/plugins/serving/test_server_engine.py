@@ -49,17 +49,17 @@ async def traffic(url, count):
             async with turns:
                 if kind < 0.1:
                     wrong = small[number % len(small)]
-                    made = await client.post(wrong.path, content=wrong.content, headers={"content-type": wrong.kind})
-                    assert made.status_code == wrong.status, (wrong.name, made.text)
+                    reply = await client.post(wrong.path, content=wrong.content, headers={"content-type": wrong.kind})
+                    assert reply.status_code == wrong.status, (wrong.name, reply.text)
                 elif kind < 0.2:
                     body = {"prompt": f"leave {number}", "max_tokens": 60, "stream": True}
                     async with client.stream("POST", "/v1/completions", json=body) as response:
                         await anext(response.aiter_lines())
                 else:
                     body = {"prompt": f"def f{number % 40}(", "max_tokens": 12, "seed": 7}
-                    made = await client.post("/v1/completions", json=body)
-                    assert made.status_code == 200, made.text
-                    text = made.json()["choices"][0]["text"]
+                    reply = await client.post("/v1/completions", json=body)
+                    assert reply.status_code == 200, reply.text
+                    text = reply.json()["choices"][0]["text"]
                     assert answers.setdefault(number % 40, text) == text  # one seed, one text, whatever runs beside
 
         await asyncio.gather(*(one(number) for number in range(count)))
@@ -70,7 +70,7 @@ def test_mixed_traffic_leaves_the_pool_whole(opened):
     model = opened()
     with serving(model.engine, tokenizer=model.tokenizer) as server:
         asyncio.run(traffic(server.url, 400))
-        server.settle(30)
+        server.wait_until_idle(30)
         statistics = server.engine.statistics()
         assert (statistics.used_blocks, statistics.waiting, statistics.running) == (0, 0, 0)
         assert statistics.compilations == 0
@@ -88,8 +88,8 @@ def test_prompts_are_scored_as_they_are_generated(opened):
         tokens = httpx.post(server.url + "/tokenize", json={"prompt": "import os\n"}).json()["tokens"]
         grammars = server.service.grammars
         token_of = {spell(grammars, token): token for token in range(server.service.tokenizer.vocab_size)}
-        seen = [token_of[text] for text in written.choices[0].logprobs.tokens]
-        scored = client.completions.create(prompt=[*tokens, *seen], max_tokens=0, echo=True, **options)
+        ids = [token_of[text] for text in written.choices[0].logprobs.tokens]
+        scored = client.completions.create(prompt=[*tokens, *ids], max_tokens=0, echo=True, **options)
         assert scored.choices[0].logprobs.token_logprobs[len(tokens) :] == pytest.approx(
             written.choices[0].logprobs.token_logprobs, abs=1e-4
         )

@@ -38,7 +38,7 @@ def until(condition, seconds=10.0):
 def server():
     with serving(FakeEngine(max_context=256)) as server:
         yield server
-        server.settle()
+        server.wait_until_idle()
         assert server.engine.free == server.engine.blocks
 
 
@@ -67,7 +67,7 @@ def test_a_client_that_leaves_a_stream_frees_its_request():
         with httpx.stream("POST", server.url + "/v1/completions", json=FOREVER | {"n": 3}) as response:
             next(response.iter_lines())
             assert server.engine.busy()
-        server.settle()
+        server.wait_until_idle()
         assert len(server.engine.aborted) == 3
         assert server.engine.free == server.engine.blocks
 
@@ -76,7 +76,7 @@ def test_a_client_that_leaves_before_the_answer_frees_its_request():
     with serving(endless(delay=0.002)) as server:
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(server.url + "/v1/completions", json=FOREVER | {"stream": False}, timeout=0.3)
-        server.settle()
+        server.wait_until_idle()
         assert server.engine.free == server.engine.blocks
 
 
@@ -90,7 +90,7 @@ def test_a_client_that_does_not_read_is_dropped():
                 b"content-length: %d\r\n\r\n%s" % (len(body), body)
             )
             until(lambda: server.engine.steps > 5)
-            server.settle(20)  # without reading a byte
+            server.wait_until_idle(20)  # without reading a byte
         assert server.engine.free == server.engine.blocks
         assert httpx.get(server.url + "/health").status_code == 200
 
@@ -129,12 +129,12 @@ def test_slow_and_endless_heads_and_bodies():
 
 def test_more_connections_than_allowed():
     with serving(FakeEngine(), limits=Limits(connections=3)) as server:
-        held = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(3)]
+        sockets = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(3)]
         until(lambda: len(server.runner._server.server_state.connections) == 3)
         refused = httpx.get(server.url + "/health")
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "too_many_connections"
-        for connection in held:
+        for connection in sockets:
             connection.close()
         until(lambda: not server.runner._server.server_state.connections)
         assert httpx.get(server.url + "/health").status_code == 200
@@ -147,8 +147,10 @@ def test_an_api_key():
             assert refused.status_code == 401
             assert refused.json()["error"]["code"] == "invalid_api_key"
             assert "s3cret" not in refused.text
-        given = {"authorization": "Bearer s3cret"}
-        assert httpx.post(server.url + "/v1/completions", json={"prompt": "a"}, headers=given).status_code == 200
+        authorization = {"authorization": "Bearer s3cret"}
+        assert (
+            httpx.post(server.url + "/v1/completions", json={"prompt": "a"}, headers=authorization).status_code == 200
+        )
         assert httpx.get(server.url + "/metrics").status_code == 401
         assert httpx.get(server.url + "/health").status_code == 200
     assert "s3cret" not in repr(Limits(api_key="s3cret"))
@@ -171,9 +173,9 @@ def test_a_full_queue_says_when_to_come_back():
     engine = endless(max_running=1, max_waiting=2, delay=0.002)
     with serving(engine) as server, concurrent.futures.ThreadPoolExecutor(3) as pool:
         body = {"prompt": "abc", "max_tokens": 400}
-        held = []
+        requests = []
         for i in range(3):
-            held.append(pool.submit(httpx.post, server.url + "/v1/completions", json=body, timeout=60))
+            requests.append(pool.submit(httpx.post, server.url + "/v1/completions", json=body, timeout=60))
             until(lambda i=i: server.service.thread.active == i + 1 and len(engine.running) == 1)
         refused = httpx.post(server.url + "/v1/completions", json=body | {"stream": True})
         assert refused.status_code == 429
@@ -181,8 +183,8 @@ def test_a_full_queue_says_when_to_come_back():
         assert refused.json()["error"]["code"] == "queue_full"
         several = httpx.post(server.url + "/v1/completions", json=body | {"n": 4})
         assert several.status_code == 429  # all or none
-        assert [f.result().status_code for f in held] == [200] * 3
-        server.settle()
+        assert [f.result().status_code for f in requests] == [200] * 3
+        server.wait_until_idle()
         assert engine.free == engine.blocks
 
 

@@ -27,7 +27,7 @@ from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.local_engine import LocalEngine
 from axlearn_plugins_serving.open_engine import build_engine
 from axlearn_plugins_serving.server.limits import Limits
-from axlearn_plugins_text.tokenizers import ByteTokenizer
+from axlearn_plugins_transformer.text.tokenizers import ByteTokenizer
 
 SIZES = {
     "runner.max_rows": 16, "runner.max_context": 256, "runner.num_blocks": 96, "runner.row_buckets": (),
@@ -52,34 +52,37 @@ def engine_of(model):
 def bodies(engine_of):
     """Requests, and the text of each, computed alone."""
     tokenizer, draw = ByteTokenizer.Config().build(), random.Random(1)
-    made = []
+    result = []
     with LocalEngine(engine_of(), tokenizer) as engine:
         for number in range(48):
             prompt = (COMMON if number % 3 else "") + f"prompt {draw.randrange(10**6)}" * draw.randint(1, 3)
             options = {"max_tokens": draw.randint(1, 40), "seed": number, "temperature": 0.0 if number % 2 else 0.9}
             tokens = tokenizer.encode(prompt)
             (alone,) = engine.generate([tokens], **options)
-            made.append(({"prompt": tokens, **options}, tokenizer.decode(list(alone.tokens))))
-    return made
+            result.append(({"prompt": tokens, **options}, tokenizer.decode(list(alone.tokens))))
+    return result
 
 
 async def answered(client, body, text, stream, statuses):
     """One request, again where there was no room."""
     while True:
         if not stream:
-            made = await client.post("/v1/completions", json=body)
-            status, got = made.status_code, made.json()["choices"][0]["text"] if made.status_code == 200 else ""
+            response = await client.post("/v1/completions", json=body)
+            status, got = (
+                response.status_code,
+                response.json()["choices"][0]["text"] if response.status_code == 200 else "",
+            )
         else:
             got = ""
-            async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as made:
-                status = made.status_code
-                async for line in made.aiter_lines():
+            async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+                status = response.status_code
+                async for line in response.aiter_lines():
                     got += json.loads(line[6:])["choices"][0]["text"] if line.startswith("data: {") else ""
         statuses[status] = statuses.get(status, 0) + 1
         if status != 429:
             assert (status, got) == (200, text)
             return
-        assert int(made.headers["retry-after"]) >= 1
+        assert int(response.headers["retry-after"]) >= 1
         await asyncio.sleep(0.05)
 
 
@@ -93,9 +96,9 @@ async def slow_reader(client, number):
 
 async def refused(client, number):
     wrong = SMALL[number % len(SMALL)]
-    made = await client.post(wrong.path, content=wrong.content, headers={"content-type": wrong.kind})
-    assert made.status_code in (wrong.status, 429), (wrong.name, made.text)
-    assert made.json()["error"]["message"]
+    response = await client.post(wrong.path, content=wrong.content, headers={"content-type": wrong.kind})
+    assert response.status_code in (wrong.status, 429), (wrong.name, response.text)
+    assert response.json()["error"]["message"]
 
 
 async def flood(url, bodies, count, seed):
@@ -120,13 +123,13 @@ def test_many_requests_of_which_a_tenth_is_wrong(engine_of, bodies):
     engine = engine_of()
     with serving(engine, limits=Limits(body_seconds=5)) as server:
         asyncio.run(flood(server.url, bodies, COUNT // 10, 0))
-        server.settle(60)
+        server.wait_until_idle(60)
         gc.collect()
         before = resident()
         began = time.monotonic()
         asyncio.run(flood(server.url, bodies, COUNT, 1))
         print(f"{COUNT} requests in {time.monotonic() - began:.0f} s, memory {before:.0f} -> {resident():.0f} MiB")
-        server.settle(60)
+        server.wait_until_idle(60)
         gc.collect()
         counters = engine.statistics()
         assert counters.used_blocks == counters.running == counters.waiting == counters.compilations == 0
@@ -152,15 +155,15 @@ def test_twice_as_many_requests_as_it_has_room_for(engine_of, bodies):
             body, text = bodies[(number * 7 + turn) % len(bodies)]
             while True:
                 began = time.monotonic()
-                made = await http.post("/v1/completions", json=body)
-                if made.status_code == 200:
+                response = await http.post("/v1/completions", json=body)
+                if response.status_code == 200:
                     break
-                assert made.status_code == 429
-                assert int(made.headers["retry-after"]) >= 1
-                assert made.json()["error"]["code"] == "queue_full"
+                assert response.status_code == 429
+                assert int(response.headers["retry-after"]) >= 1
+                assert response.json()["error"]["code"] == "queue_full"
                 admitted["refused"] += 1
                 await asyncio.sleep(0.1)
-            assert made.json()["choices"][0]["text"] == text
+            assert response.json()["choices"][0]["text"] == text
             waited.setdefault(clients, []).append(time.monotonic() - began)
 
     async def load(url, clients):
@@ -177,7 +180,7 @@ def test_twice_as_many_requests_as_it_has_room_for(engine_of, bodies):
     room = SIZES["runner.max_rows"] + SIZES["max_waiting"]
     with serving(engine) as server:
         few, many = (asyncio.run(load(server.url, n)) for n in (room, 2 * room))
-        server.settle(60)
+        server.wait_until_idle(60)
         engine.cache.pool.check([])
     half, twice = (statistics.median(waited[n]) for n in (room, 2 * room))
     print(f"{room} clients: p50 {half:.2f} s, {few} refused; {2 * room}: p50 {twice:.2f} s, {many} refused")

@@ -17,7 +17,7 @@ from server_in_thread import serving
 
 from axlearn_plugins_serving.server.limits import Limits
 from axlearn_plugins_serving.server.openapi import document
-from axlearn_plugins_text.tokenizers import ByteTokenizer
+from axlearn_plugins_transformer.text.tokenizers import ByteTokenizer
 
 SMALL = [bad for bad in BAD if len(bad.content) < 20_000]
 
@@ -31,9 +31,9 @@ def expected(prompt, count):
 
 async def good(client, number):
     prompt, count = f"prompt {number}", 1 + number % 40
-    made = await client.post("/v1/completions", json={"prompt": prompt, "max_tokens": count})
-    assert made.status_code == 200, made.text
-    assert made.json()["choices"][0]["text"] == expected(prompt, count)
+    response = await client.post("/v1/completions", json={"prompt": prompt, "max_tokens": count})
+    assert response.status_code == 200, response.text
+    assert response.json()["choices"][0]["text"] == expected(prompt, count)
 
 
 async def good_stream(client, number):
@@ -99,7 +99,7 @@ def test_thousands_of_requests_of_which_a_tenth_is_wrong():
         gc.collect()
         before = resident()
         asyncio.run(send_all(server.url, 4000, 1))
-        server.settle()
+        server.wait_until_idle()
         gc.collect()
         assert engine.free == engine.blocks
         assert not server.service.thread._receivers
@@ -150,5 +150,5 @@ def test_requests_that_the_document_makes_up(path):
                 suppress_health_check=list(HealthCheck),
             )
             options(given(case=strategy)(call))()
-        server.settle()
+        server.wait_until_idle()
         assert server.engine.free == server.engine.blocks

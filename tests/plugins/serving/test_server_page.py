@@ -68,7 +68,7 @@ def test_stopping_and_errors_in_a_browser():
         page.type("Go", key="Enter")
         page.wait("document.querySelector('.assistant')?.textContent.length > 50")
         page.run("document.getElementById('send').click()")
-        server.settle()
+        server.wait_until_idle()
         assert engine.free == engine.blocks
         page.run("document.getElementById('tokens').value = 10 ** 9")
         page.run("document.getElementById('prompt').focus()")

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from axlearn_plugins_serving.server.text import Decoders, StopFinder, StreamDecoder, WindowDecoder
-from axlearn_plugins_text.tokenizers import ByteTokenizer, TokenizerJson
+from axlearn_plugins_transformer.text.tokenizers import ByteTokenizer, TokenizerJson
 
 BYTES = ByteTokenizer.Config().build()
 PYTHON = TokenizerJson.Config(builtin="python-2k").build()
@@ -70,9 +70,9 @@ def test_a_tokenizer_of_the_library_is_decoded_by_it(name):
 @example(text="日本語 😀 é", prompt="a")
 def test_pieces_of_a_text_are_the_text(tokenizer, text, prompt):
     tokens = tokenizer.encode(text)
-    made = pieces(tokenizer, tokenizer.encode(prompt), tokens)
-    assert "".join(made) == text
-    assert not any("\ufffd" in piece for piece in made if "\ufffd" not in text)
+    result = pieces(tokenizer, tokenizer.encode(prompt), tokens)
+    assert "".join(result) == text
+    assert not any("\ufffd" in piece for piece in result if "\ufffd" not in text)
 
 
 @settings(deadline=None, max_examples=300)
@@ -109,20 +109,20 @@ def test_spaces_and_bytes_of_a_sentence_tokenizer(name):
 @example(text="aab", stops=["ab"], cuts=[1, 2])
 @example(text="abab.", stops=["abab.", "bab"], cuts=[1, 2, 3, 4])
 def test_stop_strings_are_found_wherever_the_pieces_are_cut(text, stops, cuts):
-    finder, shown = StopFinder(stops), ""
+    finder, output = StopFinder(stops), ""
     edges = [0, *sorted(min(c, len(text)) for c in cuts), len(text)]
     for start, stop in itertools.pairwise(edges):
-        shown += finder.push(text[start:stop])
-        assert not any(s in shown for s in stops)
-    if finder.found is None:
-        shown += finder.end()
-        assert shown == text
+        output += finder.push(text[start:stop])
+        assert not any(s in output for s in stops)
+    if finder.matched_stop is None:
+        output += finder.end()
+        assert output == text
         assert not any(s in text for s in stops)
         return
     ends = [(text.find(s) + len(s), -len(s), s) for s in stops if s in text]
     end, _, first = min(ends)
-    assert finder.found == first
-    assert shown == text[: end - len(first)]
+    assert finder.matched_stop == first
+    assert output == text[: end - len(first)]
     assert finder.push("more") == ""
 
 
@@ -131,4 +131,4 @@ def test_text_is_held_back_no_longer_than_needed():
     assert [finder.push(p) for p in ("a", "\n", "b", "E", "N", "x", "\n", "\n", "c")] == [
         "a", "", "\nb", "", "", "ENx", "", "", "",
     ]  # fmt: skip
-    assert finder.found == "\n\n"
+    assert finder.matched_stop == "\n\n"

@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from axlearn_core.cli.main import cli
-from axlearn_core.compose.devices import settle
+from axlearn_core.compose.devices import configure_devices
 from axlearn_core.config import patch
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.plugins.resolve import resolve
@@ -27,40 +27,40 @@ def plan(*words):
 
 
 def test_what_eight_devices_hold():
-    done = plan("quickstart", "--serve", "--target", "cpu-8", "--json", *SMALL, *HEADS)
-    assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
-    assert found["mesh"] == {"tensor": 8}
-    assert found["fits"]
-    assert found["cache_tokens"] == 4 * 128
+    result = plan("quickstart", "--serve", "--target", "cpu-8", "--json", *SMALL, *HEADS)
+    assert result.exit_code == 0, result.output
+    actual = json.loads(result.stdout)
+    assert actual["mesh"] == {"tensor": 8}
+    assert actual["fits"]
+    assert actual["cache_tokens"] == 4 * 128
     # keys and values of 1 of 8 heads of 16 float32 numbers
-    assert found["cache_bytes_per_token"] == 2 * 16 * 4
-    assert found["cache_bytes"] == 512 * 128
-    assert found["weight_bytes"] < found["parameters"] * 4 / 3  # split, but for the norms
-    assert found["tpot_seconds_alone"] is None  # this target has no figure for its peak
-    alone, full = found["steps"]["alone"], found["steps"]["full"]
+    assert actual["cache_bytes_per_token"] == 2 * 16 * 4
+    assert actual["cache_bytes"] == 512 * 128
+    assert actual["weight_bytes"] < actual["parameters"] * 4 / 3  # split, but for the norms
+    assert actual["tpot_seconds_alone"] is None  # this target has no figure for its peak
+    alone, full = actual["steps"]["alone"], actual["steps"]["full"]
     assert full["requests"] == 4
-    cache = found["cache_bytes_per_token"]
-    assert full["hbm_traffic_bytes"] - alone["hbm_traffic_bytes"] == 3 * (found["context"] + 1) * cache
+    cache = actual["cache_bytes_per_token"]
+    assert full["hbm_traffic_bytes"] - alone["hbm_traffic_bytes"] == 3 * (actual["context"] + 1) * cache
     # an all-reduce after attention and one after the feed-forward layer: 2 x 7 / 8 of 128 numbers of each of 4 rows
     assert full["link_bytes"] >= 2 * (2 * 7 / 8) * 4 * 128 * 4
-    assert found["layers_compiled"] is None
+    assert actual["layers_compiled"] is None
 
 
 def test_equal_layers_are_not_all_compiled(monkeypatch):
     cfg = patch(ModelRunner.Config(), SIZES)
     machine = find_machine("cpu-8")
-    settle(machine)
+    configure_devices(machine)
     settings = {"model.decoder.num_layers": 6, "model.decoder.hidden_dim": 64}
     settings |= {"model.decoder.layer.attention.num_heads": 8}
     model = resolve("quickstart", set=settings).config.model
-    found = Steps(cfg, model, machine, Mesh(shape={"tensor": 8}))
-    assert found.layers_compiled == (2, 3)
+    steps = Steps(cfg, model, machine, Mesh(shape={"tensor": 8}))
+    assert steps.layers_compiled == (2, 3)
     monkeypatch.setattr(plan_steps, "DEPTHS", (8, 9))
     whole = Steps(cfg, model, machine, Mesh(shape={"tensor": 8}))
     assert whole.layers_compiled is None
     for bucket in (whole.buckets[0], whole.buckets[-1]):
-        a, b = (s.plan(bucket, 1, bucket.chunks * bucket.chunk, 64) for s in (found, whole))
+        a, b = (s.plan(bucket, 1, bucket.chunks * bucket.chunk, 64) for s in (steps, whole))
         assert (a.flops, a.traffic) == (b.flops, b.traffic)
         assert a.compiled.links == b.compiled.links
         assert a.compiled.temporaries == pytest.approx(b.compiled.temporaries, rel=0.05)
@@ -68,18 +68,18 @@ def test_equal_layers_are_not_all_compiled(monkeypatch):
 
 def test_it_does_not_fit():
     blocks = ["--set", "serving.runner.num_blocks=60000000"]
-    done = plan("quickstart", "--serve", "--target", "cpu-8", *SMALL, *HEADS, *blocks)
-    assert done.exit_code == 1
-    assert "does not fit: " in done.stdout
-    assert "--set serving.runner.num_blocks=" in done.stdout
-    assert "which is what is left" in done.stdout
+    result = plan("quickstart", "--serve", "--target", "cpu-8", *SMALL, *HEADS, *blocks)
+    assert result.exit_code == 1
+    assert "does not fit: " in result.stdout
+    assert "--set serving.runner.num_blocks=" in result.stdout
+    assert "which is what is left" in result.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["h100-4x1", "tpu-v6e-4"])
 def test_accelerators_that_are_not_here(target):
     machine = find_machine(target)
-    settle(machine)
+    configure_devices(machine)
     sizes = {
         "model.decoder.num_layers": 2,
         "model.decoder.hidden_dim": 512,
@@ -89,23 +89,23 @@ def test_accelerators_that_are_not_here(target):
     model = resolve("llama2-7b", target=target, set=sizes).config.model
     model, notes = held_in_compute_dtype(model)
     assert "the weights are taken to be in bfloat16" in notes[0]
-    found = plan_model(model, machine, title="small", notes=notes)
-    assert found.fits
-    assert found.dtype == "bfloat16"
-    assert found.token_bytes == 2 * 2 * 128 * 2  # two layers, keys and values of one head
+    figures = plan_model(model, machine, title="small", notes=notes)
+    assert figures.fits
+    assert figures.dtype == "bfloat16"
+    assert figures.token_bytes == 2 * 2 * 128 * 2  # two layers, keys and values of one head
     hardware = machine.target
-    assert found.alone.roofline.step == pytest.approx(found.alone.traffic / hardware.hbm_bandwidth)
-    left = hardware.hbm_bytes - found.weights - found.tables - found.working
-    assert found.most_tokens == pytest.approx(left / found.token_bytes, abs=64)
-    kernels = {c.op.name: c.name for c in found.kernels}
+    assert figures.alone.roofline.step == pytest.approx(figures.alone.traffic / hardware.hbm_bandwidth)
+    room = hardware.hbm_bytes - figures.weights - figures.tables - figures.working
+    assert figures.most_tokens == pytest.approx(room / figures.token_bytes, abs=64)
+    kernels = {c.op.name: c.name for c in figures.kernels}
     assert kernels["paged_attention"] == ("ragged-paged" if target.startswith("tpu") else "xla-split")
 
 
 @pytest.mark.slow
 def test_programs_for_devices_that_are_not_here(tmp_path):
     exported = tmp_path / "programs"
-    done = plan("quickstart", "--serve", "--target", "h100-1x1", *SMALL, "--export", exported)
-    assert done.exit_code == 0, done.output
+    result = plan("quickstart", "--serve", "--target", "h100-1x1", *SMALL, "--export", exported)
+    assert result.exit_code == 0, result.output
     index = json.loads((exported / "executables.json").read_text())
     assert index["devices"] == [["gpu", "NVIDIA H100 80GB HBM3", 0, []]]
     assert {f["function"] for f in index["functions"]} >= {"serve", "serve_cache", "serve_weights"}
@@ -127,6 +127,6 @@ def test_programs_for_devices_that_are_not_here(tmp_path):
     ],
 )
 def test_requests_that_are_wrong(words, says):
-    done = plan(*words, "--serve")
-    assert done.exit_code == 2, done.output
-    assert says in done.stderr
+    result = plan(*words, "--serve")
+    assert result.exit_code == 2, result.output
+    assert says in result.stderr

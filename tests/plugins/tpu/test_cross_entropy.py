@@ -35,10 +35,10 @@ pytestmark = pytest.mark.usefixtures("library")
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """In the interpreter that has a TPU's memories, with what is no number in them at first; and several tiles each way."""
+    """In the interpreter that has a TPU's memories, with NaN in them at first; and several tiles each way."""
     with tokamax.kernels_of(_MODULE) as kernels:
-        here = {"interpret": pallas_tpu.InterpretParams()}
-        run = {name: functools.partial(getattr(kernels.pl, name), **here) for name in ("pallas_call", "kernel")}
+        options = {"interpret": pallas_tpu.InterpretParams()}
+        run = {name: functools.partial(getattr(kernels.pl, name), **options) for name in ("pallas_call", "kernel")}
         monkeypatch.setattr(kernels, "pl", _With(kernels.pl, **run))
         if hasattr(pallas_tpu, "TensorCoreMesh"):  # which JAX asks a mesh for; where it is one of CPU devices, a v5e
             chip = pallas_tpu.get_tpu_info_for_chip(pallas_tpu.ChipVersion.TPU_V5E, 1)
@@ -85,7 +85,7 @@ def loss(length, width, vocabulary, dtype="float32", z_loss=0.0):
 
 @pytest.mark.usefixtures("interpreted")
 class TestTheLoss(KernelSuite):
-    """Positions that are no whole block; of 384 the second tile is no whole one, unless it is narrower."""
+    """Positions that do not fill a block; of 384 the second tile is not a whole one, unless it is narrower."""
 
     op, name = CrossEntropy, NAME
     cases = (loss(100, 384, 384, z_loss=1e-2), loss(64, 128, 256, "bfloat16"))
@@ -104,19 +104,19 @@ def call(width=256, vocabulary=512, softcap=None, target="tpu-v5e"):
 
 
 @pytest.mark.parametrize(
-    ("asked", "reason"),
+    ("options", "reason"),
     [
         ({}, None),
         ({"target": ""}, None),
         ({"softcap": 30.0}, "no soft cap"),
-        ({"width": 64}, "the width 64 is no multiple of 128"),
-        ({"vocabulary": 320}, "the vocabulary 320 is no multiple of 128"),
+        ({"width": 64}, "the width 64 is not a multiple of 128"),
+        ({"vocabulary": 320}, "the vocabulary 320 is not a multiple of 128"),
         ({"target": "tpu-v4"}, "not for v4"),
     ],
 )
-def test_it_says_what_it_cannot_do(asked, reason):
-    said = MOSAIC.supports(*call(**asked))
-    assert said is None if reason is None else reason in said
+def test_it_says_what_it_cannot_do(options, reason):
+    answer = MOSAIC.supports(*call(**options))
+    assert answer is None if reason is None else reason in answer
 
 
 def test_a_vocabulary_that_is_split_is_refused():
@@ -137,10 +137,10 @@ def test_on_several_devices_it_is_the_same_also_where_it_is_taken_away():
 
     with use(Selection(target="tpu-v5e")):
         expected = run("xla")
-    named = Selection(target="tpu-v5e", declared=lambda op: [TestTheLoss().declared(NAME)])
-    with logical_rules(mesh, DEFAULT_RULES), use(named):
-        found = jax.jit(lambda: run(NAME))()
-    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    kernel_selection = Selection(target="tpu-v5e", declared=lambda op: [TestTheLoss().declared(NAME)])
+    with logical_rules(mesh, DEFAULT_RULES), use(kernel_selection):
+        actual = jax.jit(lambda: run(NAME))()
+    for ours, theirs in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5 * float(jnp.abs(theirs).max()), rtol=2e-5)
 
 
@@ -154,16 +154,16 @@ def test_two_cores_share_the_tiles_of_the_vocabulary_or_one_has_them_all(tiles):
             return jax.grad(lambda h, w: case.run(kernel, h, w, *case.operands[2:]), (0, 1))(*case.operands[:2])
 
     expected = run(Selection(target="tpu-v5p"), "xla")
-    found = run(Selection(target="tpu-v5p", declared=lambda op: [TestTheLoss().declared(NAME)]), NAME)
-    for ours, theirs in zip(found, expected, strict=True):
+    actual = run(Selection(target="tpu-v5p", declared=lambda op: [TestTheLoss().declared(NAME)]), NAME)
+    for ours, theirs in zip(actual, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5 * float(jnp.abs(theirs).max()), rtol=2e-5)
 
 
 def test_only_by_name():
-    chosen = Selection(platform="tpu", target="tpu-v5e")
-    chosen.choose(call()[0])
-    chosen.choose(call()[0], NAME)
-    assert [c.name for c in chosen.choices] == ["xla", NAME]
+    kernel_selection = Selection(platform="tpu", target="tpu-v5e")
+    kernel_selection.choose(call()[0])
+    kernel_selection.choose(call()[0], NAME)
+    assert [c.name for c in kernel_selection.choices] == ["xla", NAME]
 
 
 def entropy(hidden, weight, targets, dtype="bfloat16"):

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "conformance"))
 import cases
 from tpu_programs import GENERATIONS, compiled, not_only
 
-from axlearn_core.compose.devices import absent
+from axlearn_core.compose.devices import topology_devices
 from axlearn_core.compose.layout import make_mesh
 from axlearn_core.contracts.kernels import KernelContext
 from axlearn_core.contracts.mesh import DEFAULT_RULES, Mesh
@@ -98,7 +98,7 @@ def paged_call(heads=8, groups=4, size=128, dtype="bfloat16", pages="bfloat16", 
 
 
 @pytest.mark.parametrize(
-    ("asked", "reason"),
+    ("options", "reason"),
     [
         ({}, None),
         ({"dtype": "float16", "pages": "float16"}, "it takes bfloat16, or float32"),
@@ -109,9 +109,9 @@ def paged_call(heads=8, groups=4, size=128, dtype="bfloat16", pages="bfloat16", 
         ({"groups": 5, "heads": 10}, "5 key-value heads on a device do not fill"),
     ],
 )
-def test_paged_attention_says_what_it_cannot_do(asked, reason):
-    said = RAGGED_PAGED.supports(*paged_call(**asked))
-    assert said is None if reason is None else reason in said
+def test_paged_attention_says_what_it_cannot_do(options, reason):
+    answer = RAGGED_PAGED.supports(*paged_call(**options))
+    assert answer is None if reason is None else reason in answer
 
 
 def test_paged_attention_splits_heads_that_can_be_split():
@@ -128,8 +128,8 @@ def test_devices_read_the_pages_of_their_own_heads(simulated, monkeypatch):
 
     @jax.jit
     def sharded(*operands):
-        known = selection.Selection(target="tpu-v5e", declared=lambda op: declared)
-        with selection.use(known), logical_rules(mesh, DEFAULT_RULES):
+        kernel_selection = selection.Selection(target="tpu-v5e", declared=lambda op: declared)
+        with selection.use(kernel_selection), logical_rules(mesh, DEFAULT_RULES):
             return case.run("ragged-paged", *operands)
 
     np.testing.assert_allclose(sharded(*case.operands), case.run("xla", *case.operands), rtol=2e-5, atol=2e-5)
@@ -236,11 +236,11 @@ def test_paged_attention_compiles_for_one_device_that_is_not_here(generation):
 def test_the_chip_that_kernels_ask_for_is_that_of_the_target(generation):
     pytest.importorskip("libtpu", reason="needs libtpu")
     machine = find_machine(generation)
-    device = absent(machine)[0]
+    device = topology_devices(machine)[0]
 
-    def seen():
-        found = jax.sharding.get_abstract_mesh().abstract_device
-        return found and (found.device_kind, found.num_cores, found.platform)
+    def chip():
+        device = jax.sharding.get_abstract_mesh().abstract_device
+        return device and (device.device_kind, device.num_cores, device.platform)
 
     mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1], axis_types=(jax.sharding.AxisType.Auto,))
     for target, outer, expected in (
@@ -250,8 +250,8 @@ def test_the_chip_that_kernels_ask_for_is_that_of_the_target(generation):
     ):
         within = jax.sharding.use_abstract_mesh(outer.abstract_mesh) if outer else contextlib.nullcontext()
         with selection.use(selection.Selection(platform="tpu", target=target)), within, known_chip():
-            assert seen() == expected
-    assert seen() is None
+            assert chip() == expected
+    assert chip() is None
 
 
 @pytest.mark.slow
@@ -259,7 +259,7 @@ def test_the_chip_that_kernels_ask_for_is_that_of_the_target(generation):
 def test_paged_attention_compiles_for_every_generation(generation):
     pytest.importorskip("libtpu", reason="needs libtpu")
     machine = find_machine(generation)
-    devices = absent(machine)
+    devices = topology_devices(machine)
     mesh = jax.make_mesh((len(devices),), ("tensor",), devices=devices, axis_types=(jax.sharding.AxisType.Auto,))
 
     def run(*operands):
@@ -272,9 +272,9 @@ def test_paged_attention_compiles_for_every_generation(generation):
         numbers = [((n,), "int32") for n in (32, 33, 1)]
         place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         abstract = [jax.ShapeDtypeStruct(s, d, sharding=place) for s, d in (*shapes, *numbers)]
-        with selection.use(selection.Selection(platform="tpu", target=machine.target.name, gradients=False)) as chosen:
+        with selection.use(selection.Selection(platform="tpu", target=machine.target.name, gradients=False)) as choices:
             jax.jit(run).trace(*abstract).lower(lowering_platforms=("tpu",)).compile()
-        assert [c.name for c in chosen.choices] == ["ragged-paged"]
+        assert [c.name for c in choices.choices] == ["ragged-paged"]
 
 
 @pytest.mark.slow
@@ -313,9 +313,9 @@ def test_every_entry_of_the_block_tables_is_for_a_target_and_reached():
 
 @pytest.mark.parametrize("target", sorted(SPLASH))
 def test_the_blocks_are_those_of_the_target(target, monkeypatch):
-    seen, paged = [], []
-    monkeypatch.setattr(splash, "_local", lambda q, *a, blocks, **k: seen.append(blocks) or q)
-    monkeypatch.setattr(megablox.ops, "gmm", lambda lhs, rhs, sizes, dtype, tiling: seen.append(tiling) or lhs)
+    block_log, paged = [], []
+    monkeypatch.setattr(splash, "_local", lambda q, *a, blocks, **k: block_log.append(blocks) or q)
+    monkeypatch.setattr(megablox.ops, "gmm", lambda lhs, rhs, sizes, dtype, tiling: block_log.append(tiling) or lhs)
     with selection.use(selection.Selection(platform="tpu", target=target)):
         x = jnp.ones((1, 4096, 2, 128), jnp.bfloat16)
         jax.eval_shape(lambda x: Attention(x, x, x, mask=Causal(), scale=1.0).run(), x)
@@ -329,4 +329,4 @@ def test_the_blocks_are_those_of_the_target(target, monkeypatch):
         )
     keys = paged[0]["num_kv_pages_per_block"] * 8
     assert (paged[0]["num_queries_per_block"], keys) == (PAGED[target].queries, PAGED[target].keys)
-    assert seen == [SPLASH[target], (GROUPED[target].rows, GROUPED[target].inner, GROUPED[target].outer)]
+    assert block_log == [SPLASH[target], (GROUPED[target].rows, GROUPED[target].inner, GROUPED[target].outer)]

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import pytest
 
 from axlearn_core.compose import compose
-from axlearn_core.compose.devices import absent
+from axlearn_core.compose.devices import topology_devices
 from axlearn_core.config import get
 from axlearn_core.plugins.resolve import resolve
 from axlearn_core.plugins.targets import find_rule
-from axlearn_plugins_features.remat_tags import RematPolicyTags
+from axlearn_plugins_tools.features.remat_tags import RematPolicyTags
 from axlearn_plugins_tpu.rules import ATTENTION, POLICIES, RULES
 from axlearn_plugins_tpu.targets import TARGETS
 
@@ -55,28 +55,28 @@ def test_what_the_user_says_of_remat_wins():
 
 
 def test_every_rule_holds_for_some_machine_and_every_machine_has_one():
-    held = []
+    rules = []
     for target in TARGETS:
         for name in target.examples:
             for parameters in (10, 7e9, 70e9, 1e12):
-                found = find_rule(target.machine(name), {}, lambda n=parameters: int(n))
-                assert found is not None
-                held.append(found[1])
-    assert all(rule in held for rule in RULES)
+                mesh_rule = find_rule(target.machine(name), {}, lambda n=parameters: int(n))
+                assert mesh_rule is not None
+                rules.append(mesh_rule[1])
+    assert all(rule in rules for rule in RULES)
 
 
 def memory(experiment, target, **options):
     """GiB of a device: (arguments, temporaries, what is in the host's memory); raises where it does not fit."""
     pytest.importorskip("libtpu", reason="needs libtpu")
     resolved = resolve(experiment, target=target, **options)
-    program = compose(resolved.config, absent(resolved.machine), machine=resolved.machine)
+    program = compose(resolved.config, topology_devices(resolved.machine), machine=resolved.machine)
     size = (get(resolved.config, "input.batch_size"), get(resolved.config, "input.sequence_length"))
     shapes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32, "segment_ids": jnp.int32}
     batch = {name: jax.ShapeDtypeStruct(size, dtype) for name, dtype in shapes.items()}
     lowered = program.lower("train", batch)
     assert {c.op.name: c.name for c in program.choices()}["attention"] == "splash"
-    found = lowered.compile().memory_analysis()
-    sizes = (found.argument_size_in_bytes, found.temp_size_in_bytes, found.host_temp_size_in_bytes)
+    statistics = lowered.compile().memory_analysis()
+    sizes = (statistics.argument_size_in_bytes, statistics.temp_size_in_bytes, statistics.host_temp_size_in_bytes)
     return tuple(n / 2**30 for n in sizes)
 
 
@@ -97,8 +97,8 @@ def test_a_training_step_compiles_for_slices_over_a_network():
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [p.name for p in POLICIES])
 def test_every_policy_keeps_what_it_says_where_it_says(policy):
-    kept = memory("llama2-7b", "tpu-v5p-8", set=TINY, with_=[f"remat:policy={policy}"])
-    assert (kept[2] > 0) is ("offload" in policy)
+    policy_memory = memory("llama2-7b", "tpu-v5p-8", set=TINY, with_=[f"remat:policy={policy}"])
+    assert (policy_memory[2] > 0) is ("offload" in policy)
     assert "attention_residuals" in ATTENTION
 
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from axlearn_core.compose.devices import absent
+from axlearn_core.compose.devices import topology_devices
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.targets import find_machine
 from axlearn_plugins_plan.collectives import collectives
@@ -57,7 +57,7 @@ def test_a_name_means_a_machine(name, chips, devices, domains, topology):
 )
 def test_a_size_that_no_slice_has_is_an_error_that_says_what_there_is(name, says):
     with pytest.raises(RequestError) as error:
-        absent(find_machine(name))
+        topology_devices(find_machine(name))
     assert not [s for s in says if s not in str(error.value)], str(error.value)
 
 
@@ -77,11 +77,11 @@ def test_devices_of_absent_tpus_are_those_of_the_target(target):
     pytest.importorskip("libtpu", reason="needs libtpu")
     for name in target.examples:
         machine = find_machine(name)
-        found = absent(machine)
-        assert len(found) == machine.devices
-        assert found[0].platform == "tpu"
-        assert found[0].device_kind in target.device_kinds
-        assert len({getattr(d, "slice_index", 0) for d in found}) == machine.domains
+        actual = topology_devices(machine)
+        assert len(actual) == machine.devices
+        assert actual[0].platform == "tpu"
+        assert actual[0].device_kind in target.device_kinds
+        assert len({getattr(d, "slice_index", 0) for d in actual}) == machine.domains
 
 
 def test_figures_are_those_of_a_device():
@@ -94,7 +94,7 @@ def test_figures_are_those_of_a_device():
 def test_without_libtpu_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr("axlearn_plugins_tpu.topology.find_spec", lambda name: None)
     with pytest.raises(RequestError, match=r"pip install 'jax\[tpu\]'"):
-        absent(find_machine("tpu-v5p-8"))
+        topology_devices(find_machine("tpu-v5p-8"))
 
 
 def test_hooks_import_no_jax():
@@ -103,15 +103,15 @@ def test_hooks_import_no_jax():
 
 
 @pytest.mark.parametrize(
-    ("devices", "here"),
+    ("devices", "expected"),
     [([], False), ([("0x1ae0", "0x0042"), ("0x10de", "0x2330")], False), ([("0x1ae0", "0x0063")], True)],
 )
-def test_a_tpu_on_the_bus_is_seen(devices, here, tmp_path):
+def test_a_tpu_on_the_bus_is_seen(devices, expected, tmp_path):
     for number, (vendor, kind) in enumerate(devices):
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "vendor").write_text(f"{vendor}\n")
         (tmp_path / str(number) / "device").write_text(f"{kind}\n")
-    assert tpu_here(tmp_path) is here
+    assert tpu_here(tmp_path) is expected
 
 
 def test_jax_starts_in_silence_where_libtpu_is_and_no_tpu():
@@ -120,33 +120,37 @@ def test_jax_starts_in_silence_where_libtpu_is_and_no_tpu():
         pytest.skip("needs a machine without a TPU")
     hidden = ("JAX_PLATFORMS", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES", "TPU_SKIP_MDS_QUERY")
     env = {k: v for k, v in os.environ.items() if k not in hidden}
-    code = "from axlearn_core.compose.devices import settle; settle(None); import jax; print(jax.default_backend())"
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "cpu\n", "")
+    code = (
+        "from axlearn_core.compose.devices import configure_devices; configure_devices(None)\n"
+        "import jax; print(jax.default_backend())"
+    )
+    process = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert (process.returncode, process.stdout, process.stderr) == (0, "cpu\n", "")
 
 
 @pytest.mark.slow
 def test_programs_are_compiled_in_several_processes_at_once():
     pytest.importorskip("libtpu", reason="needs libtpu")
     code = (
-        "import sys; from axlearn_core.compose.devices import absent; from axlearn_core.plugins.targets import find_machine\n"
-        "print(len(absent(find_machine('tpu-v5e-16'))), flush=True); sys.stdin.read()"
+        "import sys; from axlearn_core.compose.devices import topology_devices\n"
+        "from axlearn_core.plugins.targets import find_machine\n"
+        "print(len(topology_devices(find_machine('tpu-v5e-16'))), flush=True); sys.stdin.read()"
     )
     start = functools.partial(
         subprocess.Popen, [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     with start() as one, start() as two:
-        found = [p.stdout.readline() for p in (one, two)]  # both hold libtpu now
+        lines = [p.stdout.readline() for p in (one, two)]  # both hold libtpu now
         for process in (one, two):
             process.communicate("")
-    assert found == ["16\n", "16\n"]
+    assert lines == ["16\n", "16\n"]
 
 
 @pytest.mark.parametrize("generation", ["tpu-v4-8", "tpu-v5e-4", "tpu-v5p-8", "tpu-v6e-4", "tpu-7x-4"])
 def test_libtpu_knows_every_option_of_a_target(generation):
     pytest.importorskip("libtpu", reason="needs libtpu")
     machine = find_machine(generation)
-    place = jax.sharding.SingleDeviceSharding(absent(machine)[0])
+    place = jax.sharding.SingleDeviceSharding(topology_devices(machine)[0])
     lowered = jax.jit(lambda x: x + 1).trace(jax.ShapeDtypeStruct((8, 128), "float32", sharding=place))
     assert machine.target.compiler_options
     lowered.lower(lowering_platforms=("tpu",)).compile(compiler_options=dict(machine.target.compiler_options))
@@ -157,7 +161,7 @@ def test_not_every_collective_is_waited_for():
     """By itself libtpu waits for each of this program on v5p; the bytes are the same."""
     pytest.importorskip("libtpu", reason="needs libtpu")
     machine = find_machine("tpu-v5p-8")
-    mesh = jax.sharding.Mesh(np.array(absent(machine)), ("fsdp",))
+    mesh = jax.sharding.Mesh(np.array(topology_devices(machine)), ("fsdp",))
     rows, split = (
         jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*p)) for p in (("fsdp",), (None, "fsdp"))
     )
@@ -172,12 +176,12 @@ def test_not_every_collective_is_waited_for():
 
     traced = jax.jit(jax.grad(loss), out_shardings=(split, split)).trace(weights, x)
     lowered = traced.lower(lowering_platforms=("tpu",))
-    waited, told = (
+    waited, overlapped = (
         lowered.compile(compiler_options=o).as_text() for o in (None, dict(machine.target.compiler_options))
     )
     kinds = {"all-gather": 4, "reduce-scatter": 2}
     places = Places({"fsdp": 4}, np.zeros(4, int))
-    for text, hidden in ((waited, False), (told, True)):
-        found = [c for c in collectives(parse(text), places) if c.kind in kinds]
-        assert Counter(c.kind for c in found) == kinds
-        assert any(c.asynchronous for c in found) == hidden
+    for text, hidden in ((waited, False), (overlapped, True)):
+        actual = [c for c in collectives(parse(text), places) if c.kind in kinds]
+        assert Counter(c.kind for c in actual) == kinds
+        assert any(c.asynchronous for c in actual) == hidden

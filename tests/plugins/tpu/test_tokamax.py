@@ -14,7 +14,7 @@ from tpu_programs import GENERATIONS, compiled, not_only
 sys.path.insert(0, str(Path(__file__).parents[2] / "conformance"))
 import cases
 
-from axlearn_core.compose.devices import absent
+from axlearn_core.compose.devices import topology_devices
 from axlearn_core.contracts.kernels import KernelContext
 from axlearn_core.kernels.selection import Selection, use
 from axlearn_core.plugins.targets import find_machine
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("library")
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """In the interpreter that has a TPU's memories, with what is no number in them at first; and several tiles each way."""
+    """In the interpreter that has a TPU's memories, with NaN in them at first; and several tiles each way."""
     with tokamax._kernels() as kernels:
         for name in ("gmm", "tgmm"):
             run = functools.partial(getattr(kernels, name), interpret=pallas_tpu.InterpretParams())
@@ -92,41 +92,41 @@ def call(inner=256, outer=512, dtype="bfloat16", other="bfloat16", target="tpu-v
 
 
 @pytest.mark.parametrize(
-    ("asked", "reason"),
+    ("options", "reason"),
     [
         ({}, None),
         ({"dtype": "float32", "other": "float32"}, None),
         ({"target": ""}, None),
         ({"dtype": "float32"}, "the dtypes are bfloat16, float32"),
         ({"dtype": "float16", "other": "float16"}, "it takes bfloat16, or float32"),
-        ({"inner": 64}, "the dimension 64 is no multiple of 128"),
-        ({"outer": 192}, "the dimension 192 is no multiple of 128"),
+        ({"inner": 64}, "the dimension 64 is not a multiple of 128"),
+        ({"outer": 192}, "the dimension 192 is not a multiple of 128"),
         ({"target": "tpu-v4"}, "not for v4"),
     ],
 )
-def test_it_says_what_it_cannot_do(asked, reason):
-    said = tokamax.MOSAIC.supports(*call(**asked))
-    assert said is None if reason is None else reason in said
+def test_it_says_what_it_cannot_do(options, reason):
+    answer = tokamax.MOSAIC.supports(*call(**options))
+    assert answer is None if reason is None else reason in answer
 
 
 @pytest.mark.parametrize("version", [None, "0.0.17"])
 def test_without_the_library_the_reason_says_what_to_install(monkeypatch, version):
-    def found(name):
+    def no_module(name):
         if version is None:
             raise tokamax.metadata.PackageNotFoundError(name)
         return version
 
-    monkeypatch.setattr(tokamax.metadata, "version", found)
+    monkeypatch.setattr(tokamax.metadata, "version", no_module)
     reason = tokamax.MOSAIC.supports(*call())
     assert "pip install 'axlearn-plugins-tpu[kernels]'" in reason
     assert version is None or version in reason
 
 
 def test_unless_it_is_named_megablox_is_before_it():
-    chosen = Selection(platform="tpu", target="tpu-v5e")
-    chosen.choose(call()[0])
-    chosen.choose(call()[0], NAME)
-    assert [c.name for c in chosen.choices] == ["megablox", NAME]
+    kernel_selection = Selection(platform="tpu", target="tpu-v5e")
+    kernel_selection.choose(call()[0])
+    kernel_selection.choose(call()[0], NAME)
+    assert [c.name for c in kernel_selection.choices] == ["megablox", NAME]
 
 
 @pytest.mark.parametrize("generation", not_only("tpu-v5e-4", SUPPORTED))
@@ -150,7 +150,7 @@ def test_it_compiles_where_devices_have_matrices_of_their_own():
     """As the layers run it: the chip is then that of the mesh."""
     pytest.importorskip("libtpu", reason="needs libtpu")
     machine = find_machine("tpu-v5e-4")
-    mesh = jax.make_mesh((4,), ("expert",), devices=absent(machine), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh((4,), ("expert",), devices=topology_devices(machine), axis_types=(jax.sharding.AxisType.Auto,))
     part = jax.sharding.PartitionSpec("expert")
     place = jax.sharding.NamedSharding(mesh, part)
     shapes = ((1024, 256), "bfloat16"), ((8, 256, 512), "bfloat16"), ((8,), "int32")
@@ -160,18 +160,18 @@ def test_it_compiles_where_devices_have_matrices_of_their_own():
     def loss(*operands):
         return jnp.sum(run(*operands).astype(jnp.float32) ** 2)
 
-    with use(Selection(platform="tpu", target="tpu-v5e")) as chosen:
+    with use(Selection(platform="tpu", target="tpu-v5e")) as choices:
         jax.jit(jax.grad(loss, (0, 1))).trace(*abstract).lower(lowering_platforms=("tpu",)).compile()
-    assert [c.name for c in chosen.choices] == [NAME]
+    assert [c.name for c in choices.choices] == [NAME]
 
 
 @pytest.mark.parametrize("target", sorted(GROUPED))
 def test_the_tiles_are_those_of_the_target(target, monkeypatch):
-    seen = []
-    monkeypatch.setattr(tokamax, "_product", lambda lhs, rhs, sizes, tiling: seen.append(tiling) or lhs)
+    tiles = []
+    monkeypatch.setattr(tokamax, "_product", lambda lhs, rhs, sizes, tiling: tiles.append(tiling) or lhs)
     with use(Selection(platform="tpu", target=target)):
         for dtype in ("bfloat16", "float32"):
             x = jnp.ones((4096, 4096), dtype)
             jax.eval_shape(lambda x: tokamax.MOSAIC(GroupedMatmul(x, x[None], jnp.asarray([4096]))), x)
     tile = GROUPED[target]
-    assert seen == [(tile.rows, tile.inner // n, tile.outer) for n in (1, 2)]
+    assert tiles == [(tile.rows, tile.inner // n, tile.outer) for n in (1, 2)]

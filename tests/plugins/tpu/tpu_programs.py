@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from axlearn_core.compose.devices import absent
+from axlearn_core.compose.devices import topology_devices
 from axlearn_core.kernels import selection
 from axlearn_core.plugins.targets import find_machine
 
@@ -20,7 +20,7 @@ def compiled(generation, function, *operands, gradients=True):
     """A program for one device, with its gradients by all operands where it has some; and the kernels that it took."""
     pytest.importorskip("libtpu", reason="needs libtpu")
     machine = find_machine(generation)
-    place = jax.sharding.SingleDeviceSharding(absent(machine)[0])
+    place = jax.sharding.SingleDeviceSharding(topology_devices(machine)[0])
     shapes = [jax.ShapeDtypeStruct(s, d, sharding=place) for s, d in operands]
 
     def loss(*operands):
@@ -28,6 +28,6 @@ def compiled(generation, function, *operands, gradients=True):
 
     floats = tuple(i for i, (_, d) in enumerate(operands) if d != "int32")
     program = jax.value_and_grad(loss, floats) if gradients else loss
-    with selection.use(selection.Selection(platform="tpu", target=machine.target.name, gradients=gradients)) as chosen:
+    with selection.use(selection.Selection(platform="tpu", target=machine.target.name, gradients=gradients)) as choices:
         lowered = jax.jit(program).trace(*shapes).lower(lowering_platforms=("tpu",))
-    return lowered.compile(), [c.name for c in chosen.choices]
+    return lowered.compile(), [c.name for c in choices.choices]

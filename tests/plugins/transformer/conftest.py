@@ -84,7 +84,7 @@ def grads():
 
     def grads(cfg, batch, state=None):
         graph, fresh = _initialised(cfg, 0)
-        (loss, summaries), found = _step(graph, fresh if state is None else state, batch)
-        return loss, summaries, {".".join(map(str, k)): v.get_value() for k, v in nnx.to_flat_state(found)}
+        (loss, summaries), actual = _step(graph, fresh if state is None else state, batch)
+        return loss, summaries, {".".join(map(str, k)): v.get_value() for k, v in nnx.to_flat_state(actual)}
 
     return grads

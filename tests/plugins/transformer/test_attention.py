@@ -41,9 +41,9 @@ MASKS = {
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_reference_is_softmax_attention(mask, kv_heads, softcap):
     q, k, v = operands(256, kv_heads=kv_heads)
-    found = Attention(q, k, v, mask=mask, scale=0.3, softcap=softcap).run("xla")
+    actual = Attention(q, k, v, mask=mask, scale=0.3, softcap=softcap).run("xla")
     expected = reference(q, k, v, np.asarray(mask.materialize((0, 256), (0, 256))), 0.3, softcap)
-    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
 
 
 BLOCKED = {k: v for k, v in MASKS.items() if k != "prefix"}  # a prefix of unknown length hides no block
@@ -76,10 +76,10 @@ def test_blocked_equals_reference_in_values_and_gradients(mask, heads, dtype):
         return jax.jit(jax.value_and_grad(run, argnums=(0, 1, 2), has_aux=True))
 
     (_, expected), expected_grads = total("xla")(*args)
-    (_, found), found_grads = total("xla-blocked")(*args)
-    assert found.dtype == dtype
+    (_, actual), found_grads = total("xla-blocked")(*args)
+    assert actual.dtype == dtype
     tolerance = 1e-5 if dtype == "float32" else 2e-2
-    for a, b in zip((found, *found_grads), (expected, *expected_grads), strict=True):
+    for a, b in zip((actual, *found_grads), (expected, *expected_grads), strict=True):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * np.abs(b).max())
 
@@ -110,7 +110,7 @@ def test_queries_at_given_slots_are_rows_of_the_whole(kv_heads):
 @pytest.mark.parametrize(
     ("length", "mask", "reason"),
     [
-        (130, Causal(), "no multiple of 128"),
+        (130, Causal(), "not a multiple of 128"),
         (256, Full(), "hides no whole block"),
         (128 * 65, Causal(), "more than 64"),
     ],

@@ -47,13 +47,13 @@ def test_equals_the_plain_formulation(operands, chunk, z_loss, softcap):
         return plain(h, w, *operands[2:], softcap, z_loss)
 
     # A cotangent other than 1, to see that it is used.
-    (found, found_aux), found_grads = jax.value_and_grad(
+    (actual, found_aux), found_grads = jax.value_and_grad(
         lambda h, w: (lambda r: (3 * r[0], r[1]))(ours(h, w)), argnums=(0, 1), has_aux=True
     )(*operands[:2])
     (expected, expected_aux), grads = jax.value_and_grad(
         lambda h, w: (lambda r: (3 * r[0], r[1]))(theirs(h, w)), argnums=(0, 1), has_aux=True
     )(*operands[:2])
-    np.testing.assert_allclose([found, found_aux], [expected, expected_aux], rtol=1e-5)
+    np.testing.assert_allclose([actual, found_aux], [expected, expected_aux], rtol=1e-5)
     np.testing.assert_allclose(ours(*operands[:2]), theirs(*operands[:2]), rtol=1e-5)
     for a, b in zip(found_grads, grads, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.abs(b).max()))
@@ -90,10 +90,10 @@ def test_never_holds_all_logits_and_computes_no_product_twice():
 def test_gradients_of_the_head_add_up_in_float32(operands):
     hidden, weight, targets, weights = operands
     options = Options(dtype="bfloat16", chunk=4)
-    found = jax.grad(lambda w: CrossEntropy(hidden, w, targets, weights, options).run()[0])(weight)
+    actual = jax.grad(lambda w: CrossEntropy(hidden, w, targets, weights, options).run()[0])(weight)
     expected = jax.grad(lambda w: plain(hidden, w, targets, weights, None, 0.0)[0])(weight)
-    assert found.dtype == jnp.float32
-    np.testing.assert_allclose(found, expected, atol=2e-2 * float(jnp.abs(expected).max()))
+    assert actual.dtype == jnp.float32
+    np.testing.assert_allclose(actual, expected, atol=2e-2 * float(jnp.abs(expected).max()))
 
 
 def test_positions_without_weight_do_not_count(operands):

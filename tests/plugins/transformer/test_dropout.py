@@ -158,7 +158,7 @@ def test_blocks_of_any_class_drop_out(mode):
     assert model.loss(toy.batch())[0] == silent.loss(toy.batch())[0]
     losses = [functional.bind(params, key=jax.random.key(i)).loss(toy.batch())[0] for i in (1, 2)]
     assert losses[0] != losses[1]
-    assert model.generate([1, 2, 3], max_tokens=2) is not None
+    assert list(model.generate([1, 2, 3], max_tokens=2)) == list(silent.generate([1, 2, 3], max_tokens=2))
 
 
 def test_adapters_go_on_the_halves_of_any_block():

@@ -84,8 +84,8 @@ def test_seeds_temperature_and_top_k(tiny, build):
 def test_sampling_draws_from_the_distribution():
     logits = jnp.log(jnp.asarray([0.5, 0.3, 0.15, 0.05]))
     draws = [functions.Draw(jax.random.key(0), jnp.int32(i), jnp.float32(1.0)) for i in range(600)]
-    found = jax.vmap(lambda d: functions.pick(logits, d, 2))(jax.tree.map(lambda *x: jnp.stack(x), *draws))
-    share = np.bincount(np.asarray(found), minlength=4) / 600
+    draws_array = jax.vmap(lambda d: functions.pick(logits, d, 2))(jax.tree.map(lambda *x: jnp.stack(x), *draws))
+    share = np.bincount(np.asarray(draws_array), minlength=4) / 600
     np.testing.assert_allclose(share, [0.625, 0.375, 0, 0], atol=0.06)
 
 

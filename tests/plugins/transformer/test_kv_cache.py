@@ -83,9 +83,9 @@ RECORDED = Recorded()
 
 def test_a_kernel_that_the_config_names_holds_with_a_cache(tiny, build, batch, monkeypatch):
     model = build(tiny({f"{ATTENTION}.kernel": "reading", f"{ATTENTION}.softcap": 3.0, f"{ATTENTION}.window": 5}), 0)
-    named = KernelImplementation(name="reading", op=Attention.path(), load=f"{__name__}:RECORDED")
+    declaration = KernelImplementation(name="reading", op=Attention.path(), load=f"{__name__}:RECORDED")
     installed = selection.installed
-    declared = lambda op: [*installed(op), *([named] if op is Attention else [])]  # noqa: E731
+    declared = lambda op: [*installed(op), *([declaration] if op is Attention else [])]  # noqa: E731
     monkeypatch.setattr(RECORDED, "calls", [])
     with selection.use(selection.Selection(platform="cpu", gradients=False, declared=declared)):
         jax.eval_shape(lambda: model(batch["tokens"][:, :4], cache=model.init_cache(2, 24)))

@@ -127,8 +127,8 @@ def test_attention_parts():
     q, k = norm(q) * w["query_norm.weight"][None, None, None], norm(k)
     s = 2.0 * jnp.tanh(0.7 * jnp.einsum("bnth,bnsh->bnts", q, k) / 2.0)
     at = jnp.arange(9)
-    seen = (at[None] <= at[:, None]) & (at[None] > at[:, None] - 3)
-    p = jax.nn.softmax(jnp.where(seen[None, None], s, -jnp.inf), -1)
+    visible = (at[None] <= at[:, None]) & (at[None] > at[:, None] - 3)
+    p = jax.nn.softmax(jnp.where(visible[None, None], s, -jnp.inf), -1)
     expected = jnp.einsum("bnts,bnsh,nhd->btd", p, v, w["output.weight"])
     np.testing.assert_allclose(layer(x, Context())[0], expected, rtol=1e-5, atol=1e-6)
 

@@ -34,8 +34,8 @@ def brute(rule):
 def test_masks_are_what_they_say(name):
     mask, rule = CASES[name]
     expected = brute(rule)
-    found = mask.materialize((0, LENGTH), (0, LENGTH))
-    assert (np.broadcast_to(found, expected.shape) == expected).all()
+    actual = mask.materialize((0, LENGTH), (0, LENGTH))
+    assert (np.broadcast_to(actual, expected.shape) == expected).all()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -46,8 +46,8 @@ def test_parts_of_a_mask_are_slices_of_the_whole_and_block_tells_the_truth(name)
     for q, k in itertools.product(edges, edges):
         part = expected[:, slice(*q), slice(*k)]
         assert (np.broadcast_to(mask.materialize(q, k), part.shape) == part).all()
-        known = mask.block(q, k)
-        assert known is None or (part == known).all()
+        block = mask.block(q, k)
+        assert block is None or (part == block).all()
 
 
 def test_causal_and_window_know_every_block_of_which_all_or_nothing_is_visible():
@@ -61,9 +61,9 @@ def test_causal_and_window_know_every_block_of_which_all_or_nothing_is_visible()
 def test_slots_count_instead_of_indices():
     mask = Causal() & SlidingWindow(4)
     query_slots = jnp.asarray([[5], [2]], jnp.int32)
-    found = mask.materialize((0, 1), (0, 8), query_slots, jnp.arange(8, dtype=jnp.int32)[None])
-    assert found.shape == (2, 1, 8)
-    assert [np.flatnonzero(row[0]).tolist() for row in np.asarray(found)] == [[2, 3, 4, 5], [0, 1, 2]]
+    actual = mask.materialize((0, 1), (0, 8), query_slots, jnp.arange(8, dtype=jnp.int32)[None])
+    assert actual.shape == (2, 1, 8)
+    assert [np.flatnonzero(row[0]).tolist() for row in np.asarray(actual)] == [[2, 3, 4, 5], [0, 1, 2]]
 
 
 def test_structure_is_static_and_data_are_leaves():

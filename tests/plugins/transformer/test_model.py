@@ -60,8 +60,8 @@ def llama_loss(p, batch, layers=2, heads=4, kv=2, eps=1e-6):
         gate, up = h @ w["feed_forward.gate.weight"], h @ w["feed_forward.up.weight"]
         x = x + (gate * jax.nn.sigmoid(gate) * up) @ w["feed_forward.down.weight"]
     logits = rms(x, p["decoder.norm.weight"]) @ p["decoder.head.weight"]
-    chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], -1)
-    return -jnp.mean(chosen)
+    log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], -1)
+    return -jnp.mean(log_probs)
 
 
 def parameters(model):
@@ -70,12 +70,12 @@ def parameters(model):
 
 
 def test_loss_and_gradients_are_those_of_the_plain_formulas(tiny, build, batch, grads):
-    loss, report, found = grads(tiny(), batch)
+    loss, report, actual = grads(tiny(), batch)
     expected, expected_grads = jax.jit(jax.value_and_grad(llama_loss), compiler_options=QUICK)(
         parameters(build(tiny())), batch
     )
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    assert_trees_close(found, expected_grads, 2e-5)
+    assert_trees_close(actual, expected_grads, 2e-5)
     assert report == {"weight": batch["targets"].size}
 
 
@@ -99,9 +99,9 @@ WAYS = [
 @pytest.mark.parametrize(("mode", "remat"), WAYS)
 def test_how_the_stack_runs_changes_no_number(tiny, batch, grads, mode, remat):
     loss, _, expected = grads(tiny(), batch)
-    found_loss, _, found = grads(tiny({"decoder.stack.mode": mode, "decoder.stack.remat": REMATS[remat]}), batch)
+    found_loss, _, actual = grads(tiny({"decoder.stack.mode": mode, "decoder.stack.remat": REMATS[remat]}), batch)
     np.testing.assert_allclose(found_loss, loss, rtol=1e-6)
-    assert_trees_close(found, expected)
+    assert_trees_close(actual, expected)
 
 
 def test_remat_recomputes_what_it_does_not_save(tiny, build, batch):
@@ -148,10 +148,10 @@ def test_packed_rows_equal_separate_rows(tiny, build, run):
 
 
 def test_a_batch_without_any_weight_has_loss_zero_and_no_gradient(tiny, batch, grads):
-    loss, report, found = grads(tiny(), {**batch, "weights": jnp.zeros((2, 48))})
+    loss, report, actual = grads(tiny(), {**batch, "weights": jnp.zeros((2, 48))})
     assert loss == 0
     assert report["weight"] == 0
-    assert all((v == 0).all() for v in found.values())
+    assert all((v == 0).all() for v in actual.values())
 
 
 def test_a_prefix_is_seen_by_all(tiny, build, run, batch):
@@ -214,7 +214,7 @@ def test_losses_and_summaries_of_layers_reach_the_root(tiny, build, run, batch, 
     layer = tiny().decoder.layer
     reporting = Reporting.Config(attention=layer.attention, feed_forward=layer.feed_forward)
     edits = {"decoder.layer": reporting, "decoder.stack.mode": mode, "decoder.stack.remat": remat}
-    loss, report, found = grads(tiny(edits), batch)
+    loss, report, actual = grads(tiny(edits), batch)
     plain, _, expected = grads(tiny(), batch)
 
     def outputs(model, tokens):
@@ -228,12 +228,12 @@ def test_losses_and_summaries_of_layers_reach_the_root(tiny, build, run, batch, 
     np.testing.assert_allclose(report["largest"], np.mean([jnp.abs(x).max() for x in xs]), rtol=1e-5)
     np.testing.assert_allclose(report["cross_entropy"], plain, rtol=1e-6)
     np.testing.assert_allclose(loss, plain + report["size"], rtol=1e-6)
-    assert not np.allclose(found["decoder.embedding.weight"], expected["decoder.embedding.weight"])
+    assert not np.allclose(actual["decoder.embedding.weight"], expected["decoder.embedding.weight"])
 
 
 def test_summaries_are_dropped_where_nobody_collects_and_checked_where_one_does():
     summaries.add_loss("a", jnp.ones(()))
-    with summaries.collect() as found:
+    with summaries.collect() as collector:
         summaries.add_loss("a", jnp.ones(()))
         summaries.add_loss("a", jnp.ones(()))
         summaries.add_summary("b", jnp.ones(()))
@@ -241,7 +241,7 @@ def test_summaries_are_dropped_where_nobody_collects_and_checked_where_one_does(
             summaries.add_summary("b", jnp.ones(()))
         with pytest.raises(RequestError, match=r"has shape \(2,\)"):
             summaries.add_loss("c", jnp.ones(2))
-    assert found.losses == {"a": 2.0}
+    assert collector.losses == {"a": 2.0}
 
 
 VARIANTS = {
@@ -258,13 +258,13 @@ VARIANTS = {
 
 @pytest.mark.parametrize("edits", VARIANTS.values(), ids=VARIANTS)
 def test_every_parameter_has_a_logical_name_for_each_axis(tiny, edits):
-    known = {"embed", "mlp", "heads", "kv", "head_dim", "vocab", "layers", "norm"}
+    logical_axes = {"embed", "mlp", "heads", "kv", "head_dim", "vocab", "layers", "norm"}
     state = nnx.state(nnx.eval_shape(lambda: tiny(edits).build(rngs=nnx.Rngs(0))))
     for path, variable in nnx.to_flat_state(state):
         assert isinstance(variable, nnx.Param)
         axes = variable.get_metadata()["out_sharding"]
         assert len(axes) == len(variable.get_value().shape), path
-        assert set(axes) <= known, path
+        assert set(axes) <= logical_axes, path
         assert (axes[0] == "layers") == ("layer" in path)
 
 
@@ -272,11 +272,11 @@ def test_models_build_under_jit_and_eval_shape(tiny):
     def make():
         return nnx.split(tiny().build(rngs=nnx.Rngs(0)))[1]
 
-    made, abstract = jax.jit(make, compiler_options=QUICK)(), jax.eval_shape(make)
-    assert jax.tree.structure(made) == jax.tree.structure(abstract)
-    for a, b in zip(jax.tree.leaves(made), jax.tree.leaves(abstract), strict=True):
+    result, abstract = jax.jit(make, compiler_options=QUICK)(), jax.eval_shape(make)
+    assert jax.tree.structure(result) == jax.tree.structure(abstract)
+    for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(abstract), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
-    weight = made["decoder"]["layer"]["attention"]["query"]["weight"].get_value()
+    weight = result["decoder"]["layer"]["attention"]["query"]["weight"].get_value()
     assert not np.allclose(weight[0], weight[1])  # each layer has numbers of its own
 
 
@@ -298,12 +298,12 @@ def test_parameter_counts_of_published_models(tiny):
 def test_bfloat16_computes_in_bfloat16_and_keeps_float32_parameters_and_loss(tiny, build, batch, grads, mode):
     cfg = tiny({"dtype": "bfloat16", "decoder.stack.mode": mode})
     with jax.numpy_dtype_promotion("strict"):
-        loss, _, found = grads(cfg, batch)
+        loss, _, actual = grads(cfg, batch)
         model = build(cfg)
         assert jax.eval_shape(lambda t: model.decoder(t, Context())[0], batch["tokens"]).dtype == jnp.bfloat16
         assert jax.eval_shape(model, batch["tokens"]).dtype == jnp.float32
     assert loss.dtype == jnp.float32
-    assert {v.dtype for v in found.values()} == {jnp.dtype("float32")}
+    assert {v.dtype for v in actual.values()} == {jnp.dtype("float32")}
     expected, _, _ = grads(tiny(), batch)
     np.testing.assert_allclose(loss, expected, rtol=1e-2)
     half = build(tiny({"output_dtype": "bfloat16"}))
@@ -343,9 +343,9 @@ def test_a_mesh_of_eight_devices_computes_the_same(tiny, build, grads, mode):
     placed = jax.device_put(batch, NamedSharding(mesh, PartitionSpec(("data", "fsdp"))))
     step = jax.jit(jax.value_and_grad(lambda s, b: nnx.merge(graph, s).loss(b), has_aux=True), compiler_options=QUICK)
     with logical_rules(mesh, RULES):
-        (found_loss, _), found = step(nnx.from_flat_state(flat), placed)
+        (found_loss, _), actual = step(nnx.from_flat_state(flat), placed)
     np.testing.assert_allclose(found_loss, loss, rtol=1e-5)
-    assert_trees_close({".".join(map(str, k)): v.get_value() for k, v in nnx.to_flat_state(found)}, expected, 2e-5)
+    assert_trees_close({".".join(map(str, k)): v.get_value() for k, v in nnx.to_flat_state(actual)}, expected, 2e-5)
 
 
 def test_constraints_follow_the_rules_and_vanish_on_one_device():

@@ -41,13 +41,13 @@ def test_without_a_placement_nothing_is_split():
 
 
 def test_a_device_has_the_size_divided_by_the_parts(placed):
-    seen = []
+    sizes = []
 
     def kernel(x):
-        seen.append(x.shape)
+        sizes.append(x.shape)
         return x * 2
 
     x, axes = jnp.arange(96.0).reshape(8, 3, 4), ("rows", None, "heads")
-    made = jax.jit(per_device(kernel, [axes], axes))(x)
-    np.testing.assert_array_equal(made, x * 2)
-    assert seen == [tuple(n // k for n, k in zip(x.shape, parts_of(x.shape, axes), strict=True))] == [(2, 3, 2)]
+    result = jax.jit(per_device(kernel, [axes], axes))(x)
+    np.testing.assert_array_equal(result, x * 2)
+    assert sizes == [tuple(n // k for n, k in zip(x.shape, parts_of(x.shape, axes), strict=True))] == [(2, 3, 2)]

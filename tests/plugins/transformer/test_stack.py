@@ -65,9 +65,9 @@ def make(stack, cfg, num_layers):
 
 
 def run(stack, layers, x):
-    with summaries.collect() as found:
+    with summaries.collect() as collector:
         y, _ = stack(layers, x, Context())
-    return y, found.losses, found.summaries
+    return y, collector.losses, collector.summaries
 
 
 CASES = {

@@ -20,7 +20,7 @@ _GRACE = 60.0
 _numbers = count()
 
 
-def gather_objects(value: Any, name: str, seconds: float = PEER_SECONDS) -> list[Any]:
+def gather_objects(value: object, name: str, seconds: float = PEER_SECONDS) -> list[Any]:
     """The JSON-able values of all processes, by process index. All call it, in the same order, from one thread.
 
     Raises:
@@ -56,9 +56,11 @@ def _collect(client: Any, key: str, name: str, seconds: float) -> bytes:
     """The values of all processes, or who is late, as one text."""
     deadline, values, late = time.monotonic() + seconds, [], []
     for process in range(jax.process_count()):
-        left = max(1, int((deadline - time.monotonic()) * 1000))
+        timeout_ms = max(1, int((deadline - time.monotonic()) * 1000))
         try:
-            values.append(json.loads(zlib.decompress(client.blocking_key_value_get_bytes(f"{key}/{process}", left))))
+            values.append(
+                json.loads(zlib.decompress(client.blocking_key_value_get_bytes(f"{key}/{process}", timeout_ms)))
+            )
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise WorkError(f"{name}: {str(error).splitlines()[0]}") from error

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import jax
-import orbax.checkpoint.experimental.v1 as ocp
 
 from axlearn_core.checkpoint.manifest import STATE
 from axlearn_core.checkpoint.state import abstract_leaf
@@ -14,6 +13,8 @@ def read_orbax(checkpoint: Path, abstract: Mapping[str, jax.ShapeDtypeStruct]) -
     """Arrays by dotted path, in the shardings of `abstract`, of those that Orbax keeps in a checkpoint's directory."""
     if not abstract:
         return {}
+    import orbax.checkpoint.experimental.v1 as ocp  # takes most of a second, and newer checkpoints do without
+
     context = ocp.Context()
     context.pytree.loading.partial_load = True
     with context:

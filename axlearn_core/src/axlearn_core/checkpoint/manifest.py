@@ -3,7 +3,7 @@
 checkpoints/
   120/
     manifest.json     written last, over everything below: owner, arrays, metrics, size and hash of each file
-    extra.json        what was given to `save` besides the state
+    extra.json        what was given to `save` in addition to the state
     config.yaml, ...  the run's own text files
     state/weights/    the arrays of the model, in pieces with a hash each (see `shards`)
     state/others/     all other arrays of the training state, in the same way
@@ -70,11 +70,11 @@ class Manifest:
         """The size of all files."""
         return sum(f["bytes"] for f in self.files.values())
 
-    def migrated(self, wanted: Collection[str]) -> "Manifest":
+    def migrated(self, expected: Collection[str]) -> "Manifest":
         """The manifest with the paths of this version, where arrays that are wanted are missing under theirs."""
-        if all(path in self.arrays for path in wanted):
+        if all(path in self.arrays for path in expected):
             return self
-        renamed = migrate_arrays(self.arrays, wanted)
+        renamed = migrate_arrays(self.arrays, expected)
         paths = {path: renamed.get(path, path) for path in self.arrays}
         arrays = {to: self.arrays[path] for path, to in paths.items() if to is not None}
         return attrs.evolve(self, arrays=arrays)
@@ -102,8 +102,8 @@ class Checkpoints:
         """The steps that have a checkpoint, oldest first. Saves that were cut off are not among them."""
         moves = self.storage.staging("0") != "0"  # then a step without a manifest was complete and is damaged
         parts = (f.path.removeprefix(self.folder).partition("/") for f in self.storage.list(self.folder))
-        named = {n for n, _, rest in parts if rest == MANIFEST or (moves and rest.startswith(f"{STATE}/"))}
-        return sorted(int(n) for n in named if n.isdecimal())
+        step_names = {n for n, _, rest in parts if rest == MANIFEST or (moves and rest.startswith(f"{STATE}/"))}
+        return sorted(int(n) for n in step_names if n.isdecimal())
 
     def inspect(self, step: int) -> Manifest:
         """What the checkpoint of a step holds, from its manifest alone.
@@ -114,10 +114,10 @@ class Checkpoints:
         try:
             return parse(self.storage.read(f"{self.folder}{step}/{MANIFEST}"), step)
         except MissingFileError:
-            known = self.steps()
-            if step in known:
+            steps = self.steps()
+            if step in steps:
                 raise self.damaged(step, [f"{MANIFEST}: No such file or directory"]) from None
-            listed = ", ".join(map(str, known)) or "none"
+            listed = ", ".join(map(str, steps)) or "none"
             raise CheckpointError(
                 f"there is no checkpoint of step {step} in {self.name}\n    steps: {listed}"
             ) from None
@@ -154,8 +154,8 @@ class Checkpoints:
             if before
             else "there is no earlier checkpoint; start anew in another run directory"
         )
-        shown = [*problems[:8], *([f"and {len(problems) - 8} more"] if len(problems) > 8 else [])]
-        listed = "\n".join(f"    {p}" for p in shown)
+        lines = [*problems[:8], *([f"and {len(problems) - 8} more"] if len(problems) > 8 else [])]
+        listed = "\n".join(f"    {p}" for p in lines)
         return CheckpointError(f"the checkpoint of step {step} in {self.name} is damaged\n{listed}\n    fix: {fix}")
 
 
@@ -215,11 +215,11 @@ def _compare(storage: Storage, root: str, name: str, expected: Mapping[str, Any]
         if size <= _PART:
             data = storage.read(f"{root}{name}")
             digest.update(data)
-            found = len(data)
+            actual_size = len(data)
         else:
-            found = next((f.bytes for f in storage.list(f"{root}{name}") if f.path == f"{root}{name}"), 0)
-        if found != size:
-            return f"{name}: got {found} bytes, expected {size}"
+            actual_size = next((f.bytes for f in storage.list(f"{root}{name}") if f.path == f"{root}{name}"), 0)
+        if actual_size != size:
+            return f"{name}: got {actual_size} bytes, expected {size}"
         buffer = memoryview(bytearray(_PART if size > _PART else 0))
         for begin in range(0, size if buffer else 0, _PART):
             part = buffer[: size - begin]

@@ -130,7 +130,7 @@ class OrbaxCheckpointer(Configurable):
     def save(
         self,
         step: int,
-        state: Any,
+        state: object,
         *,
         extra: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
@@ -193,7 +193,7 @@ class OrbaxCheckpointer(Configurable):
     def _finish_oldest(self) -> None:
         step, future = self._pending.popleft()
         error = future.exception()
-        agree(self._failed(step, error) if error else None, error)
+        agree(self._write_error(step, error) if error else None, error)
         self._failures = 0
 
     def close(self) -> None:
@@ -205,7 +205,7 @@ class OrbaxCheckpointer(Configurable):
             self._writers.shutdown()
             self._buffers.trim()
 
-    def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
+    def restore(self, step: int, like: object) -> tuple[Any, dict[str, Any]]:
         """(state, extra) of a step. Shapes, dtypes and shardings are those of `like`, which may be abstract.
 
         A checkpoint of weights only leaves the learner, the objective and the random key as they are in `like`. Each process
@@ -214,17 +214,17 @@ class OrbaxCheckpointer(Configurable):
         Raises:
             CheckpointError: no such step; a damaged file; or arrays that are missing, unexpected or of another shape.
         """
-        found = self._verified(step)
+        checkpoint = self._verify_step(step)
         extra = json.loads(self.place.storage.read(f"{self.place.folder}{step}/{manifest.EXTRA}"))
-        wanted = {p: describe(p, x) for p, x in flatten(like).items()}
+        expected = {p: describe(p, x) for p, x in flatten(like).items()}
         if extra.get(WEIGHTS_ONLY):
             parts = ("step", "params", "variables")
-            wanted = {
-                p: x for p, x in wanted.items() if p.split(".")[0] in parts and p.split(".")[1:2] != ["objective"]
+            expected = {
+                p: x for p, x in expected.items() if p.split(".")[0] in parts and p.split(".")[1:2] != ["objective"]
             }
-        found = found.migrated(wanted)
-        check_same(step, wanted, found.arrays, unexpected=True)
-        state = self._load(found, like, list(wanted))
+        checkpoint = checkpoint.migrated(expected)
+        check_same(step, expected, checkpoint.arrays, unexpected=True)
+        state = self._load(checkpoint, like, list(expected))
         self._restored = step
         return state, extra
 
@@ -234,7 +234,7 @@ class OrbaxCheckpointer(Configurable):
         if jax.process_index() == 0:
             self._open()
 
-    def _verified(self, step: int) -> Manifest:
+    def _verify_step(self, step: int) -> Manifest:
         # Before any process enters a collective restore: one that fails in the middle would leave the others waiting.
         error: CheckpointError | None = None
         if jax.process_index() == 0:
@@ -246,30 +246,32 @@ class OrbaxCheckpointer(Configurable):
         agree(error, error)
         return self.inspect(step)
 
-    def _load(self, found: Manifest, like: Any, names: list[str]) -> Any:
+    def _load(self, checkpoint: Manifest, like: object, names: list[str]) -> Any:
         abstract = abstract_arrays(like, names)
-        paths = {p: found.arrays[p].path for p in abstract}
+        paths = {p: checkpoint.arrays[p].path for p in abstract}
         error: CheckpointError | None = None
         loaded: dict[str, jax.Array] = {}
         try:
-            loaded = self._read(found, abstract, paths)
+            loaded = self._read(checkpoint, abstract, paths)
         except stream.DamagedError as damage:
-            error = self.place.damaged(found.step, [str(damage)])
+            error = self.place.damaged(checkpoint.step, [str(damage)])
         agree(error, error)
         # Each byte is read once in the job; the links of the devices are faster than a storage that every replica reads.
         loaded = {p: jax.device_put(x, abstract[p].sharding) for p, x in loaded.items()}
-        if others := {paths[p]: x for p, x in abstract.items() if p not in loaded}:
-            arrays = read_orbax(self.directory / str(found.step), others)
+        if remaining := {paths[p]: x for p, x in abstract.items() if p not in loaded}:
+            arrays = read_orbax(self.directory / str(checkpoint.step), remaining)
             loaded |= {p: arrays[paths[p]] for p in abstract if p not in loaded}
         loaded = {p: x if paths[p] == p else x.astype(abstract[p].dtype) for p, x in loaded.items()}
         return rebuild_state(like, names, loaded)
 
-    def _read(self, found: Manifest, abstract: Mapping[str, Any], paths: Mapping[str, str]) -> dict[str, jax.Array]:
+    def _read(
+        self, checkpoint: Manifest, abstract: Mapping[str, Any], paths: Mapping[str, str]
+    ) -> dict[str, jax.Array]:
         """The arrays that are kept in pieces."""
-        storage, root = self.place.storage, f"{self.place.folder}{found.step}/"
+        storage, root = self.place.storage, f"{self.place.folder}{checkpoint.step}/"
         loaded: dict[str, jax.Array] = {}
         for folder in (manifest.WEIGHTS, manifest.OTHERS):
-            index = stream.read_index(storage, root, found.files, folder)
+            index = stream.read_index(storage, root, checkpoint.files, folder)
             arrays = {p: index[paths[p]] for p in abstract if paths[p] in index}
             places = {p: stream.spread_sharding(abstract[p].sharding, abstract[p].shape) for p in arrays}
             loaded |= dict(stream.read_arrays(storage, root + folder, arrays, places))
@@ -291,7 +293,7 @@ class OrbaxCheckpointer(Configurable):
                     text = json.dumps({"run": self.run, "step": step}).encode()
                     self.place.storage.write(f"{self._staging(step)}/{BEGUN}", [text])
             except (OSError, StorageError) as caught:
-                error = self._failed(step, caught)
+                error = self._write_error(step, caught)
         agree(error, error)
         return bool(multihost_utils.broadcast_one_to_all(np.asarray(is_new))) if jax.process_count() > 1 else is_new
 
@@ -344,7 +346,7 @@ class OrbaxCheckpointer(Configurable):
         storage.write(f"{folder}/{manifest.MANIFEST}", [manifest.render(body)])
         storage.commit(folder, f"{self.place.folder}{step}")
         self.on_result(step, None)
-        for old in self._unwanted():
+        for old in self._steps_to_delete():
             storage.delete(f"{self.place.folder}{old}")
 
     def _discard(self, folder: str) -> None:
@@ -353,20 +355,20 @@ class OrbaxCheckpointer(Configurable):
         except StorageError as error:
             log.warning("a save that failed could not be removed: %s", error)
 
-    def _unwanted(self) -> list[int]:
+    def _steps_to_delete(self) -> list[int]:
         cfg = self.cfg
         if cfg.keep_last is None:
             return []
-        manifests = {s: m for s in self.steps() if (m := self._owned(s)) is not None}
+        manifests = {s: m for s in self.steps() if (m := self._own_manifest(s)) is not None}
         return unwanted_steps(cfg, manifests)
 
-    def _owned(self, step: int) -> Manifest | None:
+    def _own_manifest(self, step: int) -> Manifest | None:
         """The manifest of a checkpoint that this run wrote; None for all others."""
         try:
-            found = self.inspect(step)
+            manifest = self.inspect(step)
         except CheckpointError:
             return None
-        return found if found.run == self.run else None
+        return manifest if manifest.run == self.run else None
 
     def _tolerate(self, error: WorkError) -> None:
         self._failures += 1
@@ -377,14 +379,14 @@ class OrbaxCheckpointer(Configurable):
             *(error, self._failures, self.cfg.max_failed_saves + 1),
         )
 
-    def _failed(self, step: int, error: BaseException) -> WorkError:
+    def _write_error(self, step: int, error: BaseException) -> WorkError:
         try:
-            kept = ", ".join(map(str, self.steps())) or "none"
+            intact_steps = ", ".join(map(str, self.steps())) or "none"
         except StorageError:
-            kept = "unknown: they cannot be listed"
+            intact_steps = "unknown: they cannot be listed"
         reason = (getattr(error, "strerror", None) or str(error) or type(error).__name__).splitlines()[0]
         self.on_result(step, reason)
         return WorkError(
             f"the checkpoint of step {step} could not be written to {self.place.name}: {reason}\n"
-            f"    intact: {kept}\n    fix: free space or make the directory writable, then run the same command again"
+            f"    intact: {intact_steps}\n    fix: free space or make the directory writable, then run the same command again"
         )

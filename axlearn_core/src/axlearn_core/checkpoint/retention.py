@@ -22,21 +22,21 @@ def unwanted_steps(cfg: Any, manifests: Mapping[int, Manifest]) -> list[int]:
         cfg: with `keep_last` (not None), `keep_every`, `keep_best`, `best_metric` and `best_mode`.
         manifests: of the run's own checkpoints.
     """
-    known = sorted(manifests)
-    keep = set(known[-cfg.keep_last :])
+    steps = sorted(manifests)
+    keep = set(steps[-cfg.keep_last :])
     if cfg.keep_every is not None:
-        keep |= {s for s in known if s % cfg.keep_every == 0}
+        keep |= {s for s in steps if s % cfg.keep_every == 0}
     if cfg.keep_best:
-        values = {s: manifests[s].metrics.get(cfg.best_metric) for s in known}
+        values = {s: manifests[s].metrics.get(cfg.best_metric) for s in steps}
         scored = [(v if cfg.best_mode == "min" else -v, s) for s, v in values.items() if v is not None]
         if not scored:
             log.warning("no checkpoint has the metric %r that checkpointer.keep_best goes by", cfg.best_metric)
         keep |= {s for _, s in sorted(scored)[: cfg.keep_best]}
-    return [s for s in known if s not in keep]
+    return [s for s in steps if s not in keep]
 
 
 def begun_by(storage: Storage, folder: str, files: Sequence[str], run: str) -> bool:
-    """Whether a save of the run `run` began to write a folder, of which `files` are the paths."""
+    """Whether a save of the run `run` began to write the folder with the paths `files`."""
     if (begun := f"{folder}/{BEGUN}") not in files:
         return False
     try:

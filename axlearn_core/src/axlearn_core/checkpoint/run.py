@@ -83,9 +83,9 @@ class RunCheckpoint:
         """Dotted path in the training state -> shape and dtype."""
         return self.manifest.arrays
 
-    def migrate(self, wanted: Collection[str]) -> None:
+    def migrate(self, expected: Collection[str]) -> None:
         """Gives arrays that are wanted and missing the paths of this version, where an earlier version had others."""
-        self.manifest = self.manifest.migrated(wanted)
+        self.manifest = self.manifest.migrated(expected)
 
     @property
     def weights_only(self) -> bool:
@@ -94,11 +94,11 @@ class RunCheckpoint:
 
     @cached_property
     def extra(self) -> dict[str, Any]:
-        """What it holds besides arrays, such as the position in the data."""
+        """Everything but the arrays, such as the position in the data."""
         try:
             return json.loads(self.place.storage.read(f"{self._root}{manifest.EXTRA}"))
         except (MissingFileError, ValueError) as error:
-            raise self._damaged(f"{manifest.EXTRA}: {error}") from None
+            raise self._damage_error(f"{manifest.EXTRA}: {error}") from None
 
     def read(self, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
         """The arrays of `like`, by their paths in the training state, in its shardings (None: the default device).
@@ -116,21 +116,21 @@ class RunCheckpoint:
         loaded: dict[str, jax.Array] = {}
         try:
             for folder in (manifest.WEIGHTS, manifest.OTHERS):
-                if wanted := like.keys() - loaded.keys():
+                if missing := like.keys() - loaded.keys():
                     index = self._index(folder)
-                    places = {p: like[p].sharding for p in like if p in wanted and paths[p] in index}
+                    places = {p: like[p].sharding for p in like if p in missing and paths[p] in index}
                     arrays = {p: index[paths[p]] for p in places}
                     loaded |= dict(stream.read_arrays(self.place.storage, self._root + folder, arrays, places))
             if like.keys() - loaded.keys() and jax.process_index() == 0:
                 self.place.verify(self.step)
         except stream.DamagedError as damage:
-            error = self._damaged(str(damage))
+            error = self._damage_error(str(damage))
         except CheckpointError as damage:
             error = damage
         agree(error, error)
-        if others := {p: x for p, x in like.items() if p not in loaded}:
-            arrays = read_orbax(self._directory / str(self.step), {paths[p]: x for p, x in others.items()})
-            loaded |= {p: arrays[paths[p]] for p in others}
+        if remaining := {p: x for p, x in like.items() if p not in loaded}:
+            arrays = read_orbax(self._directory / str(self.step), {paths[p]: x for p, x in remaining.items()})
+            loaded |= {p: arrays[paths[p]] for p in remaining}
         return loaded
 
     def _index(self, folder: str) -> dict[str, StoredArray]:
@@ -148,7 +148,7 @@ class RunCheckpoint:
         root = storage.root if isinstance(storage, LocalStorage) else storage.directory()
         return root.absolute() / self.place.folder  # as Orbax wants it
 
-    def _damaged(self, problem: str) -> CheckpointError:
+    def _damage_error(self, problem: str) -> CheckpointError:
         return self.place.damaged(self.step, [problem])
 
 
@@ -169,20 +169,20 @@ class WholeCheckpoint:
     def __str__(self) -> str:
         return f"the checkpoint of step {self.step} of {self.uri}"
 
-    def migrate(self, wanted: Collection[str]) -> None:
+    def migrate(self, expected: Collection[str]) -> None:
         """Nothing: what the checkpointer restores has the paths of this version."""
 
     @property
     def extra(self) -> dict[str, Any]:
-        """What it holds besides arrays, such as the position in the data."""
-        return self._restored[1]
+        """Everything but the arrays, such as the position in the data."""
+        return self._restore_arrays[1]
 
     def read(self, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
         """The arrays of `like`, in its shardings (None: the default device)."""
-        return {p: jax.device_put(self._restored[0][p], x.sharding) for p, x in like.items()}
+        return {p: jax.device_put(self._restore_arrays[0][p], x.sharding) for p, x in like.items()}
 
     @cached_property
-    def _restored(self) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+    def _restore_arrays(self) -> tuple[dict[str, jax.Array], dict[str, Any]]:
         with self._checkpointer() as checkpointer:
             state, extra = checkpointer.restore(self.step, self._abstract)
         return flatten(state), extra
@@ -213,12 +213,12 @@ class WholeCheckpoint:
             checkpointer.close()
 
 
-def _find_step(uri: str | Path, known: Sequence[int], step: int | None) -> int:
-    if not known or (step is not None and step not in known):
-        asked = "" if step is None else f" of step {step}"
-        listed = ", ".join(map(str, known)) or "none"
-        raise CheckpointError(f"{uri} has no checkpoint{asked} (there: {listed})\n    fix: give one of those")
-    return known[-1] if step is None else step
+def _find_step(uri: str | Path, steps: Sequence[int], step: int | None) -> int:
+    if not steps or (step is not None and step not in steps):
+        suffix = "" if step is None else f" of step {step}"
+        listed = ", ".join(map(str, steps)) or "none"
+        raise CheckpointError(f"{uri} has no checkpoint{suffix} (there: {listed})\n    fix: give one of those")
+    return steps[-1] if step is None else step
 
 
 def find_checkpoints(uri: str | Path, storage: Storage, elsewhere: str | None) -> Checkpoints:
@@ -231,19 +231,19 @@ def find_checkpoints(uri: str | Path, storage: Storage, elsewhere: str | None) -
 def open_folder(uri: str | Path, storage: Storage, step: int | None = None) -> RunCheckpoint | None:
     """A checkpoint where `uri` is the folder of checkpoints itself, with the config inside it; None where it is not."""
     place = Checkpoints(storage, str(uri))
-    if not (known := place.steps()):
+    if not (steps := place.steps()):
         return None
-    found = _find_step(uri, known, step)
-    config = read_run_config(storage, uri, f"{found}/{CONFIG}")
+    resolved_step = _find_step(uri, steps, step)
+    config = read_run_config(storage, uri, f"{resolved_step}/{CONFIG}")
     if config is None:
         raise CheckpointError(
-            f"the checkpoint of step {found} in {uri} has no {CONFIG}\n    fix: give the run directory"
+            f"the checkpoint of step {resolved_step} in {uri} has no {CONFIG}\n    fix: give the run directory"
         )
-    return RunCheckpoint(uri, place, config, found)
+    return RunCheckpoint(uri, place, config, resolved_step)
 
 
 def open_checkpoint(
-    uri: str | Path, storage: Storage, config: Any, step: int | None = None
+    uri: str | Path, storage: Storage, config: object, step: int | None = None
 ) -> RunCheckpoint | WholeCheckpoint:
     """A checkpoint of a run, by default the newest, as the run's checkpointer keeps it.
 
@@ -254,13 +254,13 @@ def open_checkpoint(
     if checkpointer is None:
         raise CheckpointError(f"{uri}/{CONFIG} is not a trainer's config: it has no checkpointer")
     if isinstance(checkpointer, OrbaxCheckpointer.Config):
-        found = RunCheckpoint(uri, find_checkpoints(uri, storage, checkpointer.uri), config, step)
-        found.config = _trained_config(found, storage, config)
-        return found
+        checkpoint = RunCheckpoint(uri, find_checkpoints(uri, storage, checkpointer.uri), config, step)
+        checkpoint.config = _trained_config(checkpoint, storage, config)
+        return checkpoint
     return WholeCheckpoint(uri, config, step)
 
 
-def _trained_config(checkpoint: RunCheckpoint, storage: Storage, config: Any) -> Any:
+def _trained_config(checkpoint: RunCheckpoint, storage: Storage, config: object) -> Any:
     """The config inside a checkpoint, which is hashed with it: that of the run may have been edited since.
 
     Only the input is the run's: a run that was moved reads its tokenizer elsewhere. Differences are said.

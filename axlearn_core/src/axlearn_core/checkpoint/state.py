@@ -17,7 +17,7 @@ def describe(path: str, leaf: Any) -> ArrayInfo:
     """The shape and dtype of a leaf, which may be abstract.
 
     Raises:
-        CheckpointError: it is no array that JAX holds as it is.
+        CheckpointError: it is not an array that JAX holds as it is.
     """
     dtype = getattr(leaf, "dtype", None)
     if dtype is None or not (is_key(leaf) or jax.dtypes.canonicalize_dtype(dtype) == dtype):
@@ -25,7 +25,7 @@ def describe(path: str, leaf: Any) -> ArrayInfo:
     return ArrayInfo(path, tuple(leaf.shape), str(dtype))
 
 
-def stored(state: Any) -> dict[str, jax.Array]:
+def stored(state: object) -> dict[str, jax.Array]:
     """The arrays that Orbax gets: by dotted path, random keys as their data, without those that have no elements."""
     flat = flatten(state)
     if len(flat) != len(jax.tree.leaves(state)):
@@ -41,9 +41,9 @@ def is_key(leaf: Any) -> bool:
 
 def key_impl(leaf: Any) -> Any:
     """The implementation of a random key."""
-    found = []  # `key_impl` takes keys, and a traced one where there is only a shape
-    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-    return found[0]
+    impls = []  # `key_impl` takes keys, and a traced one where there is only a shape
+    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    return impls[0]
 
 
 def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -54,13 +54,13 @@ def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def abstract_arrays(like: Any, names: Iterable[str]) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_arrays(like: object, names: Iterable[str]) -> dict[str, jax.ShapeDtypeStruct]:
     """What is to be read for the leaves of `like` with these paths: all but those without elements."""
     flat = flatten(like)
     return {p: abstract_leaf(flat[p]) for p in names if np.prod(flat[p].shape)}
 
 
-def rebuild_state(like: Any, names: Iterable[str], loaded: Mapping[str, jax.Array]) -> Any:
+def rebuild_state(like: object, names: Iterable[str], loaded: Mapping[str, jax.Array]) -> Any:
     """`like` with the arrays that were read in the place of the leaves with these paths."""
     flat = flatten(like)
     leaves = {p: flat[p] for p in names}
@@ -69,17 +69,19 @@ def rebuild_state(like: Any, names: Iterable[str], loaded: Mapping[str, jax.Arra
     return unflatten(like, {**empty, **loaded, **keys})
 
 
-def check_same(step: int, wanted: Mapping[str, ArrayInfo], there: Mapping[str, ArrayInfo], *, unexpected: bool) -> None:
+def check_same(
+    step: int, expected: Mapping[str, ArrayInfo], stored_arrays: Mapping[str, ArrayInfo], *, unexpected: bool
+) -> None:
     """Raises `CheckpointError` with every array that is missing, unexpected or of another shape or dtype."""
     problems = []
-    for path, info in wanted.items():
-        if path not in there:
-            close = nearest(path, there, limit=1)
+    for path, info in expected.items():
+        if path not in stored_arrays:
+            close = nearest(path, stored_arrays, limit=1)
             problems.append(f"missing: {path} {info}" + (f" (nearest there: {close[0]})" if close else ""))
-        elif not _is_same(there[path], info):
-            problems.append(f"differs: {path}: the checkpoint has {there[path]}, expected {info}")
+        elif not _is_same(stored_arrays[path], info):
+            problems.append(f"differs: {path}: the checkpoint has {stored_arrays[path]}, expected {info}")
     if unexpected:
-        problems += [f"unexpected: {path} {info}" for path, info in there.items() if path not in wanted]
+        problems += [f"unexpected: {path} {info}" for path, info in stored_arrays.items() if path not in expected]
     if problems:
         more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
         listed = "\n".join(f"    {p}" for p in [*problems[:20], *more])
@@ -89,20 +91,22 @@ def check_same(step: int, wanted: Mapping[str, ArrayInfo], there: Mapping[str, A
         )
 
 
-def _is_same(there: ArrayInfo, wanted: ArrayInfo) -> bool:
+def _is_same(stored_array: ArrayInfo, expected: ArrayInfo) -> bool:
     """An array that an earlier version stored under another path may have another dtype."""
-    return there.shape == wanted.shape and (there.dtype == wanted.dtype or there.path != wanted.path)
+    return stored_array.shape == expected.shape and (
+        stored_array.dtype == expected.dtype or stored_array.path != expected.path
+    )
 
 
-def agree(mine: Exception | None, cause: BaseException | None) -> None:
+def agree(local_error: Exception | None, cause: BaseException | None) -> None:
     """Raises on every process where any process has an error, so that none goes on alone.
 
     Where a process is missing for too long, that is the error.
     """
     if jax.process_count() > 1:
-        flags = gather_objects(mine is not None, "checkpoint")
-        if mine is None and any(flags):
+        flags = gather_objects(local_error is not None, "checkpoint")
+        if local_error is None and any(flags):
             failed = ", ".join(str(i) for i, flag in enumerate(flags) if flag)
             raise WorkError(f"a checkpoint failed on process {failed}; see its error")
-    if mine is not None:
-        raise mine from (cause if cause is not mine else None)
+    if local_error is not None:
+        raise local_error from (cause if cause is not local_error else None)

@@ -1,6 +1,7 @@
 """Opens storages: local and mounted directories here, other URI schemes through `axlearn_checkpoint_storage`."""
 
 import os
+import re
 import shutil
 import stat
 import sys
@@ -8,11 +9,12 @@ import threading
 import uuid
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from axlearn_core.config.files import open_regular, read_regular
 from axlearn_core.contracts.storage import Storage, StoredFile
-from axlearn_core.errors import MissingFileError, PluginError, RequestError, StorageError
+from axlearn_core.errors import ConfigError, MissingFileError, PluginError, Problem, RequestError, StorageError
 from axlearn_core.plugins.index import package_of
 from axlearn_core.plugins.manager import Host, host
 
@@ -182,10 +184,10 @@ def open_storage(uri: str | Path, plugins: Host | None = None) -> Storage:
     plugins = plugins or host()
     storage = plugins.only("axlearn_checkpoint_storage", uri=text)
     if storage is None:
-        others = plugins.hook.axlearn_checkpoint_storage.get_hookimpls()
-        names = [f"{o.plugin_name} ({plugins.origins[o.plugin_name]})" for o in others]
+        implementations = plugins.hook.axlearn_checkpoint_storage.get_hookimpls()
+        names = [f"{o.plugin_name} ({plugins.origins[o.plugin_name]})" for o in implementations]
         raise RequestError(
-            f"no plugin stores checkpoints at {text!r}: the scheme {parts.scheme!r} is unknown\n"
+            f"no plugin stores checkpoints at {_hide_credentials(text)!r}: the scheme {parts.scheme!r} is unknown\n"
             "    known: paths and file:// (the core)"
             + "".join(f"; what {name} takes" for name in sorted(names))
             + "\n    fix: install a plugin for it, or mount it and give the path"
@@ -201,6 +203,27 @@ def open_storage(uri: str | Path, plugins: Host | None = None) -> Storage:
             "    fix: install a version of its plugin for this version of axlearn-core"
         )
     return storage
+
+
+def _hide_credentials(uri: str) -> str:
+    return re.sub(r"//[^/@]*@", "//***@", uri)
+
+
+def check_uri(config: Any) -> None:
+    """Raises `ConfigError` where nothing stores the scheme of a trainer's `checkpointer.uri`. Reaches nothing."""
+    uri = getattr(getattr(config, "checkpointer", None), "uri", None)
+    if not isinstance(uri, str):
+        return
+    try:
+        open_storage(uri)
+    except RequestError as error:
+        first, *rest = str(error).splitlines()
+        parts = (line.strip().partition(": ") for line in rest)
+        lines = {label: value for label, _, value in parts}
+        schemes = lines.get("known") or lines.get("expected")
+        raise ConfigError(
+            Problem(path="checkpointer.uri", message=first, expected=schemes, fix=lines.get("fix"))
+        ) from error
 
 
 def resolve(uri: str | Path, plugins: Host | None = None) -> Path:

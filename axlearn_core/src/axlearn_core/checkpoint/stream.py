@@ -84,12 +84,12 @@ def _read_array(
 ) -> jax.Array:
     places = {d: _box(index, array.shape) for d, index in sharding.addressable_devices_indices_map(array.shape).items()}
     dtype = jnp.dtype(array.dtype)
-    buffers = [_Buffer(box, _aligned(_sizes(box), dtype)) for box in dict.fromkeys(places.values())]
+    buffers = [_Buffer(box, _aligned_buffer(_sizes(box), dtype)) for box in dict.fromkeys(places.values())]
     copies = [(piece, [b for b in buffers if _overlap(piece.box, b.box) is not None]) for piece in array.pieces]
     read = _Reader(storage, folder, array.path, dtype, verify)
     for _ in pool.map(lambda copy: read(*copy), [copy for copy in copies if copy[1]]):
         pass
-    overlaps = [_overlap(piece.box, b.box) for piece, found in copies for b in found]
+    overlaps = [_overlap(piece.box, b.box) for piece, blocks in copies for b in blocks]
     filled = sum(math.prod(_sizes(box)) for box in overlaps if box is not None)
     if filled != sum(b.data.size for b in buffers):
         raise DamagedError(f"{array.path}: parts of it are in no file")
@@ -166,7 +166,7 @@ def _contiguous(piece: Piece, buffers: Sequence[_Buffer]) -> np.ndarray | None:
     return part if part.flags.c_contiguous else None
 
 
-def _aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
+def _aligned_buffer(shape: Sequence[int], dtype: Any) -> np.ndarray:
     size = math.prod(shape) * dtype.itemsize
     raw = np.empty(size + ALIGNMENT, np.uint8)
     begin = -raw.ctypes.data % ALIGNMENT

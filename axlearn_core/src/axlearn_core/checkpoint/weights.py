@@ -22,7 +22,7 @@ from axlearn_core.plugins.manager import host
 
 
 def open_weights(uri: str | Path, *, step: int | None = None, storage: Storage | None = None) -> Weights:
-    """The weights at a path or URI: of a run, or of whatever an installed plugin knows. Reads no tensor.
+    """The weights at a path or URI: of a run, or of anything that an installed plugin knows. Reads no tensor.
 
     Args:
         uri: a run directory or its folder of checkpoints, a directory in Hugging Face format, exported adapters (`DIR` or
@@ -49,9 +49,9 @@ def open_weights(uri: str | Path, *, step: int | None = None, storage: Storage |
         return weights
     if unknown is not None:
         raise unknown
-    there = "does not exist" if "://" not in str(uri) and not Path(uri).exists() else "has no config.yaml"
+    reason = "does not exist" if "://" not in str(uri) and not Path(uri).exists() else "has no config.yaml"
     raise CheckpointError(
-        f"{uri} is no run directory: it {there}\n    fix: give the directory that `axlearn train` named"
+        f"{uri} is not a run directory: it {reason}\n    fix: give the directory that `axlearn train` named"
     )
 
 
@@ -81,7 +81,7 @@ class RunWeights:
 
     @property
     def extra(self) -> dict[str, Any]:
-        """What the checkpoint holds besides arrays, such as the position in the data."""
+        """Everything but the arrays, such as the position in the data."""
         return self.checkpoint.extra
 
     @property
@@ -99,7 +99,7 @@ class RunWeights:
         places = select_tensors(pattern, shardings, self.specs(), str(self.checkpoint.uri))
         direct = {p: self._sources[p].paths[0] for p in places if self._sources[p].compute is None}
         arrays = self.checkpoint.arrays
-        loaded = self.checkpoint.read({of: _sharded(arrays[of], places[p]) for p, of in direct.items()})
+        loaded = self.checkpoint.read({of: _array_spec(arrays[of], places[p]) for p, of in direct.items()})
         tensors = {p: loaded[of] for p, of in direct.items()}
         for path in places.keys() - direct.keys():  # one by one: what it is computed from is not kept
             tensors[path] = self._compute(self._sources[path], places[path])
@@ -108,8 +108,10 @@ class RunWeights:
     def _compute(self, source: Source, sharding: Sharding | None) -> jax.Array:
         assert source.compute is not None
         arrays, shape = self.checkpoint.arrays, source.spec.shape
-        same = {p: sharding if tuple(arrays[p].shape) == shape else _whole(sharding) for p in source.paths}
-        loaded = self.checkpoint.read({p: _sharded(arrays[p], place) for p, place in same.items()})
+        same = {
+            p: sharding if tuple(arrays[p].shape) == shape else _replicated_sharding(sharding) for p in source.paths
+        }
+        loaded = self.checkpoint.read({p: _array_spec(arrays[p], place) for p, place in same.items()})
         return source.compute([loaded[p] for p in source.paths])
 
     @cached_property
@@ -117,7 +119,7 @@ class RunWeights:
         return {**self.functional.abstract, **self.functional.variables}
 
     @cached_property
-    def _stored(self) -> dict[str, str]:
+    def _stored_paths(self) -> dict[str, str]:
         """Path in the model -> path in the checkpoint, for parameters and variables; nothing of the run's objective."""
         parts = (p.partition(".") for p in self.checkpoint.arrays)
         weights = ((part, path) for part, _, path in parts if part in ("params", "variables"))
@@ -132,7 +134,7 @@ class RunWeights:
             learner = self.experiment.learner.build(max_steps=self.experiment.max_steps, axes=trained.axes)
             every = evaluation_sources(learner, trained.abstract)
             sources = {path: every[path] for path in self.functional.abstract}
-        for path, of in self._stored.items():
+        for path, of in self._stored_paths.items():
             if path not in sources or sources[path].paths == (f"params.{path}",) or of.startswith("variables."):
                 spec = jax.ShapeDtypeStruct(arrays[of].shape, jax.numpy.dtype(arrays[of].dtype))
                 sources[path] = Source(spec, (of,), None)
@@ -149,7 +151,7 @@ class RunWeights:
         check_tensors(
             str(self.checkpoint),
             self._model,
-            {p: self.checkpoint.arrays[of] for p, of in self._stored.items()},
+            {p: self.checkpoint.arrays[of] for p, of in self._stored_paths.items()},
             fix="use the versions that the run was written with, or `axlearn convert` there",
         )
 
@@ -183,7 +185,7 @@ def select_tensors(
     Raises:
         RequestError: the pattern fits no tensor, a sharding is missing, or one is for an unknown path.
     """
-    paths = select(pattern, specs, what=f"the weights of {name}")
+    paths = select(pattern, specs, setting=f"the weights of {name}")
     if shardings is None:
         return dict.fromkeys(paths)
     problems = []
@@ -213,11 +215,11 @@ def bind_weights(functional: Functional, tensors: Mapping[str, Any]) -> Any:
     return functional.bind(*split_weights(tensors, functional))
 
 
-def _sharded(info: Any, sharding: Sharding | None) -> jax.ShapeDtypeStruct:
+def _array_spec(info: Any, sharding: Sharding | None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(info.shape), jax.numpy.dtype(info.dtype), sharding=sharding)
 
 
-def _whole(sharding: Sharding | None) -> Sharding | None:
+def _replicated_sharding(sharding: Sharding | None) -> Sharding | None:
     """The same devices, with a copy on each."""
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return sharding

@@ -31,7 +31,7 @@ class HostBuffers:
     """Host memory for copies of shards. It stays between saves: fresh pages cost many times what the copy does.
 
     Attributes:
-        limit: bytes in use at most, or one buffer where that is larger; None is no limit.
+        limit: bytes in use at most, or one buffer where that is larger; None: no limit.
     """
 
     def __init__(self, limit: int | None = None):
@@ -68,7 +68,7 @@ class HostBuffers:
 
 
 class RateLimit:
-    """Holds writers to so many bytes per second, all together; None is no limit."""
+    """Holds writers to so many bytes per second, all together; None: no limit."""
 
     def __init__(self, limit: int | None = None):
         self.limit = limit
@@ -223,16 +223,16 @@ def collect_parts(storage: Storage, folder: str, processes: int, seconds: float 
         StorageError: a process failed, or was not heard of for too long; it names which.
     """
     deadline, pause = time.monotonic() + seconds, 0.02
-    wanted = {f"{folder}{OTHERS}{p}.json" for p in range(processes)}
+    expected_files = {f"{folder}{OTHERS}{p}.json" for p in range(processes)}
     while processes > 1:
-        there = {f.path for f in storage.list(f"{folder}{STATE}/")}
-        if failed := sorted(p for p in there if p.endswith(".failed")):
+        paths = {f.path for f in storage.list(f"{folder}{STATE}/")}
+        if failed := sorted(p for p in paths if p.endswith(".failed")):
             process = failed[0].rpartition("/")[2].removesuffix(".failed")
             raise StorageError(f"process {process}: {storage.read(failed[0]).decode(errors='replace')}")
-        if wanted <= there:
+        if expected_files <= paths:
             break
         if time.monotonic() > deadline:
-            late = sorted(p for p in range(processes) if f"{folder}{OTHERS}{p}.json" not in there)
+            late = sorted(p for p in range(processes) if f"{folder}{OTHERS}{p}.json" not in paths)
             raise StorageError(f"no part of process {', '.join(map(str, late))} after {seconds:g} s")
         time.sleep(pause)
         pause = min(2 * pause, 1.0)

@@ -9,5 +9,5 @@ from axlearn_core.cli.main import Group
 def bench() -> None:
     """Measurements.
 
-    The commands come from plugins: `serve` from axlearn-plugins-serving.
+    The commands come from plugins: `step` from axlearn-plugins-plan, `serve` from axlearn-plugins-serving.
     """

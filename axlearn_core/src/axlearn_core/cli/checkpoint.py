@@ -9,6 +9,6 @@ from axlearn_core.cli.main import Group
 def checkpoint() -> None:
     """Checkpoints: what a run has saved, and other formats.
 
-    The commands come from plugins: `list` and `inspect` from axlearn-plugins-reporting, `import-hf` and `export-hf` from
-    axlearn-plugins-huggingface.
+    The commands come from plugins: `list` and `inspect` from axlearn-plugins-tools, `import-hf` and `export-hf` from
+    axlearn-plugins-models.
     """

@@ -8,14 +8,31 @@ from typing import Any
 
 import click
 
+from axlearn_core.cli.completion import complete_experiments, complete_features
 from axlearn_core.compat import only_cpu
 
 json_option = click.option("--json", "as_json", is_flag=True, help='Print JSON: a list of objects with "name".')
 
 
+experiment_argument = click.argument("experiment", metavar="EXPERIMENT|FILE.yaml", shell_complete=complete_experiments)
+"""The argument of a command that takes `request_options`."""
+
 REQUEST_OPTIONS = (
-    click.option("--with", "with_", multiple=True, metavar="FEATURE[:key=value,...]", help="Add a feature."),
-    click.option("--without", multiple=True, metavar="FEATURE", help="Leave out a feature that the file asks for."),
+    click.option(
+        "--with",
+        "with_",
+        multiple=True,
+        metavar="FEATURE[:key=value,...]",
+        help="Add a feature.",
+        shell_complete=complete_features,
+    ),
+    click.option(
+        "--without",
+        multiple=True,
+        metavar="FEATURE",
+        help="Leave out a feature that the file asks for.",
+        shell_complete=complete_features,
+    ),
     click.option("--set", "set_", multiple=True, metavar="PATH=VALUE", help="Set a value; the path may hold * and **."),
     click.option("--steps", type=click.IntRange(min=1), metavar="N", help="Short for --set max_steps=N."),
     click.option("--target", metavar="NAME", help="The hardware to run on; `none` for no mesh rule."),
@@ -41,7 +58,7 @@ def with_request(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def command(
-        *args: Any,
+        *args: object,
         experiment: str,
         with_: Sequence[str],
         without: Sequence[str],
@@ -49,7 +66,7 @@ def with_request(function: Callable[..., Any]) -> Callable[..., Any]:
         steps: int | None,
         target: str | None,
         layout: str | None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Any:
         from axlearn_core.plugins.request import Request
 
@@ -66,7 +83,7 @@ def no_devices() -> None:
     only_cpu()
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """A config value as something that JSON can hold."""
     if isinstance(value, Mapping):
         return {str(k): plain(v) for k, v in value.items()}
@@ -109,6 +126,6 @@ def print_entries(group: Any, as_json: bool) -> None:
         click.echo("`axlearn plugins doctor` says more", err=True)
 
 
-def entry_row(entry: Any) -> dict[str, Any]:
+def entry_row(entry: object) -> dict[str, Any]:
     """What `list` says of a `plugins.registry.Entry`."""
     return {name: getattr(entry, name) for name in ("name", "distribution", "version", "value")}

@@ -7,23 +7,27 @@ from typing import Any
 
 import click
 
-from axlearn_core.cli.common import json_option, no_devices, plain, print_json, request_options
+from axlearn_core.cli.common import experiment_argument, json_option, no_devices, plain, print_json, request_options
+from axlearn_core.cli.main import Group
 from axlearn_core.config import ABSENT, diff, flatten, missing
 from axlearn_core.errors import ConfigError, RequestError
 from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import resolve
 
-experiment = click.argument("experiment", metavar="EXPERIMENT|FILE.yaml")
 
+@click.group(cls=Group)
+@click.pass_context
+def config(context: click.Context) -> None:
+    """Configs: what an experiment or a run file stands for.
 
-@click.group()
-def config() -> None:
-    """Configs: what an experiment or a run file stands for."""
-    no_devices()
+    Further commands come from plugins: `bisect` from axlearn-plugins-tools.
+    """
+    if context.invoked_subcommand in config.commands:  # those of plugins may compute
+        no_devices()
 
 
 @config.command()
-@experiment
+@experiment_argument
 @request_options
 @click.option("--flat", is_flag=True, help="One line per value, as the paths that --set takes.")
 @json_option
@@ -77,29 +81,29 @@ def diff_(first: str, request: Request, html: Path | None, as_json: bool) -> Non
 
 
 @config.command()
-@experiment
+@experiment_argument
 @click.argument("path", default="")
 @request_options
 @json_option
 def explain(request: Request, path: str, as_json: bool) -> None:
     """Print who set the value at PATH, step by step; for a node, of everything below it."""
-    found = resolve(request).explain(path)
+    provenance = resolve(request).explain(path)
     if as_json:
         rows = [
-            {"name": p, "steps": [{"who": s.who, "old": json_value(s.old), "new": json_value(s.new)} for s in steps]}
-            for p, steps in found.items()
+            {"name": p, "steps": [{"who": s.set_by, "old": json_value(s.old), "new": json_value(s.new)} for s in steps]}
+            for p, steps in provenance.items()
         ]
         print_json(rows)
         return
-    for name, steps in found.items():
+    for name, steps in provenance.items():
         click.echo(f"{click.style(name, fg='cyan')}: {text(steps[-1].new)}")
         width = max(len(text(s.new)) for s in steps)
         for step in steps:
-            click.echo(f"    {text(step.new).ljust(width)}  {click.style(step.who, dim=True)}")
+            click.echo(f"    {text(step.new).ljust(width)}  {click.style(step.set_by, dim=True)}")
 
 
 @config.command()
-@experiment
+@experiment_argument
 @request_options
 @json_option
 def check(request: Request, as_json: bool) -> None:
@@ -112,14 +116,16 @@ def check(request: Request, as_json: bool) -> None:
         resolved = resolve(request).checked()
         experiment: Any = resolved.config
         if hasattr(experiment, "functions"):
+            from axlearn_core.checkpoint.storage import check_uri
             from axlearn_core.compose.objective import replicated  # imports JAX
             from axlearn_core.compose.program import check_program
 
+            check_uri(experiment)
             decisions = replicated(check_program(experiment, resolved.machine))
     except ConfigError as error:
         if not as_json:
             raise
-        print_json([{"name": p.path, **_described(p)} for p in error.problems])
+        print_json([{"name": p.path, **_problem_fields(p)} for p in error.problems])
         raise SystemExit(error.exit_code) from None
     if as_json:
         print_json([])
@@ -130,12 +136,12 @@ def check(request: Request, as_json: bool) -> None:
         click.echo(f"{resolved.title}: nothing is missing, and its {count} values fit together")
 
 
-def _described(problem: Any) -> dict[str, Any]:
-    keys = ("message", "got", "expected", "nearest", "fix", "where")
-    return {k: getattr(problem, k) for k in keys if getattr(problem, k)}
+def _problem_fields(problem: object) -> dict[str, Any]:
+    keys = {k: k for k in ("message", "got", "expected", "nearest", "fix")} | {"where": "location"}
+    return {key: getattr(problem, name) for key, name in keys.items() if getattr(problem, name)}
 
 
-def text(value: Any) -> str:
+def text(value: object) -> str:
     """A value on one line, as in YAML where it is plain."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
@@ -148,6 +154,6 @@ def text(value: Any) -> str:
     )
 
 
-def json_value(value: Any) -> Any:
+def json_value(value: object) -> Any:
     """A value for JSON; absent is null."""
     return None if value is ABSENT else value

@@ -26,7 +26,7 @@ def list_(as_json: bool) -> None:
 def show(name: str, as_json: bool) -> None:
     """Show what the feature NAME does, and its options."""
     no_devices()
-    row = _described(name)
+    row = _feature_row(name)
     if as_json:
         print_json([row])
         return
@@ -46,7 +46,7 @@ def show(name: str, as_json: bool) -> None:
         click.echo(f"    {option['name']}: {option['type']}  ({default})")
 
 
-def _described(name: str) -> dict[str, Any]:
+def _feature_row(name: str) -> dict[str, Any]:
     import inspect
 
     import attrs

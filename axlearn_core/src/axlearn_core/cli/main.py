@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 # A built-in command: where it is, and its line in `axlearn --help`.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -19,7 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "features": ("axlearn_core.cli.features:features", "List features, and show what one does."),
     "plugins": ("axlearn_core.cli.plugins:plugins", "List and examine what is installed."),
 }
-OPEN = ("bench", "checkpoint", "plugins")  # below these, plugins add commands of their own
+OPEN = ("bench", "checkpoint", "config", "plugins")  # below these, plugins add commands of their own
 
 
 class Commands(click.Group):
@@ -46,7 +47,7 @@ class Commands(click.Group):
         entry = registry().entry("commands", cmd_name)
         command = entry.load()
         if not isinstance(command, click.Command):
-            raise PluginError(f"the {entry} is no click command")
+            raise PluginError(f"the {entry} is not a click command")
         return command
 
     def resolve_command(
@@ -66,6 +67,11 @@ class Commands(click.Group):
         lines = {n: COMMANDS[n][1] if n in COMMANDS else summary(values[n]) for n in self.list_commands(ctx)}
         with formatter.section("Commands"):
             formatter.write_dl([(name, line or f"({plugins[name]})") for name, line in lines.items()])
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """The names of commands and options, without importing any command."""
+        names = [CompletionItem(name) for name in self.list_commands(ctx) if name.startswith(incomplete)]
+        return [*names, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         """Reads the arguments; prints help where that is asked for."""
@@ -104,7 +110,7 @@ class Group(click.Group):
 def _unknown(
     name: str, word: str, names: Sequence[str], error: click.UsageError, ctx: click.Context
 ) -> click.UsageError:
-    """The error for a word that is no command: with the package that brings it, or the nearest names."""
+    """The error for a word that is not a command: with the package that brings it, or the nearest names."""
     from axlearn_core.plugins.index import package_of
 
     if package := package_of("commands", name):

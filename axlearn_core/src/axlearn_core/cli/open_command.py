@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -21,46 +22,58 @@ class OpenCommand(click.Command):
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """The command's own parameters, then those of plugins."""
         own = super().get_params(ctx)
-        return [*own[:-1], *(_click_option(o) for o, _ in self._added()), own[-1]]  # --help is the last
+        return [*own[:-1], *(_click_option(o) for o, _ in self._added_options()), own[-1]]  # --help is the last
 
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the function of the plugin's option that was given, or else the command's own."""
-        values = {option: ctx.params.pop(_parameter(option)) for option, _ in self._added()}
-        given = [option for option, value in values.items() if value not in (None, False)]
-        chosen = [option for option in given if option.belongs_to is None]
-        names = {option.name for option in chosen}
-        if alone := [option for option in given if option.belongs_to not in (None, *names)]:
+        values = {option: ctx.params.pop(_parameter(option)) for option, _ in self._added_options()}
+        options = [option for option, value in values.items() if value not in (None, False)]
+        main_options = [option for option in options if option.belongs_to is None]
+        names = {option.name for option in main_options}
+        if alone := [option for option in options if option.belongs_to not in (None, *names)]:
             option = alone[0]
             raise RequestError(f"{option.name} belongs to {option.belongs_to}\n    fix: add {option.belongs_to}")
-        if not chosen:
+        if not main_options:
             return super().invoke(ctx)
-        if len(chosen) > 1:
-            both = " and ".join(option.name for option in chosen)
-            raise RequestError(f"{both} cannot be given together\n    fix: leave one of them out")
-        option = chosen[0]
-        module, _, name = option.run.partition(":")
+        option, path = _what_runs(main_options, options)
+        module, _, name = path.partition(":")
         try:
             run = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError) as error:
-            raise PluginError(f"{option.name} cannot be loaded from {option.run}: {error}") from error
+            raise PluginError(f"{option.name} cannot be loaded from {path}: {error}") from error
         # What wraps the command's function, `request_options`, makes its arguments for the plugin's too.
         wrap = getattr(self.callback, "wrap", lambda function: function)
         companions = {_argument(o): value for o, value in values.items() if o.belongs_to == option.name}
         return ctx.invoke(wrap(functools.partial(run, values[option], **companions)), **ctx.params)
 
-    def _added(self) -> list[tuple[CommandOption, str]]:
+    def _added_options(self) -> list[tuple[CommandOption, str]]:
         """(option, the plugin that adds it), by name."""
         from axlearn_core.plugins.manager import host
 
-        taken = {name: f"the command {self.name!r}" for p in self.params for name in p.opts}
+        owners = {name: f"the command {self.name!r}" for p in self.params for name in p.opts}
         added = []
         for plugin, options in host().answers("axlearn_command_options", command=self.name):
             for option in options:
-                if option.name in taken:
-                    raise PluginError(f"{option.name} is an option of {taken[option.name]} and of {plugin}")
-                taken[option.name] = plugin
+                if option.name in owners:
+                    raise PluginError(f"{option.name} is an option of {owners[option.name]} and of {plugin}")
+                owners[option.name] = plugin
                 added.append((option, plugin))
         return sorted(added, key=lambda item: item[0].name)
+
+
+def _what_runs(chosen: Sequence[CommandOption], options: Sequence[CommandOption]) -> tuple[CommandOption, str]:
+    """(the option that takes over, where its function is), of those that the user gave."""
+    if len(chosen) == 1:
+        return chosen[0], chosen[0].run
+    for option in chosen:
+        other = next((o for o in chosen if o is not option and o.name in option.beside), None)
+        if other is None or len(chosen) > 2:
+            continue
+        if alone := [o for o in options if o.belongs_to == other.name]:
+            raise RequestError(f"{alone[0].name} cannot be given with {option.name}\n    fix: leave one of them out")
+        return option, option.beside[other.name]
+    both = " and ".join(option.name for option in chosen)
+    raise RequestError(f"{both} cannot be given together\n    fix: leave one of them out")
 
 
 def _argument(option: CommandOption) -> str:

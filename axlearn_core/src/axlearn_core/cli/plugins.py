@@ -14,7 +14,7 @@ from axlearn_core.plugins.registry import GROUPS, registry
 def plugins() -> None:
     """Distributions that add something to axlearn.
 
-    `new` comes from axlearn-plugins-scaffold.
+    `new` comes from axlearn-plugins-tools.
     """
 
 
@@ -39,13 +39,13 @@ def list_(as_json: bool) -> None:
 def show(name: str, as_json: bool) -> None:
     """Show all that the distribution NAME registers, or everything that is registered as NAME; none is imported."""
     claims = [e for group in GROUPS for es in registry().claims[group].values() for e in es]
-    found = [e for e in claims if name in (e.distribution, e.name)]
-    if not found:
+    entries = [e for e in claims if name in (e.distribution, e.name)]
+    if not entries:
         from axlearn_core.errors import unknown
 
-        known = {e.distribution for e in claims} | {e.name for e in claims}
-        raise unknown("plugin", name, known, listing="axlearn plugins list")
-    rows = [{**entry_row(e), "group": e.group} for e in found]
+        names = {e.distribution for e in claims} | {e.name for e in claims}
+        raise unknown("plugin", name, names, listing="axlearn plugins list")
+    rows = [{**entry_row(e), "group": e.group} for e in entries]
     print_json(rows) if as_json else print_table(rows, ("group", "name", "value", "distribution", "version"))
 
 
@@ -75,10 +75,10 @@ def doctor(as_json: bool) -> None:
 
 
 def _distributions() -> list[dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for group in GROUPS:
         for claims in registry().claims[group].values():
             for entry in claims:
                 empty = {"name": entry.distribution, "version": entry.version, **{g: [] for g in GROUPS}}
-                found.setdefault(entry.distribution, empty)[group].append(entry.name)
-    return [found[name] for name in sorted(found)]
+                rows.setdefault(entry.distribution, empty)[group].append(entry.name)
+    return [rows[name] for name in sorted(rows)]

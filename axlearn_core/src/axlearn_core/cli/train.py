@@ -6,11 +6,12 @@ from typing import Any
 
 import click
 
-from axlearn_core.cli.common import request_options
+from axlearn_core.cli.common import experiment_argument, request_options
+from axlearn_core.cli.open_command import OpenCommand
 
 
-@click.command()
-@click.argument("experiment", metavar="EXPERIMENT|FILE.yaml")
+@click.command(cls=OpenCommand)
+@experiment_argument
 @request_options
 @click.option("--run-dir", metavar="DIR|URI", help="Default: runs/<experiment>-<hash of the config>.")
 @click.option("--restore-step", type=click.IntRange(min=1), help="Go back to this checkpoint instead of the newest.")
@@ -24,6 +25,13 @@ def train(
 
     Continues by itself where the run directory has a checkpoint. Ctrl-C saves and says how to go on.
     """
+    run_training(request, run_dir, allow_drift, dry_run, restore_step, restart)
+
+
+def run_training(
+    request: Any, run_dir: str | None, allow_drift: bool, dry_run: bool, restore_step: int | None, restart: bool
+) -> None:
+    """What the command does, with the values of its options."""
     places = {"run_dir": run_dir, "allow_drift": allow_drift, "restore_step": restore_step, "restart": restart}
     if dry_run:
         from axlearn_core.train.dry_run import dry_run as describe

@@ -19,8 +19,8 @@ def exchange_bytes(chunk: np.ndarray, pairs: Pairs) -> np.ndarray:
     """
     mesh, permute = _permutation(pairs)
     sharding = NamedSharding(mesh, PartitionSpec("process"))
-    sent = jax.make_array_from_process_local_data(sharding, chunk[None], (jax.process_count(), chunk.size))
-    return np.asarray(permute(sent).addressable_shards[0].data)[0]
+    buffer = jax.make_array_from_process_local_data(sharding, chunk[None], (jax.process_count(), chunk.size))
+    return np.asarray(permute(buffer).addressable_shards[0].data)[0]
 
 
 @functools.cache

@@ -2,12 +2,14 @@
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.compilation_cache import compilation_cache
 
 from axlearn_core.compose import executables
 from axlearn_core.compose.functions import Array, Function, Part
@@ -44,6 +46,7 @@ class Compiler:
         self._compiled: dict[Any, Any] = {}
         self._exported: dict[tuple[str, str], tuple[Any, executables.Executable]] = {}
         self._identified = False
+        self._cached: set[Any] = set()
 
     @property
     def compiler_options(self) -> dict[str, Any]:
@@ -82,19 +85,19 @@ class Compiler:
         stack.enter_context(use(kernels or self.selection(name)))
         return stack
 
-    def arguments(self, name: str, bucket: Any = None) -> tuple[Any, ...]:
+    def arguments(self, name: str, bucket: object = None) -> tuple[Any, ...]:
         """The abstract arguments of a function for a bucket, with their shardings."""
         return jax.tree.map(self._resolve, self.function(name).inputs(bucket), is_leaf=_is_abstract)
 
-    def trace(self, name: str, bucket: Any = None) -> Any:
+    def trace(self, name: str, bucket: object = None) -> Any:
         """A function traced for a bucket: its jaxpr, and the choice of kernels."""
         return self._jit(name, bucket).trace(*self.arguments(name, bucket))
 
-    def lower(self, name: str, bucket: Any = None) -> Any:
+    def lower(self, name: str, bucket: object = None) -> Any:
         """A function lowered for a bucket."""
         return self._lower(self._jit(name, bucket), name, bucket)
 
-    def compile(self, name: str, bucket: Any = None, **options: Any) -> Any:
+    def compile(self, name: str, bucket: object = None, **options: object) -> Any:
         """A function compiled for a bucket, or loaded (see `load`); kept. `options` are XLA's, under `compiler_options`.
 
         Raises:
@@ -118,9 +121,13 @@ class Compiler:
         program = None if self._identified else executables.program_hash(self.lower(name, bucket), options)
         return executables.load(*exported, program, self.layout.mesh.devices)
 
-    def _compile(self, name: str, bucket: Any, options: Mapping[str, Any]) -> Any:
+    def _compile(self, name: str, bucket: object, options: Mapping[str, Any]) -> Any:
         if not self._has_packed_arguments(name, bucket):
-            return self.lower(name, bucket).compile(compiler_options=dict(options) or None)
+            with CacheHits() as hits:
+                compiled = self.lower(name, bucket).compile(compiler_options=dict(options) or None)
+            if hits.count:
+                self._cached.add((name, _bucket_key(bucket)))
+            return compiled
         # With the options on the jitted function, JAX's dispatch takes what is compiled here.
         jitted = self._jit(name, bucket, options)
         return _Dispatched(self._lower(jitted, name, bucket).compile(), jitted)
@@ -130,7 +137,7 @@ class Compiler:
         traced = jitted.trace(*self.arguments(name, bucket))
         return traced.lower(lowering_platforms=("cuda" if platform == "gpu" else str(platform),))
 
-    def _has_packed_arguments(self, name: str, bucket: Any) -> bool:
+    def _has_packed_arguments(self, name: str, bucket: object) -> bool:
         return any(_is_packed(spec) for spec in jax.tree.leaves(self.arguments(name, bucket)))
 
     def export(
@@ -138,6 +145,8 @@ class Compiler:
         directory: str | os.PathLike[str],
         functions: Mapping[str, Sequence[Any]],
         identity: Mapping[str, str] | None = None,
+        *,
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
         """Writes compiled functions, for `load` in another process on this machine or one just like it.
 
@@ -147,6 +156,7 @@ class Compiler:
             directory: is made; either all of it is written or nothing.
             functions: name -> buckets, such as `{"train": [batch], "decode": [bucket, ...]}`.
             identity: everything that the programs are made from, by name: `load` then need not trace to compare them.
+            facts: see `executables.write`.
 
         Raises:
             RequestError: an unknown function, one of packed integers, or an existing directory.
@@ -161,8 +171,11 @@ class Compiler:
                         "    fix: leave it out; it compiles where it is needed"
                     )
                 program = executables.program_hash(self.lower(name, bucket), self._options(name))
-                compiled[name, str(_bucket_key(bucket))] = self.compile(name, bucket), program
-        executables.write(directory, self.layout.mesh.devices, compiled, identity)
+                function = self.compile(name, bucket)
+                if self.was_cached(name, bucket):
+                    function = self._compile_anew(name, bucket)
+                compiled[name, str(_bucket_key(bucket))] = function, program
+        executables.write(directory, self.layout.mesh.devices, compiled, identity, facts)
 
     def load(self, directory: str | os.PathLike[str], identity: Mapping[str, str] | None = None) -> list[str]:
         """Takes compiled functions from a directory that `export` wrote, instead of compiling them; returns their names.
@@ -180,9 +193,32 @@ class Compiler:
         self._exported.update({key: (directory, entry) for key, entry in entries.items()})
         return list(dict.fromkeys(name for name, _ in entries))
 
-    def exported(self, name: str, bucket: Any = None) -> bool:
+    def exported(self, name: str, bucket: object = None) -> bool:
         """Whether `load` found a function for a bucket."""
         return (name, str(_bucket_key(bucket))) in self._exported
+
+    def _compile_anew(self, name: str, bucket: Any) -> Any:
+        """Compiles without JAX's compilation cache, on disk and in memory."""
+        # An option at its default, so that JAX does not give what it compiled or read before.
+        options = {**self._options(name), "xla_embed_ir_in_executable": False}
+        before = jax.config.values["jax_enable_compilation_cache"]
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()
+        try:
+            return self.lower(name, bucket).compile(compiler_options=options)
+        finally:
+            jax.config.update("jax_enable_compilation_cache", before)
+            compilation_cache.reset_cache()
+
+    def was_cached(self, name: str, bucket: Any = None) -> bool:
+        """Whether a function for CPUs was read from JAX's compilation cache: XLA cannot write it a second time."""
+        on_cpu = self.layout.mesh.devices.flat[0].platform == "cpu"
+        return on_cpu and (name, _bucket_key(bucket)) in self._cached
+
+    def discard(self, name: str, bucket: Any = None) -> None:
+        """Forgets what was loaded for a bucket of a function, so that it is compiled."""
+        if self._exported.pop((name, str(_bucket_key(bucket))), None) is not None:
+            self._compiled = {k: v for k, v in self._compiled.items() if k[:2] != (name, _bucket_key(bucket))}
 
     def _options(self, name: str) -> dict[str, Any]:
         if not self.function(name).runs_once:
@@ -191,18 +227,20 @@ class Compiler:
         on_cpu = self.layout.mesh.devices.flat[0].platform == "cpu"
         return {"xla_backend_optimization_level": 1} if on_cpu else {}
 
-    def _jit(self, name: str, bucket: Any, options: Mapping[str, Any] | None = None) -> Any:
+    def _jit(self, name: str, bucket: object, options: Mapping[str, Any] | None = None) -> Any:
         key = name, _bucket_key(bucket), *sorted((options or {}).items())
         if key not in self._jitted:
             function = self.function(name)
 
-            def run(*args: Any) -> Any:
+            def run(*args: object) -> Any:
                 with self.tracing(name):
                     return function.call(*args, *((bucket,) if function.by_bucket else ()))
 
             shardings = None
             if function.outputs is not None:
                 shardings = jax.tree.map(self._sharding, function.outputs(bucket), is_leaf=_is_abstract)
+            elif self.layout.mesh.size == 1 and not jax.tree.leaves(self.arguments(name, bucket)):
+                shardings = self.layout.replicated  # without arguments, only outputs say which device compiles it
             self._jitted[key] = jax.jit(
                 run,
                 donate_argnums=function.donate,
@@ -211,12 +249,12 @@ class Compiler:
             )
         return self._jitted[key]
 
-    def _sharding(self, leaf: Any) -> Any:
+    def _sharding(self, leaf: object) -> Any:
         if leaf is Part.REPLICATED:
             return self.layout.replicated
         return jax.tree.map(lambda spec: spec.sharding, self._resolve(leaf))
 
-    def _resolve(self, leaf: Any) -> Any:
+    def _resolve(self, leaf: object) -> Any:
         if isinstance(leaf, Part):
             return self.parts[leaf]
         if not isinstance(leaf, Array):
@@ -231,7 +269,7 @@ class _Dispatched:
     JAX's compiled functions ask for a packed layout of such arguments that committed arrays never say they have.
     """
 
-    def __init__(self, compiled: Any, jitted: Any):
+    def __init__(self, compiled: Any, jitted: Callable[..., Any]):
         self._compiled, self._jitted = compiled, jitted
 
     def __call__(self, *args: Any) -> Any:
@@ -241,17 +279,32 @@ class _Dispatched:
         return getattr(self._compiled, name)
 
 
-def _is_packed(spec: Any) -> bool:
+class CacheHits:
+    """Counts what this thread takes from JAX's compilation cache while it is open."""
+
+    def __enter__(self) -> "CacheHits":
+        self.count, self._thread = 0, threading.get_ident()
+        jax.monitoring.register_event_listener(self._count)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        jax.monitoring.unregister_event_listener(self._count)
+
+    def _count(self, event: str, **_: Any) -> None:
+        self.count += event == "/jax/compilation_cache/cache_hits" and threading.get_ident() == self._thread
+
+
+def _is_packed(spec: object) -> bool:
     return getattr(spec, "dtype", None) in (jnp.int4, jnp.uint4)
 
 
-def _bucket_key(bucket: Any) -> Any:
+def _bucket_key(bucket: object) -> Any:
     if not isinstance(bucket, Mapping):
         return bucket
     return tuple((name, tuple(value.shape), str(value.dtype)) for name, value in sorted(bucket.items()))
 
 
-def _is_abstract(leaf: Any) -> bool:
+def _is_abstract(leaf: object) -> bool:
     return isinstance(leaf, (Array, Part))
 
 
@@ -259,5 +312,5 @@ def _check_options(options: Mapping[str, Any], refusal: str) -> None:
     """Raises `ConfigError` where XLA's `refusal` to compile is about one of the config's options for it."""
     for name, value in options.items():
         if refusal.startswith("INVALID_ARGUMENT: ") and name in re.findall(r"\w+", refusal):
-            said = refusal.removeprefix("INVALID_ARGUMENT: ")
-            raise ConfigError(Problem(path=f"mesh.compiler_options.{name}", message=said, got=repr(value)))
+            reason = refusal.removeprefix("INVALID_ARGUMENT: ")
+            raise ConfigError(Problem(path=f"mesh.compiler_options.{name}", message=reason, got=repr(value)))

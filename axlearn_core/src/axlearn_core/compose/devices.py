@@ -1,4 +1,4 @@
-"""The devices of a machine: those that are here, to run on, or absent ones, to compile for."""
+"""Local devices to run on, and described devices to compile for."""
 
 import collections
 import contextlib
@@ -18,13 +18,13 @@ from axlearn_core.plugins.manager import host
 from axlearn_core.plugins.targets import load
 
 
-def settle(machine: Machine | None) -> None:
-    """Before JAX looks for devices: a CPU machine gets its virtual ones. None uses what JAX finds."""
-    host()  # modules with hooks may have to tell JAX's plugins something before
+def configure_devices(machine: Machine | None) -> None:
+    """Sets up virtual CPU devices for a CPU machine. Call before JAX starts; None uses the devices that JAX finds."""
+    host().hook.axlearn_before_devices()
     if machine is not None and machine.target.platform == "cpu":
         if machine.devices > 1:
             compat.threads_for(machine.devices)
-        virtual(machine.devices)  # `here` counts them, once all processes have joined
+        virtual(machine.devices)  # `local_devices` counts them, once all processes have joined
 
 
 def cpu(machine: Machine) -> Sequence[Any]:
@@ -34,7 +34,7 @@ def cpu(machine: Machine) -> Sequence[Any]:
         RequestError: JAX has started with fewer.
     """
     virtual(machine.devices)
-    return _enough(machine, jax.devices("cpu"))
+    return _check_count(machine, jax.devices("cpu"))
 
 
 def virtual(count: int) -> None:
@@ -45,23 +45,23 @@ def virtual(count: int) -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
-def here(machine: Machine | None) -> Sequence[Any]:
-    """All devices that JAX sees, which have to be those of the machine where one is named.
+def local_devices(machine: Machine | None) -> Sequence[Any]:
+    """All devices that JAX sees. Where a machine is named, they have to be its devices.
 
     Raises:
         RequestError: there are others, or another number of them.
     """
-    found = jax.devices()
+    devices = jax.devices()
     if machine is None:
-        return found
+        return devices
     kinds = machine.target.device_kinds
-    if kinds and found[0].device_kind not in kinds:
+    if kinds and devices[0].device_kind not in kinds:
         raise RequestError(
             f"the target {machine.name!r} is not this machine\n"
-            f"    got: {len(found)} x {found[0].device_kind}\n    expected: {machine.devices} x {' or '.join(kinds)}\n"
+            f"    got: {len(devices)} x {devices[0].device_kind}\n    expected: {machine.devices} x {' or '.join(kinds)}\n"
             "    fix: leave --target out to run on what is here, or see what it would need: `axlearn plan`"
         )
-    return _enough(machine, found)
+    return _check_count(machine, devices)
 
 
 def detect() -> Detected:
@@ -85,16 +85,16 @@ def _count_domains(target: Target, devices: Sequence[Any]) -> int:
     return len(set(multihost_utils.process_allgather(np.asarray([name], np.uint32)).reshape(-1).tolist()))
 
 
-def _enough(machine: Machine, found: Sequence[Any]) -> Sequence[Any]:
-    if len(found) != machine.devices:
+def _check_count(machine: Machine, devices: Sequence[Any]) -> Sequence[Any]:
+    if len(devices) != machine.devices:
         raise RequestError(
-            f"the target {machine.name!r} has {machine.devices} devices, and JAX sees {len(found)}\n"
+            f"the target {machine.name!r} has {machine.devices} devices, and JAX sees {len(devices)}\n"
             "    fix: name the target by what is here, or start a process on every host"
         )
-    return found
+    return devices
 
 
-def absent(machine: Machine) -> Sequence[Any]:
+def topology_devices(machine: Machine) -> Sequence[Any]:
     """Devices that can be compiled for, and need not be here.
 
     Raises:

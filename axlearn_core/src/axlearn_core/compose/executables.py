@@ -51,25 +51,24 @@ def program_hash(lowered: Any, options: Mapping[str, Any]) -> str:
 
 
 def environment(devices: Any) -> dict[str, Any]:
-    """What an executable depends on besides its program. Devices that are only described say the same as those meant.
+    """What an executable depends on in addition to its program. Devices that are only described say the same as those meant.
 
     Args:
         devices: the mesh's array of devices.
 
     Raises:
-        RequestError: the devices belong to several processes, or their client cannot say what it compiles with.
+        RequestError: their client cannot say what it compiles with.
     """
     flat = list(devices.flat)
     if not hasattr(flat[0], "client"):
         raise RequestError(f"executables for {flat[0].device_kind} cannot be exported: nothing says what compiles them")
-    if jax.process_count() > 1:
-        raise RequestError("executables of several processes cannot be exported\n    fix: use JAX's compilation cache")
     return {
         "format": FORMAT,
         "jax": jax.__version__,
         "jaxlib": jaxlib_version.__version__,
         "compiler": _compiler(flat[0]),
         "devices": [[d.platform, d.device_kind, d.id, _coordinates(d)] for d in flat],
+        "processes": sorted({d.process_index for d in flat}),
         "mesh": list(devices.shape),
         "cpu": _cpu_features(features=flat[0].platform == "cpu"),
     }
@@ -96,17 +95,21 @@ def _coordinates(device: Any) -> list[int]:
 
 def write(
     directory: str | os.PathLike[str],
-    devices: Any,
+    devices: object,
     functions: Mapping[tuple[str, str], tuple[Any, str]],
     identity: Mapping[str, str] | None = None,
+    facts: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes compiled functions to a new directory; either all of it is there or nothing.
+    """Writes compiled functions to a new directory, which only this user can write; all of it is there or nothing.
+
+    In a job of several processes one of them writes, and the executables are those of all.
 
     Args:
         directory: must not exist.
         devices: see `environment`.
         functions: (function, bucket) -> (compiled, its `program_hash`).
         identity: what the programs were made from, by name; see `Compiler.load`.
+        facts: JSON-able, for `read_facts`.
 
     Raises:
         RequestError: the directory exists, or see `environment`.
@@ -118,20 +121,24 @@ def write(
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
         folder = Path(scratch) / "executables"
         folder.mkdir()
+        folder.chmod(0o755)
         entries = []
         for number, ((name, bucket), (compiled, program)) in enumerate(functions.items()):
             content = pickle.dumps(serialize_executable.serialize(compiled))
             file = f"{name}-{number}.executable"
             (folder / file).write_bytes(content)
+            (folder / file).chmod(0o644)
             sha = hashlib.sha256(content).hexdigest()
             entries.append(Executable(function=name, bucket=bucket, program=program, file=file, sha256=sha))
-        index = {**around, "identity": dict(identity or {}), "functions": [attrs.asdict(e) for e in entries]}
+        index = {**around, "identity": dict(identity or {}), "facts": dict(facts or {})}
+        index["functions"] = [attrs.asdict(e) for e in entries]
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / INDEX).chmod(0o644)
         folder.rename(target)
 
 
 def read_index(
-    directory: str | os.PathLike[str], devices: Any, identity: Mapping[str, str] | None = None
+    directory: str | os.PathLike[str], devices: object, identity: Mapping[str, str] | None = None
 ) -> dict[tuple[str, str], Executable]:
     """(function, bucket) -> what is exported in a directory, for these devices. Loads no code.
 
@@ -158,6 +165,11 @@ def read_index(
     if identity is not None:
         _check_identity(directory, index.get("identity") or {}, identity)
     return {(e.function, e.bucket): e for e in entries}
+
+
+def read_facts(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    """The facts that were written with an export whose index was read."""
+    return dict(json.loads((Path(directory) / INDEX).read_text()).get("facts") or {})
 
 
 def _check_identity(
@@ -203,10 +215,16 @@ def load(directory: str | os.PathLike[str], entry: Executable, program: str | No
     return serialize_executable.deserialize_and_load(*arguments, backend=flat[0].client, execution_devices=flat)
 
 
-_NAMES = {"jax": "version of JAX", "jaxlib": "version of jaxlib", "devices": "machine", "cpu": "kind of CPU"}
+_NAMES = {
+    "jax": "version of JAX",
+    "jaxlib": "version of jaxlib",
+    "devices": "machine",
+    "processes": "number of processes",
+    "cpu": "kind of CPU",
+}
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = json.dumps(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
 

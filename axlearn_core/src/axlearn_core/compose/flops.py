@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 
-def count_flops(function: Callable[..., Any], *args: Any) -> int:
+def count_flops(function: Callable[..., Any], *args: object) -> int:
     """Matrix-product and convolution FLOPs (a multiply-add is two) of `function(*args)`, loops times their trip counts.
 
     A `while` loop of unknown length counts once; a branch counts as its most expensive arm.
@@ -36,8 +36,8 @@ def equation_flops(eqn: Any) -> int:
 
 def called(params: Mapping[str, Any]) -> Any:
     """The jaxpr that an equation calls once: of a jit, of rematerialisation, of custom derivatives or batching. Or None."""
-    found = (params.get(name) for name in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call"))
-    jaxprs = (getattr(value, "jaxpr", value) for value in found)
+    values = (params.get(name) for name in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call"))
+    jaxprs = (getattr(value, "jaxpr", value) for value in values)
     return next((j for j in jaxprs if hasattr(j, "eqns")), None)
 
 

@@ -64,8 +64,8 @@ class Functional:
     _template: tuple[tuple[tuple[Any, ...], Any], ...]
 
     @classmethod
-    def of(cls, config: Node[Any], **offered: Any) -> "Functional":
-        """Builds the model abstractly, which allocates nothing. `offered` goes to the config's `build` besides `rngs`.
+    def of(cls, config: Node[Any], **offered: object) -> "Functional":
+        """Builds the model abstractly, which allocates nothing. `offered` goes to the config's `build` in addition to `rngs`.
 
         Raises:
             ConfigError: a part holds arrays outside of variables, or is a module of another library.
@@ -89,7 +89,7 @@ class Functional:
         return cls._of_module(model, build)
 
     @classmethod
-    def of_module(cls, model: Any) -> "Functional":
+    def of_module(cls, model: object) -> "Functional":
         """Of a model that was built already; it cannot be initialised anew."""
         graph, state = nnx.split(model)
         return cls._of_module(nnx.eval_shape(lambda: nnx.merge(graph, state)), None)
@@ -154,9 +154,9 @@ class Functional:
         Raises:
             RequestError: the model has variables and they are not given.
         """
-        given = variables or {}
-        if missing := [path for path in self.variables if path not in given]:
-            close = nearest(missing[0], given, limit=1)
+        by_path = variables or {}
+        if missing := [path for path in self.variables if path not in by_path]:
+            close = nearest(missing[0], by_path, limit=1)
             raise RequestError(
                 f"the model has variables that it was not given: {', '.join(missing[:3])}"
                 + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
@@ -168,8 +168,8 @@ class Functional:
             if path in self.abstract:
                 return params[path]
             if path in self.totals:
-                return given[path] if path in given else jnp.zeros(self.totals[path].shape, self.totals[path].dtype)
-            return given[path] if path in self.variables else randomness.derive(self.streams[path], path, key)
+                return by_path[path] if path in by_path else jnp.zeros(self.totals[path].shape, self.totals[path].dtype)
+            return by_path[path] if path in self.variables else randomness.derive(self.streams[path], path, key)
 
         values = [(k, v.replace(value(".".join(map(str, k))))) for k, v in self._template]
         graph = self._inference if key is None else self._training
@@ -179,12 +179,12 @@ class Functional:
         """The model with abstract arrays: for what its modules say of themselves."""
         return self.bind(self.abstract, {**self.variables, **self.totals})
 
-    def weights_of(self, model: Any) -> ModelWeights:
+    def weights_of(self, model: object) -> ModelWeights:
         """The arrays of a model of this structure."""
         flat = {".".join(map(str, k)): v.get_value() for k, v in nnx.to_flat_state(nnx.state(model))}
         return ModelWeights({p: flat[p] for p in self.abstract}, {p: flat[p] for p in self.variables})
 
-    def variables_of(self, model: Any) -> Params:
+    def variables_of(self, model: object) -> Params:
         """The variables of a bound model after its call, and the totals of the step so far.
 
         Raises:
@@ -194,8 +194,8 @@ class Functional:
             return {}
         flat = {".".join(map(str, k)): v for k, v in nnx.to_flat_state(nnx.state(model))}
         for path, variable in flat.items():
-            known = any(path in part for part in (self.variables, self.abstract, self.streams, self.totals))
-            if not known and not isinstance(variable, nnx.Intermediate):
+            is_declared = any(path in part for part in (self.variables, self.abstract, self.streams, self.totals))
+            if not is_declared and not isinstance(variable, nnx.Intermediate):
                 raise RequestError(
                     f"the variable {path} ({type(variable).__name__}) appeared when the model was called\n"
                     "    fix: make it in the module's constructor, so that training state and checkpoints have a place for it"
@@ -224,7 +224,7 @@ class Functional:
         return sum(s.size for s in self.abstract.values())
 
 
-def _kind(variable: Any) -> str:
+def _kind(variable: object) -> str:
     if isinstance(variable, nnx.Param):
         return "params"
     if isinstance(variable, StepTotal):
@@ -246,7 +246,7 @@ def _axes(path: str, variable: Any, rank: int) -> tuple[str | None, ...] | None:
     return tuple(names)
 
 
-def _not_an_array(path: str, variable: Any, value: Any) -> Problem:
+def _not_an_array(path: str, variable: object, value: object) -> Problem:
     return Problem(
         path=f"model ({path})",
         message=f"the model holds a {type(variable).__name__} that is not an array",

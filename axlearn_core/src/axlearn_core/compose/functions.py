@@ -93,7 +93,7 @@ def over_weights(declared: Mapping[str, Function], functional: Functional) -> di
 
 
 def _over_weights(function: Function, functional: Functional) -> Function:
-    def call(weights: ModelWeights, *inputs: Any) -> Any:
+    def call(weights: ModelWeights, *inputs: object) -> Any:
         return function.call(functional.bind(weights.params, weights.variables), *inputs)
 
     return attrs.evolve(

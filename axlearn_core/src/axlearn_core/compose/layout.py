@@ -30,11 +30,11 @@ def make_mesh(config: Mesh, devices: Sequence[Any] | None = None, domains: int =
 
 
 def _on_tpu(shape: Sequence[int], devices: Sequence[Any], domains: int) -> np.ndarray:
-    across, left = [], domains
+    across, remainder = [], domains
     for size in shape:
-        across.append(math.gcd(size, left))
-        left //= across[-1]
-    if left > 1:
+        across.append(math.gcd(size, remainder))
+        remainder //= across[-1]
+    if remainder > 1:
         raise ConfigError(
             Problem(
                 path="mesh.shape",
@@ -106,9 +106,10 @@ class Layout:
         return NamedSharding(self.mesh, PartitionSpec())
 
     def place_like(self, tree: Any, shardings: Mapping[str, NamedSharding], shapes: Mapping[str, Any]) -> Any:
-        """Shardings for a tree of abstract arrays: whatever lies under a parameter's name, in its shape, lives where it does.
+        """Shards optimizer state like the parameter it belongs to.
 
-        So optimizer moments and moving averages follow their parameters; counters are replicated.
+        `tree` has abstract arrays. A leaf under a parameter's name and in its shape, such as a moment or a moving
+        average, gets the parameter's sharding; other leaves, such as counters, are replicated.
         """
 
         def place(path: Any, leaf: Any) -> NamedSharding:

@@ -50,7 +50,7 @@ class ModelProgram(Compiler):
         return jax.device_put(weights, jax.tree.map(lambda spec: spec.sharding, self.parts[Part.WEIGHTS]))
 
 
-def model_program(model: Any) -> tuple[ModelProgram, ModelWeights]:
+def model_program(model: object) -> tuple[ModelProgram, ModelWeights]:
     """A program for a model, and the model's weights as it takes them. Models of one structure share their program."""
     graph, state = nnx.split(model)
     leaves, tree = jax.tree.flatten(state)
@@ -58,7 +58,7 @@ def model_program(model: Any) -> tuple[ModelProgram, ModelWeights]:
     return program, program.place(program.functional.weights_of(model))
 
 
-def with_program(model: Any, program: Program | ModelProgram | None) -> tuple[Program | ModelProgram, ModelWeights]:
+def with_program(model: object, program: Program | ModelProgram | None) -> tuple[Program | ModelProgram, ModelWeights]:
     """A program that computes with a model, and the model's weights: `program`, or one for the model alone."""
     return model_program(model) if program is None else (program, program.functional.weights_of(model))
 
@@ -66,7 +66,7 @@ def with_program(model: Any, program: Program | ModelProgram | None) -> tuple[Pr
 class _Structure:
     """A model that plays no part in a comparison: what tells programs apart is given beside it."""
 
-    def __init__(self, model: Any):
+    def __init__(self, model: object):
         self.model = model
 
     def __eq__(self, other: object) -> bool:
@@ -77,5 +77,5 @@ class _Structure:
 
 
 @functools.lru_cache(maxsize=16)
-def _program(graph: Any, tree: Any, shapes: Any, structure: _Structure) -> ModelProgram:
+def _program(graph: object, tree: object, shapes: object, structure: _Structure) -> ModelProgram:
     return ModelProgram(Functional.of_module(structure.model), jax.local_devices()[:1])

@@ -76,10 +76,10 @@ class ModelAndObjective:
         node = getattr(config, "objective", None)
         if node is None:
             return cls(model)
-        if taken := [path for path in (*model.abstract, *model.variables) if path.startswith(PREFIX)]:
+        if clashes := [path for path in (*model.abstract, *model.variables) if path.startswith(PREFIX)]:
             raise ConfigError(
                 Problem(
-                    path=f"model ({taken[0]})",
+                    path=f"model ({clashes[0]})",
                     message="the name `objective` at the root of a model is for the objective's own arrays",
                     fix="rename that attribute of the model, or train it by its own loss",
                 )
@@ -160,7 +160,7 @@ class ModelAndObjective:
         if self.objective is None:
             return weights
         params, variables = self.objective.init_arrays(jax.random.fold_in(key, 1))
-        params, variables = _prefixed(params), _prefixed(variables)
+        params, variables = _with_prefix(params), _with_prefix(variables)
         source = {**weights.params, **weights.variables}
         for path in self.copies:
             # A copy, because two arrays that share a buffer could not be donated together.
@@ -197,29 +197,29 @@ class ModelAndObjective:
     def bind_objective(self, params: Params, variables: Params, key: jax.Array | None = None) -> Any:
         """The objective with its arrays among these; see `Functional.bind`."""
         assert self.objective is not None
-        return self.objective.bind(_own(params), _own(variables), key)
+        return self.objective.bind(_without_prefix(params), _without_prefix(variables), key)
 
-    def variables_of(self, model: Any, objective: Any = None) -> Params:
+    def variables_of(self, model: object, objective: object = None) -> Params:
         """The variables of both after their calls."""
-        own = {} if self.objective is None else _prefixed(self.objective.variables_of(objective))
+        own = {} if self.objective is None else _with_prefix(self.objective.variables_of(objective))
         return {**self.model.variables_of(model), **own}
 
     def begin_step(self, variables: Params) -> Params:
         """See `Functional.begin_step`."""
         if self.objective is None:
             return self.model.begin_step(variables)
-        own = self.objective.begin_step(_own(variables))
-        return {**self.model.begin_step({p: variables[p] for p in self.model.variables}), **_prefixed(own)}
+        own = self.objective.begin_step(_without_prefix(variables))
+        return {**self.model.begin_step({p: variables[p] for p in self.model.variables}), **_with_prefix(own)}
 
     def end_step(self, params: Params, variables: Params) -> Params:
         """See `Functional.end_step`."""
         if self.objective is None:
             return self.model.end_step(params, variables)
-        own = self.objective.end_step(_own(params), _own(variables))
-        return {**self.model.end_step(params, variables), **_prefixed(own)}
+        own = self.objective.end_step(_without_prefix(params), _without_prefix(variables))
+        return {**self.model.end_step(params, variables), **_with_prefix(own)}
 
     def _union(self, name: str) -> dict[str, Any]:
-        own = {} if self.objective is None else _prefixed(getattr(self.objective, name))
+        own = {} if self.objective is None else _with_prefix(getattr(self.objective, name))
         return {**getattr(self.model, name), **own}
 
     def _check_copies(self) -> None:
@@ -227,8 +227,8 @@ class ModelAndObjective:
         for at, frozen in self.frozen.items():
             if frozen.weights is not None:
                 continue
-            wanted = {**frozen.functional.abstract, **frozen.functional.variables}
-            wrong = [p for p, spec in wanted.items() if p not in specs or specs[p].shape != spec.shape]
+            expected = {**frozen.functional.abstract, **frozen.functional.variables}
+            wrong = [p for p, spec in expected.items() if p not in specs or specs[p].shape != spec.shape]
             if wrong:
                 more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
                 raise ConfigError(
@@ -262,9 +262,9 @@ def _path_in_model(path: str, frozen: Mapping[str, FrozenModel]) -> str:
     return path.removeprefix(f"{at}.")
 
 
-def _prefixed(arrays: Mapping[str, Any]) -> dict[str, Any]:
+def _with_prefix(arrays: Mapping[str, Any]) -> dict[str, Any]:
     return {PREFIX + path: x for path, x in arrays.items()}
 
 
-def _own(arrays: Mapping[str, Any]) -> dict[str, Any]:
+def _without_prefix(arrays: Mapping[str, Any]) -> dict[str, Any]:
     return {path.removeprefix(PREFIX): x for path, x in arrays.items() if path.startswith(PREFIX)}

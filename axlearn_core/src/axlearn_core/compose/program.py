@@ -54,7 +54,7 @@ class Program(Compiler):
     """
 
     def __init__(self, config: Experiment, devices: Sequence[Any] | None = None, machine: Machine | None = None):
-        devices = machines.here(machine) if devices is None else devices
+        devices = machines.local_devices(machine) if devices is None else devices
         self.config = config
         self.functional = functional = Functional.of(config.model)
         self.trained = trained = ModelAndObjective.of(config, functional)
@@ -85,30 +85,30 @@ class Program(Compiler):
         weights = trained.of_model(ModelWeights(state.params, state.variables))
         begun = self.compile("begin")(jax.random.key(seed), weights).replace(step=state.step)
 
-        def kept(new: Mapping[str, Any], old: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+        def keep_trained(new: Mapping[str, Any], old: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
             own = {p for p in new if p not in model and p not in trained.copies and isinstance(old[p], jax.Array)}
             return {p: old[p] if p in own else x for p, x in new.items()}
 
         if trained.objective is None:
             return begun
         return begun.replace(
-            params=kept(begun.params, state.params, weights.params),
-            variables=kept(begun.variables, state.variables, weights.variables),
+            params=keep_trained(begun.params, state.params, weights.params),
+            variables=keep_trained(begun.variables, state.variables, weights.variables),
         )
 
-    def train_step(self, state: Any, batch: Mapping[str, jax.Array]) -> tuple[Any, dict[str, jax.Array]]:
+    def train_step(self, state: object, batch: Mapping[str, jax.Array]) -> tuple[Any, dict[str, jax.Array]]:
         """One training step; `state` is donated."""
         return self.compile("train", batch)(state, batch)
 
-    def eval_step(self, state: Any, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    def eval_step(self, state: object, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """The scalars of one evaluation batch."""
         return self.compile("evaluate", batch)(state, batch)
 
-    def weights(self, state: Any) -> ModelWeights:
+    def weights(self, state: object) -> ModelWeights:
         """What of a state to evaluate and generate with: a moving average of the parameters where there is one."""
         return self.function("weights").call(state)
 
-    def model(self, state: Any) -> Any:
+    def model(self, state: object) -> Any:
         """The model with the weights of a state, as an `nnx.Module` in evaluation."""
         weights = self.weights(state)
         return self.functional.bind(weights.params, weights.variables)
@@ -117,7 +117,7 @@ class Program(Compiler):
         """This process's rows of a batch, as global arrays on the mesh."""
         return {k: _global(self._batch_sharding(k, v), v) for k, v in batch.items()}
 
-    def _batch_sharding(self, name: str, value: Any) -> NamedSharding:
+    def _batch_sharding(self, name: str, value: object) -> NamedSharding:
         shape = global_shape(value)
         return self.layout.sharding(batch_axes(shape), shape, f"input ({name})")
 
@@ -152,27 +152,27 @@ def sharded_specs(functional: Functional | ModelAndObjective, shardings: Mapping
     )
 
 
-def _with_shardings(tree: Any, shardings: Any) -> Any:
+def _with_shardings(tree: object, shardings: object) -> Any:
     return jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), tree, shardings)
 
 
 def _global(sharding: NamedSharding, value: Any) -> jax.Array:
     if jax.process_count() > 1 and value.ndim:
         shape = (value.shape[0] * jax.process_count(), *value.shape[1:])
-        held = {(index[0].start, d.process_index) for d, index in sharding.devices_indices_map(shape).items()}
-        if len(held) > len({start for start, _ in held}):
+        shards = {(index[0].start, d.process_index) for d, index in sharding.devices_indices_map(shape).items()}
+        if len(shards) > len({start for start, _ in shards}):
             # An axis that does not split the batch goes across processes: several need the same rows.
             whole = multihost_utils.process_allgather(value, tiled=True)
             return jax.make_array_from_callback(shape, sharding, lambda index: whole[index])
     return jax.make_array_from_process_local_data(sharding, value)
 
 
-def _batch_shapes(config: Any) -> Mapping[str, tuple[tuple[int, ...], Any]]:
+def _batch_shapes(config: object) -> Mapping[str, tuple[tuple[int, ...], Any]]:
     source = getattr(config, "input", None)
     return source.batch_shapes() if isinstance(source, DeclaresBatches) else {}
 
 
-def _check_batch(config: Any, layout: Layout) -> None:
+def _check_batch(config: object, layout: Layout) -> None:
     """Where the input says what its batches look like, checks that they can be split, before there is one."""
     for name, (shape, _) in _batch_shapes(config).items():
         layout.spec(batch_axes(shape), shape, f"input ({name})")
@@ -216,7 +216,7 @@ def compose(config: Experiment, devices: Sequence[Any] | None = None, *, machine
 
     Args:
         config: resolved for the machine, whose mesh rule it holds.
-        devices: of `machine`; `axlearn_core.compose.devices.absent` has those that are not here.
+        devices: of `machine`; `axlearn_core.compose.devices.topology_devices` describes hardware to compile for.
         machine: what the devices are. Without it they are known by what JAX says of them.
 
     Raises:

@@ -26,7 +26,7 @@ class TrainState:
     rng: jax.Array
     learner: Any
 
-    def replace(self, **changes: Any) -> "TrainState":
+    def replace(self, **changes: object) -> "TrainState":
         """A copy with other parts."""
         return dataclasses.replace(self, **changes)
 

@@ -49,7 +49,7 @@ class QualifiedNames:
         return qualified_name(cls)
 
 
-def encode(value: Any, names: Names) -> Any:
+def encode(value: object, names: Names) -> Any:
     """A tree as plain data: dicts, lists and scalars. `REQUIRED` fields are left out; they are still to be set."""
     if isinstance(value, Node):
         hidden = interface_fields(type(value)) | hidden_defaults(value) | _defaults_of_code(value)
@@ -82,7 +82,7 @@ def _defaults_of_code(value: Node[Any]) -> set[str]:
     }
 
 
-def dump(data: Any) -> str:
+def dump(data: object) -> str:
     """Plain data as YAML text."""
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style = False
@@ -122,7 +122,7 @@ class Decoder:
         ) as error:
             raise ConfigError(_problems(error, path)) from None
 
-    def decode_at(self, tree: Any, path: str, data: Any) -> Any:
+    def decode_at(self, tree: object, path: str, data: object) -> Any:
         """For `patch`: `data` as a value for a path; a mapping without `type` edits the node that is there."""
         annotation, current = _slot(tree, path)
         if isinstance(current, Node) and isinstance(data, Mapping) and "type" not in data:
@@ -136,22 +136,22 @@ class Decoder:
                     problems += error.problems
             if problems:
                 raise ConfigError(attrs.evolve(p, path=join(path, p.path)) for p in problems)
-            with _prefixed(path):
+            with _prefix_problems(path):
                 return attrs.evolve(current, **changes)
         return self.decode(data, annotation, path)
 
-    def _plain(self, data: Any, annotation: Any) -> Any:
+    def _plain(self, data: object, annotation: object) -> Any:
         if annotation is not Any:
             return check_type(data, annotation, is_node)
         if isinstance(data, Mapping):  # a field that takes anything takes nodes too
             if isinstance(data.get("type"), str):
                 return self._node(data, Node)
-            return self._all({k: (v, Any) for k, v in data.items()})
+            return self._decode_all({k: (v, Any) for k, v in data.items()})
         if isinstance(data, (list, tuple)):
             return self._sequence(data, tuple)
         return data
 
-    def _sequence(self, data: Any, annotation: Any) -> Any:
+    def _sequence(self, data: object, annotation: object) -> Any:
         if not isinstance(data, (list, tuple)):
             raise Mismatch(describe(annotation), data)
         args = typing.get_args(annotation)
@@ -159,27 +159,29 @@ class Decoder:
         if fixed and len(args) != len(data):
             raise Mismatch(f"{describe(annotation)} ({len(args)} items)", data)
         kinds = args if fixed else [args[0] if args else Any] * len(data)
-        return tuple(self._all({str(i): (v, k) for i, (v, k) in enumerate(zip(data, kinds, strict=True))}).values())
+        return tuple(
+            self._decode_all({str(i): (v, k) for i, (v, k) in enumerate(zip(data, kinds, strict=True))}).values()
+        )
 
-    def _mapping(self, data: Any, annotation: Any) -> Any:
+    def _mapping(self, data: object, annotation: object) -> Any:
         if not isinstance(data, Mapping):
             raise Mismatch(describe(annotation), data)
         key, value = typing.get_args(annotation) or (str, Any)
-        return self._all({check_type(k, key, is_node): (v, value) for k, v in data.items()})
+        return self._decode_all({check_type(k, key, is_node): (v, value) for k, v in data.items()})
 
-    def _all(self, items: Mapping[Any, tuple[Any, Any]]) -> dict[Any, Any]:
+    def _decode_all(self, items: Mapping[Any, tuple[Any, Any]]) -> dict[Any, Any]:
         """Each (value, annotation) decoded; the problems of all of them at once."""
-        made, problems = {}, []
+        values, problems = {}, []
         for name, (data, annotation) in items.items():
             try:
-                made[name] = self.converter.structure(data, annotation)
+                values[name] = self.converter.structure(data, annotation)
             except (cattrs.BaseValidationError, Mismatch, ConfigError, RequestError) as error:
                 problems += _problems(error, str(name))
         if problems:
             raise ConfigError(problems)
-        return made
+        return values
 
-    def _union(self, data: Any, annotation: Any) -> Any:
+    def _union(self, data: object, annotation: object) -> Any:
         nodes = [a for a in typing.get_args(annotation) if _is_node_type(a)]
         if nodes and isinstance(data, Mapping) and "type" in data:
             return self.converter.structure(data, nodes[0])
@@ -220,23 +222,23 @@ class Decoder:
                 cls, self.converter, _cattrs_forbid_extra_keys=True, _cattrs_detailed_validation=True
             )
         try:
-            made = self._generated[cls]({k: v for k, v in fields.items() if str(k) not in bad}, cls)
+            node = self._generated[cls]({k: v for k, v in fields.items() if str(k) not in bad}, cls)
         except cattrs.ClassValidationError as error:
             problems += _problems(error, "")
         if problems:
             raise ConfigError(problems)
-        return made  # pyright: ignore[reportPossiblyUnboundVariable]  # unbound only when there are problems
+        return node  # pyright: ignore[reportPossiblyUnboundVariable]  # unbound only when there are problems
 
 
 @contextlib.contextmanager
-def _prefixed(path: str) -> Iterator[None]:
+def _prefix_problems(path: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
         raise ConfigError(attrs.evolve(p, path=join(path, p.path)) for p in error.problems) from None
 
 
-def _slot(tree: Any, path: str) -> tuple[Any, Any]:
+def _slot(tree: object, path: str) -> tuple[Any, Any]:
     """The annotation of a path and the value there (None for a new key of a mapping)."""
     annotation: Any = Any
     value = tree
@@ -258,14 +260,14 @@ def _slot(tree: Any, path: str) -> tuple[Any, Any]:
 
 
 def _unknown_key(cls: Any, key: str, number: int = 0) -> Problem:
-    known = [n for n in hints_of(cls) if n not in interface_fields(cls)]
+    names = [n for n in hints_of(cls) if n not in interface_fields(cls)]
     if key in interface_fields(cls):
         return Problem(path=key, message=f"is passed to {cls.__qualname__} by its parent and cannot be set")
     return Problem(
         path=key,
         message=f"unknown key of {cls.__qualname__}",
-        expected=f"one of {', '.join(known)}" if known else "nothing: it has no settings",
-        nearest=nearest(key, known) if number < SHOWN_PROBLEMS else (),  # which takes longer than all the rest
+        expected=f"one of {', '.join(names)}" if names else "nothing: it has no settings",
+        nearest=nearest(key, names) if number < SHOWN_PROBLEMS else (),  # which takes longer than all the rest
     )
 
 
@@ -273,8 +275,8 @@ def _problems(error: BaseException, path: str) -> list[Problem]:
     """cattrs's tree of exceptions as problems with paths."""
     if isinstance(error, cattrs.ClassValidationError):
         with_notes, without = error.group_exceptions()
-        found = [p for inner, note in with_notes for p in _problems(inner, join(path, note.name))]
-        return found + [p for inner in without for p in _problems(inner, path)]
+        problems = [p for inner, note in with_notes for p in _problems(inner, join(path, note.name))]
+        return problems + [p for inner in without for p in _problems(inner, path)]
     if isinstance(error, ConfigError):
         return [attrs.evolve(p, path=join(path, p.path) if p.path else path) for p in error.problems]
     if isinstance(error, Mismatch):
@@ -283,17 +285,17 @@ def _problems(error: BaseException, path: str) -> list[Problem]:
     return [Problem(path=path, message=str(error))]
 
 
-def _is_union(kind: Any) -> bool:
+def _is_union(kind: object) -> bool:
     return typing.get_origin(kind) in (typing.Union, types.UnionType)
 
 
-def _is_sequence(kind: Any) -> bool:
+def _is_sequence(kind: object) -> bool:
     return kind is tuple or typing.get_origin(kind) is tuple
 
 
-def _is_mapping(kind: Any) -> bool:
+def _is_mapping(kind: object) -> bool:
     return kind is Mapping or typing.get_origin(kind) in (collections.abc.Mapping, dict)
 
 
-def _is_node_type(kind: Any) -> bool:
+def _is_node_type(kind: object) -> bool:
     return is_node(typing.get_origin(kind) or kind)

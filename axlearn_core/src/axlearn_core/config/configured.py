@@ -65,7 +65,7 @@ def _is_default(value: Any, attribute: Any) -> bool:
     return value is attribute.default or (type(value) is type(attribute.default) and value == attribute.default)
 
 
-def _build(value: Any, offered: dict[str, Any]) -> Any:
+def _build(value: object, offered: dict[str, Any]) -> Any:
     """`value` with the nodes in it built; sequences and mappings of nodes too."""
     if isinstance(value, Node):
         return value.build(**offered)
@@ -76,7 +76,7 @@ def _build(value: Any, offered: dict[str, Any]) -> Any:
     return value
 
 
-def _dtypes(cls: Any, precision: Any) -> dict[str, str]:
+def _dtypes(cls: object, precision: Any) -> dict[str, str]:
     names = {a.name for a in attrs.fields(cls)}
     if precision is None or not names >= {"dtype", "param_dtype"}:
         return {}
@@ -99,7 +99,7 @@ def _call(function: Callable[..., Any], settings: dict[str, Any]) -> Any:
 _NAMELESS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
 
 
-def _not_offered(function: Any, parameter: str, name: str, offered: Mapping[str, Any]) -> Problem:
+def _not_offered(function: object, parameter: str, name: str, offered: Mapping[str, Any]) -> Problem:
     return Problem(
         path=parameter,
         message=f"{_title(function)} is to take {name!r} from its parent, which does not offer it",
@@ -108,11 +108,11 @@ def _not_offered(function: Any, parameter: str, name: str, offered: Mapping[str,
     )
 
 
-def _restore(function: Callable[..., Any], names: tuple[str, ...], given: dict[str, Any]) -> Node[Any]:
-    return configured_class(function, names)(**given)
+def _restore(function: Callable[..., Any], names: tuple[str, ...], arguments: dict[str, Any]) -> Node[Any]:
+    return configured_class(function, names)(**arguments)
 
 
-def configure(function: Callable[..., Any], /, *interface_names: str, **settings: Any) -> Node[Any]:
+def configure(function: Callable[..., Any], /, *interface_names: str, **settings: object) -> Node[Any]:
     """A node that calls `function` with `settings` when it is built.
 
     Args:
@@ -130,27 +130,27 @@ def configure(function: Callable[..., Any], /, *interface_names: str, **settings
         settings = {**dict(zip(positional, function.args, strict=False)), **function.keywords, **settings}
         function = function.func
     cls = configured_class(function, interface_names)
-    known = [a.name for a in attrs.fields(cls)]
+    names = [a.name for a in attrs.fields(cls)]
     for name in settings:
-        if name not in known:
-            raise _unknown_parameter(function, name, known)
+        if name not in names:
+            raise _unknown_parameter(function, name, names)
     return cls(**settings)
 
 
-def _unknown_parameter(function: Any, name: str, known: Sequence[str]) -> RequestError:
-    close = nearest(name, known)
-    hint = f"did you mean: {', '.join(close)}?" if close else f"it takes: {', '.join(known)}"
+def _unknown_parameter(function: object, name: str, names: Sequence[str]) -> RequestError:
+    close = nearest(name, names)
+    hint = f"did you mean: {', '.join(close)}?" if close else f"it takes: {', '.join(names)}"
     return RequestError(f"{_title(function)} takes no {name!r}; {hint}")
 
 
 def configured_class(function: Callable[..., Any], interface_names: tuple[str, ...] = ()) -> type[Node[Any]]:
     """The node class for a callable; the same one every time."""
-    return _made(function, interface_names)  # one spelling of the call: a cache tells `f(a)` from `f(a, ())`
+    return _make_class(function, interface_names)  # one spelling of the call: a cache tells `f(a)` from `f(a, ())`
 
 
 @functools.cache
-def _made(function: Callable[..., Any], interface_names: tuple[str, ...]) -> type[Node[Any]]:
-    wanted = dict(_split(n) for n in interface_names)
+def _make_class(function: Callable[..., Any], interface_names: tuple[str, ...]) -> type[Node[Any]]:
+    offered_fields = dict(_split(n) for n in interface_names)
     fields: dict[str, Any] = {}
     annotations: dict[str, Any] = {}
     hints = _hints(function)
@@ -160,15 +160,15 @@ def _made(function: Callable[..., Any], interface_names: tuple[str, ...]) -> typ
         raise RequestError(
             f"{_title(function)} has no signature\n    fix: wrap it in a function that has one"
         ) from error
-    for name in wanted:
-        known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
-        if name not in known:
-            raise _unknown_parameter(function, name, known)
+    for name in offered_fields:
+        names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+        if name not in names:
+            raise _unknown_parameter(function, name, names)
     for parameter in parameters:
         if parameter.kind is parameter.VAR_KEYWORD:
             continue
         name, required = parameter.name, parameter.default is parameter.empty
-        if name in wanted:
+        if name in offered_fields:
             continue  # filled at build, straight from what is offered
         if name in RESERVED:
             raise RequestError(f"{_title(function)} has a parameter {name!r}, a name that every node uses itself")
@@ -179,7 +179,7 @@ def _made(function: Callable[..., Any], interface_names: tuple[str, ...]) -> typ
             fields[name] = interface()
         else:
             fields[name] = attrs.field(default=REQUIRED if required else freeze(parameter.default))
-            annotations[name] = _admitted(hints.get(name, Any))
+            annotations[name] = _checked_annotation(hints.get(name, Any))
     body = {
         **fields,
         "__annotations__": annotations,
@@ -190,12 +190,12 @@ def _made(function: Callable[..., Any], interface_names: tuple[str, ...]) -> typ
         "__interface__": interface_names,
         "__reduce__": Configured.__reduce__,
     }
-    made = attrs.frozen(kw_only=True, slots=True, cache_hash=True)(type("Configured", (Configured,), body))
-    made.owner = function
-    return made
+    cls = attrs.frozen(kw_only=True, slots=True, cache_hash=True)(type("Configured", (Configured,), body))
+    cls.owner = function
+    return cls
 
 
-def _is_random_key(parameter: inspect.Parameter, annotation: Any) -> bool:
+def _is_random_key(parameter: inspect.Parameter, annotation: object) -> bool:
     """As the modules of Equinox take it: `*, key`."""
     return parameter.name == "key" and parameter.kind is parameter.KEYWORD_ONLY and annotation not in (str, int)
 
@@ -209,18 +209,18 @@ def _renames(cls: Any) -> dict[str, str]:
     return dict(_split(n) for n in cls.__interface__)
 
 
-def _title(function: Any) -> str:
+def _title(function: object) -> str:
     return qualified_name(function).replace(":", ".")
 
 
-def _hints(function: Any) -> dict[str, Any]:
+def _hints(function: object) -> dict[str, Any]:
     try:
         return typing.get_type_hints(function.__init__ if isinstance(function, type) else function)
     except (NameError, TypeError, AttributeError):
         return {}  # annotations of other libraries may name what only their type checker imports
 
 
-def _admitted(annotation: Any) -> Any:
+def _checked_annotation(annotation: object) -> Any:
     """The annotation where it is made of plain scalars, which are then checked exactly; else anything."""
     plain = (bool, int, float, str, type(None))
     members = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
@@ -229,5 +229,5 @@ def _admitted(annotation: Any) -> Any:
     return Any
 
 
-def _is_union(annotation: Any) -> bool:
+def _is_union(annotation: object) -> bool:
     return typing.get_origin(annotation) in (typing.Union, types.UnionType)

@@ -10,7 +10,7 @@ from axlearn_core.config.node import Kind, Node, hidden_defaults, interface_fiel
 from axlearn_core.config.tree import children, join
 
 
-def qualified_name(cls: Any) -> str:
+def qualified_name(cls: object) -> str:
     """`module:Class` of a class or function, or of what a config class configures."""
     owner = getattr(cls, "owner", None) or cls
     while isinstance(owner, functools.partial):
@@ -27,7 +27,7 @@ class Leaf:
     kind: Kind
 
 
-def leaves(tree: Any, name_of: Callable[[Any], str] = qualified_name) -> Iterator[Leaf]:
+def leaves(tree: object, name_of: Callable[[Any], str] = qualified_name) -> Iterator[Leaf]:
     """The values of a tree in its order; each node also gives `<path>.type`, its class by `name_of`.
 
     Interface fields are left out, since the parent fills them, and fields at a default that is hidden. Empty tuples and
@@ -36,7 +36,7 @@ def leaves(tree: Any, name_of: Callable[[Any], str] = qualified_name) -> Iterato
     return _leaves(tree, "", "mathematics", name_of)
 
 
-def _leaves(value: Any, path: str, kind: Kind, name_of: Callable[[Any], str]) -> Iterator[Leaf]:
+def _leaves(value: object, path: str, kind: Kind, name_of: Callable[[Any], str]) -> Iterator[Leaf]:
     if isinstance(value, Node):
         yield Leaf(join(path, "type"), name_of(type(value)), kind)
         hidden = interface_fields(type(value)) | hidden_defaults(value)
@@ -52,7 +52,7 @@ def _leaves(value: Any, path: str, kind: Kind, name_of: Callable[[Any], str]) ->
         yield Leaf(path, value, kind)
 
 
-def flatten(tree: Any, name_of: Callable[[Any], str] = qualified_name) -> dict[str, Any]:
+def flatten(tree: object, name_of: Callable[[Any], str] = qualified_name) -> dict[str, Any]:
     """Path -> value of each of the tree's `leaves`."""
     return {leaf.path: leaf.value for leaf in leaves(tree, name_of)}
 
@@ -69,8 +69,8 @@ def field_kind(value: Node[Any], name: str) -> Kind | None:
 @functools.lru_cache(maxsize=4096)
 def _marks(cls: type) -> dict[str, tuple[Kind | None, bool, Any]]:
     like = vars(cls).get("computes_like")
-    known = {a.name for a in attrs.fields(like or cls)}
-    return {a.name: (marked_kind(a), a.name not in known, a.default) for a in attrs.fields(cls)}
+    names = {a.name for a in attrs.fields(like or cls)}
+    return {a.name: (marked_kind(a), a.name not in names, a.default) for a in attrs.fields(cls)}
 
 
 @attrs.frozen
@@ -97,7 +97,7 @@ class _Absent:
 ABSENT = _Absent()
 
 
-def diff(old: Any, new: Any, name_of: Callable[[Any], str] = qualified_name) -> tuple[Change, ...]:
+def diff(old: object, new: object, name_of: Callable[[Any], str] = qualified_name) -> tuple[Change, ...]:
     """The paths at which two trees differ, in the order of the new tree, removed ones last."""
     if old is new:
         return ()

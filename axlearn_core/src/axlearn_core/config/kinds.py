@@ -29,7 +29,7 @@ DECISIVE: tuple[Kind, ...] = ("training", "precision", "mathematics")
 """The kinds of fields that decide the losses of a run."""
 
 
-def kind_of(tree: Any, path: str) -> Kind:
+def kind_of(tree: object, path: str) -> Kind:
     """What the value at a path changes; raises `ConfigError` where the tree has no such path."""
     kind: Kind = "mathematics"
     value = tree
@@ -43,32 +43,32 @@ def kind_of(tree: Any, path: str) -> Kind:
     return kind
 
 
-def change_kinds(changes: tuple[Change, ...], old: Any, new: Any) -> tuple[tuple[Change, Kind], ...]:
+def change_kinds(changes: tuple[Change, ...], old: object, new: object) -> tuple[tuple[Change, Kind], ...]:
     """Each of the differences of two trees with its kind: the strictest of both trees, where both have the path."""
     before, after = _kinds(old), _kinds(new)
 
     def kind(path: str) -> Kind:
-        found: list[Kind] = [kinds[path] for kinds in (before, after) if path in kinds]
+        candidates: list[Kind] = [kinds[path] for kinds in (before, after) if path in kinds]
         node = path.rpartition(".")[0]
         if path in before and path in after and path == (f"{node}.type" if node else "type"):
             first, second = get(old, node), get(new, node)
             if isinstance(first, Node) and isinstance(second, Node) and _root(type(first)) is _root(type(second)):
                 return "execution"
-        return max(found, key=KINDS.index)
+        return max(candidates, key=KINDS.index)
 
     return tuple((change, kind(change.path)) for change in changes)
 
 
-def _kinds(tree: Any) -> dict[str, Kind]:
+def _kinds(tree: object) -> dict[str, Kind]:
     return {leaf.path: leaf.kind for leaf in leaves(tree)}
 
 
-def mathematics(tree: Any) -> dict[str, Any]:
+def mathematics(tree: object) -> dict[str, Any]:
     """Path -> value of the fields that decide the losses of a run; without microbatches and duration."""
     return {leaf.path: leaf.value for leaf in leaves(tree, _name) if leaf.kind in DECISIVE}
 
 
-def microbatches(tree: Any) -> dict[str, Any]:
+def microbatches(tree: object) -> dict[str, Any]:
     """Path -> value of each field that cuts up the batch of a step and is not at its default."""
     return {
         join(path, a.name): getattr(value, a.name)
@@ -79,11 +79,11 @@ def microbatches(tree: Any) -> dict[str, Any]:
     }
 
 
-def _root(cls: Any) -> Any:
+def _root(cls: object) -> Any:
     while like := vars(cls).get("computes_like"):
         cls = like
     return cls
 
 
-def _name(cls: Any) -> str:
+def _name(cls: object) -> str:
     return qualified_name(_root(cls))

@@ -59,13 +59,13 @@ _OPERATORS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
 
 def setting(
     *,
-    default: Any,
+    default: object,
     kind: Kind | None = None,
     hide_default: bool = False,
-    ge: Any = None,
-    gt: Any = None,
-    le: Any = None,
-    lt: Any = None,
+    ge: object = None,
+    gt: object = None,
+    le: object = None,
+    lt: object = None,
 ) -> Any:
     """A field with bounds, checked wherever its value is a number, and a mark of what it changes.
 
@@ -81,7 +81,7 @@ def setting(
     return attrs.field(default=default, metadata={_BOUNDS: bounds, _KIND: kind, _HIDDEN: hide_default})
 
 
-def interface(*, default: Any = REQUIRED) -> Any:
+def interface(*, default: object = REQUIRED) -> Any:
     """A field that the parent offers at `build`; users never set it, and it is never reported as missing."""
     return attrs.field(default=default, metadata={_INTERFACE: True})
 
@@ -95,13 +95,13 @@ def node(cls: type[C]) -> type[C]:
     Raises:
         TypeError: a field has no default (use `REQUIRED`), or has a name that every node needs for itself.
     """
-    made = attrs.frozen(kw_only=True, slots=True, cache_hash=True)(cls)
-    for attribute in attrs.fields(made):
+    frozen_cls = attrs.frozen(kw_only=True, slots=True, cache_hash=True)(cls)
+    for attribute in attrs.fields(frozen_cls):
         if attribute.default is attrs.NOTHING:
             raise TypeError(f"{cls.__qualname__}.{attribute.name} has no default: give it one, or `= REQUIRED`")
         if attribute.name in RESERVED:
             raise TypeError(f"{cls.__qualname__}: no field can be called {attribute.name!r}; every node uses that name")
-    return made
+    return frozen_cls
 
 
 RESERVED = frozenset({"type", "build", "owner", "validate", "computes_like"})
@@ -153,7 +153,7 @@ class Node(Generic[T_co]):
         Raises:
             ConfigError: a field is still `REQUIRED`, or the owner needs what is not offered.
         """
-        made, rest = take(self, offered)
+        config, rest = take(self, offered)
         owner = type(self).owner
         if owner is None:
             raise TypeError(f"{type(self).__qualname__} belongs to no class that could be built")
@@ -167,14 +167,14 @@ class Node(Generic[T_co]):
                 )
                 for name in lacking
             )
-        return owner(made, **accepted(owner.__init__, rest))
+        return owner(config, **accepted(owner.__init__, rest))
 
 
-def take(cfg: Any, offered: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def take(cfg: object, offered: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """`cfg` with its interface fields filled from `offered`, and what of `offered` they did not use."""
-    mine = {n: offered[n] for n in interface_fields(type(cfg)) if n in offered}
-    made = attrs.evolve(cfg, **mine) if mine else cfg
-    missing = [a.name for a in attrs.fields(type(made)) if getattr(made, a.name) is REQUIRED]
+    interface = {n: offered[n] for n in interface_fields(type(cfg)) if n in offered}
+    config = attrs.evolve(cfg, **interface) if interface else cfg
+    missing = [a.name for a in attrs.fields(type(config)) if getattr(config, a.name) is REQUIRED]
     if missing:
         raise ConfigError(
             Problem(
@@ -184,7 +184,7 @@ def take(cfg: Any, offered: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             )
             for name in missing
         )
-    return made, {k: v for k, v in offered.items() if k not in mine}
+    return config, {k: v for k, v in offered.items() if k not in interface}
 
 
 def accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
@@ -197,8 +197,8 @@ def accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str,
 def required_arguments(function: Callable[..., Any], skip: int = 0) -> frozenset[str]:
     """The arguments without a default that a function takes by name, but for the first `skip` of its parameters."""
     parameters = list(inspect.signature(function).parameters.values())[skip:]
-    named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return frozenset(p.name for p in parameters if p.kind in named and p.default is p.empty)
+    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return frozenset(p.name for p in parameters if p.kind in kinds and p.default is p.empty)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -223,7 +223,7 @@ def parameters_of(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]
     return parameters
 
 
-def is_node(kind: Any) -> bool:
+def is_node(kind: object) -> bool:
     """Whether `kind` is a config class."""
     return isinstance(kind, type) and issubclass(kind, Node)
 
@@ -238,7 +238,7 @@ def marked_kind(attribute: Any) -> Kind | None:
     return attribute.metadata.get(_KIND)
 
 
-def hidden_defaults(value: Any) -> frozenset[str]:
+def hidden_defaults(value: object) -> frozenset[str]:
     """The names of a node's fields that are at a default which `setting(hide_default=True)` leaves out."""
     return frozenset(name for name, default in _hidden_fields(type(value)) if getattr(value, name) == default)
 
@@ -257,20 +257,20 @@ def interface_fields(cls: type) -> frozenset[str]:
 @functools.lru_cache(maxsize=4096)
 def hints_of(cls: type) -> dict[str, Any]:
     """The resolved annotation of each field."""
-    given = {a.name: a.type for a in attrs.fields(cls)}
-    if not any(isinstance(t, str) for t in given.values()) and getattr(cls, "__configured__", False):
-        return given
+    annotations = {a.name: a.type for a in attrs.fields(cls)}
+    if not any(isinstance(t, str) for t in annotations.values()) and getattr(cls, "__configured__", False):
+        return annotations
     try:
-        found = typing.get_type_hints(cls, include_extras=True)
+        hints = typing.get_type_hints(cls, include_extras=True)
     except NameError as error:
         raise TypeError(
             f"{cls.__module__}.{cls.__qualname__}: an annotation cannot be resolved ({error}); "
             "define or import the name at module level, outside `if TYPE_CHECKING`"
         ) from error
-    return {name: found.get(name, Any) for name in given}
+    return {name: hints.get(name, Any) for name in annotations}
 
 
-def _bound_problems(owner: Any, attribute: Any, value: Any) -> Iterable[Problem]:
+def _bound_problems(owner: object, attribute: Any, value: object) -> Iterable[Problem]:
     bounds = attribute.metadata.get(_BOUNDS) or {}
     if not bounds or isinstance(value, bool) or not isinstance(value, (int, float)):
         return
@@ -290,7 +290,7 @@ class Configurable:
     So `isinstance(cfg, Sub.Config)` is exact, and the class that a config builds is always the one that it names.
     """
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         own = vars(cls).get("Config")
         if own is None:

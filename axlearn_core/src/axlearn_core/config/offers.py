@@ -31,7 +31,7 @@ def offers(*names: str) -> Callable[[P], P]:
     return declare
 
 
-def offered_by(annotation: Any) -> tuple[str, frozenset[str]] | None:
+def offered_by(annotation: object) -> tuple[str, frozenset[str]] | None:
     """(the protocol's name, what its slots offer) of a field's annotation; None where it is not a slot that declares it."""
     for part in typing.get_args(annotation):
         names = vars(part).get("__offers__") if isinstance(part, type) else None
@@ -52,7 +52,7 @@ def asked_for(cls: type[Node[Any]]) -> frozenset[str]:
     return fields | required_arguments(cls.owner.__init__, 2)
 
 
-def refused(node: Any) -> Iterator[Problem]:
+def refused(node: object) -> Iterator[Problem]:
     """The components directly below a node that ask for what their slot does not offer; paths relative to the node."""
     for name, (protocol, offered) in _slots(type(node)).items():
         value = getattr(node, name)

@@ -15,7 +15,7 @@ class Scaled(Node[int]):
 
     def build(self, *, base: int, **_: object) -> int:
         """The size for a base size."""
-        size = round(base * self.factor, 6)  # 8/3 * 384 is 1024, whatever the last bit of 8/3 says
+        size = round(base * self.factor, 6)  # 8/3 * 384 is 1024, although 8/3 is rounded
         return -int(-size // self.multiple_of) * self.multiple_of
 
 

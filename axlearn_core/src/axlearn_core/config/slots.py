@@ -19,22 +19,22 @@ def wrong_parts(value: Node[Any]) -> Iterator[Problem]:
         protocol = _protocol(annotation)
         if protocol is None:
             continue
-        wanted = methods_of(protocol)
+        methods = methods_of(protocol)
         for path, part in _nodes(getattr(value, name, None), name):
             owner = getattr(part, "owner", None) or _built_by(type(part))
             if not inspect.isclass(owner) or getattr(type(part), "__configured__", False):
                 continue
-            if lacking := [method for method in wanted if not _has(part, owner, method)]:
+            if lacking := [method for method in methods if not _has(part, owner, method)]:
                 yield Problem(
                     path=path,
                     message=f"a {owner.__qualname__} is not a {protocol.__name__}",
                     got=f"{owner.__module__}:{owner.__qualname__}, without {', '.join(lacking)}",
-                    expected=f"a component with {', '.join(wanted)}",
+                    expected=f"a component with {', '.join(methods)}",
                     fix=f"give one that is a {protocol.__name__}; `axlearn plugins list` names what is installed",
                 )
 
 
-def _has(part: Node[Any], owner: Any, method: str) -> bool:
+def _has(part: Node[Any], owner: object, method: str) -> bool:
     """Whether a part has a method itself, or a part directly below it that it may pass the call to, as wrappers do."""
     if callable(getattr(owner, method, None)):
         return True
@@ -53,24 +53,24 @@ def _built_by(cls: type) -> Any:
 
 def methods_of(protocol: type) -> list[str]:
     """The public methods that a protocol asks for."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for base in reversed(protocol.__mro__):
         if getattr(base, "_is_protocol", False) and base is not typing.Protocol:
             members = vars(base).items()
-            found |= {n: None for n, m in members if inspect.isfunction(m) and (n == "__call__" or n[0] != "_")}
-    return list(found)
+            names |= {n: None for n, m in members if inspect.isfunction(m) and (n == "__call__" or n[0] != "_")}
+    return list(names)
 
 
-def _protocol(annotation: Any) -> type | None:
+def _protocol(annotation: object) -> type | None:
     """The protocol P of the first `Node[P]` in an annotation."""
     arguments = typing.get_args(annotation)
     if is_node(typing.get_origin(annotation)):
         kind = arguments[0] if arguments else None
         return kind if inspect.isclass(kind) and getattr(kind, "_is_protocol", False) else None
-    return next((found for a in arguments if (found := _protocol(a)) is not None), None)
+    return next((protocol for a in arguments if (protocol := _protocol(a)) is not None), None)
 
 
-def _nodes(value: Any, path: str) -> Iterator[tuple[str, Node[Any]]]:
+def _nodes(value: object, path: str) -> Iterator[tuple[str, Node[Any]]]:
     """The nodes of a slot: itself, or the items of a tuple or mapping."""
     if isinstance(value, Node):
         yield path, value

@@ -18,7 +18,7 @@ from axlearn_core.config.types import show
 from axlearn_core.errors import SHOWN_PROBLEMS, ConfigError, Problem, nearest
 
 
-def children(value: Any) -> dict[str, Any]:
+def children(value: object) -> dict[str, Any]:
     """What is directly below `value`: the fields of a node, the items of a tuple or mapping; empty for a leaf."""
     if isinstance(value, Node):
         return {a.name: getattr(value, a.name) for a in attrs.fields(type(value))}
@@ -47,14 +47,14 @@ def join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def walk(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def walk(tree: object, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yields (path, value) for the tree and everything below it, parents first."""
     yield path, tree
     for name, child in children(tree).items():
         yield from walk(child, join(path, name))
 
 
-def map(tree: Any, function: Callable[[Any], Any]) -> Any:  # the name of this operation everywhere
+def map(tree: object, function: Callable[[Any], Any]) -> Any:  # the name of this operation everywhere
     """Rebuilds bottom-up: `function` gets each node with its children mapped; what it returns is not revisited."""
     tree = with_children(tree, {k: map(v, function) for k, v in children(tree).items()})
     return function(tree) if isinstance(tree, Node) else tree
@@ -76,15 +76,15 @@ def _fits(pattern: list[str], parts: list[str]) -> bool:
     return bool(parts) and fnmatch.fnmatchcase(parts[0], pattern[0]) and _fits(pattern[1:], parts[1:])
 
 
-def find(tree: Any, what: str | type) -> dict[str, Any]:
+def find(tree: object, query: str | type) -> dict[str, Any]:
     """Path -> value for all that fit a path pattern, or all nodes of a class (`RMSNorm` or `RMSNorm.Config`)."""
-    if isinstance(what, str):
-        return {p: v for p, v in walk(tree) if matches(what, p)}
-    kind = config_class(what)
+    if isinstance(query, str):
+        return {p: v for p, v in walk(tree) if matches(query, p)}
+    kind = config_class(query)
     return {p: v for p, v in walk(tree) if isinstance(v, kind)}
 
 
-def config_class(target: Any) -> type:
+def config_class(target: object) -> type:
     """The config class of `target`, which may be that class, its owner, or a callable given to `configure`."""
     if isinstance(target, type) and issubclass(target, Node):
         return target
@@ -94,41 +94,41 @@ def config_class(target: Any) -> type:
     raise TypeError(f"{target!r} has no Config")
 
 
-def get(tree: Any, path: str, *, hint: bool = True) -> Any:
+def get(tree: object, path: str, *, hint: bool = True) -> Any:
     """The value at a path; raises `ConfigError`, with the nearest names where `hint`, where there is none."""
     value = tree
-    done = ""
+    prefix = ""
     for name in path.split(".") if path else []:
         below = children(value)
         if name not in below:
-            raise ConfigError(no_such_path(path, done, name, value, hint=hint))
-        value, done = below[name], join(done, name)
+            raise ConfigError(no_such_path(path, prefix, name, value, hint=hint))
+        value, prefix = below[name], join(prefix, name)
     return value
 
 
-def no_such_path(path: str, at: str, name: str, value: Any, *, hint: bool = True) -> Problem:
+def no_such_path(path: str, at: str, name: str, value: object, *, hint: bool = True) -> Problem:
     """The problem of a path that stops at `at`, where `value` has nothing called `name`."""
     below = children(value)
     kind = type(value).__qualname__ if isinstance(value, Node) else f"a {type(value).__name__}"
-    known = ", ".join(join(at, k) for k in below)
+    names = ", ".join(join(at, k) for k in below)
     return Problem(
         path=path,
         message=f"no {name!r} in {at or 'the root'} ({kind})",
-        expected=f"one of {known}" if below else f"nothing below {at!r}: it is a value, {show(value)}",
+        expected=f"one of {names}" if below else f"nothing below {at!r}: it is a value, {show(value)}",
         nearest=[join(at, n) for n in nearest(name, below)] if hint else (),
         fix=f"to put another component there: '{at}={{type: NAME}}'" if name == "type" and at else None,
     )
 
 
-def expand(tree: Any, pattern: str, *, hint: bool = True) -> list[str]:
+def expand(tree: object, pattern: str, *, hint: bool = True) -> list[str]:
     """The paths that a pattern stands for, at least one, or `ConfigError`; a plain path may add a key to a mapping."""
     if "*" not in pattern:
         parent = pattern.rpartition(".")[0]
         if not (pattern and isinstance(get(tree, parent, hint=hint), Mapping)):
             get(tree, pattern, hint=hint)
         return [pattern]
-    found = [path for path in find(tree, pattern) if path]
-    if not found:
+    paths = [path for path in find(tree, pattern) if path]
+    if not paths:
         last = pattern.rpartition(".")[2]
         names = {p.rpartition(".")[2] for p, _ in walk(tree) if p}
         raise ConfigError(
@@ -139,13 +139,13 @@ def expand(tree: Any, pattern: str, *, hint: bool = True) -> list[str]:
                 fix="`axlearn config show --flat` lists every path",
             )
         )
-    return found
+    return paths
 
 
 Decode = Callable[[Any, str, Any], Any]  # (tree, concrete path, raw value) -> value
 
 
-def patch(tree: Any, edits: Mapping[str, Any], decode: Decode | None = None) -> Any:
+def patch(tree: object, edits: Mapping[str, Any], decode: Decode | None = None) -> Any:
     """Sets each path or pattern to its value, all edits together, outer paths before the ones inside them.
 
     Args:
@@ -163,21 +163,28 @@ def patch(tree: Any, edits: Mapping[str, Any], decode: Decode | None = None) -> 
             for path in expand(tree, pattern, hint=len(problems) < SHOWN_PROBLEMS):
                 tree = _set(tree, path.split(".") if path else [], decode(tree, path, value) if decode else value, "")
         except ConfigError as error:
-            problems += error.problems
+            problems += [_name_component(problem, value) for problem in error.problems]
     if problems:
         raise ConfigError(problems)
     return tree
 
 
-def _set(tree: Any, parts: list[str], value: Any, at: str) -> Any:
+def _name_component(problem: Problem, value: object) -> Problem:
+    """The problem of an edit `PATH.type=VALUE`, with the edit that was meant as its fix."""
+    if not (isinstance(value, str) and problem.fix and "{type: NAME}" in problem.fix):
+        return problem
+    return attrs.evolve(problem, fix=problem.fix.replace("NAME", value))
+
+
+def _set(tree: object, parts: list[str], value: object, at: str) -> Any:
     if not parts:
         return value
     name, rest = parts[0], parts[1:]
-    here = join(at, name)
+    full_path = join(at, name)
     if isinstance(tree, Node) and name in interface_fields(type(tree)):
         raise ConfigError(
             Problem(
-                path=here,
+                path=full_path,
                 message="is passed by the parent and cannot be set",
                 fix="set the parent's own dimension instead",
             )
@@ -186,21 +193,21 @@ def _set(tree: Any, parts: list[str], value: Any, at: str) -> Any:
     if not isinstance(tree, (Node, Mapping, tuple)):
         raise ConfigError(
             Problem(
-                path=here,
+                path=full_path,
                 message="is below a value that the same pattern sets",
                 got=show(tree),
                 fix="take a pattern that fits either the one or the other",
             )
         )
     try:
-        return with_children(tree, {name: _set(below.get(name), rest, value, here)})
+        return with_children(tree, {name: _set(below.get(name), rest, value, full_path)})
     except ConfigError as error:
-        if all(p.path.startswith(here) for p in error.problems):
+        if all(p.path.startswith(full_path) for p in error.problems):
             raise
         raise ConfigError(attrs.evolve(p, path=join(at, p.path)) for p in error.problems) from None
 
 
-def replace_config(tree: Any, target: Any, new: Node[Any], drop: tuple[str, ...] = ()) -> Any:
+def replace_config(tree: object, target: object, new: Node[Any], drop: tuple[str, ...] = ()) -> Any:
     """Puts `new` in the place of every `target` node, keeping what both have in common.
 
     Each field of the old node that `new` also has, and leaves at its default, is carried over, children too. It neither
@@ -220,7 +227,7 @@ def replace_config(tree: Any, target: Any, new: Node[Any], drop: tuple[str, ...]
     problems: list[Problem] = []
     count = 0
 
-    def swap(value: Any, path: str) -> Any:
+    def swap(value: object, path: str) -> Any:
         nonlocal count
         if isinstance(value, type(new)) and type(new) is not kind:
             count += 1
@@ -228,10 +235,10 @@ def replace_config(tree: Any, target: Any, new: Node[Any], drop: tuple[str, ...]
         if not isinstance(value, kind):
             return with_children(value, {k: swap(v, join(path, k)) for k, v in children(value).items()})
         count += 1
-        mine = attrs.fields(type(value))
+        fields = attrs.fields(type(value))
         lost = [
             a.name
-            for a in mine
+            for a in fields
             if a.name not in defaults
             and a.name not in drop
             and not is_interface(a)
@@ -246,22 +253,22 @@ def replace_config(tree: Any, target: Any, new: Node[Any], drop: tuple[str, ...]
             )
             for name in lost
         )
-        kept = {
+        values = {
             a.name: getattr(value, a.name)
-            for a in mine
+            for a in fields
             if a.name in defaults and getattr(new, a.name) == defaults[a.name] and getattr(value, a.name) != a.default
         }
-        return attrs.evolve(new, **kept)
+        return attrs.evolve(new, **values)
 
     result = swap(tree, "")
     if not count:
-        there = sorted({type(v).__qualname__ for _, v in walk(tree) if isinstance(v, Node)})
+        kinds = sorted({type(v).__qualname__ for _, v in walk(tree) if isinstance(v, Node)})
         raise ConfigError(
             Problem(
                 path="",
                 message=f"nothing to replace: the tree has no {kind.__qualname__}",
-                nearest=nearest(kind.__qualname__, there),
-                expected=f"one of {', '.join(there)}",
+                nearest=nearest(kind.__qualname__, kinds),
+                expected=f"one of {', '.join(kinds)}",
             )
         )
     if problems:
@@ -269,20 +276,20 @@ def replace_config(tree: Any, target: Any, new: Node[Any], drop: tuple[str, ...]
     return result
 
 
-def missing(tree: Any) -> list[Problem]:
+def missing(tree: object) -> list[Problem]:
     """Every field that is still `REQUIRED` and that the user has to set."""
-    found = []
+    paths = []
     for path, value in walk(tree):
         if isinstance(value, Node):
-            found += [
+            paths += [
                 Problem(path=join(path, a.name), message=f"{type(value).__qualname__} needs a value", fix="set it")
                 for a in attrs.fields(type(value))
                 if getattr(value, a.name) is REQUIRED and not is_interface(a)
             ]
-    return found
+    return paths
 
 
-def check(tree: Any) -> Any:
+def check(tree: object) -> Any:
     """Returns the tree when nothing is missing and every node accepts its own fields; raises all problems at once."""
     problems = missing(tree)
     unset = {p.path.rpartition(".")[0] for p in problems}

@@ -1,4 +1,4 @@
-"""Checks a value against a type annotation, exactly: `True` is no int, 2.9 is no int, "false" is no bool.
+"""Checks a value against a type annotation, exactly: `True` is not an int, 2.9 is not an int, "false" is not a bool.
 
 The one conversion made is to the canonical immutable form: lists become tuples, mappings become `immutabledict`, and an
 int in a float's place becomes that float (so that `1` and `1.0` are the same config).
@@ -19,12 +19,12 @@ from immutabledict import immutabledict
 class Mismatch(Exception):
     """A value that its annotation does not admit; `at` is the path inside the value."""
 
-    def __init__(self, expected: str, got: Any, at: tuple[str, ...] = ()):
+    def __init__(self, expected: str, got: object, at: tuple[str, ...] = ()):
         super().__init__(expected)
         self.expected, self.got, self.at = expected, got, at
 
 
-def describe(annotation: Any) -> str:
+def describe(annotation: object) -> str:
     """How a person writes the annotation: `int`, `tuple[str, ...]`, `Node[Norm] or null`."""
     if annotation is None or annotation is types.NoneType:
         return "null"
@@ -43,7 +43,7 @@ def describe(annotation: Any) -> str:
     return name
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """A short form of a value, with its type, for an error message."""
     text = repr(value)
     if len(text) > 80:
@@ -51,7 +51,7 @@ def show(value: Any) -> str:
     return f"{text} ({type(value).__name__})"
 
 
-def check_type(value: Any, annotation: Any, is_node: Callable[[Any], bool]) -> Any:
+def check_type(value: object, annotation: object, is_node: Callable[[Any], bool]) -> Any:
     """Returns `value` in canonical form, or raises `Mismatch`."""
     if annotation is Any:
         return freeze(value)
@@ -75,7 +75,7 @@ def check_type(value: Any, annotation: Any, is_node: Callable[[Any], bool]) -> A
     return _check_plain(value, annotation, origin or annotation, is_node)
 
 
-def _check_plain(value: Any, annotation: Any, kind: Any, is_node: Callable[[Any], bool]) -> Any:
+def _check_plain(value: object, annotation: object, kind: object, is_node: Callable[[Any], bool]) -> Any:
     if kind is float:
         if type(value) is int and abs(value) <= sys.float_info.max:
             return float(value)
@@ -104,7 +104,7 @@ def _check_plain(value: Any, annotation: Any, kind: Any, is_node: Callable[[Any]
     raise Mismatch(describe(annotation), value)
 
 
-def _check_union(value: Any, annotation: Any, args: tuple[Any, ...], is_node: Callable[[Any], bool]) -> Any:
+def _check_union(value: object, annotation: object, args: tuple[Any, ...], is_node: Callable[[Any], bool]) -> Any:
     # An exact member first, so that `int | float` keeps an int an int.
     deepest: Mismatch | None = None
     for arg in sorted(args, key=lambda a: a is float and type(value) is int):
@@ -116,7 +116,7 @@ def _check_union(value: Any, annotation: Any, args: tuple[Any, ...], is_node: Ca
     raise deepest or Mismatch(describe(annotation), value)
 
 
-def _check_tuple(value: Any, annotation: Any, args: tuple[Any, ...], is_node: Callable[[Any], bool]) -> Any:
+def _check_tuple(value: object, annotation: object, args: tuple[Any, ...], is_node: Callable[[Any], bool]) -> Any:
     if not isinstance(value, (tuple, list)):
         raise Mismatch(describe(annotation), value)
     if not args:
@@ -129,7 +129,7 @@ def _check_tuple(value: Any, annotation: Any, args: tuple[Any, ...], is_node: Ca
     return tuple(_inside(str(i), v, k, is_node) for i, (v, k) in enumerate(zip(value, kinds, strict=True)))
 
 
-def _check_mapping(value: Any, annotation: Any, args: tuple[Any, ...], is_node: Callable[[Any], bool]) -> Any:
+def _check_mapping(value: object, annotation: object, args: tuple[Any, ...], is_node: Callable[[Any], bool]) -> Any:
     if not isinstance(value, Mapping):
         raise Mismatch(describe(annotation), value)
     key_type, value_type = args
@@ -138,14 +138,14 @@ def _check_mapping(value: Any, annotation: Any, args: tuple[Any, ...], is_node: 
     )
 
 
-def _inside(name: str, value: Any, annotation: Any, is_node: Callable[[Any], bool]) -> Any:
+def _inside(name: str, value: object, annotation: object, is_node: Callable[[Any], bool]) -> Any:
     try:
         return check_type(value, annotation, is_node)
     except Mismatch as error:
         raise Mismatch(error.expected, error.got, (name, *error.at)) from None
 
 
-def freeze(value: Any) -> Any:
+def freeze(value: object) -> Any:
     """The immutable, hashable form of plain data."""
     if isinstance(value, (list, tuple)):
         return tuple(freeze(v) for v in value)

@@ -7,6 +7,7 @@ import attrs
 from ruamel.yaml import YAML
 from ruamel.yaml.composer import Composer
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, ScalarNode, SequenceNode
 
 from axlearn_core.config.tree import join
 from axlearn_core.errors import ConfigError, Problem
@@ -32,7 +33,7 @@ class _Composer(Composer):
         lambda self: False, lambda self, value: None
     )  # YAML 1.2 allows an anchor to be reused
 
-    def compose_node(self, parent: Any, index: Any) -> Any:
+    def compose_node(self, parent: object, index: object) -> Any:
         """One value with what is below it."""
         self.depth += 1
         self.count += 1
@@ -45,8 +46,8 @@ class _Composer(Composer):
         return node
 
 
-def _too_much(got: str, expected: str, where: str) -> Problem:
-    return Problem(path="", message="is too large for a config", got=got, expected=expected, where=where)
+def _too_much(got: str, expected: str, location: str) -> Problem:
+    return Problem(path="", message="is too large for a config", got=got, expected=expected, location=location)
 
 
 @attrs.frozen
@@ -63,8 +64,11 @@ class Document:
         while path and join(prefix, path) not in self.lines:
             path = path.rpartition(".")[0]
         line = self.lines.get(join(prefix, path) if path else prefix)
-        return attrs.evolve(problem, where=f"{self.source}:{line}" if line else self.source)
+        return attrs.evolve(problem, location=f"{self.source}:{line}" if line else self.source)
 
+
+Part = ScalarNode | SequenceNode | MappingNode
+"""A value in a file, before it is data."""
 
 _TAG = "tag:yaml.org,2002:"
 _SCALARS = {_TAG + name for name in ("null", "bool", "int", "float", "str")}
@@ -80,68 +84,73 @@ def parse(text: str, source: str = "<string>") -> Document:
         raise ConfigError(_too_much(f"{len(text):,} characters", f"at most {MAX_CHARACTERS:,}", source))
     yaml = YAML(typ="safe", pure=True)
     yaml.Composer = _Composer
+    reader = _Reader(yaml, source)
     try:
         root = yaml.compose(text)
+        data = reader.read(root, "") if root is not None else None
     except _TooMuch as error:
         raise ConfigError(_too_much(error.got, error.expected, f"{source}:{error.line}")) from None
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        where = f"{source}:{mark.line + 1}" if mark else source
-        raise ConfigError(Problem(path="", message=f"not valid YAML: {error.problem}", where=where)) from None
+        location = f"{source}:{mark.line + 1}" if mark else source
+        raise ConfigError(Problem(path="", message=f"not valid YAML: {error.problem}", location=location)) from None
     except YAMLError as error:
-        raise ConfigError(Problem(path="", message=f"not valid YAML: {error}", where=source)) from None
-    lines: dict[str, int] = {}
-    problems: list[Problem] = []
+        raise ConfigError(Problem(path="", message=f"not valid YAML: {error}", location=source)) from None
+    if reader.problems:
+        raise ConfigError(reader.problems)
+    return Document(data, reader.lines, source)
 
-    def problem(path: str, message: str, part: Any) -> None:
-        problems.append(Problem(path=path, message=message, where=f"{source}:{part.start_mark.line + 1}"))
 
-    count = 0
+@attrs.define(eq=False)
+class _Reader:
+    """Turns composed nodes into plain data; collects the line of each path, and what is wrong."""
 
-    def visit(part: Any, path: str, line: int | None = None, above: tuple[Any, ...] = ()) -> Any:
-        nonlocal count
-        count += 1  # an alias counts as often as it is used
-        if count > MAX_VALUES or len(problems) > MAX_VALUES:
+    yaml: YAML
+    source: str
+    count: int = 0
+    lines: dict[str, int] = attrs.field(factory=dict)
+    problems: list[Problem] = attrs.field(factory=list)
+
+    def read(self, part: Part, path: str, line: int | None = None, above: tuple[Part, ...] = ()) -> Any:
+        """The value of a node; `above` are those that it is in."""
+        self.count += 1  # an alias counts as often as it is used
+        if self.count > MAX_VALUES or len(self.problems) > MAX_VALUES:
             raise _TooMuch(f"more than {MAX_VALUES:,} values, aliases expanded", f"at most {MAX_VALUES:,}", part)
         if len(above) > MAX_DEPTH:
             raise _TooMuch(f"more than {MAX_DEPTH} levels", f"at most {MAX_DEPTH}", part)
-        lines[path] = line or part.start_mark.line + 1
+        self.lines[path] = line or part.start_mark.line + 1
         if any(part is p for p in above):
-            return problem(path, "contains itself", part)
+            return self._problem(path, "contains itself", part)
         if part.id == "scalar" and part.tag == _TAG + "timestamp":
             return part.value  # the core schema knows no dates
         if part.id == "scalar" and part.tag in _SCALARS:
-            try:
-                return yaml.constructor.construct_object(part)
-            except (
-                ValueError,
-                LookupError,
-                ArithmeticError,
-                AttributeError,
-                TypeError,
-            ) as error:  # an explicit tag that the value does not fit
-                kind = part.tag.removeprefix(_TAG)
-                return problem(path, f"is not of the tag !!{kind}: {str(error).partition(';')[0]}", part)
+            return self._read_scalar(part, path)
         if part.id == "sequence":
-            return [visit(p, join(path, str(i)), None, (*above, part)) for i, p in enumerate(part.value)]
+            return [self.read(p, join(path, str(i)), None, (*above, part)) for i, p in enumerate(part.value)]
         if part.id != "mapping":
-            return problem(path, f"the YAML tag {part.tag} is not allowed", part)
+            return self._problem(path, f"the YAML tag {part.tag} is not allowed", part)
+        return self._read_mapping(part, path, above)
+
+    def _read_scalar(self, part: Part, path: str) -> Any:
+        try:
+            return self.yaml.constructor.construct_object(part)
+        except (ValueError, LookupError, ArithmeticError, AttributeError, TypeError) as error:
+            # An explicit tag that the value does not fit.
+            kind = part.tag.removeprefix(_TAG)
+            return self._problem(path, f"is not of the tag !!{kind}: {str(error).partition(';')[0]}", part)
+
+    def _read_mapping(self, part: Part, path: str, above: tuple[Part, ...]) -> dict[Any, Any]:
         result: dict[Any, Any] = {}
         for key_part, value_part in part.value:
             if key_part.id != "scalar":
-                problem(path, "a key has to be a plain name", key_part)
+                self._problem(path, "a key has to be a plain name", key_part)
                 continue
-            key = visit(key_part, path, lines[path])
-            here = join(path, str(key))
+            key = self.read(key_part, path, self.lines[path])
+            own_path = join(path, str(key))
             if key in result:
-                problem(here, "is given twice", key_part)
-            result[key] = visit(value_part, here, key_part.start_mark.line + 1, (*above, part))
+                self._problem(own_path, "is given twice", key_part)
+            result[key] = self.read(value_part, own_path, key_part.start_mark.line + 1, (*above, part))
         return result
 
-    try:
-        data = visit(root, "") if root is not None else None
-    except _TooMuch as error:
-        raise ConfigError(_too_much(error.got, error.expected, f"{source}:{error.line}")) from None
-    if problems:
-        raise ConfigError(problems)
-    return Document(data, lines, source)
+    def _problem(self, path: str, message: str, part: Part) -> None:
+        self.problems.append(Problem(path=path, message=message, location=f"{self.source}:{part.start_mark.line + 1}"))

@@ -1,4 +1,4 @@
-"""What a part may do besides its protocol. Whoever uses one of these asks with `isinstance` and goes without it otherwise."""
+"""What a part may do in addition to its protocol. Callers ask with `isinstance` and go without it otherwise."""
 
 from __future__ import annotations
 
@@ -176,12 +176,12 @@ class HasDigest(Protocol):
     digest: str
 
 
-def vocabulary_size(model: Any) -> int | None:
+def vocabulary_size(model: object) -> int | None:
     """Of a model; None where it has no tokens."""
     return model.vocab_size if isinstance(model, HasVocabulary) else None
 
 
-def tokenizer_of(source: Any) -> Tokenizer | None:
+def tokenizer_of(source: object) -> Tokenizer | None:
     """Of a built input; None where it has no text."""
     return source.tokenizer if isinstance(source, HasTokenizer) else None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import attrs
 
@@ -13,7 +13,7 @@ R_co = TypeVar("R_co", covariant=True)
 _PATH = re.compile(r"[\w.]+:[\w.<>]+")
 
 
-def _check_path(implementation: Any, field: attrs.Attribute[str], value: str) -> None:
+def _check_path(implementation: object, field: attrs.Attribute[str], value: str) -> None:
     if not _PATH.fullmatch(value):
         raise ValueError(f"a kernel's `{field.name}` is 'module:name', got {value!r}")
 

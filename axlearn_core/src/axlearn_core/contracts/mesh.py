@@ -100,12 +100,12 @@ class Mesh(Node[None]):
     compiler_options: Mapping[str, bool | int | float | str] = {}
 
     def validate(self) -> Iterable[Problem]:
-        """Axes that no mesh has, sizes that are no sizes, more than one -1."""
-        for where, names in (("shape", self.shape), *((f"rules.{k}", v) for k, v in self.rules.items())):
+        """Reports unknown axes, non-positive sizes, and more than one -1."""
+        for field, names in (("shape", self.shape), *((f"rules.{k}", v) for k, v in self.rules.items())):
             for axis in names:
                 if axis not in MESH_AXES:
                     yield Problem(
-                        path=f"{where}.{axis}",
+                        path=f"{field}.{axis}",
                         message=f"no mesh has an axis {axis!r}",
                         expected=f"one of {', '.join(MESH_AXES)}",
                         nearest=nearest(axis, MESH_AXES),
@@ -121,19 +121,19 @@ class Mesh(Node[None]):
     def sizes(self, devices: int) -> dict[str, int]:
         """Axis -> size for a number of devices, all axes named; raises `ConfigError` where they do not multiply to it."""
         shape = dict(self.shape) or {"fsdp": -1}
-        known = 1
+        product = 1
         for size in shape.values():
-            known *= size if size != -1 else 1
+            product *= size if size != -1 else 1
         free = [axis for axis, size in shape.items() if size == -1]
-        if free and devices % known == 0:
-            shape[free[0]] = devices // known
-            known = devices
-        if known != devices:
+        if free and devices % product == 0:
+            shape[free[0]] = devices // product
+            product = devices
+        if product != devices:
             raise ConfigError(
                 Problem(
                     path="mesh.shape",
                     message="does not multiply to the number of devices",
-                    got=f"{dict(self.shape)} ({known})",
+                    got=f"{dict(self.shape)} ({product})",
                     expected=f"{devices} devices",
                     fix="change one axis, or give it as -1 to take what is left",
                 )

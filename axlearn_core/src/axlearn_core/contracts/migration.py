@@ -26,7 +26,7 @@ class ConfigMigration(Protocol):
 class ArrayMigration(Protocol):
     """Finds the arrays of an earlier version in a checkpoint."""
 
-    def __call__(self, stored: Collection[str], wanted: Collection[str]) -> Mapping[str, str | None]:
+    def __call__(self, stored: Collection[str], expected: Collection[str]) -> Mapping[str, str | None]:
         """Stored path -> the path that the array has in this version, or None where this version has no use for it.
 
         Arrays that the migration does not name keep their paths.

@@ -1,6 +1,13 @@
 """An option that a plugin adds to a command of another one. Imports no JAX."""
 
+from collections.abc import Mapping
+
 import attrs
+from immutabledict import immutabledict
+
+
+def _frozen(names: Mapping[str, str]) -> Mapping[str, str]:
+    return immutabledict(names)
 
 
 @attrs.frozen(kw_only=True)
@@ -15,6 +22,8 @@ class CommandOption:
             and, by name, with everything that the command's own function takes. Not needed where `belongs_to` is set.
         belongs_to: the name of the option of the same plugin whose function gets this one's value too, by the name of this
             option without dashes in front (`--export` as `export`): None or False where it was not given.
+        beside: name of another option that takes over -> what runs where both are given, as `run`: with this option's value and
+            those of the options that belong to it. Without an entry the two cannot be given together.
     """
 
     name: str
@@ -22,3 +31,4 @@ class CommandOption:
     run: str = ""
     metavar: str | None = None
     belongs_to: str | None = None
+    beside: Mapping[str, str] = attrs.field(factory=dict, converter=_frozen)

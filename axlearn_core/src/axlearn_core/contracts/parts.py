@@ -1,7 +1,7 @@
 """The replaceable parts of a trainer, as protocols. Whatever meets one fits in its slot.
 
 Legend: B global batch, S sequence length, D width, V vocabulary. `@offers` says what the trainer offers at `build`; a part
-takes of it what it declares (see `axlearn_core.config.offers`). What a part may do besides is in
+takes of it what it declares (see `axlearn_core.config.offers`). What else a part may do is in
 `axlearn_core.contracts.capabilities`.
 """
 

@@ -76,16 +76,16 @@ class Target:
         """The machine that a name means; `name` is this target's, or starts with it and a dash.
 
         Raises:
-            RequestError: what follows is no size of this target.
+            RequestError: what follows is not a size of this target.
         """
         form = {"devices": "-(N)", "hosts": "-(N)x(N)"}.get(self.size, "-(N)(?:x(N))?").replace("N", r"[1-9]\d*")
-        found = re.fullmatch(rf"{re.escape(self.name)}(?:{form})?", name)
-        first, second = (*(int(g or 1) for g in found.groups()), 1)[:2] if found else (0, 0)
-        if not found or (self.size == "cores" and first % self.cores_per_chip):
+        match = re.fullmatch(rf"{re.escape(self.name)}(?:{form})?", name)
+        first, second = (*(int(g or 1) for g in match.groups()), 1)[:2] if match else (0, 0)
+        if not match or (self.size == "cores" and first % self.cores_per_chip):
             per = f"; {self.cores_per_chip} cores make a chip" if self.cores_per_chip > 1 else ""
             example = f", such as {self.examples[0]}" if self.examples else ""
             raise RequestError(
-                f"{name!r} is no size of the target {self.name!r}\n    expected: {self.form}{example}{per}"
+                f"{name!r} is not a size of the target {self.name!r}\n    expected: {self.form}{example}{per}"
             )
         if self.size == "hosts":
             return Machine(name=name, target=self, chips=first * second, domains=second, chips_per_host=first)

@@ -118,7 +118,7 @@ class Op(Generic[R]):
         return f"{self.name}({', '.join([*operands, *(f'{k}={v}' for k, v in self.options().items())])})"
 
 
-def _is_array(x: Any) -> bool:
+def _is_array(x: object) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 

@@ -134,10 +134,10 @@ class Selection:
                 return kernel
             rejected[implementation.name] = reason
         reasons = "".join(f"\n    {k}: {why}" for k, why in rejected.items()) or " none is installed"
-        what = f"the {op.name} kernel {name!r} cannot do this" if name else f"no {op.name} kernel can do this"
-        others = f"leave `kernel` unset, or name another: {_names(ranked)}"
-        fix = others if name else "install a plugin that has one"
-        raise RequestError(f"{what}\n    got: {call} on {self.platform}{reasons}\n    fix: {fix}")
+        problem = f"the {op.name} kernel {name!r} cannot do this" if name else f"no {op.name} kernel can do this"
+        remedy = f"leave `kernel` unset, or name another: {_names(ranked)}"
+        fix = remedy if name else "install a plugin that has one"
+        raise RequestError(f"{problem}\n    got: {call} on {self.platform}{reasons}\n    fix: {fix}")
 
 
 def _find(op: OpClass, name: str, ranked: Sequence[KernelImplementation]) -> KernelImplementation:

@@ -13,7 +13,7 @@ from axlearn_core.errors import ConfigError, Problem
 def without_state(loss: Callable[[Any, Any], tuple[jax.Array, Mapping[str, jax.Array]]]) -> Loss:
     """A `loss(params, batch) -> (mean, summaries)` as a learner takes it: without variables and random numbers."""
 
-    def stateful(params: Any, variables: Any, batch: Any, key: Any) -> Any:
+    def stateful(params: object, variables: object, batch: object, key: object) -> Any:
         value, summaries = loss(params, batch)
         return value, (summaries, variables)
 
@@ -21,7 +21,12 @@ def without_state(loss: Callable[[Any, Any], tuple[jax.Array, Mapping[str, jax.A
 
 
 def value_and_grad(
-    loss: Loss, params: Any, variables: Any, batch: Any, key: jax.Array | None = None, num_microbatches: int = 1
+    loss: Loss,
+    params: object,
+    variables: object,
+    batch: object,
+    key: jax.Array | None = None,
+    num_microbatches: int = 1,
 ) -> Any:
     """`((loss, summaries, variables), grads)` of the mean loss over `batch`.
 
@@ -84,5 +89,5 @@ def value_and_grad(
 
 
 def _sum_type(x: jax.Array) -> Any:
-    """Sums are kept in float32 at least, whatever the gradients are in."""
+    """Keeps sums in float32 or wider, regardless of the gradients' dtype."""
     return jnp.dtype(x.dtype if x.dtype == jnp.float64 else jnp.float32)

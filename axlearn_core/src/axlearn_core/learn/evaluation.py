@@ -50,7 +50,7 @@ def evaluation_sources(learner: Any, abstract: Mapping[str, jax.ShapeDtypeStruct
     return sources
 
 
-def _inputs(variable: Any, names: Mapping[Any, str], makers: Mapping[Any, Any]) -> list[Any]:
+def _inputs(variable: object, names: Mapping[Any, str], makers: Mapping[Any, Any]) -> list[Any]:
     """The inputs that a variable of a jaxpr depends on."""
     if isinstance(variable, Literal):
         return []
@@ -64,11 +64,11 @@ def _function(
     learner: Any, state: Any, params: Mapping[str, Any], path: str, needed: Sequence[str]
 ) -> Callable[[Sequence[jax.Array]], jax.Array]:
     def one(values: Sequence[jax.Array]) -> jax.Array:
-        known = dict(zip(needed, values, strict=True))
+        arguments = dict(zip(needed, values, strict=True))
 
-        def fill(part: str, tree: Any) -> Any:
+        def fill(part: str, tree: object) -> Any:
             # XLA drops the zeros: nothing that `path` is made of depends on them.
-            leaves = {p: known.get(f"{part}.{p}", jnp.zeros(x.shape, x.dtype)) for p, x in flatten(tree).items()}
+            leaves = {p: arguments.get(f"{part}.{p}", jnp.zeros(x.shape, x.dtype)) for p, x in flatten(tree).items()}
             return unflatten(tree, leaves)
 
         return flatten(learner.evaluation_params(fill("learner", state), fill("params", params)))[path]

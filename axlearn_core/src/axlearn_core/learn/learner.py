@@ -101,7 +101,7 @@ class Learner(Configurable):
         rate = getattr(cfg.optimizer, "learning_rate", None)  # every optax optimizer calls it so; for the summary only
         self._rate = None if rate is None or callable(rate) else rate_of(rate, max_steps)
 
-    def init(self, params: Any) -> LearnerState:
+    def init(self, params: object) -> LearnerState:
         """The state for a pytree of parameters.
 
         Raises:
@@ -127,12 +127,14 @@ class Learner(Configurable):
         average = {p: jnp.array(x, jnp.float32, copy=True) for p, x in trained.items()} if self.cfg.ema_decay else None
         return LearnerState(optimizer, average, *(jnp.zeros((), jnp.int32) for _ in range(3)))
 
-    def value_and_grad(self, loss: Loss, params: Any, variables: Any, batch: Any, key: jax.Array | None = None) -> Any:
+    def value_and_grad(
+        self, loss: Loss, params: object, variables: object, batch: object, key: jax.Array | None = None
+    ) -> Any:
         """`((mean loss, summaries, variables), grads)` in `accumulate_steps` microbatches; see `learn.value_and_grad`."""
         return value_and_grad(loss, params, variables, batch, key, self.cfg.accumulate_steps)
 
     def update(
-        self, grads: Any, state: LearnerState, params: Any, loss: jax.Array
+        self, grads: object, state: LearnerState, params: object, loss: jax.Array
     ) -> tuple[Any, LearnerState, dict[str, jax.Array]]:
         """(new params, new state, scalar summaries: `grad_norm` before clipping, `learning_rate`, `skipped_steps`, `skipped`).
 
@@ -154,26 +156,26 @@ class Learner(Configurable):
             new = optax.apply_updates(
                 old, {p: u * plan.scales[p] if p in plan.scales else u for p, u in updates.items()}
             )
-            return new, optimizer, self._averaged(average, new)
+            return new, optimizer, self._update_average(average, new)
 
         with jax.numpy_dtype_promotion("standard"):  # optax raises its decays to integer powers
             # A conditional rather than a select of every array: XLA updates in place, with no copies of the old state.
             new, optimizer, average = jax.lax.cond(
-                finite, step, lambda *kept: kept[:3], old, state.optimizer, state.ema, grads
+                finite, step, lambda *operands: operands[:3], old, state.optimizer, state.ema, grads
             )
             rate = self._rate(state.updates) if callable(self._rate) else self._rate
         skipped = (~finite).astype(jnp.int32)
-        made = LearnerState(
+        new_state = LearnerState(
             optimizer=optimizer,
             ema=average,
             updates=state.updates + 1 - skipped,
             skipped=state.skipped + skipped,
             skipped_in_a_row=(state.skipped_in_a_row + 1) * skipped,
         )
-        summaries = {"grad_norm": norm, "skipped_steps": made.skipped, "skipped": ~finite}
+        summaries = {"grad_norm": norm, "skipped_steps": new_state.skipped, "skipped": ~finite}
         if rate is not None:
             summaries["learning_rate"] = jnp.asarray(rate, jnp.float32)
-        return unflatten(params, new), made, summaries
+        return unflatten(params, new), new_state, summaries
 
     def frozen_variables(self, paths: Iterable[str]) -> list[str]:
         """Those that a freezing rule fits; see `axlearn_core.contracts.capabilities.FreezesVariables`."""
@@ -181,7 +183,7 @@ class Learner(Configurable):
         frozen = {p for rule in self.cfg.rules if rule.freeze for p in fitting(rule.pattern, paths)}
         return [path for path in paths if path in frozen]
 
-    def evaluation_params(self, state: LearnerState, params: Any) -> Any:
+    def evaluation_params(self, state: LearnerState, params: object) -> Any:
         """The moving average in the parameters' own dtypes, where one is kept; what their optimizers say; or the parameters."""
         flat = flatten(params)
         if state.ema is not None:
@@ -189,7 +191,7 @@ class Learner(Configurable):
         if not any(isinstance(r, EvaluatesWith) for r in (self.cfg.optimizer, *(r.optimizer for r in self.cfg.rules))):
             return params
         plan, evaluated = self._plan(params), {}
-        for optimizer, label, paths in self._evaluating(plan):
+        for optimizer, label, paths in self._evaluation_optimizers(plan):
             own = state.optimizer.inner_states[label].inner_state if plan.own else state.optimizer
             group = {p: flat[p] if p in paths else optax.MaskedNode() for p in plan.names}
             with jax.numpy_dtype_promotion("standard"):
@@ -197,7 +199,7 @@ class Learner(Configurable):
             evaluated |= {p: averaged[p].astype(flat[p].dtype) for p in paths}
         return unflatten(params, evaluated)
 
-    def _evaluating(self, plan: "_Plan") -> Iterator[tuple[EvaluatesWith, str, list[str]]]:
+    def _evaluation_optimizers(self, plan: "_Plan") -> Iterator[tuple[EvaluatesWith, str, list[str]]]:
         """(optimizer, its label, its parameters) of each optimizer that says what to evaluate with."""
         for label in ("", *sorted(set(plan.own.values()))):
             optimizer = self.cfg.rules[int(label)].optimizer if label else self.cfg.optimizer
@@ -206,14 +208,14 @@ class Learner(Configurable):
                 yield optimizer, label, paths
 
     def _check_evaluation(self, plan: "_Plan") -> None:
-        for optimizer, label, paths in self._evaluating(plan):
-            where = f"learner.rules.{label}.optimizer" if label else "learner.optimizer"
+        for optimizer, label, paths in self._evaluation_optimizers(plan):
+            path = f"learner.rules.{label}.optimizer" if label else "learner.optimizer"
             kind = type(optimizer).__qualname__
             if self.cfg.ema_decay is not None:
                 raise ConfigError(
                     Problem(
                         path="learner.ema_decay",
-                        message=f"{where} ({kind}) keeps an average of its own, which evaluation uses",
+                        message=f"{path} ({kind}) keeps an average of its own, which evaluation uses",
                         got=str(self.cfg.ema_decay),
                         expected="null",
                     )
@@ -222,19 +224,19 @@ class Learner(Configurable):
                 raise ConfigError(
                     Problem(
                         path="learner.rules",
-                        message=f"{where} ({kind}) keeps an average that scaled updates would not follow",
+                        message=f"{path} ({kind}) keeps an average that scaled updates would not follow",
                         got=f"a learning_rate_scale for {scaled[0]}",
                         fix="give those parameters an optimizer of their own, with another learning rate",
                     )
                 )
 
-    def _averaged(self, average: dict[str, jax.Array] | None, new: Any) -> dict[str, jax.Array] | None:
+    def _update_average(self, average: dict[str, jax.Array] | None, new: Any) -> dict[str, jax.Array] | None:
         decay = self.cfg.ema_decay
         if average is None or decay is None:
             return average
         return {p: decay * a + (1 - decay) * new[p].astype(a.dtype) for p, a in average.items()}
 
-    def _plan(self, params: Any) -> "_Plan":
+    def _plan(self, params: object) -> "_Plan":
         """Everything about these parameters that does not depend on their values; made anew for each trace."""
         flat = flatten(params)
         scales: dict[str, float] = {}
@@ -243,11 +245,11 @@ class Learner(Configurable):
         own: dict[str, str] = {}
         rules = self.cfg.rules
         for i, rule in enumerate(rules):
-            found = select(rule.pattern, flat, what=f"learner.rules.{i}.pattern")
-            scales |= {p: scales.get(p, 1.0) * rule.learning_rate_scale for p in found}
-            exempt |= set() if rule.weight_decay else set(found)
-            frozen |= set(found) if rule.freeze else set()
-            own |= dict.fromkeys(found, str(i)) if rule.optimizer is not None else {}
+            paths = select(rule.pattern, flat, setting=f"learner.rules.{i}.pattern")
+            scales |= {p: scales.get(p, 1.0) * rule.learning_rate_scale for p in paths}
+            exempt |= set() if rule.weight_decay else set(paths)
+            frozen |= set(paths) if rule.freeze else set()
+            own |= dict.fromkeys(paths, str(i)) if rule.optimizer is not None else {}
         names = [p for p in flat if p not in frozen]
         if not names:
             raise ConfigError(
@@ -267,12 +269,14 @@ class Learner(Configurable):
 
         plan.optimizer = built(self.cfg.optimizer, "")
         if plan.own:
-            others = {i: built(rules[int(i)].optimizer, i) for i in sorted(set(plan.own.values()))}  # type: ignore[arg-type]
-            plan.optimizer = optax.partition({"": plan.optimizer, **others}, {p: plan.own.get(p, "") for p in names})
+            optimizers = {i: built(rules[int(i)].optimizer, i) for i in sorted(set(plan.own.values()))}  # type: ignore[arg-type]
+            plan.optimizer = optax.partition(
+                {"": plan.optimizer, **optimizers}, {p: plan.own.get(p, "") for p in names}
+            )
         return plan
 
 
-def _no_optimizer(path: str, value: Any) -> Problem:
+def _no_optimizer(path: str, value: object) -> Problem:
     cls = type(value)
     return Problem(
         path=path,
@@ -304,13 +308,13 @@ class _Plan:
         return {p: p not in self.exempt for p in params}
 
 
-def global_norm(tree: Any) -> jax.Array:
+def global_norm(tree: object) -> jax.Array:
     """The root of the sum of squares of all leaves, in float32."""
     squares = (jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32))) for x in jax.tree.leaves(tree))
     return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
 
 
-def _clip(grads: Any, norm: jax.Array, limit: float) -> Any:
+def _clip(grads: object, norm: jax.Array, limit: float) -> Any:
     # As optax.clip_by_global_norm, but by one scale for all, which XLA fuses into the optimizer instead of storing
     # clipped gradients.
     scale = jnp.where(norm < limit, jnp.ones_like(norm), limit / norm)

@@ -30,7 +30,7 @@ class UnfitPart(ConfigError):
         self.node = node
 
 
-def library_of(value: Any) -> tuple[str, str] | None:
+def library_of(value: object) -> tuple[str, str] | None:
     """(library, component for it) of a module of another library."""
     for cls in type(value).__mro__:
         for module, library in LIBRARIES.items():
@@ -39,7 +39,7 @@ def library_of(value: Any) -> tuple[str, str] | None:
     return None
 
 
-def check_part(part: Any, node: Node[Any]) -> Any:
+def check_part(part: object, node: Node[Any]) -> Any:
     """`part`, built from `node`, when it can stand in a model.
 
     Raises:
@@ -70,27 +70,27 @@ def refused_by_flax(error: ValueError, config: Node[Any]) -> ConfigError | None:
                      r"'<class '([^']+)'>'", str(error))  # fmt: skip
     if match is None:
         return None
-    held, attribute, holder = match.groups()
+    value, attribute, holder = match.groups()
     path = _model_path(config, lambda v: isinstance(v, Node) and qualified_name(type(v)).replace(":", ".") == holder)
-    return ConfigError(_array(path, attribute, held))
+    return ConfigError(_array(path, attribute, value))
 
 
-def check_stateless(part: Any, path: str) -> Any:
+def check_stateless(part: object, path: str) -> Any:
     """`part`, of an experiment beside the model, when neither it nor one of its attributes is a module with variables.
 
     Raises:
         ConfigError: the training state holds no variables but the model's.
     """
-    held = {path: part, **{f"{path} ({name})": value for name, value in getattr(part, "__dict__", {}).items()}}
+    members = {path: part, **{f"{path} ({name})": value for name, value in getattr(part, "__dict__", {}).items()}}
     problems = [
         Problem(
-            path=where,
+            path=location,
             message="is a module with variables in a place that cannot have them",
             got=f"{type(value).__name__} with {', '.join('.'.join(map(str, k)) for k, _ in flat[:3])}",
             expected="a part without variables: the training state holds those of the model",
             fix="put the module into the model",
         )
-        for where, value in held.items()
+        for location, value in members.items()
         if isinstance(value, nnx.Module) and (flat := nnx.to_flat_state(nnx.state(value)))
     ]
     if problems:
@@ -98,26 +98,26 @@ def check_stateless(part: Any, path: str) -> Any:
     return part
 
 
-def check_seeds(model: Any, draws: bool) -> None:
+def check_seeds(model: object, draws: bool) -> None:
     """Checks that dropout has random numbers to draw; `draws`: the model has a stream, which may be passed in a call.
 
     Raises:
         ConfigError: a model that never draws has dropout, which would drop nothing.
     """
-    if not draws and (problem := _unseeded(model)):
+    if not draws and (problem := _check_random_keys(model)):
         raise problem
 
 
-def unseeded(error: ValueError, model: Any) -> ConfigError | None:
+def unseeded(error: ValueError, model: object) -> ConfigError | None:
     """What flax says of dropout without random numbers, as an error of the config; None for other errors."""
-    return _unseeded(model) if "no `rngs` argument" in str(error) else None
+    return _check_random_keys(model) if "no `rngs` argument" in str(error) else None
 
 
-def _unseeded(model: Any) -> ConfigError | None:
+def _check_random_keys(model: Any) -> ConfigError | None:
     modules = [p for p, m in nnx.iter_modules(model) if isinstance(m, nnx.Dropout) and _draws_nothing(m)]
     problems = [
         Problem(
-            path=f"model ({_dotted(path)})",
+            path=f"model ({_join_path(path)})",
             message="draws random numbers from a stream without a seed",
             got="nnx.Dropout without rngs",
             fix="nnx.Dropout(rate, rngs=rngs), with the rngs of the constructor: its streams are seeded in each step",
@@ -141,13 +141,13 @@ def _problems(module: nnx.Module) -> Iterator[Problem]:
     for path, part in nnx.iter_modules(module):
         for name, value in vars(part).items():
             # Within a transformation of flax, what is traced is not in the state.
-            held = jax.tree.leaves(value) if isinstance(value, ARRAYS | list | tuple | dict) else ()
-            if traced := [x for x in held if isinstance(x, ARRAYS)]:
+            leaves = jax.tree.leaves(value) if isinstance(value, ARRAYS | list | tuple | dict) else ()
+            if traced := [x for x in leaves if isinstance(x, ARRAYS)]:
                 arrays[*path, name] = _describe(traced[0])
             elif not name.startswith("to_nnx__") and (library := library_of(value)):
-                yield _foreign(_dotted((*path, name)), value, *library)
+                yield _foreign(_join_path((*path, name)), value, *library)
     for key, description in arrays.items():
-        yield _array(_dotted(key[:-1]), str(key[-1]), *description)
+        yield _array(_join_path(key[:-1]), str(key[-1]), *description)
 
 
 ARRAYS = jax.Array | np.ndarray | jax.ShapeDtypeStruct
@@ -157,30 +157,30 @@ def _describe(array: Any) -> tuple[str, bool]:
     return f"{array.dtype}{list(array.shape)}", is_key(array)
 
 
-def _dotted(path: tuple[Any, ...]) -> str:
+def _join_path(path: tuple[Any, ...]) -> str:
     return ".".join(map(str, path))
 
 
-def _foreign(path: str, module: Any, library: str, component: str) -> Problem:
+def _foreign(path: str, module: object, library: str, component: str) -> Problem:
     cls = type(module)
     return Problem(
         path=path,
         message=f"is a module of {library}, whose parameters the training state would not hold",
         got=f"{cls.__module__}.{cls.__qualname__}",
         expected="an nnx.Module",
-        fix=f"wrap it: {{type: {component}, module: ...}} (of axlearn-plugins-bridges)",
+        fix=f"wrap it: {{type: {component}, module: ...}} (of axlearn-plugins-models)",
     )
 
 
-def _array(path: str, attribute: str, held: str, key: bool = False) -> Problem:
+def _array(path: str, attribute: str, value: str, key: bool = False) -> Problem:
     if key:
         fix = f"self.{attribute} = rngs.fork(), or the stream rngs.{attribute}.fork(): streams are seeded in each step"
-        return Problem(path=path, message=f"{attribute!r} holds a random key without a seed", got=held, fix=fix)
+        return Problem(path=path, message=f"{attribute!r} holds a random key without a seed", got=value, fix=fix)
     return Problem(
         path=path,
         message=f"{attribute!r} holds arrays outside of variables: programs would have them as constants, checkpoints "
         "would not have them",
-        got=held,
+        got=value,
         fix=f"self.{attribute} = nnx.Param(...) if it is trained, nnx.Variable(...) if not; numbers as a tuple if they are few; "
-        "a module of Equinox through equinox-layer (of axlearn-plugins-bridges)",
+        "a module of Equinox through equinox-layer (of axlearn-plugins-models)",
     )

@@ -35,7 +35,7 @@ class VarianceScaling(Node[Initializer]):
         """The initialiser."""
 
         def init(
-            key: jax.Array, shape: Sequence[int], dtype: Any, *, in_axis: Sequence[int], out_axis: Sequence[int]
+            key: jax.Array, shape: Sequence[int], dtype: object, *, in_axis: Sequence[int], out_axis: Sequence[int]
         ) -> jax.Array:
             make = jax.nn.initializers.variance_scaling(
                 self.scale, self.mode, self.distribution, in_axis=in_axis, out_axis=out_axis

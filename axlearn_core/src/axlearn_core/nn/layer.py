@@ -73,7 +73,7 @@ class Layer(Configurable, nnx.Module):
                 if name.endswith("dtype") and isinstance(value, str) and value not in DTYPES:
                     yield Problem(
                         path=name,
-                        message=f"{value!r} is no dtype of a layer",
+                        message=f"unknown dtype {value!r}",
                         expected=f"one of {', '.join(DTYPES)}",
                         nearest=nearest(value, DTYPES),
                     )
@@ -82,8 +82,8 @@ class Layer(Configurable, nnx.Module):
         self.cfg: Any = cfg
         self.precision = Precision(cfg.param_dtype or precision.params, cfg.dtype or precision.compute)
 
-    def child(self, cfg: Node[Any], *, rngs: nnx.Rngs, **offered: Any) -> Any:
-        """Builds a child, offering it this layer's dtypes besides what is given."""
+    def child(self, cfg: Node[Any], *, rngs: nnx.Rngs, **offered: object) -> Any:
+        """Builds a child, offering it this layer's dtypes in addition to what is given."""
         return check_part(cfg.build(rngs=rngs, precision=self.precision, **offered), cfg)
 
     def parameter(

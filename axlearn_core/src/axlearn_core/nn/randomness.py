@@ -18,7 +18,7 @@ from flax import nnx
 from jax import lax
 
 
-def is_stream(variable: Any) -> bool:
+def is_stream(variable: object) -> bool:
     """Whether a variable belongs to a random stream: its key, or its count of what was drawn."""
     return isinstance(variable, nnx.RngState)
 
@@ -49,7 +49,7 @@ def _fold_indices(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return keys.reshape(shape)
 
 
-def fold_in(tree: Any, index: Any) -> Any:
+def fold_in(tree: object, index: object) -> Any:
     """`tree` with `index` folded into each random key in it, for instance the number of a microbatch."""
 
     def fold(leaf: jax.Array) -> jax.Array:

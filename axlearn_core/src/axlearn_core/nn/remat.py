@@ -1,6 +1,6 @@
 """Rematerialisation by activation tag: what the backward pass keeps, and what it computes again.
 
-Layers tag what they compute with `tag(x, name)`. The tags of the core's layers:
+Layers tag what they compute with `tag(x, name)`. The tags of the transformer's layers, to which other plugins add theirs:
 
     query, key, value     projected, before normalisation and position encoding   [B, S, heads, H]
     context               what attention returns                                  [B, S, N, H]
@@ -22,23 +22,23 @@ from jax.ad_checkpoint import checkpoint_name
 from axlearn_core.config import Configurable, node
 from axlearn_core.errors import unknown
 
-_seen: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("axlearn_tags", default=None)
+_tag_log: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("axlearn_tags", default=None)
 
 
 def tag(x: jax.Array, name: str) -> jax.Array:
     """`x`, known to remat policies as `name`. It costs nothing at run time."""
-    seen = _seen.get()
-    if seen is not None:
-        seen.add(name)
+    tags = _tag_log.get()
+    if tags is not None:
+        tags.add(name)
     return checkpoint_name(x, name)
 
 
 class Remat(Configurable):
-    """Computes a layer again in the backward pass, except for what is kept."""
+    """Recomputes a layer in the backward pass, except for the tagged activations that are saved or offloaded."""
 
     @node
     class Config(Configurable.Config["Remat"]):
-        """What to keep.
+        """What to save and what to offload.
 
         `save` names tags, or regular expressions that fit whole tags (`mlp_.*`), or a general policy: `nothing`, `dots`
         (products without a batch dimension) or `everything`. Tags in `offload` are kept in the host's memory.
@@ -58,17 +58,19 @@ class Remat(Configurable):
         policies = jax.checkpoint_policies
         save = () if self.cfg.save == "nothing" else self.cfg.save
         if isinstance(save, str):
-            kept = policies.everything_saveable if save == "everything" else policies.dots_with_no_batch_dims_saveable
+            saveable = (
+                policies.everything_saveable if save == "everything" else policies.dots_with_no_batch_dims_saveable
+            )
         else:
-            kept = functools.partial(_kept, save)
-        policy = functools.partial(_offloaded, self.cfg.offload, kept) if self.cfg.offload else kept
+            saveable = functools.partial(_is_saved, save)
+        policy = functools.partial(_save_or_offload, self.cfg.offload, saveable) if self.cfg.offload else saveable
 
-        def watched(*args: Any) -> Any:
-            token = _seen.set(self._tags)
+        def watched(*args: object) -> Any:
+            token = _tag_log.set(self._tags)
             try:
                 return function(*args)
             finally:
-                _seen.reset(token)
+                _tag_log.reset(token)
 
         return jax.checkpoint(watched, policy=policy, prevent_cse=not in_loop)
 
@@ -84,14 +86,16 @@ class Remat(Configurable):
                 raise unknown("activation tag in remat", pattern, self._tags)
 
 
-def _kept(patterns: Sequence[str], primitive: Any, *_: Any, **params: Any) -> bool:
+def _is_saved(patterns: Sequence[str], primitive: Any, *_: object, **params: Any) -> bool:
     """A policy of `jax.checkpoint`: whether the value is one with a tag that is to be kept."""
     return primitive.name == "name" and any(re.fullmatch(p, params["name"]) for p in patterns)
 
 
-def _offloaded(patterns: Sequence[str], kept: Callable[..., Any], primitive: Any, *args: Any, **params: Any) -> Any:
-    if not _kept(patterns, primitive, **params):
-        return kept(primitive, *args, **params)
+def _save_or_offload(
+    patterns: Sequence[str], saveable: Callable[..., Any], primitive: object, *args: object, **params: object
+) -> Any:
+    if not _is_saved(patterns, primitive, **params):
+        return saveable(primitive, *args, **params)
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=[params["name"]],

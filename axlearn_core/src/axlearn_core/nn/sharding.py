@@ -30,8 +30,8 @@ class Placement:
         used: set[str] = set()
         parts: list[tuple[str, ...] | None] = []
         for size, axis in zip(shape, axes, strict=True):
-            wanted = self.rules.get(axis, ()) if axis is not None else ()
-            mesh_axes = tuple(a for a in wanted if a not in used and self.mesh.shape[a] > 1)
+            candidates = self.rules.get(axis, ()) if axis is not None else ()
+            mesh_axes = tuple(a for a in candidates if a not in used and self.mesh.shape[a] > 1)
             if not mesh_axes or size % math.prod(self.mesh.shape[a] for a in mesh_axes):
                 parts.append(None)
                 continue
@@ -69,7 +69,7 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     A dimension that its mesh axes do not divide stays whole: unlike the layout of parameters this is no promise, it only
     tells the compiler what to prefer.
     """
-    found = _in_force.get()
-    if found is None:
+    placement = _in_force.get()
+    if placement is None:
         return x
-    return jax.lax.with_sharding_constraint(x, NamedSharding(found.mesh, found.spec(x.shape, axes)))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(placement.mesh, placement.spec(x.shape, axes)))

@@ -34,20 +34,20 @@ _in_force: contextvars.ContextVar[Collector | None] = contextvars.ContextVar("ax
 @contextlib.contextmanager
 def collect() -> Iterator[Collector]:
     """Puts a fresh collector in force."""
-    found = Collector()
-    token = _in_force.set(found)
+    collector = Collector()
+    token = _in_force.set(collector)
     try:
-        yield found
+        yield collector
     finally:
         _in_force.reset(token)
 
 
 def add_loss(name: str, value: jax.Array) -> None:
     """Adds a scalar to the loss that is minimised. Values of one name add up. Nothing happens where nobody collects."""
-    found = _in_force.get()
-    if found is not None:
+    collector = _in_force.get()
+    if collector is not None:
         value = _scalar(name, value)
-        found.losses[name] = found.losses[name] + value if name in found.losses else value
+        collector.losses[name] = collector.losses[name] + value if name in collector.losses else value
 
 
 def add_summary(name: str, value: jax.Array) -> None:
@@ -56,18 +56,18 @@ def add_summary(name: str, value: jax.Array) -> None:
     Raises:
         RequestError: the name is taken.
     """
-    found = _in_force.get()
-    if found is not None:
-        if name in found.summaries:
+    collector = _in_force.get()
+    if collector is not None:
+        if name in collector.summaries:
             raise RequestError(f"two layers add the summary {name!r}; give each its own name")
-        found.summaries[name] = _scalar(name, value)
+        collector.summaries[name] = _scalar(name, value)
 
 
 def add_layers(reports: Sequence[tuple[Values, Values]]) -> None:
     """Adds what the layers of a stack collected: (losses, summaries) of each, scalars or, from a scan, [repeats]."""
-    for which, add, combine in ((0, add_loss, jnp.sum), (1, add_summary, jnp.mean)):
-        for name in dict.fromkeys(name for report in reports for name in report[which]):
-            add(name, combine(jnp.concatenate([jnp.ravel(r[which][name]) for r in reports if name in r[which]])))
+    for index, add, combine in ((0, add_loss, jnp.sum), (1, add_summary, jnp.mean)):
+        for name in dict.fromkeys(name for report in reports for name in report[index]):
+            add(name, combine(jnp.concatenate([jnp.ravel(r[index][name]) for r in reports if name in r[index]])))
 
 
 def _scalar(name: str, value: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""What a module keeps besides parameters: running statistics, balancing biases, histories of magnitudes.
+"""What a module keeps in addition to parameters: running statistics, balancing biases, histories of magnitudes.
 
 Inside one trace a module writes its variables as `flax.nnx` modules do (`self.mean[...] = value`). Values may not leak out of
 a scan, a rematerialised function or a `shard_map`, so whoever runs a module inside one takes what it wrote (`written`), carries
@@ -28,7 +28,7 @@ class LearnedVariable(nnx.Variable):
     """
 
 
-def is_variable(value: Any) -> bool:
+def is_variable(value: object) -> bool:
     """Whether a variable is state of the model: not a parameter, a random stream or an intermediate result."""
     return isinstance(value, nnx.Variable) and not isinstance(value, (nnx.Param, nnx.RngState, nnx.Intermediate))
 
@@ -38,7 +38,7 @@ def values_of(state: Any) -> Values:
     return {_path(k): v.get_value() for k, v in nnx.to_flat_state(state) if is_variable(v)}
 
 
-def written(module: Any, before: Values) -> Values:
+def written(module: object, before: Values) -> Values:
     """The variables of a module that were written since they had the values `before`, all within one trace."""
     if not before:
         return {}
@@ -46,7 +46,7 @@ def written(module: Any, before: Values) -> Values:
     return {path: value for path, value in now.items() if path in before and value is not before[path]}
 
 
-def write(module: Any, values: Mapping[str, jax.Array]) -> None:
+def write(module: object, values: Mapping[str, jax.Array]) -> None:
     """Puts values into the variables of a module."""
     if values:
         state = [

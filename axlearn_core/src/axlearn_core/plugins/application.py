@@ -1,6 +1,6 @@
 """One feature on one tree: how it is applied, and what it may not do beside others."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -20,25 +20,36 @@ def merged(first: FeatureUse, second: FeatureUse) -> FeatureUse:
         a, b = first.options[key], second.options[key]
         if a != b or type(a) is not type(b):
             raise RequestError(
-                f"the feature {first.name!r} gets two values for {key!r}: {show(a)} by {first.where}, "
-                f"{show(b)} by {second.where}\n    fix: give one of them"
+                f"the feature {first.name!r} gets two values for {key!r}: {show(a)} by {first.location}, "
+                f"{show(b)} by {second.location}\n    fix: give one of them"
             )
-    where = first.where if second.where == first.where else f"{first.where} and {second.where}"
-    return attrs.evolve(first, options={**first.options, **second.options}, where=where)
+    location = first.location if second.location == first.location else f"{first.location} and {second.location}"
+    return attrs.evolve(first, options={**first.options, **second.options}, location=location)
 
 
-def check_needs(made: Mapping[str, Feature], where: Mapping[str, str]) -> None:
+def overridden(base: Sequence[FeatureUse], over: Sequence[FeatureUse]) -> tuple[FeatureUse, ...]:
+    """The uses of two files, where the second stands on the first: its options hold, the first's others stay."""
+    later = {use.name: use for use in over}
+    remaining = [
+        attrs.evolve(use, options={**use.options, **later[use.name].options}) if use.name in later else use
+        for use in base
+    ]
+    changed = [use.name for use in base]
+    return (*remaining, *(attrs.evolve(use, options={}) if use.name in changed else use for use in over))
+
+
+def check_needs(features: Mapping[str, Feature], locations: Mapping[str, str]) -> None:
     """Raises `RequestError` where a feature lacks what it needs, or stands beside what it excludes."""
-    for name, feature in sorted(made.items()):
+    for name, feature in sorted(features.items()):
         for other in feature.needs:
-            if other not in made:
+            if other not in features:
                 raise RequestError(
-                    f"the feature {name!r} ({where[name]}) needs {other!r}\n    fix: add `--with {other}`"
+                    f"the feature {name!r} ({locations[name]}) needs {other!r}\n    fix: add `--with {other}`"
                 )
         for other in feature.excludes:
-            if other in made:
+            if other in features:
                 raise RequestError(
-                    f"the features {name!r} ({where[name]}) and {other!r} ({where[other]}) cannot be used together\n"
+                    f"the features {name!r} ({locations[name]}) and {other!r} ({locations[other]}) cannot be used together\n"
                     "    fix: leave one of them out"
                 )
 

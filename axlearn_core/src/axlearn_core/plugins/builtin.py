@@ -18,5 +18,5 @@ def axlearn_targets() -> list[Target]:
 @hookimpl
 def axlearn_mesh_rules() -> list[MeshRule]:
     """XLA:CPU compiles unrolled layers to a faster program than a scan of them, in more time: where it is asked for."""
-    packages = {"scan": "axlearn-plugins-features"}
+    packages = {"scan": "axlearn-plugins-tools"}
     return [MeshRule(target="cpu*", features=("scan:on=false",), packages=packages, detected=False)]

@@ -30,5 +30,5 @@ class Decision:
 
 def show_changes(changes: Sequence[Change], limit: int = 2) -> str:
     """The first few changes on one line."""
-    shown = [f"{c.path}: {c.old!r} -> {c.new!r}" for c in changes[:limit]]
-    return "; ".join(shown) + (f"; and {len(changes) - limit} more" if len(changes) > limit else "")
+    texts = [f"{c.path}: {c.old!r} -> {c.new!r}" for c in changes[:limit]]
+    return "; ".join(texts) + (f"; and {len(changes) - limit} more" if len(changes) > limit else "")

@@ -50,11 +50,11 @@ def examine(names: Registry) -> Iterator[Finding]:
             if problem := names.conflict(group, name):
                 yield from (_finding(entry, "error", str(problem)) for entry in claims)
             else:
-                yield _loaded(claims[0], load[group])
+                yield _load_finding(claims[0], load[group])
                 if group == "features":
-                    yield from _misspelled(claims[0], names)
+                    yield from _find_misspelled_names(claims[0], names)
                 if group == "plugins":
-                    yield from _unmarked(claims[0])
+                    yield from _find_unmarked_hooks(claims[0])
     for name, now in replaced_attributes():
         message = f"it is not what the core defines\n    got: {now}\n    fix: leave out the package that replaces it"
         yield Finding(
@@ -70,7 +70,7 @@ def examine(names: Registry) -> Iterator[Finding]:
         yield Finding(name=name, group=BLOCK, distribution="", version="", status="warning", message=message)
 
 
-def _unmarked(entry: Entry) -> Iterator[Finding]:
+def _find_unmarked_hooks(entry: Entry) -> Iterator[Finding]:
     """An error for each function of a hook module that has a hook's name, or nearly, and no `@hookimpl`."""
     try:
         module = vars(entry.load())
@@ -81,13 +81,13 @@ def _unmarked(entry: Entry) -> Iterator[Finding]:
         own = inspect.isfunction(value) and value.__module__ == module.get("__name__")
         if not own or not name.startswith("axlearn_") or hasattr(value, "axlearn_impl"):
             continue
-        known = [name] if name in hooks else list(nearest(name, hooks, limit=1))
-        hint = f"; did you mean: {known[0]}?" if known and known[0] != name else ""
+        names = [name] if name in hooks else list(nearest(name, hooks, limit=1))
+        hint = f"; did you mean: {names[0]}?" if names and names[0] != name else ""
         message = f"the function {name} lacks @hookimpl, so that nothing calls it{hint}"
         yield _finding(entry, "error", message)
 
 
-def _misspelled(entry: Entry, names: Registry) -> Iterator[Finding]:
+def _find_misspelled_names(entry: Entry, names: Registry) -> Iterator[Finding]:
     """A warning for each name in `before` or `after` that is nearly the name of an installed feature."""
     try:
         cls = names.feature(entry.name)
@@ -100,7 +100,7 @@ def _misspelled(entry: Entry, names: Registry) -> Iterator[Finding]:
             yield _finding(entry, "warning", message)
 
 
-def _loaded(entry: Entry, load: Callable[[Entry], Any]) -> Finding:
+def _load_finding(entry: Entry, load: Callable[[Entry], Any]) -> Finding:
     before = "jax" in sys.modules
     try:
         load(entry)

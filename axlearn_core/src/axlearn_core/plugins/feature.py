@@ -45,9 +45,9 @@ class Feature(Node[Any]):
     """Names of features that cannot be used together with this one."""
     bridge: ClassVar[str] = ""
     """`"module:attribute"` of a function that makes this feature's parameters from those of a model without it, which
-    `axlearn convert` takes; see `axlearn_plugins_runs.carry.Bridge`."""
+    `axlearn convert` takes; see `axlearn_plugins_finetune.runs.carry.Bridge`."""
     no_bridge: ClassVar[str] = ""
-    """Why there can be no bridge, for the error of `axlearn convert`."""
+    """Why no bridge is possible, for the error of `axlearn convert`."""
     before: ClassVar[tuple[str, ...]] = ()
     """Names of features of this stage that are applied after this one, where they are asked for; they need not be
     installed. Two features with a stated order may change the same path: the later one finds what the earlier one made."""
@@ -60,9 +60,9 @@ class Feature(Node[Any]):
     @classmethod
     def __attrs_init_subclass__(cls) -> None:
         own = {"stage", "needs", "excludes", "before", "after", "example", "bridge", "no_bridge", "apply", "in_effect"}
-        if taken := own & {a.name for a in attrs.fields(cls)}:
-            name = min(taken)
-            raise TypeError(f"{cls.__qualname__}.{name} is no option: write `{name} = ...` without an annotation")
+        if clashes := own & {a.name for a in attrs.fields(cls)}:
+            name = min(clashes)
+            raise TypeError(f"{cls.__qualname__}.{name} is not an option: write `{name} = ...` without an annotation")
         if cls.stage not in STAGES:
             raise TypeError(f"{cls.__qualname__}.stage is {cls.stage!r}; it has to be one of {', '.join(STAGES)}")
         for name in ("needs", "excludes", "before", "after"):
@@ -81,8 +81,9 @@ class Feature(Node[Any]):
         raise NotImplementedError(f"{type(self).__qualname__} does not define apply()")
 
     def in_effect(self, cfg: Node[Any]) -> bool:
-        """Whether the config already is what `apply` makes of it; asked only where `apply` changed nothing.
+        """Whether the feature is already in effect. Called only where `apply` changed nothing.
 
-        A feature that changes nothing is an error unless this says that there was nothing left to do.
+        By default it is, since `apply` refuses a config in which there is nothing to change. A feature whose `apply` cannot tell
+        that from a config which is as asked says here which one it is; False makes the request an error.
         """
-        return False
+        return self.apply(cfg) == cfg

@@ -36,6 +36,11 @@ def axlearn_targets() -> Iterable[Target]:  # type: ignore[empty-body]
 
 
 @hookspec
+def axlearn_before_devices() -> None:
+    """Called before JAX looks for devices, by commands and runs: to tell a library of some hardware that there is none here."""
+
+
+@hookspec
 def axlearn_mesh_rules() -> Iterable[MeshRule]:  # type: ignore[empty-body]
     """How programs are laid out on some machines."""
 

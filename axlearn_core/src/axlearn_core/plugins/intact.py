@@ -30,10 +30,10 @@ def _of_module(name: str, module: ModuleType) -> Iterator[tuple[str, str]]:
     yield from _of_body(body, vars(module), name, file)
 
 
-def _of_body(body: list[ast.stmt], there: Any, path: str, file: str) -> Iterator[tuple[str, str]]:
+def _of_body(body: list[ast.stmt], members: Any, path: str, file: str) -> Iterator[tuple[str, str]]:
     last = {s.name: s for s in body if isinstance(s, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
     for name, statement in last.items():
-        value = there.get(name)
+        value = members.get(name)
         if isinstance(statement, ast.ClassDef):
             if not inspect.isclass(value) or (not statement.decorator_list and value.__module__ != _module(path)):
                 yield f"{path}.{name}", _origin(value)
@@ -50,12 +50,12 @@ def _module(path: str) -> str:
     return path
 
 
-def _is_from(value: Any, file: str) -> bool:
+def _is_from(value: object, file: str) -> bool:
     value = getattr(value, "__func__", value)  # Python makes class methods of some
     return isinstance(value, FunctionType) and value.__code__.co_filename == file
 
 
-def _origin(value: Any) -> str:
+def _origin(value: object) -> str:
     code = getattr(getattr(value, "__func__", value), "__code__", None)
     if code is not None:
         return f"{code.co_filename}:{code.co_firstlineno}"

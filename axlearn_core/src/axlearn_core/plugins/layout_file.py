@@ -77,8 +77,8 @@ class LayoutFile:
                 f"    expected: {self.target}\n    fix: leave --target out, or search anew: "
                 f"axlearn plan {self.experiment} --target {request.target} --search"
             )
-        features = [attrs.evolve(parse_feature(text), where=self.source) for text in self.features]
-        settings = [Setting(path=p, value=v, where=self.source) for p, v in self.settings.items()]
+        features = [attrs.evolve(parse_feature(text), location=self.source) for text in self.features]
+        settings = [Setting(path=p, value=v, location=self.source) for p, v in self.settings.items()]
         return attrs.evolve(
             request,
             layout=None,
@@ -93,9 +93,9 @@ class LayoutFile:
         Raises:
             RequestError: it is a layout of another model, or changes what is computed.
         """
-        if (found := model_hash(after)) != self.model:
+        if (digest := model_hash(after)) != self.model:
             raise RequestError(
-                f"{self.source} is a layout of another model, or of other batches\n    got: {found}\n"
+                f"{self.source} is a layout of another model, or of other batches\n    got: {digest}\n"
                 f"    expected: {self.model}, of {self.experiment} with the options that it was searched with\n"
                 f"    fix: search for this one: axlearn plan ... --target {self.target} --search --layout-out FILE"
             )
@@ -125,7 +125,7 @@ def read_layout(path: str | Path) -> LayoutFile:
 
     Raises:
         RequestError: it cannot be read.
-        ConfigError: it is no layout file, with the line of every problem.
+        ConfigError: it is not a layout file, with the line of every problem.
     """
     file = Path(path)
     try:
@@ -137,10 +137,10 @@ def read_layout(path: str | Path) -> LayoutFile:
         raise ConfigError(
             Problem(
                 path="",
-                message="is no layout file",
+                message="is not a layout file",
                 got=show(data),
                 expected="`layout: 1` and what `axlearn plan --search --layout-out` writes",
-                where=str(path),
+                location=str(path),
             )
         )
     problems = [

@@ -31,38 +31,40 @@ class Host:
         """The hooks, to call by name: `host().hook.axlearn_targets()` is a list of what the plugins returned."""
         return self.manager.hook
 
-    def answers(self, hook: str, **arguments: Any) -> list[tuple[str, Any]]:
+    def answers(self, hook: str, **arguments: object) -> list[tuple[str, Any]]:
         """(plugin, distribution and version; what it returned) for each plugin that returns something."""
-        found = []
+        results = []
         for implementation in getattr(self.hook, hook).get_hookimpls():
-            given = {name: arguments[name] for name in implementation.argnames}
-            if (result := implementation.function(**given)) is not None:
+            kwargs = {name: arguments[name] for name in implementation.argnames}
+            if (result := implementation.function(**kwargs)) is not None:
                 title = f"{implementation.plugin_name} of {self.origins[implementation.plugin_name]}"
-                found.append((title, result))
-        return sorted(found, key=lambda f: f[0])
+                results.append((title, result))
+        return sorted(results, key=lambda f: f[0])
 
-    def only(self, hook: str, **arguments: Any) -> Any | None:
+    def only(self, hook: str, **arguments: object) -> Any | None:
         """What the one plugin that answers returns; None where none does.
 
         Raises:
             PluginError: more than one plugin answers.
         """
-        found = self.answers(hook, **arguments)
-        if len(found) > 1:
-            raise _claimed(f"{hook}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})", [t for t, _ in found])
-        return found[0][1] if found else None
+        answers = self.answers(hook, **arguments)
+        if len(answers) > 1:
+            raise _claim_error(
+                f"{hook}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})", [t for t, _ in answers]
+            )
+        return answers[0][1] if answers else None
 
     def target(self, device_kind: str) -> Target | None:
         """What is known of a device by its `jax.Device.device_kind`."""
-        found = [
+        matches = [
             (title, target)
             for title, targets in self.answers("axlearn_targets")
             for target in targets
             if device_kind in target.device_kinds
         ]
-        if len(found) > 1:
-            raise _claimed(f"the device kind {device_kind!r}", [f"{title} ({t.name})" for title, t in found])
-        return found[0][1] if found else None
+        if len(matches) > 1:
+            raise _claim_error(f"the device kind {device_kind!r}", [f"{title} ({t.name})" for title, t in matches])
+        return matches[0][1] if matches else None
 
 
 def register(manager: pluggy.PluginManager, entry: Entry) -> None:
@@ -72,22 +74,22 @@ def register(manager: pluggy.PluginManager, entry: Entry) -> None:
         manager.register(module, name=entry.name)
     except pluggy.PluginValidationError as error:
         raise entry.failed("has a hook that does not fit", error) from error
-    known = [n for n in vars(hookspecs) if n.startswith("axlearn_")]
-    wrong = [c.name for c in manager.get_hookcallers(module) or () if c.name not in known]
+    hooks = [n for n in vars(hookspecs) if n.startswith("axlearn_")]
+    wrong = [c.name for c in manager.get_hookcallers(module) or () if c.name not in hooks]
     if wrong:
-        close = nearest(wrong[0], known)
+        close = nearest(wrong[0], hooks)
         manager.unregister(module)
         raise PluginError(
             f"the {entry} implements the hook {wrong[0]!r}, which does not exist\n"
             + (f"    did you mean: {', '.join(close)}?\n" if close else "")
-            + f"    known: {', '.join(known)}"
+            + f"    known: {', '.join(hooks)}"
         )
     manager.check_pending()
 
 
-def _claimed(what: str, titles: list[str]) -> PluginError:
+def _claim_error(claim: str, titles: list[str]) -> PluginError:
     return PluginError(
-        f"{what} is claimed by {' and by '.join(titles)}\n    fix: uninstall one of them, or leave one out with {BLOCK}"
+        f"{claim} is claimed by {' and by '.join(titles)}\n    fix: uninstall one of them, or leave one out with {BLOCK}"
     )
 
 

@@ -26,7 +26,7 @@ def migrate_config(config: Mapping[str, Any], names: Names | None = None) -> Map
     return config
 
 
-def migrate_arrays(stored: Collection[str], wanted: Collection[str]) -> dict[str, str | None]:
+def migrate_arrays(stored: Collection[str], expected: Collection[str]) -> dict[str, str | None]:
     """Stored path -> path of this version, for the arrays of a checkpoint that have another one or are left out (None).
 
     Raises:
@@ -34,7 +34,7 @@ def migrate_arrays(stored: Collection[str], wanted: Collection[str]) -> dict[str
     """
     renamed: dict[str, str | None] = {}
     for migrate in _functions("arrays"):
-        renamed.update(migrate([path for path in stored if path not in renamed], wanted))
+        renamed.update(migrate([path for path in stored if path not in renamed], expected))
     return renamed
 
 

@@ -32,35 +32,35 @@ class Order:
         Raises:
             PluginError: the features say that they come before one another, or against the order of their stages.
         """
-        stated = _stated(features, registry)
+        stated = _stated_order(features, registry)
         names: list[str] = []
         below: dict[str, frozenset[str]] = {}
         for stage in STAGES:
-            left = sorted(n for n, feature in features.items() if feature.stage == stage)
-            while left:
-                following = next((n for n in left if not stated[n].keys() & {*left}), None)
+            remaining = sorted(n for n, feature in features.items() if feature.stage == stage)
+            while remaining:
+                following = next((n for n in remaining if not stated[n].keys() & {*remaining}), None)
                 if following is None:
-                    raise _cycle(left, stated)
-                left.remove(following)
+                    raise _cycle(remaining, stated)
+                remaining.remove(following)
                 direct = {n for n in stated[following] if features[n].stage == stage}
                 below[following] = frozenset(direct).union(*(below[n] for n in direct))
                 names.append(following)
         return cls(tuple(names), below)
 
 
-def _stated(features: Mapping[str, Feature | type[Feature]], registry: Registry) -> dict[str, dict[str, str]]:
+def _stated_order(features: Mapping[str, Feature | type[Feature]], registry: Registry) -> dict[str, dict[str, str]]:
     """Feature -> those that come before it, each with who says so."""
     stated: dict[str, dict[str, str]] = {name: {} for name in features}
     for first, second, by in sorted(_statements(features)):
-        who = f"{by} ({registry.entry('features', by).origin})"
+        title = f"{by} ({registry.entry('features', by).origin})"
         if STAGES.index(features[first].stage) > STAGES.index(features[second].stage):
             raise PluginError(
-                f"the feature {who} says that {first!r} comes before {second!r}, against the order of their stages\n"
+                f"the feature {title} says that {first!r} comes before {second!r}, against the order of their stages\n"
                 f"    got: {first} of the stage {features[first].stage!r}, {second} of {features[second].stage!r}\n"
                 f"    expected: stages in the order {', '.join(STAGES)}\n"
                 "    fix: leave one of them out, or give one of them another stage"
             )
-        stated[second].setdefault(first, who)
+        stated[second].setdefault(first, title)
     return stated
 
 
@@ -71,11 +71,11 @@ def _statements(features: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield from ((other, name, name) for other in feature.after if other in features)
 
 
-def _cycle(left: list[str], stated: Mapping[str, Mapping[str, str]]) -> PluginError:
-    """The error for features of which none can be the first."""
-    path = [left[0]]
+def _cycle(remaining: list[str], stated: Mapping[str, Mapping[str, str]]) -> PluginError:
+    """The error for features whose order has a cycle."""
+    path = [remaining[0]]
     while True:  # each has another before it, so going back comes to one that was there
-        earlier = min(stated[path[-1]].keys() & {*left})
+        earlier = min(stated[path[-1]].keys() & {*remaining})
         if earlier in path:
             cycle = [earlier, *reversed(path[path.index(earlier) :])]
             break

@@ -65,20 +65,22 @@ class Entry:
         """The versions of the core that the distribution works with (`<0.2,>=0.1`); None where it says nothing."""
         from packaging.requirements import Requirement  # only where something is loaded: listing stays fast
 
-        found = [Requirement(r) for r in (self._dist.requires if self._dist else None) or ()]
-        mine = [r for r in found if normalized(r.name) == CORE and (not r.marker or r.marker.evaluate({"extra": ""}))]
-        return ",".join(str(r.specifier) for r in mine) if mine else None
+        requirements = [Requirement(r) for r in (self._dist.requires if self._dist else None) or ()]
+        core_requirements = [
+            r for r in requirements if normalized(r.name) == CORE and (not r.marker or r.marker.evaluate({"extra": ""}))
+        ]
+        return ",".join(str(r.specifier) for r in core_requirements) if core_requirements else None
 
     def incompatible(self, core_version: str) -> str | None:
         """Why the distribution does not work with this version of the core; None where it does."""
         from packaging.specifiers import SpecifierSet
 
-        wanted = self.core_range
-        if not wanted or SpecifierSet(wanted).contains(core_version, prereleases=True):
+        core_range = self.core_range
+        if not core_range or SpecifierSet(core_range).contains(core_version, prereleases=True):
             return None
         return (
-            f"{self.origin} works with {CORE} {wanted}, and {CORE} {core_version} is installed\n"
-            f"    fix: install a version of {self.distribution} made for {CORE} {core_version}, or `{CORE}{wanted}`; "
+            f"{self.origin} works with {CORE} {core_range}, and {CORE} {core_version} is installed\n"
+            f"    fix: install a version of {self.distribution} made for {CORE} {core_version}, or `{CORE}{core_range}`; "
             f"{BLOCK}=-{self.distribution} leaves it out"
         )
 
@@ -99,14 +101,14 @@ class Entry:
         except Exception as error:  # a plugin's module may raise anything; the cause is chained and shown
             raise self.failed("cannot be loaded", error) from error
 
-    def failed(self, what: str, error: BaseException) -> PluginError:
+    def failed(self, problem: str, error: BaseException) -> PluginError:
         """The error for this entry point, with its cause and where that was raised."""
         frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
         frames = [f for f in frames if f.filename != __file__]
         at = f"\n    at: {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
         out = f", or leave it out with {BLOCK}=-{self.distribution}" if self.distribution != CORE else ""
         return PluginError(
-            f"the {self} {what}\n    cause: {type(error).__name__}: {error}{at}\n"
+            f"the {self} {problem}\n    cause: {type(error).__name__}: {error}{at}\n"
             f"    fix: repair or upgrade {self.distribution}{out}"
         )
 
@@ -162,14 +164,14 @@ class Registry:
 
     def listed(self, group: Group) -> list[tuple[Entry, str]]:
         """All entries of a group by name, each with what is wrong with it: claimed twice, or for another core; else empty."""
-        found = []
+        entries = []
         for name in sorted(self.claims[group]):
             claims = self.claims[group][name]
             for entry in claims:
                 problem = "claimed twice" if len(claims) > 1 else "for another version of the core"
                 wrong = len(claims) > 1 or entry.incompatible(core_version())
-                found.append((entry, problem if wrong else ""))
-        return found
+                entries.append((entry, problem if wrong else ""))
+        return entries
 
     def entry(self, group: Group, name: str) -> Entry:
         """The entry of a name; raises `RequestError` with the nearest names, `PluginError` for a name claimed twice."""
@@ -233,13 +235,13 @@ class Registry:
         entry = self.entry("components", name)
         target = entry.load()
         try:
-            made = config_class(target)
+            cls = config_class(target)
         except TypeError:
             if not callable(target):
-                raise PluginError(f"the {entry} is no class with a Config and cannot be called") from None
-            made = configured_class(target)
-        self._names.setdefault(made, name)
-        return made
+                raise PluginError(f"the {entry} is not a class with a Config and cannot be called") from None
+            cls = configured_class(target)
+        self._names.setdefault(cls, name)
+        return cls
 
     def name_of(self, cls: type) -> str:
         """The registered name of a config class; raises `RequestError` that says how to register it."""

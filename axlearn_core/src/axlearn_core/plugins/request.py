@@ -34,7 +34,7 @@ class FeatureUse:
 
     name: str
     options: Mapping[str, Any] = immutabledict()
-    where: str = "the request"
+    location: str = "the request"
 
     @property
     def text(self) -> str:
@@ -49,7 +49,7 @@ class Setting:
 
     path: str
     value: Any
-    where: str = "the request"
+    location: str = "the request"
 
 
 @attrs.frozen(kw_only=True)
@@ -62,6 +62,7 @@ class Request:
         without: features that the file or the target's mesh rule asks for, and that are to be left out.
         settings: values set on the command line or from Python; they come last.
         file_settings: values set by the run file.
+        base_settings: those of the files that the run file stands on, the innermost first; a later one overrides.
         target: the hardware to run on; `none` for no mesh rule.
         title: what the run is called; by default the experiment's name.
         layout: a file of settings that lay the training over a machine (`plugins.layout_file`).
@@ -72,6 +73,7 @@ class Request:
     without: tuple[str, ...] = ()
     settings: tuple[Setting, ...] = ()
     file_settings: tuple[Setting, ...] = ()
+    base_settings: tuple[tuple[Setting, ...], ...] = ()
     target: str | None = None
     title: str = ""
     document: Document | None = None
@@ -103,7 +105,7 @@ class Request:
             else [parse_setting(text) for text in set]
         )
         if steps is not None:
-            settings.append(Setting(path="max_steps", value=steps, where=f"--steps {steps}"))
+            settings.append(Setting(path="max_steps", value=steps, location=f"--steps {steps}"))
         return cls(
             experiment=experiment,
             features=tuple(features),
@@ -117,39 +119,41 @@ class Request:
 def parse_feature(text: str) -> FeatureUse:
     """`moe:num_experts=8,top_k=2` as a feature with options; values are YAML (`sizes=[1, 2]`, `name="a, b"`)."""
     name, _, rest = text.partition(":")
-    where = f"--with {text}"
+    location = f"--with {text}"
     options: dict[str, Any] = {}
     for part in _split(rest) if rest.strip() else ():
         key, equals, value = part.partition("=")
         key = key.strip()
         if not equals or not key:
-            raise RequestError(f"{where}: {part.strip()!r} is not an option\n    expected: {name}:key=value,key=value")
+            raise RequestError(
+                f"{location}: {part.strip()!r} is not an option\n    expected: {name}:key=value,key=value"
+            )
         if key in options:
-            raise RequestError(f"{where}: the option {key!r} is given twice")
-        options[key] = parse_value(value, where)
+            raise RequestError(f"{location}: the option {key!r} is given twice")
+        options[key] = parse_value(value, location)
     if not name.strip():
-        raise RequestError(f"{where}: names no feature\n    expected: --with FEATURE[:key=value,...]")
-    return FeatureUse(name=name.strip(), options=options, where=where)
+        raise RequestError(f"{location}: names no feature\n    expected: --with FEATURE[:key=value,...]")
+    return FeatureUse(name=name.strip(), options=options, location=location)
 
 
 def parse_setting(text: str) -> Setting:
     """`model.decoder.num_layers=4` as a setting; the value is YAML."""
     path, equals, value = text.partition("=")
-    where = f"--set {text}"
+    location = f"--set {text}"
     if not equals or not path.strip():
-        raise RequestError(f"{where}: expected PATH=VALUE")
-    return Setting(path=path.strip(), value=parse_value(value, where), where=where)
+        raise RequestError(f"{location}: expected PATH=VALUE")
+    return Setting(path=path.strip(), value=parse_value(value, location), location=location)
 
 
-def parse_value(text: str, where: str) -> Any:
+def parse_value(text: str, location: str) -> Any:
     """One YAML 1.2 value; a pattern such as `**.attention` needs no quotes."""
     if text.strip().startswith("*"):  # in YAML an alias, which means nothing here
         return text.strip()
     try:
-        return parse(text, where).data
+        return parse(text, location).data
     except ConfigError as error:
         fix = "quote a value that has a special character: 'key=\"a: b\"'"
-        raise ConfigError(attrs.evolve(p, where=where, fix=fix) for p in error.problems) from None
+        raise ConfigError(attrs.evolve(p, location=location, fix=fix) for p in error.problems) from None
 
 
 def _split(text: str) -> list[str]:
@@ -187,10 +191,10 @@ def read(path: str | Path, names: Names) -> Request:
     try:
         text = read_regular(file).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise RequestError(f"{path} is no text file: {error}") from None
+        raise RequestError(f"{path} is not a text file: {error}") from None
     except OSError as error:
-        there = [p.name for p in file.parent.glob("*.y*ml")] if file.parent.is_dir() else []
-        hint = "".join(f"\n    did you mean: {file.parent / n}?" for n in nearest(file.name, there, 1))
+        files = [p.name for p in file.parent.glob("*.y*ml")] if file.parent.is_dir() else []
+        hint = "".join(f"\n    did you mean: {file.parent / n}?" for n in nearest(file.name, files, 1))
         raise RequestError(f"cannot read {path}: {error.strerror or error}{hint}") from None
     return read_text(text, str(path), names, title=file.stem)
 
@@ -201,17 +205,17 @@ def read_text(text: str, source: str, names: Names, title: str = "run") -> Reque
     data = document.data
     if not isinstance(data, Mapping):
         raise ConfigError(
-            Problem(path="", message="is no run file", got=show(data), expected="a mapping", where=source)
+            Problem(path="", message="is not a run file", got=show(data), expected="a mapping", location=source)
         )
     try:
         if "resolved" in data:
-            return _resolved(data, document, names, title)
+            return _resolved_request(data, document, names, title)
         return _run(data, document)
     except ConfigError as error:
-        raise ConfigError(p if p.where else document.locate(p) for p in error.problems) from None
+        raise ConfigError(p if p.location else document.locate(p) for p in error.problems) from None
 
 
-def _resolved(data: Mapping[str, Any], document: Document, names: Names, title: str) -> Request:
+def _resolved_request(data: Mapping[str, Any], document: Document, names: Names, title: str) -> Request:
     if data["resolved"] is not True:
         raise ConfigError(Problem(path="resolved", message="can only be true", got=show(data["resolved"])))
     config = migrate_config({k: v for k, v in data.items() if k != "resolved"}, names)
@@ -243,11 +247,11 @@ def _run(data: Mapping[str, Any], document: Document) -> Request:
         raise ConfigError(problems)
     features = [_feature(f, f"features.{i}", document) for i, f in enumerate(data.get("features", ()))]
     settings = [
-        Setting(path=str(p), value=v, where=_line(document, f"set.{p}")) for p, v in data.get("set", {}).items()
+        Setting(path=str(p), value=v, location=_line(document, f"set.{p}")) for p, v in data.get("set", {}).items()
     ]
     for i, name in enumerate(data.get("without", ())):
         if not isinstance(name, str):
-            raise ConfigError(Problem(path=f"without.{i}", message="is no feature's name", got=show(name)))
+            raise ConfigError(Problem(path=f"without.{i}", message="is not the name of a feature", got=show(name)))
     return Request(
         experiment=data["experiment"],
         features=tuple(features),
@@ -257,26 +261,26 @@ def _run(data: Mapping[str, Any], document: Document) -> Request:
     )
 
 
-def _feature(data: Any, path: str, document: Document) -> FeatureUse:
-    where = _line(document, path)
+def _feature(data: object, path: str, document: Document) -> FeatureUse:
+    location = _line(document, path)
     if isinstance(data, str):
-        return FeatureUse(name=data, where=where)
+        return FeatureUse(name=data, location=location)
     if isinstance(data, Mapping) and len(data) == 1:
         (name, options), *_ = data.items()
         if isinstance(name, str) and isinstance(options, Mapping | None):
-            return FeatureUse(name=name, options=options or {}, where=where)
+            return FeatureUse(name=name, options=options or {}, location=location)
     expected = "`- NAME` or `- NAME: {option: value}`"
-    raise ConfigError(Problem(path=path, message="is no feature", got=show(data), expected=expected))
+    raise ConfigError(Problem(path=path, message="is not a feature", got=show(data), expected=expected))
 
 
 def _line(document: Document, path: str) -> str:
-    return document.locate(Problem(path=path, message="")).where or document.source
+    return document.locate(Problem(path=path, message="")).location or document.source
 
 
 def write(config: Node[Any], names: Names) -> str:
     """A config as the text of a file that `read` takes back.
 
     Raises:
-        RequestError: a node in it is not registered as a component, or holds what is no plain value.
+        RequestError: a node in it is not registered as a component, or holds a value that is not plain.
     """
     return dump({"resolved": True, **encode(config, names)})

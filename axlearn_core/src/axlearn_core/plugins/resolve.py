@@ -20,7 +20,7 @@ from axlearn_core.config.types import show
 from axlearn_core.contracts.mesh import Mesh, MeshRule
 from axlearn_core.contracts.target import Detected, Machine
 from axlearn_core.errors import ConfigError, PluginError, Problem, RequestError
-from axlearn_core.plugins.application import applied, check_execution, check_needs, conflict, merged
+from axlearn_core.plugins.application import applied, check_execution, check_needs, conflict, merged, overridden
 from axlearn_core.plugins.decisions import Decision, show_changes
 from axlearn_core.plugins.feature import Feature
 from axlearn_core.plugins.layout_file import read_layout
@@ -72,17 +72,32 @@ def resolve(
     return resolved
 
 
-def _with_file(request: Request, names: Registry, seen: tuple[str, ...] = ()) -> Request:
-    """With what the file says, and the file that it begins with: a run file may stand on the config of a run."""
+def _with_file(request: Request, names: Registry) -> Request:
+    """With what the file says, and the files that it stands on."""
     if isinstance(request.experiment, Node) or not is_file(request.experiment):
         return request
-    if (name := str(request.experiment)) in seen:
-        raise RequestError(f"run files that begin with one another: {' -> '.join((*seen, name))}")
-    file = read(name, names)
+    file = _read_files(str(request.experiment), names)
     both = {k: getattr(file, k) + getattr(request, k) for k in ("features", "without", "file_settings")}
-    made = attrs.evolve(file, **both, settings=request.settings, target=request.target or file.target)
-    made = attrs.evolve(made, layout=request.layout)
-    return _with_file(made, names, (*seen, name))
+    target = request.target or file.target
+    return attrs.evolve(file, **both, settings=request.settings, target=target, layout=request.layout)
+
+
+def _read_files(name: str, names: Registry, visited: tuple[str, ...] = ()) -> Request:
+    """A run file over the one that it stands on, whose options and values it may override; or over the config of a run."""
+    if name in visited:
+        raise RequestError(f"run files that begin with one another: {' -> '.join((*visited, name))}")
+    file = read(name, names)
+    if isinstance(file.experiment, Node) or not is_file(file.experiment):
+        return file
+    base = _read_files(str(file.experiment), names, (*visited, name))
+    return attrs.evolve(
+        base,
+        features=overridden(base.features, file.features),
+        without=(*base.without, *file.without),
+        base_settings=(*base.base_settings, base.file_settings),
+        file_settings=file.file_settings,
+        target=file.target or base.target,
+    )
 
 
 class _Resolution:
@@ -99,20 +114,20 @@ class _Resolution:
     def run(self) -> Resolved:
         request = self.request
         tree = self._experiment()
-        machine, who, rule = self._machine(tree)
-        asked, of_rule = self._selected(
-            [attrs.evolve(parse_feature(f), where=str(who)) for f in rule.features] if rule else []
+        machine, rule_title, rule = self._machine(tree)
+        uses, of_rule = self._select_features(
+            [attrs.evolve(parse_feature(f), location=str(rule_title)) for f in rule.features] if rule else []
         )
-        made = {use.name: self._made(use) for use in asked}
-        check_needs(made, {u.name: u.where for u in asked})
-        tree = self._features(tree, made)
+        features = {use.name: self._build_feature(use) for use in uses}
+        check_needs(features, {u.name: u.location for u in uses})
+        tree = self._features(tree, features)
         if machine and rule:
-            self._check_installed(of_rule, rule, str(who))
+            self._check_installed(of_rule, rule, str(rule_title))
             by_name = {use.name: use for use in of_rule}
             for name in Order.of({n: self.names.feature(n) for n in by_name}, self.names).names:
                 tree = self._optional(tree, by_name[name], machine)
-            tree = self._laid_out(tree, rule, machine, str(who))
-        for settings in (request.file_settings, request.settings):
+            tree = self._laid_out(tree, rule, machine, str(rule_title))
+        for settings in (*request.base_settings, request.file_settings, request.settings):
             tree = self._settings(tree, settings)
         title = request.title or (request.experiment if isinstance(request.experiment, str) else "config")
         return Resolved(
@@ -121,7 +136,7 @@ class _Resolution:
             title=title,
             features=tuple(self.applied),
             machine=machine,
-            rule=who,
+            rule=rule_title,
             notes=tuple(self.notes),
             decisions=tuple(self.decisions),
             detected=request.target is None and self.detect is not None,
@@ -149,26 +164,28 @@ class _Resolution:
             self._decide("machine", f"{machine.name}, {detected.description}")
         mesh = getattr(tree, "mesh", None)
         own = mesh.targets if isinstance(mesh, Mesh) else {}
-        who, rule = find_rule(machine, own, self._count_parameters) or (None, None)
+        rule_title, rule = find_rule(machine, own, self._count_parameters) or (None, None)
         if rule is not None and self.request.target is None and (rule.detected is False or self.request.document):
             whole = "the request is a whole config; " if self.request.document else ""
             self._decide(
-                "mesh rule", "none", f"{whole}--target {machine.name} brings {str(who).removeprefix('mesh rule ')}"
+                "mesh rule",
+                "none",
+                f"{whole}--target {machine.name} brings {str(rule_title).removeprefix('mesh rule ')}",
             )
             return None, None, None
         if rule is None:
             self._decide("mesh rule", "none", f"no installed package has one for {machine.name}")
             return (machine if target else None), None, None
-        self._decide("mesh rule", str(who).removeprefix("mesh rule "))
-        return machine, who, rule
+        self._decide("mesh rule", str(rule_title).removeprefix("mesh rule "))
+        return machine, rule_title, rule
 
     def _decide(self, kind: Any, subject: str, reason: str = "") -> None:
         self.decisions.append(Decision(kind, subject, reason))
 
     def _without_rule(self) -> Request:
         """The request, without what is for a mesh rule."""
-        asked = {use.name for use in self.request.features}
-        own = tuple(n for n in self.request.without if n in asked)
+        names = {use.name for use in self.request.features}
+        own = tuple(n for n in self.request.without if n in names)
         return attrs.evolve(self.request, target=None, without=own)
 
     def _count_parameters(self) -> int:
@@ -177,11 +194,15 @@ class _Resolution:
             config = _Resolution(trial, self.names).run().config
         except ConfigError:
             # A setting may be of what the rule brings; a wrong one is reported with the rule in place.
-            config = _Resolution(attrs.evolve(trial, settings=(), file_settings=()), self.names).run().config
+            config = (
+                _Resolution(attrs.evolve(trial, settings=(), file_settings=(), base_settings=()), self.names)
+                .run()
+                .config
+            )
         counted: Any = load("axlearn_core.compose.functional:count_parameters")  # imports JAX: only where asked for
         return counted(getattr(config, "model", config))
 
-    def _check_installed(self, uses: Iterable[FeatureUse], rule: MeshRule, who: str) -> None:
+    def _check_installed(self, uses: Iterable[FeatureUse], rule: MeshRule, rule_title: str) -> None:
         """Raises `RequestError` for features of the mesh rule that are not installed."""
         missing = [use.name for use in uses if use.name not in self.names.claims["features"]]
         if not missing:
@@ -192,16 +213,18 @@ class _Resolution:
         install = f"pip install {' '.join(packages)}" if packages else "install the package that has it"
         without = " ".join(f"--without {n}" for n in missing)
         raise RequestError(
-            f"{who} applies {', '.join(map(repr, missing))}, which {'is' if len(missing) == 1 else 'are'} not installed\n"
+            f"{rule_title} applies {', '.join(map(repr, missing))}, which {'is' if len(missing) == 1 else 'are'} not installed\n"
             f"    fix: {install}; or leave it out: {without}; or take no mesh rule: --target {NO_TARGET}"
         )
 
     def _optional(self, tree: Node[Any], use: FeatureUse, machine: Machine) -> Node[Any]:
         """A feature of the mesh rule; rules are for all models, so one that does not fit is left out, with a note."""
         try:
-            made = {use.name: self._made(use)}
-            check_needs({**dict(self.applied), **made}, dict.fromkeys((*dict(self.applied), use.name), use.where))
-            after = applied(tree, made[use.name], self.names.entry("features", use.name))
+            features = {use.name: self._build_feature(use)}
+            check_needs(
+                {**dict(self.applied), **features}, dict.fromkeys((*dict(self.applied), use.name), use.location)
+            )
+            after = applied(tree, features[use.name], self.names.entry("features", use.name))
             changes = diff(tree, after, self.names.shown_name)
             kinds = change_kinds(changes, tree, after)
             decisive = [change for change, kind in kinds if kind != "execution"]
@@ -209,18 +232,18 @@ class _Resolution:
                 options = f"--with {use.text} or --target {machine.name} brings it"
                 self._decide("left out", use.text, f"changes more than execution: {show_changes(decisive)}; {options}")
                 return tree
-            tree = self._features(tree, made)
+            tree = self._features(tree, features)
         except PluginError:
             raise
         except RequestError as error:
             reason = str(error).splitlines()[0].rstrip(":")
-            self.notes.append(f"{use.where}: the feature {use.name!r} is left out: {reason}")
+            self.notes.append(f"{use.location}: the feature {use.name!r} is left out: {reason}")
             self._decide("left out", use.text, reason)
             return tree
         self._decide("applied", use.text, show_changes(changes) or "the config has it already")
         return tree
 
-    def _laid_out(self, tree: Node[Any], rule: MeshRule, machine: Machine, who: str) -> Node[Any]:
+    def _laid_out(self, tree: Node[Any], rule: MeshRule, machine: Machine, rule_title: str) -> Node[Any]:
         mesh = getattr(tree, "mesh", None)
         if not isinstance(mesh, Mesh) or not (rule.shape or rule.rules):
             return tree
@@ -230,75 +253,77 @@ class _Resolution:
         edits = {"mesh.rules": {**mesh.rules, **rule.rules}, "mesh.shape": rule.sizes(machine) or dict(mesh.shape)}
         after = patch(tree, edits, self.decoder.decode_at)
         changes = diff(tree, after, self.names.shown_name)
-        self.record(changes, who)
+        self.record(changes, rule_title)
         if changes:
             self._decide("applied", "mesh", show_changes([c for c in changes if c.new is not ABSENT], limit=4))
         return after
 
-    def record(self, changes: Iterable[Change], who: str) -> None:
+    def record(self, changes: Iterable[Change], set_by: str) -> None:
         for change in changes:
-            step = Step(who, change.old, change.new)
+            step = Step(set_by, change.old, change.new)
             self.provenance[change.path] = (*self.provenance.get(change.path, ()), step)
 
     def _experiment(self) -> Node[Any]:
-        given = self.request.experiment
-        if isinstance(given, Node):
+        experiment = self.request.experiment
+        if isinstance(experiment, Node):
             document = self.request.document
-            for path, value in flatten(given, self.names.shown_name).items():
+            for path, value in flatten(experiment, self.names.shown_name).items():
                 line = document.lines.get(path) if document else None
-                who = f"{document.source}:{line}" if document and line else "the default" if document else "given"
-                self.record([Change(path, ABSENT, value)], who)
-            return given
-        entry = self.names.entry("experiments", str(given))
-        tree = self.names.experiment(str(given))
-        who = f"experiment {entry.name} ({entry.origin})"
-        self.record((Change(path, ABSENT, value) for path, value in flatten(tree, self.names.shown_name).items()), who)
+                set_by = f"{document.source}:{line}" if document and line else "the default" if document else "given"
+                self.record([Change(path, ABSENT, value)], set_by)
+            return experiment
+        entry = self.names.entry("experiments", str(experiment))
+        tree = self.names.experiment(str(experiment))
+        set_by = f"experiment {entry.name} ({entry.origin})"
+        self.record(
+            (Change(path, ABSENT, value) for path, value in flatten(tree, self.names.shown_name).items()), set_by
+        )
         return tree
 
-    def _selected(self, rule_features: Sequence[FeatureUse]) -> tuple[list[FeatureUse], list[FeatureUse]]:
+    def _select_features(self, rule_features: Sequence[FeatureUse]) -> tuple[list[FeatureUse], list[FeatureUse]]:
         """What the user asks for and what the mesh rule adds, each once, without what is to be left out.
 
-        A feature that the user asks for is as the user says, whatever options the rule has for it.
+        The user's options of a feature win over the rule's.
         """
-        asked: dict[str, FeatureUse] = {}
+        uses: dict[str, FeatureUse] = {}
         for use in self.request.features:
-            asked[use.name] = merged(asked[use.name], use) if use.name in asked else use
+            uses[use.name] = merged(uses[use.name], use) if use.name in uses else use
         of_rule = {use.name: use for use in rule_features}
         for name in self.request.without:
-            if name not in asked and name not in of_rule:
-                known = {*asked, *of_rule}
-                hint = f"\n    asked for: {', '.join(sorted(known))}" if known else "; no feature is asked for"
+            if name not in uses and name not in of_rule:
+                names = {*uses, *of_rule}
+                hint = f"\n    asked for: {', '.join(sorted(names))}" if names else "; no feature is asked for"
                 raise RequestError(f"--without {name}: that feature is not asked for{hint}")
         left_out = set(self.request.without)
         for use in of_rule.values():
-            if use.name in {*left_out, *asked}:
+            if use.name in {*left_out, *uses}:
                 self._decide(
                     "left out", use.text, f"--without {use.name}" if use.name in left_out else "as you ask for it"
                 )
-        mine = [u for u in asked.values() if u.name not in left_out]
-        return mine, [u for u in of_rule.values() if u.name not in {*left_out, *asked}]
+        own = [u for u in uses.values() if u.name not in left_out]
+        return own, [u for u in of_rule.values() if u.name not in {*left_out, *uses}]
 
-    def _made(self, use: FeatureUse) -> Feature:
+    def _build_feature(self, use: FeatureUse) -> Feature:
         """The feature with its options."""
         try:
             cls = self.names.feature(use.name)
         except PluginError:
             raise
         except RequestError as error:
-            raise RequestError(f"{use.where}: {error}") from None
+            raise RequestError(f"{use.location}: {error}") from None
         try:
             return check(self.decoder.decode_at(cls(), "", use.options))
         except ConfigError as error:
             fix = f"`axlearn features show {use.name}` prints its options"
             raise ConfigError(
-                attrs.evolve(p, path=f"{use.name}.{p.path}", where=use.where, fix=fix) for p in error.problems
+                attrs.evolve(p, path=f"{use.name}.{p.path}", location=use.location, fix=fix) for p in error.problems
             ) from None
 
-    def _features(self, tree: Node[Any], made: Mapping[str, Feature]) -> Node[Any]:
+    def _features(self, tree: Node[Any], features: Mapping[str, Feature]) -> Node[Any]:
         changed: dict[tuple[str, str], list[tuple[Entry, Change]]] = {}
-        order = Order.of(made, self.names)
+        order = Order.of(features, self.names)
         for name in order.names:
-            feature = made[name]
+            feature = features[name]
             entry = self.names.entry("features", name)
             before, tree = tree, applied(tree, feature, entry)
             changes = diff(before, tree, self.names.shown_name)
@@ -328,14 +353,14 @@ class _Resolution:
                     Problem(
                         path=setting.path,
                         message="is set to two values",
-                        got=f"{show(first.value)} by {first.where} and {show(setting.value)} by {setting.where}",
+                        got=f"{show(first.value)} by {first.location} and {show(setting.value)} by {setting.location}",
                     )
                 )
         try:
             after = patch(tree, {path: s.value for path, s in edits.items()}, self.decoder.decode_at)
         except ConfigError as error:
             paths = {s.path: s for s in reversed(settings)}
-            raise ConfigError(_located(p, settings, paths) for p in error.problems) from None
+            raise ConfigError(_locate_problem(p, settings, paths) for p in error.problems) from None
         changes = {c.path: c for c in diff(tree, after, self.names.shown_name)}
         flat = flatten(after, self.names.shown_name)
         for pattern in edits:
@@ -356,10 +381,10 @@ def _setting_of(path: str, settings: Sequence[Setting]) -> Setting | None:
 
 
 def _setter(path: str, settings: Sequence[Setting]) -> str:
-    found = _setting_of(path, settings)
-    return found.where if found else settings[0].where
+    setting = _setting_of(path, settings)
+    return setting.location if setting else settings[0].location
 
 
-def _located(problem: Problem, settings: Sequence[Setting], paths: Mapping[str, Setting]) -> Problem:
-    found = paths.get(problem.path) or _setting_of(problem.path, settings)
-    return attrs.evolve(problem, where=found.where) if found and not problem.where else problem
+def _locate_problem(problem: Problem, settings: Sequence[Setting], paths: Mapping[str, Setting]) -> Problem:
+    source = paths.get(problem.path) or _setting_of(problem.path, settings)
+    return attrs.evolve(problem, location=source.location) if source and not problem.location else problem

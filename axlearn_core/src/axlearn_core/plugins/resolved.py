@@ -18,7 +18,7 @@ from axlearn_core.plugins.request import write
 class Step:
     """One change of one path: who made it, and the values before and after (`ABSENT` where there was none)."""
 
-    who: str
+    set_by: str
     old: Any
     new: Any
 
@@ -55,25 +55,27 @@ class Resolved:
         try:
             check(self.config)
         except ConfigError as error:
-            raise ConfigError(attrs.evolve(p, where=p.where or self.setter(p.path)) for p in error.problems) from None
+            raise ConfigError(
+                attrs.evolve(p, location=p.location or self.setter(p.path)) for p in error.problems
+            ) from None
         return self
 
     def setter(self, path: str) -> str | None:
         """Who set a path last; None where it is as the experiment has it."""
         steps = self.provenance.get(path)
-        return f"set by {steps[-1].who}" if steps and len(steps) > 1 else None
+        return f"set by {steps[-1].set_by}" if steps and len(steps) > 1 else None
 
     def explain(self, path: str) -> dict[str, tuple[Step, ...]]:
         """The steps of a path; for a node, of everything below it. Raises `ConfigError` with the nearest names."""
-        found = {p: s for p, s in self.provenance.items() if not path or p == path or p.startswith(f"{path}.")}
-        if not found:
+        steps = {p: s for p, s in self.provenance.items() if not path or p == path or p.startswith(f"{path}.")}
+        if not steps:
             get(self.config, path)
             inside = [p for p in self.provenance if path.startswith(f"{p}.")]  # an item of a tuple or mapping
             if not inside:
                 message = "is at its default, or passed by the parent when it is built: nobody set it"
                 raise ConfigError(Problem(path=path, message=message))
-            found = {p: self.provenance[p] for p in inside}
-        return found
+            steps = {p: self.provenance[p] for p in inside}
+        return steps
 
     def to_yaml(self) -> str:
         """The config as the text of a file that `resolve` takes back."""

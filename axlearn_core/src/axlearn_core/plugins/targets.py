@@ -13,13 +13,15 @@ from axlearn_core.plugins.manager import Host, host
 
 def targets(plugins: Host | None = None) -> dict[str, tuple[str, Target]]:
     """Name -> (the plugin that knows it, the target); raises `PluginError` where two claim one name."""
-    found: dict[str, tuple[str, Target]] = {}
+    targets_by_name: dict[str, tuple[str, Target]] = {}
     for origin, declared in (plugins or host()).answers("axlearn_targets"):
         for target in declared:
-            if target.name in found:
-                raise PluginError(f"the target {target.name!r} is claimed by {found[target.name][0]} and by {origin}")
-            found[target.name] = (origin, target)
-    return found
+            if target.name in targets_by_name:
+                raise PluginError(
+                    f"the target {target.name!r} is claimed by {targets_by_name[target.name][0]} and by {origin}"
+                )
+            targets_by_name[target.name] = (origin, target)
+    return targets_by_name
 
 
 def find_machine(name: str) -> Machine:
@@ -28,14 +30,14 @@ def find_machine(name: str) -> Machine:
     Raises:
         RequestError: no target has that name, or the size is none of its sizes.
     """
-    known = targets()
-    fits = [t for t in known if name == t or name.startswith(f"{t}-")]
+    targets_by_name = targets()
+    fits = [t for t in targets_by_name if name == t or name.startswith(f"{t}-")]
     if not fits:
         if error := not_installed("targets", name):
             raise error
-        examples = {e for _, t in known.values() for e in (t.examples or (t.name,))}
+        examples = {e for _, t in targets_by_name.values() for e in (t.examples or (t.name,))}
         raise unknown("target", name, examples, listing="axlearn targets list")
-    return known[max(fits, key=len)][1].machine(name)
+    return targets_by_name[max(fits, key=len)][1].machine(name)
 
 
 def find_rule(machine: Machine, own: Mapping[str, TargetRule], count: Callable[[], int]) -> tuple[str, MeshRule] | None:
@@ -49,9 +51,9 @@ def find_rule(machine: Machine, own: Mapping[str, TargetRule], count: Callable[[
     Raises:
         PluginError: two rules are equally specific.
     """
-    mine = [p for p in own if fnmatchcase(machine.name, p)]
-    if mine:
-        key = max(mine, key=len)
+    patterns = [p for p in own if fnmatchcase(machine.name, p)]
+    if patterns:
+        key = max(patterns, key=len)
         rule = own[key]
         return f"mesh.targets.{key}", MeshRule(target=key, shape=rule.shape, rules=rule.rules, features=rule.features)
     fits = [

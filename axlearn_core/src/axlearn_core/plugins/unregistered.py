@@ -49,10 +49,10 @@ class CodeNames:
         classes = [cls for cls in _node_classes(Node) if code_name(cls) == name] if ":" in name else []
         return classes[-1] if classes else self.names.component(name)  # a notebook's cell may have run twice
 
-    def text_of(self, value: Any) -> str:
+    def text_of(self, value: object) -> str:
         """How a value that no file can hold is written: by its code, or by what it prints."""
-        named = hasattr(value, "__qualname__") and hasattr(value, "__module__")
-        text = MARK + (qualified_name(value) + _suffix(value) if named else stable_repr(value))
+        has_name = hasattr(value, "__qualname__") and hasattr(value, "__module__")
+        text = MARK + (qualified_name(value) + _suffix(value) if has_name else stable_repr(value))
         _VALUES[text] = value
         self.used[text] = None
         return text
@@ -67,7 +67,7 @@ class CodeNames:
         return (Decision("not registered", subjects, reason),)
 
 
-def stable_repr(value: Any) -> str:
+def stable_repr(value: object) -> str:
     """`repr` without addresses in memory, which differ from process to process."""
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
@@ -78,7 +78,7 @@ def code_name(cls: type) -> str:
     return qualified_name(cls) + _suffix(getattr(cls, "owner", None) or cls) + (f"({interface})" if interface else "")
 
 
-def _suffix(value: Any) -> str:
+def _suffix(value: object) -> str:
     """`#` and a digest of a class or function that can be defined again under its name; empty for others."""
     if getattr(value, "__module__", "") != "__main__" and "<" not in getattr(value, "__qualname__", ""):
         return ""
@@ -88,7 +88,7 @@ def _suffix(value: Any) -> str:
     return f"#{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
-def _source(name: str, member: Any) -> str:
+def _source(name: str, member: object) -> str:
     """What a function, a method, a property or a constant computes with, as text that is equal in other processes."""
     function = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
     if isinstance(function, FunctionType):
@@ -103,7 +103,7 @@ def _code(code: CodeType) -> str:
     return f"{code.co_code.hex()} {code.co_names} {constants}"
 
 
-def _constant(value: Any) -> str:
+def _constant(value: object) -> str:
     return str(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
 
 

@@ -249,20 +249,20 @@ def corrupt_file(directory: Path, number: int, pattern: str = "**/*") -> str:
     return f"bit {bit} of {path.relative_to(directory)} differs"
 
 
-def fill(pid: int, left: int, seconds: float) -> str:
+def fill(pid: int, limit: int, seconds: float) -> str:
     """Files of a process cannot grow beyond `left` bytes for some time: writes fail with EFBIG, as on a full disk with ENOSPC.
 
     A real full disk is `mount -t tmpfs -o size=...`, which needs root.
     """
     try:
         before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (left, before[1]))
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, before[1]))
     except PermissionError as error:
         raise ChaosError(f"the limits of process {pid} cannot be set: {error.strerror}") from error
     time.sleep(seconds)
     with contextlib.suppress(ProcessLookupError):
         resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
-    return f"files of process {pid} could not grow beyond {left} bytes for {seconds:g} s"
+    return f"files of process {pid} could not grow beyond {limit} bytes for {seconds:g} s"
 
 
 def cut(pid: int, seconds: float) -> str:

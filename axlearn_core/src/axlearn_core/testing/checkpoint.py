@@ -40,7 +40,7 @@ class CheckpointerSuite:
             "learner": (jnp.arange(6).reshape(2, 3), {"empty": ()}, [jnp.zeros((), jnp.float32)]),
         }
 
-    def saved(self, directory: Path, *steps: int, extra: Any = None) -> None:
+    def saved(self, directory: Path, *steps: int, extra: object = None) -> None:
         """Saves some steps, each with the state of that seed."""
         checkpointer = self.open(directory)
         for step in steps:
@@ -52,11 +52,11 @@ class CheckpointerSuite:
         extra = {"data": {"shards": {"0": [1, 2]}, "name": "ü"}, "step": 3, "none": None}
         self.saved(tmp_path, 3, extra=extra)
         again = self.open(tmp_path)  # as another process would
-        state, found = again.restore(3, jax.eval_shape(self.state))
+        state, restored_extra = again.restore(3, jax.eval_shape(self.state))
         again.close()
         assert_equal(state, self.state(3), "state")
         assert jax.tree.structure(state) == jax.tree.structure(self.state())
-        assert found == extra
+        assert restored_extra == extra
 
     def test_steps_are_listed_oldest_first(self, tmp_path: Path) -> None:
         empty = self.open(tmp_path)
@@ -193,9 +193,9 @@ class StorageSuite:
         storage = self.opened(tmp_path)
         for path in ("b/2", "a", "b/1/x", "b/10"):
             storage.write(path, [path.encode()])
-        found = {f.path: f.bytes for f in self.opened(tmp_path).list()}
-        assert found == {"a": 1, "b/1/x": 5, "b/10": 4, "b/2": 3}
-        assert [f.path for f in storage.list()] == sorted(found)
+        sizes = {f.path: f.bytes for f in self.opened(tmp_path).list()}
+        assert sizes == {"a": 1, "b/1/x": 5, "b/10": 4, "b/2": 3}
+        assert [f.path for f in storage.list()] == sorted(sizes)
         assert [f.path for f in storage.list("b/")] == ["b/1/x", "b/10", "b/2"]
         assert [f.path for f in storage.list("b/1")] == ["b/1/x", "b/10"]
 

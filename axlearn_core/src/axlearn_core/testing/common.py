@@ -24,7 +24,7 @@ def need_devices(count: int) -> None:
         )
 
 
-def leaves_of(tree: Any) -> dict[str, Any]:
+def leaves_of(tree: object) -> dict[str, Any]:
     """Path -> leaf."""
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
@@ -34,37 +34,37 @@ def is_float(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def norm(*arrays: Any) -> float:
+def norm(*arrays: object) -> float:
     """The root of the sum of squares of everything, in float64."""
     return float(np.sqrt(sum(np.sum(np.square(np.asarray(a, np.float64))) for a in arrays)))
 
 
-def assert_close(got: Any, expected: Any, tolerance: float, what: str) -> None:
+def assert_close(got: object, expected: object, tolerance: float, label: str) -> None:
     """Compares two trees leaf by leaf: floats by the norm of their difference, everything else exactly.
 
     The difference of a leaf may be `tolerance` times its norm, or a hundredth of that times the norm of the whole tree:
     a leaf that is close to nothing beside the others has no digits of its own.
     """
     one, two = leaves_of(got), leaves_of(expected)
-    assert one.keys() == two.keys(), f"{what}: another structure"
+    assert one.keys() == two.keys(), f"{label}: another structure"
     whole = norm(*(x for x in two.values() if is_float(x)))
     for path, x in two.items():
-        assert one[path].shape == x.shape, f"{what}{path}: shape {one[path].shape}, expected {x.shape}"
+        assert one[path].shape == x.shape, f"{label}{path}: shape {one[path].shape}, expected {x.shape}"
         if is_float(x):
             a, b = (np.asarray(v, np.float64) for v in (one[path], x))
             off, most = norm(a - b), tolerance * max(norm(b), 0.01 * whole)
-            assert off <= most, f"{what}{path}: differs by {off:.3g} of {norm(b):.3g}, more than {most:.3g}"
+            assert off <= most, f"{label}{path}: differs by {off:.3g} of {norm(b):.3g}, more than {most:.3g}"
         else:
-            np.testing.assert_array_equal(np.asarray(one[path]), np.asarray(x), err_msg=f"{what}{path}")
+            np.testing.assert_array_equal(np.asarray(one[path]), np.asarray(x), err_msg=f"{label}{path}")
 
 
-def assert_equal(got: Any, expected: Any, what: str) -> None:
+def assert_equal(got: object, expected: object, label: str) -> None:
     """Compares two trees of arrays bit by bit, with their dtypes."""
     one, two = leaves_of(got), leaves_of(expected)
-    assert one.keys() == two.keys(), f"{what}: another structure"
+    assert one.keys() == two.keys(), f"{label}: another structure"
     for path, x in two.items():
-        assert one[path].dtype == x.dtype, f"{what}{path}: {one[path].dtype}, expected {x.dtype}"
-        np.testing.assert_array_equal(_data(one[path]), _data(x), err_msg=f"{what}{path}")
+        assert one[path].dtype == x.dtype, f"{label}{path}: {one[path].dtype}, expected {x.dtype}"
+        np.testing.assert_array_equal(_data(one[path]), _data(x), err_msg=f"{label}{path}")
 
 
 def _data(x: Any) -> np.ndarray:

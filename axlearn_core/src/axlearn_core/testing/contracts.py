@@ -31,7 +31,7 @@ class Contract:
     Attributes:
         name: what it is called here.
         arguments: the names of the arguments of `method` that a parent gives by position.
-        offered: what a parent offers at `build`, besides `rngs` and `precision`.
+        offered: what a parent offers at `build`, in addition to `rngs` and `precision`.
         inputs: makes the arguments, floats as float32.
         outputs: `(inputs, compute dtype) -> tree of jax.ShapeDtypeStruct`; None promises no shapes.
         method: what the parent calls.
@@ -56,23 +56,23 @@ class Contract:
             return False
         # What a config builds is mostly an instance of its owner, but need not be one.
         try:
-            method = self._called(kind.owner) or self._called(type(self.built(config)))
+            method = self._method_of(kind.owner) or self._method_of(type(self.built(config)))
         except ConfigError:  # what it needs is not offered here
             return False
         if method is None:
             return False
         return tuple(inspect.signature(method).parameters)[1 : len(self.arguments) + 1] == self.arguments
 
-    def _called(self, cls: Any) -> Any:
+    def _method_of(self, cls: Any) -> Any:
         return next((vars(c)[self.method] for c in cls.__mro__ if self.method in vars(c)), None)
 
 
 def contract_of(config: Node[Any], among: Iterable[Contract] = ()) -> Contract | None:
     """The contract of what a config builds, of `among` and those below; None where nothing fits."""
-    mine = interface_fields(type(config))
-    found = [c for c in (*among, *CONTRACTS) if c.fits(config)]
-    # The one that asks for most: what is called with `tokens` and `context` is no embedding.
-    return max(found, key=lambda c: (len(c.arguments), len(c.offered.keys() & mine)), default=None)
+    interface = interface_fields(type(config))
+    contracts = [c for c in (*among, *CONTRACTS) if c.fits(config)]
+    # The one that asks for most: what is called with `tokens` and `context` is not an embedding.
+    return max(contracts, key=lambda c: (len(c.arguments), len(c.offered.keys() & interface)), default=None)
 
 
 def normal(*shape: int) -> Inputs:
@@ -95,13 +95,13 @@ def context(rng: np.random.Generator) -> Context:
 
 def batch(rng: np.random.Generator) -> dict[str, np.ndarray]:
     """A batch of a language model; see `axlearn_core.contracts.parts.Batch`."""
-    ids, where = rng.integers(0, V, (B, S + 1), np.int32), context(rng)
+    ids, token_context = rng.integers(0, V, (B, S + 1), np.int32), context(rng)
     return {
         "tokens": ids[:, :-1],
         "targets": ids[:, 1:],
         "weights": (rng.random((B, S)) < 0.9).astype(np.float32),
-        "segment_ids": np.asarray(where.segment_ids),
-        "positions": np.asarray(where.positions),
+        "segment_ids": np.asarray(token_context.segment_ids),
+        "positions": np.asarray(token_context.positions),
     }
 
 
@@ -110,11 +110,11 @@ def like(index: int, *shape: int) -> Callable[[tuple[Any, ...], Any], Any]:
     return lambda inputs, dtype: jax.ShapeDtypeStruct(shape or inputs[index].shape, dtype)
 
 
-def _turned(inputs: tuple[Any, ...], dtype: Any) -> Any:
+def _rotary_outputs(inputs: tuple[Any, ...], dtype: object) -> Any:
     return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs[:2])
 
 
-def _mixed(inputs: tuple[Any, ...], dtype: Any) -> Any:
+def _mixer_outputs(inputs: tuple[Any, ...], dtype: object) -> Any:
     return jax.ShapeDtypeStruct((B, S, D), dtype), None
 
 
@@ -151,14 +151,14 @@ CONTRACTS = (
             *(rng.standard_normal((B, S, n, H), np.float32) for n in (N, N // 2)),
             context(rng).positions,
         ),
-        outputs=_turned,
+        outputs=_rotary_outputs,
     ),
     Contract(
         name="layer",
         arguments=("x", "context"),
         offered={"input_dim": D},
         inputs=lambda rng: (*normal(B, S, D)(rng), context(rng)),
-        outputs=_mixed,
+        outputs=_mixer_outputs,
     ),
     Contract(
         name="decoder",

@@ -28,7 +28,7 @@ class InputSuite:
     Attributes:
         config: the input, over data that is small enough to be read to its end.
         vocab_size: of the model that it is for.
-        dtypes: of arrays besides those of a language model, by name.
+        dtypes: of arrays in addition to those of a language model, by name.
         batches: how many training batches are looked at.
         processes: the number of processes that its rows are divided among.
     """
@@ -55,23 +55,24 @@ class InputSuite:
         """All batches of one evaluation."""
         iterator = source.evaluation()
         try:
-            found = list(itertools.islice(iterator, 1000))
+            batches = list(itertools.islice(iterator, 1000))
         finally:
             iterator.close()
-        assert len(found) < 1000, "an evaluation ends; this one has more than a thousand batches"
-        return found
+        assert len(batches) < 1000, "an evaluation ends; this one has more than a thousand batches"
+        return batches
 
     def test_batches_have_the_promised_arrays(self) -> None:
         source = self.build()
         training, evaluation = self.training(source), self.evaluated(source)
         assert evaluation, "an evaluation of no batches"
-        known = {**LANGUAGE_MODEL, **self.dtypes}
+        dtypes = {**LANGUAGE_MODEL, **self.dtypes}
         first = training[0]
+        assert len({str(describe([b])) for b in training}) > 1, "every batch of training is the first one again"
         for batch in (*training, *evaluation):
             rows = {k: x.shape[0] for k, x in batch.items()}
             assert len(set(rows.values())) == 1, f"arrays of one batch have as many rows: {rows}"
-            assert {k: str(x.dtype) for k, x in batch.items() if k in known} == {
-                k: known[k] for k in batch if k in known
+            assert {k: str(x.dtype) for k, x in batch.items() if k in dtypes} == {
+                k: dtypes[k] for k in batch if k in dtypes
             }
             same = {k: batch[k].shape for k in first if k in batch}
             assert same == {k: x.shape for k, x in first.items()}, "every batch has the shapes and arrays of the first"
@@ -126,15 +127,15 @@ class InputSuite:
         except ConfigError as error:
             pytest.skip(f"it refuses {self.processes} processes: {error}")
         for take in (self.training, self.evaluated):
-            united = [
+            global_batches = [
                 {k: np.concatenate([b[k] for b in rows]) for k in rows[0]}
                 for rows in zip(*(take(part) for part in parts), strict=True)
             ]
-            assert_batches(united, take(whole))
+            assert_batches(global_batches, take(whole))
 
     def test_it_describes_itself_for_the_lock(self) -> None:
-        one, two = (dict(self.build().describe()) for _ in range(2))
-        assert json.loads(json.dumps(one)) == json.loads(json.dumps(two))
+        one, two = (dict(self.build(seed).describe()) for seed in (0, 5))
+        assert json.loads(json.dumps(one)) == json.loads(json.dumps(two)), "facts of the data depend on nothing else"
 
     def test_closing_ends_it(self) -> None:
         iterator = self.build().train()

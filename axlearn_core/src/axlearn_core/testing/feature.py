@@ -52,18 +52,18 @@ class FeatureSuite:
     def test_its_stage_is_one_of_the_four(self) -> None:
         cls = registry().feature(self.name)
         assert cls.stage in STAGES
-        known = {e.name for e in registry().entries("features")}
+        names = {e.name for e in registry().entries("features")}
         assert self.name not in {*cls.needs, *cls.excludes}, "a feature cannot need or exclude itself"
         assert all(isinstance(n, str) for n in (*cls.needs, *cls.excludes)), "needs and excludes name features"
         assert self.name not in {*cls.before, *cls.after}, "a feature cannot come before or after itself"
-        assert set(cls.needs) <= known, f"it needs {', '.join(set(cls.needs) - known)}, which is not installed"
+        assert set(cls.needs) <= names, f"it needs {', '.join(set(cls.needs) - names)}, which is not installed"
 
     def test_of_the_stage_execute_it_changes_no_mathematics(self) -> None:
         if registry().feature(self.name).stage != "execute":
             return
         for experiment in self.trees():
-            before = registry().experiment(experiment)
-            feature = self.made(before)
+            before = self.tree(experiment)
+            feature = self.applied_feature(before)
             after = None if feature is None else applied(feature, before, experiment)
             if after is None:
                 continue
@@ -72,8 +72,8 @@ class FeatureSuite:
 
     def test_twice_is_once_on_every_experiment(self) -> None:
         for experiment in self.trees():
-            before = registry().experiment(experiment)
-            feature = self.made(before)
+            before = self.tree(experiment)
+            feature = self.applied_feature(before)
             if feature is None:
                 continue
             once = applied(feature, before, experiment)
@@ -86,39 +86,65 @@ class FeatureSuite:
             )
             assert feature.in_effect(once), f"{experiment}: in_effect() denies what apply() just made"
 
+    def test_it_changes_one_of_the_experiments(self) -> None:
+        refusals = []
+        for experiment in self.trees():
+            before = self.tree(experiment)
+            feature = self.applied_feature(before)
+            after = None if feature is None else applied(feature, before, experiment)
+            if after is not None and diff(before, after):
+                return
+            refusals.append(f"{experiment}: {'refused' if after is None else 'nothing to do'}")
+        raise AssertionError(
+            f"{self.text()} changes none of the experiments: nothing is tried. Set `options`, or `experiments`:\n"
+            + "\n".join(refusals[:8])
+        )
+
     def test_the_order_with_any_other_feature_makes_no_difference(self) -> None:
         for experiment in self.trees():
-            tree = registry().experiment(experiment)
+            tree = self.tree(experiment)
             for other in self.partners():
-                where = f"{experiment} with {self.text()} and {other}"
-                one, two = resolved(tree, self.text(), other), resolved(tree, other, self.text())
+                label = f"{experiment} with {self.text()} and {other}"
+                needs = self.needs()
+                one, two = resolved(tree, *needs, self.text(), other), resolved(tree, *needs, other, self.text())
                 if isinstance(one, Node) and isinstance(two, Node):
-                    assert diff(one, two) == (), f"{where}: the tree depends on the order"
-                    self._commutes(tree, one, other, where)
+                    assert diff(one, two) == (), f"{label}: the tree depends on the order"
+                    self._commutes(tree, one, other, label)
                 else:
-                    assert str(one) == str(two), f"{where}: one order is refused otherwise than the other"
+                    assert str(one) == str(two), f"{label}: one order is refused otherwise than the other"
 
-    def _commutes(self, tree: Node[Any], both: Node[Any], other: str, where: str) -> None:
+    def _commutes(self, tree: Node[Any], both: Node[Any], other: str, label: str) -> None:
         """Within a stage, without a stated order, it is that of the names, which means nothing: any gives the same tree."""
-        found = resolve(tree, with_=[self.text(), other]).features
-        pair, stated = [f for _, f in found], Order.of(dict(found), registry()).below
+        features = resolve(tree, with_=[*self.needs(), self.text(), other]).features
+        names = (self.name, other.partition(":")[0])
+        pair, stated = [f for name, f in features if name in names], Order.of(dict(features), registry()).below
         if len(pair) == 2 and pair[0].stage == pair[1].stage and not any(stated.values()):
             try:
                 turned: Any = pair[0].apply(pair[1].apply(tree))
             except AxlearnError as error:
                 turned = error
             assert isinstance(turned, Node), (
-                f"{where}: in the order that the names do not give, it is refused: {turned}"
+                f"{label}: in the order that the names do not give, it is refused: {turned}"
             )
-            assert diff(both, turned) == (), f"{where}: the tree depends on the names, as both are of one stage"
+            assert diff(both, turned) == (), f"{label}: the tree depends on the names, as both are of one stage"
 
-    def made(self, tree: Node[Any]) -> Feature | None:
+    def needs(self) -> tuple[str, ...]:
+        """`NAME:EXAMPLE` of the features that it needs."""
+        return tuple(_text(n, registry().feature(n)) for n in registry().feature(self.name).needs)
+
+    def tree(self, experiment: str) -> Node[Any]:
+        """The config of an experiment, with the features that this one needs where they fit."""
+        plain = registry().experiment(experiment)
+        tree = resolved(plain, *self.needs()) if self.needs() else plain
+        return plain if isinstance(tree, AxlearnError) else tree
+
+    def applied_feature(self, tree: Node[Any]) -> Feature | None:
         """The feature with its options; None where the request is refused, with an error that says what to do."""
-        found = resolved(tree, self.text(), whole=True)
-        if isinstance(found, AxlearnError):
-            assert_helps(found)
+        result = resolved(tree, *self.needs(), self.text(), whole=True)
+        if isinstance(result, AxlearnError):
+            assert_helps(result)
             return None
-        return next(f for name, f in found.features if name == self.name)
+        return next(f for name, f in result.features if name == self.name)
 
 
 def _text(name: str, cls: type[Feature]) -> str:
@@ -128,13 +154,13 @@ def _text(name: str, cls: type[Feature]) -> str:
 def resolved(tree: Node[Any], *features: str, whole: bool = False) -> Any:
     """The tree (or all that was resolved) with some features; the error where that is refused."""
     try:
-        found = resolve(tree, with_=features)
+        result = resolve(tree, with_=features)
     except AxlearnError as error:
         return error
-    return found if whole else found.config
+    return result if whole else result.config
 
 
-def applied(feature: Feature, tree: Node[Any], where: str) -> Node[Any] | None:
+def applied(feature: Feature, tree: Node[Any], label: str) -> Node[Any] | None:
     """What the feature makes of a tree; None where it refuses, with an error that says what to do."""
     try:
         return feature.apply(tree)

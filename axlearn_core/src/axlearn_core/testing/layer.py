@@ -67,23 +67,23 @@ class LayerSuite:
 
     def how(self) -> Contract:
         """The contract."""
-        found = self.contract or _contract(self.config)
-        if found is None:
+        contract = self.contract or _contract(self.config)
+        if contract is None:
             pytest.fail(
                 f"no contract is known that {type(self.config).__qualname__} fits: set `contract` to a "
                 "axlearn_core.testing.Contract that says what its parent offers and calls it with"
             )
-        return found
+        return contract
 
     def built(self, params: str = "float32", compute: str = "float32") -> Functional:
         """The layer as pure functions."""
-        return _built(type(self), params, compute)
+        return _build_functional(type(self), params, compute)
 
     def inputs(self) -> tuple[Any, ...]:
         """What the parent calls it with, floats in float32."""
         return self.how().inputs(np.random.default_rng(self.seed))
 
-    def call(self, layer: Any, *inputs: Any) -> Any:
+    def call(self, layer: object, *inputs: object) -> Any:
         """The call that a parent makes."""
         return getattr(layer, self.how().method)(*inputs)
 
@@ -91,37 +91,39 @@ class LayerSuite:
     def test_outputs_have_the_promised_shapes_and_dtypes(self, params: str, compute: str) -> None:
         functional, expected = self.built(params, compute), self.how().outputs
         inputs = jax.tree.map(lambda x: x.astype(compute) if is_float(x) else x, self.inputs())
-        got = leaves_of(jax.eval_shape(self._bound(functional), functional.abstract, inputs))
+        got = leaves_of(jax.eval_shape(self._bind_call(functional), functional.abstract, inputs))
         if expected is not None:
-            wanted = leaves_of(expected(inputs, jnp.dtype(compute)))
-            assert {p: (x.shape, x.dtype) for p, x in got.items()} == {p: (x.shape, x.dtype) for p, x in wanted.items()}
+            specs = leaves_of(expected(inputs, jnp.dtype(compute)))
+            assert {p: (x.shape, x.dtype) for p, x in got.items()} == {p: (x.shape, x.dtype) for p, x in specs.items()}
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_outputs_are_finite(self, dtype: str) -> None:
         outputs = _single(type(self)).outputs
         if dtype != "float32":
-            given = (_params(type(self)), self.inputs())
-            given = jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, given)
-            outputs = compiled(self._bound(self.built(dtype, dtype)))(*given)
+            arguments = (_params(type(self)), self.inputs())
+            arguments = jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, arguments)
+            outputs = compiled(self._bind_call(self.built(dtype, dtype)))(*arguments)
         for path, x in leaves_of(outputs).items():
-            assert np.isfinite(np.asarray(x, np.float32)).all(), f"outputs{path} has values that are no finite numbers"
+            assert np.isfinite(np.asarray(x, np.float32)).all(), f"outputs{path} has values that are not finite"
 
     def test_every_parameter_axis_is_named(self) -> None:
         functional = self.built()
-        known = {**DEFAULT_RULES, **self.rules}
+        rules = {**DEFAULT_RULES, **self.rules}
         for path, axes in functional.axes.items():
             for size, axis in zip(functional.abstract[path].shape, axes, strict=True):
                 assert axis is not None or size == 1, f"{path} {axes}: an axis of {size} has no logical name"
-                assert axis is None or axis in known, f"{path}: no mesh rule covers {axis!r}; give it one in `rules`"
+                assert axis is None or axis in rules, f"{path}: no mesh rule covers {axis!r}; give it one in `rules`"
 
     def test_gradients(self) -> None:
         single = _single(type(self))
         floats, fixed = self._arguments()
         if self.reference is not None:
             reference = type(self).reference  # what is given may be a plain function
-            expected = compiled(self._measured(lambda params, inputs: reference(params, *inputs)))(floats, fixed)  # type: ignore[misc]
-            got, wanted = (jax.tree.leaves(m.outputs) for m in (single, expected))  # any tuple stands for a named one
-            assert_close(got, wanted, self.reference_tolerance, "outputs")
+            expected = compiled(self._measurement(lambda params, inputs: reference(params, *inputs)))(floats, fixed)  # type: ignore[misc]
+            got, reference_outputs = (
+                jax.tree.leaves(m.outputs) for m in (single, expected)
+            )  # any tuple stands for a named one
+            assert_close(got, reference_outputs, self.reference_tolerance, "outputs")
             assert_close(single.gradients, expected.gradients, self.reference_tolerance, "gradients")
             return
         for path, leaf in floats.items():  # one at a time: what is small beside the others is seen too
@@ -129,9 +131,9 @@ class LayerSuite:
             size = norm(leaf) / leaf.size**0.5
             step = STEP * min(1.0, 10 * size or 0.1)  # of what is small, less: a norm behind it would bend
 
-            def value(x: Any, path: str = path) -> Any:
+            def value(x: object, path: str = path) -> Any:
                 outputs = _run(type(self))(floats | {path: x}, fixed).outputs
-                return self._weighed(outputs, np, "float64")  # summed in float32 it would be rounded too much
+                return self._weighted_sum(outputs, np, "float64")  # summed in float32 it would be rounded too much
 
             def differentiated(x: Any, value: Any = value, gradient: Any = gradient) -> Any:
                 return value(x), lambda cotangent: (cotangent * gradient,)
@@ -146,6 +148,23 @@ class LayerSuite:
                 err_msg=f"gradient by {path}",
             )
 
+    def test_parameters_and_inputs_matter(self) -> None:
+        outputs = _single(type(self)).outputs
+        floats, fixed = self._arguments()
+        # By another number at each place: a constant added to all logits, say, changes no probability.
+        rng = np.random.default_rng(self.seed + 2)
+        changed = {p: x + rng.uniform(0.5, 1.5, x.shape) for p, x in floats.items() if p.startswith("['params']")}
+        changed = {p: x.astype(floats[p].dtype) for p, x in changed.items()}
+        if changed:
+            other = _run(type(self))(floats | changed, fixed).outputs
+            assert not _equal(other, outputs), "other parameters give the same outputs"
+        rng = np.random.default_rng(self.seed + 1)
+        other = leaves_of({"inputs": jax.tree.map(jnp.asarray, self.how().inputs(rng))})
+        if other:
+            floats |= {p: x for p, x in other.items() if is_float(x)}
+            fixed |= {p: x for p, x in other.items() if not is_float(x)}
+            assert not _equal(_run(type(self))(floats, fixed).outputs, outputs), "other inputs give the same outputs"
+
     def test_meshes_change_no_number(self) -> None:
         need_devices(DEVICES)
         single, functional, (floats, fixed) = _single(type(self)), self.built(), self._arguments()
@@ -156,10 +175,10 @@ class LayerSuite:
                 for part in (floats, fixed)
             ]
             with logical_rules(layout.mesh, layout.rules), selection.use(selection.Selection()):
-                found = compiled(self._measured(self._bound(functional)))(*placed)
-            where = f"on the mesh {dict(mesh.shape)}, "
-            assert_close(found.outputs, single.outputs, self.tolerance, f"{where}outputs")
-            assert_close(found.gradients, single.gradients, self.tolerance, f"{where}gradients")
+                result = compiled(self._measurement(self._bind_call(functional)))(*placed)
+            label = f"on the mesh {dict(mesh.shape)}, "
+            assert_close(result.outputs, single.outputs, self.tolerance, f"{label}outputs")
+            assert_close(result.gradients, single.gradients, self.tolerance, f"{label}gradients")
 
     def test_a_checkpoint_gives_every_parameter_back(self, tmp_path: Path) -> None:
         params, functional = {**_params(type(self)), **_variables(type(self))}, self.built()
@@ -173,15 +192,15 @@ class LayerSuite:
         assert_equal(restored, params, "restored")
 
     def test_rematerialisation_changes_no_number(self) -> None:
-        single, bound, arguments = _single(type(self)), self._bound(self.built()), self._arguments()
+        single, bound, arguments = _single(type(self)), self._bind_call(self.built()), self._arguments()
         remat = Remat.Config().build()
-        jax.eval_shape(self._measured(remat.wrap(bound, in_loop=False)), *arguments)
+        jax.eval_shape(self._measurement(remat.wrap(bound, in_loop=False)), *arguments)
         tags = sorted(remat._tags)
         some = Remat.Config(save=tuple(tags[::2])).build()
-        found = compiled(self._measured(some.wrap(bound, in_loop=False)))(*arguments)
+        result = compiled(self._measurement(some.wrap(bound, in_loop=False)))(*arguments)
         some.check()
-        assert_close(found.outputs, single.outputs, self.tolerance, f"keeping {tags[::2]}, outputs")
-        assert_close(found.gradients, single.gradients, self.tolerance, f"keeping {tags[::2]}, gradients")
+        assert_close(result.outputs, single.outputs, self.tolerance, f"keeping {tags[::2]}, outputs")
+        assert_close(result.gradients, single.gradients, self.tolerance, f"keeping {tags[::2]}, gradients")
 
     def test_equal_shapes_compile_once(self) -> None:
         traces = []
@@ -202,27 +221,27 @@ class LayerSuite:
         flat = leaves_of({"params": params, "inputs": jax.tree.map(jnp.asarray, self.inputs())})
         return {p: x for p, x in flat.items() if is_float(x)}, {p: x for p, x in flat.items() if not is_float(x)}
 
-    def _bound(self, functional: Functional) -> Callable[..., Any]:
+    def _bind_call(self, functional: Functional) -> Callable[..., Any]:
         variables = _variables(type(self))
         return lambda params, inputs: self.call(functional.bind(params, variables), *inputs)
 
-    def _measured(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _measurement(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`(floats, fixed) -> Measured` for `function(params, inputs)`."""
         tree = jax.tree.structure({"params": _params(type(self)), "inputs": self.inputs()})
         paths = list(leaves_of(tree.unflatten(range(tree.num_leaves))))
 
         def measured(floats: dict[str, Any], fixed: dict[str, Any]) -> Measured:
             def loss(floats: dict[str, Any]) -> tuple[Any, Any]:
-                given = tree.unflatten([{**floats, **fixed}[p] for p in paths])
-                outputs = function(given["params"], given["inputs"])
-                return self._weighed(outputs, jnp, "float32"), outputs
+                values = tree.unflatten([{**floats, **fixed}[p] for p in paths])
+                outputs = function(values["params"], values["inputs"])
+                return self._weighted_sum(outputs, jnp, "float32"), outputs
 
             (_, outputs), gradients = jax.value_and_grad(loss, has_aux=True)(floats)
             return Measured(outputs, gradients)
 
         return measured
 
-    def _weighed(self, outputs: Any, numpy: Any, dtype: str) -> Any:
+    def _weighted_sum(self, outputs: object, numpy: Any, dtype: str) -> Any:
         """One number of all floats in the outputs: their sum, weighed at random."""
         rng = np.random.default_rng(self.seed + 1)
         floats = [x for x in jax.tree.leaves(outputs) if is_float(x)]
@@ -242,7 +261,7 @@ class LayerSuite:
     def _meshes(self, functional: Functional) -> list[Mesh]:
         """Random meshes that the parameters can be laid out on."""
         rng = np.random.default_rng(self.seed)
-        found: list[Mesh] = []
+        meshes: list[Mesh] = []
         for _ in range(100):
             shape: dict[str, int] = {}
             for axis in rng.choice(MESH_AXES[1:], 3):
@@ -254,11 +273,13 @@ class LayerSuite:
                     layout.spec(axes, functional.abstract[path].shape, path)
             except ConfigError:
                 continue
-            if mesh not in found:
-                found.append(mesh)
-            if len(found) == self.meshes:
-                return found
-        pytest.fail(f"its parameters fit only {len(found)} of 100 random meshes of {DEVICES} devices; set larger sizes")
+            if mesh not in meshes:
+                meshes.append(mesh)
+            if len(meshes) == self.meshes:
+                return meshes
+        pytest.fail(
+            f"its parameters fit only {len(meshes)} of 100 random meshes of {DEVICES} devices; set larger sizes"
+        )
 
 
 jax.tree_util.register_pytree_node(
@@ -266,20 +287,24 @@ jax.tree_util.register_pytree_node(
 )
 
 
+def _equal(one: object, two: object) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True))
+
+
 # Once for all tests of a suite: pytest makes an instance for each of them.
 _contract = functools.cache(contract_of)
 
 
 @functools.cache
-def _built(suite: type[LayerSuite], params: str, compute: str) -> Functional:
-    made = suite()
-    return Functional.of(made.config, precision=Precision(params, compute), **made.how().offered)
+def _build_functional(suite: type[LayerSuite], params: str, compute: str) -> Functional:
+    instance = suite()
+    return Functional.of(instance.config, precision=Precision(params, compute), **instance.how().offered)
 
 
 @functools.cache
 def _params(suite: type[LayerSuite]) -> Any:
-    made = suite()
-    return compiled(made.built().init)(jax.random.key(made.seed))
+    instance = suite()
+    return compiled(instance.built().init)(jax.random.key(instance.seed))
 
 
 @functools.cache
@@ -293,8 +318,8 @@ def _variables(suite: type[LayerSuite]) -> Any:
 
 @functools.cache
 def _run(suite: type[LayerSuite]) -> Callable[..., Measured]:
-    made = suite()
-    return compiled(made._measured(made._bound(made.built())))
+    instance = suite()
+    return compiled(instance._measurement(instance._bind_call(instance.built())))
 
 
 @functools.cache

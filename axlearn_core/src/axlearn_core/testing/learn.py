@@ -68,7 +68,7 @@ class LearnerSuite:
         """`(params, state, batch, poison) -> (params, state, summaries)`; `poison` is added to gradients and loss."""
         learner = self.learner()
 
-        def step(params: Any, state: Any, batch: Any, poison: tuple[Any, Any]) -> Any:
+        def step(params: object, state: object, batch: object, poison: tuple[Any, Any]) -> Any:
             (loss, *_), grads = learner.value_and_grad(without_state(self.loss), params, {}, batch, None)
             grads = jax.tree.map(lambda g: g + poison[0].astype(g.dtype), grads)
             return learner.update(grads, state, params, loss + poison[1])
@@ -88,14 +88,14 @@ class LearnerSuite:
         before = self.params()
         initial = self.learner().init(before)
         params, state = self.after((0, 0), (0, 0))
-        assert not _same(params, before), "two updates changed no parameter"
+        assert not _all_equal(params, before), "two updates changed no parameter"
         for path, x in leaves_of((params, state)).items():
             if jnp.issubdtype(x.dtype, jnp.floating):
                 assert np.isfinite(np.asarray(x, np.float32)).all(), path
         like = [jax.tree.map(lambda x: (x.shape, str(x.dtype)), t) for t in ((before, initial), (params, state))]
         assert like[0] == like[1], "the state of a step goes into the next one: it keeps its structure"
-        shown = self.learner().evaluation_params(state, params)
-        assert jax.tree.map(lambda x: (x.shape, str(x.dtype)), shown) == like[0][0]
+        evaluation_params = self.learner().evaluation_params(state, params)
+        assert jax.tree.map(lambda x: (x.shape, str(x.dtype)), evaluation_params) == like[0][0]
 
     @pytest.mark.parametrize("poison", [(np.nan, 0), (np.inf, 0), (0, np.nan)], ids=["nan", "inf", "nan-loss"])
     def test_what_is_not_finite_changes_nothing(self, poison: tuple[float, float]) -> None:
@@ -103,8 +103,8 @@ class LearnerSuite:
         params, state = self.after(good, poison)
         expected, before = self.after(good)
         assert_equal(params, expected, "parameters")
-        shown = self.learner().evaluation_params
-        assert_equal(shown(state, params), shown(before, expected), "evaluation parameters")
+        evaluation_params = self.learner().evaluation_params
+        assert_equal(evaluation_params(state, params), evaluation_params(before, expected), "evaluation parameters")
         # Nor does it later: the step after it is the one that would have come in its place.
         assert_equal(self.after(good, poison, good)[0], self.after(good, good)[0], "parameters one step later")
 
@@ -120,13 +120,24 @@ class LearnerSuite:
         got = compiled(lambda p, b: learner.value_and_grad(without_state(self.loss), p, {}, b, None))(params, batch)
         whole = compiled(jax.value_and_grad(self.loss, has_aux=True))(params, batch)
         assert_close(got[1], whole[1], self.tolerance, "gradients")
-        (loss, summaries, _), (expected, known) = got[0], whole[0]
-        assert_close((loss, summaries["weight"]), (expected, known["weight"]), self.tolerance, "loss and weight")
-        assert summaries.keys() == known.keys(), "summaries of the loss are passed on"
+        (loss, summaries, _), (expected, expected_summaries) = got[0], whole[0]
+        assert_close(
+            (loss, summaries["weight"]), (expected, expected_summaries["weight"]), self.tolerance, "loss and weight"
+        )
+        assert summaries.keys() == expected_summaries.keys(), "summaries of the loss are passed on"
+
+    def test_updates_lower_the_loss(self) -> None:
+        good = (0.0, 0.0)
+        state, params = self.learner().init(self.params()), self.params()
+        before, batch = float(self.loss(params, self.batch())[0]), self.batch()
+        for _ in range(self.max_steps):
+            params, state, _ = self.step(params, state, batch, tuple(map(jnp.float32, good)))
+        after = float(self.loss(self.learner().evaluation_params(state, params), batch)[0])
+        assert after < before, f"{self.max_steps} updates on one batch take its loss from {before:.6g} to {after:.6g}"
 
     def test_it_is_a_pure_function(self) -> None:
         assert_equal(self.after((0, 0), (0, 0)), self.after((0, 0), (0, 0)), "parameters and state of the same steps")
 
 
-def _same(one: Any, two: Any) -> bool:
+def _all_equal(one: object, two: object) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True))

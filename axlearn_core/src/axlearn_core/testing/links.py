@@ -106,7 +106,15 @@ class HttpFaults:
         observe: called with the environment of each request.
     """
 
-    def __init__(self, app: Any, *, seed: int = 0, failing: float = 0.0, hanging: float = 0.0, seconds: float = 0.0):
+    def __init__(
+        self,
+        app: Callable[..., Iterable[bytes]],
+        *,
+        seed: int = 0,
+        failing: float = 0.0,
+        hanging: float = 0.0,
+        seconds: float = 0.0,
+    ):
         self.app, self.failing, self.hanging, self.seconds = app, failing, hanging, seconds
         self.dice, self.counts = random.Random(seed), {"good": 0, "503": 0, "late": 0}
         self.observe: Callable[[Any], None] | None = None
@@ -139,8 +147,8 @@ class FaultyStorage:
 
     Attributes:
         failing: the share of calls that raise `StorageError`.
-        full_after: bytes that can be written before every write fails as on a full disk; None is no limit.
-        seconds: how long each call takes besides.
+        full_after: bytes that can be written before every write fails as on a full disk; None: no limit.
+        seconds: how long each call takes in addition.
         failures: how many calls failed.
     """
 
@@ -175,7 +183,7 @@ class FaultyStorage:
     def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
         """As the storage does, or fails before or in the middle."""
         self._fail(path)
-        self.storage.write(path, self._counted(path, chunks))
+        self.storage.write(path, self._count_bytes(path, chunks))
 
     def create(self, path: str, data: bytes) -> bool:
         """As the storage does, or fails."""
@@ -200,7 +208,7 @@ class FaultyStorage:
         """As the storage does."""
         return self.storage.directory()
 
-    def _counted(self, path: str, chunks: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    def _count_bytes(self, path: str, chunks: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
         for chunk in chunks:
             self.written += len(chunk)
             if self.full_after is not None and self.written > self.full_after:

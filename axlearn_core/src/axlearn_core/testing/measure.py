@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from axlearn_core.config import Node, check
+from axlearn_core.learn import AdamW, Learner
 from axlearn_core.testing.common import assert_equal
 from axlearn_core.testing.train import Journal, Noise, Numbers, TrainerSuite
 
@@ -39,10 +40,12 @@ class EvaluatorSuite:
     Attributes:
         config: the evaluator.
         edits: path -> value, what it needs of the trainer of `TrainerSuite`: a model of text and its input.
+        measures_model: whether its values change as the model is trained.
     """
 
     config: Node[Any]
     edits: Mapping[str, Any] = {}
+    measures_model: bool = True
 
     def run(self, path: Path, evaluators: Mapping[str, Node[Any]]) -> list[tuple[Any, ...]]:
         """What a run with these evaluators logs."""
@@ -71,6 +74,16 @@ class EvaluatorSuite:
         texts = [e[3] for e in entries if e[0] == "text"]
         assert scalars[0::2] == scalars[1::2], "two evaluators of one config measure the same"
         assert texts[0::2] == texts[1::2], "two evaluators of one config write the same"
+
+    def test_its_values_follow_the_model(self, tmp_path: Path) -> None:
+        if not self.measures_model:
+            pytest.skip("its values have nothing to do with the parameters: `measures_model` is False")
+        values = []
+        for rate in (0.05, 0.5):
+            edits = {**self.edits, "learner": Learner.Config(optimizer=AdamW(learning_rate=rate))}
+            TrainerSuite().run(tmp_path / str(rate), **{**edits, "evaluators": {"probe": self.config}})
+            values.append([e[2:] for e in self.measured(Journal.journals[tmp_path / str(rate)])])
+        assert values[0] != values[1], "models that were trained in two ways measure the same: does it look at them?"
 
     def test_it_changes_no_step(self, tmp_path: Path) -> None:
         losses = [
@@ -121,7 +134,7 @@ class _Observed:
         threads = _threads()
         with pytest.raises(RuntimeError, match="no more data"):
             suite.run(tmp_path / "failed", input=BrokenInput.Config(), **edits)
-        assert not (left := _new_threads(threads)), f"threads after the run: {left}"
+        assert not (leaks := _new_threads(threads)), f"threads after the run: {leaks}"
         assert suite.run(tmp_path / "next", **edits).step == 5, "the next run of the process can use it"
 
     def test_closing_is_always_allowed(self, tmp_path: Path) -> None:
@@ -135,9 +148,22 @@ class ProfilerSuite(_Observed):
 
     Attributes:
         config: the profiler, with a window within the first five steps if it has one.
+        remote: why nothing of it appears in the run directory: a service that has it.
     """
 
     slot = "profiler"
+    remote: str = ""
+
+    def test_a_run_leaves_something_to_read(self, tmp_path: Path) -> None:
+        if self.remote:
+            pytest.skip(f"nothing of it can be seen here: {self.remote}")
+        sizes = []
+        for name, edits in (("without", {}), ("with", {self.slot: self.config})):
+            TrainerSuite().run(tmp_path / name, **edits)
+            sizes.append({str(p.relative_to(tmp_path / name)) for p in (tmp_path / name).rglob("*") if p.is_file()})
+        assert sizes[1] - sizes[0], (
+            "a run with the profiler has no file more than one without: set `remote`, or write one"
+        )
 
     def test_it_watches_every_step(self, tmp_path: Path) -> None:
         profiler = self.build(tmp_path)
@@ -179,7 +205,7 @@ class WatchdogSuite(_Observed):
                 watchdog.beat(phase, step)
         watchdog.close()
         watchdog.close()
-        assert not (left := _new_threads(threads)), f"threads after close: {left}"
+        assert not (leaks := _new_threads(threads)), f"threads after close: {leaks}"
 
     def test_processes_share_the_run_directory(self, tmp_path: Path) -> None:
         one, two = self.build(tmp_path), self.build(tmp_path)
@@ -192,7 +218,7 @@ class WatchdogSuite(_Observed):
             watchdog.close()
 
     def test_it_acts_on_silence_alone(self, tmp_path: Path) -> None:
-        acted = self._acted()
+        acted = self._action_check()
         watchdog = self.build(tmp_path)
         watchdog.start()
         try:
@@ -210,7 +236,7 @@ class WatchdogSuite(_Observed):
             watchdog.close()
 
     def test_nothing_happens_once_it_is_closed(self, tmp_path: Path) -> None:
-        acted = self._acted()
+        acted = self._action_check()
         watchdog = self.build(tmp_path)
         watchdog.start()
         watchdog.beat("step", 1)
@@ -218,7 +244,7 @@ class WatchdogSuite(_Observed):
         time.sleep(2 * self.seconds)
         assert not acted(tmp_path), "it acted after close"
 
-    def _acted(self) -> Callable[[Path], bool]:
+    def _action_check(self) -> Callable[[Path], bool]:
         """`acted` as a function; skips the test of a watchdog whose actions cannot be seen."""
         acted = type(self).acted
         if acted is None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import attrs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +11,9 @@ import pytest
 
 from axlearn_core.compose import Functional, Program, compose
 from axlearn_core.compose.objective import PREFIX
-from axlearn_core.config import Node
+from axlearn_core.config import Node, check, patch
 from axlearn_core.contracts.mesh import Mesh
+from axlearn_core.errors import ConfigError
 from axlearn_core.learn import AdamW, Learner
 from axlearn_core.learn.paths import flatten
 from axlearn_core.testing.common import assert_close, assert_equal, compiled, is_float, need_devices, norm
@@ -27,12 +29,15 @@ class ObjectiveSuite:
         model: the config of the model; by default one of eight numbers, with batches of `x` [8, 4] and `y` [8, 2].
         tolerance: between one device and eight, and between a batch in one piece and in microbatches.
         mesh: the shape of the mesh of eight devices.
+        options: path in the config -> a value that changes the loss, its summaries or the gradients; by default every
+            number and switch of the config gets another value.
     """
 
     config: Node[Any]
     model: Node[Any] = Line.Config()
     tolerance: float = 1e-5
     mesh: Mapping[str, int] = {"data": 4, "tensor": 2}
+    options: Mapping[str, Any] | None = None
 
     def batch(self) -> dict[str, np.ndarray]:
         """Eight rows, as the input of such a model gives them."""
@@ -40,11 +45,23 @@ class ObjectiveSuite:
         x = rng.standard_normal((8, 4), np.float32)
         return {"x": x, "y": x[:, :2] - x[:, 2:]}
 
-    def program(self, devices: int = 1, **learner: Any) -> Program:
-        """A training program of the model with the objective."""
+    def changes(self) -> dict[str, Any]:
+        """Path -> another value, of what `options` names, or of each number and switch that the config has by itself."""
+        if self.options is not None:
+            return dict(self.options)
+        fields = {a.name: getattr(self.config, a.name) for a in attrs.fields(type(self.config))}
+        others = {
+            n: (not x if isinstance(x, bool) else 0.5 * x + 0.1)
+            for n, x in fields.items()
+            if isinstance(x, (bool, float))
+        }
+        return {n: x for n, x in others.items() if _valid(patch(self.config, {n: x}))}
+
+    def program(self, devices: int = 1, objective: Node[Any] | None = None, **learner: Any) -> Program:
+        """A training program of the model with the objective, or with another one."""
         cfg = Trainer.Config(
             model=self.model,
-            objective=self.config,
+            objective=objective or self.config,
             learner=Learner.Config(optimizer=AdamW(learning_rate=0.01), **learner),
             input=Noise.Config(),
             mesh=Mesh(shape=dict(self.mesh) if devices > 1 else {}),
@@ -64,7 +81,7 @@ class ObjectiveSuite:
 
         return state.replace(params={p: move(p, x) for p, x in state.params.items()})
 
-    def gradients(self, program: Program) -> Any:
+    def gradients(self, program: Program, batch: Mapping[str, np.ndarray] | None = None) -> Any:
         """((loss, summaries, variables), gradients) of a batch, as a training step takes them."""
         functions, state = program.functions["train"].call.__self__, self.moved(program)  # type: ignore[attr-defined]
 
@@ -74,7 +91,7 @@ class ObjectiveSuite:
                     functions.training_loss, state.params, state.variables, batch, jax.random.key(3)
                 )
 
-        return jax.device_get(compiled(run)(state, program.put(self.batch())))
+        return jax.device_get(compiled(run)(state, program.put(self.batch() if batch is None else batch)))
 
     def test_the_loss_and_the_summaries_are_scalars(self) -> None:
         (loss, summaries, _), _ = self.gradients(self.program())
@@ -82,6 +99,23 @@ class ObjectiveSuite:
         assert loss.dtype == np.float32, "the loss is float32"
         assert np.isfinite(loss), "the loss is finite"
         assert all(np.shape(x) == () for x in summaries.values()), "summaries are scalars"
+
+    def test_every_option_has_an_effect(self) -> None:
+        before = self.gradients(self.program())
+        for path, value in self.changes().items():
+            after = self.gradients(self.program(objective=patch(self.config, {path: value})))
+            same = [np.array_equal(a, b) for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=False)]
+            changed = not all(same) or jax.tree.structure(after) != jax.tree.structure(before)
+            assert changed, f"{path}={value} changes neither the loss, nor a summary, nor a gradient"
+
+    def test_the_batch_matters(self) -> None:
+        program = self.program()
+        other = {
+            k: np.roll(x, 1, axis=0) * 2 if is_float(x) else np.roll(x, 1, axis=-1) for k, x in self.batch().items()
+        }
+        (one, *_), _ = self.gradients(program)
+        (two, *_), _ = self.gradients(program, other)
+        assert one != two, "another batch has the same loss"
 
     def test_gradients_reach_the_model(self) -> None:
         _, grads = self.gradients(self.program())
@@ -98,15 +132,15 @@ class ObjectiveSuite:
 
     def test_what_is_frozen_is_not_trained(self) -> None:
         program = self.program()
-        kept = {p for at in program.trained.frozen for p in program.trained.variables if p.startswith(f"{at}.")}
-        if not kept:
+        frozen_paths = {p for at in program.trained.frozen for p in program.trained.variables if p.startswith(f"{at}.")}
+        if not frozen_paths:
             pytest.skip("this objective has no frozen models")
-        moments = [path for path in flatten(program.state.learner) if any(path.endswith(f".{p}") for p in kept)]
+        moments = [path for path in flatten(program.state.learner) if any(path.endswith(f".{p}") for p in frozen_paths)]
         assert not moments, f"the optimizer keeps a state of what is frozen: {moments[:3]}"
         state = program.init(0)
-        before = jax.device_get({p: state.variables[p] for p in kept})
+        before = jax.device_get({p: state.variables[p] for p in frozen_paths})
         after, _ = program.train_step(state, program.put(self.batch()))
-        assert_equal(jax.device_get({p: after.variables[p] for p in kept}), before, "frozen arrays")
+        assert_equal(jax.device_get({p: after.variables[p] for p in frozen_paths}), before, "frozen arrays")
 
     def test_a_step_changes_the_model_and_repeats(self) -> None:
         program = self.program()
@@ -139,3 +173,11 @@ class ObjectiveSuite:
         (loss_there, _, _), grads_there = self.gradients(self.program(8))
         assert_close(loss_there, loss, self.tolerance, "loss")
         assert_close(grads_there, grads, self.tolerance, "gradients")
+
+
+def _valid(config: Node[Any]) -> bool:
+    try:
+        check(config)
+    except ConfigError:
+        return False
+    return True

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import click
+import pytest
 from click.testing import CliRunner
 
 from axlearn_core.cli.main import cli
@@ -32,9 +33,9 @@ class CommandOptionSuite:
     def option(self) -> CommandOption:
         """The option, as the plugin that adds it declares it."""
         answers = host().answers("axlearn_command_options", command=self.command)
-        named = [option for _, options in answers for option in options if option.name == self.name]
-        assert len(named) == 1, f"{len(named)} plugins add {self.name} to `axlearn {self.command}`, expected one"
-        return named[0]
+        matches = [option for _, options in answers for option in options if option.name == self.name]
+        assert len(matches) == 1, f"{len(matches)} plugins add {self.name} to `axlearn {self.command}`, expected one"
+        return matches[0]
 
     def target(self) -> click.Command:
         """The command that it is added to."""
@@ -73,7 +74,18 @@ class CommandOptionSuite:
         except TypeError as error:
             raise AssertionError(f"{self.option().run} cannot be called as {self.command} is: {error}") from None
 
+    def test_it_runs_in_the_place_of_the_command(self, monkeypatch: Any) -> None:
+        if self.option().belongs_to is not None:
+            pytest.skip(f"{self.option().belongs_to} runs in its place, and gets its value")
+        module, _, attribute = self.option().run.partition(":")
+        calls: list[Any] = []
+        monkeypatch.setattr(importlib.import_module(module), attribute, lambda *args, **named: calls.append(args))
+        result: Any = CliRunner().invoke(cli, [self.command, *self.arguments])
+        assert calls, (
+            f"`axlearn {self.command} {' '.join(self.arguments)}` does not run {self.option().run}: {result.output}"
+        )
+
     def test_it_works(self) -> None:
-        done: Any = CliRunner().invoke(cli, [self.command, *self.arguments])
-        assert done.exit_code == self.exit_code, done.output
-        assert done.stdout.strip(), f"{self.name} prints nothing on standard output"
+        result: Any = CliRunner().invoke(cli, [self.command, *self.arguments])
+        assert result.exit_code == self.exit_code, result.output
+        assert result.stdout.strip(), f"{self.name} prints nothing on standard output"

@@ -85,9 +85,9 @@ class ProcessGroupSuite:
         assert self.members([{}]) == ["member 0 1 2 2"], "rank 0 of 1, with its own two devices"
 
     def test_two_processes_are_one_job(self) -> None:
-        with socket.socket() as found:
-            found.bind(("localhost", 0))
-            address = f"localhost:{found.getsockname()[1]}"
+        with socket.socket() as listener:
+            listener.bind(("localhost", 0))
+            address = f"localhost:{listener.getsockname()[1]}"
         environments = [self.environment(rank, 2, address) for rank in range(2)]
         if None in environments:
             pytest.skip("needs the variables of a launcher: define `environment`")

@@ -76,6 +76,12 @@ class TokenizerSuite:
             assert tokenizer.decode(ids) == text
             assert tokenizer.decode([*ids, tokenizer.eos_id]) == text, "eos_id stands for no text"
 
+    def test_decoding_what_was_decoded_changes_nothing(self) -> None:
+        decoded = [(tokenizer, tokenizer.decode(ids)) for tokenizer, _, ids in self.encoded()]
+        assert any(text for _, text in decoded), "decode gives no text for any of these texts"
+        for tokenizer, text in decoded:
+            assert tokenizer.decode(tokenizer.encode(text)) == text, f"{text!r} changes each time it is decoded"
+
     def test_any_ids_can_be_decoded(self) -> None:
         for tokenizer, _, ids in self.encoded():
             for end in range(len(ids) + 1):  # a model may stop in the middle of a character

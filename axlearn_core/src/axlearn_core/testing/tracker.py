@@ -19,10 +19,12 @@ class TrackerSuite:
     Attributes:
         config: the tracker.
         read: run directory -> (step, values) of what was logged, for trackers whose files can be read back.
+        remote: why nothing of what is logged appears in the run directory or on standard error: a service that has it.
     """
 
     config: Node[Any]
     read: Read | None = None
+    remote: str = ""
 
     def tracker(self, run_dir: Path) -> Any:
         """The tracker of a run."""
@@ -67,6 +69,18 @@ class TrackerSuite:
         self.follow(tmp_path, 1, 2)
         assert self.logged(tmp_path) == [(1, 1.0), (2, 0.5)]
 
+    def test_more_steps_leave_a_longer_trace(self, tmp_path: Path, capfd: Any) -> None:
+        if self.remote:
+            pytest.skip(f"nothing of it can be seen here: {self.remote}")
+        self.follow(tmp_path / "short", 1)
+        short = len(capfd.readouterr().err) + _bytes_below(tmp_path / "short")
+        self.follow(tmp_path / "long", *range(1, 60))
+        long = len(capfd.readouterr().err) + _bytes_below(tmp_path / "long")
+        assert long > short, (
+            f"59 steps leave {long} bytes in the run directory and on standard error, and one step {short}: "
+            "what is logged is lost, or set `remote` to where it goes"
+        )
+
     def test_a_resumed_run_reads_like_one_that_was_never_stopped(self, tmp_path: Path) -> None:
         self.follow(tmp_path / "stopped", 1, 2, 3)
         self.follow(tmp_path / "stopped", 3, 4, start=2)
@@ -77,12 +91,16 @@ class TrackerSuite:
     def test_a_directory_that_cannot_be_written_is_said_to_be_so(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
         tracker = self.tracker(tmp_path / "file")
-        said = ""
+        message = ""
         try:
             tracker.start(INFO)
             tracker.log(1, {"loss": 1.0})
         except WorkError as error:
-            said = str(error)
+            message = str(error)
         finally:
             tracker.close()
-        assert not said or str(tmp_path) in said, f"which directory? {said}"
+        assert not message or str(tmp_path) in message, f"which directory? {message}"
+
+
+def _bytes_below(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

@@ -136,7 +136,7 @@ class TrainerSuite:
 
     config: Node[Any] = TrainLoop.Config()
 
-    def trainer(self, **edits: Any) -> Trainer.Config:
+    def trainer(self, **edits: object) -> Trainer.Config:
         """The root config; `edits` are by path, with `__` for the dots."""
         cfg = Trainer.Config(
             model=Line.Config(),
@@ -151,7 +151,7 @@ class TrainerSuite:
         )
         return patch(cfg, {"checkpointer.every_steps": 2, **{k.replace("__", "."): v for k, v in edits.items()}})
 
-    def run(self, path: Path, **edits: Any) -> Result:
+    def run(self, path: Path, **edits: object) -> Result:
         """A run in a directory, continued where it has a checkpoint."""
         cfg = self.trainer(**edits)
         return cfg.build().run(RunDir(path, resumes=path.exists()), config_text="resolved: true\n")
@@ -164,9 +164,9 @@ class TrainerSuite:
         """Step -> state of each checkpoint."""
         cfg = self.trainer()
         checkpointer, like = cfg.checkpointer.build(directory=path / "checkpoints"), compose(cfg).state
-        found = {step: checkpointer.restore(step, like)[0] for step in checkpointer.steps()}
+        states = {step: checkpointer.restore(step, like)[0] for step in checkpointer.steps()}
         checkpointer.close()
-        return found
+        return states
 
     def test_it_goes_to_the_last_step_and_keeps_it(self, tmp_path: Path) -> None:
         result = self.run(tmp_path / "run")

@@ -9,16 +9,17 @@ import attrs
 
 from axlearn_core.checkpoint import OrbaxCheckpointer, open_storage
 from axlearn_core.checkpoint.run import open_checkpoint, open_folder, read_run_config
-from axlearn_core.compose.devices import detect, settle
+from axlearn_core.compose.devices import configure_devices, detect
 from axlearn_core.config import Node, diff
 from axlearn_core.contracts.target import Detected
 from axlearn_core.errors import CheckpointError, RequestError, StorageError
 from axlearn_core.plugins.request import Request, write
-from axlearn_core.plugins.resolve import Resolved, resolve
+from axlearn_core.plugins.resolve import resolve
+from axlearn_core.plugins.resolved import Resolved
 from axlearn_core.plugins.unregistered import CodeNames, code_name
 from axlearn_core.train.mirror import is_remote, working_copy
 from axlearn_core.train.run_dir import RunDir, check_config, refused_changes, short_hash
-from axlearn_core.train.session import RollBack, say
+from axlearn_core.train.session import RollBack, log_message
 from axlearn_core.train.trainer import Result, Trainer
 
 
@@ -60,7 +61,7 @@ def train(
         request = Request.of(request, with_=with_, set=set, steps=steps, target=target)
     resolved = resolve(request, detect=detect_devices).checked()
     if not resolved.detected:
-        settle(resolved.machine)
+        configure_devices(resolved.machine)
     if not isinstance(resolved.config, Trainer.Config):
         raise RequestError(f"{resolved.title} is a {type(resolved.config).__qualname__}; expected a Trainer.Config")
     path, uri, notes = place_of_run(run_dir, resolved.title, resolved.config)
@@ -69,7 +70,7 @@ def train(
     old = trained_config(
         uri or path, restore_step
     )  # after the config is text: it may name values of code in the same way
-    checked = RunDir.check(path, resolved.config, old, allow_drift=allow_drift, who=resolved.setter, uri=uri)
+    checked = RunDir.check(path, resolved.config, old, allow_drift=allow_drift, set_by=resolved.setter, uri=uri)
     if old is None:
         check_stored(resolved, allow_drift=allow_drift)
     checked = attrs.evolve(checked, notes=(*notes, *checked.notes))
@@ -84,7 +85,7 @@ def train(
     try:
         return trainer.run(checked, restore_step=restore_step, restart=restart, **facts)
     except RollBack as back:  # once: what is asked for by its step is not gone back from
-        say(f"going back to the checkpoint of step {back.step}")
+        log_message(f"going back to the checkpoint of step {back.step}")
         return trainer.run(attrs.evolve(checked, resumes=True), restore_step=back.step, **facts)
 
 
@@ -130,13 +131,13 @@ def check_stored(resolved: Resolved, *, allow_drift: bool) -> None:
             f"checkpointer.uri: {uri} cannot be read: {error}\n    fix: make it reachable, or give another place"
         ) from error
     if checkpoint is not None:
-        what = f"{uri} has checkpoints of a run"
-        check_config(what, checkpoint.config, config, allow_drift=allow_drift, who=resolved.setter)
+        subject = f"{uri} has checkpoints of a run"
+        check_config(subject, checkpoint.config, config, allow_drift=allow_drift, set_by=resolved.setter)
 
 
-def detect_devices(config: Any) -> Detected:
+def detect_devices(config: object) -> Detected:
     """What this job runs on, once its processes have joined."""
-    settle(None)
+    configure_devices(None)
     if isinstance(config, Trainer.Config):
         config.distributed.build().initialize()
     return detect()
@@ -154,8 +155,8 @@ def default_run_dir(experiment: str, config: Node[Any]) -> tuple[Path, tuple[str
     path = Path("runs") / f"{experiment}-{short_hash(config)}"
     if path.exists():
         return path, ()
-    named = f"{glob.escape(experiment)}-{'[0-9a-f]' * 8}"
-    earlier = [p for p in sorted(path.parent.glob(named)) if _computes_the_same(p, config)]
+    pattern = f"{glob.escape(experiment)}-{'[0-9a-f]' * 8}"
+    earlier = [p for p in sorted(path.parent.glob(pattern)) if _computes_the_same(p, config)]
     if len(earlier) > 1:
         raise RequestError(
             f"several runs of earlier versions compute what this one does: {', '.join(map(str, earlier))}\n"
@@ -200,6 +201,6 @@ def saved_config(run_dir: str | Path) -> Node[Any] | None:
 def provenance(resolved: Resolved) -> dict[str, list[dict[str, str]]]:
     """Path -> who set it to what, first to last, as JSON."""
     return {
-        path: [{"by": step.who, "value": str(step.new)} for step in steps]
+        path: [{"by": step.set_by, "value": str(step.new)} for step in steps]
         for path, steps in resolved.provenance.items()
     }

@@ -16,7 +16,7 @@ def plain_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(dict(facts), default=str))
 
 
-def check_facts(run_dir: Path, old: Any, new: Mapping[str, Any], *, allow_drift: bool) -> list[str]:
+def check_facts(run_dir: Path, old: object, new: Mapping[str, Any], *, allow_drift: bool) -> list[str]:
     """Compares the data of a checkpoint with the data that is there. Every process calls it.
 
     Args:
@@ -51,7 +51,7 @@ def check_facts(run_dir: Path, old: Any, new: Mapping[str, Any], *, allow_drift:
     return [f"the data changed: {change}" for change in changes]
 
 
-def _flat(facts: Any, path: str) -> dict[str, Any]:
+def _flat(facts: object, path: str) -> dict[str, Any]:
     if isinstance(facts, Mapping):
         return {p: v for name, below in facts.items() for p, v in _flat(below, f"{path}.{name}").items()}
     return {path: facts}

@@ -38,15 +38,15 @@ class Distributed(Configurable):
         """Joins the job, once."""
         cfg, env = self.cfg, os.environ
         many = any(env.get(name, "1").isdigit() and int(env.get(name, "1")) > 1 for name in _COUNTS)
-        given = cfg.coordinator_address or env.get("JAX_COORDINATOR_ADDRESS")
-        if cfg.mode == "off" or (cfg.mode == "auto" and not (many or given)) or jax.distributed.is_initialized():
+        coordinator = cfg.coordinator_address or env.get("JAX_COORDINATOR_ADDRESS")
+        if cfg.mode == "off" or (cfg.mode == "auto" and not (many or coordinator)) or jax.distributed.is_initialized():
             return
 
         def number(own: int | None, name: str) -> int | None:
             return own if own is not None else int(env[name]) if name in env else None
 
         jax.distributed.initialize(
-            coordinator_address=given,
+            coordinator_address=coordinator,
             num_processes=number(cfg.num_processes, "JAX_NUM_PROCESSES"),
             process_id=number(cfg.process_id, "JAX_PROCESS_ID"),
         )
@@ -62,7 +62,7 @@ def preempted(step: int) -> bool:
     return multihost_utils.reached_preemption_sync_point(step)
 
 
-def united(state: Any) -> Any:
+def allgather_data_state(state: object) -> Any:
     """The states of all processes as one: mappings are united key by key, other values are the first process's."""
     if jax.process_count() == 1:
         return state
@@ -74,7 +74,7 @@ def united(state: Any) -> Any:
     return functools.reduce(_union, [json.loads(bytes(r[:n])) for r, n in zip(rows, sizes, strict=True)])
 
 
-def _union(a: Any, b: Any) -> Any:
+def _union(a: object, b: object) -> Any:
     if not (isinstance(a, dict) and isinstance(b, dict)):
         return a
     return {k: _union(a[k], b[k]) if k in a and k in b else a.get(k, b.get(k)) for k in a | b}

@@ -8,7 +8,7 @@ import attrs
 import jax
 
 from axlearn_core.compose import compose
-from axlearn_core.compose.devices import settle
+from axlearn_core.compose.devices import configure_devices
 from axlearn_core.contracts.capabilities import DeclaresBatches
 from axlearn_core.errors import RequestError, StorageError
 from axlearn_core.plugins.request import Request
@@ -44,13 +44,13 @@ def dry_run(
     """
     resolved = resolve(request, detect=detect_devices).checked()
     if not resolved.detected:
-        settle(resolved.machine)
+        configure_devices(resolved.machine)
     config: Any = resolved.config
     if not isinstance(config, Trainer.Config):
         raise RequestError(f"{resolved.title} is a {type(config).__qualname__}; expected a Trainer.Config")
     path, uri, notes = place_of_run(run_dir, resolved.title, config)
     old = trained_config(uri or path, restore_step)
-    checked = RunDir.check(path, config, old, allow_drift=allow_drift, who=resolved.setter, uri=uri)
+    checked = RunDir.check(path, config, old, allow_drift=allow_drift, set_by=resolved.setter, uri=uri)
     if old is None:
         check_stored(resolved, allow_drift=allow_drift)
     program = compose(config, machine=resolved.machine)
@@ -90,7 +90,7 @@ def _steps(config: Any, run_dir: RunDir, restore_step: int | None, restart: bool
     return f"{begin} to {config.max_steps}"
 
 
-def _state_bytes(state: Any) -> int:
+def _state_bytes(state: object) -> int:
     """Bytes of the training state on one device."""
     total = 0
     for leaf in jax.tree.leaves(state):

@@ -1,33 +1,17 @@
 """What is measured during training: the loss on held-out data, and samples of generated text."""
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import jax
 
-from axlearn_core.config import Configurable, Node, node, offers, setting
+from axlearn_core.config import Configurable, Node, node, setting
 from axlearn_core.contracts.parts import Input
+from axlearn_core.train.session import Evaluator, Session
 
-if TYPE_CHECKING:
-    from axlearn_core.train.session import Session
+__all__ = ["Evaluator", "LossEvaluator", "Periodic"]
 
 T_co = TypeVar("T_co", covariant=True)
-
-
-@offers("name", "input", "build_input")
-class Evaluator(Protocol):
-    """One entry of `evaluators`: `name` is its key there, `input` the trainer's, `build_input` builds another one.
-
-    Its constructor checks what it can: nothing has been written or trained then.
-    """
-
-    def due(self, step: int, last: bool) -> bool:
-        """Whether it runs after `step`; `last` is true at the end of the run."""
-        ...
-
-    def run(self, session: "Session") -> Mapping[str, float]:
-        """Scalars for the trackers; texts go to `session.text`."""
-        ...
 
 
 class Periodic(Configurable):
@@ -66,7 +50,7 @@ class LossEvaluator(Periodic):
         self.input = input if cfg.input is None else build_input(cfg.input)
         self.input.evaluation().close()  # says now if there is nothing to evaluate on
 
-    def run(self, session: "Session") -> Mapping[str, float]:
+    def run(self, session: Session) -> Mapping[str, float]:
         """Runs over the batches; sums stay on the device until the end."""
         batches = self.input.evaluation()
         totals = None

@@ -54,7 +54,7 @@ class Holder:
         """Raises `WorkError` where another trainer has taken the place since, as after a long freeze."""
         if self._lost is not None:
             raise WorkError(
-                f"another trainer took {self.name} while this one did not answer: {_who(self._lost)}\n"
+                f"another trainer took {self.name} while this one did not answer: {_describe_holder(self._lost)}\n"
                 "    fix: nothing more is written here; the other one goes on"
             )
 
@@ -73,32 +73,32 @@ class Holder:
                 return
 
     def _acquire(self) -> int:
-        there = self._holders()
-        newest = there[-1] if there else 0
-        if newest and (found := self._alive(newest)) is not None:
-            raise self._held(found)
+        numbers = self._holders()
+        newest = numbers[-1] if numbers else 0
+        if newest and (record := self._alive(newest)) is not None:
+            raise self._in_use_error(record)
         if not self.storage.create(self._path(newest + 1), self._text()):
-            raise self._held(self._read(newest + 1) or {})
-        later = [n for n in self._holders() if n not in there and n != newest + 1]
+            raise self._in_use_error(self._read(newest + 1) or {})
+        later = [n for n in self._holders() if n not in numbers and n != newest + 1]
         if later:  # two found different holders dead at once: neither goes on
             self.storage.delete(self._path(newest + 1))
-            raise self._held(self._read(later[-1]) or {})
-        for number in there:
+            raise self._in_use_error(self._read(later[-1]) or {})
+        for number in numbers:
             self.storage.delete(self._path(number))
         return newest + 1
 
     def _alive(self, number: int) -> dict[str, Any] | None:
         """Who holds the place, or None where that one is dead."""
-        found = self._read(number)
-        if found is None or (self.info["job"] and found.get("job") == self.info["job"]):
+        record = self._read(number)
+        if record is None or (self.info["job"] and record.get("job") == self.info["job"]):
             return None
-        if found.get("machine") == self.info["machine"]:
-            return found if _started(int(found["pid"])) == found["started"] else None
-        if time.time() - found["beat"] < STALE_SECONDS:
-            return found
+        if record.get("machine") == self.info["machine"]:
+            return record if _process_start(int(record["pid"])) == record["started"] else None
+        if time.time() - record["beat"] < STALE_SECONDS:
+            return record
         time.sleep(2 * BEAT_SECONDS)
         later = self._read(number)
-        return later if later is not None and later["beat"] != found["beat"] else None
+        return later if later is not None and later["beat"] != record["beat"] else None
 
     def _holders(self) -> list[int]:
         names = (f.path.removeprefix(PREFIX).removesuffix(".json") for f in self.storage.list(PREFIX))
@@ -127,16 +127,16 @@ class Holder:
     def _path(self, number: int) -> str:
         return f"{PREFIX}{number}.json"
 
-    def _held(self, found: dict[str, Any]) -> CheckpointError:
+    def _in_use_error(self, record: dict[str, Any]) -> CheckpointError:
         return CheckpointError(
-            f"{self.name} is in use by another trainer: {_who(found)}\n"
+            f"{self.name} is in use by another trainer: {_describe_holder(record)}\n"
             "    fix: wait for it or stop it, or give another place; nothing was written"
         )
 
 
-def _who(found: dict[str, Any]) -> str:
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found["since"])) if "since" in found else "now"
-    return f"process {found.get('pid', '?')} on {found.get('host', '?')}, since {since}"
+def _describe_holder(record: dict[str, Any]) -> str:
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record["since"])) if "since" in record else "now"
+    return f"process {record.get('pid', '?')} on {record.get('host', '?')}, since {since}"
 
 
 def _identity() -> dict[str, Any]:
@@ -145,7 +145,7 @@ def _identity() -> dict[str, Any]:
         "host": socket.gethostname(),
         "machine": _machine(),
         "pid": pid,
-        "started": _started(pid),
+        "started": _process_start(pid),
         "since": time.time(),
         "job": os.environ.get(JOB, ""),
     }
@@ -160,7 +160,7 @@ def _machine() -> str:
         return socket.gethostname()
 
 
-def _started(pid: int) -> str | None:
+def _process_start(pid: int) -> str | None:
     """When a process began, in the system's own units; None where there is no such process."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

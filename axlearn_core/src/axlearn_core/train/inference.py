@@ -9,12 +9,12 @@ import jax
 
 from axlearn_core.checkpoint.weights import bind_weights, open_weights
 from axlearn_core.compose import Program, compose
-from axlearn_core.compose.devices import settle
+from axlearn_core.compose.devices import configure_devices
 from axlearn_core.config import find, patch
 from axlearn_core.contracts.capabilities import GeneratesTokens, encode_prompt
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import CheckpointError, RequestError
-from axlearn_core.train.session import say
+from axlearn_core.train.session import log_message
 from axlearn_core.train.trainer import Trainer
 
 
@@ -52,7 +52,7 @@ class Loaded:
 
 
 def load(uri: str | Path, *, step: int | None = None) -> Loaded:
-    """The model at a path or URI, on one device: of a run, or of whatever `open_weights` opens.
+    """The model at a path or URI, on one device: of a run, or of anything that `open_weights` opens.
 
     Args:
         uri: a run directory, or another source of weights.
@@ -61,7 +61,7 @@ def load(uri: str | Path, *, step: int | None = None) -> Loaded:
     Raises:
         CheckpointError: no weights lie there, no such checkpoint, or it is damaged.
     """
-    settle(None)
+    configure_devices(None)
     weights = open_weights(uri, step=step)
     config = weights.experiment
     if not isinstance(config, Trainer.Config):
@@ -75,16 +75,16 @@ def load(uri: str | Path, *, step: int | None = None) -> Loaded:
 
 def _choose_kernels(config: Trainer.Config) -> Trainer.Config:
     """The config without the kernels that it names: those were named for the machine that it was trained on."""
-    named = {path: value for path, value in find(config, "model.**.kernel").items() if isinstance(value, str)}
-    if not named:
+    kernels = {path: value for path, value in find(config, "model.**.kernel").items() if isinstance(value, str)}
+    if not kernels:
         return config
-    shown = ", ".join(f"{path}={value}" for path, value in named.items())
-    say(f"note: kernels named for training are not asked for here: {shown}")
-    return patch(config, dict.fromkeys(named))
+    listing = ", ".join(f"{path}={value}" for path, value in kernels.items())
+    log_message(f"note: kernels named for training are not asked for here: {listing}")
+    return patch(config, dict.fromkeys(kernels))
 
 
 def generate_text(
-    model: Any,
+    model: object,
     tokenizer: Tokenizer,
     prompt: str,
     *,
@@ -101,7 +101,7 @@ def generate_text(
         raise RequestError(f"a {type(model).__name__} does not write text: it has no method `generate`")
     prompt_ids = encode_prompt(tokenizer, prompt) or [tokenizer.eos_id]
     ids: list[int] = []
-    shown = tokenizer.decode(prompt_ids)
+    prefix = tokenizer.decode(prompt_ids)
     for token in model.generate(
         prompt_ids,
         max_tokens=max_tokens,
@@ -115,5 +115,5 @@ def generate_text(
         ids.append(token)
         text = tokenizer.decode([*prompt_ids, *ids])
         if not text.endswith("\ufffd"):
-            yield text[len(shown) :]
-            shown = text
+            yield text[len(prefix) :]
+            prefix = text

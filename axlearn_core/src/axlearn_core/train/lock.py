@@ -1,4 +1,4 @@
-"""What a run depended on besides its config: versions, devices, flags, data, kernels."""
+"""What a run depended on in addition to its config: versions, devices, flags, data, kernels."""
 
 import os
 import platform
@@ -19,13 +19,13 @@ FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 def versions() -> dict[str, str]:
     """Name -> version of the libraries that decide numbers, and of every installed distribution of this framework."""
-    found = {}
+    result = {}
     for dist in importlib_metadata.distributions():
         name = dist.metadata["Name"]
         plugin = any(ep.group.startswith("axlearn.") for ep in dist.entry_points)
         if name in LIBRARIES or plugin:
-            found[name] = dist.version
-    return dict(sorted(found.items()))
+            result[name] = dist.version
+    return dict(sorted(result.items()))
 
 
 def make_lock(

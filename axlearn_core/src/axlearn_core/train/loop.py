@@ -8,7 +8,7 @@ import jax
 
 from axlearn_core.config import Configurable, Node, node, offers, setting
 from axlearn_core.errors import WorkError
-from axlearn_core.train.session import Session, StepTimer, batch_tokens, say
+from axlearn_core.train.session import Session, StepTimer, batch_tokens, log_message
 
 
 @offers("input", "build_input")
@@ -94,12 +94,12 @@ class TrainLoop(Configurable):
     def _next_batch(session: Session, record: "_Record") -> Any:
         try:
             return session.next_batch()
-        except Exception:  # whatever is wrong with the input, the steps so far are kept
+        except Exception:  # any failure of the input: the steps so far are saved
             if session.step > session.start_step and jax.process_count() == 1:
                 record.flush()
                 session.save(force=True)
                 session.checkpointer.wait()
-                say(f"the input failed; step {session.step} is saved")
+                log_message(f"the input failed; step {session.step} is saved")
             raise
 
     @staticmethod
@@ -143,7 +143,7 @@ class _Record:
         """Waits for the held step and handles its scalars."""
         if self.held is None:
             return
-        step, scalars, tokens, where = self.held
+        step, scalars, tokens, position = self.held
         self.held = None
         values = {k: float(v) for k, v in jax.device_get(scalars).items()}
         self.session.observe(step, values)
@@ -153,13 +153,13 @@ class _Record:
         last = step >= self.session.max_steps
         if step % self.session.log_every_steps == 0 or last or self.first or bad:
             seconds = self.timer.lap(self.since_log)
-            self.session.log(step, self._logged(values, seconds, tokens))
+            self.session.log(step, self._add_timings(values, seconds, tokens))
             self.since_log, self.first = 0, False
         self.session.metrics["loss"] = values["loss"]
         if bad:
-            self._report(step, values, bad, where)
+            self._report(step, values, bad, position)
 
-    def _logged(self, values: dict[str, float], seconds: float, tokens: int | None) -> dict[str, float]:
+    def _add_timings(self, values: dict[str, float], seconds: float, tokens: int | None) -> dict[str, float]:
         logged = {"loss": values["loss"], "step_seconds": seconds}
         if tokens is not None:
             logged["tokens_per_second"] = tokens / seconds
@@ -168,17 +168,17 @@ class _Record:
             logged["mfu"] = flops / seconds / peak
         return logged | {k: v for k, v in values.items() if k not in logged}
 
-    def _report(self, step: int, values: dict[str, float], bad: list[str], where: str) -> None:
-        found = ", ".join(f"{k} {values[k]}" for k in bad)
-        say(f"step {step}: {found}; the update was skipped. Batch: {where}")
+    def _report(self, step: int, values: dict[str, float], bad: list[str], position: str) -> None:
+        bad_values = ", ".join(f"{k} {values[k]}" for k in bad)
+        log_message(f"step {step}: {bad_values}; the update was skipped. Batch: {position}")
         self.session.distrust(step)
         if self.nonfinite > self.max_nonfinite:
             self.session.save(force=True)
             self.session.checkpointer.wait()
             raise WorkError(
-                f"{self.nonfinite} steps in a row had a {' and '.join(bad)} that is no finite number, the last of them step "
+                f"{self.nonfinite} steps in a row had a {' and '.join(bad)} that is not finite, the last of them step "
                 f"{step}; their updates were skipped, and the state before them is in the checkpoint\n"
-                f"    batch: {where}\n"
+                f"    batch: {position}\n"
                 "    fix: lower the learning rate, clip harder, or look at the data there; "
                 "`loop.max_nonfinite_steps` sets the limit"
             )

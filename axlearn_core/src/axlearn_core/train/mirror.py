@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from axlearn_core.checkpoint import open_storage
 from axlearn_core.errors import StorageError, WorkError
-from axlearn_core.train.session import say
+from axlearn_core.train.session import log_message
 
 CHECKPOINTS = "checkpoints/"
 
@@ -57,7 +57,7 @@ class RunMirror:
                     self.storage.write(name, [(self.path / name).read_bytes()])
                     self._pushed[name] = state
         except (StorageError, OSError) as error:
-            say(f"note: {self.uri} was not brought up to date: {error}\n    its files are in {self.path}")
+            log_message(f"note: {self.uri} was not brought up to date: {error}\n    its files are in {self.path}")
 
     def read(self, name: str) -> str:
         """A file of the storage. Raises `StorageError`."""

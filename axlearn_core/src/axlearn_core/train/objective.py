@@ -61,12 +61,12 @@ class FrozenWeights:
 
 
 def _check_specs(at: str, frozen: Any, specs: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-    wanted = {**frozen.functional.abstract, **frozen.functional.variables}
-    problems = [f"missing: {p}" for p in wanted if p not in specs]
-    problems += [f"not in this model: {p}" for p in specs if p not in wanted]
+    expected = {**frozen.functional.abstract, **frozen.functional.variables}
+    problems = [f"missing: {p}" for p in expected if p not in specs]
+    problems += [f"not in this model: {p}" for p in specs if p not in expected]
     problems += [
         f"differs: {p}: {specs[p].shape} there, {x.shape} here"
-        for p, x in wanted.items()
+        for p, x in expected.items()
         if p in specs and specs[p].shape != x.shape
     ]
     if problems:

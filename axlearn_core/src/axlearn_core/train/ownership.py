@@ -11,7 +11,7 @@ from axlearn_core.checkpoint import open_storage
 from axlearn_core.checkpoint.state import agree
 from axlearn_core.contracts.capabilities import OwnsCheckpoints
 from axlearn_core.errors import AxlearnError, CheckpointError, RequestError, StorageError
-from axlearn_core.train.distributed import united
+from axlearn_core.train.distributed import allgather_data_state
 from axlearn_core.train.holder import Holder
 from axlearn_core.train.run_dir import RunDir
 from axlearn_core.train.trackers.jsonl import METRICS, read_jsonl
@@ -21,7 +21,7 @@ SAVED = "saved"
 
 
 def hold_run(
-    run_dir: RunDir, checkpointer: Any, lock: Mapping[str, Any], closing: ExitStack
+    run_dir: RunDir, checkpointer: object, lock: Mapping[str, Any], closing: ExitStack
 ) -> tuple[str, Callable[[], None]]:
     """Keeps other trainers out of the run directory, and out of where its checkpoints are if that is elsewhere.
 
@@ -45,7 +45,9 @@ def hold_run(
         raise RequestError(
             f"the checkpoints cannot be reached: {unreachable}\n    fix: make them reachable, or give another checkpointer.uri"
         ) from unreachable
-    run = united(lock.get("run") or owner or uuid.uuid4().hex[:16])  # the first process's: it writes the lock
+    run = allgather_data_state(
+        lock.get("run") or owner or uuid.uuid4().hex[:16]
+    )  # the first process's: it writes the lock
     holders: list[Holder] = []
     error: AxlearnError | None = None
     if jax.process_index() == 0:

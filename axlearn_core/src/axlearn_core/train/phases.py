@@ -13,7 +13,7 @@ from typing import Any
 
 PHASES = "phases.jsonl"
 WRITE_EVERY = 5.0
-"""Seconds between records, besides those of events."""
+"""Seconds between records, in addition to those of events."""
 PROGRESS = "AXLEARN_PROGRESS"
 """Environment variable: a file of this machine in which a supervisor sees what the process does, and since when."""
 
@@ -67,7 +67,7 @@ class PhaseClock:
         if self._now() - self._written >= WRITE_EVERY:
             self.write("run", step)
 
-    def write(self, event: str, step: int | None = None, **facts: Any) -> None:
+    def write(self, event: str, step: int | None = None, **facts: object) -> None:
         """Writes a record; `step` is the newest by default, and `facts` are added."""
         with self._lock:
             self._step = self._step if step is None else step

@@ -35,7 +35,7 @@ LOCK_TYPES: Mapping[str, type] = {
 }
 
 
-def batch_dependence(config: Any) -> tuple[str, ...]:
+def batch_dependence(config: object) -> tuple[str, ...]:
     """Why the batch of a step cannot be cut up otherwise without changing what the model computes; empty where it can."""
     from axlearn_core.compose import ModelAndObjective  # imports JAX, which reports of runs do without
 
@@ -43,7 +43,7 @@ def batch_dependence(config: Any) -> tuple[str, ...]:
 
 
 def short_hash(config: Node[Any]) -> str:
-    """Eight hex digits of what the config computes, whatever its execution and its number of steps."""
+    """Eight hex digits of what the config computes, regardless of its execution and its number of steps."""
     decisive = mathematics(config)
     cut = microbatches(config)
     if cut and batch_dependence(config):
@@ -94,7 +94,7 @@ class RunDir:
         old: Any,
         *,
         allow_drift: bool,
-        who: Who = {}.get,
+        set_by: Who = {}.get,
         uri: str | None = None,
     ) -> "RunDir":
         """Decides between a new run and a continued one; writes nothing.
@@ -108,7 +108,7 @@ class RunDir:
             uri: of the run, where the directory is a working copy of it.
 
         Raises:
-            RequestError: the directory holds something that is no run.
+            RequestError: the directory holds something that is not a run.
             CheckpointError: it holds another experiment's run.
         """
         try:
@@ -130,11 +130,11 @@ class RunDir:
             strangers = [n for n in names if not n.startswith(".trainer-") and n not in SUPERVISOR][:5]
             if strangers and uri is None:
                 raise RequestError(
-                    f"{path} is not empty and is no run: it has no config.yaml\n    got: {', '.join(strangers)}\n"
+                    f"{path} is not empty and is not a run: it has no config.yaml\n    got: {', '.join(strangers)}\n"
                     "    fix: give another --run-dir; nothing was written"
                 )
             return cls(path, resumes=False, allow_drift=allow_drift, uri=uri)
-        changes = check_config(f"{uri or path} holds a run", old, config, allow_drift=allow_drift, who=who)
+        changes = check_config(f"{uri or path} holds a run", old, config, allow_drift=allow_drift, set_by=set_by)
         notes = tuple(f"changed since the run began: {show_change(c)}" for c in changes)
         return cls(path, resumes=True, notes=notes, allow_drift=allow_drift, uri=uri)
 
@@ -163,7 +163,7 @@ class RunDir:
                 raise _damaged_lock(file, f"{name}: {show(lock[name])}")
         return lock
 
-    def write_fact(self, name: str, value: Any) -> None:
+    def write_fact(self, name: str, value: object) -> None:
         """Adds one fact to the lock that is known only once the step is compiled."""
         lock = self.read_lock() | {name: value}
         write_whole(self.path / "run.lock.json", json.dumps(lock, indent=1, default=str) + "\n")
@@ -177,7 +177,7 @@ def _damaged_lock(file: Path, problem: str) -> CheckpointError:
 
 
 def check_config(
-    what: str, old: Node[Any], config: Node[Any], *, allow_drift: bool, who: Who = {}.get
+    subject: str, old: Node[Any], config: Node[Any], *, allow_drift: bool, set_by: Who = {}.get
 ) -> tuple[Change, ...]:
     """The changes between the config of a run and the one it is to be continued with.
 
@@ -187,13 +187,13 @@ def check_config(
     changes = diff(old, config, code_name)
     refused = refused_changes(changes, old, config)
 
-    def line(found: Refused) -> str:
-        remarks = "; ".join(r for r in (found.reason, who(found.change.path)) if r)
-        return f"    {show_change(found.change)}" + (f" ({remarks})" if remarks else "")
+    def line(refusal: Refused) -> str:
+        remarks = "; ".join(r for r in (refusal.reason, set_by(refusal.change.path)) if r)
+        return f"    {show_change(refusal.change)}" + (f" ({remarks})" if remarks else "")
 
     if refused and not allow_drift:
         raise CheckpointError(
-            f"{what} with another config; nothing was written\n"
+            f"{subject} with another config; nothing was written\n"
             + "\n".join(map(line, refused[:12]))
             + (f"\n    and {len(refused) - 12} more" if len(refused) > 12 else "")
             + "\n    fix: give another --run-dir, or continue it all the same with --allow-drift; where parameters"

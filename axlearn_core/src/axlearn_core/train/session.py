@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import jax
@@ -14,15 +14,18 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from axlearn_core.compose import Program
+from axlearn_core.config import offers
 from axlearn_core.contracts.capabilities import DescribesPosition, KeepsLocalTier, ObservesSteps
 from axlearn_core.contracts.parts import BatchIterator, Checkpointer, Input, Profiler, Tracker, Watchdog
-from axlearn_core.train.distributed import preempted, united
-from axlearn_core.train.evaluators import Evaluator
+from axlearn_core.errors import InputError
+from axlearn_core.train.compiled_step import CompiledStep
+from axlearn_core.train.distributed import allgather_data_state, preempted
+from axlearn_core.train.input_failure import LookAhead, StopAgreement
 from axlearn_core.train.phases import PhaseClock
 from axlearn_core.train.signals import InputWaitEnded, StopSignals
 
 
-def say(message: str) -> None:
+def log_message(message: str) -> None:
     """One line for a person, on standard error, from the first process only."""
     if jax.process_index() == 0:
         print(message, file=sys.stderr, flush=True)
@@ -40,6 +43,22 @@ class RollBack(Exception):
         self.step = step
 
 
+@offers("name", "input", "build_input")
+class Evaluator(Protocol):
+    """One entry of `evaluators`: `name` is its key there, `input` the trainer's, `build_input` builds another one.
+
+    Its constructor checks what it can: nothing has been written or trained then.
+    """
+
+    def due(self, step: int, last: bool) -> bool:
+        """Whether it runs after `step`; `last` is true at the end of the run."""
+        ...
+
+    def run(self, session: "Session") -> Mapping[str, float]:
+        """Scalars for the trackers; texts go to `session.text`."""
+        ...
+
+
 @attrs.define(kw_only=True, eq=False, repr=False)  # `signal.signal` formats handlers, and so would fetch the state
 class Session:
     """The parts of one run, built; the state; and what the loop asks of them.
@@ -54,6 +73,7 @@ class Session:
         facts: what the input said of its data (`Input.describe`), kept in each checkpoint.
         stop_signal: what asked the job to stop, once `stops` has said so.
         on_save: called before each save, on every process; what it raises stops the run.
+        compiled_step: keeps the compiled step beside the checkpoints; None compiles it in every attempt.
     """
 
     program: Program
@@ -73,6 +93,7 @@ class Session:
     on_save: Callable[[], None] = lambda: None
     profiler: Profiler | None = None
     watchdog: Watchdog | None = None
+    compiled_step: CompiledStep | None = None
     clock: PhaseClock = attrs.field(factory=PhaseClock)
     flops_per_step: int | None = None
     metrics: dict[str, float] = attrs.field(factory=dict)
@@ -82,6 +103,7 @@ class Session:
     _saved_step: int = attrs.field(init=False)
     _signals: StopSignals = attrs.field(init=False)
     _measured: dict[str, int] = attrs.field(init=False, factory=dict)
+    _agreement: StopAgreement | None = attrs.field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
         self.start_step, self._saved_step = self.step, self.step or -1
@@ -97,7 +119,7 @@ class Session:
             batch = self._signals.wait(lambda: next(self.batches))
         except InputWaitEnded:
             self.stop_signal = self._signals.asked
-            say("the input gives no batch; stopping without it")
+            log_message("the input gives no batch; stopping without it")
             return None
         return self.program.put(batch)
 
@@ -105,8 +127,9 @@ class Session:
         """Compiles the step for this batch and counts its FLOPs, once."""
         if self.flops_per_step is None:
             self.beat("compile")
+            facts = self.compiled_step.facts if self.compiled_step and self.compiled_step.load(batch) else {}
             self.program.compile("train", batch)
-            self.flops_per_step = self.program.model_flops(batch)
+            self.flops_per_step = facts.get("flops") or self.program.model_flops(batch)
             self.on_compiled(self, batch)
             self.beat("step")
 
@@ -122,7 +145,9 @@ class Session:
             self.watchdog.beat(phase, self.step)
 
     def observe(self, step: int, values: Mapping[str, float]) -> None:
-        """Shows a step's scalars to the watchdog."""
+        """Shows the scalars of a finished step to the watchdog."""
+        if self.compiled_step is not None and step == self.start_step + 1:
+            self.compiled_step.prove()
         if isinstance(self.watchdog, ObservesSteps):
             self.watchdog.observe(step, values)
 
@@ -162,7 +187,7 @@ class Session:
             return
         now = {k: v for k, v in self.metrics.items() if self._measured.get(k, self.step) == self.step}
         metrics = {k: v for k, v in now.items() if math.isfinite(v)}
-        extra = {"data": united(self.batches.get_state()), "step": self.step, "facts": dict(self.facts)}
+        extra = {"data": allgather_data_state(self.batches.get_state()), "step": self.step, "facts": dict(self.facts)}
         save(self.step, self.state, extra=extra, metrics=metrics)
         if save == self.checkpointer.save:
             self._saved_step = self.step
@@ -183,9 +208,19 @@ class Session:
 
     def describe_batch(self) -> str:
         """Which batch was just taken, for a message about it: by the input itself where it can say, else by its number."""
-        if isinstance(self.batches, DescribesPosition):
-            return str(self.batches.describe_position())
-        return f"number {self.step} of the stream"
+        position = self.batches.describe_position() if isinstance(self.batches, DescribesPosition) else ""
+        return str(position) or f"number {self.step} of the stream"
+
+    def _stop_all(self, error: Exception) -> None:
+        if self._agreement is not None:
+            self._agreement.ask(f"{type(error).__name__}: {error}")
+
+    def raise_input_failure(self) -> None:
+        """Raises `InputError`, on every process, where the input of one of them stopped the run."""
+        if self._agreement is None or not self._agreement.reason:
+            return
+        self.checkpointer.wait()
+        raise InputError(f"{self._agreement.reason}\n    step {self.step} is saved")
 
     def stops(self) -> bool:
         """Whether a signal asks the job to stop here.
@@ -193,29 +228,38 @@ class Session:
         Several processes agree on it: for SIGTERM, the notice of a preemption, at the next step; for SIGINT at the next step that
         is logged.
         """
-        asked = self._signals.asked
+        signal_number = self._signals.asked
         if jax.process_count() > 1 and self.stop_signal is None:
+            if self._agreement is not None and self._agreement.reached(self.step):
+                return True
             if preempted(self.step):
-                say("one of the processes was sent SIGTERM: stopping here, then saving")
+                log_message("one of the processes was sent SIGTERM: stopping here, then saving")
                 self.stop_signal = signal.SIGTERM
                 return True
             if self.step % self.log_every_steps:
                 return False
-            asked = int(multihost_utils.process_allgather(np.asarray(asked or 0)).max()) or None
-        self.stop_signal = self.stop_signal or asked
+            signal_number = int(multihost_utils.process_allgather(np.asarray(signal_number or 0)).max()) or None
+        self.stop_signal = self.stop_signal or signal_number
         return self.stop_signal is not None
 
     def __enter__(self) -> "Session":
         # In a job of several processes SIGTERM belongs to JAX, which tells the others; see `preempted`.
+        if jax.process_count() > 1:
+            self._agreement = StopAgreement(self.step)
+            self.batches = LookAhead(self.batches, self.max_steps - self.step, self._stop_all)
         self._signals.install(*((signal.SIGINT,) if jax.process_count() > 1 else (signal.SIGINT, signal.SIGTERM)))
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._agreement is not None:
+            self._agreement.close()
         self._signals.uninstall()
 
 
 def _announce_stop() -> None:
-    say("stopping after this step, then saving; once more stops at once and loses the steps since the last checkpoint")
+    log_message(
+        "stopping after this step, then saving; once more stops at once and loses the steps since the last checkpoint"
+    )
 
 
 class StepTimer:

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM of a training process: asked once it saves and stops, asked twice it ends, whatever it is doing."""
+"""Ctrl-C and SIGTERM of a training process: asked once it saves and stops, asked twice it ends at once."""
 
 import os
 import signal

@@ -94,9 +94,9 @@ class TrainingFunctions:
 
     def weights(self, state: TrainState) -> ModelWeights:
         """The model's parameters to evaluate with (an average where the learner keeps one), and its newest variables."""
-        return self.trained.of_model(self._evaluated(state))
+        return self.trained.of_model(self._evaluation_weights(state))
 
-    def _evaluated(self, state: TrainState) -> ModelWeights:
+    def _evaluation_weights(self, state: TrainState) -> ModelWeights:
         return ModelWeights(self.learner.evaluation_params(state.learner, state.params), state.variables)
 
     def loss(self, weights: ModelWeights, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Scalars]:
@@ -152,7 +152,7 @@ class TrainingFunctions:
 
     def evaluate(self, state: TrainState, batch: Mapping[str, jax.Array]) -> Scalars:
         """`loss_sum` and `weight`, and `bytes` where the batch has them."""
-        weights = self._evaluated(state)
+        weights = self._evaluation_weights(state)
         model = self.functional.bind(weights.params, weights.variables)
         value, summaries = self._held_out_loss(model, weights, {k: v for k, v in batch.items() if k != "bytes"})
         weight = summaries.get("weight", jnp.ones((), jnp.float32))

@@ -1,7 +1,7 @@
 """The root of every experiment, and how its parts become a running job."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -34,6 +34,7 @@ from axlearn_core.errors import MissingFileError, RequestError, WorkError
 from axlearn_core.learn import Learner
 from axlearn_core.nn.held import check_stateless
 from axlearn_core.plugins.decisions import Decision
+from axlearn_core.train.compiled_step import CompiledStep
 from axlearn_core.train.data_facts import check_facts, plain_facts
 from axlearn_core.train.distributed import Distributed
 from axlearn_core.train.evaluators import Evaluator, LossEvaluator
@@ -41,10 +42,11 @@ from axlearn_core.train.lock import make_lock, peak_flops
 from axlearn_core.train.loop import Loop, TrainLoop
 from axlearn_core.train.mirror import RunMirror
 from axlearn_core.train.objective import FrozenWeights
+from axlearn_core.train.open_run import OnSave, OpenRun
 from axlearn_core.train.ownership import SAVED, check_metrics, hold_run
 from axlearn_core.train.phases import PhaseClock
 from axlearn_core.train.run_dir import RunDir, lock_drift
-from axlearn_core.train.session import Session, say
+from axlearn_core.train.session import Session, log_message
 from axlearn_core.train.step import TrainingFunctions
 from axlearn_core.train.trackers import JsonlTracker, LinesTracker
 
@@ -100,6 +102,8 @@ class Trainer(Configurable):
         watchdog: Node[Watchdog] | None = setting(default=None, kind="execution")
         max_steps: int = setting(default=REQUIRED, kind="duration", ge=1, le=2**31 - 1)  # steps are int32
         log_every_steps: int = setting(default=10, kind="execution", ge=1)
+        # In the run directory, for the processes that continue it.
+        keep_compiled_step: bool = setting(default=True, kind="execution", hide_default=True)
         seed: int = setting(default=0, ge=0, le=2**63 - 1)
 
         def functions(self, functional: Functional) -> Mapping[str, Function]:
@@ -144,188 +148,207 @@ class Trainer(Configurable):
             config_text: the resolved config as YAML, to be kept in the directory.
             provenance: path -> who set it, for the lock.
             restore_step: a step to go back to; the default is the newest.
-            restart: begin at step 0 whatever is there; it is set aside.
+            restart: begin at step 0 and set existing checkpoints aside.
             machine: what it has to run on; None is what JAX finds.
             decisions: what was decided for the user, to be shown and kept in the lock.
         """
-        cfg, clock = self.config, PhaseClock()
-        cfg.distributed.build().initialize()
-        program = compose(cfg, machine=machine)
-        decisions = (*decisions, *replicated(program.trained))
-        vocab_size = vocabulary_size(program.functional.describe())
+        self.config.distributed.build().initialize()
+        program = compose(self.config, machine=machine)
         with ExitStack() as closing:
-            source = cfg.build_input(cfg.input, vocab_size)
-            batches = source.train()
-            closing.callback(batches.close)
-            offered = {"input": source, "build_input": lambda own: cfg.build_input(own, vocab_size)}
-            evaluators = {name: e.build(name=name, **offered) for name, e in cfg.evaluators.items()}
-            for name, evaluator in evaluators.items():
-                check_stateless(evaluator, f"evaluators.{name}")
-            loop = check_stateless(cfg.loop.build(**offered), "loop")
-            checkpointer = cfg.checkpointer.build(directory=run_dir.checkpoints)
-            mirror = RunMirror(run_dir.uri, run_dir.path) if run_dir.uri else None
-            old = _read_lock(run_dir, mirror)
-            run_id, check_held = hold_run(run_dir, checkpointer, old, closing)
-            if mirror and jax.process_index() == 0:
-                mirror.fetch()
-                closing.callback(mirror.push)
-            closing.callback(checkpointer.close)
-            _record_saves(checkpointer, clock)
-            watchdog = cfg.watchdog.build(run_dir=run_dir.path) if cfg.watchdog else None
-            if watchdog:
-                closing.callback(watchdog.close)
-                watchdog.start()
-                watchdog.beat("restore", 0)
-            clock.begin("restore")
-            facts = plain_facts(source.describe())
-            state, step, begins = self._restore(
-                program, checkpointer, batches, restore_step, restart=restart, facts=facts, old=old, run_dir=run_dir
-            )
-            if state is None and not restart:
-                check_metrics(run_dir, old)
-            frozen = FrozenWeights.of(program) if begins else None
-            lock = make_lock(program, facts, experiment=experiment, provenance=provenance, decisions=decisions)
-            lock |= {"run": run_id, SAVED: step > 0 or (old.get(SAVED, False) and not restart)}
-            drift = lock_drift(old, lock) if old else []
-            for decision in decisions:
-                say(str(decision))
-            for note in (*run_dir.notes, *drift):
-                say(f"note: {note}")
-            if jax.process_index() == 0 or mirror:  # machines do not share a working copy
-                run_dir.write(config_text, {k: old[k] for k in ("kernels", "hlo_fingerprint") if k in old} | lock)
-            if jax.process_index() == 0:
-                clock.open(run_dir.path, step)
-            checkpointer.files = {
-                "config.yaml": config_text,
-                "run.lock.json": (run_dir.path / "run.lock.json").read_text,
-            }
-            trackers = [t.build(run_dir=run_dir.path) for t in cfg.trackers] if jax.process_index() == 0 else []
-            for tracker in trackers:
-                closing.callback(tracker.close)
-                tracker.start(
-                    {
-                        "experiment": experiment,
-                        "parameters": program.functional.num_parameters,
-                        "devices": program.layout.mesh.size,
-                        "max_steps": cfg.max_steps,
-                        "start_step": step,
-                        "run_dir": str(run_dir.path),
-                    }
-                )
-            profiler = cfg.profiler.build(run_dir=run_dir.path) if cfg.profiler else None
-            if profiler:
-                closing.callback(profiler.close)
-            if watchdog:
-                watchdog.beat("compile", step)
-            clock.begin("compile", step=step)
-
-            def on_save() -> None:
-                check_held()
-                if not lock[SAVED] and jax.process_index() == 0 and checkpointer.latest_step() is not None:
-                    lock[SAVED] = True
-                    run_dir.write_fact(SAVED, True)
-                if mirror and jax.process_index() == 0:
-                    mirror.push()
-
-            state = _ready(program, batches, cfg.seed) if state is None else state
-            session = Session(
-                program=program,
-                state=frozen.load(state) if frozen else state,
-                step=step,
-                max_steps=cfg.max_steps,
-                log_every_steps=cfg.log_every_steps,
-                seed=cfg.seed,
-                input=source,
-                batches=batches,
-                evaluators=evaluators,
-                checkpointer=checkpointer,
-                trackers=trackers,
-                run_dir=run_dir.path,
-                peak_flops=peak_flops(program),
-                on_compiled=lambda s, batch: self._compiled(s, batch, run_dir),
-                on_save=on_save,
-                profiler=profiler,
-                watchdog=watchdog,
-                clock=clock,
-                facts=facts,
-            )
-            closing.callback(lambda: clock.write("end", session.step))
-            self._run_loop(loop, session)
+            run = self._open(program, run_dir, closing)
+            self._restore(run, restore_step, restart=restart)
+            if run.state is None and not restart:
+                check_metrics(run_dir, run.old_lock)
+            decisions = (*decisions, *replicated(program.trained))
+            lock = make_lock(program, run.facts, experiment=experiment, provenance=provenance, decisions=decisions)
+            saved = run.step > 0 or (run.old_lock.get(SAVED, False) and not restart)
+            frozen = FrozenWeights.of(program) if run.begins else None
+            self._write(run, lock | {"run": run.run_id, SAVED: saved}, config_text, decisions)
+            on_save = OnSave(run, saved)
+            session = self._start(run, frozen, experiment, on_save)
+            closing.callback(lambda: run.clock.write("end", session.step))
+            self._run_loop(run.loop, session)
             session.beat("save")
-            checkpointer.wait()
+            run.checkpointer.wait()
             on_save()
         return Result(run_dir.path, session.step, dict(session.metrics), session.stop_signal, run_dir.uri)
+
+    def _open(self, program: Program, run_dir: RunDir, closing: ExitStack) -> OpenRun:
+        """Builds the parts and takes hold of the run; nothing is written."""
+        cfg, clock = self.config, PhaseClock()
+        vocab_size = vocabulary_size(program.functional.describe())
+        source = cfg.build_input(cfg.input, vocab_size)
+        batches = source.train()
+        closing.callback(batches.close)
+        offered = {"input": source, "build_input": lambda own: cfg.build_input(own, vocab_size)}
+        evaluators = {name: e.build(name=name, **offered) for name, e in cfg.evaluators.items()}
+        for name, evaluator in evaluators.items():
+            check_stateless(evaluator, f"evaluators.{name}")
+        loop = check_stateless(cfg.loop.build(**offered), "loop")
+        checkpointer: Any = cfg.checkpointer.build(directory=run_dir.checkpoints)
+        mirror = RunMirror(run_dir.uri, run_dir.path) if run_dir.uri else None
+        old_lock = _read_lock(run_dir, mirror)
+        run_id, check_held = hold_run(run_dir, checkpointer, old_lock, closing)
+        if mirror and jax.process_index() == 0:
+            mirror.fetch()
+            closing.callback(mirror.push)
+        closing.callback(checkpointer.close)
+        _record_saves(checkpointer, clock)
+        watchdog = cfg.watchdog.build(run_dir=run_dir.path) if cfg.watchdog else None
+        if watchdog:
+            closing.callback(watchdog.close)
+            watchdog.start()
+            watchdog.beat("restore", 0)
+        clock.begin("restore")
+        return OpenRun(
+            run_dir=run_dir,
+            closing=closing,
+            clock=clock,
+            program=program,
+            source=source,
+            batches=batches,
+            evaluators=evaluators,
+            loop=loop,
+            checkpointer=checkpointer,
+            mirror=mirror,
+            old_lock=old_lock,
+            run_id=run_id,
+            check_held=check_held,
+            watchdog=watchdog,
+            facts=plain_facts(source.describe()),
+        )
+
+    @staticmethod
+    def _write(run: OpenRun, lock: dict[str, Any], config_text: str, decisions: Sequence[Decision]) -> None:
+        """Says what was decided and what changed, and writes the run directory."""
+        run_dir, old = run.run_dir, run.old_lock
+        for decision in decisions:
+            log_message(str(decision))
+        for note in (*run_dir.notes, *(lock_drift(old, lock) if old else ())):
+            log_message(f"note: {note}")
+        if jax.process_index() == 0 or run.mirror:  # machines do not share a working copy
+            run_dir.write(config_text, {k: old[k] for k in ("kernels", "hlo_fingerprint") if k in old} | lock)
+        if jax.process_index() == 0:
+            run.clock.open(run_dir.path, run.step)
+        run.checkpointer.files = {
+            "config.yaml": config_text,
+            "run.lock.json": (run_dir.path / "run.lock.json").read_text,
+        }
+
+    def _start(
+        self, run: OpenRun, frozen: FrozenWeights | None, experiment: str, on_save: Callable[[], None]
+    ) -> Session:
+        """Opens trackers and the profiler, compiles the step, and puts the state on the devices."""
+        cfg, program, run_dir = self.config, run.program, run.run_dir
+        trackers = [t.build(run_dir=run_dir.path) for t in cfg.trackers] if jax.process_index() == 0 else []
+        for tracker in trackers:
+            run.closing.callback(tracker.close)
+            tracker.start(
+                {
+                    "experiment": experiment,
+                    "parameters": program.functional.num_parameters,
+                    "devices": program.layout.mesh.size,
+                    "max_steps": cfg.max_steps,
+                    "start_step": run.step,
+                    "run_dir": str(run_dir.path),
+                }
+            )
+        profiler = cfg.profiler.build(run_dir=run_dir.path) if cfg.profiler else None
+        if profiler:
+            run.closing.callback(profiler.close)
+        if run.watchdog:
+            run.watchdog.beat("compile", run.step)
+        run.clock.begin("compile", step=run.step)
+        compiled_step = CompiledStep(run_dir.path, program) if cfg.keep_compiled_step and not run.mirror else None
+        if compiled_step:
+            run.closing.callback(compiled_step.close)
+        state = _ready(program, run.batches, cfg.seed, compiled_step) if run.state is None else run.state
+        return Session(
+            program=program,
+            state=frozen.load(state) if frozen else state,
+            step=run.step,
+            max_steps=cfg.max_steps,
+            log_every_steps=cfg.log_every_steps,
+            seed=cfg.seed,
+            input=run.source,
+            batches=run.batches,
+            evaluators=run.evaluators,
+            checkpointer=run.checkpointer,
+            trackers=trackers,
+            run_dir=run_dir.path,
+            peak_flops=peak_flops(program),
+            on_compiled=lambda s, batch: self._record_compilation(s, batch, run_dir),
+            on_save=on_save,
+            compiled_step=compiled_step,
+            profiler=profiler,
+            watchdog=run.watchdog,
+            clock=run.clock,
+            facts=run.facts,
+        )
 
     @staticmethod
     def _run_loop(loop: Loop, session: Session) -> None:
         try:
             loop.run(session)
+            session.raise_input_failure()
         except RequestError as error:  # such as data that went bad: not the request's fault any more
             if session.step == session.start_step:
                 raise
             raise WorkError(f"after step {session.step}: {error}") from error
 
-    def _restore(
-        self,
-        program: Program,
-        checkpointer: Any,
-        batches: Any,
-        wanted: int | None,
-        *,
-        restart: bool,
-        facts: Mapping[str, Any],
-        old: Mapping[str, Any],
-        run_dir: RunDir,
-    ) -> tuple[Any, int, bool]:
-        """(state, step, whether the objective begins here) of a checkpoint; no state where there is none.
+    def _restore(self, run: OpenRun, target_step: int | None, *, restart: bool) -> None:
+        """Fills in the state and step of a checkpoint; leaves them as they are where there is none.
 
         The position in the data is one in the data that the checkpoint was written with: other data is refused.
         """
+        program, checkpointer, run_dir = run.program, run.checkpointer, run.run_dir
         if restart:
             if isinstance(checkpointer, OwnsCheckpoints):
                 checkpointer.restart()
-            return None, 0, True
-        if wanted is None and isinstance(checkpointer, KeepsLocalTier):
+            return
+        if target_step is None and isinstance(checkpointer, KeepsLocalTier):
             newest = checkpointer.restore_newest(program.state)
             if newest is None:
-                return None, 0, True
+                return
             state, extra, step = newest
         else:
-            step = checkpointer.latest_step() if wanted is None else wanted
+            step = checkpointer.latest_step() if target_step is None else target_step
             if step is None:
-                return None, 0, True
+                return
             if step not in checkpointer.steps():
-                known = ", ".join(map(str, checkpointer.steps())) or "none"
-                raise RequestError(f"there is no checkpoint of step {step}\n    checkpoints: {known}")
+                steps = ", ".join(map(str, checkpointer.steps())) or "none"
+                raise RequestError(f"there is no checkpoint of step {step}\n    checkpoints: {steps}")
             state, extra = checkpointer.restore(step, program.state)
         if "data" in extra:  # not where the run was made of a model from elsewhere
-            before = extra.get("facts") or old.get("data") or {}
-            for note in check_facts(run_dir.path, before, facts, allow_drift=run_dir.allow_drift):
-                say(f"note: {note}")
-            batches.set_state(extra["data"])
-        if extra.get(WEIGHTS_ONLY):
-            say(f"starting from the weights of step {step}: the optimizer's state is new")
-            return program.begin(self.config.seed, state), step, True
-        say(f"continuing from the checkpoint of step {step}")
-        return state, step, False
+            before = extra.get("facts") or run.old_lock.get("data") or {}
+            for note in check_facts(run_dir.path, before, run.facts, allow_drift=run_dir.allow_drift):
+                log_message(f"note: {note}")
+            run.batches.set_state(extra["data"])
+        run.state, run.step, run.begins = state, step, bool(extra.get(WEIGHTS_ONLY))
+        if run.begins:
+            log_message(f"starting from the weights of step {step}: the optimizer's state is new")
+            run.state = program.begin(self.config.seed, state)
+        else:
+            log_message(f"continuing from the checkpoint of step {step}")
 
     @staticmethod
-    def _compiled(session: Session, batch: Mapping[str, Any], run_dir: RunDir) -> None:
+    def _record_compilation(session: Session, batch: Mapping[str, Any], run_dir: RunDir) -> None:
         if jax.process_index() != 0:
             return
-        kernels = [str(c) for c in session.program.choices("train")]
-        run_dir.write_fact("kernels", kernels)
-        before, now = run_dir.read_lock().get("hlo_fingerprint"), session.program.fingerprint(batch)
+        step = session.compiled_step
+        facts = dict(step.facts) if step else {}
+        if not facts:
+            kernels = [str(c) for c in session.program.choices("train")]
+            facts = {"kernels": kernels, "fingerprint": session.program.fingerprint(batch)}
+            if step:
+                step.write(batch, {**facts, "flops": session.flops_per_step})
+        run_dir.write_fact("kernels", facts["kernels"])
+        before, now = run_dir.read_lock().get("hlo_fingerprint"), facts["fingerprint"]
         if before and before != now:
-            say(
+            log_message(
                 f"note: the compiled step is another one than before ({before} -> {now}); losses may differ in the last bits"
             )
         run_dir.write_fact("hlo_fingerprint", now)
-
-
-def _record_saves(checkpointer: Any, clock: PhaseClock) -> None:
-    if isinstance(checkpointer, ReportsSaves):
-        checkpointer.on_result = clock.checkpoint
 
 
 def _read_lock(run_dir: RunDir, mirror: RunMirror | None) -> dict[str, Any]:
@@ -340,12 +363,20 @@ def _read_lock(run_dir: RunDir, mirror: RunMirror | None) -> dict[str, Any]:
         return {}
 
 
-def _ready(program: Program, batches: BatchIterator, seed: int) -> Any:
+def _record_saves(checkpointer: Checkpointer, clock: PhaseClock) -> None:
+    """Each save's result goes to the clock, where the checkpointer can say it."""
+    if isinstance(checkpointer, ReportsSaves):
+        checkpointer.on_result = clock.checkpoint
+
+
+def _ready(program: Program, batches: BatchIterator, seed: int, compiled_step: CompiledStep | None) -> Any:
     """A fresh state; while its initialisation compiles, so does the step."""
     start = batches.get_state()
     batch = program.put(next(batches))
     batches.set_state(start)
     with ThreadPoolExecutor(1) as pool:
         state = pool.submit(program.init, seed)
+        if compiled_step:
+            compiled_step.load(batch)
         program.compile("train", batch)
         return state.result()

@@ -231,7 +231,7 @@ TRITON_ATTENTION: Tables = {
 
 
 def attending(tables: Tables, target: str, size: int) -> AttentionBlocks | None:
-    """For heads of `size` on a GPU that `CHIPS` knows: None where the table has none, or it is no multiple of 64."""
+    """For heads of `size` on a GPU that `CHIPS` knows: None where the table has none, or it is not a multiple of 64."""
     if size % 64:
         return None
     return next((b for b in tables.get(CHIPS[target].capability, ()) if size <= b.largest), None)

@@ -59,11 +59,11 @@ class _CuDNN:
         largest = 256 if hopper else 128
         for size in (query[3], value[3]):
             if size > largest or size % 8:
-                return f"the head size {size} is no multiple of 8 up to {largest}"
+                return f"the head size {size} is not a multiple of 8 up to {largest}"
         if query[3] != value[3] and not hopper:
             return "queries and values of different head sizes need Hopper or later"
         if not op.aligned and query[1] == 1:
-            return "decoding reads the cache once, which XLA does as well"
+            return "decoding reads the cache once, which XLA does too"
         if context.gradients and (query[1] % 2 or key[1] % 2):
             return f"the lengths {query[1]} and {key[1]} are not both even"
         return None
@@ -75,7 +75,7 @@ class _CuDNN:
         hidden = None
         if rest is not None:
             visible = rest.materialize((0, query.shape[1]), (0, key.shape[1]), op.query_slots, op.key_slots)
-            # Half of the least number: two of them still add up to one, not to an infinity that is no number when subtracted.
+            # Half of the least number: two of them still add up to one, not to an infinity that is NaN when subtracted.
             hidden = jnp.where(visible, 0, jnp.finfo(query.dtype).min / 2).astype(query.dtype)[:, None]
         kind = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
         static = _Static(scale=op.scale, mask=kind, window=window, biased=hidden is not None)
@@ -118,7 +118,7 @@ def _bind(primitive: Any, static: _Static, operands: Sequence[jax.Array], *rest:
 
 
 def _run(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array, static: _Static, training: bool) -> Any:
-    """(the result,), and when training the softmax statistics as well."""
+    """(the result,), and when training the softmax statistics too."""
     primitive: Any = cudnn._dot_product_attention_fwd_p_wrapper
     return _bind(primitive, static, (query, key, value, bias), is_training=training)
 
@@ -129,8 +129,8 @@ def _forward(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array
     return out, (query, key, value, bias, out, statistics)
 
 
-def _backward(static: _Static, kept: Any, gradient: jax.Array) -> tuple[Any, ...]:
-    *operands, out, statistics = kept
+def _backward(static: _Static, residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
+    *operands, out, statistics = residuals
     primitive: Any = cudnn._dot_product_attention_bwd_p_wrapper
     grads = _bind(primitive, static, operands, statistics, out, gradient)
     return (*grads[:3], None)

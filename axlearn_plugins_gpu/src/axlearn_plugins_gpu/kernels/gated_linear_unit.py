@@ -63,21 +63,23 @@ class _Tokamax:
 
     def _uneven(self, op: GatedLinearUnit, target: str) -> str | None:
         *rows, inner = op.x.shape
-        here = (math.prod(_local(rows, ROWS[:2])), inner, *_local((op.hidden_dim,), MATRIX[1:]))
+        sizes_here = (math.prod(_local(rows, ROWS[:2])), inner, *_local((op.hidden_dim,), MATRIX[1:]))
         multiples = (MULTIPLE,) * 3
         if self.mosaic:
             blocks = _pipelines()[CHIPS[target].capability]
             multiples = (blocks.m, blocks.k, blocks.n * blocks.beside)
-        for name, size, multiple in zip(("number of rows", "width", "hidden size"), here, multiples, strict=True):
+        for name, size, multiple in zip(("number of rows", "width", "hidden size"), sizes_here, multiples, strict=True):
             if size % multiple:
-                return f"the {name} on a device, {size}, is no multiple of {multiple}"
+                return f"the {name} on a device, {size}, is not a multiple of {multiple}"
         return None
 
     def __call__(self, op: GatedLinearUnit) -> jax.Array:
         """[B, S, F]."""
-        chosen: Any = selection.in_force()  # where there is none, `supports` has said that the GPU is not known
-        target: str = chosen.target
-        unit = _pipelined if self.mosaic else _gated
+        kernel_selection: Any = (
+            selection.in_force()
+        )  # where there is none, `supports` has said that the GPU is not known
+        target: str = kernel_selection.target
+        unit = _pipelined_unit if self.mosaic else _gated_unit
 
         for name in ("mlp_gate", "mlp_up"):  # remat has to know the tags, which the derivative gives to the values
             tag(jnp.zeros(()), name)
@@ -131,7 +133,7 @@ def _run(x: jax.Array, gate: jax.Array, up: jax.Array, target: str, activation: 
 
 # tokamax's own derivative takes the trace of a function apart by names that JAX is moving.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _gated(x: jax.Array, gate: jax.Array, up: jax.Array, target: str, activation: Activation) -> jax.Array:
+def _gated_unit(x: jax.Array, gate: jax.Array, up: jax.Array, target: str, activation: Activation) -> jax.Array:
     return _run(x, gate, up, target, activation)
 
 
@@ -155,17 +157,17 @@ def _gradients(
     return to_x, to_gate, to_up
 
 
-def _backward(target: str, activation: Activation, kept: Any, gradient: jax.Array) -> tuple[jax.Array, ...]:
-    x, gate, up, gates, ups = kept
+def _backward(target: str, activation: Activation, residuals: Any, gradient: jax.Array) -> tuple[jax.Array, ...]:
+    x, gate, up, gates, ups = residuals
     return _gradients(activation, x, gate, up, gates, ups, gradient)
 
 
-_gated.defvjp(_forward, _backward)
+_gated_unit.defvjp(_forward, _backward)
 
 
 # Mosaic's kernel gives no products; tokamax would have XLA compute them, and the kernel not run at all.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _pipelined(x: jax.Array, gate: jax.Array, up: jax.Array, target: str, activation: Activation) -> jax.Array:
+def _pipelined_unit(x: jax.Array, gate: jax.Array, up: jax.Array, target: str, activation: Activation) -> jax.Array:
     kernels, blocks = tokamax.module("ops.gated_linear_unit.pallas_mosaic_gpu"), _pipelines()[CHIPS[target].capability]
     config = kernels.Config(tile_m=blocks.m, tile_n=blocks.n, tile_k=blocks.k, num_stages=blocks.stages)
     with compiling_for(target), tokamax.numbered_for(target):
@@ -174,12 +176,14 @@ def _pipelined(x: jax.Array, gate: jax.Array, up: jax.Array, target: str, activa
 
 
 def _pipelined_forward(x: jax.Array, gate: jax.Array, up: jax.Array, target: str, activation: Activation) -> Any:
-    return _pipelined(x, gate, up, target, activation), (x, gate, up)
+    return _pipelined_unit(x, gate, up, target, activation), (x, gate, up)
 
 
-def _pipelined_backward(target: str, activation: Activation, kept: Any, gradient: jax.Array) -> tuple[jax.Array, ...]:
-    x, gate, up = kept
+def _pipelined_backward(
+    target: str, activation: Activation, residuals: Any, gradient: jax.Array
+) -> tuple[jax.Array, ...]:
+    x, gate, up = residuals
     return _gradients(activation, x, gate, up, x @ gate, x @ up, gradient)
 
 
-_pipelined.defvjp(_pipelined_forward, _pipelined_backward)
+_pipelined_unit.defvjp(_pipelined_forward, _pipelined_backward)

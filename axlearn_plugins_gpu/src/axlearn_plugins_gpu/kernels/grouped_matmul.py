@@ -4,7 +4,7 @@ XLA has no code of its own for it on GPUs: `jax.lax.ragged_dot` computes every g
 before Triton's where it can; here it is for configs that name it, until its numbers have been seen on a GPU. Mosaic's reads
 matrices along the inner dimension on Blackwell and along the outer one on Hopper: a copy of them is made in the forward pass on the
 one, in the backward pass on the other. The gradient by the matrices is Triton's on Blackwell, and on Hopper where the number of
-rows is no multiple of 64.
+rows is not a multiple of 64.
 """
 
 import functools
@@ -47,8 +47,10 @@ class _Tokamax:
 
     def __call__(self, op: "GroupedMatmul") -> jax.Array:
         """[M, N]. The caller has split everything among devices."""
-        chosen: Any = selection.in_force()  # where there is none, `supports` has said that the GPU is not known
-        return _product(op.lhs, op.rhs, op.sizes, chosen.target, self.mosaic)
+        kernel_selection: Any = (
+            selection.in_force()
+        )  # where there is none, `supports` has said that the GPU is not known
+        return _product(op.lhs, op.rhs, op.sizes, kernel_selection.target, self.mosaic)
 
 
 class _Mosaic(_Tokamax):
@@ -70,7 +72,7 @@ def _triton_does_not_fit(op: "GroupedMatmul", target: str) -> str | None:
     blocks = grouped(target)
     for size in op.rhs.shape[1:]:
         if size % blocks.n or size % blocks.k:
-            return f"the dimension {size} is no multiple of {max(blocks.n, blocks.k)}"
+            return f"the dimension {size} is not a multiple of {max(blocks.n, blocks.k)}"
     return None
 
 
@@ -79,12 +81,12 @@ def _mosaic_does_not_fit(op: "GroupedMatmul", target: str) -> str | None:
     if len(set(op.dtypes.values())) > 1:
         return f"the dtypes are {', '.join(sorted(set(op.dtypes.values())))}; it takes one"
     if rows % ROWS:
-        return f"the number of rows, {rows}, is no multiple of {ROWS}"
+        return f"the number of rows, {rows}, is not a multiple of {ROWS}"
     groups, *sides = op.rhs.shape
     if blocks.groups is not None and groups > blocks.groups and not tokamax.LATER:
         return f"it takes up to {blocks.groups} groups on {target}, not {groups}"
     uneven = next((size for size in sides if size % blocks.multiple), None)
-    return None if uneven is None else f"the dimension {uneven} is no multiple of {blocks.multiple}"
+    return None if uneven is None else f"the dimension {uneven} is not a multiple of {blocks.multiple}"
 
 
 def _run(dimensions: str, mosaic: bool, target: str, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -125,11 +127,11 @@ def _forward(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, target: str, mosa
     return _product(lhs, rhs, sizes, target, mosaic), (lhs, rhs, sizes)
 
 
-def _backward(target: str, mosaic: bool, kept: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    lhs, rhs, sizes = kept
+def _backward(target: str, mosaic: bool, residuals: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    lhs, rhs, sizes = residuals
     outer = mosaic and GROUPED_MOSAIC[CHIPS[target].capability].outer and lhs.shape[0] % OUTER_ROWS == 0
     to_lhs = _run("TRANS_RHS_RAGGED_DOT", mosaic, target, gradient, rhs, sizes)
-    if outer:  # it multiplies rows behind the last group with 0, and they may be no numbers; Triton's leaves them out
+    if outer:  # it multiplies rows behind the last group with 0, and they may be NaN; Triton's leaves them out
         inside = (jnp.arange(lhs.shape[0]) < jnp.sum(sizes))[:, None]
         lhs, gradient = jnp.where(inside, lhs, 0), jnp.where(inside, gradient, 0)
     to_rhs = _run("RAGGED_CONTRACTING_DOT", outer, target, lhs, gradient, sizes)

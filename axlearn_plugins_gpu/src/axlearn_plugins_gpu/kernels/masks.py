@@ -33,5 +33,5 @@ def structure(mask: Mask, lengths: tuple[int, int], aligned: bool) -> tuple[bool
         window = None
     if window is not None and window >= lengths[1]:
         window = None
-    left = None if not rest else rest[0] if len(rest) == 1 else And(tuple(rest))
-    return causal, window, left
+    other_mask = None if not rest else rest[0] if len(rest) == 1 else And(tuple(rest))
+    return causal, window, other_mask

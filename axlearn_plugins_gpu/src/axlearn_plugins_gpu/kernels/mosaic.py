@@ -38,10 +38,10 @@ def refusal(target: str) -> str | None:
         return f"it is for Hopper and Blackwell, and {target} is neither"
     if not _taught() and capability != HOPPER:
         return f"Mosaic GPU of JAX {jax.__version__} takes every GPU for a Hopper, and {target} is none"
-    return _taken(capability)
+    return _conflict(capability)
 
 
-def _taken(capability: tuple[int, int]) -> str | None:
+def _conflict(capability: tuple[int, int]) -> str | None:
     """Why this process cannot compile Mosaic's kernels for a compute capability; None where it can."""
     first = _first.get("kernel", capability)
     if first == capability:
@@ -65,17 +65,17 @@ def _taught() -> bool:
 
 def _architecture(original: Any) -> tuple[int, int]:
     device: Any = jax.sharding.get_abstract_mesh().abstract_device
-    known = None if device is None else capability_of(device.device_kind)
-    found = original() if known is None else known
-    if reason := _taken(found):
+    capability = None if device is None else capability_of(device.device_kind)
+    architecture = original() if capability is None else capability
+    if reason := _conflict(architecture):
         raise RequestError(reason)
-    _first.setdefault("kernel", found)
-    return found
+    _first.setdefault("kernel", architecture)
+    return architecture
 
 
 @contextlib.contextmanager
 def compiling_for(target: str) -> Iterator[None]:
-    """While its kernels are traced for a GPU of which `refusal` has said nothing."""
+    """Use while tracing its kernels for a GPU that `refusal` accepts."""
     _taught()
     capability, utils = CHIPS[target].capability, tokamax.module("gpu_utils")
     is_it = {"is_sm90": capability == HOPPER, "is_sm100": capability == BLACKWELL}

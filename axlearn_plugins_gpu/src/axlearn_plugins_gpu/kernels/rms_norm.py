@@ -40,12 +40,14 @@ class _Triton:
 
     def __call__(self, op: RMSNorm) -> jax.Array:
         """[..., D]."""
-        chosen: Any = selection.in_force()  # where there is none, `supports` has said that the GPU is not known
-        target: str = chosen.target
+        kernel_selection: Any = (
+            selection.in_force()
+        )  # where there is none, `supports` has said that the GPU is not known
+        target: str = kernel_selection.target
         axes = AXES[op.x.ndim]
 
         def run(x: jax.Array, weight: jax.Array) -> jax.Array:
-            return _normalized(x, weight, _Static(target, op.eps, op.offset))
+            return _normalize(x, weight, _Static(target, op.eps, op.offset))
 
         return per_device(run, [axes, (None,)], axes)(op.x, op.weight)
 
@@ -66,7 +68,9 @@ class _Static(NamedTuple):
         return {"axis": -1, "epsilon": self.eps, "scale_offset": self.offset, "subtract_mean": False}
 
 
-def _made(operation: Any, config: Any, static: _Static, x: jax.Array, per_warp: int, **options: Any) -> Any:
+def _configure_operation(
+    operation: Any, config: Any, static: _Static, x: jax.Array, per_warp: int, **options: Any
+) -> Any:
     width = x.shape[-1]
     blocks = normalized(static.target, x.size // width, width, per_warp)
     return operation(config=config(block_m=blocks.rows, block_n=None, num_warps=blocks.warps), **options)
@@ -75,14 +79,16 @@ def _made(operation: Any, config: Any, static: _Static, x: jax.Array, per_warp: 
 def _run(x: jax.Array, weight: jax.Array, static: _Static, **options: Any) -> Any:
     library = tokamax.module("ops.normalization.pallas_triton")
     # x lives on in the residual stream: the result cannot take its place.
-    norm = _made(library.PallasTritonNormalization, library.Config, static, x, 1024, input_output_alias=False)
+    norm = _configure_operation(
+        library.PallasTritonNormalization, library.Config, static, x, 1024, input_output_alias=False
+    )
     with tokamax.for_target(static.target):
         return norm(x, weight, None, **static.options, **options)
 
 
 # tokamax's own derivative asks this machine, while it is traced, whether it can run the kernel.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _normalized(x: jax.Array, weight: jax.Array, static: _Static) -> jax.Array:
+def _normalize(x: jax.Array, weight: jax.Array, static: _Static) -> jax.Array:
     return _run(x, weight, static)
 
 
@@ -91,13 +97,13 @@ def _forward(x: jax.Array, weight: jax.Array, static: _Static) -> tuple[jax.Arra
     return out, (x, weight, statistics)
 
 
-def _backward(static: _Static, kept: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, weight, statistics = kept
+def _backward(static: _Static, residuals: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, weight, statistics = residuals
     library = tokamax.module("ops.normalization.pallas_triton_vjp")
-    derivative = _made(library.PallasTritonNormalizationVjp, library.Config, static, x, 2048)
+    derivative = _configure_operation(library.PallasTritonNormalizationVjp, library.Config, static, x, 2048)
     with tokamax.for_target(static.target):
         to_x, to_weight, _ = derivative(statistics, x, gradient, x, weight, None, **static.options)
     return to_x, to_weight
 
 
-_normalized.defvjp(_forward, _backward)
+_normalize.defvjp(_forward, _backward)

@@ -32,10 +32,10 @@ _COUNTED = (("pallas.grid", "jax"), ("ops.gated_linear_unit.pallas_mosaic_gpu_ke
 def missing() -> str | None:
     """Why its kernels cannot be used; None where they can."""
     try:
-        found = metadata.version("tokamax")
+        version = metadata.version("tokamax")
     except metadata.PackageNotFoundError:
         return f"tokamax is not installed: {_FIX}"
-    return None if found == VERSION else f"tokamax {found} is not {VERSION}, whose kernels are used: {_FIX}"
+    return None if version == VERSION else f"tokamax {version} is not {VERSION}, whose kernels are used: {_FIX}"
 
 
 def module(name: str) -> Any:
@@ -47,16 +47,16 @@ def module(name: str) -> Any:
 def numbered_for(target: str) -> Iterator[None]:
     """While a kernel is traced that numbers its blocks by how many run at once: on the target, and not on what is here."""
     device = types.SimpleNamespace(core_count=CHIPS[target].cores)
-    here = types.SimpleNamespace(devices=lambda: [device], get_default_device=lambda: device, Array=jax.Array)
+    fake_jax = types.SimpleNamespace(devices=lambda: [device], get_default_device=lambda: device, Array=jax.Array)
     with contextlib.ExitStack() as stack:
         for place, name in _COUNTED:
-            stack.enter_context(replaced(module(place), name, here))
+            stack.enter_context(replaced(module(place), name, fake_jax))
         yield
 
 
 @contextlib.contextmanager
 def for_target(target: str) -> Iterator[None]:
-    """While its kernels are traced: they are for the target, whatever this machine has. `supports` has asked already."""
+    """Use while tracing its kernels: they are for the target, not for the local GPU. `supports` has checked the target."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(module("config").cross_compile(True))
         stack.enter_context(jax.numpy_rank_promotion("allow"))  # which our tests forbid to our own code
@@ -66,6 +66,6 @@ def for_target(target: str) -> Iterator[None]:
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.abstract_device is None:
             kind = next(t for t in TARGETS if t.name == target).device_kinds[0]
-            named = AbstractDevice(device_kind=kind, num_cores=CHIPS[target].cores, platform="gpu")
-            stack.enter_context(jax.sharding.use_abstract_mesh(mesh.update(abstract_device=named)))
+            abstract_device = AbstractDevice(device_kind=kind, num_cores=CHIPS[target].cores, platform="gpu")
+            stack.enter_context(jax.sharding.use_abstract_mesh(mesh.update(abstract_device=abstract_device)))
         yield

@@ -78,7 +78,7 @@ class _Tokamax:
         if blocks is None:
             return f"it has no blocks for heads of {size}"
         if length % blocks.multiple:
-            return f"the sequence length {length} is no multiple of {blocks.multiple}"
+            return f"the sequence length {length} is not a multiple of {blocks.multiple}"
         if not context.gradients:
             return None
         if blocks.back is None:
@@ -89,10 +89,12 @@ class _Tokamax:
 
     def __call__(self, op: Attention) -> jax.Array:
         """[B, S, N, V]."""
-        chosen: Any = selection.in_force()  # where there is none, `supports` has said that the GPU is not known
+        kernel_selection: Any = (
+            selection.in_force()
+        )  # where there is none, `supports` has said that the GPU is not known
         length = op.query.shape[1]
         causal, window, rest = structure(op.mask, (length, length), aligned=True)
-        static = _Static(chosen.target, op.scale, op.softcap, causal, window, self.mosaic)
+        static = _Static(kernel_selection.target, op.scale, op.softcap, causal, window, self.mosaic)
         visible = None if rest is None else rest.materialize((0, length), (0, length))[:, None]
         tag(jnp.zeros(()), "context")  # remat has to know the tag, which the derivative gives to the values
         run = functools.partial(_attend, static=static)
@@ -186,7 +188,7 @@ def _triton(blocks: AttentionBlocks) -> Any:
     return forward.PallasTritonFlashAttention(config=config, vjp=derivative, **_STABLE)
 
 
-def _compiling(static: _Static) -> contextlib.AbstractContextManager[None]:
+def _compile_context(static: _Static) -> contextlib.AbstractContextManager[None]:
     return compiling_for(static.target) if static.mosaic else tokamax.for_target(static.target)
 
 
@@ -214,7 +216,7 @@ def _attention(
 
 def _run(query: Any, key: Any, value: Any, visible: Any, static: _Static, *, return_residuals: bool) -> Any:
     op = _kernel(static, query.shape[3]).replace(vjp=None)
-    with _compiling(static):
+    with _compile_context(static):
         options = _options(static, query.shape[1], visible)
         return op(query, key, value, **options, return_residuals=return_residuals)
 
@@ -226,14 +228,14 @@ def _forward(query: Any, key: Any, value: Any, visible: Any, static: _Static) ->
     return out, (query, key, value, visible, out, statistics)
 
 
-def _backward(static: _Static, kept: Any, gradient: jax.Array) -> tuple[Any, ...]:
-    query, key, value, visible, out, statistics = kept
+def _backward(static: _Static, residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
+    query, key, value, visible, out, statistics = residuals
     op = _kernel(static, query.shape[3])
-    with _compiling(static):
-        given = op.bind(query, key, value, **_options(static, query.shape[1], visible))
-        options = {k: v for k, v in given.kwargs.items() if k != "return_residuals"}
-        found = op.vjp(statistics, out, gradient, *given.args, **options)
-    return found["q"], found["k"], found["v"], None
+    with _compile_context(static):
+        bound = op.bind(query, key, value, **_options(static, query.shape[1], visible))
+        options = {k: v for k, v in bound.kwargs.items() if k != "return_residuals"}
+        gradients = op.vjp(statistics, out, gradient, *bound.args, **options)
+    return gradients["q"], gradients["k"], gradients["v"], None
 
 
 _attention.defvjp(_forward, _backward)

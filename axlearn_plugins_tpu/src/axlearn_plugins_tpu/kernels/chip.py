@@ -22,8 +22,8 @@ def known_chip() -> Iterator[None]:
     It goes around what one device runs, inside of `per_device`, for no other mesh can be entered within it. Within a mesh nothing
     is changed, since that says what it is made of; nor for a target that this plugin does not know: there it is the default device.
     """
-    chosen = selection.in_force()
-    target = _KNOWN.get(chosen.target) if chosen else None
+    kernel_selection = selection.in_force()
+    target = _KNOWN.get(kernel_selection.target) if kernel_selection else None
     if target is None or not jax.sharding.get_abstract_mesh().empty:
         yield
         return

@@ -46,14 +46,14 @@ class _Mosaic:
         shape = op.weight.shape
         for name, size in zip(("width", "vocabulary"), shape, strict=True):
             if size % LANES:
-                return f"the {name} {size} is no multiple of {LANES}"
+                return f"the {name} {size} is not a multiple of {LANES}"
         ways = parts_of(shape, (None, "activation_vocab"))[1]
         return None if ways == 1 else f"the vocabulary is split over {ways} devices"
 
     def __call__(self, op: CrossEntropy) -> tuple[jax.Array, jax.Array]:
         """(loss, cross-entropy). No weight may be negative: its gradient would be NaN."""
-        options, chosen = op.static, selection.in_force()
-        blocks = LOSS.get(chosen.target if chosen else "", LOSS[""])
+        options, kernel_selection = op.static, selection.in_force()
+        blocks = LOSS.get(kernel_selection.target if kernel_selection else "", LOSS[""])
         # Laid out as it is kept, so that it is gathered after the cast.
         cast = constrain(constrain(op.weight.astype(options.dtype), *WEIGHT_AXES), None, "activation_vocab")
         run = per_device(
@@ -74,8 +74,8 @@ MOSAIC = _Mosaic()
 def _on_device(hidden: jax.Array, weight: jax.Array, targets: jax.Array, blocks: LossBlocks) -> jax.Array:
     """float32 [B, S, 2]: log Z, and the logit of the target."""
     rows = hidden.reshape(-1, hidden.shape[-1])
-    made: Any = _logits(rows, weight, targets.reshape(-1), blocks)
-    return jnp.stack(made, axis=-1).reshape(*targets.shape, 2)
+    outputs: Any = _logits(rows, weight, targets.reshape(-1), blocks)
+    return jnp.stack(outputs, axis=-1).reshape(*targets.shape, 2)
 
 
 def _sizes(blocks: LossBlocks, weight: jax.Array) -> dict[str, int]:
@@ -87,7 +87,7 @@ def _sizes(blocks: LossBlocks, weight: jax.Array) -> dict[str, int]:
     }
 
 
-def _padded(x: jax.Array, blocks: LossBlocks, value: float = 0) -> jax.Array:
+def _pad_rows(x: jax.Array, blocks: LossBlocks, value: float = 0) -> jax.Array:
     """With as many rows as whole blocks have."""
     return jnp.pad(x, ((0, -x.shape[0] % blocks.rows), *((0, 0),) * (x.ndim - 1)), constant_values=value)
 
@@ -113,7 +113,7 @@ def _logits(
     hidden: jax.Array, weight: jax.Array, targets: jax.Array, blocks: LossBlocks
 ) -> tuple[jax.Array, jax.Array]:
     """float32 ([T], [T]) of [T, D], [D, V] and int32 [T]."""
-    rows = _padded(hidden, blocks)
+    rows = _pad_rows(hidden, blocks)
     nowhere = jnp.full(rows.shape[:1], _NONE, jnp.int32)
     with tokamax.kernels_of(_MODULE) as kernels:
         run = kernels.linear_softmax_cross_entropy_loss_fwd_pallas_mosaic_tpu
@@ -124,17 +124,19 @@ def _logits(
 
 
 def _forward(hidden: jax.Array, weight: jax.Array, targets: jax.Array, blocks: LossBlocks) -> tuple[Any, Any]:
-    made: Any = _logits(hidden, weight, targets, blocks)
-    return made, (hidden, weight, targets, made[0])
+    outputs: Any = _logits(hidden, weight, targets, blocks)
+    return outputs, (hidden, weight, targets, outputs[0])
 
 
-def _backward(blocks: LossBlocks, kept: Any, slopes: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, None]:
-    hidden, weight, targets, log_z = kept
+def _backward(
+    blocks: LossBlocks, residuals: Any, slopes: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array, None]:
+    hidden, weight, targets, log_z = residuals
     by_log_z, by_target = slopes
-    rows = _padded(hidden, blocks)
+    rows = _pad_rows(hidden, blocks)
     nowhere = jnp.full(rows.shape[:1], _NONE, jnp.int32)
     sign = jnp.where(jnp.sum(by_log_z) < 0, -1.0, 1.0)  # where the loss itself is taken away
-    shifted = _padded(log_z - jnp.log(sign * by_log_z), blocks, float("inf"))  # 0 times what is behind the last row
+    shifted = _pad_rows(log_z - jnp.log(sign * by_log_z), blocks, float("inf"))  # 0 times what is behind the last row
     sizes = _sizes(blocks, weight)
     tiles = weight.shape[1] // sizes["v_block_size"]
     with tokamax.kernels_of(_MODULE) as kernels, _split_evenly(kernels.pltpu, tiles):

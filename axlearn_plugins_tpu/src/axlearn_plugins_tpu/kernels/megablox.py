@@ -32,10 +32,10 @@ class _Megablox:
 
     def __call__(self, op: "GroupedMatmul") -> jax.Array:
         """[M, N]. The caller has split everything among devices."""
-        chosen = selection.in_force()
+        kernel_selection = selection.in_force()
         lhs, rhs = op.lhs, op.rhs
         rows = lhs.shape[0]
-        tiling = tiles(chosen.target if chosen else "", rows, rhs.shape[1:], lhs.dtype.itemsize)
+        tiling = tiles(kernel_selection.target if kernel_selection else "", rows, rhs.shape[1:], lhs.dtype.itemsize)
         padded = jnp.pad(lhs, ((0, -rows % tiling[0]), (0, 0)))  # rows of no group
         return ops.gmm(padded, rhs, op.sizes, lhs.dtype, tiling)[:rows]
 

@@ -53,8 +53,8 @@ class _RaggedPaged:
     def __call__(self, op: PagedAttention) -> jax.Array:
         """[T, N, H]."""
         query, pages, table = op.query, op.pages, op.table
-        chosen = selection.in_force()
-        blocks = PAGED.get(chosen.target if chosen else "", PAGED[""])
+        kernel_selection = selection.in_force()
+        blocks = PAGED.get(kernel_selection.target if kernel_selection else "", PAGED[""])
         run = functools.partial(
             library.ragged_paged_attention,
             sm_scale=op.scale,

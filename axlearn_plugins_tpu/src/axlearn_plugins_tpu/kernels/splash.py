@@ -38,7 +38,7 @@ class Structure:
 
     Attributes:
         causal: whether later keys are hidden.
-        window: the last keys that a query sees; None where there is no limit.
+        window: the last keys that a query sees; None without a limit.
         segments: ids of documents.
         prefix: int32 [B], keys that every query sees.
     """
@@ -114,7 +114,7 @@ class _Splash:
         if "prefix" in mask and "slidingwindow" in mask:
             return f"a prefix goes with a causal mask alone ({mask})"
         if length % LANES:
-            return f"the sequence length {length} is no multiple of {LANES}"
+            return f"the sequence length {length} is not a multiple of {LANES}"
         if heads % groups:
             return f"{groups} key-value heads do not divide {heads} query heads"
         if mask.count("segments") > 1 or mask.count("prefix") > 1:
@@ -126,8 +126,8 @@ class _Splash:
     def __call__(self, op: Attention) -> jax.Array:
         """[B, S, N, V]."""
         query, key, value, structure = op.query, op.key, op.value, Structure.of(op.mask)
-        chosen = selection.in_force()
-        blocks = SPLASH.get(chosen.target if chosen else "", SPLASH[""])
+        kernel_selection = selection.in_force()
+        blocks = SPLASH.get(kernel_selection.target if kernel_selection else "", SPLASH[""])
         if split_over(query.shape, QUERY_AXES)[2] != split_over(key.shape, KEY_AXES)[2]:
             # Fewer key-value heads than devices that share the heads: each needs a copy of those of its queries.
             repeats = query.shape[2] // key.shape[2]
@@ -169,14 +169,16 @@ def _local(
     )
     ids = None if query_ids is None or key_ids is None else splash.SegmentIds(query_ids, key_ids)
 
-    def one_row(q: jax.Array, k: jax.Array, v: jax.Array, ids: splash.SegmentIds | None, seen: jax.Array | None) -> Any:
-        return (kernel if seen is None else _seeing(kernel, seen))(q, k, v, ids)
+    def one_row(
+        q: jax.Array, k: jax.Array, v: jax.Array, ids: splash.SegmentIds | None, row_visible: jax.Array | None
+    ) -> Any:
+        return (kernel if row_visible is None else _with_prefix(kernel, row_visible))(q, k, v, ids)
 
     return jnp.swapaxes(jax.vmap(one_row)(q, k, v, ids, prefix), 1, 2)
 
 
-def _seeing(kernel: splash.SplashAttentionKernel, prefix: jax.Array) -> splash.SplashAttentionKernel:
-    """The kernel for a row of which every query sees the first `prefix` keys."""
+def _with_prefix(kernel: splash.SplashAttentionKernel, prefix: jax.Array) -> splash.SplashAttentionKernel:
+    """The kernel for a row in which every query sees the first `prefix` keys."""
 
     def moved(info: Any) -> Any:
         return None if info is None else info._replace(q_sequence=jnp.maximum(info.q_sequence, prefix - 1))

@@ -37,10 +37,10 @@ Tiling = tuple[int, int, int]
 def missing() -> str | None:
     """Why its kernels cannot be used; None where they can."""
     try:
-        found = metadata.version("tokamax")
+        version = metadata.version("tokamax")
     except metadata.PackageNotFoundError:
         return f"tokamax is not installed: {_FIX}"
-    return None if found == VERSION else f"tokamax {found} is not {VERSION}, whose kernels are used: {_FIX}"
+    return None if version == VERSION else f"tokamax {version} is not {VERSION}, whose kernels are used: {_FIX}"
 
 
 class _Mosaic:
@@ -55,20 +55,20 @@ class _Mosaic:
             return "tokamax has it for TPUs from v5 on, not for v4"
         for size in op.rhs.shape[1:]:
             if size % LANES:
-                return f"the dimension {size} is no multiple of {LANES}"
+                return f"the dimension {size} is not a multiple of {LANES}"
         if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float32"}:
             return f"the dtypes are {', '.join(sorted(dtypes))}; it takes bfloat16, or float32"
         return None
 
     def __call__(self, op: "GroupedMatmul") -> jax.Array:
         """[M, N]. The caller has split everything among devices."""
-        chosen = selection.in_force()
+        kernel_selection = selection.in_force()
         lhs, rhs = op.lhs, op.rhs
         rows = lhs.shape[0]
-        tiling = tiles(chosen.target if chosen else "", rows, rhs.shape[1:], lhs.dtype.itemsize)
+        tiling = tiles(kernel_selection.target if kernel_selection else "", rows, rhs.shape[1:], lhs.dtype.itemsize)
         padded = jnp.pad(lhs, ((0, -rows % tiling[0]), (0, 0)))  # rows of no group
-        made: Any = _product(padded, rhs, op.sizes, tiling)
-        return made[:rows]
+        product: Any = _product(padded, rhs, op.sizes, tiling)
+        return product[:rows]
 
 
 MOSAIC = _Mosaic()
@@ -101,8 +101,8 @@ def _forward(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, tiling: Tiling) -
     return _product(lhs, rhs, sizes, tiling), (lhs, rhs, sizes)
 
 
-def _backward(tiling: Tiling, kept: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    lhs, rhs, sizes = kept
+def _backward(tiling: Tiling, residuals: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    lhs, rhs, sizes = residuals
     rows, inner, outer = tiling
     with _kernels() as kernels:
         to_lhs = kernels.gmm(

@@ -19,11 +19,6 @@ class UseDynamicTanh(Feature):
 
     def apply(self, cfg: Tree) -> Tree:
         """Raises `ConfigError` where the config has neither an RMSNorm nor a dynamic tanh."""
-        if there := find(cfg, DynamicTanh):
-            return patch(cfg, {f"{path}.alpha": self.alpha for path in there})
+        if parts := find(cfg, DynamicTanh):
+            return patch(cfg, {f"{path}.alpha": self.alpha for path in parts})
         return replace_config(cfg, RMSNorm, DynamicTanh.Config(alpha=self.alpha), drop=("eps", "offset", "init"))
-
-    def in_effect(self, cfg: Node[Any]) -> bool:
-        """Every dynamic tanh has this alpha."""
-        there = find(cfg, DynamicTanh)
-        return bool(there) and all(c.alpha == self.alpha for c in there.values())

@@ -26,7 +26,3 @@ class PenalizeConfidence(Feature):
             return patch(cfg, {"objective": attrs.evolve(old, weight=self.weight)})
         base = ModelLoss.Config() if old is None else old
         return patch(cfg, {"objective": ConfidencePenalty.Config(weight=self.weight, base=base)})
-
-    def in_effect(self, cfg: Node[Any]) -> bool:
-        """The penalty has this weight."""
-        return self.apply(cfg) == cfg

@@ -14,7 +14,7 @@ class ConfidencePenalty(Configurable, nnx.Module):
 
     @node
     class Config(Configurable.Config["ConfidencePenalty"]):
-        """`base` is what the model is trained for besides."""
+        """`base` is what the model is trained for in addition."""
 
         weight: float = setting(default=0.1, ge=0)
         base: Node[Objective] = ModelLoss.Config()

@@ -61,19 +61,21 @@ class MsgpackCheckpointer(Configurable):
 
     def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
         """(state, extra). Raises `CheckpointError` for a missing step, another model or a damaged file."""
-        where = f"checkpoint {step} in {self.storage.root}"
+        location = f"checkpoint {step} in {self.storage.root}"
         try:
             hashes = json.loads(self.storage.read(f"{step}/sha256.json"))
             files = {name: self.storage.read(f"{step}/{name}") for name in hashes}
         except (StorageError, ValueError) as error:
-            raise CheckpointError(f"{where} is missing or damaged: {error}\n    steps: {self.steps()}") from error
+            raise CheckpointError(f"{location} is missing or damaged: {error}\n    steps: {self.steps()}") from error
         if damaged := [name for name, data in files.items() if _hash(data) != hashes[name]]:
-            raise CheckpointError(f"{where} is damaged: {', '.join(damaged)}")
+            raise CheckpointError(f"{location} is damaged: {', '.join(damaged)}")
         leaves, arrays = flatten(like), msgpack_restore(files["state.msgpack"])
         expected, got = ({p: f"{x.dtype}{list(x.shape)}" for p, x in tree.items()} for tree in (leaves, arrays))
         if other := sorted(p for p in expected.keys() | got.keys() if expected.get(p) != got.get(p)):
             first = f"got: {got.get(other[0])}\n    expected: {expected.get(other[0])}"
-            raise CheckpointError(f"{where} is of another state, which differs in {', '.join(other[:3])}\n    {first}")
+            raise CheckpointError(
+                f"{location} is of another state, which differs in {', '.join(other[:3])}\n    {first}"
+            )
         placed = {path: jax.device_put(x, leaves[path].sharding) for path, x in arrays.items()}
         return unflatten(like, placed), json.loads(files["extra.json"])
 

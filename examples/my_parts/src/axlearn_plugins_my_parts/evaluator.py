@@ -27,6 +27,8 @@ class ParameterNorms(Periodic):
     def run(self, session: "Session") -> Mapping[str, float]:
         """The norms now. Raises `RequestError` where the pattern fits nothing."""
         params = session.state.params
-        chosen = {path: params[path] for path in select(self.pattern, params, what=f"evaluators.{self.name}.pattern")}
-        norms = {f"{self.name}_{path}": float(global_norm(x)) for path, x in chosen.items()}
-        return norms | {f"{self.name}_total": float(global_norm(chosen))}
+        parameters = {
+            path: params[path] for path in select(self.pattern, params, setting=f"evaluators.{self.name}.pattern")
+        }
+        norms = {f"{self.name}_{path}": float(global_norm(x)) for path, x in parameters.items()}
+        return norms | {f"{self.name}_total": float(global_norm(parameters))}

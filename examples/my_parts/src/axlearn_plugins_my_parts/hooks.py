@@ -1,4 +1,4 @@
-"""What this plugin has besides components. Imports no JAX."""
+"""What this plugin has in addition to components. Imports no JAX."""
 
 from pathlib import Path
 

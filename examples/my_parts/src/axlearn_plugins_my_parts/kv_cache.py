@@ -31,11 +31,11 @@ class Int8Cache(Configurable):
     def attend(self, cache: Any, op: Attention, slots: jax.Array, kernel: str | None) -> tuple[jax.Array, Any]:
         """See `axlearn_plugins_transformer.kv_cache.KVCache`."""
         (key, key_scale), (value, value_scale) = _quantize(op.key), _quantize(op.value)
-        values, seen = self.arrays.append(cache["values"], key, value, slots)
+        values, slots_view = self.arrays.append(cache["values"], key, value, slots)
         scales, scale = self.arrays.append(cache["scales"], key_scale, value_scale, slots)
-        key = (seen.key.astype(jnp.float32) * scale.key).astype(op.key.dtype)
-        value = (seen.value.astype(jnp.float32) * scale.value).astype(op.value.dtype)
-        op = attrs.evolve(op, key=key, value=value, query_slots=slots, key_slots=seen.slots)
+        key = (slots_view.key.astype(jnp.float32) * scale.key).astype(op.key.dtype)
+        value = (slots_view.value.astype(jnp.float32) * scale.value).astype(op.value.dtype)
+        op = attrs.evolve(op, key=key, value=value, query_slots=slots, key_slots=slots_view.slots)
         return op.run(kernel), {"values": values, "scales": scales}
 
 

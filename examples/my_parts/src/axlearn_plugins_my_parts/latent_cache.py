@@ -6,7 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from axlearn_core.config import Configurable, node
-from axlearn_plugins_attention.latent_cache import ContiguousLatentCache, LatentAttentionOp, SeenLatents
+from axlearn_plugins_transformer.attention_variants.latent_cache import (
+    ContiguousLatentCache,
+    LatentAttentionOp,
+    SeenLatents,
+)
 
 
 class Int8LatentCache(Configurable):
@@ -27,11 +31,11 @@ class Int8LatentCache(Configurable):
     def attend(
         self, cache: Any, latents: jax.Array, slots: jax.Array, attention: LatentAttentionOp, kernel: str | None
     ) -> tuple[jax.Array, Any]:
-        """See `axlearn_plugins_attention.latent_cache.LatentCache`."""
+        """See `axlearn_plugins_transformer.attention_variants.latent_cache.LatentCache`."""
         scale = jnp.max(jnp.abs(latents.astype(jnp.float32)), axis=-1, keepdims=True) / 127 + 1e-30
         integers = jnp.round(latents / scale).astype(jnp.int8)
-        integers, seen = self.arrays.append(cache["latents"], integers, slots)
+        integers, slots_view = self.arrays.append(cache["latents"], integers, slots)
         scales, scale = self.arrays.append(cache["scales"], scale, slots)
-        latents = (seen.latents * scale.latents).astype(latents.dtype)
-        op = attention(SeenLatents(latents, seen.slots))
+        latents = (slots_view.latents * scale.latents).astype(latents.dtype)
+        op = attention(SeenLatents(latents, slots_view.slots))
         return op.run(kernel), {"latents": integers, "scales": scales}

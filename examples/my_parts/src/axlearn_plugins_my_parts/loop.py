@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from axlearn_core.config import REQUIRED, node, setting
 from axlearn_core.train.loop import TrainLoop
-from axlearn_core.train.session import Session, say
+from axlearn_core.train.session import Session, log_message
 
 
 class StopAtLoss(TrainLoop):
@@ -38,7 +38,7 @@ class _Target:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Every process logs the same values, so that all stop at one step."""
         if values.get("loss", float("inf")) <= self.loss and self.session.step < self.session.max_steps:
-            say(f"step {step}: the loss {values['loss']:.4g} is at most {self.loss:g}")
+            log_message(f"step {step}: the loss {values['loss']:.4g} is at most {self.loss:g}")
             self.session.max_steps = self.session.step
 
     def text(self, step: int, name: str, value: str) -> None:

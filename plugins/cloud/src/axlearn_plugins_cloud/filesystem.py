@@ -62,11 +62,11 @@ class FsspecObjects:
         """See `Objects`."""
         folder = prefix.rpartition("/")[0]
         try:
-            found = self._call("find", folder, detail=True)
+            infos = self._call("find", folder, detail=True)
         except Missing:
-            found = {}
+            infos = {}
         root = f"{self.bucket}/"
-        keys = ((name.lstrip("/").removeprefix(root), info["size"]) for name, info in found.items())
+        keys = ((name.lstrip("/").removeprefix(root), info["size"]) for name, info in infos.items())
         return ((key, size) for key, size in keys if key.startswith(prefix))
 
     def delete(self, keys: Sequence[str]) -> None:

@@ -38,8 +38,8 @@ class ObjectStorage:
     def list(self, prefix: str = "") -> builtins.list[StoredFile]:
         """All files whose path begins with `prefix`."""
         root = self._key("")
-        found = self._attempt(f"{self.uri}/{prefix}", lambda: builtins.list(self.objects.list(root + prefix)))
-        return sorted(StoredFile(key.removeprefix(root), size) for key, size in found if not key.endswith("/"))
+        objects = self._attempt(f"{self.uri}/{prefix}", lambda: builtins.list(self.objects.list(root + prefix)))
+        return sorted(StoredFile(key.removeprefix(root), size) for key, size in objects if not key.endswith("/"))
 
     def read(self, path: str) -> bytes:
         """A whole file."""

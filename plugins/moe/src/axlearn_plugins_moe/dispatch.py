@@ -18,7 +18,7 @@ from axlearn_plugins_moe import sharded
 from axlearn_plugins_moe.exchange import exchanged
 from axlearn_plugins_moe.experts import BatchedProduct, Experts, GroupedProduct, Product
 from axlearn_plugins_moe.routing import Routing
-from axlearn_plugins_transformer.feed_forward import ACTIVATIONS, Activation
+from axlearn_plugins_transformer.kernels.gated_linear_unit import ACTIVATIONS, Activation
 
 
 class Dispatch(Protocol):
@@ -29,7 +29,7 @@ class Dispatch(Protocol):
         ...
 
 
-def _hidden(x: jax.Array, experts: Experts, activation: Activation, product: Product) -> jax.Array:
+def _hidden_rows(x: jax.Array, experts: Experts, activation: Activation, product: Product) -> jax.Array:
     """What goes into the down projection."""
     up = tag(experts.up.grouped(x, product), "mlp_up")
     if experts.gate is None:
@@ -61,7 +61,7 @@ def _permute(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
 
 _permute.defvjp(
     lambda x, order, inverse: (_permute(x, order, inverse), (order, inverse)),
-    lambda kept, g: (_permute(g, kept[1], kept[0]), None, None),
+    lambda residuals, g: (_permute(g, residuals[1], residuals[0]), None, None),
 )
 
 
@@ -107,7 +107,7 @@ class DroplessDispatch(Configurable):
         expert = routing.expert.reshape(-1)
 
         def run(rows: jax.Array, expert: jax.Array) -> jax.Array:
-            return self._grouped(rows, expert, experts, activation, device)
+            return self._grouped_rows(rows, expert, experts, activation, device)
 
         if device.exchange:
             y = exchanged(rows, expert, device.exchange, device.devices, count, run)
@@ -116,25 +116,25 @@ class DroplessDispatch(Configurable):
         y = y.reshape(x.shape[0], -1, width) * routing.weight[..., None].astype(y.dtype)
         return _collect(y, routing.token, x.shape[1])
 
-    def _grouped(
+    def _grouped_rows(
         self, rows: jax.Array, expert: jax.Array, experts: Experts, activation: Activation, device: sharded.Device
     ) -> jax.Array:
         """[M, D] -> [M, D], each row by its expert; zero for the rows of experts that the device does not have."""
-        count, mine = experts.num_experts, None
+        count, is_local = experts.num_experts, None
         if device.first is not None or device.exchange:
-            mine = (expert >= 0) & (expert < count)
-            expert = jnp.where(mine, expert, count)  # behind all groups
-            rows = jnp.where(mine[:, None], rows, 0)
+            is_local = (expert >= 0) & (expert < count)
+            expert = jnp.where(is_local, expert, count)  # behind all groups
+            rows = jnp.where(is_local[:, None], rows, 0)
         order = jnp.argsort(expert, stable=True).astype(jnp.int32)
         places = jnp.arange(order.size, dtype=jnp.int32)
         inverse = jnp.zeros_like(order).at[order].set(places, unique_indices=True, mode="promise_in_bounds")
         sizes = jnp.sum(jax.nn.one_hot(expert, count, dtype=jnp.int32), axis=0)
 
         product = GroupedProduct(sizes, self.cfg.kernel)
-        hidden = _hidden(_permute(rows, order, inverse), experts, activation, product)
+        hidden = _hidden_rows(_permute(rows, order, inverse), experts, activation, product)
         y = experts.down.grouped(hidden, attrs.evolve(product, adds=device.adds))
         y = _permute(y, inverse, order)
-        return y if mine is None else jnp.where(mine[:, None], y, 0)
+        return y if is_local is None else jnp.where(is_local[:, None], y, 0)
 
 
 class CapacityDispatch(Configurable):
@@ -155,8 +155,8 @@ class CapacityDispatch(Configurable):
 
     def capacity(self, length: int, assignments: int, num_experts: int) -> int:
         """How many of the `assignments` of a row of `length` tokens an expert takes."""
-        wanted = math.ceil(round(self.cfg.capacity_factor * assignments / num_experts, 6))
-        return max(1, min(length, wanted))  # a token chooses an expert once at most
+        needed = math.ceil(round(self.cfg.capacity_factor * assignments / num_experts, 6))
+        return max(1, min(length, needed))  # a token chooses an expert once at most
 
     def __call__(self, x: jax.Array, routing: Routing, experts: Experts, activation: Activation) -> jax.Array:
         """[B, S, D] -> [B, S, D]."""
@@ -166,8 +166,8 @@ class CapacityDispatch(Configurable):
         sizes = jnp.sum(jax.nn.one_hot(expert, count, dtype=jnp.int32), axis=1)  # [B, E]
         starts = jnp.cumsum(sizes, axis=1) - sizes
         position = jnp.argsort(order, axis=1).astype(jnp.int32) - jnp.take_along_axis(starts, expert, axis=1)
-        kept = position < capacity
-        add_summary("dropped_assignments", 1 - jnp.mean(kept.astype(jnp.float32)))
+        fits = position < capacity
+        add_summary("dropped_assignments", 1 - jnp.mean(fits.astype(jnp.float32)))
 
         place = jnp.arange(capacity, dtype=jnp.int32)[None, None]
         filled = (place < sizes[..., None]).reshape(batch, -1)  # [B, E * C]
@@ -178,9 +178,9 @@ class CapacityDispatch(Configurable):
             token = jnp.take_along_axis(routing.token, assignment, axis=1)
         rows = jnp.where(filled[..., None], jnp.take_along_axis(x, token[..., None], axis=1), 0)
         y = self._run(rows.reshape(batch, count, capacity, width), experts, activation)
-        slot = jnp.where(kept, expert * capacity + position, 0)
+        slot = jnp.where(fits, expert * capacity + position, 0)
         y = jnp.take_along_axis(y.reshape(batch, -1, width), slot[..., None], axis=1)
-        weight = jnp.where(kept, routing.weight, 0)
+        weight = jnp.where(fits, routing.weight, 0)
         return _collect(y * weight[..., None].astype(y.dtype), routing.token, length)
 
     @staticmethod
@@ -193,6 +193,6 @@ class CapacityDispatch(Configurable):
 
         product = BatchedProduct()
         rows = laid_out(jnp.swapaxes(rows, 0, 1), "activation_embed")
-        hidden = laid_out(_hidden(rows, experts, activation, product), "activation_mlp")
+        hidden = laid_out(_hidden_rows(rows, experts, activation, product), "activation_mlp")
         y = laid_out(experts.down.grouped(hidden, product), "activation_embed")
         return constrain(jnp.swapaxes(y, 0, 1), "batch", None, None, "activation_embed")

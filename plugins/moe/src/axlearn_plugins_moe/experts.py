@@ -53,7 +53,7 @@ class ExpertProjection(Projection, Protocol):
     """A projection that can be stacked over experts; `Linear` is one."""
 
     def grouped(self, x: jax.Array, product: Product) -> jax.Array:
-        """Rows, as `product` takes them -> what the map of each expert makes of its own rows.
+        """Applies the map of each expert to its own rows, in the order that `product` takes.
 
         The parameters of the module have a leading axis for the experts then.
         """
@@ -94,8 +94,8 @@ class GroupedProduct:
 
     def spread(self, values: jax.Array, like: jax.Array) -> jax.Array:
         """[E, N] -> [M, N]."""
-        found = jnp.repeat(values, self.sizes, axis=0, total_repeat_length=like.shape[0])
-        return found if self.adds is None else jnp.where(self.adds, found, 0)
+        repeated = jnp.repeat(values, self.sizes, axis=0, total_repeat_length=like.shape[0])
+        return repeated if self.adds is None else jnp.where(self.adds, repeated, 0)
 
 
 class BatchedProduct:
@@ -125,10 +125,10 @@ def stacked(cfg: Node[Any], count: int, *, rngs: nnx.Rngs, **offered: Any) -> An
 
     @nnx.split_rngs(splits=count)
     @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "experts"})
-    def made(rngs: nnx.Rngs) -> Any:
+    def build_part(rngs: nnx.Rngs) -> Any:
         return cfg.build(rngs=rngs, **offered)
 
-    module = made(rngs)
+    module = build_part(rngs)
     if not hasattr(module, "grouped"):
         raise RequestError(
             f"{type(cfg).__qualname__} cannot stand for the matrices of experts: what it builds has no method `grouped`\n"

@@ -28,7 +28,7 @@ class MoE(Feature):
 
     An expert has the hidden size, the activation and the linear maps of the layer that it replaces; `hidden_dim` gives it
     another size. `every=2` replaces that of every second layer, the last of each two; `dense_layers` is how many layers at
-    the bottom keep theirs. `shared_experts` is how many experts' worth of a feed-forward layer every token uses besides.
+    the bottom keep theirs. `shared_experts` is how many experts' worth of a feed-forward layer every token uses in addition.
     `router` and `dispatch` are nodes, such as `{type: sigmoid-router}` and `{type: capacity-dispatch, capacity_factor: 1.5}`.
     The default: 8 experts, of which the router takes 2 by a softmax, and no token is dropped.
 
@@ -62,7 +62,7 @@ class MoE(Feature):
                 problems.extend(attrs.evolve(p, path=join(path, p.path) if p.path else path) for p in error.problems)
                 return old
 
-        made = _in_slots(cfg, place)
+        result = _in_slots(cfg, place)
         if not count:
             raise ConfigError(
                 Problem(
@@ -74,39 +74,39 @@ class MoE(Feature):
             )
         if problems:
             raise ConfigError(problems)
-        return made
-
-    def in_effect(self, cfg: Node[Any]) -> bool:
-        """Every slot has the experts that are asked for."""
-        return self.apply(cfg) == cfg
+        return result
 
     def _slot(self, old: Node[Any]) -> Node[Any]:
         """What stands in a slot instead of `old`."""
         kinds = (*old.first, *old.children) if isinstance(old, Alternate) else (old,)
         if not any(map(_has_experts, kinds)):
             if not isinstance(old, Alternate):
-                return _arranged(old, self._new(old), self.dense_layers or 0, self.every or 1)
+                return _arrange_layers(old, self._new(old), self.dense_layers or 0, self.every or 1)
             if self.every is not None or self.dense_layers is not None:
-                raise _refused("feed-forward layers alternate here already", "leave `every` and `dense_layers` out")
-            return _each(old, self._new)
+                raise _incompatible(
+                    "feed-forward layers alternate here already", "leave `every` and `dense_layers` out"
+                )
+            return _change_slot(old, self._new)
         lead, every = (len(old.first), len(old.children)) if isinstance(old, Alternate) else (0, 1)
-        wanted = lead if self.dense_layers is None else self.dense_layers, every if self.every is None else self.every
-        if wanted == (lead, every):
-            return _each(old, lambda kind: self._set(kind) if _has_experts(kind) else kind)
+        layout = lead if self.dense_layers is None else self.dense_layers, every if self.every is None else self.every
+        if layout == (lead, every):
+            return _change_slot(old, lambda kind: self._set(kind) if _has_experts(kind) else kind)
         dense = [k for k in kinds if not _has_experts(k)]
-        if wanted != (0, 1) and not dense:
-            raise _refused(
+        if layout != (0, 1) and not dense:
+            raise _incompatible(
                 "every layer has experts already, and none says which feed-forward layer the others should have",
                 "leave `every` and `dense_layers` out, or begin with a model without experts",
             )
-        if old != _arranged(dense[0], kinds[-1], lead, every):
-            raise _refused("experts and feed-forward layers are mixed here", "leave `every` and `dense_layers` out")
-        return _arranged(dense[0] if dense else old, self._set(kinds[-1]), *wanted)
+        if old != _arrange_layers(dense[0], kinds[-1], lead, every):
+            raise _incompatible(
+                "experts and feed-forward layers are mixed here", "leave `every` and `dense_layers` out"
+            )
+        return _arrange_layers(dense[0] if dense else old, self._set(kinds[-1]), *layout)
 
     def _new(self, old: Any) -> MixtureOfExperts.Config:
         """The experts that replace a feed-forward layer; raises `ConfigError` where one of its settings would be lost."""
         default = MixtureOfExperts.Config()
-        taken = {"hidden_dim", "activation", "dtype", "param_dtype", "gate", "up", "down"}
+        settings = {"hidden_dim", "activation", "dtype", "param_dtype", "gate", "up", "down"}
         fields = {a.name: a for a in attrs.fields(type(old))}
         lost = [
             Problem(
@@ -116,26 +116,26 @@ class MoE(Feature):
                 fix="set it back to its default, or leave moe out",
             )
             for name, a in fields.items()
-            if name not in taken and not is_interface(a) and getattr(old, name) != a.default
+            if name not in settings and not is_interface(a) and getattr(old, name) != a.default
         ]
         if lost:
             raise ConfigError(lost)
-        kept: dict[str, Any] = {name: getattr(old, name) for name in taken & fields.keys()}
+        values: dict[str, Any] = {name: getattr(old, name) for name in settings & fields.keys()}
         if "up" in fields and "gate" not in fields:
-            kept["gate"] = None
-        return self._set(attrs.evolve(default, **kept))
+            values["gate"] = None
+        return self._set(attrs.evolve(default, **values))
 
     def _set(self, experts: Any) -> MixtureOfExperts.Config:
         """The experts with the options that are given."""
         names = ("num_experts", "top_k", "router", "dispatch", "hidden_dim")
         options = {n: getattr(self, n) for n in names if getattr(self, n) is not None}
-        made = attrs.evolve(experts, **options)
+        new = attrs.evolve(experts, **options)
         if self.shared_experts is None:
-            return made
-        return attrs.evolve(made, shared=_shared(made, self.shared_experts) if self.shared_experts else None)
+            return new
+        return attrs.evolve(new, shared=_shared_expert(new, self.shared_experts) if self.shared_experts else None)
 
 
-def _shared(experts: MixtureOfExperts.Config, count: int) -> Node[FeedForward]:
+def _shared_expert(experts: MixtureOfExperts.Config, count: int) -> Node[FeedForward]:
     """One feed-forward layer of the size of `count` experts."""
     size = experts.hidden_dim
     if isinstance(size, int):
@@ -143,7 +143,9 @@ def _shared(experts: MixtureOfExperts.Config, count: int) -> Node[FeedForward]:
     elif isinstance(size, Scaled):
         size = attrs.evolve(size, factor=size.factor * count)
     else:
-        raise _refused(f"cannot tell what {count} times the size {size!r} is", "set `shared` of the experts yourself")
+        raise _incompatible(
+            f"cannot tell what {count} times the size {size!r} is", "set `shared` of the experts yourself"
+        )
     sizes: dict[str, Any] = {
         "hidden_dim": size,
         "activation": experts.activation,
@@ -159,37 +161,37 @@ def _has_experts(kind: Any) -> bool:
     return isinstance(kind, MixtureOfExperts.Config)
 
 
-def _each(slot: Any, change: Callable[[Any], Any]) -> Any:
+def _change_slot(slot: Any, change: Callable[[Any], Any]) -> Any:
     """A slot with each of the nodes that take turns in it changed, or the one that it holds."""
     if not isinstance(slot, Alternate):
         return change(slot)
     return attrs.evolve(slot, first=tuple(map(change, slot.first)), children=tuple(map(change, slot.children)))
 
 
-def _arranged(dense: Any, experts: Any, lead: int, every: int) -> Any:
+def _arrange_layers(dense: Any, experts: Any, lead: int, every: int) -> Any:
     """`lead` dense layers, then experts in the last of each `every` layers."""
     if (lead, every) == (0, 1):
         return experts
     return Alternate(first=(dense,) * lead, children=(*(dense,) * (every - 1), experts))
 
 
-def _refused(message: str, fix: str) -> ConfigError:
+def _incompatible(message: str, fix: str) -> ConfigError:
     return ConfigError(Problem(path="", message=message, fix=fix))
 
 
 def _in_slots(value: Any, place: Callable[[Any, str], Any], path: str = "") -> Any:
-    """`value` with the outermost node of each slot for a feed-forward layer replaced by what `place` makes of it."""
+    """Applies `place` to the outermost node of each feed-forward slot in `value`."""
     changed = {}
     hints = hints_of(type(value)) if isinstance(value, Node) else {}
     for name, child in children(value).items():
-        here = join(path, name)
+        full_path = join(path, name)
         if isinstance(child, Node) and (name == SLOT or _takes_feed_forward(hints.get(name))):
-            changed[name] = place(child, here)
+            changed[name] = place(child, full_path)
         else:
-            changed[name] = _in_slots(child, place, here)
+            changed[name] = _in_slots(child, place, full_path)
     return with_children(value, changed)
 
 
 def _takes_feed_forward(annotation: Any) -> bool:
-    found = (annotation, *typing.get_args(annotation))
-    return any(FeedForward in typing.get_args(a) for a in found)
+    annotations = (annotation, *typing.get_args(annotation))
+    return any(FeedForward in typing.get_args(a) for a in annotations)

@@ -60,7 +60,7 @@ class GroupedMatmul(Op[jax.Array]):
 
 
 class _XLABlocked:
-    """A loop over blocks of rows of one group: the work is that of the rows, whatever the number of groups."""
+    """A loop over blocks of rows of one group: the work is that of the rows, regardless of the number of groups."""
 
     def supports(self, op: GroupedMatmul, context: KernelContext) -> str | None:
         """Everything."""
@@ -68,14 +68,14 @@ class _XLABlocked:
 
     def __call__(self, op: GroupedMatmul) -> jax.Array:
         """[M, N]."""
-        return _blocked(op.lhs, op.rhs, op.sizes, min(BLOCK, op.lhs.shape[0]))
+        return _blocked_matmul(op.lhs, op.rhs, op.sizes, min(BLOCK, op.lhs.shape[0]))
 
 
 XLA_BLOCKED = _XLABlocked()
 
 
 class _Blocks(NamedTuple):
-    """Each block is `block` rows from `start` on, of which the first `filled` are its group's; in the order of the rows."""
+    """Each block is `block` rows from `start` on; the first `filled` belong to its group. In the order of the rows."""
 
     start: jax.Array  # int32 [blocks]
     filled: jax.Array  # int32 [blocks], 0 for those that are not needed
@@ -99,18 +99,18 @@ def _products(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, block: int, cont
     rows, out = lhs.shape[0], rhs.shape[2 if contract == 0 else 1]
     padded = jnp.pad(lhs, ((0, block), (0, 0)))
 
-    def step(made: jax.Array, at: _Blocks) -> tuple[jax.Array, None]:
+    def step(products: jax.Array, at: _Blocks) -> tuple[jax.Array, None]:
         def product() -> jax.Array:
             x = lax.dynamic_slice_in_dim(padded, at.start, block)
             matrix = lax.dynamic_index_in_dim(rhs, at.group, keepdims=False)
             return lax.dot_general(x, matrix, (((1,), (contract,)), ((), ())))
 
         # Rows behind those are the next block's, which overwrites them.
-        new = lax.cond(at.filled > 0, product, lambda: lax.dynamic_slice_in_dim(made, at.start, block))
-        return lax.dynamic_update_slice_in_dim(made, new, at.start, 0), None
+        new = lax.cond(at.filled > 0, product, lambda: lax.dynamic_slice_in_dim(products, at.start, block))
+        return lax.dynamic_update_slice_in_dim(products, new, at.start, 0), None
 
-    made = jnp.zeros((rows + block, out), lhs.dtype)
-    return lax.scan(step, made, _blocks(sizes, rows, block))[0][:rows]
+    zeros = jnp.zeros((rows + block, out), lhs.dtype)
+    return lax.scan(step, zeros, _blocks(sizes, rows, block))[0][:rows]
 
 
 def _outer(lhs: jax.Array, grads: jax.Array, sizes: jax.Array, block: int) -> jax.Array:
@@ -120,8 +120,8 @@ def _outer(lhs: jax.Array, grads: jax.Array, sizes: jax.Array, block: int) -> ja
     def step(total: jax.Array, at: _Blocks) -> tuple[jax.Array, None]:
         def product() -> jax.Array:
             x = lax.dynamic_slice_in_dim(lhs, at.start, block)
-            mine = jnp.arange(block)[:, None] < at.filled
-            g = jnp.where(mine, lax.dynamic_slice_in_dim(grads, at.start, block), 0)
+            valid = jnp.arange(block)[:, None] < at.filled
+            g = jnp.where(valid, lax.dynamic_slice_in_dim(grads, at.start, block), 0)
             return lax.dot_general(x, g, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
         old = lax.dynamic_index_in_dim(total, at.group, keepdims=False)
@@ -134,18 +134,18 @@ def _outer(lhs: jax.Array, grads: jax.Array, sizes: jax.Array, block: int) -> ja
 
 # Its own derivative, because that of a loop would add a whole array of zeros per block to the gradient of `rhs`.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _blocked(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, block: int) -> jax.Array:
+def _blocked_matmul(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, block: int) -> jax.Array:
     return _products(lhs, rhs, sizes, block, 0)
 
 
 def _blocked_forward(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, block: int) -> tuple[jax.Array, Any]:
-    return _blocked(lhs, rhs, sizes, block), (lhs, rhs, sizes)
+    return _blocked_matmul(lhs, rhs, sizes, block), (lhs, rhs, sizes)
 
 
-def _blocked_backward(block: int, kept: Any, grads: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    lhs, rhs, sizes = kept
+def _blocked_backward(block: int, residuals: Any, grads: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    lhs, rhs, sizes = residuals
     by_rhs = _outer(lhs, grads, sizes, block).astype(rhs.dtype)
     return _products(grads, rhs, sizes, block, 1), by_rhs, None
 
 
-_blocked.defvjp(_blocked_forward, _blocked_backward)
+_blocked_matmul.defvjp(_blocked_forward, _blocked_backward)

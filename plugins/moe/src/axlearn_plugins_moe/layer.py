@@ -17,7 +17,8 @@ from axlearn_plugins_moe.dispatch import Dispatch, DroplessDispatch
 from axlearn_plugins_moe.experts import ExpertProjection, Experts, stacked
 from axlearn_plugins_moe.routers import SoftmaxRouter
 from axlearn_plugins_moe.routing import Router, counts
-from axlearn_plugins_transformer.feed_forward import Activation, FeedForward
+from axlearn_plugins_transformer.feed_forward import FeedForward
+from axlearn_plugins_transformer.kernels.gated_linear_unit import Activation
 
 
 class MixtureOfExperts(Layer):
@@ -37,7 +38,7 @@ class MixtureOfExperts(Layer):
             activation: of the experts.
             router: chooses experts for tokens.
             dispatch: brings tokens to experts and back.
-            shared: a feed-forward layer that every token uses besides (DeepSeekMoE, arXiv 2401.06066).
+            shared: a feed-forward layer that every token uses in addition (DeepSeekMoE, arXiv 2401.06066).
             gate: the matrices of `down(activation(gate(x)) * up(x))`; None makes experts `down(activation(up(x)))`.
             up: see `gate`; like the others it is that of one expert, and made anew for each.
             down: see `gate`.

@@ -22,8 +22,8 @@ def rules_to_rates(config: Data) -> Data:
     rules = learner.get("rules") if isinstance(learner, Mapping) else None
     if not isinstance(learner, Mapping) or not isinstance(rules, list) or not any(map(_is_for_biases, rules)):
         return config
-    kept = [rule for rule in rules if not _is_for_biases(rule)]
-    return {**_with_rates(config, "", rules), "learner": {**learner, "rules": kept}}
+    other_rules = [rule for rule in rules if not _is_for_biases(rule)]
+    return {**_with_rates(config, "", rules), "learner": {**learner, "rules": other_rules}}
 
 
 def _is_for_biases(rule: Any) -> bool:
@@ -65,33 +65,33 @@ def _rate(bias: str, rules: list[Data]) -> float:
     return rate * scale
 
 
-def parameters_to_variables(stored: Collection[str], wanted: Collection[str]) -> dict[str, str | None]:
+def parameters_to_variables(stored: Collection[str], expected: Collection[str]) -> dict[str, str | None]:
     """An `ArrayMigration`: biases among the variables, no moving averages of them, and the optimizer's state in one piece."""
-    wanted = set(wanted)
+    expected = set(expected)
     renamed: dict[str, str | None] = {}
     for path in stored:
         name = path.removeprefix("params.").removeprefix("learner.ema.")
-        if path not in wanted and name.endswith(f".{BIAS}") and f"variables.{name}" in wanted:
+        if path not in expected and name.endswith(f".{BIAS}") and f"variables.{name}" in expected:
             if path.startswith("params."):
                 renamed[path] = f"variables.{name}"
             elif path.startswith("learner.ema."):
                 renamed[path] = None
-    return {**renamed, **dict(_optimizer(stored, wanted))} if renamed else {}
+    return {**renamed, **dict(_optimizer(stored, expected))} if renamed else {}
 
 
-def _optimizer(stored: Collection[str], wanted: Collection[str]) -> Iterator[tuple[str, str]]:
+def _optimizer(stored: Collection[str], expected: Collection[str]) -> Iterator[tuple[str, str]]:
     """(stored path, path today) of the optimizer's state: rules behind the one that went have other numbers now."""
-    old, new = _labels(stored), _labels(wanted)
+    old, new = _labels(stored), _labels(expected)
     labels = dict(zip(old, new, strict=False)) if new else {}
     for path in stored:
         if path.startswith(PARTS):
             label, _, rest = path.removeprefix(PARTS).partition(".inner_state.")
             renamed = f"{PARTS}{labels[label]}.inner_state.{rest}" if label in labels else f"{OPTIMIZER}{rest}"
-            if renamed in wanted and renamed != path:
+            if renamed in expected and renamed != path:
                 yield path, renamed
 
 
 def _labels(paths: Collection[str]) -> list[str]:
     """The parts of the optimizer's state that have arrays: `""` is the main optimizer, others are the numbers of rules."""
-    found = {p.removeprefix(PARTS).partition(".inner_state.")[0] for p in paths if p.startswith(PARTS)}
-    return sorted(found, key=lambda label: int(label or -1))
+    labels = {p.removeprefix(PARTS).partition(".inner_state.")[0] for p in paths if p.startswith(PARTS)}
+    return sorted(labels, key=lambda label: int(label or -1))

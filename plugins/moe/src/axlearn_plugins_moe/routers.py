@@ -23,7 +23,7 @@ BALANCES = "balances its load over the batch"
 
 
 class LinearRouter(Layer):
-    """The base of these routers: one logit per token and expert, computed in float32 whatever the model computes in."""
+    """The base of these routers: one logit per token and expert, computed in float32 regardless of the dtype of the model."""
 
     @node
     class Config(Layer.Config[T_co]):
@@ -206,6 +206,6 @@ class ExpertChoiceRouter(LinearRouter):
         weight, token = lax.top_k(jnp.swapaxes(probabilities, 1, 2), capacity)  # [B, E, C]
         expert = lax.broadcasted_iota(jnp.int32, token.shape, 1)
         weight, token, expert = (a.reshape(a.shape[0], -1) for a in (weight, token, expert))
-        taken = jnp.sum(jax.nn.one_hot(token, length), axis=1) > 0
-        add_summary("tokens_without_expert", 1 - jnp.mean(taken.astype(jnp.float32)))
+        has_expert = jnp.sum(jax.nn.one_hot(token, length), axis=1) > 0
+        add_summary("tokens_without_expert", 1 - jnp.mean(has_expert.astype(jnp.float32)))
         return Routing(expert, weight, token)

@@ -35,9 +35,9 @@ class Router(Protocol):
         ...
 
 
-def by_choice(chosen: jax.Array) -> jax.Array:
+def by_choice(experts: jax.Array) -> jax.Array:
     """[B, S, K] -> [B, K * S], the first choices first."""
-    return jnp.moveaxis(chosen, 2, 1).reshape(chosen.shape[0], -1)
+    return jnp.moveaxis(experts, 2, 1).reshape(experts.shape[0], -1)
 
 
 def counts(expert: jax.Array, num_experts: int) -> jax.Array:

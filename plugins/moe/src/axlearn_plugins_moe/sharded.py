@@ -47,7 +47,7 @@ class _Parameters:
         parts = {n: nnx.split(m) for n, m in experts._asdict().items() if n != "num_experts" and m is not None}
         self._graphs = {n: graph for n, (graph, _) in parts.items()}
         # A linear map computes with its parameters in the compute dtype: they and their gradients are sent in that.
-        self.sent = {
+        self.dtypes = {
             n: m.precision.compute if _is_linear(m) else None for n, m in experts._asdict().items() if n in parts
         }
         self._flat = {n: nnx.to_flat_state(state) for n, (_, state) in parts.items()}
@@ -65,7 +65,7 @@ class _Parameters:
 
     def in_sent(self, arrays: Mapping[str, list[jax.Array]]) -> dict[str, list[jax.Array]]:
         """The arrays in the dtype that devices send them in."""
-        return {n: [a if self.sent[n] is None else a.astype(self.sent[n]) for a in of] for n, of in arrays.items()}
+        return {n: [a if self.dtypes[n] is None else a.astype(self.dtypes[n]) for a in of] for n, of in arrays.items()}
 
     def each(self, function: Callable[..., Any], *trees: Any) -> dict[str, list[Any]]:
         """`function(axes, *leaves)` of each array."""
@@ -76,11 +76,11 @@ class _Parameters:
 
     def experts(self, arrays: Mapping[str, list[jax.Array]], count: int) -> Experts:
         """The maps with other values for their parameters."""
-        made: dict[str, Any] = dict.fromkeys(("gate", "up", "down"))
+        maps: dict[str, Any] = dict.fromkeys(("gate", "up", "down"))
         for n, flat in self._flat.items():
             values = [(path, v.replace(x)) for (path, v), x in zip(flat, arrays[n], strict=True)]
-            made[n] = nnx.merge(self._graphs[n], nnx.from_flat_state(values))
-        return Experts(**made, num_experts=count)
+            maps[n] = nnx.merge(self._graphs[n], nnx.from_flat_state(values))
+        return Experts(**maps, num_experts=count)
 
 
 def _is_linear(module: Any) -> bool:
@@ -110,8 +110,8 @@ class _Axes:
 
     def spec(self, axes: tuple[str | None, ...]) -> PartitionSpec:
         """The partition of a parameter of experts."""
-        known = {"experts": self.experts, "embed": self.embed, "mlp": self.mlp}
-        return PartitionSpec(*(known.get(a or "") or None for a in axes))
+        mesh_axes = {"experts": self.experts, "embed": self.embed, "mlp": self.mlp}
+        return PartitionSpec(*(mesh_axes.get(a or "") or None for a in axes))
 
 
 def over_devices(local: Local, x: jax.Array, routing: Routing, experts: Experts, *, gathers: bool = True) -> jax.Array:
@@ -148,14 +148,14 @@ def over_devices(local: Local, x: jax.Array, routing: Routing, experts: Experts,
         if exchange and not sends:
             x, routing = jax.tree.map(lambda a: lax.all_gather(a, exchange, axis=0, tiled=True), (x, routing))
         routing = jax.tree.map(lambda a: a.reshape(a.shape[0], -1), routing)
-        held = experts.num_experts // math.prod(axes.mesh.shape[a] for a in axes.experts)
+        local_experts = experts.num_experts // math.prod(axes.mesh.shape[a] for a in axes.experts)
         device = Device(
-            first=lax.axis_index(axes.experts) * held if axes.experts and not sends else None,
+            first=lax.axis_index(axes.experts) * local_experts if axes.experts and not sends else None,
             adds=lax.axis_index(axes.mlp) == 0 if axes.mlp else None,
             exchange=exchange if sends else (),
-            devices=experts.num_experts // held,
+            devices=experts.num_experts // local_experts,
         )
-        y = local(x, routing, parameters.experts(arrays, held), device)
+        y = local(x, routing, parameters.experts(arrays, local_experts), device)
         y = lax.psum(y, summed) if summed else y
         return lax.psum_scatter(y, exchange, scatter_dimension=0, tiled=True) if exchange and not sends else y
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from axlearn_core.compose import Functional
-from axlearn_plugins_runs import FRESH, ZERO, carry
+from axlearn_plugins_finetune.runs import FRESH, ZERO, transfer_params
 
 
 def bridge(path: str, shape: Sequence[int], axes: Sequence[str | None], old: Callable[[str], np.ndarray | None]) -> Any:
-    """What a mixture of experts has and a dense layer has not; see `axlearn_plugins_runs.Bridge`.
+    """What a mixture of experts has and a dense layer has not; see `axlearn_plugins_finetune.runs.Bridge`.
 
     Routers are initialised. Shared experts too, but their last matrix is zero, so that at first they add nothing.
     """
@@ -23,11 +23,11 @@ def bridge(path: str, shape: Sequence[int], axes: Sequence[str | None], old: Cal
         return ZERO if "down" in parts else FRESH
     if "router" in parts:
         return FRESH
-    found = old(path) if "experts" in axes else None
-    if found is None or found.ndim != len(shape) - 1:
+    dense = old(path) if "experts" in axes else None
+    if dense is None or dense.ndim != len(shape) - 1:
         return None
     axis = axes.index("experts")
-    return np.repeat(np.expand_dims(found, axis), shape[axis], axis=axis)
+    return np.repeat(np.expand_dims(dense, axis), shape[axis], axis=axis)
 
 
 def upcycle(params: Mapping[str, Any], source: Functional, target: Functional, *, seed: int = 0) -> dict[str, Any]:
@@ -46,4 +46,4 @@ def upcycle(params: Mapping[str, Any], source: Functional, target: Functional, *
         CheckpointError: a parameter of `target` comes from nowhere or has another shape in `source`, or one of `source`
             would be lost.
     """
-    return carry(params, source, target, (bridge,), seed=seed)
+    return transfer_params(params, source, target, (bridge,), seed=seed)

@@ -114,13 +114,13 @@ class Scores:
 
 def _roles(mask: masks.Mask) -> Any:
     """The mask with, in the place of each array, what it tells of."""
-    made: Any = type(mask)
+    kind: Any = type(mask)
     if isinstance(mask, masks.Segments):
-        return made("queries", "keys")
+        return kind("queries", "keys")
     if isinstance(mask, masks.Prefix):
-        return made("rows")
+        return kind("rows")
     if isinstance(mask, (masks.And, masks.Or)):
-        return made(tuple(map(_roles, _parts(mask))))
+        return kind(tuple(map(_roles, _parts(mask))))
     if jax.tree.leaves(mask):
         raise RequestError(
             f"a sequence that is split over devices does not go with the mask {mask.describe()!r}: nothing says which of "
@@ -139,8 +139,8 @@ def _may_see(mask: Any, queries: Any, keys: Any) -> jax.Array:
     if isinstance(mask, masks.SlidingWindow):
         return keys[1] > queries[0] - mask.size  # type: ignore[attr-defined]
     if isinstance(mask, (masks.And, masks.Or)):
-        found = jnp.stack([_may_see(m, queries, keys) for m in _parts(mask)])
-        return jnp.any(found) if isinstance(mask, masks.Or) else jnp.all(found)
+        parts = jnp.stack([_may_see(m, queries, keys) for m in _parts(mask)])
+        return jnp.any(parts) if isinstance(mask, masks.Or) else jnp.all(parts)
     return jnp.asarray(True)
 
 
@@ -154,9 +154,9 @@ def _pairs(tiles: Tiles, chunks: Chunks, scores: Scores, rows: tuple[jax.Array, 
 
     def of(tile: Tiles, chunk: Chunks) -> Any:
         queries, keys = _slots(tile.start, sizes[0]), _slots(chunk.start, sizes[1])
-        seen = scores.may_see(tile.start, sizes[0], chunk.start, sizes[1])
+        any_visible = scores.may_see(tile.start, sizes[0], chunk.start, sizes[1])
         visible = lambda: scores.visible((queries, tile.arrays), (keys, chunk.arrays), rows, sizes)  # noqa: E731
-        return seen, visible, lambda q, k: scores.raw(q, k, queries, keys)
+        return any_visible, visible, lambda q, k: scores.raw(q, k, queries, keys)
 
     return of
 
@@ -165,17 +165,17 @@ def add(tiles: Tiles, chunks: Chunks, scores: Scores, rows: tuple[jax.Array, ...
     """The sums with these keys added to them."""
     pair = _pairs(tiles, chunks, scores, rows)
 
-    def tile_step(_: None, given: tuple[Tiles, Sums]) -> tuple[None, Sums]:
-        tile, old = given
+    def tile_step(_: None, pair_of_tile: tuple[Tiles, Sums]) -> tuple[None, Sums]:
+        tile, old = pair_of_tile
 
         def chunk_step(old: Sums, chunk: Chunks) -> tuple[Sums, None]:
-            seen, visible, raw = pair(tile, chunk)
+            any_visible, visible, raw = pair(tile, chunk)
 
             def added(old: Sums) -> Sums:
-                shown = visible()
-                found = jnp.where(shown, raw(tile.query, chunk.key), HIDDEN)
-                top = jnp.maximum(old.top, jnp.max(found, axis=-1))
-                weights = jnp.where(shown, jnp.exp(found - top[..., None]), 0.0)
+                mask = visible()
+                scores_here = jnp.where(mask, raw(tile.query, chunk.key), HIDDEN)
+                top = jnp.maximum(old.top, jnp.max(scores_here, axis=-1))
+                weights = jnp.where(mask, jnp.exp(scores_here - top[..., None]), 0.0)
                 shrink = jnp.exp(old.top - top)
                 values = jnp.einsum(
                     "bgrtc,bcgv->bgrtv",
@@ -187,7 +187,7 @@ def add(tiles: Tiles, chunks: Chunks, scores: Scores, rows: tuple[jax.Array, ...
                     old.values * shrink[..., None] + values, old.weight * shrink + jnp.sum(weights, axis=-1), top
                 )
 
-            return lax.cond(seen, added, lambda old: old, old), None
+            return lax.cond(any_visible, added, lambda old: old, old), None
 
         return None, lax.scan(chunk_step, old, chunks)[0]
 
@@ -209,33 +209,33 @@ class Kept(NamedTuple):
 
 
 def gradients(
-    tiles: Tiles, chunks: Chunks, scores: Scores, rows: tuple[jax.Array, ...], kept: Kept
+    tiles: Tiles, chunks: Chunks, scores: Scores, rows: tuple[jax.Array, ...], residuals: Kept
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The parts of the gradients by query, key and value, float32 in their shapes, that these keys make up."""
     pair = _pairs(tiles, chunks, scores, rows)
 
-    def tile_step(totals: Any, given: tuple[Tiles, Kept]) -> Any:
-        tile, known = given
+    def tile_step(totals: Any, pair_of_tile: tuple[Tiles, Kept]) -> Any:
+        tile, residual = pair_of_tile
 
         def chunk_step(by_query: jax.Array, chunk: Chunks) -> Any:
-            seen, visible, raw = pair(tile, chunk)
+            any_visible, visible, raw = pair(tile, chunk)
 
-            def found() -> Any:
-                made, pull = jax.vjp(raw, tile.query, chunk.key)
-                weights = jnp.where(visible(), jnp.exp(made - known.log_sum[..., None]), 0.0)
-                by_value = jnp.einsum("bgrtc,bgrtv->bcgv", weights, known.grads)
+            def compute() -> Any:
+                logits, pull = jax.vjp(raw, tile.query, chunk.key)
+                weights = jnp.where(visible(), jnp.exp(logits - residual.log_sum[..., None]), 0.0)
+                by_value = jnp.einsum("bgrtc,bgrtv->bcgv", weights, residual.grads)
                 value = chunk.value.astype(jnp.float32)
-                by_weight = jnp.einsum("bgrtv,bcgv->bgrtc", known.grads, value)
-                by_query, by_key = pull(weights * (by_weight - known.inner[..., None]))
+                by_weight = jnp.einsum("bgrtv,bcgv->bgrtc", residual.grads, value)
+                by_query, by_key = pull(weights * (by_weight - residual.inner[..., None]))
                 return tuple(x.astype(jnp.float32) for x in (by_query, by_key, by_value))
 
             shapes = tile.query.shape, chunk.key.shape, chunk.value.shape
-            more, *by_chunk = lax.cond(seen, found, lambda: tuple(jnp.zeros(s, jnp.float32) for s in shapes))
+            more, *by_chunk = lax.cond(any_visible, compute, lambda: tuple(jnp.zeros(s, jnp.float32) for s in shapes))
             return by_query + more, by_chunk
 
         by_query, by_chunks = lax.scan(chunk_step, jnp.zeros(tile.query.shape, jnp.float32), chunks)
         return [a + b for a, b in zip(totals, by_chunks, strict=True)], by_query
 
     zeros = [jnp.zeros(x.shape, jnp.float32) for x in (chunks.key, chunks.value)]
-    (by_key, by_value), by_query = lax.scan(tile_step, zeros, (tiles, kept))
+    (by_key, by_value), by_query = lax.scan(tile_step, zeros, (tiles, residuals))
     return by_query, by_key, by_value

@@ -26,30 +26,30 @@ QUERY = ("batch", "sequence", "activation_heads", None)
 KEY = ("batch", "sequence", "activation_kv", None)
 
 
-def sequence_axes(found: Placement | None) -> tuple[str, ...]:
+def sequence_axes(place: Placement | None) -> tuple[str, ...]:
     """The mesh axes of more than one device that the sequence is split over."""
-    if found is None:
+    if place is None:
         return ()
-    taken = found.rules.get("batch", ())
-    return tuple(a for a in found.rules.get("sequence", ()) if found.mesh.shape[a] > 1 and a not in taken)
+    batch_axes = place.rules.get("batch", ())
+    return tuple(a for a in place.rules.get("sequence", ()) if place.mesh.shape[a] > 1 and a not in batch_axes)
 
 
-def _count(found: Placement, axes: Sequence[str]) -> int:
-    return math.prod(found.mesh.shape[a] for a in axes)
+def _count(place: Placement, axes: Sequence[str]) -> int:
+    return math.prod(place.mesh.shape[a] for a in axes)
 
 
-_asked: contextvars.ContextVar[bool] = contextvars.ContextVar("axlearn_whole_sequence", default=False)
+_whole_sequence: contextvars.ContextVar[bool] = contextvars.ContextVar("axlearn_whole_sequence", default=False)
 
 
-def _whole(op: Attention) -> jax.Array:
+def _attend_whole(op: Attention) -> jax.Array:
     """By the best other kernel; by the reference where no other is declared."""
-    if _asked.get():
+    if _whole_sequence.get():
         return op.reference()
-    token = _asked.set(True)
+    token = _whole_sequence.set(True)
     try:
         return op.run()
     finally:
-        _asked.reset(token)
+        _whole_sequence.reset(token)
 
 
 class _OverSequence:
@@ -57,28 +57,28 @@ class _OverSequence:
 
     def supports(self, op: Attention, context: KernelContext) -> str | None:
         """Self-attention over a sequence that its devices divide, and anything over a sequence that is not split."""
-        found = placement()
-        axes = sequence_axes(found)
-        if found is None or not axes:
+        place = placement()
+        axes = sequence_axes(place)
+        if place is None or not axes:
             return None
         if not op.aligned:
             return "queries and keys are not the same positions"
-        length, count = op.query.shape[1], _count(found, axes)
+        length, count = op.query.shape[1], _count(place, axes)
         if length % count:
             return f"the sequence length {length} is not divisible by the mesh axes {', '.join(axes)} ({count} devices)"
-        return self._refuses(op, found, axes)
+        return self._refuses(op, place, axes)
 
-    def _refuses(self, op: Attention, found: Placement, axes: Sequence[str]) -> str | None:
+    def _refuses(self, op: Attention, place: Placement, axes: Sequence[str]) -> str | None:
         return None
 
     def __call__(self, op: Attention) -> jax.Array:
         """[B, S, N, V]; where the sequence is whole, by the best other kernel."""
-        found = placement()
-        if found is None or not sequence_axes(found):
-            return _whole(op)
-        return self._run(found, op)
+        place = placement()
+        if place is None or not sequence_axes(place):
+            return _attend_whole(op)
+        return self._run(place, op)
 
-    def _run(self, found: Placement, op: Attention) -> jax.Array:
+    def _run(self, place: Placement, op: Attention) -> jax.Array:
         raise NotImplementedError
 
 
@@ -87,25 +87,25 @@ class _PerDevice(_OverSequence):
 
     keys: Callable[..., Any]
 
-    def _run(self, found: Placement, op: Attention) -> jax.Array:
+    def _run(self, place: Placement, op: Attention) -> jax.Array:
         query, key, value = op.query, op.key, op.value
-        axes = sequence_axes(found)
-        batch, sequence, heads, *_ = found.spec(query.shape, QUERY)
-        if found.spec(key.shape, KEY)[2] != heads:  # fewer key-value heads than devices that share the heads
+        axes = sequence_axes(place)
+        batch, sequence, heads, *_ = place.spec(query.shape, QUERY)
+        if place.spec(key.shape, KEY)[2] != heads:  # fewer key-value heads than devices that share the heads
             key, value = (jnp.repeat(x, query.shape[2] // key.shape[2], axis=2) for x in (key, value))
         scores = Scores(op)
         arrays = {role: scores.of_role(role) for role in ("queries", "keys", "rows")}
         whole, rows = PartitionSpec(batch, sequence, heads), PartitionSpec(batch, sequence)
         by_role = {"queries": rows, "keys": rows, "rows": PartitionSpec(batch)}
-        specs = {role: tuple(by_role[role] for _ in given) for role, given in arrays.items()}
+        specs = {role: tuple(by_role[role] for _ in values) for role, values in arrays.items()}
 
         def run(q: jax.Array, k: jax.Array, v: jax.Array, arrays: Any) -> jax.Array:
             local = Scores(op, (heads, q.shape[2]) if heads else None)
-            parts = Parts.of(axes, _count(found, axes), q.shape[1])
+            parts = Parts.of(axes, _count(place, axes), q.shape[1])
             return _attend(self.keys, local, parts, q, k, v, arrays)
 
         return jax.shard_map(
-            run, mesh=found.mesh, in_specs=(whole, whole, whole, specs), out_specs=whole, check_vma=False
+            run, mesh=place.mesh, in_specs=(whole, whole, whole, specs), out_specs=whole, check_vma=False
         )(query, key, value, arrays)
 
 
@@ -123,23 +123,23 @@ def _attend(
     """[b, s, N, H], [b, s, G, H], [b, s, G, V] -> [b, s, N, V], on one device among others."""
     batch, _, heads, size = q.shape
     q, k, v = (parts.spread(x) for x in (q, k, v))
-    known = {role: tuple(parts.spread(a) for a in arrays[role]) for role in ("queries", "keys")}
+    spread_arrays = {role: tuple(parts.spread(a) for a in arrays[role]) for role in ("queries", "keys")}
     tile = math.gcd(parts.size, TILE) if parts.size > TILE else parts.size
 
     def cut(x: jax.Array) -> jax.Array:
-        made = x.reshape(parts.halves, batch, parts.size // tile, tile, *x.shape[3:])
-        return jnp.swapaxes(made, 1, 2).reshape(-1, batch, tile, *x.shape[3:])
+        tiled = x.reshape(parts.halves, batch, parts.size // tile, tile, *x.shape[3:])
+        return jnp.swapaxes(tiled, 1, 2).reshape(-1, batch, tile, *x.shape[3:])
 
     start = parts.start(lax.axis_index(parts.axes))[:, None] + jnp.arange(0, parts.size, tile, dtype=jnp.int32)[None]
     grouped = q.reshape(*q.shape[:3], k.shape[3], heads // k.shape[3], size)
-    tiles = Tiles(cut(grouped), start.reshape(-1), tuple(cut(a) for a in known["queries"]))
-    out = keys(scores, parts, tiles, Held(k, v, known["keys"]), arrays["rows"])  # [tiles, b, G, R, t, V]
+    tiles = Tiles(cut(grouped), start.reshape(-1), tuple(cut(a) for a in spread_arrays["queries"]))
+    out = keys(scores, parts, tiles, Held(k, v, spread_arrays["keys"]), arrays["rows"])  # [tiles, b, G, R, t, V]
     out = jnp.moveaxis(out, 4, 2).reshape(parts.halves, -1, batch, tile, heads, out.shape[-1])
     out = jnp.swapaxes(out, 1, 2).reshape(parts.halves, batch, parts.size, heads, out.shape[-1])
     return parts.gather(out)
 
 
-def _softmaxed(scores: Scores, visit: Callable[..., Any]) -> Callable[..., jax.Array]:
+def _softmax_attention(scores: Scores, visit: Callable[..., Any]) -> Callable[..., jax.Array]:
     """`(tiles, held, rows) -> outputs` with a derivative of its own, which computes all scores again.
 
     `visit(step, start, held)` takes `step(state, chunks) -> (state, by_key, by_value)` to every device's keys, and gives the
@@ -147,29 +147,29 @@ def _softmaxed(scores: Scores, visit: Callable[..., Any]) -> Callable[..., jax.A
     """
 
     @jax.custom_vjp
-    def run(tiles: Tiles, held: Held, rows: Any) -> jax.Array:
-        return forward(tiles, held, rows)[0]
+    def run(tiles: Tiles, block: Held, rows: Any) -> jax.Array:
+        return forward(tiles, block, rows)[0]
 
-    def forward(tiles: Tiles, held: Held, rows: Any) -> Any:
+    def forward(tiles: Tiles, block: Held, rows: Any) -> Any:
         def step(sums: Sums, chunks: Chunks) -> Sums:
             return add(tiles, chunks, scores, rows, sums)
 
-        sums, _ = visit(step, Sums.empty(tiles, held.value.shape[-1]), held, False)
+        sums, _ = visit(step, Sums.empty(tiles, block.value.shape[-1]), block, False)
         values, log_sum = sums.finished()
-        out = values.astype(held.value.dtype)
-        return out, (tiles, held, rows, out, log_sum)
+        out = values.astype(block.value.dtype)
+        return out, (tiles, block, rows, out, log_sum)
 
     def backward(saved: Any, grads: jax.Array) -> Any:
-        tiles, held, rows, out, log_sum = saved
+        tiles, block, rows, out, log_sum = saved
         grads = grads.astype(jnp.float32)
-        kept = Kept(grads, log_sum, jnp.sum(out.astype(jnp.float32) * grads, axis=-1))
+        residuals = Kept(grads, log_sum, jnp.sum(out.astype(jnp.float32) * grads, axis=-1))
 
         def step(total: jax.Array, chunks: Chunks) -> Any:
-            by_query, *by_keys = gradients(tiles, chunks, scores, rows, kept)
+            by_query, *by_keys = gradients(tiles, chunks, scores, rows, residuals)
             return total + by_query, tuple(by_keys)
 
-        by_query, by_keys = visit(step, jnp.zeros(tiles.query.shape, jnp.float32), held, True)
-        by_key, by_value = (g.astype(x.dtype) for g, x in zip(by_keys, (held.key, held.value), strict=True))
+        by_query, by_keys = visit(step, jnp.zeros(tiles.query.shape, jnp.float32), block, True)
+        by_key, by_value = (g.astype(x.dtype) for g, x in zip(by_keys, (block.key, block.value), strict=True))
         return Tiles(by_query.astype(tiles.query.dtype), None, None), Held(by_key, by_value, None), None  # type: ignore[arg-type]
 
     run.defvjp(forward, backward)
@@ -184,14 +184,14 @@ class _Ring(_PerDevice):
     """
 
     @staticmethod
-    def keys(scores: Scores, parts: Parts, tiles: Tiles, held: Held, rows: Any) -> jax.Array:
+    def keys(scores: Scores, parts: Parts, tiles: Tiles, block: Held, rows: Any) -> jax.Array:
         """[tiles, b, G, R, t, V]."""
 
-        def visit(step: Callable[..., Any], state: Any, held: Held, differentiates: bool) -> Any:
+        def visit(step: Callable[..., Any], state: Any, block: Held, differentiates: bool) -> Any:
             me = lax.axis_index(parts.axes)
 
-            def at(turn: Any, held: Held) -> Chunks:
-                return Chunks(held.key, held.value, parts.start((me - turn) % parts.devices), held.arrays)
+            def at(turn: Any, block: Held) -> Chunks:
+                return Chunks(block.key, block.value, parts.start((me - turn) % parts.devices), block.arrays)
 
             def stop(state: Any, total: Any, chunks: Chunks) -> Any:
                 if not differentiates:
@@ -200,59 +200,59 @@ class _Ring(_PerDevice):
                 return state, parts.ring(tuple(a + b for a, b in zip(total, more, strict=True)))
 
             def body(carry: Any, turn: jax.Array) -> Any:
-                state, held, total = carry
-                return (*_swap(stop(state, total, at(turn, held)), parts.ring(held)),), None
+                state, block, total = carry
+                return (*_swap(stop(state, total, at(turn, block)), parts.ring(block)),), None
 
-            total = tuple(jnp.zeros(x.shape, jnp.float32) for x in held[:2]) if differentiates else ()
+            total = tuple(jnp.zeros(x.shape, jnp.float32) for x in block[:2]) if differentiates else ()
             last = parts.devices - 1
-            (state, held, total), _ = lax.scan(body, (state, held, total), jnp.arange(last))
-            return stop(state, total, at(last, held))
+            (state, block, total), _ = lax.scan(body, (state, block, total), jnp.arange(last))
+            return stop(state, total, at(last, block))
 
-        return _softmaxed(scores, visit)(tiles, held, rows)
+        return _softmax_attention(scores, visit)(tiles, block, rows)
 
 
-def _swap(stopped: tuple[Any, Any], held: Any) -> tuple[Any, Any, Any]:
+def _swap(stopped: tuple[Any, Any], block: Any) -> tuple[Any, Any, Any]:
     state, total = stopped
-    return state, held, total
+    return state, block, total
 
 
 class _AllGather(_PerDevice):
     """Every device gathers all keys and values, and works on its own queries (Dubey et al., 2024, section 3.3.2)."""
 
     @staticmethod
-    def keys(scores: Scores, parts: Parts, tiles: Tiles, held: Held, rows: Any) -> jax.Array:
+    def keys(scores: Scores, parts: Parts, tiles: Tiles, block: Held, rows: Any) -> jax.Array:
         """[tiles, b, G, R, t, V]."""
 
-        def visit(step: Callable[..., Any], state: Any, held: Held, differentiates: bool) -> Any:
+        def visit(step: Callable[..., Any], state: Any, block: Held, differentiates: bool) -> Any:
             start = jnp.concatenate([parts.start(device) for device in range(parts.devices)])
-            made = step(state, Chunks(held.key, held.value, start, held.arrays))
-            return made if differentiates else (made, ())
+            new_state = step(state, Chunks(block.key, block.value, start, block.arrays))
+            return new_state if differentiates else (new_state, ())
 
-        held = jax.tree.map(lambda x: lax.all_gather(x, parts.axes, axis=0, tiled=True), held)
-        return _softmaxed(scores, visit)(tiles, held, rows)
+        block = jax.tree.map(lambda x: lax.all_gather(x, parts.axes, axis=0, tiled=True), block)
+        return _softmax_attention(scores, visit)(tiles, block, rows)
 
 
 class _AllToAll(_OverSequence):
     """Every device gets all positions of some heads, and the best other implementation (Jacobs et al., 2023, "Ulysses")."""
 
-    def _refuses(self, op: Attention, found: Placement, axes: Sequence[str]) -> str | None:
-        heads, across = op.query.shape[2], self._across(found, axes)
-        if heads % _count(found, across):
-            return f"{heads} heads are not divisible by the mesh axes {', '.join(across)} ({_count(found, across)} devices)"
+    def _refuses(self, op: Attention, place: Placement, axes: Sequence[str]) -> str | None:
+        heads, across = op.query.shape[2], self._sequence_split(place, axes)
+        if heads % _count(place, across):
+            return f"{heads} heads are not divisible by the mesh axes {', '.join(across)} ({_count(place, across)} devices)"
         return None
 
     @staticmethod
-    def _across(found: Placement, axes: Sequence[str]) -> tuple[str, ...]:
-        own = tuple(a for a in found.rules.get("activation_heads", ()) if found.mesh.shape[a] > 1)
+    def _sequence_split(place: Placement, axes: Sequence[str]) -> tuple[str, ...]:
+        own = tuple(a for a in place.rules.get("activation_heads", ()) if place.mesh.shape[a] > 1)
         return (*own, *(a for a in axes if a not in own))
 
-    def _run(self, found: Placement, op: Attention) -> jax.Array:
+    def _run(self, place: Placement, op: Attention) -> jax.Array:
         query, key, value = op.query, op.key, op.value
-        across = self._across(found, sequence_axes(found))
-        if key.shape[2] % _count(found, across):
+        across = self._sequence_split(place, sequence_axes(place))
+        if key.shape[2] % _count(place, across):
             key, value = (jnp.repeat(x, query.shape[2] // key.shape[2], axis=2) for x in (key, value))
-        rules = {**found.rules, "sequence": (), "activation_heads": across, "activation_kv": across}
-        with logical_rules(found.mesh, rules):
+        rules = {**place.rules, "sequence": (), "activation_heads": across, "activation_kv": across}
+        with logical_rules(place.mesh, rules):
             query, key, value = (constrain(x, *axes) for x, axes in ((query, QUERY), (key, KEY), (value, KEY)))
             out = attrs.evolve(op, query=query, key=key, value=value).run()
             out = constrain(out, *QUERY)

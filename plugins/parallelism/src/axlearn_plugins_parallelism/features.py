@@ -10,6 +10,7 @@ from axlearn_core.contracts.mesh import DEFAULT_RULES
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_moe.dispatch import DroplessDispatch
+from axlearn_plugins_parallelism.learner_features import with_learner
 from axlearn_plugins_parallelism.pipeline import AXIS, PipelinedStack
 from axlearn_plugins_transformer.stack import Stack
 
@@ -35,11 +36,11 @@ def rewrite(cfg: Tree, fits: Callable[[Any], bool], change: Callable[[Any], Any]
         new = change(part)
         return part if new == part else new
 
-    made = map(cfg, place)
+    result = map(cfg, place)
     if not count:
         fix = f"leave the feature {name} out"
         raise ConfigError(Problem(path="model", message=f"{name} finds nothing to change", expected=needs, fix=fix))
-    return made
+    return result
 
 
 @node
@@ -49,15 +50,17 @@ class Pipeline(Feature):
     `--with pipeline:microbatches=8 --set mesh.shape="{pipeline: 2, fsdp: -1}"` makes two stages of the layers, through
     which the batch goes in 8 microbatches. `schedule=interleaved` gives each stage `rounds` smaller chunks of layers,
     which takes less time to fill and to drain: (stages - 1) of (rounds * microbatches + stages - 1) ticks are idle; with
-    `gpipe`, rounds is 1. Parameters, checkpoints, remat and scan stay what they are. On an experiment that has it
-    already, the options are set anew.
+    the others, rounds is 1. `schedule=1f1b` takes each microbatch backward as soon as its loss is known, so that memory does
+    not grow with their number; the layers are computed twice forward. Parameters, checkpoints, remat and scan stay what
+    they are. On an experiment that has it already, the options are set anew.
     """
 
     stage = "execute"
+    after = ("offload-optimizer",)  # both may put another learner in place
     example = "microbatches=2"
 
     microbatches: int = setting(default=REQUIRED, ge=1)
-    schedule: Literal["gpipe", "interleaved"] = "gpipe"
+    schedule: Literal["gpipe", "interleaved", "1f1b"] = "gpipe"
     rounds: int = setting(default=2, ge=2)
 
     def apply(self, cfg: Tree) -> Tree:
@@ -65,17 +68,16 @@ class Pipeline(Feature):
         options = {n: getattr(self, n) for n in ("microbatches", "schedule", "rounds")}
 
         def change(stack: Any) -> Any:
-            kept = {a.name: getattr(stack, a.name) for a in attrs.fields(Stack.Config)}
-            return PipelinedStack.Config(**{**kept, **options})
+            settings = {a.name: getattr(stack, a.name) for a in attrs.fields(Stack.Config)}
+            return PipelinedStack.Config(**{**settings, **options})
 
         needs = "a stack of layers (`stack`, or a component that is one)"
-        made = rewrite(cfg, _is_stack, change, name="pipeline", needs=needs)
-        layers = get(made, "mesh.rules").get("layers", DEFAULT_RULES["layers"])
-        return made if AXIS in layers else with_rules(made, {"layers": (AXIS, *layers)})
-
-    def in_effect(self, cfg: Node[Any]) -> bool:
-        """Every stack is pipelined so."""
-        return self.apply(cfg) == cfg
+        result = rewrite(cfg, _is_stack, change, name="pipeline", needs=needs)
+        pipelined = self.schedule == "1f1b"
+        if pipelined or getattr(get(result, "learner"), "pipelined", False):
+            result = with_learner(result, "pipeline:schedule=1f1b", pipelined=pipelined)
+        layers = get(result, "mesh.rules").get("layers", DEFAULT_RULES["layers"])
+        return result if AXIS in layers else with_rules(result, {"layers": (AXIS, *layers)})
 
 
 def _is_stack(part: Any) -> bool:
@@ -114,10 +116,6 @@ class ContextParallel(Feature):
             needs="an attention layer: a node with `num_heads` and `kernel`",
         )
 
-    def in_effect(self, cfg: Node[Any]) -> bool:
-        """Every attention does it so."""
-        return self.apply(cfg) == cfg
-
 
 @node
 class SequenceParallel(Feature):
@@ -136,10 +134,6 @@ class SequenceParallel(Feature):
         name = "residual_sequence"
         axes = get(cfg, "mesh.rules").get(name, DEFAULT_RULES[name])
         return cfg if "tensor" in axes else with_rules(cfg, {name: (*axes, "tensor")})
-
-    def in_effect(self, cfg: Node[Any]) -> bool:
-        """The rule is there."""
-        return self.apply(cfg) == cfg
 
 
 @node
@@ -165,7 +159,3 @@ class ExpertParallel(Feature):
             name="expert-parallel",
             needs="experts with the dropless dispatch",
         )
-
-    def in_effect(self, cfg: Node[Any]) -> bool:
-        """Every dropless dispatch does it so."""
-        return self.apply(cfg) == cfg

@@ -1,4 +1,4 @@
-"""A learner that says in which dtype and in which memory the state of its optimizer is kept."""
+"""A learner that says in which dtype and memory its optimizer's state is kept, and by which schedule stages compute gradients."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from axlearn_core.config import node, setting
+from axlearn_core.contracts.parts import Loss
 from axlearn_core.errors import Problem, nearest
 from axlearn_core.learn.learner import Learner, LearnerState
 
@@ -24,20 +25,22 @@ class PlacedLearner(Learner):
     @node
     class Config(Learner.Config):
         """`state_dtype` is what moments are stored in, None what the optimizer wants; `offload` keeps them on the host, which is
-        execution: they are computed with on the device.
+        execution: they are computed with on the device. `pipelined` takes the gradients of a pipelined stack with
+        `schedule: 1f1b` by that schedule, which is execution too.
         """
 
         computes_like = Learner.Config
 
         state_dtype: str | None = None
         offload: bool = setting(default=False, kind="execution")
+        pipelined: bool = setting(default=False, kind="execution", hide_default=True)
 
         def validate(self) -> Iterable[Problem]:
             """A dtype that there is not."""
             if self.state_dtype is not None and self.state_dtype not in DTYPES:
                 yield Problem(
                     path="state_dtype",
-                    message=f"{self.state_dtype!r} is no dtype of an optimizer's state",
+                    message=f"{self.state_dtype!r} is not a dtype for optimizer state",
                     expected=f"one of {', '.join(DTYPES)}",
                     nearest=nearest(self.state_dtype, DTYPES),
                 )
@@ -46,7 +49,15 @@ class PlacedLearner(Learner):
 
     def init(self, params: Any) -> LearnerState:
         """The state for a pytree of parameters; see `Learner.init`."""
-        return self._stored(super().init(params))
+        return self._store(super().init(params))
+
+    def value_and_grad(self, loss: Loss, params: Any, variables: Any, batch: Any, key: jax.Array | None = None) -> Any:
+        """`((mean loss, summaries, variables), grads)`; see `Learner.value_and_grad`."""
+        if self.cfg.pipelined:
+            from axlearn_plugins_parallelism.one_forward_one_backward import interleave_gradients
+
+            loss = interleave_gradients(loss)
+        return super().value_and_grad(loss, params, variables, batch, key)
 
     def update(
         self, grads: Any, state: LearnerState, params: Any, loss: jax.Array
@@ -54,24 +65,24 @@ class PlacedLearner(Learner):
         """(new params, new state, scalar summaries); see `Learner.update`."""
         like = jax.eval_shape(super().init, params).optimizer
         own = jax.tree.map(lambda x, spec: self._read(x, spec), state.optimizer, like)
-        params, state, told = super().update(grads, state._replace(optimizer=own), params, loss)
-        return params, self._stored(state), told
+        params, state, summaries = super().update(grads, state._replace(optimizer=own), params, loss)
+        return params, self._store(state), summaries
 
     def place(self, places: LearnerState, state: LearnerState) -> LearnerState:
         """The shardings of the state, moments in the host's memory where they are offloaded."""
         if not self.cfg.offload:
             return places
-        kept = jax.tree.map(
+        optimizer = jax.tree.map(
             lambda place, x: place.with_memory_kind(HOST) if x.ndim else place, places.optimizer, state.optimizer
         )
-        return places._replace(optimizer=kept)
+        return places._replace(optimizer=optimizer)
 
     def _read(self, x: jax.Array, spec: Any) -> jax.Array:
         if self.cfg.offload and x.ndim:
             x = jax.device_put(x, jax.memory.Space.Device)
         return x.astype(spec.dtype)
 
-    def _stored(self, state: LearnerState) -> LearnerState:
+    def _store(self, state: LearnerState) -> LearnerState:
         dtype = self.cfg.state_dtype
 
         def narrowed(x: Any) -> Any:

@@ -13,8 +13,8 @@ from axlearn_plugins_parallelism.learner import PlacedLearner
 Tree = TypeVar("Tree", bound=Node[Any])
 
 
-def _with_learner(cfg: Tree, feature: str, **settings: Any) -> Tree:
-    """`cfg` with a learner that places its state so; raises `ConfigError` where another learner stands there."""
+def with_learner(cfg: Tree, feature: str, **settings: Any) -> Tree:
+    """`cfg` with a `PlacedLearner` of these settings; raises `ConfigError` where another learner stands there."""
     old = get(cfg, "learner")
     if type(old) not in (Learner.Config, PlacedLearner.Config):
         raise ConfigError(
@@ -25,8 +25,8 @@ def _with_learner(cfg: Tree, feature: str, **settings: Any) -> Tree:
                 fix=f"leave the feature {feature} out",
             )
         )
-    kept = {a.name: getattr(old, a.name) for a in attrs.fields(type(old))}
-    new = PlacedLearner.Config(**{**kept, **settings})
+    fields = {a.name: getattr(old, a.name) for a in attrs.fields(type(old))}
+    new = PlacedLearner.Config(**{**fields, **settings})
     return cfg if new == old else patch(cfg, {"learner": new})
 
 
@@ -45,11 +45,7 @@ class OptimizerPrecision(Feature):
 
     def apply(self, cfg: Tree) -> Tree:
         """Sets the learner's `state_dtype`."""
-        return _with_learner(cfg, "optimizer-precision", state_dtype=self.dtype)
-
-    def in_effect(self, cfg: Node[Any]) -> bool:
-        """It is stored so."""
-        return self.apply(cfg) == cfg
+        return with_learner(cfg, "optimizer-precision", state_dtype=self.dtype)
 
 
 @node
@@ -64,8 +60,4 @@ class OffloadOptimizer(Feature):
 
     def apply(self, cfg: Tree) -> Tree:
         """Sets the learner's `offload`."""
-        return _with_learner(cfg, "offload-optimizer", offload=True)
-
-    def in_effect(self, cfg: Node[Any]) -> bool:
-        """It is kept there."""
-        return self.apply(cfg) == cfg
+        return with_learner(cfg, "offload-optimizer", offload=True)

@@ -3,10 +3,11 @@
 M microbatches of b rows each, S positions, D width, P stages, R rounds (chunks of layers per stage).
 
 Every device of a stage runs the same program on its own chunk of the layers (a `shard_map` over the axis `pipeline`
-alone; all other axes stay with the compiler, so that whatever is inside a layer is laid out as it is without a pipeline).
+alone; all other axes stay with the compiler, so that the inside of a layer is laid out as it is without a pipeline).
 Derivatives come by differentiating the loop: the backward pass goes through the ticks in reverse.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -23,6 +24,7 @@ from axlearn_core.nn.layer import Context
 from axlearn_core.nn.remat import Remat
 from axlearn_core.nn.sharding import Placement, constrain, logical_rules, placement
 from axlearn_plugins_parallelism.schedule import Schedule
+from axlearn_plugins_parallelism.stack_call import stack_call
 from axlearn_plugins_transformer.stack import Stack
 from axlearn_plugins_transformer.stacked import Layers, Written, write_variables
 
@@ -44,7 +46,9 @@ class PipelinedStack(Stack):
 
         Attributes:
             microbatches: how many the batch is taken in; rows k, k + M, ... are microbatch k.
-            schedule: `gpipe`, or `interleaved` (each stage has `rounds` chunks of layers).
+            schedule: `gpipe`, `interleaved` (each stage has `rounds` chunks of layers), or `1f1b`: a learner that is
+                `pipelined` takes each microbatch backward as soon as its loss is known. What computes no gradients, such
+                as an evaluation, goes through the stages as with `gpipe`.
             rounds: chunks of layers per stage, where the schedule is `interleaved`.
 
         The order in which stages work is execution: each microbatch passes the same layers.
@@ -53,7 +57,7 @@ class PipelinedStack(Stack):
         computes_like = Stack.Config
 
         microbatches: int = setting(default=REQUIRED, kind="microbatches", ge=1)
-        schedule: Literal["gpipe", "interleaved"] = setting(default="gpipe", kind="execution")
+        schedule: Literal["gpipe", "interleaved", "1f1b"] = setting(default="gpipe", kind="execution")
         rounds: int = setting(default=2, kind="execution", ge=2)
 
     cfg: Any
@@ -67,49 +71,45 @@ class PipelinedStack(Stack):
         Raises:
             ConfigError: layers, rows or microbatches that cannot be split so.
         """
-        found, count = placement(), self.cfg.microbatches
-        stages = found.mesh.shape[AXIS] if found is not None else 1
+        place, count = placement(), self.cfg.microbatches
+        stages = place.mesh.shape[AXIS] if place is not None else 1
         if cache is not None or isinstance(layers, nnx.List):
             return super().__call__(layers, x, context, cache)
+        if self.cfg.schedule == "1f1b" and (call := stack_call()) is not None:
+            return call.answer(self, layers, x, context), None
         if x.shape[0] % count:
-            if found is None or stages == 1:  # one row, say, to look at its logits
+            if place is None or stages == 1:  # one row, say, to look at its logits
                 return super().__call__(layers, x, context)
-            raise _refused("microbatches", "does not divide the rows of the batch", f"{count} for {x.shape[0]} rows")
+            raise uneven_rows(count, x.shape[0])
         parts, rejoin = _microbatches((x, context), x.shape[0], count)
         stacked = Layers.of(layers)
-        if found is None or stages == 1:
+        if place is None or stages == 1:
             y, reports, written = _one_after_the_other(super().run, stacked, parts, count)
         else:
-            y, reports, written = self._in_stages(found, stacked, parts)
+            y, reports, written = self._in_stages(place, stacked, parts)
         summaries.add_layers([reports])
         write_variables(layers, written)
         return rejoin(y), None
 
-    def _in_stages(self, found: Placement, layers: Layers, parts: Any) -> tuple[jax.Array, Any, Written]:
-        cfg, stages = self.cfg, found.mesh.shape[AXIS]
+    def _in_stages(self, place: Placement, layers: Layers, parts: Any) -> tuple[jax.Array, Any, Written]:
+        cfg, stages = self.cfg, place.mesh.shape[AXIS]
         plan = Schedule(stages, cfg.microbatches, cfg.rounds if cfg.schedule == "interleaved" else 1)
         chunk = Chunks.of(layers, plan)
         if plan.rounds > 1 and plan.microbatches % stages:
             got = f"{plan.microbatches} microbatches for {stages} stages"
-            raise _refused("microbatches", "an interleaved schedule takes as many as the stages, or a multiple", got)
-        batch_axes = [a for a in found.rules.get("batch", ()) if a != AXIS]
-        devices = 1
-        for axis in batch_axes:
-            devices *= found.mesh.shape[axis]
-        rows = parts[0].shape[1]
-        if rows % devices:
-            got = f"{rows} rows per microbatch, and {devices} devices share the batch"
-            raise _refused("microbatches", "a microbatch has no equal part for every device", got)
-        rules = {name: tuple(a for a in axes if a != AXIS) for name, axes in found.rules.items()}
+            raise _incompatible(
+                "microbatches", "an interleaved schedule takes as many as the stages, or a multiple", got
+            )
+        check_rows(place, parts[0].shape[1])
+        rules = stage_rules(place)
 
         def run(leaves: Sequence[jax.Array], x: jax.Array, context: Any) -> Any:
-            # Inside, `pipeline` is an axis of the program itself, and of no array.
             with logical_rules(jax.sharding.get_abstract_mesh(), rules):  # type: ignore[arg-type]
-                return _ticks(plan, self._stage(chunk, leaves), chunk.variables(leaves), x[0], context)
+                return _ticks(plan, self.stage(chunk, leaves), chunk.variables(leaves), x[0], context)
 
         split, whole = PartitionSpec(AXIS), PartitionSpec()
         mapped = jax.shard_map(
-            run, mesh=found.mesh, in_specs=(split, split, whole), out_specs=split, axis_names={AXIS}, check_vma=False
+            run, mesh=place.mesh, in_specs=(split, split, whole), out_specs=split, axis_names={AXIS}, check_vma=False
         )
         # One copy per stage, so that their gradients are summed outside: XLA:CPU cannot compile a sum of bfloat16 over a
         # manual axis beside automatic ones.
@@ -121,44 +121,44 @@ class PipelinedStack(Stack):
         reports = losses, jax.tree.map(lambda v: v / plan.rounds, found_summaries)
         return y[-1], reports, jax.tree.map(chunk.rejoin, written)
 
-    def _stage(self, chunk: "Chunks", leaves: Sequence[jax.Array]) -> Callable[..., Any]:
+    def stage(self, chunk: "Chunks", leaves: Sequence[jax.Array]) -> Callable[..., Any]:
         """(x, context, round, microbatch, variables) -> ((y, variables), reports): the chunk of layers of that round, on
         this device.
         """
         if chunk.rounds == 1:
 
-            def stage(x: jax.Array, context: Context, _: jax.Array, index: jax.Array, kept: Written) -> Any:
-                y, _, written = Stack.run(self, chunk.layers(leaves, index).replaced(kept), x, context)
-                return y, _updated(kept, written)
+            def stage(x: jax.Array, context: Context, _: jax.Array, index: jax.Array, variables: Written) -> Any:
+                y, _, written = Stack.run(self, chunk.layers(leaves, index).replaced(variables), x, context)
+                return y, _update_variables(variables, written)
 
-            return _reporting(stage)
+            return _with_reports(stage)
         # The layers of the round are taken out inside the rematerialised function: as its inputs they would be kept for
         # each tick. Without `remat` all that has a tag is kept.
         plain = Stack.Config(mode=self.cfg.mode).build()
         local = [leaf[0] for leaf in leaves]
 
-        def chosen(x: jax.Array, context: Context, round: jax.Array, index: jax.Array, kept: Written) -> Any:
+        def chosen(x: jax.Array, context: Context, round: jax.Array, index: jax.Array, variables: Written) -> Any:
             def row(leaf: jax.Array) -> jax.Array:
                 return lax.dynamic_index_in_dim(leaf, round, keepdims=False)
 
-            own = jax.tree.map(row, kept)
+            own = jax.tree.map(row, variables)
             y, _, written = plain.run(chunk.layers([row(leaf) for leaf in local], index).replaced(own), x, context)
             put = lambda all, one: lax.dynamic_update_index_in_dim(all, one.astype(all.dtype), round, 0)  # noqa: E731
-            return y, jax.tree.map(put, kept, _updated(own, written))
+            return y, jax.tree.map(put, variables, _update_variables(own, written))
 
         remat = (self.cfg.remat or _KeepTagged.Config()).build()
-        wrapped = remat.wrap(_reporting(chosen), in_loop=True)
+        wrapped = remat.wrap(_with_reports(chosen), in_loop=True)
 
         def checked(*args: Any) -> Any:
-            made = wrapped(*args)
+            result = wrapped(*args)
             remat.check()
-            return made
+            return result
 
         return checked
 
 
 class _KeepTagged(Remat):
-    """Keeps whatever has a tag."""
+    """Keeps everything that has a tag."""
 
     def wrap(self, function: Callable[..., Any], *, in_loop: bool) -> Callable[..., Any]:
         """`function`, rematerialised."""
@@ -166,7 +166,25 @@ class _KeepTagged(Remat):
         return jax.checkpoint(function, policy=policy, prevent_cse=not in_loop)
 
 
-def _refused(field: str, message: str, got: str) -> ConfigError:
+def stage_rules(place: Placement) -> dict[str, tuple[str, ...]]:
+    """The mesh rules inside a stage, where `pipeline` is an axis of the program itself, and of no array."""
+    return {name: tuple(a for a in axes if a != AXIS) for name, axes in place.rules.items()}
+
+
+def check_rows(place: Placement, rows: int) -> None:
+    """Raises `ConfigError` where the rows of a microbatch cannot be shared equally by the devices of a stage."""
+    devices = math.prod(place.mesh.shape[a] for a in place.rules.get("batch", ()) if a != AXIS)
+    if rows % devices:
+        got = f"{rows} rows per microbatch, and {devices} devices share the batch"
+        raise _incompatible("microbatches", "a microbatch has no equal part for every device", got)
+
+
+def uneven_rows(count: int, rows: int) -> ConfigError:
+    """The error of a batch that cannot be split into that many microbatches."""
+    return _incompatible("microbatches", "does not divide the rows of the batch", f"{count} for {rows} rows")
+
+
+def _incompatible(field: str, message: str, got: str) -> ConfigError:
     fix = "change model.decoder.stack, mesh.shape.pipeline, or what is split"
     return ConfigError(Problem(path=f"model.**.stack.{field}", message=message, got=got, fix=fix))
 
@@ -198,12 +216,12 @@ class Chunks(NamedTuple):
             got = f"{len(kinds)} layers for {plan.stages} stages" + (
                 f" of {plan.rounds} chunks" if plan.rounds > 1 else ""
             )
-            raise _refused("layers", "the layers cannot be split into equal parts", got)
+            raise _incompatible("layers", "the layers cannot be split into equal parts", got)
         size = len(kinds) // count
         chunks = {tuple(kinds[i : i + size]) for i in range(0, len(kinds), size)}
         if len(chunks) > 1:
             got = f"kinds {' '.join(map(str, kinds))} in parts of {size}"
-            raise _refused("layers", "every part has to have the same kinds of layers, in the same order", got)
+            raise _incompatible("layers", "every part has to have the same kinds of layers, in the same order", got)
         leaves = [leaf for flat, _ in states for leaf in flat]
         keys = [randomness.is_key(leaf) for leaf in leaves]
         leaves = [jax.random.key_data(x) if is_key else x for x, is_key in zip(leaves, keys, strict=True)]
@@ -231,17 +249,17 @@ class Chunks(NamedTuple):
         return jnp.swapaxes(chunks, 0, 1).reshape(-1, *variable.shape[2:])
 
 
-def _updated(kept: Written, written: Written) -> Written:
-    return {kind: {**values, **written.get(kind, {})} for kind, values in kept.items()}
+def _update_variables(variables: Written, written: Written) -> Written:
+    return {kind: {**values, **written.get(kind, {})} for kind, values in variables.items()}
 
 
-def _reporting(stage: Callable[..., jax.Array]) -> Callable[..., Any]:
+def _with_reports(stage: Callable[..., jax.Array]) -> Callable[..., Any]:
     """(y, (losses, summaries)) of a function that adds them to the collector in force."""
 
     def run(*args: Any) -> Any:
-        with summaries.collect() as found:
+        with summaries.collect() as collector:
             y = stage(*args)
-        return y, (found.losses, found.summaries)
+        return y, (collector.losses, collector.summaries)
 
     return run
 
@@ -252,8 +270,8 @@ def _microbatches(tree: Any, rows: int, count: int) -> tuple[Any, Callable[[jax.
     def split(x: jax.Array) -> jax.Array:
         if x.shape[0] != rows:
             return jnp.broadcast_to(x[None], (count, *x.shape))
-        made = jnp.swapaxes(x.reshape(rows // count, count, *x.shape[1:]), 0, 1)
-        return _laid_out(made)
+        parts = jnp.swapaxes(x.reshape(rows // count, count, *x.shape[1:]), 0, 1)
+        return _laid_out(parts)
 
     def rejoin(y: jax.Array) -> jax.Array:
         return constrain(jnp.swapaxes(y, 0, 1).reshape(rows, *y.shape[2:]), *RESIDUAL)
@@ -271,19 +289,19 @@ def _one_after_the_other(
     """All microbatches through all layers; what is reported is [M] of each name."""
     draws = any(randomness.is_key(leaf) for state in layers.states for leaf in jax.tree.leaves(state))
 
-    def microbatch(kept: Written, index: jax.Array | None, x: jax.Array, context: Context) -> Any:
-        own = layers.replaced(kept) if index is None else layers.replaced(kept).folded(index)
+    def microbatch(variables: Written, index: jax.Array | None, x: jax.Array, context: Context) -> Any:
+        own = layers.replaced(variables) if index is None else layers.replaced(variables).folded(index)
         y, _, written = run(own, x, context)
-        return y, _updated(kept, written)
+        return y, _update_variables(variables, written)
 
-    def body(kept: Written, numbered: Any) -> Any:
+    def body(variables: Written, numbered: Any) -> Any:
         part, index = numbered
-        (y, kept), reports = _reporting(microbatch)(kept, index, *part)
-        return kept, (y, reports)
+        (y, variables), reports = _with_reports(microbatch)(variables, index, *part)
+        return variables, (y, reports)
 
     indices = jnp.arange(count, dtype=jnp.uint32) if draws else None
-    kept, (y, (losses, reported)) = lax.scan(body, layers.all_variables(), (parts, indices))
-    return y, (jax.tree.map(lambda v: v / count, losses), reported), kept
+    variables, (y, (losses, reported)) = lax.scan(body, layers.all_variables(), (parts, indices))
+    return y, (jax.tree.map(lambda v: v / count, losses), reported), variables
 
 
 def _ticks(plan: Schedule, stage: Callable[..., Any], variables: Written, x: jax.Array, context: Any) -> Any:
@@ -297,20 +315,24 @@ def _ticks(plan: Schedule, stage: Callable[..., Any], variables: Written, x: jax
     ring = [(i, (i + 1) % plan.stages) for i in range(plan.stages)]
 
     def tick(carry: tuple[jax.Array, jax.Array, Written], now: jax.Array) -> Any:
-        received, outputs, kept = carry
+        received, outputs, variables = carry
         valid, index, round = plan.work(now, me)
-        mine, told = jax.tree.map(lambda v: lax.dynamic_index_in_dim(v, index, keepdims=False), (x, context))
-        (y, new), reports = stage(jnp.where((me == 0) & (round == 0), mine, received), told, round, index, kept)
-        kept = jax.tree.map(lambda a, b: jnp.where(valid, a.astype(b.dtype), b), new, kept)
+        own_input, own_context = jax.tree.map(
+            lambda v: lax.dynamic_index_in_dim(v, index, keepdims=False), (x, context)
+        )
+        (y, new), reports = stage(
+            jnp.where((me == 0) & (round == 0), own_input, received), own_context, round, index, variables
+        )
+        variables = jax.tree.map(lambda a, b: jnp.where(valid, a.astype(b.dtype), b), new, variables)
         y = y.astype(x.dtype)
         last = valid & (me == plan.stages - 1) & (round == plan.rounds - 1)
         place = jnp.where(last, index, plan.microbatches)  # behind the outputs is room for what nobody needs
         outputs = lax.dynamic_update_index_in_dim(outputs, y, place, 0)
         reports = jax.tree.map(lambda v: jnp.where(valid, v, 0), reports)
-        return (lax.ppermute(y, AXIS, ring), outputs, kept), reports
+        return (lax.ppermute(y, AXIS, ring), outputs, variables), reports
 
     # Before the first microbatch arrives a stage computes on a real one, not on zeros: nothing that is thrown away can be
     # infinite, here or in a derivative.
     outputs = jnp.zeros((plan.microbatches + 1, *x.shape[1:]), x.dtype)
-    (_, outputs, kept), reports = lax.scan(tick, (x[0], outputs, variables), jnp.arange(plan.ticks))
-    return outputs[None, :-1], jax.tree.map(lambda v: jnp.sum(v, axis=0)[None], reports), kept
+    (_, outputs, final_variables), reports = lax.scan(tick, (x[0], outputs, variables), jnp.arange(plan.ticks))
+    return outputs[None, :-1], jax.tree.map(lambda v: jnp.sum(v, axis=0)[None], reports), final_variables

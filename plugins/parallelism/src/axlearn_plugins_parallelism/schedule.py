@@ -54,3 +54,38 @@ class Schedule(NamedTuple):
         if self.rounds == 1:
             return Work(valid, item, jnp.zeros_like(item))
         return Work(valid, group * self.stages + within % self.stages, within // self.stages)
+
+
+class OneForwardOneBackward(NamedTuple):
+    """A static schedule in which each stage goes backward through a microbatch as soon as it can (1F1B).
+
+    Narayanan et al., 2019, in lockstep: at a tick every stage takes one microbatch forward and one backward. In the first
+    `stages - 1` ticks there is nothing to take backward yet, in the last nothing to take forward, so that the idle time is
+    that of GPipe. What a stage keeps are the inputs of at most `slots` microbatches, for any number of them.
+    """
+
+    stages: int
+    microbatches: int
+
+    @property
+    def slots(self) -> int:
+        """How many microbatches the first stage has taken forward and not yet backward."""
+        return 2 * self.stages - 1
+
+    @property
+    def phases(self) -> tuple[range, range, range]:
+        """The ticks with forward work alone, those with both kinds, those with backward work alone."""
+        fill, drain = self.stages - 1, self.microbatches + self.stages - 1
+        return range(fill), range(fill, drain), range(drain, drain + fill)
+
+    def forward(self, tick: Any, stage: Any) -> Work:
+        """The microbatch that a stage takes forward at a tick, ints or traced."""
+        return self._work(tick - stage)
+
+    def backward(self, tick: Any, stage: Any) -> Work:
+        """The microbatch that a stage takes backward at a tick, after its forward work."""
+        return self._work(tick - (2 * (self.stages - 1) - stage))
+
+    def _work(self, item: Any) -> Work:
+        index = jnp.clip(item, 0, self.microbatches - 1)
+        return Work((item >= 0) & (item < self.microbatches), index, jnp.zeros_like(index))

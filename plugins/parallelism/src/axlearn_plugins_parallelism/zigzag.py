@@ -53,9 +53,9 @@ class Parts(NamedTuple):
         """The inverse of `spread`."""
         if self.halves == 2:
             even = self._is_even()
-            sent = jnp.where(even, x[0], x[1]), jnp.where(even, x[1], x[0])
+            halves = jnp.where(even, x[0], x[1]), jnp.where(even, x[1], x[0])
             back = [[(to, at) for at, to in self._route(i)] for i in range(2)]
-            x = jnp.stack([lax.ppermute(h, self.axes, r) for h, r in zip(sent, back, strict=True)])
+            x = jnp.stack([lax.ppermute(h, self.axes, r) for h, r in zip(halves, back, strict=True)])
         return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
 
     def ring(self, x: Any) -> Any:

@@ -58,7 +58,7 @@ class Collective:
         return self.times * max(self.link_bytes, self.network_bytes)
 
 
-def sent(kind: str, operand_bytes: float, size: int) -> float:
+def bytes_sent(kind: str, operand_bytes: float, size: int) -> float:
     """The bytes that one of `size` devices sends in a bandwidth-optimal (ring) algorithm (Thakur et al., 2005)."""
     if size < 2:
         return 0.0
@@ -77,13 +77,13 @@ def collectives(module: Module, places: Places) -> list[Collective]:
     Raises:
         ValueError: replica groups of a form that is not known.
     """
-    found = []
+    result = []
     for computation, times in module.scheduled():
         channels: set[str] = set()
         for outer in computation.instructions.values():
             for inside, instruction in _parts(module, computation, outer):
                 if instruction.opcode == "send" and (between := _BETWEEN.search(instruction.rest)):
-                    found.append(_between_slices(instruction, inside, places, times, between[1]))
+                    result.append(_between_slices(instruction, inside, places, times, between[1]))
                 kind = instruction.opcode.removesuffix("-start")
                 if kind not in KINDS:
                     continue
@@ -98,8 +98,8 @@ def collectives(module: Module, places: Places) -> list[Collective]:
                 is_async = "async" in inside.name or (
                     outer.opcode.endswith("-start") and '"is_sync":true' not in outer.rest
                 )
-                found += _collective(kind, instruction, inside, places, times, is_async)
-    return found
+                result += _collective(kind, instruction, inside, places, times, is_async)
+    return result
 
 
 def _parts(module: Module, computation: Computation, outer: Instruction) -> Iterator[tuple[Computation, Instruction]]:
@@ -171,7 +171,7 @@ def _between_slices(
         times=times,
         operand_bytes=size,
         link_bytes=0.0,
-        network_bytes=sent(kind, size, len(slices)),
+        network_bytes=bytes_sent(kind, size, len(slices)),
         asynchronous=True,
     )
 
@@ -182,24 +182,24 @@ def _split(kind: str, size: int, members: int, domains: int, within: int) -> tup
     A group that is in several domains has `within` members in each, which share what goes out of it.
     """
     if domains == 1:
-        return sent(kind, size, members), 0.0
+        return bytes_sent(kind, size, members), 0.0
     if "all-to-all" in kind:
         return size * (within - 1) / members, size * (members - within) / members
-    link = sent(kind, size, members) if within > 1 else 0.0
+    link = bytes_sent(kind, size, members) if within > 1 else 0.0
     # Each domain takes part as one member that puts in what its devices hold together.
     whole = size * within if kind == "all-gather" else size
-    return link, sent(kind, whole, domains) / within
+    return link, bytes_sent(kind, whole, domains) / within
 
 
-def by_axes(found: Sequence[Collective]) -> Mapping[str, float]:
+def by_axes(items: Sequence[Collective]) -> Mapping[str, float]:
     """Mesh axes -> the bytes that one device sends over them in a step."""
     total: dict[str, float] = {}
-    for collective in found:
+    for collective in items:
         total[collective.axes] = total.get(collective.axes, 0.0) + collective.bytes
     return total
 
 
-def waits(found: Sequence[Collective]) -> float:
+def waits(items: Sequence[Collective]) -> float:
     """The share of the bytes that is sent while the program waits."""
-    whole = sum(c.bytes for c in found)
-    return sum(c.bytes for c in found if not c.asynchronous) / whole if whole else 0.0
+    whole = sum(c.bytes for c in items)
+    return sum(c.bytes for c in items if not c.asynchronous) / whole if whole else 0.0

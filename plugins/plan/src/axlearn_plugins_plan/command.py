@@ -5,12 +5,12 @@ from typing import Any
 
 import click
 
-from axlearn_core.cli.common import no_devices, plain, request_options
+from axlearn_core.cli.common import experiment_argument, no_devices, plain, request_options
 from axlearn_core.cli.open_command import OpenCommand
 
 
 @click.command(cls=OpenCommand)
-@click.argument("experiment", metavar="EXPERIMENT|FILE.yaml")
+@experiment_argument
 @request_options
 @click.option("--function", default="train", show_default=True, help="Or evaluate, score, prefill, decode, ...")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object; bytes are of one chip.")
@@ -28,14 +28,14 @@ def plan(request: Any, function: str, as_json: bool) -> None:
     from axlearn_plugins_plan.plan import make_plan
     from axlearn_plugins_plan.remedies import remedies
 
-    made = make_plan(resolve(request), function)
-    found = remedies(made, frozenset(registry().claims["features"]))
+    result = make_plan(resolve(request), function)
+    fixes = remedies(result, frozenset(registry().claims["features"]))
     if as_json:
-        click.echo(json.dumps(plain(render.as_json(made, found)), indent=2, ensure_ascii=False))
+        click.echo(json.dumps(plain(render.as_json(result, fixes)), indent=2, ensure_ascii=False))
     else:
-        for line in render.text(made, found).splitlines():
+        for line in render.text(result, fixes).splitlines():
             click.echo(styled(line))
-    if not made.memory.fits:
+    if not result.memory.fits:
         raise SystemExit(1)
 
 

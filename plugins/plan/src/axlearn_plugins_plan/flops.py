@@ -50,11 +50,11 @@ class Work:
             return self.times * self.product
         if name == "pallas_call":
             return self.times * params["cost_estimate"].flops
-        if found := _CUDNN.match(name):
+        if match := _CUDNN.match(name):
             query, key, value = (self.equation.invars[i].aval.shape for i in range(3))
             batch, length, heads, size = query  # the layout BTNH, the only one that JAX passes on
             forward = 2 * batch * heads * length * key[1] * (size + value[3])
-            return self.times * forward * (1 if found[1] == "fwd" else 2.5)  # five products for two
+            return self.times * forward * (1 if match[1] == "fwd" else 2.5)  # five products for two
         return self.times * equation_flops(self.equation)
 
     @property
@@ -102,35 +102,35 @@ def works(
     """
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
-        found = _SCOPE.search(str(equation.source_info.name_stack)) if scopes else None
-        scope = scopes[int(found[1])] if found else None
-        seen = visible if visible != 1.0 or scope is None else scope.visible
+        match = _SCOPE.search(str(equation.source_info.name_stack)) if scopes else None
+        scope = scopes[int(match[1])] if match else None
+        visible_share = visible if visible != 1.0 or scope is None else scope.visible
         of = op if scope is None else scope.op
         if name == "cond":
-            arms = [list(works(b.jaxpr, scopes, times, seen, kernel, of)) for b in params["branches"]]
+            arms = [list(works(b.jaxpr, scopes, times, visible_share, kernel, of)) for b in params["branches"]]
             yield from max(arms, key=lambda arm: sum(w.flops for w in arm))
         elif name == "scan":
-            yield from works(params["jaxpr"].jaxpr, scopes, times * params["length"], seen, kernel, of)
+            yield from works(params["jaxpr"].jaxpr, scopes, times * params["length"], visible_share, kernel, of)
         elif name == "while":
-            yield from works(params["body_jaxpr"].jaxpr, scopes, times, seen, kernel, of)
+            yield from works(params["body_jaxpr"].jaxpr, scopes, times, visible_share, kernel, of)
         elif name == "shard_map":
             manual = params.get("manual_axes") or params["mesh"].axis_names
             devices = math.prod(params["mesh"].shape[a] for a in manual)
-            yield from works(params["jaxpr"], scopes, times * devices, seen, kernel, of)
+            yield from works(params["jaxpr"], scopes, times * devices, visible_share, kernel, of)
         elif name in _KERNELS and (product := _kernel_flops(equation, of)) is not None:
-            yield Work(equation, times, seen, True, product)
+            yield Work(equation, times, visible_share, True, product)
         elif name == "pallas_call":
             grid = params["grid_mapping"].grid
             if all(isinstance(size, int) for size in grid):
-                yield from works(params["jaxpr"], (), times * math.prod(grid), seen, True)
+                yield from works(params["jaxpr"], (), times * math.prod(grid), visible_share, True)
             elif params["cost_estimate"] is not None:
-                yield Work(equation, times, seen, True)
+                yield Work(equation, times, visible_share, True)
         elif _CUDNN.match(name):
-            yield Work(equation, times, seen, True)
+            yield Work(equation, times, visible_share, True)
         elif equation_flops(equation):
-            yield Work(equation, times, seen, kernel)
+            yield Work(equation, times, visible_share, kernel)
         elif (inner := called(params)) is not None:
-            yield from works(inner, scopes, times, seen, kernel, of)
+            yield from works(inner, scopes, times, visible_share, kernel, of)
 
 
 def _kernel_flops(equation: Any, op: Op[Any] | None) -> float | None:
@@ -167,8 +167,8 @@ def model_flops(program: Program, name: str, bucket: Any) -> ModelFlops:
             jaxpr = jax.make_jaxpr(program.function("loss").call)(program.trained.specs, dict(bucket)).jaxpr
         else:
             jaxpr = _jaxpr(program, name, bucket)
-    found = list(works(jaxpr, selection.scopes))
-    full, causal = sum(w.flops for w in found), sum(w.flops * w.visible for w in found)
+    work = list(works(jaxpr, selection.scopes))
+    full, causal = sum(w.flops for w in work), sum(w.flops * w.visible for w in work)
     return ModelFlops(full=passes * full, causal=passes * causal)
 
 
@@ -181,8 +181,8 @@ def executed_flops(program: Program, name: str, bucket: Any) -> Mapping[str, flo
         jaxpr = _jaxpr(program, name, bucket)
     total: dict[str, float] = {}
     for work in works(jaxpr, selection.scopes):
-        done = work.flops * (work.visible if work.kernel else 1.0)
-        total[work.dtype] = total.get(work.dtype, 0.0) + done
+        flops = work.flops * (work.visible if work.kernel else 1.0)
+        total[work.dtype] = total.get(work.dtype, 0.0) + flops
     return total
 
 
@@ -227,7 +227,7 @@ class ScopedSelection(Selection):
 
 
 class _ReferenceSelection(ScopedSelection):
-    """The reference of each op, whatever the config names."""
+    """Uses the reference of each op, regardless of what the config names."""
 
     def choose(self, op: Op[R], name: str | None = None) -> Kernel[Op[R], R]:
         """The reference, its equations named."""

@@ -22,12 +22,12 @@ def _numbers(text: str) -> list[int]:
 
 
 def _iota(text: str) -> np.ndarray | None:
-    found = _IOTA.search(text)
-    if not found:
+    match = _IOTA.search(text)
+    if not match:
         return None
-    dims = _numbers(found[2])
-    order = _numbers(found[3]) if found[3] else range(len(dims))
-    return np.arange(math.prod(dims)).reshape(dims).transpose(*order).reshape(_numbers(found[1]))
+    dims = _numbers(match[2])
+    order = _numbers(match[3]) if match[3] else range(len(dims))
+    return np.arange(math.prod(dims)).reshape(dims).transpose(*order).reshape(_numbers(match[1]))
 
 
 def replica_groups(text: str, devices: int) -> np.ndarray:
@@ -47,9 +47,9 @@ def replica_groups(text: str, devices: int) -> np.ndarray:
     if text.startswith("{"):
         return np.array([_numbers(group) for group in re.findall(r"\{([\d, ]*)\}", text[1:])])
     if text.startswith("["):
-        found = _iota(text)
-        if found is not None:
-            return found
+        groups = _iota(text)
+        if groups is not None:
+            return groups
     mesh = _MESH.match(text)
     if not mesh:
         raise ValueError(f"no known form of replica groups: {text[:80]!r}")

@@ -44,18 +44,18 @@ def bits(dtype: str) -> int:
     """Of one element: `bf16`, `f8e4m3fn`, `s4`, `pred`; 0 for tokens and opaque values."""
     if dtype == "pred":
         return 8
-    found = re.match(r"(?:bf|[a-z])(\d+)", dtype)
-    return int(found[1]) if found else 0
+    match = re.match(r"(?:bf|[a-z])(\d+)", dtype)
+    return int(match[1]) if match else 0
 
 
 def buffers(shape: str) -> tuple[Buffer, ...]:
     """The arrays of a shape, those of a tuple in order."""
-    found = []
+    result = []
     for dtype, dims, layout in _BUFFER.findall(shape):
         space = re.search(r"S\((\d+)\)", layout)
         sizes = tuple(int(d.removeprefix("<=")) for d in dims.split(",") if d)
-        found.append(Buffer(dtype, sizes, int(space[1]) if space else HBM))
-    return tuple(found)
+        result.append(Buffer(dtype, sizes, int(space[1]) if space else HBM))
+    return tuple(result)
 
 
 @attrs.frozen(eq=False)
@@ -92,11 +92,11 @@ class Instruction:
 
     def attribute(self, name: str) -> str | None:
         """The text of `name=...`, with its brackets."""
-        found = re.search(rf"(?:^|[ ,]){name}=", self.rest)
-        if found is None:
+        match = re.search(rf"(?:^|[ ,]){name}=", self.rest)
+        if match is None:
             return None
-        mesh = _MESH.match(self.rest, found.end())  # has a comma of its own
-        return mesh[0] if mesh else _balanced(self.rest, found.end())
+        mesh = _MESH.match(self.rest, match.end())  # has a comma of its own
+        return mesh[0] if mesh else _balanced_text(self.rest, match.end())
 
 
 @attrs.frozen(eq=False)
@@ -114,11 +114,11 @@ class Computation:
     @cached_property
     def users(self) -> Mapping[str, tuple[Instruction, ...]]:
         """By name, the instructions that read it."""
-        found: dict[str, list[Instruction]] = {}
+        by_operand: dict[str, list[Instruction]] = {}
         for instruction in self.instructions.values():
             for operand in dict.fromkeys(instruction.operands):
-                found.setdefault(operand, []).append(instruction)
-        return {name: tuple(users) for name, users in found.items()}
+                by_operand.setdefault(operand, []).append(instruction)
+        return {name: tuple(users) for name, users in by_operand.items()}
 
     @cached_property
     def parameters(self) -> Mapping[int, Instruction]:
@@ -156,12 +156,12 @@ class Module:
 
     def _callers_first(self) -> Sequence[str]:
         order: list[str] = []
-        seen: set[str] = set()
+        visited: set[str] = set()
 
         def visit(name: str) -> None:
-            if name in seen:
+            if name in visited:
                 return
-            seen.add(name)
+            visited.add(name)
             for instruction in self.computations[name].instructions.values():
                 for _, below in _bodies(instruction):
                     visit(below)
@@ -176,8 +176,8 @@ class Module:
         names = [n for key in calling for n in instruction.called.get(key, ())]
         for name in names:
             for below in self.computations[name].instructions.values():
-                for inner, found in self.inside(below):
-                    yield self.computations[name] if found is below else inner, found
+                for inner, parent in self.inside(below):
+                    yield self.computations[name] if parent is below else inner, parent
         if not names:
             yield next(iter(self.computations.values())), instruction
 
@@ -188,33 +188,37 @@ class Module:
 
     def trips(self, loop: Instruction) -> int | None:
         """How often the body of a `while` runs: what the compiler wrote down, else what its condition counts up to."""
-        known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest)
-        if known:
-            return int(known[1])
+        match = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest)
+        if match:
+            return int(match[1])
         condition = self.computations[loop.called["condition"][0]]
         root = condition.root
         if root.opcode == "fusion" and root.called.get("calls"):
             inner = self.computations[root.called["calls"][0]]
-            compared, given = inner.root, dict(enumerate(root.operands))
-            sides = [self._constant(condition, inner, o, given) for o in compared.operands]
+            compared, arguments = inner.root, dict(enumerate(root.operands))
+            sides = [self._constant(condition, inner, o, arguments) for o in compared.operands]
         else:
             compared = root
             sides = [self._constant(condition, condition, o, {}) for o in root.operands]
         if compared.opcode != "compare" or len(sides) != 2:
             return None
         # `i < n` from 0 by 1, which is how JAX writes a scan and a fori_loop.
-        direction, (left, right) = compared.attribute("direction"), sides
-        if direction == "LT" and left is None:
+        direction, (lower, right) = compared.attribute("direction"), sides
+        if direction == "LT" and lower is None:
             return right
-        return left if direction == "GT" and right is None else None
+        return lower if direction == "GT" and right is None else None
 
-    def _constant(self, outer: Computation, inner: Computation, name: str, given: Mapping[int, str]) -> int | None:
-        found = inner.instructions[name]
-        if found.opcode == "parameter" and given:
-            found = outer.instructions[given[int(found.text)]]
-        while found.opcode in ("copy", "bitcast", "convert") and found.operands[0] in outer.instructions:
-            found = outer.instructions[found.operands[0]]
-        return int(found.text) if found.opcode == "constant" and re.fullmatch(r"-?\d+", found.text) else None
+    def _constant(self, outer: Computation, inner: Computation, name: str, arguments: Mapping[int, str]) -> int | None:
+        instruction = inner.instructions[name]
+        if instruction.opcode == "parameter" and arguments:
+            instruction = outer.instructions[arguments[int(instruction.text)]]
+        while instruction.opcode in ("copy", "bitcast", "convert") and instruction.operands[0] in outer.instructions:
+            instruction = outer.instructions[instruction.operands[0]]
+        return (
+            int(instruction.text)
+            if instruction.opcode == "constant" and re.fullmatch(r"-?\d+", instruction.text)
+            else None
+        )
 
 
 def _bodies(instruction: Instruction) -> Iterator[tuple[str, str]]:
@@ -225,7 +229,7 @@ def _bodies(instruction: Instruction) -> Iterator[tuple[str, str]]:
             yield key, name
 
 
-def _balanced(text: str, start: int) -> str:
+def _balanced_text(text: str, start: int) -> str:
     """From `start` to the comma or the end that no bracket of it encloses."""
     depth = 0
     for i in range(start, len(text)):
@@ -238,7 +242,7 @@ def _balanced(text: str, start: int) -> str:
     return text[start:]
 
 
-def _closing(text: str, start: int) -> int:
+def _closing_index(text: str, start: int) -> int:
     """The index of the bracket that closes the one at `start`."""
     depth = 0
     for i in range(start, len(text)):
@@ -256,12 +260,12 @@ def _instruction(line: str) -> Instruction | None:
     if not equals:
         return None
     root = name.startswith("ROOT ")
-    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.find(" ")
+    end = _closing_index(rest, 0) + 1 if rest.startswith("(") else rest.find(" ")
     shape, rest = rest[:end], rest[end:].lstrip()
     opcode, _, _ = rest.partition("(")
     if not re.fullmatch(r"[a-z][\w\-]*", opcode):
         return None
-    close = _closing(rest, len(opcode))
+    close = _closing_index(rest, len(opcode))
     inner = rest[len(opcode) + 1 : close]
     operands = () if opcode in ("constant", "parameter") else _operands(inner)
     return Instruction(
@@ -282,18 +286,18 @@ def parse(text: str) -> Module:
         ValueError: the text has no entry computation.
     """
     computations: dict[str, Computation] = {}
-    entry, name, found = "", "", {}
+    entry, name, instructions = "", "", {}
     for raw in text.splitlines():
         line = _COMMENT.sub("", raw).strip() if "/*" in raw else raw.strip()
         header = _HEADER.match(line) if not name else None
         if header:
-            name, found = header[2], {}
+            name, instructions = header[2], {}
             entry = name if header[1] else entry
         elif name and (line == "}" or line.startswith("}, execution_thread=")):
-            computations[name] = Computation(name, found)
+            computations[name] = Computation(name, instructions)
             name = ""
-        elif name and (made := _instruction(line)):
-            found[made.name] = made
+        elif name and (instruction := _instruction(line)):
+            instructions[instruction.name] = instruction
     if not entry:
         raise ValueError("the text has no ENTRY computation")
     return Module(computations, entry)

@@ -66,7 +66,7 @@ def shard_bytes(tree: Any) -> int:
     return total
 
 
-def of_compiled(compiled: Any, machine: Machine) -> Memory:
+def of_compiled(compiled: Any, machine: Machine | None) -> Memory:
     """As the compiler counts it. Results that take the place of donated arguments count once."""
     stats = compiled.memory_analysis()
     fresh = stats.output_size_in_bytes - stats.alias_size_in_bytes
@@ -74,7 +74,7 @@ def of_compiled(compiled: Any, machine: Machine) -> Memory:
         arguments=stats.argument_size_in_bytes,
         temporaries=stats.temp_size_in_bytes + max(0, fresh),
         code=stats.generated_code_size_in_bytes,
-        capacity=capacity(machine),
+        capacity=capacity(machine) if machine else None,
     )
 
 
@@ -87,10 +87,10 @@ def of_refusal(message: str, arguments: int, machine: Machine) -> Memory | None:
         machine: what it compiled for.
     """
     parts = {name: _bytes(number, unit) for name, number, unit in _PART.findall(message)}
-    if found := _TEMPORARIES.search(message):
-        temporaries = _bytes(*found.groups()[:2])
-    elif found := _USED.search(message):
-        temporaries = parts.get("program", _bytes(*found.groups()[:2]) - parts.get("arguments", arguments))
+    if match := _TEMPORARIES.search(message):
+        temporaries = _bytes(*match.groups()[:2])
+    elif match := _USED.search(message):
+        temporaries = parts.get("program", _bytes(*match.groups()[:2]) - parts.get("arguments", arguments))
     else:
         return None
     return Memory(

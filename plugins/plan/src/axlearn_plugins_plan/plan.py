@@ -11,7 +11,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from axlearn_core.compose import Program, compose
-from axlearn_core.compose.devices import absent, settle
+from axlearn_core.compose.devices import configure_devices, topology_devices
 from axlearn_core.compose.objective import replicated
 from axlearn_core.config import Node, flatten, get, missing
 from axlearn_core.config.tree import walk
@@ -19,7 +19,7 @@ from axlearn_core.contracts.capabilities import DeclaresBatches, vocabulary_size
 from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import ConfigError, RequestError, WorkError
 from axlearn_core.kernels.selection import Choice
-from axlearn_core.plugins.resolve import Resolved
+from axlearn_core.plugins.resolved import Resolved
 from axlearn_core.plugins.targets import targets
 from axlearn_plugins_plan.batches import abstract_batch
 from axlearn_plugins_plan.collectives import Collective, by_axes, collectives
@@ -121,8 +121,8 @@ def prepared(resolved: Resolved) -> tuple[Program, dict[str, jax.ShapeDtypeStruc
     if not hasattr(config, "input") or not hasattr(config, "functions"):
         raise RequestError(f"{resolved.title} is a {type(config).__qualname__}; expected a Trainer.Config")
     _check(resolved)
-    settle(machine)
-    program = compose(config, absent(machine), machine=machine)  # type: ignore[arg-type]
+    configure_devices(machine)
+    program = compose(config, topology_devices(machine), machine=machine)  # type: ignore[arg-type]
     return program, abstract_batch(config, vocabulary_size(program.functional.describe()))
 
 
@@ -138,8 +138,8 @@ def _check(resolved: Resolved) -> None:
         ]
         if not isinstance(source, DeclaresBatches):
             raise
-        if others := [p for p in error.problems if p not in parts]:
-            raise ConfigError(others) from None
+        if own_problems := [p for p in error.problems if p not in parts]:
+            raise ConfigError(own_problems) from None
         if not all(isinstance(size, int) for shape, _ in source.batch_shapes().values() for size in shape):
             raise
 
@@ -164,17 +164,17 @@ def make_plan(resolved: Resolved, function: str = "train") -> Plan:
     started = time.perf_counter()
     program.lower(function, bucket)  # which JAX keeps
     with ThreadPoolExecutor(1) as pool:  # the compiler leaves Python free to count meanwhile
-        compiling = pool.submit(_compiled, program, function, bucket, arguments, machine, started)
+        compiling = pool.submit(_compile_function, program, function, bucket, arguments, machine, started)
         flops, executed = model_flops(program, function, bucket), executed_flops(program, function, bucket)
         activations = tags(program, batch) if trains else []
         compiled, memory, seconds = compiling.result()
-    moved = sent = None
+    moved = traffic = None
     notes = [*resolved.notes, *map(str, replicated(program.trained))]
     if machine.target.stand_in:
         notes.append(f"not the program that runs there: {machine.target.stand_in}")
     if compiled is not None:
         module = parse(compiled.as_text())
-        moved, sent, more = _read(module, program, machine)
+        moved, traffic, more = _read(module, program, machine)
         notes += more
         if machine.target.stand_in:  # whose fusions say nothing of the other compiler's
             moved = (2.0 if trains else 1.0) * memory.arguments
@@ -198,8 +198,8 @@ def make_plan(resolved: Resolved, function: str = "train") -> Plan:
         flops=flops,
         executed=executed,
         hbm_traffic=moved,
-        collectives=sent,
-        roofline=roofline(machine.target, machine.devices, executed, moved, sent),
+        collectives=traffic,
+        roofline=roofline(machine.target, machine.devices, executed, moved, traffic),
         kernels=tuple(program.choices(function)),
         tags=tuple(activations),
         gradient_bytes=shard_bytes(program.state.params) if trains else 0,
@@ -223,7 +223,7 @@ def uncached() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-def _compiled(
+def _compile_function(
     program: Program, function: str, bucket: Any, arguments: int, machine: Machine, started: float
 ) -> tuple[Any, Memory, float]:
     """(the compiled function or None, its memory, seconds since `started`)."""
@@ -245,20 +245,20 @@ def _read(module: Any, program: Program, machine: Machine) -> tuple[float, list[
     places = Places(dict(mesh.shape), domains_of(devices, machine.devices_per_domain))
     notes = [f"the loop {name} is counted once: its length is not known" for name in module.unknown_loops()]
     try:
-        sent = collectives(module, places)
+        traffic = collectives(module, places)
     except ValueError as error:  # a compiler that writes them in a way of its own; all else is still known
         return hbm_bytes(module), None, [*notes, f"what is sent is not known: {error}"]
-    return hbm_bytes(module), sent, notes
+    return hbm_bytes(module), traffic, notes
 
 
 def _remat(config: Node[Any]) -> tuple[str, ...]:
     """What the config says of rematerialisation, a line for each stack that does."""
-    found = []
+    lines = []
     for path, value in walk(config):
         if isinstance(value, Node) and hasattr(value, "remat"):
             remat: Any = getattr(value, "remat")  # noqa: B009
             if remat is None:
-                found.append(f"{path}.remat: null")
+                lines.append(f"{path}.remat: null")
             else:
-                found += [f"{path}.remat.{k}: {v}" for k, v in flatten(remat).items() if k != "type"]
-    return tuple(found)
+                lines += [f"{path}.remat.{k}: {v}" for k, v in flatten(remat).items() if k != "type"]
+    return tuple(lines)

@@ -68,8 +68,8 @@ class Model:
     def seconds(self, target: str, platform: str, chips: int, bound: Any, *, grouped: bool = False) -> float:
         """Of a step whose `compute`, `links` and `network` are those of `bound`."""
         efficiency = self.efficiency[target] * (self.grouped if grouped else 1.0)
-        sent = bound.links or 0.0, bound.network or 0.0
-        busy = max(bound.compute / efficiency + self.exposed.get(platform, 1.0) * sum(sent), *sent)
+        traffic = bound.links or 0.0, bound.network or 0.0
+        busy = max(bound.compute / efficiency + self.exposed.get(platform, 1.0) * sum(traffic), *traffic)
         return busy * max(1.0, chips / BASE_CHIPS) ** self.scale
 
 
@@ -92,7 +92,7 @@ class Prediction:
 
 
 @cache
-def known() -> tuple[tuple[Step, ...], Model]:
+def load_measurements() -> tuple[tuple[Step, ...], Model]:
     """The steps of `steps.toml`, and what was fitted to them."""
     table = tomllib.loads(files("axlearn_plugins_plan").joinpath("steps.toml").read_text("utf-8"))
     return tuple(Step(**row) for row in table["step"]), Model(**table["model"])
@@ -100,20 +100,20 @@ def known() -> tuple[tuple[Step, ...], Model]:
 
 def predict(machine: Machine, bound: Roofline, *, grouped: bool = False) -> Prediction | None:
     """The time of a training step; None where no step on this target is known, or the plan lacks a figure."""
-    steps, model = known()
+    steps, model = load_measurements()
     name = machine.target.name
-    mine = [s for s in steps if s.target == name]
-    if not mine or bound.compute is None or name not in model.efficiency:
+    own_steps = [s for s in steps if s.target == name]
+    if not own_steps or bound.compute is None or name not in model.efficiency:
         return None
     seconds = model.seconds(name, machine.target.platform, machine.chips, bound, grouped=grouped)
-    # What moves to and from memory bounds a step whatever else it does.
+    # What moves to and from memory bounds every step.
     seconds = max(seconds, bound.hbm or 0.0)
     return Prediction(
         seconds=seconds,
         low=seconds / model.spread,
         high=seconds * model.spread,
-        steps=len(mine),
-        sources=tuple(dict.fromkeys(s.source for s in mine)),
+        steps=len(own_steps),
+        sources=tuple(dict.fromkeys(s.source for s in own_steps)),
     )
 
 

@@ -44,13 +44,13 @@ def remedies(plan: Plan, features: frozenset[str], most: int = 3) -> list[Remedy
     microbatches = [*_accumulation(plan)] if trains and "gradient-accumulation" in features else []
     fewer = [*_recompute(plan)] if "remat" in features else []
     offloaded = [*_offload(plan)] if "remat" in features else []
-    both = [_together(plan, a, b) for a in microbatches for b in fewer]
-    found = [*_other_mesh(plan), *microbatches, *fewer, *offloaded, *_more_chips(plan)]
-    if not any(r.total <= plan.memory.capacity for r in found):
-        found += both
-    fits = [r for r in found if r.total <= plan.memory.capacity]
+    both = [_combine(plan, a, b) for a in microbatches for b in fewer]
+    fixes = [*_other_mesh(plan), *microbatches, *fewer, *offloaded, *_more_chips(plan)]
+    if not any(r.total <= plan.memory.capacity for r in fixes):
+        fixes += both
+    fits = [r for r in fixes if r.total <= plan.memory.capacity]
     fits.sort(key=lambda r: (r.chips, r.seconds is None, r.seconds or 0.0))
-    rest = sorted((r for r in found if r not in fits), key=lambda r: r.total)
+    rest = sorted((r for r in fixes if r not in fits), key=lambda r: r.total)
     return [*fits, *rest][:most]
 
 
@@ -80,7 +80,7 @@ def _accumulation(plan: Plan) -> Iterator[Remedy]:
         yield best
 
 
-def _together(plan: Plan, microbatches: Remedy, fewer: Remedy) -> Remedy:
+def _combine(plan: Plan, microbatches: Remedy, fewer: Remedy) -> Remedy:
     """Both: what is no longer kept was that of one microbatch."""
     share = (microbatches.total - plan.memory.arguments) / max(plan.memory.temporaries, 1)
     costs = [r.seconds for r in (microbatches, fewer)]
@@ -100,22 +100,22 @@ def _links(plan: Plan) -> float:
 
 def _recompute(plan: Plan) -> Iterator[Remedy]:
     """Keep fewer tags, those first that give back most memory for each FLOP."""
-    kept = [t for t in plan.tags if t.kept in ("saved", "free")]
-    if not kept:
+    candidates = [t for t in plan.tags if t.kept in ("saved", "free")]
+    if not candidates:
         return
-    if any(t.kept == "free" for t in kept):  # no policy at all: then one that keeps nothing
-        yield _dropped(plan, kept, [], "--with remat:policy=full")
+    if any(t.kept == "free" for t in candidates):  # no policy at all: then one that keeps nothing
+        yield _drop_tags(plan, candidates, [], "--with remat:policy=full")
         return
-    order = sorted(kept, key=lambda t: t.flops / max(t.bytes, 1.0))
+    order = sorted(candidates, key=lambda t: t.flops / max(t.bytes, 1.0))
     for count in range(1, len(order) + 1):
-        gone, left = order[:count], [t.name for t in kept if t not in order[:count]]
-        remedy = _dropped(plan, gone, left, f"--with remat:save=[{','.join(left)}]")
+        gone, rest = order[:count], [t.name for t in candidates if t not in order[:count]]
+        remedy = _drop_tags(plan, gone, rest, f"--with remat:save=[{','.join(rest)}]")
         if remedy.total <= (plan.memory.capacity or 0) or count == len(order):
             yield remedy
             return
 
 
-def _dropped(plan: Plan, gone: list, left: list[str], words: str) -> Remedy:
+def _drop_tags(plan: Plan, gone: list, rest: list[str], words: str) -> Remedy:
     flops = sum(t.flops for t in gone)
     best = peak(plan.machine.target, "bfloat16")
     return Remedy(
@@ -123,24 +123,24 @@ def _dropped(plan: Plan, gone: list, left: list[str], words: str) -> Remedy:
         total=plan.memory.total - sum(t.bytes for t in gone),
         seconds=flops / best if best else None,
         chips=1,
-        why=f"computes {', '.join(t.name for t in gone)} again" + ("" if left else "; keeps the inputs of layers only"),
+        why=f"computes {', '.join(t.name for t in gone)} again" + ("" if rest else "; keeps the inputs of layers only"),
     )
 
 
 def _offload(plan: Plan) -> Iterator[Remedy]:
     """Keep what is kept in the host's memory."""
-    kept = [t for t in plan.tags if t.kept == "saved"]
-    if not kept or plan.machine.target.platform == "cpu":
+    candidates = [t for t in plan.tags if t.kept == "saved"]
+    if not candidates or plan.machine.target.platform == "cpu":
         return
-    order = sorted(kept, key=lambda t: -t.bytes)
+    order = sorted(candidates, key=lambda t: -t.bytes)
     gone: list = []
     for tag in order:
         gone.append(tag)
         if plan.memory.total - sum(t.bytes for t in gone) <= (plan.memory.capacity or 0):
             break
-    left = ",".join(t.name for t in kept if t not in gone)
+    rest = ",".join(t.name for t in candidates if t not in gone)
     yield Remedy(
-        words=f"--with 'remat:save=[{left}],offload=[{','.join(t.name for t in gone)}]'",
+        words=f"--with 'remat:save=[{rest}],offload=[{','.join(t.name for t in gone)}]'",
         total=plan.memory.total - sum(t.bytes for t in gone),
         seconds=None,
         chips=1,

@@ -44,9 +44,9 @@ def text(plan: Plan, remedies: Sequence[Remedy] = ()) -> str:
     """The plan, section by section."""
     machine = plan.machine
     per = f" of {machine.target.devices_per_chip} devices each" if machine.target.devices_per_chip > 1 else ""
-    what = plan.title if plan.function == "train" else f"{plan.function} of {plan.title}"
+    subject = plan.title if plan.function == "train" else f"{plan.function} of {plan.title}"
     unit = "step" if plan.function == "train" else "call"
-    lines = [f"{what} on {machine.name}: {machine.chips} chips{per}, {plan.parameters:,} parameters"]
+    lines = [f"{subject} on {machine.name}: {machine.chips} chips{per}, {plan.parameters:,} parameters"]
     sections = (
         ("memory of one device", _memory(plan)),
         ("to make it fit (estimates; add the words to the command)", _remedies(remedies, plan.memory.capacity)),
@@ -57,8 +57,8 @@ def text(plan: Plan, remedies: Sequence[Remedy] = ()) -> str:
         ("mesh", _mesh(plan)),
         ("compiler options", (f"{k}={v}" for k, v in sorted(plan.compiler_options.items()))),
     )
-    for heading, found in sections:
-        body = list(found)
+    for heading, section in sections:
+        body = list(section)
         if body:
             lines += ["", heading, *(f"  {line}" for line in body)]
     lines += ["", f"compiled in {plan.compile_seconds:.1f} s"]
@@ -91,11 +91,11 @@ def _roofline(plan: Plan) -> Iterator[str]:
     rows = (
         ("compute", line.compute, f"{count(executed / devices)}FLOP"),
         ("memory", line.hbm, "?" if plan.hbm_traffic is None else f"{size(plan.hbm_traffic)} to and from it"),
-        ("links", line.links, _sent(plan, "link_bytes")),
-        ("network", line.network, _sent(plan, "network_bytes")),
+        ("links", line.links, _bytes_sent(plan, "link_bytes")),
+        ("network", line.network, _bytes_sent(plan, "network_bytes")),
     )
-    for name, time, what in rows:
-        yield f"{name:8} {seconds(time):>9}  {what}"
+    for name, time, description in rows:
+        yield f"{name:8} {seconds(time):>9}  {description}"
     if line.step is None:
         yield "step             ?  this target has no figure for its peak"
     else:
@@ -112,7 +112,7 @@ def _roofline(plan: Plan) -> Iterator[str]:
     )
 
 
-def _sent(plan: Plan, field: str) -> str:
+def _bytes_sent(plan: Plan, field: str) -> str:
     if plan.collectives is None:
         return "?"
     return f"{size(sum(c.times * getattr(c, field) for c in plan.collectives))} sent"
@@ -120,14 +120,16 @@ def _sent(plan: Plan, field: str) -> str:
 
 def _collectives(plan: Plan) -> Iterator[str]:
     grouped: dict[tuple[str, str], list[float]] = {}
-    for found in plan.collectives or ():
-        total = grouped.setdefault((found.axes, found.kind), [0.0, 0.0, 0.0])
-        total[0] += found.times
-        total[1] += found.bytes
-        total[2] += 0 if found.asynchronous else found.bytes
-    for (axes, kind), (times, sent, waiting) in sorted(grouped.items(), key=lambda item: -item[1][1]):
-        blocking = "" if not sent or waiting == 0 else f", {share(waiting / sent)} of it while the program waits"
-        yield f"{axes:12} {kind:18} {size(sent):>9} in {times:.0f}{blocking}"
+    for collective in plan.collectives or ():
+        total = grouped.setdefault((collective.axes, collective.kind), [0.0, 0.0, 0.0])
+        total[0] += collective.times
+        total[1] += collective.bytes
+        total[2] += 0 if collective.asynchronous else collective.bytes
+    for (axes, kind), (times, num_bytes, waiting) in sorted(grouped.items(), key=lambda item: -item[1][1]):
+        blocking = (
+            "" if not num_bytes or waiting == 0 else f", {share(waiting / num_bytes)} of it while the program waits"
+        )
+        yield f"{axes:12} {kind:18} {size(num_bytes):>9} in {times:.0f}{blocking}"
 
 
 def kernel_lines(choices: Sequence[Choice]) -> Iterator[str]:
@@ -141,17 +143,17 @@ def kernel_lines(choices: Sequence[Choice]) -> Iterator[str]:
 
 def rejected(choice: Choice) -> dict[str, str]:
     """Name -> why not, for all implementations of the op but the one that was chosen."""
-    found, platform = dict(choice.rejected), choice.context.platform
+    reasons, platform = dict(choice.rejected), choice.context.platform
     declared = installed(type(choice.op))
     best = next((k.priority for k in declared if k.name == choice.name), 0)
     for other in sorted(declared, key=lambda k: (-k.priority, k.name)):
-        if other.name == choice.name or other.name in found:
+        if other.name == choice.name or other.name in reasons:
             continue
         if other.platforms and platform not in other.platforms:
-            found[other.name] = f"runs on {', '.join(other.platforms)}, not on {platform}"
+            reasons[other.name] = f"runs on {', '.join(other.platforms)}, not on {platform}"
         else:
-            found[other.name] = f"not asked, since its priority is {other.priority} and not {best}"
-    return found
+            reasons[other.name] = f"not asked, since its priority is {other.priority} and not {best}"
+    return reasons
 
 
 def _tags(plan: Plan) -> Iterator[str]:
@@ -160,8 +162,8 @@ def _tags(plan: Plan) -> Iterator[str]:
         return
     width = max(len(t.name) for t in plan.tags)
     for tag in plan.tags:
-        kept = {"free": "kept as the backward pass needs it"}.get(tag.kept, tag.kept)
-        yield f"{tag.name:{width}}  {size(tag.bytes):>9}  {count(tag.flops):>9}FLOP  {kept}"
+        fate = {"free": "kept as the backward pass needs it"}.get(tag.kept, tag.kept)
+        yield f"{tag.name:{width}}  {size(tag.bytes):>9}  {count(tag.flops):>9}FLOP  {fate}"
 
 
 def _mesh(plan: Plan) -> Iterator[str]:
@@ -195,11 +197,11 @@ def as_json(plan: Plan, remedies: Sequence[Remedy] = ()) -> dict[str, Any]:
         "roofline_step_seconds": line.step,
         "roofline_bound": line.bound,
         "roofline_seconds": {n: getattr(line, n) for n in ("compute", "hbm", "links", "network", "serial")},
-        "predicted_step_seconds": _predicted(plan),
+        "predicted_step_seconds": _prediction_fields(plan),
         "roofline_mfu": plan.mfu(),
         "roofline_mfu_causal": plan.mfu(causal=True),
         "tokens_per_step": plan.tokens,
-        "collective_bytes": _scaled(plan.collective_bytes, per_chip),
+        "collective_bytes": _scale_values(plan.collective_bytes, per_chip),
         "collectives": None if plan.collectives is None else [_collective(c, per_chip) for c in plan.collectives],
         "kernels": kernels_json(plan.kernels),
         "remat": list(plan.remat),
@@ -225,26 +227,31 @@ def as_json(plan: Plan, remedies: Sequence[Remedy] = ()) -> dict[str, Any]:
     }
 
 
-def _predicted(plan: Plan) -> dict[str, Any] | None:
-    found = plan.prediction
-    if found is None:
+def _prediction_fields(plan: Plan) -> dict[str, Any] | None:
+    prediction = plan.prediction
+    if prediction is None:
         return None
-    return {"seconds": found.seconds, "low": found.low, "high": found.high, "sources": list(found.sources)}
+    return {
+        "seconds": prediction.seconds,
+        "low": prediction.low,
+        "high": prediction.high,
+        "sources": list(prediction.sources),
+    }
 
 
-def _scaled(values: Mapping[str, float] | None, factor: float) -> dict[str, float] | None:
+def _scale_values(values: Mapping[str, float] | None, factor: float) -> dict[str, float] | None:
     return None if values is None else {k: v * factor for k, v in values.items()}
 
 
-def _collective(found: Any, per_chip: int) -> dict[str, Any]:
+def _collective(item: Any, per_chip: int) -> dict[str, Any]:
     return {
-        "kind": found.kind,
-        "axes": found.axes,
-        "group": found.size,
-        "times": found.times,
-        "link_bytes": found.times * found.link_bytes * per_chip,
-        "network_bytes": found.times * found.network_bytes * per_chip,
-        "asynchronous": found.asynchronous,
+        "kind": item.kind,
+        "axes": item.axes,
+        "group": item.size,
+        "times": item.times,
+        "link_bytes": item.times * item.link_bytes * per_chip,
+        "network_bytes": item.times * item.network_bytes * per_chip,
+        "asynchronous": item.asynchronous,
     }
 
 

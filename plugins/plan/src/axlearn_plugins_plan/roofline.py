@@ -27,8 +27,8 @@ class Roofline:
     @property
     def step(self) -> float | None:
         """The greatest: everything overlaps. None without a figure for the compute."""
-        known = [t for t in (self.compute, self.hbm, self.links, self.network) if t is not None]
-        return max(known) if self.compute is not None else None
+        times = [t for t in (self.compute, self.hbm, self.links, self.network) if t is not None]
+        return max(times) if self.compute is not None else None
 
     @property
     def serial(self) -> float | None:
@@ -41,8 +41,8 @@ class Roofline:
     def bound(self) -> str:
         """What the step waits for."""
         names = ("compute", "hbm", "links", "network")
-        known = {n: getattr(self, n) for n in names if getattr(self, n) is not None}
-        return max(known, key=lambda n: known[n]) if known else "unknown"
+        times = {n: getattr(self, n) for n in names if getattr(self, n) is not None}
+        return max(times, key=lambda n: times[n]) if times else "unknown"
 
 
 def peak(target: Target, dtype: str) -> float | None:
@@ -50,10 +50,10 @@ def peak(target: Target, dtype: str) -> float | None:
 
     Wider types are then taken to be as fast, which they are not: it is a bound from below on the time.
     """
-    named = target.peak_flops.get(dtype)
-    if named is None and dtype.startswith("float8"):
-        named = next((p for d, p in target.peak_flops.items() if d.startswith(("float8", "fp8"))), None)
-    return named if named is not None else target.peak_flops.get("bfloat16")
+    peak_rate = target.peak_flops.get(dtype)
+    if peak_rate is None and dtype.startswith("float8"):
+        peak_rate = next((p for d, p in target.peak_flops.items() if d.startswith(("float8", "fp8"))), None)
+    return peak_rate if peak_rate is not None else target.peak_flops.get("bfloat16")
 
 
 def roofline(
@@ -61,7 +61,7 @@ def roofline(
     devices: int,
     executed: Mapping[str, float],
     moved: float | None,
-    found: Sequence[Collective] | None,
+    items: Sequence[Collective] | None,
 ) -> Roofline:
     """The bounds of a step.
 
@@ -76,8 +76,8 @@ def roofline(
     compute = None
     if target.peak_flops:
         compute = sum(flops / devices / (peaks[dtype] or float("inf")) for dtype, flops in executed.items())
-    link = sum(c.times * c.link_bytes for c in found) if found is not None else None
-    network = sum(c.times * c.network_bytes for c in found) if found is not None else None
+    link = sum(c.times * c.link_bytes for c in items) if items is not None else None
+    network = sum(c.times * c.network_bytes for c in items) if items is not None else None
     return Roofline(
         compute=compute,
         hbm=_seconds(moved, target.hbm_bandwidth),

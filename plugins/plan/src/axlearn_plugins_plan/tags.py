@@ -51,27 +51,27 @@ def tags(program: Program, batch: Mapping[str, Any]) -> list[Tag]:
     with program.tracing("train", selection):
         jaxpr = jax.make_jaxpr(program.function("loss").call)(program.trained.specs, dict(batch)).jaxpr
     placement = Placement(mesh, rules)
-    found: dict[str, Tag] = {}
+    by_name: dict[str, Tag] = {}
     for tag in _tags(jaxpr, selection.scopes, placement, 1.0, None, False):
-        before = found.get(tag.name)
-        found[tag.name] = (
+        before = by_name.get(tag.name)
+        by_name[tag.name] = (
             attrs.evolve(tag, bytes=tag.bytes + before.bytes, flops=tag.flops + before.flops) if before else tag
         )
-    return list(found.values())
+    return list(by_name.values())
 
 
 def _tags(
     jaxpr: Any, scopes: Sequence[Scope], placement: Placement, times: float, policy: Any, local: bool
 ) -> Iterator[Tag]:
-    made = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
+    producers = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
         if name == "name":
             yield Tag(
                 name=params["name"],
-                kept=_kept(equation, policy),
-                bytes=times * _device_bytes(jaxpr, made, equation, placement, local),
-                flops=times * _slice_flops(made, scopes, equation) / (1 if local else placement.mesh.size),
+                kept=_fate(equation, policy),
+                bytes=times * _device_bytes(jaxpr, producers, equation, placement, local),
+                flops=times * _slice_flops(producers, scopes, equation) / (1 if local else placement.mesh.size),
             )
             continue
         more = times * params["length"] if name == "scan" else times
@@ -91,7 +91,7 @@ def _NOTHING(*_: Any, **__: Any) -> bool:  # what `jax.checkpoint` does without 
     return False
 
 
-def _kept(equation: Any, policy: Any) -> str:
+def _fate(equation: Any, policy: Any) -> str:
     if policy is None:
         return "free"
     answer = policy(equation.primitive, *(v.aval for v in equation.invars), **equation.params)
@@ -101,13 +101,13 @@ def _kept(equation: Any, policy: Any) -> str:
     return "offloaded" if "offload" in kind else "recomputed" if "recompute" in kind else "saved"
 
 
-def _device_bytes(jaxpr: Any, made: Mapping[Any, Any], equation: Any, placement: Placement, local: bool) -> float:
+def _device_bytes(jaxpr: Any, producers: Mapping[Any, Any], equation: Any, placement: Placement, local: bool) -> float:
     aval = equation.outvars[0].aval
     size = aval.size * aval.dtype.itemsize
     if local:
         return size
     operand = equation.invars[0]
-    beside = [made.get(operand)] if not hasattr(operand, "val") else []  # literals hash by identity only
+    beside = [producers.get(operand)] if not hasattr(operand, "val") else []  # literals hash by identity only
     beside += [e for e in jaxpr.eqns if e.invars and e.invars[0] is equation.outvars[0]]
     for neighbour in beside:
         if neighbour is not None and neighbour.primitive.name == "sharding_constraint":
@@ -124,20 +124,20 @@ def _device_bytes(jaxpr: Any, made: Mapping[Any, Any], equation: Any, placement:
     return size
 
 
-def _slice_flops(made: Mapping[Any, Any], scopes: Sequence[Scope], equation: Any) -> float:
+def _slice_flops(producers: Mapping[Any, Any], scopes: Sequence[Scope], equation: Any) -> float:
     """Of what leads to a tag, back to the tags before it and to the arguments."""
-    pending, seen, total = list(equation.invars), set(), 0.0
+    pending, visited, total = list(equation.invars), set(), 0.0
     while pending:
         var = pending.pop()
-        producer = made.get(var) if not hasattr(var, "val") else None  # literals hash by identity only
-        if producer is None or producer.primitive.name == "name" or id(producer) in seen:
+        producer = producers.get(var) if not hasattr(var, "val") else None  # literals hash by identity only
+        if producer is None or producer.primitive.name == "name" or id(producer) in visited:
             continue
-        seen.add(id(producer))
+        visited.add(id(producer))
         total += sum(w.flops for w in works(SimpleNamespace(eqns=[producer]), scopes))
         pending += producer.invars
     return total
 
 
-def matching(found: list[Tag], patterns: tuple[str, ...]) -> list[Tag]:
+def matching(all_tags: list[Tag], patterns: tuple[str, ...]) -> list[Tag]:
     """The tags that one of the patterns fits whole."""
-    return [t for t in found if any(re.fullmatch(p, t.name) for p in patterns)]
+    return [t for t in all_tags if any(re.fullmatch(p, t.name) for p in patterns)]

@@ -22,7 +22,7 @@ def list_(as_json: bool) -> None:
     if as_json:
         print_json(rows)
         return
-    shown = [
+    listing = [
         {
             "target": r["form"],
             "platform": r["platform"],
@@ -33,7 +33,7 @@ def list_(as_json: bool) -> None:
         }
         for r in rows
     ]
-    print_table(shown, ("target", "platform", "hbm", "peak", "distribution", "source"))
+    print_table(listing, ("target", "platform", "hbm", "peak", "distribution", "source"))
 
 
 def _peak(peaks: dict[str, float]) -> str:

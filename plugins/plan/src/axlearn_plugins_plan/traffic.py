@@ -30,37 +30,37 @@ def hbm_bytes(module: Module) -> float:
     """Bytes that one device reads and writes in its memory in one step."""
     total = 0.0
     for computation, times in module.scheduled():
-        moved = sum(_moved(module, computation, i) for i in computation.instructions.values())
+        moved = sum(_bytes_moved(module, computation, i) for i in computation.instructions.values())
         total += times * moved
     return total
 
 
-def _moved(module: Module, computation: Computation, instruction: Instruction) -> float:
+def _bytes_moved(module: Module, computation: Computation, instruction: Instruction) -> float:
     opcode = instruction.opcode
     if opcode in FREE or opcode.endswith(("-done", "-update")):
         return 0
     if opcode in ("fusion", "async-start") and instruction.called.get("calls"):
-        return _fused(computation, instruction, module.computations[instruction.called["calls"][0]])
+        return _fusion_bytes(computation, instruction, module.computations[instruction.called["calls"][0]])
     if opcode in ("dynamic-slice", "gather", "slice"):
-        return 2 * _written(instruction)
+        return 2 * _bytes_written(instruction)
     if opcode in ("dynamic-update-slice", "scatter"):
         return 2 * _size(computation, instruction.operands[1 if opcode == "dynamic-update-slice" else -1])
     read = sum(_size(computation, operand) for operand in dict.fromkeys(instruction.operands))
     if opcode.endswith("-start"):  # its result holds the operand too
-        return read + max(0.0, _written(instruction) - read)
-    return read + _written(instruction)
+        return read + max(0.0, _bytes_written(instruction) - read)
+    return read + _bytes_written(instruction)
 
 
-def _written(instruction: Instruction) -> float:
+def _bytes_written(instruction: Instruction) -> float:
     return sum(b.bytes for b in instruction.outputs if b.space == HBM)
 
 
 def _size(computation: Computation, name: str) -> float:
-    found = computation.instructions.get(name)
-    return _written(found) if found is not None else 0
+    instruction = computation.instructions.get(name)
+    return _bytes_written(instruction) if instruction is not None else 0
 
 
-def _fused(computation: Computation, fusion: Instruction, body: Computation) -> float:
+def _fusion_bytes(computation: Computation, fusion: Instruction, body: Computation) -> float:
     """Of a fusion: an operand that is only sliced counts its slices, a result that is updated in place the update."""
     total = 0.0
     updated: set[str] = set()
@@ -91,10 +91,10 @@ def _results(body: Computation) -> tuple[str, ...]:
 
 
 def _origin(body: Computation, name: str) -> Instruction:
-    found = body.instructions[name]
-    while found.opcode in _SEEN_THROUGH and found.operands[0] in body.instructions:
-        found = body.instructions[found.operands[0]]
-    return found
+    instruction = body.instructions[name]
+    while instruction.opcode in _SEEN_THROUGH and instruction.operands[0] in body.instructions:
+        instruction = body.instructions[instruction.operands[0]]
+    return instruction
 
 
 def _slices(body: Computation, name: str) -> float | None:

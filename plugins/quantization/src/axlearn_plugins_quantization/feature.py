@@ -9,9 +9,9 @@ from axlearn_core.config import Node, node
 from axlearn_core.config.tree import children, join, with_children
 from axlearn_core.nn.linear import Linear
 from axlearn_core.plugins.feature import Feature
+from axlearn_plugins_finetune.runs.targets import matching_paths
 from axlearn_plugins_quantization.linear import QuantizedLinear
 from axlearn_plugins_quantization.weight_only import NoLearner, Storage, WeightOnlyLinear
-from axlearn_plugins_runs.targets import chosen
 
 Tree = TypeVar("Tree", bound=Node[Any])
 
@@ -27,7 +27,7 @@ class Quantization(Feature):
     model) are taken in `format`: `int8` (the default), or `fp8`, which is e4m3 forward and e5m2 for gradients. Where layers
     take turns with several components, those are all at the path of the slot. Parameters and optimizer stay as they are.
     `gradients=false` leaves the products of the backward pass in floating point.
-    Embeddings and the output layer are no linear maps in this sense, and stay as they are; the experts of a mixture are.
+    Embeddings and the output layer are not linear maps in this sense, and stay as they are; the experts of a mixture are.
 
     Linear maps that are quantized already get the options that are given. A map that has LoRA adapters keeps them; what
     they adapt is quantized. It comes after the features that wrap linear maps, so it is of the stage `tune`.
@@ -41,25 +41,21 @@ class Quantization(Feature):
 
     def apply(self, cfg: Tree) -> Tree:
         """Puts a quantized linear map in the place of each that fits."""
-        return placed(cfg, self.target, self._quantized, what="quantization")
+        return place_nodes(cfg, self.target, self._quantize_map, subject="quantization")
 
-    def in_effect(self, cfg: Node[Any]) -> bool:
-        """Every linear map that is asked for is quantized as asked."""
-        return self.apply(cfg) == cfg
-
-    def _quantized(self, part: Linear.Config) -> Node[Any]:
-        there = part if isinstance(part, QuantizedLinear.Config) else None
-        before = next((k for k, v in FORMATS.items() if there and v[0] == there.weights), "int8")
+    def _quantize_map(self, part: Linear.Config) -> Node[Any]:
+        current = part if isinstance(part, QuantizedLinear.Config) else None
+        before = next((k for k, v in FORMATS.items() if current and v[0] == current.weights), "int8")
         forward, backward = FORMATS[self.format or before]
-        keeps = there is None or there.gradients is not None
+        keeps = current is None or current.gradients is not None
         options = {
             "weights": forward,
             "activations": forward,
             "gradients": backward if (keeps if self.gradients is None else self.gradients) else None,
         }
-        if there is not None:
-            given = self.format is not None or self.gradients is not None
-            return attrs.evolve(there, **options) if given else there
+        if current is not None:
+            has_options = self.format is not None or self.gradients is not None
+            return attrs.evolve(current, **options) if has_options else current
         return QuantizedLinear.Config(**_fields(part), **options)
 
 
@@ -69,17 +65,17 @@ def stored(cfg: Tree, storage: Storage, *, tile_size: int | None, target: str | 
     def place(part: Linear.Config) -> Node[Any]:
         return WeightOnlyLinear.Config(**_fields(part), storage=storage, tile_size=tile_size)
 
-    made: Any = placed(cfg, target, place, what="quantize")
-    return attrs.evolve(made, learner=NoLearner.Config())
+    result: Any = place_nodes(cfg, target, place, subject="quantize")
+    return attrs.evolve(result, learner=NoLearner.Config())
 
 
-def placed(cfg: Tree, target: str | tuple[str, ...], place: Callable[[Any], Node[Any]], *, what: str) -> Tree:
+def place_nodes(cfg: Tree, target: str | tuple[str, ...], place: Callable[[Any], Node[Any]], *, subject: str) -> Tree:
     """The config with `place(node)` for each of the core's linear maps, quantized or not, that a pattern fits.
 
     Raises:
         ConfigError: a pattern fits none.
     """
-    targets = chosen(cfg, target, list(_linears(cfg, "")), what=what)
+    targets = matching_paths(cfg, target, list(_linears(cfg, "")), subject=subject)
 
     def visit(value: Any, path: str) -> Any:
         if path in targets:

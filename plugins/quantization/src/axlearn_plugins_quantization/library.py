@@ -30,8 +30,8 @@ def load() -> tuple[Any, Any, Any]:
     except (ImportError, AttributeError, TypeError) as error:  # what a library raises that meets another JAX
         import importlib_metadata
 
-        found = {d: _version(importlib_metadata, d) for d in ("qwix", "jax", "flax")}
-        listed = ", ".join(f"{name} {version}" for name, version in found.items())
+        versions = {d: _version(importlib_metadata, d) for d in ("qwix", "jax", "flax")}
+        listed = ", ".join(f"{name} {version}" for name, version in versions.items())
         raise PluginError(
             f"quantization needs qwix, which cannot be imported: {error}\n    installed: {listed}\n"
             '    fix: install "qwix>=0.1.8,<0.2" beside a JAX that it supports, or leave quantization out'
@@ -125,8 +125,8 @@ def _loose(plain: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
             y, pull = jax.vjp(plain, *args)
         return y, jax.tree.map(_Bits.of, pull)
 
-    def backward(kept: Any, gradient: jax.Array) -> Any:
-        pull = jax.tree.map(_Bits.value, kept, is_leaf=lambda x: isinstance(x, _Bits))
+    def backward(residuals: Any, gradient: jax.Array) -> Any:
+        pull = jax.tree.map(_Bits.value, residuals, is_leaf=lambda x: isinstance(x, _Bits))
         with jax.numpy_dtype_promotion("standard"):
             return pull(gradient)
 
@@ -147,9 +147,9 @@ def grouped_product(rule: Rule, x: jax.Array, weights: jax.Array, exact: Any) ->
         RequestError: the rule has tiles, or `exact` is to be taken by a kernel that the config names.
     """
     if rule.tile_size is not None or exact.kernel is not None:
-        what = "tile_size" if rule.tile_size is not None else f"the kernel {exact.kernel!r} of the dispatch"
+        setting = "tile_size" if rule.tile_size is not None else f"the kernel {exact.kernel!r} of the dispatch"
         raise RequestError(
-            f"quantized experts: {what} has no meaning for them, as qwix multiplies with one scale for each output\n"
+            f"quantized experts: {setting} has no meaning for them, as qwix multiplies with one scale for each output\n"
             "    fix: leave it out, or give quantization a target without the experts"
         )
     if exact.sizes is None:
@@ -158,7 +158,7 @@ def grouped_product(rule: Rule, x: jax.Array, weights: jax.Array, exact: Any) ->
     used = jnp.arange(x.shape[0])[:, None] < jnp.sum(exact.sizes)
     x = jnp.where(used, x, 0)
     if rule.activations is None:
-        y = _exact_backward(lambda x, w, n: jax.lax.ragged_dot(x, _rounded(w, rule.weights), n))(
+        y = _exact_backward(lambda x, w, n: jax.lax.ragged_dot(x, _round_trip(w, rule.weights), n))(
             x, weights, exact.sizes
         )
     elif rule.gradients is None:
@@ -168,7 +168,7 @@ def grouped_product(rule: Rule, x: jax.Array, weights: jax.Array, exact: Any) ->
     return jnp.where(used, y, 0)
 
 
-def _rounded(weights: jax.Array, to: str) -> jax.Array:
+def _round_trip(weights: jax.Array, to: str) -> jax.Array:
     package = load()[0]
     with jax.numpy_dtype_promotion("standard"):
         return package.dequantize(package.quantize(weights, to, channelwise_axes=(0, 2))).astype(weights.dtype)
@@ -189,45 +189,45 @@ def _exact_backward(forward: Callable[..., jax.Array]) -> Callable[..., jax.Arra
     """`forward`, with the gradients of `jax.lax.ragged_dot`."""
 
     @jax.custom_vjp
-    def made(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+    def product(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
         with jax.numpy_dtype_promotion("standard"):
             return forward(x, weights, sizes)
 
-    def backward(kept: Any, gradient: jax.Array) -> Any:
-        x, weights, sizes = kept
+    def backward(residuals: Any, gradient: jax.Array) -> Any:
+        x, weights, sizes = residuals
         return (*jax.vjp(lambda x, w: jax.lax.ragged_dot(x, w, sizes), x, weights)[1](gradient), None)
 
-    made.defvjp(lambda *args: (made(*args), args), backward)
-    return made
+    product.defvjp(lambda *args: (product(*args), args), backward)
+    return product
 
 
 def _config(rule: Rule) -> Any:
     # As qwix's QtProvider makes it from a QtRule. The provider itself tells weights from activations by the frames of
     # the caller and by shapes, which errs where a batch has the shape of a weight; here it is known which is which.
-    made = rule.of_qwix()
+    qwix_rule = rule.of_qwix()
     return load()[1].DotGeneralQtConfig(
-        lhs_qtype=made.act_qtype,
-        rhs_qtype=made.weight_qtype,
-        tile_size=made.tile_size,
-        rhs_calibration_method=made.weight_calibration_method,
-        dlhs_grad_qtype=made.bwd_qtype,
-        drhs_grad_qtype=made.bwd_qtype,
-        dlhs_grad_calibration_method=made.bwd_calibration_method,
-        drhs_grad_calibration_method=made.bwd_calibration_method,
-        use_original_residuals=made.bwd_qtype is None,
+        lhs_qtype=qwix_rule.act_qtype,
+        rhs_qtype=qwix_rule.weight_qtype,
+        tile_size=qwix_rule.tile_size,
+        rhs_calibration_method=qwix_rule.weight_calibration_method,
+        dlhs_grad_qtype=qwix_rule.bwd_qtype,
+        drhs_grad_qtype=qwix_rule.bwd_qtype,
+        dlhs_grad_calibration_method=qwix_rule.bwd_calibration_method,
+        drhs_grad_calibration_method=qwix_rule.bwd_calibration_method,
+        use_original_residuals=qwix_rule.bwd_qtype is None,
     )
 
 
 def quantized(weight: jax.Array, inputs: int, storage: str, tile_size: int | None) -> tuple[jax.Array, jax.Array]:
     """(values, scales) of a weight [*input_dims, *output_dims]; a scale for each output, and for each tile of inputs."""
-    made = load()[0].quantize(
+    array = load()[0].quantize(
         weight,
         storage,
         channelwise_axes=tuple(range(inputs, weight.ndim)),
         tiled_axes={} if tile_size is None else {inputs - 1: tile_size},
         scale_dtype="float32",
     )
-    return made.qvalue, made.scale
+    return array.qvalue, array.scale
 
 
 def stored_product(x: jax.Array, values: jax.Array, scales: jax.Array, dimensions: Dimensions) -> jax.Array:

@@ -11,9 +11,9 @@ from flax import nnx
 from axlearn_core.compose import Functional
 from axlearn_core.compose.arrays import array_function
 from axlearn_core.errors import RequestError
+from axlearn_plugins_finetune.runs import check_new, local_target, open_run, write_run
 from axlearn_plugins_quantization.feature import stored
 from axlearn_plugins_quantization.weight_only import Storage, WeightOnlyLinear
-from axlearn_plugins_runs import check_new, local_target, open_run, write_run
 
 
 def store(params: Mapping[str, Any], functional: Functional) -> dict[str, Any]:
@@ -23,21 +23,23 @@ def store(params: Mapping[str, Any], functional: Functional) -> dict[str, Any]:
         RequestError: a parameter is missing, so it is not the same model.
     """
     model = functional.describe()
-    wanted = {**functional.abstract, **functional.variables}
-    made = {p: params[p] for p in wanted if p in params}
+    expected = {**functional.abstract, **functional.variables}
+    params_out = {p: params[p] for p in expected if p in params}
     for path, module in nnx.iter_modules(model):
         if isinstance(module, WeightOnlyLinear):
             name = ".".join(map(str, path))
             if f"{name}.weight" not in params:
                 raise RequestError(f"{name}: the dense model has no parameter {name}.weight")
-            made[f"{name}.weight"], made[f"{name}.weight_scale"] = _stored(module, params[f"{name}.weight"])
-    wrong = [p for p, s in wanted.items() if p not in made or made[p].shape != s.shape]
+            params_out[f"{name}.weight"], params_out[f"{name}.weight_scale"] = _quantize_weight(
+                module, params[f"{name}.weight"]
+            )
+    wrong = [p for p, s in expected.items() if p not in params_out or params_out[p].shape != s.shape]
     if wrong:
         raise RequestError(f"the dense model is of another shape: {', '.join(wrong[:5])}")
-    return {p: made[p] for p in wanted}
+    return {p: params_out[p] for p in expected}
 
 
-def _stored(module: WeightOnlyLinear, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _quantize_weight(module: WeightOnlyLinear, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
     function = module.quantized
     for _ in range(weight.ndim - len(module.cfg.input_dims) - len(module.cfg.output_dims)):
         function = jax.vmap(function)  # over the layers of a stack
@@ -64,13 +66,13 @@ def quantize_run(
         The bytes of its parameters before and after.
 
     Raises:
-        RequestError: `run_dir` is no run, `out` is taken, or nothing fits `target`.
+        RequestError: `run_dir` is not a run, `out` is taken, or nothing fits `target`.
     """
     out = local_target(out)
     check_new(out)
     source = open_run(run_dir, step)
-    made: Any = stored(source.experiment, storage, tile_size=tile_size, target=target)  # before anything is read
+    config: Any = stored(source.experiment, storage, tile_size=tile_size, target=target)  # before anything is read
     dense = source.read()
-    params = store(dense, Functional.of(made.model))
-    write_run(out, made, params, source)
+    params = store(dense, Functional.of(config.model))
+    write_run(out, config, params, source)
     return size(dense), size(params)

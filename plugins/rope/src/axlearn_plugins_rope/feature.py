@@ -49,7 +49,7 @@ class Rope(Feature):
             new = rotary(old)
             return part if new == old else attrs.evolve(part, position=new)
 
-        made = map(cfg, place)
+        result = map(cfg, place)
         if not count:
             raise ConfigError(
                 Problem(
@@ -59,11 +59,7 @@ class Rope(Feature):
                     fix="leave rope out, or use an attention that has a `position` child",
                 )
             )
-        return made
-
-    def in_effect(self, cfg: Node[Any]) -> bool:
-        """Every attention has the rotary embedding that is asked for."""
-        return self.apply(cfg) == cfg
+        return result
 
 
 def _takes_position(part: Node[Any]) -> bool:

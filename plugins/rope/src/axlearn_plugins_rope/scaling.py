@@ -132,7 +132,7 @@ class Llama3Scaling(Node[Scaling]):
             radians = unscaled(head_dim, theta)
             rotations = self.original_length * radians / (2 * math.pi)
             span = self.high_frequency_factor - self.low_frequency_factor
-            kept = np.clip((rotations - self.low_frequency_factor) / span, 0, 1)
-            return Frequencies(radians * (kept + (1 - kept) / self.factor))
+            weight = np.clip((rotations - self.low_frequency_factor) / span, 0, 1)
+            return Frequencies(radians * (weight + (1 - weight) / self.factor))
 
         return scaled

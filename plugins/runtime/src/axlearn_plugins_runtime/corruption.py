@@ -58,26 +58,29 @@ class CorruptionCheck(Configurable):
             WorkError: results or replicas differ. Names process, host, device and array; nothing of the step is saved.
         """
         step = session.step + 1
-        kept = jax.tree.map(jnp.copy, session.state) if self.cfg.rerun else session.state
+        state_copy = jax.tree.map(jnp.copy, session.state) if self.cfg.rerun else session.state
         problems: list[str] = []
         first: list[Row] = []
         if self.cfg.rerun:
             result, _ = session.program.train_step(session.state, batch)
             first = checksums(result)
             del result
-        state, scalars = session.program.train_step(kept, batch)
+        state, scalars = session.program.train_step(state_copy, batch)
         rows = checksums(state)
         if self.cfg.rerun:
             problems += _reruns_that_differ(first, rows)
         replicas = [list(row) for row in rows] if self.cfg.replicas else []
         facts = gather_objects([socket.gethostname(), problems, replicas], "sdc-check", self.cfg.wait_seconds)
-        found = [f"process {p} on {host}: {line}" for p, (host, lines, _) in enumerate(facts) for line in lines]
-        found += compare_replicas([(p, host, own) for p, (host, _, own) in enumerate(facts)])
-        if found:
-            shown = [*found[:12], *([f"and {len(found) - 12} more"] if len(found) > 12 else [])]
+        differences = [f"process {p} on {host}: {line}" for p, (host, lines, _) in enumerate(facts) for line in lines]
+        differences += compare_replicas([(p, host, own) for p, (host, _, own) in enumerate(facts)])
+        if differences:
+            report_lines = [
+                *differences[:12],
+                *([f"and {len(differences) - 12} more"] if len(differences) > 12 else []),
+            ]
             raise WorkError(
                 f"step {step} was not computed right: silent data corruption\n"
-                + "\n".join(f"    {line}" for line in shown)
+                + "\n".join(f"    {line}" for line in report_lines)
                 + "\n    fix: take the machine named here out and run the same command again, which goes on from the newest "
                 "checkpoint; with `--restore-step`, from an earlier one"
             )
@@ -107,8 +110,8 @@ def compare_replicas(processes: Sequence[tuple[int, str, Sequence[Any]]]) -> lis
         counts = Counter(value for _, value in holders)
         if len(counts) == 1:
             continue
-        (common, most), *others = counts.most_common()
-        clear = most > others[0][1]
+        (common, most), *rarer = counts.most_common()
+        clear = most > rarer[0][1]
         odd = [name for name, value in holders if not clear or value != common]
         among = "" if clear else " (no majority)"
         problems += [f"{name}: {path}{f'[{place}]' if place else ''} differs from its replicas{among}" for name in odd]

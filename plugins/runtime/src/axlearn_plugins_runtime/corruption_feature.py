@@ -36,7 +36,3 @@ class CorruptionFeature(Feature):
             )
         check = CorruptionCheck.Config(every_steps=self.every_steps, rerun=self.rerun, replicas=self.replicas)
         return patch(cfg, {"loop.check": check})
-
-    def in_effect(self, cfg: Node[Any]) -> bool:
-        """The loop has this check."""
-        return self.apply(cfg) == cfg

@@ -37,7 +37,3 @@ class WatchdogFeature(Feature):
         watchdog = RuleWatchdog.Config()
         hang = Hang.Config(seconds=self.hang_seconds, actions=ON_HANG[self.on_hang])
         return patch(cfg, {"watchdog": RuleWatchdog.Config(rules={**watchdog.rules, "hang": hang})})
-
-    def in_effect(self, cfg: Node[Any]) -> bool:
-        """The trainer has this watchdog."""
-        return self.apply(cfg) == cfg

@@ -100,10 +100,10 @@ class LocalParts:
         pieces: dict[str, dict[Any, Any]] = {}
         arrays: dict[str, StoredArray] = {}
         for part in parts:
-            found = self.inspect(part)
+            part_manifest = self.inspect(part)
             for folder in (manifest.WEIGHTS, manifest.OTHERS):
                 try:
-                    index = stream.read_index(self.storage, f"{part.folder}/", found.files, folder)
+                    index = stream.read_index(self.storage, f"{part.folder}/", part_manifest.files, folder)
                 except stream.DamagedError as error:
                     raise CheckpointError(f"{self.root / part.folder}: {error}") from error
                 for path, array in index.items():
@@ -121,7 +121,7 @@ class LocalParts:
         return dict(stream.read_arrays(self.storage, "", {p: arrays[p] for p in abstract}, shardings))
 
     def read_extra(self, part: Part) -> dict[str, Any]:
-        """What was saved besides arrays. Raises `CheckpointError` where it is damaged."""
+        """What was saved in addition to arrays. Raises `CheckpointError` where it is damaged."""
         name = f"{part.folder}/{manifest.EXTRA}"
         try:
             data = self.storage.read(name)
@@ -216,12 +216,12 @@ def overlaps_of(need: Need, arrays: Mapping[str, StoredArray]) -> list[Box]:
     path, box = need
     if path not in arrays:
         return []
-    found = (overlap(piece.box, box) for piece in arrays[path].pieces)
-    return [o for o in found if o is not None]
+    overlaps = (overlap(piece.box, box) for piece in arrays[path].pieces)
+    return [o for o in overlaps if o is not None]
 
 
 def is_covered(need: Need, boxes: Sequence[Box]) -> bool:
-    """Whether boxes of a need, none of which overlap, are all of it."""
+    """Whether the boxes, which do not overlap, cover a need."""
     return sum(map(volume, boxes)) >= volume(need[1])
 
 

@@ -49,9 +49,9 @@ def offer_parts(parts: LocalParts, candidates: Sequence[Part], missing: Sequence
     for part in candidates:
         arrays = parts.index([part])
         for process, needs in enumerate(missing):
-            held = [[i, box] for i, need in enumerate(needs) for box in overlaps_of(need, arrays)]
-            if held:
-                offers.append([process, attrs.astuple(part), parts.describe(part), held])
+            overlaps = [[i, box] for i, need in enumerate(needs) for box in overlaps_of(need, arrays)]
+            if overlaps:
+                offers.append([process, attrs.astuple(part), parts.describe(part), overlaps])
     return offers
 
 
@@ -63,20 +63,20 @@ def plan_transfers(missing: Sequence[Sequence[Need]], offers: Sequence[Sequence[
         offers: by process that offers.
     """
     transfers = []
-    sent: dict[int, int] = {}
+    load: dict[int, int] = {}
     for process, needs in enumerate(missing):
         covered: list[dict[Box, None]] = [{} for _ in needs]
         meant = [(len(o[3]), source, o) for source, own in enumerate(offers) for o in own if o[0] == process]
         # The part that helps most first; of equal ones, from whoever sends least.
-        for _, source, (_, part, files, held) in sorted(meant, key=lambda m: (-m[0], sent.get(m[1], 0), m[1])):
-            boxes = [(i, tuple(map(tuple, box))) for i, box in held]
+        for _, source, (_, part, files, overlaps) in sorted(meant, key=lambda m: (-m[0], load.get(m[1], 0), m[1])):
+            boxes = [(i, tuple(map(tuple, box))) for i, box in overlaps]
             if all(box in covered[i] for i, box in boxes):
                 continue
             for i, box in boxes:
                 covered[i][box] = None
             transfer = Transfer(source, process, Part(*part), tuple((n, s) for n, s in files))
             transfers.append(transfer)
-            sent[source] = sent.get(source, 0) + transfer.bytes
+            load[source] = load.get(source, 0) + transfer.bytes
         if not all(is_covered(need, list(boxes)) for need, boxes in zip(needs, covered, strict=True)):
             return None
     return transfers
@@ -84,24 +84,24 @@ def plan_transfers(missing: Sequence[Sequence[Need]], offers: Sequence[Sequence[
 
 def rounds_of(transfers: Sequence[Transfer]) -> Iterator[list[Transfer]]:
     """Transfers that go at once: in each round a process sends one and receives one."""
-    left = list(transfers)
-    while left:
+    pending = list(transfers)
+    while pending:
         senders: set[int] = set()
         receivers: set[int] = set()
-        taken = []
-        for transfer in left:
+        batch = []
+        for transfer in pending:
             if transfer.source not in senders and transfer.target not in receivers:
                 senders.add(transfer.source)
                 receivers.add(transfer.target)
-                taken.append(transfer)
-        yield taken
-        left = [t for t in left if t not in taken]
+                batch.append(transfer)
+        yield batch
+        pending = [t for t in pending if t not in batch]
 
 
 def send_parts(transfers: Sequence[Transfer], parts: LocalParts) -> int:
-    """Carries out transfers, of which all processes have the same list. Returns the bytes that this process got.
+    """Runs transfers; all processes have the same list. Returns the bytes that this process received.
 
-    What arrives damaged, or cannot be written, is no complete part: hashes are compared when it is read.
+    What arrives damaged, or cannot be written, is not a complete part: hashes are compared when it is read.
     """
     own, received = jax.process_index(), 0
     for group in rounds_of(transfers):

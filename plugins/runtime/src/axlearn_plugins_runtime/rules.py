@@ -44,7 +44,7 @@ class _Quiet(Configurable):
 
     @node
     class Config(Configurable.Config[Any]):
-        """`actions`: what to do besides reporting."""
+        """`actions`: what to do in addition to reporting."""
 
         actions: tuple[Node[Action], ...] = ()
 

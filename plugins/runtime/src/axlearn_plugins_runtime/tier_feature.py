@@ -31,20 +31,16 @@ class LocalTierFeature(Feature):
 
     def apply(self, cfg: Tree) -> Tree:
         """Puts the tier beside the checkpoints."""
-        found: Any = getattr(cfg, "checkpointer", None)
-        if not isinstance(found, OrbaxCheckpointer.Config):
+        checkpointer: Any = getattr(cfg, "checkpointer", None)
+        if not isinstance(checkpointer, OrbaxCheckpointer.Config):
             raise RequestError(
                 "local-tier stands beside the core's checkpointer\n"
-                f"    got: checkpointer {type(found).__qualname__}\n    expected: orbax or tiered\n"
+                f"    got: checkpointer {type(checkpointer).__qualname__}\n    expected: orbax or tiered\n"
                 "    fix: leave the feature out, or set checkpointer={type: tiered}"
             )
-        local = found.local if isinstance(found, TieredCheckpointer.Config) else LocalTier.Config()
+        local = checkpointer.local if isinstance(checkpointer, TieredCheckpointer.Config) else LocalTier.Config()
         local = patch(
             local, {"every_steps": self.every, "directory": self.directory, "keep": self.keep, "copies": self.copies}
         )
-        fields = {f.name: getattr(found, f.name) for f in attrs.fields(type(found)) if f.name != "local"}
+        fields = {f.name: getattr(checkpointer, f.name) for f in attrs.fields(type(checkpointer)) if f.name != "local"}
         return patch(cfg, {"checkpointer": TieredCheckpointer.Config(**fields, local=local)})
-
-    def in_effect(self, cfg: Node[Any]) -> bool:
-        """The checkpointer has this tier."""
-        return self.apply(cfg) == cfg

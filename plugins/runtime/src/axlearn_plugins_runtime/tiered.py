@@ -98,7 +98,7 @@ class TieredCheckpointer(OrbaxCheckpointer):
     def save_local(self, step: int, state: Any, *, extra: Mapping[str, Any], metrics: Mapping[str, float]) -> bool:
         """See `axlearn_core.contracts.capabilities.KeepsLocalTier`."""
         parts = self.parts
-        self._settle(wait=True)
+        self._finish_saves(wait=True)
         part = Part(step, self._attempt, jax.process_index(), self._timeline)
         folder = parts.storage.staging(part.folder)
         described = {p: describe(p, x) for p, x in flatten(state).items()}
@@ -137,7 +137,7 @@ class TieredCheckpointer(OrbaxCheckpointer):
             raise
         return part
 
-    def _settle(self, *, wait: bool) -> None:
+    def _finish_saves(self, *, wait: bool) -> None:
         """Ends the local save under way, copies it to other machines, and deletes what is older than enough whole ones.
 
         All processes agree on what is whole before anything is deleted.
@@ -160,9 +160,9 @@ class TieredCheckpointer(OrbaxCheckpointer):
         if wait and part is not None and (steps == step).all():
             self._copy_out(part)
             self._whole = [*self._whole, (part.step, part.attempt)][-self.local.keep :]
-            kept = min(s for s, _ in self._whole)
+            oldest = min(s for s, _ in self._whole)
             if len(self._whole) == self.local.keep:
-                self.parts.delete(p for p in self.parts.find() if p.step < kept)
+                self.parts.delete(p for p in self.parts.find() if p.step < oldest)
 
     def _copy_out(self, part: Part) -> None:
         count = jax.process_count()
@@ -173,8 +173,8 @@ class TieredCheckpointer(OrbaxCheckpointer):
         )
         transfers = []
         for source, (machine, files) in enumerate(rows):
-            others = [p % count for p in range(source + 1, source + count) if rows[p % count][0] != machine]
-            for target in others[: self.local.copies]:
+            candidates = [p % count for p in range(source + 1, source + count) if rows[p % count][0] != machine]
+            for target in candidates[: self.local.copies]:
                 own = Part(part.step, part.attempt, source, part.timeline)
                 transfers.append(peers.Transfer(source, target, own, tuple((n, s) for n, s in files)))
         peers.send_parts(transfers, self.parts)
@@ -192,8 +192,8 @@ class TieredCheckpointer(OrbaxCheckpointer):
         """
         self.parts.clean()
         newest = self._gather(self.latest_step() if jax.process_index() == 0 else None, "restore")[0]
-        if (found := self._restore_local(like, -1 if newest is None else newest)) is not None:
-            state, extra, step = found
+        if (restored := self._restore_local(like, -1 if newest is None else newest)) is not None:
+            state, extra, step = restored
             self._trusted_until = step + self.local.suspect_steps
             self._restored = step
         elif newest is not None:
@@ -209,8 +209,8 @@ class TieredCheckpointer(OrbaxCheckpointer):
         if until is None or step > until:
             return None
         restored = until - self.local.suspect_steps
-        known = self.steps() if jax.process_index() == 0 else []
-        behind = [s for s in self._gather(known, "going back")[0] if s <= restored]
+        steps = self.steps() if jax.process_index() == 0 else []
+        behind = [s for s in self._gather(steps, "going back")[0] if s <= restored]
         if not behind:
             log.warning(
                 "step %d is not finite, %d after a local restore; no checkpoint is behind it", step, step - restored
@@ -235,7 +235,7 @@ class TieredCheckpointer(OrbaxCheckpointer):
     def close(self) -> None:
         """Waits, then ends the threads."""
         try:
-            self._settle(wait=False) if jax.process_count() == 1 else self._abandon()
+            self._finish_saves(wait=False) if jax.process_count() == 1 else self._abandon()
         finally:
             self._threads.shutdown()
             super().close()
@@ -275,8 +275,8 @@ class TieredCheckpointer(OrbaxCheckpointer):
         tries: dict[tuple[int, str], int] = {}
         while True:
             own = [(p.step, p.attempt) for p in self.parts.find() if p.timeline == self._timeline]
-            known = {tuple(c) for row in self._gather(sorted(set(own)), "local restore") for c in row}
-            candidates = sorted(c for c in known - refused if c[0] > newer_than)
+            everywhere = {tuple(c) for row in self._gather(sorted(set(own)), "local restore") for c in row}
+            candidates = sorted(c for c in everywhere - refused if c[0] > newer_than)
             if not candidates:
                 return None
             step, attempt = candidates[-1]
@@ -317,8 +317,8 @@ class TieredCheckpointer(OrbaxCheckpointer):
             try:
                 arrays = self.parts.index(parts)
                 for part in parts[:1]:
-                    wanted = {p: describe(p, x) for p, x in flatten(like).items()}
-                    check_same(part.step, wanted, self.parts.inspect(part).arrays, unexpected=True)
+                    expected = {p: describe(p, x) for p, x in flatten(like).items()}
+                    check_same(part.step, expected, self.parts.inspect(part).arrays, unexpected=True)
             except CheckpointError as error:
                 problem = str(error)
                 self._set_aside(parts, problem)

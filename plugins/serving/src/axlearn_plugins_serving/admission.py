@@ -53,11 +53,11 @@ def _check_prompt(prompt: Any, vocab_size: int) -> None:
 
 
 def _check_context(length: int, max_tokens: int | None, max_context: int) -> None:
-    wanted = 0 if max_tokens == 0 else 1
-    if length + wanted > max_context:
+    new_tokens = 0 if max_tokens == 0 else 1
+    if length + new_tokens > max_context:
         raise RequestError(
             f"the prompt has {length} tokens, and the context is {max_context}\n"
-            f"    expected: at most {max_context - wanted}\n    fix: shorten the prompt"
+            f"    expected: at most {max_context - new_tokens}\n    fix: shorten the prompt"
         )
 
 

@@ -20,7 +20,7 @@ def root_key(adapter: str | None, version: int) -> Key:
     return _digest(repr((adapter, version)).encode())
 
 
-def block_keys(root: Key, tokens: Sequence[int], block_size: int, *, known: Sequence[Key] = ()) -> list[Key]:
+def block_keys(root: Key, tokens: Sequence[int], block_size: int, *, prefix: Sequence[Key] = ()) -> list[Key]:
     """The keys of the full blocks of a sequence.
 
     Args:
@@ -29,7 +29,7 @@ def block_keys(root: Key, tokens: Sequence[int], block_size: int, *, known: Sequ
         block_size: positions of a block.
         known: the keys of the first blocks, where they were computed before.
     """
-    keys = list(known)
+    keys = list(prefix)
     for index in range(len(keys), len(tokens) // block_size):
         content = tokens[index * block_size : (index + 1) * block_size]
         keys.append(_digest((keys[-1] if keys else root) + np.asarray(content, np.int32).tobytes()))
@@ -154,10 +154,10 @@ class BlockPool:
         del self._contents[key]
         return block
 
-    def check(self, held: Iterable[Sequence[int]]) -> None:
+    def check(self, owners: Iterable[Sequence[int]]) -> None:
         """Raises AssertionError unless exactly these sequences of blocks are held, and every block is in one place."""
         holders = [0] * self.num_blocks
-        for blocks in held:
+        for blocks in owners:
             assert len(set(blocks)) == len(blocks), f"a sequence has a block twice: {blocks}"
             for block in blocks:
                 holders[block] += 1

@@ -26,10 +26,11 @@ class Cache:
         pool: of the runner's blocks.
         slots: how many requests can run at one time.
         prefixes: whether requests share the blocks of equal beginnings.
+        window: keys that a token of any layer sees, itself included; None without a limit.
     """
 
-    def __init__(self, pool: BlockPool, slots: int, *, prefixes: bool = True):
-        self.pool, self.prefixes = pool, prefixes
+    def __init__(self, pool: BlockPool, slots: int, *, prefixes: bool = True, window: int | None = None):
+        self.pool, self.prefixes, self.window = pool, prefixes, window
         self.version = 0
         self._slots = list(range(slots - 1, -1, -1))
         self._announced: Counter[Key] = Counter()  # of blocks that requests have begun to compute
@@ -116,16 +117,29 @@ class Cache:
             self.pool.set_tail(state.blocks[state.target // size], key)
             self._retract(key)
 
+    def trim(self, state: RequestState) -> None:
+        """Gives back the blocks of a running request behind the window of every token to come.
+
+        Submitted steps may still read them: whoever gets them next writes in a later step.
+        """
+        if self.window is None:
+            return
+        first = min(state.computed, len(state.tokens) - 1)  # a rejected draft is computed again
+        behind = max(0, first - self.window + 1) // self.pool.block_size
+        if behind > state.freed:
+            self.pool.release(state.blocks[state.freed : behind])
+            state.freed = behind
+
     def end(self, state: RequestState) -> None:
         """Takes blocks and slot from a running request. What was computed stays for others until its room is needed."""
         assert state.slot is not None
         self.store(state)
         while state.announced:
             self._retract(state.announced.popleft())
-        self.pool.release(state.blocks)
+        self.pool.release(state.blocks[state.freed :])
         self._slots.append(state.slot)
         state.blocks, state.slot = [], None
-        state.computed = state.target = state.stored = 0
+        state.computed = state.target = state.stored = state.freed = 0
 
     def forget(self, running: list[RequestState]) -> None:
         """Forgets all contents: the weights are others now. Running requests keep their blocks for themselves."""
@@ -157,7 +171,7 @@ class Cache:
         if state.key_version != self.version:
             state.keys, state.key_version = [], self.version
         root = root_key(state.request.adapter, self.version)
-        state.keys = block_keys(root, state.tokens, self.pool.block_size, known=state.keys)
+        state.keys = block_keys(root, state.tokens, self.pool.block_size, prefix=state.keys)
 
     def _tail(self, state: RequestState, length: int) -> Key:
         size = self.pool.block_size

@@ -19,7 +19,7 @@ class CompileCount:
 
     def __init__(self) -> None:
         self.total, self.cached, self.seconds = 0, 0, 0.0
-        jax.monitoring.register_event_duration_secs_listener(self._compiled)
+        jax.monitoring.register_event_duration_secs_listener(self._count_compilation)
         jax.monitoring.register_event_listener(self._hit)
 
     @property
@@ -27,7 +27,7 @@ class CompileCount:
         """Those that XLA compiled."""
         return self.total - self.cached
 
-    def _compiled(self, event: str, duration_secs: float, **_: Any) -> None:
+    def _count_compilation(self, event: str, duration_secs: float, **_: Any) -> None:
         if event == _COMPILED:
             self.total += 1
             self.seconds += duration_secs

@@ -37,11 +37,11 @@ class Sampling:
         top_k: draws from the `top_k` likeliest; None from all.
         top_p: draws from the fewest tokens with this probability together (Holtzman et al., 2020).
         min_p: draws from tokens with at least `min_p` times the highest probability (Nguyen et al., 2024).
-        seed: equal seeds draw equal tokens whatever else is computed beside; None takes one at random.
+        seed: equal seeds draw equal tokens regardless of what else is computed; None takes one at random.
         presence_penalty: taken from the logits of tokens that the output has.
         frequency_penalty: taken from them as often as the output has them.
         logit_bias: token -> what is added to its logit.
-        stop_tokens: end the output, besides the tokenizer's end token; the token that ended it is not among the output's.
+        stop_tokens: end the output, in addition to the tokenizer's end token; the token that ended it is not among the output's.
         ignore_end: goes on after the end token.
         logprobs: reports the log-probability of each output token, and of so many of the likeliest; None reports none.
             They are of the model's own distribution: before bias, penalties and temperature.
@@ -284,6 +284,8 @@ class Runner(Protocol):
         max_blocks_per_request: the most blocks that one request can have.
         decode_steps: the largest `steps` of `submit`.
         adapters: names of LoRA adapters that requests may take.
+
+    A runner may have `window`: keys that a token sees in any layer, itself included. Blocks behind it are then used again.
     """
 
     vocab_size: int

@@ -75,16 +75,16 @@ def add_drafts(plan: Plan, drafter: Drafter, cache: Cache, limits: Limits) -> No
 
 def accept_draft(part: Part, result: RowResult) -> RowResult:
     """The tokens that the model chooses: drafted ones as far as they are the likeliest, and the one after them."""
-    wanted = part.state.request.sampling.logprobs
+    num_logprobs = part.state.request.sampling.logprobs
     assert result.target_logprobs is not None
-    chosen = [place.top[0] for place in result.target_logprobs[: len(part.draft)]]
-    count = next((i for i, (best, _) in enumerate(chosen) if best != part.draft[i]), len(part.draft))
+    targets = [place.top[0] for place in result.target_logprobs[: len(part.draft)]]
+    count = next((i for i, (best, _) in enumerate(targets) if best != part.draft[i]), len(part.draft))
     places = [
-        TokenLogprobs(token=best, logprob=logprob, top=place.top[: wanted or 0])
-        for (best, logprob), place in zip(chosen, result.target_logprobs, strict=False)
+        TokenLogprobs(token=best, logprob=logprob, top=place.top[: num_logprobs or 0])
+        for (best, logprob), place in zip(targets, result.target_logprobs, strict=False)
     ][: count + 1]
     tokens = [place.token for place in places]
     if count == len(part.draft):
         tokens += result.tokens
-        places += [attrs.evolve(last, top=last.top[: wanted or 0]) for last in result.logprobs or ()]
-    return RowResult(tokens=tokens, logprobs=None if wanted is None else places)
+        places += [attrs.evolve(last, top=last.top[: num_logprobs or 0]) for last in result.logprobs or ()]
+    return RowResult(tokens=tokens, logprobs=None if num_logprobs is None else places)

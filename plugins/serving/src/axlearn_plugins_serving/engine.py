@@ -68,7 +68,12 @@ class ServingEngine(Configurable):
         self.vocab_size = runner.vocab_size
         self.adapters: tuple[str, ...] = tuple(runner.adapters)
         self.max_context = _context(cfg, runner)
-        self.cache = Cache(BlockPool(runner.num_blocks, runner.block_size), runner.max_rows, prefixes=cfg.prefix_cache)
+        self.cache = Cache(
+            BlockPool(runner.num_blocks, runner.block_size),
+            runner.max_rows,
+            prefixes=cfg.prefix_cache,
+            window=getattr(runner, "window", None),
+        )
         self.limits = Limits(
             rows=runner.max_rows,
             step_tokens=runner.max_step_tokens,
@@ -204,7 +209,7 @@ class ServingEngine(Configurable):
                     outputs.append(Output(id=state.request.id, finish="error", error=problem))
                     self._remove(state)
                     continue
-            rows.append(_row(part, mask, known=self._drafts(state)))
+            rows.append(_row(part, mask, token_known=self._drafts(state)))
             parts.append(part)
         plan.parts = parts
         return rows
@@ -230,6 +235,7 @@ class ServingEngine(Configurable):
             state.computed = part.start + part.count + (plan.steps - 1 if part.decodes else 0)
             state.inflight += plan.steps if part.sample else 0
             self.cache.store(state)
+            self.cache.trim(state)
         self.meter.record_submit(plan)
         return _Flight(plan, pending)
 
@@ -274,14 +280,14 @@ class ServingEngine(Configurable):
             raise RequestError("the engine is closed\n    fix: open another one")
 
 
-def _row(part: Part, mask: Any, *, known: bool) -> Row:
+def _row(part: Part, mask: Any, *, token_known: bool) -> Row:
     """The row of a part. `known`: the token that was chosen last is given: the runner's own may be behind a wrong draft."""
     state, tokens, targets = part.state, (), None
     assert state.slot is not None
     if part.draft:
         tokens, targets = (state.tokens[-1], *part.draft), (*part.draft, 0)
     elif part.decodes:
-        tokens = (state.tokens[-1],) if known else ()
+        tokens = (state.tokens[-1],) if token_known else ()
     else:
         end = part.start + part.count
         tokens = state.tokens[part.start : end]

@@ -17,6 +17,7 @@ from jax import lax
 
 from axlearn_core.compose import Array, Function
 from axlearn_core.nn.layer import Context
+from axlearn_core.nn.linear import Linear
 from axlearn_plugins_serving import sampling
 from axlearn_plugins_serving.sampling import Chosen, Tables
 from axlearn_plugins_serving.steps import KIND, LOGPROBS, MASKED, SAMPLED, TARGETS, Step, StepBucket
@@ -39,6 +40,7 @@ class Sizes:
         steps: tokens that `serve_decode` chooses at most.
         adapters: that rows choose from.
         least: rows of a product at least, so that rows do not depend on their number.
+        transposed: whether maps store [outputs, inputs], as processors without units for matrices multiply them best.
     """
 
     blocks: int
@@ -48,6 +50,7 @@ class Sizes:
     steps: int
     adapters: int = 0
     least: int = 1
+    transposed: bool = False
 
 
 class ServingFunctions:
@@ -56,7 +59,7 @@ class ServingFunctions:
     def __init__(self, model: Any, sizes: Sizes):
         """`model`: a `CausalLM` with abstract arrays, whose caches are paged."""
         self.sizes, self.vocab = sizes, model.vocab_size
-        self._generation = GenerationFunctions(model)
+        self._generation = GenerationFunctions(model, transpose_maps if sizes.transposed else lambda _: None)
         decoder = model.decoder
         self._tied = getattr(decoder.cfg, "head", None) is None
         self.specs: dict[str, Any] = dict(self._generation.specs)
@@ -94,7 +97,7 @@ class ServingFunctions:
         return weights
 
     def _table_arrays(self) -> Any:
-        return jax.tree.map(_whole, jax.eval_shape(lambda: Tables.init(self.sizes.slots, self.vocab)))
+        return jax.tree.map(_whole_array, jax.eval_shape(lambda: Tables.init(self.sizes.slots, self.vocab)))
 
     def declare_steps(self, cache: Any) -> Mapping[str, Function]:
         """The steps, by name; `cache` is what `serve_cache` gives, as abstract arrays with their shardings."""
@@ -179,7 +182,7 @@ class ServingFunctions:
         }
 
     def _weights(self, model: Any) -> Arrays:
-        flat = {".".join(map(str, k)): v.get_value() for k, v in nnx.to_flat_state(nnx.state(model.unstacked()))}
+        flat = self._generation.separate_arrays(model)
         return {**flat, HEAD: model.decoder.head_weight()} if self._tied else flat
 
     def _cache(self) -> Any:
@@ -203,7 +206,7 @@ class ServingFunctions:
         """The choice of adapters for the tokens of a step."""
         if not self.sizes.adapters:
             return nullcontext()
-        from axlearn_plugins_lora.rows import row_adapters
+        from axlearn_plugins_finetune.lora.rows import row_adapters
 
         number = tables.adapter.at[step.slot[step.owners()]].get(mode="clip")
         return row_adapters(jax.nn.one_hot(number - 1, self.sizes.adapters, dtype=jnp.float32))
@@ -226,27 +229,27 @@ class ServingFunctions:
         """One step: (choices [L], log-probabilities of targets [K C], the new cache, the new tables)."""
         step = bucket.unpack(packed)
         model, hidden, cache = self._run(arrays, cache, tables, step)
-        chosen, tables = self._choose(self._logits(model, arrays, hidden[step.ends()]), tables, step)
+        sampled, tables = self._choose(self._logits(model, arrays, hidden[step.ends()]), tables, step)
         targets = self._targets(model, arrays, hidden[bucket.rows :], step) if bucket.chunks else None
-        return chosen, targets, cache, tables
+        return sampled, targets, cache, tables
 
     def _targets(self, model: Any, arrays: Arrays, hidden: jax.Array, step: Step) -> Chosen:
         """The log-probabilities of the targets, a chunk at a time."""
-        wanted = step.header[TARGETS] > 0
+        needed = step.header[TARGETS] > 0
         width, top = hidden.shape[-1], min(sampling.TOP, self.vocab)
 
         def part(x: tuple[jax.Array, jax.Array]) -> Chosen:
             return sampling.report(self._logits(model, arrays, x[0]), x[1], jnp.bool(True))
 
         def compute(_: Any) -> Chosen:
-            found = lax.map(part, (hidden.reshape(step.bucket.chunks, -1, width), step.targets))
-            return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
+            scores = lax.map(part, (hidden.reshape(step.bucket.chunks, -1, width), step.targets))
+            return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), scores)
 
         def nothing(_: Any) -> Chosen:
             real = jnp.zeros((hidden.shape[0], top), jnp.float32)
             return Chosen(step.targets.reshape(-1), real[:, 0], jnp.zeros(real.shape, jnp.int32), real)
 
-        return lax.cond(wanted, compute, nothing, None)
+        return lax.cond(needed, compute, nothing, None)
 
     def serve_decode(
         self, arrays: Arrays, cache: Any, tables: Tables, packed: jax.Array, count: jax.Array, bucket: StepBucket
@@ -259,12 +262,19 @@ class ServingFunctions:
         def one(index: jax.Array, state: Any) -> Any:
             results, cache, tables = state
             tokens = jnp.where(index > 0, -1, step.tokens)
-            here = attrs.evolve(step, start=step.start + index, tokens=tokens)
-            model, hidden, cache = self._run(arrays, cache, tables, here)
-            chosen, tables = self._choose(self._logits(model, arrays, hidden), tables, here)
-            return jax.tree.map(lambda all, x: all.at[index].set(x), results, chosen), cache, tables
+            substep = attrs.evolve(step, start=step.start + index, tokens=tokens)
+            model, hidden, cache = self._run(arrays, cache, tables, substep)
+            sampled, tables = self._choose(self._logits(model, arrays, hidden), tables, substep)
+            return jax.tree.map(lambda all, x: all.at[index].set(x), results, sampled), cache, tables
 
         return lax.fori_loop(0, count, one, (results, cache, tables))
+
+
+def transpose_maps(model: Any) -> None:
+    """Stores the weights of plain linear maps as [outputs, inputs]."""
+    for _, module in nnx.iter_modules(model):
+        if type(module) is Linear and module.weight[...].ndim == len(module.cfg.input_dims + module.cfg.output_dims):
+            module.transpose()
 
 
 def _assign(tables: Tables, slot: jax.Array, row: Tables) -> Tables:
@@ -275,7 +285,7 @@ def _put_masks(tables: Tables, slots: jax.Array, masks: jax.Array) -> Tables:
     return dataclasses.replace(tables, mask=tables.mask.at[slots].set(masks, mode="drop"))
 
 
-def _whole(spec: Any) -> Array:
+def _whole_array(spec: Any) -> Array:
     return Array(spec.shape, spec.dtype)
 
 

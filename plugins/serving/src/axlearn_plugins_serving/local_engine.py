@@ -74,7 +74,7 @@ class LocalEngine:
         """
         if n < 1:
             raise RequestError(f"n is {n}\n    expected: at least 1")
-        sampling = _sampling(sampling or Sampling(logprobs=0), options)
+        sampling = _sampling_with(sampling or Sampling(logprobs=0), options)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if stops and self.tokenizer is None:
             raise RequestError("this model has no tokenizer, so no text can stop it\n    fix: use stop_tokens")
@@ -83,7 +83,7 @@ class LocalEngine:
             Request(
                 id=f"local-{next(self._ids)}",
                 prompt=prompt,
-                sampling=_numbered(sampling, index),
+                sampling=_sampling_of(sampling, index),
                 client="local",
                 adapter=adapter,
             )
@@ -109,7 +109,7 @@ class LocalEngine:
         if self.tokenizer is None:
             raise RequestError("this model has no tokenizer, so it cannot write text\n    fix: use `generate`")
         tokens = self._encode(prompt)
-        sampling = _sampling(sampling or Sampling(), options)
+        sampling = _sampling_with(sampling or Sampling(), options)
         return self._pieces(self.tokenizer, Request(id=f"local-{next(self._ids)}", prompt=tokens, sampling=sampling))
 
     def update_weights(self, weights: Any) -> None:
@@ -145,7 +145,7 @@ class LocalEngine:
         self.close()
 
     def _pieces(self, tokenizer: Tokenizer, request: Request) -> Iterator[str]:
-        shown, prompt = tokenizer.decode(list(request.prompt)), list(request.prompt)
+        printed, prompt = tokenizer.decode(list(request.prompt)), list(request.prompt)
         collection = _Collection()
         try:
             with self._lock:
@@ -159,8 +159,8 @@ class LocalEngine:
                     count += 1
                     text = tokenizer.decode(prompt + collection.tokens[:count])
                     if not text.endswith("\ufffd"):
-                        yield text[len(shown) :]
-                        shown = text
+                        yield text[len(printed) :]
+                        printed = text
             collection.check()
         finally:
             self._abort([request])
@@ -344,13 +344,13 @@ def _as_prompts(prompts: Any) -> Sequence[Prompt]:
     )
 
 
-def _sampling(sampling: Sampling, options: Mapping[str, Any]) -> Sampling:
-    known = [a.name for a in attrs.fields(Sampling)]
+def _sampling_with(sampling: Sampling, options: Mapping[str, Any]) -> Sampling:
+    names = [a.name for a in attrs.fields(Sampling)]
     for name in options:
-        if name not in known:
-            raise unknown("option of sampling", name, known)
+        if name not in names:
+            raise unknown("option of sampling", name, names)
     return attrs.evolve(sampling, **options)
 
 
-def _numbered(sampling: Sampling, index: int) -> Sampling:
+def _sampling_of(sampling: Sampling, index: int) -> Sampling:
     return sampling if sampling.seed is None or not index else attrs.evolve(sampling, seed=sampling.seed + index)

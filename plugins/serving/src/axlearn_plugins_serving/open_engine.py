@@ -10,18 +10,18 @@ import jax
 
 from axlearn_core.checkpoint.weights import bind_weights, open_weights
 from axlearn_core.compose import Functional, ModelWeights, Part
-from axlearn_core.compose.devices import settle
+from axlearn_core.compose.devices import configure_devices
 from axlearn_core.compose.model_program import ModelProgram
 from axlearn_core.config import Node, find, patch
 from axlearn_core.contracts.capabilities import GeneratesTokens, HasVocabulary
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import CheckpointError, RequestError
-from axlearn_core.train.session import say
+from axlearn_core.train.session import log_message
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.programs import ProgramsError
 from axlearn_plugins_serving.runner import ModelRunner
-from axlearn_plugins_text.chat_template import PLAIN, ChatTemplate
 from axlearn_plugins_transformer.embedding import LearnedPositions
+from axlearn_plugins_transformer.text.chat_template import PLAIN, ChatTemplate
 
 
 class OpenedEngine(NamedTuple):
@@ -30,7 +30,8 @@ class OpenedEngine(NamedTuple):
     Attributes:
         engine: compiled and ready.
         tokenizer: of the model; None where it has none.
-        template: renders conversations (an `axlearn_plugins_text.chat_template.ChatTemplate`); None where the model brings none.
+        template: renders conversations; None where the model brings no template. See
+            `axlearn_plugins_transformer.text.chat_template.ChatTemplate`.
         name: of the model: the last part of the path that it was opened from.
     """
 
@@ -63,7 +64,7 @@ def open_engine(
     """
     from axlearn_core.train import Trainer
 
-    settle(None)
+    configure_devices(None)
     weights: Any = open_weights(uri, step=step)
     experiment = weights.experiment
     if not isinstance(experiment, Trainer.Config):
@@ -85,7 +86,9 @@ def open_engine(
             warm_up=warm_up,
             programs=programs,
             weights=reading.result,
+            end_tokens=getattr(weights, "end_tokens", frozenset()),
         )
+    warn_of_end_token(uri, experiment.input, tokenizer)
     return OpenedEngine(engine, tokenizer, find_template(experiment, tokenizer), name_of(uri))
 
 
@@ -96,7 +99,7 @@ def open_with_programs(
     try:
         return open_engine(uri, config=config, step=step, programs=programs)
     except ProgramsError as error:
-        say(f"warning: compiling: {error}")
+        log_message(f"warning: compiling: {error}")
         return open_engine(uri, config=config, step=step)
 
 
@@ -114,6 +117,7 @@ def build_engine(
     warm_up: bool = True,
     programs: Path | None = None,
     weights: Callable[[], ModelWeights] | None = None,
+    end_tokens: frozenset[int] = frozenset(),
 ) -> ServingEngine:
     """An engine for a model with its weights.
 
@@ -125,6 +129,7 @@ def build_engine(
         warm_up: compiles all functions first; without it, each when it is first used.
         programs: a directory with exported programs, which are loaded instead of compiled. They are code.
         weights: gives those of a model with abstract arrays, when everything else is there.
+        end_tokens: end outputs too, such as the end of a turn.
 
     Raises:
         RequestError: the programs are not of this model, or the model is not a decoder of tokens, or the config does not fit it.
@@ -140,7 +145,7 @@ def build_engine(
     runner = config.runner.build(model=model, program=program, programs=programs, weights=weights)
     if warm_up:
         runner.warm_up()
-    ends = frozenset() if tokenizer is None else frozenset({tokenizer.eos_id})
+    ends = end_tokens if tokenizer is None else end_tokens | {tokenizer.eos_id}
     return config.build(runner=runner, end_tokens=ends)
 
 
@@ -162,6 +167,16 @@ def fit_config(config: ServingEngine.Config, model: Any) -> ServingEngine.Config
     return attrs.evolve(config, runner=attrs.evolve(runner, max_context=min(lengths)))
 
 
+def warn_of_end_token(uri: str | Path, input: Any, tokenizer: Any) -> None:
+    """One line where no file of a model names the token that ends a text, and a usual one is taken."""
+    config = getattr(input, "tokenizer", None)
+    if getattr(config, "eos", "") is None and getattr(config, "path", None) is not None:
+        log_message(
+            f"warning: outputs end at {tokenizer.eos_token!r}, which the vocabulary of {uri} has and no file of it chose; "
+            "clients can name others in stop_token_ids"
+        )
+
+
 def check_decoder(model: Node[Any]) -> None:
     """Raises `RequestError` where the config is of a model that does not generate tokens."""
     owner = type(model).owner
@@ -176,11 +191,11 @@ def check_decoder(model: Node[Any]) -> None:
 
 def without_kernels(model: Node[Any]) -> Node[Any]:
     """The config without the kernels that it names: those were named for the machine that it was trained on."""
-    named = {path: value for path, value in find(model, "**.kernel").items() if isinstance(value, str)}
-    if named:
-        shown = ", ".join(f"{path}={value}" for path, value in named.items())
-        say(f"note: kernels named for training are not asked for here: {shown}")
-    return patch(model, dict.fromkeys(named)) if named else model
+    kernels = {path: value for path, value in find(model, "**.kernel").items() if isinstance(value, str)}
+    if kernels:
+        listing = ", ".join(f"{path}={value}" for path, value in kernels.items())
+        log_message(f"note: kernels named for training are not asked for here: {listing}")
+    return patch(model, dict.fromkeys(kernels)) if kernels else model
 
 
 def find_template(experiment: Any, tokenizer: Tokenizer | None) -> ChatTemplate | None:

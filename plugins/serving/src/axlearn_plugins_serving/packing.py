@@ -127,12 +127,12 @@ class StepResult:
         logprobs: list[TokenLogprobs] | None = None
         if place.chosen is not None:
             call, at = place.chosen
-            chosen = results[call][0]
-            if chosen.token.ndim == 1:
-                chosen = jax.tree.map(lambda x: x[None], chosen)
-            tokens = chosen.token[: self._steps, at].tolist()
+            sampled = results[call][0]
+            if sampled.token.ndim == 1:
+                sampled = jax.tree.map(lambda x: x[None], sampled)
+            tokens = sampled.token[: self._steps, at].tolist()
             if sampling.logprobs is not None:
-                logprobs = [_logprobs(chosen, (step, at), sampling.logprobs) for step in range(self._steps)]
+                logprobs = [_logprobs(sampled, (step, at), sampling.logprobs) for step in range(self._steps)]
         targets = None
         if row.targets is not None:
             targets = [
@@ -143,6 +143,6 @@ class StepResult:
         return RowResult(tokens=tokens, logprobs=logprobs, target_logprobs=targets)
 
 
-def _logprobs(chosen: Any, at: tuple[int, ...], top: int) -> TokenLogprobs:
-    likeliest = zip(chosen.top_tokens[at][:top].tolist(), chosen.top_logprobs[at][:top].tolist(), strict=True)
-    return TokenLogprobs(token=int(chosen.token[at]), logprob=float(chosen.logprob[at]), top=tuple(likeliest))
+def _logprobs(sampled: Any, at: tuple[int, ...], top: int) -> TokenLogprobs:
+    likeliest = zip(sampled.top_tokens[at][:top].tolist(), sampled.top_logprobs[at][:top].tolist(), strict=True)
+    return TokenLogprobs(token=int(sampled.token[at]), logprob=float(sampled.logprob[at]), top=tuple(likeliest))

@@ -4,9 +4,11 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import attrs
 
-from axlearn_core.config import Node, map, node, setting
+from axlearn_core.config import Node, find, map, node, setting
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.feature import Feature
+from axlearn_plugins_transformer.alternate import Alternate
+from axlearn_plugins_transformer.attention import window_of
 from axlearn_plugins_transformer.paged_cache import PagedCache
 
 Tree = TypeVar("Tree", bound=Node[Any])
@@ -37,29 +39,29 @@ class UsePagedCache(Feature):
         def place(part: Node[Any]) -> Node[Any]:
             nonlocal count
             names = {a.name for a in attrs.fields(type(part))}
-            made: dict[str, Any] = {}
+            options: dict[str, Any] = {}
             if "kv_cache" in names:
                 cache_now: Any = getattr(part, "kv_cache", None)
                 before = getattr(cache_now, "store", None)
                 if None not in (before, self.store) and before != self.store:
                     raise ConfigError(_two_stores(before, self.store))
                 cache = PagedCache.Config(page_size=self.page_size, heads_first=self.heads_first, store=self.store)
-                made = {"kv_cache": cache}
+                options = {"kv_cache": cache}
             elif "latent_cache" in names:
                 if self.store is not None:
                     raise ConfigError(_no_store(self.store))
                 # Where there is latent attention, its plugin is installed.
-                from axlearn_plugins_attention.paged_latent_cache import PagedLatentCache
+                from axlearn_plugins_transformer.attention_variants.paged_latent_cache import PagedLatentCache
 
-                made = {"latent_cache": PagedLatentCache.Config(page_size=self.page_size)}
-            if not made:
+                options = {"latent_cache": PagedLatentCache.Config(page_size=self.page_size)}
+            if not options:
                 return part
             count += 1
             if "kernel" in names and (self.clears_kernel or self.kernel is not None):
-                made["kernel"] = self.kernel
-            return attrs.evolve(part, **made)
+                options["kernel"] = self.kernel
+            return attrs.evolve(part, **options)
 
-        made = map(cfg, place)
+        result = map(cfg, place)
         if not count:
             raise ConfigError(
                 Problem(
@@ -69,11 +71,7 @@ class UsePagedCache(Feature):
                     fix="leave paged-cache out, or serve a model that generates text",
                 )
             )
-        return made
-
-    def in_effect(self, cfg: Node[Any]) -> bool:
-        """Every cache is in pages of this size."""
-        return self.apply(cfg) == cfg
+        return result
 
 
 @node
@@ -92,6 +90,20 @@ class UseFloat8Cache(UsePagedCache):
     clears_kernel: ClassVar[bool] = False
 
     store: Literal["int8", "float8_e4m3fn"] | None = "float8_e4m3fn"
+
+
+def visible_window(model: Any) -> int | None:
+    """Keys that a token sees in any layer of a model's config, itself included; None where a layer sees all."""
+    if not isinstance(model, Node):
+        return None
+    windows: list[int | None] = []
+    for part in find(model, Node).values():
+        if {"kv_cache", "latent_cache"} & {a.name for a in attrs.fields(type(part))}:
+            window = getattr(part, "window", None)
+            choices = (*window.first, *window.children) if isinstance(window, Alternate) else (window,)
+            windows += [window_of(choice) for choice in choices]
+    sizes = [window for window in windows if window is not None]
+    return max(sizes) if windows and len(sizes) == len(windows) else None
 
 
 def _no_store(store: str) -> Problem:

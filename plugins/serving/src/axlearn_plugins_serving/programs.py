@@ -6,7 +6,6 @@ belongs to the user; never from a directory in Hugging Face format.
 
 import hashlib
 import importlib.metadata
-import importlib.util
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from axlearn_core.compose.executables import INDEX
 from axlearn_core.compose.model_program import ModelProgram
 from axlearn_core.config import Node, flatten
 from axlearn_core.errors import RequestError
+from axlearn_core.plugins.source_hash import source_hashes
 from axlearn_core.plugins.unregistered import stable_repr
 from axlearn_plugins_serving.runner import ModelRunner, step_functions
 from axlearn_plugins_serving.steps import StepBucket
@@ -61,30 +61,13 @@ def identity(program: ModelProgram, cfg: ModelRunner.Config, model: Node[Any]) -
     parts |= {name: str(getattr(settings, name, None)) for name in _OPTIONS}
     parts["XLA_FLAGS"] = " ".join(sorted(_COUNT.sub("", os.environ.get("XLA_FLAGS", "")).split()))
     parts |= {f"version of {name}": importlib.metadata.version(name) for name in ("flax", "numpy")}
-    return parts | {f"code of {name}": digest for name, digest in _code().items()}
+    return parts | {f"code of {name}": digest for name, digest in source_hashes().items()}
 
 
 def _digest_arrays(arrays: Mapping[str, Any]) -> str:
     """Of paths, shapes and dtypes: adapters have ranks that no config says."""
     lines = (f"{path} {tuple(spec.shape)} {spec.dtype}\n" for path, spec in sorted(arrays.items()))
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
-
-
-def _code() -> Mapping[str, str]:
-    """Package -> SHA-256 of its source, of the core and of all installed plugins: any of them may be part of a program."""
-    points = importlib.metadata.entry_points()
-    groups = [group for group in points.groups if group.startswith("axlearn.")]
-    modules = {point.module.partition(".")[0] for group in groups for point in points.select(group=group)}
-    return {name: _source_hash(name) for name in sorted({*modules, "axlearn_core"})}
-
-
-def _source_hash(package: str) -> str:
-    spec = importlib.util.find_spec(package)
-    digest = hashlib.sha256()
-    for folder in sorted((spec.submodule_search_locations or ()) if spec else ()):
-        for path in sorted(Path(folder).rglob("*.py")):
-            digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:16]
 
 
 def export_programs(
@@ -117,8 +100,8 @@ def load_programs(
         program.load(directory, identity(program, cfg, model))
     except RequestError as error:
         raise ProgramsError(str(error)) from error
-    wanted = [(name, bucket) for name, shapes in runner_functions(cfg, buckets).items() for bucket in shapes]
-    for name, bucket in wanted:
+    functions = [(name, bucket) for name, shapes in runner_functions(cfg, buckets).items() for bucket in shapes]
+    for name, bucket in functions:
         if not program.exported(name, bucket):
             raise ProgramsError(
                 f"{directory} has no program {name}" + (f" of the shape {bucket}" if bucket else "") + "\n"
@@ -132,10 +115,10 @@ def preload(program: ModelProgram, cfg: ModelRunner.Config, buckets: Sequence[St
     Raises:
         ProgramsError: a file is damaged.
     """
-    wanted = [(name, bucket) for name, shapes in runner_functions(cfg, buckets).items() for bucket in shapes]
+    functions = [(name, bucket) for name, shapes in runner_functions(cfg, buckets).items() for bucket in shapes]
     try:
         with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(lambda function: program.compile(*function), wanted))
+            list(pool.map(lambda function: program.compile(*function), functions))
     except RequestError as error:
         raise ProgramsError(str(error)) from error
 

@@ -20,6 +20,7 @@ class RequestState:
         inflight: tokens that submitted steps choose, and that were not read yet.
         slot: in the runner's tables; None while it waits.
         blocks: of the cache, in the order of positions.
+        freed: how many of the first `blocks` were given back: no later token sees them.
         keys: of the full blocks of `tokens`, as far as they were computed.
         key_version: of the weights that `keys` are for.
         announced: keys of blocks that it has begun and not yet computed; the last may be that of a block that is not full.
@@ -34,8 +35,8 @@ class RequestState:
     """
 
     __slots__ = (
-        "announced", "arrival", "blocks", "cached_tokens", "computed", "finished", "indexed", "inflight",
-        "key_version", "keys", "limit", "places", "prompt_length", "prompt_logprobs", "request", "seed",
+        "announced", "arrival", "blocks", "cached_tokens", "computed", "finished", "freed", "indexed",
+        "inflight", "key_version", "keys", "limit", "places", "prompt_length", "prompt_logprobs", "request", "seed",
         "sent_prompt_logprobs", "shares", "slot", "stored", "target", "tokens",
     )  # fmt: skip
 
@@ -43,7 +44,7 @@ class RequestState:
         self.request, self.seed, self.arrival, self.limit = request, seed, arrival, limit
         self.tokens = list(request.prompt)
         self.prompt_length = len(self.tokens)
-        self.target = self.computed = self.inflight = self.stored = 0
+        self.target = self.computed = self.inflight = self.stored = self.freed = 0
         self.slot: int | None = None
         self.blocks: list[int] = []
         self.keys: list[Key] = []
@@ -69,7 +70,7 @@ class RequestState:
 
     @property
     def remaining(self) -> int:
-        """How many tokens are still to be chosen, besides those in flight."""
+        """How many tokens are still to be chosen, in addition to those in flight."""
         return self.limit - self.inflight - (len(self.tokens) - self.prompt_length)
 
     @property

@@ -56,16 +56,16 @@ def _output(state: RequestState, result: RowResult, end_tokens: frozenset[int]) 
     finish: FinishReason | None = "length" if state.limit == 0 else None
     stop_token = error = None
     tokens: list[int] = []
-    chosen = len(state.tokens) - state.prompt_length
+    num_generated = len(state.tokens) - state.prompt_length
     for token in map(int, result.tokens):
         if token in ends:
             finish, stop_token = "stop", token
             break
         tokens.append(token)
         if constraint is not None:
-            done, error = _accept(constraint, token)
-            finish = "error" if error else "stop" if done else None
-        if finish is None and chosen + len(tokens) >= state.limit:
+            finished, error = _accept(constraint, token)
+            finish = "error" if error else "stop" if finished else None
+        if finish is None and num_generated + len(tokens) >= state.limit:
             finish = "length"
         if finish is not None:
             break
@@ -73,11 +73,11 @@ def _output(state: RequestState, result: RowResult, end_tokens: frozenset[int]) 
     prompt_logprobs = None
     if not state.sent_prompt_logprobs:
         prompt_logprobs, state.sent_prompt_logprobs = tuple(state.prompt_logprobs), True
-    wanted = sampling.logprobs is not None and result.logprobs is not None
+    has_logprobs = sampling.logprobs is not None and result.logprobs is not None
     return Output(
         id=state.request.id,
         tokens=tuple(tokens),
-        logprobs=tuple(result.logprobs[: len(tokens)]) if wanted and result.logprobs is not None else None,
+        logprobs=tuple(result.logprobs[: len(tokens)]) if has_logprobs and result.logprobs is not None else None,
         prompt_logprobs=prompt_logprobs,
         finish=finish,
         stop_token=stop_token,

@@ -18,7 +18,7 @@ from axlearn_core.errors import Problem, RequestError
 from axlearn_plugins_serving.contracts import Pending, Row, Sampling
 from axlearn_plugins_serving.functions import ServingFunctions, Sizes
 from axlearn_plugins_serving.packing import Packer, StepResult
-from axlearn_plugins_serving.paged import UsePagedCache
+from axlearn_plugins_serving.paged import UsePagedCache, visible_window
 from axlearn_plugins_serving.sampling import MAX_BIAS, table_row
 from axlearn_plugins_serving.steps import StepBucket
 
@@ -109,6 +109,7 @@ class ModelRunner(Configurable):
         self.max_prompt_tokens = -(-cfg.max_step_tokens // cfg.chunk) * cfg.chunk
         self.max_step_tokens = self.max_prompt_tokens + cfg.max_rows
         self.vocab_size: int = model.vocab_size
+        self.window = visible_window(model.cfg)
         if cfg.mode == "parity":
             check_parity(model, self.adapters, cfg.cache_dtype)
         self.buckets = buckets(cfg, self.max_blocks_per_request)
@@ -167,11 +168,13 @@ class ModelRunner(Configurable):
         for bucket, packed in calls:
             state = self._arrays, self.cache, self._tables, packed
             if steps > 1:
-                chosen, self.cache, self._tables = self.program.compile("serve_decode", bucket)(*state, np.int32(steps))
-                results.append((chosen, None))
+                sampled, self.cache, self._tables = self.program.compile("serve_decode", bucket)(
+                    *state, np.int32(steps)
+                )
+                results.append((sampled, None))
             else:
-                chosen, targets, self.cache, self._tables = self.program.compile("serve", bucket)(*state)
-                results.append((chosen, targets))
+                sampled, targets, self.cache, self._tables = self.program.compile("serve", bucket)(*state)
+                results.append((sampled, targets))
         return StepResult(rows, options, places, results, steps)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -211,10 +214,10 @@ class ModelRunner(Configurable):
         for part, specs in ((weights.params, functional.abstract), (weights.variables, functional.variables)):
             wrong = [p for p, s in specs.items() if p not in part or tuple(part[p].shape) != tuple(s.shape)]
             if wrong:
-                here = f"{part[wrong[0]].shape}" if wrong[0] in part else "nothing"
+                actual = f"{part[wrong[0]].shape}" if wrong[0] in part else "nothing"
                 raise RequestError(
                     f"these are not weights of the model that is served: {wrong[0]}\n"
-                    f"    got: {here}\n    expected: {specs[wrong[0]].shape}"
+                    f"    got: {actual}\n    expected: {specs[wrong[0]].shape}"
                 )
         self._arrays: Any = self.program.compile("serve_weights")(self.program.place(weights))
 
@@ -286,10 +289,10 @@ def read_adapters(cfg: ModelRunner.Config) -> Any:
         CheckpointError: a directory holds none.
     """
     try:
-        from axlearn_plugins_lora.rows import RowAdapters
+        from axlearn_plugins_finetune.lora.rows import RowAdapters
     except ImportError as error:
         raise RequestError(
-            f"adapters need a plugin that is not installed: {error}\n    fix: pip install axlearn-plugins-lora"
+            f"adapters need a plugin that is not installed: {error}\n    fix: pip install axlearn-plugins-finetune"
         ) from error
     return RowAdapters.read(cfg.adapters)
 
@@ -320,7 +323,14 @@ def check_parity(model: Any, adapters: Sequence[str] = (), cache_dtype: str | No
         )
 
 
-def _sizes(cfg: ModelRunner.Config, blocks: int) -> Sizes:
+def _transposes(cfg: ModelRunner.Config, model: Node[Any], devices: Sequence[Any]) -> bool:
+    """Whether maps store [outputs, inputs]: on one CPU, where nothing but the map reads its weight."""
+    if len(devices) > 1 or devices[0].platform != "cpu" or cfg.mode == "parity" or cfg.adapters:
+        return False
+    return not any("latent_cache" in {a.name for a in attrs.fields(type(n))} for n in find(model, Node).values())
+
+
+def _sizes(cfg: ModelRunner.Config, blocks: int, *, transposed: bool) -> Sizes:
     return Sizes(
         blocks=blocks,
         block_size=cfg.block_size,
@@ -328,6 +338,7 @@ def _sizes(cfg: ModelRunner.Config, blocks: int) -> Sizes:
         moved=MOVED,
         steps=cfg.decode_steps,
         adapters=len(cfg.adapters),
+        transposed=transposed,
         least=LEAST_ROWS if cfg.mode == "parity" else 1,
     )
 
@@ -354,7 +365,7 @@ def declare_program(
     paged = layout.apply(model)
     if cfg.adapters:
         paged = read_adapters(cfg).apply(paged)
-    sizes = _sizes(cfg, blocks)
+    sizes = _sizes(cfg, blocks, transposed=_transposes(cfg, model, devices))
     return ModelProgram(
         Functional.of(paged), devices, mesh, target, lambda model: ServingFunctions(model, sizes).declare()
     )
@@ -378,5 +389,8 @@ def abstract_program(
 
 def declare_steps(program: ModelProgram, cfg: ModelRunner.Config, blocks: int, cache: Any) -> None:
     """Adds the steps to a program; `cache` is what `serve_cache` gives, as abstract arrays with their shardings."""
-    functions = ServingFunctions(program.functional.describe(), _sizes(cfg, blocks))
+    devices = list(program.layout.mesh.devices.flat)
+    model = program.functional.describe()
+    sizes = _sizes(cfg, blocks, transposed=_transposes(cfg, model.cfg, devices))
+    functions = ServingFunctions(model, sizes)
     program.functions.update(functions.declare_steps(cache))

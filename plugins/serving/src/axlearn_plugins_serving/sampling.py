@@ -150,19 +150,19 @@ def limited(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Ar
     The least logit that stays is found by halving the range of float32 numbers, 32 times: sorting a row takes longer.
     Tokens as likely as the last one that stays, stay too.
     """
-    keys = _ordered(logits)
+    keys = _sortable_bits(logits)
     limit = _least(lambda key: jnp.sum(keys >= key[:, None], axis=-1) >= top_k)
-    kept = keys >= limit[:, None]
-    weights = jnp.where(kept, jnp.exp(logits), 0.0)
+    mask = keys >= limit[:, None]
+    weights = jnp.where(mask, jnp.exp(logits), 0.0)
     enough = top_p * jnp.sum(weights, axis=-1)
     limit = _least(lambda key: jnp.sum(jnp.where(keys >= key[:, None], weights, 0.0), axis=-1) >= enough)
-    kept &= (keys >= limit[:, None]) | (top_p >= 1.0)[:, None]
+    mask &= (keys >= limit[:, None]) | (top_p >= 1.0)[:, None]
     # The maximum is 0, and exp(0) times min_p is the least probability that stays.
-    kept &= logits >= jnp.log(min_p)[:, None]
-    return jnp.where(kept, logits, LOW)
+    mask &= logits >= jnp.log(min_p)[:, None]
+    return jnp.where(mask, logits, LOW)
 
 
-def _ordered(x: jax.Array) -> jax.Array:
+def _sortable_bits(x: jax.Array) -> jax.Array:
     """float32 as uint32 in the same order."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     sign = jnp.uint32(1 << 31)
@@ -180,21 +180,21 @@ def _least(enough: Any) -> jax.Array:
     return lax.fori_loop(0, 32, halve, jnp.zeros((rows,), jnp.uint32))
 
 
-def report(logits: jax.Array, token: jax.Array, wanted: jax.Array) -> Chosen:
+def report(logits: jax.Array, token: jax.Array, needed: jax.Array) -> Chosen:
     """float32 [L, V], int32 [L] -> the log-probabilities of the tokens and of the likeliest, where `wanted` (bool [])."""
     top = min(TOP, logits.shape[1])
 
     def compute(_: Any) -> Chosen:
         total = jax.nn.logsumexp(logits, axis=-1)
-        chosen = jnp.take_along_axis(logits, token[:, None], axis=-1, mode="clip")[:, 0] - total
+        logprob = jnp.take_along_axis(logits, token[:, None], axis=-1, mode="clip")[:, 0] - total
         values, tokens = lax.top_k(logits, top)
-        return Chosen(token, chosen, tokens.astype(jnp.int32), values - total[:, None])
+        return Chosen(token, logprob, tokens.astype(jnp.int32), values - total[:, None])
 
     def nothing(_: Any) -> Chosen:
         real = jnp.zeros((logits.shape[0], top), jnp.float32)
         return Chosen(token, real[:, 0], jnp.zeros(real.shape, jnp.int32), real)
 
-    return lax.cond(wanted, compute, nothing, None)
+    return lax.cond(needed, compute, nothing, None)
 
 
 def record(tables: Tables, slots: jax.Array, token: jax.Array, sampled: jax.Array, kind: jax.Array) -> Tables:

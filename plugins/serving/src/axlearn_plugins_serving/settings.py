@@ -25,7 +25,7 @@ def engine_config(settings: Sequence[Setting], max_queue: int | None = None) -> 
     edits: dict[str, Any] = {} if max_queue is None else {f"{PREFIX}max_waiting": max_queue}
     for setting in settings:
         if not setting.path.startswith(PREFIX):
-            raise RequestError(f"{setting.where}: not a path of the engine\n    expected: serving.PATH=VALUE")
+            raise RequestError(f"{setting.location}: not a path of the engine\n    expected: serving.PATH=VALUE")
         edits[setting.path] = setting.value
     config = patch({"serving": ServingEngine.Config()}, edits, Decoder(registry()).decode_at)["serving"]
     check(config)
@@ -43,12 +43,12 @@ def add_adapters(config: ServingEngine.Config, adapters: Sequence[str]) -> Servi
         return config
     if not isinstance(runner, ModelRunner.Config):
         raise RequestError(f"a {type(runner).__qualname__} takes no adapters\n    fix: leave --adapter out")
-    made = dict(runner.adapters)
+    directories = dict(runner.adapters)
     for text in adapters:
         name, _, directory = text.partition("=")
         if not (name and directory):
             raise RequestError(f"--adapter {text!r} names no directory\n    expected: NAME=DIR")
-        if name in made:
+        if name in directories:
             raise RequestError(f"--adapter {name} is given twice\n    fix: give each adapter its own name")
-        made[name] = directory
-    return attrs.evolve(config, runner=attrs.evolve(runner, adapters=made))
+        directories[name] = directory
+    return attrs.evolve(config, runner=attrs.evolve(runner, adapters=directories))

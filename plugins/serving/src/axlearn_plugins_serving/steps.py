@@ -106,9 +106,9 @@ class Step:
         """int32 [T] and whether each token is one of a request."""
         rows, chunk = self.bucket.rows, self.bucket.chunk
         at = jnp.arange(chunk, dtype=jnp.int32)[None]
-        here = (at < self.count[rows:, None]).reshape(-1)
+        is_used = (at < self.count[rows:, None]).reshape(-1)
         later = jnp.where(at < self.count[rows:, None], self.start[rows:, None] + at, 0).reshape(-1)
-        return jnp.concatenate([self.start[:rows], later]), jnp.concatenate([self.count[:rows] > 0, here])
+        return jnp.concatenate([self.start[:rows], later]), jnp.concatenate([self.count[:rows] > 0, is_used])
 
     def owners(self) -> jax.Array:
         """int32 [T], the row of each token."""

@@ -22,7 +22,7 @@ from axlearn_plugins_transformer.norm import Norm
 class PositionEncoding(Protocol):
     """Tells queries and keys where they are. Built with `head_dim`, `num_heads`, `rngs`, `precision`.
 
-    One that works on the scores as well, or only on them, is a `ScoreBias` too.
+    One that also works on the scores, or only on them, is a `ScoreBias`.
     """
 
     def __call__(self, query: jax.Array, key: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -32,7 +32,7 @@ class PositionEncoding(Protocol):
 
 @runtime_checkable
 class ScoreBias(Protocol):
-    """What a position encoding may be besides: something that is added to the scores."""
+    """What a position encoding may be in addition: something that is added to the scores."""
 
     def score_bias(self) -> Bias:
         """The bias, for `num_heads` query heads."""

@@ -118,24 +118,24 @@ class CausalLM(Layer):
 
         Returns:
             (loss, summaries): `weight` is the number of targets, `cross_entropy` the loss without what is added to it
-            (where anything is), besides each auxiliary loss and what the layers report.
+            (where anything is), in addition to each auxiliary loss and what the layers report.
         """
-        given = {k: v for k, v in batch.items() if v is not None}
-        with summaries.collect() as found:
-            context = Context(**{k: given.get(k) for k in ("positions", "segment_ids", "prefix")})
-            hidden, _ = self.decoder(given["tokens"], context)
-        if "weights" in given:
-            weight = jnp.sum(given["weights"])
-            weights = given["weights"] / jnp.where(weight > 0, weight, 1.0)
+        arrays = {k: v for k, v in batch.items() if v is not None}
+        with summaries.collect() as collector:
+            context = Context(**{k: arrays.get(k) for k in ("positions", "segment_ids", "prefix")})
+            hidden, _ = self.decoder(arrays["tokens"], context)
+        if "weights" in arrays:
+            weight = jnp.sum(arrays["weights"])
+            weights = arrays["weights"] / jnp.where(weight > 0, weight, 1.0)
         else:
-            size = given["targets"].size
-            weight, weights = jnp.float32(size), jnp.full(given["targets"].shape, 1 / size, jnp.float32)
-        op = CrossEntropy(hidden, self.decoder.head_weight(), given["targets"], weights, self._options())
+            size = arrays["targets"].size
+            weight, weights = jnp.float32(size), jnp.full(arrays["targets"].shape, 1 / size, jnp.float32)
+        op = CrossEntropy(hidden, self.decoder.head_weight(), arrays["targets"], weights, self._options())
         loss, entropy = op.run(self.cfg.loss_kernel)
-        report = {"weight": weight, **found.summaries, **found.losses}
-        if self.cfg.z_loss or found.losses:
+        report = {"weight": weight, **collector.summaries, **collector.losses}
+        if self.cfg.z_loss or collector.losses:
             report["cross_entropy"] = entropy
-        for value in found.losses.values():
+        for value in collector.losses.values():
             loss = loss + value
         return loss, report
 
@@ -157,9 +157,9 @@ class CausalLM(Layer):
 
     def unstacked(self) -> "CausalLM":
         """This model in the form that decodes fastest; not for training."""
-        made = nnx.merge(*nnx.split(self))
-        made.decoder = self.decoder.unstacked()
-        return made
+        copy = nnx.merge(*nnx.split(self))
+        copy.decoder = self.decoder.unstacked()
+        return copy
 
 
 def _constrain_logits(logits: jax.Array) -> jax.Array:

@@ -121,7 +121,7 @@ class Dropout(Feature):
             target = REPLACEMENTS.get(type(part), type(part) if type(part) in REPLACEMENTS.values() else None)
             if target is None:
                 halves = {name: getattr(part, name, None) for name in HALVES}
-                wrapped = {name: self._wrapped(half) for name, half in halves.items() if isinstance(half, Node)}
+                wrapped = {name: self._wrap(half) for name, half in halves.items() if isinstance(half, Node)}
                 count += len(wrapped)
                 return attrs.evolve(part, **wrapped)
             if target is DropoutEmbedding.Config and not self.embedding:
@@ -142,10 +142,6 @@ class Dropout(Feature):
             )
         return config
 
-    def in_effect(self, cfg: Node[Any]) -> bool:
-        """Every layer drops out at this rate."""
-        return self.apply(cfg) == cfg
-
-    def _wrapped(self, part: Node[Any]) -> DropoutOutput.Config:
+    def _wrap(self, part: Node[Any]) -> DropoutOutput.Config:
         base = part.base if isinstance(part, DropoutOutput.Config) else part
         return DropoutOutput.Config(base=base, dropout=self.rate)

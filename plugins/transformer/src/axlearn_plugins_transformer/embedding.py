@@ -10,6 +10,7 @@ from axlearn_core.config import REQUIRED, Node, interface, node, setting
 from axlearn_core.errors import RequestError
 from axlearn_core.nn.initializers import Initializer, Normal, VarianceScaling
 from axlearn_core.nn.layer import Layer, Precision
+from axlearn_core.nn.sharding import is_sharded
 
 
 class TokenEmbedding(Protocol):
@@ -44,7 +45,12 @@ class Embedding(Layer):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """int32 [B, S] -> [B, S, D]."""
-        x = self.computed(self.weight)[tokens]
+        table = self.computed(self.weight)
+        if tokens.size == 1 and is_sharded():
+            # XLA for GPUs reads one row by a slice, for which it would gather a whole table that devices share.
+            x = table[jnp.broadcast_to(tokens.reshape(1), (2,))][:1].reshape(*tokens.shape, -1)
+        else:
+            x = table[tokens]
         return x * self.cfg.dim**0.5 if self.cfg.scale else x
 
     def head_weight(self) -> jax.Array:

@@ -1,10 +1,10 @@
-"""What a causal language model computes besides its loss: `score`, `unstack`, `prefill` and `decode`, for a program to compile.
+"""What a causal language model computes apart from its loss: `score`, `unstack`, `prefill` and `decode`, for a program.
 
 Legend: B rows, S tokens of a row, C positions of a chunk, V vocabulary.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import attrs
@@ -82,13 +82,14 @@ class GenerationFunctions:
     slow. `unstack` turns the weights of the model into those arrays, once.
     """
 
-    def __init__(self, model: Any):
-        """`model`: a `CausalLM` with abstract arrays."""
+    def __init__(self, model: Any, edit: Callable[[Any], None] = lambda _: None):
+        """`model`: a `CausalLM` with abstract arrays. `edit` changes the one with separate layers, in place."""
+        self._edit = edit
         graph, state = nnx.split(model)
         structure: list[Any] = []
 
         def separate(state: Any) -> Arrays:
-            structure[:] = nnx.split(nnx.merge(graph, state).unstacked())
+            structure[:] = nnx.split(self._separate(nnx.merge(graph, state)))
             return _flat(structure[1])
 
         self.specs = jax.eval_shape(separate, state)
@@ -111,7 +112,7 @@ class GenerationFunctions:
         scalar = Array((), jnp.int32)
         return {
             "unstack": Function(
-                call=lambda model: _flat(nnx.state(model.unstacked())),
+                call=self.separate_arrays,
                 outputs=lambda _: arrays,
                 runs_once=True,
                 describe="the weights with separate layers, as `prefill` and `decode` take them",
@@ -167,6 +168,15 @@ class GenerationFunctions:
     def _cache(self, bucket: GenerationBucket) -> Any:
         return jax.tree.map(lambda s: Array(s.shape, s.dtype), jax.eval_shape(lambda: self.init_cache(bucket)))
 
+    def separate_arrays(self, model: Any) -> Arrays:
+        """The arrays of a model, with separate layers, by path."""
+        return _flat(nnx.state(self._separate(model)))
+
+    def _separate(self, model: Any) -> Any:
+        separate = model.unstacked()
+        self._edit(separate)
+        return separate
+
     def bind(self, arrays: Mapping[str, Any]) -> Any:
         """The model with separate layers, with the arrays that `unstack` gives."""
         values = [(k, v.replace(arrays[_path(k)])) for k, v in self._template]
@@ -189,8 +199,8 @@ def score(
     def part(x: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         hidden, targets, counted = x
         logits = model.logits(hidden).astype(jnp.float32)
-        chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="clip")[..., 0]
-        values = jnp.where(counted, chosen - jax.nn.logsumexp(logits, axis=-1), 0.0)
+        target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="clip")[..., 0]
+        values = jnp.where(counted, target_logits - jax.nn.logsumexp(logits, axis=-1), 0.0)
         return jnp.sum(values, axis=1), jnp.all((jnp.argmax(logits, axis=-1) == targets) | ~counted, axis=1)
 
     sums, greedy = lax.map(part, (split(hidden), split(targets), split(counted)))

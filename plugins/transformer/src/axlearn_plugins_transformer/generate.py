@@ -1,4 +1,4 @@
-"""Text generation: the prompt in one call, then one compiled step per token with the cache updated in place."""
+"""Text generation: prefill of the whole prompt, then one compiled decode step per token, which updates the cache in place."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,11 +19,11 @@ CACHE_STEP = 128
 
 
 class Generator:
-    """Generates from one model. Its weights are taken apart by layer once, and equal lengths compile once.
+    """Generates tokens with one model. Splits its weights by layer once, and compiles once for equal lengths.
 
     Args:
         model: a `CausalLM`.
-        program: of the experiment that the model belongs to; by default one of its own, for one device.
+        program: the program of the model's experiment; by default a new one for one device.
     """
 
     def __init__(self, model: Any, program: Program | ModelProgram | None = None):
@@ -47,8 +47,9 @@ class Generator:
         Args:
             prompt_ids: at least one token.
             max_tokens: how many at most.
-            temperature: 0 always takes the likeliest token; above it, tokens are drawn from softmax(logits /
-            temperature). seed: equal seeds draw equal tokens.
+            temperature: 0 always takes the likeliest token; above it, tokens are drawn from
+                softmax(logits / temperature).
+            seed: equal seeds draw equal tokens.
             eos_id: the token that ends a text; None goes on to `max_tokens`.
             top_k: draws from the `top_k` likeliest tokens only.
 
@@ -86,9 +87,9 @@ class Generator:
                 token, cache = prefill(self.arrays, cache, tokens, np.int32(len(prompt)), draw)
             else:
                 token, cache = self.program.compile("decode", step_bucket)(self.arrays, cache, token, draw)
-            if (chosen := int(token)) == eos_id:
+            if (token_id := int(token)) == eos_id:
                 return
-            yield chosen
+            yield token_id
 
 
 def generate(

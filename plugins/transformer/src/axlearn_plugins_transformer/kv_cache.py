@@ -99,6 +99,6 @@ class ContiguousCache(Configurable):
         self, cache: dict[str, jax.Array], op: Attention, slots: jax.Array, kernel: str | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """See `KVCache`."""
-        cache, seen = self.append(cache, op.key, op.value, slots)
-        op = attrs.evolve(op, key=seen.key, value=seen.value, query_slots=slots, key_slots=seen.slots)
+        cache, slots_view = self.append(cache, op.key, op.value, slots)
+        op = attrs.evolve(op, key=slots_view.key, value=slots_view.value, query_slots=slots, key_slots=slots_view.slots)
         return op.run(kernel), cache

@@ -63,15 +63,15 @@ def window_size(mask: Mask, layout: str) -> int | None:
         RequestError: the mask is another one.
     """
     causal = any(isinstance(part, Causal) for part in mask.parts)
-    others = [part for part in mask.parts if not isinstance(part, Causal)]
-    if not causal or any(not isinstance(part, SlidingWindow) for part in others):
+    other_masks = [part for part in mask.parts if not isinstance(part, Causal)]
+    if not causal or any(not isinstance(part, SlidingWindow) for part in other_masks):
         raise RequestError(
             f"the cache layout {layout} cannot attend under this mask\n"
             f"    got: {mask.describe()}\n"
             "    expected: causal attention, with a sliding window or without\n"
             "    fix: serve a causal decoder, and leave out prefixes and segments"
         )
-    return min((part.size for part in others), default=None)  # type: ignore[attr-defined]
+    return min((part.size for part in other_masks), default=None)  # type: ignore[attr-defined]
 
 
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}

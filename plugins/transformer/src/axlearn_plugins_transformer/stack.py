@@ -65,7 +65,7 @@ def _no_view(primitive: Any, *_: Any, **__: Any) -> bool:
 
 
 class Stack(Configurable):
-    """Runs layers by a scan (compiles each kind once, whatever their number) or unrolled (lets the compiler see all).
+    """Runs layers by a scan (compiles each kind once, regardless of their number) or unrolled (lets the compiler see all).
 
     Parameters are stacked in both modes, so that the mode is a matter of execution and checkpoints do not depend on it.
     Where `Alternate` makes layers of several kinds, each kind has its own stack of parameters, and the scan goes over
@@ -94,10 +94,10 @@ class Stack(Configurable):
         def stacked(cfg: Node[Any], count: int) -> Any:
             @nnx.split_rngs(splits=count)
             @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
-            def made(rngs: nnx.Rngs) -> Any:
+            def build_layer(rngs: nnx.Rngs) -> Any:
                 return make(cfg, rngs)
 
-            return made(rngs)
+            return build_layer(rngs)
 
         layers = [stacked(cfg, kinds.count(kind)) for kind, cfg in enumerate(distinct)]
         return layers[0] if len(layers) == 1 else MixedLayers(layers, kinds)

@@ -80,7 +80,7 @@ class Layers:
         for kind, state in enumerate(self.states):
             counts = [part.count(kind) for part in (kinds[: plan.lead], kinds[plan.lead : middle], kinds[middle:])]
             pieces = [state] * 3 if sum(counts) in counts else rows_of(state, 3, counts)
-            repeated.append(_grouped(pieces[1], plan.repeats) if counts[1] else None)
+            repeated.append(_group_layers(pieces[1], plan.repeats) if counts[1] else None)
             before.append(iter(rows_of(pieces[0], counts[0]) if counts[0] else ()))
             after.append(iter(rows_of(pieces[2], counts[2]) if counts[2] else ()))
         return [
@@ -147,14 +147,14 @@ def rows_of(state: Any, count: int, sizes: Sequence[int] | None = None) -> list[
     # lax.split and not indexing: its gradient is one concatenation instead of a padded sum per layer.
     leaves, tree = jax.tree.flatten(state)
     split = [randomness.split_leading(leaf, tuple(sizes or (1,) * count)) for leaf in leaves]
-    return [tree.unflatten([p[i] if sizes else _squeezed(p[i]) for p in split]) for i in range(count)]
+    return [tree.unflatten([p[i] if sizes else _squeeze(p[i]) for p in split]) for i in range(count)]
 
 
-def _squeezed(array: jax.Array) -> jax.Array:
+def _squeeze(array: jax.Array) -> jax.Array:
     return array.reshape(array.shape[1:]) if randomness.is_key(array) else jax.lax.squeeze(array, (0,))
 
 
-def _grouped(state: Any, repeats: int) -> Any:
+def _group_layers(state: Any, repeats: int) -> Any:
     """[repeats * n, ...] -> [repeats, n, ...], or [repeats, ...] where n is 1."""
     leaves = jax.tree.leaves(state)
     if leaves[0].shape[0] == repeats:

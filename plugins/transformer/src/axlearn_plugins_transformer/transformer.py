@@ -152,9 +152,9 @@ class Decoder(Layer):
 
     def unstacked(self) -> "Decoder":
         """This decoder with separate layers; it shares the other parameters."""
-        made = nnx.merge(*nnx.split(self))
-        made.layer = unstack(self.layer, self.cfg.num_layers)
-        return made
+        copy = nnx.merge(*nnx.split(self))
+        copy.layer = unstack(self.layer, self.cfg.num_layers)
+        return copy
 
     def head_weight(self) -> jax.Array:
         """[D, V]: the output layer."""

@@ -51,10 +51,10 @@ class JsonlTracker(Configurable):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 if start_step == 0 and path.exists() and path.stat().st_size:
                     path.rename(path.with_name(f"{path.stem}.superseded-{time.time_ns()}.jsonl"))
-                kept = cut_back(path, start_step)
+                records = cut_back(path, start_step)
                 self._files[name] = path.open("a", encoding="utf-8")
             if name == METRICS:
-                spent = max((r.get("elapsed_seconds") or 0.0 for r in kept), default=0.0)
+                spent = max((r.get("elapsed_seconds") or 0.0 for r in records), default=0.0)
                 self._begin = time.monotonic() - spent
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -106,15 +106,15 @@ def cut_back(path: Path, start_step: int) -> list[dict[str, Any]]:
     Starting at 0 drops all: nothing has been done yet.
     """
     lines, remarks = _parse(path)
-    kept = [(raw, record) for raw, record in lines if 0 < start_step >= record["step"]]
-    if remarks or len(kept) < len(lines) or any(not raw.endswith(b"\n") for raw, _ in kept):
+    entries = [(raw, record) for raw, record in lines if 0 < start_step >= record["step"]]
+    if remarks or len(entries) < len(lines) or any(not raw.endswith(b"\n") for raw, _ in entries):
         temporary = path.with_name(path.name + ".tmp")
         with temporary.open("wb") as file:
-            file.writelines(raw if raw.endswith(b"\n") else raw + b"\n" for raw, _ in kept)
+            file.writelines(raw if raw.endswith(b"\n") else raw + b"\n" for raw, _ in entries)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    return [record for _, record in kept]
+    return [record for _, record in entries]
 
 
 def _is_finite(seconds: Any) -> bool:

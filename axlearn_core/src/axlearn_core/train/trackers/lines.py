@@ -9,7 +9,7 @@ from axlearn_core.train.trackers.common import printable
 
 
 class LinesTracker(Configurable):
-    """A line per call, with every value. `console`, of axlearn-plugins-reporting, has a bar and the remaining time."""
+    """A line per call, with every value. `console`, of axlearn-plugins-tools, has a bar and the remaining time."""
 
     @node
     class Config(Configurable.Config["LinesTracker"]):
@@ -24,8 +24,8 @@ class LinesTracker(Configurable):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Prints the values to four digits."""
-        shown = (f"{name} {value:.4g}" for name, value in values.items())
-        print(f"step {step}/{self._max_steps}", *shown, sep="  ", file=sys.stderr, flush=True)
+        parts = (f"{name} {value:.4g}" for name, value in values.items())
+        print(f"step {step}/{self._max_steps}", *parts, sep="  ", file=sys.stderr, flush=True)
 
     def text(self, step: int, name: str, value: str) -> None:
         """Prints a sample, its control characters made harmless."""

@@ -118,7 +118,7 @@ async def measure(
     client: httpx.AsyncClient,
     load: Load,
     bodies: Sequence[Mapping[str, Any]],
-    progress: Callable[[int], None] = lambda done: None,
+    progress: Callable[[int], None] = lambda count: None,
 ) -> tuple[list[Record], float]:
     """Sends requests when they are due.
 
@@ -128,14 +128,14 @@ async def measure(
         One record for each body, and the seconds that all took together.
     """
     turns = asyncio.Semaphore(load.concurrency or len(bodies))
-    done = 0
+    count_done = 0
 
     async def one(body: Mapping[str, Any]) -> Record:
-        nonlocal done
+        nonlocal count_done
         async with turns:
             record = await send(client, load.endpoint, body)
-        done += 1
-        progress(done)
+        count_done += 1
+        progress(count_done)
         return record
 
     start = time.perf_counter()

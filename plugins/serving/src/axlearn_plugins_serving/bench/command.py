@@ -15,7 +15,7 @@ import click
 @click.option("--input-len", metavar="N|LOW:HIGH", default="128", show_default=True, help="Tokens of prompts.")
 @click.option("--output-len", metavar="N|LOW:HIGH", default="64", show_default=True, help="The most tokens of outputs.")
 @click.option(
-    "--prefix-len", type=click.IntRange(min=0), default=0, help="Tokens that all prompts begin with, besides."
+    "--prefix-len", type=click.IntRange(min=0), default=0, help="Tokens that all prompts begin with, in addition."
 )
 @click.option("--concurrency", type=click.IntRange(min=1), help="The most requests at one time.")
 @click.option(
@@ -83,8 +83,8 @@ async def _measure(**options: Any) -> dict[str, Any]:
                 raise WorkError(f"the first request failed: {record.error}")
         records, seconds = await measure(client, load, bodies, _progress(len(bodies)))
     summary = summarize(records, seconds, goals)
-    shown = ("endpoint", "concurrency", "request_rate", "input_len", "output_len", "prefix_len", "ignore_eos", "seed")
-    return summary | {"url": options["url"], "model": model, "options": {name: options[name] for name in shown}}
+    names = ("endpoint", "concurrency", "request_rate", "input_len", "output_len", "prefix_len", "ignore_eos", "seed")
+    return summary | {"url": options["url"], "model": model, "options": {name: options[name] for name in names}}
 
 
 def _key(options: dict[str, Any]) -> str | None:
@@ -99,16 +99,16 @@ def _key(options: dict[str, Any]) -> str | None:
 def _tokenizer(path: str | None) -> Any:
     if path is None:
         return None
-    from axlearn_plugins_text.tokenizers import TokenizerJson
+    from axlearn_plugins_transformer.text.tokenizers import TokenizerJson
 
     return TokenizerJson.Config(path=path).build()
 
 
 def _progress(count: int) -> Any:
     if not sys.stderr.isatty():
-        return lambda done: None
+        return lambda count_done: None
 
-    def show(done: int) -> None:
-        click.echo(f"\r{done} of {count}" + ("\n" if done == count else ""), err=True, nl=False)
+    def show(count_done: int) -> None:
+        click.echo(f"\r{count_done} of {count}" + ("\n" if count_done == count else ""), err=True, nl=False)
 
     return show

@@ -54,7 +54,7 @@ class Load:
         count: of requests.
         input: tokens of prompts.
         output: the most tokens of outputs.
-        prefix: tokens that all prompts begin with, besides `input`.
+        prefix: tokens that all prompts begin with, in addition to `input`.
         seed: of lengths, tokens and arrivals.
         ignore_eos: outputs go on after the end token, so that they have exactly their length.
         temperature: of sampling.
@@ -74,7 +74,7 @@ class Load:
     concurrency: int | None = None
 
     def bodies(self, model: str, *, vocab_size: int, tokenizer: Tokenizer | None = None) -> list[dict[str, Any]]:
-        """The requests. Completions get token ids; chats get words, or what a tokenizer makes of random tokens."""
+        """The requests. Completions get token ids; chats get words, or random tokens decoded by a tokenizer."""
         random = np.random.default_rng(self.seed)
         inputs, outputs = self.input.draw(random, self.count), self.output.draw(random, self.count)
         prefix = random.integers(0, vocab_size, self.prefix).tolist()
@@ -115,7 +115,7 @@ def _text(tokens: Sequence[int], tokenizer: Tokenizer | None) -> str:
 def parse_goodput(texts: Sequence[str]) -> Mapping[str, float]:
     """`ttft:500`, `tpot:50`, `e2el:10000` (milliseconds) as seconds by name."""
     goals: dict[str, float] = {}
-    for text in (part for given in texts for part in given.replace(",", " ").split()):
+    for text in (part for entry in texts for part in entry.replace(",", " ").split()):
         name, _, value = text.partition(":")
         try:
             milliseconds = float(value)

@@ -51,29 +51,29 @@ def summarize(records: Sequence[Record], seconds: float, goals: Mapping[str, flo
         seconds: from the first request's sending to the last one's end.
         goals: name of a latency -> the most seconds with which a request counts as good.
     """
-    done = [r for r in records if r.error is None]
+    answers = [r for r in records if r.error is None]
     samples = {
-        "ttft": [r.ttft for r in done],
-        "tpot": [r.tpot for r in done if r.output_tokens > 1],
-        "itl": [gap for r in done for gap in r.itl],
-        "e2el": [r.e2el for r in done],
+        "ttft": [r.ttft for r in answers],
+        "tpot": [r.tpot for r in answers if r.output_tokens > 1],
+        "itl": [gap for r in answers for gap in r.itl],
+        "e2el": [r.e2el for r in answers],
     }
     errors: dict[str, int] = {}
     for record in records:
         if record.error is not None:
             errors[record.error] = errors.get(record.error, 0) + 1
-    good = sum(all(getattr(r, name) <= goal for name, goal in goals.items()) for r in done)
-    inputs, outputs = sum(r.prompt_tokens for r in done), sum(r.output_tokens for r in done)
+    good = sum(all(getattr(r, name) <= goal for name, goal in goals.items()) for r in answers)
+    inputs, outputs = sum(r.prompt_tokens for r in answers), sum(r.output_tokens for r in answers)
     return {
         "name": "serve",
         "requests": len(records),
-        "completed": len(done),
-        "failed": len(records) - len(done),
+        "completed": len(answers),
+        "failed": len(records) - len(answers),
         "errors": errors,
         "seconds": seconds,
         "prompt_tokens": inputs,
         "output_tokens": outputs,
-        "request_throughput": len(done) / seconds,
+        "request_throughput": len(answers) / seconds,
         "output_throughput": outputs / seconds,
         "total_token_throughput": (inputs + outputs) / seconds,
         "request_goodput": good / seconds if goals else None,

@@ -67,18 +67,18 @@ def read_prefix(engine: ServingEngine, tokens: tuple[int, ...], adapter: str | N
     """
     try:
         keys = _keys(engine, tokens, adapter)[: transfer.blocks]
-        pool, known = engine.cache.pool, len(engine.cache.pool.match(keys))
-        blocks = pool.allocate(len(keys) - known) if len(keys) > known else None
+        pool, matched = engine.cache.pool, len(engine.cache.pool.match(keys))
+        blocks = pool.allocate(len(keys) - matched) if len(keys) > matched else None
         if blocks is None:
             return 0
         data, begin, arrays = np.fromfile(transfer.path, np.uint8), 0, []
         for shape, dtype in transfer.shapes:
             end = begin + int(np.prod(shape)) * np.dtype(dtype).itemsize
-            arrays.append(data[begin:end].view(np.dtype(dtype)).reshape(shape)[known:])
+            arrays.append(data[begin:end].view(np.dtype(dtype)).reshape(shape)[matched:])
             begin = end
         cache: Any = engine.runner.cache  # type: ignore[attr-defined]  # the structure of what it reads
         engine.runner.write_blocks(blocks, jax.tree.unflatten(jax.tree.structure(cache), arrays))
-        for block, key in zip(blocks, keys[known:], strict=True):
+        for block, key in zip(blocks, keys[matched:], strict=True):
             pool.set_content(block, key)
         pool.release(blocks)
         return len(blocks)

@@ -57,10 +57,11 @@ class Prefilled:
 
 @attrs.frozen
 class Decode:
-    """To a worker: continue a request, whose prompt may be in a file."""
+    """To a worker: continue a request, whose prompt may be in a file and whose output may have to follow a grammar."""
 
     request: Request
     transfer: Transfer | None = None
+    grammar: str | None = None
 
 
 @attrs.frozen

@@ -43,9 +43,9 @@ def open_router(
         raise RequestError(
             f"{uri} has no tokenizer, so a server cannot read or write text\n    fix: serve a model of text"
         )
-    found = programs_of_run(uri) if programs is None else Path(programs)
+    folder = programs_of_run(uri) if programs is None else Path(programs)
     settings = Settings(
-        uri=str(uri), config=config or ServingEngine.Config(), step=step, programs=found, folder="",
+        uri=str(uri), config=config or ServingEngine.Config(), step=step, programs=folder, folder="",
         needs_programs=programs is not None,
     )  # fmt: skip
     engine: Any = RouterEngine(settings, prefill=prefill, decode=decode)

@@ -99,10 +99,11 @@ class RouterEngine:
             max_logit_bias=ready.max_logit_bias,
             adapters=ready.adapters,
         )
-        if request.constraint is not None:
+        if request.constraint is not None and not isinstance(getattr(request.constraint, "grammar", None), str):
             raise RequestError(
-                "outputs of a schema are not computed where prefill and decode are apart\n"
-                "    fix: leave response_format out, or start the server without --prefill and --decode"
+                f"a {type(request.constraint).__name__} cannot be sent to the process that decodes\n"
+                "    expected: a constraint with its `grammar` as text\n"
+                "    fix: start the server without --prefill and --decode"
             )
         if request.id in self._entries:
             raise RequestError(f"a request {request.id!r} is not finished yet\n    fix: give each its own id")
@@ -143,8 +144,8 @@ class RouterEngine:
 
     def statistics(self) -> Statistics:
         """See `Engine`: sums over the workers; what waits here waits."""
-        known = [attrs.asdict(w.statistics) for w in self.workers if w.statistics is not None]
-        sums = {a.name: sum(s[a.name] for s in known) for a in attrs.fields(Statistics)}
+        statistics = [attrs.asdict(w.statistics) for w in self.workers if w.statistics is not None]
+        sums = {a.name: sum(s[a.name] for s in statistics) for a in attrs.fields(Statistics)}
         blocks = sum(w.ready.blocks for w in self.workers if w.ready is not None)
         running = len(self._entries) - len(self._waiting)
         return Statistics(**{**sums, "blocks": blocks, "waiting": len(self._waiting), "running": running})
@@ -221,11 +222,13 @@ class RouterEngine:
     def _send(self, entry: _Entry, worker: WorkerProcess) -> None:
         entry.worker = worker
         worker.requests.add(entry.request.id)
+        grammar = None if entry.request.constraint is None else getattr(entry.request.constraint, "grammar", None)
+        request = attrs.evolve(entry.request, constraint=None)  # the worker makes its own
         if worker.kind == "prefill":
-            worker.send(Prefill(entry.request))
+            worker.send(Prefill(request))
             return
         transfer, entry.transfer = entry.transfer, None
-        worker.send(Decode(entry.request, transfer))
+        worker.send(Decode(request, transfer, grammar))
 
     def _take(self, worker: WorkerProcess, message: Any) -> list[Output]:
         if isinstance(message, Prefilled):

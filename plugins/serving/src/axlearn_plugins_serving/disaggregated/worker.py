@@ -5,6 +5,7 @@
 FD is its end of a socket pair. It ends when the other end is closed, so no worker outlives its router.
 """
 
+import functools
 import multiprocessing.connection
 import pickle
 import signal
@@ -56,8 +57,8 @@ class Settings:
 class Worker:
     """Answers the messages of one connection with one engine."""
 
-    def __init__(self, connection: Any, engine: Any, folder: Path):
-        self.connection, self.engine, self.folder = connection, engine, folder
+    def __init__(self, connection: Any, engine: Any, folder: Path, tokenizer: Any):
+        self.connection, self.engine, self.folder, self.tokenizer = connection, engine, folder, tokenizer
         self._prefills: dict[str, Any] = {}
         self._count = 0
         self._reported, self._changed = 0.0, False
@@ -82,15 +83,23 @@ class Worker:
             case Prefill(request):
                 self._prefills[request.id] = request
                 sampling = Sampling(max_tokens=1, temperature=0.0, ignore_end=True)
-                if not self._add(attrs.evolve(request, sampling=sampling, constraint=None)):
+                if not self._add(attrs.evolve(request, sampling=sampling)):
                     del self._prefills[request.id]
-            case Decode(request, transfer):
+            case Decode(request, transfer, grammar):
                 if transfer is not None:
                     read_prefix(self.engine, request.prompt, request.adapter, transfer)
+                if grammar is not None:
+                    request = attrs.evolve(request, constraint=self._grammars.constrain(grammar))
                 self._add(request)
             case Abort(id):
                 self._prefills.pop(id, None)
                 self.engine.abort(id)
+
+    @functools.cached_property
+    def _grammars(self) -> Any:
+        from axlearn_plugins_serving.server.constraints import Grammars
+
+        return Grammars(self.tokenizer, self.engine.vocab_size)
 
     def _add(self, request: Any) -> bool:
         try:
@@ -139,11 +148,12 @@ def main(descriptor: int) -> int:
 
     try:
         options = {"config": settings.config, "step": settings.step, "programs": settings.programs}
-        engine = (open_engine if settings.needs_programs else open_with_programs)(settings.uri, **options).engine
+        opened = (open_engine if settings.needs_programs else open_with_programs)(settings.uri, **options)
     except AxlearnError as error:
         connection.send(Failed(str(error), request_wrong=isinstance(error, RequestError) or error.exit_code == 2))
         return error.exit_code
-    runner = engine.runner
+    engine = opened.engine
+    runner: Any = engine.runner
     connection.send(
         Ready(
             vocab_size=engine.vocab_size,
@@ -156,7 +166,7 @@ def main(descriptor: int) -> int:
         )
     )
     try:
-        Worker(connection, engine, Path(settings.folder)).run()
+        Worker(connection, engine, Path(settings.folder), opened.tokenizer).run()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return 0  # the router has ended
     finally:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from axlearn_core.compose.devices import settle
+from axlearn_core.compose.devices import configure_devices
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.request import Request
 from axlearn_plugins_serving.engine import ServingEngine
@@ -43,7 +43,7 @@ def export_here(request: Request, config: ServingEngine.Config, directory: Path)
             "    fix: leave them out; --set serving.PATH=VALUE is for the engine"
         )
     started = time.perf_counter()
-    settle(None)
+    configure_devices(None)
     experiment: Any = opened.experiment
     model = without_kernels(experiment.model)
     check_decoder(model)

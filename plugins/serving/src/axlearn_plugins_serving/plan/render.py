@@ -20,8 +20,8 @@ def text(plan: ServingPlan) -> str:
         ("kernels", kernel_lines(plan.kernels)),
         ("mesh", _mesh(plan)),
     )
-    for heading, found in sections:
-        if body := list(found):
+    for heading, section in sections:
+        if body := list(section):
             lines += ["", heading, *(f"  {line}" for line in body)]
     return "\n".join([*lines, "", f"compiled in {plan.compile_seconds:.1f} s"])
 

@@ -67,7 +67,7 @@ class ServingPlan:
 
     @property
     def working(self) -> float:
-        """What the largest step needs besides weights and cache: temporaries and the program itself."""
+        """What the largest step needs in addition to weights and cache: temporaries and the program itself."""
         return max(s.compiled.temporaries + s.compiled.code for s in self.steps)
 
     @property
@@ -90,9 +90,9 @@ class ServingPlan:
         """Tokens that a cache holds that takes all the memory that is left; None where the capacity is not known."""
         if self.capacity is None or not self.token_bytes:
             return None
-        left = self.capacity - self.weights - self.tables - self.working
+        room = self.capacity - self.weights - self.tables - self.working
         size = self.token_bytes * self.runner.block_size
-        return max(0, int(left // size)) * self.runner.block_size
+        return max(0, int(room // size)) * self.runner.block_size
 
 
 def plan_model(
@@ -137,7 +137,7 @@ def plan_model(
     if export is not None:
         with uncached():
             export_programs(steps.program, runner, steps.buckets, model, export)
-    found = find(model, "decoder.num_layers").values()
+    counts = find(model, "decoder.num_layers").values()
     return ServingPlan(
         title=title,
         machine=machine,
@@ -155,7 +155,7 @@ def plan_model(
         alone=alone,
         full=full,
         mixed=mixed,
-        layers=next(iter(found), 0),
+        layers=next(iter(counts), 0),
         layers_compiled=steps.layers_compiled,
         kernels=steps.choices(),
         notes=tuple(notes),

@@ -8,7 +8,7 @@ import attrs
 import jax
 import numpy as np
 
-from axlearn_core.compose.devices import absent
+from axlearn_core.compose.devices import topology_devices
 from axlearn_core.compose.functions import Array
 from axlearn_core.compose.model_program import ModelProgram
 from axlearn_core.config import Node, find, patch
@@ -91,7 +91,7 @@ class Steps:
 
     def __init__(self, cfg: ModelRunner.Config, model: Node[Any], machine: Machine, mesh: Mesh):
         self.cfg, self.model, self.machine, self.mesh = cfg, model, machine, mesh
-        self.devices, self.depths = absent(machine), DEPTHS
+        self.devices, self.depths = topology_devices(machine), DEPTHS
         each, self.blocks = block_counts(cfg)
         self.buckets = buckets(cfg, each)
         self.program = self._build(model)
@@ -132,7 +132,7 @@ class Steps:
 
     def choices(self) -> tuple[Choice, ...]:
         """The kernels of the steps that were compiled."""
-        return tuple(self._traced().choices("serve"))
+        return tuple(self._traced_program().choices("serve"))
 
     def _build(self, model: Node[Any]) -> ModelProgram:
         with uncached():
@@ -171,8 +171,8 @@ class Steps:
         mesh = program.layout.mesh
         places = Places(dict(mesh.shape), domains_of(list(mesh.devices.flat), self.machine.devices_per_domain))
         try:
-            sent = collectives(parse(compiled.as_text()), places)
-            links, network = (sum(c.times * getattr(c, n) for c in sent) for n in ("link_bytes", "network_bytes"))
+            traffic = collectives(parse(compiled.as_text()), places)
+            links, network = (sum(c.times * getattr(c, n) for c in traffic) for n in ("link_bytes", "network_bytes"))
         except ValueError:  # a compiler that writes them in a way of its own; all else is still known
             pass
         return Compiled(temporaries=memory.temporaries, code=memory.code, links=links, network=network)
@@ -192,8 +192,8 @@ class Steps:
                 rows = results
             if "experts" in array.axes:
                 count = array.shape[array.axes.index("experts")]
-                chosen = min(count, self._top_k())
-                rows, share = tokens * chosen / count, min(1.0, tokens * chosen / count)
+                num_chosen = min(count, self._top_k())
+                rows, share = tokens * num_chosen / count, min(1.0, tokens * num_chosen / count)
             if len(array.shape) > 1:
                 flops += 2.0 * size * rows
             traffic += share * shard_bytes(specs[path])
@@ -201,8 +201,8 @@ class Steps:
         return flops, traffic + (requests * context + prompt + tokens) * self.token_bytes  # read, and written
 
     def _top_k(self) -> int:
-        found = [getattr(n, "top_k", None) for n in find(self.model, Node).values()]
-        return max((k for k in found if isinstance(k, int)), default=1)
+        counts = [getattr(n, "top_k", None) for n in find(self.model, Node).values()]
+        return max((k for k in counts if isinstance(k, int)), default=1)
 
     def _query_width(self) -> float:
         """Numbers of all heads of the queries of a token, over all layers."""
@@ -210,7 +210,7 @@ class Steps:
         layers = find(self.model, LAYERS).get(LAYERS, 1)
         return max((op.query.shape[1] * op.query.shape[2] for op in ops), default=0) * layers
 
-    def _traced(self) -> ModelProgram:
+    def _traced_program(self) -> ModelProgram:
         return self.shallow[0] if self.shallow else self.program
 
 

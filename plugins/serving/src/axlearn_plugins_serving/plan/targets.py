@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 
 from axlearn_core.checkpoint.weights import open_weights
-from axlearn_core.compose.devices import settle
+from axlearn_core.compose.devices import configure_devices
 from axlearn_core.config import Node
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.request import Request
@@ -39,8 +39,9 @@ def planned(request: Request, config: ServingEngine.Config, export: Path | None 
     if opened is None:
         model, more = held_in_compute_dtype(model)
         notes = (*notes, *more)
-    own_mesh = any(s.path.startswith("mesh.") for s in (*request.settings, *request.file_settings))
-    settle(machine)
+    levels = (request.settings, request.file_settings, *request.base_settings)
+    own_mesh = any(setting.path.startswith("mesh.") for level in levels for setting in level)
+    configure_devices(machine)
     return plan_model(
         model, machine, title=resolved.title, config=config, mesh=root.mesh if own_mesh else None, notes=notes,
         export=export,

@@ -44,7 +44,7 @@ def create_app(service: Service, limits: Limits | None = None) -> Starlette:
             Middleware(_CountResponses, service=service, paths=paths),
             Middleware(LimitRequests, limits=limits or Limits()),
         ],
-        exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _unexpected},
+        exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _handle_unexpected},
     )
     app.state.service = service
     return app
@@ -61,7 +61,7 @@ async def _http_error(request: HttpRequest, error: Exception) -> Response:
     return error_response(ApiError(error.status_code, message, headers=error.headers))
 
 
-async def _unexpected(request: HttpRequest, error: Exception) -> Response:
+async def _handle_unexpected(request: HttpRequest, error: Exception) -> Response:
     return error_response(ApiError(500, "an error of the server; its log says more", code="internal_error"))
 
 

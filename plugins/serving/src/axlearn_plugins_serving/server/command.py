@@ -68,7 +68,7 @@ def serve(
 ) -> None:
     """Serve a model by the OpenAI API, until SIGTERM or Ctrl-C.
 
-    The model is that of a run, of a directory in Hugging Face format, of exported adapters, or whatever else an installed
+    The model is that of a run, of a directory in Hugging Face format, of exported adapters, or anything else that an installed
     plugin opens. Prints the address on standard output when requests are taken.
     """
     from axlearn_core.errors import RequestError
@@ -91,9 +91,9 @@ def serve(
         workers = None if prefill is None and decode is None else (prefill or 1, decode or 1)
         config = _config(set_, max_queue, adapters)
         if replicas is not None:
-            given = uri, served_model_name, chat_template, config, step, programs, workers
+            engine_options = uri, served_model_name, chat_template, config, step, programs, workers
             listener.close()  # the port is free: Ray Serve takes it
-            sys.exit(_run_replicas(given, limits, replicas, host, port))
+            sys.exit(_run_replicas(engine_options, limits, replicas, host, port))
         service = _open(uri, served_model_name, chat_template, config, step, programs, workers)
         code = _run(service, limits, listener, host, grace, log_requests)
     except (RequestError, KeyboardInterrupt):
@@ -125,14 +125,14 @@ def _check_options_of_vllm(context: click.Context) -> None:
     from axlearn_core.errors import RequestError
 
     source = click.core.ParameterSource.DEFAULT
-    given = [
+    options = [
         p.opts[0]
         for p in context.command.params
         if p.name and p.name not in _OF_VLLM and context.get_parameter_source(p.name) != source
     ]
-    if given:
+    if options:
         raise RequestError(
-            f"--engine vllm does not take {', '.join(given)}\n    fix: leave it out, and give options of `vllm serve` after --"
+            f"--engine vllm does not take {', '.join(options)}\n    fix: leave it out, and give options of `vllm serve` after --"
         )
 
 
@@ -155,11 +155,13 @@ def _open(
 ) -> Any:
     from axlearn_core.errors import RequestError
     from axlearn_plugins_serving.compile_count import CompileCount
+    from axlearn_plugins_serving.open_engine import name_of
     from axlearn_plugins_serving.server.engine_thread import EngineThread
     from axlearn_plugins_serving.server.service import Service
-    from axlearn_plugins_text.chat_template import ChatTemplate
+    from axlearn_plugins_transformer.text.chat_template import ChatTemplate
 
     count = CompileCount()
+    _check_names(name or name_of(uri), config)
     if workers is None:
         opened = _open_engine(uri, config, step, programs)
     else:
@@ -186,6 +188,17 @@ def _open(
     )
 
 
+def _check_names(name: str, config: Any) -> None:
+    """Raises `RequestError` where an adapter has the name of the model: clients could ask for one of them only."""
+    from axlearn_core.errors import RequestError
+
+    if name in getattr(config.runner, "adapters", ()):
+        raise RequestError(
+            f"--adapter {name} has the name of the model that is served\n"
+            "    fix: give the adapter another name, or the model one with --served-model-name"
+        )
+
+
 def _open_engine(uri: str, config: Any, step: int | None, programs: str | None) -> Any:
     from pathlib import Path
 
@@ -197,14 +210,14 @@ def _open_engine(uri: str, config: Any, step: int | None, programs: str | None) 
     return open_with_programs(uri, programs_of_run(uri), config=config, step=step)
 
 
-def _run_replicas(given: tuple[Any, ...], limits: Any, replicas: int, host: str, port: int) -> int:
+def _run_replicas(engine_options: tuple[Any, ...], limits: Any, replicas: int, host: str, port: int) -> int:
     import functools
 
     from axlearn_core.errors import RequestError
     from axlearn_plugins_serving.open_engine import name_of
     from axlearn_plugins_serving.server.replicas import serve_replicas
 
-    uri, name, template, *rest, programs, workers = given
+    uri, name, template, *rest, programs, workers = engine_options
     if workers is not None:
         raise RequestError("--replicas cannot be given with --prefill or --decode\n    fix: leave one of them out")
     if port == 0:
@@ -227,8 +240,8 @@ def _run(service: Any, limits: Any, listener: Any, host: str, grace: float, log_
 
     async def run() -> int:
         runner = Runner(service, limits, grace=grace, log_requests=log_requests)
-        shown = f"[{host}]" if ":" in host else host
-        address = f"http://{shown}:{listener.getsockname()[1]}"
+        host_text = f"[{host}]" if ":" in host else host
+        address = f"http://{host_text}:{listener.getsockname()[1]}"
         return await runner.run(listener, lambda: click.echo(f"{service.name} at {address}"))
 
     return asyncio.run(run())

@@ -124,8 +124,8 @@ class _Texts:
     def _prompt(self, choice: Choice) -> str:
         if isinstance(self.body.prompt, str):
             return self.body.prompt
-        given = self.body.prompt[choice.index // (self.body.n or 1)]
-        return given if isinstance(given, str) else self.service.tokenizer.decode(list(choice.request.prompt))
+        prompt = self.body.prompt[choice.index // (self.body.n or 1)]
+        return prompt if isinstance(prompt, str) else self.service.tokenizer.decode(list(choice.request.prompt))
 
     def _prompt_entries(self, choice: Choice) -> list[tuple[int, TokenLogprobs | None]]:
         entries: list[tuple[int, TokenLogprobs | None]] = []

@@ -12,20 +12,24 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_plugins_serving.server.errors import ApiError
 from axlearn_plugins_serving.server.text import HasTokenizerJson
-from axlearn_plugins_text.tokenizers import ByteTokenizer
+from axlearn_plugins_transformer.text.tokenizers import ByteTokenizer
 
 _MAX_SCHEMA = 64 * 1024  # characters
 
 
 class GrammarConstraint:
-    """A `Constraint` by a grammar. One thread calls it."""
+    """A `Constraint` by a grammar. One thread calls it.
 
-    def __init__(self, matcher: LLMatcher, words: int):
-        self._matcher, self._words = matcher, words
+    Attributes:
+        grammar: as llguidance writes it; another process makes the same constraint of it.
+    """
+
+    def __init__(self, matcher: LLMatcher, words: int, grammar: str):
+        self._matcher, self._words, self.grammar = matcher, words, grammar
 
     def copy(self) -> "GrammarConstraint":
         """Another one at the same place."""
-        return GrammarConstraint(self._matcher.deep_copy(), self._words)
+        return GrammarConstraint(self._matcher.deep_copy(), self._words, self.grammar)
 
     def mask(self) -> np.ndarray:
         """See `axlearn_plugins_serving.contracts.Constraint`."""
@@ -85,13 +89,21 @@ class Grammars:
             grammar = LLMatcher.grammar_from_json_schema(text)
         except ValueError as error:
             raise _refuse(str(error)) from None
+        return self.constrain(grammar)
+
+    def constrain(self, grammar: str) -> GrammarConstraint:
+        """A constraint to a grammar, such as `GrammarConstraint.grammar` of another process.
+
+        Raises:
+            ApiError: 400, it cannot be met.
+        """
         matcher = LLMatcher(self._vocabulary, grammar, log_level=0)
         if matcher.is_error():
             raise _refuse(matcher.get_error())
-        return GrammarConstraint(matcher, (self._vocab_size + 31) // 32)
+        return GrammarConstraint(matcher, (self._vocab_size + 31) // 32, grammar)
 
     @functools.cached_property
-    def _loaded(self) -> LLTokenizer:
+    def _load_tokenizer(self) -> LLTokenizer:
         source = self._tokenizer
         wrapped = source.to_json() if isinstance(source, HasTokenizerJson) else TokenizerWrapper(_Vocabulary(source))
         return LLTokenizer(wrapped, n_vocab=max(self._vocab_size, source.vocab_size), eos_token=source.eos_id)
@@ -99,7 +111,7 @@ class Grammars:
     @property
     def _vocabulary(self) -> LLTokenizer:
         with self._lock:
-            return self._loaded
+            return self._load_tokenizer
 
 
 def _refuse(reason: str) -> ApiError:

@@ -78,9 +78,9 @@ def _describe(error: ValidationError, model: type[BaseModel]) -> ApiError:
         message = f"{param}: {text}" if param else text
         if first["type"] not in ("missing", "value_error"):
             message += f"; got {_short(first.get('input'))}"
-    others = len({p["loc"][:1] for p in problems} - {field})
-    if others:
-        message += f" (and {others} more wrong field{'s' if others > 1 else ''})"
+    other_fields = len({p["loc"][:1] for p in problems} - {field})
+    if other_fields:
+        message += f" (and {other_fields} more wrong field{'s' if other_fields > 1 else ''})"
     return ApiError(400, message, param=param or None, code=first["type"])
 
 

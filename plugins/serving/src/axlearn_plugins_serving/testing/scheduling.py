@@ -150,6 +150,10 @@ class DrafterSuite:
             assert len(draft) <= most, f"{len(draft)} tokens, and {most} were asked for"
             assert all(token >= 0 and token == int(token) for token in draft), f"not token ids: {draft}"
 
+    def test_something_is_drafted(self) -> None:
+        """In requests of five tokens, where most of what comes has come before."""
+        assert any(self._drafts(3)), "it drafts nothing for any request"
+
     def test_equal_requests_have_equal_drafts(self) -> None:
         """Whatever was drafted before."""
         assert self._drafts(3) == self._drafts(3), "drafts differ between two engines"

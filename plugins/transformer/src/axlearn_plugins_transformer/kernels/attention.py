@@ -149,7 +149,7 @@ class _XLABlocked:
         if not op.aligned:
             return "queries and keys are not the same positions"
         if length % BLOCK:
-            return f"the sequence length {length} is no multiple of {BLOCK}"
+            return f"the sequence length {length} is not a multiple of {BLOCK}"
         if length // BLOCK > MAX_BLOCKS:
             return f"the sequence length {length} makes more than {MAX_BLOCKS} blocks, each with code of its own"
         return None if op.skips else f"the mask ({op.mask.describe()}) hides no whole block"

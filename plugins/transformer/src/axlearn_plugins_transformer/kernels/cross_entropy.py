@@ -188,11 +188,11 @@ def _forward(
     total, to_hidden = lax.scan(step, (zero, zero, zeros), chunks)
     to_hidden = jnp.moveaxis(to_hidden, 0, 1).reshape(hidden.shape[0], -1, hidden.shape[2])[:, : hidden.shape[1]]
     # Before the layers' backward pass: XLA would hold what each device has summed until after it.
-    to_hidden, to_weight = lax.optimization_barrier((to_hidden, _summed(total[2], options)))
+    to_hidden, to_weight = lax.optimization_barrier((to_hidden, _sum_parts(total[2], options)))
     return (total[0], total[1]), (to_hidden, to_weight.astype(weight.dtype))
 
 
-def _summed(to_weight: jax.Array, options: Options) -> jax.Array:
+def _sum_parts(to_weight: jax.Array, options: Options) -> jax.Array:
     """The sum of the parts of [parts, D, V]: among devices in the dtype of the product, as other matrices' gradients are."""
     if to_weight.shape[0] == 1:
         return to_weight[0]
@@ -201,8 +201,8 @@ def _summed(to_weight: jax.Array, options: Options) -> jax.Array:
     return constrain(to_weight, *WEIGHT_AXES)
 
 
-def _backward(options: Options, kept: tuple[jax.Array, jax.Array], cotangents: tuple[jax.Array, jax.Array]) -> Any:
-    to_hidden, to_weight = kept
+def _backward(options: Options, gradients: tuple[jax.Array, jax.Array], cotangents: tuple[jax.Array, jax.Array]) -> Any:
+    to_hidden, to_weight = gradients
     scale = cotangents[0]
     return to_hidden * scale.astype(to_hidden.dtype), to_weight * scale.astype(to_weight.dtype), None, None
 

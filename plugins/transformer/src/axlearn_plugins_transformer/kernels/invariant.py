@@ -1,7 +1,7 @@
 """Attention whose rows do not depend on what is computed beside them, bit for bit: for training programs and for serving.
 
 Every query is in a tile of `ROWS` rows, which meets the keys of its request in blocks of `KEYS`, from slot 0 on, one after the
-other. So the order of all sums is that of the slots, whatever the batch, the chunks of a prompt or the pages of a cache are.
+other. So the order of all sums is that of the slots, regardless of the batch, the chunks of a prompt and the pages of a cache.
 Both kernels run one and the same loop over blocks; a block that a query does not see changes nothing of its sums.
 
 Legend: B batch, Q queries, C tokens of a tile, N query heads, G key-value heads, n = N / G, H head size, V size of a value.
@@ -49,23 +49,23 @@ def _tile(op: Any, query: jax.Array, positions: jax.Array, length: Any, blocks: 
         scores = jnp.einsum("gqh,gsh->gqs", rows, key).astype(jnp.float32)
         if op.softcap is not None:
             scores = op.softcap * jnp.tanh(scores / op.softcap)
-        seen = slots[None] <= positions[:, None]
+        visible = slots[None] <= positions[:, None]
         if window is not None:
-            seen &= slots[None] > positions[:, None] - window
+            visible &= slots[None] > positions[:, None] - window
         if op.bias is not None:
             added = op.bias.materialize((0, count), (0, KEYS), positions[None], slots[None])
             added = added.reshape(groups, heads * count, KEYS)
             scores = scores + jnp.pad(added, ((0, 0), (0, scores.shape[1] - heads * count), (0, 0)))
-        seen = jnp.broadcast_to(seen[None, None], (1, heads, count, KEYS)).reshape(1, heads * count, KEYS)
-        seen = jnp.pad(seen, ((0, 0), (0, scores.shape[1] - heads * count), (0, 0)))
-        scores = jnp.where(seen, scores, LOW)
+        visible = jnp.broadcast_to(visible[None, None], (1, heads, count, KEYS)).reshape(1, heads * count, KEYS)
+        visible = jnp.pad(visible, ((0, 0), (0, scores.shape[1] - heads * count), (0, 0)))
+        scores = jnp.where(visible, scores, LOW)
         peak = jnp.maximum(highest, jnp.max(scores, axis=-1))
-        kept = jnp.exp(highest - peak)
+        scale = jnp.exp(highest - peak)
         weights = jnp.where(scores > LOW, jnp.exp(scores - peak[..., None]), 0.0)
-        if not getattr(op, "finite", False):  # what no token wrote may be no number
+        if not getattr(op, "finite", False):  # what no token wrote may be NaN
             value = jnp.where((slots < length)[None, :, None], value, 0)
         part = jnp.einsum("gqs,gsv->gqv", weights.astype(value.dtype), value).astype(jnp.float32)
-        return peak, total * kept + jnp.sum(weights, axis=-1), result * kept[..., None] + part
+        return peak, total * scale + jnp.sum(weights, axis=-1), result * scale[..., None] + part
 
     zeros = jnp.zeros(rows.shape[:2], jnp.float32)
     values = jax.eval_shape(block, jnp.int32(0))[1].shape[-1]
@@ -88,8 +88,8 @@ class _Invariant:
         """Causal attention."""
         if not op.aligned:
             return "queries and keys are not the same positions"
-        others = [p for p in op.mask.parts if not isinstance(p, (Causal, SlidingWindow))]
-        if others or not any(isinstance(p, Causal) for p in op.mask.parts):
+        other_masks = [p for p in op.mask.parts if not isinstance(p, (Causal, SlidingWindow))]
+        if other_masks or not any(isinstance(p, Causal) for p in op.mask.parts):
             return f"the mask is {op.mask.describe()}; it takes causal ones, with a window or without"
         return None
 

@@ -145,8 +145,8 @@ class Prefix(Mask):
 
     def materialize(self, queries, keys, query_slots=None, key_slots=None) -> jax.Array:
         """key < length."""
-        seen = slots_of(keys, key_slots, 2) < self.length[:, None, None]
-        return jnp.broadcast_to(seen, (seen.shape[0], queries[1] - queries[0], seen.shape[2]))
+        visible = slots_of(keys, key_slots, 2) < self.length[:, None, None]
+        return jnp.broadcast_to(visible, (visible.shape[0], queries[1] - queries[0], visible.shape[2]))
 
 
 @_mask
@@ -157,8 +157,8 @@ class And(Mask):
 
     def block(self, queries: Range, keys: Range) -> bool | None:
         """None visible where one says so; all where all do."""
-        found = [m.block(queries, keys) for m in self.masks]
-        return False if False in found else (True if all(found) else None)
+        blocks = [m.block(queries, keys) for m in self.masks]
+        return False if False in blocks else (True if all(blocks) else None)
 
     def materialize(self, queries, keys, query_slots=None, key_slots=None) -> jax.Array:
         """The conjunction, without the parts that are known to let everything through."""
@@ -187,8 +187,8 @@ class Or(Mask):
 
     def block(self, queries: Range, keys: Range) -> bool | None:
         """All visible where one says so; none where all do."""
-        found = [m.block(queries, keys) for m in self.masks]
-        return True if True in found else (False if all(f is False for f in found) else None)
+        blocks = [m.block(queries, keys) for m in self.masks]
+        return True if True in blocks else (False if all(f is False for f in blocks) else None)
 
     def materialize(self, queries, keys, query_slots=None, key_slots=None) -> jax.Array:
         """The disjunction."""
@@ -203,7 +203,7 @@ class Or(Mask):
 
 
 def visible(context: Context, window: int | None = None, *, causal: bool = True) -> Mask:
-    """What a query of a causal decoder sees: the past, of which the last `window`, and the prefix; of its document.
+    """The keys that a query of a causal decoder sees: the last `window` of the past, and the prefix, within its document.
 
     In an encoder (not `causal`) it also sees all that comes later.
     """
@@ -228,10 +228,10 @@ def visible_pairs(mask: Mask, queries: int, keys: int) -> float:
     blocks = max(1, min(BLOCKS, queries))
     edges = [i * queries // blocks for i in range(blocks + 1)]
     ranges = list(itertools.pairwise(edges))
-    seen = 0.0
+    pairs = 0.0
     for rows in ranges:
         for columns in ranges:
             answers = [part.block(rows, columns) for part in parts]
             share = 0.0 if False in answers else 1.0 if all(answers) else 0.5
-            seen += share * (rows[1] - rows[0]) * (columns[1] - columns[0])
-    return seen / (queries * keys)
+            pairs += share * (rows[1] - rows[0]) * (columns[1] - columns[0])
+    return pairs / (queries * keys)

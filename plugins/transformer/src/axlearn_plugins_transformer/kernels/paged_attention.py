@@ -50,7 +50,7 @@ class PagedAttention(Op[jax.Array]):
         starts: int32 [R + 1], where along T the new tokens of each request begin; the last entry is where they all end.
         count: int32 [1], how many requests there are; what is behind them in the other arrays is not used.
         scale: multiplies the queries.
-        window: the last keys that a query sees; None where there is no limit.
+        window: the last keys that a query sees; None without a limit.
         softcap: caps the scores to (-softcap, softcap) by a tanh.
         bias: added to the scores; it counts queries and keys by their positions in the request.
         value_size: the values are the first so many numbers of the keys (latent attention); None where they are apart.
@@ -95,20 +95,20 @@ class PagedAttention(Op[jax.Array]):
     def keys_and_values(self, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The pages of these numbers int32 [...] as keys [..., G, S, H] and values [..., G, S, V]."""
         if self.heads_first:  # A gather of whole runs of memory: XLA for CPU copies those three times as fast.
-            key, value = (self._scaled((numbers, half)) for half in (0, 1))
+            key, value = (self._scaled_pages((numbers, half)) for half in (0, 1))
             return key, value
-        taken = jnp.swapaxes(self._scaled((numbers,)), -3, -2)
+        pages = jnp.swapaxes(self._scaled_pages((numbers,)), -3, -2)
         if self.value_size is not None:
-            return taken, taken[..., : self.value_size]
-        return taken[..., 0::2, :, :], taken[..., 1::2, :, :]
+            return pages, pages[..., : self.value_size]
+        return pages[..., 0::2, :, :], pages[..., 1::2, :, :]
 
-    def _scaled(self, at: tuple[Any, ...]) -> jax.Array:
+    def _scaled_pages(self, at: tuple[Any, ...]) -> jax.Array:
         """What stands at a place in the pages, in the dtype of the queries where it has a scale."""
-        taken = self.pages.at[at].get(mode="clip")
+        pages = self.pages.at[at].get(mode="clip")
         if self.scales is None:
-            return taken
+            return pages
         scales = self.scales.at[at].get(mode="clip")[..., None]
-        return (taken.astype(jnp.float32) * scales).astype(self.query.dtype)
+        return (pages.astype(jnp.float32) * scales).astype(self.query.dtype)
 
     def operands(self) -> Mapping[str, Any]:
         """Queries, pages and their table."""
@@ -163,11 +163,11 @@ class PagedAttention(Op[jax.Array]):
             if self.bias is not None:
                 added = self.bias.materialize((0, 1), (0, key.shape[1]), position[None, None], slots[None])
                 scores = scores + added.reshape(scores.shape)
-            seen = slots <= position
+            visible = slots <= position
             if self.window is not None:
-                seen &= slots > position - self.window
-            weights = jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1).astype(value.dtype)
-            value = jnp.where(seen[:, None], value, 0)  # what no token wrote may be no number
+                visible &= slots > position - self.window
+            weights = jax.nn.softmax(jnp.where(visible, scores, -1e30), axis=-1).astype(value.dtype)
+            value = jnp.where(visible[:, None], value, 0)  # what no token wrote may be NaN
             return jnp.einsum("gnk,gkh->gnh", weights, value).reshape(heads, -1).astype(query.dtype)
 
         return lax.map(one, (query, owner, position), batch_size=AT_ONCE)

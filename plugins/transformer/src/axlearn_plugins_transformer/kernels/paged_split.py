@@ -62,10 +62,10 @@ def _scores(op: PagedAttention, scores: jax.Array, positions: jax.Array, slots: 
         counts = (0, positions.shape[1]), (0, slots.shape[1])
         added = op.bias.materialize(*counts, positions, slots)
         scores = scores + added.reshape(added.shape[0], *scores.shape[1:])
-    seen = slots[:, None] <= positions[..., None]
+    visible = slots[:, None] <= positions[..., None]
     if op.window is not None:
-        seen &= slots[:, None] > positions[..., None] - op.window
-    return jnp.where(seen[:, None, None], scores, LOW)
+        visible &= slots[:, None] > positions[..., None] - op.window
+    return jnp.where(visible[:, None, None], scores, LOW)
 
 
 def _singles(op: PagedAttention, query: jax.Array) -> jax.Array:
@@ -91,14 +91,14 @@ def _singles(op: PagedAttention, query: jax.Array) -> jax.Array:
         own = (owner[None] == jnp.arange(rows, dtype=jnp.int32)[:, None]) & real[None]
         peak = jnp.max(jnp.where(own[:, :, None, None], high[None], LOW), axis=1)
         peak = jnp.maximum(highest, peak)
-        kept = jnp.exp(highest - peak)
+        scale = jnp.exp(highest - peak)
         weights = jnp.where(scores > LOW, jnp.exp(scores - peak[owner][..., None]), 0.0)
-        if not op.finite:  # what no token wrote may be no number
+        if not op.finite:  # what no token wrote may be NaN
             value = jnp.where((slots <= positions)[:, None, :, None], value, 0)
         part = jnp.einsum("wgns,wgsv->wgnv", weights.astype(value.dtype), value).astype(jnp.float32)
         own = own.astype(jnp.float32)
-        total = total * kept + jnp.einsum("rw,wgn->rgn", own, jnp.sum(weights, axis=-1))
-        result = result * kept[..., None] + jnp.einsum("rw,wgnv->rgnv", own, part)
+        total = total * scale + jnp.einsum("rw,wgn->rgn", own, jnp.sum(weights, axis=-1))
+        result = result * scale[..., None] + jnp.einsum("rw,wgnv->rgnv", own, part)
         return peak, total, result
 
     value_size = op.value_size or op.pages.shape[-1]
@@ -126,12 +126,12 @@ def _chunk(op: PagedAttention, query: jax.Array, table: jax.Array, length: jax.A
         scores = jnp.einsum("gqh,gsh->gqs", rows, key).reshape(1, groups, heads, count, -1)
         scores = _scores(op, scores, positions, slots).reshape(groups, heads * count, -1)
         peak = jnp.maximum(highest, jnp.max(scores, axis=-1))
-        kept = jnp.exp(highest - peak)
+        scale = jnp.exp(highest - peak)
         weights = jnp.where(scores > LOW, jnp.exp(scores - peak[..., None]), 0.0)
         if not op.finite:
             value = jnp.where((slots[0] < length)[None, :, None], value, 0)
         part = jnp.einsum("gqs,gsv->gqv", weights.astype(value.dtype), value).astype(jnp.float32)
-        return peak, total * kept + jnp.sum(weights, axis=-1), result * kept[..., None] + part
+        return peak, total * scale + jnp.sum(weights, axis=-1), result * scale[..., None] + part
 
     zeros = jnp.zeros((groups, heads * count), jnp.float32)
     state = zeros + LOW, zeros, jnp.zeros((groups, heads * count, op.value_size or op.pages.shape[-1]), jnp.float32)

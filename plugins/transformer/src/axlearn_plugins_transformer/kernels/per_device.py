@@ -20,8 +20,8 @@ def split_over(shape: Sequence[int], axes: Sequence[str | None]) -> tuple[tuple[
     Returns:
         For each dimension the names of its mesh axes: none where it stays whole, as all do without a placement.
     """
-    found = placement()
-    parts = (None,) * len(shape) if found is None else found.spec(shape, axes)
+    place = placement()
+    parts = (None,) * len(shape) if place is None else place.spec(shape, axes)
     return tuple((p,) if isinstance(p, str) else tuple(p or ()) for p in parts)
 
 
@@ -32,9 +32,9 @@ def parts_of(shape: Sequence[int], axes: Sequence[str | None]) -> tuple[int, ...
         shape: of the whole array.
         axes: a logical axis for each dimension; None for one that stays whole.
     """
-    found = placement()
+    place = placement()
     over = split_over(shape, axes)
-    return tuple(1 if found is None else math.prod(found.mesh.shape[a] for a in names) for names in over)
+    return tuple(1 if place is None else math.prod(place.mesh.shape[a] for a in names) for names in over)
 
 
 def per_device(
@@ -47,20 +47,20 @@ def per_device(
         operands: the logical axes of each operand; None for an operand that is None.
         result: the logical axes of the result, whose dimensions are split as those of the operands with the same names.
     """
-    found = placement()
-    if found is None:
+    place = placement()
+    if place is None:
         return function
 
     def run(*args: jax.Array | None) -> Any:
         specs = tuple(
-            PartitionSpec() if x is None else found.spec(x.shape, a or ()) for x, a in zip(args, operands, strict=True)
+            PartitionSpec() if x is None else place.spec(x.shape, a or ()) for x, a in zip(args, operands, strict=True)
         )
         split: dict[str, Any] = {}
         for axes, spec in zip(operands, specs, strict=True):
             for name, part in zip(axes or (), spec, strict=False):
                 if name is not None:
                     split.setdefault(name, part)
-        made = PartitionSpec(*(split.get(name or "") for name in result))
-        return jax.shard_map(function, mesh=found.mesh, in_specs=specs, out_specs=made, check_vma=False)(*args)
+        out_specs = PartitionSpec(*(split.get(name or "") for name in result))
+        return jax.shard_map(function, mesh=place.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)(*args)
 
     return run

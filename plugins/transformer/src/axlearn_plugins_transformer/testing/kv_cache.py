@@ -45,12 +45,12 @@ class KVCacheSuite:
 
     def attend(self, cache: Any, op: Attention, rows: Sequence[Any], slots: Any, kernel: str | None = None) -> Any:
         """(result, new cache) for some tokens of each row (slices or indices), written to `slots` [B or 1, number of tokens]."""
-        taken = [jnp.stack([x[b, row] for b, row in enumerate(rows)]) for x in (op.query, op.key, op.value)]
+        rows_of = [jnp.stack([x[b, row] for b, row in enumerate(rows)]) for x in (op.query, op.key, op.value)]
 
         def call(cache: Any, query: Any, key: Any, value: Any, slots: Any) -> Any:
             return self.step(cache, attrs.evolve(op, query=query, key=key, value=value), slots, kernel)
 
-        return compiled(call)(cache, *taken, jnp.asarray(slots, jnp.int32))
+        return compiled(call)(cache, *rows_of, jnp.asarray(slots, jnp.int32))
 
     def step(self, cache: Any, op: Attention, slots: jax.Array, kernel: str | None = None) -> Any:
         """(result, new cache) of one call of the layout: the op's tokens go to `slots` [B or 1, S]."""

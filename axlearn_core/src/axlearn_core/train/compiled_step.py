@@ -1,0 +1,245 @@
+"""The compiled step of a run as files in its directory: a process that continues the run loads it, and traces nothing.
+
+    compiled/<identity>/executables.json    what it was compiled from and for; see `axlearn_core.compose.executables`
+    compiled/<identity>/train-0.executable  the program
+    compiled/<identity>.seal                who wrote it: signatures of the index
+    compiled/<identity>.tries               one byte for each attempt that began with it and finished no step
+
+An executable is code, and a run directory may come from somebody else. One is loaded only with the signature of this user, whose
+key is in the cache folder of the home directory, or of the supervisor of this job, and only where nobody else can write it.
+"""
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import re
+import secrets
+import shutil
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from axlearn_core.checkpoint.barrier import gather_objects
+from axlearn_core.compose import Program
+from axlearn_core.compose.executables import INDEX, read_facts
+from axlearn_core.config import Node, flatten, walk
+from axlearn_core.config.flat import qualified_name
+from axlearn_core.errors import AxlearnError, RequestError
+from axlearn_core.plugins.source_hash import installed_versions, plugin_packages, source_hashes
+from axlearn_core.plugins.unregistered import stable_repr
+from axlearn_core.train.holder import JOB
+from axlearn_core.train.run_dir import write_whole
+
+FOLDER = "compiled"
+KEEP = 2
+"""How many compiled steps stay: that of the whole job, and that of fewer hosts."""
+TRIES = 3
+"""An executable that so many attempts loaded, and none of them finished a step with, is removed."""
+_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NEURON_CC_FLAGS", "AXLEARN_PLUGINS")
+_PLACES = ("cache", "coordinator", "dump", "log", "traceback", "profiler", "debug", "array_garbage")
+"""Options of JAX with these words in their names say where things go, or what is printed."""
+
+
+class CompiledStep:
+    """Keeps and loads the function `train` of a program.
+
+    Args:
+        run_dir: of the run, which every process reaches.
+        program: of the run.
+
+    Attributes:
+        facts: what was known of the step when it was compiled (`flops`, `kernels`, `fingerprint`), once it was loaded.
+    """
+
+    def __init__(self, run_dir: Path, program: Program):
+        self.program = program
+        self.facts: Mapping[str, Any] = {}
+        self._root = run_dir / FOLDER
+        self._folder: Path | None = None
+        self._identity: dict[str, str] | None = None
+        self._thread: threading.Thread | None = None
+        self._loaded: bool | None = None
+        self._is_unfit = False
+
+    def load(self, batch: Mapping[str, Any]) -> bool:
+        """Takes the step for a batch from the files of an earlier attempt, if all processes can; returns whether they did.
+
+        Without such files, or with files of another config, code, version, flag or machine, the step is compiled as usual.
+        """
+        if self._loaded is not None:
+            return self._loaded
+        self._identity = identity(self.program)
+        if self._identity is not None:
+            text = json.dumps(self._identity, sort_keys=True)
+            self._folder = self._root / hashlib.sha256(text.encode()).hexdigest()[:16]
+        name = ""
+        if self._folder is not None and self._folder.exists():
+            try:
+                self._load_files(self._folder, batch)
+                name = self._folder.name
+            except Exception as error:  # any fault of the files: the step can be compiled instead
+                self._is_unfit = True
+                reason = (str(error) or type(error).__name__).splitlines()[0]
+                _log_note(f"the compiled step in {self._folder} is not loaded: {reason}")
+        names = gather_objects(name, "compiled step")
+        self._loaded = bool(name) and set(names) == {name}
+        if not self._loaded:
+            self.program.discard("train", batch)
+            self.facts = {}
+        elif jax.process_index() == 0:
+            _log_note(f"the compiled step is loaded from {self._folder}")
+        return self._loaded
+
+    def _load_files(self, folder: Path, batch: Mapping[str, Any]) -> None:
+        check_private(folder)
+        check_seal(folder)
+        if jax.process_index() == 0:
+            self._count_try(folder)
+        self.program.load(folder, self._identity)
+        if not self.program.exported("train", batch):
+            raise RequestError("it is for batches of another shape")
+        self.program.compile("train", batch)
+        self.facts = read_facts(folder)
+
+    def _count_try(self, folder: Path) -> None:
+        tries = folder.with_suffix(".tries")
+        with tries.open("ab") as file:
+            count = file.write(b".") and file.tell()
+        if count > TRIES:
+            shutil.rmtree(folder)
+            tries.unlink()
+            raise RequestError(f"{TRIES} attempts began with it and finished no step; it is removed")
+
+    def prove(self) -> None:
+        """A step was finished with what was loaded."""
+        if self.facts and jax.process_index() == 0 and self._folder is not None:
+            self._folder.with_suffix(".tries").unlink(missing_ok=True)
+
+    def write(self, batch: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        """Keeps the step that the first process compiled, from a thread. A step that cannot be kept is compiled each time."""
+        if self._folder is None or self.facts or jax.process_index():
+            return
+        if self._folder.exists() and not self._is_unfit:
+            return
+        self._thread = threading.Thread(
+            target=self._write, args=(self._folder, batch, dict(facts)), name="compiled-step"
+        )
+        self._thread.start()
+
+    def _write(self, folder: Path, batch: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        if self._is_unfit:
+            shutil.rmtree(folder, ignore_errors=True)
+        if self.program.was_cached("train", batch):
+            return  # JAX's compilation cache has it, and XLA cannot write what it has read
+        try:
+            self.program.export(folder, {"train": [batch]}, self._identity, facts=facts)
+            write_whole(folder.with_suffix(".seal"), json.dumps(_seals(folder)) + "\n")
+            entries = sorted((p for p in self._root.iterdir() if (p / INDEX).exists()), key=lambda p: p.stat().st_mtime)
+            for old in entries[:-KEEP]:
+                shutil.rmtree(old)
+                old.with_suffix(".seal").unlink(missing_ok=True)
+        except (AxlearnError, OSError, NotImplementedError, ValueError, jax.errors.JaxRuntimeError) as error:
+            _log_note(f"the compiled step is not kept: {(str(error) or type(error).__name__).splitlines()[0]}")
+
+    def close(self) -> None:
+        """Waits until it is written."""
+        if self._thread is not None:
+            self._thread.join()
+
+
+def identity(program: Program) -> dict[str, str] | None:
+    """Everything that a step is made from, by name: equal identities are equal programs.
+
+    Returns:
+        None where the config names code that is neither of a plugin nor of an installed distribution.
+    """
+    config: Any = program.config
+    if any(not _is_installed(value) for _, value in walk(config)):
+        return None
+    layout = program.layout
+    parts = {f"config.{path}": stable_repr(value) for path, value in flatten(config).items()}
+    parts |= {f"mesh.{axis}": str(size) for axis, size in layout.mesh.shape.items()}
+    parts |= {f"compiler_options.{name}": str(value) for name, value in program.compiler_options.items()}
+    parts["target"] = program.target.name if program.target else ""
+    parts["processes"] = str(jax.process_count())
+    parts |= {name: os.environ.get(name, "") for name in _FLAGS}
+    values: Mapping[str, Any] = jax.config.values
+    options = {name: str(v) for name, v in values.items() if not any(word in name for word in _PLACES)}
+    parts["options of JAX"] = _digest(json.dumps(options, sort_keys=True))
+    parts["installed"] = _digest(" ".join(installed_versions()))
+    parts["python"] = sys.version
+    return parts | {f"code of {name}": digest for name, digest in source_hashes().items()}
+
+
+def _is_installed(value: Any) -> bool:
+    """Whether the code of a node, class or function has a version or a hash."""
+    if isinstance(value, Node):
+        value = type(value)
+    elif not callable(value):
+        return True
+    package = qualified_name(value).partition(":")[0].partition(".")[0]
+    if package in plugin_packages() or package in sys.stdlib_module_names:
+        return True
+    file = getattr(sys.modules.get(package), "__file__", None) or ""
+    return "site-packages" in file or "dist-packages" in file
+
+
+def check_private(folder: Path) -> None:
+    """Raises `RequestError` where a folder, or a file in it, is another user's or can be written by others."""
+    for path in (folder, *folder.iterdir()):
+        status = path.stat()
+        if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o022:
+            raise RequestError(f"{path} is not yours alone: owner {status.st_uid}, mode {status.st_mode & 0o777:o}")
+
+
+def check_seal(folder: Path) -> None:
+    """Raises `RequestError` where neither this user nor the supervisor of this job wrote the executables of a folder."""
+    try:
+        seals = json.loads(folder.with_suffix(".seal").read_text())
+        expected = _seals(folder)
+    except (OSError, ValueError) as error:
+        raise RequestError(f"its signature cannot be read: {error}") from error
+    if not any(hmac.compare_digest(str(seals.get(name, "")), seal) for name, seal in expected.items()):
+        raise RequestError("it has no signature of this user or of this job's supervisor")
+
+
+def _seals(folder: Path) -> dict[str, str]:
+    """Signatures of an index, which has the hashes of the executables: the user's, and the supervisor's where there is one."""
+    job = os.environ.get(JOB, "")
+    # A supervisor's id is random. Those that are made of a scheduler's numbers can be guessed.
+    keys = {"user": _user_key(), "job": job.encode() if re.fullmatch("[0-9a-f]{32}", job) else b""}
+    content = (folder / INDEX).read_bytes()
+    return {name: hmac.new(key, content, hashlib.sha256).hexdigest() for name, key in keys.items() if key}
+
+
+def _user_key() -> bytes:
+    """A secret of this user on this machine; empty where the home directory cannot be written."""
+    file = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "axlearn" / "key"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_name(f".key.{os.getpid()}")
+        if not file.exists():
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as opened:
+                opened.write(secrets.token_bytes(32))
+            with contextlib.suppress(FileExistsError):
+                os.link(temporary, file)
+            temporary.unlink()
+        status = file.stat()
+        return file.read_bytes() if status.st_uid == os.getuid() and not status.st_mode & 0o077 else b""
+    except (OSError, RuntimeError):
+        return b""
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _log_note(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(f"note: {text}", file=sys.stderr, flush=True)

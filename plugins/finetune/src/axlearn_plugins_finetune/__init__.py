@@ -1,0 +1,1 @@
+"""Post-training: low-rank adapters, preferences, distillation, and runs converted into other runs."""

@@ -1,0 +1,139 @@
+"""The feature `lora`."""
+
+import inspect
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import attrs
+
+from axlearn_core.config import Node, map, node, patch, setting
+from axlearn_core.config.node import interface_fields
+from axlearn_core.config.tree import children, join, with_children
+from axlearn_core.errors import ConfigError, Problem
+from axlearn_core.learn import ParameterRule
+from axlearn_core.plugins.feature import Feature
+from axlearn_plugins_finetune.lora.linear import LoraLinear
+from axlearn_plugins_finetune.lora.start import StartFromRun
+from axlearn_plugins_finetune.runs.targets import matching_paths
+
+Tree = TypeVar("Tree", bound=Node[Any])
+
+FROZEN = ParameterRule(pattern="!**.lora_*", freeze=True)
+"""Everything but the adapters stays as it is, and takes no optimizer state."""
+
+
+@node
+class Lora(Feature):
+    """Low-rank adapters on linear maps; everything else is frozen (Hu et al., 2021).
+
+    `target` is a pattern of config paths, or several; every linear map that one of them fits is adapted, by default those
+    of attention (`model.**` takes all there are). Where layers take turns with several components (`alternate`), those are all
+    at the path of the slot. `rank` (16 on a new adapter) is the width of an adapter, and its update
+    is scaled by `alpha` (16) / rank. `base` is the directory of a run whose parameters a new run begins with, and
+    `adapters` that of adapters written by `axlearn lora export`.
+
+    Linear maps that have adapters already get the `rank` and `alpha` that are given, and are not adapted twice.
+    """
+
+    stage = "wrap"
+    bridge = "axlearn_plugins_finetune.lora.runs:bridge"
+
+    rank: int | None = setting(default=None, ge=1)
+    alpha: float | None = setting(default=None, gt=0)
+    target: str | tuple[str, ...] = "model.**.attention.*"
+    base: str | None = None
+    adapters: str | None = None
+
+    def validate(self) -> Iterable[Problem]:
+        """Directories that hold no run and no adapters."""
+        for name, file, description in (
+            ("base", "config.yaml", "run"),
+            ("adapters", "adapters.json", "exported adapters"),
+        ):
+            directory = getattr(self, name)
+            if directory is None or (name == "base" and "://" in directory):  # a storage is asked when the run begins
+                continue
+            if not (Path(directory).expanduser() / file).is_file():
+                yield Problem(path=name, message=f"no {description} in that directory: it has no {file}", got=directory)
+
+    def apply(self, cfg: Tree) -> Tree:
+        """Adapts what `target` fits, freezes the rest, and puts the loop that loads `base` in place."""
+        targets = matching_paths(cfg, self.target, [path for path, _ in projections(cfg)], subject="lora")
+        result = _frozen(_place_adapters(cfg, "", targets, self._adapt))
+        return result if self.base is None and self.adapters is None else self._start_from_adapters(result)
+
+    def _adapt(self, part: Node[Any]) -> Node[Any]:
+        options: dict[str, Any] = {k: v for k, v in (("rank", self.rank), ("alpha", self.alpha)) if v is not None}
+        if isinstance(part, LoraLinear.Config):
+            return attrs.evolve(part, **options)
+        return LoraLinear.Config(base=part, **options)
+
+    def _start_from_adapters(self, cfg: Tree) -> Tree:
+        options: dict[str, Any] = {
+            k: v for k, v in (("run_dir", self.base), ("adapters", self.adapters)) if v is not None
+        }
+        loop: Any = getattr(cfg, "loop", None)
+        if not isinstance(loop, Node):
+            raise ConfigError(
+                Problem(path="loop", message="lora finds no loop that could load `base`", fix="leave out `base`")
+            )
+        if isinstance(loop, StartFromRun.Config):
+            return patch(cfg, {"loop": attrs.evolve(loop, **options)})
+        return patch(cfg, {"loop": StartFromRun.Config(loop=loop, **options)})
+
+
+def without_adapters(cfg: Tree) -> Tree:
+    """The config of the dense model: what `lora` made of it, undone."""
+
+    def undone(part: Node[Any]) -> Node[Any]:
+        if isinstance(part, LoraLinear.Config):
+            return part.base
+        return part.loop if isinstance(part, StartFromRun.Config) else part
+
+    result = map(cfg, undone)
+    rules = getattr(result.learner, "rules", ())
+    return patch(result, {"learner.rules": tuple(r for r in rules if r != FROZEN)}) if FROZEN in rules else result
+
+
+def projections(tree: Any, path: str = "") -> Iterator[tuple[str, Node[Any]]]:
+    """Path and node of every linear map; not those inside one that has adapters."""
+    if _is_projection(tree):
+        yield path, tree
+    if not isinstance(tree, LoraLinear.Config):
+        for name, child in children(tree).items():
+            yield from projections(child, join(path, name))
+
+
+def _is_projection(part: Any) -> bool:
+    """Whether it takes what the core's `Projection` is built with."""
+    if not isinstance(part, Node):
+        return False
+    takes = set(interface_fields(type(part)))
+    owner = type(part).owner
+    if owner is not None and not {"input_dims", "output_dims"} <= takes:
+        takes |= set(inspect.signature(owner.__init__).parameters)
+    return {"input_dims", "output_dims"} <= takes
+
+
+def _place_adapters(value: Any, path: str, targets: set[str], adapt: Any) -> Any:
+    if path in targets:
+        return adapt(value)
+    if isinstance(value, LoraLinear.Config):
+        return value  # what it adapts is not adapted again
+    return with_children(
+        value, {k: _place_adapters(v, join(path, k), targets, adapt) for k, v in children(value).items()}
+    )
+
+
+def _frozen(cfg: Tree) -> Tree:
+    rules = getattr(getattr(cfg, "learner", None), "rules", None)
+    if not isinstance(rules, tuple):
+        raise ConfigError(
+            Problem(
+                path="learner.rules",
+                message="lora cannot freeze the base: the learner has no rules",
+                fix="use a learner that has them, such as the core's",
+            )
+        )
+    return cfg if FROZEN in rules else patch(cfg, {"learner.rules": (*rules, FROZEN)})

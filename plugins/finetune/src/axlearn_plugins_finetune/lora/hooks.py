@@ -1,0 +1,18 @@
+"""What the core asks of this package. It imports no JAX."""
+
+from pathlib import Path
+from urllib.parse import parse_qs
+
+from axlearn_core.plugins.hookspecs import hookimpl
+
+
+@hookimpl
+def axlearn_weights(uri: str) -> object | None:
+    """The weights of exported adapters, merged into their base: `DIR`, or `DIR?base=RUN` where the base has moved."""
+    path, _, query = uri.partition("?")
+    directory = Path(path).expanduser()
+    if not (directory / "adapters.json").is_file():
+        return None
+    from axlearn_plugins_finetune.lora.weights import open_adapters
+
+    return open_adapters(directory, base=parse_qs(query).get("base", [None])[0])

@@ -1,0 +1,153 @@
+"""Adapters in the format of the PEFT library, for models that Hugging Face's format can describe.
+
+    adapter_config.json           rank, alpha, and which modules have adapters
+    adapter_model.safetensors     base_model.model.<module>.lora_A.weight [r, in], .lora_B.weight [out, r]
+
+Source: `peft.LoraConfig` and `peft.get_peft_model_state_dict`.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from axlearn_core.compose import Functional
+from axlearn_core.errors import RequestError, WorkError
+from axlearn_plugins_finetune.lora.feature import without_adapters
+from axlearn_plugins_finetune.lora.linear import ADAPTERS
+from axlearn_plugins_finetune.lora.runs import moved_variables, scales_of
+from axlearn_plugins_finetune.runs import local_target, open_run
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PREFIX = "base_model.model."
+
+
+def export_peft(
+    run_dir: str | Path, directory: str | Path, *, base: str | None = None, step: int | None = None
+) -> None:
+    """Writes the adapters of a run in PEFT's format.
+
+    Args:
+        run_dir: a run with adapters.
+        directory: where; files of these names in it are replaced.
+        base: what `adapter_config.json` names as the base model: a directory or a name on the hub.
+        step: which checkpoint; by default the newest.
+
+    Raises:
+        RequestError: the run has no adapters, no family of Hugging Face models describes its base, or the format has no
+            place for adapters on one of its maps.
+        WorkError: the directory cannot be written.
+    """
+    from safetensors.flax import save_file
+
+    directory = local_target(directory)
+    source = open_run(run_dir, step)
+    if not scales_of(source):
+        raise RequestError(f"{run_dir} has no adapters to write\n    fix: give a run that was trained with lora")
+    if variables := moved_variables(source):
+        raise RequestError(
+            f"PEFT's format has no place for the variables of this model, which training moves: {', '.join(variables[:3])}"
+            + (f" and {len(variables) - 3} more" if len(variables) > 3 else "")
+            + "\n    fix: merge the adapters into the weights (`axlearn lora merge`), and export the model"
+        )
+    arrays, facts = files(source.experiment, source.read("**.lora_*"), scales_of(source), base=base)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file({n: jnp.asarray(x) for n, x in arrays.items()}, str(directory / WEIGHTS), {"format": "pt"})
+        (directory / CONFIG).write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n", "utf-8")
+    except OSError as error:
+        raise WorkError(f"cannot write adapters to {directory}: {error.strerror or error}") from error
+
+
+def files(
+    config: Any, adapters: Mapping[str, Any], scales: Mapping[str, float], *, base: str | None = None
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """(the arrays by name, `adapter_config.json`) of the adapters of a trainer's config; see `export_peft`."""
+    tensors = _tensors(without_adapters(config))
+    modules: dict[str, tuple[str, Any]] = {}
+    for name, tensor in tensors.items():
+        path = tensor.parts[0].path.removesuffix(".weight")
+        if path in scales:
+            modules[name.removesuffix(".weight")] = (path, tensor)
+    unmapped = set(scales) - {path for path, _ in modules.values()}
+    if unmapped:
+        raise RequestError(
+            f"Hugging Face's format has no weights for the adapted maps {', '.join(sorted(unmapped)[:5])}"
+        )
+    arrays: dict[str, np.ndarray] = {}
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float] = {}
+    for name, (path, tensor) in modules.items():
+        a, b = _matrices(path, tensor, adapters)
+        arrays |= {f"{PREFIX}{name}.lora_A.weight": a, f"{PREFIX}{name}.lora_B.weight": b}
+        ranks[name], alphas[name] = len(a), _number(scales[path] * len(a))
+    every = {n.removesuffix(".weight") for n in tensors if n.endswith(".weight")}
+    return arrays, adapter_config(ranks, alphas, every, base)
+
+
+def adapter_config(
+    ranks: Mapping[str, int], alphas: Mapping[str, float], every: set[str], base: str | None
+) -> dict[str, Any]:
+    """`adapter_config.json` for adapters on some modules, with their ranks and alphas, of `every` one that there is."""
+    rank, alpha = _commonest(ranks.values()), _commonest(alphas.values())
+    last = {n: n.rpartition(".")[2] for n in every}
+    partly = {
+        last[n] for n in every - set(ranks)
+    }  # named by their last part, these would take in modules without adapters
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "target_modules": sorted({n if last[n] in partly else last[n] for n in ranks}),
+        "rank_pattern": {n: r for n, r in ranks.items() if r != rank},
+        "alpha_pattern": {n: a for n, a in alphas.items() if a != alpha},
+    }
+
+
+def _tensors(config: Any) -> dict[str, Any]:
+    try:
+        from axlearn_plugins_models.huggingface.family import family_of
+        from axlearn_plugins_models.huggingface.table import layout
+    except ImportError:
+        raise RequestError(
+            "PEFT's format names modules as Hugging Face models do, and axlearn-plugins-models is not installed\n"
+            "    fix: pip install axlearn-plugins-models"
+        ) from None
+    family, _ = family_of(config)
+    return layout(Functional.of(config.model), family.rules)
+
+
+def _matrices(path: str, tensor: Any, adapters: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """A [r, in] and B [out, r] of the layer that a tensor of the dense model belongs to."""
+    part, axes = tensor.parts[0], tensor.axes
+    a, b = (np.asarray(adapters[f"{path}.{n}"])[part.index] for n in ADAPTERS)
+    inputs, outputs = axes.ours[: a.ndim - 1], axes.ours[a.ndim - 1 :]
+    if len(tensor.parts) > 1 or axes.joined or len(axes.theirs) != 2 or set(axes.theirs[0]) != set(outputs):
+        raise RequestError(
+            f"{path}: PEFT's format has no place for these adapters, as {tensor.name} holds more than this map, or its "
+            "transpose\n    fix: merge them into the weights (`axlearn lora merge`), and export the model"
+        )
+    a = np.moveaxis(a, -1, 0).transpose(0, *(1 + inputs.index(n) for n in axes.theirs[1]))
+    b = b.transpose(*(1 + outputs.index(n) for n in axes.theirs[0]), 0)
+    rank = a.shape[0]
+    return a.reshape(rank, -1), b.reshape(-1, rank)
+
+
+def _commonest(values: Any) -> Any:
+    listed: Sequence[Any] = sorted(values)
+    return max(listed, key=listed.count)
+
+
+def _number(value: float) -> float | int:
+    """8.0 as 8: PEFT's alphas are mostly integers."""
+    return round(value) if math.isclose(value, round(value), rel_tol=1e-9) else value

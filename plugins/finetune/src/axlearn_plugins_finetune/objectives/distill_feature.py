@@ -1,0 +1,51 @@
+"""The feature `distill`."""
+
+from typing import Any, TypeVar
+
+import attrs
+
+from axlearn_core.config import Node, node, patch, setting
+from axlearn_core.errors import ConfigError, Problem
+from axlearn_core.plugins.feature import Feature
+from axlearn_plugins_finetune.objectives.distillation import Distillation
+from axlearn_plugins_finetune.objectives.edit import model_at, start_from
+
+Tree = TypeVar("Tree", bound=Node[Any])
+
+
+@node
+class Distill(Feature):
+    """Learns the predictions of a teacher (Hinton et al., 2015, arXiv 1503.02531).
+
+    `teacher` is a run, a directory in Hugging Face format, or other weights; without one the teacher is the model as training
+    begins, which holds a model that is tuned to what it was. The loss is `alpha` (0.5) times the divergence from the teacher
+    at `temperature`, and the rest the cross-entropy of the text. `base` is a run, or other weights, that training begins with.
+
+    An experiment that has this objective already gets the options that are given.
+    """
+
+    stage = "replace"
+    example = "temperature=2.0"
+
+    teacher: str | None = None
+    temperature: float | None = setting(default=None, gt=0)
+    alpha: float | None = setting(default=None, gt=0, le=1)
+    base: str | None = None
+
+    def apply(self, cfg: Tree) -> Tree:
+        """Sets `objective`, and `loop` where there is a base."""
+        if not hasattr(cfg, "objective") or not hasattr(getattr(cfg, "model", None), "decoder"):
+            raise ConfigError(
+                Problem(
+                    path="model",
+                    message="distill finds no language model that could learn from another one",
+                    expected="a causal-lm",
+                    fix="leave distill out",
+                )
+            )
+        options: dict[str, Any] = {k: v for k in ("temperature", "alpha") if (v := getattr(self, k)) is not None}
+        if self.teacher is not None:
+            options |= {"teacher": model_at(self.teacher), "teacher_weights": self.teacher}
+        old: Any = getattr(cfg, "objective", None)
+        new = attrs.evolve(old, **options) if isinstance(old, Distillation.Config) else Distillation.Config(**options)
+        return start_from(patch(cfg, {"objective": new}), self.base, "distill")

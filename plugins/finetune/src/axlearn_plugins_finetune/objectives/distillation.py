@@ -1,0 +1,112 @@
+"""Distillation (Hinton et al., 2015, arXiv 1503.02531).
+
+Legend: B rows, S positions of a row, C positions of a chunk, V vocabulary.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from axlearn_core.compose import FrozenModel
+from axlearn_core.config import Configurable, Node, node, setting
+from axlearn_core.contracts.parts import Batch, Model
+from axlearn_core.errors import ConfigError, Problem
+from axlearn_core.nn import summaries
+from axlearn_core.nn.layer import Context
+from axlearn_plugins_finetune.objectives.sequences import check_language_model, sum_over_positions
+
+
+class Distillation(Configurable, nnx.Module):
+    """`alpha * T^2 * KL(teacher || model) + (1 - alpha) * cross-entropy`, the mean over the targets that count.
+
+    Both distributions of the divergence are taken at the temperature T. The auxiliary losses of the model's layers are added;
+    its z-loss is not. Evaluation measures the model's own loss.
+    """
+
+    @node
+    class Config(Configurable.Config["Distillation"]):
+        """The loss and its teacher.
+
+        Attributes:
+            temperature: T.
+            alpha: the share of the divergence; the rest is the cross-entropy of the targets.
+            teacher: the config of the teacher; None takes that of the model.
+            teacher_weights: a path or URI of its weights; None takes those that training begins with.
+            loss_chunk: positions per row that have their logits in memory at one time.
+        """
+
+        temperature: float = setting(default=1.0, gt=0)
+        alpha: float = setting(default=0.5, gt=0, le=1)
+        teacher: Node[Model] | None = None
+        teacher_weights: str | None = None
+        loss_chunk: int = setting(default=128, kind="execution", ge=1)
+
+    def __init__(self, cfg: Config, *, model: Node[Any], rngs: nnx.Rngs):
+        teacher = cfg.teacher or model
+        for config, path in ((model, "objective"), (teacher, "objective.teacher")):
+            check_language_model(config, path)
+        sizes = [getattr(config, "vocab_size", None) for config in (teacher, model)]
+        if sizes[0] != sizes[1]:
+            raise ConfigError(
+                Problem(
+                    path="objective.teacher.vocab_size",
+                    message="the teacher predicts other tokens than the model",
+                    got=str(sizes[0]),
+                    expected=f"{sizes[1]}, which is model.vocab_size",
+                    fix="train the model with the tokenizer and the vocab_size of the teacher",
+                )
+            )
+        self.cfg = cfg
+        self.teacher = FrozenModel(teacher, rngs=rngs, weights=cfg.teacher_weights)
+
+    def loss(self, model: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, Mapping[str, jax.Array]]:
+        """See `axlearn_core.contracts.parts.Objective`.
+
+        Args:
+            model: a causal language model.
+            batch: of a language model; see `contracts.parts.Batch`.
+            key: not used; the model has its own.
+
+        Returns:
+            (loss, summaries): `teacher_kl` is the divergence without its factors, `cross_entropy` that of the targets,
+            `weight` the number of targets.
+        """
+        inputs = {k: v for k, v in batch.items() if v is not None}
+        context = Context(**{k: inputs.get(k) for k in ("positions", "segment_ids", "prefix")})
+        weights = inputs.get("weights", jnp.ones(inputs["targets"].shape, jnp.float32))
+        with summaries.collect() as collected:
+            hidden, _ = model.decoder(inputs["tokens"], context)
+        teacher = self.teacher.bind()
+        teacher_hidden, _ = teacher.decoder(inputs["tokens"], context)
+
+        def of_chunk(part: Any) -> tuple[jax.Array, jax.Array]:
+            hidden, teacher_hidden, targets, weights = part
+            return tuple(
+                weights * x for x in self._of_logits(model.logits(hidden), teacher.logits(teacher_hidden), targets)
+            )  # pyright: ignore[reportReturnType]
+
+        arrays = (hidden, teacher_hidden, inputs["targets"], weights)
+        weight = jnp.sum(weights)
+        divisor = jnp.where(weight > 0, weight, 1.0)
+        divergence, entropy = (jnp.sum(x) / divisor for x in sum_over_positions(of_chunk, arrays, self.cfg.loss_chunk))
+        alpha, temperature = self.cfg.alpha, self.cfg.temperature
+        loss = alpha * temperature**2 * divergence + (1 - alpha) * entropy + sum(collected.losses.values())
+        report = {"weight": weight, "teacher_kl": divergence, "cross_entropy": entropy}
+        return loss, {**report, **collected.summaries, **collected.losses}
+
+    def _of_logits(
+        self, logits: jax.Array, teacher_logits: jax.Array, targets: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """[B, C, V], [B, C, V], int32 [B, C] -> float32 [B, C] divergence, float32 [B, C] cross-entropy."""
+        logits, teacher_logits = logits.astype(jnp.float32), teacher_logits.astype(jnp.float32)
+        own, other = (jax.nn.log_softmax(x / self.cfg.temperature) for x in (logits, teacher_logits))
+        divergence = jnp.sum(jnp.exp(other) * (other - own), axis=-1)
+        picked = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="clip")[..., 0]
+        return divergence, jax.nn.logsumexp(logits, axis=-1) - picked
+
+    def evaluation_loss(self, model: Any, batch: Batch) -> tuple[jax.Array, Mapping[str, jax.Array]]:
+        """The model's own loss: what held-out text costs, whoever taught it."""
+        return model.loss(batch)

@@ -1,0 +1,115 @@
+"""Direct preference optimization (Rafailov et al., 2023, arXiv 2305.18290).
+
+Legend: B pairs, S positions of a row.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from axlearn_core.compose import FrozenModel
+from axlearn_core.config import Configurable, Node, find, node, setting
+from axlearn_core.contracts.parts import Batch, Model
+from axlearn_core.nn import summaries
+from axlearn_core.nn.layer import Context
+from axlearn_plugins_finetune.lora.linear import LoraLinear, is_adapted
+from axlearn_plugins_finetune.objectives.preference_input import ANSWERS
+from axlearn_plugins_finetune.objectives.sequences import check_language_model, log_probabilities
+
+
+class DPO(Configurable, nnx.Module):
+    """`-log sigmoid(beta * (log-ratio of the chosen answer - log-ratio of the rejected one))`, the mean over pairs.
+
+    A log-ratio is the log-probability of an answer under the model less that under a frozen reference. The reference begins
+    with the weights that training begins with. Where the model has LoRA adapters and no reference is named, the reference is
+    the model without its adapters, and takes no memory of its own.
+    """
+
+    @node
+    class Config(Configurable.Config["DPO"]):
+        """The loss and its reference.
+
+        Attributes:
+            beta: how strongly the model is held to the reference.
+            label_smoothing: the share of pairs whose labels are taken to be the wrong way round (Mitchell, 2023).
+            reference: the config of the reference; None takes that of the model.
+            reference_weights: a path or URI of the weights of the reference; None takes those that training begins with.
+            loss_chunk: positions per row that have their logits in memory at one time.
+        """
+
+        beta: float = setting(default=0.1, gt=0)
+        label_smoothing: float = setting(default=0.0, ge=0, lt=0.5)
+        reference: Node[Model] | None = None
+        reference_weights: str | None = None
+        loss_chunk: int = setting(default=128, kind="execution", ge=1)
+
+    def __init__(self, cfg: Config, *, model: Node[Any], rngs: nnx.Rngs):
+        check_language_model(model, "objective")
+        self.cfg = cfg
+        own = cfg.reference is not None or cfg.reference_weights is not None or not find(model, LoraLinear)
+        config = cfg.reference or model
+        check_language_model(config, "objective.reference")
+        self.reference = FrozenModel(config, rngs=rngs, weights=cfg.reference_weights) if own else None
+
+    def loss(self, model: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, Mapping[str, jax.Array]]:
+        """See `axlearn_core.contracts.parts.Objective`.
+
+        Args:
+            model: a causal language model.
+            batch: of a `preference-input`.
+            key: not used; the model has its own.
+
+        Returns:
+            (loss, summaries): `reward_chosen` and `reward_rejected` are beta times the log-ratios, `reward_margin` is their
+            difference, `reward_accuracy` the share of pairs whose margin is above zero, `weight` the number of pairs.
+        """
+        rows = {name: _pairs_as_rows(batch, name) for name in ("tokens", "targets", "weights")}
+        with summaries.collect() as collected:
+            policy = self._scores(model, rows)
+        reference = self.reference.bind() if self.reference is not None else without_adapters(model)
+        rewards = self.cfg.beta * (policy - lax.stop_gradient(self._scores(reference, rows)))
+        preferred, rejected = rewards[:, 0], rewards[:, 1]
+        margin, smoothing = preferred - rejected, self.cfg.label_smoothing
+        losses = -(1 - smoothing) * jax.nn.log_sigmoid(margin) - smoothing * jax.nn.log_sigmoid(-margin)
+        counted = (jnp.sum(batch["chosen_weights"], axis=1) > 0).astype(jnp.float32)
+        weight = jnp.sum(counted)
+
+        def mean(values: jax.Array) -> jax.Array:
+            return jnp.sum(values * counted) / jnp.where(weight > 0, weight, 1.0)
+
+        report = {
+            "weight": weight,
+            "reward_chosen": mean(preferred),
+            "reward_rejected": mean(rejected),
+            "reward_margin": mean(margin),
+            "reward_accuracy": mean((margin > 0).astype(jnp.float32)),
+            **collected.summaries,
+            **collected.losses,
+        }
+        return mean(losses) + sum(collected.losses.values()), report
+
+    def _scores(self, model: Any, rows: Mapping[str, jax.Array]) -> jax.Array:
+        """float32 [B, 2]: the log-probabilities of the chosen and the rejected answers."""
+        hidden, _ = model.decoder(rows["tokens"], Context())
+        scores = log_probabilities(model, hidden, rows["targets"], rows["weights"], self.cfg.loss_chunk)
+        return scores.reshape(-1, len(ANSWERS))
+
+
+def without_adapters(model: Any) -> Any:
+    """The bound model in evaluation, without what its LoRA adapters add."""
+    base = nnx.merge(*nnx.split(model))
+    base.eval()
+    for _, module in nnx.iter_modules(base):
+        if is_adapted(module):
+            module.lora_scale = 0.0  # pyright: ignore[reportAttributeAccessIssue]
+    return base
+
+
+def _pairs_as_rows(batch: Batch, name: str) -> jax.Array:
+    """[2 * B, S]; the rows of a pair are neighbours, so that they stay on the device that holds the pair."""
+    pairs = jnp.stack([batch[f"{answer}_{name}"] for answer in ANSWERS], axis=1)
+    return pairs.reshape(-1, pairs.shape[-1])

@@ -1,0 +1,83 @@
+"""The feature `dpo`."""
+
+from typing import Any, Literal, TypeVar
+
+import attrs
+
+from axlearn_core.config import REQUIRED, Node, node, patch, replace_config, setting
+from axlearn_core.errors import ConfigError, Problem
+from axlearn_core.plugins.feature import Feature
+from axlearn_plugins_finetune.objectives.dpo import DPO
+from axlearn_plugins_finetune.objectives.edit import model_at, start_from
+from axlearn_plugins_finetune.objectives.preference_input import PreferenceInput
+from axlearn_plugins_finetune.objectives.preferences import PreferenceFiles
+from axlearn_plugins_transformer.text.language_model import LanguageModelInput
+
+Tree = TypeVar("Tree", bound=Node[Any])
+HELD_OUT = 0.1
+
+
+@node
+class Dpo(Feature):
+    """Trains on preferences: direct preference optimization (DPO; Rafailov et al., 2023, arXiv 2305.18290).
+
+    `data` are JSONL files, as paths or globs, with rows of `{"prompt": ..., "chosen": ..., "rejected": ...}`. Held-out rows
+    are in files of their own (`validation`), or a share of `data` (`validation_fraction`, 0.1). `beta` says how strongly the
+    model is held to its reference.
+
+    `base` is a run, or other weights, that training begins with. The frozen reference begins as the model does; with LoRA
+    it is the model without its adapters. `reference` names other weights for it. `too_long` says what becomes of a pair that
+    is longer than a row: `error` or `drop`.
+
+    The tokenizer, the batch size (now of pairs) and the sequence length stay. An experiment that has this objective already
+    gets the options that are given.
+    """
+
+    stage = "replace"
+    example = "data=pairs.jsonl"
+
+    data: str | tuple[str, ...] = REQUIRED
+    validation: str | tuple[str, ...] = ()
+    validation_fraction: float | None = setting(default=None, ge=0, lt=1)
+    beta: float | None = setting(default=None, gt=0)
+    label_smoothing: float | None = setting(default=None, ge=0, lt=0.5)
+    reference: str | None = None
+    base: str | None = None
+    too_long: Literal["error", "drop"] | None = None
+
+    def apply(self, cfg: Tree) -> Tree:
+        """Sets `objective` and `input`, and `loop` where there is a base."""
+        return start_from(patch(self._read(cfg), {"objective": self._objective(cfg)}), self.base, "dpo")
+
+    def _objective(self, cfg: Any) -> DPO.Config:
+        options: dict[str, Any] = {k: v for k in ("beta", "label_smoothing") if (v := getattr(self, k)) is not None}
+        if self.reference is not None:
+            options |= {"reference": model_at(self.reference), "reference_weights": self.reference}
+        old = getattr(cfg, "objective", None)
+        return attrs.evolve(old, **options) if isinstance(old, DPO.Config) else DPO.Config(**options)
+
+    def _read(self, cfg: Tree) -> Tree:
+        old: Any = getattr(cfg, "input", None)
+        fraction = self.validation_fraction
+        if fraction is None:
+            fraction = 0.0 if self.validation else HELD_OUT
+        source = PreferenceFiles.Config(paths=self.data, validation_paths=self.validation, validation_fraction=fraction)
+        options: dict[str, Any] = {} if self.too_long is None else {"too_long": self.too_long}
+        if isinstance(old, PreferenceInput.Config):
+            return patch(cfg, {"input": attrs.evolve(old, source=source, **options)})
+        if not isinstance(old, LanguageModelInput.Config):
+            raise ConfigError(
+                Problem(
+                    path="input",
+                    message="dpo finds no input of text whose tokenizer it could keep",
+                    expected="a language-model-input",
+                    fix="leave dpo out, or set input to a preference-input",
+                )
+            )
+        lost = [a.name for a in attrs.fields(type(old)) if a.name not in _kept_fields()]
+        new = replace_config(old, type(old).owner, PreferenceInput.Config(source=source, **options), drop=tuple(lost))
+        return patch(cfg, {"input": new})
+
+
+def _kept_fields() -> set[str]:
+    return {a.name for a in attrs.fields(PreferenceInput.Config)}

@@ -1,0 +1,219 @@
+"""The input of preference optimization: batches of pairs of answers.
+
+Legend: B pairs of all processes, S sequence length.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from axlearn_core.config import REQUIRED, Configurable, Node, node, setting
+from axlearn_core.contracts.capabilities import digest_of
+from axlearn_core.contracts.parts import Tokenizer
+from axlearn_core.errors import ConfigError, InputError, Problem
+from axlearn_plugins_finetune.objectives.preferences import PreferenceRecords
+from axlearn_plugins_transformer.text.sources import Source, Split, describe
+from axlearn_plugins_transformer.text.tokenizers import vocabulary_problems
+
+Rows = dict[str, np.ndarray]
+ANSWERS = ("chosen", "rejected")
+DTYPES = {"tokens": "int32", "targets": "int32", "weights": "float32"}
+SPLITS: tuple[Split, ...] = ("train", "validation")
+
+
+class PreferenceInput(Configurable):
+    """Batches of prompts with a chosen and a rejected answer.
+
+    Arrays are `chosen_tokens`, `chosen_targets`, `chosen_weights`, and the same of `rejected`, [B, S] each. A row is
+    `[eos, prompt..., answer...]`, its targets `[prompt..., answer..., eos]`; weights are 1 where the target belongs to the
+    answer, its end included.
+    """
+
+    @node
+    class Config(Configurable.Config["PreferenceInput"]):
+        """What to read, and the shape of a batch.
+
+        Attributes:
+            batch_size: pairs of all processes together.
+            sequence_length: of each of the two rows of a pair.
+            too_long: what becomes of a pair with a row that is longer.
+        """
+
+        batch_size: int = setting(default=REQUIRED, gt=0)
+        sequence_length: int = setting(default=REQUIRED, gt=0)
+        source: Node[Source] = REQUIRED
+        tokenizer: Node[Tokenizer] = REQUIRED
+        shuffle: bool = True
+        too_long: Literal["error", "drop"] = "error"
+
+        def batch_shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
+            """Name -> (shape, dtype) of the arrays of a global batch; needs no data."""
+            shape = (self.batch_size, self.sequence_length)
+            return {f"{answer}_{name}": (shape, dtype) for answer in ANSWERS for name, dtype in DTYPES.items()}
+
+    def __init__(
+        self,
+        cfg: Config,
+        *,
+        seed: int = 0,
+        process_index: int = 0,
+        process_count: int = 1,
+        vocab_size: int | None = None,
+    ):
+        self.config, self.seed = cfg, seed
+        self.tokenizer = cfg.tokenizer.build()
+        problems = []
+        if cfg.batch_size % process_count:
+            problems.append(
+                Problem(
+                    path="input.batch_size",
+                    message=f"{cfg.batch_size} pairs cannot be split evenly over {process_count} processes",
+                    expected=f"a multiple of {process_count}",
+                )
+            )
+        problems += vocabulary_problems(self.tokenizer, vocab_size)
+        share = cfg.batch_size // process_count
+        self.rows = slice(process_index * share, (process_index + 1) * share)
+        self.source = cfg.source.build(seed=seed)
+        self.records = {split: _records(self.source, split) for split in SPLITS}
+        if any(records is not None and not isinstance(records, PreferenceRecords) for records in self.records.values()):
+            problems.append(
+                Problem(
+                    path="input.source",
+                    message="holds no preferences",
+                    got=type(cfg.source).__qualname__,
+                    expected="preference-files",
+                )
+            )
+        if problems:
+            raise ConfigError(problems)
+        self.kept = {split: self._fitting_pairs(split) for split in SPLITS}
+
+    def train(self) -> "PreferenceBatches":
+        """Endless batches; those of all processes together are the global batch. Each pass has an order of its own."""
+        rows = self._usable("train")
+
+        def index(position: int) -> int:
+            epoch, at = divmod(position, len(rows))
+            return int(rows[_order(self.seed, epoch, len(rows))[at] if self.config.shuffle else at])
+
+        return PreferenceBatches(self, "train", index, None)
+
+    def evaluation(self) -> "PreferenceBatches":
+        """One pass over the held-out pairs in a fixed order, the last batch padded with weight 0."""
+        rows = self._usable("validation")
+        return PreferenceBatches(self, "validation", lambda position: int(rows[position]), len(rows))
+
+    def describe(self) -> Mapping[str, Any]:
+        """Facts for the run lock: files, bytes, a hash of their names and sizes, tokenizer hash, pairs."""
+        digest = digest_of(self.tokenizer)
+        return {**describe(self.source), "tokenizer": digest, "pairs": {s: len(self.kept[s]) for s in SPLITS}}
+
+    def pair(self, split: Split, index: int) -> Rows:
+        """The six arrays of one pair, [S] each."""
+        row = self._row(split, index)
+        return {f"{a}_{name}": x for a in ANSWERS for name, x in self._answer(row["prompt"], row[a]).items()}
+
+    def _answer(self, prompt: str, answer: str) -> Rows:
+        prompt_ids, ids = self.tokenizer.encode(prompt), [*self.tokenizer.encode(answer), self.tokenizer.eos_id]
+        whole = [self.tokenizer.eos_id, *prompt_ids, *ids]
+        columns = {"tokens": whole[:-1], "targets": whole[1:], "weights": [0.0] * len(prompt_ids) + [1.0] * len(ids)}
+        return {n: _pad(v, self.config.sequence_length, DTYPES[n]) for n, v in columns.items()}
+
+    def _row(self, split: Split, index: int) -> Any:
+        records = self.records[split]
+        assert records is not None
+        return records[index][0].row
+
+    def _length(self, split: Split, index: int) -> int:
+        row = self._row(split, index)
+        answers = (len(self.tokenizer.encode(row[a])) for a in ANSWERS)
+        return 1 + len(self.tokenizer.encode(row["prompt"])) + max(answers)
+
+    def _fitting_pairs(self, split: Split) -> np.ndarray:
+        """The indices of the pairs that fit into rows; what may be too long is looked at before anything is trained."""
+        records, limit = self.records[split], self.config.sequence_length
+        if records is None:
+            return np.zeros(0, np.int64)
+        fits = np.ones(len(records), bool)
+        for i in np.flatnonzero(records.sizes > limit // 2).tolist():
+            length = self._length(split, i)
+            fits[i] = length <= limit
+            if not fits[i] and self.config.too_long == "error":
+                raise InputError(
+                    f"{records.name(i)}: the pair is longer than a row\n    got: {length} tokens\n"
+                    f"    expected: at most {limit}, which is input.sequence_length\n"
+                    "    fix: raise input.sequence_length, or set input.too_long to 'drop'"
+                )
+        return np.flatnonzero(fits)
+
+    def _usable(self, split: Split) -> np.ndarray:
+        if len(self.kept[split]):
+            return self.kept[split]
+        fix = "set validation_paths or validation_fraction of the source; without evaluation: evaluators={}"
+        hint = f"\n    fix: {fix}" if split == "validation" else ""
+        raise InputError(f"input.source has no {split} pairs{hint}")
+
+
+class PreferenceBatches:
+    """The iterator of `PreferenceInput`: this process's rows of each batch."""
+
+    def __init__(self, source: PreferenceInput, split: Split, index: Callable[[int], int], count: int | None):
+        self._source, self._index, self._count = source, index, count
+        self._split: Split = split
+        self._batch = 0
+
+    def __iter__(self) -> Iterator[Rows]:
+        return self
+
+    def __next__(self) -> Rows:
+        positions = self._positions(self._batch)
+        if self._count is not None and self._batch * self._source.config.batch_size >= self._count:
+            raise StopIteration
+        self._batch += 1
+        pairs = [self._pair(position) for position in positions]
+        return {name: np.stack([pair[name] for pair in pairs]) for name in pairs[0]}
+
+    def _positions(self, batch: int) -> Sequence[int]:
+        size = self._source.config.batch_size
+        return range(batch * size, (batch + 1) * size)[self._source.rows]
+
+    def _pair(self, position: int) -> Rows:
+        if self._count is None or position < self._count:
+            return self._source.pair(self._split, self._index(position))
+        length = self._source.config.sequence_length
+        return {f"{a}_{name}": np.zeros(length, dtype) for a in ANSWERS for name, dtype in DTYPES.items()}
+
+    def describe_position(self) -> str:
+        """The rows of the batch that came last, by file and line."""
+        records = self._source.records[self._split]
+        assert records is not None
+        at = [p for p in self._positions(max(self._batch - 1, 0)) if self._count is None or p < self._count]
+        names = [records.name(self._index(p)) for p in at[:3]]
+        return "; ".join(names) + (f"; and {len(at) - 3} more" if len(at) > 3 else "")
+
+    def get_state(self) -> Any:
+        """How many batches were returned."""
+        return {"batches": self._batch}
+
+    def set_state(self, state: Any) -> None:
+        """Goes to a position that `get_state` gave."""
+        self._batch = int(state["batches"])
+
+    def close(self) -> None:
+        """Nothing to end: batches are made when they are asked for."""
+
+
+def _records(source: Any, split: Split) -> Any:
+    parts = source.parts(split)
+    return parts[0].records if parts else None
+
+
+def _order(seed: int, epoch: int, count: int) -> np.ndarray:
+    return np.random.default_rng((seed, epoch)).permutation(count)
+
+
+def _pad(values: Iterable[Any], length: int, dtype: str) -> np.ndarray:
+    values = np.asarray(values, dtype)
+    return np.pad(values, (0, length - len(values)))

@@ -1,0 +1,24 @@
+"""`axlearn convert`."""
+
+from collections.abc import Sequence
+
+import click
+
+
+@click.command()
+@click.argument("run_dir", metavar="RUN_DIR|URI")
+@click.argument("new_run_dir")
+@click.option("--with", "with_", multiple=True, metavar="FEATURE[:key=value,...]", help="What the new run has more.")
+@click.option("--set", "set_", multiple=True, metavar="PATH=VALUE", help="Set a value of the new run's config.")
+@click.option("--step", type=click.IntRange(min=1), help="The checkpoint to take; default: the newest.")
+def convert(run_dir: str, new_run_dir: str, with_: Sequence[str], set_: Sequence[str], step: int | None) -> None:
+    """Make a run with other features, in NEW_RUN_DIR, of the model in RUN_DIR or at the URI of a run in a storage.
+
+    What both models have is taken over; what is new comes from the bridges of the features. The new run begins at step 0
+    with a fresh optimizer, and takes the training data from where the old run stopped.
+    """
+    from axlearn_plugins_finetune.runs.convert import converted
+
+    converted(run_dir, new_run_dir, with_=with_, set=set_, step=step)
+    click.echo(f"to train it: axlearn train {new_run_dir}/config.yaml --run-dir {new_run_dir}", err=True)
+    click.echo(str(new_run_dir))

@@ -1,0 +1,158 @@
+"""What the layers of other libraries share: their arrays as `nnx.Variable`s, axis names, dtypes, what they are tried with."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import attrs
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from axlearn_core.config import REQUIRED, Node, matches, node
+from axlearn_core.errors import ConfigError, Problem, nearest
+from axlearn_core.nn.layer import Layer, Precision
+
+T_co = TypeVar("T_co", covariant=True)
+Path = tuple[str, ...]
+
+
+class Arrays(nnx.Module):
+    """Variables by attribute, below modules of this class that are named as the parts of their paths."""
+
+
+@attrs.frozen
+class Structure:
+    """What of a module is not an array, kept from flax: equal structures compute the same."""
+
+    value: Any
+
+
+class WrappedLayer(Layer):
+    """A module of another library as a layer.
+
+    Its parameters lie at `module.<path>`, with the names that the library gives them.
+
+    Attributes:
+        deterministic: True in evaluation; flax sets it.
+    """
+
+    @node
+    class Config(Layer.Config[T_co]):
+        """The wrapped module and what the library does not say of it.
+
+        Attributes:
+            module: the module, as a class or function given to `configure` or registered as a component.
+            input_shape: the shape that the module is tried with once when it is built; None is [1, 1, D], for the D that
+                the parent offers as `input_dim` or `dim`.
+            axes: pattern of parameter paths below `module` -> one logical axis name (or null) per dimension. Parameters that
+                no pattern fits are replicated on every device.
+        """
+
+        module: Node[Any] = REQUIRED
+        input_shape: tuple[int, ...] | None = None
+        axes: Mapping[str, tuple[str | None, ...]] = {}
+
+    library = ""
+
+    def __init__(self, cfg: Config, *, precision: Precision):
+        super().__init__(cfg, precision=precision)
+        self.deterministic = False
+        self.module = Arrays()
+
+    def sample(self, offered: Mapping[str, Any]) -> jax.Array:
+        """Zeros in the shape that the module is tried with, in the compute dtype.
+
+        Raises:
+            ConfigError: neither the config nor the parent says the shape.
+        """
+        shape = self.cfg.input_shape
+        if shape is None:
+            dims = offered.get("input_dims") or [d for d in (offered.get("input_dim"), offered.get("dim")) if d][:1]
+            if not dims:
+                raise ConfigError(
+                    Problem(
+                        path="input_shape",
+                        message=f"{self.library} modules are tried with an input, whose shape nobody says here",
+                        fix="set input_shape, for instance to [1, 1, 64]",
+                    )
+                )
+            shape = (1, 1, *dims)
+        return jnp.zeros(shape, self.precision.compute)
+
+    def keep(
+        self, path: Path, variable: type[nnx.Variable], value: jax.Array, names: Sequence[str | None] | None
+    ) -> None:
+        """Makes a variable at `module.<path>`; `names` are its logical axes, None where the library gives none."""
+        names = self._axes(".".join(path)) or names
+        holder = self.module
+        for part in path[:-1]:
+            if not hasattr(holder, part):
+                setattr(holder, part, Arrays())
+            holder = getattr(holder, part)
+        if isinstance(getattr(holder, path[-1], None), nnx.Module | nnx.Variable):
+            raise ConfigError(
+                Problem(path="module", message=f"{self.library} gives two arrays the path {'.'.join(path)}")
+            )
+        if names is not None and len(names) != value.ndim:
+            raise ConfigError(
+                Problem(
+                    path=f"axes ({'.'.join(path)})",
+                    message="one logical axis per dimension",
+                    got=str(tuple(names)),
+                    expected=f"{value.ndim} names, for the shape {value.shape}",
+                )
+            )
+        metadata = {} if names is None else {"out_sharding": tuple(names), "eager_sharding": False}
+        setattr(holder, path[-1], variable(value, **metadata))
+
+    def _axes(self, path: str) -> tuple[str | None, ...] | None:
+        return next((names for pattern, names in self.cfg.axes.items() if matches(pattern, path)), None)
+
+    def check_axes(self, paths: Iterable[Path]) -> None:
+        """Raises `ConfigError` where a pattern of `axes` fits none of the parameters at `paths`."""
+        dotted_paths = [".".join(path) for path in paths]
+        problems = [
+            Problem(
+                path=f"axes.{pattern}",
+                message=f"fits no parameter of the {self.library} module",
+                expected=f"one of {', '.join(dotted_paths)}",
+                nearest=nearest(pattern, dotted_paths),
+            )
+            for pattern in self.cfg.axes
+            if not any(matches(pattern, path) for path in dotted_paths)
+        ]
+        if problems:
+            raise ConfigError(problems)
+
+    def variable(self, path: Path) -> nnx.Variable:
+        """The variable at `module.<path>`."""
+        holder: Any = self.module
+        for part in path:
+            holder = getattr(holder, part)
+        return holder
+
+    def computes(self, tree: Any) -> Any:
+        """A tree with its floating-point arrays in the compute dtype."""
+        return cast(tree, self.precision.compute)
+
+
+def cast(tree: Any, dtype: str) -> Any:
+    """A tree with its floating-point arrays in a dtype."""
+
+    def convert(x: Any) -> Any:
+        return x.astype(dtype) if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return jax.tree.map(convert, tree)
+
+
+def wrong_module(got: Any, library: str) -> ConfigError:
+    """The error for a node in the place of a module that builds something else."""
+    cls = type(got)
+    return ConfigError(
+        Problem(
+            path="module",
+            message=f"builds no module of {library}",
+            got=f"{cls.__module__}.{cls.__qualname__}",
+            expected=f"a class derived from {library}'s Module",
+        )
+    )

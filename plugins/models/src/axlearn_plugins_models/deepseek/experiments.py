@@ -1,0 +1,49 @@
+"""DeepSeek-V2-Lite (arXiv 2405.04434) and DeepSeek-V3 (arXiv 2412.19437), at the sizes of their `config.json`."""
+
+from typing import Any
+
+from axlearn_core.train import Trainer
+from axlearn_plugins_models.huggingface.published import published
+from axlearn_plugins_models.llama.experiments import pretraining
+
+ATTENTION = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+
+
+def deepseek_v2_lite() -> Trainer.Config:
+    """DeepSeek-V2-Lite: 15.7B parameters, of which a token uses 2.4B.
+
+    Sizes: huggingface.co/deepseek-ai/DeepSeek-V2-Lite/blob/main/config.json.
+    """
+    sizes = {
+        "vocab_size": 102_400, "num_hidden_layers": 27, "hidden_size": 2048, "intermediate_size": 10_944,
+        "num_attention_heads": 16, "q_lora_rank": None, "n_routed_experts": 64, "n_shared_experts": 2,
+        "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "first_k_dense_replace": 1, "topk_method": "greedy",
+        "routed_scaling_factor": 1.0, "norm_topk_prob": False, "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0, "rope_scaling": _yarn(0.707),
+    }  # fmt: skip
+    model = published("deepseek_v2", ATTENTION | sizes)
+    return pretraining(model, sequence_length=4096, peak=4.2e-4, max_steps=500_000)
+
+
+def deepseek_v3() -> Trainer.Config:
+    """DeepSeek-V3 without its layer for multi-token prediction: 671B parameters, of which a token uses 37B.
+
+    Sizes: huggingface.co/deepseek-ai/DeepSeek-V3/blob/main/config.json.
+    """
+    sizes = {
+        "vocab_size": 129_280, "num_hidden_layers": 61, "hidden_size": 7168, "intermediate_size": 18_432,
+        "num_attention_heads": 128, "q_lora_rank": 1536, "n_routed_experts": 256, "n_shared_experts": 1,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "first_k_dense_replace": 3, "n_group": 8,
+        "topk_group": 4, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0, "rope_scaling": _yarn(1.0),
+    }  # fmt: skip
+    model = published("deepseek_v3", ATTENTION | sizes)
+    return pretraining(model, sequence_length=4096, peak=2.2e-4, max_steps=240_000)
+
+
+def _yarn(mscale: float) -> dict[str, Any]:
+    """Positions up to 163,840, from 4096 (YaRN, arXiv 2309.00071)."""
+    return {
+        "rope_type": "yarn", "factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": mscale,
+        "mscale_all_dim": mscale, "original_max_position_embeddings": 4096,
+    }  # fmt: skip

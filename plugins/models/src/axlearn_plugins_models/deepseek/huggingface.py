@@ -1,0 +1,80 @@
+"""DeepSeek-V2 (arXiv 2405.04434) and DeepSeek-V3 (arXiv 2412.19437) in Hugging Face format."""
+
+from typing import Any, ClassVar
+
+from axlearn_plugins_models.huggingface import decoder as d
+from axlearn_plugins_models.huggingface.family import Family, Json, Key, Settings
+from axlearn_plugins_models.huggingface.rope import parameters, read_rope, yarn_scale
+from axlearn_plugins_models.huggingface.table import Rule
+
+OURS, THEIRS = f"{d.OURS}.attention", f"{d.THEIRS}.self_attn"
+QUERIES = (f"{OURS}.query.weight", f"{OURS}.query_rope.weight"), "(n h*) r -> r n h"
+
+
+class DeepSeekV3(Family):
+    """DeepSeek-V3: latent attention, shared experts, routing by sigmoid scores and a bias."""
+
+    experiment = "llama3-8b"
+    architectures: ClassVar = ("DeepseekV3ForCausalLM",)
+    keys: ClassVar = {
+        **d.SIZES, **d.NORMS, "tie_word_embeddings": d.TIED, "num_attention_heads": f"{d.ATTENTION}.num_heads",
+        "qk_nope_head_dim": Key(f"{d.ATTENTION}.head_dim"),
+    }  # fmt: skip
+    fixed: ClassVar = {"attention_bias": False, "hidden_act": "silu", "moe_layer_freq": 1}
+    idle: ClassVar = ("num_key_value_heads", "scoring_func", "topk_method", "mlp_bias")
+    ignored: ClassVar = ("*.rotary_emb.inv_freq",)
+    rules: ClassVar = (
+        *d.OUTER_RULES, *d.NORM_RULES, *d.feed_forward_rules(), *d.expert_rules(),
+        *d.feed_forward_rules("feed_forward.shared", "mlp.shared_experts"),
+        Rule(QUERIES[0], f"{THEIRS}.q_b_proj.weight", QUERIES[1]),
+        Rule(f"{OURS}.query_down.weight", f"{THEIRS}.q_a_proj.weight", "r d -> d r"),
+        Rule(f"{OURS}.query_norm.weight", f"{THEIRS}.q_a_layernorm.weight"),
+        Rule((f"{OURS}.down.weight", f"{OURS}.key_rope.weight"), f"{THEIRS}.kv_a_proj_with_mqa.weight", "r* d -> d r"),
+        Rule(f"{OURS}.norm.weight", f"{THEIRS}.kv_a_layernorm.weight"),
+        Rule((f"{OURS}.key.weight", f"{OURS}.value.weight"), f"{THEIRS}.kv_b_proj.weight", "(n h*) r -> r n h"),
+        Rule(f"{OURS}.output.weight", f"{THEIRS}.o_proj.weight", "d (n h) -> n h d"),
+        Rule(f"{d.OURS}.feed_forward.router.bias", f"{d.THEIRS}.mlp.gate.e_score_correction_bias"),
+    )  # fmt: skip
+
+    def table(self, model: Any) -> tuple[Rule, ...]:
+        """Queries without a latent have another name."""
+        latent = any(".query_down." in path for path in model.abstract)
+        return self.rules if latent else (*self.rules, Rule(QUERIES[0], f"{THEIRS}.q_proj.weight", QUERIES[1]))
+
+    def router(self, hf: Settings) -> Json:
+        """The router of the experts."""
+        groups = {"num_groups": hf.get("n_group") or 1, "top_groups": hf.get("topk_group") or 1}
+        normalize, scale = hf.get("norm_topk_prob", True), float(hf.get("routed_scaling_factor", 2.5))
+        return {"type": "sigmoid-router", "normalize": normalize, "scale": scale, **groups}
+
+    def features(self, hf: Settings) -> dict[str, Json]:
+        """Latent attention, experts."""
+        latent = {"kv_rank": hf.need("kv_lora_rank"), "query_rank": hf.get("q_lora_rank") or 0,
+                  "rope_head_dim": hf.need("qk_rope_head_dim"), "value_head_dim": hf.need("v_head_dim")}  # fmt: skip
+        experts = {"num_experts": hf.need("n_routed_experts"), "top_k": hf.need("num_experts_per_tok"),
+                   "hidden_dim": hf.need("moe_intermediate_size"), "shared_experts": hf.get("n_shared_experts") or 0,
+                   "dense_layers": hf.get("first_k_dense_replace", 0), "router": self.router(hf)}  # fmt: skip
+        return {"mla": latent, "moe": experts}
+
+    def settings(self, hf: Settings) -> Json:
+        """The size of the dense layers, the positions, and the scale that YaRN changes."""
+        rope, size = parameters(hf), hf.need("intermediate_size")
+        settings = {f"{d.ATTENTION}.position": read_rope(hf, interleaved=hf.get("rope_interleave", True))}
+        if rope.get("mscale_all_dim"):
+            head_dim = hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"]
+            settings[f"{d.ATTENTION}.scale"] = head_dim**-0.5 * yarn_scale(rope["factor"], rope["mscale_all_dim"]) ** 2
+        return settings | ({f"{d.FEED_FORWARD}.first.*.hidden_dim": size} if hf.get("first_k_dense_replace") else {})
+
+
+class DeepSeekV2(DeepSeekV3):
+    """DeepSeek-V2: routing by softmax, limited to a few groups."""
+
+    architectures = ("DeepseekV2ForCausalLM",)
+    fixed: ClassVar = {**DeepSeekV3.fixed, "mlp_bias": False}
+    idle = (*DeepSeekV3.idle, "norm_topk_prob")
+
+    def router(self, hf: Settings) -> Json:
+        """The router of the experts; transformers ignores `norm_topk_prob` and never normalises its weights."""
+        groups = super().router(hf) if hf.get("topk_method") == "group_limited_greedy" else {}
+        scale = float(hf.get("routed_scaling_factor", 1.0))
+        return {**groups, "type": "softmax-router", "normalize": False, "scale": scale}

@@ -1,0 +1,46 @@
+"""Gemma 2 (arXiv 2408.00118) and the text model of Gemma 3 (arXiv 2503.19786), at the sizes of their `config.json`."""
+
+from typing import Any
+
+from axlearn_core.train import Trainer
+from axlearn_plugins_models.huggingface.published import published
+from axlearn_plugins_models.llama.experiments import pretraining
+
+GEMMA_2 = {
+    "vocab_size": 256_000, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0,
+}  # fmt: skip
+"""What both sizes share."""
+
+
+def gemma2_2b() -> Trainer.Config:
+    """Gemma 2 2B, 2 trillion tokens. Sizes: huggingface.co/google/gemma-2-2b/blob/main/config.json."""
+    return _gemma2(
+        num_hidden_layers=26, hidden_size=2304, intermediate_size=9216, num_attention_heads=8, num_key_value_heads=4
+    )
+
+
+def gemma2_9b() -> Trainer.Config:
+    """Gemma 2 9B, 8 trillion tokens. Sizes: huggingface.co/google/gemma-2-9b/blob/main/config.json."""
+    return _gemma2(
+        num_hidden_layers=42, hidden_size=3584, intermediate_size=14_336, num_attention_heads=16, num_key_value_heads=8
+    )
+
+
+def gemma3_4b() -> Trainer.Config:
+    """The text model of Gemma 3 4B: five layers with a window to each global one.
+
+    Sizes: `text_config` of huggingface.co/google/gemma-3-4b-pt/blob/main/config.json.
+    """
+    sizes = {
+        "vocab_size": 262_208, "num_hidden_layers": 34, "hidden_size": 2560, "intermediate_size": 10_240,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256,
+        "sliding_window": 1024, "sliding_window_pattern": 6, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }  # fmt: skip
+    return pretraining(published("gemma3_text", sizes), sequence_length=8192, peak=3e-4, max_steps=500_000)
+
+
+def _gemma2(**sizes: Any) -> Trainer.Config:
+    """A Gemma 2 of some size, at its context of 8192."""
+    return pretraining(published("gemma2", GEMMA_2 | sizes), sequence_length=8192, peak=3e-4, max_steps=500_000)

@@ -1,0 +1,80 @@
+"""Gemma 2 and the text models of Gemma 3 in Hugging Face format."""
+
+from typing import Any, ClassVar
+
+from axlearn_plugins_models.huggingface import decoder as d
+from axlearn_plugins_models.huggingface.family import Family, Json, Key, Settings, unsupported
+from axlearn_plugins_models.huggingface.rope import parameters, read_rope, write_rope
+from axlearn_plugins_models.huggingface.table import Rule
+
+NORMS = {"attention_norm": "input_layernorm", "attention_post_norm": "post_attention_layernorm",
+         "feed_forward_norm": "pre_feedforward_layernorm", "feed_forward_post_norm": "post_feedforward_layernorm"}  # fmt: skip
+PATTERN = "sliding_window_pattern|_sliding_window_pattern"
+
+
+class Gemma2(Family):
+    """Gemma 2: norms around each half of a layer, capped scores and logits, every second layer with a window."""
+
+    experiment = "llama3-8b"
+    architectures: ClassVar = ("Gemma2ForCausalLM",)
+    keys: ClassVar = {
+        **d.SIZES, **d.HEADS, "intermediate_size": f"{d.FEED_FORWARD}.hidden_dim",
+        "tie_word_embeddings": Key("model.decoder.head", default=True, values=d.TIED.values),
+        "hidden_activation": Key(f"{d.FEED_FORWARD}.activation", default="gelu_pytorch_tanh", values=d.ACTIVATIONS),
+        "query_pre_attn_scalar": Key(f"{d.ATTENTION}.scale", read=lambda n: n**-0.5, write=lambda s: round(s**-2, 6)),
+        "attn_logit_softcapping": Key(f"{d.ATTENTION}.softcap", default=None, read=float),
+        "final_logit_softcapping": Key("model.logit_softcap", default=None, read=float),
+    }  # fmt: skip
+    fixed: ClassVar = {"attention_bias": False}
+    idle: ClassVar = ("hidden_act", "use_bidirectional_attention")
+    rules: ClassVar = (*d.OUTER_RULES, *d.ATTENTION_RULES, *d.feed_forward_rules(),
+                       *(Rule(f"{d.OURS}.{a}.weight", f"{d.THEIRS}.{b}.weight") for a, b in NORMS.items()))  # fmt: skip
+    every: ClassVar = 2
+
+    def features(self, hf: Settings) -> dict[str, Json]:
+        """The windows."""
+        every, count = hf.get(PATTERN, self.every), hf.need("num_hidden_layers")
+        kinds = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(count)]
+        if (layer_types := hf.get("layer_types") or kinds) != kinds:
+            raise unsupported("layer_types", layer_types, [str(kinds)])
+        return {"interleave": {"every": every, "window": hf.need("sliding_window")}}
+
+    def settings(self, hf: Settings) -> Json:
+        """Norms around zero, embeddings times the root of the width, positions."""
+        norm = {"type": "rms-norm", "eps": float(hf.get("rms_norm_eps", 1e-6)), "offset": 1.0}
+        norms = dict.fromkeys((f"{d.LAYER}.norm", f"{d.LAYER}.post_norm", "model.decoder.norm"), norm)
+        return {**norms, "model.decoder.embedding.scale": True, f"{d.ATTENTION}.position": read_rope(hf)}
+
+    def described(self, config: Any) -> Json:
+        """The inverse."""
+        decoder = config.model.decoder
+        windows = decoder.layer.attention.window.children
+        fields = {"rms_norm_eps": decoder.norm.eps, "sliding_window": windows[0].size}
+        return fields | {
+            "rope_parameters": self.written(decoder.layer.attention),
+            "_sliding_window_pattern": len(windows),
+        }
+
+    def written(self, attention: Any) -> Json:
+        """The frequencies."""
+        return write_rope(attention.position)
+
+
+class Gemma3(Gemma2):
+    """Gemma 3: a norm on each head instead of caps, every sixth layer global, with frequencies of its own."""
+
+    architectures = ("Gemma3ForCausalLM",)
+    every = 6
+
+    def settings(self, hf: Settings) -> Json:
+        """Besides those of Gemma 2, the norm of the heads, and the positions of both kinds of layers."""
+        settings, wide = super().settings(hf), read_rope(hf, rope=parameters(hf, "full_attention"))
+        local = {"rope_type": "default", "rope_theta": hf.get("rope_local_base_freq", 10_000.0)}
+        near = read_rope(hf, rope=parameters(hf, "sliding_attention") if "rope_parameters" in hf else local)
+        kinds = {"type": "alternate", "children": [*[near] * (hf.get(PATTERN, self.every) - 1), wide]}
+        return settings | {f"{d.ATTENTION}.qk_norm": settings[f"{d.LAYER}.norm"], f"{d.ATTENTION}.position": kinds}
+
+    def written(self, attention: Any) -> Json:
+        """The frequencies of both kinds."""
+        near, *_, wide = map(write_rope, attention.position.children)
+        return {"full_attention": wide, "sliding_attention": near}

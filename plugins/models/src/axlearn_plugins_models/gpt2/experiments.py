@@ -1,0 +1,21 @@
+"""GPT-2 (Radford et al., 2019), the smallest and the largest, at the sizes of their `config.json`."""
+
+from axlearn_core.train import Trainer
+from axlearn_plugins_models.huggingface.published import published
+from axlearn_plugins_models.llama.experiments import pretraining
+
+
+def gpt2_124m() -> Trainer.Config:
+    """GPT-2 with 124M parameters. Sizes: huggingface.co/openai-community/gpt2/blob/main/config.json."""
+    return _gpt2(layers=12, width=768, heads=12)
+
+
+def gpt2_1_5b() -> Trainer.Config:
+    """GPT-2 with 1.5B parameters. Sizes: huggingface.co/openai-community/gpt2-xl/blob/main/config.json."""
+    return _gpt2(layers=48, width=1600, heads=25)
+
+
+def _gpt2(*, layers: int, width: int, heads: int) -> Trainer.Config:
+    """A GPT-2 of some size, at its context of 1024."""
+    sizes = {"vocab_size": 50_257, "n_layer": layers, "n_embd": width, "n_head": heads, "n_positions": 1024}
+    return pretraining(published("gpt2", sizes), sequence_length=1024, peak=6e-4, max_steps=300_000)

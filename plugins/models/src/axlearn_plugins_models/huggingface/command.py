@@ -1,0 +1,46 @@
+"""`axlearn checkpoint import-hf` and `export-hf`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option("--with", "with_", multiple=True, metavar="FEATURE[:key=value,...]", help="Add a feature.")
+@click.option("--set", "set_", multiple=True, metavar="PATH=VALUE", help="Set a value of the new run's config.")
+def import_hf(directory: Path, run_dir: Path, with_: Sequence[str], set_: Sequence[str]) -> None:
+    """Make a run, in RUN_DIR, of the Hugging Face model in DIR.
+
+    The run begins at step 0 with these weights and a fresh optimizer. What it is to be trained on, and how, is set here:
+    `--set input.source.paths=[...]`.
+    """
+    from axlearn_plugins_models.huggingface.runs import import_run
+
+    source = import_run(directory, run_dir, with_=with_, set=set_)
+    click.echo(
+        f"{source.family.model_type}: {source.model.num_parameters:,} parameters from {len(source.stored)} tensors\n"
+        f"try next:\n  axlearn generate {run_dir} --prompt 'Once upon a time'\n"
+        f"  axlearn train {run_dir}/config.yaml --run-dir {run_dir}",
+        err=True,
+    )
+    click.echo(str(run_dir))
+
+
+@click.command()
+@click.argument("run_dir", metavar="RUN_DIR|URI")
+@click.argument("directory", metavar="DIR")
+@click.option("--step", type=click.IntRange(min=0), help="The checkpoint to take; default: the newest.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    help="Of the tensors; default: as they were imported, else that of the parameters.",
+)
+def export_hf(run_dir: str, directory: str, step: int | None, dtype: str | None) -> None:
+    """Write the model of RUN_DIR in Hugging Face format to the new directory DIR."""
+    from axlearn_plugins_models.huggingface.runs import export_run
+
+    export_run(run_dir, directory, step=step, dtype=dtype)
+    click.echo(str(directory))

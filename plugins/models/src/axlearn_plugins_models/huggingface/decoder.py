@@ -1,0 +1,99 @@
+"""What the pre-norm decoders in Hugging Face format have in common: keys of `config.json`, and names of tensors."""
+
+from typing import Any, ClassVar
+
+from axlearn_plugins_models.huggingface.family import Family, Json, Key, Settings
+from axlearn_plugins_models.huggingface.rope import read_rope, write_rope
+from axlearn_plugins_models.huggingface.table import Rule
+
+LAYER, ATTENTION = "model.decoder.layer", "model.decoder.layer.attention"
+FEED_FORWARD = "model.decoder.layer.feed_forward"
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu_squared",
+}
+"""Names of activations, theirs -> ours."""
+
+TIED = Key("model.decoder.head", default=False, values={True: None, False: {"type": "head"}})
+HEADS = {
+    "num_attention_heads": f"{ATTENTION}.num_heads",
+    "num_key_value_heads": Key(f"{ATTENTION}.num_kv_heads", default=None),
+    "head_dim": Key(f"{ATTENTION}.head_dim", default=None),
+}
+SIZES = {
+    "vocab_size": "model.vocab_size",
+    "num_hidden_layers": "model.decoder.num_layers",
+    "hidden_size": "model.decoder.hidden_dim",
+}
+NORMS = {"rms_norm_eps": Key((f"{LAYER}.norm.eps", "model.decoder.norm.eps"), default=1e-6, read=float)}
+DENSE = {
+    "intermediate_size": f"{FEED_FORWARD}.hidden_dim",
+    "hidden_act": Key(f"{FEED_FORWARD}.activation", default="silu", values=ACTIVATIONS),
+}
+
+OURS, THEIRS = "decoder.layer", "model.layers.{layer}"
+OUTER_RULES = (
+    Rule("decoder.embedding.weight", "model.embed_tokens.weight"),
+    Rule("decoder.norm.weight", "model.norm.weight"),
+    Rule("decoder.head.weight", "lm_head.weight", "v d -> d v"),
+)
+NORM_RULES = (
+    Rule(f"{OURS}.attention_norm.weight", f"{THEIRS}.input_layernorm.weight"),
+    Rule(f"{OURS}.feed_forward_norm.weight", f"{THEIRS}.post_attention_layernorm.weight"),
+)
+ATTENTION_RULES = (
+    *(
+        rule
+        for ours, theirs in (("query", "q"), ("key", "k"), ("value", "v"))
+        for rule in (
+            Rule(f"{OURS}.attention.{ours}.weight", f"{THEIRS}.self_attn.{theirs}_proj.weight", "(n h) d -> d n h"),
+            Rule(f"{OURS}.attention.{ours}.bias", f"{THEIRS}.self_attn.{theirs}_proj.bias", "(n h) -> n h"),
+        )
+    ),
+    Rule(f"{OURS}.attention.output.weight", f"{THEIRS}.self_attn.o_proj.weight", "d (n h) -> n h d"),
+    Rule(f"{OURS}.attention.query_norm.weight", f"{THEIRS}.self_attn.q_norm.weight"),
+    Rule(f"{OURS}.attention.key_norm.weight", f"{THEIRS}.self_attn.k_norm.weight"),
+)
+
+
+def feed_forward_rules(ours: str = "feed_forward", theirs: str = "mlp") -> tuple[Rule, ...]:
+    """The three matrices of a gated feed-forward layer."""
+    return tuple(
+        Rule(f"{OURS}.{ours}.{part}.weight", f"{THEIRS}.{theirs}.{part}_proj.weight", "o i -> i o")
+        for part in ("gate", "up", "down")
+    )
+
+
+def expert_rules(
+    theirs: str = "mlp", names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> tuple[Rule, ...]:
+    """The router and the matrices of each expert."""
+    return (
+        Rule(f"{OURS}.feed_forward.router.weight", f"{THEIRS}.{theirs}.gate.weight", "e d -> d e"),
+        *(
+            Rule(f"{OURS}.feed_forward.{part}.weight", f"{THEIRS}.{theirs}.experts.{{e}}.{name}.weight", "o i -> e i o")
+            for part, name in zip(("gate", "up", "down"), names, strict=True)
+        ),
+    )
+
+
+class RopeDecoder(Family):
+    """The base of families with one rotary encoding for all layers."""
+
+    keys: ClassVar = {**SIZES, **HEADS, **DENSE, **NORMS, "tie_word_embeddings": TIED}
+    rules = (*OUTER_RULES, *NORM_RULES, *ATTENTION_RULES, *feed_forward_rules())
+    ignored = ("*.rotary_emb.inv_freq",)
+
+    def settings(self, hf: Settings) -> Json:
+        """The position encoding."""
+        return {f"{ATTENTION}.position": read_rope(hf)}
+
+    def described(self, config: Any) -> Json:
+        """Its parameters."""
+        return {"rope_parameters": write_rope(config.model.decoder.layer.attention.position)}

@@ -1,0 +1,292 @@
+"""Safetensors files of a model directory: what is in them, tensor by tensor, and how they are written.
+
+The format (huggingface.co/docs/safetensors): eight bytes with the length of a header, the header as JSON (name -> dtype,
+shape, begin and end of its bytes), the bytes. The header is read here rather than through the library so that a tensor can
+be read in slices into memory of our own: a mapped file would count as memory until the system takes it back.
+"""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import ml_dtypes
+import numpy as np
+
+from axlearn_core.checkpoint import LocalStorage
+from axlearn_core.contracts.storage import Storage
+from axlearn_core.errors import CheckpointError, RequestError, StorageError, nearest
+from axlearn_plugins_models.huggingface.members import member, read_json
+
+DTYPES: dict[str, Any] = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+}
+"""What weights can be; other dtypes (of quantized models) are refused by name."""
+CODES = {str(np.dtype(dtype)): code for code, dtype in DTYPES.items()}
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD_BYTES = 5_000_000_000
+HEADER_BYTES = 100_000_000
+"""The longest header of a safetensors file, as the safetensors library has it."""
+_EXPONENTS = {"F64": 0x7FF0 << 48, "F32": 0x7F80 << 16, "F16": 0x7C00, "BF16": 0x7F80}
+
+
+@attrs.frozen
+class Stored:
+    """One tensor in a file: where, what.
+
+    Attributes:
+        name: as the file calls it.
+        storage: what the file is read from, by its name.
+    """
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    bytes: int
+    storage: Storage
+    name: str = ""
+
+    def rows(self, begin: int, end: int) -> np.ndarray:
+        """Reads `[begin:end]` of the first axis; of a scalar, everything.
+
+        Raises:
+            CheckpointError: the file ends before it, or a value is not finite.
+        """
+        dtype = np.dtype(DTYPES[self.dtype])
+        shape = (end - begin, *self.shape[1:]) if self.shape else ()
+        array = np.empty(shape, dtype)
+        row = self.bytes // self.shape[0] if self.shape and self.shape[0] else 0
+        view = array.reshape(-1).view(np.uint8).data if array.size else memoryview(bytearray())
+        try:
+            self.storage.read_into(self.file.name, self.start + begin * row, view)
+        except StorageError as error:
+            raise CheckpointError(
+                f"{error}\n    fix: the file was changed while it was read; download it again"
+            ) from error
+        bits = array.reshape(-1).view(f"u{dtype.itemsize}")
+        exponent = bits.dtype.type(_EXPONENTS[self.dtype])
+        if (bad := (bits & exponent) == exponent).any():
+            at = begin * max(1, math.prod(self.shape[1:])) + int(bad.argmax())
+            raise CheckpointError(
+                f"{self.file}: {self.name} holds {int(bad.sum())} values that are not finite, the first at "
+                f"{[int(i) for i in np.unravel_index(at, self.shape)]}\n    fix: download the model again, or take another one"
+            )
+        return array
+
+
+def stored_tensors(directory: Path, storage: Storage | None = None) -> dict[str, Stored]:
+    """All tensors of a model directory, by name: of `model.safetensors`, or of the shards that the index names.
+
+    Args:
+        directory: the model.
+        storage: what tensors are read from; by default the directory.
+
+    Raises:
+        CheckpointError: there are no weights, a shard is missing or truncated, or the index is not of these shards.
+    """
+    storage = storage or LocalStorage(directory)
+    if (directory / INDEX).is_file():
+        return _sharded_tensors(directory, storage)
+    shards = sorted(directory.glob("*.safetensors"))
+    if (directory / SINGLE).is_file():
+        return _header(directory / SINGLE, storage)
+    if len(shards) == 1:
+        return _header(shards[0], storage)
+    if pickled := sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in directory.glob(pattern)):
+        raise CheckpointError(
+            f"{directory} has its weights in {', '.join(pickled[:4])}: pickle, which runs any code that is in it when it is "
+            "read\n    expected: safetensors\n    fix: take the model's safetensors, or load it with transformers where you "
+            "trust it, and save it with `save_pretrained`"
+        )
+    listing = ", ".join(sorted(p.name for p in directory.iterdir())[:8]) if directory.is_dir() else "no such directory"
+    fix = "restore the index" if shards else "save the model with `save_pretrained`, which writes safetensors"
+    raise CheckpointError(f"{directory} has neither {SINGLE} nor {INDEX}\n    got: {listing}\n    fix: {fix}")
+
+
+def _sharded_tensors(directory: Path, storage: Storage) -> dict[str, Stored]:
+    index = directory / INDEX
+    try:
+        weights: dict[str, str] = dict(read_json(directory, INDEX)["weight_map"])
+        if not all(isinstance(file, str) for file in weights.values()):
+            raise TypeError("a shard whose name is not a string")
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{index} is not an index of safetensors: {type(error).__name__} {error}") from None
+    files = sorted({*weights.values(), *(p.name for p in directory.glob("model-*.safetensors"))})
+    outside = [f for f in files if Path(f).name != f]
+    if outside:
+        raise CheckpointError(
+            f"{index} names shards that are not in its directory: {', '.join(map(repr, outside[:4]))}\n"
+            "    fix: download the index and the shards together"
+        )
+    missing = [f for f in files if not (directory / f).exists()]
+    if missing:
+        raise CheckpointError(f"{index} names shards that are missing: {', '.join(missing)}\n    fix: download them")
+    headers = {f: _header(directory / f, storage) for f in files}
+    problems = [f"{n}: the index says {f}, which lacks it" for n, f in weights.items() if n not in headers[f]]
+    problems += [
+        f"{n}: in {f}, not in the index" for f, tensors in headers.items() for n in tensors if weights.get(n) != f
+    ]
+    if problems:
+        raise listed(f"{index} does not fit its shards", problems, "download the index and the shards together")
+    return {n: headers[f][n] for n, f in weights.items()}
+
+
+def _header(file: Path, storage: Storage) -> dict[str, Stored]:
+    size = member(file.parent, file.name).stat().st_size
+    try:
+        with file.open("rb") as handle:
+            length = int.from_bytes(handle.read(8), "little")
+            if not 2 <= length <= size - 8:
+                raise ValueError(f"its header would have {length} bytes, and the file has {size}")
+            if length > HEADER_BYTES:
+                raise ValueError(f"its header would have {length:,} bytes, more than {HEADER_BYTES:,}")
+            header: dict[str, Any] = json.loads(handle.read(length))
+        header.pop("__metadata__", None)
+        tensors = {}
+        for name, info in header.items():
+            begin, end = info["data_offsets"]
+            if not all(type(n) is int and n >= 0 for n in (*info["shape"], begin, end)):
+                raise ValueError(f"{name} has the shape {info['shape']} and the offsets {info['data_offsets']}")
+            tensors[name] = Stored(
+                file, info["dtype"], tuple(info["shape"]), 8 + length + begin, end - begin, storage, name
+            )
+    except RecursionError:
+        raise CheckpointError(f"{file} is not a safetensors file: its header is nested too deeply") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file} is not a safetensors file: {error}\n    fix: download it again") from None
+    expected_start = 8 + length
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].bytes)):
+        if tensor.start != expected_start:  # the format allows neither
+            raise CheckpointError(f"{file}: there is a hole before {name}, or an overlap\n    fix: download it again")
+        expected_start += tensor.bytes
+    if size != expected_start:
+        raise CheckpointError(
+            f"{file} is {'truncated' if size < expected_start else 'not what its header says'}\n"
+            f"    got: {size} bytes\n    expected: {expected_start} bytes\n    fix: download it again"
+        )
+    for name, tensor in tensors.items():
+        if str(tensor.dtype) not in DTYPES:
+            raise CheckpointError(
+                f"{file}: {name} has the dtype {tensor.dtype}\n    expected: one of {', '.join(DTYPES)}\n"
+                "    fix: convert the model to bfloat16 first; quantized weights cannot be read"
+            )
+        if tensor.bytes != math.prod(tensor.shape) * np.dtype(DTYPES[tensor.dtype]).itemsize:
+            raise CheckpointError(
+                f"{file}: {name} {list(tensor.shape)} has {tensor.bytes} bytes\n    fix: download it again"
+            )
+    return tensors
+
+
+def listed(heading: str, problems: Sequence[str], fix: str) -> CheckpointError:
+    """One error for many problems."""
+    more = [f"and {len(problems) - 12} more"] if len(problems) > 12 else []
+    lines = "\n".join(f"    {p}" for p in [*problems[:12], *more])
+    return CheckpointError(f"{heading}\n{lines}\n    fix: {fix}")
+
+
+def check(
+    stored: Mapping[str, Stored], expected: Mapping[str, Sequence[int]], spare: Iterable[str], location: Path
+) -> None:
+    """Compares what a directory has with what the model needs.
+
+    Args:
+        stored: what is there.
+        wanted: name -> shape.
+        spare: names that may be there in addition.
+        where: for the message.
+
+    Raises:
+        CheckpointError: tensors that are missing, that nothing uses, or of another shape, all at once.
+    """
+    stray = sorted(stored.keys() - expected.keys() - set(spare))
+    problems = []
+    for name, shape in expected.items():
+        if name not in stored:
+            close = nearest(name, stray, limit=1)
+            problems.append(f"missing: {name} {list(shape)}" + (f" (nearest there: {close[0]})" if close else ""))
+        elif stored[name].shape != tuple(shape):
+            problems.append(f"shape: {name}: {list(stored[name].shape)} there, expected {list(shape)}")
+    problems += [f"unused: {name} {list(stored[name].shape)}" for name in stray]
+    if problems:
+        raise listed(
+            f"the weights in {location} are not those of the model that its config.json describes",
+            problems,
+            "take config.json and weights of the same model",
+        )
+
+
+Made = tuple[str, str, tuple[int, ...]]
+"""(name, dtype code, shape) of a tensor to be written."""
+
+
+def shards(tensors: Iterable[Made], limit: int = SHARD_BYTES) -> list[list[Made]]:
+    """The tensors in files of at most `limit` bytes each, in order."""
+    files: list[list[Made]] = [[]]
+    room = limit
+    for tensor in tensors:
+        size = _bytes(tensor)
+        if files[-1] and size > room:
+            files.append([])
+            room = limit
+        files[-1].append(tensor)
+        room -= size
+    return files
+
+
+def check_space(directory: Path, tensors: Iterable[Made]) -> None:
+    """Raises `RequestError` where there is no room for the tensors beside a directory that is not there yet."""
+    existing = next(p for p in (directory.parent, *directory.absolute().parents) if p.exists())
+    need, free = sum(map(_bytes, tensors)), shutil.disk_usage(existing).free
+    if need > free:
+        raise RequestError(
+            f"{directory}: not enough disk; nothing was written\n    got: {free:,} bytes free\n    expected: {need:,} bytes"
+            "\n    fix: make room, give a DIR on another disk, or export with --dtype bfloat16"
+        )
+
+
+def write_shard(file: Path, tensors: Sequence[Made], values: Iterator[np.ndarray]) -> None:
+    """Writes one file; `values` gives the tensors one at a time, in order."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, code, shape in tensors:
+        size = _bytes((name, code, shape))
+        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as handle:
+        handle.write(len(text).to_bytes(8, "little"))
+        handle.write(text)
+        for _ in tensors:
+            value = np.ascontiguousarray(next(values))
+            handle.write(value.reshape(-1).view(np.uint8).data)
+        handle.flush()
+        os.fsync(handle.fileno())
+
+
+def write(directory: Path, files: Sequence[Sequence[Made]], values: Iterator[np.ndarray]) -> None:
+    """Writes all shards, and the index where there is more than one."""
+    names = (
+        [SINGLE]
+        if len(files) == 1
+        else [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+    )
+    for name, tensors in zip(names, files, strict=True):
+        write_shard(directory / name, tensors, values)
+    if len(files) > 1:
+        total = sum(_bytes(t) for tensors in files for t in tensors)
+        weight_map = {t[0]: name for name, tensors in zip(names, files, strict=True) for t in tensors}
+        body = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (directory / INDEX).write_text(json.dumps(body, indent=2, sort_keys=True) + "\n", "utf-8")
+
+
+def _bytes(tensor: Made) -> int:
+    return int(np.prod(tensor[2])) * np.dtype(DTYPES[tensor[1]]).itemsize

@@ -1,0 +1,181 @@
+"""Run directories made of Hugging Face models, and the other way round."""
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from axlearn_core.checkpoint import LocalStorage, open_storage, split_weights
+from axlearn_core.compose import Functional, compose
+from axlearn_core.compose.devices import configure_devices
+from axlearn_core.errors import ConfigError, RequestError
+from axlearn_core.train.api import provenance, saved_config
+from axlearn_core.train.run_dir import RunDir
+from axlearn_core.train.session import log_message
+from axlearn_plugins_finetune.runs import appearing, local_target, open_run, write_weights
+from axlearn_plugins_models.huggingface import files, stream
+from axlearn_plugins_models.huggingface.family import Family, Json, family, family_of
+from axlearn_plugins_models.huggingface.members import member
+from axlearn_plugins_models.huggingface.source import CONFIG, TOKENIZER, Source, open_model
+from axlearn_plugins_models.huggingface.table import Tensor, layout
+from axlearn_plugins_models.huggingface.weights import DirectoryWeights
+
+KEPT = "huggingface"
+"""The folder of a run directory that keeps what was in the model directory in addition to the weights."""
+TENSORS = "tensors.json"
+SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
+
+
+def import_run(directory: Path, run_dir: Path, *, with_: Iterable[str] = (), set: Iterable[str] = ()) -> Source:
+    """Writes a run at step 0 with the weights of a model directory; it appears in one piece.
+
+    The run holds weights only: a training that begins with it begins its optimizer's state.
+
+    Args:
+        directory: a model in Hugging Face format.
+        run_dir: the new run.
+        with_: features to add to the experiment, as on the command line.
+        set: settings to make in it.
+
+    Raises:
+        RequestError: the directory is not what it says, or `run_dir` is taken; nothing was written.
+        WorkError: it cannot be written.
+    """
+    configure_devices(None)
+    source = open_model(directory, tokenizer=run_dir / TOKENIZER, with_=with_, set=set)
+    config = source.config
+    if RunDir.check(run_dir, config, saved_config(run_dir), allow_drift=True).resumes:
+        raise RequestError(f"{run_dir} holds a run already; nothing was written\n    fix: give another RUN_DIR")
+    if getattr(config.checkpointer, "uri", None) is not None:
+        raise RequestError(
+            f"checkpointer.uri: an import keeps its checkpoint in RUN_DIR\n    got: {config.checkpointer.uri}\n"
+            "    fix: import without it; a run of its own that keeps its checkpoints there begins with these weights by\n"
+            "    --set 'loop={type: start-from-run, run_dir: RUN_DIR}'"
+        )
+    state = compose(config).state
+    places = {path: spec.sharding for path, spec in {**state.params, **state.variables}.items()}
+    params, variables = split_weights(DirectoryWeights(source).read("**", places), source.model)
+    _report_source(source)
+    lock = {"imported_from": str(directory), "provenance": provenance(source.resolved)}
+    with appearing(run_dir) as partial:
+        _keep(source, partial)
+        write_weights(partial, config, source.resolved.to_yaml(), params, variables, step=0, lock=lock)
+    return source
+
+
+def _keep(source: Source, run_dir: Path) -> None:
+    """What an export needs that the run does not: the small files, and how the tensors were stored."""
+    folder = run_dir / KEPT
+    folder.mkdir()
+    for file in {f for pattern in SIDE_FILES for f in source.directory.glob(pattern)}:
+        if file.name != files.INDEX:
+            shutil.copyfile(member(source.directory, file.name), folder / file.name)
+    if source.family.text:
+        shutil.copyfile(source.directory / TOKENIZER, run_dir / TOKENIZER)
+    stored = {n: [s.dtype, s.file.name] for n, s in source.stored.items()}
+    (folder / TENSORS).write_text(json.dumps(stored) + "\n", "utf-8")
+
+
+def export_run(
+    run_dir: str | Path, directory: str | Path, *, step: int | None = None, dtype: str | None = None
+) -> None:
+    """Writes the model of a run in Hugging Face format; it appears in one piece.
+
+    Args:
+        run_dir: the run, or the URI of one.
+        directory: where; it must not be there yet.
+        step: which checkpoint; by default the newest.
+        dtype: of the parameters; by default that of the files that the run was imported from, else their own. Other
+            variables keep theirs.
+
+    Raises:
+        RequestError: it is not a run, nothing in the format describes its model, or `directory` is taken.
+        WorkError: it cannot be written.
+    """
+    configure_devices(None)
+    directory = local_target(directory)
+    if directory.exists():
+        raise RequestError(f"{directory} is there already; nothing was written\n    fix: give another DIR")
+    source = open_run(run_dir, step)
+    config: Any = source.experiment
+    run_files = _kept_files(run_dir)
+    model_family, data = _describe_run(run_files, config)
+    model = Functional.of(config.model)
+    tensors = layout(model, model_family.table(model))
+    dtypes: dict[str, list[str]] = json.loads(run_files.pop(TENSORS, b"{}"))
+    own = files.CODES[dtype or str(config.model.param_dtype)]
+    outputs = [
+        (n, _code(model, t) or (own if dtype or n not in dtypes else dtypes[n][0]), t.shape)
+        for n, t in sorted(tensors.items(), key=lambda item: dtypes.get(item[0], ["", ""])[1])
+    ]
+    files.check_space(directory, outputs)
+    params = source.read()
+    if dtype or not dtypes:
+        data["dtype"] = dtype or config.model.param_dtype
+    with appearing(directory) as partial:
+        shards = files.shards(outputs)
+        files.write(partial, shards, stream.values(tensors, params, shards))
+        for name, content in run_files.items():
+            (partial / name).write_bytes(content)
+        _write_tokenizer(config, partial)
+        (partial / CONFIG).write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", "utf-8")
+
+
+def _code(model: Functional, tensor: Tensor) -> str | None:
+    """The file's name for the dtype of a tensor that is not a parameter."""
+    variable = model.variables.get(tensor.parts[0].path)
+    return None if variable is None else files.CODES[str(variable.dtype)]
+
+
+def _kept_files(run_dir: str | Path) -> dict[str, bytes]:
+    """Name -> content of what an import kept of the model directory in addition to the weights."""
+    storage, folder = open_storage(run_dir), f"{KEPT}/"
+    names = [f.path.removeprefix(folder) for f in storage.list(folder)]
+    if isinstance(storage, LocalStorage):
+        for name in names:
+            member(storage.root / KEPT, name)
+    return {name: storage.read(f"{folder}{name}") for name in names}
+
+
+def _describe_run(run_files: Mapping[str, bytes], config: Any) -> tuple[Family, Json]:
+    """The family and `config.json` of a run: those that it was imported from, where they still describe it."""
+    if data := json.loads(run_files.get(CONFIG, b"{}")):
+        model_family = family(str(data["model_type"]))
+        if not model_family.differences(data, config):
+            return model_family, data
+    model_family, fresh = family_of(config)
+    same = {k: v for k, v in data.items() if k.endswith("_token_id")}
+    text = {"eos_token_id": _eos(config), "max_position_embeddings": _length(config)} if model_family.text else {}
+    return model_family, {**text, **fresh, **same}
+
+
+def _length(config: Any) -> int | None:
+    length = getattr(config.input, "sequence_length", None)
+    return length if isinstance(length, int) else None
+
+
+def _eos(config: Any) -> int | None:
+    try:
+        return config.input.tokenizer.build().eos_id
+    except (AttributeError, RequestError):
+        return None
+
+
+def _write_tokenizer(config: Any, directory: Path) -> None:
+    """The tokenizer of a run that did not come with one in this format."""
+    node = getattr(config.input, "tokenizer", None)
+    if (directory / TOKENIZER).exists() or not hasattr(node, "eos"):
+        return
+    try:
+        tokenizer = node.build()  # type: ignore[union-attr]
+    except (ConfigError, RequestError):
+        return
+    (directory / TOKENIZER).write_text(tokenizer.to_json(), "utf-8")
+    described = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.token(tokenizer.eos_id)}
+    (directory / "tokenizer_config.json").write_text(json.dumps(described, indent=2) + "\n", "utf-8")
+
+
+def _report_source(source: Source) -> None:
+    for note in source.notes:
+        log_message(f"note: {note}")

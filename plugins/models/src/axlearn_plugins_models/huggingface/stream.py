@@ -1,0 +1,165 @@
+"""Weights from files to sharded parameters and back, a slice at a time.
+
+Beside the parameters themselves, the host holds at most two slices of `SLICE` bytes: one as it was read, one in the layout
+of the parameter. A slice is some rows of a tensor, as they follow one another in its file.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from axlearn_core.compose.arrays import array_function
+from axlearn_plugins_models.huggingface.files import DTYPES, Made, Stored
+from axlearn_plugins_models.huggingface.table import Axes, Part, Tensor
+
+SLICE = 32 * 2**20
+Params = dict[str, Any]
+
+
+def read(tensors: Mapping[str, Tensor], stored: Mapping[str, Stored], like: Mapping[str, Any]) -> Params:
+    """The parameters of a model, in the dtypes and shardings of `like`.
+
+    Args:
+        tensors: from `table.layout`.
+        stored: the tensors in the files, checked against them.
+        like: path -> abstract array with its sharding; others are not read.
+
+    Raises:
+        CheckpointError: a file is shorter than it was when it was checked.
+    """
+    params: Params = {}
+    needed = [t for t in tensors.values() if any(part.path in like for part in t.parts)]
+    for tensor in sorted(needed, key=lambda t: (stored[t.name].file, stored[t.name].start)):
+        for part, start, piece in _pieces(tensor, stored[tensor.name]):
+            if part.path not in like:
+                continue
+            want = like[part.path]
+            if part.path not in params and piece.shape == want.shape and piece.dtype == want.dtype:
+                params[part.path] = _put_piece(piece, want.sharding)
+                continue
+            if part.path not in params:
+                params[part.path] = _zeros(want.shape, want.dtype, want.sharding)
+            spec = tuple(want.sharding.spec) if isinstance(want.sharding, NamedSharding) else ()
+            placed = _put_piece(piece, _fitting_sharding(want.sharding, spec[len(part.index) :], piece.shape))
+            params[part.path] = _put(params[part.path], placed, jnp.asarray(start, jnp.int32), want.sharding)
+    return params
+
+
+def same(a: Stored, b: Stored) -> bool:
+    """Whether two tensors in files are equal, bit by bit."""
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    return all(
+        np.array_equal(a.rows(*rows).view(np.uint8), b.rows(*rows).view(np.uint8))
+        for rows in _rows(a.shape, a.bytes, 1)
+    )
+
+
+def values(tensors: Mapping[str, Tensor], params: Mapping[str, Any], files: list[list[Made]]) -> Iterator[np.ndarray]:
+    """The tensors of a file's table as they lie there, one at a time; the inverse of `read`."""
+    for name, code, shape in (output for file in files for output in file):
+        tensor = tensors[name]
+        axes, order = tensor.axes, [tensor.axes.ours.index(a) for a in tensor.axes.flat]
+        parts = []
+        for part in tensor.parts:
+            whole = params[part.path]
+            piece = whole if not part.index else _row(whole, jnp.asarray(part.index, jnp.int32))
+            parts.append(np.asarray(piece).transpose(order))
+        value = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=axes.flat.index(axes.joined))
+        yield value.reshape(shape).astype(DTYPES[code], copy=False)
+
+
+def _rows(shape: tuple[int, ...], size: int, unit: int) -> Iterator[tuple[int, int]]:
+    """Ranges of the first axis of at most `SLICE` bytes, in multiples of `unit` rows."""
+    if not shape:
+        yield 0, 1
+        return
+    step = max(1, SLICE * shape[0] // max(size * unit, 1)) * unit
+    for begin in range(0, shape[0], step):
+        yield begin, min(begin + step, shape[0])
+
+
+def _pieces(tensor: Tensor, stored: Stored) -> Iterator[tuple[Part, tuple[int, ...], np.ndarray]]:
+    """(where, the first index in the parameter, the values as the parameter has them) of a tensor's slices."""
+    axes = tensor.axes
+    sizes = dict(tensor.parts[0].sizes)
+    if axes.joined:
+        sizes[axes.joined] = tensor.parts[-1].offset + tensor.parts[-1].sizes[axes.joined]
+    if not axes.theirs:
+        for part in tensor.parts:
+            yield part, part.index, stored.rows(0, 1)
+        return
+    first, unit = axes.flat[0], math.prod(sizes[a] for a in axes.theirs[0][1:])
+    for begin, end in _rows(stored.shape, stored.bytes, unit):
+        low, high = begin // unit, end // unit
+        flat = {**sizes, first: high - low}
+        raw = stored.rows(begin, end).reshape([flat[a] for a in axes.flat])
+        for part in tensor.parts:
+            if (cut := _intersect(axes, part, first, low, high)) is not None:
+                at, index = cut
+                piece = raw[index].transpose([axes.flat.index(a) for a in axes.ours])
+                yield part, (*part.index, *(at if a == first else 0 for a in axes.ours)), piece
+
+
+def _intersect(axes: Axes, part: Part, first: str, low: int, high: int) -> tuple[int, tuple[slice, ...]] | None:
+    """Of a slice `[low:high]` along the first axis, what belongs to a part: where it begins there, and which of it."""
+    if not axes.joined:
+        return low, ()
+    begin, end = part.offset, part.offset + part.sizes[axes.joined]
+    if axes.joined != first:
+        return low, (*(slice(None),) * axes.flat.index(axes.joined), slice(begin, end))
+    begin, end = max(begin, low), min(end, high)
+    return (begin - part.offset, (slice(begin - low, end - low),)) if begin < end else None
+
+
+def _put_piece(piece: np.ndarray, sharding: Any) -> jax.Array:
+    """A piece on the devices; each process gives those of its own."""
+    if jax.process_count() == 1:
+        return jax.device_put(piece, sharding)
+    return jax.make_array_from_callback(piece.shape, sharding, lambda index: piece[index])
+
+
+def _fitting_sharding(sharding: Any, spec: tuple[Any, ...], shape: tuple[int, ...]) -> Any:
+    """The sharding of a parameter for a piece of it: an axis that its mesh axes do not divide stays whole."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    parts = []
+    for size, axis in zip(shape, (*spec, *(None,) * len(shape)), strict=False):
+        names = (axis,) if isinstance(axis, str) else tuple(axis or ())
+        parts.append(axis if size % math.prod(sharding.mesh.shape[a] for a in names) == 0 else None)
+    return NamedSharding(sharding.mesh, PartitionSpec(*parts))
+
+
+@array_function(static=(0, 1, 2))
+def _zeros_in(shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.Array:
+    return lax.with_sharding_constraint(jnp.zeros(shape, dtype), sharding)
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.Array:
+    return _zeros_in(tuple(shape), jnp.dtype(dtype), sharding)
+
+
+@array_function(static=(3,), donate=(0,))
+def _put(whole: jax.Array, piece: jax.Array, start: jax.Array, sharding: Any) -> jax.Array:
+    """`whole` with `piece`, in its dtype, from the index `start` on."""
+    piece, dtype = piece.astype(whole.dtype), whole.dtype
+    if dtype.itemsize == 2:  # XLA for CPU would convert the whole array to float32 and back to update it
+        piece, whole = (lax.bitcast_convert_type(x, jnp.uint16) for x in (piece, whole))
+    piece = piece.reshape((1,) * (whole.ndim - piece.ndim) + piece.shape)
+    array = lax.dynamic_update_slice(whole, piece, [start[i] for i in range(whole.ndim)])
+    array = lax.bitcast_convert_type(array, dtype) if array.dtype != dtype else array
+    return lax.with_sharding_constraint(array, sharding)
+
+
+@array_function()
+def _row(whole: jax.Array, index: jax.Array) -> jax.Array:
+    """`whole[index]`."""
+    count = index.shape[0]
+    begin = [*(index[i] for i in range(count)), *(jnp.int32(0) for _ in whole.shape[count:])]
+    return lax.dynamic_slice(whole, begin, (*(1,) * count, *whole.shape[count:])).reshape(whole.shape[count:])

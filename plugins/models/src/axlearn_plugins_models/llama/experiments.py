@@ -1,0 +1,149 @@
+"""The Llama family: Llama 2 (arXiv 2307.09288), Llama 3 (arXiv 2407.21783), and a small one that trains on any machine.
+
+The large ones leave open what only a user knows: `input.source.paths` and `input.tokenizer.path`.
+"""
+
+from axlearn_core.checkpoint import OrbaxCheckpointer
+from axlearn_core.config import patch
+from axlearn_core.learn import AdamW, Cosine, Learner, WarmupStableDecay
+from axlearn_core.nn.remat import Remat
+from axlearn_core.train import LossEvaluator, Trainer
+from axlearn_core.train.trackers import JsonlTracker
+from axlearn_plugins_rope.rotary import RotaryEmbedding
+from axlearn_plugins_tools.optimizers.muon import Muon
+from axlearn_plugins_tools.reporting.console import ConsoleTracker
+from axlearn_plugins_tools.reporting.tensorboard import TensorBoardTracker
+from axlearn_plugins_transformer.attention import Attention
+from axlearn_plugins_transformer.causal_lm import CausalLM
+from axlearn_plugins_transformer.embedding import Head
+from axlearn_plugins_transformer.feed_forward import GatedFeedForward
+from axlearn_plugins_transformer.norm import RMSNorm
+from axlearn_plugins_transformer.stack import Stack
+from axlearn_plugins_transformer.text import Files, LanguageModelInput, StandardLibrary, TokenizerJson
+from axlearn_plugins_transformer.text.sampling import SampleEvaluator
+from axlearn_plugins_transformer.transformer import Decoder, TransformerLayer
+
+TRACKERS = (ConsoleTracker.Config(), JsonlTracker.Config(), TensorBoardTracker.Config())
+
+
+def llama(
+    *,
+    vocab_size: int,
+    num_layers: int,
+    hidden_dim: int,
+    num_heads: int,
+    num_kv_heads: int | None,
+    feed_forward_dim: int,
+    theta: float = 10_000.0,
+    eps: float = 1e-5,
+    dtype: str = "bfloat16",
+    tied: bool = False,
+    stack: Stack.Config | None = None,
+) -> CausalLM.Config:
+    """A Llama decoder: pre-norm RMSNorm, rotary positions, SwiGLU, an output layer of its own, no biases."""
+    return CausalLM.Config(
+        vocab_size=vocab_size,
+        dtype=dtype,
+        decoder=Decoder.Config(
+            num_layers=num_layers,
+            hidden_dim=hidden_dim,
+            layer=TransformerLayer.Config(
+                attention=Attention.Config(
+                    num_heads=num_heads, num_kv_heads=num_kv_heads, position=RotaryEmbedding.Config(theta=theta)
+                ),
+                feed_forward=GatedFeedForward.Config(hidden_dim=feed_forward_dim),
+                norm=RMSNorm.Config(eps=eps),
+            ),
+            norm=RMSNorm.Config(eps=eps),
+            head=None if tied else Head.Config(),
+            stack=stack or Stack.Config(mode="scan", remat=Remat.Config()),
+        ),
+    )
+
+
+def pretraining(model: CausalLM.Config, *, sequence_length: int, peak: float, max_steps: int) -> Trainer.Config:
+    """Pretraining as the papers describe it: AdamW, cosine to a tenth, clipping at 1, weight decay 0.1."""
+    return Trainer.Config(
+        model=model,
+        learner=Learner.Config(
+            optimizer=AdamW(learning_rate=Cosine(peak=peak, warmup_steps=2000, end_ratio=0.1), weight_decay=0.1)
+        ),
+        input=LanguageModelInput.Config(
+            batch_size=1024,
+            sequence_length=sequence_length,
+            source=Files.Config(),
+            tokenizer=TokenizerJson.Config(),
+        ),
+        checkpointer=OrbaxCheckpointer.Config(every_steps=1000, keep_last=3),
+        trackers=TRACKERS,
+        max_steps=max_steps,
+    )
+
+
+def llama2_7b() -> Trainer.Config:
+    """Llama 2 7B, 2 trillion tokens."""
+    model = llama(
+        vocab_size=32_000, num_layers=32, hidden_dim=4096, num_heads=32, num_kv_heads=None, feed_forward_dim=11_008
+    )
+    return pretraining(model, sequence_length=4096, peak=3e-4, max_steps=500_000)
+
+
+def llama2_70b() -> Trainer.Config:
+    """Llama 2 70B, 2 trillion tokens."""
+    model = llama(
+        vocab_size=32_000, num_layers=80, hidden_dim=8192, num_heads=64, num_kv_heads=8, feed_forward_dim=28_672
+    )
+    return pretraining(model, sequence_length=4096, peak=1.5e-4, max_steps=500_000)
+
+
+def llama3_8b() -> Trainer.Config:
+    """Llama 3 8B."""
+    model = llama(
+        vocab_size=128_256,
+        num_layers=32,
+        hidden_dim=4096,
+        num_heads=32,
+        num_kv_heads=8,
+        feed_forward_dim=14_336,
+        theta=500_000.0,
+    )
+    return pretraining(model, sequence_length=8192, peak=3e-4, max_steps=1_800_000)
+
+
+def quickstart() -> Trainer.Config:
+    """A small Llama on the source text of the Python standard library: a few minutes on two CPU cores.
+
+    Nothing is downloaded: the text and the held-out files come from the running interpreter.
+    """
+    model = llama(
+        vocab_size=2048,
+        num_layers=4,
+        hidden_dim=128,
+        num_heads=4,
+        num_kv_heads=None,
+        feed_forward_dim=384,
+        dtype="float32",
+        stack=Stack.Config(mode="unrolled"),
+    )
+    # Layers that begin close to the identity learn faster in the first hundreds of steps, which here are all.
+    small = {f"decoder.layer.{part}.init.scale": 0.01 for part in ("attention.output", "feed_forward.down")}
+    return Trainer.Config(
+        model=patch(model, small),
+        learner=Learner.Config(
+            optimizer=Muon(learning_rate=WarmupStableDecay(peak=0.012, warmup_steps=20, decay_steps=0.6))
+        ),
+        input=LanguageModelInput.Config(
+            batch_size=8,
+            sequence_length=256,
+            source=StandardLibrary.Config(),
+            tokenizer=TokenizerJson.Config(builtin="python-2k"),
+        ),
+        evaluators={
+            "eval": LossEvaluator.Config(every_steps=300),
+            "sample": SampleEvaluator.Config(prompt="def "),
+        },
+        checkpointer=OrbaxCheckpointer.Config(every_steps=150, keep_last=2),
+        trackers=TRACKERS,
+        max_steps=600,
+        log_every_steps=10,
+    )

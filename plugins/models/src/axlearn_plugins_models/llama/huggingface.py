@@ -1,0 +1,13 @@
+"""Llama 2, 3, and 3.1 to 3.3 in Hugging Face format."""
+
+from typing import ClassVar
+
+from axlearn_plugins_models.huggingface.decoder import RopeDecoder
+
+
+class Llama(RopeDecoder):
+    """`LlamaForCausalLM`: also what other families were released as that are built alike."""
+
+    experiment = "llama3-8b"
+    architectures = ("LlamaForCausalLM",)
+    fixed: ClassVar = {"attention_bias": False, "mlp_bias": False}

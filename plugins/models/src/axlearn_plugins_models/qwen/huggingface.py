@@ -1,0 +1,66 @@
+"""Qwen 2.5, Qwen 3 and Qwen 3 MoE in Hugging Face format."""
+
+from typing import Any, ClassVar
+
+from axlearn_plugins_models.huggingface.decoder import (
+    ATTENTION,
+    ATTENTION_RULES,
+    FEED_FORWARD,
+    HEADS,
+    NORM_RULES,
+    NORMS,
+    OUTER_RULES,
+    SIZES,
+    TIED,
+    RopeDecoder,
+    expert_rules,
+)
+from axlearn_plugins_models.huggingface.family import Json, Key, Settings
+
+
+class Qwen2(RopeDecoder):
+    """Qwen 2 and 2.5: queries, keys and values have biases."""
+
+    experiment = "llama3-8b"
+    architectures = ("Qwen2ForCausalLM",)
+    fixed: ClassVar = {"use_sliding_window": False}
+    idle = ("sliding_window", "layer_types")
+
+    def settings(self, hf: Settings) -> Json:
+        """Besides the position encoding, the biases."""
+        return super().settings(hf) | {f"{ATTENTION}.{part}.bias": True for part in ("query", "key", "value")}
+
+
+class Qwen3(RopeDecoder):
+    """Qwen 3: a norm on each head of queries and keys, no biases."""
+
+    experiment = "llama3-8b"
+    architectures: ClassVar = ("Qwen3ForCausalLM",)
+    fixed: ClassVar = {"attention_bias": False, "use_sliding_window": False}
+    idle: ClassVar = ("sliding_window", "layer_types")
+
+    def settings(self, hf: Settings) -> Json:
+        """Besides the position encoding, the norm."""
+        norm = {"type": "rms-norm", "eps": float(hf.get("rms_norm_eps", 1e-6))}
+        return super().settings(hf) | {f"{ATTENTION}.qk_norm": norm}
+
+
+class Qwen3Moe(Qwen3):
+    """Qwen 3 with experts in every layer."""
+
+    experiment = "qwen3-30b-a3b"
+    architectures = ("Qwen3MoeForCausalLM",)
+    keys: ClassVar = {
+        **SIZES, **HEADS, **NORMS, "tie_word_embeddings": TIED,
+        "num_experts|num_local_experts": f"{FEED_FORWARD}.num_experts",
+        "num_experts_per_tok": f"{FEED_FORWARD}.top_k",
+        "moe_intermediate_size": f"{FEED_FORWARD}.hidden_dim",
+        "norm_topk_prob": Key(f"{FEED_FORWARD}.router.normalize", default=False),
+    }  # fmt: skip
+    fixed: ClassVar = {**Qwen3.fixed, "decoder_sparse_step": 1, "mlp_only_layers": [], "hidden_act": "silu"}
+    idle = (*Qwen3.idle, "intermediate_size")
+    rules = (*OUTER_RULES, *NORM_RULES, *ATTENTION_RULES, *expert_rules())
+
+    def described(self, config: Any) -> Json:
+        """What transformers asks for and no layer has: the size of a dense feed-forward layer."""
+        return super().described(config) | {"intermediate_size": 3 * config.model.decoder.hidden_dim}

@@ -1,0 +1,228 @@
+"""Images to train on: arrays in files, or shapes that are drawn as they are needed."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from axlearn_core.config import REQUIRED, Configurable, interface, node, setting
+from axlearn_core.errors import ConfigError, InputError, Problem
+
+T_co = TypeVar("T_co", covariant=True)
+
+Rows = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+"""Numbers of rows, int64 [n] -> (images float32 [n, E, E, C] around zero, labels int32 [n])."""
+
+
+class ImageBatches:
+    """A `BatchIterator`: the rows of this process, of batches whose rows `order` numbers; state is how many were given.
+
+    Batches have `images` float32 [B, E, E, C], `labels` int32 [B], and `weights` float32 [B].
+    """
+
+    def __init__(self, rows: Rows, order: Callable[[int], np.ndarray], rows_slice: slice, count: int | None = None):
+        self._rows, self._order, self._mine, self._count, self._given = rows, order, rows_slice, count, 0
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        return self
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        """The next batch; a number below 0 stands for padding."""
+        if self._given == self._count:
+            raise StopIteration
+        numbers = self._order(self._given)[self._mine]
+        images, labels = self._rows(np.maximum(numbers, 0))
+        self._given += 1
+        return {"images": images, "labels": labels, "weights": (numbers >= 0).astype(np.float32)}
+
+    def get_state(self) -> dict[str, int]:
+        """The position after the batch returned last."""
+        return {"batches": self._given}
+
+    def set_state(self, state: Mapping[str, int]) -> None:
+        """Goes to a position that `get_state` gave."""
+        self._given = state["batches"]
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
+class Images(Configurable):
+    """What inputs of images share: endless batches in an order of their own, and one pass over what is held out."""
+
+    @node
+    class Config(Configurable.Config[T_co]):
+        """`batch_size` is over all processes."""
+
+        batch_size: int = setting(default=REQUIRED, ge=1)
+        seed: int = interface(default=0)
+        process_index: int = interface(default=0)
+        process_count: int = interface(default=1)
+
+    def __init__(self, cfg: Any):
+        self.cfg = cfg
+        rows, rest = divmod(cfg.batch_size, cfg.process_count)
+        if rest:
+            raise ConfigError(
+                Problem(
+                    path="input.batch_size",
+                    message="is not divided by the number of processes",
+                    got=f"{cfg.batch_size} over {cfg.process_count}",
+                    fix=f"set it to a multiple of {cfg.process_count}",
+                )
+            )
+        self._mine = slice(cfg.process_index * rows, (cfg.process_index + 1) * rows)
+
+    def _held_out(self, rows: Rows, count: int) -> ImageBatches:
+        size = self.cfg.batch_size
+
+        def order(batch: int) -> np.ndarray:
+            numbers = np.arange(batch * size, (batch + 1) * size)
+            return np.where(numbers < count, numbers, -1)
+
+        return ImageBatches(rows, order, self._mine, -(-count // size))
+
+
+SHAPES: Mapping[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    "disc": lambda y, x: y**2 + x**2 < 0.8,
+    "square": lambda y, x: np.maximum(abs(y), abs(x)) < 0.75,
+    "ring": lambda y, x: abs(y**2 + x**2 - 0.7) < 0.3,
+    "cross": lambda y, x: (np.minimum(abs(y), abs(x)) < 0.25) & (np.maximum(abs(y), abs(x)) < 0.95),
+}
+"""Name -> which points around the middle belong to it; the radius is 1."""
+
+
+class DrawnShapes(Images):
+    """Images of one shape each, somewhere, in some size and colour, on noise: made up anew at every step.
+
+    The labels are 0 disc, 1 square, 2 ring, 3 cross. An image depends on the seed and its number alone; those held out
+    are the same for all seeds.
+    """
+
+    @node
+    class Config(Images.Config["DrawnShapes"]):
+        """`noise` is its standard deviation beside colours from 0.5 to 1, `held_out` the number of images to evaluate on."""
+
+        image_size: int = setting(default=REQUIRED, ge=8)
+        noise: float = setting(default=0.3, ge=0)
+        held_out: int = setting(default=256, ge=1)
+
+    def train(self) -> ImageBatches:
+        """Images that never come again."""
+        size = self.cfg.batch_size
+        return ImageBatches(self._draw_rows(self.cfg.seed), lambda i: np.arange(i * size, (i + 1) * size), self._mine)
+
+    def evaluation(self) -> ImageBatches:
+        """Those that are held out."""
+        return self._held_out(self._draw_rows(None), self.cfg.held_out)
+
+    def describe(self) -> Mapping[str, Any]:
+        """What they are of."""
+        return {"classes": list(SHAPES), "held_out": self.cfg.held_out}
+
+    def _draw_rows(self, seed: int | None) -> Rows:
+        def rows(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            pairs = [self._draw(np.random.default_rng([0] if seed is None else [1, seed]), int(n)) for n in numbers]
+            return np.stack([image for image, _ in pairs]), np.array([label for _, label in pairs], np.int32)
+
+        return rows
+
+    def _draw(self, rng: np.random.Generator, number: int) -> tuple[np.ndarray, int]:
+        rng.bit_generator.advance(number << 32)  # type: ignore[attr-defined]  # PCG64 has it, its base not
+        edge, label = self.cfg.image_size, int(rng.integers(len(SHAPES)))
+        radius = edge * rng.uniform(0.2, 0.4)
+        middle = rng.uniform(radius, edge - radius, 2)
+        y, x = (np.mgrid[:edge, :edge] + 0.5 - middle[:, None, None]) / radius
+        inside = list(SHAPES.values())[label](y, x)[..., None]
+        image = inside * rng.uniform(0.5, 1, 3) + rng.normal(0, self.cfg.noise, (edge, edge, 3))
+        return image.astype(np.float32), label
+
+
+class ImageArrays(Images):
+    """Images in .npz files (`numpy.savez`): `images` uint8 [n, E, E, C] and `labels` integer [n], in a new order each pass.
+
+    Values 0 to 255 become -1 to 1. A share of the images, the last ones of each file, is held out.
+    """
+
+    @node
+    class Config(Images.Config["ImageArrays"]):
+        """`paths`: files or globs. All of them are held in memory."""
+
+        paths: str | tuple[str, ...] = REQUIRED
+        held_out: float = setting(default=0.05, gt=0, lt=1)
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        patterns = (cfg.paths,) if isinstance(cfg.paths, str) else cfg.paths
+        self.files = sorted({f for p in patterns for f in _matching_files(p)})
+        parts = [_read(f) for f in self.files]
+        if len({x.shape[1:] for x, _ in parts}) > 1:
+            raise InputError(
+                f"images of several sizes in {', '.join(map(str, self.files))}\n    fix: make them one size"
+            )
+        cuts = [max(1, round(len(x) * (1 - cfg.held_out))) for x, _ in parts]
+        both = list(zip(parts, cuts, strict=True))
+        self._training = tuple(np.concatenate([part[i][:cut] for part, cut in both]) for i in (0, 1))
+        self._rest = tuple(np.concatenate([part[i][cut:] for part, cut in both]) for i in (0, 1))
+
+    def train(self) -> ImageBatches:
+        """Pass after pass over what is not held out, each in an order of its own."""
+        count, size, seed = len(self._training[1]), self.cfg.batch_size, self.cfg.seed
+
+        def order(batch: int) -> np.ndarray:
+            places = np.arange(batch * size, (batch + 1) * size)
+            orders = {p: np.random.default_rng([seed, p]).permutation(count) for p in np.unique(places // count)}
+            return np.array([orders[p // count][p % count] for p in places])
+
+        return ImageBatches(_rows(*self._training), order, self._mine)
+
+    def evaluation(self) -> ImageBatches:
+        """What is held out; raises `InputError` where that is nothing."""
+        if not len(self._rest[1]):
+            raise InputError("no image is held out\n    fix: raise input.held_out, or set evaluators={}")
+        return self._held_out(_rows(*self._rest), len(self._rest[1]))
+
+    def describe(self) -> Mapping[str, Any]:
+        """The files."""
+        facts = "".join(f"{f.name}:{f.stat().st_size};" for f in self.files)
+        content = hashlib.sha256()
+        for array in (*self._training, *self._rest):
+            content.update(np.ascontiguousarray(array).data)
+        held_out = len(self._rest[1])
+        return {"files": len(self.files), "images": len(self._training[1]) + held_out, "held_out": held_out,
+                "hash": hashlib.sha256(facts.encode()).hexdigest()[:16], "content": content.hexdigest()[:16]}  # fmt: skip
+
+
+def _matching_files(pattern: str) -> list[Path]:
+    path = Path(pattern).expanduser()
+    paths = [path] if path.is_file() else sorted(path.parent.glob(path.name)) if path.parent.is_dir() else []
+    if not paths:
+        raise InputError(f"no file of images matches {pattern}\n    fix: set input.paths")
+    return paths
+
+
+def _read(file: Path) -> tuple[np.ndarray, np.ndarray]:
+    try:
+        with np.load(file, allow_pickle=False) as data:
+            images, labels = data["images"], data["labels"]
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(
+            f"{file} holds no images: {error}\n    expected: an .npz file with `images` uint8 [n, E, E, C] and `labels` [n]"
+        ) from None
+    if (
+        images.dtype != np.uint8
+        or images.ndim != 4
+        or labels.shape != images.shape[:1]
+        or labels.dtype.kind not in "iu"
+    ):
+        raise InputError(
+            f"{file}: arrays of another form\n    got: images {images.dtype}{list(images.shape)}, "
+            f"labels {labels.dtype}{list(labels.shape)}\n    expected: images uint8[n, E, E, C], labels integer[n]"
+        )
+    return images, labels.astype(np.int32)
+
+
+def _rows(images: np.ndarray, labels: np.ndarray) -> Rows:
+    return lambda numbers: (images[numbers].astype(np.float32) / 127.5 - 1, labels[numbers])

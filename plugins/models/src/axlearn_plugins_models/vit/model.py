@@ -1,0 +1,204 @@
+"""The Vision Transformer (Dosovitskiy et al., 2020, arXiv 2010.11929): images as sequences of patches.
+
+B images of E x E pixels with C channels, patches of P x P pixels, S = (E / P)^2 patches and a class token, D width, K classes.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from axlearn_core.config import REQUIRED, Node, interface, node, setting
+from axlearn_core.contracts.parts import Batch
+from axlearn_core.errors import Problem, RequestError
+from axlearn_core.nn import summaries
+from axlearn_core.nn.initializers import Constant, Initializer, Normal
+from axlearn_core.nn.layer import Context, Layer, Precision
+from axlearn_core.nn.linear import Linear, Projection
+from axlearn_core.nn.sharding import constrain
+from axlearn_plugins_transformer.attention import Attention
+from axlearn_plugins_transformer.feed_forward import PlainFeedForward
+from axlearn_plugins_transformer.norm import LayerNorm, Norm
+from axlearn_plugins_transformer.stack import LayerStack, Stack, StackLayer
+from axlearn_plugins_transformer.transformer import RESIDUAL, TransformerLayer
+
+BIASED = Linear.Config(bias=True)
+
+
+class ImageEmbedding(Protocol):
+    """Turns images into sequences of vectors. Built with `dim`, `rngs`, `precision`."""
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """float [B, E, E, C] -> [B, 1 + S, D]; first the class token."""
+        ...
+
+
+class PatchEmbedding(Layer):
+    """A linear map of each patch, a learned class token in front, learned positions added to all."""
+
+    @node
+    class Config(Layer.Config["PatchEmbedding"]):
+        """`image_size` and `patch_size` are pixels along an edge, `channels` numbers per pixel."""
+
+        dim: int = interface(default=REQUIRED)
+        image_size: int = setting(default=REQUIRED, ge=1)
+        patch_size: int = setting(default=REQUIRED, ge=1)
+        channels: int = setting(default=3, ge=1)
+        projection: Node[Projection] = BIASED
+        init: Node[Initializer] = setting(default=Normal(stddev=0.02), kind="training")
+
+        def validate(self) -> Iterable[Problem]:
+            """Patches that do not divide the image."""
+            yield from super().validate()
+            if (
+                isinstance(self.image_size, int)
+                and isinstance(self.patch_size, int)
+                and self.image_size % self.patch_size
+            ):
+                divisors = [str(n) for n in range(1, self.image_size + 1) if self.image_size % n == 0]
+                yield Problem(
+                    path="patch_size",
+                    message="does not divide image_size",
+                    got=f"{self.patch_size} of {self.image_size}",
+                    expected=f"one of {', '.join(divisors)}",
+                )
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
+        super().__init__(cfg, precision=precision)
+        size, width = cfg.patch_size, (cfg.dim,)
+        pixels = (size, size, cfg.channels)
+        # Few numbers along each axis of a patch: every device has them all.
+        axes = ("rank", "rank", "rank", "embed")
+        self.projection = self.child(cfg.projection, rngs=rngs, input_dims=pixels, output_dims=width, axes=axes)
+        count = 1 + (cfg.image_size // size) ** 2
+        self.token = self.parameter(rngs, Constant(), (1, 1, cfg.dim), (None, None, "embed"))
+        self.position = self.parameter(rngs, cfg.init, (1, count, cfg.dim), (None, "rank", "embed"))
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """float [B, E, E, C] -> [B, 1 + S, D]; raises `RequestError` for images of another size."""
+        cfg = self.cfg
+        batch, edge = images.shape[0], cfg.image_size
+        if images.shape[1:] != (edge, edge, cfg.channels):
+            raise RequestError(
+                f"patch-embedding: images of another size\n    got: {list(images.shape[1:])}\n"
+                f"    expected: {[edge, edge, cfg.channels]}\n    fix: set image_size and channels of input and model alike"
+            )
+        count, size = edge // cfg.patch_size, cfg.patch_size
+        patches = images.reshape(batch, count, size, count, size, cfg.channels).transpose(0, 1, 3, 2, 4, 5)
+        x = self.projection(patches.reshape(batch, count * count, size, size, cfg.channels))
+        token = jnp.broadcast_to(self.computed(self.token), (batch, 1, cfg.dim))
+        return jnp.concatenate([token, x], axis=1) + self.computed(self.position)
+
+
+class ImageEncoder(Layer):
+    """Images to hidden states: an embedding, a stack of layers that all see the whole image, a final norm."""
+
+    @node
+    class Config(Layer.Config["ImageEncoder"]):
+        """The layers of the paper: pre-norm, biases everywhere, GELU."""
+
+        dim: int = interface(default=REQUIRED)
+        num_layers: int = setting(default=REQUIRED, ge=1)
+        embedding: Node[ImageEmbedding] = PatchEmbedding.Config()
+        layer: Node[StackLayer] = TransformerLayer.Config(
+            attention=Attention.Config(causal=False, query=BIASED, key=BIASED, value=BIASED, output=BIASED),
+            feed_forward=PlainFeedForward.Config(up=BIASED, down=BIASED),
+            norm=LayerNorm.Config(eps=1e-6),
+        )
+        stack: Node[LayerStack] = Stack.Config()
+        norm: Node[Norm] | None = LayerNorm.Config(eps=1e-6)
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
+        super().__init__(cfg, precision=precision)
+        width = cfg.dim
+        self.embedding = self.child(cfg.embedding, rngs=rngs, dim=width)
+
+        def make(layer: Node[StackLayer], rngs: nnx.Rngs) -> StackLayer:
+            return self.child(layer, rngs=rngs, input_dim=width)
+
+        self.layer = cfg.stack.build().init(make, cfg.layer, cfg.num_layers, rngs)
+        if cfg.norm is not None:
+            self.norm = self.child(cfg.norm, rngs=rngs, dim=width)
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """float [B, E, E, C] -> [B, 1 + S, D]."""
+        x = constrain(self.embedding(images), *RESIDUAL)
+        x, _ = self.cfg.stack.build()(self.layer, x, Context())
+        return x if self.cfg.norm is None else self.norm(x)
+
+
+class ImageEncoderModel(Protocol):
+    """Images to hidden states. Built with `dim`, `rngs`, `precision`."""
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """float [B, E, E, C] -> [B, 1 + S, D]; first what stands for the whole image."""
+        ...
+
+
+class ImageClassifier(Layer):
+    """Says which of some classes an image is of."""
+
+    @node
+    class Config(Layer.Config["ImageClassifier"]):
+        """`hidden_dim` is the width. `pool`: the class token, or the mean over the patches. `label_smoothing` spreads
+        that share over all classes."""
+
+        num_classes: int = setting(default=REQUIRED, ge=2)
+        hidden_dim: int = setting(default=REQUIRED, ge=1)
+        encoder: Node[ImageEncoderModel] = ImageEncoder.Config()
+        head: Node[Projection] = BIASED
+        pool: Literal["token", "mean"] = "token"
+        label_smoothing: float = setting(default=0.0, ge=0, lt=1)
+        param_dtype: str | None = setting(default="float32", kind="precision")
+        dtype: str | None = setting(default="float32", kind="precision")
+        output_dtype: str = setting(default="float32", kind="precision")
+
+        def validate(self) -> Iterable[Problem]:
+            """Dtypes that do not exist or are not given."""
+            yield from super().validate()
+            for name in ("param_dtype", "dtype"):
+                if getattr(self, name) is None:
+                    yield Problem(
+                        path=name, message="the root of the model has no parent to take it from", fix="set it"
+                    )
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        super().__init__(cfg, precision=Precision())
+        self.encoder = self.child(cfg.encoder, rngs=rngs, dim=cfg.hidden_dim)
+        dims = {"input_dims": (cfg.hidden_dim,), "output_dims": (cfg.num_classes,)}
+        self.head = self.child(cfg.head, rngs=rngs, axes=("embed", "vocab"), **dims)
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """float [B, E, E, C] -> logits [B, K] in `output_dtype`."""
+        x = self.encoder(images.astype(self.precision.compute))
+        x = x[:, 0] if self.cfg.pool == "token" else jnp.mean(x[:, 1:], axis=1)
+        return self.head(x).astype(self.cfg.output_dtype)
+
+    def loss(self, batch: Batch) -> tuple[jax.Array, Mapping[str, jax.Array]]:
+        """The mean cross-entropy of the labels, in nats, plus the auxiliary losses of the layers.
+
+        Args:
+            batch: `images` float [B, E, E, C]; `labels` int32 [B], below K (the loss is NaN otherwise); `weights` float32
+                [B], 0 for padding, which may be left out.
+
+        Returns:
+            (loss, summaries): `weight` is the number of images, `accuracy` the share of them whose label is likeliest.
+        """
+        labels, weights = batch["labels"], batch.get("weights")
+        with summaries.collect() as collector:
+            logits = self(batch["images"]).astype(jnp.float32)
+        logits = constrain(logits, "batch", "activation_vocab")
+        weights = jnp.ones(labels.shape, jnp.float32) if weights is None else weights
+        weight = jnp.sum(weights)
+        share = weights / jnp.where(weight > 0, weight, 1.0)
+        log_p = jax.nn.log_softmax(logits, axis=-1)
+        at_label = jnp.take_along_axis(log_p, labels[:, None], axis=1, mode="fill", fill_value=jnp.nan)[:, 0]
+        smooth = self.cfg.label_smoothing
+        entropy = -((1 - smooth) * at_label + smooth * jnp.mean(log_p, axis=-1) if smooth else at_label)
+        loss = jnp.sum(entropy * share)
+        right = jnp.sum((jnp.argmax(logits, axis=-1) == labels) * share)
+        for value in collector.losses.values():
+            loss = loss + value
+        return loss, {"weight": weight, "accuracy": right, **collector.summaries, **collector.losses}

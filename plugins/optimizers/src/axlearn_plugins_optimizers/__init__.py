@@ -1,6 +1,0 @@
-"""Optimizers for axlearn beyond AdamW: the components `muon` and `schedule-free`."""
-
-from axlearn_plugins_optimizers.muon import Muon
-from axlearn_plugins_optimizers.schedule_free import ScheduleFree
-
-__all__ = ["Muon", "ScheduleFree"]

@@ -1,0 +1,222 @@
+"""A loss cut at its pipelined stack into pure functions of the parameters: before the stack, its layers, after it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import attrs
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+
+from axlearn_core.contracts.parts import Loss
+from axlearn_core.errors import ConfigError, Problem
+from axlearn_core.nn.sharding import constrain
+from axlearn_plugins_parallelism.pipeline import PipelinedStack, uneven_rows
+from axlearn_plugins_parallelism.stack_call import StackCall, StackOutput, cut_at_stack
+from axlearn_plugins_transformer.stacked import Layers, Written
+
+Tree = Any
+
+
+class Pruned(NamedTuple):
+    """A function without the operations that its results do not need.
+
+    Attributes:
+        call: takes what the function takes: the parameters as a list first.
+        reads: the indices of the parameters that it needs.
+    """
+
+    call: Callable[..., Any]
+    reads: list[int]
+
+    def of_read(self, leaves: Sequence[jax.Array], *rest: Any) -> tuple[Callable[..., Any], list[jax.Array]]:
+        """(the function of the parameters that it needs, those); the others and `rest` are constants."""
+
+        def call(read: Sequence[jax.Array], *more: Any) -> Any:
+            whole = list(leaves)
+            for index, leaf in zip(self.reads, read, strict=True):
+                whole[index] = leaf
+            return self.call(whole, *rest, *more)
+
+        return call, [leaves[i] for i in self.reads]
+
+
+def prune(function: Callable[..., Any], leaves: Sequence[jax.Array], *rest: Any) -> Pruned:
+    """`function(leaves, *rest)`, traced once, without operations that its results do not need."""
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(list(leaves), *rest)
+    jaxpr, tree = closed.jaxpr, jax.tree.structure(shapes)
+    needed = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+    equations = []
+    for equation in reversed(jaxpr.eqns):
+        if any(v in needed for v in equation.outvars):
+            equations.append(equation)
+            needed.update(v for v in equation.invars if not isinstance(v, Literal))
+    run = jaxpr_as_fun(ClosedJaxpr(jaxpr.replace(eqns=equations[::-1]), closed.consts))
+
+    def call(leaves: Sequence[jax.Array], *rest: Any) -> Any:
+        return tree.unflatten(run(*jax.tree.leaves((list(leaves), *rest))))
+
+    return Pruned(call, [i for i, v in enumerate(jaxpr.invars[: len(leaves)]) if v in needed])
+
+
+@attrs.frozen(eq=False)
+class LossParts:
+    """A loss of microbatches of b rows, cut at its stack.
+
+    Attributes:
+        stack: the stack.
+        leaves: the parameters in a list; `tree` puts them together.
+        batch: each array as [M, b, ...].
+    """
+
+    loss: Loss
+    variables: Tree
+    key: jax.Array | None
+    stack: PipelinedStack
+    leaves: list[jax.Array]
+    tree: Any
+    batch: Tree
+
+    @classmethod
+    def of(cls, loss: Loss, params: Tree, variables: Tree, batch: Tree, key: jax.Array | None) -> "LossParts":
+        """Cuts it.
+
+        Raises:
+            ConfigError: it does not run one pipelined stack once; the microbatches do not divide the rows; layers that are
+                not in the stack change variables.
+        """
+        calls: list[StackCall] = []
+
+        def rows_of(params: Tree, variables: Tree, batch: Tree) -> Any:
+            with cut_at_stack() as call:
+                loss(params, variables, batch, key)
+            calls.append(call)
+            return call.x
+
+        shape = jax.eval_shape(rows_of, params, variables, batch)
+        stack = _only_stack(calls[-1])
+        rows, count = shape.shape[0], stack.cfg.microbatches
+        if rows % count:
+            raise uneven_rows(count, rows)
+
+        def split(x: jax.Array) -> jax.Array:
+            if x.shape[0] != rows:  # one row for all
+                return jnp.broadcast_to(x[None], (count, *x.shape))
+            parts = jnp.swapaxes(x.reshape(rows // count, count, *x.shape[1:]), 0, 1)
+            return constrain(parts, None, "batch", *[None] * (parts.ndim - 2))
+
+        leaves, tree = jax.tree.flatten(params)
+        parts = cls(loss, variables, key, stack, leaves, tree, jax.tree.map(split, batch))
+        parts._check_variables()
+        return parts
+
+    @property
+    def count(self) -> int:
+        """How many microbatches there are."""
+        return self.stack.cfg.microbatches
+
+    def trace(self, leaves: Sequence[jax.Array], index: Any = 0, output: StackOutput | None = None) -> Any:
+        """(the call of the stack, loss, summaries, variables) of a microbatch; the stack returns `output`."""
+        part = jax.tree.map(lambda v: jax.lax.dynamic_index_in_dim(v, index, keepdims=False), self.batch)
+        # Layers fold the index into their own keys; what draws elsewhere needs it in the key.
+        key = None if self.key is None else jax.random.fold_in(self.key, jnp.uint32(index))
+        with cut_at_stack(output) as call:
+            value, (summaries, variables) = self.loss(self.tree.unflatten(leaves), self.variables, part, key)
+        return call, value, dict(summaries), variables
+
+    def layers(self, leaves: Sequence[jax.Array]) -> Layers:
+        """The layers of the stack, whose random streams are those of the step."""
+        part = jax.tree.map(lambda v: v[0], self.batch)
+        with cut_at_stack() as call:
+            self.loss(self.tree.unflatten(leaves), self.variables, part, self.key)
+        return call.layers
+
+    def pre(self) -> Pruned:
+        """(parameters, index) -> [b, S, D], what enters the stack."""
+        return prune(lambda leaves, index: self.trace(leaves, index)[0].x, self.leaves, jnp.int32(0))
+
+    def contexts(self) -> Tree:
+        """What the layers are told about the rows: [M, ...] of each array.
+
+        Raises:
+            ConfigError: something of it would have a gradient.
+        """
+        context = prune(lambda leaves, index: self.trace(leaves, index)[0].context, self.leaves, jnp.int32(0))
+        stacked = jax.lax.map(lambda index: context.call(self.leaves, index), jnp.arange(self.count, dtype=jnp.int32))
+        if any(jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(stacked)):
+            raise _unfit("the layers are given numbers that may have a gradient, besides the residual stream")
+        return stacked
+
+    def post(self, x: Any, reports: Any) -> Pruned:
+        """(parameters, index, output of the stack, its losses, its summaries) -> (loss, summaries of the loss).
+
+        Args:
+            x: the shape of the output.
+            reports: the shapes of (losses, summaries) of the layers.
+        """
+
+        def post(leaves: Sequence[jax.Array], index: Any, x: jax.Array, losses: Tree, reported: Tree) -> Any:
+            _, value, summaries, _ = self.trace(leaves, index, StackOutput(x, (losses, reported)))
+            return value, summaries
+
+        return prune(post, self.leaves, jnp.int32(0), x, *reports)
+
+    def weights(self, x: Any, reports: Any) -> jax.Array:
+        """float32 [M]: by how much each microbatch counts. Takes what `post` takes."""
+
+        def weight(leaves: Sequence[jax.Array], index: Any) -> jax.Array:
+            summaries = self.trace(leaves, index, _silent_output(x, reports))[2]
+            return jnp.asarray(summaries.get("weight", 1.0), jnp.float32)
+
+        one = prune(weight, self.leaves, jnp.int32(0))
+        return jax.lax.map(lambda index: one.call(self.leaves, index), jnp.arange(self.count, dtype=jnp.int32))
+
+    def variables_after(self, x: Any, reports: Any, written: Written) -> Tree:
+        """The variables of the model where its layers wrote these."""
+
+        def after(leaves: Sequence[jax.Array], written: Written) -> Tree:
+            return self.trace(leaves, 0, _silent_output(x, reports, written))[3]
+
+        return prune(after, self.leaves, written).call(self.leaves, written)
+
+    def _check_variables(self) -> None:
+        def after(variables: Tree) -> Tree:
+            parts = attrs.evolve(self, variables=variables)
+            return parts.trace(self.leaves)[3]
+
+        closed, shapes = jax.make_jaxpr(after, return_shape=True)(self.variables)
+        inputs = dict(zip(_paths(self.variables), closed.jaxpr.invars, strict=True))
+        after_call = dict(zip(_paths(shapes), closed.jaxpr.outvars, strict=True))
+        changed = [path for path, variable in after_call.items() if inputs.get(path) is not variable]
+        if changed:
+            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+            raise _unfit("layers outside of the stack change variables", f"{', '.join(changed[:3])}{more}")
+
+
+def _silent_output(x: Any, reports: Any, written: Written | None = None) -> StackOutput:
+    """Zeros in these shapes, for what does not depend on the output."""
+    x, reports = jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), (x, reports))
+    return StackOutput(x, reports, written or {})
+
+
+def _paths(tree: Tree) -> list[str]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
+
+
+def _only_stack(call: StackCall) -> PipelinedStack:
+    if call.count != 1:
+        got = "none" if not call.count else f"{call.count} runs of one"
+        raise _unfit("the loss has to run one pipelined stack with `schedule: 1f1b`, once", got)
+    return call.stack
+
+
+def _unfit(message: str, got: str | None = None) -> ConfigError:
+    return ConfigError(
+        Problem(
+            path="learner.pipelined",
+            message=f"1F1B cannot cut this loss: {message}",
+            got=got,
+            fix="pipeline:schedule=gpipe",
+        )
+    )

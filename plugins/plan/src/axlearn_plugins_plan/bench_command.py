@@ -1,0 +1,41 @@
+"""The command line of `axlearn bench step`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from axlearn_core.cli.common import plain, request_options
+
+
+@click.command()
+@click.argument("experiment", metavar="EXPERIMENT|FILE.yaml")
+@request_options
+@click.option("--measure", type=click.IntRange(min=1), default=20, show_default=True, help="Steps that count.")
+@click.option("--warmup", type=click.IntRange(min=1), default=3, show_default=True, help="Steps before them.")
+@click.option("--trace", metavar="DIR", help="Keep the trace of the slowest of five further steps there.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def step(request: Any, measure: int, warmup: int, trace: str | None, as_json: bool) -> None:
+    """Measure training steps of EXPERIMENT on the devices that are here.
+
+    Prints the steady time of a step, tokens/s, model FLOPs utilisation, and the memory used beside the memory planned. The
+    step is the very program that `axlearn train` runs, on batches of the experiment's input. Nothing is saved.
+    """
+    from axlearn_core.errors import RequestError
+    from axlearn_core.plugins.resolve import resolve
+    from axlearn_core.train.api import detect_devices
+    from axlearn_plugins_plan import bench
+
+    directory = Path(trace) if trace else None
+    if directory is not None and directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise RequestError(f"--trace: {directory} exists and is not an empty directory\n    fix: name a new one")
+    resolved = resolve(request, detect=detect_devices).checked()
+    measured = bench.measure_step(
+        resolved, steps=measure, warmup=warmup, trace=directory, progress=lambda line: click.echo(line, err=True)
+    )
+    import jax
+
+    if jax.process_index() == 0:
+        output = json.dumps(plain(bench.as_json(measured)), indent=2) if as_json else bench.text(measured)
+        click.echo(output)

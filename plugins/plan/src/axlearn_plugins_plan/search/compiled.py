@@ -1,0 +1,209 @@
+"""Layouts compiled in processes of their own, by the command that a user would type, with a cache of what they said."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from axlearn_core.contracts.target import Machine
+from axlearn_core.plugins.request import Request
+from axlearn_core.plugins.resolve import resolve
+from axlearn_plugins_plan.roofline import Roofline
+from axlearn_plugins_plan.search.estimate import Host, with_host
+from axlearn_plugins_plan.search.rank import Ranked, step_seconds
+from axlearn_plugins_plan.search.space import written
+
+COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt", "axlearn-core", "axlearn-plugins-plan")
+"""The distributions whose versions tell whether a figure is still right; of axlearn's plugins, all that are installed too."""
+
+
+@attrs.frozen(kw_only=True)
+class Compiled:
+    """What the plan of a layout says. Bytes are of one device.
+
+    Attributes:
+        fits: whether the memory does.
+        bytes: of memory, everything.
+        roofline: of the compiled program.
+        seconds: of a step, by the same formula as the estimate.
+        compile_seconds: what the compiler took.
+        cached: whether an earlier search compiled it.
+        error: why there is no plan; empty where there is one.
+    """
+
+    fits: bool = False
+    bytes: float = 0.0
+    arguments: float = 0.0
+    roofline: Roofline | None = None
+    seconds: float | None = None
+    compile_seconds: float = 0.0
+    cached: bool = False
+    error: str = ""
+
+
+def request_words(request: Request) -> list[str]:
+    """A request as the words of a command line, without its target."""
+    words = [str(request.experiment)]
+    for use in request.features:
+        words += ["--with", use.text]
+    for name in request.without:
+        words += ["--without", name]
+    for setting in request.settings:
+        words += ["--set", f"{setting.path}={written(setting.value)}"]
+    return words
+
+
+def plan_words(request: Request, row: Ranked) -> list[str]:
+    """The words behind `axlearn plan` for one layout of a request."""
+    if row.choice.remat is not None:
+        request = attrs.evolve(request, features=tuple(f for f in request.features if f.name != "remat"))
+    return [*request_words(request), "--target", row.machine.name, *row.choice.words]
+
+
+def resolved_request(request: Request, row: Ranked) -> Request:
+    """The request of one layout: what `plan_words` says."""
+    features = tuple(f for f in request.features if row.choice.remat is None or f.name != "remat")
+    more = Request.of(request.experiment, with_=list(row.choice.features), set=row.choice.settings)
+    return attrs.evolve(
+        request,
+        features=(*features, *more.features),
+        settings=(*request.settings, *more.settings),
+        target=row.machine.name,
+    )
+
+
+def versions() -> dict[str, str]:
+    """Distribution -> version, of all that decides what is compiled."""
+    by_name = {}
+    for dist in metadata.distributions():
+        name = dist.metadata["Name"].lower().replace("_", "-")
+        if name in COMPILERS or name.startswith("axlearn-plugins-"):
+            by_name[name] = dist.version
+    return dict(sorted(by_name.items()))
+
+
+class Cache:
+    """Plans by the hash of the config, machine and versions: one JSON file for each."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self._versions = json.dumps(versions())
+
+    def path(self, request: Request, row: Ranked) -> Path:
+        """The file of one layout."""
+        text = f"{resolve(resolved_request(request, row)).to_yaml()}\n{row.machine.name}\n{self._versions}"
+        return self.directory / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+
+    def read(self, path: Path) -> Mapping[str, Any] | None:
+        """The plan; None where there is none, or what is there is damaged."""
+        try:
+            return json.loads(path.read_text("utf-8"))
+        except (OSError, ValueError):
+            return None
+
+    def write(self, path: Path, plan: Mapping[str, Any]) -> None:
+        """Keeps it; readers see all of it or nothing."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}.part")
+        part.write_text(json.dumps(plan), "utf-8")
+        part.replace(path)
+
+
+def run_plan(words: Sequence[str], seconds: float) -> tuple[Mapping[str, Any] | None, str]:
+    """(the plan as `axlearn plan --json` prints it, or None, and why)."""
+    command = [sys.executable, "-m", "axlearn_core", "plan", *words, "--json"]
+    try:
+        process = subprocess.run(
+            command, capture_output=True, text=True, timeout=max(seconds, 1.0), check=False, env=_environment()
+        )
+    except subprocess.TimeoutExpired:
+        return None, TIMEOUT
+    if process.returncode not in (0, 1) or not process.stdout.startswith("{"):
+        lines = process.stderr.strip().splitlines()
+        return None, lines[0] if lines else f"the compiler ended with {process.returncode}"
+    return json.loads(process.stdout), ""
+
+
+TIMEOUT = "the budget was used up"
+
+
+def _environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+
+
+def read_plan(plan: Mapping[str, Any], machine: Machine, host: Host, cached: bool) -> Compiled:
+    """The figures of a plan that `axlearn plan --json` printed, and what goes to the host's memory, which no plan times."""
+    per_chip = machine.target.devices_per_chip
+    total = plan["argument_bytes"] + plan["temporary_bytes"] + plan["code_bytes"]
+    bound = Roofline(**{n: plan["roofline_seconds"][n] for n in ("compute", "hbm", "links", "network")})
+    grouped = any(k["name"] == "grouped_matmul" for k in plan["kernels"])
+    has_links = bound.links is not None
+    return Compiled(
+        fits=plan["fits"],
+        bytes=total / per_chip,
+        arguments=plan["argument_bytes"] / per_chip,
+        roofline=bound,
+        seconds=with_host(step_seconds(machine, bound, grouped), host) if has_links else None,
+        compile_seconds=plan["compile_seconds"],
+        cached=cached,
+    )
+
+
+@attrs.define
+class Clock:
+    """What is left of a budget in seconds."""
+
+    budget: float
+    started: float = attrs.field(factory=time.monotonic)
+    longest: float = 0.0
+
+    @property
+    def remaining_seconds(self) -> float:
+        """Seconds; negative once it is used up."""
+        return self.budget - (time.monotonic() - self.started)
+
+    @property
+    def allows_another(self) -> bool:
+        """Whether a compilation as long as the longest so far would end in time."""
+        return self.remaining_seconds > self.longest
+
+
+def compile_layouts(
+    request: Request, rows: Sequence[Ranked], cache: Cache, clock: Clock, progress: Callable[[str], None]
+) -> list[Compiled]:
+    """The plans of some layouts, as many at a time as is useful; those that the budget leaves out have an error."""
+
+    def one(row: Ranked) -> Compiled:
+        words = plan_words(request, row)
+        path = cache.path(request, row)
+        plan = cache.read(path)
+        cached = plan is not None
+        if plan is None:
+            if not clock.allows_another:
+                return Compiled(error=TIMEOUT)
+            started = time.monotonic()
+            plan, error = run_plan(words, clock.remaining_seconds)
+            if plan is None:
+                return Compiled(error=error)
+            clock.longest = max(clock.longest, time.monotonic() - started)
+            cache.write(path, plan)
+        result = read_plan(plan, row.machine, row.estimate.host, cached)
+        verdict = "fits" if result.fits else "does not fit"
+        time_text = "?" if result.seconds is None else f"{result.seconds:.3g} s"
+        how = "from the cache" if cached else f"compiled in {result.compile_seconds:.0f} s"
+        progress(f"{row.machine.name} {' '.join(row.choice.words) or 'as it ships'}: {time_text}, {verdict}, {how}")
+        return result
+
+    # libtpu's compiler keeps all cores busy by itself.
+    beside = 1 if any(r.machine.target.platform == "tpu" for r in rows) else max(1, min(4, os.cpu_count() or 1))
+    with ThreadPoolExecutor(beside) as pool:
+        return list(pool.map(one, rows))

@@ -1,0 +1,213 @@
+"""The result of a search as a table, as JSON, as a picture, as a page, and its best layout as a file."""
+
+import html
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from axlearn_core.errors import RequestError
+from axlearn_core.plugins.layout_file import LayoutFile, model_hash
+from axlearn_core.plugins.request import Request
+from axlearn_core.plugins.resolve import resolve
+from axlearn_plugins_plan.render import seconds, share, size
+from axlearn_plugins_plan.search.compiled import plan_words, resolved_request
+from axlearn_plugins_plan.search.search import Result, Row
+
+COLUMNS = ("", "step", "memory", "estimated", "tokens/s/chip", "target", "layout")
+
+
+def marks(row: Row, result: Result) -> str:
+    """`*` on the Pareto front, `shipped` for the layout as it ships."""
+    labels = ["*"] if row in result.front else []
+    return " ".join([*labels, *(["shipped"] if row.choice.shipped else [])])
+
+
+def cells(row: Row, result: Result) -> tuple[str, ...]:
+    """A row of the table."""
+    error = row.memory_error
+    tokens, chips = row.ranked.tokens, row.ranked.machine.chips
+    rate = tokens / row.seconds / chips if tokens else None
+    fits = "" if row.compiled is None or row.compiled.fits else " (does not fit)"
+    return (
+        marks(row, result),
+        seconds(row.seconds),
+        size(row.bytes) + fits,
+        f"{seconds(row.ranked.seconds)}, {size(row.ranked.estimate.total)}"
+        + (f" ({100 * error:+.0f}%)" if error is not None else ""),
+        "?" if rate is None else f"{rate:,.0f}",
+        row.ranked.machine.name,
+        shlex.join(row.choice.words) or "as it ships",
+    )
+
+
+def text(request: Request, result: Result) -> str:
+    """The table and what stands behind it."""
+    table = [COLUMNS, *(cells(r, result) for r in result.rows)]
+    widths = [max(len(line[i]) for line in table) for i in range(len(COLUMNS))]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in table]
+    lines += ["", *notes(result)]
+    if result.rows:
+        lines += ["", "the best:", f"  axlearn plan {shlex.join(plan_words(request, result.rows[0].ranked))}"]
+    return "\n".join(lines)
+
+
+def notes(result: Result) -> list[str]:
+    """What was ranked, pruned and compiled, and how far formulas and compiler are apart."""
+    errors = [abs(r.memory_error) for r in result.rows if r.memory_error is not None]
+    lines = [
+        f"{result.ranked:,} legal layouts, {result.left_out:,} left out by memory; {len(result.rows)} compiled; "
+        f"ended because {result.ended}",
+        f"memory estimated within {share(max(errors))} of the compiled figures here; layouts are left out beyond "
+        f"{share(result.bound)} over the device's memory"
+        if errors
+        else "",
+        "* no other is better in both time and memory. Steps are predicted (docs/plan.md), memory is the compiler's",
+    ]
+    lines += [f"not compiled: {words}: {why}" for words, why in result.failures]
+    return [line for line in lines if line]
+
+
+def layout_json(row: Row, result: Result) -> dict[str, Any]:
+    """A row for `--json`. Bytes are of one chip."""
+    per_chip = row.ranked.machine.target.devices_per_chip
+    return {
+        "target": row.ranked.machine.name,
+        "chips": row.ranked.machine.chips,
+        "set": row.choice.settings,
+        "with": list(row.choice.features),
+        "seconds": row.seconds,
+        "bytes": row.bytes * per_chip,
+        "compiled": row.compiled is not None,
+        "fits": row.compiled is not None and row.compiled.fits,
+        "shipped": row.choice.shipped,
+        "front": row in result.front,
+        "estimated_seconds": row.ranked.seconds,
+        "estimated_bytes": row.ranked.estimate.total * per_chip,
+    }
+
+
+def as_json(request: Request, result: Result) -> dict[str, Any]:
+    """The result as one object, the best layout first."""
+    return {
+        "name": str(request.experiment),
+        "layouts": [layout_json(r, result) for r in result.rows],
+        "ranked": result.ranked,
+        "left_out": result.left_out,
+        "memory_error_bound": result.bound,
+        "ended": result.ended,
+        "failures": [{"layout": words, "why": why} for words, why in result.failures],
+    }
+
+
+def require_matplotlib(option: str) -> None:
+    """Raises `RequestError` where matplotlib is not installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise RequestError(
+            f"{option} draws with matplotlib, which is not installed\n    fix: pip install 'axlearn-plugins-plan[plot]'"
+        ) from None
+
+
+def draw(result: Result, path: Path) -> None:
+    """Memory against step time of everything that was compiled, the front as a line."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    gib = 2.0**30
+    for target in dict.fromkeys(r.ranked.machine.name for r in result.rows):
+        rows = [r for r in result.rows if r.ranked.machine.name == target]
+        axes.scatter([r.seconds for r in rows], [r.bytes / gib for r in rows], s=18, label=target)
+    axes.plot(
+        [r.seconds for r in result.front], [r.bytes / gib for r in result.front], lw=1, color="0.4", label="front"
+    )
+    shipped = [r for r in result.rows if r.choice.shipped]
+    axes.scatter(
+        [r.seconds for r in shipped], [r.bytes / gib for r in shipped],
+        s=90, facecolors="none", edgecolors="black", label="as it ships",
+    )  # fmt: skip
+    axes.set_xlabel("predicted seconds of a step")
+    axes.set_ylabel("GiB of a device, compiled")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def page(request: Request, result: Result) -> str:
+    """The table and the picture as one HTML page without anything outside of it."""
+    head = "".join(f"<th>{html.escape(c)}</th>" for c in COLUMNS)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in cells(r, result)) + "</tr>" for r in result.rows
+    )
+    title = html.escape(f"Layouts of {request.experiment}")
+    remarks = "".join(f"<p>{html.escape(line)}</p>" for line in notes(result))
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
+        f"<h1>{title}</h1>{picture(result)}<table><tr>{head}</tr>{body}</table>{remarks}</html>\n"
+    )
+
+
+STYLE = (
+    "body{font:14px sans-serif;margin:2em}td,th{padding:2px 12px 2px 0;text-align:left}svg text{font:11px sans-serif}"
+)
+
+
+def picture(result: Result, width: int = 640, height: int = 360, margin: int = 56) -> str:
+    """Memory against step time as SVG."""
+    if not result.rows:
+        return ""
+    xs, ys = [r.seconds for r in result.rows], [r.bytes / 2**30 for r in result.rows]
+
+    def scaled(value: float, values: Sequence[float], low: float, high: float) -> float:
+        least, most = min(values), max(values)
+        return (low + high) / 2 if most == least else low + (value - least) / (most - least) * (high - low)
+
+    def place(row: Row) -> tuple[float, float]:
+        return (
+            scaled(row.seconds, xs, margin, width - margin),
+            scaled(row.bytes / 2**30, ys, height - margin, margin),
+        )
+
+    line = " ".join("{:.1f},{:.1f}".format(*place(r)) for r in result.front)
+    dots = ""
+    for row in result.rows:
+        x, y = place(row)
+        fill = "none" if row.choice.shipped else "#1f6feb"
+        radius = 8 if row.choice.shipped else 4
+        label = html.escape(
+            f"{seconds(row.seconds)}, {size(row.bytes)}: {shlex.join(row.choice.words) or 'as it ships'}"
+        )
+        dots += f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{fill}" stroke="#333"><title>{label}</title></circle>'
+    texts = (
+        f'<text x="{margin}" y="{height - 20}">{seconds(min(xs))}</text>'
+        f'<text x="{width - margin}" y="{height - 20}" text-anchor="end">{seconds(max(xs))} a step</text>'
+        f'<text x="4" y="{height - margin}">{min(ys):.3g} GiB</text><text x="4" y="{margin}">{max(ys):.3g} GiB</text>'
+    )
+    return (
+        f'<svg viewBox="0 0 {width} {height}" width="{width}" role="img"><title>memory against step time</title>'
+        f'<polyline points="{line}" fill="none" stroke="#999"/>{dots}{texts}</svg>'
+    )
+
+
+def write_layout(request: Request, row: Row, path: Path) -> None:
+    """The layout as a file for `axlearn train --layout`. The request's own options stay on the command line."""
+    resolved = resolve(resolved_request(request, row.ranked))
+    varies = [path for path in ("input.batch_size", "learner") if _varies(row, path)]
+    LayoutFile(
+        experiment=str(request.experiment),
+        model=model_hash(resolved.config),
+        target=row.ranked.machine.name,
+        features=row.choice.features,
+        settings=row.choice.settings,
+        varies=tuple(varies),
+    ).write(path)
+
+
+def _varies(row: Row, path: str) -> bool:
+    return (row.choice.batch is not None and path == "input.batch_size") or (
+        row.choice.optimizer_dtype is not None and path == "learner"
+    )

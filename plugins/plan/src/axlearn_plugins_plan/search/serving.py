@@ -1,0 +1,247 @@
+"""Layouts of a server: replicas, tensor parallelism, requests at one time, and what the cache is kept in."""
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+
+from axlearn_core.compose.devices import configure_devices
+from axlearn_core.contracts.target import Machine
+from axlearn_core.errors import RequestError
+from axlearn_core.plugins.request import Request, Setting
+
+ROWS = (4, 8, 16, 32, 64, 128, 256, 512)
+CACHE_DTYPES = ("int8", "float8_e4m3fn")
+VARIED = ("cache-dtype",)
+
+
+@attrs.frozen(kw_only=True)
+class ServingLayout:
+    """How a machine serves a model.
+
+    Attributes:
+        replicas: servers side by side, each with the whole model.
+        machine: what one of them runs on, all of whose devices share each product.
+        rows: requests that a replica runs at one time.
+        cache_dtype: of keys and values; None is the model's own.
+        shipped: whether it is what one gets without a search.
+    """
+
+    replicas: int
+    machine: Machine
+    rows: int
+    cache_dtype: str | None
+    shipped: bool = False
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """For `--set`."""
+        values: dict[str, Any] = {"serving.runner.max_rows": self.rows}
+        return values if self.cache_dtype is None else {**values, "serving.runner.cache_dtype": self.cache_dtype}
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Of `axlearn plan EXPERIMENT --serve`, for one replica."""
+        set_ = (w for path, value in self.settings.items() for w in ("--set", f"{path}={value}"))
+        return ("--target", self.machine.name, *set_)
+
+
+@attrs.frozen(kw_only=True)
+class ServingRow:
+    """A layout, compiled.
+
+    Attributes:
+        tpot: seconds between the tokens of a request while all rows decode, at the roofline; None without a figure.
+        tokens_per_second: of all replicas together, while nothing is prefilled.
+        bytes: of one device.
+    """
+
+    layout: ServingLayout
+    tpot: float
+    tokens_per_second: float
+    bytes: float
+    fits: bool
+
+
+@attrs.frozen(kw_only=True)
+class ServingResult:
+    """What a search found: the rows that fit, most tokens/s first, what ships among them whether it fits or not.
+
+    Attributes:
+        front: of `rows`, those that none is better than in both time per token and tokens/s.
+        failures: words of a layout -> why it has no plan.
+        ended: why the search ended.
+    """
+
+    rows: tuple[ServingRow, ...]
+    front: tuple[ServingRow, ...]
+    failures: tuple[tuple[str, str], ...]
+    ended: str
+
+
+def layouts(machine: Machine, max_rows: int, cache_dtype: str | None, vary: Sequence[str]) -> list[list[ServingLayout]]:
+    """Chains of layouts: within one the requests grow, and so does the memory. The first is what ships, alone."""
+    dtypes = list(dict.fromkeys((cache_dtype, *(CACHE_DTYPES if "cache-dtype" in vary else ()))))
+    shipped = ServingLayout(replicas=1, machine=machine, rows=max_rows, cache_dtype=cache_dtype, shipped=True)
+    chains = [[shipped]]
+    for size in (2**n for n in itertools.count()):
+        if size > machine.devices_per_domain:
+            break
+        part = machine.target.machine_of(size)
+        if part is None or machine.devices % size:
+            continue
+        for dtype in dtypes:
+            chain = [
+                ServingLayout(replicas=machine.devices // size, machine=part, rows=rows, cache_dtype=dtype)
+                for rows in ROWS
+            ]
+            chains.append([c for c in chain if not _equals(c, shipped)])
+    return chains
+
+
+def _equals(one: ServingLayout, other: ServingLayout) -> bool:
+    return attrs.evolve(one, shipped=other.shipped) == other
+
+
+def search_serving(
+    request: Request,
+    machine: Machine,
+    vary: Sequence[str],
+    seconds: float,
+    progress: Callable[[str], None] = lambda _: None,
+) -> ServingResult:
+    """Compiles the steps of a server on every part of a machine, until memory or time is used up.
+
+    Of each size of a replica, requests are doubled for as long as they fit.
+
+    Args:
+        request: its settings under `serving.` are of the engine.
+        machine: all of it.
+        vary: what changes the mathematics, and is tried besides.
+        seconds: for compiling.
+
+    Raises:
+        RequestError: a target without figures, or nothing was compiled in time.
+    """
+    from axlearn_plugins_serving.settings import PREFIX, engine_config
+
+    if not machine.target.peak_flops or machine.target.hbm_bytes is None:
+        raise RequestError(
+            f"the target {machine.name} has no figures: nothing can be ranked\n"
+            "    fix: name one that `axlearn targets list` has a peak for"
+        )
+    configure_devices(machine)
+    engine = tuple(s for s in request.settings if s.path.startswith(PREFIX))
+    others = tuple(s for s in request.settings if s not in engine)
+    runner: Any = engine_config(engine).runner
+    started, slowest = time.monotonic(), 0.0
+    rows: list[ServingRow] = []
+    failures: list[tuple[str, str]] = []
+    ended = "requests were doubled until they no longer fit"
+    for chain in layouts(machine, runner.max_rows, runner.cache_dtype, vary):
+        for layout in chain:
+            if rows and seconds - (time.monotonic() - started) < slowest:
+                ended = "the budget was used up"
+                break
+            begun = time.monotonic()
+            row = _planned(attrs.evolve(request, settings=others), engine, layout, failures)
+            slowest = max(slowest, time.monotonic() - begun)
+            if row is None:
+                break
+            rows.append(row)
+            progress(f"{' '.join(layout.words)} x {layout.replicas}: {_figures(row)}")
+            if not row.fits:
+                break
+    return _result(rows, failures, ended)
+
+
+def _planned(
+    request: Request, engine: Sequence[Setting], layout: ServingLayout, failures: list[tuple[str, str]]
+) -> ServingRow | None:
+    from axlearn_plugins_serving.plan.targets import planned
+    from axlearn_plugins_serving.settings import engine_config
+
+    own = [Setting(path=p, value=v) for p, v in layout.settings.items()]
+    settings = [s for s in engine if s.path not in layout.settings]
+    try:
+        plan = planned(attrs.evolve(request, target=layout.machine.name), engine_config([*settings, *own]))
+    except RequestError as error:  # heads that so many devices do not divide
+        if layout.shipped:
+            raise
+        failures.append((" ".join(layout.words), str(error).splitlines()[0]))
+        return None
+    step = plan.full.roofline.step
+    if step is None:
+        raise RequestError(f"the target {layout.machine.name} has no figures: nothing can be ranked")
+    tokens = layout.replicas * plan.full.requests / step
+    return ServingRow(layout=layout, tpot=step, tokens_per_second=tokens, bytes=plan.total, fits=plan.fits)
+
+
+def _result(rows: Sequence[ServingRow], failures: Sequence[tuple[str, str]], ended: str) -> ServingResult:
+    candidates = [r for r in rows if r.fits or r.layout.shipped]
+    candidates.sort(key=lambda r: (not r.fits, -r.tokens_per_second, r.tpot))
+    front: list[ServingRow] = []
+    for row in candidates:
+        if row.fits and (not front or row.tpot < front[-1].tpot):
+            front.append(row)
+    return ServingResult(rows=tuple(candidates), front=tuple(front), failures=tuple(failures), ended=ended)
+
+
+def _figures(row: ServingRow) -> str:
+    verdict = "" if row.fits else ", does not fit"
+    return f"{row.tokens_per_second:,.0f} tokens/s, {1e3 * row.tpot:.3g} ms a token{verdict}"
+
+
+def text(request: Request, machine: Machine, result: ServingResult) -> str:
+    """For people."""
+    lines = [
+        f"serving {request.experiment} on {machine.name}: {len(result.rows)} layouts compiled, at the roofline",
+        "  replicas  tensor  requests  cache          tokens/s  ms/token  GiB/device",
+    ]
+    for row in result.rows:
+        at = row.layout
+        mark = "*" if row in result.front else " "
+        note = ("  shipped" if at.shipped else "") + ("" if row.fits else "  does not fit")
+        lines.append(
+            f"{mark} {at.replicas:>8}  {at.machine.devices:>6}  {at.rows:>8}  {at.cache_dtype or 'as the model':13}"
+            f"  {row.tokens_per_second:>8,.0f}  {1e3 * row.tpot:>8.3g}  {row.bytes / 2**30:>10.3g}{note}"
+        )
+    lines += [f"not planned: {words}: {why}" for words, why in result.failures]
+    lines.append(f"* no layout has both more tokens/s and less time a token; {result.ended}")
+    if result.rows and result.rows[0].fits:
+        best = " ".join(["axlearn plan", str(request.experiment), "--serve", *result.rows[0].layout.words])
+        lines.append(f"one replica of the first: {best}")
+    return "\n".join(lines)
+
+
+def as_json(machine: Machine, result: ServingResult) -> dict[str, Any]:
+    """One object; bytes are of one device."""
+    return {
+        "target": machine.name,
+        "layouts": [
+            {
+                "replicas": row.layout.replicas,
+                "replica_target": row.layout.machine.name,
+                "tensor": row.layout.machine.devices,
+                "set": row.layout.settings,
+                "tokens_per_second": row.tokens_per_second,
+                "tpot_seconds": row.tpot,
+                "bytes": row.bytes,
+                "fits": row.fits,
+                "compiled": True,
+                "front": row in result.front,
+                "shipped": row.layout.shipped,
+            }
+            for row in result.rows
+        ],
+        "failures": [{"layout": words, "error": why} for words, why in result.failures],
+        "ended": result.ended,
+    }
+
+
+def dumps(machine: Machine, result: ServingResult) -> str:
+    """The object as text."""
+    return json.dumps(as_json(machine, result), indent=2)

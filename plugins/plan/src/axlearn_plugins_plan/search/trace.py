@@ -1,0 +1,184 @@
+"""One training step traced without devices: its FLOPs, and what its backward pass keeps of each layer."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import attrs
+import jax
+
+from axlearn_core.compose import Program, compose
+from axlearn_core.compose.flops import called
+from axlearn_core.config import Node, patch
+from axlearn_core.config.tree import walk
+from axlearn_core.contracts.target import Machine
+from axlearn_plugins_plan.flops import ScopedSelection, works
+
+HEADS = ("batch", "sequence", "activation_heads", None)
+STREAM = ("batch", "residual_sequence", "activation_embed")
+HIDDEN = ("batch", "sequence", "activation_mlp")
+STATISTICS = ("batch", "activation_heads", "sequence")
+
+
+@attrs.frozen(kw_only=True)
+class Activation:
+    """An array of one layer that has the batch as its first dimension.
+
+    Attributes:
+        shape: of the whole batch, on all devices together.
+        itemsize: bytes of a number.
+        axes: one logical axis for each dimension.
+        layers: how many layers have one.
+        offloaded: whether it waits in the host's memory.
+    """
+
+    shape: tuple[int, ...]
+    itemsize: int
+    axes: tuple[str | None, ...]
+    layers: float
+    offloaded: bool = False
+
+
+@attrs.frozen(kw_only=True, slots=False)
+class StepTrace:
+    """What a training step does on any mesh.
+
+    Attributes:
+        executed: dtype -> FLOPs of all devices, recomputation included.
+        kept: what the forward pass leaves for the backward pass, of the whole batch.
+        layer: what a layer computes under a tag.
+        grouped: whether it has products of groups of rows (experts).
+    """
+
+    executed: Mapping[str, float]
+    kept: tuple[Activation, ...]
+    layer: tuple[Activation, ...]
+    grouped: bool = False
+
+    def scaled(self, factor: float) -> "StepTrace":
+        """The same of a batch of so many times the rows."""
+        if factor == 1:
+            return self
+
+        def more(activations: tuple[Activation, ...]) -> tuple[Activation, ...]:
+            return tuple(attrs.evolve(a, shape=(round(a.shape[0] * factor), *a.shape[1:])) for a in activations)
+
+        executed = {dtype: flops * factor for dtype, flops in self.executed.items()}
+        return attrs.evolve(self, executed=executed, kept=more(self.kept), layer=more(self.layer))
+
+    @cached_property
+    def stream(self) -> tuple[Activation, ...]:
+        """The residual stream, as it comes into each layer; empty where no layer keeps it."""
+        return tuple(a for a in self.kept if a.axes == STREAM)[:1]
+
+    @property
+    def flops(self) -> float:
+        """Of all dtypes."""
+        return sum(self.executed.values())
+
+
+def alone(config: Node[Any]) -> Node[Any]:
+    """The config for one device, whole batches and a loop over layers, whose trace shows what each layer keeps."""
+    edits: dict[str, Any] = {"mesh.shape": {"fsdp": 1}}
+    if getattr(getattr(config, "learner", None), "accumulate_steps", 1) != 1:
+        edits["learner.accumulate_steps"] = 1
+    for path, value in walk(config):
+        if isinstance(value, Node) and hasattr(value, "remat") and getattr(value, "mode", None) == "unrolled":
+            edits[f"{path}.mode"] = "scan"
+    return patch(config, edits)
+
+
+def program_alone(config: Node[Any], machine: Machine) -> Program:
+    """The program of `alone` with the kernels of the machine. Its one device is the CPU, since it is traced and never run."""
+    one = attrs.evolve(machine, chips=1, domains=1, chips_per_host=1)
+    return compose(alone(config), jax.devices("cpu")[:1], machine=one)  # type: ignore[arg-type]
+
+
+def trace_step(program: Program, batch: Mapping[str, Any]) -> StepTrace:
+    """Traces the training step of a program on one device."""
+    selection = ScopedSelection(platform=program.platform, target=program.selection("train").target)
+    with program.tracing("train", selection):
+        step = program.function("train").call
+        jaxpr = jax.make_jaxpr(lambda *args: step(*args))(*program.arguments("train", batch)).jaxpr
+    executed: dict[str, float] = {}
+    for work in works(jaxpr, selection.scopes):
+        flops = work.flops * (work.visible if work.kernel else 1.0)
+        executed[work.dtype] = executed.get(work.dtype, 0.0) + flops
+    rows = max((s.shape[0] for s in batch.values() if s.shape), default=0)
+    length = max((s.shape[1] for s in batch.values() if len(s.shape) > 1), default=0)
+    saved: list[Activation] = []
+    layer: list[Activation] = []
+    for scan, times in _stacks(jaxpr, 1.0):
+        body = scan.params["jaxpr"].jaxpr
+        # What is stacked has one more axis outside than in the body; JAX's name for their number differs by version.
+        carries = sum(o.aval.ndim == b.aval.ndim for o, b in zip(scan.outvars, body.outvars, strict=True))
+        width = max((v.aval.shape[-1] for v in body.outvars[:carries] if v.aval.ndim == 3), default=0)
+        count = times * scan.params["length"]
+        saved += _activations(body.outvars[carries:], rows, length, width, count)
+        layer += _activations([v for e in _names(body) for v in e.outvars], rows, length, width, count)
+    return StepTrace(
+        executed=executed,
+        kept=tuple(saved),
+        layer=tuple(layer),
+        grouped=any(scope.op.name == "grouped_matmul" for scope in selection.scopes),
+    )
+
+
+def _stacks(jaxpr: Any, times: float) -> Iterator[tuple[Any, float]]:
+    """The forward loops over layers, which have tags in them, and how often each runs."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "scan" and not equation.params["reverse"]:
+            body = equation.params["jaxpr"].jaxpr
+            if any(True for _ in _names(body)):
+                yield equation, times
+                continue
+            yield from _stacks(body, times * equation.params["length"])
+        elif (inner := called(equation.params)) is not None:
+            yield from _stacks(inner, times)
+
+
+def _names(jaxpr: Any) -> Iterator[Any]:
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "name":
+            yield equation
+        elif equation.primitive.name == "scan":
+            yield from _names(equation.params["jaxpr"].jaxpr)
+        elif (inner := called(equation.params)) is not None:
+            yield from _names(inner)
+
+
+def _activations(variables: Sequence[Any], rows: int, length: int, width: int, layers: float) -> Iterator[Activation]:
+    for variable in variables:
+        aval = variable.aval
+        if not getattr(aval, "shape", ()) or aval.shape[0] != rows or aval.ndim < 2:
+            continue
+        yield Activation(
+            shape=tuple(aval.shape),
+            itemsize=aval.dtype.itemsize,
+            axes=logical_axes(aval.shape, length, width),
+            layers=layers,
+            offloaded="host" in str(getattr(aval, "memory_space", "")).lower(),
+        )
+
+
+def logical_axes(shape: Sequence[int], length: int, width: int) -> tuple[str | None, ...]:
+    """The logical axes of an activation by its shape, where nothing names them.
+
+    Args:
+        shape: batch first.
+        length: of the sequence.
+        width: of the residual stream.
+    """
+    if len(shape) == 4:
+        return HEADS
+    if len(shape) == 3 and shape[1] != length:
+        return STATISTICS
+    if len(shape) == 3:
+        return STREAM if shape[2] == width else HIDDEN
+    return ("batch", *(None,) * (len(shape) - 1))
+
+
+def whole_bytes(activations: Sequence[Activation]) -> float:
+    """Of all layers and all devices."""
+    return sum(math.prod(a.shape) * a.itemsize * a.layers for a in activations)

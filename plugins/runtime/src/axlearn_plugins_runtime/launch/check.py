@@ -1,0 +1,162 @@
+"""From what was asked for to a job that can start: the config resolves, and the hosts fit the target and the mesh."""
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from axlearn_core.contracts.target import Machine
+from axlearn_core.errors import RequestError
+from axlearn_core.plugins.request import Request, is_file
+from axlearn_core.plugins.resolve import resolve
+from axlearn_plugins_runtime.launch.job import Job
+from axlearn_plugins_runtime.launch.run_files import read_bases
+
+
+def make_job(
+    experiment: str,
+    train: Mapping[str, Any],
+    *,
+    run_dir: str | None = None,
+    name: str | None = None,
+    hosts: int | None = None,
+    spares: int = 0,
+    processes_per_host: int = 1,
+    environment: Mapping[str, str] | None = None,
+    options: Any = None,
+) -> Job:
+    """A checked job.
+
+    Args:
+        experiment: a name, or the path of a run file.
+        train: the options of `axlearn train` as click parsed them: `with_`, `without`, `set_`, `steps`, `target`, `allow_drift`.
+        run_dir: the default is that of `axlearn train`.
+        name: the default is the last part of the run directory.
+        hosts: the default is what the target has, or 1.
+        spares: hosts in addition.
+        processes_per_host: on each.
+        environment: of every trainer.
+        options: of the launcher.
+
+    Raises:
+        RequestError: the config is wrong, or the hosts do not fit it.
+    """
+    from axlearn_core.checkpoint.storage import check_uri
+    from axlearn_core.train.api import default_run_dir
+
+    request = Request.of(
+        experiment,
+        with_=train.get("with_", ()),
+        without=train.get("without", ()),
+        set=train.get("set_", ()),
+        steps=train.get("steps"),
+        target=train.get("target"),
+    )
+    resolved = resolve(request).checked()
+    check_uri(resolved.config)
+    hosts = check_hosts(resolved.config, resolved.machine, hosts, processes_per_host)
+    place = run_dir or str(default_run_dir(resolved.title, resolved.config)[0])
+    if not re.match(r"[a-z][a-z0-9+.-]+://", place):
+        place = str(Path(place).absolute())
+    return Job(
+        name=_job_name(name or place.rstrip("/").rpartition("/")[2]),
+        experiment=experiment,
+        document=Path(experiment).read_text(encoding="utf-8") if is_file(experiment) else None,
+        bases=read_bases(experiment) if is_file(experiment) else {},
+        words=_train_words(train),
+        run_dir=place,
+        hosts=hosts,
+        spares=spares,
+        processes_per_host=processes_per_host,
+        config=resolved.config,
+        machine=resolved.machine,
+        environment=dict(environment or {}),
+        options=options,
+    )
+
+
+def check_hosts(config: Any, machine: Machine | None, hosts: int | None, processes_per_host: int) -> int:
+    """The number of hosts that train.
+
+    Raises:
+        RequestError: the target has another number, or the mesh cannot be laid over so many processes.
+    """
+    if machine is not None and (machine.target.size == "hosts" or machine.chips > machine.chips_per_host):
+        needed = max(1, machine.chips // machine.chips_per_host)
+        if hosts is not None and hosts != needed:
+            raise RequestError(
+                f"the target {machine.name!r} has {needed} hosts of {machine.chips_per_host} chips\n"
+                f"    got: --hosts {hosts}\n    fix: --hosts {needed}, or another --target"
+            )
+        hosts = needed
+    hosts = hosts or 1
+    processes = hosts * processes_per_host
+    shape = dict(config.mesh.shape)
+    product = 1
+    for size in shape.values():
+        product *= abs(size)  # -1 takes what is left
+    if shape and -1 not in shape.values() and product % processes:
+        raise RequestError(
+            f"mesh.shape {shape} has {product} devices, which {processes} processes cannot share equally\n"
+            f"    got: --hosts {hosts} --processes-per-host {processes_per_host}\n"
+            "    fix: a number of hosts that divides it, or one mesh axis as -1 to take what is left"
+        )
+    rows = getattr(config.input, "batch_size", None)
+    if isinstance(rows, int) and rows % processes:
+        raise RequestError(
+            f"input.batch_size {rows} cannot be shared equally by {processes} processes\n"
+            f"    got: --hosts {hosts} --processes-per-host {processes_per_host}\n"
+            "    fix: a global batch that the processes divide"
+        )
+    return hosts
+
+
+def reduced_words(
+    config: Any, machine: Machine | None, processes: int, fewer: int, devices: int
+) -> tuple[str, ...] | None:
+    """Words for trainers that go on with fewer processes, the same global batch and a smaller data-parallel size.
+
+    Args:
+        config: of the run.
+        machine: of its target.
+        processes: that it was asked for.
+        fewer: that are left.
+        devices: of all processes that were asked for.
+
+    Returns:
+        What to add to the words of `axlearn train`; None where the mesh or the batch does not allow so few.
+    """
+    rest = devices // processes * fewer
+    if machine is not None:
+        smaller = machine.target.machine_of(rest, fewer) if machine.target.size == "hosts" else None
+        return None if smaller is None else ("--target", smaller.name)
+    shape = dict(config.mesh.shape) or {"fsdp": -1}
+    free = [axis for axis, size in shape.items() if size == -1]
+    for axis in free or [axis for axis in ("data", "fsdp") if axis in shape]:
+        other_sizes = math.prod(size for name, size in shape.items() if name != axis)
+        if axis not in ("data", "fsdp") or rest % other_sizes:
+            continue
+        sizes = {**shape, axis: rest // other_sizes}
+        shards = math.prod(sizes.get(name, 1) for name in ("data", "fsdp", "expert"))
+        rows = getattr(config.input, "batch_size", 0)
+        parts = getattr(config.input, "num_shards", None) or rows
+        if rows % shards == 0 and rows % fewer == 0 and parts % fewer == 0:
+            return () if free else ("--set", f"mesh.shape.{axis}={rest // other_sizes}")
+    return None
+
+
+def _job_name(text: str) -> str:
+    name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:52].strip("-")
+    return name if name[:1].isalpha() else f"run-{name}".rstrip("-")
+
+
+def _train_words(train: Mapping[str, Any]) -> tuple[str, ...]:
+    words: list[str] = []
+    for option, name in (("--with", "with_"), ("--without", "without"), ("--set", "set_")):
+        for text in train.get(name, ()):
+            words += [option, text]
+    for option, name in (("--steps", "steps"), ("--target", "target")):
+        if train.get(name) is not None:
+            words += [option, str(train[name])]
+    return (*words, *(("--allow-drift",) if train.get("allow_drift") else ()))

@@ -1,0 +1,102 @@
+"""`axlearn launch`."""
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+
+from axlearn_core.cli.common import REQUEST_OPTIONS, experiment_argument, no_devices
+
+
+def _request(function: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed(REQUEST_OPTIONS):
+        function = option(function)
+    return function
+
+
+@click.command()
+@experiment_argument
+@click.option("--on", "launcher", required=True, metavar="LAUNCHER", help="local, ray, or another that is installed.")
+@click.option("--hosts", type=click.IntRange(min=1), help="Hosts that train; default: those of the target, or 1.")
+@click.option("--spares", type=click.IntRange(min=0), default=0, help="Hosts that wait to take the place of one.")
+@click.option("--processes-per-host", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--run-dir", help="As for `axlearn train`; every host has to reach it.")
+@click.option("--name", help="Of the job; default: the run directory's.")
+@click.option("--env", multiple=True, metavar="NAME=VALUE", help="An environment variable of every trainer.")
+@click.option("--option", "option", multiple=True, metavar="NAME=VALUE", help="An option of the launcher.")
+@_request
+@click.option("--allow-drift", is_flag=True, help="Continue a run although what it computes changed.")
+@click.option("--dry-run", is_flag=True, help="Print what would be run or submitted, and start nothing.")
+def launch(
+    experiment: str,
+    launcher: str,
+    hosts: int | None,
+    spares: int,
+    processes_per_host: int,
+    run_dir: str | None,
+    name: str | None,
+    env: Sequence[str],
+    option: Sequence[str],
+    dry_run: bool,
+    **train: Any,
+) -> None:
+    """Trains EXPERIMENT, or what a run file describes, on several hosts.
+
+    Under Ray the run is supervised: a process that dies, freezes or loses its host is replaced, and training goes on from the
+    newest checkpoint. The other launchers hand the run to a scheduler.
+    """
+    no_devices_here = _Environment("JAX_PLATFORMS")
+    no_devices()
+    from axlearn_core.plugins.registry import registry
+    from axlearn_plugins_runtime.launch.check import make_job
+    from axlearn_plugins_runtime.launch.job import NoOptions, parse_options
+
+    instance = registry().entry("launchers", launcher).load()()
+    options = parse_options(getattr(instance, "Options", NoOptions), pairs("--option", option), launcher)
+    job = make_job(
+        experiment,
+        train,
+        run_dir=run_dir,
+        name=name,
+        hosts=hosts,
+        spares=spares,
+        processes_per_host=processes_per_host,
+        environment=pairs("--env", env),
+        options=options,
+    )
+    if not dry_run:
+        instance.check()
+    no_devices_here.restore()  # what is started inherits this environment
+    sys.exit(instance.launch(job, dry_run=dry_run))
+
+
+def pairs(option: str, texts: Sequence[str]) -> dict[str, str]:
+    """`NAME=VALUE` of an option that is given several times; raises `RequestError` for another form, or a name twice."""
+    from axlearn_core.errors import RequestError
+
+    values: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not re.fullmatch(r"[A-Za-z_][\w-]*", name):
+            raise RequestError(f"{option} {text}: expected NAME=VALUE")
+        if name in values:
+            raise RequestError(f"{option} {name} is given twice: {values[name]!r} and {value!r}")
+        values[name] = value
+    return values
+
+
+class _Environment:
+    """A variable as it was."""
+
+    def __init__(self, name: str):
+        import os
+
+        self.name, self.value, self.environ = name, os.environ.get(name), os.environ
+
+    def restore(self) -> None:
+        if self.value is None:
+            self.environ.pop(self.name, None)
+        else:
+            self.environ[self.name] = self.value

@@ -1,0 +1,196 @@
+"""What a pod of a job asks Kubernetes for: hardware by the target's name, volumes, probes."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+from axlearn_core.errors import RequestError
+from axlearn_core.train.phases import PROGRESS
+from axlearn_plugins_runtime.launch.job import Job
+from axlearn_plugins_runtime.launch.start import is_uri
+
+SPARE_PRIORITY = "axlearn-spare"
+PROGRESS_FILE = "/tmp/axlearn-progress"
+GKE_TPUS = {
+    "tpu-v4": "tpu-v4-podslice",
+    "tpu-v5e": "tpu-v5-lite-podslice",
+    "tpu-v5p": "tpu-v5p-slice",
+    "tpu-v6e": "tpu-v6e-slice",
+    "tpu-7x": "tpu7x",
+}
+"""Target -> `cloud.google.com/gke-tpu-accelerator`; cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus."""
+GKE_GPUS = {
+    "a100": "nvidia-a100-80gb",
+    "h100": "nvidia-h100-80gb",
+    "h200": "nvidia-h200-141gb",
+    "b200": "nvidia-b200",
+}
+"""Target -> `cloud.google.com/gke-accelerator` (A2 Ultra, A3 High, A3 Ultra, A4); A3 Mega is nvidia-h100-mega-80gb."""
+Manifest = dict[str, Any]
+
+
+def check_image(job: Job) -> None:
+    """Raises `RequestError` where no image is named."""
+    if not job.options.image:
+        raise RequestError(
+            "--on kubernetes needs an image with axlearn-core and the plugins of the run\n"
+            "    fix: --option image=REGISTRY/NAME:TAG; docs/launch.md has a Dockerfile"
+        )
+
+
+def check_run_dir(job: Job) -> None:
+    """Raises `RequestError` where pods would lose the run directory when they end."""
+    if is_uri(job.run_dir):
+        return
+    mount = PurePosixPath(job.options.mount)
+    if job.options.claim is None or not PurePosixPath(job.run_dir).is_relative_to(mount):
+        raise RequestError(
+            f"pods cannot keep {job.run_dir}\n    got: claim {job.options.claim}, mounted at {mount}\n"
+            f"    expected: a URI, or a path below a PersistentVolumeClaim that many pods may write\n"
+            f"    fix: --run-dir gs://BUCKET/RUN, or --option claim=NAME --run-dir {mount}/RUN"
+        )
+
+
+def node_selector(job: Job) -> Manifest:
+    """Labels of the nodes: the cloud's for the target, and those of the option."""
+    labels: Manifest = {}
+    machine = job.machine
+    if machine is not None and job.options.cloud == "gke":
+        name = machine.target.name
+        if machine.target.platform == "tpu":
+            if name not in GKE_TPUS:
+                raise _unknown(name, GKE_TPUS)
+            from axlearn_plugins_tpu.shapes import shape_of
+
+            shape = shape_of(name, machine.chips // machine.domains, machine.target.cores_per_chip)
+            labels["cloud.google.com/gke-tpu-accelerator"] = GKE_TPUS[name]
+            labels["cloud.google.com/gke-tpu-topology"] = "x".join(map(str, shape))
+        elif machine.target.platform == "gpu":
+            if name not in GKE_GPUS:
+                raise _unknown(name, GKE_GPUS)
+            labels["cloud.google.com/gke-accelerator"] = GKE_GPUS[name]
+    for text in (job.options.node_selector or "").split(","):
+        key, equals, value = text.strip().partition("=")
+        if text.strip() and not (key and equals):
+            raise RequestError(
+                f"--option node-selector: got {text!r}\n    expected: KEY=VALUE, with commas between several\n"
+                "    fix: write the labels as `kubectl get nodes --show-labels` prints them"
+            )
+        if key:
+            labels[key] = value
+    return labels
+
+
+def resources(job: Job) -> Manifest:
+    """The chips of a host, as limits."""
+    machine = job.machine
+    names = {"tpu": "google.com/tpu", "gpu": "nvidia.com/gpu", "neuron": "aws.amazon.com/neuron"}
+    if machine is None or machine.target.platform not in names:
+        return {}
+    name, count = names[machine.target.platform], str(machine.chips_per_host)
+    return {"requests": {name: count}, "limits": {name: count}}
+
+
+def container(
+    job: Job,
+    name: str,
+    words: Sequence[str] | None,
+    *,
+    env: Sequence[Manifest] = (),
+    variables: Mapping[str, str] | None = None,
+    probes: bool = False,
+    run_file: str | None = None,
+    chips: bool = True,
+) -> Manifest:
+    """A container.
+
+    Args:
+        job: whose image, claim and chips.
+        name: of the container.
+        words: the command, started without a shell, so that SIGTERM reaches the trainer; None leaves it to an operator.
+        env: entries that refer to something.
+        variables: name -> value.
+        probes: restart the container where it makes no progress.
+        run_file: the folder of the run file.
+        chips: whether it asks for the chips of the host.
+    """
+    spec: Manifest = {"name": name, "image": job.options.image}
+    if words is not None:
+        spec["command"] = list(words)
+    values = dict(variables or {}) | ({PROGRESS: PROGRESS_FILE, "PYTHONUNBUFFERED": "1"} if probes else {})
+    if entries := [*env, *({"name": k, "value": v} for k, v in values.items())]:
+        spec["env"] = entries
+    if chips and (limits := resources(job)):
+        spec["resources"] = limits
+    mounts = [{"name": "shm", "mountPath": "/dev/shm"}] if _on_gpus(job) else []
+    if job.options.claim is not None:
+        mounts.append({"name": "run", "mountPath": job.options.mount})
+    if run_file is not None:
+        mounts.append({"name": "run-file", "mountPath": run_file})
+    if mounts:
+        spec["volumeMounts"] = mounts
+    if probes:
+        spec |= _probes(job)
+    return spec
+
+
+def pod_spec(
+    job: Job, main: Manifest, *, volumes: Sequence[Manifest], chips: bool = True, restart: str | None = "Never"
+) -> Manifest:
+    """The spec of a pod with one container."""
+    options = job.options
+    spec: Manifest = {"terminationGracePeriodSeconds": options.grace}
+    if restart is not None:
+        spec["restartPolicy"] = restart
+    if chips and (labels := node_selector(job)):
+        spec["nodeSelector"] = labels
+    if options.service_account:
+        spec["serviceAccountName"] = options.service_account
+    if options.priority_class:
+        spec["priorityClassName"] = options.priority_class
+    if options.host_network:
+        spec |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
+    if tolerated := [
+        *({"nvidia.com/gpu"} if _on_gpus(job) else ()),
+        *([options.toleration] if options.toleration else ()),
+    ]:
+        spec["tolerations"] = [{"key": key, "operator": "Exists"} for key in tolerated]
+    spec["containers"] = [main]
+    own = [{"name": "shm", "emptyDir": {"medium": "Memory"}}] if _on_gpus(job) else []
+    if options.claim is not None:
+        own.append({"name": "run", "persistentVolumeClaim": {"claimName": options.claim}})
+    if all_volumes := [*own, *volumes]:
+        spec["volumes"] = all_volumes
+    return spec
+
+
+def _probes(job: Job) -> Manifest:
+    """By the file that the trainer overwrites at each phase: first one of the loop's phases, from then on its age."""
+    began = f"grep -qE ' (input|step|save|evaluate) ' {PROGRESS_FILE}"
+    minutes = math.ceil(job.options.hang_seconds / 60)
+    alive = f'[ -n "$(find {PROGRESS_FILE} -mmin -{minutes})" ]'
+    return {
+        "startupProbe": {
+            "exec": {"command": ["sh", "-c", began]},
+            "periodSeconds": 10,
+            "failureThreshold": math.ceil(job.options.start_seconds / 10),
+        },
+        "livenessProbe": {
+            "exec": {"command": ["sh", "-c", alive]},
+            "periodSeconds": 30,
+            "timeoutSeconds": 10,
+            "failureThreshold": 2,
+        },
+    }
+
+
+def _on_gpus(job: Job) -> bool:
+    return job.machine is not None and job.machine.target.platform == "gpu"
+
+
+def _unknown(name: str, labels: Mapping[str, str]) -> RequestError:
+    return RequestError(
+        f"the node labels of GKE for {name!r} are not known\n    expected: {', '.join(labels)}\n"
+        "    fix: --option cloud=none --option node-selector=KEY=VALUE"
+    )

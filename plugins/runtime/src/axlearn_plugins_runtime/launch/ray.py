@@ -1,0 +1,125 @@
+"""`--on ray`: a supervised run on the machines of a Ray cluster."""
+
+import shlex
+from importlib.util import find_spec
+from typing import Any
+
+import attrs
+
+from axlearn_core.compat import assign_environment
+from axlearn_core.errors import RequestError
+from axlearn_plugins_runtime.launch.exits import DEFAULT_BUDGETS
+from axlearn_plugins_runtime.launch.job import Job
+from axlearn_plugins_runtime.launch.limits import Limits
+
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",  # no telemetry
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # the agents run in this environment, not in a copy that uv makes
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DEDUP_LOGS": "0",
+}
+"""Set before Ray is imported."""
+
+
+@attrs.frozen(kw_only=True)
+class SupervisorOptions:
+    """Options of supervised runs; see `Limits`."""
+
+    budget_infrastructure: int = DEFAULT_BUDGETS["infrastructure"]
+    budget_stalled: int = DEFAULT_BUDGETS["stalled"]
+    budget_data: int = DEFAULT_BUDGETS["data"]
+    budget_user: int = DEFAULT_BUDGETS["user"]
+    host_deaths: int = attrs.field(default=3, validator=attrs.validators.ge(1))
+    crash_loop: int = attrs.field(default=5, validator=attrs.validators.ge(1))
+    freeze_seconds: float = attrs.field(default=5.0, validator=attrs.validators.gt(0))
+    hang_seconds: float = attrs.field(default=600.0, validator=attrs.validators.gt(0))
+    start_seconds: float = attrs.field(default=3600.0, validator=attrs.validators.gt(0))
+    host_seconds: float = attrs.field(default=120.0, validator=attrs.validators.gt(0))
+    compile_cache: bool = True
+
+    def limits(self) -> Limits:
+        """The limits of the supervisor."""
+        budgets = {name: getattr(self, f"budget_{name}") for name in ("infrastructure", "stalled", "data", "user")}
+        return Limits(
+            budgets={**DEFAULT_BUDGETS, **budgets},
+            host_deaths=self.host_deaths,
+            crash_loop=self.crash_loop,
+            freeze_seconds=self.freeze_seconds,
+            hang_seconds=self.hang_seconds,
+            start_seconds=self.start_seconds,
+            host_seconds=self.host_seconds,
+        )
+
+
+@attrs.frozen(kw_only=True)
+class RayOptions(SupervisorOptions):
+    """Options of `--on ray`: `address` of the cluster, and what an agent asks for on its node."""
+
+    address: str = "auto"
+    cpus: float = 1.0
+    gpus: float | None = None
+    tpus: float | None = None
+
+
+class RayLauncher:
+    """Starts an agent on each machine of a Ray cluster, and supervises the trainers there."""
+
+    Options: type = RayOptions
+    spread = True
+
+    def check(self) -> None:
+        """See `Launcher`."""
+        if find_spec("ray") is None:
+            raise RequestError(
+                "--on ray and --on local need Ray, which is not installed\n"
+                '    fix: pip install "axlearn-plugins-runtime[ray]"'
+            )
+
+    def launch(self, job: Job, *, dry_run: bool) -> int:
+        """See `Launcher`."""
+        from axlearn_plugins_runtime.launch.start import compile_cache, supervise
+
+        if dry_run:
+            self._print(job, compile_cache(job))
+            return 0
+        assign_environment(QUIET)
+        import ray
+
+        from axlearn_plugins_runtime.launch.ray_pool import RayPool
+
+        self._connect(ray, job)
+        try:
+            with RayPool(ray, job, spread=self.spread, resources=self._resources(job)) as pool:
+                return supervise(job, pool)
+        finally:
+            ray.shutdown()
+
+    def _connect(self, ray: Any, job: Job) -> None:
+        try:
+            ray.init(address=job.options.address, log_to_driver=False, configure_logging=False)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise RequestError(
+                f"the Ray cluster at {job.options.address!r} cannot be joined: {str(error).strip().partition(chr(10))[0]}\n"
+                "    fix: start one (`ray start --head`), give --option address=HOST:PORT, or take --on local"
+            ) from error
+
+    def _resources(self, job: Job) -> dict[str, float]:
+        """What a bundle on a host asks Ray for: the chips of the target, or those of the options."""
+        options, machine = job.options, job.machine
+        amounts: dict[str, float] = {"CPU": options.cpus}
+        for name, platform, own in (("GPU", "gpu", options.gpus), ("TPU", "tpu", options.tpus)):
+            chips = machine.chips_per_host if machine and machine.target.platform == platform else 0
+            if number := own if own is not None else chips:
+                amounts[name] = number
+        return amounts
+
+    def _print(self, job: Job, cache: str | None) -> None:
+        print(
+            f"# on each of {job.hosts} hosts ({job.spares} spares), {job.processes_per_host} process(es), under an agent:"
+        )
+        names = {**job.environment, "JAX_COMPILATION_CACHE_DIR": cache or "", "JAX_NUM_PROCESSES": str(job.processes)}
+        for name, value in names.items():
+            print(f"export {name}={shlex.quote(value)}")
+        print("export JAX_COORDINATOR_ADDRESS=...  # of rank 0's host, another one for each attempt")
+        print("export JAX_PROCESS_ID=...")
+        print(shlex.join(("axlearn", *job.train_words())))

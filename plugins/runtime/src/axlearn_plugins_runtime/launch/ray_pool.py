@@ -1,0 +1,182 @@
+"""The hosts of a job as actors of Ray: one bundle of a placement group for each, one agent in each bundle."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from axlearn_core.errors import RequestError
+from axlearn_plugins_runtime.launch.agent import Agent
+from axlearn_plugins_runtime.launch.job import Job
+from axlearn_plugins_runtime.launch.pool import HostLostError
+from axlearn_plugins_runtime.launch.start import setup_of
+
+POLL_SECONDS = 5.0
+ANSWER_SECONDS = 15.0
+"""An agent that answers no call for so long, beyond the wait that it was asked for, is lost."""
+
+
+class RayAgent(Agent):
+    """An agent that knows its node."""
+
+    def describe(self) -> dict[str, Any]:
+        """The host's name, the address that other nodes reach it by, and the agent's process."""
+        import ray
+
+        return {**super().describe(), "address": ray.util.get_node_ip_address()}
+
+
+class RayPool:
+    """See `supervisor.Pool`.
+
+    Args:
+        ray: the module, connected to a cluster.
+        job: what the agents train.
+        spread: each host on a node of its own.
+        resources: of a bundle.
+
+    Raises:
+        RequestError: the cluster has too few nodes.
+    """
+
+    def __init__(self, ray: Any, job: Job, *, spread: bool, resources: Mapping[str, float]):
+        self.ray, self.job, self.resources, self.spread = ray, job, dict(resources), spread
+        self.count = job.hosts + job.spares
+        if spread:
+            self._check_nodes()
+        from ray.util.placement_group import placement_group
+
+        strategy = "STRICT_SPREAD" if spread else "PACK"
+        self.group = placement_group([dict(resources)] * self.count, strategy=strategy)
+        self.actors: dict[int, Any] = {}
+        self._polls: dict[Any, tuple[int, float]] = {}
+        self._hosts: dict[Any, int] = {}
+        self._lost: list[tuple[int, dict[str, Any]]] = []
+        self.setup = setup_of(job)
+        for number in range(self.count):
+            self.revive(number)
+
+    def __enter__(self) -> "RayPool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def call(self, host: int, method: str, *args: Any) -> None:
+        """See `Pool`."""
+        if (actor := self.actors.get(host)) is not None:
+            getattr(actor, method).remote(*args)
+
+    def ask(self, host: int, method: str, *args: Any) -> Any:
+        """See `Pool`."""
+        answers = self.ask_all([host], method, *args)
+        if host not in answers:
+            raise HostLostError(f"host {host} is lost")
+        return answers[host]
+
+    def ask_all(self, hosts: Sequence[int], method: str, *args: Any) -> dict[int, Any]:
+        """See `Pool`."""
+        references = {host: getattr(self.actors[host], method).remote(*args) for host in hosts if host in self.actors}
+        answers: dict[int, Any] = {}
+        end = time.monotonic() + 2 * ANSWER_SECONDS
+        for host, reference in references.items():
+            try:
+                answers[host] = self.ray.get(reference, timeout=max(0.0, end - time.monotonic()))
+            except self.ray.exceptions.RayActorError as error:
+                self._lose(host, _reason(error))
+            except self.ray.exceptions.GetTimeoutError:
+                self._lose(host, f"its agent answered nothing for {2 * ANSWER_SECONDS:.0f} s")
+        return answers
+
+    def wait(self, timeout: float) -> list[tuple[int, dict[str, Any]]]:
+        """See `Pool`."""
+        references = [*self._polls, *self._hosts]
+        events, self._lost = self._lost, []
+        if not references or events:
+            if not events:
+                time.sleep(timeout)
+            return events
+        ready, _ = self.ray.wait(references, num_returns=1, timeout=timeout)
+        if ready:  # and everything else that came
+            ready, _ = self.ray.wait(references, num_returns=len(references), timeout=0)
+        for reference in ready:
+            events += self._arrival_events(reference)
+        now = time.monotonic()
+        for reference, (number, since) in list(self._polls.items()):
+            if now - since > POLL_SECONDS + ANSWER_SECONDS and reference in self._polls:
+                self._lose(number, f"its agent answered nothing for {now - since:.0f} s")
+        events, self._lost = events + self._lost, []
+        return events
+
+    def revive(self, host: int) -> None:
+        """See `Pool`."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        place = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=host)
+        actor = (
+            self.ray.remote(RayAgent)
+            .options(
+                num_cpus=self.resources.get("CPU", 0),
+                num_gpus=self.resources.get("GPU", 0),
+                resources={"TPU": self.resources["TPU"]} if "TPU" in self.resources else None,
+                max_concurrency=8,
+                max_restarts=0,
+                scheduling_strategy=place,
+            )
+            .remote(self.setup)
+        )
+        self.actors[host] = actor
+        self._hosts[actor.describe.remote()] = host
+
+    def close(self) -> None:
+        """See `Pool`."""
+        from ray.util.placement_group import remove_placement_group
+
+        pending = [actor.close.remote() for actor in self.actors.values()]
+        self.ray.wait(pending, num_returns=len(pending), timeout=10)
+        for actor in self.actors.values():
+            self.ray.kill(actor)
+        remove_placement_group(self.group)
+
+    def _arrival_events(self, reference: Any) -> list[tuple[int, dict[str, Any]]]:
+        described = reference in self._hosts
+        number = self._hosts.pop(reference) if described else self._polls.pop(reference)[0]
+        try:
+            result = self.ray.get(reference)
+        except self.ray.exceptions.RayActorError as error:
+            self._lose(number, _reason(error))
+            return []
+        self._poll(number)
+        if not described:
+            return [(number, event) for event in result]
+        name = result["host"] if self.spread else f"{result['host']}/{number}"
+        return [(number, {"event": "host", "name": name, "address": result["address"]})]
+
+    def _poll(self, number: int) -> None:
+        self._polls[self.actors[number].events.remote(POLL_SECONDS)] = (number, time.monotonic())
+
+    def _lose(self, number: int, reason: str) -> None:
+        actor = self.actors.pop(number, None)
+        if actor is None:
+            return
+        for pending in (self._polls, self._hosts):
+            for reference in [r for r, n in pending.items() if (n[0] if isinstance(n, tuple) else n) == number]:
+                del pending[reference]
+        self.ray.kill(actor)
+        self._lost.append((number, {"event": "lost", "reason": reason}))
+
+    def _check_nodes(self) -> None:
+        nodes = [node for node in self.ray.nodes() if node["Alive"]]
+        fits = [n for n in nodes if all(n["Resources"].get(k, 0) >= v for k, v in self.resources.items())]
+        if len(fits) < self.count:
+            amounts = ", ".join(f"{value:g} {name}" for name, value in self.resources.items())
+            raise RequestError(
+                f"the Ray cluster has {len(fits)} nodes with {amounts}, of {len(nodes)} in all\n"
+                f"    expected: {self.count} ({self.job.hosts} hosts and {self.job.spares} spares, each on a node of its own)\n"
+                "    fix: fewer --hosts or --spares, more nodes, or --on local for all of them on this machine"
+            )
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reasons = [line for line in lines if "node" in line.lower() or "exit" in line.lower() or "died" in line.lower()]
+    return (reasons or lines or ["the actor died"])[0][:300]

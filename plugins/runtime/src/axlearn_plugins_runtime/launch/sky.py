@@ -1,0 +1,188 @@
+"""`--on sky`: a SkyPilot task for AWS, Google Cloud, Azure or machines of your own, and the `sky` of an environment of its own."""
+
+import io
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from typing import Any
+
+import attrs
+from ruamel.yaml import YAML
+from ruamel.yaml.scalarstring import LiteralScalarString
+
+from axlearn_core.errors import RequestError
+from axlearn_plugins_runtime.launch.job import Job
+from axlearn_plugins_runtime.launch.run_files import write_script
+from axlearn_plugins_runtime.launch.start import is_uri, setup_of
+from axlearn_plugins_runtime.launch.text import line
+
+COMMAND = "AXLEARN_SKY"
+"""The environment variable with the command `sky`, where it is not on the PATH: SkyPilot pins packages that others need newer."""
+GPUS = {"a100": "A100-80GB", "h100": "H100", "h200": "H200", "b200": "B200"}
+"""Target -> SkyPilot's name."""
+RECOVERED = (74, 75, 134, 137, 139, 143)
+"""Exit codes after which the job starts again: a lost peer, the watchdog, signals."""
+
+
+@attrs.frozen(kw_only=True)
+class SkyOptions:
+    """Options of `--on sky`.
+
+    Attributes:
+        infra: where: `aws`, `gcp/us-central1`, `azure`, `k8s/CONTEXT`, `ssh/POOL`, `slurm/CLUSTER`; the default is the cheapest.
+        spot: take machines that the cloud may take back.
+        managed: `sky jobs launch`, which brings lost machines back; otherwise `sky launch` of one cluster.
+        image: such as `docker:REGISTRY/NAME:TAG`.
+        setup: a line of shell that installs the run's packages on each machine.
+        python: of the machines.
+        restarts: after exit codes 1 and 2, that is, errors of the run itself.
+    """
+
+    infra: str | None = line()
+    spot: bool = False
+    managed: bool = True
+    image: str | None = line()
+    setup: str = line('python -m pip install "axlearn-core[all]"')
+    python: str = line("python")
+    restarts: int = attrs.field(default=0, validator=attrs.validators.ge(0))
+    compile_cache: bool = False
+
+
+class SkyLauncher:
+    """Writes a task of SkyPilot and gives it to `sky`."""
+
+    Options: type = SkyOptions
+
+    def check(self) -> None:
+        """See `Launcher`."""
+        find_sky()
+
+    def launch(self, job: Job, *, dry_run: bool) -> int:
+        """See `Launcher`."""
+        text = to_yaml(task_of(job))
+        if dry_run:
+            print(text, end="")
+            return 0
+        verb = ["jobs", "launch"] if job.options.managed else ["launch"]
+        name = ["--name", job.name] if job.options.managed else ["--cluster", job.name]
+        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+            file.write(text)
+            file.flush()
+            # SkyPilot shows what it chose and what that costs, and asks: the terminal is its own.
+            return subprocess.run([find_sky(), *verb, *name, file.name]).returncode
+
+
+def find_sky() -> str:
+    """The command `sky`.
+
+    Raises:
+        RequestError: there is none.
+    """
+    command = os.environ.get(COMMAND)
+    path = shutil.which(command or "sky")
+    if path is None:
+        problem = (
+            f"{COMMAND} names {command!r}, which is not a command"
+            if command
+            else "the command `sky` is not on the PATH"
+        )
+        raise RequestError(
+            f"SkyPilot is not installed: {problem}\n"
+            "    fix: `uv tool install 'skypilot[aws]'` (or gcp, azure, kubernetes), an environment of its own; "
+            f"{COMMAND}=PATH names it where it is not on the PATH"
+        )
+    return path
+
+
+def task_of(job: Job) -> dict[str, Any]:
+    """The task of a job, as the fields of SkyPilot's YAML.
+
+    Raises:
+        RequestError: the job has something that SkyPilot cannot do.
+    """
+    options = job.options
+    if job.spares:
+        raise RequestError(
+            f"SkyPilot holds no spare machines: it brings new ones after a failure\n    got: --spares {job.spares}\n"
+            "    fix: --spares 0, or --on ray, --on slurm or --on kubernetes"
+        )
+    if job.processes_per_host > 1:
+        raise RequestError(
+            f"a node of a SkyPilot task runs one process\n    got: --processes-per-host {job.processes_per_host}\n"
+            "    fix: leave it out: one process takes all chips of its host"
+        )
+    if not is_uri(job.run_dir):
+        raise RequestError(
+            f"{job.run_dir} is on this machine, and is lost with the machines that SkyPilot takes\n"
+            "    expected: a URI\n    fix: --run-dir s3://BUCKET/RUN or gs://BUCKET/RUN"
+        )
+    resources: dict[str, Any] = {}
+    if options.infra:
+        resources["infra"] = options.infra
+    if accelerators := accelerators_of(job):
+        resources["accelerators"] = accelerators
+    if options.spot:
+        resources["use_spot"] = True
+    if options.image:
+        resources["image_id"] = options.image
+    if options.managed:
+        resources["job_recovery"] = {
+            "max_restarts_on_errors": options.restarts,
+            "recover_on_exit_codes": list(RECOVERED),
+        }
+    on_tpus = job.machine is not None and job.machine.target.platform == "tpu"
+    # SkyPilot counts a slice as one node, and starts the task on each of its hosts.
+    task: dict[str, Any] = {"name": job.name, "num_nodes": 1 if on_tpus else job.hosts, "resources": resources}
+    if environment := setup_of(job).environment:
+        task["envs"] = dict(environment)
+    if options.setup:
+        task["setup"] = options.setup
+    return task | {"run": LiteralScalarString(_script(job))}
+
+
+def accelerators_of(job: Job) -> str | None:
+    """SkyPilot's name of a host's chips; a TPU slice has a name as a whole.
+
+    Raises:
+        RequestError: SkyPilot has no such hardware.
+    """
+    machine = job.machine
+    if machine is None or machine.target.platform == "cpu":
+        return None
+    name = machine.target.name
+    if name in GPUS:
+        return f"{GPUS[name]}:{machine.chips_per_host}"
+    if (
+        machine.target.platform == "tpu"
+        and machine.domains == 1
+        and name in ("tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e")
+    ):
+        return machine.name.replace("tpu-v5e-", "tpu-v5litepod-")
+    raise RequestError(
+        f"SkyPilot has no name for the target {machine.name!r}\n"
+        f"    expected: {', '.join(f'{g}-8xHOSTS' for g in GPUS)}, or one slice of tpu-v4, tpu-v5e, tpu-v5p or tpu-v6e\n"
+        "    fix: --on kubernetes, or another --target"
+    )
+
+
+def to_yaml(task: dict[str, Any]) -> str:
+    """The task as text."""
+    yaml, text = YAML(), io.StringIO()
+    yaml.default_flow_style = False
+    yaml.width = 4096
+    yaml.dump(task, text)
+    return text.getvalue()
+
+
+def _script(job: Job) -> str:
+    lines, experiment = [], None
+    if files := job.files(f"axlearn-{job.name}"):
+        experiment = next(iter(files))
+        lines += [f"mkdir -p axlearn-{job.name}", *write_script(files)]
+    if job.environment:
+        lines.append(f"export AXLEARN_KEEP={shlex.quote(' '.join(job.environment))}")
+    words = [job.options.python, "-m", "axlearn_plugins_runtime.launch.task", "sky", *job.train_words(experiment)]
+    # The shell becomes the trainer, so that SIGTERM reaches it.
+    return "\n".join([*lines, f"exec {shlex.join(words)}"]) + "\n"

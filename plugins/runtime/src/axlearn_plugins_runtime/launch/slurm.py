@@ -1,0 +1,205 @@
+"""`--on slurm`: a batch script in which Slurm itself supervises the run, with spare nodes in the allocation."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+
+import attrs
+
+from axlearn_core.errors import RequestError, WorkError
+from axlearn_plugins_runtime.launch.job import Job
+from axlearn_plugins_runtime.launch.run_files import write_script
+from axlearn_plugins_runtime.launch.start import is_uri, setup_of
+from axlearn_plugins_runtime.launch.task import FINAL
+from axlearn_plugins_runtime.launch.text import line
+
+_TIME = re.compile(r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2}")
+
+
+def time_limit(instance: object, attribute: "attrs.Attribute[str | None]", value: str | None) -> None:
+    """A validator of Slurm's forms of a time."""
+    if value is not None and not _TIME.fullmatch(value):
+        raise ValueError(
+            f"time: got {value!r}; expected minutes, MINUTES:SECONDS, HOURS:MINUTES:SECONDS or DAYS-HOURS[:MINUTES[:SECONDS]]"
+        )
+
+
+@attrs.frozen(kw_only=True)
+class SlurmOptions:
+    """Options of `--on slurm`.
+
+    Attributes:
+        partition, account, qos, reservation, constraint, time, mem: as those of `sbatch`.
+        gpu_type: of `--gpus-per-node`, where the site names types.
+        exclusive: take whole nodes.
+        grace: seconds before the time limit at which the run saves and goes back to the queue.
+        restarts: attempts within one allocation, in addition to the first.
+        crash_loop: attempts in a row without a new checkpoint, after which the job stops.
+        python: the interpreter on the nodes; the default is this one.
+        folder: of the run file and exit codes; the default is `launch` in the run directory. All nodes have to reach it.
+        setup: a line of shell before training, such as `module load cuda`.
+        compile_cache: keep compiled programs in the run directory.
+    """
+
+    partition: str | None = line()
+    account: str | None = line()
+    qos: str | None = line()
+    reservation: str | None = line()
+    constraint: str | None = line()
+    time: str | None = attrs.field(default=None, validator=time_limit)
+    mem: str | None = line()
+    gpu_type: str | None = line()
+    exclusive: bool = True
+    grace: int = attrs.field(default=120, validator=attrs.validators.ge(10))
+    restarts: int = attrs.field(default=100, validator=attrs.validators.ge(0))
+    crash_loop: int = attrs.field(default=3, validator=attrs.validators.ge(1))
+    python: str | None = line()
+    folder: str | None = line()
+    setup: str | None = line()
+    compile_cache: bool = True
+
+
+class SlurmLauncher:
+    """Renders a batch script and submits it with `sbatch`."""
+
+    Options: type = SlurmOptions
+
+    def check(self) -> None:
+        """See `Launcher`."""
+        if shutil.which("sbatch") is None:
+            raise RequestError(
+                "--on slurm submits with `sbatch`, which is not on the PATH here\n"
+                "    fix: run this on a login node of the cluster, or print the script with --dry-run and submit it there"
+            )
+
+    def launch(self, job: Job, *, dry_run: bool) -> int:
+        """See `Launcher`."""
+        script = render_script(job)
+        if dry_run:
+            print(script, end="")
+            return 0
+        folder = Path(folder_of(job))
+        folder.mkdir(parents=True, exist_ok=True)  # Slurm makes no folder for the job's output
+        with tempfile.NamedTemporaryFile("w", suffix=".sh") as file:
+            file.write(script)
+            file.flush()
+            result = subprocess.run(["sbatch", "--parsable", file.name], capture_output=True, text=True)
+        if result.returncode:
+            raise WorkError(
+                f"sbatch refused the job: {result.stderr.strip() or f'exit code {result.returncode}'}\n"
+                "    fix: set --option partition=..., account=..., qos=... or time=... as this cluster asks for"
+            )
+        number = result.stdout.strip().partition(";")[0]
+        print(f"submitted as job {number}; its output: {folder}/slurm-{number}.txt", file=sys.stderr)
+        print(number)
+        return 0
+
+
+def folder_of(job: Job) -> str:
+    """Where the nodes keep the run file, exit codes and the job's output."""
+    if job.options.folder is not None:
+        return str(Path(job.options.folder).absolute())
+    return str(Path(f"axlearn-{job.name}").absolute()) if is_uri(job.run_dir) else f"{job.run_dir}/launch"
+
+
+def directives(job: Job) -> dict[str, str | None]:
+    """What `#SBATCH` lines ask for; an option without a value is None."""
+    options = job.options
+    machine = job.machine
+    entries: dict[str, str | None] = {
+        "job-name": job.name,
+        "nodes": str(job.hosts + job.spares),
+        "ntasks-per-node": str(job.processes_per_host),
+        "output": f"{folder_of(job)}/slurm-%j.txt",
+        "open-mode": "append",
+        "requeue": None,
+        "no-kill": None,  # a node that fails does not end the job: a spare takes its place
+        "signal": f"B:USR1@{options.grace}",
+    }
+    if options.exclusive:
+        entries["exclusive"] = None
+    for name in ("partition", "account", "qos", "reservation", "constraint", "time", "mem"):
+        if (value := getattr(options, name)) is not None:
+            entries[name] = value
+    if machine is not None and machine.target.platform == "gpu":
+        kind = f"{options.gpu_type}:" if options.gpu_type else ""
+        entries["gpus-per-node"] = f"{kind}{machine.chips_per_host}"
+    return entries
+
+
+def render_script(job: Job) -> str:
+    """The batch script of a job.
+
+    Raises:
+        RequestError: the job has something that Slurm, or a batch script, cannot do.
+    """
+    options = job.options
+    if job.machine is not None and job.machine.target.platform == "tpu":
+        raise RequestError(
+            f"--on slurm has no TPUs to ask for\n    got: the target {job.machine.name!r}\n    fix: --on kubernetes or --on sky"
+        )
+    chips = _local_chips(job)
+    folder = folder_of(job)
+    for name, path in (("--run-dir", job.run_dir), ("--option folder", folder)):
+        if not path.isprintable() or "%" in path:
+            raise RequestError(
+                f"{name} {path!r} cannot stand in a batch script\n    fix: a path without line breaks and %"
+            )
+    experiment, run_file = _run_file(job, folder)
+    words = [
+        options.python or sys.executable,
+        "-m",
+        "axlearn_plugins_runtime.launch.task",
+        "slurm",
+        *job.train_words(experiment),
+    ]
+    values = {
+        "FOLDER": shlex.quote(folder),
+        "RUN_DIR": shlex.quote(job.run_dir),
+        "HOSTS": str(job.hosts),
+        "PER_HOST": str(job.processes_per_host),
+        "RUN_FILE": run_file,
+        "EXPORTS": exports(setup_of(job).environment),
+        "KEEP": shlex.quote(" ".join(job.environment)),
+        "LOCAL_CHIPS": str(chips),
+        "EVENTS": "''" if is_uri(job.run_dir) else '"$run_dir/processes.jsonl"',
+        "SETUP": options.setup or "",
+        "COMMAND": shlex.join(words),
+        "FINAL": " ".join(map(str, FINAL)),
+        "MEANING": "1: the training code, 2: the request, 65: the data",
+        "CRASH_LOOP": str(options.crash_loop),
+        "RESTARTS": str(options.restarts),
+    }
+    template = (files("axlearn_plugins_runtime.launch") / "slurm.sh").read_text(encoding="utf-8")
+    body = re.sub(r"@([A-Z_]+)@", lambda match: values[match[1]], template)
+    head = ["#!/bin/bash", *(f"#SBATCH --{k}" + ("" if v is None else f"={v}") for k, v in directives(job).items())]
+    return "\n".join([*head, body])
+
+
+def exports(environment: Mapping[str, str]) -> str:
+    """Lines of shell that set variables."""
+    return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in environment.items())
+
+
+def _local_chips(job: Job) -> int:
+    """Chips of a host that its processes have to share out; 0 where one process has them all, or there are none."""
+    if job.processes_per_host == 1 or job.machine is None or job.machine.target.platform == "cpu":
+        return 0
+    if job.machine.chips_per_host % job.processes_per_host:
+        raise RequestError(
+            f"{job.machine.chips_per_host} chips of a host cannot be shared equally by its processes\n"
+            f"    got: --processes-per-host {job.processes_per_host}\n    fix: a number that divides it"
+        )
+    return job.machine.chips_per_host
+
+
+def _run_file(job: Job, folder: str) -> tuple[str | None, str]:
+    """(where the nodes find the run file, lines of shell that write it)."""
+    files = job.files(folder)
+    return next(iter(files), None), "\n".join(write_script(files, "the batch script"))

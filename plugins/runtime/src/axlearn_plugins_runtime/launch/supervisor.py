@@ -1,0 +1,370 @@
+"""Keeps a job training: starts attempts, hears of deaths, ends what cannot go on, and starts again on the hosts that are left."""
+
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from axlearn_core.errors import RequestError, WorkError
+from axlearn_plugins_runtime.launch.environment import attempt_environment
+from axlearn_plugins_runtime.launch.exits import Death, root_cause
+from axlearn_plugins_runtime.launch.hosts import Host, Hosts
+from axlearn_plugins_runtime.launch.journal import Journal
+from axlearn_plugins_runtime.launch.limits import Limits, Tally
+from axlearn_plugins_runtime.launch.pool import HostLostError, Pool
+
+
+@attrs.define(kw_only=True)
+class _Rank:
+    host: Host
+    pid: int | None = None
+    step: int = 0
+    steps: int = 0
+    phase: str = "start"
+    silent: float = 0.0
+    heard: float = 0.0
+    finished: bool = False
+
+
+@attrs.define(kw_only=True)
+class Attempt:
+    """The processes that train together.
+
+    Attributes:
+        start_step: the steps of the checkpoint that they began with, once known.
+        stepping: whether each of them finished a step.
+    """
+
+    number: int
+    ranks: dict[int, _Rank]
+    start_step: int | None = None
+    stepping: bool = False
+    last_step: int = 0
+
+
+Reduce = Callable[[int], Sequence[str] | None]
+"""How a number of processes can train the run: what to add to the words of the trainer, or None where it cannot."""
+
+
+class Supervisor:
+    """Runs one job to its end.
+
+    Args:
+        pool: hosts that train and spares.
+        hosts: of the pool that train at once.
+        limits: when to give up, and what counts as frozen.
+        journal: of the run.
+        reduce: see `Reduce`; called with fewer processes than asked for.
+        processes_per_host: on each.
+        now: seconds, for tests.
+        say: one line for people.
+        slices: of a TPU job, for `MEGASCALE_*`.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        *,
+        hosts: int,
+        limits: Limits,
+        journal: Journal,
+        reduce: Reduce = lambda processes: None,
+        processes_per_host: int = 1,
+        slices: int = 1,
+        now: Callable[[], float] = time.monotonic,
+        notify: Callable[[str], None] = lambda text: print(f"launch: {text}", file=sys.stderr, flush=True),
+    ):
+        self.pool, self.wanted, self.limits, self.journal = pool, hosts, limits, journal
+        self.reduce, self.processes_per_host, self.slices = reduce, processes_per_host, slices
+        self.now, self.notify = now, notify
+        self.hosts = Hosts(pool.count, limits.host_deaths)
+        self.tally = Tally(limits)
+        self.job = uuid.uuid4().hex
+        self.placement: list[Host] = []
+        self.stop_signal: int | None = None
+        self._told_to_stop = False
+        self.number = journal.attempts()
+
+    def run(self) -> int:
+        """Trains until the run is finished.
+
+        Returns:
+            0, or 128 and the signal that stopped it.
+
+        Raises:
+            RequestError: the trainers say that the request is wrong.
+            WorkError: a budget is spent, or too few hosts are left; the message has the reason.
+        """
+        while True:
+            members, words = self._choose()
+            if self.stop_signal is not None:
+                return 128 + self.stop_signal
+            attempt = self._start(members, words)
+            death = self._watch(attempt)
+            if death is None:
+                self.journal.write("finished", attempt=attempt.number, reason=f"step {attempt.last_step}")
+                return 0
+            self._end(attempt, death)
+            if self.stop_signal is not None:
+                return 128 + self.stop_signal
+            if death.kind == "request":
+                raise RequestError(f"rank {death.rank} refuses the run: {death.reason}")
+            reason = self.tally.count(death, attempt.start_step)
+            if reason:
+                self.journal.write("stopped", attempt=attempt.number, reason=reason)
+                raise WorkError(f"{reason}\n    last: {self._describe(attempt, death)}\n    {self.tally.advice(death)}")
+
+    def stop(self, number: int) -> None:
+        """Asks for an end: the trainers save and stop. A handler of signals may call it."""
+        self.stop_signal = number
+
+    def _choose(self) -> tuple[list[Host], Sequence[str]]:
+        """The hosts of the next attempt, in the order of ranks, and words for the trainers."""
+        for host in self.hosts.waiting():
+            self.pool.call(host.number, "prepare")
+        since = self.now()
+        while self.stop_signal is None:
+            ready = self.hosts.ready()
+            if len(ready) >= self.wanted:
+                return self.hosts.place(ready, self.placement, self.wanted), ()
+            patient = self.now() - since < self.limits.host_seconds
+            if not (patient and self.hosts.waiting()):
+                # The first attempt has all hosts: who asked for them did not ask for a run that begins with fewer.
+                fewer = self._fewer_hosts(len(ready)) if self.placement else None
+                if fewer is not None:
+                    return self.hosts.place(ready, self.placement, fewer[0]), fewer[1]
+                if not self.hosts.waiting() or self.now() - since > 10 * self.limits.host_seconds:
+                    reason = self._too_few(ready)
+                    self.journal.write("stopped", attempt=self.number, reason=reason.partition("\n")[0])
+                    raise WorkError(reason)
+            self._hear(None)
+        return [], ()
+
+    def _fewer_hosts(self, ready: int) -> tuple[int, Sequence[str]] | None:
+        for hosts in range(min(ready, self.wanted - 1), 0, -1):
+            words = self.reduce(hosts * self.processes_per_host)
+            if words is not None:
+                return hosts, words
+        return None
+
+    def _too_few(self, ready: Sequence[Host]) -> str:
+        lines = [f"{len(ready)} of {self.wanted} hosts are left, and the config does not allow fewer"]
+        lines += [f"    {host.name}: {host.condition}" for host in self.hosts.all if host.condition != "ready"]
+        return "\n".join([*lines, "    fix: more --spares, or a mesh whose data axis may shrink (mesh.shape.data=-1)"])
+
+    def _start(self, members: Sequence[Host], words: Sequence[str]) -> Attempt:
+        self.number += 1
+        processes = len(members) * self.processes_per_host
+        for index, host in enumerate(members):
+            before = self.placement[index] if index < len(self.placement) else None
+            if before is not None and before is not host:
+                reason = f"takes the place of {before.name}: {before.last_reason or 'moved'}"
+                self.journal.write(
+                    "replaced", attempt=self.number, rank=index * self.processes_per_host, host=host.name, reason=reason
+                )
+                self.notify(f"{host.name} {reason}")
+        if len(members) < self.wanted:
+            reason = f"{len(members)} of {self.wanted} hosts train, with the same global batch"
+            self.journal.write("reduced", attempt=self.number, reason=reason)
+            self.notify(reason)
+        self.placement = list(members)
+        ranks: dict[int, _Rank] = {}
+        try:
+            coordinator = self.pool.ask(members[0].number, "coordinator", members[0].address)
+        except HostLostError:
+            coordinator = ""  # its event `lost` ends this attempt
+        for index, host in enumerate(members):
+            local_ranks = range(index * self.processes_per_host, (index + 1) * self.processes_per_host)
+            environments = {rank: self._environment(coordinator, processes, rank) for rank in local_ranks}
+            for rank in local_ranks:
+                ranks[rank] = _Rank(host=host, heard=self.now())
+            host.begin()
+            self.pool.call(host.number, "start", self.number, environments, tuple(words))
+        return Attempt(number=self.number, ranks=ranks)
+
+    def _environment(self, coordinator: str, processes: int, rank: int) -> dict[str, str]:
+        slices = None
+        if self.slices > 1:
+            each = processes // self.slices
+            slices = {"MEGASCALE_NUM_SLICES": str(self.slices), "MEGASCALE_SLICE_ID": str(rank // each)}
+        return attempt_environment(job=self.job, coordinator=coordinator, processes=processes, rank=rank, slices=slices)
+
+    def _watch(self, attempt: Attempt) -> Death | None:
+        """Waits until the attempt is over: None where it finished, else what it died of."""
+        deaths: list[Death] = []
+        deadline: float | None = None
+        while True:
+            for death in self._hear(attempt):
+                deaths.append(death)
+                self._say_death(attempt, death)
+            if death := self._frozen(attempt):
+                return death
+            if all(rank.finished for rank in attempt.ranks.values()):
+                return None
+            if deaths:
+                cause = root_cause(deaths)
+                assert cause is not None
+                if cause.kind not in ("peer", "preempted"):
+                    return cause
+                # A process that lost another one may be heard of first; one that saves at SIGTERM takes its time.
+                if deadline is None:
+                    peer = cause.kind == "peer"
+                    deadline = self.now() + (self.limits.settle_seconds if peer else self.limits.grace_seconds)
+                if self.now() >= deadline or len(deaths) == len(attempt.ranks):
+                    return cause
+
+    def _hear(self, attempt: Attempt | None) -> list[Death]:
+        """Takes in what happened; returns the deaths among the ranks of the attempt."""
+        deaths: list[Death] = []
+        if self.stop_signal is not None and not self._told_to_stop:
+            self._told_to_stop = True
+            self.notify(f"{signal.Signals(self.stop_signal).name}: the trainers save and stop")
+            for host in self.placement:
+                self.pool.call(host.number, "signal", signal.SIGTERM)
+        for number, event in self.pool.wait(self.limits.look_seconds):
+            host = self.hosts.all[number]
+            handler = getattr(self, f"_on_{event['event']}", None)
+            if handler is None:
+                continue
+            deaths += handler(host, attempt, event) or ()
+        return deaths
+
+    def _on_ready(self, host: Host, attempt: Attempt | None, event: Mapping[str, Any]) -> None:
+        host.arrived()
+
+    def _on_host(self, host: Host, attempt: Attempt | None, event: Mapping[str, Any]) -> None:
+        host.came(event["name"], event["address"])
+        self.pool.call(host.number, "prepare")
+
+    def _on_output(self, host: Host, attempt: Attempt | None, event: Mapping[str, Any]) -> None:
+        sys.stderr.write(event["text"])
+        sys.stderr.flush()
+
+    def _on_cold(self, host: Host, attempt: Attempt | None, event: Mapping[str, Any]) -> None:
+        """A warm process died before it had a rank: the host does not work."""
+        lines = [line for line in event["message"].splitlines() if line.strip()]
+        reason = f"a process cannot start there: {lines[-1] if lines else event['code']}"
+        self._fail(host, reason)
+        if not host.aside:
+            self.pool.call(host.number, "prepare")
+
+    def _on_started(self, host: Host, attempt: Attempt | None, event: Mapping[str, Any]) -> None:
+        rank = self._rank(attempt, event)
+        if rank is not None:
+            rank.pid, rank.heard = event["pid"], self.now()
+            self.journal.write(
+                "started", attempt=event["attempt"], rank=event["rank"], host=host.name, pid=event["pid"]
+            )
+
+    def _on_progress(self, host: Host, attempt: Attempt | None, event: Mapping[str, Any]) -> list[Death]:
+        rank = self._rank(attempt, event)
+        if rank is None or attempt is None:
+            return []
+        rank.phase, rank.step, rank.steps = event["phase"], event["step"], event["steps"]
+        rank.silent, rank.heard = event["silent"], self.now()
+        if rank.phase in ("compile", "input", "step") and attempt.start_step is None:
+            attempt.start_step = rank.step - rank.steps
+        attempt.last_step = max(attempt.last_step, rank.step)
+        if not attempt.stepping and all(r.steps > 0 for r in attempt.ranks.values()):
+            attempt.stepping = True
+            reason = f"from step {attempt.start_step}"
+            self.journal.write("stepping", attempt=attempt.number, reason=reason)
+            for one in self.hosts.all:
+                if not one.aside:
+                    self.pool.call(one.number, "prepare")  # warm processes for the next time
+        if event["stopped"] >= self.limits.freeze_seconds:
+            reason = f"stopped by a signal for {event['stopped']:.0f} s"
+            self.journal.write(
+                "frozen", attempt=attempt.number, rank=event["rank"], host=host.name, pid=rank.pid, reason=reason
+            )
+            return [Death(rank=event["rank"], kind="infrastructure", reason=f"frozen: {reason}", at_fault=True)]
+        return []
+
+    def _on_exited(self, host: Host, attempt: Attempt | None, event: Mapping[str, Any]) -> list[Death]:
+        rank = self._rank(attempt, event)
+        if rank is None:
+            return []
+        kind, reason = event["kind"], event["reason"]
+        if kind == "finished":
+            rank.finished = True
+        self.journal.write(
+            "exited", attempt=event["attempt"], rank=event["rank"], host=host.name, pid=rank.pid, reason=reason
+        )
+        if kind == "finished":
+            return []
+        return [Death(rank=event["rank"], kind=kind, reason=reason, at_fault=kind == "infrastructure")]
+
+    def _on_lost(self, host: Host, attempt: Attempt | None, event: Mapping[str, Any]) -> list[Death]:
+        if not host.present:  # the new agent that was asked for: the engine may place it where the last one died
+            if not host.aside:
+                self.pool.revive(host.number)
+            return []
+        host.lost(event["reason"])
+        ranks = [n for n, r in attempt.ranks.items() if r.host is host and not r.finished] if attempt else []
+        first = self.placement.index(host) * self.processes_per_host if host in self.placement else None
+        self.journal.write("lost", attempt=self.number, rank=first, host=host.name, reason=event["reason"])
+        if not host.aside:
+            self.pool.revive(host.number)
+        reason = f"its host is lost: {event['reason']}"
+        return [Death(rank=n, kind="infrastructure", reason=reason, at_fault=True) for n in ranks]
+
+    @staticmethod
+    def _rank(attempt: Attempt | None, event: Mapping[str, Any]) -> _Rank | None:
+        return attempt.ranks.get(event["rank"]) if attempt and event["attempt"] == attempt.number else None
+
+    def _frozen(self, attempt: Attempt) -> Death | None:
+        """Where no rank gets anywhere for longer than its phase may take: the death of the one that is behind."""
+        live = {n: r for n, r in attempt.ranks.items() if not r.finished}
+        silences = {n: r.silent + self.now() - r.heard for n, r in live.items()}
+        over = {n for n, r in live.items() if silences[n] > self.limits.of_phase(r.phase, r.steps)}
+        if not over:
+            return None
+        # Those that wait for another one are in the same step, or one further; who is alone in its phase holds them up.
+        last = min(over, key=lambda n: (live[n].step, -silences[n]))
+        alone = sum((r.step, r.phase) == (live[last].step, live[last].phase) for r in live.values()) == 1
+        rank = live[last]
+        reason = f"no progress for {silences[last]:.0f} s in the phase {rank.phase!r} of step {rank.step}"
+        self.journal.write(
+            "frozen", attempt=attempt.number, rank=last, host=rank.host.name, pid=rank.pid, reason=reason
+        )
+        return Death(rank=last, kind="stalled", reason=reason, at_fault=alone and len(live) > 1)
+
+    def _end(self, attempt: Attempt, death: Death) -> None:
+        """Ends what is left of an attempt, and accounts for the death."""
+        if death.at_fault:
+            self._fail(attempt.ranks[death.rank].host, death.reason)
+        hosts = list({id(r.host): r.host for r in attempt.ranks.values()}.values())
+        for host, ranks in self._kill(hosts):
+            for rank in ranks:
+                self.journal.write(
+                    "killed",
+                    attempt=attempt.number,
+                    rank=rank,
+                    host=host.name,
+                    pid=attempt.ranks[rank].pid,
+                    reason=f"rank {death.rank} ended: {death.reason}",
+                )
+        for host in hosts:
+            host.end()
+
+    def _kill(self, hosts: Sequence[Host]) -> list[tuple[Host, list[int]]]:
+        """Ends all trainers at once; returns the ranks that were alive."""
+        killed = self.pool.ask_all([h.number for h in hosts if h.present], "kill")
+        return [(self.hosts.all[number], ranks) for number, ranks in killed.items()]
+
+    def _fail(self, host: Host, reason: str) -> None:
+        if host.failed(reason):
+            self.journal.write("set-aside", attempt=self.number, host=host.name, reason=host.condition)
+            self.notify(f"{host.name} is {host.condition}")
+
+    def _say_death(self, attempt: Attempt, death: Death) -> None:
+        self.notify(self._describe(attempt, death))
+
+    @staticmethod
+    def _describe(attempt: Attempt, death: Death) -> str:
+        rank = attempt.ranks[death.rank]
+        return f"attempt {attempt.number}: rank {death.rank} on {rank.host.name} (process {rank.pid}): {death.reason}"

@@ -1,0 +1,150 @@
+"""The process that trains: warm, with all imports done, before it is told its rank.
+
+    python -m axlearn_plugins_runtime.launch.worker DESCRIPTOR WORDS...
+
+The agent of its host holds the other end of the socket DESCRIPTOR. Messages are JSON objects, one on a line: `{"ready": true}` to
+the agent; from it `{"import": FILE}`, with the names of modules that the run has imported, any number of times, and
+`{"words": [...], "environment": {...}, "log": PATH}`; then `{"list_modules": FILE}`, which writes such a file; at the end
+`{"exit": CODE, "kind": ..., "message": ...}` to the agent.
+"""
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+from axlearn_core.compat import assign_environment
+from axlearn_plugins_runtime.launch.exits import Exit, classify_error
+
+MODULES = (
+    "axlearn_core.cli.main",
+    "axlearn_core.cli.train",
+    "axlearn_core.train.api",
+    "axlearn_core.checkpoint.orbax",
+    "jax.experimental.multihost_utils",
+    "orbax.checkpoint",
+)
+"""What every run imports."""
+
+
+def main() -> None:
+    """Warms up, waits for the assignment, trains, and says how it ended."""
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    _die_with_agent()
+    reader = channel.makefile("r", encoding="utf-8")
+    # Without the standard library's handler, Ctrl-C in the terminal of the agent would end a process that only waits.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    warm_up(sys.argv[2:])
+    _send(channel, {"ready": True})
+    while "words" not in (assignment := json.loads(reader.readline() or '{"words": null}')):
+        import_modules(assignment["import"])
+    if assignment["words"] is None:
+        os._exit(0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Thread(target=_obey, args=(reader,), name="agent", daemon=True).start()
+    assign_environment(assignment["environment"])
+    log = os.open(assignment["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    result = run(assignment["words"])
+    _send(channel, result.to_message())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if result.code:
+        os._exit(result.code)  # JAX would wait for its peers at exit
+    sys.exit(0)
+
+
+def warm_up(words: list[str]) -> None:
+    """Imports what the run will need, and resolves its config. Starts no JAX backend."""
+    for module in MODULES:
+        importlib.import_module(module)
+    with contextlib.suppress(Exception, SystemExit):  # what is wrong with the request is said by the run itself
+        from axlearn_core.cli.train import train
+        from axlearn_core.plugins.request import Request
+        from axlearn_core.plugins.resolve import resolve
+
+        with train.make_context("train", list(words[1:])) as context:
+            params = context.params
+        resolve(
+            Request.of(
+                params["experiment"],
+                with_=params["with_"],
+                without=params["without"],
+                set=params["set_"],
+                steps=params["steps"],
+                target=params["target"],
+            )
+        )
+
+
+def run(words: list[str]) -> Exit:
+    """`axlearn WORDS` in this process, and how it ended."""
+    import click
+
+    from axlearn_core.cli.main import cli
+
+    sys.argv = ["axlearn", *words]
+    try:
+        with cli.make_context("axlearn", list(words)) as context:
+            cli.invoke(context)
+    except click.exceptions.Exit as exit_:
+        return (
+            Exit(code=exit_.exit_code) if exit_.__cause__ is None else _failure_exit(exit_.__cause__, exit_.exit_code)
+        )
+    except SystemExit as exit_:
+        return Exit(code=exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None))
+    except click.ClickException as error:
+        error.show()
+        return Exit(code=error.exit_code, kind="request", message=error.format_message())
+    except BaseException as error:
+        traceback.print_exc()
+        return _failure_exit(error, 1)
+    return Exit(code=0)
+
+
+def _failure_exit(error: BaseException, code: int) -> Exit:
+    return Exit(code=code, kind=classify_error(error), message=f"{type(error).__name__}: {error}"[:2000])
+
+
+def _send(channel: socket.socket, message: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):
+        channel.sendall(json.dumps(message).encode() + b"\n")
+
+
+def import_modules(file: str) -> None:
+    """Imports what a run that trains has imported, so that this process need not do it while the run stands still."""
+    with contextlib.suppress(OSError, ValueError):
+        for name in json.loads(Path(file).read_text()):
+            if name not in sys.modules:
+                with contextlib.suppress(Exception):  # a module that only some process can import is not missed here
+                    importlib.import_module(name)
+
+
+def _obey(reader: Any) -> None:
+    for line in reader:
+        with contextlib.suppress(OSError, KeyError):
+            file = Path(json.loads(line)["list_modules"])
+            names = [name for name in list(sys.modules) if not name.startswith("__")]
+            temporary = file.with_name(f".{file.name}.{os.getpid()}")
+            temporary.write_text(json.dumps(names))
+            temporary.replace(file)
+    os.kill(os.getpid(), signal.SIGKILL)  # the agent is gone: nobody would restart or end this process
+
+
+def _die_with_agent() -> None:
+    """Linux ends this process when the agent's thread that started it dies, also while it is stopped."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""What is evaluated on: texts, conversations and questions with choices, by what a row holds.
+
+{"text": "..."}                                                              perplexity of all of it
+{"messages": [{"role": "user", "content": "..."}, ...]}                      perplexity of what the assistant says
+{"prompt": "2 + 2 =", "choices": ["3", "4"], "answer": 1}                    which choice is the likeliest
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import attrs
+
+from axlearn_core.errors import InputError, nearest
+from axlearn_plugins_transformer.text.conversations import check_conversation
+from axlearn_plugins_transformer.text.fingerprint import DataFile
+from axlearn_plugins_transformer.text.jsonl import Row, rows
+from axlearn_plugins_transformer.text.records import FileRecords, check_head, format_of
+from axlearn_plugins_transformer.text.storage import is_url, list_files
+
+Kind = Literal["text", "chat", "choices"]
+
+
+@attrs.frozen
+class Question:
+    """A prompt with choices that may follow it.
+
+    Attributes:
+        prompt: what comes before; may be empty.
+        choices: at least two.
+        answer: the index of the right one.
+        delimiter: what stands between the prompt and a choice.
+    """
+
+    prompt: str
+    choices: tuple[str, ...]
+    answer: int
+    delimiter: str = " "
+
+
+@attrs.frozen
+class Data:
+    """Rows of one kind.
+
+    Attributes:
+        items: texts, rows with messages, or `Question`s.
+        places: names file and line of each, for messages.
+    """
+
+    kind: Kind
+    items: tuple[Any, ...]
+    places: tuple[str, ...]
+
+
+def read(pattern: str, *, text_field: str = "text", limit: int | None = None) -> Data:
+    """The rows of files, which all have to be of one kind.
+
+    Args:
+        pattern: a path, a glob or a URL. A JSONL line or a Parquet row is one row, any other file is one text.
+        text_field: the field of JSONL and Parquet rows that holds the text.
+        limit: the first so many rows only.
+
+    Raises:
+        InputError: nothing is there, or a row is wrong; names file and line.
+    """
+    items: list[tuple[Kind, Any, str]] = []
+    for file in list_files((pattern,)):
+        for item in _items(file, text_field):
+            if items and item[0] != items[0][0]:
+                raise InputError(
+                    f"{item[2]}: is a row of {_KINDS[item[0]]}, after rows of {_KINDS[items[0][0]]}\n"
+                    "    expected: rows of one kind; give the others a --data of their own"
+                )
+            items.append(item)
+            if limit is not None and len(items) >= limit:
+                return _data(items)
+    if not items:
+        raise InputError(f"{pattern} has no rows")
+    return _data(items)
+
+
+_KINDS: dict[Kind, str] = {"text": "text", "chat": "messages", "choices": "choices"}
+
+
+def _data(items: Sequence[tuple[Kind, Any, str]]) -> Data:
+    return Data(items[0][0], tuple(i for _, i, _ in items), tuple(p for *_, p in items))
+
+
+def _items(file: DataFile, text_field: str) -> Iterator[tuple[Kind, Any, str]]:
+    kind = format_of(file.path)
+    if kind == "jsonl":
+        for row in rows(file):
+            yield _item(row, text_field)
+        return
+    if kind == "text" and not is_url(file.path):
+        check_head(file)
+    records = FileRecords.of([file], text_field=text_field, chunk_bytes=max(file.size, 1))
+    for i in range(len(records)):
+        for document in records[i]:
+            if document.text:
+                yield "text", document.text, records.name(i)
+
+
+def _item(row: Row, text_field: str) -> tuple[Kind, Any, str]:
+    value = row.value
+    if "messages" in value:
+        check_conversation(value, row.location)
+        return "chat", value, row.location
+    if "choices" in value or "prompt" in value:
+        return "choices", question(value, row.location), row.location
+    text = value.get(text_field)
+    if not isinstance(text, str) or not text:
+        fields = ("messages", "choices", text_field)
+        close = [name for key in value for name in nearest(key, fields, limit=1)]
+        raise InputError(
+            f"{row.location}: has nothing that could be scored; its fields: {', '.join(value) or 'none'}\n"
+            + (f"    did you mean: {', '.join(close)}?\n" if close else "")
+            + f"    expected: text in {text_field!r}, or 'messages', or 'prompt', 'choices' and 'answer'"
+        )
+    return "text", text, row.location
+
+
+def question(value: dict[str, Any], location: str) -> Question:
+    """The question in a row.
+
+    Raises:
+        InputError: a field is missing or wrong; the message begins with `where`.
+    """
+    prompt, choices, answer = (value.get(name) for name in ("prompt", "choices", "answer"))
+    delimiter = value.get("delimiter", " ")
+
+    def wrong(message: str, got: Any, expected: str) -> InputError:
+        return InputError(f"{location}: {message}\n    got: {got!r}\n    expected: {expected}")
+
+    if not isinstance(prompt, str) or not isinstance(delimiter, str):
+        raise wrong("a question needs text in 'prompt' and 'delimiter'", (prompt, delimiter), "two strings")
+    if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(c, str) and c for c in choices):
+        raise wrong("a question needs 'choices'", choices, "a list of two or more strings, none of them empty")
+    if "answer" not in value:
+        raise InputError(
+            f"{location}: the question has no 'answer'; its fields: {', '.join(value)}\n"
+            "    expected: the index of the right choice, from 0, or the choice itself"
+        )
+    if isinstance(answer, str) and choices.count(answer) == 1:
+        answer = choices.index(answer)
+    if isinstance(answer, bool) or not isinstance(answer, int) or not 0 <= answer < len(choices):
+        raise wrong(
+            "the 'answer' is none of the choices", answer, f"an index from 0 to {len(choices) - 1}, or one of {choices}"
+        )
+    return Question(prompt, tuple(choices), answer, delimiter)

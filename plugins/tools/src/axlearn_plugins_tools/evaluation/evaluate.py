@@ -1,0 +1,135 @@
+"""Scalars for data: perplexity and bits per byte of texts and conversations, accuracy on questions."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+
+from axlearn_core.contracts.parts import Tokenizer
+from axlearn_core.errors import InputError
+from axlearn_plugins_tools.evaluation.data import Data, Question
+from axlearn_plugins_tools.evaluation.scoring import Score, Scorer
+from axlearn_plugins_transformer.text.chat_template import ChatTemplate
+from axlearn_plugins_transformer.text.tokenizers import token_bytes
+
+
+@attrs.frozen(eq=False)
+class Subject:
+    """A model that can be asked for likelihoods of text.
+
+    Attributes:
+        scorer: the model.
+        tokenizer: the model's.
+        template: for conversations.
+        prefix: what stands before a text: the token that begins one.
+        always: whether it does so before every text, as in training, or only where nothing else would stand there.
+    """
+
+    scorer: Scorer
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    prefix: tuple[int, ...]
+    always: bool = True
+
+    def pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """The tokens of a context, the prefix before them, and those of what follows it.
+
+        Both are one text to the tokenizer. Spaces at the end of the context belong to the continuation, as most
+        tokenizers join them with the word behind them (the convention of lm-evaluation-harness).
+        """
+        prefix = context.rstrip()
+        continuation, context = context[len(prefix) :] + continuation, prefix
+        whole = self.tokenizer.encode(context + continuation)
+        before = self.tokenizer.encode(context) if context else []
+        front = self.prefix if self.always or not before else ()
+        return [*front, *before], whole[len(before) :]
+
+    def text(self, text: str) -> tuple[list[int], list[bool]]:
+        """The tokens of a text, which all count, and the prefix, which does not."""
+        ids = self.tokenizer.encode(text)
+        return [*self.prefix, *ids], [False] * len(self.prefix) + [True] * len(ids)
+
+
+def evaluate(subject: Subject, data: Data, *, stride: int | None = None) -> dict[str, Any]:
+    """The results for one set of rows; see the functions below for what is in them."""
+    if data.kind == "choices":
+        return choices(subject, data)
+    return (text if data.kind == "text" else chat)(subject, data, stride=stride)
+
+
+def text(subject: Subject, data: Data, *, stride: int | None = None) -> dict[str, Any]:
+    """Of texts: `rows`, `tokens`, `bytes` (of UTF-8), `loss` (nats per token), `perplexity`, `bits_per_byte`.
+
+    Every token of a text counts, and nothing else does: the end of a document is not predicted.
+    """
+    scores = subject.scorer([subject.text(t) for t in data.items], stride=stride)
+    return _losses(scores, sum(len(t.encode()) for t in data.items))
+
+
+def chat(subject: Subject, data: Data, *, stride: int | None = None) -> dict[str, Any]:
+    """Of conversations: as `text`, over the tokens of the assistant's messages and what ends each."""
+    texts, size = [], 0.0
+    sizes = token_bytes(subject.tokenizer)
+    for row, location in zip(data.items, data.places, strict=True):
+        rendered = subject.template.answered(row["messages"], tools=row.get("tools"), location=location)
+        ids, marks = subject.template.encode(rendered)
+        texts.append((ids, marks))
+        size += float(sizes[np.asarray(ids, np.int64)[1:][np.asarray(marks, bool)[1:]]].sum())
+    return _losses(subject.scorer(texts, stride=stride), size)
+
+
+def _losses(scores: Sequence[Score], size: float) -> dict[str, Any]:
+    total, tokens = -math.fsum(s.log_likelihood for s in scores), sum(s.tokens for s in scores)
+    loss = total / tokens
+    return {
+        "rows": len(scores),
+        "tokens": tokens,
+        "bytes": int(size),
+        "loss": loss,
+        "perplexity": math.exp(loss) if loss < 700 else math.inf,
+        "bits_per_byte": total / size / math.log(2) if size else math.inf,
+    }
+
+
+def choices(subject: Subject, data: Data) -> dict[str, Any]:
+    """Of questions: `rows`, `accuracy`, `accuracy_normalized`, and the standard error of each.
+
+    The first takes the choice with the highest log-likelihood after the prompt, the second that with the highest
+    log-likelihood per character. Among equals, the first counts.
+
+    Raises:
+        InputError: a choice is longer than the model's rows.
+    """
+    pairs, owners = [], []
+    for question, location in zip(data.items, data.places, strict=True):
+        for choice in question.choices:
+            pair = subject.pair(question.prompt, question.delimiter + choice)
+            if not 0 < len(pair[1]) <= subject.scorer.length:
+                raise InputError(
+                    f"{location}: a choice has {len(pair[1])} tokens\n    got: {choice[:60]!r}\n"
+                    f"    expected: 1 to {subject.scorer.length}, the longest row of this model"
+                )
+            pairs.append(pair)
+        owners.append(len(pairs))
+    scores = [s.log_likelihood for s in subject.scorer.continuations(pairs)]
+    right = {"accuracy": [], "accuracy_normalized": []}
+    for question, stop in zip(data.items, owners, strict=True):
+        own = np.array(scores[stop - len(question.choices) : stop])
+        for name, values in (("accuracy", own), ("accuracy_normalized", own / _lengths(question))):
+            right[name].append(float(int(np.argmax(values)) == question.answer))
+    return {"rows": len(data.items), **_means(right)}
+
+
+def _lengths(question: Question) -> np.ndarray:
+    return np.array([len(c) for c in question.choices], np.float64)
+
+
+def _means(right: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    means = {}
+    for name, values in right.items():
+        means[name] = float(np.mean(values))
+        if len(values) > 1:
+            means[f"{name}_stderr"] = float(np.std(values, ddof=1) / math.sqrt(len(values)))
+    return means

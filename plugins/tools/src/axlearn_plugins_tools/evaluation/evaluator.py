@@ -1,0 +1,47 @@
+"""Evaluation on files while a model is trained."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from axlearn_core.config import REQUIRED, node, setting
+from axlearn_core.contracts.capabilities import tokenizer_of
+from axlearn_core.errors import RequestError
+from axlearn_core.train.evaluators import Periodic
+from axlearn_plugins_tools.evaluation.data import read
+
+if TYPE_CHECKING:
+    from axlearn_core.train.session import Session
+
+
+class FileEvaluator(Periodic):
+    """What `axlearn evaluate` says of the model so far: `<name>_accuracy`, `<name>_perplexity`, ..."""
+
+    @node
+    class Config(Periodic.Config["FileEvaluator"]):
+        """`data`: a file or glob; what its rows hold says how they are scored. `limit`: the first so many rows only."""
+
+        data: str = REQUIRED
+        text_field: str = "text"
+        limit: int | None = setting(default=None, ge=1)
+
+    def __init__(self, cfg: Config, *, name: str, input: Any):
+        super().__init__(cfg, name=name)
+        self.data = read(cfg.data, text_field=cfg.text_field, limit=cfg.limit)
+        if tokenizer_of(input) is None:
+            raise RequestError(f"evaluators.{name}: the trainer's input has no tokenizer to read {cfg.data} with")
+
+    def run(self, session: "Session") -> Mapping[str, float]:
+        """Scores all rows with the current parameters."""
+        from axlearn_plugins_tools.evaluation.evaluate import evaluate
+        from axlearn_plugins_tools.evaluation.subjects import subject
+
+        own: Any = session.input
+        model = subject(
+            session.model(),
+            own.tokenizer,
+            length=own.config.sequence_length,
+            template=getattr(own, "template", None),
+            program=session.program,
+        )
+        results = evaluate(model, self.data)
+        return {f"{self.name}_{k}": v for k, v in results.items() if isinstance(v, float) and "stderr" not in k}

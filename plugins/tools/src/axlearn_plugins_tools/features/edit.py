@@ -1,0 +1,76 @@
+"""What the features share: setting fields by path or wherever nodes have them, and components by name."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import attrs
+
+from axlearn_core.config import Decoder, Node, map
+from axlearn_core.config.tree import get
+from axlearn_core.errors import ConfigError, Problem
+from axlearn_core.plugins.registry import registry
+
+
+def set_fields(cfg: Any, has: frozenset[str], values: dict[str, Any], *, feature: str, needs: str) -> Any:
+    """`cfg` with the values set on every node that has all the fields of `has`.
+
+    Raises:
+        ConfigError: no node has them; `needs` says what `feature` looks for.
+    """
+    count = 0
+
+    def place(part: Node[Any]) -> Node[Any]:
+        nonlocal count
+        if not has <= {a.name for a in attrs.fields(type(part))}:
+            return part
+        count += 1
+        return part if all(getattr(part, k) == v for k, v in values.items()) else attrs.evolve(part, **values)
+
+    result = map(cfg, place)
+    if not count:
+        raise ConfigError(
+            Problem(
+                path="",
+                message=f"{feature} finds nothing to set",
+                expected=needs,
+                fix=f"leave the feature {feature} out",
+            )
+        )
+    return result
+
+
+def require_fields(cfg: Any, path: str, names: tuple[str, ...], *, feature: str) -> Any:
+    """The node at a path; raises `ConfigError` where there is none, or it lacks one of the fields."""
+    part = get(cfg, path)
+    fields = {a.name for a in attrs.fields(type(part))} if isinstance(part, Node) else set()
+    lacking = [n for n in names if n not in fields]
+    if lacking:
+        raise ConfigError(
+            Problem(
+                path=f"{path}.{lacking[0]}",
+                message=f"{feature} cannot set it: {type(part).__qualname__} has no such field",
+                fix=f"leave the feature {feature} out, or set what that component has in its place",
+            )
+        )
+    return part
+
+
+def component(name: str, settings: Mapping[str, Any]) -> tuple[Node[Any], dict[str, Any]]:
+    """The component that is registered as `name`, with settings as a file has them; also those settings, decoded.
+
+    What the settings leave out may still be `REQUIRED`.
+
+    Raises:
+        RequestError: no component has that name, or it has no such setting.
+    """
+    node = Decoder(registry()).decode({"type": name, **settings}, Node[Any])
+    return node, {k: getattr(node, k) for k in settings}
+
+
+def component_problems(name: str, settings: Mapping[str, Any]) -> Iterable[Problem]:
+    """What `component` would raise, as problems of the options `component` and `settings`."""
+    try:
+        component(name, settings)
+    except ConfigError as error:
+        for problem in error.problems:
+            yield attrs.evolve(problem, path="component" if problem.path == "type" else f"settings.{problem.path}")

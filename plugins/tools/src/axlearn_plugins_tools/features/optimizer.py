@@ -1,0 +1,49 @@
+"""The feature `optimizer`."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import attrs
+
+from axlearn_core.config import REQUIRED, Node, node, patch
+from axlearn_core.errors import Problem
+from axlearn_core.plugins.feature import Feature
+from axlearn_plugins_tools.features.edit import component, component_problems, require_fields
+
+Tree = TypeVar("Tree", bound=Node[Any])
+RATE = "learning_rate"
+
+
+@node
+class UseOptimizer(Feature):
+    """Trains with another optimizer.
+
+    `component` is the name of a registered one (`lion`), `settings` are its settings (`{b1: 0.95}`). The learning rate,
+    with its schedule, is that of the optimizer which stood there, unless the settings give one or one of the two
+    optimizers has none; nothing else is taken over. On an experiment that has this optimizer already, the settings are
+    set, and the others stay.
+    """
+
+    stage = "replace"
+    example = "component=lion"
+
+    component: str = REQUIRED
+    settings: Mapping[str, Any] = {}
+
+    def validate(self) -> Iterable[Problem]:
+        """A component that there is not, or settings that it does not have."""
+        yield from component_problems(self.component, self.settings)
+
+    def apply(self, cfg: Tree) -> Tree:
+        """Sets `learner.optimizer`."""
+        old = require_fields(cfg, "learner", ("optimizer",), feature="optimizer").optimizer
+        new, settings = component(self.component, self.settings)
+        if type(old) is type(new):
+            new = attrs.evolve(old, **settings)
+        elif RATE not in settings and _has_rate(old) and _has_rate(new):
+            new = attrs.evolve(new, **{RATE: getattr(old, RATE)})
+        return cfg if new == old else patch(cfg, {"learner.optimizer": new})
+
+
+def _has_rate(optimizer: Node[Any]) -> bool:
+    return any(a.name == RATE for a in attrs.fields(type(optimizer)))

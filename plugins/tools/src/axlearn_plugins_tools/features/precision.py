@@ -1,0 +1,46 @@
+"""The feature `precision`."""
+
+from collections.abc import Iterable
+from typing import Any, Literal, TypeVar
+
+from axlearn_core.config import Node, node, patch
+from axlearn_core.errors import Problem
+from axlearn_core.plugins.feature import Feature
+from axlearn_plugins_tools.features.edit import require_fields
+
+Tree = TypeVar("Tree", bound=Node[Any])
+DType = Literal["float32", "bfloat16", "float16", "float64"]
+
+
+@node
+class UsePrecision(Feature):
+    """Sets the dtypes of the model; at least one has to be given.
+
+    `param_dtype` is what parameters are stored in, `dtype` what layers compute in, `output_dtype` that of the logits
+    which the model returns. Losses, norms and softmaxes are computed in float32 in any case. They are set at the
+    root of the model: what is not given stays, and a layer with a dtype of its own keeps it.
+    """
+
+    stage = "tune"
+    example = "dtype=bfloat16"
+
+    param_dtype: DType | None = None
+    dtype: DType | None = None
+    output_dtype: DType | None = None
+
+    def validate(self) -> Iterable[Problem]:
+        """Nothing is asked for."""
+        if not self._dtypes():
+            yield Problem(
+                path="dtype", message="no dtype is given", expected="at least one of param_dtype, dtype, output_dtype"
+            )
+
+    def apply(self, cfg: Tree) -> Tree:
+        """Sets the fields of these names on `model`."""
+        dtypes = self._dtypes()
+        require_fields(cfg, "model", tuple(dtypes), feature="precision")
+        return patch(cfg, {f"model.{name}": value for name, value in dtypes.items()})
+
+    def _dtypes(self) -> dict[str, str]:
+        names = ("param_dtype", "dtype", "output_dtype")
+        return {n: getattr(self, n) for n in names if getattr(self, n) is not None}

@@ -1,0 +1,6 @@
+"""Optimizers for axlearn beyond AdamW: the components `muon` and `schedule-free`."""
+
+from axlearn_plugins_tools.optimizers.muon import Muon
+from axlearn_plugins_tools.optimizers.schedule_free import ScheduleFree
+
+__all__ = ["Muon", "ScheduleFree"]

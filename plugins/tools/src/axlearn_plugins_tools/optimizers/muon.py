@@ -1,0 +1,97 @@
+"""Muon."""
+
+import math
+from typing import Any
+
+import optax
+from optax.contrib import MuonDimensionNumbers, scale_by_muon
+
+from axlearn_core.config import Node, node, setting
+from axlearn_core.errors import RequestError
+from axlearn_core.learn.optimizers import Axes, Optimizer, rate_of
+from axlearn_core.learn.schedules import Cosine, Schedule
+
+
+@node
+class Muon(Node[Optimizer]):
+    """Orthogonalised momentum for the matrices (Jordan, 2024), AdamW for everything else.
+
+    Which dimensions of a parameter form its matrix follows from its logical axes: `layers` and `experts` are batches of
+    matrices, and attention's `[embed, heads, head_dim]` is a matrix from `embed` to both of the others. Norms, biases
+    and everything with a `vocab` axis go to AdamW. Updates are scaled to AdamW's size, `rms * sqrt(max(in, out))` (Liu
+    et al., 2025), so that both share one learning rate.
+    """
+
+    learning_rate: float | Node[Schedule] = setting(default=Cosine(), ge=0)
+    momentum: float = setting(default=0.95, ge=0, lt=1)
+    nesterov: bool = True
+    newton_schulz_steps: int = setting(default=5, ge=1)
+    rms: float = setting(default=0.2, gt=0)
+    weight_decay: float = setting(default=0.1, ge=0)
+    b1: float = setting(default=0.9, ge=0, lt=1)
+    b2: float = setting(default=0.95, ge=0, lt=1)
+    eps: float = setting(default=1e-8, gt=0)
+
+    def build(self, *, max_steps: int, axes: Axes, mask: Any = None, **_: object) -> Optimizer:
+        """The transformation for parameters with these logical axes."""
+        rate = rate_of(self.learning_rate, max_steps)
+        numbers = {path: matrix_axes(path, names) for path, names in axes.items()}
+        labels = {path: "muon" if is_matrix else "adamw" for path, is_matrix in numbers.items()}
+
+        def numbers_of(tree: Any) -> Any:
+            return {k: v if isinstance(v, optax.MaskedNode) else numbers[k] for k, v in tree.items()}
+
+        def scale(tree: Any) -> Any:
+            # Not jax.tree.map: partition() leaves masked nodes where the other optimizer's parameters are.
+            masked = optax.MaskedNode
+            return {k: v if isinstance(v, masked) else v * _rms_scale(v, numbers[k], self.rms) for k, v in tree.items()}
+
+        matrices = optax.chain(
+            scale_by_muon(
+                ns_steps=self.newton_schulz_steps,
+                beta=self.momentum,
+                eps=self.eps,
+                nesterov=self.nesterov,
+                weight_dimension_numbers=numbers_of,
+            ),
+            optax.stateless(lambda updates, _: scale(updates)),
+            optax.add_decayed_weights(self.weight_decay, mask),
+            optax.scale_by_learning_rate(rate),
+        )
+        rest = optax.adamw(rate, b1=self.b1, b2=self.b2, eps=self.eps, weight_decay=self.weight_decay, mask=mask)
+
+        def labelled(tree: Any) -> Any:
+            # Parameters that another optimizer updates are there as masked nodes, without axes.
+            return {path: labels.get(path, "adamw") for path in tree}
+
+        return optax.partition({"muon": matrices, "adamw": rest}, labelled)
+
+
+_BATCH_AXES = ("layers", "experts")
+
+
+def matrix_axes(path: str, names: tuple[str | None, ...] | None) -> MuonDimensionNumbers | None:
+    """The input and output dimensions of a parameter, from its logical axes; None where it is not a hidden matrix.
+
+    Raises:
+        RequestError: the parameter has no logical axis names.
+    """
+    if names is None or (len(names) > 1 and not any(names)):
+        raise RequestError(
+            f"Muon cannot tell which dimensions of the parameter {path!r} form a matrix: it has no logical axis names\n"
+            '    fix: declare it as nnx.Param(value, out_sharding=("embed", "mlp")), or train it with AdamW'
+        )
+    if "vocab" in names:
+        return None
+    dims = [i for i, name in enumerate(names) if name not in _BATCH_AXES]
+    if len(dims) < 2:
+        return None
+    # The width is the input of what fans out of it, and the output of what comes back to it; the rank of a factored
+    # matrix is the output of its first factor.
+    into_last = names[dims[-1]] == "rank" or (names[dims[-1]] == "embed" and names[dims[0]] != "embed")
+    split = len(dims) - 1 if into_last else 1
+    return MuonDimensionNumbers(tuple(dims[:split]), tuple(dims[split:]))
+
+
+def _rms_scale(update: Any, numbers: Any, rms: float) -> float:
+    return rms * max(math.prod(update.shape[dim] for dim in dims) for dims in numbers) ** 0.5

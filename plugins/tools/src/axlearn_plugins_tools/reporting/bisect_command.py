@@ -1,0 +1,47 @@
+"""`axlearn config bisect`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+@click.command()
+@click.argument("first", metavar="RUN_A", type=click.Path(path_type=Path))
+@click.argument("second", metavar="RUN_B", type=click.Path(path_type=Path))
+@click.option("--metric", default="loss", show_default=True, help="A scalar that each step reports.")
+@click.option("--steps", type=click.IntRange(min=1), default=50, show_default=True, help="Of each short training.")
+@click.option("--seeds", type=click.IntRange(min=2), default=3, show_default=True, help="Trainings of each config.")
+@click.option("--most", type=click.IntRange(min=1), default=60, show_default=True, help="Trainings altogether.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def bisect(first: Path, second: Path, metric: str, steps: int, seeds: int, most: int, as_json: bool) -> None:
+    """Find which of the changes between two runs move a metric.
+
+    Trains configs between those of RUN_A and RUN_B for a few steps each, on the devices that are here, with several seeds. Exit
+    code 1 where the runs do not differ by more than their seeds.
+    """
+    from axlearn_core.cli.common import plain
+    from axlearn_core.errors import RequestError
+    from axlearn_plugins_tools.reporting import bisect as search
+
+    for path in (first, second):
+        search.run_exists(path)
+    old, new = search.read_runs(first, second)
+    if most < 2 * seeds:
+        raise RequestError(
+            f"--most is too small to train both runs\n    got: {most}\n    expected: at least {2 * seeds}"
+        )
+    search.check_metric(old, metric, steps)
+    trainings = search.Trainings(metric, steps, range(seeds), most)
+    result = search.bisect(old, new, metric, trainings.score, progress=lambda line: click.echo(line, err=True))
+    result = search.counted(result, trainings.count)
+
+    def shown(value: Any) -> str:
+        return value if isinstance(value, str) else repr(value)
+
+    click.echo(
+        json.dumps(plain(search.as_json(result, shown)), indent=2) if as_json else search.text(result, metric, shown)
+    )
+    if not result.moving:
+        raise SystemExit(1)

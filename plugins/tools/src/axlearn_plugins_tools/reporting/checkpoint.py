@@ -1,0 +1,103 @@
+"""`axlearn checkpoint list` and `inspect`: what a run has saved, from the manifests alone.
+
+No arrays are read, and JAX is not imported.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from axlearn_core.cli.common import json_option, print_json, print_table
+from axlearn_core.errors import CheckpointError, MissingFileError
+
+if TYPE_CHECKING:
+    from axlearn_core.checkpoint.manifest import Checkpoints
+
+run_dir_argument = click.argument("run_dir", metavar="RUN_DIR|URI")
+
+
+@click.command("list")
+@run_dir_argument
+@json_option
+def list_(run_dir: str, as_json: bool) -> None:
+    """List the checkpoints of a run, oldest first. RUN_DIR may be a URI, or where the checkpoints themselves are."""
+    place = _find(run_dir)
+    rows = [_row(place, step) for step in place.steps()]
+    if as_json:
+        print_json(rows)
+        return
+    if not rows:
+        click.echo(f"{place.name} has no checkpoint yet", err=True)
+        return
+    for row in rows:
+        row["metrics"] = "  ".join(f"{k} {v:.4g}" for k, v in row["metrics"].items())
+        row["size"] = _size(row["bytes"])
+    print_table(rows, ("step", "created", "arrays", "size", "state", "metrics"))
+
+
+@click.command()
+@run_dir_argument
+@click.option("--step", type=click.IntRange(min=0), help="The checkpoint to look at; default: the newest.")
+@click.option("--verify", is_flag=True, help="Compare every file with its hash first.")
+@json_option
+def inspect(run_dir: str, step: int | None, verify: bool, as_json: bool) -> None:
+    """List the arrays in a checkpoint of RUN_DIR: path, shape, dtype."""
+    place = _find(run_dir)
+    steps = place.steps()
+    if not steps:
+        raise CheckpointError(f"{place.name} has no checkpoint")
+    manifest = (place.verify if verify else place.inspect)(steps[-1] if step is None else step)
+    rows = [{"name": a.path, "shape": a.shape, "dtype": a.dtype} for a in manifest.arrays.values()]
+    if as_json:
+        print_json(rows)
+        return
+    whole = "; every file is what was written" if verify else ""
+    click.echo(
+        f"step {manifest.step}: {len(rows)} arrays, {_size(manifest.bytes)} in {len(manifest.files)} files{whole}",
+        err=True,
+    )
+    print_table([{**r, "shape": " x ".join(map(str, r["shape"])) or "()"} for r in rows], ("name", "shape", "dtype"))
+
+
+def _find(run_dir: str) -> "Checkpoints":
+    """Where the run keeps its checkpoints: the URI of its config, or a folder of its own."""
+    from axlearn_core.checkpoint.manifest import Checkpoints
+    from axlearn_core.checkpoint.storage import open_storage
+    from axlearn_core.config import parse
+
+    storage = open_storage(run_dir)
+    try:
+        text = storage.read("config.yaml").decode()
+    except MissingFileError:
+        place = Checkpoints(storage, run_dir)
+        if place.steps():
+            return place
+        raise CheckpointError(f"{run_dir} is not a run directory: it has no config.yaml") from None
+    data = parse(text, f"{run_dir}/config.yaml").data
+    uri = (data.get("checkpointer") or {}).get("uri") if isinstance(data, dict) else None
+    return (
+        Checkpoints(open_storage(uri), uri) if uri else Checkpoints(storage, f"{run_dir}/checkpoints", "checkpoints/")
+    )
+
+
+def _row(place: "Checkpoints", step: int) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": str(step), "step": step, "created": "", "arrays": 0, "bytes": 0, "metrics": {}}
+    try:
+        manifest = place.inspect(step)
+    except CheckpointError:
+        return {**row, "state": "damaged"}
+    facts = {
+        "created": manifest.created,
+        "arrays": len(manifest.arrays),
+        "bytes": manifest.bytes,
+        "metrics": manifest.metrics,
+    }
+    return {**row, **facts, "state": "complete"}
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} TiB"

@@ -1,0 +1,35 @@
+"""`axlearn report`: a run as one HTML page."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import click
+
+from axlearn_core.train.trackers.common import writing
+
+
+@click.command()
+@click.argument("run_dir", metavar="RUN_DIR|URI")
+def report(run_dir: str) -> None:
+    """Write RUN_DIR/report.html: loss, throughput, step times, samples, and the config with who set what.
+
+    The page is one file that needs nothing else. Its path goes to standard output. For a run at a URI it is written below `runs/`
+    on this machine, as `runs/s3/bucket/run/report.html`.
+    """
+    from axlearn_plugins_tools.reporting import write_report
+
+    if "://" not in run_dir:
+        click.echo(write_report(Path(run_dir)))
+        return
+    from axlearn_core.train.mirror import RunMirror, working_copy
+
+    with tempfile.TemporaryDirectory() as folder:  # a trainer of this machine may be at work in the working copy
+        mirror = RunMirror(run_dir, Path(folder))
+        mirror.fetch()
+        page = write_report(mirror.path, name=mirror.uri)
+        target = working_copy(mirror.uri) / page.name
+        with writing(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(page, target)
+    click.echo(target)

@@ -1,0 +1,142 @@
+"""Progress on standard error: a live bar on a terminal, plain lines anywhere else."""
+
+import collections
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.table import Column
+from rich.text import Text
+
+from axlearn_core.config import Configurable, node, setting
+from axlearn_core.train.trackers.common import printable
+from axlearn_plugins_tools.reporting.durations import clock
+
+_WINDOW = 20  # logged steps that the remaining time is estimated from
+
+
+class ConsoleTracker(Configurable):
+    """Shows step, loss, tokens/s, model FLOPs utilisation (`mfu`, a fraction, where given) and the remaining time.
+
+    On a terminal one bar is kept up to date; elsewhere each logged step is a line of its own. Evaluation results and
+    samples are printed, and stay, in both. Standard output is left alone.
+    """
+
+    @node
+    class Config(Configurable.Config["ConsoleTracker"]):
+        """every_seconds: the least time between two plain lines; 0 prints every logged step."""
+
+        every_seconds: float = setting(default=0.0, ge=0)
+
+    def __init__(self, cfg: Config, *, console: Console | None = None):
+        self._every_seconds = cfg.every_seconds
+        self._console = console or Console(stderr=True, highlight=False)
+        self._progress: Progress | None = None
+        self._max_steps = 0
+        self._seen: collections.deque[tuple[float, int]] = collections.deque(maxlen=_WINDOW)
+        self._printed = float("-inf")
+
+    def start(self, info: Mapping[str, Any]) -> None:
+        """Prints what is about to run, and starts the bar."""
+        self._max_steps = int(info.get("max_steps", 0))
+        first = int(info.get("start_step", 0))
+        facts = [str(info.get("experiment", "")) or "run"]
+        if "parameters" in info:
+            facts.append(f"{info['parameters']:,} parameters")
+        if "devices" in info:
+            facts.append(_devices(info["devices"]))
+        facts.append(f"resumes at step {first:,} of {self._max_steps:,}" if first else f"{self._max_steps:,} steps")
+        self._print(Text(printable(" · ".join(facts)), style="bold"))
+        if self._console.is_terminal:
+            columns = (
+                TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+                BarColumn(bar_width=None),
+                TextColumn("{task.fields[status]}"),
+                _Remaining(table_column=Column(no_wrap=True)),
+            )
+            # Prints of other code go above the bar; standard output only where it is this very terminal.
+            self._progress = Progress(
+                *columns,
+                console=self._console,
+                refresh_per_second=4,
+                expand=True,
+                redirect_stdout=sys.stdout.isatty(),
+            )
+            self._progress.start()
+            self._progress.add_task("", total=self._max_steps, completed=first, status="compiling", ends_at=None)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Moves the bar or prints a line; values without `loss` are evaluation results and get a line of their own."""
+        if "loss" not in values:
+            text = Text(f"{self._step(step)}  ", style="bold")
+            text.append("  ".join(f"{name} {value:.4f}" for name, value in values.items()))
+            self._print(text)
+            return
+        now = time.monotonic()
+        self._seen.append((now, step))
+        if self._progress is not None:
+            self._progress.update(
+                self._progress.task_ids[0], completed=step, status=_status(values), ends_at=self._ends_at(values)
+            )
+        elif now - self._printed >= self._every_seconds or step >= self._max_steps:
+            self._printed = now
+            ends_at = self._ends_at(values)
+            eta = "" if ends_at is None or step >= self._max_steps else f"  ETA {clock(ends_at - now)}"
+            self._print(Text(f"{self._step(step)}  {_status(values)}{eta}"))
+
+    def text(self, step: int, name: str, value: str) -> None:
+        """Prints a sample, its control characters made harmless."""
+        title, body = f"{printable(name)} at step {step:,}", printable(value).expandtabs(4)
+        if self._console.is_terminal:
+            self._console.print(Panel(Text(body), title=Text(title), title_align="left", border_style="dim"))
+        else:
+            self._print(Text(f"{title}:\n" + "\n".join(f"  | {line}" for line in body.split("\n"))))
+
+    def close(self) -> None:
+        """Leaves the bar as it is and gives the terminal back."""
+        progress, self._progress = self._progress, None
+        if progress is not None:
+            progress.stop()
+
+    def _print(self, text: Text) -> None:
+        self._console.print(text, soft_wrap=True)
+
+    def _step(self, step: int) -> str:
+        return f"step {step:>{len(str(self._max_steps))}}/{self._max_steps}"
+
+    def _ends_at(self, values: Mapping[str, float]) -> float | None:
+        """When the last step will be done, on the monotonic clock, evaluations and saves between steps included."""
+        (then, first), (now, last) = self._seen[0], self._seen[-1]
+        per_step = (now - then) / (last - first) if last > first else values.get("step_seconds")
+        return None if per_step is None else now + per_step * (self._max_steps - last)
+
+
+class _Remaining(ProgressColumn):
+    """The remaining time, counting down between two logged steps."""
+
+    def render(self, task: Task) -> Text:
+        """The field `ends_at`, seen from now."""
+        ends_at = task.fields["ends_at"]
+        return Text(
+            "" if ends_at is None or task.finished else f"ETA {clock(ends_at - time.monotonic())}", style="cyan"
+        )
+
+
+def _status(values: Mapping[str, float]) -> str:
+    """The columns of one logged step, of constant width."""
+    parts = [f"loss {values['loss']:7.4f}"]
+    if "tokens_per_second" in values:
+        parts.append(f"{values['tokens_per_second']:>9,.0f} tokens/s")
+    elif "step_seconds" in values:
+        parts.append(f"{values['step_seconds']:7.3f} s/step")
+    if "mfu" in values:
+        parts.append(f"MFU {100 * values['mfu']:4.1f}%")
+    return "  ".join(parts)
+
+
+def _devices(devices: Any) -> str:
+    return f"{devices} device{'' if devices == 1 else 's'}" if isinstance(devices, int) else str(devices)

@@ -1,0 +1,25 @@
+"""`axlearn plugins new`."""
+
+from pathlib import Path
+
+import click
+import importlib_metadata
+
+from axlearn_core.cli.common import json_option, print_json
+from axlearn_core.plugins.registry import registry
+from axlearn_plugins_tools.scaffold.write import write_plugin
+
+
+@click.command()
+@click.argument("name")
+@click.option("--path", type=click.Path(path_type=Path), help="Where to write it. Default: ./axlearn-plugins-NAME")
+@json_option
+def new(name: str, path: Path | None, as_json: bool) -> None:
+    """Write a plugin package called NAME: a layer, the feature that uses it, tests, entry points."""
+    folder = path or Path(f"axlearn-plugins-{name}")
+    written = write_plugin(name, folder, registry(), importlib_metadata.version("axlearn-core"))
+    if as_json:
+        print_json([{"name": str(file)} for file in written])
+        return
+    click.echo("\n".join(map(str, written)))
+    click.echo(f'try next:\n  pip install -e "{folder}[test]"\n  pytest {folder}', err=True)

@@ -1,0 +1,222 @@
+"""Multi-head latent attention (DeepSeek-AI, 2024, "DeepSeek-V2", arXiv 2405.04434).
+
+Legend: B batch, S positions, T cached positions, D width, N heads, H content size of a head, P size of the part that
+carries the position, U size of a value, Q and R ranks of the latents of queries and of keys and values.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from axlearn_core.config import REQUIRED, Node, Scaled, interface, node, setting, size_of
+from axlearn_core.errors import RequestError
+from axlearn_core.nn.layer import Context, Layer, Precision
+from axlearn_core.nn.linear import Linear, Projection
+from axlearn_core.nn.remat import tag
+from axlearn_core.nn.sharding import constrain
+from axlearn_plugins_transformer.attention import PositionEncoding, bias_of, cached_slots, window_of
+from axlearn_plugins_transformer.attention_variants.latent_cache import ContiguousLatentCache, LatentCache, SeenLatents
+from axlearn_plugins_transformer.kernels.attention import Attention
+from axlearn_plugins_transformer.kernels.masks import visible
+from axlearn_plugins_transformer.kv_cache import build_cache
+from axlearn_plugins_transformer.norm import Norm, RMSNorm
+
+
+class LatentAttention(Layer):
+    """Attention whose keys and values are made of one short latent per token, which is all that a cache holds.
+
+        c = norm(down(x))                          [B, S, R]     cached
+        k_rope = position(key_rope(x))             [B, S, P]     cached; one for all heads
+        q = [query, position(query_rope)]          of norm(query_down(x)), or of x where there is no `query_rank`
+        k = [key(c), k_rope],  v = value(c)
+        y = output(softmax(q k / sqrt(H + P)) v)
+
+    For one token after a cache the keys and values are never made: `q (key c) = (q key) c`, so the query goes into the
+    space of the latents, attends to them as to a single head, and the result goes through `value` (the paper's
+    absorption of W^UK and W^UV).
+    """
+
+    @node
+    class Config(Layer.Config["LatentAttention"]):
+        """Sizes may be relative: of `head_dim` for `kv_rank`, `rope_head_dim` and `value_head_dim`, of the width for
+        `query_rank`. The defaults are the paper's ratios (R = 4 H, P = H / 2, U = H, Q = 0.3 D).
+
+        `head_dim`, the content part, defaults to the width over the heads. `query_rank=None` makes queries of x without
+        a latent (DeepSeek-V2-Lite). `norm` is over the latents, `scale` defaults to (head_dim + rope_head_dim) ** -0.5;
+        `softcap`, `window`, `causal` and `kernel` are as in `Attention`.
+        """
+
+        input_dim: int = interface(default=REQUIRED)
+        num_heads: int = setting(default=REQUIRED, ge=1)
+        head_dim: int | None = setting(default=None, ge=1)
+        rope_head_dim: int | Node[int] = setting(default=Scaled(factor=0.5, multiple_of=2), ge=1)
+        value_head_dim: int | Node[int] = setting(default=Scaled(factor=1.0), ge=1)
+        kv_rank: int | Node[int] = setting(default=Scaled(factor=4.0), ge=1)
+        query_rank: int | Node[int] | None = setting(default=Scaled(factor=0.3, multiple_of=64), ge=1)
+        position: Node[PositionEncoding] | None = None
+        norm: Node[Norm] | None = RMSNorm.Config()
+        scale: float | None = setting(default=None, gt=0)
+        softcap: float | None = setting(default=None, gt=0)
+        window: int | Node[int | None] | None = setting(default=None, ge=1)
+        causal: bool = True
+        kernel: str | None = setting(default=None, kind="execution")
+        query_down: Node[Projection] = Linear.Config()
+        query: Node[Projection] = Linear.Config()
+        query_rope: Node[Projection] = Linear.Config()
+        down: Node[Projection] = Linear.Config()
+        key_rope: Node[Projection] = Linear.Config()
+        key: Node[Projection] = Linear.Config()
+        value: Node[Projection] = Linear.Config()
+        output: Node[Projection] = Linear.Config()
+        latent_cache: Node[LatentCache] = setting(default=ContiguousLatentCache.Config(), kind="execution")
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision: Precision):
+        super().__init__(cfg, precision=precision)
+        width, heads = cfg.input_dim, cfg.num_heads
+        if cfg.head_dim is None and width % heads:
+            raise RequestError(
+                f"latent-attention: num_heads={heads} does not divide the width {width}\n"
+                "    fix: set head_dim, or change one"
+            )
+        self.head_dim = cfg.head_dim or width // heads
+        self.rope_dim = size_of(cfg.rope_head_dim, self.head_dim)
+        self.rank = size_of(cfg.kv_rank, self.head_dim)
+        values = (heads, size_of(cfg.value_head_dim, self.head_dim))
+
+        def project(of: Node[Projection], source: tuple[int, ...], to: tuple[int, ...], *axes: str | None) -> Any:
+            return self.child(of, rngs=rngs, input_dims=source, output_dims=to, axes=axes)
+
+        # Ranks are split by no default rule where they are made; where they are read they are the input, as `embed`.
+        into = ("embed", "heads", "head_dim")
+        source = (width,)
+        if cfg.query_rank is not None:
+            source = (size_of(cfg.query_rank, width),)
+            self.query_down = project(cfg.query_down, (width,), source, "embed", "rank")
+        self.query = project(cfg.query, source, (heads, self.head_dim), *into)
+        self.query_rope = project(cfg.query_rope, source, (heads, self.rope_dim), *into)
+        self.down = project(cfg.down, (width,), (self.rank,), "embed", "rank")
+        self.key_rope = project(cfg.key_rope, (width,), (self.rope_dim,), "embed", "head_dim")
+        self.key = project(cfg.key, (self.rank,), (heads, self.head_dim), *into)
+        self.value = project(cfg.value, (self.rank,), values, *into)
+        self.output = project(cfg.output, values, (width,), "heads", "head_dim", "embed")
+        if cfg.norm is not None:
+            self.norm = self.child(cfg.norm, rngs=rngs, dim=self.rank)
+            if cfg.query_rank is not None:
+                self.query_norm = self.child(cfg.norm, rngs=rngs, dim=source[0])
+        if cfg.position is not None:
+            self.position = self.child(cfg.position, rngs=rngs, head_dim=self.rope_dim, num_heads=heads)
+
+    def init_cache(self, batch: int, length: int) -> Any:
+        """An empty cache for `batch` rows of at most `length` tokens, R + P numbers for each."""
+        return build_cache(self.cfg.latent_cache).init(batch, length, self.rank + self.rope_dim, self.precision.compute)
+
+    def __call__(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
+        """[B, S, D] and its cache -> ([B, S, D], the new cache)."""
+        q, q_rope = self._queries(x)
+        latents = tag(self.down(x), "kv_latent")
+        latents = latents if self.cfg.norm is None else self.norm(latents)
+        k_rope = self.key_rope(x)[:, :, None]
+        if self.cfg.position is not None:
+            positions = context.positions
+            positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None] if positions is None else positions
+            q_rope, k_rope = self.position(q_rope, k_rope, positions)
+        if cache is None:
+            y = self._attend_expanded(q, q_rope, latents, k_rope, context).run(self.cfg.kernel)
+        else:
+            entries = jnp.concatenate([latents, k_rope[:, :, 0]], axis=-1)
+            y, cache = self._attend_cached(q, q_rope, entries, context, cache)
+        y = constrain(y, "batch", "sequence", "activation_heads", None)
+        return tag(self.output(tag(y, "context")), "attention_out"), cache
+
+    def _queries(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """[B, S, D] -> [B, S, N, H] and [B, S, N, P]."""
+        if self.cfg.query_rank is not None:
+            x = tag(self.query_down(x), "query_latent")
+            x = x if self.cfg.norm is None else self.query_norm(x)
+        heads = ("batch", "sequence", "activation_heads", None)
+        return constrain(tag(self.query(x), "query"), *heads), constrain(tag(self.query_rope(x), "query"), *heads)
+
+    def _attend_cached(
+        self, q: jax.Array, q_rope: jax.Array, entries: jax.Array, context: Context, cache: Any
+    ) -> tuple[jax.Array, Any]:
+        """[B, S, N, H], [B, S, N, P], new entries [B, S, R + P] and the cache -> [B, S, N, U] and the new cache."""
+        absorbed = entries.shape[1] == 1
+
+        def attention(slots_view: SeenLatents) -> Attention:
+            latents, k_rope = slots_view.latents[..., : self.rank], slots_view.latents[..., None, self.rank :]
+            build = self._attend_absorbed if absorbed else self._attend_expanded
+            return build(q, q_rope, latents, k_rope, context, slots_view.slots)
+
+        layout = build_cache(self.cfg.latent_cache)
+        y, cache = layout.attend(cache, entries, cached_slots(context), attention, self.cfg.kernel)
+        return (self._values(y) if absorbed else y), cache
+
+    def _attend_expanded(
+        self,
+        q: jax.Array,
+        q_rope: jax.Array,
+        latents: jax.Array,
+        k_rope: jax.Array,
+        context: Context,
+        slots: jax.Array | None = None,
+    ) -> Attention:
+        """With the keys and values of every head; its result is [B, S, N, U]."""
+        heads = ("batch", "sequence", "activation_heads", None)
+        k = constrain(tag(self.key(latents), "key"), *heads)
+        v = constrain(tag(self.value(latents), "value"), *heads)
+        k_rope = jnp.broadcast_to(k_rope, (*k.shape[:3], self.rope_dim))
+        keys = jnp.concatenate([k, k_rope.astype(k.dtype)], axis=-1)
+        return self._op(jnp.concatenate([q, q_rope], axis=-1), keys, v, context, slots)
+
+    def _attend_absorbed(
+        self,
+        q: jax.Array,
+        q_rope: jax.Array,
+        latents: jax.Array,
+        k_rope: jax.Array,
+        context: Context,
+        slots: jax.Array | None = None,
+    ) -> Attention:
+        """In the space of the latents, which are the keys and values of one head; its result [B, S, N, R] needs `_values`."""
+        up_key, key_bias = _affine(self.key, self.rank, self.precision.compute)
+        queries = [jnp.einsum("bsnh,rnh->bsnr", q, up_key), q_rope]
+        keys = [latents[:, :, None], k_rope]
+        if key_bias is not None:  # the same for all keys of a query, which a cap on the scores does not ignore
+            queries.append(jnp.einsum("bsnh,nh->bsn", q, key_bias)[..., None])
+            keys.append(jnp.ones_like(k_rope[..., :1]))
+        q, k = jnp.concatenate(queries, axis=-1), jnp.concatenate(keys, axis=-1)
+        return self._op(q, k, latents[:, :, None], context, slots)
+
+    def _values(self, y: jax.Array) -> jax.Array:
+        """[B, S, N, R] -> [B, S, N, U]."""
+        up_value, value_bias = _affine(self.value, self.rank, self.precision.compute)
+        y = jnp.einsum("bsnr,rnu->bsnu", y, up_value)
+        return y if value_bias is None else y + value_bias[None, None]
+
+    def _op(self, q: jax.Array, k: jax.Array, v: jax.Array, context: Context, slots: jax.Array | None) -> Attention:
+        cfg = self.cfg
+        return Attention(
+            q,
+            k,
+            v,
+            mask=visible(context, window_of(cfg.window), causal=cfg.causal),
+            scale=cfg.scale or (self.head_dim + self.rope_dim) ** -0.5,
+            softcap=cfg.softcap,
+            bias=None if cfg.position is None else bias_of(self.position),
+            query_slots=None if slots is None else context.slots,
+            key_slots=slots,
+        )
+
+
+def _affine(projection: Any, rank: int, dtype: str) -> tuple[jax.Array, jax.Array | None]:
+    """A projection from [R] as a matrix [R, N, H] and a bias [N, H].
+
+    A `Linear` has them at hand; any other projection (with an adapter, quantized) is applied to the unit vectors.
+    """
+    if type(projection) is Linear:
+        bias = getattr(projection, "bias", None)
+        return projection.computed(projection.weight), None if bias is None else projection.computed(bias)
+    units = projection(jnp.eye(rank + 1, rank, dtype=dtype))
+    return units[:-1] - units[-1:], units[-1]

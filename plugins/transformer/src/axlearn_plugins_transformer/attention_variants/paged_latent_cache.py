@@ -1,0 +1,86 @@
+"""A cache of latents in pages, for requests that are served together."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from axlearn_core.config import Configurable, node, setting
+from axlearn_core.errors import RequestError
+from axlearn_plugins_transformer.attention_variants.latent_cache import LatentAttentionOp, SeenLatents
+from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention
+from axlearn_plugins_transformer.paged_cache import PagedSlots, window_size, write_slots
+
+
+class PagedLatentCache(Configurable):
+    """Pages of one vector per token, which any request can own, and attention to them as to the keys of a single head.
+
+    `Context.slots` is a `PagedSlots`, for tokens in rows of one; with plain slots each row owns equally many pages.
+    """
+
+    @node
+    class Config(Configurable.Config["PagedLatentCache"]):
+        """`page_size` is how many tokens a page has room for."""
+
+        page_size: int = setting(default=16, ge=1)
+
+    def __init__(self, cfg: Config):
+        self.cfg = cfg
+
+    def init(self, batch: int, length: int, dim: int, dtype: str) -> dict[str, jax.Array]:
+        """Pages for `batch` rows of `length` tokens: [P, S, L]. Every device holds all of them."""
+        size = self.cfg.page_size
+        return {"pages": jnp.zeros((batch * -(-length // size), size, dim), dtype)}
+
+    def attend(
+        self,
+        cache: dict[str, jax.Array],
+        latents: jax.Array,
+        slots: Any,
+        attention: LatentAttentionOp,
+        kernel: str | None,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """See `LatentCache`; `slots` may be a `PagedSlots`."""
+        pages, (rows, count, dim) = cache["pages"], latents.shape
+        if not isinstance(slots, PagedSlots):
+            return self._attend_rows(pages, latents, slots, attention, kernel)
+        pages = write_slots(pages, latents.reshape(-1, dim), slots.write)
+        # The layer knows its queries in the space of the latents: it is asked about the new ones alone.
+        op = attention(SeenLatents(latents, jnp.zeros((1, count), jnp.int32)))
+        query = op.query.reshape(-1, *op.query.shape[2:])
+        if query.shape[-1] != dim:  # the last number multiplies a bias, which is the same for all keys of a query
+            if op.softcap is not None:
+                raise RequestError(
+                    "the cache layout paged-latent has no place for a bias of keys under a cap on the scores\n"
+                    "    fix: leave out the bias of `key`, or the softcap"
+                )
+            query = query[..., :dim]
+        result = PagedAttention(
+            query,
+            pages[:, :, None],
+            slots.table,
+            slots.lengths,
+            slots.starts(),
+            jnp.full((1,), slots.table.shape[0], jnp.int32),
+            scale=op.scale,
+            window=window_size(op.mask, "paged-latent"),
+            softcap=op.softcap,
+            bias=op.bias,
+            value_size=op.value.shape[-1],
+            split=slots.split,
+        ).run(kernel)
+        return result.reshape(rows, count, *result.shape[1:]).astype(op.value.dtype), {"pages": pages}
+
+    @staticmethod
+    def _attend_rows(
+        pages: jax.Array, latents: jax.Array, slots: jax.Array, attention: LatentAttentionOp, kernel: str | None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Rows whose pages stand one after the other: attention over all of a row, by the op that the layer makes."""
+        rows, _, dim = latents.shape
+        write = PagedSlots.of_rows(slots, rows, pages.shape[0], pages.shape[1]).write
+        pages = write_slots(pages, latents.reshape(-1, dim), write)
+        all_latents = pages.reshape(rows, -1, dim)
+        result = attention(SeenLatents(all_latents, jnp.arange(all_latents.shape[1], dtype=jnp.int32)[None])).run(
+            kernel
+        )
+        return result, {"pages": pages}

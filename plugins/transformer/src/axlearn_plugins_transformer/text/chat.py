@@ -1,0 +1,101 @@
+"""The input of fine-tuning on conversations: packed rows in which only what the assistant says counts."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from axlearn_core.config import Node, node
+from axlearn_core.errors import ConfigError, InputError, Problem
+from axlearn_plugins_transformer.text.chat_template import ChatTemplate
+from axlearn_plugins_transformer.text.conversations import Conversation
+from axlearn_plugins_transformer.text.examples import Example, example
+from axlearn_plugins_transformer.text.language_model import LanguageModelInput
+from axlearn_plugins_transformer.text.records import Document
+from axlearn_plugins_transformer.text.sources import Split
+
+SPLITS: tuple[Split, ...] = ("train", "validation")
+
+
+class ChatInput(LanguageModelInput):
+    """Batches of conversations.
+
+    A conversation becomes the tokens that its chat template renders; the weight of a target is 1 where it belongs to an
+    answer of the assistant, else 0. Other documents, such as a mixture may hold, are learnt as a whole.
+    """
+
+    @node
+    class Config(LanguageModelInput.Config):
+        """The template, and what becomes of conversations.
+
+        Attributes:
+            template: renders them.
+            answers: whether all answers of a conversation count, or the last one only.
+            too_long: what becomes of a conversation that is longer than a row: an error, its beginning, or nothing. Rows
+                that are packed by `concat` can be any length.
+        """
+
+        packing: Literal["concat", "first-fit", "none"] = "first-fit"
+        template: Node[ChatTemplate] = ChatTemplate.Config()
+        answers: Literal["all", "last"] = "all"
+        too_long: Literal["error", "truncate", "drop"] = "error"
+
+    config: Config
+
+    def __init__(self, cfg: Config, **offered: Any):
+        super().__init__(cfg, **offered)
+        self._check_source()
+        self.template = cfg.template.build(tokenizer=self.tokenizer)
+        if cfg.too_long == "error" and cfg.packing != "concat":
+            self._check_lengths()
+
+    def example(self, document: Document) -> Example | None:
+        """Of a conversation, its tokens with weights; of anything else, what it is to any language model."""
+        if not isinstance(document, Conversation):
+            return super().example(document)
+        row = document.row
+        last = self.config.answers == "last"
+        rendered = self.template.answered(
+            row["messages"], last=last, tools=row.get("tools"), location=document.location
+        )
+        ids, marks = self.template.encode(rendered)
+        limit = self.config.sequence_length + 1  # the first is an input only, the last a target only
+        if len(ids) > limit and self.config.packing != "concat":
+            if self.config.too_long == "error":
+                raise _too_long(document.location, len(ids), limit)
+            ids, marks = ([], []) if self.config.too_long == "drop" else (ids[:limit], marks[:limit])
+        return example(ids[:-1], ids[1:], marks[1:]) if any(marks[1:]) else None
+
+    def describe(self) -> Mapping[str, Any]:
+        """As any language model's input, and a hash of the template."""
+        return {**super().describe(), "template": self.template.digest}
+
+    def _check_source(self) -> None:
+        parts = [part for split in SPLITS for part in self.source.parts(split)]
+        if parts and not any(isinstance(d, Conversation) for part in parts for d in part.records[0]):
+            raise ConfigError(
+                Problem(
+                    path="input.source",
+                    message="holds no conversations",
+                    got=type(self.config.source).__qualname__,
+                    expected="chat-files, or a mixture with it",
+                    fix="what a run file or --set says of input.source goes over the feature chat: leave it out there, or "
+                    "set it to {type: chat-files, paths: ...}",
+                )
+            )
+
+    def _check_lengths(self) -> None:
+        """Looks at what may be too long before anything is trained: rows of few bytes have few tokens."""
+        for split in SPLITS:
+            for part in self.source.parts(split):
+                sizes = getattr(part.records, "sizes", ())
+                for i in range(len(sizes)):
+                    if sizes[i] > self.config.sequence_length // 2:
+                        for document in part.records[i]:
+                            self.example(document)
+
+
+def _too_long(location: str, count: int, limit: int) -> InputError:
+    return InputError(
+        f"{location}: the conversation is longer than a row\n    got: {count} tokens\n"
+        f"    expected: at most {limit}, as input.sequence_length is {limit - 1}\n"
+        "    fix: raise input.sequence_length, or set input.too_long to 'truncate' or 'drop'"
+    )

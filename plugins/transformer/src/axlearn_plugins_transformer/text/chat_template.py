@@ -1,0 +1,236 @@
+"""Conversations as text, by a Jinja template, with the places of what the assistant said.
+
+The templates are those of Hugging Face tokenizers (`chat_template` in tokenizer_config.json, or chat_template.jinja), run in
+Jinja's sandbox, in a process of their own with limits of time and memory: a template is text that somebody else wrote, and
+may call nothing but what it is given.
+"""
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import attrs
+
+from axlearn_core.config import Configurable, node
+from axlearn_core.contracts.capabilities import EncodesSpecialTokens
+from axlearn_core.contracts.parts import Tokenizer
+from axlearn_core.errors import InputError
+from axlearn_plugins_transformer.text.storage import open_file
+from axlearn_plugins_transformer.text.template_process import TemplateFailed, TemplateProcess
+from axlearn_plugins_transformer.text.template_server import BEGIN, END, FAILURES, compile_template
+
+PLAIN = (
+    "{% for message in messages %}{{ message.role | capitalize }}:\n"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}"
+    "{% else %}{{ message.content }}{% endif %}{{ '\n\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:\n{% endif %}"
+)
+"""For tokenizers that bring no template: the role on a line of its own, and the end-of-document token after answers."""
+
+EOS = "\ufdd2"  # as `BEGIN` and `END` a noncharacter; stands for an end-of-document token that has no spelling
+_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+_KEPT = "huggingface"  # where imported runs keep what came with a model, in addition to the tokenizer itself
+
+
+class Span(NamedTuple):
+    """Characters from `start` up to `stop`."""
+
+    start: int
+    stop: int
+
+
+@attrs.frozen
+class Rendered:
+    """A conversation as text.
+
+    Attributes:
+        text: for the tokenizer, special tokens spelled out.
+        answers: where the assistant's messages are, each with what ends it.
+    """
+
+    text: str
+    answers: tuple[Span, ...] = ()
+
+
+class ChatTemplate(Configurable):
+    """Renders conversations and tokenizes them; marks the assistant's tokens."""
+
+    @node
+    class Config(Configurable.Config["ChatTemplate"]):
+        """Where the template is.
+
+        Attributes:
+            path: a tokenizer_config.json or a .jinja file. None takes what lies beside the tokenizer's own file; where
+                nothing does, a plain one.
+            today: what templates that ask for the date are told (YYYY-MM-DD), so that equal data gives equal tokens.
+        """
+
+        path: str | None = None
+        today: str = "2024-07-26"
+
+    def __init__(self, cfg: Config, *, tokenizer: Tokenizer):
+        self.config, self.tokenizer = cfg, tokenizer
+        path = os.path.expanduser(cfg.path) if cfg.path is not None else _template_file(tokenizer)
+        source, self.special = _read(path) if path else (None, {})
+        if source is None and cfg.path is not None:
+            raise InputError(f"{path} has no chat template\n    expected: a field 'chat_template', or a .jinja file")
+        self.source = PLAIN if source is None else source
+        self.name = "the plain chat template" if source is None else path
+        self.special.setdefault("eos_token", getattr(tokenizer, "eos_token", EOS))
+        if bos := getattr(tokenizer, "bos_token", None):
+            self.special.setdefault("bos_token", bos)
+
+    @property
+    def digest(self) -> str:
+        """A hash of the template, for the run lock."""
+        return hashlib.sha256(json.dumps([self.source, self.special, self.config.today]).encode()).hexdigest()[:16]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in vars(self).items() if k != "_process"}  # each worker process has its own
+
+    @functools.cached_property
+    def _process(self) -> TemplateProcess | None:
+        """What renders it; None for the template of this package, which needs no limits."""
+        return None if self.source == PLAIN else TemplateProcess(self.source, self.config.today)
+
+    def _render(self, variables: dict[str, Any]) -> str:
+        if self._process is None:
+            return _plain_template().render(variables)
+        return self._process.render(variables)
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, prompt: bool = False, tools: Any = None, location: str = "chat"
+    ) -> Rendered:
+        """The text of a conversation.
+
+        Args:
+            messages: each with `role` and `content`.
+            prompt: ends it with what begins an answer, for the assistant to go on from.
+            tools: descriptions of functions, for templates that take them.
+            where: names the conversation in errors.
+
+        Returns:
+            The text, and where it says itself that answers are (`{% generation %}`).
+
+        Raises:
+            InputError: the template refuses the conversation, or fails.
+        """
+        variables = {"messages": list(messages), "add_generation_prompt": prompt, "tools": tools, **self.special}
+        try:
+            marked = self._render(variables)
+        except TemplateFailed as error:
+            if error.line is not None:
+                raise InputError(f"{self.name}: line {error.line}: {error}") from None
+            raise InputError(f"{location}: {self.name} cannot render it: {error}") from None
+        except FAILURES as error:
+            raise InputError(f"{location}: {self.name} cannot render it: {error}") from None
+        parts, spans, start = [], [], 0
+        for i, piece in enumerate(marked.replace(END, BEGIN).split(BEGIN)):
+            parts.append(piece)
+            if i % 2:
+                spans.append(Span(start, start + len(piece)))
+            start += len(piece)
+        return Rendered("".join(parts), tuple(spans))
+
+    def answered(
+        self, messages: Sequence[Mapping[str, Any]], *, last: bool = False, tools: Any = None, location: str = "chat"
+    ) -> Rendered:
+        """The text of a conversation with the places of the assistant's messages.
+
+        Where the template does not mark them, an answer is what rendering it adds to the conversation before it.
+
+        Args:
+            messages: each with `role` and `content`.
+            last: marks the last answer only.
+            tools: as for `render`.
+            where: names the conversation in errors.
+
+        Raises:
+            InputError: the template renders an answer otherwise once more follows, so that its place is not known.
+        """
+        whole = self.render(messages, tools=tools, location=location)
+        turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        if "endgeneration" in self.source and whole.answers:
+            return attrs.evolve(whole, answers=whole.answers[-1:]) if last else whole
+        spans = []
+        for i in turns[-1:] if last else turns:
+            before = self.render(messages[:i], prompt=True, tools=tools, location=location).text
+            after = self.render(messages[: i + 1], tools=tools, location=location).text
+            if not (after.startswith(before) and whole.text.startswith(after)):
+                raise InputError(
+                    f"{location}: {self.name} renders messages[{i}] otherwise once more follows, so its place is not known\n"
+                    "    fix: set answers to 'last', or put {% generation %} and {% endgeneration %} around answers in "
+                    "the template"
+                )
+            spans.append(Span(len(before), len(after)))
+        return attrs.evolve(whole, answers=tuple(spans))
+
+    def encode(self, rendered: Rendered) -> tuple[list[int], list[bool]]:
+        """(token ids, whether each belongs to an answer). Special tokens that the text spells out are special tokens."""
+        if isinstance(self.tokenizer, EncodesSpecialTokens):  # as one text: the pieces alone could have other tokens
+            ids, offsets = self.tokenizer.encode_special(rendered.text)
+            return ids, _inside(offsets, rendered.answers)
+        ids, marks, at = [], [], 0
+        for span in (*rendered.answers, Span(len(rendered.text), len(rendered.text))):
+            for text, inside in (
+                (rendered.text[at : span.start], False),
+                (rendered.text[span.start : span.stop], True),
+            ):
+                piece = self._pieces(text)
+                ids, marks = [*ids, *piece], [*marks, *[inside] * len(piece)]
+            at = span.stop
+        return ids, marks
+
+    def _pieces(self, text: str) -> list[int]:
+        first, *rest = text.split(EOS)
+        ids = self.tokenizer.encode(first) if first else []
+        for piece in rest:
+            ids = [*ids, self.tokenizer.eos_id, *(self.tokenizer.encode(piece) if piece else [])]
+        return ids
+
+
+@functools.cache
+def _plain_template() -> Any:
+    return compile_template(PLAIN, "2024-07-26")
+
+
+def _inside(offsets: Sequence[tuple[int, int]], answers: Sequence[Span]) -> list[bool]:
+    """Whether each token begins in an answer; both are in the order of the text."""
+    marks, at = [], 0
+    for start, _ in offsets:
+        while at < len(answers) and answers[at].stop <= start:
+            at += 1
+        marks.append(at < len(answers) and answers[at].start <= start)
+    return marks
+
+
+def _template_file(tokenizer: Tokenizer) -> str | None:
+    folder = getattr(tokenizer, "folder", None)
+    folders = [] if folder is None else [folder, os.path.join(folder, _KEPT)]
+    paths = [os.path.join(f, name) for f in folders for name in _FILES]
+    return next((p for p in paths if os.path.isfile(p) and _read(p)[0] is not None), None)
+
+
+def _read(path: str) -> tuple[str | None, dict[str, str]]:
+    """(the template in a file, the special tokens by name); a .jinja file's tokens are those in tokenizer_config.json."""
+    with open_file(path) as handle:
+        text = handle.read().decode("utf-8", "replace")
+    if not path.endswith(".json"):
+        config = os.path.join(os.path.dirname(path), "tokenizer_config.json")
+        return text, _read(config)[1] if os.path.isfile(config) else {}
+    try:
+        facts = json.loads(text)
+        template = facts.get("chat_template")
+    except (ValueError, AttributeError) as error:
+        raise InputError(f"{path} is not a tokenizer_config.json: {error}") from None
+    if isinstance(template, list):  # several, by name
+        template = {t["name"]: t["template"] for t in template}.get("default")
+    tokens = {k: v["content"] if isinstance(v, dict) else v for k, v in facts.items() if k.endswith("_token")}
+    special = {k: v for k, v in tokens.items() if isinstance(v, str)}
+    if not special and os.path.basename(path) != "tokenizer_config.json":
+        config = os.path.join(os.path.dirname(path), "tokenizer_config.json")
+        special = _read(config)[1] if os.path.isfile(config) else {}
+    return template, special

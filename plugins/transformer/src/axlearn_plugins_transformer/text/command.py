@@ -1,0 +1,30 @@
+"""`axlearn generate`."""
+
+import sys
+
+import click
+
+
+@click.command()
+@click.argument("uri", metavar="RUN_DIR|URI")
+@click.option("--prompt", required=True, help="The text to go on from.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=128, show_default=True)
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--step", type=click.IntRange(min=1), help="The checkpoint to use; default: the newest.")
+def generate(uri: str, prompt: str, max_tokens: int, temperature: float, seed: int, step: int | None) -> None:
+    """Writes the prompt and what a model continues it with; only the text, on standard output.
+
+    The model is that of a run, of a directory in Hugging Face format, of exported adapters (`DIR`, or `DIR?base=RUN_DIR` where
+    the base has moved), or anything else that an installed plugin opens.
+    """
+    from axlearn_core.train.inference import load
+    from axlearn_plugins_transformer.text.writing import write_text
+
+    pieces = write_text(load(uri, step=step), prompt, max_tokens=max_tokens, temperature=temperature, seed=seed)
+    first = next(pieces, "")  # what is wrong shows before anything is written
+    sys.stdout.write(prompt + first)
+    for piece in pieces:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")

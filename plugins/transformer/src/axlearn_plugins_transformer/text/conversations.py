@@ -1,0 +1,156 @@
+"""Conversations: what is right in one, and the source that reads them from JSONL files.
+
+{"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
+"""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
+
+import attrs
+import numpy as np
+
+from axlearn_core.config import Configurable, node, setting
+from axlearn_core.errors import InputError, Problem, nearest
+from axlearn_plugins_transformer.text.fingerprint import DataFile
+from axlearn_plugins_transformer.text.jsonl import rows
+from axlearn_plugins_transformer.text.records import Document, decode
+from axlearn_plugins_transformer.text.sources import Part, Split, check_paths, is_held_out, many
+from axlearn_plugins_transformer.text.storage import list_files, open_data
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+@attrs.frozen
+class Conversation(Document):
+    """A row of conversation data: `text` is its JSON, `where` names file and line."""
+
+    location: str = ""
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The row: `messages`, and `tools` where it has them."""
+        return json.loads(self.text)
+
+
+def check_conversation(row: Any, location: str, *, answered: bool = True) -> None:
+    """Raises `InputError` where a row is not a conversation.
+
+    Args:
+        row: what a line of JSON held.
+        where: begins the message.
+        answered: whether the assistant has to say something in it.
+    """
+    messages = row.get("messages")
+    if not isinstance(messages, list) or not messages:
+        close = nearest("messages", row)
+        raise InputError(
+            f"{location}: has no list of messages in the field 'messages'; its fields: {', '.join(row) or 'none'}"
+            + (f"\n    nearest: {', '.join(close)}" if close else "")
+            + '\n    expected: {"messages": [{"role": "user", "content": "..."}, ...]}'
+        )
+    for i, message in enumerate(messages):
+        at = f"{location}: messages[{i}]"
+        if not isinstance(message, dict):
+            raise InputError(f"{at} is a {type(message).__name__}\n    expected: an object with role and content")
+        role = message.get("role")
+        if role not in ROLES:
+            close = nearest(str(role), ROLES)
+            raise InputError(
+                f"{at} has the role {role!r}"
+                + (f"\n    did you mean: {', '.join(close)}?" if close else "")
+                + f"\n    expected: one of {', '.join(ROLES)}"
+            )
+        if not isinstance(message.get("content"), str) and not (role == "assistant" and message.get("tool_calls")):
+            raise InputError(
+                f"{at} has no text in 'content'\n    got: {message.get('content')!r}\n    expected: a string"
+            )
+    if answered and not any(m["role"] == "assistant" for m in messages):
+        raise InputError(
+            f"{location}: has no message of the assistant, so there is nothing to learn from it\n"
+            f"    got: {', '.join(m['role'] for m in messages)}\n    fix: add the answer, or leave the row out"
+        )
+
+
+@attrs.frozen(eq=False)
+class ConversationRecords:
+    """Random access to conversations: record `i` is one line of file `owners[i]`. Only the index is in memory.
+
+    Rows of another kind take a subclass with another `check`.
+    """
+
+    check: ClassVar[Callable[[Any, str], None]] = staticmethod(check_conversation)
+    """Raises `InputError` where a row (the first argument) is not of this kind; the second argument names file and line."""
+
+    files: tuple[DataFile, ...]
+    owners: np.ndarray  # int32
+    numbers: np.ndarray  # int32, the line from 1
+    offsets: np.ndarray  # int64
+    sizes: np.ndarray  # int64
+
+    @classmethod
+    def of(cls, files: Sequence[DataFile], keep: Callable[[str], bool] = lambda line: True) -> "ConversationRecords":
+        """Reads every file once and checks every row; takes those whose content `keep` wants."""
+        entries = []
+        for owner, file in enumerate(files):
+            for row in rows(file):
+                cls.check(row.value, row.location)
+                if keep(json.dumps(row.value, sort_keys=True)):
+                    entries.append((owner, row.number, row.offset, row.size))
+        columns = np.array(entries, np.int64).reshape(-1, 4).T
+        return cls(tuple(files), columns[0].astype(np.int32), columns[1].astype(np.int32), columns[2], columns[3])
+
+    def __len__(self) -> int:
+        return len(self.owners)
+
+    def __getitem__(self, index: Any) -> Sequence[Document]:
+        file = self.files[int(self.owners[index])]
+        offset = int(self.offsets[index])
+        with open_data(file) as handle:
+            handle.seek(offset)
+            raw = handle.read(int(self.sizes[index]))
+        return (Conversation(decode(file, offset, raw), location=self.name(index)),)
+
+    def name(self, index: int) -> str:
+        """`FILE, line N`."""
+        return f"{self.files[int(self.owners[index])].name}, line {int(self.numbers[index])}"
+
+
+class ChatFiles(Configurable):
+    """Conversations in JSONL files, by paths, globs and fsspec URLs; each line is one.
+
+    Every row is read and checked when the source is built. A share of the conversations can be held out by a hash of
+    their content, so that equal ones fall on the same side.
+    """
+
+    @node
+    class Config(Configurable.Config["ChatFiles"]):
+        """Validation data is in files of its own, or a fraction of the conversations of `paths`."""
+
+        paths: str | tuple[str, ...] = ()
+        validation_paths: str | tuple[str, ...] = ()
+        validation_fraction: float = setting(default=0.0, ge=0, lt=1)
+
+        def validate(self) -> Iterable[Problem]:
+            """There is data, and one way of holding some out."""
+            return check_paths(self.paths, self.validation_paths, self.validation_fraction)
+
+    records: ClassVar[type[ConversationRecords]] = ConversationRecords
+
+    def __init__(self, cfg: Config):
+        fraction = cfg.validation_fraction
+        trained, held_out = list_files(many(cfg.paths)), list_files(many(cfg.validation_paths))
+        self._parts: dict[Split, tuple[Part, ...]] = {
+            "train": self._part(trained, lambda row: not is_held_out(row, fraction)),
+            "validation": self._part(trained, lambda row: is_held_out(row, fraction))
+            if fraction
+            else self._part(held_out),
+        }
+
+    def parts(self, split: Split) -> tuple[Part, ...]:
+        """One part: the conversations of the split."""
+        return self._parts[split]
+
+    def _part(self, files: tuple[DataFile, ...], keep: Callable[[str], bool] = lambda row: True) -> tuple[Part, ...]:
+        records = self.records.of(files, keep)
+        return (Part(records, 1.0, files),) if len(records) else ()

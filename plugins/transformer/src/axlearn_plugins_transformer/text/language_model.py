@@ -1,0 +1,209 @@
+"""The input of a language model: packed rows of tokens with targets, weights, segments and positions.
+
+Legend: B global batch size, S sequence length, P processes, V vocabulary.
+"""
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from absl import flags
+
+from axlearn_core.config import REQUIRED, Configurable, Node, node, setting
+from axlearn_core.contracts.capabilities import digest_of
+from axlearn_core.contracts.parts import Tokenizer
+from axlearn_core.errors import ConfigError, InputError, Problem
+from axlearn_plugins_transformer.text.batches import Batches, Indices
+from axlearn_plugins_transformer.text.examples import Example, example
+from axlearn_plugins_transformer.text.records import Document
+from axlearn_plugins_transformer.text.sources import Part, Source, Split, describe
+from axlearn_plugins_transformer.text.tokenizers import token_bytes, vocabulary_problems
+from axlearn_plugins_transformer.text.workers import WorkerStream
+
+
+class LanguageModelInput(Configurable):
+    """Batches of documents for next-token prediction.
+
+    A document `d` becomes inputs `[eos, d...]` and targets `[d..., eos]`: the end-of-document token stands at the start
+    of each document, and every token is predicted once. Positions count from 0 in the row's piece of a document.
+    """
+
+    @node
+    class Config(Configurable.Config["LanguageModelInput"]):
+        """What to read, and the shape of a batch. Rows and their order do not depend on `workers` and `prefetch`."""
+
+        batch_size: int = setting(default=REQUIRED, gt=0)  # rows of all processes together
+        sequence_length: int = setting(default=REQUIRED, gt=0)
+        source: Node[Source] = REQUIRED
+        tokenizer: Node[Tokenizer] = REQUIRED
+        packing: Literal["concat", "first-fit", "none"] = "concat"
+        shuffle: bool = True
+        # Fixed streams that the rows come from; any number of processes that divides it sees the same global batches.
+        num_shards: int | None = setting(default=None, gt=0)  # None: one for each row
+        workers: int = setting(default=0, kind="execution", ge=0)  # processes that prepare batches; 0: a thread
+        prefetch: int = setting(default=4, kind="execution", gt=0)  # batches prepared ahead
+        # How long a batch may take a worker, its start included; then another one takes its place.
+        worker_seconds: float = setting(default=300.0, kind="execution", gt=0, hide_default=True)
+
+        def validate(self) -> Iterable[Problem]:
+            """Each shard fills the same number of rows."""
+            if self.num_shards and self.batch_size % self.num_shards:
+                yield Problem(
+                    path="num_shards",
+                    message=f"does not divide the batch size {self.batch_size}",
+                    got=str(self.num_shards),
+                    expected="a divisor of batch_size, or null for one shard per row",
+                )
+
+        def batch_shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
+            """Name -> (shape, dtype) of the arrays of a global training batch; needs no data."""
+            shape = (self.batch_size, self.sequence_length)
+            integers = ("tokens", "targets", "segment_ids", "positions")
+            return {"weights": (shape, "float32"), **dict.fromkeys(integers, (shape, "int32"))}
+
+    def __init__(
+        self,
+        cfg: Config,
+        *,
+        seed: int = 0,
+        process_index: int = 0,
+        process_count: int = 1,
+        vocab_size: int | None = None,
+    ):
+        self.config, self.process_index, self.process_count = cfg, process_index, process_count
+        self.num_shards = cfg.num_shards or cfg.batch_size
+        problems = list(cfg.validate())
+        if self.num_shards % process_count:
+            problems.append(
+                Problem(
+                    path="input.num_shards" if cfg.num_shards else "input.batch_size",
+                    message=f"{self.num_shards} data shards cannot be split evenly over {process_count} processes",
+                    expected=f"a multiple of {process_count}",
+                )
+            )
+        self.tokenizer = cfg.tokenizer.build()
+        problems += vocabulary_problems(self.tokenizer, vocab_size)
+        if problems:
+            raise ConfigError(problems)
+        from axlearn_plugins_transformer.text import pipeline  # Grain takes a second to import: only where data is read
+
+        self.order = pipeline.Order(seed % pipeline.SEEDS, cfg.shuffle, self.num_shards)
+        self.packing = pipeline.Packing(cfg.packing, cfg.sequence_length)
+        self.source = cfg.source.build(seed=seed)
+
+    def example(self, document: Document) -> Example | None:
+        """What a document teaches; None for nothing. Override it to give other inputs, targets or weights."""
+        ids = self.tokenizer.encode(document.text) + [self.tokenizer.eos_id] * document.ends
+        return example([self.tokenizer.eos_id, *ids[:-1]], ids) if ids else None
+
+    def train(self) -> Batches:
+        """Endless batches; each process gets B / P rows, all processes' rows in order are the global batch."""
+        import grain
+        from grain import experimental
+
+        from axlearn_plugins_transformer.text import pipeline
+
+        cfg, parts, share = self.config, self._parts("train"), self.num_shards // self.process_count
+        own_shards = range(self.process_index * share, (self.process_index + 1) * share)
+
+        def shards(ids: Sequence[int]) -> Any:
+            rows = {i: pipeline.training_rows(parts, self.example, self.packing, self.order, i) for i in ids}
+            return pipeline.Shards(rows, cfg.batch_size // self.num_shards, batch_of)
+
+        identify = functools.partial(_records_at, parts, self.order)
+        if not cfg.workers:
+            ahead = experimental.ThreadPrefetchIterDataset(shards(own_shards), prefetch_buffer_size=cfg.prefetch)
+            return Batches({tuple(own_shards): iter(ahead)}, identify=identify)
+        if not flags.FLAGS.is_parsed():
+            flags.FLAGS.mark_as_parsed()  # Grain's workers read absl flags, which have their defaults here
+        options = grain.MultiprocessingOptions(num_workers=1, per_worker_buffer_size=cfg.prefetch)
+        groups = [tuple(g.tolist()) for g in np.array_split(np.array(own_shards), min(cfg.workers, share))]
+
+        def stream(group: Sequence[int], pid_file: str) -> Any:
+            return iter(shards(group).mp_prefetch(options, functools.partial(pipeline.start_worker, pid_file)))
+
+        streams = {g: WorkerStream(functools.partial(stream, g), g, cfg.worker_seconds) for g in groups}
+        return Batches(streams, workers=True, identify=identify)
+
+    def evaluation(self) -> Batches:
+        """One pass over the held-out data in a fixed order, the last batch padded with weight 0.
+
+        Each batch has one more array, `bytes` (float32 [B, S]): how many bytes of text each target stands for, for
+        losses per byte. Every process reads all data and keeps its rows, so that all have the same number of batches.
+        """
+        from grain import experimental
+
+        from axlearn_plugins_transformer.text import pipeline
+
+        cfg, share = self.config, self.config.batch_size // self.process_count
+        own_rows = slice(self.process_index * share, (self.process_index + 1) * share)
+        rows = pipeline.evaluation_rows(self._parts("validation"), self.example, self.packing)
+        pad = functools.partial(experimental.batch_and_pad, batch_size=cfg.batch_size)
+        batches = rows.batch(cfg.batch_size, batch_fn=pad).map(
+            functools.partial(_share, own_rows, token_bytes(self.tokenizer))
+        )
+        whole = pipeline.Shards({0: batches}, 1, next_of)
+        return Batches({(0,): iter(experimental.ThreadPrefetchIterDataset(whole, prefetch_buffer_size=cfg.prefetch))})
+
+    def describe(self) -> Mapping[str, Any]:
+        """Facts for the run lock: files, bytes, a hash of their names and sizes, tokenizer hash, shards."""
+        digest = digest_of(self.tokenizer)
+        return {**describe(self.source), "tokenizer": digest, "num_shards": self.num_shards}
+
+    def _parts(self, split: Split) -> tuple[Part, ...]:
+        parts = self.source.parts(split)
+        if not parts:
+            if split == "train":
+                raise InputError("input.source has no train data")
+            share = getattr(self.config.source, "validation_fraction", 0)
+            got = f"\n    got: validation_fraction {share}, which takes none of so few chunks of text" if share else ""
+            fix = (
+                "raise it, or lower chunk_bytes"
+                if share
+                else "set validation_paths or validation_fraction of the source"
+            )
+            raise InputError(
+                f"input.source has no {split} data{got}\n    fix: {fix}; without evaluation: evaluators={{}}"
+            )
+        from axlearn_plugins_transformer.text import pipeline
+
+        for part in parts:
+            pipeline.check_text(part.records)  # what is wrong with the first record shows before training starts
+        return parts
+
+
+def batch_of(rows: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Packed rows as a batch; see `Batch` in `contracts.parts`."""
+    return _unpack({k: np.stack([row[k] for row in rows]) for k in rows[0]})
+
+
+def next_of(batches: Sequence[Any]) -> Any:
+    """The one batch there is."""
+    return batches[0]
+
+
+def _unpack(stacked: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    tokens, targets, weights = (np.ascontiguousarray(stacked["tokens"][..., i]) for i in range(3))
+    return {
+        "tokens": tokens,
+        "targets": targets,
+        "weights": weights.view(np.float32),
+        "segment_ids": stacked["tokens_segment_ids"],
+        "positions": stacked["tokens_positions"],
+    }
+
+
+def _share(rows: slice, sizes: np.ndarray, stacked: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    batch = _unpack({k: v[rows] for k, v in stacked.items()})
+    return {**batch, "bytes": sizes[batch["targets"]] * (batch["weights"] > 0)}
+
+
+def _records_at(parts: Sequence[Part], order: Any, indices: Indices) -> dict[str, Any]:
+    """By shard, the record that its rows begin in, and the next: where the first is used up, they begin there."""
+    names: dict[str, list[str]] = {}
+    for shard, at in indices.items():
+        for i, (part, index) in enumerate(zip(parts, at, strict=True)):
+            records: Any = order(range(len(part.records)), i, int(shard))
+            names.setdefault(shard, []).extend(part.records.name(int(records[index + k])) for k in (0, 1))
+    return {"records": names}

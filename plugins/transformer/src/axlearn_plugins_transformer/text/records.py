@@ -1,0 +1,215 @@
+"""Records: the pieces of data files that Grain reads at random, each of them a few documents.
+
+Text and JSONL files are cut into chunks of bytes at line ends, Parquet files into row groups. So a huge file is
+shuffled and sharded like many small ones, and building a pipeline needs file names and sizes only.
+"""
+
+import codecs
+import json
+import os
+from collections.abc import Callable, Sequence
+from typing import IO, Any, Protocol
+
+import attrs
+import numpy as np
+
+from axlearn_core.errors import InputError, nearest
+from axlearn_plugins_transformer.text.fingerprint import DataFile
+from axlearn_plugins_transformer.text.storage import is_url, open_data, open_file
+
+
+@attrs.frozen
+class Document:
+    """A piece of text; `ends` where the document is complete with it (an end-of-document token follows)."""
+
+    text: str
+    ends: bool = True
+
+
+class Records(Protocol):
+    """Random access to records, as Grain wants it. Pickled into worker processes."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any) -> Sequence[Document]:
+        """The documents of a record, in order; may be none."""
+        ...
+
+    def name(self, index: int) -> str:
+        """Where the record is, for messages."""
+        ...
+
+
+LINE_BYTES = 1 << 24
+"""The longest line of a JSONL file, unless the source says otherwise: tokenizing a line takes about a hundred times its size."""
+
+FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
+
+
+def format_of(path: str) -> str:
+    """The format that a file's suffix says; text where it says nothing."""
+    return FORMATS.get(os.path.splitext(path)[1].lower(), "text")
+
+
+@attrs.frozen(eq=False)
+class FileRecords:
+    """The records of text, JSONL and Parquet files: record `i` is part `parts[i]` of file `owners[i]`."""
+
+    files: tuple[DataFile, ...]
+    formats: tuple[str, ...]
+    text_field: str
+    chunk_bytes: int
+    owners: np.ndarray
+    parts: np.ndarray
+    line_bytes: int = LINE_BYTES
+
+    @classmethod
+    def of(
+        cls,
+        files: Sequence[DataFile],
+        *,
+        format: str = "auto",
+        text_field: str = "text",
+        chunk_bytes: int | None = None,
+        line_bytes: int = LINE_BYTES,
+        keep: Callable[[DataFile, int], bool] = lambda file, part: True,
+    ) -> "FileRecords":
+        """The records of `files` that `keep(file, part)` wants."""
+        formats = tuple(format_of(f.path) if format == "auto" else format for f in files)
+        # By the amount of data, so that small data still gives every row of a batch something of its own to read.
+        size = chunk_bytes or min(1 << 20, max(1 << 14, sum(f.size for f in files) // 64))
+        keys: list[tuple[int, int]] = []
+        for i, (file, kind) in enumerate(zip(files, formats, strict=True)):
+            count = _open_parquet(file).num_row_groups if kind == "parquet" else -(-file.size // size)
+            keys += [(i, part) for part in range(count) if keep(file, part)]
+        owners, parts = np.array(keys, np.int32).reshape(-1, 2).T.copy()
+        return cls(tuple(files), formats, text_field, size, owners, parts, line_bytes)
+
+    def __len__(self) -> int:
+        return len(self.owners)
+
+    def __getitem__(self, index: Any) -> Sequence[Document]:
+        owner, part = int(self.owners[index]), int(self.parts[index])
+        file, kind = self.files[owner], self.formats[owner]
+        if kind == "parquet":
+            return self._row_group(file, part)
+        with open_data(file) as handle:
+            ends = (part * self.chunk_bytes, (part + 1) * self.chunk_bytes)
+            limit = self.line_bytes if kind == "jsonl" else None
+            start, stop = (_line_start(handle, at, file, limit) for at in ends)
+            handle.seek(start)
+            raw = handle.read(stop - start)
+        if kind == "jsonl":
+            return self._json_lines(file, start, raw)
+        return (Document(decode(file, start, raw), ends=stop >= file.size),)
+
+    def name(self, index: int) -> str:
+        """The file's name, and `#part` where it has several."""
+        file, part = self.files[int(self.owners[index])], int(self.parts[index])
+        return f"{file.name}#{part}" if part or file.size > self.chunk_bytes else file.name
+
+    def _json_lines(self, file: DataFile, start: int, raw: bytes) -> list[Document]:
+        documents = []
+        for line in raw.splitlines(keepends=True):
+            if line.strip():
+                location = f"{file.name}: the line at byte {start}"
+                if len(line) > self.line_bytes:
+                    raise long_line(location, self.line_bytes)
+                try:
+                    row = json.loads(decode(file, start, line))
+                except json.JSONDecodeError as error:
+                    raise InputError(
+                        f"{location} is not JSON: {error.msg}\n    expected: one object per line"
+                    ) from None
+                except RecursionError:
+                    raise InputError(f"{location} is nested too deeply\n    expected: one object per line") from None
+                documents.append(Document(self._text(row, location)))
+            start += len(line)
+        return documents
+
+    def _row_group(self, file: DataFile, part: int) -> list[Document]:
+        parquet, field = _open_parquet(file), self.text_field
+        names = parquet.schema_arrow.names
+        if field not in names:
+            self._text(dict.fromkeys(names), file.name)
+        column = parquet.read_row_group(part, columns=[field]).column(0).to_pylist()
+        return [Document(self._text({field: v}, file.name)) for v in column if v is not None]
+
+    def _text(self, row: Any, location: str) -> str:
+        if isinstance(row, dict) and isinstance(row.get(self.text_field), str):
+            return row[self.text_field]
+        if not isinstance(row, dict):
+            raise InputError(f"{location} is a {type(row).__name__}\n    expected: one JSON object per line")
+        close = nearest(self.text_field, row)
+        raise InputError(
+            f"{location} has no text in the field {self.text_field!r}; its fields: {', '.join(row)}"
+            + (f"\n    did you mean: {', '.join(close)}?" if close else "")
+            + "\n    fix: set text_field of the source to the field that holds the text"
+        )
+
+
+def _open_parquet(file: DataFile) -> Any:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise InputError(
+            f"cannot read {file.name}: Parquet files need pyarrow, which is not installed\n"
+            "    fix: pip install 'axlearn-plugins-transformer[parquet]'"
+        ) from None
+    with open_data(file):  # as it was when it was listed
+        pass
+    try:
+        return pyarrow.parquet.ParquetFile(open_file(file.path) if is_url(file.path) else file.path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise InputError(f"{file.name} is not a Parquet file that can be read: {error}") from None
+
+
+def check_head(file: DataFile) -> None:
+    """Raises `InputError` when the first bytes of what should be a text file are those of a binary one."""
+    with open_data(file) as handle:
+        head = handle.read(4096)
+    decode(file, 0, head, whole=len(head) == file.size)
+
+
+def decode(file: DataFile, offset: int, raw: bytes, whole: bool = True) -> str:
+    """The text of bytes that begin at `offset` of a file; raises `InputError` where they are binary or no UTF-8."""
+    bad, reason = raw.find(b"\0"), "is binary"
+    try:
+        text = codecs.utf_8_decode(raw, "strict", whole)[0]
+    except UnicodeDecodeError as error:
+        bad, reason, text = error.start, "is not UTF-8 text", ""
+    if bad >= 0:
+        raise InputError(
+            f"the data file {file.name} {reason}: byte 0x{raw[bad]:02x} at offset {offset + bad}\n"
+            "    expected: text, JSONL or Parquet files"
+        )
+    return text.removeprefix("\ufeff") if offset == 0 else text
+
+
+def long_line(location: str, limit: int) -> InputError:
+    """The error for a line of more bytes than are read into memory at once."""
+    return InputError(
+        f"{location} is longer than {limit:,} bytes\n    expected: one object per line\n"
+        "    fix: cut the document into several, or raise max_line_bytes of the source"
+    )
+
+
+def _line_start(handle: IO[bytes], at: int, file: DataFile, line_bytes: int | None) -> int:
+    """The first line start at or after `at`; in text (no `line_bytes`) without line ends nearby, the first character start."""
+    size, lines_only = file.size, line_bytes is not None
+    if at <= 0 or at >= size:
+        return min(max(at, 0), size)
+    position = at - 1
+    handle.seek(position)
+    while block := handle.read(1 << 16):
+        newline = block.find(b"\n")
+        if newline >= 0:
+            return position + newline + 1
+        if not lines_only:
+            near = block[1:5]
+            return at + next((i for i, byte in enumerate(near) if byte & 0xC0 != 0x80), len(near))
+        position += len(block)
+        if line_bytes is not None and position - at > line_bytes:
+            raise long_line(f"{file.name}: the line around byte {at}", line_bytes)
+    return size

@@ -1,0 +1,178 @@
+"""Text to token ids and back: bytes, or a `tokenizer.json` of the Hugging Face `tokenizers` library."""
+
+import hashlib
+import importlib.resources
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from axlearn_core.config import Configurable, node
+from axlearn_core.contracts.capabilities import CountsBytes
+from axlearn_core.contracts.parts import Tokenizer
+from axlearn_core.errors import InputError, Problem, nearest
+from axlearn_plugins_transformer.text.storage import open_file
+
+
+class ByteTokenizer(Configurable):
+    """UTF-8 bytes as ids 0..255; 256 ends a document."""
+
+    vocab_size = 257
+    eos_id = 256
+    digest = "utf-8 bytes"
+
+    @node
+    class Config(Configurable.Config["ByteTokenizer"]):
+        """Nothing to set."""
+
+    def __init__(self, cfg: Config):
+        pass
+
+    def encode(self, text: str) -> list[int]:
+        """The UTF-8 bytes."""
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text, invalid UTF-8 replaced; the end-of-document id stands for nothing."""
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def token_bytes(self) -> np.ndarray:
+        """float32 [vocab_size]: how many bytes of text each token stands for."""
+        return np.array([1.0] * 256 + [0.0], np.float32)
+
+
+BUILTIN = ("python-2k",)
+_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[EOS]", "<|eot_id|>")
+
+
+class TokenizerJson(Configurable):
+    """A `tokenizer.json` file, or one that ships with this package.
+
+    `python-2k` is a byte-level BPE of 2,048 tokens for Python source code; `plugins/transformer/train_tokenizer.py` made it.
+    """
+
+    @node
+    class Config(Configurable.Config["TokenizerJson"]):
+        """Exactly one of `path` and `builtin`."""
+
+        path: str | None = None
+        builtin: str | None = None
+        eos: str | None = None  # the token that ends a document; None: the usual one that the vocabulary has
+        bos: str | None = None  # the token that a prompt begins with, for models that expect one
+
+        def validate(self) -> Iterable[Problem]:
+            """One place to read from, and one that exists."""
+            if (self.path is None) == (self.builtin is None):
+                yield Problem(path="path", message="set exactly one of path and builtin")
+            if self.builtin is not None and self.builtin not in BUILTIN:
+                yield Problem(
+                    path="builtin",
+                    message=f"no tokenizer {self.builtin!r} ships with this package",
+                    expected=f"one of {', '.join(BUILTIN)}",
+                    nearest=nearest(self.builtin, BUILTIN),
+                )
+
+    def __init__(self, cfg: Config):
+        if cfg.builtin is not None:
+            name = cfg.builtin
+            raw = (
+                importlib.resources.files("axlearn_plugins_transformer.text")
+                .joinpath(f"{cfg.builtin}.json")
+                .read_bytes()
+            )
+        else:
+            name = os.path.expanduser(cfg.path or "")
+            with open_file(name) as handle:
+                raw = handle.read()
+        self.folder = None if cfg.path is None else os.path.dirname(name)
+        self.digest = hashlib.sha256(raw).hexdigest()[:16]
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(raw)
+        except ValueError as error:
+            raise InputError(f"{name} is not a tokenizer.json that can be read: {error}") from None
+        self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a document is text, not a command
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        vocab = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocab.values(), default=-1) + 1
+        tokens = [t for t in ((cfg.eos,) if cfg.eos else _EOS) if t in vocab]
+        if not tokens:
+            tried = repr(cfg.eos) if cfg.eos else f"one of {', '.join(_EOS)}"
+            raise InputError(
+                f"the tokenizer {name} has no end-of-document token: expected {tried}\n"
+                "    fix: set eos to the token that ends a document"
+            )
+        self.eos_token, self.eos_id = tokens[0], vocab[tokens[0]]
+        # Where a template spells special tokens out, they are commands.
+        self._special = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        self._special.encode_special_tokens = False
+        if cfg.bos is not None and cfg.bos not in vocab:
+            raise InputError(
+                f"the tokenizer {name} has no token {cfg.bos!r}\n    fix: set bos to one that it has, or to null"
+            )
+        self.bos_token, self._front = cfg.bos, [] if cfg.bos is None else [vocab[cfg.bos]]
+
+    def encode_special(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """(token ids, the characters [start, stop) of each), the special tokens that the text spells out among them."""
+        encoding = self._special.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids, with no special tokens added."""
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[
+            0
+        ].ids  # a third faster than `encode`
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of a text that a model is to go on from: behind `bos`, where that is set."""
+        return self._front + self.encode(text)
+
+    def to_json(self) -> str:
+        """The text of a `tokenizer.json`."""
+        return self._tokenizer.to_str(pretty=False)
+
+    def token(self, token_id: int) -> str | None:
+        """The token of an id, as the vocabulary spells it."""
+        return self._tokenizer.id_to_token(token_id)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text, invalid UTF-8 replaced; special tokens stand for nothing."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def token_bytes(self) -> np.ndarray:
+        """float32 [vocab_size]: how many bytes of text each token stands for; 0 for special tokens."""
+        sizes = np.zeros(self.vocab_size, np.float32)
+        special = {i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special}
+        byte_level = '"type":"ByteLevel"' in self._tokenizer.to_str(pretty=False)
+        for token, index in self._tokenizer.get_vocab(with_added_tokens=True).items():
+            if index not in special:
+                sizes[index] = _bytes_of(token, byte_level)
+        return sizes
+
+
+def _bytes_of(token: str, byte_level: bool) -> int:
+    if byte_level:
+        return len(token)  # one printable character per byte
+    if len(token) == 6 and token.startswith("<0x"):
+        return 1  # SentencePiece's byte fallback
+    return len(token.replace("\u2581", " ").encode())
+
+
+def vocabulary_problems(tokenizer: Tokenizer, vocab_size: int | None) -> Iterator[Problem]:
+    """What is wrong with the vocabulary of a model for the tokenizer of its input; None is a model without one."""
+    if vocab_size is not None and tokenizer.vocab_size > vocab_size:
+        yield Problem(
+            path="model.vocab_size",
+            message=f"is {vocab_size}, less than the {tokenizer.vocab_size} ids of input.tokenizer",
+            fix=f"set model.vocab_size to at least {tokenizer.vocab_size}, or use another tokenizer",
+        )
+
+
+def token_bytes(tokenizer: Any) -> np.ndarray:
+    """float32 [vocab_size]: bytes per token, by the tokenizer's own table or else by decoding each token alone."""
+    if isinstance(tokenizer, CountsBytes):
+        return tokenizer.token_bytes()
+    sizes = [len(tokenizer.decode([i]).encode()) for i in range(tokenizer.vocab_size)]
+    return np.array([0 if i == tokenizer.eos_id else n for i, n in enumerate(sizes)], np.float32)

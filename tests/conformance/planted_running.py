@@ -1,0 +1,197 @@
+"""Wrong profilers, watchdogs, process groups and options of commands."""
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import click
+import jax
+from mutants import mutants, suite
+
+from axlearn_core.config import Configurable, node
+from axlearn_core.contracts.options import CommandOption
+from axlearn_core.testing import CommandOptionSuite, ProcessGroupSuite, ProfilerSuite, WatchdogSuite
+
+
+class Observer(Configurable):
+    """A profiler and a watchdog."""
+
+    running = False
+
+    @node
+    class Config(Configurable.Config["Observer"]):
+        wrong: str = ""
+
+    def __init__(self, cfg: Config, *, run_dir: Path):
+        self.wrong, self.path, self.ended = cfg.wrong, Path(run_dir), threading.Event()
+        self.closed = False
+
+    def start(self):
+        (self.path / "log").touch()
+        self.last, self.thread = time.monotonic(), threading.Thread(target=self.watch, daemon=True)
+        self.thread.start()
+
+    def watch(self):
+        while not self.ended.wait(0.02):
+            silent = time.monotonic() - self.last > 0.3
+            if (silent and self.wrong != "nothing") or self.wrong == "hasty":
+                (self.path / "acted").touch()
+
+    def beat(self, phase, step):
+        if phase == "save" and self.wrong == "phases":
+            raise ValueError(phase)
+        self.last = time.monotonic()
+
+    def before(self, step):
+        if self.wrong == "exclusive":  # like a trace, of which a process has one
+            assert not Observer.running
+            Observer.running = True
+        if self.wrong == "prints":
+            print("step", step)
+
+    def after(self, step, scalars):
+        if self.wrong != "exclusive" or step == 2:
+            Observer.running = False
+        if self.wrong != "nothing":
+            (self.path / "profile").write_text(str(step))
+
+    def close(self):
+        Observer.running = Observer.running and self.wrong == "exclusive"
+        if self.closed and self.wrong == "once":
+            raise RuntimeError("closed twice")
+        self.closed = True
+        if self.wrong == "shared":
+            (self.path / "log").unlink()
+        if self.wrong != "thread":
+            self.ended.set()
+
+
+def _profiler(wrong=""):
+    return suite(ProfilerSuite, Observer.Config(wrong=wrong), setup_method=_end_trace)
+
+
+def _end_trace(self):
+    Observer.running = False
+
+
+PROFILERS = mutants(
+    _profiler(),
+    {
+        "leaves nothing to read": (_profiler("nothing"), "test_a_run_leaves_something_to_read"),
+        "prints to standard output": (_profiler("prints"), "test_it_changes_no_step"),
+        "leaves its trace running": (_profiler("exclusive"), "test_it_may_be_closed_within_a_step"),
+    },
+) + mutants(
+    _profiler(),
+    {"cannot be closed twice": (_profiler("once"), "test_closing_is_always_allowed")},
+    errors=(RuntimeError,),
+)
+
+
+def _acted(run_dir):
+    return (run_dir / "acted").exists()
+
+
+def _watchdog(wrong=""):
+    return suite(WatchdogSuite, Observer.Config(wrong=wrong), seconds=0.3, acted=staticmethod(_acted))
+
+
+WATCHDOGS = mutants(
+    _watchdog(),
+    {
+        "does nothing": (_watchdog("nothing"), "test_it_acts_on_silence_alone"),
+        "acts on a run that makes progress": (_watchdog("hasty"), "test_it_acts_on_silence_alone"),
+        "leaves its thread": (_watchdog("thread"), "test_it_takes_every_phase"),
+        "acts after its end": (_watchdog("thread"), "test_nothing_happens_once_it_is_closed"),
+    },
+) + mutants(
+    _watchdog(),
+    {
+        "does not know a phase": (_watchdog("phases"), "test_it_takes_every_phase"),
+        "takes the files of another process": (_watchdog("shared"), "test_processes_share_the_run_directory"),
+    },
+    errors=(ValueError, OSError),
+)
+
+
+class Group(Configurable):
+    """Joins by the variables that JAX knows."""
+
+    @node
+    class Config(Configurable.Config["Group"]):
+        wrong: str = ""
+
+    def __init__(self, cfg: Config):
+        self.wrong = cfg.wrong
+
+    def initialize(self):
+        if self.wrong == "early":
+            jax.devices()
+        if "JAX_PROCESS_ID" not in os.environ or self.wrong == "alone":
+            return
+        if self.wrong == "always" or not jax.distributed.is_initialized():
+            rank, count = int(os.environ["JAX_PROCESS_ID"]), int(os.environ["JAX_NUM_PROCESSES"])
+            rank = count - 1 - rank if self.wrong == "ranks" else rank
+            jax.distributed.initialize(os.environ["JAX_COORDINATOR_ADDRESS"], count, rank)
+
+
+def _environment(self, rank, count, address):
+    return {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(rank)}
+
+
+def _group(wrong=""):
+    return suite(ProcessGroupSuite, Group.Config(wrong=wrong), environment=_environment)
+
+
+GROUPS = mutants(
+    _group(),
+    {
+        "looks for devices before it joins": (_group("early"), "test_one_process_stays_alone"),
+        "never joins": (_group("alone"), "test_two_processes_are_one_job"),
+        "joins each time": (_group("always"), "test_two_processes_are_one_job"),
+    },
+    slow=True,
+)
+
+
+def run_echo(value, request, as_json):
+    """What `axlearn echo --twice` runs."""
+    click.echo(f"{request} {request}")
+
+
+def run_other(value, request):
+    """Takes less than the command gives."""
+
+
+@click.command()
+@click.argument("request")
+@click.option("--json", "as_json", is_flag=True)
+def echo(request, as_json):
+    """Prints a word."""
+    click.echo(request)
+
+
+def _option(name="--twice", run="run_echo", text="Print it twice.", arguments=("a", "--twice")):
+    option = CommandOption(name=name, help=text, run=f"{__name__}:{run}")
+    return suite(
+        CommandOptionSuite,
+        None,
+        command="echo",
+        name=name,
+        arguments=arguments,
+        option=lambda self: option,
+        target=lambda self: echo,
+    )
+
+
+OPTIONS = mutants(
+    _option(),
+    {
+        "is written with an underscore": (_option(name="--at_once"), "test_it_is_written_like_an_option"),
+        "has no help": (_option(text=" "), "test_it_is_written_like_an_option"),
+        "takes less than the command gives": (_option(run="run_other"), "test_it_takes_what_the_command_takes"),
+    },
+)
+
+MUTANTS = [*PROFILERS, *WATCHDOGS, *GROUPS, *OPTIONS]

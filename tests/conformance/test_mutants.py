@@ -1,0 +1,64 @@
+"""Every suite fails for wrong implementations: each mutant breaks one promise, and a test of its suite says so."""
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import mutants
+
+from axlearn_core import testing
+
+PLANTED = [
+    mutant
+    for module in ("layers", "training", "storage", "running", "serving")
+    for mutant in importlib.import_module(f"planted_{module}").MUTANTS
+]
+DOCS = Path(__file__).parents[2] / "docs/testing.md"
+
+
+def _marked(values, slow):
+    return [pytest.param(v, id=str(i), marks=pytest.mark.slow if slow(v) else ()) for i, v in values]
+
+
+@pytest.mark.parametrize("mutant", _marked([(m, m) for m in PLANTED], lambda m: m.slow))
+def test_the_suite_fails_for_a_wrong_one(mutant, request):
+    with pytest.raises((*mutants.FAILURES, *mutant.errors)):
+        mutants.run_test(mutant.suite, mutant.test, request)
+
+
+RIGHT = {(m.right, m.test): m for m in PLANTED}
+
+
+@pytest.mark.parametrize("mutant", _marked([(m, m) for m in RIGHT.values()], lambda m: m.slow))
+def test_the_same_test_passes_for_the_right_one(mutant, request):
+    """What was planted is the reason of the failure."""
+    mutants.run_test(mutant.right, mutant.test, request)
+
+
+def _suites():
+    from axlearn_plugins_serving.testing import DrafterSuite, SchedulerSuite
+    from axlearn_plugins_transformer.attention_variants.testing import LatentCacheSuite
+    from axlearn_plugins_transformer.testing import KVCacheSuite
+
+    core = [getattr(testing, name) for name in testing.__all__ if name.endswith("Suite")]
+    return [*core, KVCacheSuite, LatentCacheSuite, SchedulerSuite, DrafterSuite]
+
+
+def _mutants_of(cls):
+    return [m for m in PLANTED if m.suite.__mro__[1] is cls]
+
+
+@pytest.mark.parametrize("cls", _suites(), ids=lambda c: c.__name__)
+def test_every_suite_has_three_mutants(cls):
+    assert len(_mutants_of(cls)) >= 3
+
+
+@pytest.mark.parametrize("cls", _suites(), ids=lambda c: c.__name__)
+def test_the_page_lists_the_mutants(cls):
+    row = re.search(rf"^\| `{cls.__name__}` \| (.*) \|$", DOCS.read_text().partition("## Mutants")[2], re.MULTILINE)
+    assert row, f"docs/testing.md, Mutants, has no row for {cls.__name__}"
+    assert row[1] == "; ".join(m.name for m in _mutants_of(cls))

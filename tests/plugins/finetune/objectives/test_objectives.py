@@ -1,0 +1,285 @@
+"""DPO and distillation against their formulas, what trains and what does not, and whole runs."""
+
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+import toy
+from safetensors.numpy import load_file
+from tiny import SETTINGS, axlearn, losses, metrics
+
+from axlearn_core.checkpoint import open_weights
+from axlearn_core.compose import ModelWeights, compose
+from axlearn_core.config import patch
+from axlearn_core.errors import ConfigError
+from axlearn_core.learn.paths import flatten
+
+PAIRS = "dpo:data=pairs.jsonl"
+
+
+def program(*features, devices=1, shape=None, **settings):
+    """A program of the small quickstart with these features."""
+    cfg = toy.resolve(toy.small("quickstart"), with_=features, set=settings).config
+    return compose(patch(cfg, {"mesh.shape": shape or {}}), jax.devices()[:devices])
+
+
+def moved(trainer, seed=2):
+    """A state whose model is not where it began."""
+    state, rng = trainer.init(0), np.random.default_rng(seed)
+    return state.replace(
+        params={p: x + 0.1 * rng.standard_normal(x.shape).astype(np.float32) for p, x in state.params.items()}
+    )
+
+
+def loss(trainer, state):
+    """(loss, summaries) of the training objective, and its batch."""
+    batch = toy.batch_for(trainer.config)
+    value = trainer.compile("loss", trainer.put(batch))(
+        jax.device_put(ModelWeights(state.params, state.variables), shardings(trainer)), trainer.put(batch)
+    )
+    return jax.device_get(value), batch
+
+
+def shardings(trainer):
+    return jax.tree.map(lambda s: s.sharding, trainer.trained_spec)
+
+
+def log_softmax(trainer, params, tokens, temperature=1.0):
+    """float64 [B, S, V] of the model with these parameters."""
+    logits = np.asarray(trainer.functional.bind(params)(tokens), np.float64) / temperature
+    logits -= logits.max(-1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+def reference_params(state, at="objective.reference."):
+    return {p.removeprefix(at): x for p, x in state.variables.items() if p.startswith(at)}
+
+
+def sequence_scores(trainer, params, batch, answer):
+    logs = log_softmax(trainer, params, batch[f"{answer}_tokens"])
+    picked = np.take_along_axis(logs, batch[f"{answer}_targets"][..., None], -1)[..., 0]
+    return (picked * batch[f"{answer}_weights"]).sum(1)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_dpo_is_its_formula(smoothing):
+    trainer = program(f"{PAIRS},beta=0.3,label_smoothing={smoothing}", **{"objective.loss_chunk": 5})
+    state = moved(trainer)
+    (value, report), batch = loss(trainer, state)
+    ratios = {
+        answer: 0.3
+        * (
+            sequence_scores(trainer, state.params, batch, answer)
+            - sequence_scores(trainer, reference_params(state), batch, answer)
+        )
+        for answer in ("chosen", "rejected")
+    }
+    margin = ratios["chosen"] - ratios["rejected"]
+    expected = (1 - smoothing) * np.log1p(np.exp(-margin)) + smoothing * np.log1p(np.exp(margin))
+    np.testing.assert_allclose(value, expected.mean(), rtol=1e-5)
+    np.testing.assert_allclose(report["reward_margin"], margin.mean(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(report["reward_chosen"], ratios["chosen"].mean(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(report["reward_rejected"], ratios["rejected"].mean(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(report["reward_accuracy"], (margin > 0).mean())
+    assert report["weight"] == toy.ROWS
+
+
+@pytest.mark.parametrize("features", [(PAIRS,), (PAIRS, "lora:rank=2"), (PAIRS, "dropout:rate=0.0")])
+def test_the_first_loss_of_dpo_is_ln_2(features):
+    trainer = program(*features)
+    (value, report), _ = loss(trainer, trainer.init(0))
+    assert value == pytest.approx(math.log(2), abs=1e-6)
+    assert report["reward_margin"] == pytest.approx(0, abs=1e-5)
+
+
+def test_with_adapters_the_reference_is_the_base():
+    trainer = program(PAIRS, "lora:rank=2")
+    assert not trainer.trained.frozen, "it takes no memory of its own"
+    state = moved(trainer)
+    (value, _), batch = loss(trainer, state)
+    base = {p: x if not p.endswith("lora_b") else 0 * x for p, x in state.params.items()}
+    scores = [
+        sequence_scores(trainer, state.params, batch, a) - sequence_scores(trainer, base, batch, a)
+        for a in ("chosen", "rejected")
+    ]
+    np.testing.assert_allclose(value, np.log1p(np.exp(-0.1 * (scores[0] - scores[1]))).mean(), rtol=1e-5)
+
+
+def test_distillation_is_its_formula():
+    trainer = program("distill:temperature=2.0,alpha=0.7", **{"objective.loss_chunk": 5})
+    state = moved(trainer)
+    (value, report), batch = loss(trainer, state)
+    teacher = reference_params(state, "objective.teacher.")
+    own, other_log_probs = (log_softmax(trainer, p, batch["tokens"], 2.0) for p in (state.params, teacher))
+    weights = batch["weights"]
+    divergence = ((np.exp(other_log_probs) * (other_log_probs - own)).sum(-1) * weights).sum() / weights.sum()
+    picked = np.take_along_axis(log_softmax(trainer, state.params, batch["tokens"]), batch["targets"][..., None], -1)
+    entropy = -(picked[..., 0] * weights).sum() / weights.sum()
+    np.testing.assert_allclose(report["teacher_kl"], divergence, rtol=1e-4)
+    np.testing.assert_allclose(report["cross_entropy"], entropy, rtol=1e-5)
+    np.testing.assert_allclose(value, 0.7 * 4 * divergence + 0.3 * entropy, rtol=1e-5)
+
+
+def test_a_model_that_is_its_own_teacher_has_no_divergence():
+    trainer = program("distill:temperature=3.0,alpha=1.0")
+    (value, report), _ = loss(trainer, trainer.init(0))
+    assert abs(report["teacher_kl"]) < 1e-6
+    assert abs(value) < 1e-5
+
+
+def test_evaluation_of_a_distilled_model_is_its_own_loss():
+    trainer, plain = program("distill:temperature=2.0"), program()
+    state = moved(trainer)
+    batch = trainer.put(toy.batch())
+    got = trainer.eval_step(state, batch)
+    fresh = plain.init(0)
+    expected = plain.eval_step(fresh.replace(params=state.params), batch)
+    np.testing.assert_allclose(got["loss_sum"], expected["loss_sum"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("feature", [PAIRS, "distill:temperature=2.0"])
+def test_frozen_models_hold_no_state_of_the_optimizer_and_begin_as_the_model(feature):
+    trainer = program(feature)
+    frozen = [p for p in trainer.state.variables if p.startswith("objective.")]
+    assert len(frozen) == len(trainer.functional.abstract)
+    moments = list(flatten(trainer.state.learner))
+    assert any("decoder" in path for path in moments)
+    assert not any("objective" in path for path in moments)
+    assert not any(path.startswith("objective.") for path in trainer.state.params)
+    state = trainer.init(0)
+    for path in frozen:
+        np.testing.assert_array_equal(state.variables[path], state.params[path.split(".", 2)[2]])
+    plain = program().init(0)
+    for path, value in plain.params.items():
+        np.testing.assert_array_equal(state.params[path], value, err_msg="the model begins as it does without")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", [PAIRS, "distill:temperature=2.0"])
+def test_an_objective_goes_with_a_pipeline(feature):
+    plain = program(feature)
+    state = moved(plain)
+    (value, _), _ = loss(plain, state)
+    split = program(feature, "pipeline:microbatches=4", devices=8, shape={"pipeline": 2, "fsdp": 4})
+    (value_there, _), _ = loss(split, jax.device_get(state))
+    np.testing.assert_allclose(value_there, value, rtol=1e-5)
+
+
+def test_a_model_of_images_is_refused():
+    cfg = toy.resolve("vit-b16").config
+    objective = toy.resolve(toy.small("quickstart"), with_=["distill"]).config.objective
+    with pytest.raises(ConfigError, match="this objective is for language models"):
+        compose(patch(cfg, {"objective": objective}), jax.devices()[:1])
+
+
+def test_a_teacher_of_another_vocabulary_is_refused():
+    cfg = toy.resolve(toy.small("quickstart"), with_=["distill"]).config
+    teacher = patch(cfg.model, {"vocab_size": 128})
+    with pytest.raises(ConfigError, match="the teacher predicts other tokens"):
+        compose(patch(cfg, {"objective.teacher": teacher, "objective.teacher_weights": "x"}), jax.devices()[:1])
+
+
+def test_a_reference_of_another_model_needs_weights():
+    cfg = toy.resolve(toy.small("quickstart"), with_=[PAIRS]).config
+    reference = patch(cfg.model, {"decoder.num_layers": 1})
+    with pytest.raises(ConfigError, match=r"objective\.reference: cannot begin with the weights of the trained model"):
+        compose(patch(cfg, {"objective.reference": reference}), jax.devices()[:1])
+
+
+# Whole runs, as users call them.
+
+
+def settings(*more):
+    return [w for s in (*SETTINGS, *TEXT, *more) for w in ("--set", s)]
+
+
+TEXT = ("input.tokenizer={type: byte-tokenizer}", "model.vocab_size=264", "trackers=[{type: jsonl}]")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A directory with preferences, text, and a run to begin with."""
+    folder = tmp_path_factory.mktemp("objectives")
+    rows = [{"prompt": f"{i} and ", "chosen": f"{i + 1}.", "rejected": f"{i}!"} for i in range(20)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (folder / "text.txt").write_text("".join(f"{i} and {i + 1}.\n" for i in range(10)) * 20)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder)
+        source = "input.source={type: files, paths: text.txt}"
+        axlearn("train", "quickstart", "--run-dir", "base", "--steps", "3", *settings(source))
+    return folder
+
+
+FEATURES = {
+    "dpo": "dpo:data=pairs.jsonl,base=base",
+    "distill": "distill:teacher=base,temperature=2",
+}
+
+
+@pytest.mark.parametrize("kind", ["dpo", pytest.param("distill", marks=pytest.mark.slow)])
+def test_a_run_resumes_bit_identically_and_generates_without_the_objective(kind, home, monkeypatch):
+    monkeypatch.chdir(home)
+
+    def train(run_dir, steps):
+        more = ("log_every_steps=1", "evaluators={}", "checkpointer.every_steps=3")
+        axlearn(
+            "train", "base/config.yaml", "--with", FEATURES[kind], "--run-dir", run_dir, "--steps", str(steps),
+            *[w for s in more for w in ("--set", s)],
+        )  # fmt: skip
+
+    train(f"{kind}-whole", 5)
+    train(f"{kind}-parts", 3)
+    train(f"{kind}-parts", 5)
+    assert losses(home / f"{kind}-parts") == losses(home / f"{kind}-whole")
+    first = next(m for m in metrics(home / f"{kind}-whole") if "loss" in m)
+    if kind == "dpo":
+        assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
+        assert {"reward_margin", "reward_accuracy", "reward_chosen", "reward_rejected"} <= first.keys()
+    whole, base = open_weights(home / f"{kind}-whole"), open_weights(home / "base")
+    assert set(whole.specs()) == set(base.specs())
+    stored = whole.checkpoint.read({f"variables.objective.{'reference' if kind == 'dpo' else 'teacher'}.{p}": s
+                                    for p, s in base.specs().items()})  # fmt: skip
+    for path, value in base.read().items():
+        copied = next(x for p, x in stored.items() if p.endswith(f".{path}"))
+        np.testing.assert_array_equal(copied, value, err_msg="the frozen model is still that of the base")
+    axlearn("generate", f"{kind}-whole", "--prompt", "1 and ", "--max-tokens", "2")
+    axlearn("checkpoint", "export-hf", f"{kind}-whole", f"{kind}-hf")
+    exported = load_file(home / f"{kind}-hf" / "model.safetensors")
+    assert sum(x.size for x in exported.values()) == sum(s.size for s in whole.specs().values())
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "bad.jsonl, line 2: is not JSON"),
+        ('{"prompt": "a", "chosen": "b", "rejcted": "c"}', "line 2: has no field 'rejected'"),
+        ('{"prompt": "a", "chosen": "b", "rejected": 3}', "line 2: rejected is a int"),
+        ('{"prompt": "a", "chosen": "", "rejected": "c"}', "line 2: chosen is empty"),
+        ('{"prompt": "a", "chosen": "c", "rejected": "c"}', "line 2: chosen and rejected are equal"),
+        (json.dumps({"prompt": "a" * 90, "chosen": "b", "rejected": "c"}), "line 2: the pair is longer than a row"),
+    ],
+)
+def test_bad_rows_are_refused_by_line(line, message, home, monkeypatch):
+    monkeypatch.chdir(home)
+    (home / "bad.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' + line + "\n")
+    error_text = axlearn(
+        "train", "quickstart", "--with", "dpo:data=bad.jsonl", "--run-dir", "bad", "--steps", "1", *settings(), code=2
+    )
+    assert message in error_text.stderr
+    assert "fix:" in error_text.stderr or "expected:" in error_text.stderr
+    assert not (home / "bad").exists()
+
+
+def test_weights_that_are_not_there_are_refused_before_anything_is_written(home, monkeypatch):
+    monkeypatch.chdir(home)
+    error_text = axlearn("train", "base/config.yaml", "--with", "distill:teacher=nowhere", "--run-dir", "none", code=2)
+    assert "nowhere" in error_text.stderr
+    objective = "objective={type: dpo, reference_weights: nowhere}"
+    error_text = axlearn(
+        "train", "base/config.yaml", "--with", PAIRS, "--set", objective, "--set", "evaluators={}", "--run-dir", "none",
+        code=2,
+    )  # fmt: skip
+    assert "nowhere" in error_text.stderr
+    assert not (home / "none").exists()

@@ -1,0 +1,29 @@
+"""Models that transformers makes and computes while the tests run, where it and torch are installed."""
+
+import functools
+import importlib.util
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[4] / "scripts/make_hf_fixtures.py"
+MARKS = (
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not all(map(importlib.util.find_spec, ("torch", "transformers"))), reason="needs the dependency group parity"
+    ),
+)
+
+_MADE: list[tempfile.TemporaryDirectory] = []
+
+
+@functools.cache
+def made_now(name):
+    """A folder as the fixture of this name is one, with other weights."""
+    _MADE.append(tempfile.TemporaryDirectory())  # deleted when the process ends
+    to = _MADE[-1].name
+    subprocess.run([sys.executable, SCRIPT, "--to", to, "--seed", "1000", name], check=True, stdout=subprocess.DEVNULL)
+    return Path(to) / name

@@ -1,0 +1,128 @@
+"""Families: tables that cover the models, both ways; what they are made of; weights placed on many devices."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from axlearn_core.compose import Functional, compose
+from axlearn_core.config import patch
+from axlearn_core.errors import RequestError
+from axlearn_core.plugins.registry import registry
+from axlearn_core.plugins.resolve import resolve
+from axlearn_plugins_models.huggingface import stream
+from axlearn_plugins_models.huggingface.family import PREFIX, Settings, families, family, family_of
+from axlearn_plugins_models.huggingface.rope import read_rope
+from axlearn_plugins_models.huggingface.source import open_model
+from axlearn_plugins_models.huggingface.table import Axes
+
+FIXTURES = Path(__file__).parent / "fixtures"
+MODELS = sorted(p.name for p in FIXTURES.iterdir())
+ROOT = Path(__file__).parents[4]
+
+
+def bits(source):
+    """name -> bytes in the files."""
+    return {n: t.rows(0, t.shape[0]).tobytes() for n, t in source.stored.items()}
+
+
+def written(source, params):
+    """name -> bytes that an export would write."""
+    outputs = [(n, source.stored[n].dtype, t.shape) for n, t in source.tensors.items()]
+    actual = stream.values(source.tensors, params, [outputs])
+    return {name: value.tobytes() for (name, _, _), value in zip(outputs, actual, strict=True)}
+
+
+QUICK = {"deepseek-v3", "gemma3", "gpt2", "llama3", "qwen3-moe"}
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
+def test_every_tensor_comes_back_and_the_config_too(name, monkeypatch):
+    monkeypatch.setattr(stream, "SLICE", 1500)  # so that these small tensors are read in slices
+    source = open_model(FIXTURES / name)
+    state = compose(source.config, jax.devices()[:1]).state
+    params = source.read({**state.params, **state.variables})
+    assert all(x.dtype == np.float32 for x in params.values())
+    assert written(source, params) == bits(source)
+    assert source.family.differences(source.data, source.config) == []
+    assert source.notes == ()
+    if not name.startswith("deepseek"):
+        assert source.family.differences(source.family.config_json(source.config), source.config) == []
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt2"])
+def test_weights_are_placed_on_many_devices(name, monkeypatch):
+    monkeypatch.setattr(stream, "SLICE", 1500)
+    shape = {"expert": 2, "fsdp": 2, "tensor": 2} if name == "qwen3-moe" else {"fsdp": 4, "data": 2}
+    source = open_model(FIXTURES / name, set=["mesh.rules.vocab=[]", f"mesh.shape={shape}"])
+    params = source.read(compose(source.config).state.params)
+    assert any(not x.sharding.is_fully_replicated for x in params.values())
+    one = source.read(compose(patch(source.config, {"mesh.shape": {}}), jax.devices()[:1]).state.params)
+    assert all(np.array_equal(params[p], one[p]) for p in one)
+
+
+def test_a_family_is_at_most_sixty_lines():
+    for name in families():
+        entry = registry().entry("components", PREFIX + name)
+        module = entry.value.partition(":")[0]
+        own = [n for n in families() if registry().entry("components", PREFIX + n).value.startswith(f"{module}:")]
+        plugin, *parts = module.split(".")
+        folder = ROOT / "plugins" / plugin.removeprefix("axlearn_plugins_") / "src" / plugin
+        path = folder.joinpath(*parts).with_suffix(".py")
+        code = [line for line in path.read_text().splitlines() if line.strip()]
+        assert len(code) <= 60 * len(own), name
+
+
+def test_qwen3_has_30_billion_parameters_and_uses_3():
+    model = Functional.of(resolve("qwen3-30b-a3b").config.model)
+    experts = sum(x.size for p, x in model.abstract.items() if "experts" in model.axes[p] and "router" not in p)
+    assert round(model.num_parameters / 1e9, 1) == 30.5
+    assert round((model.num_parameters - experts * (128 - 8) / 128) / 1e9, 2) in (3.3, 3.35)
+
+
+def test_a_run_that_was_not_imported_finds_its_family():
+    config = resolve("quickstart").config
+    result, data = family_of(config)
+    assert result.model_type == "llama"
+    assert (data["hidden_size"], data["tie_word_embeddings"], data["num_key_value_heads"]) == (128, False, None)
+    assert family_of(resolve("qwen3-30b-a3b").config)[0].model_type == "qwen3_moe"
+    with pytest.raises(RequestError, match=r"no family describes .*this model"):
+        family_of(resolve("quickstart", with_=["alibi"]).config)
+    with pytest.raises(RequestError, match="lacks parts"):
+        family_of(patch(config, {"model.decoder.layer.attention.position": None}))
+    with pytest.raises(RequestError, match=r"softcap: None, here 3.0"):
+        family_of(
+            patch(config, {"model.decoder.layer.attention.softcap": 3.0, "model.decoder.layer.attention.window": 9})
+        )
+
+
+def test_a_parameter_without_counterpart_is_named():
+    with pytest.raises(RequestError, match=r"lora_a.*no counterpart[\s\S]*lora merge"):
+        open_model(FIXTURES / "llama3", with_=["lora"])
+
+
+@pytest.mark.parametrize("model_type", ["llama"])
+def test_older_files_say_the_same(model_type):
+    """What transformers 4 wrote, and files that leave out what is usual."""
+    old = {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}, "max_position_embeddings": 64}
+    assert read_rope(Settings(old)) == {
+        "type": "rope", "theta": 5e5, "scaling": {"type": "linear-rope-scaling", "factor": 2.0}
+    }  # fmt: skip
+    sizes = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "intermediate_size": 8,
+    }
+    result, unread = family(model_type).resolve({**sizes, "torch_dtype": "float32", "new_key": 1})
+    assert result.config.model.decoder.layer.attention.num_kv_heads is None
+    assert result.config.model.decoder.head is not None
+    assert unread == ["new_key"]
+
+
+@pytest.mark.parametrize("pattern", ["a b -> a c", "(a b -> a", "a* b* -> a b", "a -> b a c"])
+def test_a_pattern_that_loses_an_axis_is_refused(pattern):
+    with pytest.raises(ValueError, match="both sides"):
+        Axes.of(pattern)

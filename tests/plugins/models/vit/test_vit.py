@@ -1,0 +1,172 @@
+"""The image classifier: against transformers' (a fixture of scripts/make_hf_fixtures.py), with features, on meshes, trained."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import made_now
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import axlearn_core as ax
+from axlearn_core import resolve
+from axlearn_core.cli.train import suggestions
+from axlearn_core.compose import Functional, compose
+from axlearn_core.config import get
+from axlearn_core.errors import InputError, RequestError
+from axlearn_core.learn import AdamW, Learner
+from axlearn_plugins_models.huggingface.family import family_of
+from axlearn_plugins_models.huggingface.files import stored_tensors
+from axlearn_plugins_models.huggingface.runs import export_run, import_run
+from axlearn_plugins_models.huggingface.source import open_model
+from axlearn_plugins_models.vit.images import SHAPES, DrawnShapes, ImageArrays
+
+FIXTURE = Path(__file__).parent / "fixtures/vit"
+SMALL = {
+    "model.hidden_dim": 32,
+    "model.encoder.num_layers": 2,
+    "model.encoder.layer.attention.num_heads": 4,
+    "model.encoder.embedding.image_size": 16,
+    "input.image_size": 16,
+    "input.batch_size": 16,
+}
+
+
+@pytest.fixture(scope="module", params=["vit", pytest.param("vit now", marks=made_now.MARKS)])
+def imported(request):
+    """(source, parameters, a batch, what is expected)."""
+    folder = FIXTURE if request.param == "vit" else made_now.made_now("vit")
+    source = open_model(folder, set=["model.dtype=float32", "model.encoder.stack.mode=unrolled"])
+    params = source.read(compose(source.config, jax.devices()[:1]).state.params)
+    expected = load_file(folder / "expected.safetensors")
+    images = jnp.asarray(expected["pixels"].transpose(0, 2, 3, 1))
+    return source, params, {"images": images, "labels": jnp.asarray(expected["labels"])}, expected
+
+
+def test_logits(imported):
+    source, params, batch, expected = imported
+    got = np.asarray(source.model.bind(params)(batch["images"]), np.float64)
+    assert np.abs(got - expected["logits"]).max() < 1e-4
+    assert np.linalg.norm(got - expected["logits"]) < 1e-5 * np.linalg.norm(expected["logits"])
+    assert source.notes == ()
+
+
+@pytest.mark.slow
+def test_three_steps_of_adamw(imported):
+    source, params, batch, expected = imported
+    optimizer = AdamW(learning_rate=3e-3, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
+    config = ax.patch(source.config, {"learner": Learner.Config(optimizer=optimizer, max_grad_norm=None)})
+    functions = config.functions(Functional.of(config.model))
+    learner = config.learner.build(max_steps=10, axes=source.model.axes)
+    shapes = jax.eval_shape(functions["init"].call, jax.random.key(0))
+    state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    state = state.replace(params=params, learner=learner.init(params))
+    train, losses = jax.jit(functions["train"].call), []
+    for _ in expected["losses"]:
+        state, summaries = train(state, batch)
+        losses.append(float(summaries["loss"]))
+    assert np.abs(np.asarray(losses) - expected["losses"]).max() < 1e-4
+
+
+def test_a_round_trip_changes_no_bit(tmp_path):
+    source = tmp_path / "hf"
+    shutil.copytree(FIXTURE, source)
+    (source / "expected.safetensors").unlink()
+    import_run(source, tmp_path / "run")
+    export_run(tmp_path / "run", tmp_path / "out")
+    one, other = (stored_tensors(d) for d in (source, tmp_path / "out"))
+    assert {n: t.rows(0, t.shape[0]).tobytes() for n, t in one.items()} == {
+        n: t.rows(0, t.shape[0]).tobytes() for n, t in other.items()
+    }
+    assert json.loads((tmp_path / "out/config.json").read_text()) == json.loads((source / "config.json").read_text())
+    with pytest.raises(RequestError, match="has no tokenizer"):
+        ax.load(tmp_path / "run").generate("a")
+
+
+def test_families_of_text_and_of_images_keep_apart():
+    result, data = family_of(ax.resolve("vit-b16").config)
+    assert (result.model_type, data["hidden_size"], len(data["id2label"])) == ("vit", 768, 1000)
+    assert family_of(ax.resolve("quickstart").config)[0].model_type == "llama"
+    with pytest.raises(RequestError, match=r"pool: .*token"):
+        family_of(ax.resolve("vit-tiny", set={"model.pool": "mean"}).config)
+
+
+def test_the_published_size():
+    # 86,567,656: https://huggingface.co/google/vit-base-patch16-224
+    assert Functional.of(ax.resolve("vit-b16").config.model).num_parameters == 86_567_656
+
+
+@pytest.mark.slow
+def test_it_trains_evaluates_and_continues(tmp_path):
+    settings = {**SMALL, "learner.optimizer": {"type": "adamw", "learning_rate": 3e-3}, "input.held_out": 24,
+                "trackers": [{"type": "jsonl"}], "evaluators": {"eval": {"type": "loss-evaluator"}}}  # fmt: skip
+    run = lambda name, steps: ax.train("vit-tiny", set=settings, steps=steps, run_dir=tmp_path / name)  # noqa: E731
+    whole = run("whole", 30)
+    assert whole.metrics["eval_loss"] < np.log(len(SHAPES)) - 0.05
+    run("parts", 15)
+    assert run("parts", 30).metrics["loss"] == whole.metrics["loss"]
+
+
+MESHES = {"tensor": {"data": 2, "fsdp": 2, "tensor": 2}, "experts": {"expert": 4, "fsdp": 2}}
+TOGETHER = [
+    ("tensor", ["lora:target=model.**", "remat", "scan", "ema"]),
+    ("tensor", ["quantization", "rope", "gradient-accumulation:steps=2", "precision:dtype=bfloat16"]),
+    ("experts", ["moe:num_experts=8", "alibi", "optimizer-precision"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "features"), [TOGETHER[0], *(pytest.param(*t, marks=pytest.mark.slow) for t in TOGETHER[1:])]
+)
+def test_features_and_meshes_of_decoders_serve_it(mesh, features):
+    more = {"model.hidden_dim": 64, "mesh.shape": MESHES[mesh]}
+    config = ax.resolve("vit-tiny", with_=features, set={**SMALL, **more}).config
+    program = compose(config, jax.devices()[:8])
+    state = program.init(0)
+    assert any(not x.sharding.is_fully_replicated for x in state.params.values())
+    batch = next(config.input.build(seed=0).train())
+    _, summaries = program.train_step(state, program.put(batch))
+    assert 0.5 < float(summaries["loss"]) < 4
+
+
+def test_drawn_shapes_are_of_all_kinds_and_of_their_number_alone():
+    source = DrawnShapes.Config(batch_size=64, image_size=16).build(seed=0)
+    batches = source.train()
+    first = next(batches)
+    assert set(first["labels"]) == set(range(len(SHAPES)))
+    assert not np.array_equal(next(batches)["labels"], first["labels"])
+    own_rows = DrawnShapes.Config(batch_size=8, image_size=16).build(seed=0, process_index=1, process_count=2).train()
+    np.testing.assert_array_equal(next(own_rows)["images"], first["images"][4:8])
+
+
+def test_what_is_wrong_with_images_is_said(tmp_path):
+    images = np.zeros((4, 8, 8, 3), np.uint8)
+    np.savez(tmp_path / "float.npz", images=images.astype(np.float32), labels=np.zeros(4, int))
+    np.savez(tmp_path / "lacks.npz", images=images)
+    np.savez(tmp_path / "right.npz", images=images, labels=np.zeros(4, int))
+    for name, reason in (("float", "got: images float32"), ("lacks", "labels"), ("none", "no file of images matches")):
+        with pytest.raises(InputError, match=reason):
+            ImageArrays.Config(batch_size=2, paths=str(tmp_path / f"{name}.npz")).build(seed=0)
+    with pytest.raises(InputError, match="no image is held out"):
+        ImageArrays.Config(batch_size=2, paths=str(tmp_path / "right.npz"), held_out=0.01).build(seed=0).evaluation()
+    with pytest.raises(RequestError, match=r"got: 1 over 2|batch_size"):
+        DrawnShapes.Config(batch_size=1, image_size=8).build(seed=0, process_count=2)
+    with pytest.raises(RequestError, match=r"patch_size: does not divide image_size[\s\S]*got: 8 of 20"):
+        ax.resolve("vit-tiny", set={"model.encoder.embedding.image_size": 20}).checked()
+    config = ax.resolve("vit-tiny", set={**SMALL, "input.image_size": 24}).config
+    with pytest.raises(RequestError, match=r"images of another size\s+got: \[24, 24, 3\]\s+expected: \[16, 16, 3\]"):
+        compose(config, jax.devices()[:1]).compile("train", next(config.input.build(seed=0).train()))
+
+
+def test_what_is_suggested_after_a_run_can_be_done_with_it(tmp_path):
+    for experiment, commands in {
+        "vit-tiny": ["report", "config"],
+        "quickstart": ["generate", "report", "config"],
+    }.items():
+        (tmp_path / "config.yaml").write_text(resolve(experiment).to_yaml())
+        lines = suggestions(experiment, tmp_path)
+        assert [line.split()[1] for line in lines] == commands
+        get(resolve(experiment).config, lines[-1].split()[-1])  # it exists

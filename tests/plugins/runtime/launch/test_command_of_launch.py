@@ -1,0 +1,150 @@
+"""`axlearn launch` up to where processes would start: jobs, dry runs, and what is wrong."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+
+from axlearn_core.contracts.target import Machine, Target
+from axlearn_core.errors import RequestError
+from axlearn_core.plugins.resolve import resolve
+from axlearn_plugins_runtime.launch.agent import Agent, Setup
+from axlearn_plugins_runtime.launch.check import check_hosts, make_job, reduced_words
+from axlearn_plugins_runtime.launch.job import parse_options
+from axlearn_plugins_runtime.launch.local import LocalOptions
+from axlearn_plugins_runtime.launch.ray import RayLauncher
+
+GPU = Target(name="h100", size="hosts", platform="gpu", chips_per_host=8)
+
+
+def config(**settings):
+    return resolve("quickstart", set={"max_steps": 3, **settings}).config
+
+
+def test_a_dry_run_prints_what_every_host_runs(tmp_path):
+    words = ("--set", "seed=3", "--steps", "7", "--with", "watchdog", "--run-dir", str(tmp_path / "run"))
+    result = tiny.axlearn("launch", "quickstart", "--on", "local", "--hosts", "2", "--spares", "1", "--dry-run", *words)
+    assert f"axlearn train quickstart --with watchdog --set seed=3 --steps 7 --run-dir {tmp_path}/run" in result.stdout
+    assert f"JAX_COMPILATION_CACHE_DIR={tmp_path}/run/launch/compiled" in result.stdout
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_file_travels_with_the_job(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("experiment: quickstart\nset: {max_steps: 3}\n")
+    job = make_job(str(file), {"set_": ["seed=1"]}, run_dir="s3://bucket/My Run", hosts=2)
+    assert job.document == file.read_text()
+    assert job.run_dir == "s3://bucket/My Run"
+    assert job.name == "my-run"
+    assert job.train_words("/there/run.yaml")[:4] == ("train", "/there/run.yaml", "--set", "seed=1")
+
+
+def test_the_run_files_that_a_run_file_begins_with_travel_too(tmp_path):
+    folder = tmp_path / "team"
+    folder.mkdir()
+    first, second, third = tmp_path / "run.yaml", folder / "base.yaml", tmp_path / "base.yaml"
+    third.write_text("{experiment: quickstart, set: {seed: 5}}\n")
+    second.write_text(f'{{"experiment": "{third}", "set": {{"log_every_steps": 6}}}}')
+    first.write_text(f"# ours\nexperiment: {second}  # theirs\nset: {{max_steps: 4}}\n")
+    job = make_job(str(first), {}, run_dir="s3://bucket/run")
+    remote_folder = tmp_path / "there"
+    files = job.files(str(remote_folder))
+    assert [Path(path).name for path in files] == ["run.yaml", "base.yaml", "2-base.yaml"]
+    assert files[f"{remote_folder}/run.yaml"].startswith("# ours\n")
+    remote_folder.mkdir()
+    for path, text in files.items():
+        Path(path).write_text(text)
+    for path in (first, second, third):
+        path.unlink()
+    again = resolve(next(iter(files))).config
+    assert (again.seed, again.log_every_steps, again.max_steps) == (5, 6, 4)
+    assert again == job.config
+
+
+def test_every_launcher_ships_them(tmp_path):
+    base, file = tmp_path / "base.yaml", tmp_path / "run.yaml"
+    base.write_text("experiment: quickstart\nset: {seed: 5, max_steps: 3}\n")
+    file.write_text(f"experiment: {base}\n")
+    for words in (
+        ("slurm", "--run-dir", str(tmp_path / "run")),
+        ("kubernetes", "--run-dir", "gs://bucket/run", "--option", "image=x"),
+        ("sky", "--run-dir", "s3://bucket/run"),
+    ):
+        text = tiny.axlearn("launch", str(file), "--hosts", "2", "--dry-run", "--on", *words).stdout
+        assert "set: {seed: 5, max_steps: 3}" in text, words[0]
+        assert f"experiment: {base}" not in text, words[0]
+    agent = Agent(Setup(words=("train", str(file)), document=file.read_text(), bases={str(base): base.read_text()}))
+    try:
+        base.unlink()
+        assert resolve(agent.words[1]).config.seed == 5
+    finally:
+        agent.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--on", "rai"), "did you mean: ray"),
+        (("--on", "local", "--option", "freze-seconds=3"), "did you mean: freeze-seconds"),
+        (("--on", "local", "--option", "freeze-seconds=soon"), "expected: a number"),
+        (("--on", "local", "--option", "crash-loop=0"), "crash_loop"),
+        (("--on", "local", "--option", "compile-cache=maybe"), "expected: true or false"),
+        (("--on", "local", "--env", "A"), "expected NAME=VALUE"),
+        (("--on", "local", "--env", "A=1", "--env", "A=2"), "given twice"),
+        (("--on", "local", "--hosts", "3", "--set", "mesh.shape={data: 4}"), "which 3 processes cannot share equally"),
+        (("--on", "local", "--hosts", "3", "--set", "input.batch_size=8"), "input.batch_size 8 cannot be shared"),
+        (("--on", "local", "--hosts", "2", "--set", "seedd=1"), "did you mean: seed"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_starts(tmp_path, words, message):
+    result = tiny.axlearn("launch", "quickstart", "--run-dir", str(tmp_path / "run"), *words, code=2)
+    assert message in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_ray_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.setattr("axlearn_plugins_runtime.launch.ray.find_spec", lambda name: None)
+    with pytest.raises(RequestError, match=r"pip install \"axlearn-plugins-runtime\[ray\]\""):
+        RayLauncher().check()
+
+
+def test_the_hosts_of_a_target():
+    machine = Machine(name="h100-8x4", target=GPU, chips=32, domains=4, chips_per_host=8)
+    assert check_hosts(config(), machine, None, 1) == 4
+    with pytest.raises(RequestError, match="has 4 hosts of 8 chips"):
+        check_hosts(config(), machine, 3, 1)
+    assert check_hosts(config(), None, None, 1) == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "fewer", "words"),
+    [
+        ({}, 2, ()),
+        ({}, 3, None),  # 8 rows
+        ({"data": -1}, 2, ()),
+        ({"data": 4}, 2, ("--set", "mesh.shape.data=2")),
+        ({"data": 2, "fsdp": 2}, 2, ("--set", "mesh.shape.data=1")),
+        ({"fsdp": 4}, 1, ("--set", "mesh.shape.fsdp=1")),
+        ({"tensor": 4}, 2, None),  # another layout of the model: not a smaller data-parallel size
+        ({"data": 1, "tensor": 4}, 2, None),
+        ({"tensor": -1}, 2, None),
+    ],
+)
+def test_which_meshes_may_shrink(shape, fewer, words):
+    result = config(**{"mesh.shape": shape, "input.batch_size": 8})
+    assert reduced_words(result, None, 4, fewer, 4) == words
+
+
+def test_a_smaller_target():
+    machine = Machine(name="h100-8x4", target=GPU, chips=32, domains=4, chips_per_host=8)
+    assert reduced_words(config(), machine, 4, 3, 32) == ("--target", "h100-8x3")
+
+
+def test_options_have_the_types_of_their_fields():
+    options = parse_options(
+        LocalOptions, {"freeze-seconds": "2.5", "budget-user": "0", "compile-cache": "false"}, "local"
+    )
+    limits = options.limits()
+    assert (limits.freeze_seconds, limits.budgets["user"], options.compile_cache) == (2.5, 0, False)

@@ -1,0 +1,60 @@
+"""Compares log-probabilities of steps with those of a training program's `score`, bit for bit."""
+
+import attrs
+import jax
+import numpy as np
+from serving_models import SIZES, Requests, prompts
+
+from axlearn_core.compose import Functional
+from axlearn_core.compose.model_program import ModelProgram
+from axlearn_core.config import map as map_nodes
+from axlearn_plugins_serving.contracts import Sampling
+from axlearn_plugins_serving.runner import ModelRunner
+from axlearn_plugins_transformer.functions import ScoreBucket
+
+
+def invariant(cfg):
+    """The model with the kernel of attention that does not depend on the batch."""
+
+    def place(part):
+        caches = {"kv_cache", "latent_cache"} & {a.name for a in attrs.fields(type(part))}
+        return attrs.evolve(part, kernel="invariant") if caches else part
+
+    return map_nodes(cfg, place)
+
+
+class Scores:
+    """`score` of the training program, one target at a time."""
+
+    def __init__(self, cfg, of, rows=2, length=48):
+        self.program = ModelProgram(Functional.of(invariant(cfg)), jax.local_devices()[:1])
+        self.weights = self.program.place(self.program.functional.weights_of(of))
+        self.shape = rows, length
+        self.score = self.program.compile("score", ScoreBucket(rows, length, 32))
+
+    def __call__(self, tokens, first):
+        """The log-probability of each of tokens[first:]."""
+        values = []
+        for at in range(first, len(tokens)):
+            inputs, targets, counted = (np.zeros(self.shape, t) for t in (np.int32, np.int32, bool))
+            inputs[0, : len(tokens)] = tokens
+            targets[0, at - 1], counted[0, at - 1] = tokens[at], True
+            values.append(np.asarray(self.score(self.weights, inputs, targets, counted)[0])[0])
+        return np.asarray(values, np.float32)
+
+
+def check_parity_scores(cfg, of, seeds=2, **sizes):
+    runner = ModelRunner.Config(**{**SIZES, **sizes}, mode="parity").build(model=of)
+    scores = Scores(cfg, of)
+    compared = 0
+    for seed in range(seeds):
+        rng = np.random.default_rng(seed)
+        some = prompts(rng, of.vocab_size)
+        requests = Requests(runner, some, [Sampling(temperature=1.0, logprobs=0)] * len(some), rng=rng)
+        requests.random_steps(8)
+        for prompt, output, results in zip(some, requests.outputs, requests.results, strict=True):
+            logprobs = [x.logprob for result in results for x in result.logprobs or ()]
+            expected = scores(prompt + output, len(prompt))
+            assert np.asarray(logprobs, np.float32).tobytes() == expected.tobytes()
+            compared += len(logprobs)
+    assert compared >= 32 * seeds

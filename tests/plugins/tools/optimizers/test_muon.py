@@ -1,0 +1,131 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax.contrib import MuonDimensionNumbers, muon
+
+from axlearn_core.config import configure
+from axlearn_core.errors import RequestError
+from axlearn_core.learn import AdamW, Learner, ParameterRule, without_state
+from axlearn_plugins_tools.optimizers.muon import Muon, matrix_axes
+
+
+@pytest.mark.parametrize(
+    ("axes", "expected"),
+    [
+        (("embed", "mlp"), ((0,), (1,))),
+        (("mlp", "embed"), ((0,), (1,))),
+        (("layers", "embed", "mlp"), ((1,), (2,))),
+        (("layers", "experts", "mlp", "embed"), ((2,), (3,))),
+        (("layers", "embed", "heads", "head_dim"), ((1,), (2, 3))),
+        (("layers", "heads", "head_dim", "embed"), ((1, 2), (3,))),
+        (("embed", "embed"), ((0,), (1,))),
+        (("layers", "heads", "head_dim", "rank"), ((1, 2), (3,))),
+        (("rank", "heads", "head_dim"), ((0,), (1, 2))),
+        (("vocab", "embed"), None),
+        (("embed", "vocab"), None),
+        (("layers", "norm"), None),
+        (("norm",), None),
+    ],
+)
+def test_logical_axes_say_which_dimensions_form_a_matrix(axes, expected):
+    assert matrix_axes("w", axes) == (expected and MuonDimensionNumbers(*expected))
+
+
+@pytest.mark.parametrize("axes", [None, {"w": (None, None)}])
+def test_muon_without_axes_is_refused_rather_than_guessed(axes):
+    with pytest.raises(RequestError, match=r"'w'.*no logical axis names"):
+        Learner.Config(optimizer=Muon()).build(max_steps=3, axes=axes).init({"w": jnp.ones((3, 4))})
+
+
+def normal(seed, shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
+
+
+def orthogonal(matrix, tolerance):
+    """Newton-Schulz brings singular values near 1, not to it."""
+    values = np.linalg.svd(matrix, compute_uv=False)
+    assert abs(values - 1).max() < tolerance, values
+
+
+def test_muon_orthogonalises_each_matrix_of_a_stack_and_leaves_the_rest_to_adamw():
+    axes = {"q": ("layers", "embed", "heads", "head_dim"), "norm": ("layers", "norm"), "e": ("vocab", "embed")}
+    shapes = {"q": (3, 16, 2, 4), "norm": (3, 16), "e": (11, 16)}
+    params = {p: normal(0, s) for p, s in shapes.items()}
+    grads = {p: normal(1, s) for p, s in shapes.items()}
+    optimizer = Muon(learning_rate=1.0, rms=0.2, weight_decay=0.0)
+    instance = Learner.Config(optimizer=optimizer, max_grad_norm=None).build(max_steps=3, axes=axes)
+    with jax.numpy_dtype_promotion("strict"):
+        new, _, _ = jax.jit(instance.update)(grads, instance.init(params), params, jnp.float32(0))
+    for layer in range(3):
+        update = (params["q"][layer] - new["q"][layer]).reshape(16, 8)
+        orthogonal(update / (0.2 * 16**0.5), 0.35)
+    plain = Learner.Config(optimizer=AdamW(learning_rate=1.0, weight_decay=0.0), max_grad_norm=None).build(max_steps=3)
+    rest = {p: params[p] for p in ("norm", "e")}
+    expected, _, _ = jax.jit(plain.update)({p: grads[p] for p in rest}, plain.init(rest), rest, jnp.float32(0))
+    for path in rest:
+        np.testing.assert_allclose(new[path], expected[path], rtol=1e-6)
+
+
+def test_muon_on_plain_matrices_is_optax_s():
+    params = {"w": normal(0, (6, 10))}
+    instance = Learner.Config(optimizer=Muon(learning_rate=0.1), max_grad_norm=None).build(
+        max_steps=9, axes={"w": ("embed", "mlp")}
+    )
+    reference = muon(0.1, weight_decay=0.1, consistent_rms=0.2)
+    state, other, theirs = instance.init(params), reference.init(params), params
+    ours, update = jax.jit(instance.update), jax.jit(reference.update)
+    for i in range(3):
+        grads = {"w": normal(i + 1, (6, 10))}
+        params, state, _ = ours(grads, state, params, jnp.float32(0))
+        updates, other = update(grads, other, theirs)
+        theirs = optax.apply_updates(theirs, updates)
+    np.testing.assert_allclose(params["w"], theirs["w"], rtol=2e-5, atol=1e-6)
+
+
+def test_muon_takes_the_decay_mask_for_both_of_its_parts():
+    axes = {"w": ("embed", "mlp"), "scale": ("norm",)}
+    params = {"w": jnp.eye(4), "scale": jnp.ones((4,))}
+    rules = (ParameterRule(pattern="*", weight_decay=False),)
+    zero = jax.tree.map(jnp.zeros_like, params)
+    for param_rules, moves in ((rules, False), ((), True)):
+        instance = Learner.Config(optimizer=Muon(learning_rate=0.1), rules=param_rules).build(max_steps=3, axes=axes)
+        new, _, _ = jax.jit(instance.update)(zero, instance.init(params), params, jnp.float32(0))
+        assert {p: bool((new[p] != params[p]).any()) for p in params} == {"w": moves, "scale": moves}
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_both_lower_a_loss(name):
+    optimizer = {"adamw": AdamW, "muon": Muon}[name](learning_rate=0.2)
+    target = normal(1, (8, 8))
+    params = {"w": jnp.zeros((8, 8))}
+    instance = Learner.Config(optimizer=optimizer).build(max_steps=60, axes={"w": ("embed", "mlp")})
+    state = instance.init(params)
+
+    @jax.jit
+    def step(state, params):
+        loss_of = without_state(lambda p, _: (jnp.mean((p["w"] - target) ** 2), {}))
+        (loss, *_), grads = instance.value_and_grad(loss_of, params, {}, {})
+        return loss, instance.update(grads, state, params, loss)
+
+    losses = []
+    for _ in range(60):
+        loss, (params, state, _) = step(state, params)
+        losses.append(float(loss))
+    assert losses[-1] < 0.25 * losses[0]
+
+
+def test_muon_leaves_alone_what_a_rule_gives_another_optimizer():
+    axes = {"w": ("embed", "mlp"), "bias": ("experts",)}
+    params = {"w": normal(0, (4, 6)), "bias": jnp.zeros((3,))}
+    grads = {"w": normal(1, (4, 6)), "bias": jnp.asarray([1.0, -2.0, 0.0])}
+    rule = ParameterRule(pattern="bias", optimizer=configure(optax.sgd, learning_rate=0.5))
+    both = Learner.Config(optimizer=Muon(learning_rate=0.1), rules=(rule,)).build(max_steps=3, axes=axes)
+    alone = Learner.Config(optimizer=Muon(learning_rate=0.1)).build(max_steps=3, axes={"w": axes["w"]})
+    rest = {"w": params["w"]}
+    new, state, _ = jax.jit(both.update)(grads, both.init(params), params, jnp.float32(0))
+    expected, _, _ = jax.jit(alone.update)({"w": grads["w"]}, alone.init(rest), rest, jnp.float32(0))
+    np.testing.assert_allclose(new["w"], expected["w"], rtol=1e-6)
+    assert np.sign(new["bias"]).tolist() == [-1.0, 1.0, 0.0]
+    jax.jit(both.update)(grads, state, new, jnp.float32(0))
