@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Protocol, TypeVar
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import attrs
 
@@ -50,6 +51,38 @@ class KernelContext:
     platform: str
     target: str = ""
     gradients: bool = True
+
+
+class Call(Protocol[R_co]):
+    """What choosing a kernel asks of a call of an op; `axlearn_core.kernels.op.Op` is one."""
+
+    name: ClassVar[str]
+
+    def operands(self) -> Mapping[str, Any]:
+        """Name -> array, or its shape and dtype, of what kernels decide by."""
+        ...
+
+    def options(self) -> Mapping[str, Any]:
+        """Name -> hashable value, of the options that kernels decide by."""
+        ...
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """Name -> dtype of each of the `operands`."""
+        ...
+
+    def abstract(self) -> Self:
+        """The call with shapes and dtypes in place of arrays."""
+        ...
+
+    def reference(self) -> R_co:
+        """Computes it in plain JAX."""
+        ...
+
+    @classmethod
+    def path(cls) -> str:
+        """`"module:Class"`, by which kernels name their op."""
+        ...
 
 
 class Kernel(Protocol[O_contra, R_co]):

@@ -7,6 +7,8 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 import attrs
 import jax
 
+from axlearn_core.kernels.selection import choose
+
 R = TypeVar("R")
 Shape = tuple[int, ...]
 
@@ -83,9 +85,7 @@ class Op(Generic[R]):
         Raises:
             RequestError: the kernel does not exist or does not support this call.
         """
-        from axlearn_core.kernels import selection  # it chooses among ops' kernels, so it imports this module
-
-        return selection.choose(self, kernel)(self)
+        return choose(self, kernel)(self)
 
     @property
     def dtypes(self) -> dict[str, str]:

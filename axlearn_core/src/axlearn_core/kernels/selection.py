@@ -13,12 +13,11 @@ from typing import Any, TypeVar
 import attrs
 import jax
 
-from axlearn_core.contracts.kernels import Kernel, KernelContext, KernelImplementation
+from axlearn_core.contracts.kernels import Call, Kernel, KernelContext, KernelImplementation
 from axlearn_core.errors import PluginError, RequestError, nearest
-from axlearn_core.kernels.op import Op
 
 R = TypeVar("R")
-OpClass = type[Op[Any]]
+OpClass = type[Call[Any]]
 
 REFERENCE = "xla"
 
@@ -26,11 +25,11 @@ REFERENCE = "xla"
 class _Reference:
     """The kernel that computes any op by its reference."""
 
-    def supports(self, op: Op[Any], context: KernelContext) -> str | None:
+    def supports(self, op: Call[Any], context: KernelContext) -> str | None:
         """Everything."""
         return None
 
-    def __call__(self, op: Op[R]) -> R:
+    def __call__(self, op: Call[R]) -> R:
         """Computes the reference."""
         return op.reference()
 
@@ -76,7 +75,7 @@ class Choice:
         rejected: name -> reason, of kernels with a higher priority.
     """
 
-    op: Op[Any]
+    op: Call[Any]
     context: KernelContext
     name: str
     rejected: Mapping[str, str]
@@ -114,7 +113,7 @@ class Selection:
     declared: Callable[[OpClass], Sequence[KernelImplementation]] = installed
     choices: list[Choice] = attrs.field(factory=list)
 
-    def choose(self, op: Op[R], name: str | None = None) -> Kernel[Op[R], R]:
+    def choose(self, op: Call[R], name: str | None = None) -> Kernel[Call[R], R]:
         """The kernel for a call: the one called `name`, or the one of highest priority that supports it.
 
         Raises:
@@ -156,7 +155,7 @@ def _names(implementations: Sequence[KernelImplementation]) -> str:
     return ", ".join(sorted(k.name for k in implementations)) or "none"
 
 
-def _consider(implementation: KernelImplementation, op: Op[Any], context: KernelContext) -> tuple[Any, str | None]:
+def _consider(implementation: KernelImplementation, op: Call[Any], context: KernelContext) -> tuple[Any, str | None]:
     if implementation.platforms and context.platform not in implementation.platforms:
         return None, f"runs on {', '.join(implementation.platforms)}, not on {context.platform}"
     module, _, attribute = implementation.load.partition(":")
@@ -185,7 +184,7 @@ def in_force() -> Selection | None:
     return _in_force.get()
 
 
-def choose(op: Op[R], name: str | None = None) -> Kernel[Op[R], R]:
+def choose(op: Call[R], name: str | None = None) -> Kernel[Call[R], R]:
     """The kernel for a call under the selection in force; without one the reference, or the kernel called `name`."""
     selection = _in_force.get()
     if selection is None:

@@ -66,7 +66,7 @@ class _CountingSelection(selection.Selection):
 
     counts: list[Count] = attrs.field(factory=list)
 
-    def choose(self, op: Op[Any], name: str | None = None) -> Any:
+    def choose(self, op: Any, name: str | None = None) -> Any:
         """The kernel."""
         kernel, call = super().choose(op, name), op.abstract()
         closed = jax.make_jaxpr(op.reference)()

@@ -219,7 +219,7 @@ class ScopedSelection(Selection):
 
     scopes: list[Scope] = attrs.field(factory=list)
 
-    def choose(self, op: Op[R], name: str | None = None) -> Kernel[Op[R], R]:
+    def choose(self, op: Any, name: str | None = None) -> Any:
         """The kernel, its equations named."""
         kernel, call = super().choose(op, name), op.abstract()
         self.scopes.append(Scope(call, call.visible()))
@@ -229,6 +229,6 @@ class ScopedSelection(Selection):
 class _ReferenceSelection(ScopedSelection):
     """Uses the reference of each op, regardless of what the config names."""
 
-    def choose(self, op: Op[R], name: str | None = None) -> Kernel[Op[R], R]:
+    def choose(self, op: Any, name: str | None = None) -> Any:
         """The reference, its equations named."""
         return super().choose(op, REFERENCE)
