@@ -33,7 +33,7 @@ class ArrayMigration(Protocol):
 
         Args:
             stored: the dotted paths in the checkpoint, such as `params.decoder.norm.weight`.
-            wanted: the paths of the training state at hand, or those of its weights.
+            expected: the paths of the training state at hand, or those of its weights.
         """
         ...
 

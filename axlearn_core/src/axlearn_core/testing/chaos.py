@@ -250,7 +250,7 @@ def corrupt_file(directory: Path, number: int, pattern: str = "**/*") -> str:
 
 
 def fill(pid: int, limit: int, seconds: float) -> str:
-    """Files of a process cannot grow beyond `left` bytes for some time: writes fail with EFBIG, as on a full disk with ENOSPC.
+    """Files of a process cannot grow beyond `limit` bytes for some time: writes fail with EFBIG, as on a full disk with ENOSPC.
 
     A real full disk is `mount -t tmpfs -o size=...`, which needs root.
     """

@@ -104,7 +104,7 @@ class RunDir:
             config: the resolved config of this request.
             old: the config that is in the directory, or None.
             allow_drift: continue although what is computed changed.
-            who: config path -> who set it in this request, for the error; None where nobody did.
+            set_by: config path -> who set it in this request, for the error; None where nobody did.
             uri: of the run, where the directory is a working copy of it.
 
         Raises:
@@ -182,7 +182,7 @@ def check_config(
     """The changes between the config of a run and the one it is to be continued with.
 
     Raises:
-        CheckpointError: they change what is computed. The message begins with `what`.
+        CheckpointError: they change what is computed. The message begins with `subject`.
     """
     changes = diff(old, config, code_name)
     refused = refused_changes(changes, old, config)

@@ -22,11 +22,11 @@ def exchanged(
 
     Args:
         rows: [M, D].
-        expert: int32 [M], of each row the number of its expert, from 0 to `devices * held` - 1.
+        expert: int32 [M], of each row the number of its expert, from 0 to `devices * local_experts` - 1.
         axes: the mesh axes that the experts are split over.
         devices: P.
-        held: how many experts each device has.
-        run: [P * M, D] and the experts' numbers on this device, `held` where there is no row, to [P * M, D], which is zero
+        local_experts: how many experts each device has.
+        run: [P * M, D] and the experts' numbers on this device, `local_experts` where there is no row, to [P * M, D], which is zero
             where there is no row.
 
     Returns:

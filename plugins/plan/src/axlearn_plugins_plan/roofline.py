@@ -70,7 +70,7 @@ def roofline(
         devices: how many.
         executed: dtype -> FLOPs of all devices.
         moved: bytes of one device to and from its memory; None where no module tells.
-        found: the collectives; None where no module tells.
+        items: the collectives; None where no module tells.
     """
     peaks = {dtype: peak(target, dtype) for dtype in executed}
     compute = None

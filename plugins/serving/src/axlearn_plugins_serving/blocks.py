@@ -27,7 +27,7 @@ def block_keys(root: Key, tokens: Sequence[int], block_size: int, *, prefix: Seq
         root: see `root_key`.
         tokens: of the sequence from its beginning.
         block_size: positions of a block.
-        known: the keys of the first blocks, where they were computed before.
+        prefix: the keys of the first blocks, where they were computed before.
     """
     keys = list(prefix)
     for index in range(len(keys), len(tokens) // block_size):

@@ -281,7 +281,7 @@ class ServingEngine(Configurable):
 
 
 def _row(part: Part, mask: Any, *, token_known: bool) -> Row:
-    """The row of a part. `known`: the token that was chosen last is given: the runner's own may be behind a wrong draft."""
+    """The row of a part. `token_known`: the token that was chosen last is given: the runner's own may be behind a wrong draft."""
     state, tokens, targets = part.state, (), None
     assert state.slot is not None
     if part.draft:

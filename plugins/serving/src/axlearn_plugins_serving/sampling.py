@@ -181,7 +181,7 @@ def _least(enough: Any) -> jax.Array:
 
 
 def report(logits: jax.Array, token: jax.Array, needed: jax.Array) -> Chosen:
-    """float32 [L, V], int32 [L] -> the log-probabilities of the tokens and of the likeliest, where `wanted` (bool [])."""
+    """float32 [L, V], int32 [L] -> the log-probabilities of the tokens and of the likeliest, where `needed` (bool [])."""
     top = min(TOP, logits.shape[1])
 
     def compute(_: Any) -> Chosen:

@@ -15,7 +15,7 @@ EXPECTED = '{"prompt": "2 + 2?", "chosen": " 4", "rejected": " 5"}'
 
 
 def check_preference(row: Any, location: str) -> None:
-    """Raises `InputError`, which begins with `where`, unless a row is a prompt with two different answers."""
+    """Raises `InputError`, which begins with `location`, unless a row is a prompt with two different answers."""
     for name in FIELDS:
         if name not in row:
             close = nearest(name, row)

@@ -26,7 +26,7 @@ def slot_path(tree: Any, path: str) -> str:
 
 
 def matching_paths(tree: Any, target: str | Sequence[str], paths: Sequence[str], *, subject: str) -> set[str]:
-    """Those of the linear maps `there` (paths) whose own path or slot fits a pattern of `target`.
+    """Those of the linear maps `paths` whose own path or slot fits a pattern of `target`.
 
     Raises:
         ConfigError: a pattern fits none; it names the nearest.

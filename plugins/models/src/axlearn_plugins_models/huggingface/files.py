@@ -199,9 +199,9 @@ def check(
 
     Args:
         stored: what is there.
-        wanted: name -> shape.
+        expected: name -> shape.
         spare: names that may be there in addition.
-        where: for the message.
+        location: for the message.
 
     Raises:
         CheckpointError: tensors that are missing, that nothing uses, or of another shape, all at once.

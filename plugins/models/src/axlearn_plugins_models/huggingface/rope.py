@@ -26,7 +26,7 @@ def read_rope(hf: Settings, *, rope: Json | None = None, **fields: Any) -> Json:
 
     Args:
         hf: `config.json`.
-        found: the entries, where they are not those of `parameters`.
+        rope: the entries, where they are not those of `parameters`.
         fields: other fields of the node.
 
     Raises:

@@ -61,7 +61,7 @@ class Supervisor:
         reduce: see `Reduce`; called with fewer processes than asked for.
         processes_per_host: on each.
         now: seconds, for tests.
-        say: one line for people.
+        notify: prints one line for people.
         slices: of a TPU job, for `MEGASCALE_*`.
     """
 

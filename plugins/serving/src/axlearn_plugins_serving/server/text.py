@@ -125,7 +125,7 @@ class StopFinder:
     text, and of those that are complete at the same character the longest.
 
     Attributes:
-        found: the stop string that ended the text.
+        matched_stop: the stop string that ended the text.
     """
 
     def __init__(self, stops: Sequence[str]):

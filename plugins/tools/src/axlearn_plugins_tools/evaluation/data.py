@@ -123,7 +123,7 @@ def question(value: dict[str, Any], location: str) -> Question:
     """The question in a row.
 
     Raises:
-        InputError: a field is missing or wrong; the message begins with `where`.
+        InputError: a field is missing or wrong; the message begins with `location`.
     """
     prompt, choices, answer = (value.get(name) for name in ("prompt", "choices", "answer"))
     delimiter = value.get("delimiter", " ")

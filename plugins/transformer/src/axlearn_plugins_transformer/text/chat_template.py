@@ -110,7 +110,7 @@ class ChatTemplate(Configurable):
             messages: each with `role` and `content`.
             prompt: ends it with what begins an answer, for the assistant to go on from.
             tools: descriptions of functions, for templates that take them.
-            where: names the conversation in errors.
+            location: names the conversation in errors.
 
         Returns:
             The text, and where it says itself that answers are (`{% generation %}`).
@@ -146,7 +146,7 @@ class ChatTemplate(Configurable):
             messages: each with `role` and `content`.
             last: marks the last answer only.
             tools: as for `render`.
-            where: names the conversation in errors.
+            location: names the conversation in errors.
 
         Raises:
             InputError: the template renders an answer otherwise once more follows, so that its place is not known.

@@ -38,7 +38,7 @@ def check_conversation(row: Any, location: str, *, answered: bool = True) -> Non
 
     Args:
         row: what a line of JSON held.
-        where: begins the message.
+        location: begins the message.
         answered: whether the assistant has to say something in it.
     """
     messages = row.get("messages")

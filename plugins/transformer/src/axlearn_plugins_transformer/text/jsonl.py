@@ -21,7 +21,7 @@ class Row:
         number: of the line, from 1.
         offset: where the line begins, in bytes.
         size: of the line, in bytes.
-        where: names file and line, for messages.
+        location: names file and line, for messages.
     """
 
     value: dict[str, Any]
@@ -52,7 +52,7 @@ def rows(file: DataFile) -> Iterator[Row]:
 
 
 def parse(text: str, location: str) -> dict[str, Any]:
-    """The object that a line holds; raises `InputError`, which begins with `where`, for anything else."""
+    """The object that a line holds; raises `InputError`, which begins with `location`, for anything else."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
