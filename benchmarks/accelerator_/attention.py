@@ -47,6 +47,7 @@ def measure(context: Context) -> None:
 def _timed(context: Context, machine: Any, implementation: Any, size: int, length: int) -> dict[str, Any]:
     import jax
 
+    from axlearn_core.compose.compiler import lowering
     from axlearn_core.errors import RequestError
 
     width, tokens = (TOY_WIDTH, TOY_TOKENS) if context.rehearsal else (WIDTH, TOKENS)
@@ -57,10 +58,12 @@ def _timed(context: Context, machine: Any, implementation: Any, size: int, lengt
     figures: dict[str, Any] = {"batch": batch, "heads": heads, "priority": implementation.priority}
     seconds = 0.05 if context.rehearsal else 0.5
     try:
-        forward = _program(machine, implementation.name, False).lower(query, key, value).compile()
+        with lowering(machine.target):
+            forward = _program(machine, implementation.name, False).lower(query, key, value).compile()
         timed = median_seconds(functools.partial(forward, query, key, value), jax.block_until_ready, seconds=seconds)
         figures |= _shares(context, "forward", timed, flops(batch, heads, length, size, backward=False))
-        both = _program(machine, implementation.name, True).lower(query, key, value, gradient).compile()
+        with lowering(machine.target):
+            both = _program(machine, implementation.name, True).lower(query, key, value, gradient).compile()
         timed = median_seconds(
             functools.partial(both, query, key, value, gradient), jax.block_until_ready, seconds=seconds
         )

@@ -21,6 +21,17 @@ def test_what_was_replaced_comes_back_also_after_an_error():
     assert (records, owner.answer) == ([2], 1)
 
 
+def test_the_original_comes_back_in_whatever_order_replacements_end():
+    owner = types.SimpleNamespace(answer=1)
+    first, second = (compat.replaced(owner, "answer", value) for value in (2, 3))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert owner.answer == 3
+    second.__exit__(None, None, None)
+    assert owner.answer == 1
+
+
 def test_what_a_library_no_longer_has_is_an_error():
     with pytest.raises(AttributeError, match="gone"), compat.replaced(types.SimpleNamespace(), "gone", 1):
         pass

@@ -11,13 +11,20 @@ import contextlib
 import importlib
 import os
 import re
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+_lock = threading.Lock()
+_values: dict[tuple[int, str], list[tuple[object, object]]] = {}
+"""(owner, name) -> (token, value) of the original and of each replacement in force, the oldest first."""
 
 
 @contextlib.contextmanager
 def replaced(owner: object, name: str, value: object) -> Iterator[None]:
     """While it lasts, `owner.name` is `value`; for modules of libraries that ask this machine instead of the target.
+
+    Several threads may replace one attribute; the original is back once the last of them is done, in whatever order they end.
 
     Args:
         owner: a module or class that has the attribute itself.
@@ -27,12 +34,19 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
     Raises:
         AttributeError: it has no such attribute, such as in another version.
     """
-    original = getattr(owner, name)
-    setattr(owner, name, value)
+    key, entry = (id(owner), name), (object(), value)
+    with _lock:
+        original = getattr(owner, name)
+        _values.setdefault(key, [(owner, original)]).append(entry)
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, original)
+        with _lock:
+            _values[key].remove(entry)
+            setattr(owner, name, _values[key][-1][1])
+            if len(_values[key]) == 1:
+                del _values[key]
 
 
 def coordination_client() -> Any:

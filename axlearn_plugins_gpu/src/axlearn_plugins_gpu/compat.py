@@ -3,21 +3,25 @@
 - `jax._src.cudnn.fused_attention_stablehlo` (jax 0.10 to 0.12): `jax.nn.dot_product_attention` asks the GPU that is here what it
   can do, and its residuals have no names. Not needed once the public function takes a target, and names for what it keeps.
 - `jax._src.xla_bridge` (jax 0.10 to 0.12): nothing public tells whether a platform is registered. Not needed once something does.
-- `_infer_arch` of Mosaic GPU, replaced (jax 0.10 to 0.12): it takes every GPU that is not here for a Hopper. Not needed once it
-  reads the device kind of the mesh.
+- `_infer_arch` of Mosaic GPU, replaced while a program for a GPU is lowered (jax 0.10 to 0.12): it takes every described GPU for a
+  Hopper. Not needed once it reads the device kind of the mesh.
 - `tokamax._src` (0.0.12, 0.0.14), some of it replaced while a kernel is traced: single implementations with given block sizes have
   no public names, and ask the device that is here. Not needed once they get names and take a target.
 
-`JAX_SKIP_CUDA_CONSTRAINTS_CHECK` is set before JAX looks for devices on a machine without a driver, and when something is compiled for
-a GPU that is not here; importing the plugin sets nothing. JAX's CUDA plugin would look for
-CUDA's libraries, print that it misses them, and refuse to start as a compiler.
+`JAX_SKIP_CUDA_CONSTRAINTS_CHECK` is set before JAX looks for devices on a machine without a driver, and before a program is
+compiled for a described GPU; importing the plugin sets nothing. Without it, JAX's CUDA plugin looks for CUDA's libraries, prints
+that they are missing, and refuses to start as a compiler.
 """
 
+import contextlib
 import functools
 import importlib
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from axlearn_core.compat import replaced
 
 MOSAIC = ("jax.experimental.mosaic.gpu.core", "jax.experimental.mosaic.gpu.utils")
 """Where versions of JAX have `_infer_arch`."""
@@ -47,21 +51,27 @@ def skip_cuda_check() -> None:
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 
-def replace_mosaic_architecture(answer: Callable[[Callable[[], tuple[int, int]]], tuple[int, int]]) -> bool:
-    """Has the lowering of Mosaic kernels ask `answer(original)` for the compute capability, for as long as the process lives.
+def has_mosaic_architecture() -> bool:
+    """Whether this JAX asks `_infer_arch` for the architecture of a Mosaic kernel; imports Mosaic, which takes seconds."""
+    for name in MOSAIC:
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(name)
+    return bool(_mosaic_modules())
 
-    A lowering happens after the trace, whenever JAX compiles, so that no block of code encloses it.
 
-    Returns:
-        False where this JAX asks in some other way.
+@contextlib.contextmanager
+def mosaic_architecture(answer: Callable[[Callable[[], tuple[int, int]]], tuple[int, int]]) -> Iterator[None]:
+    """While it lasts, the lowering of Mosaic kernels asks `answer(original)` for the compute capability.
+
+    Imports nothing: a program that has a Mosaic kernel was traced before it is lowered, and with it Mosaic was imported.
     """
-    modules = []
-    for place in MOSAIC:
-        try:
-            module: Any = importlib.import_module(place)
-        except ModuleNotFoundError:
-            continue
-        if "_infer_arch" in vars(module):
-            module._infer_arch = functools.partial(answer, vars(module)["_infer_arch"])
-            modules.append(place)
-    return bool(modules)
+    with contextlib.ExitStack() as stack:
+        for module in _mosaic_modules():
+            question = functools.partial(answer, module._infer_arch)
+            stack.enter_context(replaced(module, "_infer_arch", question))
+        yield
+
+
+def _mosaic_modules() -> list[Any]:
+    modules: list[Any] = [sys.modules.get(name) for name in MOSAIC]
+    return [module for module in modules if hasattr(module, "_infer_arch")]

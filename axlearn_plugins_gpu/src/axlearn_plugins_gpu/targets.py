@@ -11,6 +11,7 @@ from typing import Any
 from axlearn_core.contracts.target import Target
 
 TOPOLOGY = "axlearn_plugins_gpu.topology:devices"
+LOWERING = "axlearn_plugins_gpu.kernels.mosaic:lowering"
 
 OPTIONS: Mapping[str, Any] = {
     # Collectives start as early and are awaited as late as the program allows, by an estimate of what everything takes.
@@ -33,6 +34,7 @@ def _gpu(name: str, kinds: tuple[str, ...], **figures: Any) -> Target:
         platform="gpu",
         device_kinds=kinds,
         topology=TOPOLOGY,
+        lowering=LOWERING,
         compiler_options=OPTIONS,
         examples=(f"{name}-8x1", f"{name}-8x64"),
         **figures,

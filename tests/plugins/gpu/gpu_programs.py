@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from axlearn_core.compose.compiler import lowering
 from axlearn_core.compose.devices import topology_devices
 from axlearn_core.contracts.kernels import KernelContext
 from axlearn_core.contracts.mesh import DEFAULT_RULES, MESH_AXES
@@ -51,7 +52,9 @@ def compiled(function, machine, *shapes, gradients=False, tensor=1, options=None
             floats = tuple(i for i, s in enumerate(shapes) if np.dtype(s[1]).kind not in "iub")
             return jax.grad(lambda *xs: function(*xs).astype("float32").sum(), argnums=floats)(*args)
 
-    lowered = jax.jit(run).trace(*specs).lower(lowering_platforms=("cuda",))
+    traced = jax.jit(run).trace(*specs)
+    with lowering(find_machine(machine).target):
+        lowered = traced.lower(lowering_platforms=("cuda",))
     return lowered.compile(compiler_options=options or {}).as_text(), [c.name for c in kernel_selection.choices]
 
 

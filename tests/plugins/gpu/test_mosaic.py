@@ -1,13 +1,17 @@
 """Mosaic GPU for GPUs that are not here: what its lowering is told of them, and what it cannot be told."""
 
+import contextlib
 import importlib
+import threading
 
 import jax
 import pytest
 from gpu_programs import mesh_of
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from axlearn_core.compose.compiler import lowering
 from axlearn_core.errors import RequestError
+from axlearn_core.plugins.targets import find_machine
 from axlearn_plugins_gpu import compat
 from axlearn_plugins_gpu.chips import CHIPS
 from axlearn_plugins_gpu.kernels import mosaic
@@ -16,9 +20,17 @@ from axlearn_plugins_gpu.targets import TARGETS
 pytestmark = pytest.mark.usefixtures("library", "first_kernel")
 
 
-def lowering():
+@pytest.fixture
+def jax_module():
     """The module of this JAX that asks for the architecture."""
     return next(m for m in map(importlib.import_module, reversed(compat.MOSAIC)) if hasattr(m, "_infer_arch"))
+
+
+@contextlib.contextmanager
+def compiling(target):
+    """A kernel is traced and lowered for a target."""
+    with mosaic.compiling_for(target), lowering(find_machine(f"{target}-8x1").target):
+        yield
 
 
 def test_every_kind_of_a_target_is_known():
@@ -29,32 +41,62 @@ def test_every_kind_of_a_target_is_known():
 
 
 @pytest.mark.parametrize("target", ["h100", "h200", "b200"])
-def test_a_kernel_is_lowered_for_the_target_with_a_mesh_and_without(target, first_kernel):
-    with mosaic.compiling_for(target):
-        assert lowering()._infer_arch() == CHIPS[target].capability
+def test_a_kernel_is_lowered_for_the_target_with_a_mesh_and_without(target, jax_module, first_kernel):
+    with compiling(target):
+        assert jax_module._infer_arch() == CHIPS[target].capability
     mesh = mesh_of(f"{target}-8x1", fsdp=8).abstract_mesh
-    with jax.sharding.use_abstract_mesh(mesh), mosaic.compiling_for(target):
+    with jax.sharding.use_abstract_mesh(mesh), compiling(target):
         assert jax.sharding.get_abstract_mesh() == mesh
-        assert lowering()._infer_arch() == CHIPS[target].capability
+        assert jax_module._infer_arch() == CHIPS[target].capability
     assert first_kernel == {"kernel": CHIPS[target].capability}
 
 
-def test_a_program_traced_for_another_gpu_than_the_first_kernel_is_not_lowered(first_kernel):
-    with mosaic.compiling_for("h100"):
-        lowering()._infer_arch()
-    with (
-        mosaic.compiling_for("b200"),
-        pytest.raises(RequestError, match=r"kernels for compute capability 9\.0, and can for no"),
-    ):
-        lowering()._infer_arch()
+def test_jax_has_its_own_function_back_once_a_program_is_lowered(jax_module):
+    """Also where the lowering fails, and where two threads lower at once and end in the order that they began in."""
+    original = jax_module._infer_arch
+    assert original.__module__ == jax_module.__name__
+    target = find_machine("b200-8x1").target
+
+    def fail():
+        with lowering(target):
+            assert jax_module._infer_arch is not original
+            raise ValueError("in the lowering")
+
+    with pytest.raises(ValueError, match="in the lowering"):
+        fail()
+    assert jax_module._infer_arch is original
+
+    begun, ended = threading.Event(), threading.Event()
+
+    def lower_first():
+        with lowering(target):
+            begun.set()
+            assert ended.wait(10)
+
+    thread = threading.Thread(target=lower_first)
+    thread.start()
+    assert begun.wait(10)
+    with lowering(target):
+        ended.set()
+        thread.join()
+        assert jax_module._infer_arch is not original
+    assert jax_module._infer_arch is original
+
+
+def test_a_program_traced_for_another_gpu_than_the_first_kernel_is_not_lowered(jax_module, first_kernel):
+    with compiling("h100"):
+        jax_module._infer_arch()
+    with compiling("b200"), pytest.raises(RequestError, match=r"kernels for compute capability 9\.0, and can for no"):
+        jax_module._infer_arch()
     assert first_kernel == {"kernel": (9, 0)}
 
 
-def test_of_other_gpus_jax_says_what_it_always_said():
-    assert mosaic._taught()
+def test_of_other_gpus_jax_says_what_it_always_said(jax_module):
     kind = AbstractDevice(device_kind="NVIDIA RTX", num_cores=1, platform="gpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), (), abstract_device=kind)):
-        assert lowering()._infer_arch() == lowering()._infer_arch.args[0]()
+        own = jax_module._infer_arch()
+        with lowering(find_machine("h100-8x1").target):
+            assert jax_module._infer_arch() == own
 
 
 def test_tokamax_is_told_of_the_target_and_of_this_machine_again():
@@ -79,6 +121,5 @@ def test_what_it_cannot_compile_for_is_refused(first_kernel):
 
 def test_a_jax_that_asks_in_another_way_compiles_for_hopper_only(monkeypatch):
     monkeypatch.setattr(compat, "MOSAIC", ("axlearn_core.errors", "axlearn_core.none"))
-    monkeypatch.setattr(mosaic, "_taught", mosaic._taught.__wrapped__)
     assert mosaic.refusal("h100") is None
     assert "takes every GPU for a Hopper, and b200 is none" in mosaic.refusal("b200")

@@ -4,7 +4,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from axlearn_core.contracts.target import Target
 from axlearn_core.errors import ConfigError, Problem, RequestError, unknown
 from axlearn_core.kernels.selection import Choice, Selection, use
 from axlearn_core.nn import sharding as nn_sharding
+from axlearn_core.plugins.targets import load
 
 
 class Compiler:
@@ -135,7 +136,8 @@ class Compiler:
     def _lower(self, jitted: Any, name: str, bucket: Any) -> Any:
         platform = self.layout.mesh.devices.flat[0].platform
         traced = jitted.trace(*self.arguments(name, bucket))
-        return traced.lower(lowering_platforms=("cuda" if platform == "gpu" else str(platform),))
+        with lowering(self.target):
+            return traced.lower(lowering_platforms=("cuda" if platform == "gpu" else str(platform),))
 
     def _has_packed_arguments(self, name: str, bucket: object) -> bool:
         return any(_is_packed(spec) for spec in jax.tree.leaves(self.arguments(name, bucket)))
@@ -261,6 +263,14 @@ class Compiler:
             return leaf
         sharding = self.layout.sharding(leaf.axes or (None,) * len(leaf.shape), leaf.shape, leaf.path)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def lowering(target: Target | None) -> AbstractContextManager[Any]:
+    """What has to hold while a program for a target is lowered, as its plugin says (`Target.lowering`)."""
+    if target is None or target.lowering is None:
+        return nullcontext()
+    enter: Any = load(target.lowering)
+    return enter(target)
 
 
 class _Dispatched:

@@ -31,6 +31,9 @@ class Target:
         network_bandwidth: bytes/s that one device sends out of its domain.
         topology: `"module:function"`, from a `Machine` to JAX devices that are not here, to compile for; None where
             only the hardware itself will do. It raises `RequestError` where its compiler is not installed.
+        lowering: `"module:function"`, from this target to a context manager: the compiler holds it while it lowers a
+            program for the target, and no longer. For what JAX's lowering has no other way to be told; None where it needs
+            nothing.
         stand_in: why a program compiled so is not the one that runs there; empty where it is.
         compiler_options: for `Lowered.compile`.
         source: where the figures are from.
@@ -49,6 +52,7 @@ class Target:
     link_bandwidth: float | None = None
     network_bandwidth: float | None = None
     topology: str | None = None
+    lowering: str | None = None
     stand_in: str = ""
     compiler_options: Mapping[str, Any] = {}
     examples: tuple[str, ...] = ()

@@ -1,10 +1,10 @@
 """tokamax's kernels in Mosaic GPU, compiled for the target: a Hopper or a Blackwell, also one that is not here.
 
-Two things ask this machine what the target knows. tokamax asks its first device which kernel to take. And JAX's lowering of a
-Mosaic kernel asks the mesh in force for the compute capability; but a mesh names its device by a kind without one, and every GPU
-of which JAX knows no more is taken for a Hopper (`_infer_arch` in `jax.experimental.mosaic.gpu`). So that function is replaced by
-one that looks the kind up among the plugin's GPUs and asks JAX's own about all others; and where no mesh is in force, the kernel is
-traced under one that names the target.
+Two libraries ask the local machine for facts about the target. tokamax asks its first device which kernel to take. JAX's lowering
+of a Mosaic kernel asks the mesh in force for the compute capability (`_infer_arch` in `jax.experimental.mosaic.gpu`); a mesh knows
+only the kind of its device, and JAX then assumes a Hopper. So `lowering` replaces that function while a program for one of the
+plugin's GPUs is lowered: it looks up the device kind, and asks JAX's own function about other GPUs. Where no mesh is in force, the
+kernel is traced under one that names the target.
 
 XLA compiles what was lowered for the GPU of the program, but the assembler behind it stays, for as long as the process lives, with
 the architecture of its first Mosaic kernel, and fails for any other. The kernels are refused there; and where a program was traced
@@ -12,13 +12,13 @@ for another before the first was lowered, its lowering is.
 """
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 
 from axlearn_core.compat import replaced
+from axlearn_core.contracts.target import Target
 from axlearn_core.errors import RequestError
 from axlearn_plugins_gpu import compat
 from axlearn_plugins_gpu.chips import CHIPS
@@ -36,7 +36,7 @@ def refusal(target: str) -> str | None:
     capability = CHIPS[target].capability
     if capability not in (HOPPER, BLACKWELL):
         return f"it is for Hopper and Blackwell, and {target} is neither"
-    if not _taught() and capability != HOPPER:
+    if capability != HOPPER and not compat.has_mosaic_architecture():
         return f"Mosaic GPU of JAX {jax.__version__} takes every GPU for a Hopper, and {target} is none"
     return _conflict(capability)
 
@@ -57,10 +57,9 @@ def capability_of(kind: str) -> tuple[int, int] | None:
     return next((CHIPS[t.name].capability for t in TARGETS if kind in t.device_kinds), None)
 
 
-@functools.cache
-def _taught() -> bool:
-    """Has JAX's lowering look GPUs up here, once; False where this JAX asks in some other way."""
-    return compat.replace_mosaic_architecture(_architecture)
+def lowering(target: Target) -> contextlib.AbstractContextManager[None]:
+    """Tells JAX's lowering of Mosaic kernels which GPU they are for. At its end, JAX has its own function back."""
+    return compat.mosaic_architecture(_architecture)
 
 
 def _architecture(original: Any) -> tuple[int, int]:
@@ -76,7 +75,6 @@ def _architecture(original: Any) -> tuple[int, int]:
 @contextlib.contextmanager
 def compiling_for(target: str) -> Iterator[None]:
     """Use while tracing its kernels for a GPU that `refusal` accepts."""
-    _taught()
     capability, utils = CHIPS[target].capability, tokamax.module("gpu_utils")
     is_it = {"is_sm90": capability == HOPPER, "is_sm100": capability == BLACKWELL}
     with contextlib.ExitStack() as stack:
