@@ -218,6 +218,22 @@ def gaps(source):
         yield from ((node.lineno, name) for name in names if PRIVATE.search(name))
         if _changes_environment(node):
             yield node.lineno, "environment"
+    yield from _patches(tree)
+
+
+def _patches(tree):
+    """(line, what) of each change of a module or class that the source imports, and of each other class for an object."""
+    imports = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)]
+    names = {alias.asname or alias.name.split(".")[0] for node in imports for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            changed = {ast.unparse(t) for t in targets if isinstance(t, ast.Attribute)} - {"sys.argv"}
+            yield from ((node.lineno, t) for t in changed if t.split(".")[0] in names or t.endswith(".__class__"))
+        elif isinstance(node, ast.Call):
+            function, first = ast.unparse(node.func), ast.unparse(node.args[0]).split(".")[0] if node.args else ""
+            if function in ("replaced", "compat.replaced") or (function == "setattr" and first in names):
+                yield node.lineno, function
 
 
 def _begins_with_text(node):
@@ -248,6 +264,12 @@ def _changes_environment(node):
         "import os\nos.environ['A'] = '1'",
         "import os\nos.environ.setdefault('A', '1')",
         "import os\ndel os.environ['A']",
+        "import jax\njax.jit = None",
+        "from jax.experimental.mosaic.gpu import core\ncore._infer_arch = None",
+        "import jax\nsetattr(jax.numpy, 'dot', None)",
+        "from axlearn_core import compat\nwith compat.replaced(module, 'name', 1): pass",
+        "from axlearn_core.compat import replaced\nstack.enter_context(replaced(module, 'name', 1))",
+        "layer.__class__ = type('Other', (Layer,), {})",
     ],
 )
 def test_what_libraries_do_not_give_is_found(planted):
@@ -261,6 +283,8 @@ def test_what_libraries_do_give_is_none_of_it():
         from jax.experimental import topologies
         environment = os.environ | {"A": "1"}
         value = os.environ["A"], os.environ.get("B")
+        self.replaced, layer.weight = layers.replaced(variables), type(value).__class__
+        setattr(self, "weight", value)
     """
     assert not list(gaps(textwrap.dedent(source)))
 

@@ -4,9 +4,6 @@ Importing this package imports nothing else; each name is loaded when it is firs
 """
 
 import importlib
-import inspect
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -41,47 +38,12 @@ _HOMES = dict.fromkeys(_CONFIG, "config") | {
 }
 
 
-class _Callable(ModuleType):
-    """A subpackage that is called by its own name: `ax.train(...)` is `axlearn_core.train.train(...)`.
-
-    A module can be made callable, and its attributes followed, by its class alone; Python allows that one for modules.
-    """
-
-    def __call__(self, *args: object, **kwargs: object) -> Any:
-        return self._function(*args, **kwargs)
-
-    @property
-    def _function(self) -> "Callable[..., Any]":
-        return getattr(self, self.__name__.rpartition(".")[2])  # may be lazy there
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self._function)
-
-    @property
-    def __doc__(self) -> str:  # type: ignore[override]
-        """That of the function, for `help(ax.train)`."""
-        function = self._function
-        return f"{function.__name__}{inspect.signature(function)}\n\n{inspect.getdoc(function)}"
-
-
-class _Package(ModuleType):
-    def __setattr__(self, name: str, value: object) -> None:
-        # Importing `axlearn_core.train` makes it an attribute here, in the place of the function `train`.
-        if isinstance(value, ModuleType) and name in __all__:
-            value.__class__ = _Callable
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
-
-
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         return _function(name)
     home = importlib.import_module(f"{__name__}.{_HOMES[name]}")
     if name == _HOMES[name]:
-        return home
+        return home  # a package that is called by the name of its function
     value = globals()[name] = getattr(home, name)
     return value
 

@@ -1,18 +1,25 @@
 """What libraries do not give. Each distribution has one module of this name for private imports, patches and the environment.
 
-A test reads the source and fails on `_src`, `jaxlib._jax`, `unittest.mock` and changes of the environment anywhere else. Each
-such module says why each thing is needed, with which versions, and what would make it unnecessary.
+A test reads the source and fails on `_src`, `jaxlib._jax`, `unittest.mock`, patches, assignments to `__class__` and changes of the
+environment anywhere else. Each such module says why each thing is needed, with which versions, and what would make it unnecessary.
 
-Here: the client of the coordinator, `jax._src.distributed` (0.10 to 0.12; not needed once it has a public name), and three
-environment variables, which JAX reads once and has no other way to be told.
+Of the core:
+
+- `jax._src.distributed` (0.10 to 0.12): the client of the coordinator. Not needed once it has a public name.
+- three environment variables, which JAX reads once.
+- the `__class__` of two packages (all versions of Python): Python looks up `__call__` on the class of an object, and gives a module
+  that class in one way only ("Customizing module attribute access" in its reference). Not needed once modules have `__call__`.
 """
 
 import contextlib
 import importlib
+import inspect
 import os
 import re
+import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 _lock = threading.Lock()
@@ -47,6 +54,37 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
             setattr(owner, name, _values[key][-1][1])
             if len(_values[key]) == 1:
                 del _values[key]
+
+
+class CallablePackage(ModuleType):
+    """A package that is called by its own name: `ax.train(...)` is `axlearn_core.train.train(...)`.
+
+    Importing `axlearn_core.train.loop` makes the package `train` an attribute of `axlearn_core`, where the function of this name
+    belongs. `help(ax.train)` shows the function.
+    """
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        """Calls the function."""
+        return self._function(*args, **kwargs)
+
+    @property
+    def _function(self) -> Callable[..., Any]:
+        return getattr(self, self.__name__.rpartition(".")[2])  # may be lazy in the package
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._function)
+
+    @property
+    def __doc__(self) -> str:  # type: ignore[override]
+        """That of the function."""
+        function = self._function
+        return f"{function.__name__}{inspect.signature(function)}\n\n{inspect.getdoc(function)}"
+
+
+def make_callable(name: str) -> None:
+    """Makes a package callable, while it is imported."""
+    sys.modules[name].__class__ = CallablePackage
 
 
 def coordination_client() -> Any:

@@ -18,7 +18,7 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from axlearn_core.compat import replaced
@@ -38,6 +38,15 @@ def tokamax(name: str) -> Any:
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()  # tokamax would read the options of the command line as its own
     return importlib.import_module(f"tokamax._src.{name}")
+
+
+@contextlib.contextmanager
+def tokamax_answers(values: Mapping[tuple[str, str], object]) -> Iterator[None]:
+    """While it lasts, names in modules of tokamax have other values: (module, name) -> value. For facts about the local device."""
+    with contextlib.ExitStack() as stack:
+        for (place, name), value in values.items():
+            stack.enter_context(replaced(tokamax(place), name, value))
+        yield
 
 
 def has_platform(name: str) -> bool:

@@ -9,14 +9,26 @@ load it, for the sake of the TPU. The environment variables below tell it what i
 are set before JAX looks for devices, and when something is compiled for a TPU that is not here; importing the plugin sets nothing.
 """
 
+import contextlib
+import functools
 import importlib
 import os
+from collections.abc import Iterator
 from typing import Any
+
+from axlearn_core.compat import replaced
 
 
 def tokamax(module: str) -> Any:
     """A module of tokamax's kernels: `ragged_dot.pallas_mosaic_tpu_kernel`."""
     return importlib.import_module(f"tokamax._src.ops.{module}")
+
+
+@contextlib.contextmanager
+def kernel_cores(pallas: Any, cores: int) -> Iterator[None]:
+    """While it lasts, kernels start on this number of cores. `pallas` is `pltpu`, as a module of tokamax knows it."""
+    with replaced(pallas, "TensorCoreMesh", functools.partial(pallas.TensorCoreMesh, num_cores=cores)):
+        yield
 
 
 def describe_host(accelerator: str) -> None:

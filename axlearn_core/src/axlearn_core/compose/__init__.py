@@ -1,5 +1,6 @@
 """From a config to a program for a set of devices."""
 
+from axlearn_core.compat import make_callable
 from axlearn_core.compose.functional import Functional, ModelWeights
 from axlearn_core.compose.functions import Array, Function, Part
 from axlearn_core.compose.objective import Frozen, FrozenModel, ModelAndObjective
@@ -10,3 +11,5 @@ __all__ = [
     "Array", "Experiment", "Frozen", "FrozenModel", "Function", "Functional", "ModelAndObjective", "ModelWeights", "Part",
     "Program", "TrainState", "compose",
 ]  # fmt: skip
+
+make_callable(__name__)

@@ -6,11 +6,12 @@ from axlearn_core.config.flat import ABSENT, Change, diff, flatten
 from axlearn_core.config.node import REQUIRED, Configurable, Node, interface, node, setting
 from axlearn_core.config.offers import offers
 from axlearn_core.config.sizes import Scaled, size_of
+from axlearn_core.config.subclass import with_subclass
 from axlearn_core.config.tree import check, find, get, map, matches, missing, patch, replace_config, walk
 from axlearn_core.config.yaml_file import Document, parse
 
 __all__ = [
     "ABSENT", "REQUIRED", "Change", "Configurable", "Decoder", "Document", "Names", "Node", "QualifiedNames", "Scaled",
     "check", "configure", "diff", "dump", "encode", "find", "flatten", "get", "interface", "map", "matches", "missing",
-    "node", "offers", "parse", "patch", "replace_config", "setting", "size_of", "walk",
+    "node", "offers", "parse", "patch", "replace_config", "setting", "size_of", "walk", "with_subclass",
 ]  # fmt: skip

@@ -3,6 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from axlearn_core.compat import make_callable
+
 if TYPE_CHECKING:
     from axlearn_core.train.api import train
     from axlearn_core.train.evaluators import Evaluator, LossEvaluator
@@ -18,6 +20,9 @@ _HOMES = {
     "train": "api", "Evaluator": "evaluators", "LossEvaluator": "evaluators",
     "Loaded": "inference", "load": "inference", "TrainLoop": "loop", "Result": "trainer", "Trainer": "trainer",
 }  # fmt: skip
+
+
+make_callable(__name__)
 
 
 def __getattr__(name: str) -> Any:

@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 
-from axlearn_core.compat import replaced
 from axlearn_core.contracts.target import Target
 from axlearn_core.errors import RequestError
 from axlearn_plugins_gpu import compat
@@ -75,10 +74,8 @@ def _architecture(original: Any) -> tuple[int, int]:
 @contextlib.contextmanager
 def compiling_for(target: str) -> Iterator[None]:
     """Use while tracing its kernels for a GPU that `refusal` accepts."""
-    capability, utils = CHIPS[target].capability, tokamax.module("gpu_utils")
-    is_it = {"is_sm90": capability == HOPPER, "is_sm100": capability == BLACKWELL}
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(tokamax.for_target(target))
-        for name, answer in is_it.items():
-            stack.enter_context(replaced(utils, name, lambda *_, answer=answer: answer))
+    capability = CHIPS[target].capability
+    answers = {"is_sm90": capability == HOPPER, "is_sm100": capability == BLACKWELL}
+    functions = {("gpu_utils", name): lambda *_, answer=answer: answer for name, answer in answers.items()}
+    with tokamax.for_target(target), compat.tokamax_answers(functions):
         yield

@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from axlearn_core.compat import replaced
 from axlearn_core.contracts.kernels import KernelContext
 from axlearn_core.kernels import selection
 from axlearn_core.nn.sharding import constrain
+from axlearn_plugins_tpu import compat
 from axlearn_plugins_tpu.kernels import tokamax
 from axlearn_plugins_tpu.kernels.blocks import LANES, LOSS, LossBlocks, fitting
 from axlearn_plugins_transformer.kernels.cross_entropy import WEIGHT_AXES, CrossEntropy
@@ -103,8 +103,7 @@ def _split_evenly(pallas: Any, tiles: int) -> Iterator[None]:
         yield
         return
     cores = math.gcd(tiles, pallas.get_tpu_info().num_cores)
-    mesh = functools.partial(pallas.TensorCoreMesh, num_cores=cores)
-    with replaced(pallas, "TensorCoreMesh", mesh):
+    with compat.kernel_cores(pallas, cores):
         yield
 
 

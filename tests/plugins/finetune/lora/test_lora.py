@@ -8,7 +8,7 @@ from flax import nnx
 import axlearn_core as ax
 from axlearn_core.cli.main import cli
 from axlearn_core.compose import Functional
-from axlearn_core.config import find, patch
+from axlearn_core.config import Node, find, interface, node, patch
 from axlearn_core.errors import ConfigError, RequestError
 from axlearn_core.learn import Learner, flatten
 from axlearn_core.nn.layer import Precision
@@ -43,6 +43,57 @@ def test_the_map_is_its_base_plus_the_scaled_product():
     np.testing.assert_allclose(layer(x), expected, rtol=1e-5, atol=1e-5)
     assert layer.lora_a.get_metadata()["out_sharding"] == ("embed", "rank")
     assert layer.lora_b.get_metadata()["out_sharding"] == ("rank", "heads", "head_dim")
+
+
+class Doubled(nnx.Module):
+    """A projection of somebody else, without a config."""
+
+    def __init__(self, input_dims: tuple, output_dims: tuple, *, rngs: nnx.Rngs, factor: float = 2.0):
+        self.weight = nnx.Param(jnp.ones((*input_dims, *output_dims)), out_sharding=("embed", "heads", "head_dim"))
+        self.factor = factor
+
+    def __call__(self, x):
+        return self.factor * jnp.einsum("...d,dnh->...nh", x, self.weight[...])
+
+
+def double(input_dims: tuple, output_dims: tuple, *, rngs: nnx.Rngs):
+    return Doubled(input_dims, output_dims, rngs=rngs)
+
+
+@node
+class Own(Node):
+    """Builds its module in a way of its own."""
+
+    input_dims: tuple[int, ...] = interface()
+    output_dims: tuple[int, ...] = interface()
+
+    def build(self, *, input_dims, output_dims, rngs, **_):
+        return Doubled(input_dims, output_dims, rngs=rngs)
+
+
+def test_the_class_of_a_base_stays_what_it_is_also_of_one_without_a_config():
+    with nnx.use_eager_sharding(False):
+        layer = one(rank=2, base=ax.configure(Doubled, factor=3.0))
+    assert isinstance(layer, Doubled)
+    assert is_adapted(layer)
+    assert set(nnx.to_flat_state(nnx.state(layer)).paths) == {("weight",), ("lora_a",), ("lora_b",)}
+    np.testing.assert_allclose(layer(jnp.ones((4, 6))), 18.0)
+    layer.lora_b.set_value(jnp.ones((2, 2, 3)))
+    x = jnp.ones((1, 6))
+    update = jnp.einsum("bd,dr,rnh->bnh", x, layer.lora_a[...], layer.lora_b[...])
+    np.testing.assert_allclose(layer(x), 18.0 + 16.0 / 2 * update, rtol=1e-5)
+    with nnx.use_eager_sharding(False):
+        plain = ax.configure(Doubled).build(input_dims=(6,), output_dims=(2, 3), rngs=nnx.Rngs(0))
+    assert type(plain) is Doubled
+    assert type(one(rank=2)) is type(one(rank=4))  # equal modules stay equal
+
+
+@pytest.mark.parametrize(("base", "got"), [(ax.configure(double), "double"), (Own(), "Own")])
+def test_a_map_whose_class_is_not_known_before_it_is_built_is_refused(base, got):
+    with pytest.raises(ConfigError, match="its class is not known before it is built") as error:
+        one(base=base)
+    (problem,) = error.value.problems
+    assert (problem.path, got in problem.got) == ("base", True)
 
 
 def test_adapters_have_dtypes_of_their_own():

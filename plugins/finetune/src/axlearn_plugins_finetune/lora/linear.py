@@ -1,13 +1,14 @@
 """Low-rank adaptation of a linear map (Hu et al., 2021, arXiv 2106.09685).
 
-The adapters are attributes of the adapted map itself, not of something around it: its own parameters keep their paths
-(`query.weight`), with `query.lora_a` and `query.lora_b` beside them. So checkpoints of the base need no translation.
+The adapters are attributes of the adapted map itself, not of a module around it: its own parameters keep their paths
+(`query.weight`), with `query.lora_a` and `query.lora_b` beside them. So checkpoints of the base need no translation. The map is
+built as a subclass of its own class (`with_subclass`), so that whoever looks for maps of that class finds it.
 """
 
 import functools
 import math
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,12 +16,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from axlearn_core.config import REQUIRED, Node, interface, node, setting
+from axlearn_core.config import REQUIRED, Node, interface, node, setting, with_subclass
 from axlearn_core.config.node import take
 from axlearn_core.nn.initializers import Initializer, VarianceScaling
 from axlearn_core.nn.layer import Layer, Precision
 from axlearn_core.nn.linear import Linear, Projection
 from axlearn_core.nn.sharding import is_sharded
+
+_Product = Callable[[jax.Array, jax.Array], jax.Array]
 
 ADAPTERS = ("lora_a", "lora_b")
 """The names of the parameters that are trained."""
@@ -29,8 +32,8 @@ ADAPTERS = ("lora_a", "lora_b")
 class LoraLinear(Layer):
     """`base(x) + alpha / rank * (x @ A) @ B`, where only A and B are meant to be trained.
 
-    B starts at zero, so that the map is exactly its base at first. Building the config gives the module of `base` with
-    the adapters added to it; with the same seed, its own parameters are those that it has without them.
+    B starts at zero, so that the map is exactly its base at first. Building the config gives a module of a subclass of the base's
+    class; with the same seed, its own parameters are those that it has without them.
     """
 
     @node
@@ -54,35 +57,13 @@ class LoraLinear(Layer):
         def build(self, **offered: Any) -> Any:
             """The module of `base`, adapted. Offered what any projection is."""
             cfg, rest = take(self, offered)
-            return adapt(
-                cfg.base.build(**offered), cfg, axes=rest["axes"], rngs=rest["rngs"], inherited=rest["precision"]
-            )
+            module = with_subclass(cfg.base, _adapted_class).build(**offered)
+            module.add_adapters(cfg, axes=rest["axes"], rngs=rest["rngs"], inherited=rest["precision"])
+            return module
 
 
-def adapt(
-    base: Any, cfg: LoraLinear.Config, *, axes: Sequence[str | None], rngs: nnx.Rngs, inherited: Precision
-) -> Any:
-    """Adds the adapters to a projection that was built with these axes. `base` itself is changed and returned."""
-    precision = Precision(cfg.param_dtype or inherited.params, cfg.dtype or inherited.compute)
-    count = len(cfg.input_dims)
-    dtype = jnp.dtype(precision.params)
-    a = cfg.init.build()(_key(rngs), (*cfg.input_dims, cfg.rank), dtype, in_axis=tuple(range(count)), out_axis=(count,))
-    b = jnp.zeros((cfg.rank, *cfg.output_dims), dtype)
-    base.__class__ = _adapted_class(type(base))
-    base.lora_a = nnx.Param(a, out_sharding=(*axes[:count], "rank"), eager_sharding=False)
-    base.lora_b = nnx.Param(b, out_sharding=("rank", *axes[count:]), eager_sharding=False)
-    base.lora_inputs, base.lora_scale, base.lora_dtype = count, cfg.alpha / cfg.rank, precision.compute
-    return base
-
-
-def is_adapted(module: Any) -> bool:
-    """Whether a module is a projection with adapters."""
-    return all(hasattr(module, name) for name in (*ADAPTERS, "lora_scale"))
-
-
-@functools.cache  # one class for each kind of base, so that equal modules stay equal
-def _adapted_class(kind: Any) -> type:
-    """`kind` with what every adapted projection has beside it.
+class LoraMap:
+    """What an adapted projection has in addition to its own class, which comes behind this one.
 
     lora_a       [*input_dims, rank]
     lora_b       [rank, *output_dims]
@@ -91,23 +72,59 @@ def _adapted_class(kind: Any) -> type:
     lora_dtype   what the update is computed in
     """
 
-    def __call__(self: Any, x: jax.Array) -> jax.Array:
-        y = kind.__call__(self, x)
+    lora_a: Any
+    lora_b: Any
+    lora_inputs: int
+    lora_scale: float
+    lora_dtype: str
+
+    def add_adapters(
+        self, cfg: LoraLinear.Config, *, axes: Sequence[str | None], rngs: nnx.Rngs, inherited: Precision
+    ) -> None:
+        """Makes the adapters of a projection that was built with these axes."""
+        precision = Precision(cfg.param_dtype or inherited.params, cfg.dtype or inherited.compute)
+        count = len(cfg.input_dims)
+        a_shape, b_shape = (*cfg.input_dims, cfg.rank), (cfg.rank, *cfg.output_dims)
+        dtype = jnp.dtype(precision.params)
+        a = cfg.init.build()(_key(rngs), a_shape, dtype, in_axis=tuple(range(count)), out_axis=(count,))
+        self.lora_a = nnx.Param(a, out_sharding=(*axes[:count], "rank"), eager_sharding=False)
+        self.lora_b = nnx.Param(jnp.zeros(b_shape, dtype), out_sharding=("rank", *axes[count:]), eager_sharding=False)
+        self.lora_inputs, self.lora_scale, self.lora_dtype = count, cfg.alpha / cfg.rank, precision.compute
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., *input_dims] -> [..., *output_dims]."""
+        base: Any = super()
+        return self._add_update(base.__call__(x), x, lambda x, a: _product(x, a, self.lora_inputs), _matrix_product)
+
+    def _add_update(self, y: jax.Array, x: jax.Array, to_rank: _Product, from_rank: _Product) -> jax.Array:
         a, b = (p[...].astype(self.lora_dtype) for p in (self.lora_a, self.lora_b))
-        update = _product(_product(x.astype(self.lora_dtype), a, self.lora_inputs), b, 1)
+        update = from_rank(to_rank(x.astype(self.lora_dtype), a), b)
         return y + (self.lora_scale * update).astype(y.dtype)
 
-    def grouped(self: Any, x: jax.Array, product: Any) -> jax.Array:
-        y = kind.grouped(self, x, product)
-        a, b = (p[...].astype(self.lora_dtype) for p in (self.lora_a, self.lora_b))
-        update = product(product(x.astype(self.lora_dtype), a), b)
-        return y + (self.lora_scale * update).astype(y.dtype)
 
-    # Only what can be a stack of maps as it is can be one with adapters.
-    methods = {"__call__": __call__, **({"grouped": grouped} if hasattr(kind, "grouped") else {})}
-    # With no other base: Python lets a module change its class to one of the same layout only.
-    names = {"__module__": __name__, "__qualname__": f"{kind.__qualname__}WithLora", **methods}
-    return types.new_class(f"{kind.__name__}WithLora", (kind,), exec_body=lambda body: body.update(names))
+class GroupedLoraMap(LoraMap):
+    """Of a projection that can be a stack of maps: only those can be one with adapters."""
+
+    def grouped(self, x: jax.Array, product: Any) -> jax.Array:
+        """See `axlearn_core.nn.linear.Linear.grouped`."""
+        base: Any = super()
+        return self._add_update(base.grouped(x, product), x, product, product)
+
+
+def is_adapted(module: object) -> bool:
+    """Whether a module is a projection with adapters."""
+    return isinstance(module, LoraMap)
+
+
+@functools.cache  # one class for each kind of base, so that equal modules stay equal
+def _adapted_class(kind: type) -> type:
+    return subclass_with(GroupedLoraMap if hasattr(kind, "grouped") else LoraMap, kind, "WithLora")
+
+
+def subclass_with(mixin: type, kind: type, suffix: str) -> type:
+    """The class of a module of `kind` with what `mixin` adds to it."""
+    names = {"__module__": mixin.__module__, "__qualname__": f"{kind.__qualname__}{suffix}"}
+    return types.new_class(f"{kind.__name__}{suffix}", (mixin, kind), exec_body=lambda body: body.update(names))
 
 
 def _product(x: jax.Array, weight: jax.Array, count: int) -> jax.Array:
@@ -118,6 +135,10 @@ def _product(x: jax.Array, weight: jax.Array, count: int) -> jax.Array:
     inner = math.prod(weight.shape[:count])
     y = x.reshape(-1, inner) @ weight.reshape(inner, -1)
     return y.reshape(*x.shape[: x.ndim - count], *weight.shape[count:])
+
+
+def _matrix_product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return _product(x, weight, 1)
 
 
 def _key(rngs: nnx.Rngs) -> jax.Array:

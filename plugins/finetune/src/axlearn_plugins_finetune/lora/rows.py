@@ -9,7 +9,6 @@ N adapters, R their largest rank.
 import contextlib
 import contextvars
 import math
-import types
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -21,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from axlearn_core.config import REQUIRED, Node, interface, node, setting
+from axlearn_core.config import REQUIRED, Node, interface, node, setting, with_subclass
 from axlearn_core.config.node import take
 from axlearn_core.config.tree import children, join, with_children
 from axlearn_core.errors import CheckpointError, RequestError, nearest
@@ -29,7 +28,7 @@ from axlearn_core.nn.layer import Layer, Precision
 from axlearn_core.nn.linear import Linear, Projection
 from axlearn_plugins_finetune.lora.adapters import Exported, load
 from axlearn_plugins_finetune.lora.feature import projections
-from axlearn_plugins_finetune.lora.linear import LoraLinear
+from axlearn_plugins_finetune.lora.linear import LoraLinear, subclass_with
 
 Tree = TypeVar("Tree", bound=Node[Any])
 
@@ -68,23 +67,40 @@ class RowLoraLinear(Layer):
         def build(self, **offered: Any) -> Any:
             """The module of `base`, with the adapters."""
             cfg, rest = take(self, offered)
-            return _add_rows(cfg.base.build(**offered), cfg, rest["axes"], rest["precision"])
+            module = with_subclass(cfg.base, _class_with_rows).build(**offered)
+            module.add_rows(cfg, rest["axes"], rest["precision"])
+            return module
 
 
-def _add_rows(base: Any, cfg: RowLoraLinear.Config, axes: Sequence[str | None], precision: Precision) -> Any:
-    count, dtype = len(cfg.input_dims), jnp.dtype(precision.params)
-    a, b = (*cfg.input_dims, cfg.count, cfg.rank), (cfg.count, cfg.rank, *cfg.output_dims)
-    base.__class__ = _with_rows(type(base))
-    base.rows_a = nnx.Param(jnp.zeros(a, dtype), out_sharding=(*axes[:count], None, "rank"), eager_sharding=False)
-    base.rows_b = nnx.Param(jnp.zeros(b, dtype), out_sharding=(None, "rank", *axes[count:]), eager_sharding=False)
-    base.rows_inputs = count
-    return base
+class RowMap:
+    """What a projection with adapters for rows has in addition to its own class, which comes behind this one.
 
+    rows_a       [*input_dims, N, R]
+    rows_b       [N, R, *output_dims]
+    rows_inputs  how many input dimensions there are
+    """
 
-@cache  # one class for each kind of base, so that equal modules stay equal
-def _with_rows(kind: Any) -> type:
-    def __call__(self: Any, x: jax.Array) -> jax.Array:
-        y, choice = kind.__call__(self, x), _choice.get()
+    precision: Precision
+    rows_a: Any
+    rows_b: Any
+    rows_inputs: int
+
+    def add_rows(self, cfg: RowLoraLinear.Config, axes: Sequence[str | None], precision: Precision) -> None:
+        """Makes room for the adapters of a projection that was built with these axes."""
+        count, dtype = len(cfg.input_dims), jnp.dtype(precision.params)
+        a, b = (*cfg.input_dims, cfg.count, cfg.rank), (cfg.count, cfg.rank, *cfg.output_dims)
+        self.rows_a = nnx.Param(jnp.zeros(a, dtype), out_sharding=(*axes[:count], None, "rank"), eager_sharding=False)
+        self.rows_b = nnx.Param(jnp.zeros(b, dtype), out_sharding=(None, "rank", *axes[count:]), eager_sharding=False)
+        self.rows_inputs = count
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., *input_dims] -> [..., *output_dims].
+
+        Raises:
+            RequestError: adapters are chosen for another number of rows.
+        """
+        base: Any = super()
+        y, choice = base.__call__(x), _choice.get()
         if choice is None:
             return y
         a, b = (p[...].astype(self.precision.compute) for p in (self.rows_a, self.rows_b))
@@ -100,19 +116,21 @@ def _with_rows(kind: Any) -> type:
         update = low @ b.reshape(low.shape[1], -1)
         return y + update.reshape(y.shape).astype(y.dtype)
 
-    def grouped(self: Any, x: jax.Array, product: Any) -> jax.Array:
+
+class GroupedRowMap(RowMap):
+    """Of a projection that can be a stack of maps, which cannot have adapters for rows."""
+
+    def grouped(self, x: jax.Array, product: Any) -> jax.Array:
+        """Raises `RequestError`."""
         raise RequestError(
             "adapters of experts cannot be chosen by row: rows stand in the order of their experts there\n"
             "    fix: serve such adapters alone, merged into their base"
         )
 
-    names: dict[str, Any] = {
-        "__module__": __name__,
-        "__qualname__": f"{kind.__qualname__}WithRows",
-        "__call__": __call__,
-    }
-    names |= {"grouped": grouped} if hasattr(kind, "grouped") else {}
-    return types.new_class(f"{kind.__name__}WithRows", (kind,), exec_body=lambda body: body.update(names))
+
+@cache  # one class for each kind of base, so that equal modules stay equal
+def _class_with_rows(kind: type) -> type:
+    return subclass_with(GroupedRowMap if hasattr(kind, "grouped") else RowMap, kind, "WithRows")
 
 
 @attrs.frozen(eq=False)
