@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from axlearn_core.checkpoint import OrbaxCheckpointer
+from axlearn_core.checkpoint import ShardedCheckpointer
 
 THREADS = min(8, 2 * (os.cpu_count() or 1))
 FILE = 64 * 2**20
@@ -85,7 +85,7 @@ def throughput(folder, megabytes, rounds):
     state = make_state(megabytes)
     like = jax.eval_shape(lambda: state)
     times = {name: [] for name in ("raw_write", "raw_read", "save", "restore", "blocking", "save_cpu")}
-    one = OrbaxCheckpointer.Config(keep_last=1).build(directory=folder / "checkpoints")
+    one = ShardedCheckpointer.Config(keep_last=1).build(directory=folder / "checkpoints")
     for number in range(1, rounds + 2):
         raw = folder / f"raw-{number}"
         measured = {"raw_write": timed(lambda raw=raw: raw_write(raw, state))[0]}
@@ -122,7 +122,7 @@ def resident():
 def memory(folder, megabytes, saves):
     """Resident memory after each save."""
     state, sizes = make_state(megabytes), []
-    one = OrbaxCheckpointer.Config(keep_last=2).build(directory=folder / "memory")
+    one = ShardedCheckpointer.Config(keep_last=2).build(directory=folder / "memory")
     for step in range(1, saves + 1):
         one.save(step, state)
         one.wait()
@@ -137,7 +137,7 @@ def steps(folder, *, seconds=0.02, every=25, count=200):
     state = {"params": {f"w{i}": jnp.ones((64, 64)) for i in range(20)}, "step": jnp.zeros((), jnp.int32)}
     medians = {}
     for name in ("alone", "saving"):
-        one = OrbaxCheckpointer.Config(keep_last=2).build(directory=folder / name)
+        one = ShardedCheckpointer.Config(keep_last=2).build(directory=folder / name)
         times = []
         for step in range(1, count + 1):
             times.append(timed(lambda: time.sleep(seconds))[0])

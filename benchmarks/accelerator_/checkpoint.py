@@ -26,9 +26,9 @@ def measure(context: Context) -> None:
         note = (
             None if size == num_bytes else f"{num_bytes / 1e9:g} GB were wanted; the disk has {free / 1e9:.1f} GB free"
         )
-        from axlearn_core.checkpoint import OrbaxCheckpointer
+        from axlearn_core.checkpoint import ShardedCheckpointer
 
-        checkpointer = OrbaxCheckpointer.Config(every_steps=1).build(directory=folder / "checkpoints")
+        checkpointer = ShardedCheckpointer.Config(every_steps=1).build(directory=folder / "checkpoints")
         state = _state(size // arrays // 4, arrays)
         saved = context.attempt("save", functools.partial(_save, checkpointer, state, note))
         if saved:

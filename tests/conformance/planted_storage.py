@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from mutants import mutants, suite
 
-from axlearn_core.checkpoint import LocalStorage, OrbaxCheckpointer
+from axlearn_core.checkpoint import LocalStorage, ShardedCheckpointer
 from axlearn_core.compose import Functional
 from axlearn_core.config import Configurable, node
 from axlearn_core.errors import RequestError
@@ -16,9 +16,9 @@ from axlearn_core.testing.train import Line, TrainerSuite
 from axlearn_plugins_transformer.text.tokenizers import ByteTokenizer
 
 
-class Checkpointer(OrbaxCheckpointer):
+class Checkpointer(ShardedCheckpointer):
     @node
-    class Config(OrbaxCheckpointer.Config):
+    class Config(ShardedCheckpointer.Config):
         wrong: str = ""
 
     def __init__(self, cfg: Config, *, directory: Path):

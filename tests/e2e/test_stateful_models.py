@@ -7,7 +7,7 @@ import toy
 from stateful import config, same, trained
 
 from axlearn_core import compose, patch
-from axlearn_core.checkpoint import OrbaxCheckpointer
+from axlearn_core.checkpoint import ShardedCheckpointer
 from axlearn_core.compose import Functional
 from axlearn_core.errors import CheckpointError, RequestError
 
@@ -86,7 +86,7 @@ def test_an_interleaved_pipeline_too():
 def test_a_restored_state_goes_on_bit_for_bit(kind, tmp_path):
     losses, variables, *_ = trained(kind, mode="unrolled")
     _, _, state, program = trained(kind, mode="unrolled", steps=2)
-    checkpointer = OrbaxCheckpointer.Config().build(directory=tmp_path)
+    checkpointer = ShardedCheckpointer.Config().build(directory=tmp_path)
     checkpointer.save(2, state)
     checkpointer.wait()
     restored, _ = checkpointer.restore(2, program.state)
@@ -99,7 +99,7 @@ def test_a_restored_state_goes_on_bit_for_bit(kind, tmp_path):
 
 def test_a_checkpoint_without_the_variables_is_refused(tmp_path):
     _, _, state, program = trained("batch-norm")
-    checkpointer = OrbaxCheckpointer.Config().build(directory=tmp_path)
+    checkpointer = ShardedCheckpointer.Config().build(directory=tmp_path)
     checkpointer.save(3, state.replace(variables={}))
     checkpointer.wait()
     with pytest.raises(CheckpointError, match=r"missing: variables\.decoder"):

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from axlearn_core.checkpoint import OrbaxCheckpointer
+from axlearn_core.checkpoint import ShardedCheckpointer
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +35,7 @@ def make(tmp_path):
     checkpointers = []
 
     def build(directory=tmp_path / "checkpoints", **fields):
-        checkpointers.append(OrbaxCheckpointer.Config(**fields).build(directory=directory))
+        checkpointers.append(ShardedCheckpointer.Config(**fields).build(directory=directory))
         return checkpointers[-1]
 
     yield build

@@ -19,8 +19,8 @@ from axlearn_core.errors import WorkError
 # Saves steps without end; the state of step i holds i everywhere, and the metric says so too.
 WRITER = """
 import sys, jax, jax.numpy as jnp
-from axlearn_core.checkpoint import OrbaxCheckpointer
-one = OrbaxCheckpointer.Config(keep_last=2).build(directory=sys.argv[1])
+from axlearn_core.checkpoint import ShardedCheckpointer
+one = ShardedCheckpointer.Config(keep_last=2).build(directory=sys.argv[1])
 first = (one.latest_step() or 0) + 1
 print("ready", flush=True)
 for step in range(first, first + 10_000):

@@ -6,7 +6,7 @@ import time
 import jax.numpy as jnp
 import pytest
 
-from axlearn_core.checkpoint import LocalStorage, OrbaxCheckpointer
+from axlearn_core.checkpoint import LocalStorage, ShardedCheckpointer
 from axlearn_core.checkpoint.writer import RateLimit
 from axlearn_core.errors import WorkError
 from axlearn_core.testing.chaos import FaultyStorage
@@ -109,4 +109,4 @@ def test_a_limited_save_is_whole(make):
 def test_the_limits_are_checked():
     for name in ("max_bytes_per_second", "max_saves_in_flight"):
         with pytest.raises(Exception, match=name):
-            OrbaxCheckpointer.Config(**{name: 0})
+            ShardedCheckpointer.Config(**{name: 0})

@@ -14,13 +14,13 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 address, index, directory = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(address, 2, index)
-from axlearn_core.checkpoint import OrbaxCheckpointer, manifest
+from axlearn_core.checkpoint import ShardedCheckpointer, manifest
 from axlearn_core.errors import CheckpointError, WorkError
 
 mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
 split = NamedSharding(mesh, P("fsdp"))
 make = lambda value: {"x": jax.jit(lambda: jnp.arange(64.0).reshape(8, 8) + value, out_shardings=split)()}
-one = OrbaxCheckpointer.Config(keep_last=2).build(directory=directory)
+one = ShardedCheckpointer.Config(keep_last=2).build(directory=directory)
 for step in (1, 2, 3):
     assert one.save(step, make(step), extra={"step": step})
 one.wait()
@@ -38,7 +38,7 @@ y = jax.make_array_from_callback((8, 1024), copied, lambda i: np.arange(8 * 1024
 import functools
 from axlearn_core.checkpoint import writer
 writer.pieces_of = functools.partial(writer.pieces_of, limit=2048)  # pieces of 16 MiB are for larger arrays
-two = OrbaxCheckpointer.Config().build(directory=directory + "-copied")
+two = ShardedCheckpointer.Config().build(directory=directory + "-copied")
 two.save(1, {"y": y})
 two.wait()
 counts, real_read = [], LocalStorage.read_into

@@ -2,7 +2,7 @@
 
 import pytest
 
-from axlearn_core.checkpoint import OrbaxCheckpointer
+from axlearn_core.checkpoint import ShardedCheckpointer
 from axlearn_core.checkpoint.manifest import ArrayInfo, Manifest
 from axlearn_core.errors import CheckpointError, PluginError
 from axlearn_core.plugins.migrations import migrate_arrays, migrate_config
@@ -61,7 +61,7 @@ def test_a_checkpoint_is_restored_under_the_paths_of_today(part, tmp_path):
     import jax.numpy as jnp
     import numpy as np
 
-    checkpointer = OrbaxCheckpointer.Config().build(directory=tmp_path)
+    checkpointer = ShardedCheckpointer.Config().build(directory=tmp_path)
     checkpointer.save(1, {part: {"old": {"a": jnp.arange(3.0)}}, "b": jnp.ones(2), "gone": jnp.zeros(1)})
     checkpointer.wait()
     like = {part: {"new": {"a": jnp.zeros(3, jnp.bfloat16)}}, "b": jnp.zeros(2)}

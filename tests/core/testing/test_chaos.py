@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from axlearn_core.checkpoint import LocalStorage, OrbaxCheckpointer
+from axlearn_core.checkpoint import LocalStorage, ShardedCheckpointer
 from axlearn_core.errors import CheckpointError, StorageError
 from axlearn_core.testing.chaos import Chaos, ChaosError, FaultyStorage, Plan, Target, TcpLink, cut, play_in_thread
 
@@ -112,7 +112,7 @@ def test_a_bit_differs_and_the_checkpoint_is_refused(make_checkpoint, tmp_path):
 def make_checkpoint(tmp_path):
     import jax.numpy as jnp
 
-    one = OrbaxCheckpointer.Config().build(directory=tmp_path / "checkpoints")
+    one = ShardedCheckpointer.Config().build(directory=tmp_path / "checkpoints")
     one.save(1, {"x": jnp.arange(100)})
     one.wait()
     yield one

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 import axlearn_core as ax
-from axlearn_core.checkpoint import OrbaxCheckpointer, open_storage, open_weights
+from axlearn_core.checkpoint import ShardedCheckpointer, open_storage, open_weights
 from axlearn_core.checkpoint.manifest import Checkpoints
 from axlearn_core.cli.main import cli
 from axlearn_core.errors import CheckpointError, RequestError, WorkError
@@ -43,7 +43,7 @@ def state(step):
 
 
 def checkpointer(uri, **fields):
-    return OrbaxCheckpointer.Config(uri=uri, **fields).build(directory="unused")
+    return ShardedCheckpointer.Config(uri=uri, **fields).build(directory="unused")
 
 
 def train(run, uri, *, steps=4, **settings):
@@ -217,8 +217,8 @@ def test_what_others_keep_beside_the_checkpoints_stays(s3):
 
 WRITER = """
 import sys, jax.numpy as jnp
-from axlearn_core.checkpoint import OrbaxCheckpointer
-one = OrbaxCheckpointer.Config(keep_last=2, uri=sys.argv[1]).build(directory="unused")
+from axlearn_core.checkpoint import ShardedCheckpointer
+one = ShardedCheckpointer.Config(keep_last=2, uri=sys.argv[1]).build(directory="unused")
 one.run = "ours"
 first = (one.latest_step() or 0) + 1
 print("ready", flush=True)

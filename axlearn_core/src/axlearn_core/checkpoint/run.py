@@ -16,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 from axlearn_core.checkpoint import manifest, stream
 from axlearn_core.checkpoint.legacy import read_orbax
 from axlearn_core.checkpoint.manifest import ArrayInfo, Checkpoints
-from axlearn_core.checkpoint.orbax import WEIGHTS_ONLY, OrbaxCheckpointer
+from axlearn_core.checkpoint.sharded import WEIGHTS_ONLY, ShardedCheckpointer
 from axlearn_core.checkpoint.shards import StoredArray
 from axlearn_core.checkpoint.state import agree
 from axlearn_core.checkpoint.storage import LocalStorage, open_storage
@@ -253,7 +253,7 @@ def open_checkpoint(
     checkpointer = getattr(config, "checkpointer", None)
     if checkpointer is None:
         raise CheckpointError(f"{uri}/{CONFIG} is not a trainer's config: it has no checkpointer")
-    if isinstance(checkpointer, OrbaxCheckpointer.Config):
+    if isinstance(checkpointer, ShardedCheckpointer.Config):
         checkpoint = RunCheckpoint(uri, find_checkpoints(uri, storage, checkpointer.uri), config, step)
         checkpoint.config = _trained_config(checkpoint, storage, config)
         return checkpoint

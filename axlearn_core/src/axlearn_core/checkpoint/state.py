@@ -26,7 +26,7 @@ def describe(path: str, leaf: Any) -> ArrayInfo:
 
 
 def stored(state: object) -> dict[str, jax.Array]:
-    """The arrays that Orbax gets: by dotted path, random keys as their data, without those that have no elements."""
+    """The arrays of a checkpoint: by dotted path, random keys as their data, without those that have no elements."""
     flat = flatten(state)
     if len(flat) != len(jax.tree.leaves(state)):
         raise CheckpointError("two leaves of the state have the same dotted path")

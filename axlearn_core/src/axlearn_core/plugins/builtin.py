@@ -1,6 +1,7 @@
 """What the core itself says through hooks."""
 
 from axlearn_core.contracts.mesh import MeshRule
+from axlearn_core.contracts.migration import Migration
 from axlearn_core.contracts.target import Target
 from axlearn_core.plugins.hookspecs import hookimpl
 
@@ -20,3 +21,9 @@ def axlearn_mesh_rules() -> list[MeshRule]:
     """XLA:CPU compiles unrolled layers to a faster program than a scan of them, in more time: where it is asked for."""
     packages = {"scan": "axlearn-plugins-tools"}
     return [MeshRule(target="cpu*", features=("scan:on=false",), packages=packages, detected=False)]
+
+
+@hookimpl
+def axlearn_migrations() -> list[Migration]:
+    """Configs with earlier names of the core's components."""
+    return [Migration(name="names of components", config="axlearn_core.plugins.renamed:rename_components")]

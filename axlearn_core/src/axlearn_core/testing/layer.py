@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from jax.test_util import check_vjp
 
-from axlearn_core.checkpoint import OrbaxCheckpointer
+from axlearn_core.checkpoint import ShardedCheckpointer
 from axlearn_core.compose.functional import Functional
 from axlearn_core.compose.layout import Layout, make_mesh
 from axlearn_core.config import Node
@@ -184,7 +184,7 @@ class LayerSuite:
         params, functional = {**_params(type(self)), **_variables(type(self))}, self.built()
         if not params:
             return  # nothing to keep
-        checkpointer = OrbaxCheckpointer.Config().build(directory=tmp_path)
+        checkpointer = ShardedCheckpointer.Config().build(directory=tmp_path)
         checkpointer.save(1, params, extra={}, metrics={})
         checkpointer.wait()
         restored, _ = checkpointer.restore(1, {**functional.abstract, **functional.variables})

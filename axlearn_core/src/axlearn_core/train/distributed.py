@@ -3,13 +3,14 @@
 import functools
 import json
 import os
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from axlearn_core.config import Configurable, node
+from axlearn_core.plugins.renamed import renamed_attributes
 
 # What the launchers that `jax.distributed` recognises set for more than one process.
 _COUNTS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "JAX_NUM_PROCESSES")
@@ -78,3 +79,7 @@ def _union(a: object, b: object) -> Any:
     if not (isinstance(a, dict) and isinstance(b, dict)):
         return a
     return {k: _union(a[k], b[k]) if k in a and k in b else a.get(k, b.get(k)) for k in a | b}
+
+
+if not TYPE_CHECKING:  # earlier names
+    __getattr__ = renamed_attributes(__name__, united="allgather_data_state")

@@ -10,8 +10,8 @@ from typing import Any
 import attrs
 import jax
 
-from axlearn_core.checkpoint import OrbaxCheckpointer
-from axlearn_core.checkpoint.orbax import WEIGHTS_ONLY
+from axlearn_core.checkpoint import ShardedCheckpointer
+from axlearn_core.checkpoint.sharded import WEIGHTS_ONLY
 from axlearn_core.compose import Function, Functional, ModelAndObjective, Program, compose
 from axlearn_core.compose.objective import replicated
 from axlearn_core.config import REQUIRED, Configurable, Node, check, node, setting
@@ -91,7 +91,7 @@ class Trainer(Configurable):
         learner: Node[LearnerProtocol] = Learner.Config()
         input: Node[Input] = REQUIRED
         evaluators: Mapping[str, Node[Evaluator]] = setting(default={"eval": LossEvaluator.Config()}, kind="execution")
-        checkpointer: Node[Checkpointer] = setting(default=OrbaxCheckpointer.Config(), kind="execution")
+        checkpointer: Node[Checkpointer] = setting(default=ShardedCheckpointer.Config(), kind="execution")
         mesh: Mesh = setting(default=Mesh(), kind="execution")
         distributed: Node[ProcessGroup] = setting(default=Distributed.Config(), kind="execution")
         trackers: tuple[Node[Tracker], ...] = setting(

@@ -28,7 +28,7 @@ class MsgpackCheckpointer(Configurable):
     def __init__(self, cfg: Config, *, directory: Path):
         if jax.process_count() > 1:
             raise RequestError(
-                f"msgpack checkpoints are of one process, got {jax.process_count()}\n    fix: take orbax"
+                f"msgpack checkpoints are of one process, got {jax.process_count()}\n    fix: take sharded"
             )
         self.cfg, self.storage, self.files = cfg, LocalStorage(directory), {}
 

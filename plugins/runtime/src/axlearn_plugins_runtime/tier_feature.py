@@ -4,7 +4,7 @@ from typing import Any, TypeVar
 
 import attrs
 
-from axlearn_core.checkpoint import OrbaxCheckpointer
+from axlearn_core.checkpoint import ShardedCheckpointer
 from axlearn_core.config import Node, node, patch, setting
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.feature import Feature
@@ -32,10 +32,10 @@ class LocalTierFeature(Feature):
     def apply(self, cfg: Tree) -> Tree:
         """Puts the tier beside the checkpoints."""
         checkpointer: Any = getattr(cfg, "checkpointer", None)
-        if not isinstance(checkpointer, OrbaxCheckpointer.Config):
+        if not isinstance(checkpointer, ShardedCheckpointer.Config):
             raise RequestError(
                 "local-tier stands beside the core's checkpointer\n"
-                f"    got: checkpointer {type(checkpointer).__qualname__}\n    expected: orbax or tiered\n"
+                f"    got: checkpointer {type(checkpointer).__qualname__}\n    expected: sharded or tiered\n"
                 "    fix: leave the feature out, or set checkpointer={type: tiered}"
             )
         local = checkpointer.local if isinstance(checkpointer, TieredCheckpointer.Config) else LocalTier.Config()

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from axlearn_core.checkpoint import OrbaxCheckpointer, manifest, stream
+from axlearn_core.checkpoint import ShardedCheckpointer, manifest, stream
 from axlearn_core.checkpoint.barrier import gather_objects
 from axlearn_core.checkpoint.manifest import ArrayInfo, Manifest
 from axlearn_core.checkpoint.state import abstract_arrays, check_same, describe, rebuild_state, stored
@@ -59,7 +59,7 @@ class LocalTier(Configurable):
         self.cfg = cfg
 
 
-class TieredCheckpointer(OrbaxCheckpointer):
+class TieredCheckpointer(ShardedCheckpointer):
     """The checkpointer of the core, and a tier on the machines of the job.
 
     Each process writes the shards on its devices, replicas too, as a checkpoint of its own. A restore takes the newest step whose
@@ -67,7 +67,7 @@ class TieredCheckpointer(OrbaxCheckpointer):
     """
 
     @node
-    class Config(OrbaxCheckpointer.Config):
+    class Config(ShardedCheckpointer.Config):
         """The fields of the core's checkpointer, and `local`."""
 
         local: Node[LocalTier] = LocalTier.Config()

@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import pytest
 from click.testing import CliRunner
 
-from axlearn_core.checkpoint import OrbaxCheckpointer
+from axlearn_core.checkpoint import ShardedCheckpointer
 from axlearn_core.cli.main import cli
 
 
 @pytest.fixture
 def run_dir(tmp_path):
     (tmp_path / "config.yaml").write_text("resolved: true\ncheckpointer: {type: orbax, uri: null}\n")
-    one = OrbaxCheckpointer.Config().build(directory=tmp_path / "checkpoints")
+    one = ShardedCheckpointer.Config().build(directory=tmp_path / "checkpoints")
     for step in (10, 20):
         one.save(step, {"params": {"w": jnp.ones((3, 4))}, "step": jnp.int32(step)}, metrics={"eval_loss": 0.5})
     one.wait()

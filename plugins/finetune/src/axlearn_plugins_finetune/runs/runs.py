@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from axlearn_core.checkpoint import RunWeights, open_weights, split_weights
-from axlearn_core.checkpoint.orbax import WEIGHTS_ONLY
+from axlearn_core.checkpoint.sharded import WEIGHTS_ONLY
 from axlearn_core.compose import Functional
 from axlearn_core.config import Node, patch
 from axlearn_core.errors import CheckpointError, RequestError, WorkError

@@ -3,7 +3,7 @@
 The large ones leave open what only a user knows: `input.source.paths` and `input.tokenizer.path`.
 """
 
-from axlearn_core.checkpoint import OrbaxCheckpointer
+from axlearn_core.checkpoint import ShardedCheckpointer
 from axlearn_core.config import patch
 from axlearn_core.learn import AdamW, Cosine, Learner, WarmupStableDecay
 from axlearn_core.nn.remat import Remat
@@ -74,7 +74,7 @@ def pretraining(model: CausalLM.Config, *, sequence_length: int, peak: float, ma
             source=Files.Config(),
             tokenizer=TokenizerJson.Config(),
         ),
-        checkpointer=OrbaxCheckpointer.Config(every_steps=1000, keep_last=3),
+        checkpointer=ShardedCheckpointer.Config(every_steps=1000, keep_last=3),
         trackers=TRACKERS,
         max_steps=max_steps,
     )
@@ -142,7 +142,7 @@ def quickstart() -> Trainer.Config:
             "eval": LossEvaluator.Config(every_steps=300),
             "sample": SampleEvaluator.Config(prompt="def "),
         },
-        checkpointer=OrbaxCheckpointer.Config(every_steps=150, keep_last=2),
+        checkpointer=ShardedCheckpointer.Config(every_steps=150, keep_last=2),
         trackers=TRACKERS,
         max_steps=600,
         log_every_steps=10,

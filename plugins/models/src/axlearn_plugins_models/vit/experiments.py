@@ -1,6 +1,6 @@
 """Vision transformers: a small one that draws its own images, and ViT-B/16 (Dosovitskiy et al., 2020)."""
 
-from axlearn_core.checkpoint import OrbaxCheckpointer
+from axlearn_core.checkpoint import ShardedCheckpointer
 from axlearn_core.config import patch
 from axlearn_core.learn import AdamW, Cosine, Learner
 from axlearn_core.nn.remat import Remat
@@ -36,7 +36,7 @@ def vit_tiny() -> Trainer.Config:
         learner=Learner.Config(optimizer=AdamW(learning_rate=Cosine(peak=2e-3, warmup_steps=50), weight_decay=0.05)),
         input=DrawnShapes.Config(batch_size=64, image_size=32),
         evaluators={"eval": LossEvaluator.Config(every_steps=200)},
-        checkpointer=OrbaxCheckpointer.Config(every_steps=200, keep_last=2),
+        checkpointer=ShardedCheckpointer.Config(every_steps=200, keep_last=2),
         trackers=TRACKERS,
         max_steps=600,
         log_every_steps=20,
@@ -56,7 +56,7 @@ def vit_b16() -> Trainer.Config:
             optimizer=AdamW(learning_rate=Cosine(peak=3e-3, warmup_steps=10_000), weight_decay=0.3), max_grad_norm=1.0
         ),
         input=ImageArrays.Config(batch_size=4096),
-        checkpointer=OrbaxCheckpointer.Config(every_steps=1000, keep_last=3),
+        checkpointer=ShardedCheckpointer.Config(every_steps=1000, keep_last=3),
         trackers=TRACKERS,
         max_steps=94_000,
     )

@@ -28,7 +28,7 @@ MODULES = (
     "axlearn_core.cli.main",
     "axlearn_core.cli.train",
     "axlearn_core.train.api",
-    "axlearn_core.checkpoint.orbax",
+    "axlearn_core.checkpoint.sharded",
     "jax.experimental.multihost_utils",
     "orbax.checkpoint",
 )
