@@ -190,3 +190,14 @@ def test_every_shipped_rule_names_the_packages_of_its_features():
             for name in (parse_feature(f).name for f in mesh_rule.features):
                 package = registry().entry("features", name).distribution
                 assert mesh_rule.packages[name] == package, (origin, mesh_rule.target, name)
+
+
+def test_a_feature_that_changes_nothing_is_named(rule):
+    """The one that is asked for; of a mesh rule's, the rule says so."""
+    plain = resolve("quickstart", with_=["remat:policy=full"])
+    assert decided(plain, "unchanged") == []
+    again = resolve(plain.config, with_=["remat:policy=full"])
+    assert again.config == plain.config
+    assert [str(d) for d in again.decisions] == ["unchanged: the feature 'remat' (the config is already as it asks)"]
+    rule("remat:policy=full")
+    assert decided(resolve(plain.config, target="h100-8x1"), "unchanged") == []

@@ -111,9 +111,9 @@ def check(request: Request, as_json: bool) -> None:
 
     Builds it without arrays. Exit code 2 where something does not fit.
     """
-    decisions: tuple[Any, ...] = ()
     try:
         resolved = resolve(request).checked()
+        decisions = tuple(decision for decision in resolved.decisions if decision.kind == "unchanged")
         experiment: Any = resolved.config
         if hasattr(experiment, "functions"):
             from axlearn_core.checkpoint.storage import check_uri
@@ -121,7 +121,7 @@ def check(request: Request, as_json: bool) -> None:
             from axlearn_core.compose.program import check_program
 
             check_uri(experiment)
-            decisions = replicated(check_program(experiment, resolved.machine))
+            decisions += replicated(check_program(experiment, resolved.machine))
     except ConfigError as error:
         if not as_json:
             raise

@@ -14,12 +14,13 @@ class Decision:
 
     Attributes:
         kind: `machine` and `mesh rule` say what holds; `applied` and `left out` what the rule changed and did not change;
-            `replicated` names parameters without axis names, `not registered` code that the config file cannot name.
+            `unchanged` names a feature that was asked for and changed nothing, `replicated` parameters without axis names,
+            `not registered` code that the config file cannot name.
         subject: the machine, the rule, the feature, the path or the code.
         reason: why, or what it changed, and what to ask for to have it otherwise.
     """
 
-    kind: Literal["machine", "mesh rule", "applied", "left out", "replicated", "not registered"]
+    kind: Literal["machine", "mesh rule", "applied", "left out", "unchanged", "replicated", "not registered"]
     subject: str
     reason: str = ""
 

@@ -83,7 +83,8 @@ class Feature(Node[Any]):
     def in_effect(self, cfg: Node[Any]) -> bool:
         """Whether the feature is already in effect. Called only where `apply` changed nothing.
 
-        By default it is, since `apply` refuses a config in which there is nothing to change. A feature whose `apply` cannot tell
-        that from a config which is as asked says here which one it is; False makes the request an error.
+        By default it is, since `apply` refuses a config in which there is nothing to change; a request that asks for it then says
+        that it changed nothing. A feature whose `apply` cannot tell the two apart says here which one it is: False makes the
+        request an error.
         """
         return self.apply(cfg) == cfg

@@ -332,6 +332,8 @@ class _Resolution:
                     f"the feature {name!r} ({entry.origin}) changes nothing in this config: nothing in it matches, or "
                     f"all is as it would have it\n    fix: leave it out; see `axlearn features show {name}`"
                 )
+            if not changes and any(use.name == name for use in self.request.features):
+                self._decide("unchanged", f"the feature {name!r}", "the config is already as it asks")
             if feature.stage == "execute":
                 check_execution(changes, before, tree, entry)
             for change in changes:

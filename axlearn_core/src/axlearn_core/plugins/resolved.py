@@ -36,7 +36,7 @@ class Resolved:
         detected: whether the machine was detected, for which JAX has started.
         rule: who says how to lay it out there.
         notes: for people, what of the mesh rule does not fit this config and was left out.
-        decisions: the machine, the mesh rule, what it changed and what it left out.
+        decisions: the machine, the mesh rule, what it changed and what it left out, and features that changed nothing.
     """
 
     config: Node[Any]

@@ -169,7 +169,8 @@ def make_plan(resolved: Resolved, function: str = "train") -> Plan:
         activations = tags(program, batch) if trains else []
         compiled, memory, seconds = compiling.result()
     moved = traffic = None
-    notes = [*resolved.notes, *map(str, replicated(program.trained))]
+    unchanged = [str(decision) for decision in resolved.decisions if decision.kind == "unchanged"]
+    notes = [*resolved.notes, *unchanged, *map(str, replicated(program.trained))]
     if machine.target.stand_in:
         notes.append(f"not the program that runs there: {machine.target.stand_in}")
     if compiled is not None:
