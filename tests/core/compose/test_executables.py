@@ -72,7 +72,7 @@ def test_another_process_loads_what_one_compiled(tmp_path):
     assert compiled == "0"
     other = run(tmp_path / "step", "load", **{"learner.optimizer.learning_rate": 0.5})
     assert other.returncode == 1
-    assert "is another program now" in other.stderr
+    assert "the program of train changed" in other.stderr
     assert "fix: export again" in other.stderr
 
 

@@ -193,7 +193,7 @@ def parse(data: bytes, step: int) -> Manifest:
     body = json.loads(data)
     digest = body.pop("sha256")
     if digest != _digest(body) or body["format"] not in _READABLE or body["step"] != step:
-        raise ValueError("its own checksum, format or step is another one")
+        raise ValueError("its checksum, format or step does not match")
     arrays = {p: ArrayInfo(p, tuple(shape), dtype) for p, (shape, dtype) in body["arrays"].items()}
     run = body.get("run", "")
     return Manifest(step, arrays, body["metrics"], body["files"], body["created"], run, body["format"])

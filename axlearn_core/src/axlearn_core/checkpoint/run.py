@@ -47,7 +47,7 @@ def read_run_config(storage: Storage, uri: str | Path, path: str = CONFIG) -> No
     except MissingFileError:
         return None
     except ConfigError as error:
-        raise CheckpointError(f"{file} cannot be read by what is installed now:\n{error}") from error
+        raise CheckpointError(f"{file} does not fit the installed packages:\n{error}") from error
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{file} is not a text file: {error}") from None
     if not isinstance(request.experiment, Node):
@@ -270,7 +270,7 @@ def _trained_config(checkpoint: RunCheckpoint, storage: Storage, config: object)
     place, path = checkpoint.place, f"{checkpoint.place.folder}{checkpoint.step}/{CONFIG}"
     text = place.storage.read(path)
     if manifest.describe(text) != {k: checkpoint.manifest.files[CONFIG].get(k) for k in ("bytes", "sha256")}:
-        raise place.damaged(checkpoint.step, [f"{CONFIG}: its hash is another one"])
+        raise place.damaged(checkpoint.step, [f"{CONFIG}: its hash does not match"])
     if storage.read(CONFIG) == text:
         return config
     trained: Any = read_run_config(place.storage, place.name, path)

@@ -31,7 +31,7 @@ def open_weights(uri: str | Path, *, step: int | None = None, storage: Storage |
         storage: what the run's files are read from; by default the storage of `uri`.
 
     Raises:
-        CheckpointError: nothing known lies there, no such step, or the tensors are not those of the run's model.
+        CheckpointError: no weights there, no such step, or the tensors are not those of the run's model.
         RequestError: no plugin knows the scheme.
     """
     unknown: RequestError | None = None

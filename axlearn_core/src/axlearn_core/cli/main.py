@@ -12,9 +12,9 @@ from click.shell_completion import CompletionItem
 
 # A built-in command: where it is, and its line in `axlearn --help`.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "train": ("axlearn_core.cli.train:train", "Train an experiment; goes on by itself where a run stopped."),
-    "bench": ("axlearn_core.cli.bench:bench", "Measure what runs here or answers at an address."),
-    "checkpoint": ("axlearn_core.cli.checkpoint:checkpoint", "List what a run has saved, and what is in it."),
+    "train": ("axlearn_core.cli.train:train", "Train an experiment, or resume its run."),
+    "bench": ("axlearn_core.cli.bench:bench", "Measure a training step on this machine, or a server at an address."),
+    "checkpoint": ("axlearn_core.cli.checkpoint:checkpoint", "List, inspect and convert checkpoints."),
     "config": ("axlearn_core.cli.config:config", "Show, compare, explain and check configs."),
     "experiments": ("axlearn_core.cli.experiments:experiments", "List the experiments that are installed."),
     "features": ("axlearn_core.cli.features:features", "List features, and show what one does."),

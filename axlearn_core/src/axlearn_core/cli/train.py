@@ -17,13 +17,13 @@ from axlearn_core.cli.open_command import OpenCommand
 @click.option("--restore-step", type=click.IntRange(min=1), help="Go back to this checkpoint instead of the newest.")
 @click.option("--allow-drift", is_flag=True, help="Continue a run although what it computes changed.")
 @click.option("--dry-run", is_flag=True, help="Say what would run, and write nothing.")
-@click.option("--restart", is_flag=True, help="Begin at step 0; metrics and checkpoints that are there are set aside.")
+@click.option("--restart", is_flag=True, help="Begin at step 0; sets earlier metrics and checkpoints aside.")
 def train(
     request: Any, run_dir: str | None, restore_step: int | None, allow_drift: bool, dry_run: bool, restart: bool
 ) -> None:
-    """Trains EXPERIMENT, or the experiment that a YAML file describes.
+    """Train EXPERIMENT, or the experiment of a YAML file.
 
-    Continues by itself where the run directory has a checkpoint. Ctrl-C saves and says how to go on.
+    Resumes from the newest checkpoint in the run directory. Ctrl-C saves and says how to resume.
     """
     run_training(request, run_dir, allow_drift, dry_run, restore_step, restart)
 

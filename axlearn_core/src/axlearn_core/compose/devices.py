@@ -60,7 +60,7 @@ def local_devices(machine: Machine | None) -> Sequence[Any]:
         raise RequestError(
             f"the target {machine.name!r} is not this machine\n"
             f"    got: {len(devices)} x {devices[0].device_kind}\n    expected: {machine.devices} x {' or '.join(kinds)}\n"
-            "    fix: leave --target out to run on what is here, or see what it would need: `axlearn plan`"
+            "    fix: leave --target out to run on this machine, or compile for the target: `axlearn plan`"
         )
     return _check_count(machine, devices)
 
@@ -90,7 +90,7 @@ def _check_count(machine: Machine, devices: Sequence[Any]) -> Sequence[Any]:
     if len(devices) != machine.devices:
         raise RequestError(
             f"the target {machine.name!r} has {machine.devices} devices, and JAX sees {len(devices)}\n"
-            "    fix: name the target by what is here, or start a process on every host"
+            "    fix: name the target of these devices, or start a process on every host"
         )
     return devices
 

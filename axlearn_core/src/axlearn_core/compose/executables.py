@@ -195,12 +195,12 @@ def load(directory: str | os.PathLike[str], entry: Executable, program: str | No
         devices: the mesh's array of devices.
 
     Raises:
-        RequestError: the function is another program now, or the file is damaged.
+        RequestError: the program of the function changed, or the file is damaged.
     """
     path = Path(directory) / entry.file
     if program is not None and entry.program != program:
         raise RequestError(
-            f"{path}: {entry.function} is another program now\n"
+            f"{path}: the program of {entry.function} changed\n"
             f"    got: {entry.program[:16]}\n    expected: {program[:16]}\n"
             "    fix: export again, or compose the config and the code that were exported"
         )

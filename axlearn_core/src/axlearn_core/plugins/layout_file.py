@@ -74,7 +74,7 @@ class LayoutFile:
         if request.target is not None and request.target != self.target:
             raise RequestError(
                 f"{self.source} is a layout of another machine\n    got: --target {request.target}\n"
-                f"    expected: {self.target}\n    fix: leave --target out, or search anew: "
+                f"    expected: {self.target}\n    fix: leave --target out, or search again: "
                 f"axlearn plan {self.experiment} --target {request.target} --search"
             )
         features = [attrs.evolve(parse_feature(text), location=self.source) for text in self.features]

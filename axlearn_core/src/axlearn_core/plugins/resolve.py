@@ -330,7 +330,7 @@ class _Resolution:
             if not changes and not feature.in_effect(tree):
                 raise RequestError(
                     f"the feature {name!r} ({entry.origin}) changes nothing in this config: nothing in it matches, or "
-                    f"all is as it would have it\n    fix: leave it out; see `axlearn features show {name}`"
+                    f"the config is already as it asks\n    fix: leave it out; see `axlearn features show {name}`"
                 )
             if not changes and any(use.name == name for use in self.request.features):
                 self._decide("unchanged", f"the feature {name!r}", "the config is already as it asks")

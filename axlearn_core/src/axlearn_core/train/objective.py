@@ -41,7 +41,7 @@ class FrozenWeights:
         """Opens what the objective names; reads no tensor.
 
         Raises:
-            CheckpointError: nothing known lies there, or it is of another model.
+            CheckpointError: no weights there, or it is of another model.
         """
         sources = {}
         for at, frozen in program.trained.frozen.items():
@@ -73,6 +73,5 @@ def _check_specs(at: str, frozen: Any, specs: Mapping[str, jax.ShapeDtypeStruct]
         more = [f"and {len(problems) - 12} more"] if len(problems) > 12 else []
         listed = "\n".join(f"    {p}" for p in [*problems[:12], *more])
         raise CheckpointError(
-            f"{frozen.weights} does not have the weights of {at}\n{listed}\n"
-            f"    fix: give {at} the config of the model that lies there"
+            f"{frozen.weights} does not have the weights of {at}\n{listed}\n    fix: give {at} the config of that model"
         )

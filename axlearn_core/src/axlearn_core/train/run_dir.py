@@ -172,7 +172,7 @@ class RunDir:
 def _damaged_lock(file: Path, problem: str) -> CheckpointError:
     return CheckpointError(
         f"{file} is damaged\n    got: {problem}\n"
-        "    fix: bring it back, such as from a checkpoint's folder, or delete it: the next run writes it anew"
+        "    fix: bring it back, such as from a checkpoint's folder, or delete it: the next run writes it again"
     )
 
 

@@ -345,9 +345,7 @@ class Trainer(Configurable):
         run_dir.write_fact("kernels", facts["kernels"])
         before, now = run_dir.read_lock().get("hlo_fingerprint"), facts["fingerprint"]
         if before and before != now:
-            log_message(
-                f"note: the compiled step is another one than before ({before} -> {now}); losses may differ in the last bits"
-            )
+            log_message(f"note: the compiled step changed ({before} -> {now}); losses may differ in the last bits")
         run_dir.write_fact("hlo_fingerprint", now)
 
 

@@ -15,11 +15,11 @@ from axlearn_core.cli.open_command import OpenCommand
 @click.option("--function", default="train", show_default=True, help="Or evaluate, score, prefill, decode, ...")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object; bytes are of one chip.")
 def plan(request: Any, function: str, as_json: bool) -> None:
-    """Print what a training step takes of hardware that need not be here. Exit code 1 where it does not fit.
+    """Print the memory, time and traffic of a training step on any hardware.
 
-    The step is the very program that `axlearn train` runs, compiled for the machine that --target names. --function
-    plans another function of the experiment: `decode` of one token, for instance, with a cache as long as the rows of
-    training.
+    Exit code 1 if it does not fit. The step is the very program that `axlearn train` runs, compiled for the machine that --target
+    names. --function plans another function of the experiment: `decode` of one token, for instance, with a cache as long as the
+    rows of training.
     """
     no_devices()
     from axlearn_core.plugins.registry import registry

@@ -9,7 +9,7 @@ from axlearn_core.cli.common import json_option, no_devices, print_json, request
 
 @click.group()
 def kernels() -> None:
-    """The implementations of ops."""
+    """Show which kernel each op gets, and why."""
 
 
 @kernels.command()

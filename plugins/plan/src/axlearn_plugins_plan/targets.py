@@ -9,7 +9,7 @@ from axlearn_core.cli.common import json_option, print_json, print_table
 
 @click.group()
 def targets() -> None:
-    """The hardware that is known."""
+    """List the hardware that is known."""
 
 
 @targets.command(name="list")

@@ -322,7 +322,7 @@ def serve(
         warm_up: compiles all functions first; without it, each when it is first used.
 
     Raises:
-        CheckpointError: nothing known lies there, no such checkpoint, or it is damaged.
+        CheckpointError: no weights there, no such checkpoint, or it is damaged.
         RequestError: the model is not a decoder of tokens, or the settings do not fit.
     """
     config = patch(config or ServingEngine.Config(), dict(set or {}))

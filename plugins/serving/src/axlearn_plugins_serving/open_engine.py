@@ -59,7 +59,7 @@ def open_engine(
         programs: a directory with exported programs, which are loaded instead of compiled. They are code.
 
     Raises:
-        CheckpointError: nothing known lies there, no such checkpoint, or it is damaged.
+        CheckpointError: no weights there, no such checkpoint, or it is damaged.
         RequestError: the model is not a decoder of tokens, or the config does not fit it.
     """
     from axlearn_core.train import Trainer

@@ -12,9 +12,10 @@ import click
 @click.option("--set", "set_", multiple=True, metavar="PATH=VALUE", help="Set a value of the new run's config.")
 @click.option("--step", type=click.IntRange(min=1), help="The checkpoint to take; default: the newest.")
 def convert(run_dir: str, new_run_dir: str, with_: Sequence[str], set_: Sequence[str], step: int | None) -> None:
-    """Make a run with other features, in NEW_RUN_DIR, of the model in RUN_DIR or at the URI of a run in a storage.
+    """Make a run with other features in NEW_RUN_DIR, from the model of RUN_DIR.
 
-    What both models have is taken over; what is new comes from the bridges of the features. The new run begins at step 0
+    RUN_DIR may be the URI of a run in a storage. The new run takes over all parameters that both models have; the others come
+    from the bridges of the features. The new run begins at step 0
     with a fresh optimizer, and takes the training data from where the old run stopped.
     """
     from axlearn_plugins_finetune.runs.convert import converted

@@ -42,7 +42,7 @@ def launch(
     dry_run: bool,
     **train: Any,
 ) -> None:
-    """Trains EXPERIMENT, or what a run file describes, on several hosts.
+    """Train EXPERIMENT, or the experiment of a run file, on several hosts.
 
     Under Ray the run is supervised: a process that dies, freezes or loses its host is replaced, and training goes on from the
     newest checkpoint. The other launchers hand the run to a scheduler.

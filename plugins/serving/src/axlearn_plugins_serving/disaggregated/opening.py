@@ -32,7 +32,7 @@ def open_router(
         decode: how many processes continue them.
 
     Raises:
-        CheckpointError: nothing known lies there, no such checkpoint, or it is damaged.
+        CheckpointError: no weights there, no such checkpoint, or it is damaged.
         RequestError: the model is not a decoder of tokens, has no tokenizer, or the config does not fit it.
         WorkError: a worker cannot start.
     """

@@ -37,7 +37,7 @@ def evaluate(
     model: str, data: tuple[str, ...], step: int | None, limit: int | None, max_length: int | None, stride: int | None,
     text_field: str, as_json: bool,
 ) -> None:  # fmt: skip
-    """Evaluates a model on data: what a row holds says how.
+    """Evaluate a model on texts, conversations or multiple-choice questions.
 
     The model is that of a run, of a directory in Hugging Face format, or of exported adapters.
 

@@ -13,10 +13,10 @@ import click
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--step", type=click.IntRange(min=1), help="The checkpoint to use; default: the newest.")
 def generate(uri: str, prompt: str, max_tokens: int, temperature: float, seed: int, step: int | None) -> None:
-    """Writes the prompt and what a model continues it with; only the text, on standard output.
+    """Write the prompt and the text with which a model continues it.
 
-    The model is that of a run, of a directory in Hugging Face format, of exported adapters (`DIR`, or `DIR?base=RUN_DIR` where
-    the base has moved), or anything else that an installed plugin opens.
+    Only the text goes to standard output. The model is that of a run, of a directory in Hugging Face format, of exported adapters
+    (`DIR`, or `DIR?base=RUN_DIR` where the base has moved), or anything else that an installed plugin opens.
     """
     from axlearn_core.train.inference import load
     from axlearn_plugins_transformer.text.writing import write_text
