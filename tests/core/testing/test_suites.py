@@ -1,19 +1,12 @@
 """What the suites say of what is wrong. `tests/conformance/test_mutants.py` tries all of them."""
 
-import sys
-from typing import Any
-
-import attrs
-import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
+from planted_layers import Product, Scale
 
 from axlearn_core.config import REQUIRED, interface, node
 from axlearn_core.contracts.kernels import KernelImplementation
 from axlearn_core.kernels import selection
-from axlearn_core.kernels.op import Op
-from axlearn_core.nn.initializers import Constant
 from axlearn_core.nn.layer import Layer
 from axlearn_core.testing import (
     Case,
@@ -23,21 +16,6 @@ from axlearn_core.testing import (
 )  # fmt: skip
 
 FAILS = (AssertionError, pytest.fail.Exception)
-
-
-class Scale(Layer):
-    """`weight * x`."""
-
-    @node
-    class Config(Layer.Config["Scale"]):
-        dim: int = interface(default=REQUIRED)
-
-    def __init__(self, cfg: Config, *, rngs: nnx.Rngs, precision):
-        super().__init__(cfg, precision=precision)
-        self.weight = self.parameter(rngs, Constant(value=2.0), (cfg.dim,), ("norm",))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return x * self.computed(self.weight)[None, None]
 
 
 def layer(**more):
@@ -60,50 +38,13 @@ def test_a_layer_of_no_known_contract_is_told_to_say_it():
         type("Suite", (LayerSuite,), {"config": Odd.Config()})().test_every_parameter_axis_is_named()
 
 
-@attrs.frozen(eq=False)
-class Product(Op):
-    """x @ x."""
-
-    name = "product"
-    x: Any
-    flops_factor: float = 1.0
-    bytes_factor: float = 1.0
-
-    def operands(self):
-        return {"x": self.x}
-
-    def reference(self):
-        return self.x @ self.x
-
-    def flops(self):
-        return 2 * self.x.shape[0] ** 3 * self.flops_factor
-
-    def bytes(self):
-        return super().bytes() * self.bytes_factor
-
-
-class Multiplying:
-    def __init__(self, refuses=None, factor=1.0):
-        self.refuses, self.factor = refuses, factor
-
-    def supports(self, op, context):
-        return self.refuses
-
-    def __call__(self, op):
-        return op.reference() * self.factor
-
-
-WRONG, SILENT, HONEST = Multiplying(factor=1.005), Multiplying(refuses=" "), Multiplying(refuses="too odd")
-
-
 @pytest.fixture
 def kernel(monkeypatch):
-    monkeypatch.setitem(sys.modules, "multiplying", sys.modules[__name__])
     declared = [
         selection.reference(Product),
         *(
-            KernelImplementation(name=n.lower(), op=Product.path(), load=f"multiplying:{n}")
-            for n in ("WRONG", "SILENT", "HONEST")
+            KernelImplementation(name=n.lower(), op=Product.path(), load=f"planted_layers:{n}")
+            for n in ("WRONG", "SILENT", "UNABLE")
         ),
     ]
     monkeypatch.setattr(selection, "installed", lambda op: declared)
@@ -128,7 +69,7 @@ def test_kernels(kernel):
     suite, case = kernel("silent")
     with pytest.raises(AssertionError, match="says why not"):
         suite.test_a_refusal_has_a_reason_and_is_kept(case)
-    suite, case = kernel("honest")
+    suite, case = kernel("unable")
     suite.test_a_refusal_has_a_reason_and_is_kept(case)
     with pytest.raises(AssertionError, match="refuses every case"):
         suite.test_it_supports_one_of_the_cases()

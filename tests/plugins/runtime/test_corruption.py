@@ -1,42 +1,24 @@
 """A bit that a device flips is found, and named by process, device and array."""
 
-import json
+import functools
 import socket
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small_runs
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from small_runs import losses
 
 import axlearn_core as ax
 from axlearn_core.compose import Program
 from axlearn_core.errors import RequestError, WorkError
-from axlearn_core.learn import AdamW
 from axlearn_core.train.trainer import Trainer
 from axlearn_plugins_runtime.corruption import checksums, compare_replicas
 
-SETTINGS = {
-    "model.decoder.num_layers": 1,
-    "model.decoder.hidden_dim": 16,
-    "model.decoder.layer.attention.num_heads": 2,
-    "model.decoder.layer.feed_forward.hidden_dim": 16,
-    "learner.optimizer": AdamW(learning_rate=0.01),
-    "input.batch_size": 8,
-    "input.sequence_length": 16,
-    "evaluators": {},
-    "log_every_steps": 1,
-    "mesh.shape": {"data": 4, "fsdp": 2},
-}
-
-
-def train(run, *features, steps=6):
-    return ax.train("quickstart", with_=list(features), set=SETTINGS, steps=steps, run_dir=run)
-
-
-def losses(run):
-    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+train = functools.partial(small_runs.train, steps=6)
 
 
 def flip(array, device):

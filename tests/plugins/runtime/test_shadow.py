@@ -1,41 +1,18 @@
 """The step in another execution: what parts is named, and the run stays as it is."""
 
-import json
+import functools
 
 import numpy as np
 import pytest
+import small_runs
 from click.testing import CliRunner
+from small_runs import lines, losses
 
-import axlearn_core as ax
 from axlearn_core.cli.main import cli
 from axlearn_core.errors import RequestError
-from axlearn_core.learn import AdamW
 from axlearn_plugins_runtime.shadow import Comparison, read
 
-SETTINGS = {
-    "model.decoder.num_layers": 2,
-    "model.decoder.hidden_dim": 16,
-    "model.decoder.layer.attention.num_heads": 2,
-    "model.decoder.layer.feed_forward.hidden_dim": 16,
-    "learner.optimizer": AdamW(learning_rate=0.01),
-    "input.batch_size": 8,
-    "input.sequence_length": 16,
-    "evaluators": {},
-    "log_every_steps": 1,
-    "mesh.shape": {"data": 4, "fsdp": 2},
-}
-
-
-def train(run, *features, steps=3):
-    return ax.train("quickstart", with_=list(features), set=SETTINGS, steps=steps, run_dir=run)
-
-
-def lines(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(run):
-    return [line["loss"] for line in lines(run) if "loss" in line]
+train = functools.partial(small_runs.train, steps=3, **{"model.decoder.num_layers": 2})
 
 
 def test_gradients_part_and_the_run_does_not(tmp_path):

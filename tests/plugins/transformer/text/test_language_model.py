@@ -3,10 +3,10 @@
 import json
 import pickle
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
+from text_streams import config, equal, take, through_json
 
 from axlearn_core.config import check
 from axlearn_core.errors import ConfigError, InputError
@@ -21,47 +21,6 @@ from axlearn_plugins_transformer.text import (
 )
 
 EOS = 256
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Path:
-    """40 documents of 1 to 90 characters, each of one letter of its own, so that every token tells where it is from."""
-    folder = tmp_path_factory.mktemp("corpus")
-    rng = np.random.default_rng(0)
-    rows = [{"text": chr(0x30 + i) * int(rng.integers(1, 90))} for i in range(40)]
-    for i in range(4):
-        (folder / f"{i}.jsonl").write_text("\n".join(json.dumps(r) for r in rows[i::4]))
-    (folder / "held.txt").write_text("The quick brown fox. é\n" * 20, encoding="utf-8")
-    return folder
-
-
-def config(corpus, **settings):
-    source = Files.Config(
-        paths=str(corpus / "*.jsonl"), validation_paths=str(corpus / "held.txt"), chunk_bytes=settings.pop("chunk", 200)
-    )
-    base = {
-        "batch_size": 8,
-        "sequence_length": 16,
-        "source": source,
-        "tokenizer": ByteTokenizer.Config(),
-        "num_shards": 8,
-    }
-    return LanguageModelInput.Config(**{**base, **settings})
-
-
-def take(iterator, count):
-    return [next(iterator) for _ in range(count)]
-
-
-def equal(other, right):
-    return len(other) == len(right) and all(
-        a.keys() == b.keys() and all(np.array_equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
-        for a, b in zip(other, right, strict=True)
-    )
-
-
-def through_json(state):
-    return json.loads(json.dumps(state))
 
 
 def documents(cfg, split="train"):

@@ -83,6 +83,23 @@ def expert_rules(
     )
 
 
+def mixture_rules(
+    theirs: str = "mlp", names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> tuple[Rule, ...]:
+    """The tensors of a decoder with experts in every layer."""
+    return (*OUTER_RULES, *NORM_RULES, *ATTENTION_RULES, *expert_rules(theirs, names))
+
+
+MIXTURE = {
+    **SIZES,
+    **HEADS,
+    **NORMS,
+    "tie_word_embeddings": TIED,
+    "num_experts_per_tok": f"{FEED_FORWARD}.top_k",
+}
+"""Keys of a decoder with experts in every layer; the number of experts and their size have other names in each family."""
+
+
 class RopeDecoder(Family):
     """The base of families with one rotary encoding for all layers."""
 

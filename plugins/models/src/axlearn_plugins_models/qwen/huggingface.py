@@ -2,19 +2,7 @@
 
 from typing import Any, ClassVar
 
-from axlearn_plugins_models.huggingface.decoder import (
-    ATTENTION,
-    ATTENTION_RULES,
-    FEED_FORWARD,
-    HEADS,
-    NORM_RULES,
-    NORMS,
-    OUTER_RULES,
-    SIZES,
-    TIED,
-    RopeDecoder,
-    expert_rules,
-)
+from axlearn_plugins_models.huggingface.decoder import ATTENTION, FEED_FORWARD, MIXTURE, RopeDecoder, mixture_rules
 from axlearn_plugins_models.huggingface.family import Json, Key, Settings
 
 
@@ -51,15 +39,14 @@ class Qwen3Moe(Qwen3):
     experiment = "qwen3-30b-a3b"
     architectures = ("Qwen3MoeForCausalLM",)
     keys: ClassVar = {
-        **SIZES, **HEADS, **NORMS, "tie_word_embeddings": TIED,
+        **MIXTURE,
         "num_experts|num_local_experts": f"{FEED_FORWARD}.num_experts",
-        "num_experts_per_tok": f"{FEED_FORWARD}.top_k",
         "moe_intermediate_size": f"{FEED_FORWARD}.hidden_dim",
         "norm_topk_prob": Key(f"{FEED_FORWARD}.router.normalize", default=False),
-    }  # fmt: skip
+    }
     fixed: ClassVar = {**Qwen3.fixed, "decoder_sparse_step": 1, "mlp_only_layers": [], "hidden_act": "silu"}
     idle = (*Qwen3.idle, "intermediate_size")
-    rules = (*OUTER_RULES, *NORM_RULES, *ATTENTION_RULES, *expert_rules())
+    rules = mixture_rules()
 
     def described(self, config: Any) -> Json:
         """What transformers asks for and no layer has: the size of a dense feed-forward layer."""

@@ -1,0 +1,17 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    """40 documents of 1 to 90 characters, each of one letter of its own, so that every token tells where it is from."""
+    folder = tmp_path_factory.mktemp("corpus")
+    rng = np.random.default_rng(0)
+    rows = [{"text": chr(0x30 + i) * int(rng.integers(1, 90))} for i in range(40)]
+    for i in range(4):
+        (folder / f"{i}.jsonl").write_text("\n".join(json.dumps(r) for r in rows[i::4]))
+    (folder / "held.txt").write_text("The quick brown fox. é\n" * 20, encoding="utf-8")
+    return folder
