@@ -1,7 +1,8 @@
 """How many bytes a program moves to and from the memory of a device, read from its optimized module.
 
 Each top-level instruction reads its operands and writes its results once; what happens inside a fusion stays on chip.
-Slices of an array count what they take, also in a fusion inside of a fusion; updates in place what they write. Arrays in other memory spaces do not count.
+Slices of an array count what they take, also in a fusion inside of a fusion; updates in place what they write. Arrays in
+other memory spaces do not count.
 It is what the module asks for: a kernel may read an operand more than once, and a compiler may keep one on chip.
 """
 

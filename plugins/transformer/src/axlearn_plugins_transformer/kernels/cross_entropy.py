@@ -126,19 +126,23 @@ def chunk_positions(rows: int, vocabulary: int) -> int:
     return max(1, int(positions / device_rows))
 
 
-def _chunks(
+def _padded(
     hidden: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array, options: Options
 ) -> tuple[_Chunk, int]:
-    """The positions as chunks along a new leading axis, the last one padded with weight 0; and their number."""
+    """The positions padded with weight 0 to a whole number of chunks; and that number."""
     rows, length, _ = hidden.shape
     count = -(-length // (options.chunk or chunk_positions(rows, weight.shape[1])))
     size = -(-length // count)
 
-    def split(x: jax.Array) -> jax.Array:
-        x = jnp.pad(x, [(0, 0), (0, count * size - length)] + [(0, 0)] * (x.ndim - 2)) if length % size else x
-        return jnp.moveaxis(x.reshape(x.shape[0], count, size, *x.shape[2:]), 1, 0)
+    def pad(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, [(0, 0), (0, count * size - length)] + [(0, 0)] * (x.ndim - 2)) if length % size else x
 
-    return _Chunk(*map(split, (hidden, targets, weights))), count
+    return _Chunk(*map(pad, (hidden, targets, weights))), count
+
+
+def _stacked(whole: _Chunk, count: int) -> _Chunk:
+    """The chunks along a new leading axis."""
+    return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(x.shape[0], count, -1, *x.shape[2:]), 1, 0), whole)
 
 
 def _values(logits: jax.Array, chunk: _Chunk, z_loss: float) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -153,7 +157,7 @@ def _values(logits: jax.Array, chunk: _Chunk, z_loss: float) -> tuple[jax.Array,
 def _loss(
     hidden: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array, options: Options
 ) -> tuple[jax.Array, jax.Array]:
-    chunks, count = _chunks(hidden, weight, targets, weights, options)
+    whole, count = _padded(hidden, weight, targets, weights, options)
     cast = weight.astype(options.dtype)
 
     def step(total: tuple[jax.Array, ...], chunk: _Chunk) -> tuple[tuple[jax.Array, ...], None]:
@@ -162,8 +166,8 @@ def _loss(
 
     zeros = (jnp.zeros((), jnp.float32),) * 2
     if count == 1:
-        return step(zeros, jax.tree.map(lambda x: x[0], chunks))[0]  # type: ignore[return-value]
-    return lax.scan(step, zeros, chunks)[0]  # type: ignore[return-value]
+        return step(zeros, whole)[0]  # type: ignore[return-value]
+    return lax.scan(step, zeros, _stacked(whole, count))[0]  # type: ignore[return-value]
 
 
 def _slope(chunk: _Chunk, weight: jax.Array, options: Options) -> tuple[jax.Array, ...]:
@@ -184,33 +188,35 @@ def _to_hidden(slope: jax.Array, weight: jax.Array, dtype: Any) -> jax.Array:
     return lax.dot_general(slope, weight, (((slope.ndim - 1,), (1,)), ((), ()))).astype(dtype)
 
 
-def _to_weight(hidden: jax.Array, slope: jax.Array, parts: int, options: Options) -> jax.Array:
-    """[N, B, C, D] x [N, B, C, V] -> float32 [parts, D, V], for equal parts of the rows B."""
-    rows, slopes = (x.reshape(x.shape[0], parts, -1, *x.shape[2:]) for x in (hidden.astype(options.dtype), slope))
-    contracted = (0, 2, 3)
-    product = lax.dot_general(
-        rows, slopes, ((contracted, contracted), ((1,), (1,))), preferred_element_type=jnp.float32
-    )
+def _to_weight(hidden: jax.Array, slope: jax.Array, options: Options) -> jax.Array:
+    """[B, C, D] x [B, C, V] -> float32 [parts, D, V], for the rows of each device."""
+    parts = parts_of(hidden.shape[:1], ("batch",))[0]
+    rows, slopes = (x.reshape(parts, -1, *x.shape[1:]) for x in (hidden.astype(options.dtype), slope))
+    product = lax.dot_general(rows, slopes, (((1, 2), (1, 2)), ((0,), (0,))), preferred_element_type=jnp.float32)
     return constrain(product, "batch", None, "activation_vocab")
 
 
 def _keeps_slopes(hidden: jax.Array, weight: jax.Array, options: Options) -> bool:
-    """Whether the slopes of all logits take no more memory than a gradient of the output layer in float32."""
-    positions = math.prod(hidden.shape[:2]) // math.prod(parts_of(hidden.shape[:2], ("batch", "sequence")))
-    return positions * jnp.dtype(options.dtype).itemsize <= 4 * weight.shape[0]
+    """Whether the slopes of all logits take no more memory than a gradient of the output layer in float32.
+
+    Not where the sequence is split: a chunk would be written across devices.
+    """
+    row_parts, parts = parts_of(hidden.shape[:2], ("batch", "sequence"))
+    positions = math.prod(hidden.shape[:2]) // row_parts
+    return parts == 1 and positions * jnp.dtype(options.dtype).itemsize <= 4 * weight.shape[0]
 
 
 def _forward(
     hidden: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array, options: Options
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-    chunks, count = _chunks(hidden, weight, targets, weights, options)
+    whole, count = _padded(hidden, weight, targets, weights, options)
     cast = weight.astype(options.dtype)
     # The weight is gathered before the loop, and each device sums the gradient of its rows: chunks send nothing of either.
     # First laid out as it is kept: otherwise XLA gathers it before the cast.
     cast = constrain(constrain(cast, *WEIGHT_AXES), None, "activation_vocab")
     by_slopes = count == 1 or _keeps_slopes(hidden, weight, options)
-    losses, to_hidden, to_weight = (_scan_slopes if by_slopes else _scan_gradients)(chunks, cast, options)
-    to_hidden = jnp.moveaxis(to_hidden, 0, 1).reshape(hidden.shape[0], -1, hidden.shape[2])[:, : hidden.shape[1]]
+    losses, to_hidden, to_weight = (_scan_slopes if by_slopes else _scan_gradients)(whole, count, cast, options)
+    to_hidden = to_hidden[:, : hidden.shape[1]]
     # Before the layers' backward pass: XLA would hold what each device has summed until after it. A tied output layer transposes
     # the gradient, too: XLA for CPU would turn the product around, into one that it cannot run in bfloat16.
     to_hidden, to_weight = lax.optimization_barrier((to_hidden, _sum_parts(to_weight, options)))
@@ -218,41 +224,44 @@ def _forward(
 
 
 _Scanned = tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]
-"""((loss, cross-entropy), d loss / d hidden [N, B, C, D], d loss / d weight [parts, D, V])."""
+"""((loss, cross-entropy), d loss / d hidden [B, S, D], d loss / d weight [parts, D, V])."""
 
 
-def _scan_gradients(chunks: _Chunk, weight: jax.Array, options: Options) -> _Scanned:
-    """Each of N chunks adds to the gradient of the weight in float32."""
-    parts = parts_of(chunks.hidden.shape[1:2], ("batch",))[0]
+def _scan_gradients(whole: _Chunk, count: int, weight: jax.Array, options: Options) -> _Scanned:
+    """Each chunk adds to the gradient of the weight in float32."""
+    parts = parts_of(whole.hidden.shape[:1], ("batch",))[0]
 
     def step(total: tuple[jax.Array, ...], chunk: _Chunk) -> tuple[tuple[jax.Array, ...], jax.Array]:
         loss, entropy, slope = _slope(chunk, weight, options)
-        to_weight = _to_weight(chunk.hidden[None], slope[None], parts, options)
+        to_weight = _to_weight(chunk.hidden, slope, options)
         to_hidden = _to_hidden(slope, weight, chunk.hidden.dtype)
         return (total[0] + loss, total[1] + entropy, total[2] + to_weight), to_hidden
 
     zero = jnp.zeros((), jnp.float32)
     zeros = constrain(jnp.zeros((parts, *weight.shape), jnp.float32), "batch", None, "activation_vocab")
-    total, to_hidden = lax.scan(step, (zero, zero, zeros), chunks)
-    return (total[0], total[1]), to_hidden, total[2]
+    total, to_hidden = lax.scan(step, (zero, zero, zeros), _stacked(whole, count))
+    return (total[0], total[1]), jnp.moveaxis(to_hidden, 0, 1).reshape(whole.hidden.shape), total[2]
 
 
-def _scan_slopes(chunks: _Chunk, weight: jax.Array, options: Options) -> _Scanned:
-    """Each of N chunks leaves its slopes; the gradients are one product each, behind the scan."""
-    parts = parts_of(chunks.hidden.shape[1:2], ("batch",))[0]
+def _scan_slopes(whole: _Chunk, count: int, weight: jax.Array, options: Options) -> _Scanned:
+    """Each chunk leaves its slopes where its positions are; the gradients are one product each, behind the scan."""
+    rows, length, _ = whole.hidden.shape
+    size = length // count
 
-    def step(total: tuple[jax.Array, jax.Array], chunk: _Chunk) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    def step(total: tuple[jax.Array, ...], index: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
+        chunk = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, index * size, size, 1), whole)
         loss, entropy, slope = _slope(chunk, weight, options)
-        return (total[0] + loss, total[1] + entropy), slope
+        slopes = lax.dynamic_update_slice_in_dim(total[2], slope, index * size, 1)
+        return (total[0] + loss, total[1] + entropy, slopes), None
 
-    zero = jnp.zeros((), jnp.float32)
-    if len(chunks.hidden) == 1:
-        losses, slopes = step((zero, zero), jax.tree.map(lambda x: x[0], chunks))
-        slopes = slopes[None]
+    if count == 1:
+        loss, entropy, slopes = _slope(whole, weight, options)
     else:
-        losses, slopes = lax.scan(step, (zero, zero), chunks)
-    to_weight = _to_weight(chunks.hidden, slopes, parts, options)
-    return losses, _to_hidden(slopes, weight, chunks.hidden.dtype), to_weight
+        zero, zeros = jnp.zeros((), jnp.float32), jnp.zeros((rows, length, weight.shape[1]), options.dtype)
+        zeros = options.constrain(zeros) if options.constrain else zeros
+        (loss, entropy, slopes), _ = lax.scan(step, (zero, zero, zeros), jnp.arange(count))
+    to_hidden = _to_hidden(slopes, weight, whole.hidden.dtype)
+    return (loss, entropy), to_hidden, _to_weight(whole.hidden, slopes, options)
 
 
 def _sum_parts(to_weight: jax.Array, options: Options) -> jax.Array:
