@@ -57,8 +57,8 @@ def test_layers_and_rows_that_do_not_divide_are_not_proposed():
     shape = {"pipeline": 4, "fsdp": 2}
     assert list(pipelines(shape, 64, 2, {6}, ("gpipe", "1f1b"))) == []
     assert list(pipelines(shape, 64, 2, {4}, ("interleaved",))) == [], "a stage of one layer has no two chunks"
-    assert [p.microbatches for p in pipelines(shape, 64, 2, {8}, ("gpipe",))] == [4, 8, 16, 32]
-    assert next(pipelines({"pipeline": 3}, 12, 1, {6}, ("interleaved",))).microbatches == 3
+    assert [p.microbatches for p in pipelines(shape, 64, 2, {8}, ("gpipe",))] == [8, 16, 32]
+    assert next(pipelines({"pipeline": 3}, 12, 1, {6}, ("interleaved",))).microbatches == 6
     assert list(pipelines({"fsdp": 8}, 64, 8, {8}, ("gpipe",))) == []
 
 

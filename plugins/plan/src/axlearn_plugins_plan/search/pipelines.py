@@ -131,6 +131,8 @@ def pipelines(
 ) -> Iterator[Pipeline]:
     """The schedules of a mesh: every stage has equally many layers, and every device a row of each microbatch.
 
+    There are at least twice as many microbatches as stages: with fewer, stages are idle for more than a third of the time.
+
     Args:
         shape: of the mesh.
         rows: of a step's batch.
@@ -145,7 +147,7 @@ def pipelines(
         rounds = ROUNDS if name == "interleaved" else 1
         if any(count % (stages * rounds) for count in layers):
             continue
-        count = stages if rounds > 1 else 2 ** math.ceil(math.log2(stages))
+        count = 2 * stages if rounds > 1 else 2 ** math.ceil(math.log2(2 * stages))
         while count <= MOST_MICROBATCHES and rows % (count * shards) == 0:
             yield Pipeline(stages=stages, microbatches=count, schedule=name, rounds=rounds)
             count *= 2
