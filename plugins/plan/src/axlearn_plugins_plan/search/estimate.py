@@ -25,7 +25,7 @@ from axlearn_plugins_plan.search.trace import Activation, StepTrace
 
 COMPUTED_ITEMSIZE = 2
 """Bytes of a parameter as it is gathered: layers compute in bfloat16 on every target that has figures."""
-COLUMNS = ("layer", "stream", "weights", "vocabulary", "gradients", "accumulated")
+COLUMNS = ("layer", "stream", "whole_stream", "weights", "vocabulary", "gradients", "accumulated")
 
 
 @attrs.frozen(kw_only=True)
@@ -249,7 +249,7 @@ def _tensor(
     stream = trace.stream[0] if trace.stream else None
     if stream is None or figures.choice.shape.get("tensor", 1) == 1:
         return
-    whole = math.prod(stream.shape) * COMPUTED_ITEMSIZE / figures.batch_shards
+    whole = _whole_stream(figures, trace)
     part = whole / figures.choice.shape["tensor"]
     layers = stream.layers if pipeline is None else stream.layers / pipeline.stages * pipeline.stretch
     if any("tensor" in figures.rules[a] for a in ("activation_embed", "residual_sequence")):
@@ -287,7 +287,7 @@ def estimate(
     activations = work.kept(figures, trace) / steps
     columns = _columns(figures, trace, steps, pipeline)
     if choice.offload_optimizer:
-        columns["gradients"] += learner
+        columns["gradients"] += 2 * learner  # as it is read, and as it is written back
     temporaries = activations * coefficients.kept + sum(
         coefficients.memory.get(name, 0.0) * size for name, size in columns.items()
     )
@@ -363,6 +363,13 @@ HOST_BANDWIDTH = 25e9
 """Bytes/s of one device to its host's memory: half of a PCIe 4 slot of 16 lanes, in one direction."""
 
 
+def _whole_stream(figures: MeshFigures, trace: StepTrace) -> float:
+    """Bytes of the residual stream of a device's rows as tensor parallelism gathers it; 0 without."""
+    if not trace.stream or figures.choice.shape.get("tensor", 1) == 1:
+        return 0.0
+    return math.prod(trace.stream[0].shape) * COMPUTED_ITEMSIZE / figures.batch_shards
+
+
 def _columns(figures: MeshFigures, trace: StepTrace, steps: int, pipeline: Pipeline | None) -> dict[str, float]:
     of_layers, rest, stored = figures.parameter_bytes
     count = max((a.layers for a in trace.kept), default=1.0)
@@ -370,6 +377,7 @@ def _columns(figures: MeshFigures, trace: StepTrace, steps: int, pipeline: Pipel
     return {
         "layer": figures.local(trace.layer) / count / parts,
         "stream": figures.local(trace.stream) / count / parts,
+        "whole_stream": _whole_stream(figures, trace) / parts,
         "weights": of_layers / (count if pipeline is None else count / pipeline.stages),
         "vocabulary": rest,
         "gradients": stored,
