@@ -119,10 +119,10 @@ def layer_counts(program: Program) -> set[int]:
 def pipeline_of(config: Node[Any], stages: int) -> Pipeline | None:
     """The schedule that a config has; None on one stage, and where it has none."""
     for _, part in walk(config):
-        schedule = getattr(part, "schedule", None)
-        if stages > 1 and isinstance(part, Node) and schedule in SCHEDULES and hasattr(part, "microbatches"):
+        schedule, count = (getattr(part, name, None) for name in ("schedule", "microbatches"))
+        if stages > 1 and schedule in SCHEDULES and isinstance(count, int):
             rounds = getattr(part, "rounds", 1) if schedule == "interleaved" else 1
-            return Pipeline(stages=stages, microbatches=part.microbatches, schedule=schedule, rounds=rounds)
+            return Pipeline(stages=stages, microbatches=count, schedule=schedule, rounds=rounds)
     return None
 
 
