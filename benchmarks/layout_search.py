@@ -133,10 +133,10 @@ def stored_rows(request: Request, compiled) -> list[dict]:
 
 def store(path: Path, every: list[dict]) -> None:
     """Puts the layouts of some trainings into the file, in the order of model and target."""
-    kept = json.loads(path.read_text("utf-8")) if path.exists() else []
+    trainings = json.loads(path.read_text("utf-8")) if path.exists() else []
     new = [{"model": r["model"], "target": r["target"], "layouts": r["compiled"]} for r in every]
     names = {(r["model"], r["target"]) for r in new}
-    rows = [*(r for r in kept if (r["model"], r["target"]) not in names), *new]
+    rows = [*(r for r in trainings if (r["model"], r["target"]) not in names), *new]
     rows.sort(key=lambda r: (r["model"], r["target"]))
     path.write_text(json.dumps(rows, indent=1) + "\n", "utf-8")
 

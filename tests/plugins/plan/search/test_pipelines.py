@@ -95,7 +95,7 @@ def test_the_formulas_count_the_work_and_the_state_of_the_program(space, staged,
 
 
 def test_only_what_waits_in_1f1b_does_not_grow_with_the_microbatches(staged):
-    def kept(schedule, microbatches):
+    def residual_bytes(schedule, microbatches):
         pipeline = Pipeline(stages=2, microbatches=microbatches, schedule=schedule)
         rows = [
             r
@@ -106,5 +106,5 @@ def test_only_what_waits_in_1f1b_does_not_grow_with_the_microbatches(staged):
         ]
         return rows[0].estimate.kept
 
-    assert kept("1f1b", 16) < kept("1f1b", 4) < kept("gpipe", 4)
-    assert kept("gpipe", 16) > 0.7 * kept("gpipe", 4)
+    assert residual_bytes("1f1b", 16) < residual_bytes("1f1b", 4) < residual_bytes("gpipe", 4)
+    assert residual_bytes("gpipe", 16) > 0.7 * residual_bytes("gpipe", 4)

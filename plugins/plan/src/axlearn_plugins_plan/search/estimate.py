@@ -284,7 +284,7 @@ def estimate(
     if choice.optimizer_dtype in ("bfloat16", "float16"):
         learner /= 2
     arguments = state + (0.0 if choice.offload_optimizer else learner) + batch_bytes / figures.batch_shards
-    activations = work.kept(figures, trace) / steps
+    activations = work.residual_bytes(figures, trace) / steps
     columns = _columns(figures, trace, steps, pipeline)
     if choice.offload_optimizer:
         columns["gradients"] += 2 * learner  # as it is read, and as it is written back
@@ -336,14 +336,14 @@ class Work:
             executed[dtype] = (layers + again) * self.pipeline.stretch + flops - layers
         return executed
 
-    def kept(self, figures: MeshFigures, trace: StepTrace) -> float:
+    def residual_bytes(self, figures: MeshFigures, trace: StepTrace) -> float:
         """Bytes of one device that wait for the backward pass of a batch."""
         if self.pipeline is None:
             return figures.local(trace.kept)
         stream = figures.local(trace.stream) / max(trace.stream[0].layers, 1.0) if trace.stream else 0.0
-        inputs = stream / self.pipeline.microbatches * self.pipeline.kept_inputs
+        inputs = stream / self.pipeline.microbatches * self.pipeline.stored_inputs
         # The batch before and after the stages, with the gradients of both.
-        return figures.local(trace.kept) / self.pipeline.stages * self.pipeline.kept + inputs + 3 * stream
+        return figures.local(trace.kept) / self.pipeline.stages * self.pipeline.residual_share + inputs + 3 * stream
 
 
 @attrs.frozen(kw_only=True)

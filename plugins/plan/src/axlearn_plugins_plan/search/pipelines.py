@@ -63,12 +63,12 @@ class Pipeline:
         return self.schedule == "1f1b"
 
     @property
-    def kept(self) -> float:
+    def residual_share(self) -> float:
         """Of what the layers of a stage leave for the backward pass of a whole batch, the share that exists at one time."""
         return 1 / self.microbatches if self.recomputes else self.stretch
 
     @property
-    def kept_inputs(self) -> float:
+    def stored_inputs(self) -> float:
         """Inputs of stages that exist at one time, in microbatches."""
         return 2 * self.stages if self.recomputes else 0.0
 
@@ -77,12 +77,12 @@ def schedules(request: Request) -> tuple[str, ...]:
     """The schedules that a request can be given: those with which it resolves, and passes the checks that it passes now."""
     if "pipeline" not in registry().claims["features"]:
         return ()
-    known = _problem_paths(request)
+    base_paths = _problem_paths(request)
     legal = []
     for schedule in SCHEDULES:
         example = Pipeline(stages=1, microbatches=1, schedule=schedule, rounds=ROUNDS)
         try:
-            if _problem_paths(with_pipeline(request, example)) <= known:
+            if _problem_paths(with_pipeline(request, example)) <= base_paths:
                 legal.append(schedule)
         except RequestError:
             continue
