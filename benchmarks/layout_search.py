@@ -1,13 +1,15 @@
 """The search for layouts on the machines of the published trainings: ours, as it ships, and the paper's, all compiled.
 
     uv run python benchmarks/layout_search.py [--only TEXT] [--budget MINUTES] [--sample N] [--json FILE] [--cache DIR]
+        [--store FILE]
 
 For each training: how long the ranking of all legal layouts takes; the best layout that the search compiles within its
 budget beside the layout that ships and the one that the paper names (arXiv 2507.05411: tensor parallelism over a host of
 H100s, FSDP across); then `--sample` layouts spread evenly over the ranking, from the fastest to the slowest that fits by
 estimate, compiled: Kendall's tau of the estimated times against those from the compiled programs' FLOPs, bytes and
 collectives, and how far the estimated memory is from the compiled one. Times are of the model of docs/plan.md ("predicted"),
-not of a run.
+not of a run. `--store benchmarks/results/layouts.json` keeps every layout that was compiled, in the place of what the file has
+of the same trainings; a test holds the layouts that ship against it (tests/plugins/plan/search/test_stored_layouts.py).
 """
 
 import argparse
@@ -22,8 +24,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from scipy.stats import kendalltau
 
+from axlearn_core.config import flatten
 from axlearn_core.plugins.request import Request
-from axlearn_plugins_plan.search.compiled import Cache, Clock, compile_layouts
+from axlearn_core.plugins.resolve import resolve
+from axlearn_plugins_plan.search.compiled import Cache, Clock, compile_layouts, resolved_request
 from axlearn_plugins_plan.search.rank import Space
 from axlearn_plugins_plan.search.search import search
 from axlearn_plugins_plan.search.space import Choice, MeshChoice
@@ -71,7 +75,9 @@ def measure(row: Row, args, log_message) -> dict:
     clock = Clock(60 * args.budget)
     rows = [*[r for r in ranked if r.choice.shipped], *paper, *sample]
     compiled = list(zip(rows, compile_layouts(request, rows, cache, clock, log_message), strict=True))
+    searched = [] if result is None else [(r.ranked, r.compiled) for r in result.rows if r.compiled is not None]
     row_results = {
+        "compiled": stored_rows(request, [*searched, *compiled]),
         "model": row.model,
         "target": row.target,
         "ranked": len(ranked),
@@ -93,6 +99,46 @@ def measure(row: Row, args, log_message) -> dict:
         if any(r is s for s in sample) and c.seconds is not None:
             row_results["sample"].append(figures(r, c))
     return row_results
+
+
+def layout_of(config, devices: int) -> dict:
+    """What a layout is made of, in a form to compare: meshes by their axes of more than one device."""
+    stack, learner = config.model.decoder.stack, config.learner
+    return {
+        "mesh": {axis: size for axis, size in config.mesh.sizes(devices).items() if size > 1},
+        "rules": {axis: list(axes) for axis, axes in sorted(config.mesh.rules.items())},
+        "stack": {path: str(value) for path, value in sorted(flatten(stack).items())},
+        "microbatches": learner.accumulate_steps,
+        "offload_optimizer": getattr(learner, "offload", False),
+    }
+
+
+def stored_rows(request: Request, compiled) -> list[dict]:
+    """Every layout once, the fastest first."""
+    rows = {
+        ranked.choice.words: {
+            "words": list(ranked.choice.words),
+            "layout": layout_of(resolve(resolved_request(request, ranked)).config, ranked.machine.devices),
+            "seconds": round(result.seconds, 4),
+            "estimated_seconds": round(ranked.seconds, 4),
+            "gib": round(result.bytes / GIB, 2),
+            "estimated_gib": round(ranked.estimate.total / GIB, 2),
+            "fits": result.fits,
+        }
+        for ranked, result in compiled
+        if not result.error and result.seconds is not None
+    }
+    return sorted(rows.values(), key=lambda r: (not r["fits"], r["seconds"], r["words"]))
+
+
+def store(path: Path, every: list[dict]) -> None:
+    """Puts the layouts of some trainings into the file, in the order of model and target."""
+    trainings = json.loads(path.read_text("utf-8")) if path.exists() else []
+    new = [{"model": r["model"], "target": r["target"], "layouts": r["compiled"]} for r in every]
+    names = {(r["model"], r["target"]) for r in new}
+    rows = [*(r for r in trainings if (r["model"], r["target"]) not in names), *new]
+    rows.sort(key=lambda r: (r["model"], r["target"]))
+    path.write_text(json.dumps(rows, indent=1) + "\n", "utf-8")
 
 
 def same(choice: Choice, other: Choice) -> bool:
@@ -147,6 +193,7 @@ def main():
     parser.add_argument("--front", type=int, default=8, help="layouts that the search compiles; 0 leaves it out")
     parser.add_argument("--sample", type=int, default=10)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--store", type=Path, help="the file of compiled layouts to update")
     parser.add_argument("--cache", type=Path, default=Path("runs/layouts"))
     args = parser.parse_args()
     every = []
@@ -156,6 +203,8 @@ def main():
             print("\n".join(lines(every[-1])), flush=True)
     if args.json:
         args.json.write_text(json.dumps(every, indent=1))
+    if args.store:
+        store(args.store, every)
 
 
 if __name__ == "__main__":

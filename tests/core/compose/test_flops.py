@@ -3,6 +3,7 @@
 import jax
 import jax.custom_batching
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from axlearn_core.compose.flops import count_flops
@@ -40,3 +41,18 @@ def test_a_loop_counts_as_often_as_it_runs():
         return jax.lax.scan(lambda total, _: (total + (x @ w).sum(), None), 0.0, length=5)[0]
 
     assert count_flops(loop, X, W) == 5 * PRODUCT
+
+
+def test_axes_that_a_shard_map_leaves_to_the_compiler_count_once():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("stages", "rows"))
+    whole, rows = jax.sharding.PartitionSpec("stages"), jax.sharding.PartitionSpec(("stages", "rows"))
+    x = jnp.ones((8, 16, 16))
+
+    def on(axes, spec):
+        return jax.shard_map(
+            lambda x: x @ x, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=axes, check_vma=False
+        )
+
+    expected = count_flops(lambda x: x @ x, x)
+    assert count_flops(on({"stages"}, whole), x) == expected
+    assert count_flops(on({"stages", "rows"}, rows), x) == expected

@@ -210,6 +210,44 @@ def test_a_gpu_program():
     assert traffic._bytes_moved(module, loop, loop.instructions["weight"]) == 4 * 8 * 4 * 2 + 4
 
 
+# A product that takes one layer's part of what all layers kept, as XLA:TPU fuses it: the slice is in a fusion of its own.
+NESTED = """\
+HloModule jit_step, is_scheduled=true
+
+%one_layer (kept: bf16[80,16,32], index: s32[]) -> bf16[16,32] {
+  %kept = bf16[80,16,32]{2,1,0} parameter(0)
+  %index = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %cut = bf16[1,16,32]{2,1,0} dynamic-slice(%kept, %index, %zero, %zero), dynamic_slice_sizes={1,16,32}
+  ROOT %row = bf16[16,32]{1,0} bitcast(%cut)
+}
+
+%product (kept.1: bf16[80,16,32], index.1: s32[], right: bf16[32,8]) -> bf16[16,8] {
+  %kept.1 = bf16[80,16,32]{2,1,0} parameter(0)
+  %index.1 = s32[] parameter(1)
+  %right = bf16[32,8]{1,0} parameter(2)
+  %left = bf16[16,32]{1,0} fusion(%kept.1, %index.1), kind=kLoop, calls=%one_layer
+  ROOT %dot = bf16[16,8]{1,0} convolution(%left, %right), dim_labels=bf_io->bf
+}
+
+ENTRY %main (p0: bf16[80,16,32], p1: s32[], p2: bf16[32,8]) -> bf16[16,8] {
+  %p0 = bf16[80,16,32]{2,1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  %p2 = bf16[32,8]{1,0} parameter(2)
+  ROOT %out = bf16[16,8]{1,0} fusion(%p0, %p1, %p2), kind=kOutput, calls=%product
+}
+"""
+
+
+def test_a_slice_in_a_fusion_inside_of_a_fusion_counts_as_a_slice():
+    read = 16 * 32 * 2 + 4 + 32 * 8 * 2
+    assert traffic.hbm_bytes(hlo.parse(NESTED)) == read + 16 * 8 * 2
+    whole = NESTED.replace(
+        "ROOT %row = bf16[16,32]{1,0} bitcast(%cut)", "ROOT %row = bf16[16,32]{1,0} custom-call(%kept)"
+    )
+    assert traffic.hbm_bytes(hlo.parse(whole)) == read + 16 * 8 * 2 + 79 * 16 * 32 * 2
+
+
 def test_a_loop_of_unknown_length_is_named():
     module = hlo.parse(GPU.replace(', backend_config={"known_trip_count":{"n":"10"}}', ""))
     assert module.unknown_loops() == ["loop"]

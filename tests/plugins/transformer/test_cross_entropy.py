@@ -9,9 +9,12 @@ from axlearn_core.nn.sharding import constrain, logical_rules
 from axlearn_plugins_plan.collectives import collectives
 from axlearn_plugins_plan.groups import Places
 from axlearn_plugins_plan.hlo import parse
-from axlearn_plugins_transformer.kernels.cross_entropy import CrossEntropy, Options
+from axlearn_plugins_transformer.kernels import cross_entropy
+from axlearn_plugins_transformer.kernels.cross_entropy import CrossEntropy, Options, chunk_positions
 
 B, S, D, V = 3, 20, 16, 37
+WIDE = 4 * B * S
+"""A width for which the slopes of all logits take less memory than a gradient of the output layer."""
 
 
 def plain(hidden, weight, targets, weights, softcap, z_loss):
@@ -22,22 +25,28 @@ def plain(hidden, weight, targets, weights, softcap, z_loss):
     return jnp.sum(weights * (entropy + z_loss * log_z**2)), jnp.sum(weights * entropy)
 
 
-@pytest.fixture
-def operands():
+def operands_of(width):
     keys = jax.random.split(jax.random.key(0), 4)
     return (
-        jax.random.normal(keys[0], (B, S, D)),
-        jax.random.normal(keys[1], (D, V)),
+        jax.random.normal(keys[0], (B, S, width)),
+        jax.random.normal(keys[1], (width, V)) * (D / width) ** 0.5,
         jax.random.randint(keys[2], (B, S), 0, V),
         jax.random.uniform(keys[3], (B, S)) / (B * S),
     )
 
 
+@pytest.fixture
+def operands():
+    return operands_of(D)
+
+
+@pytest.mark.parametrize("width", [D, WIDE])
 @pytest.mark.parametrize(
     ("chunk", "z_loss", "softcap"),
-    [(1, 0.0, None), (4, 0.1, 3.0), (7, 0.0, 3.0), (7, 0.1, None), (20, 0.1, 3.0), (64, 0.0, None)],
+    [(1, 0.0, None), (4, 0.1, 3.0), (7, 0.0, 3.0), (7, 0.1, None), (20, 0.1, 3.0), (64, 0.0, None), (None, 0.1, 3.0)],
 )
-def test_equals_the_plain_formulation(operands, chunk, z_loss, softcap):
+def test_equals_the_plain_formulation(width, chunk, z_loss, softcap):
+    operands = operands_of(width)
     options = Options(chunk=chunk, z_loss=z_loss, softcap=softcap)
 
     def ours(h, w):
@@ -87,8 +96,31 @@ def test_never_holds_all_logits_and_computes_no_product_twice():
     assert products == 3
 
 
-def test_gradients_of_the_head_add_up_in_float32(operands):
-    hidden, weight, targets, weights = operands
+def test_what_waits_for_the_product_behind_the_chunks_is_the_smaller(monkeypatch):
+    calls = []
+    for name in ("_scan_slopes", "_scan_gradients"):
+        scan = getattr(cross_entropy, name)
+        monkeypatch.setattr(cross_entropy, name, lambda *a, name=name, scan=scan: (calls.append(name), scan(*a))[1])
+    for width in (D, WIDE):
+        hidden, weight, targets, weights = operands_of(width)
+        options = Options(chunk=4)
+        jax.eval_shape(
+            jax.grad(lambda w, h=hidden, t=targets, s=weights, o=options: CrossEntropy(h, w, t, s, o).run()[0]), weight
+        )
+    assert calls == ["_scan_gradients", "_scan_slopes"]
+
+
+def test_chunks_are_as_long_as_a_device_has_memory_for():
+    assert chunk_positions(8, 32768) == 256  # 256 MiB of float32
+    assert chunk_positions(8, 262144) == 64, "no fewer than 512 positions of a device"
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(1, 1, 4, 1, 1, 2), MESH_AXES)
+    with logical_rules(mesh, DEFAULT_RULES):
+        assert chunk_positions(8, 32768) == 256 * 4 * 2
+
+
+@pytest.mark.parametrize("width", [D, WIDE])
+def test_gradients_of_the_head_add_up_in_float32(width):
+    hidden, weight, targets, weights = operands_of(width)
     options = Options(dtype="bfloat16", chunk=4)
     actual = jax.grad(lambda w: CrossEntropy(hidden, w, targets, weights, options).run()[0])(weight)
     expected = jax.grad(lambda w: plain(hidden, w, targets, weights, None, 0.0)[0])(weight)
@@ -105,11 +137,12 @@ def test_positions_without_weight_do_not_count(operands):
     np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("width", [32, 512])
 @pytest.mark.parametrize("shape", [(1, 1, 8, 1, 1, 1), (1, 2, 2, 1, 1, 2)])
-def test_chunks_send_nothing_of_the_weight(shape):
+def test_chunks_send_nothing_of_the_weight(shape, width):
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(shape), MESH_AXES)
     keys = jax.random.split(jax.random.key(0), 3)
-    hidden, weight = jax.random.normal(keys[0], (16, 64, 32)), jax.random.normal(keys[1], (32, 128))
+    hidden, weight = jax.random.normal(keys[0], (16, 64, width)), jax.random.normal(keys[1], (width, 128))
     targets, weights = jax.random.randint(keys[2], (16, 64), 0, 128), jnp.full((16, 64), 1 / 1024)
     options = Options(chunk=8, constrain=lambda x: constrain(x, "batch", "sequence", "activation_vocab"))
     loss = jax.value_and_grad(lambda h, w: CrossEntropy(h, w, targets, weights, options).run()[0], (0, 1))
@@ -126,7 +159,7 @@ def test_chunks_send_nothing_of_the_weight(shape):
         np.testing.assert_allclose(ours, alone, rtol=1e-5, atol=1e-7)
     places = Places(dict(zip(MESH_AXES, shape, strict=True)), np.zeros(8, int))
     over_rows = [c for c in collectives(parse(compiled.as_text()), places) if "tensor" not in c.axes]
-    whole = 32 * 128 * 4 // mesh.shape["tensor"]
+    whole = width * 128 * 4 // mesh.shape["tensor"]
     assert any(c.operand_bytes >= whole for c in over_rows)  # the gradient, once
     assert all(c.times == 1 or c.operand_bytes < 100 for c in over_rows)
 

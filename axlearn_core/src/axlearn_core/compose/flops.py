@@ -41,6 +41,16 @@ def called(params: Mapping[str, Any]) -> Any:
     return next((j for j in jaxprs if hasattr(j, "eqns")), None)
 
 
+def mapped_devices(params: Mapping[str, Any]) -> int:
+    """Over how many devices a `shard_map` splits its work; over the other axes of its mesh its body has whole arrays.
+
+    JAX names the axes differently by version.
+    """
+    names = ("newly_manual_axes", "manual_axes")
+    axes = next((params[name] for name in names if name in params), params["mesh"].axis_names)
+    return math.prod(params["mesh"].shape[axis] for axis in axes)
+
+
 def _count(jaxpr: Any) -> int:
     total = 0
     for eqn in jaxpr.eqns:
@@ -53,7 +63,7 @@ def _count(jaxpr: Any) -> int:
         elif name == "while":
             total += _count(params["body_jaxpr"].jaxpr)
         elif name == "shard_map":
-            total += params["mesh"].size * _count(params["jaxpr"])
+            total += mapped_devices(params) * _count(params["jaxpr"])
         else:
             inner = called(params)
             total += 0 if inner is None else _count(inner)

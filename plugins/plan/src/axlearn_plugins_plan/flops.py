@@ -13,7 +13,7 @@ import attrs
 import jax
 
 from axlearn_core.compose import Program
-from axlearn_core.compose.flops import called, equation_flops
+from axlearn_core.compose.flops import called, equation_flops, mapped_devices
 from axlearn_core.contracts.kernels import Kernel, KernelContext
 from axlearn_core.kernels.op import Op
 from axlearn_core.kernels.selection import REFERENCE, Selection, use
@@ -114,9 +114,7 @@ def works(
         elif name == "while":
             yield from works(params["body_jaxpr"].jaxpr, scopes, times, visible_share, kernel, of)
         elif name == "shard_map":
-            manual = params.get("manual_axes") or params["mesh"].axis_names
-            devices = math.prod(params["mesh"].shape[a] for a in manual)
-            yield from works(params["jaxpr"], scopes, times * devices, visible_share, kernel, of)
+            yield from works(params["jaxpr"], scopes, times * mapped_devices(params), visible_share, kernel, of)
         elif name in _KERNELS and (product := _kernel_flops(equation, of)) is not None:
             yield Work(equation, times, visible_share, True, product)
         elif name == "pallas_call":

@@ -1,7 +1,8 @@
 """How many bytes a program moves to and from the memory of a device, read from its optimized module.
 
 Each top-level instruction reads its operands and writes its results once; what happens inside a fusion stays on chip.
-Slices of an array count what they take, updates in place what they write. Arrays in other memory spaces do not count.
+Slices of an array count what they take, also in a fusion inside of a fusion; updates in place what they write. Arrays in
+other memory spaces do not count.
 It is what the module asks for: a kernel may read an operand more than once, and a compiler may keep one on chip.
 """
 
@@ -40,7 +41,7 @@ def _bytes_moved(module: Module, computation: Computation, instruction: Instruct
     if opcode in FREE or opcode.endswith(("-done", "-update")):
         return 0
     if opcode in ("fusion", "async-start") and instruction.called.get("calls"):
-        return _fusion_bytes(computation, instruction, module.computations[instruction.called["calls"][0]])
+        return _fusion_bytes(module, computation, instruction, module.computations[instruction.called["calls"][0]])
     if opcode in ("dynamic-slice", "gather", "slice"):
         return 2 * _bytes_written(instruction)
     if opcode in ("dynamic-update-slice", "scatter"):
@@ -60,7 +61,7 @@ def _size(computation: Computation, name: str) -> float:
     return _bytes_written(instruction) if instruction is not None else 0
 
 
-def _fusion_bytes(computation: Computation, fusion: Instruction, body: Computation) -> float:
+def _fusion_bytes(module: Module, computation: Computation, fusion: Instruction, body: Computation) -> float:
     """Of a fusion: an operand that is only sliced counts its slices, a result that is updated in place the update."""
     total = 0.0
     updated: set[str] = set()
@@ -79,7 +80,7 @@ def _fusion_bytes(computation: Computation, fusion: Instruction, body: Computati
         parameter = body.parameters.get(index)
         if parameter is None or parameter.name in updated:
             continue
-        slices = _slices(body, parameter.name)
+        slices = _slices(module, body, parameter.name)
         size = _size(computation, operand)
         total += size if slices is None else min(size, slices)
     return total
@@ -97,17 +98,30 @@ def _origin(body: Computation, name: str) -> Instruction:
     return instruction
 
 
-def _slices(body: Computation, name: str) -> float | None:
+def _slices(module: Module, body: Computation, name: str) -> float | None:
     """The bytes of the slices that are all that is read of a value; None where it is read whole."""
     total = 0.0
     for user in body.users.get(name, ()):
         if user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == name:
             total += sum(b.bytes for b in user.outputs)
-        elif user.opcode == "bitcast":
-            below = _slices(body, user.name)
-            if below is None:
-                return None
-            total += below
-        else:
+            continue
+        below: float | None = None
+        if user.opcode == "bitcast":
+            below = _slices(module, body, user.name)
+        elif user.opcode == "fusion":
+            below = _slices_inside(module, user, name)
+        if below is None:
             return None
+        total += below
+    return total
+
+
+def _slices_inside(module: Module, fusion: Instruction, name: str) -> float | None:
+    """The same of an operand of a fusion inside of a fusion."""
+    inner, total = module.computations[fusion.called["calls"][0]], 0.0
+    for index in (i for i, operand in enumerate(fusion.operands) if operand == name):
+        below = _slices(module, inner, inner.parameters[index].name) if index in inner.parameters else None
+        if below is None:
+            return None
+        total += below
     return total

@@ -48,7 +48,8 @@ class CausalLM(Layer):
 
         `param_dtype` is of the stored parameters, `dtype` of what the layers compute, `output_dtype` of the logits that
         calls return; the loss is always computed in float32. `z_loss` weighs log(Z)^2. `loss_chunk` is how many
-        positions per row have their logits in memory at one time: execution, as is the kernel, since the sum is the same.
+        positions per row have their logits in memory at one time, None as many as take 256 MiB on a device: execution, as
+        is the kernel, since the sum is the same.
         """
 
         vocab_size: int = setting(default=REQUIRED, ge=1)
@@ -58,7 +59,7 @@ class CausalLM(Layer):
         output_dtype: str = setting(default="float32", kind="precision")
         logit_softcap: float | None = setting(default=None, gt=0)
         z_loss: float = setting(default=0.0, ge=0, kind="training")
-        loss_chunk: int = setting(default=128, kind="execution", ge=1)
+        loss_chunk: int | None = setting(default=None, kind="execution", ge=1)
         loss_kernel: str | None = setting(default=None, kind="execution")
 
         def validate(self) -> Iterable[Problem]:

@@ -5,6 +5,7 @@ The large ones leave open what only a user knows: `input.source.paths` and `inpu
 
 from axlearn_core.checkpoint import ShardedCheckpointer
 from axlearn_core.config import patch
+from axlearn_core.contracts.mesh import Mesh, TargetRule
 from axlearn_core.learn import AdamW, Cosine, Learner, WarmupStableDecay
 from axlearn_core.nn.remat import Remat
 from axlearn_core.train import LossEvaluator, Trainer
@@ -23,6 +24,12 @@ from axlearn_plugins_transformer.text import Files, LanguageModelInput, Standard
 from axlearn_plugins_transformer.text.sampling import SampleEvaluator
 from axlearn_plugins_transformer.transformer import Decoder, TransformerLayer
 
+PRODUCTS = "remat:save=[query,key,value,context,attention_out,mlp_gate,mlp_up]"
+"""Keeps every product of a layer but the last: nothing of it is computed again but what is cheap."""
+SEARCHED_7B = {"h100-8x32": TargetRule(shape={"data": 8, "fsdp": 32}, features=(PRODUCTS,))}
+"""The machine of the published training, laid out as `axlearn plan --search` does: benchmarks/results/layouts.json has what it
+compiled. Of the layouts within a hundredth of the fastest this one takes least memory but one. Other machines have the rules of
+their plugin."""
 TRACKERS = (ConsoleTracker.Config(), JsonlTracker.Config(), TensorBoardTracker.Config())
 
 
@@ -85,7 +92,8 @@ def llama2_7b() -> Trainer.Config:
     model = llama(
         vocab_size=32_000, num_layers=32, hidden_dim=4096, num_heads=32, num_kv_heads=None, feed_forward_dim=11_008
     )
-    return pretraining(model, sequence_length=4096, peak=3e-4, max_steps=500_000)
+    config = pretraining(model, sequence_length=4096, peak=3e-4, max_steps=500_000)
+    return patch(config, {"mesh": Mesh(targets=SEARCHED_7B)})
 
 
 def llama2_70b() -> Trainer.Config:

@@ -19,12 +19,13 @@ from axlearn_core.contracts.target import Machine
 from axlearn_plugins_plan.collectives import Collective, bytes_sent
 from axlearn_plugins_plan.roofline import Roofline, roofline
 from axlearn_plugins_plan.search.figures import Coefficients
+from axlearn_plugins_plan.search.pipelines import Pipeline
 from axlearn_plugins_plan.search.space import Choice, MeshChoice, laid
 from axlearn_plugins_plan.search.trace import Activation, StepTrace
 
 COMPUTED_ITEMSIZE = 2
 """Bytes of a parameter as it is gathered: layers compute in bfloat16 on every target that has figures."""
-COLUMNS = ("layer", "stream", "weights", "vocabulary", "gradients", "accumulated")
+COLUMNS = ("layer", "stream", "whole_stream", "weights", "vocabulary", "gradients", "accumulated")
 
 
 @attrs.frozen(kw_only=True)
@@ -207,12 +208,17 @@ def collective(kind: str, axes: Sequence[str], figures: MeshFigures, operand: fl
     )
 
 
-def communication(figures: MeshFigures, trace: StepTrace, steps: int, coefficients: Coefficients) -> list[Collective]:
+def communication(
+    figures: MeshFigures, trace: StepTrace, steps: int, coefficients: Coefficients, pipeline: Pipeline | None = None
+) -> list[Collective]:
     """What one device sends in a step of so many microbatches.
 
     Parameters are gathered for each pass of each microbatch, and their gradients summed where they live; over axes that hold
-    copies, gradients are summed whole. Tensor parallelism exchanges the residual stream of each layer.
+    copies, gradients are summed whole. Tensor parallelism exchanges the residual stream of each layer. In a pipeline stages do
+    so at every tick, and send the residual stream on.
     """
+    passes = 3.0 if pipeline is not None and pipeline.recomputes else 2.0
+    steps = steps if pipeline is None else pipeline.ticks
     split = [a for a in figures.rules["batch"] if figures.choice.shape.get(a, 1) > 1]
     items: list[Collective | None] = []
     sharded = [a for a in ("fsdp", "expert") if figures.choice.shape.get(a, 1) > 1]
@@ -220,26 +226,37 @@ def communication(figures: MeshFigures, trace: StepTrace, steps: int, coefficien
         axes = sharded if group > 1 else []
         kind = "all-reduce" if coefficients.gathers_by_sums else "all-gather"
         operand = local * group if coefficients.gathers_by_sums else local
-        items.append(collective(kind, axes, figures, operand, 2.0 * steps))
+        items.append(collective(kind, axes, figures, operand, passes * steps))
         kind = "all-reduce" if coefficients.gathers_by_sums else "reduce-scatter"
         items.append(collective(kind, axes, figures, local * group, 1.0 * steps))
         rest = [a for a in split if a not in axes]
         items.append(collective("all-reduce", rest, figures, local, 1.0 * steps))
-    items += _tensor(figures, trace, coefficients)
+    items += _tensor(figures, trace, coefficients, pipeline)
+    items += _between_stages(figures, trace, pipeline)
     return [c for c in items if c is not None]
 
 
-def _tensor(figures: MeshFigures, trace: StepTrace, coefficients: Coefficients) -> Iterator[Collective | None]:
+def _between_stages(figures: MeshFigures, trace: StepTrace, pipeline: Pipeline | None) -> Iterator[Collective | None]:
+    """The residual stream, and its gradient, from each stage to the next at every tick."""
+    if pipeline is not None and trace.stream:
+        size = figures.local(trace.stream) / trace.stream[0].layers / pipeline.microbatches
+        yield collective("collective-permute", ["pipeline"], figures, size, 2.0 * pipeline.ticks)
+
+
+def _tensor(
+    figures: MeshFigures, trace: StepTrace, coefficients: Coefficients, pipeline: Pipeline | None
+) -> Iterator[Collective | None]:
     stream = trace.stream[0] if trace.stream else None
     if stream is None or figures.choice.shape.get("tensor", 1) == 1:
         return
-    whole = math.prod(stream.shape) * COMPUTED_ITEMSIZE / figures.batch_shards
+    whole = _whole_stream(figures, trace)
     part = whole / figures.choice.shape["tensor"]
+    layers = stream.layers if pipeline is None else stream.layers / pipeline.stages * pipeline.stretch
     if any("tensor" in figures.rules[a] for a in ("activation_embed", "residual_sequence")):
-        yield collective("all-gather", ["tensor"], figures, part, coefficients.stream_gathers * stream.layers)
-        yield collective("reduce-scatter", ["tensor"], figures, whole, coefficients.stream_scatters * stream.layers)
+        yield collective("all-gather", ["tensor"], figures, part, coefficients.stream_gathers * layers)
+        yield collective("reduce-scatter", ["tensor"], figures, whole, coefficients.stream_scatters * layers)
     else:
-        yield collective("all-reduce", ["tensor"], figures, whole, coefficients.stream_sums * stream.layers)
+        yield collective("all-reduce", ["tensor"], figures, whole, coefficients.stream_sums * layers)
 
 
 def estimate(
@@ -249,6 +266,7 @@ def estimate(
     steps: int,
     batch_bytes: float,
     coefficients: Coefficients,
+    work: "Work",
 ) -> Estimate:
     """Memory and roofline of one layout.
 
@@ -259,24 +277,26 @@ def estimate(
         steps: microbatches.
         batch_bytes: of the whole batch of integers.
         coefficients: of the platform.
+        work: of the step.
     """
+    pipeline = work.pipeline
     state, learner = figures.state_bytes
     if choice.optimizer_dtype in ("bfloat16", "float16"):
         learner /= 2
     arguments = state + (0.0 if choice.offload_optimizer else learner) + batch_bytes / figures.batch_shards
-    activations = figures.local(trace.kept) / steps
-    columns = _columns(figures, trace, steps)
+    activations = work.residual_bytes(figures, trace) / steps
+    columns = _columns(figures, trace, steps, pipeline)
     if choice.offload_optimizer:
-        columns["gradients"] += learner
+        columns["gradients"] += 2 * learner  # as it is read, and as it is written back
     temporaries = activations * coefficients.kept + sum(
         coefficients.memory.get(name, 0.0) * size for name, size in columns.items()
     )
     of_layers, rest, _ = figures.parameter_bytes
     weights = of_layers + rest
-    traffic = coefficients.traffic_activations * figures.local(trace.layer)
-    traffic += coefficients.traffic_weights * weights * steps + 2 * arguments
-    sends = communication(figures, trace, steps, coefficients)
-    bound = roofline(figures.machine.target, figures.machine.devices, trace.executed, traffic, sends)
+    traffic = coefficients.traffic_activations * figures.local(trace.layer) * work.of_layers
+    traffic += coefficients.traffic_weights * weights * (steps if pipeline is None else pipeline.ticks) + 2 * arguments
+    sends = communication(figures, trace, steps, coefficients, pipeline)
+    bound = roofline(figures.machine.target, figures.machine.devices, work.executed(trace), traffic, sends)
     host = Host(
         activations=2 * figures.local(trace.kept, offloaded=True),
         optimizer=2 * learner if choice.offload_optimizer else 0.0,
@@ -284,6 +304,46 @@ def estimate(
     return Estimate(
         arguments=arguments, kept=activations, columns=columns, temporaries=temporaries, roofline=bound, host=host
     )
+
+
+@attrs.frozen(kw_only=True)
+class Work:
+    """What a pipeline makes of the work of a step.
+
+    Attributes:
+        pipeline: None without stages.
+        layer_flops: of the layers in a step that keeps nothing of them, dtype -> FLOPs of all devices.
+        forward_flops: of the layers' forward pass alone, likewise.
+    """
+
+    pipeline: Pipeline | None = None
+    layer_flops: Mapping[str, float] = {}
+    forward_flops: Mapping[str, float] = {}
+
+    @property
+    def of_layers(self) -> float:
+        """The layers' share of one device, of all layers."""
+        return 1.0 if self.pipeline is None else self.pipeline.stretch / self.pipeline.stages
+
+    def executed(self, trace: StepTrace) -> dict[str, float]:
+        """dtype -> FLOPs of all devices, as a plan counts them: idle stages compute too, what is outside of stages counts once."""
+        if self.pipeline is None:
+            return dict(trace.executed)
+        executed = {}
+        for dtype, flops in trace.executed.items():
+            layers = min(self.layer_flops.get(dtype, 0.0), flops)
+            again = self.forward_flops.get(dtype, 0.0) if self.pipeline.recomputes else 0.0
+            executed[dtype] = (layers + again) * self.pipeline.stretch + flops - layers
+        return executed
+
+    def residual_bytes(self, figures: MeshFigures, trace: StepTrace) -> float:
+        """Bytes of one device that wait for the backward pass of a batch."""
+        if self.pipeline is None:
+            return figures.local(trace.kept)
+        stream = figures.local(trace.stream) / max(trace.stream[0].layers, 1.0) if trace.stream else 0.0
+        inputs = stream / self.pipeline.microbatches * self.pipeline.stored_inputs
+        # The batch before and after the stages, with the gradients of both.
+        return figures.local(trace.kept) / self.pipeline.stages * self.pipeline.residual_share + inputs + 3 * stream
 
 
 @attrs.frozen(kw_only=True)
@@ -303,14 +363,23 @@ HOST_BANDWIDTH = 25e9
 """Bytes/s of one device to its host's memory: half of a PCIe 4 slot of 16 lanes, in one direction."""
 
 
-def _columns(figures: MeshFigures, trace: StepTrace, steps: int) -> dict[str, float]:
+def _whole_stream(figures: MeshFigures, trace: StepTrace) -> float:
+    """Bytes of the residual stream of a device's rows as tensor parallelism gathers it; 0 without."""
+    if not trace.stream or figures.choice.shape.get("tensor", 1) == 1:
+        return 0.0
+    return math.prod(trace.stream[0].shape) * COMPUTED_ITEMSIZE / figures.batch_shards
+
+
+def _columns(figures: MeshFigures, trace: StepTrace, steps: int, pipeline: Pipeline | None) -> dict[str, float]:
     of_layers, rest, stored = figures.parameter_bytes
     count = max((a.layers for a in trace.kept), default=1.0)
+    parts = steps if pipeline is None else steps * pipeline.microbatches
     return {
-        "layer": figures.local(trace.layer) / count / steps,
-        "stream": figures.local(trace.stream) / count / steps,
-        "weights": of_layers / count,
+        "layer": figures.local(trace.layer) / count / parts,
+        "stream": figures.local(trace.stream) / count / parts,
+        "whole_stream": _whole_stream(figures, trace) / parts,
+        "weights": of_layers / (count if pipeline is None else count / pipeline.stages),
         "vocabulary": rest,
         "gradients": stored,
-        "accumulated": stored if steps > 1 else 0.0,
+        "accumulated": stored if steps > 1 or pipeline is not None else 0.0,
     }

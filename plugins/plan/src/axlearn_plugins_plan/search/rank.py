@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import attrs
@@ -15,14 +16,22 @@ from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_plan.batches import abstract_batch
 from axlearn_plugins_plan.plan import machine_of
 from axlearn_plugins_plan.predict import predict
-from axlearn_plugins_plan.search.estimate import Estimate, MeshFigures, estimate, with_host
+from axlearn_plugins_plan.search.estimate import Estimate, MeshFigures, Work, estimate, with_host
 from axlearn_plugins_plan.search.figures import Coefficients, coefficients
-from axlearn_plugins_plan.search.space import Choice, MeshChoice, batch_shards, meshes, microbatches, remat_options
+from axlearn_plugins_plan.search.pipelines import (
+    Pipeline,
+    layer_counts,
+    pipeline_of,
+    pipelines,
+    schedules,
+    with_pipeline,
+)
+from axlearn_plugins_plan.search.space import Choice, MeshChoice, meshes, microbatches, remat_options
 from axlearn_plugins_plan.search.trace import StepTrace, program_alone, trace_step
 from axlearn_plugins_plan.tags import tags
 
 FREE = ("data", "fsdp", "tensor")
-"""The mesh axes whose sizes a search changes; `pipeline` too where the experiment has it. `seq` and `expert` stay."""
+"""The mesh axes whose sizes a search changes, and `pipeline` where the request can be given one. `seq` and `expert` stay."""
 
 
 @attrs.frozen(kw_only=True)
@@ -109,6 +118,27 @@ class Space:
 
         return {o: t for o, t in traces.items() if o is None or not any(as_good(p, o) for p in sizes if p != o)}
 
+    @cached_property
+    def schedules(self) -> tuple[str, ...]:
+        """The schedules that the request can be given."""
+        return schedules(self.request)
+
+    @cached_property
+    def layers(self) -> set[int]:
+        """The sizes of the stacks of layers."""
+        return layer_counts(self.program)
+
+    @cached_property
+    def layer_flops(self) -> tuple[dict[str, float], dict[str, float]]:
+        """(of the layers in a step, of their forward pass alone): dtype -> FLOPs of all devices.
+
+        Two steps with other rematerialisations differ by what they compute again, and a backward pass takes twice the FLOPs of
+        a forward one.
+        """
+        everything, nothing = self.traced("remat:policy=everything"), self.traced("remat:policy=full")
+        forward = {d: max(0.0, f - everything.executed.get(d, 0.0)) for d, f in nothing.executed.items()}
+        return {d: 4 * f for d, f in forward.items()}, forward
+
     def base_steps(self) -> int:
         """Microbatches, as the request has them."""
         return getattr(getattr(self.base, "learner", None), "accumulate_steps", 1)
@@ -119,17 +149,14 @@ class Space:
         Raises:
             RequestError: there is none.
         """
-        sizes = self.base.mesh.sizes(self.machine.devices)
-        own = {a: n for a, n in sizes.items() if n > 1}
-        free = ("pipeline", *FREE) if sizes["pipeline"] > 1 else FREE
-        all_meshes = meshes(self.program, self.base, self.machine, free)
-        on = [MeshFigures(self.program, self.base, self.machine, mesh) for mesh in all_meshes]
+        own = {a: n for a, n in self.base.mesh.sizes(self.machine.devices).items() if n > 1}
+        on = [*self._meshes(own, staged=False), *self._meshes(own, staged=True)]
         remats = self.remats()
         progress(f"{self.machine.name}: {len(on)} meshes, {len(remats)} ways of rematerialisation")
         rows = [
             self._rank(choice, figures, remats[choice.remat])
             for figures in on
-            for choice in self._choices(figures.choice, dict(figures.choice.shape) == own, list(remats))
+            for choice in self._choices(figures, dict(figures.choice.shape) == own, list(remats))
         ]
         if not rows:
             raise RequestError(
@@ -139,9 +166,29 @@ class Space:
             )
         return sorted(rows, key=order)
 
-    def _choices(self, mesh: MeshChoice, own: bool, remats: list[str | None]) -> Iterator[Choice]:
+    def _meshes(self, own: dict[str, int], staged: bool) -> Iterator[MeshFigures]:
+        """The meshes of one stage; with `staged` those of several, under the rules that the feature `pipeline` makes."""
+        base = self.base
+        if staged and not self.schedules and own.get("pipeline", 1) == 1:
+            return
+        if staged and self.schedules:
+            example = Pipeline(stages=1, microbatches=1, schedule=self.schedules[0])
+            base = resolve(with_pipeline(self.request, example)).config
+        for mesh in meshes(self.program, base, self.machine, ("pipeline", *FREE) if staged else FREE):
+            if (mesh.shape.get("pipeline", 1) > 1) == staged:
+                yield MeshFigures(self.program, base, self.machine, mesh)
+
+    def _works(self, figures: MeshFigures, rows: int, own: bool) -> Iterator[Pipeline | None]:
+        """The schedules on one mesh: None keeps the request's."""
+        shape = figures.choice.shape
+        if shape.get("pipeline", 1) == 1 or own:
+            yield None
+        elif self.base_steps() == 1:
+            yield from pipelines(shape, rows, figures.batch_shards, self.layers, self.schedules)
+
+    def _choices(self, figures: MeshFigures, own: bool, remats: list[str | None]) -> Iterator[Choice]:
         """Every layout on one mesh, `own` where it is that of the request."""
-        shards = batch_shards(self.base.mesh, mesh)
+        mesh, shards = figures.choice, figures.batch_shards
         now = self.base_steps()
         batches = [self.rows * 2**n for n in range(-2, 3)] if "batch" in self.vary else [self.rows]
         dtypes = (None, "bfloat16") if "optimizer-precision" in self.vary else (None,)
@@ -149,9 +196,14 @@ class Space:
         for rows in batches:
             if rows % shards:
                 continue
-            counts = microbatches(rows, shards) if "gradient-accumulation" in registry().claims["features"] else [now]
-            for remat, count, offload, dtype in itertools.product(remats, counts, offloads, dtypes):
+            staged = mesh.shape.get("pipeline", 1) > 1
+            accumulates = "gradient-accumulation" in registry().claims["features"] and not staged
+            counts = microbatches(rows, shards) if accumulates else [now]
+            places = (False,) if staged else offloads
+            works = self._works(figures, rows, own and not mesh.stream)
+            for pipeline, remat, count, offload, dtype in itertools.product(works, remats, counts, places, dtypes):
                 yield Choice(
+                    pipeline=pipeline,
                     mesh=None if own and not mesh.stream else mesh,
                     remat=remat,
                     microbatches=None if count == now else count,
@@ -166,11 +218,18 @@ class Space:
             self._traces[key] = trace.scaled(factor)
         return self._traces[key]
 
+    def _work(self, pipeline: Pipeline | None, factor: float) -> Work:
+        if pipeline is None:
+            return Work()
+        layers, forward = ({dtype: flops * factor for dtype, flops in table.items()} for table in self.layer_flops)
+        return Work(pipeline=pipeline, layer_flops=layers, forward_flops=forward)
+
     def _rank(self, choice: Choice, figures: MeshFigures, trace: StepTrace) -> Ranked:
         factor = (choice.batch or self.rows) / self.rows
         batch_bytes = factor * sum(s.size * s.dtype.itemsize for s in self.batch.values())
         steps = choice.microbatches or self.base_steps()
-        figures_of = estimate(choice, figures, self._scale_trace(trace, factor), steps, batch_bytes, self.fitted)
+        work = self._work(choice.pipeline or pipeline_of(self.base, figures.choice.shape.get("pipeline", 1)), factor)
+        figures_of = estimate(choice, figures, self._scale_trace(trace, factor), steps, batch_bytes, self.fitted, work)
         return Ranked(
             choice=choice,
             machine=self.machine,

@@ -16,6 +16,7 @@ from axlearn_core.config import patch
 from axlearn_core.contracts.mesh import MESH_AXES, Mesh
 from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import ConfigError
+from axlearn_plugins_plan.search.pipelines import Pipeline
 from axlearn_plugins_plan.tags import Tag
 
 MOST_MICROBATCHES = 32
@@ -47,6 +48,7 @@ class Choice:
         offload_optimizer: whether the optimizer's state waits in the host's memory.
         batch: rows of a step; None keeps it.
         optimizer_dtype: of the optimizer's state; None keeps it.
+        pipeline: the schedule of a mesh with stages; None keeps it.
     """
 
     mesh: MeshChoice | None = None
@@ -55,6 +57,7 @@ class Choice:
     offload_optimizer: bool = False
     batch: int | None = None
     optimizer_dtype: str | None = None
+    pipeline: Pipeline | None = None
 
     @property
     def shipped(self) -> bool:
@@ -71,6 +74,8 @@ class Choice:
             words.append("offload-optimizer")
         if self.optimizer_dtype is not None:
             words.append(f"optimizer-precision:dtype={self.optimizer_dtype}")
+        if self.pipeline is not None:
+            words.append(self.pipeline.feature)
         return tuple(words)
 
     @property
@@ -183,12 +188,6 @@ def _legal(program: Program, mesh: Mesh, shape: Mapping[str, int], stream: Mappi
     except ConfigError:
         return False
     return True
-
-
-def batch_shards(mesh: Mesh, choice: MeshChoice) -> int:
-    """Over how many devices the rows are split."""
-    layout = laid(mesh, choice.shape, choice.stream)
-    return math.prod(choice.shape.get(a, 1) for a in layout.rules["batch"])
 
 
 def microbatches(rows: int, shards: int) -> list[int]:

@@ -18,6 +18,10 @@ from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_transformer.kernels.per_device import parts_of
 
 WEIGHT_AXES = ("embed", "vocab")
+LOGIT_BYTES = 2**28
+"""Of the logits that a device holds at one time, where `Options.chunk` is None."""
+LEAST_POSITIONS = 512
+"""Of a device in such a chunk: with fewer, reading the output layer takes longer than multiplying by it."""
 
 
 class Options(NamedTuple):
@@ -25,14 +29,14 @@ class Options(NamedTuple):
 
     Attributes:
         dtype: of the matrix products; logits and loss are float32.
-        chunk: positions per row whose logits exist at one time.
+        chunk: positions per row whose logits exist at one time; None: `LOGIT_BYTES` of them on a device.
         softcap: caps logits to (-softcap, softcap) by a tanh (Gemma 2).
         z_loss: weight of log(Z)^2, which keeps logits from drifting (Chowdhery et al., 2022).
         constrain: lays out logits [B, positions, V] on the mesh.
     """
 
     dtype: str = "float32"
-    chunk: int = 128
+    chunk: int | None = None
     softcap: float | None = None
     z_loss: float = 0.0
     constrain: Any = None
@@ -81,7 +85,11 @@ class CrossEntropy(Op[tuple[jax.Array, jax.Array]]):
         return 2.0 * rows[0] * math.prod(weight) * (3 if len(results[0]) > 1 else 1)
 
     def reference(self) -> tuple[jax.Array, jax.Array]:
-        """Chunks of positions in a scan. Differentiated, each leaves its gradients at once: three products, none twice."""
+        """Chunks of positions in a scan; differentiated three products, none twice.
+
+        Each chunk adds its part to the gradient of the output layer, or where that takes less memory leaves the slopes of its
+        logits, in the dtype of the products, for one product behind the scan.
+        """
         return _loss(self.hidden, self.weight, self.targets, self.weights, self.static)
 
 
@@ -105,17 +113,36 @@ class _Chunk(NamedTuple):
     weights: jax.Array  # [B, C]
 
 
-def _chunks(hidden: jax.Array, targets: jax.Array, weights: jax.Array, size: int) -> tuple[_Chunk, int]:
-    """The positions as chunks along a new leading axis, the last one padded with weight 0; and their number."""
-    length = hidden.shape[1]
-    count = -(-length // size)
+def chunk_positions(rows: int, vocabulary: int) -> int:
+    """Positions per row whose logits take `LOGIT_BYTES` on a device.
+
+    Args:
+        rows: of the whole batch.
+        vocabulary: of the whole output layer.
+    """
+    row_parts, vocabulary_parts = parts_of((rows, vocabulary), ("batch", "activation_vocab"))
+    device_rows, device_vocabulary = rows / row_parts, vocabulary / vocabulary_parts
+    positions = max(LOGIT_BYTES / (4 * device_vocabulary), LEAST_POSITIONS)
+    return max(1, int(positions / device_rows))
+
+
+def _padded(
+    hidden: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array, options: Options
+) -> tuple[_Chunk, int]:
+    """The positions padded with weight 0 to a whole number of chunks; and that number."""
+    rows, length, _ = hidden.shape
+    count = -(-length // (options.chunk or chunk_positions(rows, weight.shape[1])))
     size = -(-length // count)
 
-    def split(x: jax.Array) -> jax.Array:
-        x = jnp.pad(x, [(0, 0), (0, count * size - length)] + [(0, 0)] * (x.ndim - 2)) if length % size else x
-        return jnp.moveaxis(x.reshape(x.shape[0], count, size, *x.shape[2:]), 1, 0)
+    def pad(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, [(0, 0), (0, count * size - length)] + [(0, 0)] * (x.ndim - 2)) if length % size else x
 
-    return _Chunk(*map(split, (hidden, targets, weights))), count
+    return _Chunk(*map(pad, (hidden, targets, weights))), count
+
+
+def _stacked(whole: _Chunk, count: int) -> _Chunk:
+    """The chunks along a new leading axis."""
+    return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(x.shape[0], count, -1, *x.shape[2:]), 1, 0), whole)
 
 
 def _values(logits: jax.Array, chunk: _Chunk, z_loss: float) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -130,7 +157,7 @@ def _values(logits: jax.Array, chunk: _Chunk, z_loss: float) -> tuple[jax.Array,
 def _loss(
     hidden: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array, options: Options
 ) -> tuple[jax.Array, jax.Array]:
-    chunks, count = _chunks(hidden, targets, weights, options.chunk)
+    whole, count = _padded(hidden, weight, targets, weights, options)
     cast = weight.astype(options.dtype)
 
     def step(total: tuple[jax.Array, ...], chunk: _Chunk) -> tuple[tuple[jax.Array, ...], None]:
@@ -139,15 +166,12 @@ def _loss(
 
     zeros = (jnp.zeros((), jnp.float32),) * 2
     if count == 1:
-        return step(zeros, jax.tree.map(lambda x: x[0], chunks))[0]  # type: ignore[return-value]
-    return lax.scan(step, zeros, chunks)[0]  # type: ignore[return-value]
+        return step(zeros, whole)[0]  # type: ignore[return-value]
+    return lax.scan(step, zeros, _stacked(whole, count))[0]  # type: ignore[return-value]
 
 
-def _gradients(chunk: _Chunk, weight: jax.Array, options: Options, parts: int = 1) -> tuple[jax.Array, ...]:
-    """(loss, cross-entropy, d loss / d hidden, d loss / d weight in float32) of a chunk.
-
-    The last is [parts, D, V], for equal parts of the rows.
-    """
+def _slope(chunk: _Chunk, weight: jax.Array, options: Options) -> tuple[jax.Array, ...]:
+    """(loss, cross-entropy, d loss / d logits [B, C, V] in the dtype of the products) of a chunk."""
     logits = logits_of(chunk.hidden, weight, options)
     loss, entropy, log_z = _values(logits, chunk, options.z_loss)
     scale = chunk.weights * (1 + 2 * options.z_loss * log_z) if options.z_loss else chunk.weights
@@ -156,40 +180,88 @@ def _gradients(chunk: _Chunk, weight: jax.Array, options: Options, parts: int = 
     slope = jnp.exp(logits - log_z[..., None]) * scale[..., None] - at_target
     if options.softcap is not None:
         slope = slope * (1 - (logits / options.softcap) ** 2)
-    slope = slope.astype(options.dtype)
-    to_hidden = lax.dot_general(slope, weight, (((2,), (1,)), ((), ())))
-    rows, slopes = (x.reshape(parts, -1, *x.shape[1:]) for x in (chunk.hidden.astype(options.dtype), slope))
-    to_weight = lax.dot_general(rows, slopes, (((1, 2), (1, 2)), ((0,), (0,))), preferred_element_type=jnp.float32)
-    to_weight = constrain(to_weight, "batch", None, "activation_vocab")
-    return loss, entropy, to_hidden.astype(chunk.hidden.dtype), to_weight
+    return loss, entropy, slope.astype(options.dtype)
+
+
+def _to_hidden(slope: jax.Array, weight: jax.Array, dtype: Any) -> jax.Array:
+    """[..., V] x [D, V] -> [..., D]."""
+    return lax.dot_general(slope, weight, (((slope.ndim - 1,), (1,)), ((), ()))).astype(dtype)
+
+
+def _to_weight(hidden: jax.Array, slope: jax.Array, options: Options) -> jax.Array:
+    """[B, C, D] x [B, C, V] -> float32 [parts, D, V], for the rows of each device."""
+    parts = parts_of(hidden.shape[:1], ("batch",))[0]
+    rows, slopes = (x.reshape(parts, -1, *x.shape[1:]) for x in (hidden.astype(options.dtype), slope))
+    product = lax.dot_general(rows, slopes, (((1, 2), (1, 2)), ((0,), (0,))), preferred_element_type=jnp.float32)
+    return constrain(product, "batch", None, "activation_vocab")
+
+
+def _keeps_slopes(hidden: jax.Array, weight: jax.Array, options: Options) -> bool:
+    """Whether the slopes of all logits take no more memory than a gradient of the output layer in float32.
+
+    Not where the sequence is split: a chunk would be written across devices.
+    """
+    row_parts, parts = parts_of(hidden.shape[:2], ("batch", "sequence"))
+    positions = math.prod(hidden.shape[:2]) // row_parts
+    return parts == 1 and positions * jnp.dtype(options.dtype).itemsize <= 4 * weight.shape[0]
 
 
 def _forward(
     hidden: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array, options: Options
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-    chunks, count = _chunks(hidden, targets, weights, options.chunk)
+    whole, count = _padded(hidden, weight, targets, weights, options)
     cast = weight.astype(options.dtype)
-    if count == 1:
-        loss, entropy, to_hidden, to_weight = _gradients(jax.tree.map(lambda x: x[0], chunks), cast, options)
-        # A tied output layer transposes it: XLA for CPU would turn the product around, into one that it cannot run in bfloat16.
-        to_weight = lax.optimization_barrier(to_weight)
-        return (loss, entropy), (to_hidden, to_weight[0].astype(weight.dtype))
     # The weight is gathered before the loop, and each device sums the gradient of its rows: chunks send nothing of either.
     # First laid out as it is kept: otherwise XLA gathers it before the cast.
     cast = constrain(constrain(cast, *WEIGHT_AXES), None, "activation_vocab")
-    parts = parts_of(hidden.shape[:1], ("batch",))[0]
+    by_slopes = count == 1 or _keeps_slopes(hidden, weight, options)
+    losses, to_hidden, to_weight = (_scan_slopes if by_slopes else _scan_gradients)(whole, count, cast, options)
+    to_hidden = to_hidden[:, : hidden.shape[1]]
+    # Before the layers' backward pass: XLA would hold what each device has summed until after it. A tied output layer transposes
+    # the gradient, too: XLA for CPU would turn the product around, into one that it cannot run in bfloat16.
+    to_hidden, to_weight = lax.optimization_barrier((to_hidden, _sum_parts(to_weight, options)))
+    return losses, (to_hidden, to_weight.astype(weight.dtype))
+
+
+_Scanned = tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]
+"""((loss, cross-entropy), d loss / d hidden [B, S, D], d loss / d weight [parts, D, V])."""
+
+
+def _scan_gradients(whole: _Chunk, count: int, weight: jax.Array, options: Options) -> _Scanned:
+    """Each chunk adds to the gradient of the weight in float32."""
+    parts = parts_of(whole.hidden.shape[:1], ("batch",))[0]
 
     def step(total: tuple[jax.Array, ...], chunk: _Chunk) -> tuple[tuple[jax.Array, ...], jax.Array]:
-        loss, entropy, to_hidden, to_weight = _gradients(chunk, cast, options, parts)
+        loss, entropy, slope = _slope(chunk, weight, options)
+        to_weight = _to_weight(chunk.hidden, slope, options)
+        to_hidden = _to_hidden(slope, weight, chunk.hidden.dtype)
         return (total[0] + loss, total[1] + entropy, total[2] + to_weight), to_hidden
 
     zero = jnp.zeros((), jnp.float32)
     zeros = constrain(jnp.zeros((parts, *weight.shape), jnp.float32), "batch", None, "activation_vocab")
-    total, to_hidden = lax.scan(step, (zero, zero, zeros), chunks)
-    to_hidden = jnp.moveaxis(to_hidden, 0, 1).reshape(hidden.shape[0], -1, hidden.shape[2])[:, : hidden.shape[1]]
-    # Before the layers' backward pass: XLA would hold what each device has summed until after it.
-    to_hidden, to_weight = lax.optimization_barrier((to_hidden, _sum_parts(total[2], options)))
-    return (total[0], total[1]), (to_hidden, to_weight.astype(weight.dtype))
+    total, to_hidden = lax.scan(step, (zero, zero, zeros), _stacked(whole, count))
+    return (total[0], total[1]), jnp.moveaxis(to_hidden, 0, 1).reshape(whole.hidden.shape), total[2]
+
+
+def _scan_slopes(whole: _Chunk, count: int, weight: jax.Array, options: Options) -> _Scanned:
+    """Each chunk leaves its slopes where its positions are; the gradients are one product each, behind the scan."""
+    rows, length, _ = whole.hidden.shape
+    size = length // count
+
+    def step(total: tuple[jax.Array, ...], index: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
+        chunk = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, index * size, size, 1), whole)
+        loss, entropy, slope = _slope(chunk, weight, options)
+        slopes = lax.dynamic_update_slice_in_dim(total[2], slope, index * size, 1)
+        return (total[0] + loss, total[1] + entropy, slopes), None
+
+    if count == 1:
+        loss, entropy, slopes = _slope(whole, weight, options)
+    else:
+        zero, zeros = jnp.zeros((), jnp.float32), jnp.zeros((rows, length, weight.shape[1]), options.dtype)
+        zeros = options.constrain(zeros) if options.constrain else zeros
+        (loss, entropy, slopes), _ = lax.scan(step, (zero, zero, zeros), jnp.arange(count))
+    to_hidden = _to_hidden(slopes, weight, whole.hidden.dtype)
+    return (loss, entropy), to_hidden, _to_weight(whole.hidden, slopes, options)
 
 
 def _sum_parts(to_weight: jax.Array, options: Options) -> jax.Array:
