@@ -54,6 +54,17 @@ def test_half_an_hour_of_slow_steps_below_the_limit_raises_no_alarm():
     assert not clock.alerts
 
 
+def test_slow_steps_below_the_limit_do_not_raise_it():
+    clock = Clock(Hang.Config(seconds=60))
+    for number in range(50):
+        clock.phase("step", 55 if number % 10 == 5 else 2)
+    assert not clock.alerts
+    began = clock.now
+    clock.phase("step", 600)
+    ((at, _),) = clock.alerts
+    assert at - began <= 62
+
+
 def test_the_limit_follows_steps_that_are_long():
     clock = Clock(Hang.Config(seconds=60, factor=5))
     for _ in range(3):
@@ -63,7 +74,26 @@ def test_the_limit_follows_steps_that_are_long():
     assert not clock.alerts
 
 
-@pytest.mark.parametrize("phase", ["restore", "compile", "step", "save"])
+def test_a_save_has_a_limit_of_its_own():
+    clock = Clock(Hang.Config(seconds=60, save_seconds=300))
+    for _ in range(5):
+        clock.phase("step", 2)
+        clock.phase("save", 0.1)
+    clock.phase("save", 290)  # the last one waits until everything is written
+    assert not clock.alerts
+    began = clock.now
+    clock.phase("save", 600)
+    ((at, message),) = clock.alerts
+    assert 300 < at - began <= 302
+    assert "phase 'save'" in message
+    clock = Clock(Hang.Config(seconds=60, save_seconds=300))
+    clock.phase("step", 2)
+    began = clock.now
+    clock.phase("save", 600)
+    assert [300 < at - began <= 302 for at, _ in clock.alerts] == [True]
+
+
+@pytest.mark.parametrize("phase", ["restore", "compile", "step", "evaluate"])
 def test_what_happens_first_may_take_long(phase):
     clock = Clock(Hang.Config(seconds=60, start_seconds=600))
     clock.phase(phase, 500)

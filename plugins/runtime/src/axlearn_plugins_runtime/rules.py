@@ -68,21 +68,31 @@ class _Quiet(Configurable):
 class Hang(_Quiet):
     """A phase that takes too long.
 
-    Its limit is the larger of `seconds` and `factor` times the longest of the phase's last 100 durations. Reported once per phase.
+    Its limit is the larger of `seconds` and `factor` times the median of the phase's last 100 durations: a few slow steps below the
+    limit do not raise it, so that a hang after them is found as soon. Reported once per phase. Saves have a limit of their own: the last one of a run waits until everything is written, where the others only copy.
     """
 
     @node
     class Config(_Quiet.Config):
-        """`seconds`: the least limit. `start_seconds`: that of restoring, compiling, and the first step and save."""
+        """The least limit of each phase, and what raises it.
+
+        Attributes:
+            seconds: of input, steps and evaluation.
+            start_seconds: of restoring, compiling, and the first step and evaluation.
+            save_seconds: of saving. Processes wait for one another for half an hour in a save, and then say who is missing.
+            factor: times the usual duration of the phase, where that is more.
+            actions: what to do in addition to reporting.
+        """
 
         seconds: float = setting(default=600.0, gt=0)
         start_seconds: float = setting(default=3600.0, gt=0)
+        save_seconds: float = setting(default=2400.0, gt=0)
         factor: float = setting(default=5.0, ge=1)
         actions: tuple[Node[Action], ...] = (DumpStacks.Config(),)
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)
-        self.bound = min(cfg.seconds, cfg.start_seconds)
+        self.bound = min(cfg.seconds, cfg.start_seconds, cfg.save_seconds)
         self._durations: dict[str, deque[float]] = {}
         self._phase: tuple[str, int, float] | None = None
         self._reported = False
@@ -90,9 +100,10 @@ class Hang(_Quiet):
     def limit(self, phase: str) -> float:
         """Seconds that a phase may take now."""
         durations = self._durations.get(phase)
-        if phase in ("restore", "compile") or (phase in ("step", "save") and not durations):
+        if phase in ("restore", "compile") or (phase in ("step", "evaluate") and not durations):
             return self.cfg.start_seconds
-        return max(self.cfg.seconds, self.cfg.factor * max(durations or [0.0]))
+        least = self.cfg.save_seconds if phase == "save" else self.cfg.seconds
+        return max(least, self.cfg.factor * statistics.median(durations or [0.0]))
 
     def begin(self, phase: str, step: int, now: float) -> str | None:
         """See `Rule`."""

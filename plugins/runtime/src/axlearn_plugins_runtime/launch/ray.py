@@ -33,6 +33,7 @@ class SupervisorOptions:
     crash_loop: int = attrs.field(default=5, validator=attrs.validators.ge(1))
     freeze_seconds: float = attrs.field(default=5.0, validator=attrs.validators.gt(0))
     hang_seconds: float = attrs.field(default=600.0, validator=attrs.validators.gt(0))
+    save_seconds: float = attrs.field(default=2400.0, validator=attrs.validators.gt(0))
     start_seconds: float = attrs.field(default=3600.0, validator=attrs.validators.gt(0))
     host_seconds: float = attrs.field(default=120.0, validator=attrs.validators.gt(0))
     compile_cache: bool = True
@@ -46,6 +47,7 @@ class SupervisorOptions:
             crash_loop=self.crash_loop,
             freeze_seconds=self.freeze_seconds,
             hang_seconds=self.hang_seconds,
+            save_seconds=self.save_seconds,
             start_seconds=self.start_seconds,
             host_seconds=self.host_seconds,
         )
