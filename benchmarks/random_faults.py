@@ -147,58 +147,81 @@ def parent(pid):
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def inject(launch, dice, after, limit):
-    """One fault, and the attempt that trains after it.
+class Plan:
+    """What fault a number stands for.
+
+    Attributes:
+        early: it hits the attempt that follows the last fault while that attempt starts, restores or compiles.
+    """
+
+    def __init__(self, seed, number):
+        dice = random.Random(f"{seed} {number}")
+        self.kind, self.rank, self.early = dice.choice(FAULTS), dice.randrange(HOSTS), dice.random() < 1 / 3
+        self.seconds, self.steps = dice.random() * 4, dice.randrange(1, 8)
+
+
+def inject(launch, plan, after, limit):
+    """One fault, to an attempt above a number.
 
     Returns:
-        (the record of the fault, the attempt that trains).
+        Its record, with the attempt that it hit.
     """
-    kind, rank, early = dice.choice(FAULTS), dice.randrange(HOSTS), dice.random() < 1 / 3
     attempt, pids = launch.wait_for(lambda: launch.started(after), limit, "start of all processes")
-    if early:
-        time.sleep(dice.random() * 4)
+    if plan.early:
+        time.sleep(plan.seconds)
     else:
-        steps = dice.randrange(1, 8)
-        attempt = launch.wait_for(lambda: launch.stepping(after), limit, "step of all processes")
+        launch.wait_for(lambda: launch.stepping(after), limit, "step of all processes")
         before = launch.steps()
-        launch.wait_for(lambda: launch.steps() >= before + steps, limit, f"{steps} steps more")
+        launch.wait_for(lambda: launch.steps() >= before + plan.steps, limit, f"{plan.steps} steps more")
         attempt, pids = launch.started(attempt - 1)
     stepping = launch.stepping(attempt - 1) is not None
-    pid = parent(pids[rank]) if kind == "agent" else pids[rank]
-    begin = time.monotonic()
-    os.kill(pid, signal.SIGSTOP if kind == "freeze" else signal.SIGKILL)
-    record = {"fault": kind, "rank": rank, "pid": pid, "attempt": attempt, "stepping": stepping}
     try:
-        launch.wait_for(lambda: launch.stepping(attempt), limit, f"step after {record}")
-    except NotSurvived as error:
-        return record | {"survived": False, "error": str(error)}, attempt
-    causes = [e for e in launch.events("exited", "frozen", "lost") if e["attempt"] == attempt]
+        pid = parent(pids[plan.rank]) if plan.kind == "agent" else pids[plan.rank]
+        os.kill(pid, signal.SIGSTOP if plan.kind == "freeze" else signal.SIGKILL)
+    except (ProcessLookupError, FileNotFoundError):  # the attempt is over already: the next one gets it
+        return inject(launch, plan, attempt, limit)
+    return {"fault": plan.kind, "rank": plan.rank, "pid": pid, "attempt": attempt, "stepping": stepping}
+
+
+def wait_until_survived(launch, record, limit):
+    """The record, with the seconds until a later attempt trains."""
+    begin = time.monotonic()
+    launch.wait_for(lambda: launch.stepping(record["attempt"]), limit, f"step after {record}")
+    causes = [e for e in launch.events("exited", "frozen", "lost") if e["attempt"] == record["attempt"]]
     seconds = round(time.monotonic() - begin, 2)
-    return record | {"survived": True, "seconds": seconds, "cause": causes[0]["reason"] if causes else ""}, attempt
+    return record | {"survived": True, "seconds": seconds, "cause": causes[0]["reason"] if causes else ""}
 
 
 def inject_all(folder, count, seconds, limit, seed):
-    """Faults until there are `count` records, or the time is over; returns the records."""
+    """Faults until there are `count` records, or the time is over; returns the records.
+
+    A fault whose follower is an early one is survived where the follower is.
+    """
     file, end = folder / "faults.jsonl", time.monotonic() + seconds
-    launch = None
+    launch, unproven = None, []
     try:
-        while len(records := read_records(file)) < count and time.monotonic() < end:
-            number = len(records) + 1
+        while (number := len(read_records(file)) + len(unproven) + 1) <= count and time.monotonic() < end:
             if launch is None:
                 launch = Launch(folder)
-                attempts = [e["attempt"] for e in launch.events("started")]
-                after = max(attempts, default=0)
+                after = max((e["attempt"] for e in launch.events("started")), default=0)
             try:
-                record, after = inject(launch, random.Random(f"{seed} {number}"), after, limit)
-            except (NotSurvived, ProcessLookupError, FileNotFoundError) as error:
-                record = {"survived": False, "error": f"{type(error).__name__}: {error}"}
-            record = {"number": number, "load": os.getloadavg()[0], **record}
-            with file.open("a") as output:
-                output.write(json.dumps(record) + "\n")
-            print(f"{number}: {record}"[:300], file=sys.stderr, flush=True)
-            if not record["survived"]:
+                plan = Plan(seed, number)
+                unproven.append({"number": number, "load": os.getloadavg()[0]})
+                unproven[-1] |= inject(launch, plan, after, limit)
+                after = unproven[-1]["attempt"]
+                if number < count and Plan(seed, number + 1).early:
+                    continue
+                last = wait_until_survived(launch, unproven[-1], limit)
+                records = [*({**r, "survived": True, "seconds": None} for r in unproven[:-1]), last]
+            except NotSurvived as error:
+                records = [{**record, "survived": False, "error": str(error)} for record in unproven]
                 launch.abort()
                 launch = None
+            unproven = []
+            with file.open("a") as output:
+                for record in records:
+                    output.write(json.dumps(record) + "\n")
+                    print(str(record)[:300], file=sys.stderr, flush=True)
         if launch is not None:
             launch.wait_for(lambda: launch.stepping(after), limit, "step before the end")
             launch.stop()
@@ -246,8 +269,9 @@ def main():
     print(f"survived: {len(survived)} of {len(records)}")
     if survived:
         for kind in sorted({r["fault"] for r in survived}):
-            times = [r["seconds"] for r in survived if r["fault"] == kind]
-            print(f"    {kind}: {len(times)}, median {statistics.median(times):.1f} s, at most {max(times):.1f} s")
+            times = [r["seconds"] for r in survived if r["fault"] == kind and r["seconds"] is not None]
+            line = f"median {statistics.median(times):.1f} s, at most {max(times):.1f} s" if times else "not timed"
+            print(f"    {kind}: {sum(r['fault'] == kind for r in survived)}, {line}")
         print(f"    before the first step of an attempt: {sum(not r['stepping'] for r in survived)}")
     if len(records) < args.count:
         return 3

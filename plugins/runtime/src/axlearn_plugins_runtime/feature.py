@@ -22,9 +22,9 @@ ON_HANG = {
 class WatchdogFeature(Feature):
     """Watches for hangs, slow steps, starved input and loss spikes, and reports them in `<run>/watchdog.jsonl`.
 
-    `hang_seconds` is the least limit of a phase, `save_seconds` that of a save; restoring and compiling have an hour. `on_hang`: `stacks` writes the stacks of all
-    threads, `stop` saves and stops too, `restart` exits with code 75 for a supervisor. For other rules and actions set
-    `watchdog.rules` in a run file. An experiment's own watchdog is replaced.
+    `hang_seconds` is the least limit of a phase, `save_seconds` that of a save; restoring and compiling have an hour. `on_hang`:
+    `stacks` writes the stacks of all threads, `stop` saves and stops too, `restart` exits with code 75 for a supervisor. For other
+    rules and actions set `watchdog.rules` in a run file. An experiment's own watchdog is replaced.
     """
 
     stage = "execute"

@@ -69,7 +69,8 @@ class Hang(_Quiet):
     """A phase that takes too long.
 
     Its limit is the larger of `seconds` and `factor` times the median of the phase's last 100 durations: a few slow steps below the
-    limit do not raise it, so that a hang after them is found as soon. Reported once per phase. Saves have a limit of their own: the last one of a run waits until everything is written, where the others only copy.
+    limit do not raise it, so that a hang after them is found as soon. Saves have a limit of their own: the last one of a run waits
+    until everything is written, where the others only copy. Reported once per phase.
     """
 
     @node
