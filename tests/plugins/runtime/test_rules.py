@@ -68,10 +68,23 @@ def test_slow_steps_below_the_limit_do_not_raise_it():
 def test_the_limit_follows_steps_that_are_long():
     clock = Clock(Hang.Config(seconds=60, factor=5))
     for _ in range(3):
-        clock.phase("step", 40)
-    assert clock.rule.limit("step") == 200
-    clock.phase("step", 190)
+        clock.phase("step", 70)
+    assert clock.rule.limit("step") == 350
+    clock.phase("step", 340)
     assert not clock.alerts
+
+
+@pytest.mark.parametrize("phase", ["step", "input", "evaluate", "save"])
+@pytest.mark.parametrize("usual", [2, 30, 58])
+def test_a_hang_is_found_within_twice_the_limit_whatever_is_usual(phase, usual):
+    clock = Clock(Hang.Config(seconds=60, save_seconds=60))
+    for _ in range(3):
+        clock.phase(phase, usual)
+    assert not clock.alerts
+    began = clock.now
+    clock.phase(phase, 600)
+    ((at, _),) = clock.alerts
+    assert 60 < at - began <= 120 - 60 / 8
 
 
 def test_a_save_has_a_limit_of_its_own():

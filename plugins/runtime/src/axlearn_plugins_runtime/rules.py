@@ -13,6 +13,11 @@ OUTSIDE_STEPS = ("restore", "compile", "evaluate", "save")
 """Phases that are not part of a step."""
 
 
+_ROOM = 1.6
+"""How far a limit goes beyond the configured one where phases usually end before that: with the time between two checks, a hang is
+found within twice the configured time."""
+
+
 class Rule(Protocol):
     """Watches for one thing. Times are of `time.monotonic`, in seconds; calls never overlap.
 
@@ -68,9 +73,9 @@ class _Quiet(Configurable):
 class Hang(_Quiet):
     """A phase that takes too long.
 
-    Its limit is the larger of `seconds` and `factor` times the median of the phase's last 100 durations: a few slow steps below the
-    limit do not raise it, so that a hang after them is found as soon. Saves have a limit of their own: the last one of a run waits
-    until everything is written, where the others only copy. Reported once per phase.
+    Its limit is the larger of `seconds` and `factor` times the median of the phase's last 100 durations, but at most 1.6 times
+    `seconds` where that median is below `seconds`: a hang is found within twice what is configured. Saves have a limit of their own:
+    the last one of a run waits until everything is written, where the others only copy. Reported once per phase.
     """
 
     @node
@@ -104,7 +109,9 @@ class Hang(_Quiet):
         if phase in ("restore", "compile") or (phase in ("step", "evaluate") and not durations):
             return self.cfg.start_seconds
         least = self.cfg.save_seconds if phase == "save" else self.cfg.seconds
-        return max(least, self.cfg.factor * statistics.median(durations or [0.0]))
+        usual = statistics.median(durations or [0.0])
+        longest = _ROOM * least if usual <= least else math.inf
+        return min(longest, max(least, self.cfg.factor * usual))
 
     def begin(self, phase: str, step: int, now: float) -> str | None:
         """See `Rule`."""
