@@ -37,12 +37,12 @@ class PeerWatch:
 
     Args:
         run: the run directory, or its URI.
-        newest_step: the newest step that is known to be saved; 0 for none.
         say: one line for people.
     """
 
-    def __init__(self, run: str, newest_step: Callable[[], int], say: Callable[[str], None] = log_message):
-        self.run, self.newest_step, self.say = run, newest_step, say
+    def __init__(self, run: str, say: Callable[[str], None] = log_message):
+        self.run, self.say = run, say
+        self.newest_step: Callable[[], int] = lambda: 0
         self.rank = jax.process_index()
         self._closed = threading.Event()
         self._notice: subprocess.Popen[str] | None = None
@@ -51,8 +51,13 @@ class PeerWatch:
         self._noted = -1
         self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        """Begins to watch."""
+    def start(self, newest_step: Callable[[], int]) -> None:
+        """Begins to watch.
+
+        Args:
+            newest_step: the newest step that is known to be saved; 0 for none.
+        """
+        self.newest_step = newest_step
         if jax.process_count() == 1 or os.environ.get("AXLEARN_JOB"):
             return
         if self.rank and shutil.which("sh"):

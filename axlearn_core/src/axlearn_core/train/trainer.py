@@ -158,6 +158,8 @@ class Trainer(Configurable):
         check_same_config(self.config)
         program = compose(self.config, machine=machine)
         with ExitStack() as closing:
+            peers = PeerWatch(run_dir.uri or str(run_dir.path))
+            closing.callback(peers.close)  # after all else: closing the checkpointer may wait for one that is lost
             run = self._open(program, run_dir, closing)
             self._restore(run, restore_step, restart=restart)
             if run.state is None and not restart:
@@ -170,9 +172,7 @@ class Trainer(Configurable):
             on_save = OnSave(run, saved)
             session = self._start(run, frozen, experiment, on_save)
             closing.callback(lambda: run.clock.write("end", session.step))
-            peers = PeerWatch(run_dir.uri or str(run_dir.path), lambda: session.kept_step)
-            closing.callback(peers.close)
-            peers.start()
+            peers.start(lambda: session.kept_step)
             self._run_loop(run.loop, session)
             session.beat("save")
             run.checkpointer.wait()

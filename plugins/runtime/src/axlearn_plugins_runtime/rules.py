@@ -74,8 +74,8 @@ class Hang(_Quiet):
     """A phase that takes too long.
 
     Its limit is the larger of `seconds` and `factor` times the median of the phase's last 100 durations, but at most 1.6 times
-    `seconds` where that median is below `seconds`: a hang is found within twice what is configured. Saves have a limit of their own:
-    the last one of a run waits until everything is written, where the others only copy. Reported once per phase.
+    `seconds` where that median is below `seconds`: a hang is found within twice what is configured. Saves have a limit of their
+    own: the last one of a run waits until everything is written, where the others only copy. Reported once per phase.
     """
 
     @node
