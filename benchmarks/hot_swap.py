@@ -203,11 +203,7 @@ def block(make, folder, hosts, ranks, rest):
             time.sleep(rest)
             load = os.getloadavg()[0]
             blocks.append(subject.swap(rank) | {"load": load})
-            print(
-                f"{subject.name}: rank {rank}: {blocks[-1]['total']:.2f} s (load {load:.1f})",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(f"{subject.name}: {json.dumps(blocks[-1])}", file=sys.stderr, flush=True)
         return blocks
     finally:
         subject.close()
