@@ -37,17 +37,17 @@ class PeerWatch:
 
     Args:
         run: the run directory, or its URI.
-        say: one line for people.
+        notify: one line for people.
     """
 
-    def __init__(self, run: str, say: Callable[[str], None] = log_message):
-        self.run, self.say = run, say
+    def __init__(self, run: str, notify: Callable[[str], None] = log_message):
+        self.run, self.notify = run, notify
         self.newest_step: Callable[[], int] = lambda: 0
         self.rank = jax.process_index()
         self._closed = threading.Event()
         self._notice: subprocess.Popen[str] | None = None
         self._beats: dict[str, tuple[str, float, str]] = {}
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
         self._noted = -1
         self._thread: threading.Thread | None = None
 
@@ -106,25 +106,25 @@ class PeerWatch:
         for key, text in beats.items():
             rank = key.rpartition("/")[2]
             if self._beats.get(rank, ("",))[0] != text:
-                if rank in self._said and text != "ended":
-                    self._said.discard(rank)
-                    self.say(f"process {rank} gives signs of life again")
+                if rank in self._reported and text != "ended":
+                    self._reported.discard(rank)
+                    self.notify(f"process {rank} gives signs of life again")
                 self._beats[rank] = (text, now, datetime.now(UTC).strftime("%H:%M:%S"))
         for rank, (text, since, clock) in self._beats.items():
-            if text != "ended" and now - since > LOST_SECONDS + pause and rank not in self._said:
-                self._said.add(rank)
+            if text != "ended" and now - since > LOST_SECONDS + pause and rank not in self._reported:
+                self._reported.add(rank)
                 where = text.partition(" on ")[2]
                 line = f"process {rank} on {where} gives no sign of life since {clock} UTC; {self._how_to_go_on()}"
                 client.key_value_set(_LOST, line, allow_overwrite=True)
-                self.say(f"error: {line}")
+                self.notify(f"error: {line}")
 
     def _listen(self, client: Any) -> None:
         """Says what process 0 has seen, once."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # nobody is lost
             line = client.key_value_try_get(_LOST)
-            if line not in self._said:
-                self._said.add(line)
-                self.say(f"error: {line}")
+            if line not in self._reported:
+                self._reported.add(line)
+                self.notify(f"error: {line}")
                 self._withdraw_notice()
 
     def _how_to_go_on(self) -> str:
