@@ -121,8 +121,8 @@ def test_a_lost_process_is_one_line(tmp_path, rank):
     run = tmp_path / "run"
     processes = start(tiny.arguments(run, steps=100_000))
     saved = run / "checkpoints" / "6"
-    # Until the shell knows of a checkpoint: this process tells it of new ones once a second.
-    assert tiny.kill_when(processes[rank], lambda: saved.exists() and len(tiny.logged(run)) > 100)
+    # Some steps later, so that the shell knows of a checkpoint: it is told of new ones once a second.
+    assert tiny.kill_when(processes[rank], lambda: saved.exists() and len(tiny.logged(run)) > 20)
     errors = processes[1 - rank].communicate(timeout=300)[1]
     (line,) = [text for text in errors.splitlines() if text.startswith("error: process ")]
     assert f"process {rank} " in line
