@@ -13,7 +13,7 @@ from axlearn_plugins_runtime.launch.agent import Agent, Setup
 from axlearn_plugins_runtime.launch.check import check_hosts, make_job, reduced_words
 from axlearn_plugins_runtime.launch.job import Job, parse_options
 from axlearn_plugins_runtime.launch.journal import Journal
-from axlearn_plugins_runtime.launch.local import LocalOptions
+from axlearn_plugins_runtime.launch.local import LocalLauncher, LocalOptions
 from axlearn_plugins_runtime.launch.ray import RayLauncher
 
 GPU = Target(name="h100", size="hosts", platform="gpu", chips_per_host=8)
@@ -172,6 +172,16 @@ This process on node 127.0.0.1:6399 was started with:
     assert "expected: 2.56.0, 3.11.7" in message
     with pytest.raises(RequestError, match=r"'127.0.0.1:6399' cannot be joined: no answer\n    fix: start one"):
         RayLauncher()._connect(Refusing("no answer\nat all"), job)
+
+
+def test_a_ray_that_does_not_start_is_one_error():
+    class Slow:
+        def init(self, **_):
+            raise Exception("The current node timed out during startup.")  # as Ray does
+
+    job = Job(name="toy", experiment="quickstart", run_dir="/run", options=LocalOptions())
+    with pytest.raises(RequestError, match=r"Ray cannot be started here: The current node timed out during startup"):
+        LocalLauncher()._connect(Slow(), job)
 
 
 def test_the_hosts_of_a_target():
