@@ -3,9 +3,9 @@
     python benchmarks/checkpoint.py [--megabytes 1024] [--saves 50]
 
 Prints, and with `--json FILE` keeps: seconds of a save and of a restore that compares every hash; the same bytes written (and
-brought to the disk) and read by as many threads without hashes; how long `save` blocks; processor seconds for each GB that is
-saved; the resident memory over many saves; and how much longer a step that sleeps takes while saves are under way. Raw and own
-measurements alternate, and the medians count.
+brought to the disk) and read by as many threads without hashes; how long `save` blocks, in each round; processor seconds for each
+GB that is saved; the resident memory over many saves; and how much longer a step that sleeps takes while saves are under way, at
+toy size and at full size. What is compared alternates, and the medians count.
 """
 
 import argparse
@@ -110,6 +110,8 @@ def throughput(folder, megabytes, rounds):
         "read_ratio": medians["raw_read"] / medians["restore"],
         "ratio_to_raw": raw / own,
         "blocking_share": medians["blocking"] / medians["save"],
+        "blocking_shares": [b / s for b, s in zip(times["blocking"], times["save"], strict=True)],
+        "blocking_rounds": times["blocking"],
         "cpu_seconds_per_gb": medians["save_cpu"] / (megabytes * 2**20 / 1e9),
     }
 
@@ -132,21 +134,27 @@ def memory(folder, megabytes, saves):
     return {"first_rss": max(sizes[tenth : 2 * tenth]), "last_rss": max(sizes[-tenth:])}
 
 
-def steps(folder, *, seconds=0.02, every=25, count=200):
-    """Median time of a step that sleeps, without saves and with one every so many steps; toy size."""
-    state = {"params": {f"w{i}": jnp.ones((64, 64)) for i in range(20)}, "step": jnp.zeros((), jnp.int32)}
-    medians = {}
-    for name in ("alone", "saving"):
-        one = ShardedCheckpointer.Config(keep_last=2).build(directory=folder / name)
-        times = []
-        for step in range(1, count + 1):
-            times.append(timed(lambda: time.sleep(seconds))[0])
-            if name == "saving" and step % every == 0:
-                one.save(step, state)
-        one.close()
-        medians[name] = statistics.fmean(times)
-    return {"step_seconds_alone": medians["alone"], "step_seconds_saving": medians["saving"],
-            "step_overhead": medians["saving"] / medians["alone"] - 1}  # fmt: skip
+def steps(folder, megabytes, *, seconds, every, count, blocks=3):
+    """Mean time of a step that sleeps, without saves and with one every so many steps: the medians of blocks that alternate.
+
+    The time between saves counts: `save` itself, which holds training up, is measured above.
+    """
+    small = {"params": {f"w{i}": jnp.ones((64, 64)) for i in range(20)}, "step": jnp.zeros((), jnp.int32)}
+    state = make_state(megabytes) if megabytes else small
+    means = {"alone": [], "saving": []}
+    one = ShardedCheckpointer.Config(keep_last=2).build(directory=folder / f"steps-{megabytes}")
+    for block in range(blocks):
+        for name, values in means.items():
+            times = []
+            for step in range(1, count + 1):
+                if name == "saving" and step % every == 1:
+                    one.save(block * count + step, state)
+                times.append(timed(lambda: time.sleep(seconds))[0])
+            one.wait()
+            values.append(statistics.fmean(times))
+    one.close()
+    alone, saving = (statistics.median(values) for values in means.values())
+    return {"alone": alone, "saving": saving, "overhead": saving / alone - 1, "blocks": means}
 
 
 def main():
@@ -156,6 +164,7 @@ def main():
     parser.add_argument("--saves", type=int, default=50)
     parser.add_argument("--memory-megabytes", type=int, help="of each of these saves; default: a quarter")
     parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder here")
+    parser.add_argument("--only-throughput", action="store_true", help="no memory over many saves, no steps")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix=".checkpoint-", dir=args.folder or Path.cwd()))
@@ -164,10 +173,16 @@ def main():
             "machine": f"{os.cpu_count()} x {platform.processor() or platform.machine()}",
             "load": os.getloadavg()[0],
             "megabytes": args.megabytes,
+            "tunables": os.environ.get("GLIBC_TUNABLES", ""),
             **throughput(folder, args.megabytes, args.rounds),
-            **memory(folder, args.memory_megabytes or max(args.megabytes // 4, 32), args.saves),
-            **steps(folder),
         }
+        if not args.only_throughput:
+            result |= {
+                "steps_toy": steps(folder, 0, seconds=0.02, every=25, count=200),
+                "steps_full": steps(folder, args.megabytes, seconds=0.1, every=60, count=120),
+                **memory(folder, args.memory_megabytes or max(args.megabytes // 4, 32), args.saves),
+            }
+        result["load_at_the_end"] = os.getloadavg()[0]
     finally:
         shutil.rmtree(folder)
     for name, value in result.items():

@@ -91,7 +91,11 @@ class Ours:
         ]
         self.log = (folder / "ours.log").open("a")
         self.process = subprocess.Popen(command, env=environment(), stdout=self.log, stderr=self.log)
-        self.begin()
+        try:
+            self.begin()
+        except BaseException:
+            self.close()
+            raise
 
     def events(self, event, attempt):
         return [e for e in objects(self.run / "processes.jsonl") if (e["event"], e["attempt"]) == (event, attempt)]
@@ -152,7 +156,11 @@ class Baseline:
         self.process = subprocess.Popen(
             command, env=environment(), stdout=self.log, stderr=self.log, start_new_session=True
         )
-        self.begin(0.0)
+        try:
+            self.begin(0.0)
+        except BaseException:
+            self.close()
+            raise
 
     def steps(self, rank):
         rows = [line.split() for line in lines(self.run / f"steps-{rank}")]
@@ -203,11 +211,7 @@ def block(make, folder, hosts, ranks, rest):
             time.sleep(rest)
             load = os.getloadavg()[0]
             blocks.append(subject.swap(rank) | {"load": load})
-            print(
-                f"{subject.name}: rank {rank}: {blocks[-1]['total']:.2f} s (load {load:.1f})",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(f"{subject.name}: {json.dumps(blocks[-1])}", file=sys.stderr, flush=True)
         return blocks
     finally:
         subject.close()

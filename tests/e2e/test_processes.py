@@ -1,5 +1,6 @@
 """Several processes as one job, over jax.distributed on loopback."""
 
+import re
 import signal
 import socket
 import subprocess
@@ -9,7 +10,8 @@ import pytest
 import tiny
 
 
-def start(arguments, count=2, devices=1):
+def start(arguments, count=2, devices=1, other=None):
+    """`other`: arguments of the last process, where they are not those of all."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -17,7 +19,7 @@ def start(arguments, count=2, devices=1):
     env = tiny.environment() | flags | {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(count)}
     return [
         subprocess.Popen(
-            [sys.executable, "-m", "axlearn_core", *arguments],
+            [sys.executable, "-m", "axlearn_core", *(other if other and i == count - 1 else arguments)],
             env=env | {"JAX_PROCESS_ID": str(i)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -77,6 +79,26 @@ def test_a_preempted_process_stops_all_of_them_at_the_next_step(tmp_path, rank):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    ("setting", "difference"),
+    [
+        ("seed=7", "config.seed: 0 on process 0, 7 on process 1"),
+        ("checkpointer.every_steps=4", "config.checkpointer.every_steps: 3 on process 0, 4 on process 1"),
+    ],
+)
+def test_processes_with_another_config_are_all_refused(tmp_path, setting, difference):
+    run = tmp_path / "run"
+    processes = start(tiny.arguments(run, steps=4), other=tiny.arguments(run, steps=4, settings=(setting,)))
+    errors = [process.communicate(timeout=300)[1] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2], errors
+    for text in errors:
+        assert "1 of 2 processes of this job have another config and versions than process 0" in text
+        assert difference in text
+        assert "fix: start every process with the same command" in text
+    assert not run.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("shape", "features"),
     [
         ("{pipeline: 2, tensor: 2}", ("--with", "pipeline:microbatches=2")),  # both processes need all rows
@@ -91,3 +113,20 @@ def test_axes_across_processes_give_the_losses_of_one_device(tmp_path, shape, fe
     together(tiny.arguments(shared, steps=2, more=features, settings=(f"mesh.shape={shape}",)), devices=2)
     for (step, loss), (_, expected) in zip(tiny.losses(shared), tiny.losses(alone), strict=True):
         assert loss == pytest.approx(expected, rel=1e-5), step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_lost_process_is_one_line(tmp_path, rank):
+    run = tmp_path / "run"
+    processes = start(tiny.arguments(run, steps=100_000))
+    saved = run / "checkpoints" / "6"
+    # Some steps later, so that the shell knows of a checkpoint: it is told of new ones once a second.
+    assert tiny.kill_when(processes[rank], lambda: saved.exists() and len(tiny.logged(run)) > 20)
+    errors = processes[1 - rank].communicate(timeout=300)[1]
+    (line,) = [text for text in errors.splitlines() if text.startswith("error: process ")]
+    assert f"process {rank} " in line
+    says = "gives no sign of life since" if rank else "process 1 lost process 0 at 127.0.0.1:"
+    assert says in line
+    assert re.search(r"\d\d:\d\d:\d\d UTC", line)
+    assert re.search(rf"newest checkpoint: step \d+ of {run}; to go on: `axlearn train quickstart ", line)

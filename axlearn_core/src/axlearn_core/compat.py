@@ -92,6 +92,11 @@ def coordination_client() -> Any:
     return importlib.import_module("jax._src.distributed").global_state.client
 
 
+def coordinator_address() -> str | None:
+    """`host:port` of the job's coordinator; None in a job of one process."""
+    return importlib.import_module("jax._src.distributed").global_state.coordinator_address
+
+
 def assign_environment(variables: Mapping[str, str], *, only: bool = False) -> None:
     """Sets variables of a process that was started before it was known what it would be, such as a warm trainer.
 

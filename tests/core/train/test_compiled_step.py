@@ -1,6 +1,8 @@
 """The compiled step is kept in the run directory, and loaded by whoever continues the run."""
 
 import json
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -142,3 +144,15 @@ def test_a_seal_is_of_the_user_or_of_a_supervisor(tmp_path, monkeypatch):
     with pytest.raises(RequestError, match="no signature of this user"):
         check_seal(folder)
     assert (tmp_path / "mine/axlearn/key").stat().st_mode & 0o777 == 0o600
+
+
+def test_loading_that_never_ends_ends_the_process_for_its_supervisor():
+    script = (
+        "import time\nfrom axlearn_core.train.compiled_step import time_limit\n"
+        "with time_limit(60, 'it is not loaded after'): pass\n"
+        "with time_limit(0.3, 'it is not loaded after'): time.sleep(60)\n"
+    )
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50)
+    assert process.returncode == 75
+    assert "it is not loaded after 0.3 s: this process ends (exit code 75)" in process.stderr
+    assert 'File "<string>", line 4' in process.stderr

@@ -10,6 +10,7 @@ key is in the cache folder of the home directory, or of the supervisor of this j
 """
 
 import contextlib
+import faulthandler
 import hashlib
 import hmac
 import json
@@ -19,7 +20,7 @@ import secrets
 import shutil
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,10 @@ KEEP = 2
 """How many compiled steps stay: that of the whole job, and that of fewer hosts."""
 TRIES = 3
 """An executable that so many attempts loaded, and none of them finished a step with, is removed."""
+LOAD_SECONDS = 300.0
+"""One that takes longer to load never will: XLA was seen to wait for a thread of its own that had long answered."""
+RESTART = 75
+"""Exit code of a process that wants to be started again: EX_TEMPFAIL of sysexits.h."""
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NEURON_CC_FLAGS", "AXLEARN_PLUGINS")
 _PLACES = ("cache", "coordinator", "dump", "log", "traceback", "profiler", "debug", "array_garbage")
 """Options of JAX with these words in their names say where things go, or what is printed."""
@@ -81,7 +86,8 @@ class CompiledStep:
         name = ""
         if self._folder is not None and self._folder.exists():
             try:
-                self._load_files(self._folder, batch)
+                with time_limit(LOAD_SECONDS, f"the compiled step in {self._folder} is not loaded after"):
+                    self._load_files(self._folder, batch)
                 name = self._folder.name
             except Exception as error:  # any fault of the files: the step can be compiled instead
                 self._is_unfit = True
@@ -151,6 +157,27 @@ class CompiledStep:
         """Waits until it is written."""
         if self._thread is not None:
             self._thread.join()
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float, description: str) -> Iterator[None]:
+    """Ends this process with exit code 75 and its stacks, for a supervisor, where the block takes longer.
+
+    A call into XLA cannot be given up: other processes would wait for this one until their own limits.
+    """
+
+    def end() -> None:
+        _log_note(f"{description} {seconds:g} s: this process ends (exit code {RESTART}); run the same command again")
+        faulthandler.dump_traceback(all_threads=True)
+        os._exit(RESTART)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def identity(program: Program) -> dict[str, str] | None:

@@ -101,13 +101,14 @@ class Session:
     facts: Mapping[str, Any] = attrs.field(factory=dict)
     stop_signal: int | None = None
     start_step: int = attrs.field(init=False)
+    kept_step: int = attrs.field(init=False)
     _saved_step: int = attrs.field(init=False)
     _signals: StopSignals = attrs.field(init=False)
     _measured: dict[str, int] = attrs.field(init=False, factory=dict)
     _agreement: StopAgreement | None = attrs.field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
-        self.start_step, self._saved_step = self.step, self.step or -1
+        self.start_step, self.kept_step, self._saved_step = self.step, self.step, self.step or -1
         # One of several processes that stops waiting would leave the others waiting for it.
         self._signals = StopSignals(_announce_stop, ends_input=jax.process_count() == 1)
 
@@ -191,6 +192,7 @@ class Session:
         extra = {"data": allgather_data_state(self.batches.get_state()), "step": self.step, "facts": dict(self.facts)}
         save(self.step, self.state, extra=extra, metrics=metrics)
         if save == self.checkpointer.save:
+            self.kept_step = max(self.kept_step, self._saved_step)  # it was waited for, before this one began
             self._saved_step = self.step
 
     def save_due(self) -> bool:

@@ -44,8 +44,10 @@ from axlearn_core.train.mirror import RunMirror
 from axlearn_core.train.objective import FrozenWeights
 from axlearn_core.train.open_run import OnSave, OpenRun
 from axlearn_core.train.ownership import SAVED, check_metrics, hold_run
+from axlearn_core.train.peers import PeerWatch
 from axlearn_core.train.phases import PhaseClock
 from axlearn_core.train.run_dir import RunDir, lock_drift
+from axlearn_core.train.same_job import check_same_config, check_same_data
 from axlearn_core.train.session import Session, log_message
 from axlearn_core.train.step import TrainingFunctions
 from axlearn_core.train.trackers import JsonlTracker, LinesTracker
@@ -153,8 +155,11 @@ class Trainer(Configurable):
             decisions: what was decided for the user, to be shown and kept in the lock.
         """
         self.config.distributed.build().initialize()
+        check_same_config(self.config)
         program = compose(self.config, machine=machine)
         with ExitStack() as closing:
+            peers = PeerWatch(run_dir.uri or str(run_dir.path))
+            closing.callback(peers.close)  # after all else: closing the checkpointer may wait for one that is lost
             run = self._open(program, run_dir, closing)
             self._restore(run, restore_step, restart=restart)
             if run.state is None and not restart:
@@ -167,6 +172,7 @@ class Trainer(Configurable):
             on_save = OnSave(run, saved)
             session = self._start(run, frozen, experiment, on_save)
             closing.callback(lambda: run.clock.write("end", session.step))
+            peers.start(lambda: session.kept_step)
             self._run_loop(run.loop, session)
             session.beat("save")
             run.checkpointer.wait()
@@ -180,6 +186,8 @@ class Trainer(Configurable):
         source = cfg.build_input(cfg.input, vocab_size)
         batches = source.train()
         closing.callback(batches.close)
+        facts = plain_facts(source.describe())
+        check_same_data(facts)
         offered = {"input": source, "build_input": lambda own: cfg.build_input(own, vocab_size)}
         evaluators = {name: e.build(name=name, **offered) for name, e in cfg.evaluators.items()}
         for name, evaluator in evaluators.items():
@@ -215,7 +223,7 @@ class Trainer(Configurable):
             run_id=run_id,
             check_held=check_held,
             watchdog=watchdog,
-            facts=plain_facts(source.describe()),
+            facts=facts,
         )
 
     @staticmethod

@@ -22,18 +22,19 @@ ON_HANG = {
 class WatchdogFeature(Feature):
     """Watches for hangs, slow steps, starved input and loss spikes, and reports them in `<run>/watchdog.jsonl`.
 
-    `hang_seconds` is the least limit of a phase; restoring and compiling have an hour. `on_hang`: `stacks` writes the stacks of all
-    threads, `stop` saves and stops too, `restart` exits with code 75 for a supervisor. For other rules and actions set
-    `watchdog.rules` in a run file. An experiment's own watchdog is replaced.
+    `hang_seconds` is the least limit of a phase, `save_seconds` that of a save; restoring and compiling have an hour. `on_hang`:
+    `stacks` writes the stacks of all threads, `stop` saves and stops too, `restart` exits with code 75 for a supervisor. For other
+    rules and actions set `watchdog.rules` in a run file. An experiment's own watchdog is replaced.
     """
 
     stage = "execute"
 
     hang_seconds: float = setting(default=600.0, gt=0)
+    save_seconds: float = setting(default=2400.0, gt=0)
     on_hang: Literal["report", "stacks", "stop", "restart"] = "stacks"
 
     def apply(self, cfg: Tree) -> Tree:
         """Puts the watchdog into its slot."""
         watchdog = RuleWatchdog.Config()
-        hang = Hang.Config(seconds=self.hang_seconds, actions=ON_HANG[self.on_hang])
+        hang = Hang.Config(seconds=self.hang_seconds, save_seconds=self.save_seconds, actions=ON_HANG[self.on_hang])
         return patch(cfg, {"watchdog": RuleWatchdog.Config(rules={**watchdog.rules, "hang": hang})})

@@ -13,6 +13,11 @@ OUTSIDE_STEPS = ("restore", "compile", "evaluate", "save")
 """Phases that are not part of a step."""
 
 
+_ROOM = 1.6
+"""How far a limit goes beyond the configured one where phases usually end before that: with the time between two checks, a hang is
+found within twice the configured time."""
+
+
 class Rule(Protocol):
     """Watches for one thing. Times are of `time.monotonic`, in seconds; calls never overlap.
 
@@ -68,21 +73,32 @@ class _Quiet(Configurable):
 class Hang(_Quiet):
     """A phase that takes too long.
 
-    Its limit is the larger of `seconds` and `factor` times the longest of the phase's last 100 durations. Reported once per phase.
+    Its limit is the larger of `seconds` and `factor` times the median of the phase's last 100 durations, but at most 1.6 times
+    `seconds` where that median is below `seconds`: a hang is found within twice what is configured. Saves have a limit of their
+    own: the last one of a run waits until everything is written, where the others only copy. Reported once per phase.
     """
 
     @node
     class Config(_Quiet.Config):
-        """`seconds`: the least limit. `start_seconds`: that of restoring, compiling, and the first step and save."""
+        """The least limit of each phase, and what raises it.
+
+        Attributes:
+            seconds: of input, steps and evaluation.
+            start_seconds: of restoring, compiling, and the first step and evaluation.
+            save_seconds: of saving. Processes wait for one another for half an hour in a save, and then say who is missing.
+            factor: times the usual duration of the phase, where that is more.
+            actions: what to do in addition to reporting.
+        """
 
         seconds: float = setting(default=600.0, gt=0)
         start_seconds: float = setting(default=3600.0, gt=0)
+        save_seconds: float = setting(default=2400.0, gt=0)
         factor: float = setting(default=5.0, ge=1)
         actions: tuple[Node[Action], ...] = (DumpStacks.Config(),)
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)
-        self.bound = min(cfg.seconds, cfg.start_seconds)
+        self.bound = min(cfg.seconds, cfg.start_seconds, cfg.save_seconds)
         self._durations: dict[str, deque[float]] = {}
         self._phase: tuple[str, int, float] | None = None
         self._reported = False
@@ -90,9 +106,12 @@ class Hang(_Quiet):
     def limit(self, phase: str) -> float:
         """Seconds that a phase may take now."""
         durations = self._durations.get(phase)
-        if phase in ("restore", "compile") or (phase in ("step", "save") and not durations):
+        if phase in ("restore", "compile") or (phase in ("step", "evaluate") and not durations):
             return self.cfg.start_seconds
-        return max(self.cfg.seconds, self.cfg.factor * max(durations or [0.0]))
+        least = self.cfg.save_seconds if phase == "save" else self.cfg.seconds
+        usual = statistics.median(durations or [0.0])
+        longest = _ROOM * least if usual <= least else math.inf
+        return min(longest, max(least, self.cfg.factor * usual))
 
     def begin(self, phase: str, step: int, now: float) -> str | None:
         """See `Rule`."""

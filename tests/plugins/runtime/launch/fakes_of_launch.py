@@ -76,7 +76,7 @@ class FakePool:
     def close(self):
         pass
 
-    def _progress(self, host, attempt, rank, phase, steps, silent=0.0, stopped=0.0):
+    def _progress(self, host, attempt, rank, phase, steps, silent=0.0, stopped=0.0, **_):
         event = {"event": "progress", "attempt": attempt, "rank": rank, "phase": phase, "steps": steps}
         self.queue.append((host, {**event, "step": self.saved(attempt) + steps, "silent": silent, "stopped": stopped}))
 
@@ -87,9 +87,7 @@ class FakePool:
         events = self.script.get(attempt, [(rank, {"event": "exited", "kind": "finished"}) for rank in ranks])
         for rank, event in events:
             if event["event"] == "progress":
-                self._progress(
-                    ranks[rank], attempt, rank, "step", 1, event.get("silent", 0.0), event.get("stopped", 0.0)
-                )
+                self._progress(ranks[rank], attempt, rank, **{"phase": "step", "steps": 1, **event})
                 continue
             if event["event"] == "lost":
                 self.broken |= {ranks[rank]} if event.get("for_good") else set()

@@ -7,12 +7,13 @@ import pytest
 import tiny
 
 from axlearn_core.contracts.target import Machine, Target
-from axlearn_core.errors import RequestError
+from axlearn_core.errors import MissingFileError, RequestError, StorageError
 from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_runtime.launch.agent import Agent, Setup
 from axlearn_plugins_runtime.launch.check import check_hosts, make_job, reduced_words
-from axlearn_plugins_runtime.launch.job import parse_options
-from axlearn_plugins_runtime.launch.local import LocalOptions
+from axlearn_plugins_runtime.launch.job import Job, parse_options
+from axlearn_plugins_runtime.launch.journal import Journal
+from axlearn_plugins_runtime.launch.local import LocalLauncher, LocalOptions
 from axlearn_plugins_runtime.launch.ray import RayLauncher
 
 GPU = Target(name="h100", size="hosts", platform="gpu", chips_per_host=8)
@@ -103,11 +104,84 @@ def test_what_is_wrong_is_said_before_anything_starts(tmp_path, words, message):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_place_that_cannot_be_written_is_named_before_ray_starts(tmp_path):
+    (tmp_path / "file").write_text("")
+    words = ("--run-dir", str(tmp_path / "file" / "run"), "--on", "local")
+    result = tiny.axlearn("launch", "quickstart", *words, code=2)
+    assert (
+        "--run-dir: the run cannot be launched there: processes.jsonl cannot be written: Not a directory"
+        in result.stderr
+    )
+    with pytest.raises(RequestError, match="no such bucket"):
+        Journal(Unwritable()).check()
+
+
+class Unwritable:
+    """A bucket that is not there."""
+
+    def read(self, path):
+        raise MissingFileError(path)
+
+    def write(self, path, chunks):
+        raise StorageError("no such bucket")
+
+
 def test_ray_that_is_not_there_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.setattr("axlearn_plugins_runtime.launch.ray.find_spec", lambda name: None)
     with pytest.raises(RequestError, match=r"pip install \"axlearn-plugins-runtime\[ray\]\""):
         RayLauncher().check()
+
+
+def test_a_ray_that_is_too_old_is_refused(monkeypatch):
+    monkeypatch.setattr("axlearn_plugins_runtime.launch.ray.find_spec", lambda name: name)
+    monkeypatch.setattr("axlearn_plugins_runtime.launch.ray.version", lambda name: "2.54.1")
+    with pytest.raises(
+        RequestError, match=r"need Ray 2.55 or newer\n    got: Ray 2.54.1\n    fix: pip install --upgrade"
+    ):
+        RayLauncher().check()
+    monkeypatch.setattr("axlearn_plugins_runtime.launch.ray.version", lambda name: "2.55.0rc1")
+    RayLauncher().check()
+
+
+class Refusing:
+    """A Ray whose cluster cannot be joined."""
+
+    def __init__(self, text):
+        self.text = text
+
+    def init(self, **_):
+        raise RuntimeError(self.text)
+
+
+def test_a_cluster_of_another_ray_is_named_with_both_versions():
+    text = """Version mismatch: The cluster was started with:
+    Ray: 2.56.0
+    Python: 3.11.7
+This process on node 127.0.0.1:6399 was started with:
+    Ray: 2.60.0
+    Python: 3.11.8
+"""
+    job = Job(
+        name="toy", experiment="quickstart", run_dir="/run", options=RayLauncher.Options(address="127.0.0.1:6399")
+    )
+    with pytest.raises(RequestError) as error:
+        RayLauncher()._connect(Refusing(text), job)
+    message = str(error.value)
+    assert "got: 2.60.0, 3.11.8 here" in message
+    assert "expected: 2.56.0, 3.11.7" in message
+    with pytest.raises(RequestError, match=r"'127.0.0.1:6399' cannot be joined: no answer\n    fix: start one"):
+        RayLauncher()._connect(Refusing("no answer\nat all"), job)
+
+
+def test_a_ray_that_does_not_start_is_one_error():
+    class Slow:
+        def init(self, **_):
+            raise Exception("The current node timed out during startup.")  # as Ray does
+
+    job = Job(name="toy", experiment="quickstart", run_dir="/run", options=LocalOptions())
+    with pytest.raises(RequestError, match=r"Ray cannot be started here: The current node timed out during startup"):
+        LocalLauncher()._connect(Slow(), job)
 
 
 def test_the_hosts_of_a_target():

@@ -1,8 +1,10 @@
 """Real processes under Ray on this machine: whatever is done to them, the losses are those of an undisturbed run."""
 
 import os
-import random
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import tiny
@@ -63,17 +65,10 @@ def test_any_process_may_die_or_freeze(tmp_path, undisturbed):
 @pytest.mark.exhaustive
 def test_a_hundred_random_kills_and_freezes(tmp_path):
     """`AXLEARN_FAULTS=5` tries fewer of them."""
-    count, chance = int(os.environ.get("AXLEARN_FAULTS", "100")), random.Random(7)
-    steps = 40 * (count + 1)
-    alone = tmp_path / "alone"
-    together(tiny.arguments(alone, steps=steps))
-    with Launched(tmp_path / "run", hosts=2, spares=1, steps=steps, options=("freeze-seconds=1.5",)) as run:
-        for attempt in range(1, count + 1):
-            ranks = run.attempt(attempt, steps=chance.randrange(1, 8))
-            kill(ranks[chance.randrange(2)], chance.choice([signal.SIGKILL, signal.SIGSTOP]))
-        run.attempt(count + 1)
-        run.finish(seconds=3600)
-    assert tiny.losses(run.run_dir) == tiny.losses(alone)
+    file = Path(__file__).parents[4] / "benchmarks/random_faults.py"
+    words = ["--count", os.environ.get("AXLEARN_FAULTS", "100"), "--folder", str(tmp_path)]
+    result = subprocess.run([sys.executable, str(file), *words], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
 
 
 @pytest.mark.slow

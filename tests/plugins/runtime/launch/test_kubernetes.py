@@ -181,9 +181,16 @@ def test_the_probes_see_a_trainer_that_began_and_one_that_hangs(tmp_path):
     progress.write("step", 1)
     assert probe("startupProbe")
     assert probe("livenessProbe")
-    old = time.time() - 660
-    os.utime(tmp_path / "progress", (old, old))
-    assert not probe("livenessProbe")
+
+    def age(phase, minutes):
+        progress.write(phase, 1)
+        old = time.time() - 60 * minutes
+        os.utime(tmp_path / "progress", (old, old))
+        return probe("livenessProbe")
+
+    assert [age("step", 8), age("step", 11), age("input", 11)] == [True, False, False]
+    assert [age("save", 38), age("save", 41)] == [True, False]
+    assert [age("evaluate", 58), age("evaluate", 61)] == [True, False]
 
 
 @pytest.mark.parametrize(

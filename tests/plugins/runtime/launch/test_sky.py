@@ -114,7 +114,8 @@ def sky_python(tmp_path_factory):
         ["uv", "pip", "install", "-q", "--python", str(python), "skypilot>=0.14,<0.15"],
     ):
         try:
-            process = subprocess.run(command, capture_output=True, text=True, timeout=500)
+            # Outside of this repository, whose constraints are those of another environment.
+            process = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=folder)
         except FileNotFoundError:
             pytest.skip("needs uv, to install SkyPilot in an environment of its own")
         if process.returncode:

@@ -128,6 +128,25 @@ def test_a_run_in_which_nothing_moves_is_started_again(tmp_path):
     assert [h.deaths for h in instance.hosts.all] == [0, 0]  # nobody is alone in where it hangs
 
 
+def test_a_rank_that_saves_is_waited_for_as_long_as_a_save_may_take(tmp_path):
+    saving = [(0, {"event": "progress", "phase": "save"})]  # rank 1 has saved, and waits in the next step
+    pool = FakePool(2, {1: saving})
+    instance = supervisor(tmp_path, pool, 2, hang_seconds=30, save_seconds=200)
+    assert instance.run() == 0
+    assert instance.tally.counts == {"stalled": 1}
+    assert 200 <= pool.clock < 230
+    assert [h.deaths for h in instance.hosts.all] == [1, 0]  # it alone is in that phase
+
+
+def test_a_rank_that_never_gets_to_its_save_hangs(tmp_path):
+    saving = [(0, {"event": "progress", "phase": "save", "steps": 2})]  # rank 1 is a step behind
+    pool = FakePool(2, {1: saving})
+    instance = supervisor(tmp_path, pool, 2, hang_seconds=30, save_seconds=200)
+    assert instance.run() == 0
+    assert 30 <= pool.clock < 60
+    assert [h.deaths for h in instance.hosts.all] == [0, 1]
+
+
 def test_fewer_hosts_where_the_config_allows_it(tmp_path):
     reductions = []
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from axlearn_core.checkpoint.storage import LocalStorage
 from axlearn_core.contracts.storage import Storage
-from axlearn_core.errors import MissingFileError
+from axlearn_core.errors import MissingFileError, RequestError, StorageError
 
 PROCESSES = "processes.jsonl"
 EVENTS = (
@@ -29,6 +29,27 @@ class Journal:
     def __init__(self, storage: Storage, now: Callable[[], datetime] = lambda: datetime.now(UTC)):
         self.storage, self._now = storage, now
         self._text: bytes | None = None
+
+    def check(self) -> None:
+        """Writes no event, but what there is.
+
+        Raises:
+            RequestError: nothing can be written there.
+        """
+        try:
+            if isinstance(self.storage, LocalStorage):
+                root = Path(self.storage.root)
+                root.mkdir(parents=True, exist_ok=True)
+                with (root / PROCESSES).open("ab"):
+                    pass
+            else:
+                self.storage.write(PROCESSES, [self._earlier()])
+        except (OSError, StorageError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise RequestError(
+                f"--run-dir: the run cannot be launched there: {PROCESSES} cannot be written: {reason}\n"
+                "    fix: make it reachable and writable, or give another --run-dir"
+            ) from error
 
     def write(
         self,

@@ -51,7 +51,8 @@ class KubernetesOptions:
         restarts: of the whole JobSet, after failures that were not its own.
         grace: seconds from the notice of an eviction to its end.
         hang_seconds: without progress, after which a pod is restarted.
-        start_seconds: for restoring, compiling and the first step.
+        save_seconds: the same during a save.
+        start_seconds: for restoring, compiling, the first step, and an evaluation.
         python: of the image.
         ray_version: of the image, for `rayjob`.
     """
@@ -73,6 +74,7 @@ class KubernetesOptions:
     restarts: int = attrs.field(default=100, validator=attrs.validators.ge(0))
     grace: int = attrs.field(default=120, validator=attrs.validators.ge(10))
     hang_seconds: int = attrs.field(default=600, validator=attrs.validators.ge(60))
+    save_seconds: int = attrs.field(default=2400, validator=attrs.validators.ge(60))
     start_seconds: int = attrs.field(default=3600, validator=attrs.validators.ge(60))
     python: str = attrs.field(default="python", validator=attrs.validators.min_len(1))
     ray_version: str = attrs.field(default="2.60.0", validator=attrs.validators.min_len(1))

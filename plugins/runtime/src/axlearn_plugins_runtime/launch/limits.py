@@ -17,6 +17,7 @@ class Limits:
         crash_loop: deaths in a row without a newer checkpoint between them, at which the job stops.
         freeze_seconds: how long a process may be stopped by a signal.
         hang_seconds: how long a step, or waiting for a batch, may take.
+        save_seconds: how long a save may hold training up; the last one of a run waits until everything is written.
         start_seconds: how long any other phase may take, and the first step.
         host_seconds: how long to wait for a host before training goes on with fewer. The first attempt waits ten times as long
             for all of them.
@@ -30,6 +31,7 @@ class Limits:
     crash_loop: int = 5
     freeze_seconds: float = 5.0
     hang_seconds: float = 600.0
+    save_seconds: float = 2400.0
     start_seconds: float = 3600.0
     host_seconds: float = 120.0
     settle_seconds: float = 2.0
@@ -43,6 +45,8 @@ class Limits:
             phase: of the trainer.
             steps: that this process has finished since it started.
         """
+        if phase == "save":
+            return self.save_seconds
         return self.hang_seconds if phase in ("input", "step") and steps > 0 else self.start_seconds
 
 

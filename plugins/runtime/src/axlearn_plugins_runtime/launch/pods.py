@@ -166,10 +166,19 @@ def pod_spec(
 
 
 def _probes(job: Job) -> Manifest:
-    """By the file that the trainer overwrites at each phase: first one of the loop's phases, from then on its age."""
+    """By the file that the trainer overwrites at each phase: first one of the loop's phases, from then on its age.
+
+    How old it may be depends on the phase: a save or an evaluation takes longer than a step.
+    """
     began = f"grep -qE ' (input|step|save|evaluate) ' {PROGRESS_FILE}"
-    minutes = math.ceil(job.options.hang_seconds / 60)
-    alive = f'[ -n "$(find {PROGRESS_FILE} -mmin -{minutes})" ]'
+    hang, save, start = (
+        math.ceil(seconds / 60)
+        for seconds in (job.options.hang_seconds, job.options.save_seconds, job.options.start_seconds)
+    )
+    alive = (
+        f'm={start}; case "$(cat {PROGRESS_FILE})" in *" save "*) m={save};; *" input "*|*" step "*) m={hang};; esac; '
+        f'[ -n "$(find {PROGRESS_FILE} -mmin -$m)" ]'
+    )
     return {
         "startupProbe": {
             "exec": {"command": ["sh", "-c", began]},

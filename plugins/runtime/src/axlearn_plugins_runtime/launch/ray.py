@@ -1,15 +1,19 @@
 """`--on ray`: a supervised run on the machines of a Ray cluster."""
 
+import re
 import shlex
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
 import attrs
 
+from axlearn_core.checkpoint import open_storage
 from axlearn_core.compat import assign_environment
 from axlearn_core.errors import RequestError
 from axlearn_plugins_runtime.launch.exits import DEFAULT_BUDGETS
 from axlearn_plugins_runtime.launch.job import Job
+from axlearn_plugins_runtime.launch.journal import Journal
 from axlearn_plugins_runtime.launch.limits import Limits
 
 QUIET = {
@@ -19,6 +23,8 @@ QUIET = {
     "RAY_DEDUP_LOGS": "0",
 }
 """Set before Ray is imported."""
+OLDEST = (2, 55)
+"""That of the extra `ray`: earlier versions were not tried."""
 
 
 @attrs.frozen(kw_only=True)
@@ -33,6 +39,7 @@ class SupervisorOptions:
     crash_loop: int = attrs.field(default=5, validator=attrs.validators.ge(1))
     freeze_seconds: float = attrs.field(default=5.0, validator=attrs.validators.gt(0))
     hang_seconds: float = attrs.field(default=600.0, validator=attrs.validators.gt(0))
+    save_seconds: float = attrs.field(default=2400.0, validator=attrs.validators.gt(0))
     start_seconds: float = attrs.field(default=3600.0, validator=attrs.validators.gt(0))
     host_seconds: float = attrs.field(default=120.0, validator=attrs.validators.gt(0))
     compile_cache: bool = True
@@ -46,6 +53,7 @@ class SupervisorOptions:
             crash_loop=self.crash_loop,
             freeze_seconds=self.freeze_seconds,
             hang_seconds=self.hang_seconds,
+            save_seconds=self.save_seconds,
             start_seconds=self.start_seconds,
             host_seconds=self.host_seconds,
         )
@@ -74,6 +82,12 @@ class RayLauncher:
                 "--on ray and --on local need Ray, which is not installed\n"
                 '    fix: pip install "axlearn-plugins-runtime[ray]"'
             )
+        text = version("ray")
+        if tuple(int(number) for number in re.findall(r"\d+", text)[:2]) < OLDEST:
+            raise RequestError(
+                f"--on ray and --on local need Ray {'.'.join(map(str, OLDEST))} or newer\n    got: Ray {text}\n"
+                '    fix: pip install --upgrade "axlearn-plugins-runtime[ray]"'
+            )
 
     def launch(self, job: Job, *, dry_run: bool) -> int:
         """See `Launcher`."""
@@ -82,6 +96,7 @@ class RayLauncher:
         if dry_run:
             self._print(job, compile_cache(job))
             return 0
+        Journal(open_storage(job.run_dir)).check()
         assign_environment(QUIET)
         import ray
 
@@ -98,10 +113,7 @@ class RayLauncher:
         try:
             ray.init(address=job.options.address, log_to_driver=False, configure_logging=False)
         except (ConnectionError, RuntimeError, ValueError) as error:
-            raise RequestError(
-                f"the Ray cluster at {job.options.address!r} cannot be joined: {str(error).strip().partition(chr(10))[0]}\n"
-                "    fix: start one (`ray start --head`), give --option address=HOST:PORT, or take --on local"
-            ) from error
+            raise RequestError(_connection_failure(job.options.address, str(error))) from error
 
     def _resources(self, job: Job) -> dict[str, float]:
         """What a bundle on a host asks Ray for: the chips of the target, or those of the options."""
@@ -123,3 +135,18 @@ class RayLauncher:
         print("export JAX_COORDINATOR_ADDRESS=...  # of rank 0's host, another one for each attempt")
         print("export JAX_PROCESS_ID=...")
         print(shlex.join(("axlearn", *job.train_words())))
+
+
+def _connection_failure(address: str, text: str) -> str:
+    """What a cluster that cannot be joined comes to: Ray's first line, or both versions where they differ."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines or "ersion mismatch" not in lines[0]:
+        reason = lines[0] if lines else "no reason was given"
+        fix = "start one (`ray start --head`), give --option address=HOST:PORT, or take --on local"
+        return f"the Ray cluster at {address!r} cannot be joined: {reason}\n    fix: {fix}"
+    versions = re.findall(r"(?:Ray|Python): ?([\w.+-]+)", text)
+    cluster, process = ", ".join(versions[:2]), ", ".join(versions[2:4])
+    return (
+        f"the Ray cluster at {address!r} has other versions of Ray and Python\n    got: {process or lines[-1]} here\n"
+        f"    expected: {cluster or lines[0]}\n    fix: install the cluster's versions here, or start the cluster with these"
+    )

@@ -320,7 +320,10 @@ class Supervisor:
         """Where no rank gets anywhere for longer than its phase may take: the death of the one that is behind."""
         live = {n: r for n, r in attempt.ranks.items() if not r.finished}
         silences = {n: r.silent + self.now() - r.heard for n, r in live.items()}
-        over = {n for n, r in live.items() if silences[n] > self.limits.of_phase(r.phase, r.steps)}
+        late = {n for n, r in live.items() if silences[n] > self.limits.of_phase(r.phase, r.steps)}
+        # A rank that still saves is waited for by those that have saved: its save has a longer limit than their step.
+        saving = [r.step for n, r in live.items() if r.phase == "save" and n not in late]
+        over = {n for n in late if not any(step <= live[n].step for step in saving)}
         if not over:
             return None
         # Those that wait for another one are in the same step, or one further; who is alone in its phase holds them up.

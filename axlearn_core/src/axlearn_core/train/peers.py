@@ -1,0 +1,157 @@
+"""What a process says where another one of its job is lost: which, since when, the newest checkpoint, and how to go on."""
+
+import contextlib
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+import jax
+
+from axlearn_core.compat import coordination_client, coordinator_address
+from axlearn_core.train.session import log_message
+
+BEAT_SECONDS = 5.0
+LOST_SECONDS = 30.0
+"""Without a beat for so long, a process counts as lost. It is only said: JAX ends the job once its own heartbeats stop."""
+_BEATS, _LOST = "axlearn/beats/", "axlearn/lost"
+_NOTICE = """
+last=
+while IFS= read -r line; do last=$line; done
+[ -z "$last" ] || printf 'error: %s; noticed at %s\\n' "$last" "$(date -u +%H:%M:%S) UTC" >&2
+"""
+"""Of a shell that waits for its input to end: where the coordinator is lost, JAX aborts the process before any Python can run."""
+
+
+class PeerWatch:
+    """Tells the other processes of a job that this one lives, and says which one does not.
+
+    A supervisor says that itself: below one (`AXLEARN_JOB`), and in a job of one process, this does nothing.
+
+    Args:
+        run: the run directory, or its URI.
+        notify: one line for people.
+    """
+
+    def __init__(self, run: str, notify: Callable[[str], None] = log_message):
+        self.run, self.notify = run, notify
+        self.newest_step: Callable[[], int] = lambda: 0
+        self.rank = jax.process_index()
+        self._closed = threading.Event()
+        self._notice: subprocess.Popen[str] | None = None
+        self._beats: dict[str, tuple[str, float, str]] = {}
+        self._reported: set[str] = set()
+        self._noted = -1
+        self._thread: threading.Thread | None = None
+
+    def start(self, newest_step: Callable[[], int]) -> None:
+        """Begins to watch.
+
+        Args:
+            newest_step: the newest step that is known to be saved; 0 for none.
+        """
+        self.newest_step = newest_step
+        if jax.process_count() == 1 or os.environ.get("AXLEARN_JOB"):
+            return
+        if self.rank and shutil.which("sh"):
+            words = ["sh", "-c", _NOTICE]
+            self._notice = subprocess.Popen(
+                words, stdin=subprocess.PIPE, text=True, bufsize=1, start_new_session=True, stdout=subprocess.DEVNULL
+            )
+        self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends it. What ends the process from now on is said by others."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._withdraw_notice()
+
+    def _watch(self) -> None:
+        client, number = coordination_client(), 0
+        pause = max(BEAT_SECONDS, jax.process_count() / 200)  # one process answers all of them
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # the coordinator is gone: the notice says so
+            while True:
+                number += 1
+                own = f"{number} on {socket.gethostname()} (process {os.getpid()})"
+                client.key_value_set(f"{_BEATS}{self.rank}", own, allow_overwrite=True)
+                if self.rank == 0:
+                    self._look(client, dict(client.key_value_dir_get(_BEATS)), pause)
+                else:
+                    self._listen(client)
+                if self._wait(pause):
+                    client.key_value_set(f"{_BEATS}{self.rank}", "ended", allow_overwrite=True)
+                    return
+
+    def _wait(self, seconds: float) -> bool:
+        """Keeps the notice new meanwhile; returns whether it was closed."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self._prepare_notice()
+            if self._closed.wait(1.0):
+                return True
+        return False
+
+    def _look(self, client: Any, beats: dict[str, str], pause: float) -> None:
+        """Compares beats with those of the last look."""
+        now = time.monotonic()
+        for key, text in beats.items():
+            rank = key.rpartition("/")[2]
+            if self._beats.get(rank, ("",))[0] != text:
+                if rank in self._reported and text != "ended":
+                    self._reported.discard(rank)
+                    self.notify(f"process {rank} gives signs of life again")
+                self._beats[rank] = (text, now, datetime.now(UTC).strftime("%H:%M:%S"))
+        for rank, (text, since, clock) in self._beats.items():
+            if text != "ended" and now - since > LOST_SECONDS + pause and rank not in self._reported:
+                self._reported.add(rank)
+                where = text.partition(" on ")[2]
+                line = f"process {rank} on {where} gives no sign of life since {clock} UTC; {self._how_to_go_on()}"
+                client.key_value_set(_LOST, line, allow_overwrite=True)
+                self.notify(f"error: {line}")
+
+    def _listen(self, client: Any) -> None:
+        """Says what process 0 has seen, once."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # nobody is lost
+            line = client.key_value_try_get(_LOST)
+            if line not in self._reported:
+                self._reported.add(line)
+                self.notify(f"error: {line}")
+                self._withdraw_notice()
+
+    def _how_to_go_on(self) -> str:
+        step = self.newest_step()
+        newest = f"step {step} of {self.run}" if step > 0 else "none yet"
+        by_command = os.path.basename(sys.argv[0]) in ("axlearn", "__main__.py")
+        command = (
+            f"`axlearn {shlex.join(sys.argv[1:])}` on every host" if by_command else "the same program on every host"
+        )
+        return f"newest checkpoint: {newest}; to go on: {command}"
+
+    def _prepare_notice(self) -> None:
+        """Gives the shell what to say if this process ends without a word."""
+        step = self.newest_step()
+        if self._notice is None or self._notice.stdin is None or step == self._noted:
+            return
+        self._noted = step
+        coordinator = coordinator_address() or "its coordinator"
+        text = f"process {self.rank} lost process 0 at {coordinator}, or was killed; {self._how_to_go_on()}"
+        with contextlib.suppress(OSError):
+            self._notice.stdin.write(text.replace("\n", " ") + "\n")
+
+    def _withdraw_notice(self) -> None:
+        """Lets the shell end in silence."""
+        notice, self._notice = self._notice, None
+        if notice is not None and notice.stdin is not None:
+            with contextlib.suppress(OSError):
+                notice.stdin.write("\n")
+                notice.stdin.close()
+            notice.wait(10)

@@ -1,0 +1,75 @@
+"""Whether all processes of a job were started with the same config, versions and data."""
+
+import hashlib
+import json
+import platform
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from axlearn_core.checkpoint.barrier import PEER_SECONDS, gather_objects
+from axlearn_core.config import Node
+from axlearn_core.config.flat import flatten
+from axlearn_core.errors import RequestError
+from axlearn_core.plugins.unregistered import code_name, stable_repr
+from axlearn_core.train.lock import versions
+
+JOIN_SECONDS = 300.0
+"""For processes that have just joined the job."""
+SHOWN = 12
+SENDERS = 8
+OWN = "config.distributed."
+"""Where a process joins the job: each may have another value."""
+
+
+def check_same_config(config: Node[Any]) -> None:
+    """Compares config and versions of all processes. Every process calls it, before the first collective.
+
+    Raises:
+        RequestError: they differ; each process names what, and where.
+        WorkError: a process does not answer; names which.
+    """
+    if jax.process_count() == 1:
+        return
+    flat = {f"config.{path}": stable_repr(value) for path, value in flatten(config, code_name).items()}
+    facts = {path: text for path, text in flat.items() if not path.startswith(OWN)}
+    facts |= {f"versions.{name}": text for name, text in versions().items()}
+    _compare(facts | {"versions.python": platform.python_version()}, "config and versions", JOIN_SECONDS)
+
+
+def check_same_data(facts: Mapping[str, Any]) -> None:
+    """Compares what the input of each process says of its data; see `check_same_config`."""
+    if jax.process_count() > 1:
+        _compare({f"data.{name}": json.dumps(value, sort_keys=True) for name, value in facts.items()}, "data")
+
+
+def _compare(facts: Mapping[str, str], name: str, seconds: float = PEER_SECONDS) -> None:
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    digests = gather_objects(digest, f"comparison of {name}", seconds)
+    counts = Counter(digests)
+    if len(counts) == 1:
+        return
+    # One of those that agree, and some of the others: thousands of whole configs would be too much for one message.
+    usual = digests.index(counts.most_common(1)[0][0])
+    others = [rank for rank, other in enumerate(digests) if other != digests[usual]]
+    senders = [usual, *others[:SENDERS]]
+    rows = gather_objects(dict(facts) if jax.process_index() in senders else None, f"differences of {name}", seconds)
+    paths = sorted({path for rank in senders for path in rows[rank]})
+    lines = []
+    for path in paths:
+        values = {rank: rows[rank].get(path, "(absent)") for rank in senders}
+        if len(set(values.values())) > 1:
+            texts = [f"{_shorten(value)} on process {rank}" for rank, value in sorted(values.items())]
+            lines.append(f"    {path}: {', '.join(texts)}")
+    more = [f"    and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
+    raise RequestError(
+        f"{len(others)} of {len(digests)} processes of this job have another {name} than process {usual}\n"
+        + "\n".join([*lines[:SHOWN], *more])
+        + "\n    fix: start every process with the same command, versions and data; nothing was written"
+    )
+
+
+def _shorten(text: str, length: int = 80) -> str:
+    return text if len(text) <= length else f"{text[: length - 3]}..."
