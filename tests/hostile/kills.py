@@ -47,7 +47,7 @@ SHAPES = {
 MOMENTS = ("compile", "start", "step", "save", "read", "restore", "save", "step", "compile", "read")
 """In turn: while the first step compiles, while it imports, after a step, during a save, while it reads the checkpoint's
 arrays, while it builds and restores."""
-STEPS = 160
+STEPS = 80
 PEER_SECONDS = 90.0
 """For the processes that were not killed to end."""
 IN_OPEN, IN_CREATE, IN_MOVED_TO = 0x20, 0x100, 0x80
@@ -93,7 +93,8 @@ class Job:
         """`cached`: with JAX's cache of compiled programs, which all attempts share."""
         count = 2 if shape == "two-processes" else 1
         command = [sys.executable, "-m", "axlearn_core", *arguments(shape, run)]
-        environment = tiny.environment() | {"JAX_ENABLE_COMPILATION_CACHE": str(cached).lower()}
+        environment = tiny.environment() | {"PYTHONDONTWRITEBYTECODE": ""}
+        environment |= {"JAX_ENABLE_COMPILATION_CACHE": str(cached).lower()}
         if count > 1:
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
@@ -140,7 +141,8 @@ class Job:
 
 
 def arguments(shape, run):
-    return tiny.arguments(run, steps=STEPS, settings=("checkpointer.every_steps=2",), more=SHAPES[shape])
+    settings = ("checkpointer.every_steps=2", "trackers=[{type: jsonl-tracker}]")
+    return tiny.arguments(run, steps=STEPS, settings=settings, more=SHAPES[shape])
 
 
 def descendants(pid):
