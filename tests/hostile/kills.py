@@ -141,7 +141,7 @@ class Job:
 
 
 def arguments(shape, run):
-    settings = ("checkpointer.every_steps=2", "trackers=[{type: jsonl-tracker}]")
+    settings = ("checkpointer.every_steps=2", "trackers=[{type: jsonl}]")
     return tiny.arguments(run, steps=STEPS, settings=settings, more=SHAPES[shape])
 
 
