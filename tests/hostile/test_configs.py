@@ -96,7 +96,7 @@ def test_only_twenty_problems_are_printed(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(FILES["10,000 unknown keys"])
     result = CliRunner().invoke(cli, ["config", "show", str(file)])
-    assert "and 8,980 more problems (9,000 in all)" in result.stderr
+    assert "and 9,980 more problems (10,000 in all)" in result.stderr
     assert result.stderr.count("unknown key of a run file") == 20
 
 

@@ -128,11 +128,13 @@ def _errors() -> Iterator[None]:
     except KeyboardInterrupt:
         raise click.exceptions.Exit(130) from None
     except Exception as error:  # tells ours from the rest without importing ours at each start
-        from axlearn_core.errors import AxlearnError
+        from axlearn_core.errors import AxlearnError, RequestError, escape_controls
 
+        if str(error).startswith("Unable to initialize backend"):  # from JAX, whichever command asks for devices first
+            error = RequestError(f"JAX has no devices: {error}\n    fix: see what JAX_PLATFORMS says, or unset it")
         if not isinstance(error, AxlearnError):
             raise
-        click.echo(f"{click.style('error:', fg='red', bold=True)} {error}", err=True)
+        click.echo(f"{click.style('error:', fg='red', bold=True)} {escape_controls(str(error))}", err=True)
         raise click.exceptions.Exit(error.exit_code) from error
 
 

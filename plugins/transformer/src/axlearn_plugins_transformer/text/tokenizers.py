@@ -32,7 +32,10 @@ class ByteTokenizer(Configurable):
 
     def encode(self, text: str) -> list[int]:
         """The UTF-8 bytes."""
-        return list(text.encode())
+        try:
+            return list(text.encode())
+        except UnicodeEncodeError as error:
+            raise _not_unicode(text) from error
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text, invalid UTF-8 replaced; the end-of-document id stands for nothing."""
@@ -116,14 +119,21 @@ class TokenizerJson(Configurable):
 
     def encode_special(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """(token ids, the characters [start, stop) of each), the special tokens that the text spells out among them."""
-        encoding = self._special.encode(text, add_special_tokens=False)
+        try:
+            encoding = self._special.encode(text, add_special_tokens=False)
+        except TypeError as error:
+            raise _not_unicode(text) from error
         return encoding.ids, encoding.offsets
 
     def encode(self, text: str) -> list[int]:
         """Token ids, with no special tokens added."""
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[
-            0
-        ].ids  # a third faster than `encode`
+        try:
+            (encoding,) = self._tokenizer.encode_batch_fast(
+                [text], add_special_tokens=False
+            )  # a third faster than `encode`
+        except TypeError as error:
+            raise _not_unicode(text) from error
+        return encoding.ids
 
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids of a text that a model is to go on from: behind `bos`, where that is set."""
@@ -150,6 +160,15 @@ class TokenizerJson(Configurable):
             if index not in special:
                 sizes[index] = _bytes_of(token, byte_level)
         return sizes
+
+
+def _not_unicode(text: str) -> InputError:
+    """The error for a text with lone surrogates, which JSON can spell and no encoding has."""
+    at = next((i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff"), 0)
+    return InputError(
+        f"a text is not valid Unicode\n    got: the lone surrogate {text[at : at + 1]!r} at character {at:,}\n"
+        "    fix: write the text as UTF-8"
+    )
 
 
 def _bytes_of(token: str, byte_level: bool) -> int:
