@@ -51,7 +51,7 @@ class CausalLM(Layer):
         positions per row have their logits in memory at one time: execution, as is the kernel, since the sum is the same.
         """
 
-        vocab_size: int = setting(default=REQUIRED, ge=1)
+        vocab_size: int = setting(default=REQUIRED, ge=1, le=2**24)
         decoder: Node[DecoderModel] = Decoder.Config()
         param_dtype: str | None = setting(default="float32", kind="precision")
         dtype: str | None = setting(default="float32", kind="precision")
