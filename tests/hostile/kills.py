@@ -194,7 +194,6 @@ def wait_for(moment, job, run, draw):
         newest = run / "checkpoints" / str(checkpoints(run)[-1]) / "state"
         events = FileEvents([newest / "weights", newest / "others"], IN_OPEN)
     elif moment == "save":
-        (run / "checkpoints").mkdir(parents=True, exist_ok=True)
         events = FileEvents([run / "checkpoints"], IN_CREATE | IN_MOVED_TO)
     passed = False
     try:
@@ -250,7 +249,7 @@ def kill_many(shape, kills, folder, record=lambda row: None):
     while len(rows) < kills and attempts < 3 * kills:
         attempts += 1
         moment = MOMENTS[len(rows) % len(MOMENTS)]
-        if moment == "read" and not checkpoints(run):
+        if not checkpoints(run) and moment in ("read", "save"):
             moment = "step"
         if moment == "compile":
             shutil.rmtree(run / "compiled", ignore_errors=True)

@@ -107,3 +107,17 @@ def test_deep_json_is_one_error(tmp_path):
     result = reader(tmp_path, "*.jsonl")
     with pytest.raises(InputError, match=r"data\.jsonl: the line at byte 0 (is nested too deeply|has no text)"):
         result.train()
+
+
+def test_a_number_of_thousands_of_digits_is_one_error(tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"text": "a", "id": ' + "9" * 5000 + "}\n")
+    result = reader(tmp_path, "*.jsonl")
+    with pytest.raises(InputError, match=r"data\.jsonl: the line at byte 0 has a number that is too long"):
+        result.train()
+
+
+def test_a_field_of_another_type_is_one_error(tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"text": 7}\n')
+    result = reader(tmp_path, "*.jsonl")
+    with pytest.raises(InputError, match=r"has no text in the field 'text'\n    got: int\n    expected: a string$"):
+        result.train()

@@ -121,6 +121,8 @@ class FileRecords:
                     raise InputError(
                         f"{location} is not JSON: {error.msg}\n    expected: one object per line"
                     ) from None
+                except ValueError as error:  # of integers with thousands of digits
+                    raise InputError(f"{location} has a number that is too long: {error}") from None
                 except RecursionError:
                     raise InputError(f"{location} is nested too deeply\n    expected: one object per line") from None
                 documents.append(Document(self._text(row, location)))
@@ -140,6 +142,11 @@ class FileRecords:
             return row[self.text_field]
         if not isinstance(row, dict):
             raise InputError(f"{location} is a {type(row).__name__}\n    expected: one JSON object per line")
+        if self.text_field in row:
+            raise InputError(
+                f"{location} has no text in the field {self.text_field!r}\n"
+                f"    got: {type(row[self.text_field]).__name__}\n    expected: a string"
+            )
         close = nearest(self.text_field, row)
         raise InputError(
             f"{location} has no text in the field {self.text_field!r}; its fields: {', '.join(row)}"
