@@ -134,8 +134,13 @@ class FileRecords:
         names = parquet.schema_arrow.names
         if field not in names:
             self._text(dict.fromkeys(names), file.name)
-        column = parquet.read_row_group(part, columns=[field]).column(0).to_pylist()
-        return [Document(self._text({field: v}, file.name)) for v in column if v is not None]
+        column = parquet.read_row_group(part, columns=[field]).column(0)
+        if (longest := _longest_text(column)) > self.line_bytes:
+            raise InputError(
+                f"{file.name}: a text of row group {part} has {longest:,} bytes\n    expected: at most {self.line_bytes:,}\n"
+                "    fix: cut the document into several, or raise max_line_bytes of the source"
+            )
+        return [Document(self._text({field: v}, file.name)) for v in column.to_pylist() if v is not None]
 
     def _text(self, row: Any, location: str) -> str:
         if isinstance(row, dict) and isinstance(row.get(self.text_field), str):
@@ -153,6 +158,17 @@ class FileRecords:
             + (f"\n    did you mean: {', '.join(close)}?" if close else "")
             + "\n    fix: set text_field of the source to the field that holds the text"
         )
+
+
+def _longest_text(column: Any) -> int:
+    """Bytes of the longest text of a column of Arrow; 0 for other types."""
+    import pyarrow.compute
+    import pyarrow.types
+
+    kind = column.type
+    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+        return 0
+    return pyarrow.compute.max(pyarrow.compute.binary_length(column)).as_py() or 0
 
 
 def _open_parquet(file: DataFile) -> Any:
