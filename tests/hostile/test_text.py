@@ -1,5 +1,7 @@
 """Text that steers terminals, or that no encoding has, in files of others."""
 
+import json
+
 import pytest
 from click.testing import CliRunner
 
@@ -37,6 +39,29 @@ def test_what_is_no_control_stays():
 def test_a_lone_surrogate_is_one_error(tokenizer):
     with pytest.raises(InputError, match=r"lone surrogate '\\ud800' at character 2"):
         tokenizer.build().encode("ab\ud800c")
+
+
+def test_a_pattern_that_backtracks_for_ever_is_one_error(tmp_path):
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    model = {"type": "WordLevel", "vocab": {"a": 0, "</s>": 1}, "unk_token": "a"}
+    content = {"version": "1.0", "added_tokens": [], "pre_tokenizer": split, "model": model}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = TokenizerJson.Config(path=str(tmp_path / "tokenizer.json")).build()
+    with pytest.raises(InputError, match="the tokenizer fails on a text of 41 characters"):
+        tokenizer.encode("a" * 40 + "!")
+    with pytest.raises(InputError, match="the tokenizer fails"):
+        tokenizer.encode_special("a" * 40 + "!")
+    assert tokenizer.encode("a") == [0]
+
+
+def test_an_id_beyond_every_vocabulary_is_one_error(tmp_path):
+    content = {
+        "version": "1.0",
+        "model": {"type": "WordLevel", "vocab": {"a": 4_000_000_000, "</s>": 1}, "unk_token": "a"},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(InputError, match=r"has the id 4,000,000,000\n    expected: less than 16,777,216"):
+        TokenizerJson.Config(path=str(tmp_path / "tokenizer.json")).build()
 
 
 def test_a_backend_that_is_not_here_is_one_error(monkeypatch):
