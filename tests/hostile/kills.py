@@ -227,7 +227,7 @@ def trace(run, whole):
 def finish(shape, run, whole, folder):
     """Lets a run come to its end; returns what differs."""
     job = Job.start(shape, run, folder)
-    codes = [process.wait(600) for process in job.processes]
+    codes = [process.wait(1800) for process in job.processes]
     if any(codes):
         return f"exit codes {codes}: {(folder / 'stderr-0').read_text()[-1500:]}"
     if len(tiny.losses(run)) != STEPS:
@@ -277,7 +277,6 @@ def kill_many(shape, kills, folder, record=lambda row: None):
             run = folder / f"run-{next(runs)}"
     if problem := finish(shape, run, whole, folder):
         rows[-1]["trace"] = rows[-1]["trace"] or problem
-        record({**rows[-1], "kill": "end"})
     return rows
 
 
@@ -309,7 +308,12 @@ def main():
         for shape in options.shapes:
             folder = Path(root) / shape
             folder.mkdir()
-            rows = kill_many(shape, options.kills, folder, record)
+            rows = []
+            try:
+                kill_many(shape, options.kills, folder, lambda row: (rows.append(row), record(row)))
+            except Exception as error:  # the other shapes go on
+                record({"shape": shape, "trace": f"given up: {error!r}"})
+                total["given up"] += 1
             total.update(kills=len(rows), traces=sum(bool(r["trace"]) for r in rows))
             phases = collections.Counter(r["phase"] for r in rows)
             others = len(rows) - sum(phases[p] for p in ("start", "restore", "compile"))
@@ -318,8 +322,9 @@ def main():
             lines.append(f"| {shape} | " + " | ".join(map(str, counts)) + " |")
             print(lines[-1], flush=True)
             shutil.rmtree(folder)
-    print("\n".join(["", *lines, f"{total['kills']} kills, {total['traces']} left a trace"]))
-    sys.exit(bool(total["traces"]))
+    summary = f"{total['kills']} kills, {total['traces']} left a trace, {total['given up']} shapes given up"
+    print("\n".join(["", *lines, summary]))
+    sys.exit(bool(total["traces"] or total["given up"]))
 
 
 if __name__ == "__main__":
