@@ -235,20 +235,21 @@ def finish(shape, run, whole, folder):
     return trace(run, whole) or ("" if digest(run) == digest(whole) else "the last checkpoint differs")
 
 
-def kill_many(shape, kills, folder, record=lambda row: None):
-    """Kills runs of a shape so many times, each resumed by the next attempt; returns a row for each kill.
+def kill_many(shape, kills, folder):
+    """Kills runs of a shape so many times, each resumed by the next attempt; yields a row for each kill.
 
     A run that a kill left a trace in is given up, and another begun. The row has the moment aimed at, the phase at death,
-    whether a save was cut in two, and what differed then or when the run had come to its end (`trace`).
+    whether a save was cut in two, and what differs after it (`trace`). Raises `AssertionError` where a run that came to its end
+    differs, or where one that is never killed fails.
     """
-    draw, whole, rows, runs = random.Random(shape), folder / "whole", [], itertools.count()
+    draw, whole, runs = random.Random(shape), folder / "whole", itertools.count()
     if problem := finish(shape, whole, whole, folder):
         raise AssertionError(f"{shape} without a kill: {problem}")
     run = folder / f"run-{next(runs)}"
-    attempts = 0
-    while len(rows) < kills and attempts < 3 * kills:
+    count = attempts = 0
+    while count < kills and attempts < 3 * kills:
         attempts += 1
-        moment = MOMENTS[len(rows) % len(MOMENTS)]
+        moment = MOMENTS[count % len(MOMENTS)]
         if not checkpoints(run) and moment in ("read", "save"):
             moment = "step"
         if moment == "compile":
@@ -256,8 +257,8 @@ def kill_many(shape, kills, folder, record=lambda row: None):
         before = partial_saves(run)
         job = Job.start(shape, run, folder, cached=moment != "compile")
         landed = wait_for(moment, job, run, draw)
-        count = len(job.processes)
-        phase, left = job.kill(draw.choice([[0], [count - 1], list(range(count))]))
+        ranks = range(len(job.processes))
+        phase, left = job.kill(draw.choice([[0], [ranks[-1]], list(ranks)]))
         problem = trace(run, whole)
         if not landed and any(process.returncode not in (0, -9) for process in job.processes):
             problem = f"ended by itself with {[p.returncode for p in job.processes]}: {(folder / 'stderr-0').read_text()[-1500:]}"
@@ -269,15 +270,14 @@ def kill_many(shape, kills, folder, record=lambda row: None):
         if left:
             problem = problem or f"processes outlived it: {left}"
         torn = bool(partial_saves(run) - before)
-        row = {"shape": shape, "kill": len(rows) + 1, "moment": moment, "phase": phase, "torn": torn}
+        count += 1
+        row = {"shape": shape, "kill": count, "moment": moment, "phase": phase, "torn": torn}
         row |= {"steps": len(tiny.logged(run)), "seconds": round(time.monotonic() - job.begin, 1), "trace": problem}
-        rows.append(row)
-        record(row)
+        yield row
         if problem:
             run = folder / f"run-{next(runs)}"
     if problem := finish(shape, run, whole, folder):
-        rows[-1]["trace"] = rows[-1]["trace"] or problem
-    return rows
+        raise AssertionError(f"{shape} after {count} kills: {problem}")
 
 
 def main():
@@ -310,7 +310,9 @@ def main():
             folder.mkdir()
             rows = []
             try:
-                kill_many(shape, options.kills, folder, lambda row: (rows.append(row), record(row)))
+                for row in kill_many(shape, options.kills, folder):
+                    record(row)
+                    rows.append(row)
             except Exception as error:  # the other shapes go on
                 record({"shape": shape, "trace": f"given up: {error!r}"})
                 total["given up"] += 1

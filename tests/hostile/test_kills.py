@@ -17,7 +17,7 @@ SAMPLE = 3
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_kills_leave_no_trace(shape, tmp_path):
-    rows = kill_many(shape, SAMPLE, tmp_path)
+    rows = list(kill_many(shape, SAMPLE, tmp_path))
     assert len(rows) == SAMPLE
     assert [row["trace"] for row in rows] == [""] * SAMPLE
     assert {"compile", "step"} <= {row["moment"] for row in rows} <= set(MOMENTS)
