@@ -162,13 +162,13 @@ class FileRecords:
 
 def _longest_text(column: Any) -> int:
     """Bytes of the longest text of a column of Arrow; 0 for other types."""
-    import pyarrow.compute
     import pyarrow.types
+    from pyarrow.compute import call_function
 
     kind = column.type
     if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
         return 0
-    return pyarrow.compute.max(pyarrow.compute.binary_length(column)).as_py() or 0
+    return call_function("max", [call_function("binary_length", [column])]).as_py() or 0
 
 
 def _open_parquet(file: DataFile) -> Any:
