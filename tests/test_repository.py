@@ -299,7 +299,8 @@ def test_what_libraries_do_not_give_stands_in_one_module_of_a_distribution():
 
 def test_importing_the_plugins_changes_no_environment():
     code = (
-        "import contextlib, os\nbefore = dict(os.environ)\nfrom axlearn_core.errors import PluginError\n"
+        "import contextlib, os\nimport jax  # sets variables itself\nbefore = dict(os.environ)\n"
+        "from axlearn_core.errors import PluginError\n"
         "from axlearn_core.plugins.manager import host\nfrom axlearn_core.plugins.registry import registry\n"
         "host()\n"
         "for kind in ('features', 'components', 'experiments', 'commands'):\n"

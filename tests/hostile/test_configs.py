@@ -80,6 +80,7 @@ def test_a_file_that_is_none_is_one_error(kind, command, tmp_path):
     result = CliRunner().invoke(cli, [*command, str(file)])
     check_error(result)
     assert "Not a regular file" in result.stderr or "Is a directory" in result.stderr
+    assert "did you mean" not in result.stderr
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "run.lock.json", "metrics.jsonl"])
@@ -96,7 +97,7 @@ def test_only_twenty_problems_are_printed(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(FILES["10,000 unknown keys"])
     result = CliRunner().invoke(cli, ["config", "show", str(file)])
-    assert "and 8,980 more problems (9,000 in all)" in result.stderr
+    assert "and 9,980 more problems (10,000 in all)" in result.stderr
     assert result.stderr.count("unknown key of a run file") == 20
 
 

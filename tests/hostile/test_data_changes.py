@@ -102,8 +102,34 @@ def test_a_huge_line_is_refused_before_it_is_in_memory(tmp_path):
         result.train()
 
 
+def test_a_huge_text_of_parquet_is_refused(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    texts = pyarrow.table({"text": ["short", "long " * 10_000_000]})
+    pyarrow.parquet.write_table(texts, tmp_path / "data.parquet", compression="zstd")
+    assert (tmp_path / "data.parquet").stat().st_size < 20_000
+    result = reader(tmp_path, "*.parquet")
+    with pytest.raises(InputError, match=r"a text of row group 0 has 50,000,000 bytes[\s\S]*max_line_bytes"):
+        result.train()
+
+
 def test_deep_json_is_one_error(tmp_path):
     (tmp_path / "data.jsonl").write_text('{"text": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
     result = reader(tmp_path, "*.jsonl")
     with pytest.raises(InputError, match=r"data\.jsonl: the line at byte 0 (is nested too deeply|has no text)"):
+        result.train()
+
+
+def test_a_number_of_thousands_of_digits_is_one_error(tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"text": "a", "id": ' + "9" * 5000 + "}\n")
+    result = reader(tmp_path, "*.jsonl")
+    with pytest.raises(InputError, match=r"data\.jsonl: the line at byte 0 has a number that is too long"):
+        result.train()
+
+
+def test_a_field_of_another_type_is_one_error(tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"text": 7}\n')
+    result = reader(tmp_path, "*.jsonl")
+    with pytest.raises(InputError, match=r"has no text in the field 'text'\n    got: int\n    expected: a string$"):
         result.train()

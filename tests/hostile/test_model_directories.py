@@ -24,6 +24,12 @@ def edit(folder, **values):
     file.write_text(json.dumps({k: v for k, v in {**data, **values}.items() if v != "GONE"}))
 
 
+def rewrite(folder, old, new):
+    file = folder / "config.json"
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new))
+
+
 def reindex(folder, name):
     file = folder / INDEX
     data = json.loads(file.read_text())
@@ -88,6 +94,11 @@ ATTACKS = {
     "type-list": (lambda d: edit(d, model_type=["llama"]), "model_type"),
     "type-number": (lambda d: edit(d, model_type=5), "model_type"),
     "eps-text": (lambda d: edit(d, rms_norm_eps="tiny"), "config.json"),
+    "eps-nan": (lambda d: edit(d, rms_norm_eps=float("nan")), "NaN is not a number of JSON"),
+    "eps-infinite": (
+        lambda d: rewrite(d, '"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e999'),
+        "1e999 is not a number of JSON",
+    ),
     "length-text": (lambda d: edit(d, max_position_embeddings="long"), ""),
     "quantization-list": (lambda d: edit(d, quantization_config=[1]), "config.json"),
     "not-an-object": (lambda d: (d / "config.json").write_text("[1]"), "is not a JSON object"),

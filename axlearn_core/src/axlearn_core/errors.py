@@ -5,6 +5,7 @@ for correctly and failed (a full disk, a diverged loss) derives from `WorkError`
 """
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 
 import attrs
@@ -88,6 +89,17 @@ class ConfigError(RequestError):
         return "\n".join(
             [*lines, *([f"and {more:,} more problems ({len(self.problems):,} in all)"] if more > 0 else [])]
         )
+
+
+_UNPRINTABLE = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
+
+
+def escape_controls(text: str) -> str:
+    """`text` with what steers a terminal or turns its direction, and lone surrogates, as escapes such as `\\x1b`.
+
+    Messages quote files of others.
+    """
+    return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def nearest(name: str, candidates: Iterable[str], limit: int = 3) -> tuple[str, ...]:

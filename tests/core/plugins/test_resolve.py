@@ -368,6 +368,10 @@ def test_two_rules_that_are_equally_specific_are_both_named(install):
         ("chip-8", r"'chip-8' is not a size of the target 'chip'\n    expected: chip-CHIPSxHOSTS, such as chip-8x4"),
         ("chip-0x4", "is not a size of"),
         ("cpu-", "is not a size of"),
+        (
+            "chip-8x999999999999",
+            "'chip-8x999999999999' is larger than any machine\n    expected: at most 1,048,576 of them",
+        ),
         ("cpu-2x2", "'cpu-2x2' is not a size of the target 'cpu'\n    expected: cpu-DEVICES"),
         ("chop-8x4", r"unknown target 'chop-8x4'\n    did you mean: chip-8x4"),
     ],

@@ -120,6 +120,22 @@ def _unknown(
     return click.UsageError(error.message + hint, ctx)
 
 
+def _translate(error: Exception) -> Exception:
+    """An error of ours for what JAX and NumPy say about devices and memory, whichever command asks first."""
+    from axlearn_core.errors import RequestError, WorkError
+
+    text = str(error)
+    if text.startswith("Unable to initialize backend"):
+        return RequestError(f"JAX has no devices: {text}\n    fix: see what JAX_PLATFORMS says, or unset it")
+    if isinstance(error, MemoryError) or text.startswith("RESOURCE_EXHAUSTED"):
+        reason = text.partition("\n")[0] or "the system has none left"
+        return WorkError(
+            f"out of memory: {reason}\n"
+            "    fix: `axlearn plan` says what a step takes; a smaller batch, or `--with remat`, takes less"
+        )
+    return error
+
+
 @contextmanager
 def _errors() -> Iterator[None]:
     """Errors as exit codes: 1 when the work failed, 2 when the request was wrong, 130 after Ctrl-C."""
@@ -128,11 +144,12 @@ def _errors() -> Iterator[None]:
     except KeyboardInterrupt:
         raise click.exceptions.Exit(130) from None
     except Exception as error:  # tells ours from the rest without importing ours at each start
-        from axlearn_core.errors import AxlearnError
+        from axlearn_core.errors import AxlearnError, escape_controls
 
+        error = _translate(error)
         if not isinstance(error, AxlearnError):
             raise
-        click.echo(f"{click.style('error:', fg='red', bold=True)} {error}", err=True)
+        click.echo(f"{click.style('error:', fg='red', bold=True)} {escape_controls(str(error))}", err=True)
         raise click.exceptions.Exit(error.exit_code) from error
 
 

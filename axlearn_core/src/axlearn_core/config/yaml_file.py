@@ -13,7 +13,7 @@ from axlearn_core.config.tree import join
 from axlearn_core.errors import ConfigError, Problem
 
 MAX_CHARACTERS = 1 << 20
-MAX_VALUES = 20_000
+MAX_VALUES = 25_000
 MAX_DEPTH = 100
 
 

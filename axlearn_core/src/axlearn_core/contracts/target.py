@@ -10,6 +10,9 @@ import attrs
 
 from axlearn_core.errors import RequestError
 
+MAX_DEVICES = 1 << 20
+"""A size beyond it is a slip of the pen; compilers for hardware that is not here fail on it in their own ways."""
+
 
 @attrs.frozen(kw_only=True)
 class Target:
@@ -91,6 +94,8 @@ class Target:
             raise RequestError(
                 f"{name!r} is not a size of the target {self.name!r}\n    expected: {self.form}{example}{per}"
             )
+        if first * second > MAX_DEVICES:
+            raise RequestError(f"{name!r} is larger than any machine\n    expected: at most {MAX_DEVICES:,} of them")
         if self.size == "hosts":
             return Machine(name=name, target=self, chips=first * second, domains=second, chips_per_host=first)
         chips = first // self.cores_per_chip if self.size == "cores" else first

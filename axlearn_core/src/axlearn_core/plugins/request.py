@@ -193,7 +193,7 @@ def read(path: str | Path, names: Names) -> Request:
     except UnicodeDecodeError as error:
         raise RequestError(f"{path} is not a text file: {error}") from None
     except OSError as error:
-        files = [p.name for p in file.parent.glob("*.y*ml")] if file.parent.is_dir() else []
+        files = [p.name for p in file.parent.glob("*.y*ml") if p != file] if file.parent.is_dir() else []
         hint = "".join(f"\n    did you mean: {file.parent / n}?" for n in nearest(file.name, files, 1))
         raise RequestError(f"cannot read {path}: {error.strerror or error}{hint}") from None
     return read_text(text, str(path), names, title=file.stem)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from axlearn_core.config import Configurable, node
+from axlearn_core.config import Configurable, node, setting
 from axlearn_core.plugins.renamed import renamed_attributes
 
 # What the launchers that `jax.distributed` recognises set for more than one process.
@@ -31,6 +31,8 @@ class Distributed(Configurable):
         coordinator_address: str | None = None
         num_processes: int | None = None
         process_id: int | None = None
+        # Without a word from a process for so long, the others end. A supervisor (`axlearn launch`) sees it at once.
+        heartbeat_seconds: int = setting(default=100, hide_default=True, ge=1)
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
@@ -50,6 +52,7 @@ class Distributed(Configurable):
             coordinator_address=coordinator,
             num_processes=number(cfg.num_processes, "JAX_NUM_PROCESSES"),
             process_id=number(cfg.process_id, "JAX_PROCESS_ID"),
+            heartbeat_timeout_seconds=cfg.heartbeat_seconds,
         )
 
 

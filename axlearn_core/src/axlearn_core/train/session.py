@@ -17,7 +17,7 @@ from axlearn_core.compose import Program
 from axlearn_core.config import offers
 from axlearn_core.contracts.capabilities import DescribesPosition, KeepsLocalTier, ObservesSteps
 from axlearn_core.contracts.parts import BatchIterator, Checkpointer, Input, Profiler, Tracker, Watchdog
-from axlearn_core.errors import InputError
+from axlearn_core.errors import InputError, escape_controls
 from axlearn_core.plugins.renamed import renamed_attributes
 from axlearn_core.train.compiled_step import CompiledStep
 from axlearn_core.train.distributed import allgather_data_state, preempted
@@ -29,7 +29,7 @@ from axlearn_core.train.signals import InputWaitEnded, StopSignals
 def log_message(message: str) -> None:
     """One line for a person, on standard error, from the first process only."""
     if jax.process_index() == 0:
-        print(message, file=sys.stderr, flush=True)
+        print(escape_controls(message), file=sys.stderr, flush=True)
 
 
 class RollBack(Exception):

@@ -39,7 +39,7 @@ class MoE(Feature):
     stage = "replace"
     bridge = "axlearn_plugins_moe.upcycle:bridge"
 
-    num_experts: int | None = setting(default=None, ge=1)
+    num_experts: int | None = setting(default=None, ge=1, le=2**16)
     top_k: int | None = setting(default=None, ge=1)
     every: int | None = setting(default=None, ge=1)
     dense_layers: int | None = setting(default=None, ge=0)

@@ -45,7 +45,7 @@ class MixtureOfExperts(Layer):
         """
 
         input_dim: int = interface(default=REQUIRED)
-        num_experts: int = setting(default=8, ge=1)
+        num_experts: int = setting(default=8, ge=1, le=2**16)
         top_k: int = setting(default=2, ge=1)
         hidden_dim: int | Node[int] = Scaled(factor=8 / 3, multiple_of=128)
         activation: Activation = "silu"

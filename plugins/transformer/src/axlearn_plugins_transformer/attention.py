@@ -91,7 +91,7 @@ class Attention(Layer):
         """
 
         input_dim: int = interface(default=REQUIRED)
-        num_heads: int = setting(default=REQUIRED, ge=1)
+        num_heads: int = setting(default=REQUIRED, ge=1, le=2**24)
         num_kv_heads: int | None = setting(default=None, ge=1)
         head_dim: int | None = setting(default=None, ge=1)
         position: Node[PositionEncoding] | None = None

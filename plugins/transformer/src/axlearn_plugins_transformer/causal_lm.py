@@ -52,7 +52,7 @@ class CausalLM(Layer):
         is the kernel, since the sum is the same.
         """
 
-        vocab_size: int = setting(default=REQUIRED, ge=1)
+        vocab_size: int = setting(default=REQUIRED, ge=1, le=2**24)
         decoder: Node[DecoderModel] = Decoder.Config()
         param_dtype: str | None = setting(default="float32", kind="precision")
         dtype: str | None = setting(default="float32", kind="precision")

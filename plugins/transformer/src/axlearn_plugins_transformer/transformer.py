@@ -103,8 +103,8 @@ class Decoder(Layer):
         """
 
         vocab_size: int = interface(default=REQUIRED)
-        num_layers: int = setting(default=REQUIRED, ge=1)
-        hidden_dim: int = setting(default=REQUIRED, ge=1)
+        num_layers: int = setting(default=REQUIRED, ge=1, le=2**16)
+        hidden_dim: int = setting(default=REQUIRED, ge=1, le=2**24)
         embedding: Node[TokenEmbedding] = Embedding.Config()
         position: Node[PositionEmbedding] | None = None
         layer: Node[StackLayer] = TransformerLayer.Config()

@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import os
 import pickle
 import sys
 from pathlib import Path
@@ -117,6 +118,12 @@ def test_binary_data_beyond_the_first_bytes_is_found_when_read(tmp_path):
 def test_a_character_cut_by_the_first_look_is_no_error(tmp_path):
     (tmp_path / "t.txt").write_text("a" * 4095 + "é" * 10, encoding="utf-8")
     assert len(texts(files(tmp_path / "t.txt"))[0]) == 4105
+
+
+def test_a_pipe_is_not_data(tmp_path):
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(InputError, match=r"pipe\.txt' is not a regular file"):
+        files(tmp_path / "pipe.txt")
 
 
 def test_missing_files_hint_at_what_is_there(tmp_path):

@@ -40,8 +40,8 @@ class PreferenceInput(Configurable):
             too_long: what becomes of a pair with a row that is longer.
         """
 
-        batch_size: int = setting(default=REQUIRED, gt=0)
-        sequence_length: int = setting(default=REQUIRED, gt=0)
+        batch_size: int = setting(default=REQUIRED, gt=0, le=2**24)
+        sequence_length: int = setting(default=REQUIRED, gt=0, le=2**24)
         source: Node[Source] = REQUIRED
         tokenizer: Node[Tokenizer] = REQUIRED
         shuffle: bool = True

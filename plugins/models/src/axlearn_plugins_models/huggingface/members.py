@@ -1,6 +1,7 @@
 """The files of a model directory that somebody else made: only those inside it, only regular ones, only of bounded size."""
 
 import json
+import math
 import stat
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,15 @@ def read_json(directory: Path, name: str) -> Any:
     if (size := file.stat().st_size) > JSON_BYTES:
         raise CheckpointError(f"{file} has {size:,} bytes\n    expected: at most {JSON_BYTES:,}")
     try:
-        return json.loads(file.read_bytes().decode("utf-8"))
+        return json.loads(file.read_bytes().decode("utf-8"), parse_constant=_finite, parse_float=_finite)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from None
     except RecursionError:
         raise CheckpointError(f"{file} cannot be read: it is nested too deeply") from None
+
+
+def _finite(text: str) -> float:
+    """A number of JSON. Python also reads `NaN`, `Infinity` and `1e999`, which no size or rate may be."""
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is not a number of JSON")
+    return number

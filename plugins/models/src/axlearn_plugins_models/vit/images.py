@@ -56,7 +56,7 @@ class Images(Configurable):
     class Config(Configurable.Config[T_co]):
         """`batch_size` is over all processes."""
 
-        batch_size: int = setting(default=REQUIRED, ge=1)
+        batch_size: int = setting(default=REQUIRED, ge=1, le=2**24)
         seed: int = interface(default=0)
         process_index: int = interface(default=0)
         process_count: int = interface(default=1)

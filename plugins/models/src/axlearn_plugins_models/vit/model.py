@@ -100,7 +100,7 @@ class ImageEncoder(Layer):
         """The layers of the paper: pre-norm, biases everywhere, GELU."""
 
         dim: int = interface(default=REQUIRED)
-        num_layers: int = setting(default=REQUIRED, ge=1)
+        num_layers: int = setting(default=REQUIRED, ge=1, le=2**16)
         embedding: Node[ImageEmbedding] = PatchEmbedding.Config()
         layer: Node[StackLayer] = TransformerLayer.Config(
             attention=Attention.Config(causal=False, query=BIASED, key=BIASED, value=BIASED, output=BIASED),
@@ -146,7 +146,7 @@ class ImageClassifier(Layer):
         that share over all classes."""
 
         num_classes: int = setting(default=REQUIRED, ge=2)
-        hidden_dim: int = setting(default=REQUIRED, ge=1)
+        hidden_dim: int = setting(default=REQUIRED, ge=1, le=2**24)
         encoder: Node[ImageEncoderModel] = ImageEncoder.Config()
         head: Node[Projection] = BIASED
         pool: Literal["token", "mean"] = "token"

@@ -146,20 +146,25 @@ def page(request: Request, result: Result) -> str:
     title = html.escape(f"Layouts of {request.experiment}")
     remarks = "".join(f"<p>{html.escape(line)}</p>" for line in notes(result))
     return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
-        f"<h1>{title}</h1>{picture(result)}<table><tr>{head}</tr>{body}</table>{remarks}</html>\n"
+        '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>{title}</title><style>{STYLE}</style>"
+        f"<h1>{title}</h1>{picture(result)}<div><table><tr>{head}</tr>{body}</table></div>{remarks}</html>\n"
     )
 
 
 STYLE = (
-    "body{font:14px sans-serif;margin:2em}td,th{padding:2px 12px 2px 0;text-align:left}svg text{font:11px sans-serif}"
+    "body{font:14px/1.45 system-ui,sans-serif;margin:2em auto;max-width:72em;padding:0 1em;color:#1f2430}"
+    "svg{max-width:100%;height:auto}svg text{font:11px system-ui,sans-serif;fill:#555}"
+    "div{overflow-x:auto}table{border-collapse:collapse}th,td{padding:5px 14px 5px 0;text-align:left;white-space:nowrap}"
+    "tr+tr{border-top:1px solid #ddd}td:last-child{white-space:normal;min-width:22em;font:12px ui-monospace,monospace}p{color:#555}"
 )
 
 
-def picture(result: Result, width: int = 640, height: int = 360, margin: int = 56) -> str:
-    """Memory against step time as SVG."""
+def picture(result: Result, width: int = 760, height: int = 380) -> str:
+    """Memory against step time as SVG; the line is the front, the ring the layout as it ships."""
     if not result.rows:
         return ""
+    left, right, top, bottom = 64, width - 40, 24, height - 52
     xs, ys = [r.seconds for r in result.rows], [r.bytes / 2**30 for r in result.rows]
 
     def scaled(value: float, values: Sequence[float], low: float, high: float) -> float:
@@ -167,10 +172,7 @@ def picture(result: Result, width: int = 640, height: int = 360, margin: int = 5
         return (low + high) / 2 if most == least else low + (value - least) / (most - least) * (high - low)
 
     def place(row: Row) -> tuple[float, float]:
-        return (
-            scaled(row.seconds, xs, margin, width - margin),
-            scaled(row.bytes / 2**30, ys, height - margin, margin),
-        )
+        return scaled(row.seconds, xs, left + 16, right), scaled(row.bytes / 2**30, ys, bottom - 16, top)
 
     line = " ".join("{:.1f},{:.1f}".format(*place(r)) for r in result.front)
     dots = ""
@@ -182,15 +184,22 @@ def picture(result: Result, width: int = 640, height: int = 360, margin: int = 5
             f"{seconds(row.seconds)}, {size(row.bytes)}: {shlex.join(row.choice.words) or 'as it ships'}"
         )
         dots += f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{fill}" stroke="#333"><title>{label}</title></circle>'
-    texts = (
-        f'<text x="{margin}" y="{height - 20}">{seconds(min(xs))}</text>'
-        f'<text x="{width - margin}" y="{height - 20}" text-anchor="end">{seconds(max(xs))} a step</text>'
-        f'<text x="4" y="{height - margin}">{min(ys):.3g} GiB</text><text x="4" y="{margin}">{max(ys):.3g} GiB</text>'
-    )
     return (
         f'<svg viewBox="0 0 {width} {height}" width="{width}" role="img"><title>memory against step time</title>'
-        f'<polyline points="{line}" fill="none" stroke="#999"/>{dots}{texts}</svg>'
+        f'<path d="M{left},{top - 12}V{bottom}H{right + 12}" fill="none" stroke="#bbb"/>'
+        f'<polyline points="{line}" fill="none" stroke="#999"/>{dots}{_axis_labels(xs, ys, left, right, top, bottom)}</svg>'
     )
+
+
+def _axis_labels(xs: Sequence[float], ys: Sequence[float], left: int, right: int, top: int, bottom: int) -> str:
+    """The ends of both axes, each once where they are one, and what the axes are."""
+    labels = [(left + 16, bottom + 18, "middle", seconds(min(xs))), (left - 8, bottom - 12, "end", f"{min(ys):.1f}")]
+    labels += [(right, bottom + 18, "middle", seconds(max(xs)))] if max(xs) > min(xs) else []
+    labels += [(left - 8, top + 4, "end", f"{max(ys):.1f}")] if max(ys) > min(ys) else []
+    labels += [((left + right) // 2, bottom + 40, "middle", "predicted time of a step")]
+    texts = "".join(f'<text x="{x}" y="{y}" text-anchor="{anchor}">{text}</text>' for x, y, anchor, text in labels)
+    middle = (top + bottom) // 2
+    return f'{texts}<text transform="translate(14,{middle}) rotate(-90)" text-anchor="middle">GiB of a device</text>'
 
 
 def write_layout(request: Request, row: Row, path: Path) -> None:

@@ -49,7 +49,7 @@ class LatentAttention(Layer):
         """
 
         input_dim: int = interface(default=REQUIRED)
-        num_heads: int = setting(default=REQUIRED, ge=1)
+        num_heads: int = setting(default=REQUIRED, ge=1, le=2**24)
         head_dim: int | None = setting(default=None, ge=1)
         rope_head_dim: int | Node[int] = setting(default=Scaled(factor=0.5, multiple_of=2), ge=1)
         value_head_dim: int | Node[int] = setting(default=Scaled(factor=1.0), ge=1)

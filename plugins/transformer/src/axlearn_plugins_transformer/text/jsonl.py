@@ -59,6 +59,8 @@ def parse(text: str, location: str) -> dict[str, Any]:
         raise InputError(
             f"{location}: is not JSON: {error.msg} at column {error.colno}\n    expected: one JSON object per line"
         ) from None
+    except ValueError as error:  # of integers with thousands of digits
+        raise InputError(f"{location}: has a number that is too long: {error}") from None
     except RecursionError:
         raise InputError(f"{location}: is nested too deeply\n    expected: one JSON object per line") from None
     if not isinstance(value, dict):

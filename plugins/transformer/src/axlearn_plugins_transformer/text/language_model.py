@@ -33,15 +33,17 @@ class LanguageModelInput(Configurable):
     class Config(Configurable.Config["LanguageModelInput"]):
         """What to read, and the shape of a batch. Rows and their order do not depend on `workers` and `prefetch`."""
 
-        batch_size: int = setting(default=REQUIRED, gt=0)  # rows of all processes together
-        sequence_length: int = setting(default=REQUIRED, gt=0)
+        batch_size: int = setting(default=REQUIRED, gt=0, le=2**24)  # rows of all processes together
+        sequence_length: int = setting(default=REQUIRED, gt=0, le=2**24)
         source: Node[Source] = REQUIRED
         tokenizer: Node[Tokenizer] = REQUIRED
         packing: Literal["concat", "first-fit", "none"] = "concat"
         shuffle: bool = True
         # Fixed streams that the rows come from; any number of processes that divides it sees the same global batches.
         num_shards: int | None = setting(default=None, gt=0)  # None: one for each row
-        workers: int = setting(default=0, kind="execution", ge=0)  # processes that prepare batches; 0: a thread
+        workers: int = setting(
+            default=0, kind="execution", ge=0, le=1024
+        )  # processes that prepare batches; 0: a thread
         prefetch: int = setting(default=4, kind="execution", gt=0)  # batches prepared ahead
         # How long a batch may take a worker, its start included; then another one takes its place.
         worker_seconds: float = setting(default=300.0, kind="execution", gt=0, hide_default=True)

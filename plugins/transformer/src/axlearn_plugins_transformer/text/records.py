@@ -121,6 +121,8 @@ class FileRecords:
                     raise InputError(
                         f"{location} is not JSON: {error.msg}\n    expected: one object per line"
                     ) from None
+                except ValueError as error:  # of integers with thousands of digits
+                    raise InputError(f"{location} has a number that is too long: {error}") from None
                 except RecursionError:
                     raise InputError(f"{location} is nested too deeply\n    expected: one object per line") from None
                 documents.append(Document(self._text(row, location)))
@@ -132,20 +134,41 @@ class FileRecords:
         names = parquet.schema_arrow.names
         if field not in names:
             self._text(dict.fromkeys(names), file.name)
-        column = parquet.read_row_group(part, columns=[field]).column(0).to_pylist()
-        return [Document(self._text({field: v}, file.name)) for v in column if v is not None]
+        column = parquet.read_row_group(part, columns=[field]).column(0)
+        if (longest := _longest_text(column)) > self.line_bytes:
+            raise InputError(
+                f"{file.name}: a text of row group {part} has {longest:,} bytes\n    expected: at most {self.line_bytes:,}\n"
+                "    fix: cut the document into several, or raise max_line_bytes of the source"
+            )
+        return [Document(self._text({field: v}, file.name)) for v in column.to_pylist() if v is not None]
 
     def _text(self, row: Any, location: str) -> str:
         if isinstance(row, dict) and isinstance(row.get(self.text_field), str):
             return row[self.text_field]
         if not isinstance(row, dict):
             raise InputError(f"{location} is a {type(row).__name__}\n    expected: one JSON object per line")
+        if self.text_field in row:
+            raise InputError(
+                f"{location} has no text in the field {self.text_field!r}\n"
+                f"    got: {type(row[self.text_field]).__name__}\n    expected: a string"
+            )
         close = nearest(self.text_field, row)
         raise InputError(
             f"{location} has no text in the field {self.text_field!r}; its fields: {', '.join(row)}"
             + (f"\n    did you mean: {', '.join(close)}?" if close else "")
             + "\n    fix: set text_field of the source to the field that holds the text"
         )
+
+
+def _longest_text(column: Any) -> int:
+    """Bytes of the longest text of a column of Arrow; 0 for other types."""
+    import pyarrow.types
+    from pyarrow.compute import call_function
+
+    kind = column.type
+    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+        return 0
+    return call_function("max", [call_function("binary_length", [column])]).as_py() or 0
 
 
 def _open_parquet(file: DataFile) -> Any:

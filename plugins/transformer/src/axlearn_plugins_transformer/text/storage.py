@@ -83,6 +83,8 @@ def _local(pattern: str) -> list[DataFile]:
         raise InputError(
             f"{pattern!r} is a directory\n    fix: a glob, such as {os.path.join(pattern, '**', '*.txt')!r}"
         )
+    if os.path.lexists(pattern) and not os.path.isfile(pattern):
+        raise InputError(f"the data file {pattern!r} is not a regular file, or a link to one")
     # A file whose own name has brackets or stars is that file.
     paths = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
     return [DataFile(p, p, os.path.getsize(p)) for p in paths if os.path.isfile(p)]

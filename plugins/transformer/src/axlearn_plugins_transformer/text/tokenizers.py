@@ -1,5 +1,6 @@
 """Text to token ids and back: bytes, or a `tokenizer.json` of the Hugging Face `tokenizers` library."""
 
+import contextlib
 import hashlib
 import importlib.resources
 import os
@@ -32,7 +33,10 @@ class ByteTokenizer(Configurable):
 
     def encode(self, text: str) -> list[int]:
         """The UTF-8 bytes."""
-        return list(text.encode())
+        try:
+            return list(text.encode())
+        except UnicodeEncodeError as error:
+            raise _not_unicode(text) from error
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text, invalid UTF-8 replaced; the end-of-document id stands for nothing."""
@@ -43,6 +47,8 @@ class ByteTokenizer(Configurable):
         return np.array([1.0] * 256 + [0.0], np.float32)
 
 
+MAX_IDS = 1 << 24
+"""No vocabulary comes near: an id beyond it would only ask for memory."""
 BUILTIN = ("python-2k",)
 _EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[EOS]", "<|eot_id|>")
 
@@ -97,6 +103,10 @@ class TokenizerJson(Configurable):
         self._tokenizer.no_padding()
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values(), default=-1) + 1
+        if self.vocab_size > MAX_IDS:
+            raise InputError(
+                f"the tokenizer {name} has the id {self.vocab_size - 1:,}\n    expected: less than {MAX_IDS:,}"
+            )
         tokens = [t for t in ((cfg.eos,) if cfg.eos else _EOS) if t in vocab]
         if not tokens:
             tried = repr(cfg.eos) if cfg.eos else f"one of {', '.join(_EOS)}"
@@ -116,14 +126,17 @@ class TokenizerJson(Configurable):
 
     def encode_special(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """(token ids, the characters [start, stop) of each), the special tokens that the text spells out among them."""
-        encoding = self._special.encode(text, add_special_tokens=False)
+        with _encoding(text):
+            encoding = self._special.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
     def encode(self, text: str) -> list[int]:
         """Token ids, with no special tokens added."""
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[
-            0
-        ].ids  # a third faster than `encode`
+        with _encoding(text):
+            (encoding,) = self._tokenizer.encode_batch_fast(
+                [text], add_special_tokens=False
+            )  # a third faster than `encode`
+        return encoding.ids
 
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids of a text that a model is to go on from: behind `bos`, where that is set."""
@@ -150,6 +163,31 @@ class TokenizerJson(Configurable):
             if index not in special:
                 sizes[index] = _bytes_of(token, byte_level)
         return sizes
+
+
+@contextlib.contextmanager
+def _encoding(text: str) -> Iterator[None]:
+    """What the tokenizers library says against a text, as an `InputError`."""
+    try:
+        yield
+    except TypeError as error:
+        raise _not_unicode(text) from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of Rust, which is not an Exception
+            raise
+        raise InputError(
+            f"the tokenizer fails on a text of {len(text):,} characters: {error}\n"
+            "    fix: take a tokenizer.json whose patterns need no backtracking, or leave the text out"
+        ) from None
+
+
+def _not_unicode(text: str) -> InputError:
+    """The error for a text with lone surrogates, which JSON can spell and no encoding has."""
+    at = next((i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff"), 0)
+    return InputError(
+        f"a text is not valid Unicode\n    got: the lone surrogate {text[at : at + 1]!r} at character {at:,}\n"
+        "    fix: write the text as UTF-8"
+    )
 
 
 def _bytes_of(token: str, byte_level: bool) -> int:

@@ -1,0 +1,81 @@
+"""A plan of every published model at its published size: the step compiled for hardware on which it fits.
+
+    uv run python benchmarks/published_plans.py [--only TEXT]
+
+Each row is `axlearn plan EXPERIMENT --target TARGET --json` in a process of its own; nothing runs on the hardware. Prints a table
+in Markdown, and ends with exit code 1 where a plan does not fit or could not be made.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+
+TARGETS = {
+    "gpt2-124m": "h100-8x1",
+    "gpt2-1.5b": "h100-8x4",
+    "llama2-7b": "h100-8x32",
+    "llama2-70b": "h100-8x64",
+    "llama3-8b": "h100-8x32",
+    "mistral-7b": "h100-8x32",
+    "mixtral-8x7b": "h100-8x64",
+    "gemma2-2b": "h100-8x32",
+    "gemma2-9b": "h100-8x32",
+    "gemma3-4b": "h100-8x32",
+    "qwen2.5-7b": "h100-8x32",
+    "qwen3-8b": "h100-8x32",
+    "qwen3-30b-a3b": "h100-8x64",
+    "deepseek-v2-lite": "h100-8x32",
+    "deepseek-v3": "h100-8x256",
+    "vit-b16": "h100-8x1",
+}
+"""Experiment -> a target on which it fits."""
+
+
+def plan(experiment: str) -> dict:
+    """The plan as `axlearn plan --json` prints it, with `fits`; `{"error": ...}` where there is none."""
+    command = [sys.executable, "-m", "axlearn_core", "plan", experiment, "--target", TARGETS[experiment], "--json"]
+    process = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    if process.returncode not in (0, 1) or not process.stdout.startswith("{"):
+        return {"error": process.stderr.strip() or f"exit code {process.returncode}"}
+    return json.loads(process.stdout)
+
+
+def line(experiment: str, result: dict) -> str:
+    """A row of the table."""
+    cells = [f"`{experiment}`", f"`{TARGETS[experiment]}`"]
+    if "error" in result:
+        return f"| {' | '.join(cells)} | no plan: {result['error'].splitlines()[0]} |"
+    gib = 2**-30
+    total = sum(result[f"{kind}_bytes"] for kind in ("argument", "temporary", "code"))
+    cells += [f"{result['parameters']:,}", f"{total * gib:.1f} of {result['hbm_bytes'] * gib:.1f}"]
+    cells += [
+        "yes" if result["fits"] else "**no**",
+        f"{result['roofline_step_seconds']:.3f}",
+        str(result["roofline_bound"]),
+    ]
+    return f"| {' | '.join(cells)} | {result['compile_seconds']:.0f} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="experiments whose name has this text")
+    options = parser.parse_args()
+    print(
+        "| experiment | target | parameters | GiB of a chip | fits | roofline, s a step | bound by | compiled in, s |"
+    )
+    print("|---|---|--:|--:|---|--:|---|--:|")
+    begin, misfits = time.perf_counter(), 0
+    for experiment in (name for name in TARGETS if options.only in name):
+        result = plan(experiment)
+        misfits += not result.get("fits", False)
+        print(line(experiment, result), flush=True)
+    load = ", ".join(f"{n:.1f}" for n in os.getloadavg())
+    print(f"\n{time.perf_counter() - begin:.0f} s on {os.cpu_count()} cores; load {load}")
+    sys.exit(bool(misfits))
+
+
+if __name__ == "__main__":
+    main()
