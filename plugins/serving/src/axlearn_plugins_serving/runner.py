@@ -21,6 +21,7 @@ from axlearn_plugins_serving.packing import Packer, StepResult
 from axlearn_plugins_serving.paged import UsePagedCache, visible_window
 from axlearn_plugins_serving.sampling import MAX_BIAS, table_row
 from axlearn_plugins_serving.steps import StepBucket
+from axlearn_plugins_serving.weight_layout import stores_transposed
 
 LEAST_ROWS = 64
 """Of every product in the mode `parity`: XLA for CPU computes small products and sums by other algorithms."""
@@ -324,10 +325,7 @@ def check_parity(model: Any, adapters: Sequence[str] = (), cache_dtype: str | No
 
 
 def _transposes(cfg: ModelRunner.Config, model: Node[Any], devices: Sequence[Any]) -> bool:
-    """Whether maps store [outputs, inputs]: on one CPU, where nothing but the map reads its weight."""
-    if len(devices) > 1 or devices[0].platform != "cpu" or cfg.mode == "parity" or cfg.adapters:
-        return False
-    return not any("latent_cache" in {a.name for a in attrs.fields(type(n))} for n in find(model, Node).values())
+    return cfg.mode == "fast" and not cfg.adapters and stores_transposed(model, devices)
 
 
 def _sizes(cfg: ModelRunner.Config, blocks: int, *, transposed: bool) -> Sizes:
