@@ -18,9 +18,7 @@ REQUESTS, OUTPUT = 24, 12
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        external.COMMAND not in os.environ, reason=f"needs vLLM: set {external.COMMAND} to its command"
-    ),
+    pytest.mark.skipif(external.COMMAND not in os.environ, reason=f"needs vLLM: set {external.COMMAND} to its command"),
 ]
 
 
@@ -47,7 +45,8 @@ def bench(url, tmp_path, *options):
     command = [
         os.environ[external.COMMAND], "bench", "serve", "--base-url", url, "--model", "tiny", "--tokenizer", str(FIXTURE),
         "--dataset-name", "random", "--random-input-len", "40", "--random-output-len", str(OUTPUT),
-        "--num-prompts", str(REQUESTS), "--max-concurrency", "6", "--ignore-eos", "--seed", "1", "--percentile-metrics", "ttft,tpot,itl,e2el",
+        "--num-prompts", str(REQUESTS), "--max-concurrency", "6", "--ignore-eos", "--seed", "1",
+        "--percentile-metrics", "ttft,tpot,itl,e2el",
         "--save-result", "--save-detailed", "--result-dir", str(tmp_path), "--result-filename", "result.json", *options,
     ]  # fmt: skip
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
