@@ -6,28 +6,19 @@ size, V size of a value, W pages that are taken at once, with W S keys.
 Requests of one token share the work: the pages of all of them stand in one list, which is taken W at a time, so a step takes
 as long as its requests have keys together. Requests of a chunk of tokens go one after the other. Softmaxes are summed up on
 the way (Milakov & Gimelshein, 2018), and no keys are copied but those that are worked on.
-
-Both are cut into `LOOPS` loops that need nothing of each other: XLA for CPU computes a loop with one thread, and several loops at
-one time where its scheduler is `CPU_SCHEDULER_TYPE_CONCURRENCY_OPTIMIZED`.
 """
-
-import functools
-import itertools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from axlearn_core.contracts.kernels import KernelContext
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention
 
 LOW = -1e30
-SINGLE_KEYS, CHUNK_KEYS = 512, 128
-"""W S of requests of one token, and of a chunk."""
-LOOPS = 2
-"""Side by side."""
+FEW_KEYS, MANY_KEYS, CHUNK_KEYS = 512, 1024, 128
+"""W S of fewer than `MANY` requests of one token, of more, and of a chunk."""
+MANY = 16
 
 
 class _XLASplit:
@@ -48,7 +39,8 @@ class _XLASplit:
             parts.append(_singles(op, query[:singles]))
         if op.table.shape[0] > singles:
             rest = query[singles:].reshape(-1, chunk, *query.shape[1:])
-            parts.append(_chunks(op, rest, op.table[singles:], op.lengths[singles:]))
+            one = lambda x: _chunk(op, *x)  # noqa: E731
+            parts.append(lax.map(one, (rest, op.table[singles:], op.lengths[singles:])))
         results = [x.reshape(-1, heads, x.shape[-1]).astype(op.query.dtype) for x in parts]
         return results[0] if len(results) == 1 else jnp.concatenate(results)
 
@@ -81,7 +73,8 @@ def _singles(op: PagedAttention, query: jax.Array) -> jax.Array:
     """[R, G, n, H] -> [R, G, n, V]."""
     rows, groups, heads, _ = query.shape
     size, lengths, table = op.page_size, op.lengths[:rows], op.table[:rows]
-    at_once = max(1, min(SINGLE_KEYS // size, rows * table.shape[1]))
+    keys = FEW_KEYS if rows < MANY else MANY_KEYS
+    at_once = max(1, min(keys // size, rows * table.shape[1]))
     first, counts = _span(op, lengths, 1)
     ends = jnp.cumsum(counts)
 
@@ -113,34 +106,8 @@ def _singles(op: PagedAttention, query: jax.Array) -> jax.Array:
     value_size = op.value_size or op.pages.shape[-1]
     zeros = jnp.zeros((rows, groups, heads), jnp.float32)
     state = zeros + LOW, zeros, jnp.zeros((rows, groups, heads, value_size), jnp.float32)
-    turns = -(-ends[-1] // at_once)
-    bounds = [turns * i // LOOPS for i in range(LOOPS + 1)]
-    total, result = _merge([lax.fori_loop(*between, body, state) for between in itertools.pairwise(bounds)])
+    _, total, result = lax.fori_loop(0, -(-ends[-1] // at_once), body, state)
     return result / jnp.maximum(total, 1e-30)[..., None]
-
-
-def _merge(states: Sequence[tuple[jax.Array, ...]]) -> tuple[jax.Array, jax.Array]:
-    """The sums of weights and of weighted values of several running softmaxes, each with its peak, for their common peak."""
-    peak = functools.reduce(jnp.maximum, [highest for highest, _, _ in states])
-    scales = [jnp.exp(highest - peak) for highest, _, _ in states]
-    total = sum(s[1] * scale for s, scale in zip(states, scales, strict=True))
-    result = sum(s[2] * scale[..., None] for s, scale in zip(states, scales, strict=True))
-    return total, result  # type: ignore[return-value]
-
-
-def _chunks(op: PagedAttention, query: jax.Array, table: jax.Array, lengths: jax.Array) -> jax.Array:
-    """[K, C, G, n, H], int32 [K, M] and int32 [K] -> [K, C, G, n, V]."""
-    count = query.shape[0]
-    loops = min(LOOPS, count)
-    # Taken in turns: later chunks of a prompt see more keys.
-    order = [list(range(i, count, loops)) for i in range(loops)]
-    one = lambda x: _chunk(op, *x)  # noqa: E731
-    results = [lax.map(one, (query[i::loops], table[i::loops], lengths[i::loops])) for i in range(loops)]
-    if loops == 1:
-        return results[0]
-    if count % loops == 0:
-        return jnp.stack(results, axis=1).reshape(count, *results[0].shape[1:])
-    return jnp.concatenate(results)[np.argsort(np.concatenate(order))]
 
 
 def _chunk(op: PagedAttention, query: jax.Array, table: jax.Array, length: jax.Array) -> jax.Array:
