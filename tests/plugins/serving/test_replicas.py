@@ -1,6 +1,7 @@
 """`axlearn serve --replicas`: Ray Serve in front of several servers."""
 
 import importlib.util
+import json
 import os
 import socket
 import subprocess
@@ -53,6 +54,7 @@ def test_two_replicas_answer(tmp_path):
     settings |= {"input.sequence_length": 32, "input.batch_size": 8}
     ax.train("quickstart", run_dir=run, steps=1, set=settings)
     command = [sys.executable, "-m", "axlearn_core", "serve", str(run), "--port", str(port), "--replicas", "2", *SET]
+    command += ["--chat-template", "plain"]
     environment = os.environ | {"XLA_FLAGS": os.environ["XLA_FLAGS_OF_ONE_DEVICE"]}
     with open(tmp_path / "stderr", "w+") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
@@ -66,6 +68,11 @@ def test_two_replicas_answer(tmp_path):
                 assert len(texts) == 1
                 pieces = [e.choices[0].text for e in client.completions.create(**options, stream=True)]
                 assert "".join(pieces) == texts.pop()
+                schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["yes", "no"]}}}
+                chat = {"model": "run", "messages": [{"role": "user", "content": "Yes?"}], "response_format": schema}
+                for _ in range(4):  # more than there are replicas
+                    answer = client.chat.completions.create(**chat, temperature=0)
+                    assert json.loads(answer.choices[0].message.content) in ("yes", "no")
             wrong = httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": -1})
             assert wrong.status_code == 400
             assert wrong.json()["error"]["param"] == "max_tokens"

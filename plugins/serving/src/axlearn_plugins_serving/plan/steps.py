@@ -93,8 +93,8 @@ class Steps:
         self.cfg, self.model, self.machine, self.mesh = cfg, model, machine, mesh
         self.devices, self.depths = topology_devices(machine), DEPTHS
         each, self.blocks = block_counts(cfg)
-        self.buckets = buckets(cfg, each)
         self.program = self._build(model)
+        self.buckets = buckets(cfg, each, self.program.functional.describe())
         weights, cache, tables, _ = self.program.arguments("serve", self.buckets[0])
         self.weights, self.tables = shard_bytes(weights), shard_bytes(tables)
         self.token_bytes = shard_bytes(cache) / (self.blocks * cfg.block_size)

@@ -16,8 +16,9 @@ from axlearn_core.contracts.kernels import KernelContext
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention
 
 LOW = -1e30
-SINGLE_KEYS, CHUNK_KEYS = 512, 128
-"""W S of requests of one token, and of a chunk."""
+FEW_KEYS, MANY_KEYS, CHUNK_KEYS = 512, 1024, 128
+"""W S of fewer than `MANY` requests of one token, of more, and of a chunk."""
+MANY = 16
 
 
 class _XLASplit:
@@ -72,7 +73,8 @@ def _singles(op: PagedAttention, query: jax.Array) -> jax.Array:
     """[R, G, n, H] -> [R, G, n, V]."""
     rows, groups, heads, _ = query.shape
     size, lengths, table = op.page_size, op.lengths[:rows], op.table[:rows]
-    at_once = max(1, min(SINGLE_KEYS // size, rows * table.shape[1]))
+    keys = FEW_KEYS if rows < MANY else MANY_KEYS
+    at_once = max(1, min(keys // size, rows * table.shape[1]))
     first, counts = _span(op, lengths, 1)
     ends = jnp.cumsum(counts)
 

@@ -1,11 +1,15 @@
 """Text written by the model that is being trained."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+import jax
 
 from axlearn_core.config import node, setting
-from axlearn_core.contracts.capabilities import tokenizer_of
-from axlearn_core.contracts.parts import Model
+from axlearn_core.contracts.capabilities import encode_prompt, tokenizer_of
+from axlearn_core.contracts.parts import Model, Tokenizer
+from axlearn_core.errors import ConfigError, Problem
+from axlearn_core.plugins.registry import registry
 from axlearn_core.train.evaluators import Periodic
 
 if TYPE_CHECKING:
@@ -27,32 +31,91 @@ class SampleEvaluator(Periodic):
 
     @node
     class Config(Periodic.Config["SampleEvaluator"]):
-        """`temperature` 0 takes the likeliest token each time."""
+        """What is written, and how.
+
+        Attributes:
+            prompt: what the model goes on from.
+            max_tokens: of each sample.
+            temperature: 0 takes the likeliest token each time.
+            count: samples of the prompt; the i-th draws with the run's seed + i.
+            engine: generates with the engine of axlearn-plugins-serving: all samples in the same steps. It is kept between
+                evaluations, with a cache and a copy of the weights of its own. Otherwise the model's `generate` writes one
+                sample after another.
+        """
 
         prompt: str = "def "
         max_tokens: int = setting(default=96, ge=1)
         temperature: float = setting(default=0.7, ge=0)
+        count: int = setting(default=1, ge=1)
+        engine: bool = False
 
     def __init__(self, cfg: Config, *, name: str):
         super().__init__(cfg, name=name)
         self.sampling = cfg
+        self._engine: Any = None
+        if cfg.engine:
+            _check_engine()
 
     def run(self, session: "Session") -> Mapping[str, float]:
-        """Generates one sample with the run's seed."""
-        from axlearn_core.train.inference import generate_text
-
+        """Generates the samples, from the run's seed on."""
         tokenizer = tokenizer_of(session.input)
         if tokenizer is None:
             return {}
-        cfg = self.sampling
-        pieces = generate_text(
-            session.model(),
-            tokenizer,
-            cfg.prompt,
+        write = self._write_with_engine if self.sampling.engine else self._write
+        for text in write(session, tokenizer):
+            session.text(self.name, self.sampling.prompt + text)
+        return {}
+
+    def _write(self, session: "Session", tokenizer: Tokenizer) -> Iterator[str]:
+        from axlearn_core.train.inference import generate_text
+
+        cfg, model = self.sampling, session.model()
+        for index in range(cfg.count):
+            pieces = generate_text(
+                model,
+                tokenizer,
+                cfg.prompt,
+                max_tokens=cfg.max_tokens,
+                temperature=cfg.temperature,
+                seed=session.seed + index,
+                program=session.program,
+            )
+            yield "".join(pieces)
+
+    def _write_with_engine(self, session: "Session", tokenizer: Tokenizer) -> Iterator[str]:
+        cfg, model = self.sampling, session.model()
+        prompt = encode_prompt(tokenizer, cfg.prompt) or [tokenizer.eos_id]
+        if self._engine is None:
+            self._engine = _open_engine(model, session.program, tokenizer, cfg.count, len(prompt) + cfg.max_tokens)
+        else:
+            self._engine.update_weights(model)
+        [result] = self._engine.generate(
+            [prompt],
+            n=cfg.count,
             max_tokens=cfg.max_tokens,
             temperature=cfg.temperature,
             seed=session.seed,
-            program=session.program,
+            logprobs=None,
         )
-        session.text(self.name, cfg.prompt + "".join(pieces))
-        return {}
+        yield from (sample.text for sample in result.samples)
+
+
+def _check_engine() -> None:
+    """Raises `ConfigError` where no engine can be had: the plugin is missing, or the run has several processes."""
+    problem = fix = None
+    if "serve" not in registry().claims["functions"]:
+        problem, fix = "the engine is in axlearn-plugins-serving, which is not installed", "install it"
+    elif jax.process_count() > 1:
+        problem, fix = "the engine is of one process, and this run has several", "engine=false"
+    if problem is not None:
+        raise ConfigError(Problem(path="evaluators.sample-evaluator.engine", message=problem, got="true", fix=fix))
+
+
+def _open_engine(model: Any, program: Any, tokenizer: Tokenizer, count: int, room: int) -> Any:
+    """An engine for so many samples of so many tokens, prompt included; each function is compiled when it is first used."""
+    import axlearn_core as ax
+
+    sizes: dict[str, Any] = {"max_rows": count, "max_context": room, "row_buckets": (), "chunk_buckets": ()}
+    sizes["max_step_tokens"] = min(room, 128)
+    settings = {f"runner.{name}": value for name, value in sizes.items()}
+    return ax.serve(model, program=program, tokenizer=tokenizer, set=settings, warm_up=False)
