@@ -48,9 +48,10 @@ def planned(experiment, target, **kwargs):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("experiment", "target", "at_most"),
-    [("llama2-7b", "h100-8x32", 35), ("llama2-70b", "h100-8x64", 66), ("llama2-70b", "b200-8x64", 66)],
+    [("llama2-7b", "h100-8x32", 60), ("llama2-70b", "h100-8x64", 66), ("llama2-70b", "b200-8x64", 66)],
 )
 def test_the_published_runs_fit(experiment, target, at_most):
+    # The 7B keeps all products of a layer on its published machine: 56 GiB for a step that is an eighth faster.
     used, memory, kernels = planned(experiment, target)
     assert used < memory
     assert used / 2**30 < at_most
