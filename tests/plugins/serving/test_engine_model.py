@@ -3,6 +3,7 @@
 import functools
 import random
 import threading
+import time
 
 import jax
 import numpy as np
@@ -100,17 +101,20 @@ def test_samples_are_reproducible_whatever_else_is_computed():
 
 def test_weights_are_updated_while_requests_run():
     old, new, prompts = model(), model(seed=1), prompts_at_random(6, seed=6)
+    flat = {".".join(map(str, k)): v.get_value() for k, v in nnx.to_flat_state(nnx.state(new, nnx.Param))}
+    many = prompts * 20  # four run at a time: most of them begin after the update
     with serve(old, set=SIZES) as engine:
         results = []
-        thread = threading.Thread(target=lambda: results.extend(engine.generate(prompts, max_tokens=28, temperature=0)))
+        thread = threading.Thread(target=lambda: results.extend(engine.generate(many, max_tokens=28, temperature=0)))
         thread.start()
         while engine.statistics().output_tokens < 8:
-            pass
-        flat = {".".join(map(str, k)): v.get_value() for k, v in nnx.to_flat_state(nnx.state(new, nnx.Param))}
+            time.sleep(0.001)
         engine.update_weights(flat)
         thread.join()
-        assert [len(r.tokens) for r in results] == [28] * 6
-        assert any(r.tokens != alone(old, p, 28) for r, p in zip(results, prompts, strict=True))
+        assert [len(r.tokens) for r in results] == [28] * len(many)
+        before, after = ([alone(m, p, 28) for p in prompts] for m in (old, new))
+        assert any(r.tokens != before[i % 6] for i, r in enumerate(results))
+        assert [r.tokens for r in results[-6:]] == after
         for prompt, generation in zip(prompts, engine.generate(prompts, max_tokens=8, temperature=0), strict=True):
             assert generation.tokens == alone(new, prompt, 8)
         engine.update_weights(old)
