@@ -143,7 +143,9 @@ def _errors() -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         raise click.exceptions.Exit(130) from None
-    except Exception as error:  # tells ours from the rest without importing ours at each start
+    except (click.exceptions.Exit, click.ClickException, click.Abort):
+        raise  # of click itself, as after `--help`: imports nothing
+    except Exception as error:
         from axlearn_core.errors import AxlearnError, escape_controls
 
         error = _translate(error)
