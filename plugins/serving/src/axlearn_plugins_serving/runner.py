@@ -21,7 +21,7 @@ from axlearn_plugins_serving.packing import Packer, StepResult
 from axlearn_plugins_serving.paged import UsePagedCache, visible_window
 from axlearn_plugins_serving.sampling import MAX_BIAS, table_row
 from axlearn_plugins_serving.steps import StepBucket
-from axlearn_plugins_serving.weight_layout import least_rows, stores_transposed
+from axlearn_plugins_serving.weight_layout import LEAST_ROWS, stores_transposed
 
 MOVED = 16
 """Blocks that are copied, read or written at once."""
@@ -111,7 +111,7 @@ class ModelRunner(Configurable):
         self.window = visible_window(model.cfg)
         if cfg.mode == "parity":
             check_parity(model, self.adapters, cfg.cache_dtype)
-        self.buckets = buckets(cfg, self.max_blocks_per_request, model)
+        self.buckets = buckets(cfg, self.max_blocks_per_request)
         self.program = _program(cfg, self.num_blocks, model, program)
         if programs is not None:
             from axlearn_plugins_serving.programs import load_programs
@@ -249,9 +249,9 @@ def block_counts(cfg: ModelRunner.Config) -> tuple[int, int]:
     return each, cfg.num_blocks or cfg.max_rows * each
 
 
-def buckets(cfg: ModelRunner.Config, blocks: int, model: Any) -> list[StepBucket]:
-    """The shapes of steps of a model, which may have abstract arrays; smaller ones first."""
-    floor = least_rows(model) if cfg.mode == "parity" else 1
+def buckets(cfg: ModelRunner.Config, blocks: int) -> list[StepBucket]:
+    """The shapes of steps; smaller ones first."""
+    floor = LEAST_ROWS if cfg.mode == "parity" else 1
     rows = sorted({max(floor, min(n, cfg.max_rows)) for n in (*cfg.row_buckets, cfg.max_rows)})
     most = -(-cfg.max_step_tokens // cfg.chunk)
     chunks = sorted({min(n, most) for n in (*cfg.chunk_buckets, most)})
@@ -326,7 +326,7 @@ def _transposes(cfg: ModelRunner.Config, model: Node[Any], devices: Sequence[Any
     return cfg.mode == "fast" and not cfg.adapters and stores_transposed(model, devices)
 
 
-def _sizes(cfg: ModelRunner.Config, blocks: int, model: Any, *, transposed: bool) -> Sizes:
+def _sizes(cfg: ModelRunner.Config, blocks: int, *, transposed: bool) -> Sizes:
     return Sizes(
         blocks=blocks,
         block_size=cfg.block_size,
@@ -335,7 +335,7 @@ def _sizes(cfg: ModelRunner.Config, blocks: int, model: Any, *, transposed: bool
         steps=cfg.decode_steps,
         adapters=len(cfg.adapters),
         transposed=transposed,
-        least=least_rows(model) if cfg.mode == "parity" else 1,
+        least=LEAST_ROWS if cfg.mode == "parity" else 1,
     )
 
 
@@ -362,7 +362,7 @@ def declare_program(
     if cfg.adapters:
         paged = read_adapters(cfg).apply(paged)
     functional, transposed = Functional.of(paged), _transposes(cfg, model, devices)
-    sizes = _sizes(cfg, blocks, functional.describe(), transposed=transposed)
+    sizes = _sizes(cfg, blocks, transposed=transposed)
     return ModelProgram(functional, devices, mesh, target, lambda model: ServingFunctions(model, sizes).declare())
 
 
@@ -386,6 +386,6 @@ def declare_steps(program: ModelProgram, cfg: ModelRunner.Config, blocks: int, c
     """Adds the steps to a program; `cache` is what `serve_cache` gives, as abstract arrays with their shardings."""
     devices = list(program.layout.mesh.devices.flat)
     model = program.functional.describe()
-    sizes = _sizes(cfg, blocks, model, transposed=_transposes(cfg, model.cfg, devices))
+    sizes = _sizes(cfg, blocks, transposed=_transposes(cfg, model.cfg, devices))
     functions = ServingFunctions(model, sizes)
     program.functions.update(functions.declare_steps(cache))

@@ -1,32 +1,20 @@
 """How a runner stores the weights of linear maps, and how many rows it multiplies them with at least."""
 
 import functools
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
-from flax import nnx
 
 from axlearn_core.config import Node, find
-from axlearn_core.nn.linear import Linear
 
 SLOW_TRANSPOSED = ("AuthenticAMD",)
 """Vendors of processors on which XLA multiplies 16 rows faster with [inputs, outputs]: measured on a Xeon and an EPYC of 2022."""
 
-LEAST_ROWS, LEAST_ROWS_OF_ODD_MAPS = 32, 64
-"""Rows that XLA for CPU computes as it computes any larger number, bit for bit: of models all of whose maps have outputs in whole
-multiples of `EVEN` and at least `WIDE`, and of others. It multiplies fewer rows, and sums fewer than 4,096 numbers, by other
-algorithms. Measured from 16 to 512 rows on an EPYC; `tests/plugins/serving/test_parity.py` holds it wherever it runs."""
-EVEN, WIDE = 64, 128
-
-
-def least_rows(model: Any) -> int:
-    """Of every product of a model in the mode `parity`; `model` is a `CausalLM`, with abstract arrays or with its weights."""
-    maps = [module for _, module in nnx.iter_modules(model) if isinstance(module, Linear)]
-    outputs = [math.prod(module.cfg.output_dims) for module in maps] + [model.vocab_size]
-    return LEAST_ROWS if all(n % EVEN == 0 and n >= WIDE for n in outputs) else LEAST_ROWS_OF_ODD_MAPS
+LEAST_ROWS = 64
+"""Of every product in the mode `parity`: XLA for CPU multiplies fewer rows by other algorithms. 32 rows are enough for maps that
+are 128 wide, and not for those that are 256 wide."""
 
 
 def stores_transposed(model: Node[Any], devices: Sequence[Any]) -> bool:

@@ -51,6 +51,6 @@ def export_here(request: Request, config: ServingEngine.Config, directory: Path)
     if not isinstance(runner, ModelRunner.Config):
         raise RequestError(f"a {type(runner).__qualname__} cannot be exported\n    expected: model-runner")
     program = abstract_program(runner, model, jax.devices()[:1], experiment.mesh)
-    shapes = buckets(runner, block_counts(runner)[0], program.functional.describe())
+    shapes = buckets(runner, block_counts(runner)[0])
     export_programs(program, runner, shapes, model, directory)
     return len(program.compiled), time.perf_counter() - started

@@ -94,7 +94,7 @@ class Steps:
         self.devices, self.depths = topology_devices(machine), DEPTHS
         each, self.blocks = block_counts(cfg)
         self.program = self._build(model)
-        self.buckets = buckets(cfg, each, self.program.functional.describe())
+        self.buckets = buckets(cfg, each)
         weights, cache, tables, _ = self.program.arguments("serve", self.buckets[0])
         self.weights, self.tables = shard_bytes(weights), shard_bytes(tables)
         self.token_bytes = shard_bytes(cache) / (self.blocks * cfg.block_size)
