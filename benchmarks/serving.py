@@ -283,11 +283,13 @@ def main() -> None:
         path = Path(scratch) / "llama"
         write_model(size, path)
         every = servers(args, path)
-        results = [one_round(every, path, size, number, Path(scratch)) for number in range(rounds)]
+        results = []
+        for number in range(rounds):
+            results.append(one_round(every, path, size, number, Path(scratch)))
+            if args.out:  # what was measured so far stays, also where a server does not start again
+                args.out.write_text(json.dumps({"size": attrs.asdict(size), "rounds": results}, indent=1) + "\n")
     print(f"\n{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {rounds} rounds\n")
     print(table(results, [server.name for server in every]))
-    if args.out:
-        args.out.write_text(json.dumps({"size": attrs.asdict(size), "rounds": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

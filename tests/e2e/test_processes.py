@@ -5,13 +5,17 @@ import signal
 import socket
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 import tiny
 
 
-def start(arguments, count=2, devices=1, other=None):
-    """`other`: arguments of the last process, where they are not those of all."""
+def start(arguments, count=2, devices=1, other=None, other_env=None, folders=None):
+    """`other`, `other_env`: arguments and variables of the last process, where they are not those of all.
+
+    `folders`: where each runs.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -20,19 +24,21 @@ def start(arguments, count=2, devices=1, other=None):
     return [
         subprocess.Popen(
             [sys.executable, "-m", "axlearn_core", *(other if other and i == count - 1 else arguments)],
-            env=env | {"JAX_PROCESS_ID": str(i)},
+            env=env | {"JAX_PROCESS_ID": str(i)} | (other_env or {} if i == count - 1 else {}),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
+            cwd=folders[i] if folders else None,
         )
         for i in range(count)
     ]
 
 
 def finish(processes, code=0):
-    for process in processes:
-        errors = process.communicate(timeout=300)[1]
-        assert process.returncode == code, errors[-4000:]
+    """What each wrote to standard error."""
+    texts = [process.communicate(timeout=300)[1] for process in processes]
+    assert [process.returncode for process in processes] == [code] * len(processes), "\n".join(texts)[-4000:]
+    return texts
 
 
 def together(arguments, count=2, devices=1):
@@ -88,13 +94,47 @@ def test_a_preempted_process_stops_all_of_them_at_the_next_step(tmp_path, rank):
 def test_processes_with_another_config_are_all_refused(tmp_path, setting, difference):
     run = tmp_path / "run"
     processes = start(tiny.arguments(run, steps=4), other=tiny.arguments(run, steps=4, settings=(setting,)))
-    errors = [process.communicate(timeout=300)[1] for process in processes]
-    assert [process.returncode for process in processes] == [2, 2], errors
-    for text in errors:
+    for text in finish(processes, 2):
         assert "1 of 2 processes of this job have another config and versions than process 0" in text
         assert difference in text
         assert "fix: start every process with the same command" in text
     assert not run.exists()
+
+
+@pytest.mark.slow
+def test_processes_with_another_version_are_all_refused(tmp_path):
+    """The last one finds an optax of its own, as on a machine whose environment is older."""
+    run, older = tmp_path / "run", tmp_path / "older"
+    (older / "optax-0.0.1.dist-info").mkdir(parents=True)
+    (older / "optax-0.0.1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: optax\nVersion: 0.0.1\n")
+    processes = start(tiny.arguments(run, steps=4), other_env={"PYTHONPATH": str(older)})
+    for text in finish(processes, 2):
+        assert "1 of 2 processes of this job have another config and versions than process 0" in text
+        assert f"versions.optax: {version('optax')} on process 0, 0.0.1 on process 1" in text
+    assert not run.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", ["other content", "another file more"])
+def test_processes_with_other_data_are_all_refused(tmp_path, change):
+    """Each machine has a copy of the files under the same name."""
+    run = tmp_path / "run"
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "corpus.txt").write_text("one two three four five six seven\n" * 400)
+    if change == "other content":
+        (folders[1] / "corpus.txt").write_text("one two three four five six eight\n" * 400)
+    else:
+        (folders[1] / "more.txt").write_text("and more\n" * 400)
+    settings = ("input.source={type: files, paths: '*.txt', validation_fraction: 0.1}",)
+    arguments = tiny.arguments(run, steps=4, settings=settings)
+    processes = start(arguments, folders=folders)
+    for text in finish(processes, 2):
+        assert "1 of 2 processes of this job have another data than process 0" in text
+        assert "data." in text
+    assert not (run / "checkpoints").exists()
+    finish(start(arguments, folders=[folders[0]] * 2))
 
 
 @pytest.mark.slow

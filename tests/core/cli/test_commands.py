@@ -115,6 +115,7 @@ def test_check():
         (["config", "show", "toy", "--sett", "a=1"], ["No such option", "--set"]),
         (["config", "show", "toy", "--steps", "0"], ["0 is not in the range"]),
         (["confg", "show"], ["No such command 'confg'", "config"]),
+        (["import-hf"], ["No such command 'import-hf'", "Did you mean: checkpoint import-hf"]),  # below another word
         (["features", "show", "toy-rop"], ["did you mean: toy-rope"]),
         (["plugins", "show", "axlearn-plugins-toyy"], ["unknown plugin", "did you mean: axlearn-plugins-toy"]),
     ],

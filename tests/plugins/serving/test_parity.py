@@ -31,6 +31,14 @@ def test_bitwise_with_other_chunks_and_pages():
     check_parity_scores(config(), model(), chunk=20, block_size=8, max_step_tokens=40)
 
 
+@pytest.mark.slow
+def test_bitwise_with_a_vocabulary_and_chunks_as_served():
+    """Few rows of many logits, alone and beside others."""
+    sizes = {"decoder.layer.attention.num_kv_heads": 4, "decoder.hidden_dim": 128, "vocab_size": 4096}
+    cfg = patch(config(), sizes)
+    check_parity_scores(cfg, cfg.build(rngs=nnx.Rngs(0)), seeds=1, chunk=32, max_step_tokens=64, chunk_buckets=(1,))
+
+
 @pytest.mark.parametrize(
     ("features", "reason"),
     [(("moe",), "experts"), (("mla",), "latent"), (("precision:dtype=bfloat16",), "bfloat16")],

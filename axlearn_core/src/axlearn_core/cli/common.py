@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from axlearn_core.cli.completion import complete_experiments, complete_features
+from axlearn_core.cli.terminal import echo
 from axlearn_core.compat import only_cpu
 
 json_option = click.option("--json", "as_json", is_flag=True, help='Print JSON: a list of objects with "name".')
@@ -95,19 +96,19 @@ def plain(value: object) -> Any:
 
 def print_json(rows: Sequence[Mapping[str, Any]]) -> None:
     """A list of objects."""
-    click.echo(json.dumps([plain(row) for row in rows], indent=2, ensure_ascii=False))
+    echo(json.dumps([plain(row) for row in rows], indent=2, ensure_ascii=False))
 
 
 def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
     """Aligned columns under a heading; nothing but a note on standard error where there are no rows."""
     if not rows:
-        click.echo("none is installed", err=True)
+        echo("none is installed", err=True)
         return
     texts = [[c.upper() for c in columns], *([str(row[c]) for c in columns] for row in rows)]
     widths = [max(len(line[i]) for line in texts) for i in range(len(columns))]
     for number, line in enumerate(texts):
         text = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        click.echo(click.style(text, dim=True) if number == 0 else text)
+        echo(click.style(text, dim=True) if number == 0 else text)
 
 
 def print_entries(group: Any, as_json: bool) -> None:
@@ -123,7 +124,7 @@ def print_entries(group: Any, as_json: bool) -> None:
     columns = ("name", "distribution", "version", *(("problem",) if problems else ()))
     print_table([{"problem": "", **row} for row in rows], columns)
     if problems:
-        click.echo("`axlearn plugins doctor` says more", err=True)
+        echo("`axlearn plugins doctor` says more", err=True)
 
 
 def entry_row(entry: object) -> dict[str, Any]:

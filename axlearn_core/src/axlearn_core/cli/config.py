@@ -9,6 +9,7 @@ import click
 
 from axlearn_core.cli.common import experiment_argument, json_option, no_devices, plain, print_json, request_options
 from axlearn_core.cli.main import Group
+from axlearn_core.cli.terminal import echo
 from axlearn_core.config import ABSENT, diff, flatten, missing
 from axlearn_core.errors import ConfigError, RequestError
 from axlearn_core.plugins.request import Request
@@ -39,12 +40,12 @@ def show(request: Request, flat: bool, as_json: bool) -> None:
         print_json([{"name": path, "value": value} for path, value in values.items()])
     elif flat:
         for path, value in values.items():
-            click.echo(f"{click.style(path, fg='cyan')}: {text(value)}")
+            echo(f"{click.style(path, fg='cyan')}: {text(value)}")
     else:
         for line in resolved.to_yaml().splitlines():
-            click.echo(re.sub(r"^([ -]*)([^\s:]+:)", lambda m: m[1] + click.style(m[2], fg="cyan"), line))
+            echo(re.sub(r"^([ -]*)([^\s:]+:)", lambda m: m[1] + click.style(m[2], fg="cyan"), line))
     for problem in missing(resolved.config):
-        click.echo(f"still to be set: {problem.path}", err=True)
+        echo(f"still to be set: {problem.path}", err=True)
 
 
 @config.command("diff")
@@ -71,13 +72,13 @@ def diff_(first: str, request: Request, html: Path | None, as_json: bool) -> Non
         return
     for change in changes:
         if change.kind == "changed":
-            click.echo(click.style(f"~ {change.path}: {text(change.old)} -> {text(change.new)}", fg="yellow"))
+            echo(click.style(f"~ {change.path}: {text(change.old)} -> {text(change.new)}", fg="yellow"))
         elif change.kind == "added":
-            click.echo(click.style(f"+ {change.path}: {text(change.new)}", fg="green"))
+            echo(click.style(f"+ {change.path}: {text(change.new)}", fg="green"))
         else:
-            click.echo(click.style(f"- {change.path}: {text(change.old)}", fg="red"))
+            echo(click.style(f"- {change.path}: {text(change.old)}", fg="red"))
     if not changes:
-        click.echo("the configs are the same", err=True)
+        echo("the configs are the same", err=True)
 
 
 @config.command()
@@ -96,10 +97,10 @@ def explain(request: Request, path: str, as_json: bool) -> None:
         print_json(rows)
         return
     for name, steps in provenance.items():
-        click.echo(f"{click.style(name, fg='cyan')}: {text(steps[-1].new)}")
+        echo(f"{click.style(name, fg='cyan')}: {text(steps[-1].new)}")
         width = max(len(text(s.new)) for s in steps)
         for step in steps:
-            click.echo(f"    {text(step.new).ljust(width)}  {click.style(step.set_by, dim=True)}")
+            echo(f"    {text(step.new).ljust(width)}  {click.style(step.set_by, dim=True)}")
 
 
 @config.command()
@@ -131,9 +132,9 @@ def check(request: Request, as_json: bool) -> None:
         print_json([])
     else:
         for decision in decisions:
-            click.echo(str(decision), err=True)
+            echo(str(decision), err=True)
         count = len(flatten(resolved.config))
-        click.echo(f"{resolved.title}: nothing is missing, and its {count} values fit together")
+        echo(f"{resolved.title}: nothing is missing, and its {count} values fit together")
 
 
 def _problem_fields(problem: object) -> dict[str, Any]:

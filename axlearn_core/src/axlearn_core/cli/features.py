@@ -5,6 +5,7 @@ from typing import Any
 import click
 
 from axlearn_core.cli.common import entry_row, json_option, no_devices, print_entries, print_json
+from axlearn_core.cli.terminal import echo
 from axlearn_core.plugins.registry import registry
 
 
@@ -30,20 +31,20 @@ def show(name: str, as_json: bool) -> None:
     if as_json:
         print_json([row])
         return
-    click.echo(f"{click.style(name, bold=True)}  ({row['distribution']} {row['version']}, stage: {row['stage']})\n")
-    click.echo(f"{row['description']}\n")
+    echo(f"{click.style(name, bold=True)}  ({row['distribution']} {row['version']}, stage: {row['stage']})\n")
+    echo(f"{row['description']}\n")
     for kind in ("needs", "excludes", "before", "after"):
         if row[kind]:
-            click.echo(f"{kind}: {', '.join(row[kind])}")
+            echo(f"{kind}: {', '.join(row[kind])}")
     if row["options"]:
-        click.echo("options:")
+        echo("options:")
     for option in row["options"]:
         default = (
             "has to be given"
             if option["default"] == "REQUIRED"
             else f"default: {option['default'].replace('None', 'null')}"
         )
-        click.echo(f"    {option['name']}: {option['type']}  ({default})")
+        echo(f"    {option['name']}: {option['type']}  ({default})")
 
 
 def _feature_row(name: str) -> dict[str, Any]:

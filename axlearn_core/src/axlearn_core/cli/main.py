@@ -3,7 +3,7 @@
 import difflib
 import importlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,7 +57,11 @@ class Commands(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            raise _unknown(args[0], args[0], self.list_commands(ctx), error, ctx) from None
+            below = {
+                n.partition("-")[2]: n.replace("-", " ", 1) for n in _plugin_commands() if n.partition("-")[0] in OPEN
+            }
+            names = below | {n: n for n in self.list_commands(ctx)}
+            raise _unknown(args[0], args[0], names, error, ctx) from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The commands with the lines of the table, none of them imported."""
@@ -104,18 +108,22 @@ class Group(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            raise _unknown(f"{self.name}-{args[0]}", args[0], self.list_commands(ctx), error, ctx) from None
+            names = {n: n for n in self.list_commands(ctx)}
+            raise _unknown(f"{self.name}-{args[0]}", args[0], names, error, ctx) from None
 
 
 def _unknown(
-    name: str, word: str, names: Sequence[str], error: click.UsageError, ctx: click.Context
+    name: str, word: str, names: Mapping[str, str], error: click.UsageError, ctx: click.Context
 ) -> click.UsageError:
-    """The error for a word that is not a command: with the package that brings it, or the nearest names."""
+    """The error for a word that is not a command: with the package that brings it, or the nearest names.
+
+    `names`: word -> what to type, which also has the words of the group that the command is below.
+    """
     from axlearn_core.plugins.index import package_of
 
     if package := package_of("commands", name):
         return click.UsageError(f"{word!r} is not installed: {package} brings it (pip install {package}).", ctx)
-    close = difflib.get_close_matches(word, names)
+    close = [names[n] for n in difflib.get_close_matches(word, names)]
     hint = f" Did you mean: {', '.join(close)}?" if close and "mean" not in error.message else ""
     return click.UsageError(error.message + hint, ctx)
 

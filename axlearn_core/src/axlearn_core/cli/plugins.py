@@ -7,6 +7,7 @@ import click
 
 from axlearn_core.cli.common import entry_row, json_option, no_devices, print_json, print_table
 from axlearn_core.cli.main import Group
+from axlearn_core.cli.terminal import echo
 from axlearn_core.plugins.registry import GROUPS, registry
 
 
@@ -65,11 +66,11 @@ def doctor(as_json: bool) -> None:
         for finding in findings:
             color = {"ok": "green", "error": "red"}.get(finding.status, "yellow")
             head = click.style(finding.status.ljust(7), fg=color)
-            click.echo(f"{head}  {finding.group} {finding.name}  ({finding.distribution} {finding.version})")
+            echo(f"{head}  {finding.group} {finding.name}  ({finding.distribution} {finding.version})")
             if finding.message:
-                click.echo("         " + finding.message.replace("\n", "\n         "))
+                echo("         " + finding.message.replace("\n", "\n         "))
         bad = [f for f in findings if f.status == "error"]
-        click.echo(f"{len(findings)} examined, {len(bad)} with errors", err=True)
+        echo(f"{len(findings)} examined, {len(bad)} with errors", err=True)
     if any(f.status == "error" for f in findings):
         sys.exit(1)
 

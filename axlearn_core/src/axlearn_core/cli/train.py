@@ -8,6 +8,7 @@ import click
 
 from axlearn_core.cli.common import experiment_argument, request_options
 from axlearn_core.cli.open_command import OpenCommand
+from axlearn_core.cli.terminal import echo
 
 
 @click.command(cls=OpenCommand)
@@ -39,7 +40,7 @@ def run_training(
         facts = describe(request, **places)
         width = max(len(fact.name) for fact in facts)
         for fact in facts:
-            click.echo(f"{click.style(fact.name.ljust(width), fg='cyan')}  {fact.value}")
+            echo(f"{click.style(fact.name.ljust(width), fg='cyan')}  {fact.value}")
         return
     from axlearn_core.train.api import train as run
     from axlearn_core.train.signals import end_process_at_second_signal
@@ -48,12 +49,12 @@ def run_training(
     result = run(request, **places)
     if result.stop_signal is not None:
         words = [w for w in sys.argv[1:] if w not in ("--allow-drift", "--restart")]
-        click.echo(f"saved step {result.step} in {result.name}\nto go on: axlearn {shlex.join(words)}", err=True)
+        echo(f"saved step {result.step} in {result.name}\nto go on: axlearn {shlex.join(words)}", err=True)
         sys.exit(128 + result.stop_signal)
     finished = ", ".join(f"{k} {v:.4g}" for k, v in result.metrics.items())
-    click.echo(f"\nfinished {result.step} steps: {finished}", err=True)
-    click.echo("\n  ".join(["try next:", *suggestions(request.experiment, result.name)]), err=True)
-    click.echo(result.name)
+    echo(f"\nfinished {result.step} steps: {finished}", err=True)
+    echo("\n  ".join(["try next:", *suggestions(request.experiment, result.name)]), err=True)
+    echo(result.name)
 
 
 def suggestions(experiment: str, run_dir: Any) -> list[str]:

@@ -24,7 +24,7 @@ def versions() -> dict[str, str]:
         name = dist.metadata["Name"]
         plugin = any(ep.group.startswith("axlearn.") for ep in dist.entry_points)
         if name in LIBRARIES or plugin:
-            result[name] = dist.version
+            result.setdefault(name, dist.version)  # of two, the first of the path is the one that is imported
     return dict(sorted(result.items()))
 
 

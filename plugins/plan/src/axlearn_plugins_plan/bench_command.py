@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from axlearn_core.cli.common import plain, request_options
+from axlearn_core.cli.terminal import echo
 
 
 @click.command()
@@ -32,10 +33,10 @@ def step(request: Any, measure: int, warmup: int, trace: str | None, as_json: bo
         raise RequestError(f"--trace: {directory} exists and is not an empty directory\n    fix: name a new one")
     resolved = resolve(request, detect=detect_devices).checked()
     measured = bench.measure_step(
-        resolved, steps=measure, warmup=warmup, trace=directory, progress=lambda line: click.echo(line, err=True)
+        resolved, steps=measure, warmup=warmup, trace=directory, progress=lambda line: echo(line, err=True)
     )
     import jax
 
     if jax.process_index() == 0:
         output = json.dumps(plain(bench.as_json(measured)), indent=2) if as_json else bench.text(measured)
-        click.echo(output)
+        echo(output)

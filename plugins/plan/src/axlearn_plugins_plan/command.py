@@ -7,6 +7,7 @@ import click
 
 from axlearn_core.cli.common import experiment_argument, no_devices, plain, request_options
 from axlearn_core.cli.open_command import OpenCommand
+from axlearn_core.cli.terminal import echo
 
 
 @click.command(cls=OpenCommand)
@@ -31,10 +32,10 @@ def plan(request: Any, function: str, as_json: bool) -> None:
     result = make_plan(resolve(request), function)
     fixes = remedies(result, frozenset(registry().claims["features"]))
     if as_json:
-        click.echo(json.dumps(plain(render.as_json(result, fixes)), indent=2, ensure_ascii=False))
+        echo(json.dumps(plain(render.as_json(result, fixes)), indent=2, ensure_ascii=False))
     else:
         for line in render.text(result, fixes).splitlines():
-            click.echo(styled(line))
+            echo(styled(line))
     if not result.memory.fits:
         raise SystemExit(1)
 

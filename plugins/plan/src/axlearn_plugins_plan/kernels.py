@@ -5,6 +5,7 @@ from typing import Any
 import click
 
 from axlearn_core.cli.common import json_option, no_devices, print_json, request_options
+from axlearn_core.cli.terminal import echo
 
 
 @click.group()
@@ -35,6 +36,6 @@ def explain(request: Any, name: str, as_json: bool) -> None:
         print_json(kernels_json(choices))
         return
     for line in kernel_lines(choices):
-        click.echo(line if line.startswith(" ") else click.style(line, bold=True))
+        echo(line if line.startswith(" ") else click.style(line, bold=True))
     if not choices:
-        click.echo(f"nothing in {name} calls an op that has implementations", err=True)
+        echo(f"nothing in {name} calls an op that has implementations", err=True)

@@ -4,6 +4,8 @@ from typing import Any
 
 import click
 
+from axlearn_core.cli.terminal import echo
+
 
 @click.command()
 @click.argument("run_dir", metavar="RUN_DIR|URI")
@@ -22,5 +24,5 @@ def quantize(run_dir: str, out: str, storage: Any, tile_size: int | None, target
     from axlearn_plugins_quantization.runs import quantize_run
 
     before, after = quantize_run(run_dir, out, storage=storage, tile_size=tile_size, target=target, step=step)
-    click.echo(f"parameters: {before:,} bytes, now {after:,} ({after / before:.0%})", err=True)
-    click.echo(out)
+    echo(f"parameters: {before:,} bytes, now {after:,} ({after / before:.0%})", err=True)
+    echo(out)

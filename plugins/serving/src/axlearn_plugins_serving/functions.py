@@ -39,7 +39,7 @@ class Sizes:
         moved: blocks that are copied, read or written at once.
         steps: tokens that `serve_decode` chooses at most.
         adapters: that rows choose from.
-        least: rows of a product at least, so that rows do not depend on their number.
+        least: rows of everything but attention at least, so that rows do not depend on their number.
         transposed: whether maps store [outputs, inputs], as processors without units for matrices multiply them best.
     """
 
@@ -197,10 +197,18 @@ class ServingFunctions:
         rows = step.bucket.rows
         last = tables.last.at[step.slot[:rows]].get(mode="clip")
         tokens = jnp.concatenate([jnp.where(step.tokens[:rows] < 0, last, step.tokens[:rows]), step.tokens[rows:]])
+        # Rows that no request has stand behind the others: they are written nowhere, and attention leaves them out.
+        tokens, positions = self._pad(tokens), self._pad(positions)
+        slots = dataclasses.replace(slots, write=self._pad(slots.write, self.sizes.blocks * self.sizes.block_size))
         context = Context(positions=positions[:, None], slots=slots)  # type: ignore[arg-type]
         with self._adapters(tables, step):
             hidden, new = model.decoder(tokens[:, None], context, Cache(cache, jnp.zeros((), jnp.int32)))
         return model, hidden[:, 0], new.layers
+
+    def _pad(self, x: jax.Array, value: int = 0) -> jax.Array:
+        """With `least` rows, where it has fewer."""
+        missing = max(0, self.sizes.least - x.shape[0])
+        return jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1), constant_values=value) if missing else x
 
     def _adapters(self, tables: Tables, step: Step) -> AbstractContextManager[None]:
         """The choice of adapters for the tokens of a step."""
@@ -212,16 +220,15 @@ class ServingFunctions:
         return row_adapters(jax.nn.one_hot(number - 1, self.sizes.adapters, dtype=jnp.float32))
 
     def _logits(self, model: Any, arrays: Arrays, hidden: jax.Array) -> jax.Array:
-        """[L, D] -> float32 [L, V]."""
-        rows = hidden.shape[0]
-        padded = jnp.pad(hidden, ((0, max(0, self.sizes.least - rows)), (0, 0)))
-        return model.logits(padded[:, None], arrays.get(HEAD))[:rows, 0].astype(jnp.float32)
+        """[L, D] -> float32 [L or `least`, V]."""
+        return model.logits(self._pad(hidden)[:, None], arrays.get(HEAD))[:, 0].astype(jnp.float32)
 
     def _choose(self, logits: jax.Array, tables: Tables, step: Step) -> tuple[Chosen, Tables]:
-        sampled, kind = step.flags & SAMPLED > 0, step.header[KIND]
-        token = sampling.choose(logits, tables, step.slot, step.flags & MASKED > 0, kind)
-        tables = sampling.record(tables, step.slot, token, sampled, kind)
-        return sampling.report(logits, token, step.header[LOGPROBS] > 0), tables
+        slot, flags, kind = self._pad(step.slot, self.sizes.slots), self._pad(step.flags), step.header[KIND]
+        token = sampling.choose(logits, tables, slot, flags & MASKED > 0, kind)
+        tables = sampling.record(tables, slot, token, flags & SAMPLED > 0, kind)
+        chosen = sampling.report(logits, token, step.header[LOGPROBS] > 0)
+        return jax.tree.map(lambda x: x[: step.bucket.results], chosen), tables
 
     def serve(
         self, arrays: Arrays, cache: Any, tables: Tables, packed: jax.Array, bucket: StepBucket
@@ -230,7 +237,7 @@ class ServingFunctions:
         step = bucket.unpack(packed)
         model, hidden, cache = self._run(arrays, cache, tables, step)
         sampled, tables = self._choose(self._logits(model, arrays, hidden[step.ends()]), tables, step)
-        targets = self._targets(model, arrays, hidden[bucket.rows :], step) if bucket.chunks else None
+        targets = self._targets(model, arrays, hidden[bucket.rows : bucket.tokens], step) if bucket.chunks else None
         return sampled, targets, cache, tables
 
     def _targets(self, model: Any, arrays: Arrays, hidden: jax.Array, step: Step) -> Chosen:
@@ -239,7 +246,8 @@ class ServingFunctions:
         width, top = hidden.shape[-1], min(sampling.TOP, self.vocab)
 
         def part(x: tuple[jax.Array, jax.Array]) -> Chosen:
-            return sampling.report(self._logits(model, arrays, x[0]), x[1], jnp.bool(True))
+            scores = sampling.report(self._logits(model, arrays, x[0]), self._pad(x[1]), jnp.bool(True))
+            return jax.tree.map(lambda y: y[: x[1].shape[0]], scores)
 
         def compute(_: Any) -> Chosen:
             scores = lax.map(part, (hidden.reshape(step.bucket.chunks, -1, width), step.targets))
@@ -264,7 +272,7 @@ class ServingFunctions:
             tokens = jnp.where(index > 0, -1, step.tokens)
             substep = attrs.evolve(step, start=step.start + index, tokens=tokens)
             model, hidden, cache = self._run(arrays, cache, tables, substep)
-            sampled, tables = self._choose(self._logits(model, arrays, hidden), tables, substep)
+            sampled, tables = self._choose(self._logits(model, arrays, hidden[substep.ends()]), tables, substep)
             return jax.tree.map(lambda all, x: all.at[index].set(x), results, sampled), cache, tables
 
         return lax.fori_loop(0, count, one, (results, cache, tables))

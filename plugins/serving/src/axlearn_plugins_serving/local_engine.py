@@ -29,7 +29,7 @@ from axlearn_plugins_serving.contracts import (
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.generation import Generation, Sample
 from axlearn_plugins_serving.open_engine import build_engine, open_engine
-from axlearn_plugins_serving.runner import model_weights
+from axlearn_plugins_serving.runner_program import model_weights
 
 Prompt = str | Sequence[int]
 

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import click
 
+from axlearn_core.cli.terminal import echo
+
 _run = click.argument("run_dir", metavar="RUN_DIR|URI")
 _step = click.option("--step", type=click.IntRange(min=0), help="The checkpoint to take; default: the newest.")
 
@@ -31,7 +33,7 @@ def merge(run_dir: str, out: str, adapters: Path | None, step: int | None) -> No
     from axlearn_plugins_finetune.lora.runs import merge_run
 
     merge_run(run_dir, out, exported=adapters, step=step)
-    click.echo(out)
+    echo(out)
 
 
 @lora.command()
@@ -56,4 +58,4 @@ def export(run_dir: str, directory: str, format_: str, base: str | None, step: i
         from axlearn_plugins_finetune.lora.runs import export_run
 
         export_run(run_dir, directory, step=step)
-    click.echo(directory)
+    echo(directory)

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import click
 
+from axlearn_core.cli.terminal import echo
+
 
 @click.command()
 @click.argument("run_dir", metavar="RUN_DIR|URI")
@@ -21,5 +23,5 @@ def convert(run_dir: str, new_run_dir: str, with_: Sequence[str], set_: Sequence
     from axlearn_plugins_finetune.runs.convert import converted
 
     converted(run_dir, new_run_dir, with_=with_, set=set_, step=step)
-    click.echo(f"to train it: axlearn train {new_run_dir}/config.yaml --run-dir {new_run_dir}", err=True)
-    click.echo(str(new_run_dir))
+    echo(f"to train it: axlearn train {new_run_dir}/config.yaml --run-dir {new_run_dir}", err=True)
+    echo(str(new_run_dir))

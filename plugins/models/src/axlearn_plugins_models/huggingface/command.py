@@ -5,6 +5,8 @@ from pathlib import Path
 
 import click
 
+from axlearn_core.cli.terminal import echo
+
 
 @click.command()
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
@@ -20,13 +22,13 @@ def import_hf(directory: Path, run_dir: Path, with_: Sequence[str], set_: Sequen
     from axlearn_plugins_models.huggingface.runs import import_run
 
     source = import_run(directory, run_dir, with_=with_, set=set_)
-    click.echo(
+    echo(
         f"{source.family.model_type}: {source.model.num_parameters:,} parameters from {len(source.stored)} tensors\n"
         f"try next:\n  axlearn generate {run_dir} --prompt 'Once upon a time'\n"
         f"  axlearn train {run_dir}/config.yaml --run-dir {run_dir}",
         err=True,
     )
-    click.echo(str(run_dir))
+    echo(str(run_dir))
 
 
 @click.command()
@@ -43,4 +45,4 @@ def export_hf(run_dir: str, directory: str, step: int | None, dtype: str | None)
     from axlearn_plugins_models.huggingface.runs import export_run
 
     export_run(run_dir, directory, step=step, dtype=dtype)
-    click.echo(str(directory))
+    echo(str(directory))

@@ -5,9 +5,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-import click
-
 from axlearn_core.cli.common import no_devices, plain
+from axlearn_core.cli.terminal import echo
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.request import Request
 
@@ -65,13 +64,13 @@ def search(
     names = machine_names(request.target, chips)
     clock = Clock(budget=60 * minutes)
     folder = Path(cache) if cache else default_cache()
-    click.echo(f"compiled figures are kept in {folder}", err=True)
+    echo(f"compiled figures are kept in {folder}", err=True)
     all_spaces = spaces(request, names, varied(vary, VARIED))
-    result = run(request, all_spaces, Cache(folder), clock, most, lambda line: click.echo(line, err=True))
+    result = run(request, all_spaces, Cache(folder), clock, most, lambda line: echo(line, err=True))
     if as_json:
-        click.echo(json.dumps(plain(report.as_json(request, result)), indent=2, ensure_ascii=False))
+        echo(json.dumps(plain(report.as_json(request, result)), indent=2, ensure_ascii=False))
     else:
-        click.echo(report.text(request, result))
+        echo(report.text(request, result))
     if png is not None:
         report.draw(result, Path(png))
     if html is not None:

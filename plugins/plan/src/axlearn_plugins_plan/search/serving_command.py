@@ -3,9 +3,8 @@
 import importlib.util
 from typing import Any
 
-import click
-
 from axlearn_core.cli.common import no_devices
+from axlearn_core.cli.terminal import echo
 from axlearn_core.errors import RequestError
 
 
@@ -54,8 +53,8 @@ def search(
     machine = find_machine(names[0])
     seconds = 60 * positive("--budget", budget, 10.0)
     result = serving.search_serving(
-        request, machine, varied(vary, serving.VARIED), seconds, lambda line: click.echo(line, err=True)
+        request, machine, varied(vary, serving.VARIED), seconds, lambda line: echo(line, err=True)
     )
-    click.echo(serving.dumps(machine, result) if as_json else serving.text(request, machine, result))
+    echo(serving.dumps(machine, result) if as_json else serving.text(request, machine, result))
     if not any(row.fits for row in result.rows):
         raise SystemExit(1)

@@ -6,6 +6,8 @@ from typing import Any
 
 import click
 
+from axlearn_core.cli.terminal import echo
+
 
 @click.command()
 @click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="Of the server.")
@@ -50,7 +52,7 @@ def serve(**options: Any) -> None:
     from axlearn_plugins_serving.bench.report import render
 
     summary = asyncio.run(_measure(**options))
-    click.echo(json.dumps(summary, indent=2) if options["as_json"] else render(summary))
+    echo(json.dumps(summary, indent=2) if options["as_json"] else render(summary))
     sys.exit(1 if summary["failed"] else 0)
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import click
 
 from axlearn_core.cli.common import no_devices, plain
+from axlearn_core.cli.terminal import echo
 from axlearn_core.errors import RequestError
 from axlearn_plugins_serving.settings import PREFIX, engine_config
 
@@ -34,7 +34,7 @@ def plan_serving(_flag: bool, request: Any, function: str, as_json: bool, export
         from axlearn_plugins_serving.plan.exports import export_here
 
         count, seconds = export_here(request, config, Path(export))
-        click.echo(f"{count} programs in {export}, compiled in {seconds:.1f} s")
+        echo(f"{count} programs in {export}, compiled in {seconds:.1f} s")
         return
     no_devices()
     from axlearn_plugins_plan.command import styled
@@ -43,11 +43,11 @@ def plan_serving(_flag: bool, request: Any, function: str, as_json: bool, export
 
     plan = planned(request, config, None if export is None else Path(export))
     if as_json:
-        click.echo(json.dumps(plain(render.as_json(plan)), indent=2, ensure_ascii=False))
+        echo(json.dumps(plain(render.as_json(plan)), indent=2, ensure_ascii=False))
     else:
         for line in render.text(plan).splitlines():
-            click.echo(styled(line))
+            echo(styled(line))
     if export is not None:
-        click.echo(f"exported to {export}", err=True)
+        echo(f"exported to {export}", err=True)
     if not plan.fits:
         raise SystemExit(1)

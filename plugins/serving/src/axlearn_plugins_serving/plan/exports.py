@@ -13,7 +13,8 @@ from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.open_engine import check_decoder, fit_config, without_kernels
 from axlearn_plugins_serving.plan.targets import opened_directory
 from axlearn_plugins_serving.programs import check_new, export_programs
-from axlearn_plugins_serving.runner import ModelRunner, abstract_program, block_counts, buckets
+from axlearn_plugins_serving.runner import ModelRunner
+from axlearn_plugins_serving.runner_program import abstract_program, block_counts, buckets
 
 
 def export_here(request: Request, config: ServingEngine.Config, directory: Path) -> tuple[int, float]:

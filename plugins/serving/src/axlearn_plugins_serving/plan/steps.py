@@ -22,7 +22,8 @@ from axlearn_plugins_plan.hlo import parse
 from axlearn_plugins_plan.memory import of_compiled, of_refusal, shard_bytes
 from axlearn_plugins_plan.plan import uncached
 from axlearn_plugins_plan.roofline import Roofline, peak
-from axlearn_plugins_serving.runner import ModelRunner, abstract_program, block_counts, buckets
+from axlearn_plugins_serving.runner import ModelRunner
+from axlearn_plugins_serving.runner_program import abstract_program, block_counts, buckets
 from axlearn_plugins_serving.steps import StepBucket
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import click
 
+from axlearn_core.cli.terminal import echo
+
 _SWITCH_SECONDS = 5e-4  # Python's 5 ms would let the engine's thread wait so long for the event loop after each step
 
 
@@ -77,7 +79,7 @@ def serve(
 
     key = _key(api_key_env)
     if key is None and not is_loopback(host):
-        click.echo(f"warning: anybody who reaches {host} can use this server; --api-key-env asks for a key", err=True)
+        echo(f"warning: anybody who reaches {host} can use this server; --api-key-env asks for a key", err=True)
     if engine == "vllm":
         from axlearn_plugins_serving.server.external import serve_with_vllm
 
@@ -227,7 +229,7 @@ def _run_replicas(engine_options: tuple[Any, ...], limits: Any, replicas: int, h
     name = name or name_of(uri)
     open_service = functools.partial(_open, uri, name, template, *rest, programs, workers)
     return serve_replicas(
-        open_service, limits, replicas=replicas, host=host, port=port, ready=lambda url: click.echo(f"{name} at {url}")
+        open_service, limits, replicas=replicas, host=host, port=port, ready=lambda url: echo(f"{name} at {url}")
     )
 
 
@@ -242,6 +244,6 @@ def _run(service: Any, limits: Any, listener: Any, host: str, grace: float, log_
         runner = Runner(service, limits, grace=grace, log_requests=log_requests)
         host_text = f"[{host}]" if ":" in host else host
         address = f"http://{host_text}:{listener.getsockname()[1]}"
-        return await runner.run(listener, lambda: click.echo(f"{service.name} at {address}"))
+        return await runner.run(listener, lambda: echo(f"{service.name} at {address}"))
 
     return asyncio.run(run())

@@ -6,6 +6,8 @@ from typing import Any
 
 import click
 
+from axlearn_core.cli.terminal import echo
+
 
 @click.command()
 @click.argument("first", metavar="RUN_A", type=click.Path(path_type=Path))
@@ -34,14 +36,12 @@ def bisect(first: Path, second: Path, metric: str, steps: int, seeds: int, most:
         )
     search.check_metric(old, metric, steps)
     trainings = search.Trainings(metric, steps, range(seeds), most)
-    result = search.bisect(old, new, metric, trainings.score, progress=lambda line: click.echo(line, err=True))
+    result = search.bisect(old, new, metric, trainings.score, progress=lambda line: echo(line, err=True))
     result = search.counted(result, trainings.count)
 
     def shown(value: Any) -> str:
         return value if isinstance(value, str) else repr(value)
 
-    click.echo(
-        json.dumps(plain(search.as_json(result, shown)), indent=2) if as_json else search.text(result, metric, shown)
-    )
+    echo(json.dumps(plain(search.as_json(result, shown)), indent=2) if as_json else search.text(result, metric, shown))
     if not result.moving:
         raise SystemExit(1)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from axlearn_core.cli.common import json_option, print_json, print_table
+from axlearn_core.cli.terminal import echo
 from axlearn_core.errors import CheckpointError, MissingFileError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def list_(run_dir: str, as_json: bool) -> None:
         print_json(rows)
         return
     if not rows:
-        click.echo(f"{place.name} has no checkpoint yet", err=True)
+        echo(f"{place.name} has no checkpoint yet", err=True)
         return
     for row in rows:
         row["metrics"] = "  ".join(f"{k} {v:.4g}" for k, v in row["metrics"].items())
@@ -52,7 +53,7 @@ def inspect(run_dir: str, step: int | None, verify: bool, as_json: bool) -> None
         print_json(rows)
         return
     whole = "; every file is what was written" if verify else ""
-    click.echo(
+    echo(
         f"step {manifest.step}: {len(rows)} arrays, {_size(manifest.bytes)} in {len(manifest.files)} files{whole}",
         err=True,
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from axlearn_core.cli.terminal import echo
 from axlearn_core.train.trackers.common import writing
 
 
@@ -20,7 +21,7 @@ def report(run_dir: str) -> None:
     from axlearn_plugins_tools.reporting import write_report
 
     if "://" not in run_dir:
-        click.echo(write_report(Path(run_dir)))
+        echo(write_report(Path(run_dir)))
         return
     from axlearn_core.train.mirror import RunMirror, working_copy
 
@@ -32,4 +33,4 @@ def report(run_dir: str) -> None:
         with writing(target):
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(page, target)
-    click.echo(target)
+    echo(target)

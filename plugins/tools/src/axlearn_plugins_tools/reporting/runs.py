@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from axlearn_core.cli.common import json_option, print_json, print_table
+from axlearn_core.cli.terminal import echo
 from axlearn_core.errors import RequestError
 from axlearn_plugins_tools.reporting.run import Run, number, read_run
 
@@ -34,7 +35,7 @@ def runs(paths: tuple[Path, ...], as_json: bool) -> None:
         print_json(rows)
         return
     if not rows:
-        click.echo("the runs are the same" if len(paths) == 2 else "there are no runs", err=True)
+        echo("the runs are the same" if len(paths) == 2 else "there are no runs", err=True)
         return
     print_table(rows, [c for c in columns if any(str(row.get(c, "")) for row in rows)])
 

@@ -6,6 +6,7 @@ import click
 import importlib_metadata
 
 from axlearn_core.cli.common import json_option, print_json
+from axlearn_core.cli.terminal import echo
 from axlearn_core.plugins.registry import registry
 from axlearn_plugins_tools.scaffold.write import write_plugin
 
@@ -21,5 +22,5 @@ def new(name: str, path: Path | None, as_json: bool) -> None:
     if as_json:
         print_json([{"name": str(file)} for file in written])
         return
-    click.echo("\n".join(map(str, written)))
-    click.echo(f'try next:\n  pip install -e "{folder}[test]"\n  pytest {folder}', err=True)
+    echo("\n".join(map(str, written)))
+    echo(f'try next:\n  pip install -e "{folder}[test]"\n  pytest {folder}', err=True)

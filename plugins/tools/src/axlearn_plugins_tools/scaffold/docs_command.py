@@ -4,6 +4,8 @@ from pathlib import Path
 
 import click
 
+from axlearn_core.cli.terminal import echo
+
 
 @click.command()
 @click.option(
@@ -22,11 +24,11 @@ def docs(out: Path | None, port: int, serve: bool) -> None:
     server = open_server(port) if serve else None  # a taken port is said before the build, not after it
     try:
         folder = build_site(project, out or project / "build/site")
-        click.echo(folder)
+        echo(folder)
         if server is not None:
             server.serve_folder(folder)
     except KeyboardInterrupt:
-        click.echo("stopped", err=True)
+        echo("stopped", err=True)
     finally:
         if server is not None:
             server.server_close()

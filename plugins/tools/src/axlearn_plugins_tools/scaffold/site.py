@@ -8,8 +8,7 @@ import sys
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import click
-
+from axlearn_core.cli.terminal import echo
 from axlearn_core.errors import RequestError, WorkError
 
 NEEDS = ("sphinx", "myst_parser", "furo", "sphinx_copybutton")
@@ -66,7 +65,7 @@ class SiteServer(ThreadingHTTPServer):
     def serve_folder(self, folder: Path) -> None:
         """Answers requests until Ctrl-C."""
         self.RequestHandlerClass = functools.partial(_QuietHandler, directory=str(folder))  # type: ignore[assignment]
-        click.echo(f"http://{ADDRESS}:{self.server_address[1]}/  (Ctrl-C stops)", err=True)
+        echo(f"http://{ADDRESS}:{self.server_address[1]}/  (Ctrl-C stops)", err=True)
         self.serve_forever(poll_interval=0.2)
 
 

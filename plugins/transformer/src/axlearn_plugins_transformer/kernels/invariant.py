@@ -137,6 +137,8 @@ class _InvariantPaged:
         heads, size = op.query.shape[1:]
         groups = op.groups
         query = (op.query * op.scale).reshape(-1, groups, heads // groups, size)
+        total = singles + chunk * (op.table.shape[0] - singles)
+        unused, query = query.shape[0] - total, query[:total]
         pages = KEYS // op.page_size
         table = jnp.pad(op.table, ((0, 0), (0, -op.table.shape[1] % pages)))
 
@@ -160,6 +162,8 @@ class _InvariantPaged:
         if op.table.shape[0] > singles:
             parts.append(self._chunks(op, query[singles:].reshape(-1, chunk, *query.shape[1:]), tile))
         results = [x.reshape(-1, heads, x.shape[-1]).astype(op.query.dtype) for x in parts]
+        if unused:
+            results.append(jnp.zeros((unused, *results[0].shape[1:]), results[0].dtype))
         return results[0] if len(results) == 1 else jnp.concatenate(results)
 
     @staticmethod

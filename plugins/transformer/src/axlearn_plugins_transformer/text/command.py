@@ -18,13 +18,16 @@ def generate(uri: str, prompt: str, max_tokens: int, temperature: float, seed: i
     Only the text goes to standard output. The model is that of a run, of a directory in Hugging Face format, of exported adapters
     (`DIR`, or `DIR?base=RUN_DIR` where the base has moved), or anything else that an installed plugin opens.
     """
+    from axlearn_core.errors import escape_controls
     from axlearn_core.train.inference import load
     from axlearn_plugins_transformer.text.writing import write_text
 
     pieces = write_text(load(uri, step=step), prompt, max_tokens=max_tokens, temperature=temperature, seed=seed)
     first = next(pieces, "")  # what is wrong shows before anything is written
-    sys.stdout.write(prompt + first)
+    # A model may write anything; a terminal does not get what would steer it.
+    shown = escape_controls if sys.stdout.isatty() else str
+    sys.stdout.write(shown(prompt + first))
     for piece in pieces:
-        sys.stdout.write(piece)
+        sys.stdout.write(shown(piece))
         sys.stdout.flush()
     sys.stdout.write("\n")
