@@ -1,14 +1,18 @@
 """The mode `parity`: log-probabilities of steps are, bit for bit in float32, those of the training program's `score`."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from parity_scores import Scores, check_parity_scores
 from serving_models import SIZES, config, model, prompts
 
+from axlearn_core.compose import Functional
 from axlearn_core.config import patch
 from axlearn_core.errors import RequestError
 from axlearn_plugins_serving.runner import ModelRunner
+from axlearn_plugins_serving.weight_layout import ROWS, ROWS_OF_WIDE_MAPS, least_rows
 
 
 @pytest.mark.parametrize("features", [(), ("alibi",), ("interleave",)], ids=str)
@@ -37,6 +41,51 @@ def test_bitwise_with_a_vocabulary_and_chunks_as_served():
     sizes = {"decoder.layer.attention.num_kv_heads": 4, "decoder.hidden_dim": 128, "vocab_size": 4096}
     cfg = patch(config(), sizes)
     check_parity_scores(cfg, cfg.build(rngs=nnx.Rngs(0)), seeds=1, chunk=32, max_step_tokens=64, chunk_buckets=(1,))
+
+
+WIDE = {
+    "decoder.layer.attention.num_heads": 12,
+    "decoder.layer.attention.num_kv_heads": 4,
+    "decoder.layer.feed_forward.hidden_dim": 2048,
+    "decoder.hidden_dim": 768,
+    "vocab_size": 1024,
+}
+
+
+@pytest.mark.slow
+def test_bitwise_with_wide_maps():
+    """Which need fewer rows."""
+    cfg = patch(config(), WIDE)
+    of = cfg.build(rngs=nnx.Rngs(0))
+    assert least_rows(of) == ROWS_OF_WIDE_MAPS < ROWS
+    check_parity_scores(cfg, of, seeds=1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"vocab_size": 1000}, {"decoder.hidden_dim": 640, "decoder.layer.attention.num_heads": 10}],
+    ids=str,
+)
+def test_other_maps_need_all_rows(change):
+    cfg = patch(config(), {**WIDE, "decoder.layer.attention.num_kv_heads": 2, **change})
+    assert least_rows(Functional.of(cfg).describe()) == ROWS
+    assert least_rows(Functional.of(patch(config(), WIDE)).describe()) == ROWS_OF_WIDE_MAPS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inputs", [768, 1024, 1280, 2816])
+def test_rows_of_products_do_not_depend_on_their_number(inputs):
+    """What the numbers of rows stand on: how XLA multiplies and adds up on this machine."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((320, inputs)).astype(np.float32)
+    mean = jax.jit(lambda x: jnp.mean(x * x, axis=-1))
+    product = jax.jit(jnp.matmul)
+    for outputs in (64, 192, 768, 1088, 4096):
+        weight = rng.standard_normal((inputs, outputs)).astype(np.float32)
+        whole, means = np.asarray(product(x, weight)), np.asarray(mean(x))
+        for rows in (ROWS_OF_WIDE_MAPS, 33, 40, ROWS, 96, 288):
+            assert np.asarray(product(x[:rows], weight)).tobytes() == whole[:rows].tobytes(), (outputs, rows)
+            assert np.asarray(mean(x[:rows])).tobytes() == means[:rows].tobytes(), rows
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from axlearn_core.errors import RequestError
 from axlearn_plugins_serving.functions import ServingFunctions, Sizes
 from axlearn_plugins_serving.paged import UsePagedCache
 from axlearn_plugins_serving.steps import StepBucket
-from axlearn_plugins_serving.weight_layout import LEAST_ROWS, stores_transposed
+from axlearn_plugins_serving.weight_layout import least_rows, stores_transposed
 
 if TYPE_CHECKING:
     from axlearn_plugins_serving.runner import ModelRunner
@@ -107,7 +107,7 @@ def _transposes(cfg: "ModelRunner.Config", model: Node[Any], devices: Sequence[A
     return cfg.mode == "fast" and not cfg.adapters and stores_transposed(model, devices)
 
 
-def _sizes(cfg: "ModelRunner.Config", blocks: int, *, transposed: bool) -> Sizes:
+def _sizes(cfg: "ModelRunner.Config", blocks: int, model: Any, *, transposed: bool) -> Sizes:
     return Sizes(
         blocks=blocks,
         block_size=cfg.block_size,
@@ -116,7 +116,7 @@ def _sizes(cfg: "ModelRunner.Config", blocks: int, *, transposed: bool) -> Sizes
         steps=cfg.decode_steps,
         adapters=len(cfg.adapters),
         transposed=transposed,
-        least=LEAST_ROWS if cfg.mode == "parity" else 1,
+        least=least_rows(model) if cfg.mode == "parity" else 1,
     )
 
 
@@ -144,7 +144,7 @@ def declare_program(
     if cfg.adapters:
         paged = read_adapters(cfg).apply(paged)
     functional, transposed = Functional.of(paged), _transposes(cfg, model, devices)
-    sizes = _sizes(cfg, blocks, transposed=transposed)
+    sizes = _sizes(cfg, blocks, functional.describe(), transposed=transposed)
     return ModelProgram(functional, devices, mesh, target, lambda model: ServingFunctions(model, sizes).declare())
 
 
@@ -168,6 +168,6 @@ def declare_steps(program: ModelProgram, cfg: "ModelRunner.Config", blocks: int,
     """Adds the steps to a program; `cache` is what `serve_cache` gives, as abstract arrays with their shardings."""
     devices = list(program.layout.mesh.devices.flat)
     model = program.functional.describe()
-    sizes = _sizes(cfg, blocks, transposed=_transposes(cfg, model.cfg, devices))
+    sizes = _sizes(cfg, blocks, model, transposed=_transposes(cfg, model.cfg, devices))
     functions = ServingFunctions(model, sizes)
     program.functions.update(functions.declare_steps(cache))

@@ -1,20 +1,34 @@
 """How a runner stores the weights of linear maps, and how many rows it multiplies them with at least."""
 
 import functools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
+from flax import nnx
 
 from axlearn_core.config import Node, find
+from axlearn_core.nn.linear import Linear
 
 SLOW_TRANSPOSED = ("AuthenticAMD",)
 """Vendors of processors on which XLA multiplies 16 rows faster with [inputs, outputs]: measured on a Xeon and an EPYC of 2022."""
 
-LEAST_ROWS = 64
-"""Of every product in the mode `parity`: XLA for CPU multiplies fewer rows by other algorithms. 32 rows are enough for maps that
-are 128 wide, and not for those that are 256 wide."""
+ROWS, ROWS_OF_WIDE_MAPS = 64, 32
+"""Of everything but attention in the mode `parity`: XLA for CPU multiplies and adds up fewer rows by other algorithms. From how
+many on it does not, depends on the sizes: 56 for maps of 256 to 256, 40 for 512, 24 for 768, and 4 for 1,024 and more."""
+WIDE, INPUT_MULTIPLE, OUTPUT_MULTIPLE = 768, 256, 64
+"""Maps for which fewer rows are enough: of 11 such numbers of inputs and 14 of outputs none needed more."""
+
+
+def least_rows(model: Any) -> int:
+    """How many rows are computed at least, so that none depends on their number, bit for bit; `model`: a `CausalLM`."""
+    maps = [m for _, m in nnx.iter_modules(model) if hasattr(getattr(m, "cfg", None), "input_dims")]
+    inputs = [math.prod(m.cfg.input_dims) for m in maps]
+    outputs = [math.prod(m.cfg.output_dims) for m in maps] + [model.vocab_size]  # the head may be the embedding
+    wide = all(n >= WIDE and n % INPUT_MULTIPLE == 0 for n in inputs) and all(n % OUTPUT_MULTIPLE == 0 for n in outputs)
+    return ROWS_OF_WIDE_MAPS if maps and wide and all(type(m) is Linear for m in maps) else ROWS
 
 
 def stores_transposed(model: Node[Any], devices: Sequence[Any]) -> bool:

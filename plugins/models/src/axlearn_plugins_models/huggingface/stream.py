@@ -19,6 +19,7 @@ from axlearn_plugins_models.huggingface.files import DTYPES, Made, Stored
 from axlearn_plugins_models.huggingface.table import Axes, Part, Tensor
 
 SLICE = 32 * 2**20
+ALIGNED = 64
 Params = dict[str, Any]
 
 
@@ -40,6 +41,12 @@ def read(tensors: Mapping[str, Tensor], stored: Mapping[str, Stored], like: Mapp
             if part.path not in like:
                 continue
             want = like[part.path]
+            if _in_host_memory(want.sharding):  # in place, which needs no compiled function
+                whole = params.setdefault(part.path, _host_zeros(want.shape, want.dtype))
+                at = (*start, *(0,) * (len(want.shape) - len(start)))
+                sizes = (*(1,) * (len(want.shape) - piece.ndim), *piece.shape)
+                whole[tuple(slice(a, a + n) for a, n in zip(at, sizes, strict=True))] = piece.reshape(sizes)
+                continue
             if part.path not in params and piece.shape == want.shape and piece.dtype == want.dtype:
                 params[part.path] = _put_piece(piece, want.sharding)
                 continue
@@ -48,7 +55,7 @@ def read(tensors: Mapping[str, Tensor], stored: Mapping[str, Stored], like: Mapp
             spec = tuple(want.sharding.spec) if isinstance(want.sharding, NamedSharding) else ()
             placed = _put_piece(piece, _fitting_sharding(want.sharding, spec[len(part.index) :], piece.shape))
             params[part.path] = _put(params[part.path], placed, jnp.asarray(start, jnp.int32), want.sharding)
-    return params
+    return {path: jax.device_put(x, like[path].sharding) for path, x in params.items()}
 
 
 def same(a: Stored, b: Stored) -> bool:
@@ -116,6 +123,20 @@ def _intersect(axes: Axes, part: Part, first: str, low: int, high: int) -> tuple
         return low, (*(slice(None),) * axes.flat.index(axes.joined), slice(begin, end))
     begin, end = max(begin, low), min(end, high)
     return (begin - part.offset, (slice(begin - low, end - low),)) if begin < end else None
+
+
+def _in_host_memory(sharding: Any) -> bool:
+    """Whether an array is on one CPU of this process."""
+    devices = sharding.device_set
+    return len(devices) == 1 and all(d.platform == "cpu" for d in devices) and jax.process_count() == 1
+
+
+def _host_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Zeros where JAX takes them over without a copy: aligned to `ALIGNED` bytes."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    buffer = np.zeros(size + ALIGNED, np.uint8)
+    begin = -buffer.ctypes.data % ALIGNED
+    return buffer[begin : begin + size].view(dtype).reshape(shape)
 
 
 def _put_piece(piece: np.ndarray, sharding: Any) -> jax.Array:
