@@ -58,6 +58,7 @@ def test_bitwise_with_wide_maps():
     cfg = patch(config(), WIDE)
     of = cfg.build(rngs=nnx.Rngs(0))
     assert least_rows(of) == ROWS_OF_WIDE_MAPS < ROWS
+    check_parity_scores(cfg, of, seeds=1, max_rows=16, chunk=32, max_step_tokens=128)
     check_parity_scores(cfg, of, seeds=1)
 
 

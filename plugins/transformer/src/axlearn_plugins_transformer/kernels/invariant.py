@@ -22,6 +22,8 @@ from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention
 ROWS = 32
 """Of a product, at least: XLA for CPU multiplies 16 rows and fewer by another algorithm."""
 KEYS = 128
+AT_ONCE = 8
+"""Tiles that are computed together."""
 LOW = -1e30
 
 Block = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
@@ -158,7 +160,8 @@ class _InvariantPaged:
         parts = []
         if singles:
             requests = jnp.arange(singles, dtype=jnp.int32)
-            parts.append(lax.map(tile, (query[:singles, None], op.lengths[:singles, None] - 1, requests)))
+            each = query[:singles, None], op.lengths[:singles, None] - 1, requests
+            parts.append(lax.map(tile, each, batch_size=min(singles, AT_ONCE)))
         if op.table.shape[0] > singles:
             parts.append(self._chunks(op, query[singles:].reshape(-1, chunk, *query.shape[1:]), tile))
         results = [x.reshape(-1, heads, x.shape[-1]).astype(op.query.dtype) for x in parts]
@@ -177,7 +180,8 @@ class _InvariantPaged:
         begin = op.lengths[singles:, None, None] - chunk
         positions = begin + jnp.arange(each * count, dtype=jnp.int32).reshape(1, each, count)
         requests = jnp.repeat(jnp.arange(singles, singles + many, dtype=jnp.int32), each)
-        result = lax.map(tile, (tiles.reshape(-1, *tiles.shape[2:]), positions.reshape(-1, count), requests))
+        parts = tiles.reshape(-1, *tiles.shape[2:]), positions.reshape(-1, count), requests
+        result = lax.map(tile, parts, batch_size=min(requests.shape[0], AT_ONCE))
         return result.reshape(many, each * count, *result.shape[2:])[:, :chunk]
 
 
