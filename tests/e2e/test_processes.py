@@ -159,10 +159,13 @@ def test_axes_across_processes_give_the_losses_of_one_device(tmp_path, shape, fe
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_lost_process_is_one_line(tmp_path, rank):
     run = tmp_path / "run"
-    processes = start(tiny.arguments(run, steps=100_000))
-    saved = run / "checkpoints" / "6"
-    # Some steps later, so that the shell knows of a checkpoint: it is told of new ones once a second.
-    assert tiny.kill_when(processes[rank], lambda: saved.exists() and len(tiny.logged(run)) > 20)
+    # Checkpoints that stay, and fewer lines than a pipe holds that nobody reads.
+    settings = ("checkpointer.keep_last=null", "log_every_steps=5")
+    processes = start(tiny.arguments(run, steps=100_000, settings=settings))
+    saved = run / "checkpoints" / "30"
+    # Some steps later, so that the other process knows of a checkpoint: it is told of new ones once a second.
+    assert tiny.kill_when(processes[rank], lambda: saved.exists() and len(tiny.logged(run)) > 12)
+    processes[rank].communicate(timeout=60)
     errors = processes[1 - rank].communicate(timeout=300)[1]
     (line,) = [text for text in errors.splitlines() if text.startswith("error: process ")]
     assert f"process {rank} " in line
