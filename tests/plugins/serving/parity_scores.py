@@ -57,4 +57,19 @@ def check_parity_scores(cfg, of, seeds=2, **sizes):
             expected = scores(prompt + output, len(prompt))
             assert np.asarray(logprobs, np.float32).tobytes() == expected.tobytes()
             compared += len(logprobs)
+        check_prompts(runner, some, scores, rng)
     assert compared >= 32 * seeds
+
+
+def check_prompts(runner, some, scores, rng):
+    """The log-probabilities of prompts, which a step computes a chunk at a time."""
+    requests = Requests(runner, some, [Sampling(temperature=0.0, logprobs=0)] * len(some), rng=rng)
+    for i, prompt in enumerate(some):
+        values = []
+        while requests.done[i] < len(prompt):
+            size = int(rng.integers(1, 14))
+            following = [*prompt, 0][requests.done[i] + 1 :][: min(size, len(prompt) - requests.done[i])]
+            [result] = requests.step({i: size}, **{str(i): {"targets": following}})
+            values += [x.logprob for x in result.target_logprobs]
+        got = np.asarray(values[:-1], np.float32)
+        assert got.tobytes() == scores(prompt, 1).tobytes()
