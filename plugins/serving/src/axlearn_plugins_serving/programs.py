@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -21,11 +21,8 @@ from axlearn_core.config import Node, flatten
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.source_hash import source_hashes
 from axlearn_core.plugins.unregistered import stable_repr
-from axlearn_plugins_serving.runner_program import step_functions
+from axlearn_plugins_serving.runner_program import RunnerConfig, step_functions
 from axlearn_plugins_serving.steps import StepBucket
-
-if TYPE_CHECKING:
-    from axlearn_plugins_serving.runner import ModelRunner
 
 
 class ProgramsError(RequestError):
@@ -41,12 +38,12 @@ _THREADS = 4
 _OPTIONS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_default_prng_impl")
 
 
-def runner_functions(cfg: "ModelRunner.Config", buckets: Sequence[StepBucket]) -> dict[str, list[StepBucket | None]]:
+def runner_functions(cfg: RunnerConfig, buckets: Sequence[StepBucket]) -> dict[str, list[StepBucket | None]]:
     """Name -> shapes, of everything that a runner computes."""
     return {**{name: [None] for name in FIRST}, **step_functions(cfg, buckets)}
 
 
-def identity(program: ModelProgram, cfg: "ModelRunner.Config", model: Node[Any]) -> dict[str, str]:
+def identity(program: ModelProgram, cfg: RunnerConfig, model: Node[Any]) -> dict[str, str]:
     """Everything that the programs of a runner are made from, by name: configs, mesh, options, and the code itself.
 
     Args:
@@ -74,7 +71,7 @@ def _digest_arrays(arrays: Mapping[str, Any]) -> str:
 
 
 def export_programs(
-    program: ModelProgram, cfg: "ModelRunner.Config", buckets: Sequence[StepBucket], model: Node[Any], directory: Path
+    program: ModelProgram, cfg: RunnerConfig, buckets: Sequence[StepBucket], model: Node[Any], directory: Path
 ) -> None:
     """Compiles what is not compiled yet, and writes all functions of a runner to a new directory.
 
@@ -91,7 +88,7 @@ def check_new(directory: Path | None) -> None:
 
 
 def load_programs(
-    program: ModelProgram, cfg: "ModelRunner.Config", buckets: Sequence[StepBucket], model: Node[Any], directory: Path
+    program: ModelProgram, cfg: RunnerConfig, buckets: Sequence[StepBucket], model: Node[Any], directory: Path
 ) -> None:
     """Takes the functions of a runner from a directory: nothing is traced or compiled.
 
@@ -112,7 +109,7 @@ def load_programs(
             )
 
 
-def preload(program: ModelProgram, cfg: "ModelRunner.Config", buckets: Sequence[StepBucket]) -> None:
+def preload(program: ModelProgram, cfg: RunnerConfig, buckets: Sequence[StepBucket]) -> None:
     """Loads all functions of a runner, several at one time: machine code is loaded outside of Python.
 
     Raises:

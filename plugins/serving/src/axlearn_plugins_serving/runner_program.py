@@ -1,7 +1,7 @@
 """The program of a `ModelRunner`: the shapes of its steps, its functions, and which models it can serve bit for bit."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import attrs
 import jax
@@ -18,20 +18,19 @@ from axlearn_plugins_serving.paged import UsePagedCache
 from axlearn_plugins_serving.steps import StepBucket
 from axlearn_plugins_serving.weight_layout import least_rows, stores_transposed
 
-if TYPE_CHECKING:
-    from axlearn_plugins_serving.runner import ModelRunner
-
+RunnerConfig: TypeAlias = Any
+"""The config of a `ModelRunner`, whose module imports this one."""
 MOVED = 16
 """Blocks that are copied, read or written at once."""
 
 
-def block_counts(cfg: "ModelRunner.Config") -> tuple[int, int]:
+def block_counts(cfg: RunnerConfig) -> tuple[int, int]:
     """Blocks: the most of one request, and all of the cache."""
     each = -(-cfg.max_context // max(1, cfg.block_size))
     return each, cfg.num_blocks or cfg.max_rows * each
 
 
-def buckets(cfg: "ModelRunner.Config", blocks: int) -> list[StepBucket]:
+def buckets(cfg: RunnerConfig, blocks: int) -> list[StepBucket]:
     """The shapes of steps; smaller ones first."""
     rows = sorted({min(n, cfg.max_rows) for n in (*cfg.row_buckets, cfg.max_rows)})
     most = -(-cfg.max_step_tokens // cfg.chunk)
@@ -43,7 +42,7 @@ def buckets(cfg: "ModelRunner.Config", blocks: int) -> list[StepBucket]:
     return [*plain, *mixed]
 
 
-def step_functions(cfg: "ModelRunner.Config", buckets: Sequence[StepBucket]) -> dict[str, list[StepBucket | None]]:
+def step_functions(cfg: RunnerConfig, buckets: Sequence[StepBucket]) -> dict[str, list[StepBucket | None]]:
     """Name -> shapes, of all functions that steps may need."""
     functions: dict[str, list[StepBucket | None]] = {
         name: [None] for name in ("serve_assign", "serve_mask", "serve_copy", "serve_read", "serve_write")
@@ -61,7 +60,7 @@ def model_weights(functional: Functional, model: Any) -> ModelWeights:
     return ModelWeights(*({p: flat[p] for p in part if p in flat} for part in parts))
 
 
-def read_adapters(cfg: "ModelRunner.Config") -> Any:
+def read_adapters(cfg: RunnerConfig) -> Any:
     """The adapters of a config, a `RowAdapters`.
 
     Raises:
@@ -103,11 +102,11 @@ def check_parity(model: Any, adapters: Sequence[str] = (), cache_dtype: str | No
         )
 
 
-def _transposes(cfg: "ModelRunner.Config", model: Node[Any], devices: Sequence[Any]) -> bool:
+def _transposes(cfg: RunnerConfig, model: Node[Any], devices: Sequence[Any]) -> bool:
     return cfg.mode == "fast" and not cfg.adapters and stores_transposed(model, devices)
 
 
-def _sizes(cfg: "ModelRunner.Config", blocks: int, model: Any, *, transposed: bool) -> Sizes:
+def _sizes(cfg: RunnerConfig, blocks: int, model: Any, *, transposed: bool) -> Sizes:
     return Sizes(
         blocks=blocks,
         block_size=cfg.block_size,
@@ -120,7 +119,7 @@ def _sizes(cfg: "ModelRunner.Config", blocks: int, model: Any, *, transposed: bo
     )
 
 
-def runner_program(cfg: "ModelRunner.Config", blocks: int, model: Any, program: Any) -> ModelProgram:
+def runner_program(cfg: RunnerConfig, blocks: int, model: Any, program: Any) -> ModelProgram:
     """The program of a runner, on the devices of `program`, or on one device."""
     if program is None:
         return declare_program(cfg, blocks, model.cfg, jax.local_devices()[:1])
@@ -129,7 +128,7 @@ def runner_program(cfg: "ModelRunner.Config", blocks: int, model: Any, program: 
 
 
 def declare_program(
-    cfg: "ModelRunner.Config",
+    cfg: RunnerConfig,
     blocks: int,
     model: Node[Any],
     devices: Sequence[Any],
@@ -149,7 +148,7 @@ def declare_program(
 
 
 def abstract_program(
-    cfg: "ModelRunner.Config",
+    cfg: RunnerConfig,
     model: Node[Any],
     devices: Sequence[Any],
     mesh: Mesh | None = None,
@@ -164,7 +163,7 @@ def abstract_program(
     return program
 
 
-def declare_steps(program: ModelProgram, cfg: "ModelRunner.Config", blocks: int, cache: Any) -> None:
+def declare_steps(program: ModelProgram, cfg: RunnerConfig, blocks: int, cache: Any) -> None:
     """Adds the steps to a program; `cache` is what `serve_cache` gives, as abstract arrays with their shardings."""
     devices = list(program.layout.mesh.devices.flat)
     model = program.functional.describe()

@@ -24,7 +24,7 @@ WIDE, INPUT_MULTIPLE, OUTPUT_MULTIPLE = 768, 256, 64
 
 def least_rows(model: Any) -> int:
     """How many rows are computed at least, so that none depends on their number, bit for bit; `model`: a `CausalLM`."""
-    maps = [m for _, m in nnx.iter_modules(model) if hasattr(getattr(m, "cfg", None), "input_dims")]
+    maps: list[Any] = [m for _, m in nnx.iter_modules(model) if hasattr(getattr(m, "cfg", None), "input_dims")]
     inputs = [math.prod(m.cfg.input_dims) for m in maps]
     outputs = [math.prod(m.cfg.output_dims) for m in maps] + [model.vocab_size]  # the head may be the embedding
     wide = all(n >= WIDE and n % INPUT_MULTIPLE == 0 for n in inputs) and all(n % OUTPUT_MULTIPLE == 0 for n in outputs)
