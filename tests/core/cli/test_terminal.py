@@ -1,5 +1,6 @@
 """What commands print reaches a terminal without what would steer it."""
 
+import json
 import os
 import pty
 import subprocess
@@ -59,8 +60,11 @@ def test_values_do_not_steer_a_terminal(command, tmp_path):
     assert "\x1b[3" in text  # and colours are
 
 
-def test_a_pipe_gets_values_as_they_are(tmp_path):
+@pytest.mark.parametrize("name", ["a\u202eb.txt", "a\x1b[2Jb.txt", "a\x1b]0;title\x07b.txt"])
+def test_a_pipe_gets_values_as_they_are(tmp_path, name):
     file = tmp_path / "run.yaml"
-    file.write_text('experiment: quickstart\nset:\n  input.source: {type: files, paths: "a\\u202eb.txt"}\n')
+    setting = {"experiment": "quickstart", "set": {"input.source": {"type": "files", "paths": name}}}
+    file.write_text(json.dumps(setting))
     command = [sys.executable, "-m", "axlearn_core", "config", "show", str(file), "--flat"]
-    assert "a\u202eb.txt" in subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert f"input.source.paths: {name}\n" in text  # without colours

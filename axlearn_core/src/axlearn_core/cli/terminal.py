@@ -10,9 +10,12 @@ _STYLE = re.compile(r"(\x1b\[(?:[012]|3[1-7]|9[0-7])m)")
 
 
 def echo(text: object = "", *, err: bool = False) -> None:
-    """Prints a line. A terminal gets control characters as escapes such as `\\x1b`; a file or a pipe gets them as they are."""
+    """Prints a line. A terminal gets control characters as escapes such as `\\x1b`; a file or a pipe gets them as they are,
+    without colours.
+    """
     stream = sys.stderr if err else sys.stdout
-    click.echo(visible(str(text)) if stream.isatty() else text, err=err)
+    shown = visible(str(text)) if stream.isatty() else _STYLE.sub("", str(text))
+    click.echo(shown, err=err, color=True)  # or click would take out of a pipe whatever begins like a colour
 
 
 def visible(text: str) -> str:

@@ -102,21 +102,19 @@ def check_parity(model: Any, adapters: Sequence[str] = (), cache_dtype: str | No
         )
 
 
-def _transposes(cfg: RunnerConfig, model: Node[Any], devices: Sequence[Any]) -> bool:
-    return cfg.mode == "fast" and not cfg.adapters and stores_transposed(model, devices)
-
-
-def _sizes(cfg: RunnerConfig, blocks: int, model: Any, *, transposed: bool) -> Sizes:
-    return Sizes(
+def _functions(cfg: RunnerConfig, blocks: int, model: Any, devices: Sequence[Any]) -> ServingFunctions:
+    """Those of a model with abstract arrays, whose caches are paged."""
+    sizes = Sizes(
         blocks=blocks,
         block_size=cfg.block_size,
         slots=cfg.max_rows,
         moved=MOVED,
         steps=cfg.decode_steps,
         adapters=len(cfg.adapters),
-        transposed=transposed,
+        transposed=cfg.mode == "fast" and not cfg.adapters and stores_transposed(model.cfg, devices),
         least=least_rows(model) if cfg.mode == "parity" else 1,
     )
+    return ServingFunctions(model, sizes)
 
 
 def runner_program(cfg: RunnerConfig, blocks: int, model: Any, program: Any) -> ModelProgram:
@@ -142,9 +140,9 @@ def declare_program(
     paged = layout.apply(model)
     if cfg.adapters:
         paged = read_adapters(cfg).apply(paged)
-    functional, transposed = Functional.of(paged), _transposes(cfg, model, devices)
-    sizes = _sizes(cfg, blocks, functional.describe(), transposed=transposed)
-    return ModelProgram(functional, devices, mesh, target, lambda model: ServingFunctions(model, sizes).declare())
+    return ModelProgram(
+        Functional.of(paged), devices, mesh, target, lambda model: _functions(cfg, blocks, model, devices).declare()
+    )
 
 
 def abstract_program(
@@ -166,7 +164,5 @@ def abstract_program(
 def declare_steps(program: ModelProgram, cfg: RunnerConfig, blocks: int, cache: Any) -> None:
     """Adds the steps to a program; `cache` is what `serve_cache` gives, as abstract arrays with their shardings."""
     devices = list(program.layout.mesh.devices.flat)
-    model = program.functional.describe()
-    sizes = _sizes(cfg, blocks, model, transposed=_transposes(cfg, model.cfg, devices))
-    functions = ServingFunctions(model, sizes)
+    functions = _functions(cfg, blocks, program.functional.describe(), devices)
     program.functions.update(functions.declare_steps(cache))

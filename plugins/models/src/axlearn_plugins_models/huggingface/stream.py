@@ -42,10 +42,9 @@ def read(tensors: Mapping[str, Tensor], stored: Mapping[str, Stored], like: Mapp
                 continue
             want = like[part.path]
             if _in_host_memory(want.sharding):  # in place, which needs no compiled function
-                whole = params.setdefault(part.path, _host_zeros(want.shape, want.dtype))
-                at = (*start, *(0,) * (len(want.shape) - len(start)))
-                sizes = (*(1,) * (len(want.shape) - piece.ndim), *piece.shape)
-                whole[tuple(slice(a, a + n) for a, n in zip(at, sizes, strict=True))] = piece.reshape(sizes)
+                if part.path not in params:
+                    params[part.path] = _host_zeros(want.shape, want.dtype)
+                _put_in_place(params[part.path], piece, start)
                 continue
             if part.path not in params and piece.shape == want.shape and piece.dtype == want.dtype:
                 params[part.path] = _put_piece(piece, want.sharding)
@@ -55,7 +54,10 @@ def read(tensors: Mapping[str, Tensor], stored: Mapping[str, Stored], like: Mapp
             spec = tuple(want.sharding.spec) if isinstance(want.sharding, NamedSharding) else ()
             placed = _put_piece(piece, _fitting_sharding(want.sharding, spec[len(part.index) :], piece.shape))
             params[part.path] = _put(params[part.path], placed, jnp.asarray(start, jnp.int32), want.sharding)
-    return {path: jax.device_put(x, like[path].sharding) for path, x in params.items()}
+    for path, value in params.items():
+        if isinstance(value, np.ndarray):
+            params[path] = jax.device_put(value, like[path].sharding)
+    return params
 
 
 def same(a: Stored, b: Stored) -> bool:
@@ -137,6 +139,13 @@ def _host_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     buffer = np.zeros(size + ALIGNED, np.uint8)
     begin = -buffer.ctypes.data % ALIGNED
     return buffer[begin : begin + size].view(dtype).reshape(shape)
+
+
+def _put_in_place(whole: np.ndarray, piece: np.ndarray, start: tuple[int, ...]) -> None:
+    """`piece`, in the dtype of `whole`, from the index `start` on."""
+    piece = piece.reshape((1,) * (whole.ndim - piece.ndim) + piece.shape)
+    begin = (*start, *(0,) * (whole.ndim - len(start)))
+    whole[tuple(slice(b, b + n) for b, n in zip(begin, piece.shape, strict=True))] = piece
 
 
 def _put_piece(piece: np.ndarray, sharding: Any) -> jax.Array:
