@@ -143,6 +143,23 @@ def test_with_a_cache_each_layer_gets_its_own():
         assert [int(c) for c in new] == [3, 4, 3, 4]
 
 
+@pytest.mark.parametrize(("children", "traced"), [((2, 2), [2]), ((2, 3), [2, 3])])
+def test_with_a_cache_the_code_of_a_kind_is_traced_once(children, traced, monkeypatch):
+    stack, x, widths = Stack(Stack.Config()), jnp.ones((1, 1, 4)), []
+    layers = make(stack, block(children), 4)
+    cache = tuple(layer.init_cache(1, 8) for layer in each_layer(layers, 4))
+    expected, _ = stack(layers, x, Context(), cache)
+    call = Wide.__call__
+    monkeypatch.setattr(Wide, "__call__", lambda self, x: (widths.append(self.cfg.width), call(self, x))[1])
+    for module in (layers, unstack(layers, 4)):
+        graph, state = nnx.split(module)
+        y, new = jax.jit(lambda state, x, g=graph: stack(nnx.merge(g, state), x, Context(), cache))(state, x)
+        assert widths == traced
+        close(y, expected)
+        assert [int(c) for c in new] == [3, *[c + 1 for c in children[1:]], 3, *[c + 1 for c in children[1:]]]
+        widths.clear()
+
+
 def test_a_scan_has_the_code_of_one_period():
     stack = Stack(Stack.Config())
     text = {}

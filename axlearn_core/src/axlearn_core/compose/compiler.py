@@ -3,6 +3,7 @@
 import os
 import re
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
@@ -45,6 +46,8 @@ class Compiler:
         self._selections: dict[str, Selection] = {}
         self._jitted: dict[Any, Any] = {}
         self._compiled: dict[Any, Any] = {}
+        self._compiling: dict[Any, threading.Lock] = defaultdict(threading.Lock)
+        self._tracing = threading.RLock()
         self._exported: dict[tuple[str, str], tuple[Any, executables.Executable]] = {}
         self._identified = False
         self._cached: set[Any] = set()
@@ -57,7 +60,7 @@ class Compiler:
     @property
     def compiled(self) -> Sequence[tuple[str, Any]]:
         """(function, bucket) of all that was compiled or loaded so far."""
-        return [(name, bucket) for name, bucket, *_ in self._compiled]
+        return [(name, bucket) for name, bucket, *_ in list(self._compiled)]
 
     def function(self, name: str) -> Function:
         """A function of the experiment; raises `RequestError` with the nearest names where there is none of this name."""
@@ -92,7 +95,8 @@ class Compiler:
 
     def trace(self, name: str, bucket: object = None) -> Any:
         """A function traced for a bucket: its jaxpr, and the choice of kernels."""
-        return self._jit(name, bucket).trace(*self.arguments(name, bucket))
+        with self._tracing:  # kernels are chosen, and recorded, meanwhile
+            return self._jit(name, bucket).trace(*self.arguments(name, bucket))
 
     def lower(self, name: str, bucket: object = None) -> Any:
         """A function lowered for a bucket."""
@@ -101,19 +105,25 @@ class Compiler:
     def compile(self, name: str, bucket: object = None, **options: object) -> Any:
         """A function compiled for a bucket, or loaded (see `load`); kept. `options` are XLA's, under `compiler_options`.
 
+        Several threads may compile: they trace one after another, and each function is compiled by one of them.
+
         Raises:
             RequestError: an unknown function, or an executable that was compiled from another program.
             ConfigError: the compiler refuses one of the config's options.
         """
         key = (name, _bucket_key(bucket), *sorted(options.items()))
         if key not in self._compiled:
-            options = {**options, **self._options(name)}
-            try:
-                self._compiled[key] = self._load(name, bucket, options) or self._compile(name, bucket, options)
-            except jax.errors.JaxRuntimeError as error:
-                _check_options(self.mesh.compiler_options, str(error))
-                raise
+            with self._compiling[key]:
+                if key not in self._compiled:
+                    self._compiled[key] = self._load_or_compile(name, bucket, {**options, **self._options(name)})
         return self._compiled[key]
+
+    def _load_or_compile(self, name: str, bucket: Any, options: Mapping[str, Any]) -> Any:
+        try:
+            return self._load(name, bucket, options) or self._compile(name, bucket, options)
+        except jax.errors.JaxRuntimeError as error:
+            _check_options(self.mesh.compiler_options, str(error))
+            raise
 
     def _load(self, name: str, bucket: Any, options: Mapping[str, Any]) -> Any:
         exported = self._exported.get((name, str(_bucket_key(bucket))))
@@ -135,9 +145,10 @@ class Compiler:
 
     def _lower(self, jitted: Any, name: str, bucket: Any) -> Any:
         platform = self.layout.mesh.devices.flat[0].platform
-        traced = jitted.trace(*self.arguments(name, bucket))
-        with lowering(self.target):
-            return traced.lower(lowering_platforms=("cuda" if platform == "gpu" else str(platform),))
+        with self._tracing:
+            traced = jitted.trace(*self.arguments(name, bucket))
+            with lowering(self.target):
+                return traced.lower(lowering_platforms=("cuda" if platform == "gpu" else str(platform),))
 
     def _has_packed_arguments(self, name: str, bucket: object) -> bool:
         return any(_is_packed(spec) for spec in jax.tree.leaves(self.arguments(name, bucket)))
@@ -198,6 +209,15 @@ class Compiler:
     def exported(self, name: str, bucket: object = None) -> bool:
         """Whether `load` found a function for a bucket."""
         return (name, str(_bucket_key(bucket))) in self._exported
+
+    def verify(self) -> None:
+        """Compares the files of everything that `load` found with their hashes.
+
+        Raises:
+            RequestError: one is missing or damaged.
+        """
+        for directory, entry in self._exported.values():
+            executables.read(directory, entry)
 
     def _compile_anew(self, name: str, bucket: Any) -> Any:
         """Compiles without JAX's compilation cache, on disk and in memory."""

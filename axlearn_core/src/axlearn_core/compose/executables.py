@@ -185,6 +185,22 @@ def _check_identity(
         )
 
 
+def read(directory: str | os.PathLike[str], entry: Executable) -> bytes:
+    """The content of a file of an index.
+
+    Raises:
+        RequestError: it is missing or damaged.
+    """
+    path = Path(directory) / entry.file
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read: {error}\n    fix: export again") from error
+    if hashlib.sha256(content).hexdigest() != entry.sha256:
+        raise RequestError(f"{path} is damaged: its hash is not that of {INDEX}\n    fix: export again")
+    return content
+
+
 def load(directory: str | os.PathLike[str], entry: Executable, program: str | None, devices: Any) -> Any:
     """The compiled function, once its program and its file are known to be those that were exported.
 
@@ -204,14 +220,8 @@ def load(directory: str | os.PathLike[str], entry: Executable, program: str | No
             f"    got: {entry.program[:16]}\n    expected: {program[:16]}\n"
             "    fix: export again, or compose the config and the code that were exported"
         )
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise RequestError(f"{path} cannot be read: {error}\n    fix: export again") from error
-    if hashlib.sha256(content).hexdigest() != entry.sha256:
-        raise RequestError(f"{path} is damaged: its hash is not that of {INDEX}\n    fix: export again")
     flat = list(devices.flat)
-    arguments = pickle.loads(content)
+    arguments = pickle.loads(read(directory, entry))
     return serialize_executable.deserialize_and_load(*arguments, backend=flat[0].client, execution_devices=flat)
 
 

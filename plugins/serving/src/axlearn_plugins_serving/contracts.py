@@ -307,7 +307,7 @@ class Runner(Protocol):
         ...
 
     def warm_up(self) -> None:
-        """Compiles, or loads, all functions that steps may need."""
+        """Compiles all functions that steps may need. What was compiled before may be loaded when it is needed."""
         ...
 
     def assign(

@@ -34,7 +34,6 @@ FOLDER = "programs"
 FIRST = ("serve_tables", "serve_cache", "serve_weights")
 """Functions that make what steps work on."""
 _COUNT = re.compile(r"--xla_force_host_platform_device_count=\d+")
-_THREADS = 4
 _OPTIONS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_default_prng_impl")
 
 
@@ -98,10 +97,10 @@ def load_programs(
     """
     try:
         program.load(directory, identity(program, cfg, model))
+        program.verify()
     except RequestError as error:
         raise ProgramsError(str(error)) from error
-    functions = [(name, bucket) for name, shapes in runner_functions(cfg, buckets).items() for bucket in shapes]
-    for name, bucket in functions:
+    for name, bucket in _each(runner_functions(cfg, buckets)):
         if not program.exported(name, bucket):
             raise ProgramsError(
                 f"{directory} has no program {name}" + (f" of the shape {bucket}" if bucket else "") + "\n"
@@ -109,18 +108,35 @@ def load_programs(
             )
 
 
-def preload(program: ModelProgram, cfg: RunnerConfig, buckets: Sequence[StepBucket]) -> None:
-    """Loads all functions of a runner, several at one time: machine code is loaded outside of Python.
+class Loading:
+    """Loads functions in the background. One that is needed sooner is loaded then and there.
 
-    Raises:
-        ProgramsError: a file is damaged.
+    Args:
+        program: has them all, exported and verified.
+        functions: name -> shapes.
     """
-    functions = [(name, bucket) for name, shapes in runner_functions(cfg, buckets).items() for bucket in shapes]
-    try:
-        with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(lambda function: program.compile(*function), functions))
-    except RequestError as error:
-        raise ProgramsError(str(error)) from error
+
+    def __init__(self, program: ModelProgram, functions: Mapping[str, Sequence[StepBucket | None]]):
+        pool = ThreadPoolExecutor(1, "load-programs")
+        self._loads = [pool.submit(program.compile, *function) for function in _each(functions)]
+        pool.shutdown(wait=False)
+
+    def stop(self) -> None:
+        """Leaves out what it has not begun."""
+        for load in self._loads:
+            load.cancel()
+
+
+def compile_all(program: ModelProgram, functions: Mapping[str, Sequence[StepBucket | None]]) -> None:
+    """Compiles functions: on CPU one is traced while another is compiled."""
+    # Elsewhere the compiler measures kernels on the device, one at a time, and may need much memory.
+    threads = 2 if program.platform == "cpu" else 1
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda function: program.compile(*function), _each(functions)))
+
+
+def _each(functions: Mapping[str, Sequence[StepBucket | None]]) -> list[tuple[str, StepBucket | None]]:
+    return [(name, bucket) for name, shapes in functions.items() for bucket in shapes]
 
 
 def programs_of_run(uri: str | Path) -> Path | None:

@@ -14,7 +14,7 @@ from axlearn_core.errors import Problem, RequestError
 from axlearn_plugins_serving.contracts import Pending, Row, Sampling
 from axlearn_plugins_serving.packing import Packer, StepResult
 from axlearn_plugins_serving.paged import visible_window
-from axlearn_plugins_serving.programs import load_programs, preload
+from axlearn_plugins_serving.programs import Loading, compile_all, load_programs
 from axlearn_plugins_serving.runner_program import (
     MOVED,
     block_counts,
@@ -121,10 +121,10 @@ class ModelRunner(Configurable):
         self.cache: Any = self.program.compile("serve_cache")()
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.cache)
         declare_steps(self.program, cfg, self.num_blocks, shapes)
-        if programs is not None:
-            preload(self.program, cfg, self.buckets)
+        functions = step_functions(cfg, self.buckets)
+        self._loading = None if programs is None else Loading(self.program, functions)
         self._sampling: dict[int, Sampling] = {}
-        self._warm = 0
+        self._warm: int | None = None
         loaded = model_weights(self.program.functional, model) if weights is None else weights()
         self._set_adapters(loaded)
         self.update_weights(loaded)
@@ -133,14 +133,21 @@ class ModelRunner(Configurable):
     @property
     def compilations(self) -> int:
         """How many functions were compiled since `warm_up` ended."""
-        return len(self.program.compiled) - self._warm if self._warm else 0
+        return 0 if self._warm is None else self._count_compiled() - self._warm
 
     def warm_up(self) -> None:
-        """Compiles all functions that steps may need."""
-        for name, shapes in step_functions(self.cfg, self.buckets).items():
-            for bucket in shapes:
-                self.program.compile(name, bucket)
-        self._warm = len(self.program.compiled)
+        """Compiles all functions that steps may need. Exported ones are loaded in the background."""
+        if self._loading is None:
+            compile_all(self.program, step_functions(self.cfg, self.buckets))
+        self._warm = self._count_compiled()
+
+    def _count_compiled(self) -> int:
+        return sum(not self.program.exported(*function) for function in self.program.compiled)
+
+    def close(self) -> None:
+        """Ends loading."""
+        if self._loading is not None:
+            self._loading.stop()
 
     def assign(
         self, slot: int, sampling: Sampling, seed: int, output: Sequence[int], adapter: str | None = None

@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 import jax
 from flax import nnx
 from jax import lax
+from jax.core import Tracer
 
 from axlearn_core.config import Configurable, Node, node, setting
 from axlearn_core.nn import summaries, variables
@@ -111,8 +112,10 @@ class Stack(Configurable):
     def run(self, layers: Layers, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any, Written]:
         """As a pure function of the layers: (what comes out, the new cache, the variables that the layers wrote)."""
         remat = None if self.cfg.remat is None or cache is not None else self.cfg.remat.build()
-        layer = functools.cache(functools.partial(_layer, layers.graphs, context, remat))
+        shared = cache is not None and isinstance(x, Tracer)
+        layer = functools.cache(functools.partial(_layer, layers.graphs, context, remat, shared))
         whole = self.cfg.mode == "unrolled" or cache is not None
+        first = [layers.graphs.index(graph) for graph in layers.graphs]  # separate layers of one kind have equal graphs
         entries, reports, record = [], [], Record(layers.separate)
         for part in layers.runs(Plan(0, len(layers.kinds), 1) if whole else plan(layers.kinds)):
             if part.scanned is not None:
@@ -128,7 +131,9 @@ class Stack(Configurable):
                 reports += [report for report, _ in results]
                 record.add_repeats(part.kinds, [values for _, values in results])
             for kind, state in part.layers:
-                x, (entry, report, values) = layer(kind)(x, state, None if cache is None else cache[len(entries)])
+                x, (entry, report, values) = layer(first[kind])(
+                    x, state, None if cache is None else cache[len(entries)]
+                )
                 entries.append(entry)
                 reports.append(report)
                 record.add(kind, values)
@@ -139,9 +144,12 @@ class Stack(Configurable):
 
 
 def _layer(
-    graphs: Sequence[Any], context: Context, remat: Remat | None, kind: int, in_loop: bool = False
+    graphs: Sequence[Any], context: Context, remat: Remat | None, shared: bool, kind: int, in_loop: bool = False
 ) -> Callable[..., Any]:
-    """`(x, arrays, cache) -> (x, (cache, (losses, summaries), variables written))`: one layer of a kind."""
+    """`(x, arrays, cache) -> (x, (cache, (losses, summaries), variables written))`: one layer of a kind.
+
+    With `shared`, the code of a kind is traced and lowered once, and called by each of its layers; XLA puts it in line.
+    """
 
     def run(x: jax.Array, state: Any, cache: Any = None) -> tuple[Any, Any]:
         before = variables.values_of(state)
@@ -150,6 +158,8 @@ def _layer(
             x, cache = module(constrain(x, "batch", "residual_sequence", "activation_embed"), context, cache)
         return x, (cache, (collected.losses, collected.summaries), variables.written(module, before))
 
+    if shared:
+        return jax.jit(run)
     if remat is None:
         return jax.checkpoint(run, policy=_no_view, prevent_cse=False) if in_loop else run
     return remat.wrap(run, in_loop=in_loop)
