@@ -157,6 +157,24 @@ def test_axes_across_processes_give_the_losses_of_one_device(tmp_path, shape, fe
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
+def test_processes_that_do_not_all_come_end_with_one_line(tmp_path, rank):
+    words = tiny.arguments(tmp_path / "run", steps=1, settings=("distributed.join_seconds=2",))
+    processes = start(words)
+    processes[1 - rank].kill()
+    processes[1 - rank].communicate(timeout=60)
+    errors = processes[rank].communicate(timeout=120)[1]
+    assert processes[rank].returncode == 74, errors
+    assert re.search(
+        r"error: not all processes of this job came to 127.0.0.1:\d+ within 2 s \(distributed.join_seconds\)", errors
+    )
+    assert "fix: see why one of them ended" in errors
+    assert "Traceback" not in errors
+    assert "Check failure" not in errors
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_lost_process_is_one_line(tmp_path, rank):
     run = tmp_path / "run"
     # Checkpoints that stay, and fewer lines than a pipe holds that nobody reads.

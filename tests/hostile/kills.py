@@ -37,7 +37,7 @@ SHAPES = {
     "workers": ("--set", "input.workers=2"),
     "accumulation": ("--with", "gradient-accumulation:steps=2"),
     "two-devices": ("--target", "cpu-2"),
-    "two-processes": ("--set", "distributed.heartbeat_seconds=20"),
+    "two-processes": ("--set", "distributed.heartbeat_seconds=20", "--set", "distributed.join_seconds=60"),
     "every-step": ("--set", "checkpointer.every_steps=1"),
     "ema": ("--with", "ema"),
     "dropout": ("--with", "dropout:rate=0.1"),
@@ -141,7 +141,8 @@ class Job:
 
 
 def arguments(shape, run):
-    settings = ("checkpointer.every_steps=2", "trackers=[{type: jsonl}]")
+    every = () if shape == "every-step" else ("checkpointer.every_steps=2",)
+    settings = (*every, "trackers=[{type: jsonl}]")
     return tiny.arguments(run, steps=STEPS, settings=settings, more=SHAPES[shape])
 
 

@@ -3,6 +3,8 @@
 import functools
 import json
 import os
+import sys
+import threading
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
@@ -10,6 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from axlearn_core.config import Configurable, node, setting
+from axlearn_core.errors import escape_controls
 from axlearn_core.plugins.renamed import renamed_attributes
 
 # What the launchers that `jax.distributed` recognises set for more than one process.
@@ -33,6 +36,8 @@ class Distributed(Configurable):
         process_id: int | None = None
         # Without a word from a process for so long, the others end. A supervisor (`axlearn launch`) sees it at once.
         heartbeat_seconds: int = setting(default=100, hide_default=True, ge=1)
+        # At the start, processes wait so long for each other.
+        join_seconds: int = setting(default=300, hide_default=True, ge=1)
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
@@ -48,12 +53,29 @@ class Distributed(Configurable):
         def number(own: int | None, name: str) -> int | None:
             return own if own is not None else int(env[name]) if name in env else None
 
-        jax.distributed.initialize(
-            coordinator_address=coordinator,
-            num_processes=number(cfg.num_processes, "JAX_NUM_PROCESSES"),
-            process_id=number(cfg.process_id, "JAX_PROCESS_ID"),
-            heartbeat_timeout_seconds=cfg.heartbeat_seconds,
-        )
+        timer = threading.Timer(cfg.join_seconds, _give_up, (coordinator or "the coordinator", cfg.join_seconds))
+        timer.daemon = True
+        timer.start()
+        try:
+            jax.distributed.initialize(
+                coordinator_address=coordinator,
+                num_processes=number(cfg.num_processes, "JAX_NUM_PROCESSES"),
+                process_id=number(cfg.process_id, "JAX_PROCESS_ID"),
+                heartbeat_timeout_seconds=cfg.heartbeat_seconds,
+                initialization_timeout=cfg.join_seconds + 60,  # then XLA aborts, with the stack of its own code
+            )
+        finally:
+            timer.cancel()
+
+
+def _give_up(coordinator: str, seconds: int) -> None:
+    """Ends this process, which waits in XLA and cannot be interrupted."""
+    text = (
+        f"error: not all processes of this job came to {coordinator} within {seconds} s (distributed.join_seconds)\n"
+        "    fix: see why one of them ended or did not begin, and start all of them again"
+    )
+    print(escape_controls(text), file=sys.stderr, flush=True)
+    os._exit(os.EX_IOERR)
 
 
 def preempted(step: int) -> bool:
