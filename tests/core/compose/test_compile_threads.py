@@ -54,3 +54,29 @@ def test_a_failure_is_that_of_each_who_asks(program):
         with pytest.raises(AttributeError):
             program.compile("bad")
     assert program.compile("one") is not None
+
+
+def test_all_are_traced_by_the_thread_that_asks_and_under_its_settings(program):
+    seen = []
+
+    def multiply(key):
+        seen.append(threading.current_thread())
+        return jnp.ones((2, 2)) @ jnp.ones((2, 2))
+
+    for name in ("four", "five"):
+        program.functions[name] = Function(call=multiply, inputs=lambda bucket: (Part.KEY,))
+    functions = [(name, None) for name in ("one", "two", "four", "five")]
+    with jax.default_matmul_precision("highest"):
+        program.compile_all(functions)
+    assert seen == [threading.current_thread()] * 2
+    assert {name for name, _ in program.compiled} == {name for name, _ in functions}
+    assert "operand_precision={highest,highest}" in program.compile("four").as_text()
+    program.compile_all(functions)  # once
+    assert len(seen) == 2
+
+
+def test_one_that_fails_among_many(program):
+    program.functions["bad"] = Function(call=lambda key: key.nothing, inputs=lambda bucket: (Part.KEY,))
+    with pytest.raises(AttributeError):
+        program.compile_all([("one", None), ("bad", None), ("two", None)])
+    assert program.compile("two") is not None

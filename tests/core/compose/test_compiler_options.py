@@ -5,21 +5,22 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from axlearn_core.compose import compose
 from axlearn_core.compose.functions import Function
-from axlearn_core.compose.program import Program
 from axlearn_core.config import patch
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.contracts.target import Target
 from axlearn_core.errors import ConfigError
+from axlearn_core.plugins.resolve import resolve
 from axlearn_core.train.run_dir import lock_drift
 
 TARGET = Target(name="here", compiler_options={"xla_backend_optimization_level": 1, "xla_cpu_enable_fast_math": False})
 
 
 def program(**options):
-    """A program of nothing but a function to compile."""
-    instance = object.__new__(Program)
-    instance.target, instance._compiled, instance._jitted, instance._exported = TARGET, {}, {}, {}
+    """A program whose only function is one to compile."""
+    instance = compose(resolve("quickstart", target="none").config, jax.devices()[:1])
+    instance.target = TARGET
     instance.mesh = patch(Mesh(), {f"compiler_options.{k}": v for k, v in options.items()})
     instance.functions = {"train": Function(call=lambda x: x + 1)}
     instance.lower = lambda name, batch: jax.jit(instance.functions[name].call).lower(batch["x"])

@@ -1,10 +1,11 @@
 """Compiles named functions for one mesh: the one place where models are traced, lowered and compiled."""
 
+import functools
 import os
 import re
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -46,8 +47,8 @@ class Compiler:
         self._selections: dict[str, Selection] = {}
         self._jitted: dict[Any, Any] = {}
         self._compiled: dict[Any, Any] = {}
-        self._compiling: dict[Any, threading.Lock] = defaultdict(threading.Lock)
-        self._tracing = threading.RLock()
+        self._compiling: dict[Any, threading.Lock] = {}
+        self._guard, self._tracing = threading.Lock(), threading.RLock()
         self._exported: dict[tuple[str, str], tuple[Any, executables.Executable]] = {}
         self._identified = False
         self._cached: set[Any] = set()
@@ -113,17 +114,44 @@ class Compiler:
         """
         key = (name, _bucket_key(bucket), *sorted(options.items()))
         if key not in self._compiled:
-            with self._compiling[key]:
-                if key not in self._compiled:
-                    self._compiled[key] = self._load_or_compile(name, bucket, {**options, **self._options(name)})
+            options = {**options, **self._options(name)}
+            self._once(key, lambda: self._load(name, bucket, options) or self._compile(name, bucket, options))
         return self._compiled[key]
 
-    def _load_or_compile(self, name: str, bucket: Any, options: Mapping[str, Any]) -> Any:
+    def compile_all(self, functions: Sequence[tuple[str, Any]]) -> None:
+        """Compiles (function, bucket) pairs, on CPU two at a time: each is traced by this thread, under its settings of JAX.
+
+        Raises:
+            RequestError, ConfigError: as `compile`.
+        """
+        # Elsewhere the compiler may measure kernels on the device, one at a time, and need much memory.
+        several = self.layout.mesh.devices.flat[0].platform == "cpu"
+        pool, compiling = ThreadPoolExecutor(2), []
         try:
-            return self._load(name, bucket, options) or self._compile(name, bucket, options)
-        except jax.errors.JaxRuntimeError as error:
-            _check_options(self.mesh.compiler_options, str(error))
-            raise
+            for name, bucket in functions:
+                key = (name, _bucket_key(bucket))
+                if not several or self.exported(name, bucket) or self._has_packed_arguments(name, bucket):
+                    self.compile(name, bucket)
+                elif key not in self._compiled:
+                    make = functools.partial(self._compile_lowered, self.lower(name, bucket), key, self._options(name))
+                    compiling.append(pool.submit(self._once, key, make))
+            for future in compiling:
+                future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> None:
+        """Keeps what `make` gives, unless another thread has made it or is making it."""
+        with self._guard:
+            lock = self._compiling.setdefault(key, threading.Lock())
+        with lock:
+            if key in self._compiled:
+                return
+            try:
+                self._compiled[key] = make()
+            except jax.errors.JaxRuntimeError as error:
+                _check_options(self.mesh.compiler_options, str(error))
+                raise
 
     def _load(self, name: str, bucket: Any, options: Mapping[str, Any]) -> Any:
         exported = self._exported.get((name, str(_bucket_key(bucket))))
@@ -134,14 +162,17 @@ class Compiler:
 
     def _compile(self, name: str, bucket: object, options: Mapping[str, Any]) -> Any:
         if not self._has_packed_arguments(name, bucket):
-            with CacheHits() as hits:
-                compiled = self.lower(name, bucket).compile(compiler_options=dict(options) or None)
-            if hits.count:
-                self._cached.add((name, _bucket_key(bucket)))
-            return compiled
+            return self._compile_lowered(self.lower(name, bucket), (name, _bucket_key(bucket)), options)
         # With the options on the jitted function, JAX's dispatch takes what is compiled here.
         jitted = self._jit(name, bucket, options)
         return _Dispatched(self._lower(jitted, name, bucket).compile(), jitted)
+
+    def _compile_lowered(self, lowered: Any, function: tuple[str, Any], options: Mapping[str, Any]) -> Any:
+        with CacheHits() as hits:
+            compiled = lowered.compile(compiler_options=dict(options) or None)
+        if hits.count:
+            self._cached.add(function)
+        return compiled
 
     def _lower(self, jitted: Any, name: str, bucket: Any) -> Any:
         platform = self.layout.mesh.devices.flat[0].platform

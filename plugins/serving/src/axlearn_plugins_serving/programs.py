@@ -100,7 +100,7 @@ def load_programs(
         program.verify()
     except RequestError as error:
         raise ProgramsError(str(error)) from error
-    for name, bucket in _each(runner_functions(cfg, buckets)):
+    for name, bucket in each_function(runner_functions(cfg, buckets)):
         if not program.exported(name, bucket):
             raise ProgramsError(
                 f"{directory} has no program {name}" + (f" of the shape {bucket}" if bucket else "") + "\n"
@@ -118,7 +118,7 @@ class Loading:
 
     def __init__(self, program: ModelProgram, functions: Mapping[str, Sequence[StepBucket | None]]):
         pool = ThreadPoolExecutor(1, "load-programs")
-        self._loads = [pool.submit(program.compile, *function) for function in _each(functions)]
+        self._loads = [pool.submit(program.compile, *function) for function in each_function(functions)]
         pool.shutdown(wait=False)
 
     def stop(self) -> None:
@@ -127,15 +127,8 @@ class Loading:
             load.cancel()
 
 
-def compile_all(program: ModelProgram, functions: Mapping[str, Sequence[StepBucket | None]]) -> None:
-    """Compiles functions: on CPU one is traced while another is compiled."""
-    # Elsewhere the compiler measures kernels on the device, one at a time, and may need much memory.
-    threads = 2 if program.platform == "cpu" else 1
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(lambda function: program.compile(*function), _each(functions)))
-
-
-def _each(functions: Mapping[str, Sequence[StepBucket | None]]) -> list[tuple[str, StepBucket | None]]:
+def each_function(functions: Mapping[str, Sequence[StepBucket | None]]) -> list[tuple[str, StepBucket | None]]:
+    """(name, shape) of all shapes of functions."""
     return [(name, bucket) for name, shapes in functions.items() for bucket in shapes]
 
 

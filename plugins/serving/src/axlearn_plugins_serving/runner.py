@@ -14,7 +14,7 @@ from axlearn_core.errors import Problem, RequestError
 from axlearn_plugins_serving.contracts import Pending, Row, Sampling
 from axlearn_plugins_serving.packing import Packer, StepResult
 from axlearn_plugins_serving.paged import visible_window
-from axlearn_plugins_serving.programs import Loading, compile_all, load_programs
+from axlearn_plugins_serving.programs import Loading, each_function, load_programs
 from axlearn_plugins_serving.runner_program import (
     MOVED,
     block_counts,
@@ -138,7 +138,7 @@ class ModelRunner(Configurable):
     def warm_up(self) -> None:
         """Compiles all functions that steps may need. Exported ones are loaded in the background."""
         if self._loading is None:
-            compile_all(self.program, step_functions(self.cfg, self.buckets))
+            self.program.compile_all(each_function(step_functions(self.cfg, self.buckets)))
         self._warm = self._count_compiled()
 
     def _count_compiled(self) -> int:
