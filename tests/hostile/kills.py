@@ -38,7 +38,7 @@ SHAPES = {
     "accumulation": ("--with", "gradient-accumulation:steps=2"),
     "two-devices": ("--target", "cpu-2"),
     "two-processes": ("--set", "distributed.heartbeat_seconds=20", "--set", "distributed.join_seconds=60"),
-    "every-step": ("--set", "checkpointer.every_steps=1"),
+    "every-step": (),
     "ema": ("--with", "ema"),
     "dropout": ("--with", "dropout:rate=0.1"),
     "moe": ("--with", "moe:num_experts=4"),
@@ -141,8 +141,7 @@ class Job:
 
 
 def arguments(shape, run):
-    every = () if shape == "every-step" else ("checkpointer.every_steps=2",)
-    settings = (*every, "trackers=[{type: jsonl}]")
+    settings = (f"checkpointer.every_steps={1 if shape == 'every-step' else 2}", "trackers=[{type: jsonl}]")
     return tiny.arguments(run, steps=STEPS, settings=settings, more=SHAPES[shape])
 
 
