@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 
 import httpx
 import pytest
@@ -13,7 +14,7 @@ from click.testing import CliRunner
 import axlearn_core as ax
 from axlearn_core.cli.main import cli
 from axlearn_core.errors import RequestError
-from axlearn_plugins_serving.programs import programs_of_run
+from axlearn_plugins_serving.programs import Loading, programs_of_run
 
 SIZES = {"runner.max_rows": 2, "runner.max_context": 64, "runner.row_buckets": (), "runner.chunk_buckets": ()}
 SET = ["--set", "serving.runner.max_rows=2", "--set", "serving.runner.max_context=64"]
@@ -136,6 +137,25 @@ def refused(run_dir, tmp_path, **changes):
 )
 def test_programs_that_do_not_fit(run_dir, tmp_path, changes, says):
     assert says in refused(run_dir, tmp_path, **changes)
+
+
+def test_what_is_not_begun_is_not_loaded_once_the_runner_is_closed():
+    began, go_on, loaded = threading.Event(), threading.Event(), []
+
+    class SlowProgram:
+        def compile(self, name, bucket):
+            began.set()
+            assert go_on.wait(60)
+            loaded.append((name, bucket))
+
+    loading = Loading(SlowProgram(), {"first": [None], "second": [1, 2]})
+    assert began.wait(60)
+    loading.stop()
+    go_on.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("load-programs"):
+            thread.join(60)
+    assert loaded == [("first", None)]
 
 
 def plan(*words):
