@@ -29,6 +29,7 @@ if verb == "load":
     compiled, lowered = jax.stages.Lowered.compile, []
     jax.stages.Lowered.compile = lambda self, *args, **kwargs: lowered.append(self) or compiled(self, *args, **kwargs)
 else:
+    program.compile_all([("init", None), ("train", batch)])
     program.export(directory, {"init": [None], "train": [batch]})
 state = program.compile("init")(jax.random.key(3))
 for _ in range(2):
@@ -70,7 +71,7 @@ def test_another_process_loads_what_one_compiled(tmp_path):
     assert names == "['init', 'train']"
     assert loss == first.stdout.splitlines()[0]
     assert compiled == "0"
-    other = run(tmp_path / "step", "load", **{"learner.optimizer.learning_rate": 0.5})
+    other = run(tmp_path / "step", "load", **{"learner.optimizer.weight_decay": 0.5})  # of the step, not of the state
     assert other.returncode == 1
     assert "the program of train changed" in other.stderr
     assert "fix: export again" in other.stderr

@@ -4,6 +4,7 @@ import functools
 import os
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -127,18 +128,20 @@ class Compiler:
         # Elsewhere the compiler may measure kernels on the device, one at a time, and need much memory.
         several = self.layout.mesh.devices.flat[0].platform == "cpu"
         pool, compiling = ThreadPoolExecutor(2), []
-        try:
-            for name, bucket in functions:
-                key = (name, _bucket_key(bucket))
-                if not several or self.exported(name, bucket) or self._has_packed_arguments(name, bucket):
-                    self.compile(name, bucket)
-                elif key not in self._compiled:
-                    make = functools.partial(self._compile_lowered, self.lower(name, bucket), key, self._options(name))
-                    compiling.append(pool.submit(self._once, key, make))
-            for future in compiling:
-                future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+        with CacheHits() as hits:
+            try:
+                for name, bucket in functions:
+                    key = (name, _bucket_key(bucket))
+                    if not several or self.exported(name, bucket) or self._has_packed_arguments(name, bucket):
+                        self.compile(name, bucket)
+                    elif key not in self._compiled:
+                        lowered = self.lower(name, bucket)
+                        make = functools.partial(self._compile_lowered, lowered, key, self._options(name), hits)
+                        compiling.append(pool.submit(self._once, key, make))
+                for future in compiling:
+                    future.result()
+            finally:
+                pool.shutdown(cancel_futures=True)
 
     def _once(self, key: Any, make: Callable[[], Any]) -> None:
         """Keeps what `make` gives, unless another thread has made it or is making it."""
@@ -162,15 +165,18 @@ class Compiler:
 
     def _compile(self, name: str, bucket: object, options: Mapping[str, Any]) -> Any:
         if not self._has_packed_arguments(name, bucket):
-            return self._compile_lowered(self.lower(name, bucket), (name, _bucket_key(bucket)), options)
+            with CacheHits() as hits:
+                return self._compile_lowered(self.lower(name, bucket), (name, _bucket_key(bucket)), options, hits)
         # With the options on the jitted function, JAX's dispatch takes what is compiled here.
         jitted = self._jit(name, bucket, options)
         return _Dispatched(self._lower(jitted, name, bucket).compile(), jitted)
 
-    def _compile_lowered(self, lowered: Any, function: tuple[str, Any], options: Mapping[str, Any]) -> Any:
-        with CacheHits() as hits:
-            compiled = lowered.compile(compiler_options=dict(options) or None)
-        if hits.count:
+    def _compile_lowered(
+        self, lowered: Any, function: tuple[str, Any], options: Mapping[str, Any], hits: "CacheHits"
+    ) -> Any:
+        before = hits.count
+        compiled = lowered.compile(compiler_options=dict(options) or None)
+        if hits.count > before:
             self._cached.add(function)
         return compiled
 
@@ -341,18 +347,23 @@ class _Dispatched:
 
 
 class CacheHits:
-    """Counts what this thread takes from JAX's compilation cache while it is open."""
+    """Counts what each thread takes from JAX's compilation cache while it is open."""
 
     def __enter__(self) -> "CacheHits":
-        self.count, self._thread = 0, threading.get_ident()
+        self._counts = Counter[int]()
         jax.monitoring.register_event_listener(self._count)
         return self
 
     def __exit__(self, *_: object) -> None:
         jax.monitoring.unregister_event_listener(self._count)
 
+    @property
+    def count(self) -> int:
+        """Of the thread that asks."""
+        return self._counts[threading.get_ident()]
+
     def _count(self, event: str, **_: Any) -> None:
-        self.count += event == "/jax/compilation_cache/cache_hits" and threading.get_ident() == self._thread
+        self._counts[threading.get_ident()] += event == "/jax/compilation_cache/cache_hits"
 
 
 def _is_packed(spec: object) -> bool:

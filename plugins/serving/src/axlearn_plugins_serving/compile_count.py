@@ -1,5 +1,6 @@
 """Counts what XLA compiles in this process, whoever asks for it."""
 
+import threading
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ class CompileCount:
 
     def __init__(self) -> None:
         self.total, self.cached, self.seconds = 0, 0, 0.0
+        self._lock = threading.Lock()  # several threads compile
         jax.monitoring.register_event_duration_secs_listener(self._count_compilation)
         jax.monitoring.register_event_listener(self._hit)
 
@@ -29,8 +31,11 @@ class CompileCount:
 
     def _count_compilation(self, event: str, duration_secs: float, **_: Any) -> None:
         if event == _COMPILED:
-            self.total += 1
-            self.seconds += duration_secs
+            with self._lock:
+                self.total += 1
+                self.seconds += duration_secs
 
     def _hit(self, event: str, **_: Any) -> None:
-        self.cached += event == _CACHED
+        if event == _CACHED:
+            with self._lock:
+                self.cached += 1
