@@ -57,10 +57,10 @@ def test_a_failure_is_that_of_each_who_asks(program):
 
 
 def test_all_are_traced_by_the_thread_that_asks_and_under_its_settings(program):
-    seen = []
+    threads = []
 
     def multiply(key):
-        seen.append(threading.current_thread())
+        threads.append(threading.current_thread())
         return jnp.ones((2, 2)) @ jnp.ones((2, 2))
 
     for name in ("four", "five"):
@@ -68,11 +68,11 @@ def test_all_are_traced_by_the_thread_that_asks_and_under_its_settings(program):
     functions = [(name, None) for name in ("one", "two", "four", "five")]
     with jax.default_matmul_precision("highest"):
         program.compile_all(functions)
-    assert seen == [threading.current_thread()] * 2
+    assert threads == [threading.current_thread()] * 2
     assert {name for name, _ in program.compiled} == {name for name, _ in functions}
     assert "operand_precision={highest,highest}" in program.compile("four").as_text()
     program.compile_all(functions)  # once
-    assert len(seen) == 2
+    assert len(threads) == 2
 
 
 def test_one_that_fails_among_many(program):

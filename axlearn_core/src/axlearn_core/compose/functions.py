@@ -121,3 +121,11 @@ def global_shape(value: Any) -> tuple[int, ...]:
 def batch_axes(shape: Sequence[int]) -> tuple[str | None, ...]:
     """The logical axes of an array of a batch."""
     return (*BATCH_AXES, *(None,) * len(shape))[: len(shape)]
+
+
+def share_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that a trace calls many times, and traces and lowers once for arguments of equal shapes.
+
+    The compiler puts it in line, so the program is the same. To be called inside of a trace only, where it compiles nothing.
+    """
+    return jax.jit(function)

@@ -9,6 +9,7 @@ from flax import nnx
 from jax import lax
 from jax.core import Tracer
 
+from axlearn_core.compose.functions import share_code
 from axlearn_core.config import Configurable, Node, node, setting
 from axlearn_core.nn import summaries, variables
 from axlearn_core.nn.layer import Context
@@ -159,7 +160,7 @@ def _layer(
         return x, (cache, (collected.losses, collected.summaries), variables.written(module, before))
 
     if shared:
-        return jax.jit(run)
+        return share_code(run)
     if remat is None:
         return jax.checkpoint(run, policy=_no_view, prevent_cse=False) if in_loop else run
     return remat.wrap(run, in_loop=in_loop)
