@@ -1,5 +1,6 @@
 """Functions that several threads compile at once."""
 
+import functools
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -27,8 +28,7 @@ def program():
         return jax.random.normal(key, (3,)) * jnp.float32(len(name))
 
     for name in ("one", "two", "three"):
-        call = lambda key, name=name: draw(key, name)  # noqa: E731
-        instance.functions[name] = Function(call=call, inputs=lambda bucket: (Part.KEY,))
+        instance.functions[name] = Function(call=functools.partial(draw, name=name), inputs=lambda bucket: (Part.KEY,))
     return instance
 
 

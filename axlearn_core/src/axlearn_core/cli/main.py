@@ -153,7 +153,7 @@ def _errors() -> Iterator[None]:
         raise click.exceptions.Exit(130) from None
     except (click.exceptions.Exit, click.ClickException, click.Abort):
         raise  # of click itself, as after `--help`: imports nothing
-    except Exception as error:  # tells ours from the rest, which go on, without importing ours at each start
+    except Exception as error:  # raised again below unless it is ours; our classes are not imported at every start
         from axlearn_core.errors import AxlearnError, escape_controls
 
         error = _translate(error)

@@ -15,7 +15,7 @@ def echo(text: object = "", *, err: bool = False) -> None:
     """
     stream = sys.stderr if err else sys.stdout
     shown = visible(str(text)) if stream.isatty() else _STYLE.sub("", str(text))
-    click.echo(shown, err=err, color=True)  # or click would take out of a pipe whatever begins like a colour
+    click.echo(shown, err=err, color=True)  # else click removes every escape sequence from what goes to a pipe
 
 
 def visible(text: str) -> str:

@@ -128,20 +128,18 @@ class Compiler:
         # Elsewhere the compiler may measure kernels on the device, one at a time, and need much memory.
         several = self.layout.mesh.devices.flat[0].platform == "cpu"
         pool, compiling = ThreadPoolExecutor(2), []
-        with CacheHits() as hits:
-            try:
-                for name, bucket in functions:
-                    key = (name, _bucket_key(bucket))
-                    if not several or self.exported(name, bucket) or self._has_packed_arguments(name, bucket):
-                        self.compile(name, bucket)
-                    elif key not in self._compiled:
-                        lowered = self.lower(name, bucket)
-                        make = functools.partial(self._compile_lowered, lowered, key, self._options(name), hits)
-                        compiling.append(pool.submit(self._once, key, make))
-                for future in compiling:
-                    future.result()
-            finally:
-                pool.shutdown(cancel_futures=True)
+        with CacheHits() as hits, ExitStack() as closing:
+            closing.callback(pool.shutdown, cancel_futures=True)
+            for name, bucket in functions:
+                key = (name, _bucket_key(bucket))
+                if not several or self.exported(name, bucket) or self._has_packed_arguments(name, bucket):
+                    self.compile(name, bucket)
+                elif key not in self._compiled:
+                    lowered = self.lower(name, bucket)
+                    make = functools.partial(self._compile_lowered, lowered, key, self._options(name), hits)
+                    compiling.append(pool.submit(self._once, key, make))
+            for future in compiling:
+                future.result()
 
     def _once(self, key: Any, make: Callable[[], Any]) -> None:
         """Keeps what `make` gives, unless another thread has made it or is making it."""

@@ -121,8 +121,9 @@ class ModelRunner(Configurable):
         self.cache: Any = self.program.compile("serve_cache")()
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.cache)
         declare_steps(self.program, cfg, self.num_blocks, shapes)
-        functions = step_functions(cfg, self.buckets)
-        self._loading = None if programs is None else Loading(self.program, functions)
+        self._loading: Loading | None = None
+        if programs is not None:
+            self._loading = Loading(self.program, step_functions(cfg, self.buckets))
         self._sampling: dict[int, Sampling] = {}
         self._warm: int | None = None
         loaded = model_weights(self.program.functional, model) if weights is None else weights()
