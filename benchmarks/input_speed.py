@@ -212,10 +212,10 @@ def many_files(folder: Path) -> dict:
 def child(*arguments) -> dict:
     """What this file prints in a process of its own."""
     command = [sys.executable, __file__, *map(str, arguments)]
-    done = subprocess.run(
+    process = subprocess.run(
         command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}
     )
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def compare(folder: Path, rounds: int, tokens: int) -> list[dict]:
