@@ -11,6 +11,7 @@ import pytest
 import axlearn_core as ax
 from axlearn_core.compose import compose
 from axlearn_core.compose.devices import topology_devices
+from axlearn_core.errors import ConfigError
 from axlearn_core.plugins.request import Request
 
 
@@ -30,6 +31,36 @@ def test_small_models_are_fully_sharded_and_large_ones_split_over_the_host(targe
 
 def test_hosts_of_four_gpus_are_split_over_four():
     assert resolved("llama2-70b", "h100-4x16").config.mesh.shape["tensor"] == 4
+
+
+FP8 = """
+experiment: llama2-7b
+set:
+  mesh.targets:
+    h100-*: {shape: {data: 8, fsdp: -1}, features: ["remat:policy=gpu-attention", "quantization:format=fp8,history=128"]}
+"""
+
+
+def test_a_rule_of_a_run_file_goes_before_those_of_the_experiment(tmp_path):
+    (tmp_path / "fp8.yaml").write_text(FP8)
+    actual = resolved(tmp_path / "fp8.yaml", "h100-8x32")
+    assert actual.rule == "mesh.targets.h100-*"
+    assert dict(actual.config.mesh.shape) == {"data": 8, "fsdp": -1}
+    assert actual.config.model.decoder.layer.attention.query.history == 128
+    assert resolved(tmp_path / "fp8.yaml", "b200-8x1").rule.startswith("mesh rule")
+    assert resolved("llama2-7b", "h100-8x32").rule == "mesh.targets.h100-8x32"
+
+
+def test_a_setting_changes_a_part_of_the_experiments_rule():
+    actual = resolved("llama2-7b", "h100-8x32", set={"mesh.targets.h100-8x32.shape": {"fsdp": -1}})
+    assert actual.rule == "mesh.targets.h100-8x32"
+    assert dict(actual.config.mesh.shape) == {"fsdp": -1}
+    assert "mlp_gate" in actual.config.model.decoder.stack.remat.save  # of its features
+
+
+def test_a_wrong_rule_is_an_error_at_its_path():
+    with pytest.raises(ConfigError, match=r"mesh\.targets"):
+        resolved("llama2-7b", "h100-8x32", set={"mesh.targets": 5})
 
 
 def planned(experiment, target, **kwargs):

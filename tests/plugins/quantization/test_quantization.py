@@ -5,20 +5,17 @@ The largest of some hundred normal numbers is about three times their deviation,
 square, and 3.7% for a product of two; e5m2 keeps 2, which is twice as much.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.extend.core import jaxprs_in_params
+from quantized_maps import FP8, INT8, QUICK, away, build, far, products, train
 
 import axlearn_core as ax
-from axlearn_core.compose import Functional, compose
+from axlearn_core.compose import Functional
 from axlearn_core.config import check, find, patch
 from axlearn_core.errors import ConfigError, PluginError, RequestError
-from axlearn_core.nn.layer import Precision
 from axlearn_core.nn.linear import Linear
 from axlearn_core.nn.remat import Remat
 from axlearn_core.plugins.registry import registry
@@ -29,33 +26,7 @@ from axlearn_plugins_quantization import library
 from axlearn_plugins_quantization.feature import Quantization
 from axlearn_plugins_quantization.linear import QuantizedLinear
 
-QUICK = {"xla_backend_optimization_level": 0}
-FP8 = {"weights": "float8_e4m3fn", "activations": "float8_e4m3fn", "gradients": "float8_e5m2"}
-INT8 = {"weights": "int8", "activations": "int8", "gradients": "int8"}
 ATTENTION = "model.decoder.layer.attention"
-
-
-def build(cfg, inputs=(96,), outputs=(4, 32), axes=("embed", "heads", "head_dim")):
-    return cfg.build(input_dims=inputs, output_dims=outputs, axes=axes, rngs=nnx.Rngs(0), precision=Precision())
-
-
-def away(got, expected):
-    return float(jnp.linalg.norm(got - expected) / jnp.linalg.norm(expected))
-
-
-def products(function, *args):
-    """(dtypes of the operands) of each product in a program, inner ones too."""
-    results = []
-
-    def visit(jaxpr):
-        for equation in jaxpr.eqns:
-            if equation.primitive.name in ("dot_general", "ragged_dot_general"):
-                results.append(tuple(str(v.aval.dtype) for v in equation.invars[:2]))
-            for inner in jaxprs_in_params(equation.params):
-                visit(inner)
-
-    visit(jax.make_jaxpr(function)(*args).jaxpr)
-    return results
 
 
 @pytest.mark.parametrize(("settings", "forward", "backward"), [(INT8, 0.013, 0.013), (FP8, 0.045, 0.08)])
@@ -106,33 +77,6 @@ def test_bias_dtype_and_tiles():
     assert away(layer(x), plain) < 0.012
     half = QuantizedLinear.Config(dtype="bfloat16")
     assert build(half)(x).dtype == jnp.bfloat16
-
-
-@functools.cache
-def train(config, steps, devices=1):
-    """Losses on a task that can be learned in part: half of the tokens follow from the one before, the rest are random.
-
-    So the loss has a floor, as that of text has, and a ratio of losses means something to the end.
-    """
-    program = compose(config, jax.devices()[:devices])
-    state, results = program.init(0), []
-    follows = np.random.default_rng(3).permutation(64)
-    for i in range(steps):
-        dice = np.random.default_rng(i)
-        rows = [dice.integers(0, 64, 8)]
-        for _ in range(16):
-            rows.append(np.where(dice.random(8) < 0.5, follows[rows[-1]], dice.integers(0, 64, 8)))
-        tokens = np.stack(rows, axis=1).astype(np.int32)
-        batch = program.put({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]})
-        state, summary = program.train_step(state, batch)
-        results.append(summary["loss"])
-    return np.array([float(x) for x in results])
-
-
-def far(got, expected):
-    """How far two loss curves are apart, as means of ten steps."""
-    a, b = (x.reshape(-1, 10).mean(axis=1) for x in (got, expected))
-    return float(np.abs(a / b - 1).max())
 
 
 @pytest.mark.slow

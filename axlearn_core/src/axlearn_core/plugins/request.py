@@ -14,7 +14,7 @@ A file with `resolved: true` at the top is a whole config instead, as `axlearn c
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +114,18 @@ class Request:
             target=target,
             layout=layout,
         )
+
+    def without_rule(self) -> "Request":
+        """The request, without what is for a mesh rule."""
+        names = {use.name for use in self.features}
+        return attrs.evolve(self, target=None, without=tuple(n for n in self.without if n in names))
+
+    def settings_of(self, path: str) -> Iterator[tuple[Setting, ...]]:
+        """The settings of a path, of what is above it and of what is below it, the later ones last."""
+        for settings in (*self.base_settings, self.file_settings, self.settings):
+            fits = tuple(s for s in settings if f"{path}.".startswith(f"{s.path}.") or s.path.startswith(f"{path}."))
+            if fits:
+                yield fits
 
 
 def parse_feature(text: str) -> FeatureUse:

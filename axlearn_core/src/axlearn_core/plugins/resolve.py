@@ -17,7 +17,7 @@ from axlearn_core.config import ABSENT, Change, Decoder, Node, check, diff, flat
 from axlearn_core.config.kinds import change_kinds
 from axlearn_core.config.tree import matches
 from axlearn_core.config.types import show
-from axlearn_core.contracts.mesh import Mesh, MeshRule
+from axlearn_core.contracts.mesh import Mesh, MeshRule, TargetRule
 from axlearn_core.contracts.target import Detected, Machine
 from axlearn_core.errors import ConfigError, PluginError, Problem, RequestError
 from axlearn_core.plugins.application import applied, check_execution, check_needs, conflict, merged, overridden
@@ -156,15 +156,13 @@ class _Resolution:
         else:
             assert self.detect is not None
             # A wrong config is an error before JAX starts and waits for other processes.
-            detected = self.detect(_Resolution(self._without_rule(), self.names).run().checked().config)
+            detected = self.detect(_Resolution(self.request.without_rule(), self.names).run().checked().config)
             machine = detected.machine
             if machine is None:
                 self._decide("machine", detected.description, "no installed package knows it: no mesh rule")
                 return None, None, None
             self._decide("machine", f"{machine.name}, {detected.description}")
-        mesh = getattr(tree, "mesh", None)
-        own = mesh.targets if isinstance(mesh, Mesh) else {}
-        rule_title, rule = find_rule(machine, own, self._count_parameters) or (None, None)
+        rule_title, rule = find_rule(machine, self._own_rules(tree), self._count_parameters) or (None, None)
         if rule is not None and self.request.target is None and (rule.detected is False or self.request.document):
             whole = "the request is a whole config; " if self.request.document else ""
             self._decide(
@@ -182,14 +180,16 @@ class _Resolution:
     def _decide(self, kind: Any, subject: str, reason: str = "") -> None:
         self.decisions.append(Decision(kind, subject, reason))
 
-    def _without_rule(self) -> Request:
-        """The request, without what is for a mesh rule."""
-        names = {use.name for use in self.request.features}
-        own = tuple(n for n in self.request.without if n in names)
-        return attrs.evolve(self.request, target=None, without=own)
+    def _own_rules(self, tree: Node[Any]) -> Mapping[str, TargetRule]:
+        """The rules of the config itself: the experiment's, with what the request sets of them."""
+        scratch = _Resolution(self.request, self.names)  # keeps the record of it
+        for settings in self.request.settings_of("mesh.targets"):
+            tree = scratch._settings(tree, settings)
+        mesh = getattr(tree, "mesh", None)
+        return mesh.targets if isinstance(mesh, Mesh) else {}
 
     def _count_parameters(self) -> int:
-        trial = self._without_rule()
+        trial = self.request.without_rule()
         try:
             config = _Resolution(trial, self.names).run().config
         except ConfigError:

@@ -5,7 +5,7 @@ from typing import Any, Literal, TypeVar
 
 import attrs
 
-from axlearn_core.config import Node, node
+from axlearn_core.config import Node, node, setting
 from axlearn_core.config.tree import children, join, with_children
 from axlearn_core.nn.linear import Linear
 from axlearn_core.plugins.feature import Feature
@@ -26,7 +26,8 @@ class Quantization(Feature):
     The products of every linear map that `target` fits (a pattern of config paths, or several; by default all of the
     model) are taken in `format`: `int8` (the default), or `fp8`, which is e4m3 forward and e5m2 for gradients. Where layers
     take turns with several components, those are all at the path of the slot. Parameters and optimizer stay as they are.
-    `gradients=false` leaves the products of the backward pass in floating point.
+    `gradients=false` leaves the products of the backward pass in floating point. `history=128` takes one scale for all activations
+    of a map and one for its weights, from their largest magnitudes in the latest 128 steps.
     Embeddings and the output layer are not linear maps in this sense, and stay as they are; the experts of a mixture are.
 
     Linear maps that are quantized already get the options that are given. A map that has LoRA adapters keeps them; what
@@ -37,6 +38,7 @@ class Quantization(Feature):
 
     format: Literal["int8", "fp8"] | None = None
     gradients: bool | None = None
+    history: int | None = setting(default=None, ge=1)
     target: str | tuple[str, ...] = "model.**"
 
     def apply(self, cfg: Tree) -> Tree:
@@ -52,9 +54,10 @@ class Quantization(Feature):
             "weights": forward,
             "activations": forward,
             "gradients": backward if (keeps if self.gradients is None else self.gradients) else None,
+            "history": self.history or (current.history if current else None),
         }
         if current is not None:
-            has_options = self.format is not None or self.gradients is not None
+            has_options = any(x is not None for x in (self.format, self.gradients, self.history))
             return attrs.evolve(current, **options) if has_options else current
         return QuantizedLinear.Config(**_fields(part), **options)
 

@@ -1,5 +1,6 @@
 """All calls of qwix. It is imported when a quantized layer is first built: that takes a second."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, Literal
@@ -83,6 +84,32 @@ def product(rule: Rule, dimensions: Dimensions) -> Callable[[jax.Array, jax.Arra
     return _loose(plain)
 
 
+@functools.cache
+def delayed_product(rule: Rule, dimensions: Dimensions) -> Callable[..., jax.Array]:
+    """`(activations, weights, magnitude of activations, of weights) -> product`, with one scale for all of an operand.
+
+    The magnitudes, float32 [], are those that the formats' largest numbers stand for; what is larger saturates.
+    """
+    dot, config = load()[1], _config(rule)
+    one_scale = {f"{side}_disable_channelwise_axes": True for side in ("lhs", "rhs", "dlhs_grad", "drhs_grad")}
+
+    def plain(x: jax.Array, weight: jax.Array, of_x: jax.Array, of_weight: jax.Array) -> jax.Array:
+        stats = {"lhs_collect_quant_stat": _calibrate_to(of_x), "rhs_collect_quant_stat": _calibrate_to(of_weight)}
+        return dot.dot_general_qt(x, weight, dimensions, dataclasses.replace(config, **one_scale, **stats))
+
+    return _loose(plain)
+
+
+def _calibrate_to(magnitude: jax.Array) -> Callable[[Any], Any]:
+    """What takes qwix's own calibration of an operand, and gives one to `magnitude` in its place."""
+
+    def calibrate(measured: Any) -> Any:
+        of_qwix = measured["absmax"]
+        return {"absmax": jnp.broadcast_to(magnitude, of_qwix.shape).astype(of_qwix.dtype)}
+
+    return calibrate
+
+
 @jax.tree_util.register_pytree_node_class
 class _Bits:
     """An array of e4m3 as integers, for what the backward pass keeps.
@@ -148,10 +175,7 @@ def grouped_product(rule: Rule, x: jax.Array, weights: jax.Array, exact: Any) ->
     """
     if rule.tile_size is not None or exact.kernel is not None:
         setting = "tile_size" if rule.tile_size is not None else f"the kernel {exact.kernel!r} of the dispatch"
-        raise RequestError(
-            f"quantized experts: {setting} has no meaning for them, as qwix multiplies with one scale for each output\n"
-            "    fix: leave it out, or give quantization a target without the experts"
-        )
+        raise without_experts(setting, "qwix multiplies with one scale for each output")
     if exact.sizes is None:
         return product(rule, (((x.ndim - 1,), (1,)), ((0,), (0,))))(x, weights)
     # Rows behind the last group may hold anything, which must not get into the scales.
@@ -166,6 +190,14 @@ def grouped_product(rule: Rule, x: jax.Array, weights: jax.Array, exact: Any) ->
     else:
         y = _loose(_groups(rule))(x, weights, exact.sizes)
     return jnp.where(used, y, 0)
+
+
+def without_experts(setting: str, reason: str) -> RequestError:
+    """The error for a setting that the experts of a mixture do not have."""
+    return RequestError(
+        f"quantized experts: {setting} has no meaning for them, as {reason}\n"
+        "    fix: leave it out, or give quantization a target without the experts"
+    )
 
 
 def _round_trip(weights: jax.Array, to: str) -> jax.Array:
