@@ -103,15 +103,13 @@ class Job:
         files = [folder / f"progress-{rank}" for rank in range(count)]
         for file in files:
             file.unlink(missing_ok=True)
-        processes = [
-            subprocess.Popen(
-                command,
-                env=environment | {"JAX_PROCESS_ID": str(rank), "AXLEARN_PROGRESS": str(files[rank])},
-                stdout=subprocess.DEVNULL,
-                stderr=(folder / f"stderr-{rank}").open("wb"),
-            )
-            for rank in range(count)
-        ]
+        processes = []
+        for rank in range(count):
+            own = {"JAX_PROCESS_ID": str(rank), "AXLEARN_PROGRESS": str(files[rank])}
+            with (folder / f"stderr-{rank}").open("wb") as stderr:  # the process has its own handle of it
+                processes.append(
+                    subprocess.Popen(command, env=environment | own, stdout=subprocess.DEVNULL, stderr=stderr)
+                )
         return cls(processes, files, time.monotonic())
 
     def phase(self, rank=0):

@@ -14,13 +14,15 @@ from axlearn_core.config import patch
 from axlearn_core.errors import ConfigError
 
 MEASURED = """
-import json, resource, sys
+import json, re, sys
+from pathlib import Path
 from axlearn_core.cli.main import cli
 try:
     cli(sys.argv[1:], standalone_mode=True)
 except SystemExit as end:
     code = end.code
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+# Not `ru_maxrss`: that begins with what the process had that this one was forked from.
+peak = int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) // 1024
 print(json.dumps({"code": code, "jax": "jax" in sys.modules, "megabytes": peak}))
 """
 LATE = ("10,000 settings", "10,000 fields", "set of nothing", "features of numbers", "an experiment of numbers")
