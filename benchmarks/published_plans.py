@@ -29,7 +29,7 @@ TARGETS = {
     "qwen3-30b-a3b": "h100-8x64",
     "deepseek-v2-lite": "h100-8x32",
     "deepseek-v3": "h100-8x256",
-    "vit-b16": "h100-8x1",
+    "vit-b16": "tpu-v5e-16",
 }
 """Experiment -> a target on which it fits."""
 

@@ -19,7 +19,7 @@ def resolved(experiment, target, **kwargs):
     return ax.resolve(Request.of(experiment, target=target, **kwargs))
 
 
-@pytest.mark.parametrize("target", ["a100-8x4", "h100-8x64", "h200-8x2", "b200-8x64"])
+@pytest.mark.parametrize("target", ["a100-8x4", "h100-8x16", "h200-8x2", "b200-8x64"])
 def test_small_models_are_fully_sharded_and_large_ones_split_over_the_host(target):
     small, large = (resolved(e, target).config for e in ("llama2-7b", "llama2-70b"))
     assert dict(small.mesh.shape) == {"fsdp": -1}

@@ -80,7 +80,7 @@ class DeclaresBatches(Protocol):
     """An input's config that knows its batches without reading data, so that plans need none."""
 
     def batch_shapes(self) -> Mapping[str, tuple[tuple[int, ...], Any]]:
-        """Name -> (shape of the global batch's array, dtype)."""
+        """Name -> (shape of the global batch's array, dtype); empty where only the data tells."""
         ...
 
 

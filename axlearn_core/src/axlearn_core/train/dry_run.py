@@ -67,8 +67,7 @@ def dry_run(
             "state", f"{_state_bytes(program.state) / 2**30:.3g} GiB on each device, without gradients and activations"
         ),
     ]
-    if isinstance(config.input, DeclaresBatches):
-        shapes = config.input.batch_shapes()
+    if isinstance(config.input, DeclaresBatches) and (shapes := config.input.batch_shapes()):
         facts.append(Fact("batch", ", ".join(f"{n} {list(shape)}" for n, (shape, _) in sorted(shapes.items()))))
     facts += [Fact("run", uri or str(path)), Fact("steps", _steps(config, checked, restore_step, restart))]
     if (every := getattr(config.checkpointer, "every_steps", None)) is not None:

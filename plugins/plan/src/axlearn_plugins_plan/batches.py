@@ -22,8 +22,7 @@ def abstract_batch(config: Any, vocab_size: int | None = None) -> dict[str, jax.
     Raises:
         RequestError: it does not say so, and no batch can be read.
     """
-    if isinstance(config.input, DeclaresBatches):
-        shapes = config.input.batch_shapes()
+    if isinstance(config.input, DeclaresBatches) and (shapes := config.input.batch_shapes()):
         return {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in shapes.items()}
     kind = type(config.input).__qualname__
     try:

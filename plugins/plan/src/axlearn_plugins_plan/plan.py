@@ -136,7 +136,7 @@ def _check(resolved: Resolved) -> None:
         parts = [
             p for p in error.problems if p.path.startswith("input.") and (p.path.count(".") > 1 or p.path in unset)
         ]
-        if not isinstance(source, DeclaresBatches):
+        if not isinstance(source, DeclaresBatches) or not source.batch_shapes():
             raise
         if own_problems := [p for p in error.problems if p not in parts]:
             raise ConfigError(own_problems) from None

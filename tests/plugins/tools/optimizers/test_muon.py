@@ -68,6 +68,24 @@ def test_muon_orthogonalises_each_matrix_of_a_stack_and_leaves_the_rest_to_adamw
         np.testing.assert_allclose(new[path], expected[path], rtol=1e-6)
 
 
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_embeddings_have_a_multiple_of_the_rate(weight_decay):
+    axes = {"q": ("embed", "mlp"), "head": ("embed", "vocab"), "e": ("vocab", "embed")}
+    shapes = {"q": (16, 8), "head": (16, 11), "e": (11, 16)}
+    params, grads = ({p: normal(seed, s) for p, s in shapes.items()} for seed in (0, 1))
+
+    def update(embedding_rate):
+        optimizer = Muon(learning_rate=0.1, weight_decay=weight_decay, embedding_rate=embedding_rate)
+        learner = Learner.Config(optimizer=optimizer, max_grad_norm=None).build(max_steps=3, axes=axes)
+        new, _, _ = jax.jit(learner.update)(grads, learner.init(params), params, jnp.float32(0))
+        return {p: new[p] - params[p] for p in params}
+
+    plain, scaled = update(1.0), update(5.0)
+    np.testing.assert_allclose(scaled["e"], 5 * plain["e"], rtol=1e-4)
+    for path in ("q", "head"):
+        np.testing.assert_array_equal(scaled[path], plain[path])
+
+
 def test_muon_on_plain_matrices_is_optax_s():
     params = {"w": normal(0, (6, 10))}
     instance = Learner.Config(optimizer=Muon(learning_rate=0.1), max_grad_norm=None).build(

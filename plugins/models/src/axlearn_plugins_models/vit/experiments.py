@@ -55,7 +55,7 @@ def vit_b16() -> Trainer.Config:
         learner=Learner.Config(
             optimizer=AdamW(learning_rate=Cosine(peak=3e-3, warmup_steps=10_000), weight_decay=0.3), max_grad_norm=1.0
         ),
-        input=ImageArrays.Config(batch_size=4096),
+        input=ImageArrays.Config(batch_size=4096, image_size=224),
         checkpointer=ShardedCheckpointer.Config(every_steps=1000, keep_last=3),
         trackers=TRACKERS,
         max_steps=94_000,

@@ -57,9 +57,18 @@ class Images(Configurable):
         """`batch_size` is over all processes."""
 
         batch_size: int = setting(default=REQUIRED, ge=1, le=2**24)
+        image_size: int | None = setting(default=None, ge=1)  # the edge E; None: what the data has
         seed: int = interface(default=0)
         process_index: int = interface(default=0)
         process_count: int = interface(default=1)
+
+        def batch_shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
+            """Name -> (shape, dtype) of the arrays of a global batch of coloured images; empty without `image_size`."""
+            if self.image_size is None:
+                return {}
+            rows = (self.batch_size,)
+            images = (*rows, self.image_size, self.image_size, 3)
+            return {"images": (images, "float32"), "labels": (rows, "int32"), "weights": (rows, "float32")}
 
     def __init__(self, cfg: Any):
         self.cfg = cfg
@@ -161,6 +170,12 @@ class ImageArrays(Images):
         if len({x.shape[1:] for x, _ in parts}) > 1:
             raise InputError(
                 f"images of several sizes in {', '.join(map(str, self.files))}\n    fix: make them one size"
+            )
+        shape = parts[0][0].shape[1:]
+        if cfg.image_size is not None and shape != (cfg.image_size, cfg.image_size, 3):
+            raise InputError(
+                f"images of another size in {self.files[0]}\n    got: {' x '.join(map(str, shape))}\n"
+                f"    expected: {cfg.image_size} x {cfg.image_size} x 3\n    fix: set input.image_size, and the model's"
             )
         cuts = [max(1, round(len(x) * (1 - cfg.held_out))) for x, _ in parts]
         both = list(zip(parts, cuts, strict=True))

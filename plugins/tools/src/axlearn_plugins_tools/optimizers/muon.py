@@ -19,7 +19,8 @@ class Muon(Node[Optimizer]):
     Which dimensions of a parameter form its matrix follows from its logical axes: `layers` and `experts` are batches of
     matrices, and attention's `[embed, heads, head_dim]` is a matrix from `embed` to both of the others. Norms, biases
     and everything with a `vocab` axis go to AdamW. Updates are scaled to AdamW's size, `rms * sqrt(max(in, out))` (Liu
-    et al., 2025), so that both share one learning rate.
+    et al., 2025), so that both share one learning rate. `embedding_rate` multiplies the rate of embeddings (parameters whose
+    first axis is `vocab`, tied output layers among them): a step moves only the rows of its tokens.
     """
 
     learning_rate: float | Node[Schedule] = setting(default=Cosine(), ge=0)
@@ -31,12 +32,15 @@ class Muon(Node[Optimizer]):
     b1: float = setting(default=0.9, ge=0, lt=1)
     b2: float = setting(default=0.95, ge=0, lt=1)
     eps: float = setting(default=1e-8, gt=0)
+    embedding_rate: float = setting(default=1.0, gt=0)
 
     def build(self, *, max_steps: int, axes: Axes, mask: Any = None, **_: object) -> Optimizer:
         """The transformation for parameters with these logical axes."""
         rate = rate_of(self.learning_rate, max_steps)
         numbers = {path: matrix_axes(path, names) for path, names in axes.items()}
         labels = {path: "muon" if is_matrix else "adamw" for path, is_matrix in numbers.items()}
+        if self.embedding_rate != 1:
+            labels |= {path: "embedding" for path, names in axes.items() if names and names[0] == "vocab"}
 
         def numbers_of(tree: Any) -> Any:
             return {k: v if isinstance(v, optax.MaskedNode) else numbers[k] for k, v in tree.items()}
@@ -64,7 +68,10 @@ class Muon(Node[Optimizer]):
             # Parameters that another optimizer updates are there as masked nodes, without axes.
             return {path: labels.get(path, "adamw") for path in tree}
 
-        return optax.partition({"muon": matrices, "adamw": rest}, labelled)
+        transforms = {"muon": matrices, "adamw": rest}
+        if "embedding" in labels.values():
+            transforms["embedding"] = optax.chain(rest, optax.scale(self.embedding_rate))
+        return optax.partition(transforms, labelled)
 
 
 _BATCH_AXES = ("layers", "experts")
