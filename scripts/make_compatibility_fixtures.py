@@ -4,7 +4,8 @@
     uv run python scripts/make_compatibility_fixtures.py runs
 
 Runs are trained by the code at hand, so they are made anew only where a format is given up on purpose: older runs have to open.
-Programs are added for JAX versions that have none; `--update` replaces those that there are.
+Programs are added for JAX versions that have none; `--update` replaces those that there are, with `--only quickstart@` those of
+these names.
 """
 
 import argparse
@@ -42,8 +43,8 @@ RUNS = {
 """Folder -> features."""
 
 
-def make_programs(update: bool) -> None:
-    """Adds the hashes of this JAX version to `programs.json`."""
+def make_programs(update: bool, only: str) -> None:
+    """Adds the hashes of this JAX version to `programs.json`; with `only` those of the cases that begin so."""
     import conftest  # noqa: F401  before JAX: eight virtual devices
     import jax
     import programs
@@ -52,7 +53,8 @@ def make_programs(update: bool) -> None:
     stored_programs = json.loads(file.read_text()) if file.exists() else {}
     if jax.__version__ in stored_programs and not update:
         sys.exit(f"{file} has those of JAX {jax.__version__}; --update replaces them")
-    stored_programs[jax.__version__] = {case: programs.fingerprints(case) for case in programs.cases()}
+    cases = {case: programs.fingerprints(case) for case in programs.cases() if case.startswith(only)}
+    stored_programs[jax.__version__] = {**stored_programs.get(jax.__version__, {}), **cases} if only else cases
     file.write_text(json.dumps(dict(sorted(stored_programs.items())), indent=1) + "\n")
 
 
@@ -82,5 +84,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["programs", "runs"])
     parser.add_argument("--update", action="store_true")
+    parser.add_argument("--only", default="", metavar="PREFIX")
     options = parser.parse_args()
-    make_programs(options.update) if options.what == "programs" else make_runs()
+    make_programs(options.update, options.only) if options.what == "programs" else make_runs()

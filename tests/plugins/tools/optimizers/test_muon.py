@@ -83,7 +83,7 @@ def test_embeddings_have_a_multiple_of_the_rate(weight_decay):
     plain, scaled = update(1.0), update(5.0)
     np.testing.assert_allclose(scaled["e"], 5 * plain["e"], rtol=1e-4)
     for path in ("q", "head"):
-        np.testing.assert_array_equal(scaled[path], plain[path])
+        np.testing.assert_allclose(scaled[path], plain[path], rtol=1e-5)
 
 
 def test_muon_on_plain_matrices_is_optax_s():
