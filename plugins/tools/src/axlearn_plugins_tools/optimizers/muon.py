@@ -68,7 +68,7 @@ class Muon(Node[Optimizer]):
             # Parameters that another optimizer updates are there as masked nodes, without axes.
             return {path: labels.get(path, "adamw") for path in tree}
 
-        transforms = {"muon": matrices, "adamw": rest}
+        transforms: dict[Any, Any] = {"muon": matrices, "adamw": rest}
         if "embedding" in labels.values():
             transforms["embedding"] = optax.chain(rest, optax.scale(self.embedding_rate))
         return optax.partition(transforms, labelled)
