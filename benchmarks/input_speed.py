@@ -154,6 +154,7 @@ def measure(system: str, folder: Path, workers: int, tokens: int) -> dict:
     with contextlib.suppress(AttributeError):
         batches.close()
     return {
+        "tokens": count,
         "tokens_per_second": count / seconds,
         "after_the_first": (count - BATCH * LENGTH) / (seconds - first),
         "first_batch_seconds": first,

@@ -41,7 +41,7 @@ set:
 """
 
 
-def test_a_rule_of_a_run_file_goes_before_those_of_the_experiment(tmp_path):
+def test_rules_of_a_run_file_replace_those_of_the_experiment(tmp_path):
     (tmp_path / "fp8.yaml").write_text(FP8)
     actual = resolved(tmp_path / "fp8.yaml", "h100-8x32")
     assert actual.rule == "mesh.targets.h100-*"
@@ -51,8 +51,17 @@ def test_a_rule_of_a_run_file_goes_before_those_of_the_experiment(tmp_path):
     assert resolved("llama2-7b", "h100-8x32").rule == "mesh.targets.h100-8x32"
 
 
-def test_a_setting_changes_a_part_of_the_experiments_rule():
-    actual = resolved("llama2-7b", "h100-8x32", set={"mesh.targets.h100-8x32.shape": {"fsdp": -1}})
+def test_a_rule_is_added_beside_those_of_the_experiment():
+    rule = {"mesh.targets.h100-8x16": {"shape": {"data": 4, "fsdp": -1}}}
+    for target, shape in (("h100-8x16", {"data": 4, "fsdp": -1}), ("h100-8x32", {"data": 8, "fsdp": 32})):
+        actual = resolved("llama2-7b", target, set=rule)
+        assert actual.rule == f"mesh.targets.{target}"
+        assert dict(actual.config.mesh.shape) == shape
+
+
+@pytest.mark.parametrize("path", ["mesh.targets.h100-8x32.shape", "mesh.t*.h100-8x32.shape", "**.h100-8x32.shape"])
+def test_a_setting_changes_a_part_of_the_experiments_rule(path):
+    actual = resolved("llama2-7b", "h100-8x32", set={path: {"fsdp": -1}})
     assert actual.rule == "mesh.targets.h100-8x32"
     assert dict(actual.config.mesh.shape) == {"fsdp": -1}
     assert "mlp_gate" in actual.config.model.decoder.stack.remat.save  # of its features

@@ -78,7 +78,7 @@ class MeshRule:
 
 @node
 class TargetRule(Node[None]):
-    """A mesh rule of one experiment, for the machines whose names fit its key in `mesh.targets`."""
+    """A mesh rule of one config, for the machines whose names fit its key in `mesh.targets`."""
 
     shape: Mapping[str, Size] = {}
     rules: Mapping[str, tuple[str, ...]] = {}

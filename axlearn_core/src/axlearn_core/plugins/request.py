@@ -23,6 +23,7 @@ from immutabledict import immutabledict
 
 from axlearn_core.config import Decoder, Document, Names, Node, dump, encode, parse
 from axlearn_core.config.files import read_regular
+from axlearn_core.config.tree import matches
 from axlearn_core.config.types import show
 from axlearn_core.errors import SHOWN_PROBLEMS, ConfigError, Problem, RequestError, nearest
 from axlearn_core.plugins.migrations import migrate_config
@@ -120,10 +121,22 @@ class Request:
         names = {use.name for use in self.features}
         return attrs.evolve(self, target=None, without=tuple(n for n in self.without if n in names))
 
-    def settings_of(self, path: str) -> Iterator[tuple[Setting, ...]]:
-        """The settings of a path, of what is above it and of what is below it, the later ones last."""
+    def settings_of(self, path: str, below: Iterable[str]) -> Iterator[tuple[Setting, ...]]:
+        """The settings of a path, of what is above it and of what is below it, the later ones last.
+
+        Args:
+            path: a path.
+            below: the paths below it that there are, for settings by pattern.
+        """
+        paths = tuple(below)
         for settings in (*self.base_settings, self.file_settings, self.settings):
-            fits = tuple(s for s in settings if f"{path}.".startswith(f"{s.path}.") or s.path.startswith(f"{path}."))
+            fits = tuple(
+                s
+                for s in settings
+                if f"{path}.".startswith(f"{s.path}.")
+                or s.path.startswith(f"{path}.")
+                or any(matches(s.path, p) for p in paths)
+            )
             if fits:
                 yield fits
 

@@ -152,6 +152,17 @@ def test_what_is_wrong_with_images_is_said(tmp_path):
             ImageArrays.Config(batch_size=2, paths=str(tmp_path / f"{name}.npz")).build(seed=0)
     with pytest.raises(InputError, match="no image is held out"):
         ImageArrays.Config(batch_size=2, paths=str(tmp_path / "right.npz"), held_out=0.01).build(seed=0).evaluation()
+
+
+def test_a_size_that_is_given_tells_the_batches_and_is_held_to_the_data(tmp_path):
+    images = np.zeros((4, 8, 8, 3), np.uint8)
+    np.savez(tmp_path / "eight.npz", images=images, labels=np.zeros(4, int))
+    config = ImageArrays.Config(batch_size=2, paths=str(tmp_path / "eight.npz"), image_size=8)
+    batch = next(config.build(seed=0).train())
+    assert {k: (v.shape, str(v.dtype)) for k, v in batch.items()} == config.batch_shapes()
+    assert ImageArrays.Config(batch_size=2, paths="x.npz").batch_shapes() == {}
+    with pytest.raises(InputError, match=r"(?s)another size.*8 x 8 x 3.*expected: 16 x 16 x 3"):
+        ImageArrays.Config(batch_size=2, paths=str(tmp_path / "eight.npz"), image_size=16).build(seed=0)
     with pytest.raises(RequestError, match=r"got: 1 over 2|batch_size"):
         DrawnShapes.Config(batch_size=1, image_size=8).build(seed=0, process_count=2)
     with pytest.raises(RequestError, match=r"patch_size: does not divide image_size[\s\S]*got: 8 of 20"):

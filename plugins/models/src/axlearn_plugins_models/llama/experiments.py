@@ -27,15 +27,8 @@ from axlearn_plugins_transformer.transformer import Decoder, TransformerLayer
 PRODUCTS = "remat:save=[query,key,value,context,attention_out,mlp_gate,mlp_up]"
 """Keeps every product of a layer but the last: nothing of it is computed again but what is cheap."""
 SEARCHED_7B = {"h100-8x32": TargetRule(shape={"data": 8, "fsdp": 32}, features=(PRODUCTS,))}
-SEARCHED_70B = {
-    "h100-8x64": TargetRule(
-        shape={"fsdp": 256, "tensor": 2},
-        rules={"activation_embed": ("tensor",)},
-        features=(PRODUCTS, "gradient-accumulation:steps=2"),
-    )
-}
-"""The machines of the published trainings, laid out as `axlearn plan --search` does: benchmarks/results/layouts.json has what it
-compiled. Of the layouts within a hundredth of the fastest these take least memory (7B: but one). Other machines have the rules of
+"""The machine of the published training, laid out as `axlearn plan --search` does: benchmarks/results/layouts.json has what it
+compiled. Of the layouts within a hundredth of the fastest this one takes least memory but one. Other machines have the rules of
 their plugin."""
 TRACKERS = (ConsoleTracker.Config(), JsonlTracker.Config(), TensorBoardTracker.Config())
 
@@ -108,8 +101,7 @@ def llama2_70b() -> Trainer.Config:
     model = llama(
         vocab_size=32_000, num_layers=80, hidden_dim=8192, num_heads=64, num_kv_heads=8, feed_forward_dim=28_672
     )
-    config = pretraining(model, sequence_length=4096, peak=1.5e-4, max_steps=500_000)
-    return patch(config, {"mesh": Mesh(targets=SEARCHED_70B)})
+    return pretraining(model, sequence_length=4096, peak=1.5e-4, max_steps=500_000)
 
 
 def llama3_8b() -> Trainer.Config:

@@ -57,7 +57,8 @@ class Images(Configurable):
         """`batch_size` is over all processes."""
 
         batch_size: int = setting(default=REQUIRED, ge=1, le=2**24)
-        image_size: int | None = setting(default=None, ge=1)  # the edge E; None: what the data has
+        # The edge E; None: what the data has.
+        image_size: int | None = setting(default=None, ge=1, kind="execution", hide_default=True)
         seed: int = interface(default=0)
         process_index: int = interface(default=0)
         process_count: int = interface(default=1)

@@ -19,8 +19,8 @@ class Muon(Node[Optimizer]):
     Which dimensions of a parameter form its matrix follows from its logical axes: `layers` and `experts` are batches of
     matrices, and attention's `[embed, heads, head_dim]` is a matrix from `embed` to both of the others. Norms, biases
     and everything with a `vocab` axis go to AdamW. Updates are scaled to AdamW's size, `rms * sqrt(max(in, out))` (Liu
-    et al., 2025), so that both share one learning rate. `embedding_rate` multiplies the rate of embeddings (parameters whose
-    first axis is `vocab`, tied output layers among them): a step moves only the rows of its tokens.
+    et al., 2025), so that both share one learning rate. `embedding_rate` multiplies the rate, and with it the
+    decay, of tables whose first axis is `vocab`: embeddings, output layers that are tied to them, learned positions.
     """
 
     learning_rate: float | Node[Schedule] = setting(default=Cosine(), ge=0)
@@ -32,7 +32,7 @@ class Muon(Node[Optimizer]):
     b1: float = setting(default=0.9, ge=0, lt=1)
     b2: float = setting(default=0.95, ge=0, lt=1)
     eps: float = setting(default=1e-8, gt=0)
-    embedding_rate: float = setting(default=1.0, gt=0)
+    embedding_rate: float = setting(default=1.0, gt=0, hide_default=True)
 
     def build(self, *, max_steps: int, axes: Axes, mask: Any = None, **_: object) -> Optimizer:
         """The transformation for parameters with these logical axes."""
