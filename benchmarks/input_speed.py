@@ -44,7 +44,7 @@ def documents():
 
 
 def write(folder: Path, megabytes: float, count: int) -> int:
-    """`count` JSONL files of documents of up to 8,000 characters, `megabytes` of them in all; how many tokens they have."""
+    """`count` JSONL files of documents of up to 8,000 characters, at least `megabytes` of them; how many tokens they have."""
     pieces, size = [], 0
     for text in documents():
         for start in range(0, len(text), PIECE):

@@ -28,5 +28,5 @@ def test_it_fits(experiment):
     result = published.plan(experiment)
     assert "error" not in result, result["error"]
     assert result["fits"], published.line(experiment, result)
-    # It counts all of attention, also what masks hide, which a program that skips that does not compute.
-    assert 0 < result["roofline_mfu"] < 1.1
+    # Of causal attention: what a mask hides is not computed, and the other count may pass 1 where little is computed twice.
+    assert 0 < result["roofline_mfu_causal"] < 1

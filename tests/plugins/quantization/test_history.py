@@ -91,6 +91,13 @@ def test_the_feature_takes_it(toy, batch):
     assert kinds.count(("float8_e4m3fn", "float8_e4m3fn")) == 7
 
 
+def test_a_program_says_that_its_microbatches_are_mathematics(toy):
+    reasons = Functional.of(DELAYED.apply(toy()).model).batch_dependence
+    assert len(reasons) == 7
+    assert all("largest magnitude of the batch" in reason for reason in reasons)
+    assert not Functional.of(Quantization(format="fp8").apply(toy()).model).batch_dependence
+
+
 @pytest.mark.parametrize(("settings", "problem"), [({"activations": None, "gradients": None}, "no quantized"), (
     {"tile_size": 8}, "tile_size 8")])  # fmt: skip
 def test_it_needs_one_scale_for_each_operand(settings, problem):

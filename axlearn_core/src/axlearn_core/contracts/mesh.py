@@ -90,7 +90,7 @@ class Mesh(Node[None]):
     """How many devices each mesh axis has, and which mesh axes a logical axis is split over.
 
     `shape` may give one axis as -1: all the devices that are left. The default, an empty shape, puts every device on
-    `fsdp`. `rules` are laid over the default rules. `targets` are mesh rules of this experiment, by a pattern of machine
+    `fsdp`. `rules` are laid over the default rules. `targets` are mesh rules of this config, by a pattern of machine
     names; where one fits, it holds instead of those of plugins. `compiler_options` are XLA's, laid over the target's.
     """
 

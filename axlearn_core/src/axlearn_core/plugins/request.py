@@ -14,7 +14,7 @@ A file with `resolved: true` at the top is a whole config instead, as `axlearn c
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -121,24 +121,17 @@ class Request:
         names = {use.name for use in self.features}
         return attrs.evolve(self, target=None, without=tuple(n for n in self.without if n in names))
 
-    def settings_of(self, path: str, below: Iterable[str]) -> Iterator[tuple[Setting, ...]]:
-        """The settings of a path, of what is above it and of what is below it, the later ones last.
+    def settings_of(self, path: str, existing: Collection[str]) -> Iterator[tuple[Setting, ...]]:
+        """The settings of a path and of what is below it, the later ones last.
 
         Args:
             path: a path.
-            below: the paths below it that there are, for settings by pattern.
+            existing: the paths whose settings count, by name or by pattern; what is new below `path` counts too.
         """
-        paths = tuple(below)
         for settings in (*self.base_settings, self.file_settings, self.settings):
-            fits = tuple(
-                s
-                for s in settings
-                if f"{path}.".startswith(f"{s.path}.")
-                or s.path.startswith(f"{path}.")
-                or any(matches(s.path, p) for p in paths)
-            )
-            if fits:
-                yield fits
+            fits = (s for s in settings if s.path.startswith(f"{path}.") or any(matches(s.path, p) for p in existing))
+            if chosen := tuple(fits):
+                yield chosen
 
 
 def parse_feature(text: str) -> FeatureUse:

@@ -183,9 +183,9 @@ class _Resolution:
     def _own_rules(self, tree: Node[Any]) -> Mapping[str, TargetRule]:
         """The rules of the config itself: the experiment's, with what the request sets of them."""
         scratch = _Resolution(self.request, self.names)  # keeps the record of it
-        leaves = [p.split(".") for p in flatten(tree, self.names.shown_name) if p.startswith("mesh.targets.")]
-        below = {".".join(parts[:i]) for parts in leaves for i in range(3, len(parts) + 1)}
-        for settings in self.request.settings_of("mesh.targets", sorted(below)):
+        leaves = [p.split(".") for p in flatten(tree, self.names.shown_name) if p.startswith("mesh.targets")]
+        existing = {".".join(parts[: i + 1]) for parts in leaves for i in range(len(parts))}
+        for settings in self.request.settings_of("mesh.targets", existing):
             tree = scratch._settings(tree, settings)
         mesh = getattr(tree, "mesh", None)
         return mesh.targets if isinstance(mesh, Mesh) else {}

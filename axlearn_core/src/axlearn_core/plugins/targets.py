@@ -45,7 +45,7 @@ def find_rule(machine: Machine, own: Mapping[str, TargetRule], count: Callable[[
 
     Args:
         machine: where it will run.
-        own: the rules of the experiment, which go before all others.
+        own: the rules of the config, which go before all others.
         count: the model's number of parameters; called only where a rule asks for it.
 
     Raises:

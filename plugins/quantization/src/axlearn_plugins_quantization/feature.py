@@ -27,7 +27,7 @@ class Quantization(Feature):
     model) are taken in `format`: `int8` (the default), or `fp8`, which is e4m3 forward and e5m2 for gradients. Where layers
     take turns with several components, those are all at the path of the slot. Parameters and optimizer stay as they are.
     `gradients=false` leaves the products of the backward pass in floating point. `history=128` takes one scale for all activations
-    of a map and one for its weights, from their largest magnitudes in the latest 128 steps.
+    of a map and one for its weights, from their largest magnitudes in the latest 128 microbatches.
     Embeddings and the output layer are not linear maps in this sense, and stay as they are; the experts of a mixture are.
 
     Linear maps that are quantized already get the options that are given. A map that has LoRA adapters keeps them; what

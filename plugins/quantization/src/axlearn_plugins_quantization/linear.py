@@ -1,7 +1,7 @@
 """A linear map that is trained with quantized products."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from axlearn_plugins_quantization.library import (
 
 
 class Magnitudes(nnx.Variable):
-    """The largest magnitudes of an operand in the latest steps, float32 [history], the newest first; 0 before there are any."""
+    """The largest magnitudes of an operand in the latest microbatches, float32 [history], newest first; 0 where there was none."""
 
 
 class QuantizedLinear(Linear):
@@ -33,9 +33,9 @@ class QuantizedLinear(Linear):
     The parameters are those of `Linear`, in their own dtype: weights and activations are quantized anew in each step, by
     their largest magnitude; each token and each output has a scale of its own. Gradients pass through the rounding.
 
-    With `history` there is one scale for all activations and one for all weights, from their largest magnitudes in the latest
-    training steps (delayed scaling; Micikevicius et al., arXiv 2209.05433): what is larger than those saturates. Gradients
-    have one scale too, from their own largest magnitude, which is known only when they are.
+    With `history` there is one scale for all activations and one for all weights, from their largest magnitudes in the
+    latest microbatches of training (delayed scaling; Micikevicius et al., arXiv 2209.05433): what is larger than those
+    saturates. Gradients have one scale too, from their own largest magnitude, which is known only when they are.
     """
 
     @node
@@ -46,7 +46,7 @@ class QuantizedLinear(Linear):
         activations: Format | None = "int8"
         gradients: Format | None = "int8"
         tile_size: int | None = setting(default=None, ge=1)
-        history: int | None = setting(default=None, ge=1, hide_default=True)  # steps; None: each step by itself
+        history: int | None = setting(default=None, ge=1, hide_default=True)  # microbatches; None: each by itself
 
         def validate(self) -> Iterable[Problem]:
             """Gradients that are quantized where activations are not, and scales of more than one kind."""
@@ -76,12 +76,13 @@ class QuantizedLinear(Linear):
         cfg: Any = self.cfg
         count = len(cfg.input_dims)
         x, weight = x.astype(self.precision.compute), self.computed(self.weight)
-        multiply = self._multiply(x, weight)
+        rule, magnitudes = self._rule(), self._magnitudes(x, weight)
+        quantized = delayed_product if magnitudes else product
         if is_sharded() or cfg.tile_size is not None:
-            y = multiply(contracted(x.ndim, count), x, weight)
+            y = quantized(rule, contracted(x.ndim, count))(x, weight, *magnitudes)
         else:  # as one matrix, see Linear
             inner = math.prod(cfg.input_dims)
-            y = multiply(contracted(2, 1), x.reshape(-1, inner), weight.reshape(inner, -1))
+            y = quantized(rule, contracted(2, 1))(x.reshape(-1, inner), weight.reshape(inner, -1), *magnitudes)
             y = y.reshape(*x.shape[:-count], *cfg.output_dims)
         return y + expand_to(self.computed(self.bias), y.ndim) if cfg.bias else y
 
@@ -89,16 +90,11 @@ class QuantizedLinear(Linear):
         cfg: Any = self.cfg
         return Rule(cfg.weights, cfg.activations, cfg.gradients, cfg.tile_size)
 
-    def _multiply(self, x: jax.Array, weight: jax.Array) -> Callable[[Any, jax.Array, jax.Array], jax.Array]:
-        """`(dimension numbers, x, weight) -> product`; takes note of both magnitudes where there is a history."""
-        rule = self._rule()
+    def _magnitudes(self, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, ...]:
+        """What activations and weights are scaled by, where there is a history, which takes note of theirs."""
         if self.cfg.history is None:
-            return lambda dimensions, x, weight: product(rule, dimensions)(x, weight)
-        largest = [
-            self._largest(magnitudes, array)
-            for magnitudes, array in ((self.activation_magnitudes, x), (self.weight_magnitudes, weight))
-        ]
-        return lambda dimensions, x, weight: delayed_product(rule, dimensions)(x, weight, *largest)
+            return ()
+        return self._largest(self.activation_magnitudes, x), self._largest(self.weight_magnitudes, weight)
 
     def _largest(self, magnitudes: Magnitudes, array: jax.Array) -> jax.Array:
         """The magnitude that is scaled by: the largest of the history, before there is one that of `array` itself."""
