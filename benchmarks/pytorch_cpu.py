@@ -1,31 +1,36 @@
-"""Our train step on CPU against PyTorch in eager mode: a Llama of 58M parameters, float32, batch 8 x 512.
+"""Our train step on CPU against PyTorch, eager and compiled: a Llama of 58M parameters, float32, batch 8 x 512.
 
-    uv run --with torch python benchmarks/pytorch_cpu.py [--pairs 10] [--json]
+    uv run --with torch python benchmarks/pytorch_cpu.py [--rounds 10] [--compile] [--json]
 
 Same dimensions (`58m` of `baselines/handwritten_llama.py`), AdamW and tokens; PyTorch uses its scaled dot-product
-attention and `torch.optim.AdamW`. Ours is resolved for the target `cpu`, whose mesh rule unrolls the layers. Steps
-alternate; reported is the ratio of seconds per step (ours / PyTorch), the median over pairs with its 95% bootstrap interval.
+attention and `torch.optim.AdamW`. Ours is resolved for the target `cpu`, whose mesh rule unrolls the layers. Each has a
+process of its own, and they take turns step by step. Ours starts as `axlearn train` does, with `GLIBC_TUNABLES` for huge
+pages; PyTorch as a user starts it, and once more with the same setting. `--compile` adds `torch.compile`, with that setting
+too. Reported are ratios of seconds per step (ours / theirs), the medians over rounds with their 95% bootstrap intervals.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
+import subprocess
+import sys
 import time
+from collections.abc import Callable, Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import jax
 import numpy as np
 import torch
 from framework_tax import MODELS, interval
 from torch import nn
 from torch.nn import functional as F
 
-from axlearn_core import resolve
-from axlearn_core.compose import compose
+from axlearn_core.compat import glibc_tunables
 
 RATE, DECAY, EPS = 3e-4, 0.1, 1e-5
+WARM_UP = 2  # steps that compile and allocate
 
 
 class Norm(nn.Module):
@@ -96,8 +101,13 @@ class Llama(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
-def ours(dims, batch, length):
-    """Our program, resolved for the target `cpu`."""
+def ours(dims):
+    """Steps of our program, resolved for the target `cpu`."""
+    import jax
+
+    from axlearn_core import resolve
+    from axlearn_core.compose import compose
+
     settings = {
         "max_steps": 1000,
         "model.vocab_size": dims.vocab,
@@ -112,7 +122,72 @@ def ours(dims, batch, length):
     }
     resolved = resolve("llama2-7b", with_=["remat:policy=none"], set=settings, target="cpu")
     program = compose(resolved.config, jax.devices()[:1], machine=resolved.machine)
-    return program, program.init(0)
+    state = program.init(0)
+
+    def step(tokens, targets):
+        nonlocal state
+        batch = program.put({"tokens": tokens, "targets": targets})
+        start = time.perf_counter()
+        state, scalars = program.train_step(state, batch)
+        jax.block_until_ready((state, scalars))
+        return time.perf_counter() - start, float(scalars["loss"])
+
+    return step, program.functional.num_parameters
+
+
+def pytorch(dims, length, *, compiled=False):
+    """Steps of PyTorch."""
+    torch.manual_seed(0)
+    torch.set_num_threads(os.cpu_count() or 1)
+    model = Llama(dims, length)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY)
+    function = torch.compile(model) if compiled else model
+
+    def step(tokens, targets):
+        tokens, targets = torch.from_numpy(tokens).long(), torch.from_numpy(targets).long()
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        loss = function(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        return time.perf_counter() - start, loss.item()
+
+    return step, sum(p.numel() for p in model.parameters())
+
+
+def serve(side, dims, batch, length):
+    """One side, in a process of its own: a step for each line that it reads."""
+    step, parameters = ours(dims) if side == "ours" else pytorch(dims, length, compiled=side == "compiled")
+    print(json.dumps(parameters), flush=True)
+    rng = np.random.default_rng(0)
+    for _ in sys.stdin:
+        tokens = rng.integers(0, dims.vocab, (batch, length), dtype=np.int32)
+        print(json.dumps(step(tokens, np.roll(tokens, -1, 1))), flush=True)
+
+
+@contextlib.contextmanager
+def started(side, args, *, huge_pages) -> Iterator[Callable[[], tuple[float, float]]]:
+    """A side in a process of its own; what is given makes a step: (seconds, loss)."""
+    environment = {k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES"}
+    if huge_pages:
+        environment["GLIBC_TUNABLES"] = glibc_tunables(environment)
+    words = [sys.executable, __file__, "--side", side, "--model", args.model]
+    words += ["--batch", str(args.batch), "--seq", str(args.seq)]
+    with subprocess.Popen(words, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+
+        def answer():
+            if not (line := process.stdout.readline()):
+                raise SystemExit(f"{side} ended with exit code {process.wait()}")
+            return json.loads(line)
+
+        def step():
+            process.stdin.write("step\n")
+            process.stdin.flush()
+            return answer()
+
+        step.parameters = answer()
+        yield step
+        process.stdin.close()
 
 
 def main():
@@ -120,56 +195,44 @@ def main():
     parser.add_argument("--model", default="58m", choices=MODELS)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seq", type=int, default=512)
-    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--compile", action="store_true", help="torch.compile too, which needs a C++ compiler")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--side", choices=["ours", "eager", "compiled"], help=argparse.SUPPRESS)
     args = parser.parse_args()
-    dims = MODELS[args.model]
-    torch.manual_seed(0)
-    torch.set_num_threads(os.cpu_count() or 1)
-    model = Llama(dims, args.seq)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY)
-    program, state = ours(dims, args.batch, args.seq)
-    num_parameters, theirs = program.functional.num_parameters, sum(p.numel() for p in model.parameters())
-    if num_parameters != theirs:
-        raise SystemExit(f"not the same model: {num_parameters} parameters, PyTorch {theirs}")
-    rng = np.random.default_rng(0)
-    times, losses = ([], []), ([], [])
-    for pair in range(args.pairs + 2):
-        tokens = rng.integers(0, dims.vocab, (args.batch, args.seq), dtype=np.int32)
-        targets = np.roll(tokens, -1, 1)
-        batch = program.put({"tokens": tokens, "targets": targets})
-        theirs = torch.from_numpy(tokens).long(), torch.from_numpy(targets).long()
-        for side in (0, 1) if pair % 2 else (1, 0):
-            start = time.perf_counter()
-            if side == 0:
-                state, scalars = program.train_step(state, batch)
-                jax.block_until_ready((state, scalars))
-                loss = float(scalars["loss"])
-            else:
-                optimizer.zero_grad()
-                value = model(*theirs)
-                value.backward()
-                optimizer.step()
-                loss = value.item()
-            if pair >= 2:  # the first ones compile and allocate
-                times[side].append(time.perf_counter() - start)
-                losses[side].append(loss)
-    median, low, high = interval([x / y for x, y in zip(*times, strict=True)])
+    if args.side:
+        return serve(args.side, MODELS[args.model], args.batch, args.seq)
+    sides = {"ours": ("ours", True), "eager": ("eager", False), "eager, huge pages": ("eager", True)}
+    if args.compile:
+        sides["compiled, huge pages"] = ("compiled", True)
+    with contextlib.ExitStack() as stack:
+        steps = {k: stack.enter_context(started(side, args, huge_pages=huge)) for k, (side, huge) in sides.items()}
+        counts = {name: step.parameters for name, step in steps.items()}
+        if len(set(counts.values())) > 1:
+            raise SystemExit(f"not the same model: {counts} parameters")
+        times, losses = {name: [] for name in steps}, {}
+        for turn in range(args.rounds + WARM_UP):
+            for name in list(steps) if turn % 2 else reversed(list(steps)):
+                seconds, losses[name] = steps[name]()
+                if turn >= WARM_UP:
+                    times[name].append(seconds)
     result = {
-        "ratio": median,
-        "ratio_95": [low, high],
-        "step_seconds": statistics.median(times[0]),
-        "pytorch_seconds": statistics.median(times[1]),
-        "losses": [losses[0][-1], losses[1][-1]],
-        "kernels": sorted({c.name for c in program.choices()}),
-        "jax": jax.__version__,
+        "ratios": {
+            name: interval([x / y for x, y in zip(times["ours"], times[name], strict=True)])
+            for name in times
+            if name != "ours"
+        },
+        "seconds": {name: statistics.median(values) for name, values in times.items()},
+        "losses": losses,
         "torch": torch.__version__,
     }
     if args.json:
         print(json.dumps(result))
-    else:
-        print(f"ours / PyTorch {median:.4f}  95% [{low:.4f}, {high:.4f}] over {args.pairs} pairs")
-        print(f"ours {result['step_seconds']:.3f} s, PyTorch {result['pytorch_seconds']:.3f} s; {result['kernels']}")
+        return None
+    for name, (median, low, high) in result["ratios"].items():
+        print(f"ours / PyTorch {name}: {median:.3f}  95% [{low:.3f}, {high:.3f}] over {args.rounds} rounds")
+    print(", ".join(f"{name} {seconds:.2f} s" for name, seconds in result["seconds"].items()))
+    return None
 
 
 if __name__ == "__main__":

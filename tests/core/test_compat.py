@@ -49,3 +49,18 @@ def test_only_the_number_of_devices_is_forgotten(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_a=1 --xla_force_host_platform_device_count=8 --xla_b=2")
     compat.forget_device_count()
     assert os.environ["XLA_FLAGS"].split() == ["--xla_a=1", "--xla_b=2"]
+
+
+@pytest.mark.parametrize(
+    ("users", "all_of_them"),
+    [
+        (None, "glibc.malloc.hugetlb=1:glibc.cpu.x86_non_temporal_threshold=8388608"),
+        ("", "glibc.malloc.hugetlb=1:glibc.cpu.x86_non_temporal_threshold=8388608"),
+        ("glibc.malloc.hugetlb=0", "glibc.malloc.hugetlb=0:glibc.cpu.x86_non_temporal_threshold=8388608"),
+        ("glibc.malloc.check=3:", "glibc.malloc.check=3:" + ":".join(compat.TUNABLES)),
+    ],
+)
+def test_tunables_of_the_user_stay(users, all_of_them):
+    environment = {} if users is None else {"GLIBC_TUNABLES": users}
+    assert compat.glibc_tunables(environment) == all_of_them
+    assert compat.glibc_tunables({"GLIBC_TUNABLES": all_of_them}) == all_of_them

@@ -7,6 +7,8 @@ Of the core:
 
 - `jax._src.distributed` (0.10 to 0.12): the client of the coordinator. Not needed once it has a public name.
 - three environment variables, which JAX reads once.
+- `GLIBC_TUNABLES` (glibc 2.35 and later), which is read when a process starts. Not needed once `mallopt` can ask for huge pages, or
+  XLA keeps the memory of a step for the next one.
 - the `__class__` of two packages (all versions of Python): Python looks up `__call__` on the class of an object, and gives a module
   that class in one way only ("Customizing module attribute access" in its reference). Not needed once modules have `__call__`.
 """
@@ -23,6 +25,11 @@ from types import ModuleType
 from typing import Any
 
 _lock = threading.Lock()
+TUNABLES = ("glibc.malloc.hugetlb=1", "glibc.cpu.x86_non_temporal_threshold=8388608")
+"""For processes that train. Memory comes in huge pages: XLA's CPU client gives a step's memory back after each, and to be given it
+again in pages of 4 KiB may take a third of the time. Copies of 8 MiB and more, as those of a save, go past the caches: by default
+glibc does that from three eighths of the last cache on, which may be hundreds of MB."""
+RESTARTED = "AXLEARN_RESTARTED"
 _values: dict[tuple[int, str], list[tuple[object, object]]] = {}
 """(owner, name) -> (token, value) of the original and of each replacement in force, the oldest first."""
 
@@ -133,3 +140,25 @@ def forget_device_count() -> None:
     """Removes the number of virtual CPU devices from `XLA_FLAGS`, which JAX refuses beside `jax_num_cpu_devices`."""
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = re.sub(r"--xla_force_host_platform_device_count=\d+", "", flags).strip()
+
+
+def glibc_tunables(environment: Mapping[str, str]) -> str:
+    """`GLIBC_TUNABLES` for a process that trains: those of `environment`, and of ours what they do not set."""
+    own = [tunable for tunable in environment.get("GLIBC_TUNABLES", "").split(":") if tunable]
+    names = {tunable.partition("=")[0] for tunable in own}
+    return ":".join([*own, *(tunable for tunable in TUNABLES if tunable.partition("=")[0] not in names)])
+
+
+def restart_with_tunables() -> None:
+    """Starts this program anew as the same process, with `glibc_tunables`; returns where that changes or helps nothing.
+
+    To be called first of all: what the program has done until then it does twice.
+    """
+    tunables, this = glibc_tunables(os.environ), str(os.getpid())
+    has_glibc = "CS_GNU_LIBC_VERSION" in getattr(os, "confstr_names", {})
+    # A Python with capabilities loses the variable whenever it starts: once is enough.
+    if not has_glibc or os.environ.get("GLIBC_TUNABLES") == tunables or os.environ.get(RESTARTED) == this:
+        return
+    with contextlib.suppress(OSError):
+        environment = os.environ | {"GLIBC_TUNABLES": tunables, RESTARTED: this}
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)

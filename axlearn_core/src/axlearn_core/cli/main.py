@@ -3,12 +3,15 @@
 import difflib
 import importlib
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
+
+from axlearn_core import compat
 
 # A built-in command: where it is, and its line in `axlearn --help`.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -20,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "features": ("axlearn_core.cli.features:features", "List features, and show what one does."),
     "plugins": ("axlearn_core.cli.plugins:plugins", "List and examine what is installed."),
 }
+TRAINING = ("train", "bench")  # for these the process starts anew with other settings of the C library
 OPEN = ("bench", "checkpoint", "config", "plugins")  # below these, plugins add commands of their own
 
 
@@ -193,4 +197,6 @@ def cli() -> None:
 
 def main() -> None:
     """The console script."""
+    if sys.argv[1:2] and sys.argv[1] in TRAINING and "jax" not in sys.modules:
+        compat.restart_with_tunables()
     cli(prog_name="axlearn")

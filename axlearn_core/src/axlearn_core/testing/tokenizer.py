@@ -9,6 +9,7 @@ import pytest
 from axlearn_core.config import Node
 from axlearn_core.contracts.capabilities import (
     CountsBytes,
+    EncodesBatches,
     EncodesPrompts,
     EncodesSpecialTokens,
     digest_of,
@@ -110,6 +111,14 @@ class TokenizerSuite:
         one, two = self.tokenizer(), self.tokenizer()
         assert (one.vocab_size, one.eos_id, digest_of(one)) == (two.vocab_size, two.eos_id, digest_of(two))
         assert [one.encode(t) for t in self.texts] == [two.encode(t) for t in self.texts]
+
+    def test_texts_together_are_what_they_are_alone(self) -> None:
+        tokenizer = self.tokenizer()
+        if not isinstance(tokenizer, EncodesBatches):
+            pytest.skip("needs a tokenizer with `encode_batch`")
+        assert tokenizer.encode_batch([]) == []
+        texts = [*self.texts, "", *reversed(self.texts)]
+        assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
 
     def test_a_prompt_ends_with_its_text(self) -> None:
         for tokenizer, text, ids in self.encoded():

@@ -18,6 +18,7 @@ from typing import Any
 
 import attrs
 
+from axlearn_core.compat import glibc_tunables
 from axlearn_core.train.phases import PROGRESS, Progress
 from axlearn_plugins_runtime.launch.environment import trainer_environment
 from axlearn_plugins_runtime.launch.exits import Exit, classify_exit
@@ -25,9 +26,6 @@ from axlearn_plugins_runtime.launch.run_files import place_files
 
 LOOK_SECONDS = 0.1
 REPORT_SECONDS = 1.0
-TUNABLES = "glibc.cpu.x86_non_temporal_threshold=8388608"
-"""For `GLIBC_TUNABLES`, which is read when a process starts: copies of 8 MiB and more go past the caches, as those of a save do. By
-default glibc does that from three eighths of the last cache on, which may be hundreds of MB."""
 TAIL = 4000
 
 
@@ -251,7 +249,7 @@ class _Worker:
         parent_end, theirs = socket.socketpair()
         environment = trainer_environment(os.environ, agent.setup.keep) | dict(agent.setup.environment)
         environment |= {PROGRESS: str(self.progress_file), "PYTHONUNBUFFERED": "1"}
-        environment.setdefault("GLIBC_TUNABLES", TUNABLES)
+        environment["GLIBC_TUNABLES"] = glibc_tunables(environment)
         with self.first_log.open("w") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "axlearn_plugins_runtime.launch.worker", str(theirs.fileno()), *agent.words],

@@ -3,7 +3,9 @@
 Legend: B global batch size, S sequence length, P processes, V vocabulary.
 """
 
+import contextlib
 import functools
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -11,7 +13,7 @@ import numpy as np
 from absl import flags
 
 from axlearn_core.config import REQUIRED, Configurable, Node, node, setting
-from axlearn_core.contracts.capabilities import digest_of
+from axlearn_core.contracts.capabilities import EncodesBatches, digest_of
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import ConfigError, InputError, Problem
 from axlearn_plugins_transformer.text.batches import Batches, Indices
@@ -20,6 +22,9 @@ from axlearn_plugins_transformer.text.records import Document
 from axlearn_plugins_transformer.text.sources import Part, Source, Split, describe
 from axlearn_plugins_transformer.text.tokenizers import token_bytes, vocabulary_problems
 from axlearn_plugins_transformer.text.workers import WorkerStream
+
+CHARACTERS = 1 << 18
+"""Of documents that are tokenized together; tokenizing takes about a hundred times their size."""
 
 
 class LanguageModelInput(Configurable):
@@ -96,8 +101,35 @@ class LanguageModelInput(Configurable):
 
     def example(self, document: Document) -> Example | None:
         """What a document teaches; None for nothing. Override it to give other inputs, targets or weights."""
-        ids = self.tokenizer.encode(document.text) + [self.tokenizer.eos_id] * document.ends
+        return self._example(document, self.tokenizer.encode(document.text))
+
+    def _example(self, document: Document, ids: list[int]) -> Example | None:
+        ids = ids + [self.tokenizer.eos_id] * document.ends
         return example([self.tokenizer.eos_id, *ids[:-1]], ids) if ids else None
+
+    def examples(self, documents: Sequence[Document], start: int = 0) -> list[Example | None]:
+        """Those of the documents from `start` on, at least one. What a subclass makes of a document is made one by one.
+
+        Raises:
+            InputError: the tokenizer fails on the first of them.
+        """
+        if type(self).example is not LanguageModelInput.example or not isinstance(self.tokenizer, EncodesBatches):
+            return [self.example(documents[start])]
+        sizes = itertools.accumulate(len(documents[i].text) for i in range(start, len(documents)))
+        count = sum(1 for _ in itertools.takewhile(lambda size: size <= CHARACTERS, sizes))
+        together = documents[start : start + max(1, count)]
+        try:
+            ids = self.tokenizer.encode_batch([d.text for d in together])
+        except InputError:  # of one of them; those before it are read first
+            return self._up_to_failure(together)
+        return [self._example(d, i) for d, i in zip(together, ids, strict=True)]
+
+    def _up_to_failure(self, documents: Sequence[Document]) -> list[Example | None]:
+        examples = [self.example(documents[0])]
+        with contextlib.suppress(InputError):
+            for document in documents[1:]:
+                examples.append(self.example(document))
+        return examples
 
     def train(self) -> Batches:
         """Endless batches; each process gets B / P rows, all processes' rows in order are the global batch."""
@@ -110,7 +142,7 @@ class LanguageModelInput(Configurable):
         own_shards = range(self.process_index * share, (self.process_index + 1) * share)
 
         def shards(ids: Sequence[int]) -> Any:
-            rows = {i: pipeline.training_rows(parts, self.example, self.packing, self.order, i) for i in ids}
+            rows = {i: pipeline.training_rows(parts, self.examples, self.packing, self.order, i) for i in ids}
             return pipeline.Shards(rows, cfg.batch_size // self.num_shards, batch_of)
 
         identify = functools.partial(_records_at, parts, self.order)
@@ -140,7 +172,7 @@ class LanguageModelInput(Configurable):
 
         cfg, share = self.config, self.config.batch_size // self.process_count
         own_rows = slice(self.process_index * share, (self.process_index + 1) * share)
-        rows = pipeline.evaluation_rows(self._parts("validation"), self.example, self.packing)
+        rows = pipeline.evaluation_rows(self._parts("validation"), self.examples, self.packing)
         pad = functools.partial(experimental.batch_and_pad, batch_size=cfg.batch_size)
         batches = rows.batch(cfg.batch_size, batch_fn=pad).map(
             functools.partial(_share, own_rows, token_bytes(self.tokenizer))

@@ -8,6 +8,7 @@ batch. So the global stream depends on the seed and the number of virtual shards
 Legend: S sequence length, T tokens of a document.
 """
 
+import functools
 import os
 import signal
 import threading
@@ -20,13 +21,14 @@ import grain
 import numpy as np
 from grain import experimental
 
-from axlearn_core.compat import only_cpu
+from axlearn_core.compat import assign_environment, only_cpu
 from axlearn_core.errors import InputError
 from axlearn_plugins_transformer.text.examples import Example
 from axlearn_plugins_transformer.text.records import Document, Records
 from axlearn_plugins_transformer.text.sources import Part
 
-Encode = Callable[[Document], Example | None]
+Encode = Callable[[Sequence[Document], int], Sequence[Example | None]]
+"""(documents, start) -> the examples from that document on, as many as are best made together; at least one."""
 Finish = Callable[[Sequence[Mapping[str, np.ndarray]]], dict[str, np.ndarray]]
 
 INLINE = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)  # one thread or process reads ahead for all shards
@@ -48,6 +50,23 @@ class Fan(experimental.FlatMapTransform):
         if self.without > self.most:
             raise InputError(f"a data shard finds no text in {self.of}\n    fix: shuffle, or set another num_shards")
         return elements
+
+
+class Examples(Sequence[Example | None]):
+    """What documents teach, made when it is asked for. So a record that is read again is not encoded from its beginning."""
+
+    def __init__(self, encode: Encode, documents: Sequence[Document]):
+        self.encode, self.documents = encode, documents
+        self._start = 0
+        self._made: Sequence[Example | None] = ()
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, index: Any) -> Any:
+        if not self._start <= index < self._start + len(self._made):
+            self._start, self._made = index, self.encode(self.documents, index)
+        return self._made[index - self._start]
 
 
 def check_text(records: Records) -> None:
@@ -102,9 +121,14 @@ def _shuffle(documents: Sequence[Document], rng: np.random.Generator) -> Sequenc
     return [documents[i] for i in rng.permutation(len(documents))] if len(documents) > 1 else documents
 
 
-def _rows(records: grain.MapDataset, fan: Fan, encode: Encode, packing: Packing) -> grain.IterDataset:
-    documents = experimental.FlatMapIterDataset(records.to_iter_dataset(INLINE), fan)
-    return packing(documents.map(encode).filter(_is_nonempty))
+def _rows(records: grain.MapDataset, fan: Fan, packing: Packing) -> grain.IterDataset:
+    examples = experimental.FlatMapIterDataset(records.to_iter_dataset(INLINE), fan)
+    return packing(examples.filter(_is_nonempty))
+
+
+def examples_of(encode: Encode, documents: Sequence[Document]) -> Examples:
+    """What the documents of a record teach; those that are empty are left out."""
+    return Examples(encode, texts(documents))
 
 
 @attrs.frozen
@@ -137,8 +161,8 @@ def training_rows(
         if order.shuffle:
             records = records.random_map(_shuffle, seed=order.of(i))
         # By chance alone, a shard does not miss what text there is this often.
-        fan = Fan(texts, most=100 * len(part.records), of=part.records.name(0))
-        streams.append(_rows(records, fan, encode, packing))
+        fan = Fan(functools.partial(examples_of, encode), most=100 * len(part.records), of=part.records.name(0))
+        streams.append(_rows(records, fan, packing))
     if len(streams) == 1:
         return streams[0]
     # Shards start at different places of the mixing pattern; else each batch would come from one part only.
@@ -162,7 +186,7 @@ class StartAt(grain.IterDataset):
 def evaluation_rows(parts: Iterable[Part], encode: Encode, packing: Packing) -> grain.IterDataset:
     """All rows of all parts, once, in order."""
     records = grain.MapDataset.concatenate([grain.MapDataset.source(p.records) for p in parts])
-    return _rows(records, Fan(texts), encode, packing)
+    return _rows(records, Fan(functools.partial(examples_of, encode)), packing)
 
 
 class Shards(grain.IterDataset):
@@ -200,6 +224,8 @@ def start_worker(pid_file: str, index: int, count: int) -> None:
     with open(pid_file, "w") as file:
         file.write(str(os.getpid()))
     only_cpu(always=True)  # Grain imports JAX; no worker may take a device
+    # Workers share the cores already; tokenizers would take all of them in each.
+    assign_environment({"TOKENIZERS_PARALLELISM": "false"} | os.environ)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started it
     parent = os.getppid()
 

@@ -132,11 +132,15 @@ class TokenizerJson(Configurable):
 
     def encode(self, text: str) -> list[int]:
         """Token ids, with no special tokens added."""
-        with _encoding(text):
-            (encoding,) = self._tokenizer.encode_batch_fast(
-                [text], add_special_tokens=False
-            )  # a third faster than `encode`
-        return encoding.ids
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, with no special tokens added; several texts are shared among the cores."""
+        with _encoding(*texts):
+            encodings = self._tokenizer.encode_batch_fast(
+                list(texts), add_special_tokens=False
+            )  # one: a third faster too
+        return [encoding.ids for encoding in encodings]
 
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids of a text that a model is to go on from: behind `bos`, where that is set."""
@@ -166,24 +170,26 @@ class TokenizerJson(Configurable):
 
 
 @contextlib.contextmanager
-def _encoding(text: str) -> Iterator[None]:
-    """What the tokenizers library says against a text, as an `InputError`."""
+def _encoding(*texts: str) -> Iterator[None]:
+    """What the tokenizers library says against texts, as an `InputError`."""
     try:
         yield
     except TypeError as error:
-        raise _not_unicode(text) from error
+        raise _not_unicode(*texts) from error
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # of Rust, which is not an Exception
             raise
+        which = f"a text of {len(texts[0]):,} characters" if len(texts) == 1 else f"one of {len(texts)} texts"
         raise InputError(
-            f"the tokenizer fails on a text of {len(text):,} characters: {error}\n"
+            f"the tokenizer fails on {which}: {error}\n"
             "    fix: take a tokenizer.json whose patterns need no backtracking, or leave the text out"
         ) from None
 
 
-def _not_unicode(text: str) -> InputError:
+def _not_unicode(*texts: str) -> InputError:
     """The error for a text with lone surrogates, which JSON can spell and no encoding has."""
-    at = next((i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff"), 0)
+    places = ((text, i) for text in texts for i, c in enumerate(text) if "\ud800" <= c <= "\udfff")
+    text, at = next(places, ("", 0))
     return InputError(
         f"a text is not valid Unicode\n    got: the lone surrogate {text[at : at + 1]!r} at character {at:,}\n"
         "    fix: write the text as UTF-8"

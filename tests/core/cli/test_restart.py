@@ -1,0 +1,64 @@
+"""Commands that train start anew with settings of the C library that are read when a process starts: real processes."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from axlearn_core.compat import TUNABLES
+
+pytestmark = pytest.mark.skipif(
+    "CS_GNU_LIBC_VERSION" not in getattr(os, "confstr_names", {}), reason="needs glibc, whose settings these are"
+)
+PROGRAM = """
+import os, sys
+{before}
+print("begins as", os.getpid(), flush=True)
+from axlearn_core.cli import main
+main.cli = lambda prog_name: print("goes on", os.environ.get("GLIBC_TUNABLES"), *sys.argv[1:])
+main.main()
+"""
+
+
+def run(*words: str, before: str = "", tunables: str | None = None) -> tuple[list[str], int]:
+    """What the program printed, and how often it began."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("GLIBC_TUNABLES", "AXLEARN_RESTARTED")}
+    environment |= {} if tunables is None else {"GLIBC_TUNABLES": tunables}
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.format(before=before), *words],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    *begins, end = output.splitlines()
+    assert set(begins) == {f"begins as {process.pid}"}
+    return end.split(), len(begins)
+
+
+@pytest.mark.parametrize("command", ["train", "bench"])
+def test_a_command_that_trains_starts_anew_once_as_the_same_process_with_the_same_words(command):
+    words = [command, "quickstart", "--set", "a=b"]
+    assert run(*words) == (["goes", "on", ":".join(TUNABLES), *words], 2)
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["plan", "train"], ["serve", "x"]])
+def test_other_commands_do_not(words):
+    assert run(*words) == (["goes", "on", "None", *words], 1)
+
+
+def test_what_the_user_sets_stays():
+    end, begins = run("train", tunables="glibc.malloc.hugetlb=0")
+    assert (end[2], begins) == (f"glibc.malloc.hugetlb=0:{TUNABLES[1]}", 2)
+    assert run("train", tunables=":".join(TUNABLES)) == (["goes", "on", ":".join(TUNABLES), "train"], 1)
+
+
+def test_a_python_that_loses_the_variable_goes_on():
+    # As the C library does for a program with capabilities.
+    assert run("train", before="os.environ.pop('GLIBC_TUNABLES', None)") == (["goes", "on", "None", "train"], 2)
+
+
+def test_a_program_that_has_begun_to_compute_is_not_started_anew():
+    assert run("train", before="sys.modules['jax'] = None") == (["goes", "on", "None", "train"], 1)
