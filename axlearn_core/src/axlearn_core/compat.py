@@ -150,15 +150,23 @@ def glibc_tunables(environment: Mapping[str, str]) -> str:
 
 
 def restart_with_tunables() -> None:
-    """Starts this program anew as the same process, with `glibc_tunables`; returns where that changes or helps nothing.
+    """Starts this program anew as the same process, with `glibc_tunables`; its own children get the environment as it was.
 
-    To be called first of all: what the program has done until then it does twice.
+    To be called first of all: what the program has done until then it does twice. It returns where the settings are there
+    already or were tried, and where nothing can begin again: another C library, a debugger, a program on standard input.
     """
-    tunables, this = glibc_tunables(os.environ), str(os.getpid())
-    has_glibc = "CS_GNU_LIBC_VERSION" in getattr(os, "confstr_names", {})
-    # A Python with capabilities loses the variable whenever it starts: once is enough.
-    if not has_glibc or os.environ.get("GLIBC_TUNABLES") == tunables or os.environ.get(RESTARTED) == this:
+    tunables, this, own = glibc_tunables(os.environ), str(os.getpid()), os.environ.get("GLIBC_TUNABLES", "")
+    process, _, users = os.environ.pop(RESTARTED, "").partition(" ")
+    if process == this:  # also of a Python with capabilities, which loses the settings whenever it starts
+        os.environ.pop("GLIBC_TUNABLES", None)
+        os.environ.update({"GLIBC_TUNABLES": users} if users else {})
         return
+    has_glibc = "CS_GNU_LIBC_VERSION" in getattr(os, "confstr_names", {})
+    can_begin_again = sys.executable and sys.argv[0] not in ("", "-") and sys.gettrace() is None
+    if not has_glibc or not can_begin_again or own == tunables:
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
     with contextlib.suppress(OSError):
-        environment = os.environ | {"GLIBC_TUNABLES": tunables, RESTARTED: this}
+        environment = os.environ | {"GLIBC_TUNABLES": tunables, RESTARTED: f"{this} {own}"}
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)

@@ -16,7 +16,8 @@ import os, sys
 {before}
 print("begins as", os.getpid(), flush=True)
 from axlearn_core.cli import main
-main.cli = lambda prog_name: print("goes on", os.environ.get("GLIBC_TUNABLES"), *sys.argv[1:])
+variables = dict(os.environ)
+main.cli = lambda prog_name: print("goes on", variables.get("GLIBC_TUNABLES"), *sys.argv[1:])
 main.main()
 """
 
@@ -58,6 +59,23 @@ def test_what_the_user_sets_stays():
 def test_a_python_that_loses_the_variable_goes_on():
     # As the C library does for a program with capabilities.
     assert run("train", before="os.environ.pop('GLIBC_TUNABLES', None)") == (["goes", "on", "None", "train"], 2)
+
+
+def test_children_get_the_environment_of_the_user():
+    program = PROGRAM.replace("variables = dict(os.environ)", "variables = os.environ")
+    for users in ({}, {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}):
+        environment = {k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES"} | users
+        command = [sys.executable, "-c", program.format(before=""), "train"]
+        output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+        assert output.splitlines()[-1].split() == ["goes", "on", *users.values(), "train"]
+
+
+@pytest.mark.parametrize(
+    "before",
+    ["sys.settrace(lambda *_: None)", "sys.executable = None", "sys.argv[0] = '-'", "sys.argv[0] = ''"],
+)
+def test_what_cannot_begin_again_does_not(before):
+    assert run("train", before=before) == (["goes", "on", "None", "train"], 1)
 
 
 def test_a_program_that_has_begun_to_compute_is_not_started_anew():

@@ -11,8 +11,6 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from axlearn_core import compat
-
 # A built-in command: where it is, and its line in `axlearn --help`.
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("axlearn_core.cli.train:train", "Train an experiment, or resume its run."),
@@ -198,5 +196,7 @@ def cli() -> None:
 def main() -> None:
     """The console script."""
     if sys.argv[1:2] and sys.argv[1] in TRAINING and "jax" not in sys.modules:
-        compat.restart_with_tunables()
+        from axlearn_core.compat import restart_with_tunables
+
+        restart_with_tunables()
     cli(prog_name="axlearn")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 
 if TYPE_CHECKING:
     import jax
@@ -161,7 +161,7 @@ class EncodesBatches(Protocol):
     """A tokenizer that is faster with several texts at once, as it takes several cores to them."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """What `encode` gives for each text; raises `InputError` where it raises it for any of them."""
+        """What `encode` gives for each text; raises `InputError` where `encode` does for any of the texts."""
         ...
 
 
@@ -260,3 +260,10 @@ class KeepsLocalTier(Protocol):
     def step_behind(self, step: int) -> int | None:
         """A checkpoint to go back to because `step` was not finite soon after a local restore; None goes on instead."""
         ...
+
+
+def encodes_batches(tokenizer: object) -> TypeGuard[EncodesBatches]:
+    """Whether its `encode_batch` belongs to its `encode`: not where a subclass has another `encode` only."""
+    classes = type(tokenizer).__mro__
+    one, many = (next((c for c in classes if n in vars(c)), None) for n in ("encode", "encode_batch"))
+    return one is not None and many is not None and issubclass(many, one)

@@ -2,6 +2,7 @@
 
 import json
 
+import attrs
 import numpy as np
 import pytest
 from text_streams import config, equal, take, through_json
@@ -13,14 +14,13 @@ from axlearn_plugins_transformer.text.records import Document
 TOGETHER = TokenizerJson.Config(builtin="python-2k")
 
 
-def test_documents_are_tokenized_together_and_give_the_same_examples(corpus, monkeypatch):
+def test_documents_are_tokenized_together_and_give_the_same_examples(corpus):
     text_input = config(corpus, tokenizer=TOGETHER).build()
     texts = ["x", "def f():\n    return 1\n" * 9, "", "y" * 40, "z"]
     together = [Document(text, ends=i != 3) for i, text in enumerate(texts)]
-    monkeypatch.setattr(language_model, "CHARACTERS", 60)
     sizes, start = [], 0
     while start < len(together):
-        examples = text_input.examples(together, start)
+        examples = text_input.examples(together, start, 60)
         for document, one in zip(together[start:], examples, strict=False):
             assert (one is None) == (text_input.example(document) is None)
             assert one is None or np.array_equal(one, text_input.example(document))
@@ -45,10 +45,10 @@ def test_a_record_that_is_read_again_is_not_tokenized_from_its_beginning():
 def test_documents_before_one_that_is_no_text_are_read_first(corpus):
     text_input = config(corpus, tokenizer=TOGETHER).build()
     documents = [Document("one"), Document("two"), Document("thr\ud800ee"), Document("four")]
-    assert len(text_input.examples(documents)) == 2
+    assert len(text_input.examples(documents, characters=100)) == 2
     with pytest.raises(InputError, match=r"lone surrogate '\\ud800' at character 3"):
-        text_input.examples(documents, 2)
-    assert len(text_input.examples(documents, 3)) == 1
+        text_input.examples(documents, 2, 100)
+    assert len(text_input.examples(documents, 3, 100)) == 1
 
 
 def test_an_example_of_a_subclass_is_made_one_by_one(corpus):
@@ -62,21 +62,70 @@ def test_an_example_of_a_subclass_is_made_one_by_one(corpus):
     settings = {k: getattr(cfg, k) for k in ("batch_size", "sequence_length", "source", "tokenizer")}
     text_input = Longest.Config(**settings).build()
     documents = [Document("one"), Document("three")]
-    assert text_input.examples(documents) == [None]
-    assert len(text_input.examples(documents, 1)) == 1
+    assert text_input.examples(documents, 0, 100) == [None]
+    assert len(text_input.examples(documents, 1, 100)) == 1
+
+
+class OneByOne(LanguageModelInput):
+    """The same examples, made as those of any subclass are."""
+
+    def example(self, document):
+        return super().example(document)
 
 
 @pytest.mark.parametrize("packing", ["concat", "first-fit"])
-def test_resume_is_exact_within_a_record_of_many_documents(tmp_path, packing):
+def test_batches_positions_and_resuming_are_as_one_by_one(tmp_path, packing, monkeypatch):
+    monkeypatch.setattr(language_model, "CHARACTERS", 500)
     lines = [json.dumps({"text": f"def f{i}():\n    return {i}\n" * (i % 5 + 1)}) for i in range(300)]
     (tmp_path / "one.jsonl").write_text("\n".join(lines))
     (tmp_path / "held.txt").write_text("held out")
-    cfg = config(tmp_path, tokenizer=TOGETHER, packing=packing, chunk=1 << 20, batch_size=1, num_shards=1)
-    iterator = cfg.build().train()
-    take(iterator, 11)
+    cfg = config(tmp_path, tokenizer=TOGETHER, packing=packing, chunk=1 << 20, batch_size=2, num_shards=2)
+    alone = OneByOne.Config(**{f.name: getattr(cfg, f.name) for f in attrs.fields(type(cfg)) if f.init})
+    iterator, other = cfg.build().train(), alone.build().train()
+    assert equal(take(iterator, 11), take(other, 11))
     state, expected = through_json(iterator.get_state()), take(iterator, 5)
+    assert state == through_json(other.get_state())
     again = cfg.build().train()
     again.set_state(state)
     assert equal(take(again, 5), expected)
+    for stream in (iterator, other, again):
+        stream.close()
+
+
+def test_shards_share_what_is_tokenized_ahead(tmp_path, monkeypatch):
+    monkeypatch.setattr(language_model, "CHARACTERS", 4000)
+    (tmp_path / "one.jsonl").write_text("\n".join(json.dumps({"text": f"line {i} " * 5}) for i in range(2000)))
+    (tmp_path / "held.txt").write_text("held out")
+    cfg = config(tmp_path, tokenizer=TOGETHER, chunk=1 << 20, prefetch=1)
+    text_input, counts = cfg.build(), []
+    text_input.tokenizer._tokenizer = Counting(text_input.tokenizer._tokenizer, counts)
+    iterator = text_input.train()
+    next(iterator)
     iterator.close()
-    again.close()
+    assert max(counts) <= 4000 / 8
+
+
+class Counting:
+    """A tokenizer that notes how many characters it is given at once."""
+
+    def __init__(self, tokenizer, counts):
+        self.tokenizer, self.counts = tokenizer, counts
+
+    def encode_batch_fast(self, texts, **options):
+        self.counts.append(sum(map(len, texts)))
+        return self.tokenizer.encode_batch_fast(texts, **options)
+
+
+class Lower(TokenizerJson):
+    """Has an `encode` of its own, which `encode_batch` knows nothing of."""
+
+    def encode(self, text):
+        return super().encode(text.lower())
+
+
+def test_a_tokenizer_with_an_encode_of_its_own_is_asked_one_by_one(corpus):
+    text_input = config(corpus, tokenizer=TOGETHER).build()
+    text_input.tokenizer = Lower(TOGETHER)
+    examples = text_input.examples([Document("ABC"), Document("DEF")], 0, 100)
+    assert len(examples) == 1
+    assert np.array_equal(examples[0], text_input.example(Document("abc")))

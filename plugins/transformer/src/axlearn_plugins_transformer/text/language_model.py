@@ -13,7 +13,7 @@ import numpy as np
 from absl import flags
 
 from axlearn_core.config import REQUIRED, Configurable, Node, node, setting
-from axlearn_core.contracts.capabilities import EncodesBatches, digest_of
+from axlearn_core.contracts.capabilities import digest_of, encodes_batches
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import ConfigError, InputError, Problem
 from axlearn_plugins_transformer.text.batches import Batches, Indices
@@ -24,7 +24,7 @@ from axlearn_plugins_transformer.text.tokenizers import token_bytes, vocabulary_
 from axlearn_plugins_transformer.text.workers import WorkerStream
 
 CHARACTERS = 1 << 18
-"""Of documents that are tokenized together; tokenizing takes about a hundred times their size."""
+"""Of the documents that a process tokenizes together, over all its shards and sources; it takes about a hundred times their size."""
 
 
 class LanguageModelInput(Configurable):
@@ -107,16 +107,22 @@ class LanguageModelInput(Configurable):
         ids = ids + [self.tokenizer.eos_id] * document.ends
         return example([self.tokenizer.eos_id, *ids[:-1]], ids) if ids else None
 
-    def examples(self, documents: Sequence[Document], start: int = 0) -> list[Example | None]:
-        """Those of the documents from `start` on, at least one. What a subclass makes of a document is made one by one.
+    def examples(self, documents: Sequence[Document], start: int = 0, characters: int = 0) -> list[Example | None]:
+        """Those of the document at `start` and of the next ones that are tokenized together with it.
+
+        Args:
+            documents: of a record.
+            start: the first.
+            characters: of all of them; a longer first document is taken by itself. What a subclass makes of a document
+                is made one by one.
 
         Raises:
-            InputError: the tokenizer fails on the first of them.
+            InputError: the tokenizer fails on the first. Where it fails on a later one, that and what follows are left out.
         """
-        if type(self).example is not LanguageModelInput.example or not isinstance(self.tokenizer, EncodesBatches):
+        if type(self).example is not LanguageModelInput.example or not encodes_batches(self.tokenizer):
             return [self.example(documents[start])]
         sizes = itertools.accumulate(len(documents[i].text) for i in range(start, len(documents)))
-        count = sum(1 for _ in itertools.takewhile(lambda size: size <= CHARACTERS, sizes))
+        count = sum(1 for _ in itertools.takewhile(lambda size: size <= characters, sizes))
         together = documents[start : start + max(1, count)]
         try:
             ids = self.tokenizer.encode_batch([d.text for d in together])
@@ -141,8 +147,12 @@ class LanguageModelInput(Configurable):
         cfg, parts, share = self.config, self._parts("train"), self.num_shards // self.process_count
         own_shards = range(self.process_index * share, (self.process_index + 1) * share)
 
+        # Each shard reads ahead on its own. Workers share the cores already: they take one document at a time.
+        characters = 0 if cfg.workers else CHARACTERS // (share * len(parts))
+        encode = functools.partial(self.examples, characters=characters)
+
         def shards(ids: Sequence[int]) -> Any:
-            rows = {i: pipeline.training_rows(parts, self.examples, self.packing, self.order, i) for i in ids}
+            rows = {i: pipeline.training_rows(parts, encode, self.packing, self.order, i) for i in ids}
             return pipeline.Shards(rows, cfg.batch_size // self.num_shards, batch_of)
 
         identify = functools.partial(_records_at, parts, self.order)
@@ -172,7 +182,8 @@ class LanguageModelInput(Configurable):
 
         cfg, share = self.config, self.config.batch_size // self.process_count
         own_rows = slice(self.process_index * share, (self.process_index + 1) * share)
-        rows = pipeline.evaluation_rows(self._parts("validation"), self.examples, self.packing)
+        encode = functools.partial(self.examples, characters=CHARACTERS)
+        rows = pipeline.evaluation_rows(self._parts("validation"), encode, self.packing)
         pad = functools.partial(experimental.batch_and_pad, batch_size=cfg.batch_size)
         batches = rows.batch(cfg.batch_size, batch_fn=pad).map(
             functools.partial(_share, own_rows, token_bytes(self.tokenizer))

@@ -21,7 +21,7 @@ import grain
 import numpy as np
 from grain import experimental
 
-from axlearn_core.compat import assign_environment, only_cpu
+from axlearn_core.compat import only_cpu
 from axlearn_core.errors import InputError
 from axlearn_plugins_transformer.text.examples import Example
 from axlearn_plugins_transformer.text.records import Document, Records
@@ -40,10 +40,10 @@ PERIOD = 10_000  # steps of a mixing pattern over which shards are spread
 class Fan(experimental.FlatMapTransform):
     """Each element as those that `function` makes of it; many elements in a row that make none are an error."""
 
-    def __init__(self, function: Callable[[Any], Sequence[Any]], most: float = float("inf"), of: str = ""):
+    def __init__(self, function: Callable[[Any], Any], most: float = float("inf"), of: str = ""):
         self.function, self.most, self.of, self.without = function, most, of, 0
 
-    def flat_map(self, element: Any) -> Sequence[Any]:
+    def flat_map(self, element: Any) -> Any:
         """The elements."""
         elements = self.function(element)
         self.without = 0 if elements else self.without + 1
@@ -52,7 +52,7 @@ class Fan(experimental.FlatMapTransform):
         return elements
 
 
-class Examples(Sequence[Example | None]):
+class Examples:
     """What documents teach, made when it is asked for. So a record that is read again is not encoded from its beginning."""
 
     def __init__(self, encode: Encode, documents: Sequence[Document]):
@@ -63,7 +63,7 @@ class Examples(Sequence[Example | None]):
     def __len__(self) -> int:
         return len(self.documents)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: int) -> Example | None:
         if not self._start <= index < self._start + len(self._made):
             self._start, self._made = index, self.encode(self.documents, index)
         return self._made[index - self._start]
@@ -224,8 +224,6 @@ def start_worker(pid_file: str, index: int, count: int) -> None:
     with open(pid_file, "w") as file:
         file.write(str(os.getpid()))
     only_cpu(always=True)  # Grain imports JAX; no worker may take a device
-    # Workers share the cores already; tokenizers would take all of them in each.
-    assign_environment({"TOKENIZERS_PARALLELISM": "false"} | os.environ)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started it
     parent = os.getppid()
 
