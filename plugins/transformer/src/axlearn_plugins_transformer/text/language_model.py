@@ -24,7 +24,7 @@ from axlearn_plugins_transformer.text.tokenizers import token_bytes, vocabulary_
 from axlearn_plugins_transformer.text.workers import WorkerStream
 
 CHARACTERS = 1 << 18
-"""Of the documents that a process tokenizes together, over all its shards and sources; it takes about a hundred times their size."""
+"""Of the documents that a process tokenizes together, over all its shards and sources; it takes a hundred times their size."""
 
 
 class LanguageModelInput(Configurable):
