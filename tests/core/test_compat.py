@@ -64,3 +64,12 @@ def test_tunables_of_the_user_stay(users, all_of_them):
     environment = {} if users is None else {"GLIBC_TUNABLES": users}
     assert compat.glibc_tunables(environment) == all_of_them
     assert compat.glibc_tunables({"GLIBC_TUNABLES": all_of_them}) == all_of_them
+
+
+def test_tokenizers_take_one_core_unless_the_user_says_otherwise(monkeypatch):
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    compat.one_core_for_tokenizers()
+    assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM")
+    compat.one_core_for_tokenizers()
+    assert os.environ["TOKENIZERS_PARALLELISM"] == "false"

@@ -6,7 +6,7 @@ environment anywhere else. Each such module says why each thing is needed, with 
 Of the core:
 
 - `jax._src.distributed` (0.10 to 0.12): the client of the coordinator. Not needed once it has a public name.
-- three environment variables, which JAX reads once.
+- three environment variables, which JAX reads once, and one of the `tokenizers` library.
 - `GLIBC_TUNABLES` (glibc 2.35 and later), which is read when a process starts. Not needed once `mallopt` can ask for huge pages, or
   XLA keeps the memory of a step for the next one.
 - the `__class__` of two packages (all versions of Python): Python looks up `__call__` on the class of an object, and gives a module
@@ -125,6 +125,11 @@ def only_cpu(*, always: bool = False) -> None:
     if always:
         os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def one_core_for_tokenizers() -> None:
+    """For one of several processes that share the cores: a tokenizer would take all of them in each."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def threads_for(devices: int) -> None:

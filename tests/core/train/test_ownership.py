@@ -101,9 +101,10 @@ def test_a_holder_on_another_machine_is_judged_by_its_beats(tmp_path, fast, monk
     def wait(seconds):  # it beats on
         elsewhere(tmp_path, age=3600.0 - seconds)
 
-    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="process 7 on far"):
+    with monkeypatch.context() as patch:
         patch.setattr(holder, "time", SimpleNamespace(**vars(time) | {"sleep": wait}))
-        Holder(LocalStorage(tmp_path), "run", "id")
+        with pytest.raises(CheckpointError, match="process 7 on far"):
+            Holder(LocalStorage(tmp_path), "run", "id")
     Holder(LocalStorage(tmp_path), "run", "id").release()  # it beats no more
 
 

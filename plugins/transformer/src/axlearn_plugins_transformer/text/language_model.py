@@ -147,11 +147,9 @@ class LanguageModelInput(Configurable):
         cfg, parts, share = self.config, self._parts("train"), self.num_shards // self.process_count
         own_shards = range(self.process_index * share, (self.process_index + 1) * share)
 
-        # Each shard reads ahead on its own. Workers share the cores already: they take one document at a time.
-        characters = 0 if cfg.workers else CHARACTERS // (share * len(parts))
-        encode = functools.partial(self.examples, characters=characters)
-
         def shards(ids: Sequence[int]) -> Any:
+            characters = CHARACTERS // (len(ids) * len(parts))  # each shard reads ahead on its own
+            encode = functools.partial(self.examples, characters=characters)
             rows = {i: pipeline.training_rows(parts, encode, self.packing, self.order, i) for i in ids}
             return pipeline.Shards(rows, cfg.batch_size // self.num_shards, batch_of)
 

@@ -21,7 +21,7 @@ import grain
 import numpy as np
 from grain import experimental
 
-from axlearn_core.compat import only_cpu
+from axlearn_core.compat import one_core_for_tokenizers, only_cpu
 from axlearn_core.errors import InputError
 from axlearn_plugins_transformer.text.examples import Example
 from axlearn_plugins_transformer.text.records import Document, Records
@@ -224,6 +224,7 @@ def start_worker(pid_file: str, index: int, count: int) -> None:
     with open(pid_file, "w") as file:
         file.write(str(os.getpid()))
     only_cpu(always=True)  # Grain imports JAX; no worker may take a device
+    one_core_for_tokenizers()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started it
     parent = os.getppid()
 
