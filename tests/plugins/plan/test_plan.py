@@ -265,6 +265,47 @@ def test_a_kernel_of_a_grouped_product_counts_its_rows_once_whatever_the_groups(
     assert {w.dtype for w in products} == {"bfloat16"}
 
 
+def test_what_nothing_needs_is_not_counted():
+    from axlearn_plugins_plan.flops import works
+
+    def kept(x, w):
+        return jax.checkpoint(lambda x, w: jax.numpy.tanh(x @ w))(x, w).sum()
+
+    def call(x, w):
+        jax.jit(lambda x, w: x @ w)(
+            x, w
+        )  # nobody reads it: what recomputation leaves of a call whose results were kept
+        return kept(x, w)
+
+    x, w = jax.ShapeDtypeStruct((8, 16), "float32"), jax.ShapeDtypeStruct((16, 32), "float32")
+    product = 2 * 8 * 16 * 32
+    assert sum(work.flops for work in works(jax.make_jaxpr(call)(x, w).jaxpr)) == product
+    # Forward, once more for the backward pass, and the gradients of both operands.
+    step = jax.make_jaxpr(jax.value_and_grad(call, (0, 1)))(x, w).jaxpr
+    assert sum(work.flops for work in works(step)) == 4 * product
+
+
+@pytest.mark.parametrize("save", [("attention_residuals",), ()])
+def test_a_kernel_whose_results_are_kept_does_not_run_again(save):
+    pytest.importorskip("axlearn_plugins_tpu")
+    from axlearn_plugins_transformer.kernels.attention import Attention
+    from axlearn_plugins_transformer.kernels.masks import Causal
+
+    policy = jax.checkpoint_policies.save_only_these_names(*save)
+
+    def loss(query, key, value):
+        attend = jax.checkpoint(lambda *x: Attention(*x, mask=Causal(), scale=0.1).run("splash"), policy=policy)
+        return attend(query, key, value).astype("float32").sum()
+
+    shape = (1, 1024, 2, 128), "bfloat16"
+    forward = counted("tpu", "tpu-v5p", loss, shape, shape, shape)
+    gradients = counted("tpu", "tpu-v5p", loss, shape, shape, shape, gradients=(0, 1, 2))
+    # The backward kernel has five products, the forward one two. A gradient alone needs no value of the loss.
+    assert gradients == 7 / 2 * forward
+    step = counted("tpu", "tpu-v5p", jax.value_and_grad(loss, (0, 1, 2)), shape, shape, shape)
+    assert step == (7 if save else 9) / 2 * forward
+
+
 def counted(platform, target, function, *shapes, gradients=()):
     from axlearn_plugins_plan.flops import ScopedSelection, works
 

@@ -86,7 +86,7 @@ def works(
     kernel: bool = False,
     op: Op[Any] | None = None,
 ) -> Iterator[Work]:
-    """All equations of a jaxpr that compute, those of what it calls too, loops times their trip counts.
+    """All equations of a jaxpr that compute, those of what it calls too, loops times their trip counts; no dead ones.
 
     A `while` of unknown length counts once, a branch as its most expensive arm. A kernel counts by its op where that
     knows (`Op.kernel_flops`), else its body once for each point of its grid; where the grid is known at run time only,
@@ -100,7 +100,7 @@ def works(
         kernel: see `Work`.
         op: the op around the jaxpr.
     """
-    for equation in jaxpr.eqns:
+    for equation in live_equations(jaxpr):
         name, params = equation.primitive.name, equation.params
         match = _SCOPE.search(str(equation.source_info.name_stack)) if scopes else None
         scope = scopes[int(match[1])] if match else None
@@ -129,6 +129,20 @@ def works(
             yield Work(equation, times, visible_share, kernel)
         elif (inner := called(params)) is not None:
             yield from works(inner, scopes, times, visible_share, kernel, of)
+
+
+def live_equations(jaxpr: Any) -> list[Any]:
+    """The equations that a result needs, and those with an effect, in their order.
+
+    What the backward pass recomputes may hold calls whose results were all kept: the compiler takes them out.
+    """
+    needed = {v for v in jaxpr.outvars if not hasattr(v, "val")}
+    result = []
+    for equation in reversed(jaxpr.eqns):
+        if equation.effects or any(v in needed for v in equation.outvars):
+            needed.update(v for v in equation.invars if not hasattr(v, "val"))
+            result.append(equation)
+    return result[::-1]
 
 
 def _kernel_flops(equation: Any, op: Op[Any] | None) -> float | None:

@@ -133,7 +133,7 @@ def _slice_flops(producers: Mapping[Any, Any], scopes: Sequence[Scope], equation
         if producer is None or producer.primitive.name == "name" or id(producer) in visited:
             continue
         visited.add(id(producer))
-        total += sum(w.flops for w in works(SimpleNamespace(eqns=[producer]), scopes))
+        total += sum(w.flops for w in works(SimpleNamespace(eqns=[producer], outvars=producer.outvars), scopes))
         pending += producer.invars
     return total
 
