@@ -43,6 +43,7 @@ KERNELS = (
         load="axlearn_plugins_tpu.kernels.splash:SPLASH_ATTENTION",
         priority=50,
         platforms=("tpu",),
+        tags=("attention_residuals",),
     ),
     KernelImplementation(
         name="megablox",

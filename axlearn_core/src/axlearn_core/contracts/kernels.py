@@ -29,6 +29,8 @@ class KernelImplementation:
         load: `"module:attribute"` of its `Kernel`.
         priority: the highest among the kernels that support a call wins; the reference has 0.
         platforms: JAX platform names that it runs on; empty means all.
+        tags: activation tags of its own, of what its backward pass takes. A config may name them on any machine; where
+            another kernel runs, there is nothing to keep.
     """
 
     name: str
@@ -36,6 +38,7 @@ class KernelImplementation:
     load: str = attrs.field(validator=_check_path)
     priority: int = 0
     platforms: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
 
 
 @attrs.frozen(kw_only=True)

@@ -64,6 +64,13 @@ def installed(op: OpClass) -> Sequence[KernelImplementation]:
     return [implementation for _, implementation in claims.values()]
 
 
+def kernel_tags() -> set[str]:
+    """The activation tags of the kernels that installed plugins declare."""
+    from axlearn_core.plugins.manager import host  # as above
+
+    return {tag for _, declared in host().answers("axlearn_kernels") for kernel in declared for tag in kernel.tags}
+
+
 @attrs.frozen(kw_only=True)
 class Choice:
     """The kernel of a call site, and why others were not taken. Kept in run locks.

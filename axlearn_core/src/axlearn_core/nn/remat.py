@@ -13,7 +13,7 @@ Layers tag what they compute with `tag(x, name)`. The tags of the transformer's 
 import contextvars
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
 import jax
@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from axlearn_core.config import Configurable, node
 from axlearn_core.errors import unknown
+from axlearn_core.kernels.selection import kernel_tags
 
 _tag_log: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("axlearn_tags", default=None)
 
@@ -78,12 +79,19 @@ class Remat(Configurable):
         """To be called when all wrapped functions were traced.
 
         Raises:
-            RequestError: a tag that none of them has.
+            RequestError: a tag that none of them has, and no kernel.
         """
         save = () if isinstance(self.cfg.save, str) else self.cfg.save
-        for pattern in sorted({*save, *self.cfg.offload}):
-            if not any(re.fullmatch(pattern, name) for name in self._tags):
-                raise unknown("activation tag in remat", pattern, self._tags)
+        check_tags(sorted({*save, *self.cfg.offload}), self._tags)
+
+
+def check_tags(patterns: Sequence[str], tags: Collection[str]) -> None:
+    """Raises `RequestError` for a pattern that fits none of the tags, nor any tag that a kernel has on some machines."""
+    for pattern in patterns:
+        if not any(re.fullmatch(pattern, name) for name in tags):
+            every = {*tags, *kernel_tags()}
+            if not any(re.fullmatch(pattern, name) for name in every):
+                raise unknown("activation tag in remat", pattern, every)
 
 
 def _is_saved(patterns: Sequence[str], primitive: Any, *_: object, **params: Any) -> bool:

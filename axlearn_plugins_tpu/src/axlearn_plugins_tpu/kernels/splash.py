@@ -17,7 +17,6 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from axlearn_core.contracts.kernels import KernelContext
 from axlearn_core.kernels import selection
-from axlearn_core.nn.remat import tag
 from axlearn_plugins_tpu.kernels.blocks import LANES, SPLASH, SplashBlocks, fitting, narrowed
 from axlearn_plugins_transformer.kernels.attention import Attention
 from axlearn_plugins_transformer.kernels.masks import Causal, Mask, Or, Prefix, Segments, SlidingWindow
@@ -133,7 +132,6 @@ class _Splash:
             repeats = query.shape[2] // key.shape[2]
             key, value = jnp.repeat(key, repeats, axis=2), jnp.repeat(value, repeats, axis=2)
         ids = (None, None) if structure.segments is None else (structure.segments.queries, structure.segments.keys)
-        tag(jnp.zeros(()), RESIDUALS)  # makes the tag known to remat; the kernel gives it to the values themselves
         run = functools.partial(
             _local, structure=attrs.evolve(structure, segments=None), softcap=op.softcap, blocks=blocks
         )

@@ -1,12 +1,9 @@
 """Rematerialisation by tags that are not all known: of every tag but some, and by policies for any layer."""
 
-import re
-
 import attrs
 
 from axlearn_core.config import node
-from axlearn_core.errors import unknown
-from axlearn_core.nn.remat import Remat
+from axlearn_core.nn.remat import Remat, check_tags
 
 
 class RematTags(Remat):
@@ -27,9 +24,7 @@ class RematTags(Remat):
 
     def check(self) -> None:
         """See `Remat.check`."""
-        for pattern in self.recompute:
-            if not any(re.fullmatch(pattern, name) for name in self._tags):
-                raise unknown("activation tag in remat", pattern, self._tags)
+        check_tags(self.recompute, self._tags)
 
 
 class RematPolicyTags(Remat):
