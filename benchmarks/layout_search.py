@@ -30,7 +30,6 @@ from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_plan.search.compiled import Cache, Clock, compile_layouts, resolved_request
 from axlearn_plugins_plan.search.rank import Space
 from axlearn_plugins_plan.search.search import search
-from axlearn_plugins_plan.search.space import Choice, MeshChoice
 
 GIB = 2.0**30
 
@@ -39,17 +38,18 @@ GIB = 2.0**30
 class Row:
     model: str
     target: str
-    paper: Choice = Choice()  # as it ships
+    features: tuple[str, ...] = ()  # of the paper's layout, over what ships
+    settings: tuple[str, ...] = ()
 
 
 ROWS = (
-    Row("llama2-7b", "h100-8x32", Choice(mesh=MeshChoice(shape={"fsdp": 32, "tensor": 8}))),
+    Row("llama2-7b", "h100-8x32", ("remat:policy=gpu-attention",), ("mesh.shape={fsdp: 32, tensor: 8}",)),
     Row(
         "llama2-70b",
         "h100-8x64",
-        Choice(mesh=MeshChoice(shape={"fsdp": 64, "tensor": 8}, stream={"activation_embed": ()})),
+        settings=("mesh.shape={fsdp: 64, tensor: 8}", "mesh.rules.activation_embed=[]"),
     ),
-    Row("llama2-7b", "tpu-v5p-512"),
+    Row("llama2-7b", "tpu-v5p-512", ("remat:policy=tpu-attention",), ("mesh.shape={fsdp: 256}",)),
     Row("llama2-70b", "tpu-v5p-1024"),
 )
 
@@ -69,20 +69,22 @@ def measure(row: Row, args, log_message) -> dict:
     ranking = time.perf_counter() - started
     cache, clock = Cache(args.cache), Clock(60 * args.budget)
     result = search(request, [space], cache, clock, args.front, log_message) if args.front else None
-    paper = [r for r in ranked if same(r.choice, row.paper)][:1]
     capacity = space.machine.target.hbm_bytes or float("inf")
     sample = spread([r for r in ranked if r.estimate.total < 0.97 * capacity], args.sample)
     clock = Clock(60 * args.budget)
-    rows = [*[r for r in ranked if r.choice.shipped], *paper, *sample]
+    rows = [*[r for r in ranked if r.choice.shipped], *sample]
     compiled = list(zip(rows, compile_layouts(request, rows, cache, clock, log_message), strict=True))
+    papers = measure_paper(row, cache, clock, log_message)
     searched = [] if result is None else [(r.ranked, r.compiled) for r in result.rows if r.compiled is not None]
     row_results = {
-        "compiled": stored_rows(request, [*searched, *compiled]),
+        "base": layout_of(resolve(request).config, space.machine.devices),
+        "compiled": merged(stored_rows(request, [*searched, *compiled]), papers.pop("compiled", [])),
         "model": row.model,
         "target": row.target,
         "ranked": len(ranked),
         "ranking_seconds": ranking,
         "sample": [],
+        **papers,
     }
     if result is not None and result.rows:
         best = result.rows[0]
@@ -94,11 +96,34 @@ def measure(row: Row, args, log_message) -> dict:
             continue
         if r.choice.shipped:
             row_results["shipped"] = figures(r, c)
-        if paper and r is paper[0]:
-            row_results["paper"] = figures(r, c)
         if any(r is s for s in sample) and c.seconds is not None:
             row_results["sample"].append(figures(r, c))
     return row_results
+
+
+def measure_paper(row: Row, cache, clock, log_message) -> dict:
+    """The paper's layout compiled: nothing where it is what ships."""
+    if not row.features and not row.settings:
+        return {}
+    request = Request.of(row.model, target=row.target, with_=row.features, set=row.settings)
+    own = [r for r in Space(request, ()).ranked(log_message) if r.choice.shipped]
+    (result,) = compile_layouts(request, own, cache, clock, log_message)
+    if result.error:
+        log_message(f"not compiled: the paper's layout: {result.error}")
+        return {}
+    words = [w for text in row.features for w in ("--with", text)] + [
+        w for text in row.settings for w in ("--set", text)
+    ]
+    return {
+        "paper": {**figures(own[0], result), "words": " ".join(words)},
+        "compiled": [{**stored, "words": words} for stored in stored_rows(request, [(own[0], result)])],
+    }
+
+
+def merged(rows: list[dict], more: list[dict]) -> list[dict]:
+    """Layouts of both, each once, the fastest first."""
+    new = [r for r in more if all(r["layout"] != other["layout"] for other in rows)]
+    return sorted([*rows, *new], key=lambda r: (not r["fits"], r["seconds"], r["words"]))
 
 
 def layout_of(config, devices: int) -> dict:
@@ -132,17 +157,16 @@ def stored_rows(request: Request, compiled) -> list[dict]:
 
 
 def store(path: Path, every: list[dict]) -> None:
-    """Puts the layouts of some trainings into the file, in the order of model and target."""
+    """Puts the layouts of some trainings into the file, in the order of model and target.
+
+    `base` is what shipped when they were compiled: the words of a layout are laid over it.
+    """
     trainings = json.loads(path.read_text("utf-8")) if path.exists() else []
-    new = [{"model": r["model"], "target": r["target"], "layouts": r["compiled"]} for r in every]
+    new = [{"model": r["model"], "target": r["target"], "base": r["base"], "layouts": r["compiled"]} for r in every]
     names = {(r["model"], r["target"]) for r in new}
     rows = [*(r for r in trainings if (r["model"], r["target"]) not in names), *new]
     rows.sort(key=lambda r: (r["model"], r["target"]))
     path.write_text(json.dumps(rows, indent=1) + "\n", "utf-8")
-
-
-def same(choice: Choice, other: Choice) -> bool:
-    return choice.words == other.words
 
 
 def figures(ranked, compiled) -> dict:

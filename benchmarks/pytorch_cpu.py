@@ -7,6 +7,7 @@ attention and `torch.optim.AdamW`. Ours is resolved for the target `cpu`, whose 
 process of its own, and they take turns step by step. Ours starts as `axlearn train` does, with `GLIBC_TUNABLES` for huge
 pages; PyTorch as a user starts it, and once more with the same setting. `--compile` adds `torch.compile`, with that setting
 too. Reported are ratios of seconds per step (ours / theirs), the medians over rounds with their 95% bootstrap intervals.
+All of the three or four processes have their model in memory meanwhile.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -224,7 +226,7 @@ def main():
         },
         "seconds": {name: statistics.median(values) for name, values in times.items()},
         "losses": losses,
-        "torch": torch.__version__,
+        "versions": {name: version(name) for name in ("jax", "jaxlib", "torch")},
     }
     if args.json:
         print(json.dumps(result))

@@ -77,7 +77,7 @@ LAYERS = {
     "contracts": {"config", "errors"},
     "plugins": {"config", "contracts", "errors"},
     "kernels": {"contracts", "errors", "plugins"},
-    "nn": {"config", "errors"},
+    "nn": {"config", "errors", "kernels"},
     "compose": {"compat", "config", "contracts", "errors", "kernels", "nn", "plugins"},
     "learn": {"compose", "config", "contracts", "errors"},
     "checkpoint": {"compat", "compose", "config", "contracts", "errors", "learn", "plugins"},

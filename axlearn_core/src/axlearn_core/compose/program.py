@@ -2,10 +2,11 @@
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
@@ -21,6 +22,9 @@ from axlearn_core.contracts.capabilities import DeclaresBatches
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.contracts.target import Machine
 from axlearn_core.plugins.manager import host
+
+SMALL_BATCH = 2**20
+"""Bytes up to which a batch for one device is copied once more, since that takes less time than calls in Python."""
 
 
 class Experiment(Protocol):
@@ -68,6 +72,7 @@ class Program(Compiler):
         self.state = _with_shardings(state, functions["init"].place(places, state))
         self.weights_spec = sharded_specs(functional, shardings)
         self.trained_spec = sharded_specs(trained, shardings)
+        self._puts: dict[Any, Callable[[dict[str, Any]], dict[str, jax.Array]]] = {}
         parts = {Part.STATE: self.state, Part.WEIGHTS: self.weights_spec, Part.TRAINED: self.trained_spec}
         super().__init__(functions, layout, config.mesh, target, parts)
 
@@ -115,9 +120,24 @@ class Program(Compiler):
 
     def put(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         """This process's rows of a batch, as global arrays on the mesh."""
-        return {k: _global(self._batch_sharding(k, v), v) for k, v in batch.items()}
+        key = tuple((name, value.shape) for name, value in batch.items())
+        put = self._puts.get(key)
+        if put is None:
+            put = self._puts[key] = self._make_put(batch)
+        return put(dict(batch))
 
-    def _batch_sharding(self, name: str, value: object) -> NamedSharding:
+    def _make_put(self, batch: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[str, jax.Array]]:
+        """What `put` calls for batches of these shapes."""
+        shardings = {k: self._batch_sharding(k, v) for k, v in batch.items()}
+        if jax.process_count() > 1:
+            return lambda batch: {k: _global(shardings[k], v) for k, v in batch.items()}
+        small = sum(v.nbytes for v in batch.values()) <= SMALL_BATCH
+        if self.layout.mesh.size == 1 and small and all(isinstance(v, np.ndarray) for v in batch.values()):
+            # A compiled function takes NumPy's arrays without a step in Python, in a sixth of the time of `device_put`.
+            return jax.jit(lambda batch: batch, out_shardings=shardings)
+        return lambda batch: jax.device_put(batch, shardings)
+
+    def _batch_sharding(self, name: str, value: Any) -> NamedSharding:
         shape = global_shape(value)
         return self.layout.sharding(batch_axes(shape), shape, f"input ({name})")
 

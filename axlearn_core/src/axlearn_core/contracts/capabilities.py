@@ -89,7 +89,8 @@ class DescribesPosition(Protocol):
     """A batch iterator that can say where its newest batch is in the data."""
 
     def describe_position(self) -> Any:
-        """Files and offsets of the batch returned last, for a message to a person."""
+        """Files and offsets of the batch returned last, for a message to a person: what `str` gives of it, which is asked for
+        only where there is a message. It is asked at every step, so it should look nothing up before."""
         ...
 
 

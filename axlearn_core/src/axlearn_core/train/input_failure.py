@@ -29,7 +29,7 @@ _PEER_SECONDS = 60.0
 class _Held:
     batch: Any
     state: Any
-    position: str
+    position: Any
 
 
 class LookAhead:
@@ -43,6 +43,7 @@ class LookAhead:
 
     def __init__(self, batches: BatchIterator, count: int, fail: Callable[[Exception], None]):
         self._batches, self._left, self._fail = batches, count, fail
+        self._positions = batches if isinstance(batches, DescribesPosition) else None
         self._held: deque[_Held] = deque()
         self._taken = _Held(None, batches.get_state(), "")
         self._error: Exception | None = None
@@ -67,7 +68,7 @@ class LookAhead:
 
     def _read(self) -> _Held:
         batch = next(self._batches)
-        position = str(self._batches.describe_position()) if isinstance(self._batches, DescribesPosition) else ""
+        position = self._positions.describe_position() if self._positions is not None else ""
         return _Held(batch, self._batches.get_state(), position)
 
     def get_state(self) -> Any:
@@ -80,7 +81,7 @@ class LookAhead:
         self._batches.set_state(state)
         self._taken, self._error = _Held(None, state, ""), None
 
-    def describe_position(self) -> str:
+    def describe_position(self) -> Any:
         """See `DescribesPosition`; empty where the iterator cannot say."""
         return self._taken.position
 

@@ -1,10 +1,13 @@
 """The training loop."""
 
+import itertools
 import math
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 
 from axlearn_core.config import Configurable, Node, node, offers, setting
 from axlearn_core.errors import WorkError
@@ -123,21 +126,24 @@ class _Record:
     def __init__(self, session: Session, max_nonfinite: int):
         self.session, self.max_nonfinite = session, max_nonfinite
         self.timer: Any = None
-        self.held: tuple[int, dict[str, jax.Array], int | None, str] | None = None
+        self.held: tuple[int, dict[str, jax.Array], int | None, Callable[[], str]] | None = None
         self.since_log = 0
         self.nonfinite = 0
         self.first = session.start_step == 0
+        self.copies = session.program.layout.mesh.devices.flat[0].platform != "cpu"
 
     def hold(self, scalars: dict[str, jax.Array], batch: Any) -> None:
         """Keeps the scalars of the step that was just started."""
         if self.timer is None:
             self.timer = StepTimer()
+        for value in scalars.values() if self.copies else ():
+            value.copy_to_host_async()  # queued behind the step, so that nothing waits for the way to the host
         self.held = (self.session.step, scalars, batch_tokens(batch), self.session.describe_batch())
 
     def devices_idle(self) -> bool:
         """Whether no step is under way on the devices."""
-        scalars: Any = () if self.held is None else self.held[1].values()
-        return all(value.is_ready() for value in scalars)
+        # A step gives all of its scalars at once.
+        return self.held is None or all(value.is_ready() for value in itertools.islice(self.held[1].values(), 1))
 
     def flush(self) -> None:
         """Waits for the held step and handles its scalars."""
@@ -145,7 +151,7 @@ class _Record:
             return
         step, scalars, tokens, position = self.held
         self.held = None
-        values = {k: float(v) for k, v in jax.device_get(scalars).items()}
+        values = {k: float(np.asarray(v)) for k, v in scalars.items()}  # on CPUs a tenth of the time of float(v)
         self.session.observe(step, values)
         self.since_log += 1
         bad = [k for k in ("loss", "grad_norm") if not math.isfinite(values.get(k, 0.0))]
@@ -168,7 +174,8 @@ class _Record:
             logged["mfu"] = flops / seconds / peak
         return logged | {k: v for k, v in values.items() if k not in logged}
 
-    def _report(self, step: int, values: dict[str, float], bad: list[str], position: str) -> None:
+    def _report(self, step: int, values: dict[str, float], bad: list[str], describe_batch: Callable[[], str]) -> None:
+        position = describe_batch()
         bad_values = ", ".join(f"{k} {values[k]}" for k in bad)
         log_message(f"step {step}: {bad_values}; the update was skipped. Batch: {position}")
         self.session.distrust(step)

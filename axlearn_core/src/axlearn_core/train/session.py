@@ -105,12 +105,19 @@ class Session:
     _saved_step: int = attrs.field(init=False)
     _signals: StopSignals = attrs.field(init=False)
     _measured: dict[str, int] = attrs.field(init=False, factory=dict)
+    _observer: ObservesSteps | None = attrs.field(init=False)
+    _local_tier: KeepsLocalTier | None = attrs.field(init=False)
+    _positions: DescribesPosition | None = attrs.field(init=False)
     _agreement: StopAgreement | None = attrs.field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
         self.start_step, self.kept_step, self._saved_step = self.step, self.step, self.step or -1
         # One of several processes that stops waiting would leave the others waiting for it.
         self._signals = StopSignals(_announce_stop, ends_input=jax.process_count() == 1)
+        # Asked once and not at each step: to compare a part with a protocol takes longer than the loop's other work.
+        self._observer = self.watchdog if isinstance(self.watchdog, ObservesSteps) else None
+        self._local_tier = self.checkpointer if isinstance(self.checkpointer, KeepsLocalTier) else None
+        self._positions = self.batches if isinstance(self.batches, DescribesPosition) else None
 
     def next_batch(self) -> Any:
         """The next batch, on the devices; None where a signal to stop ended the wait for it.
@@ -150,8 +157,8 @@ class Session:
         """Shows the scalars of a finished step to the watchdog."""
         if self.compiled_step is not None and step == self.start_step + 1:
             self.compiled_step.prove()
-        if isinstance(self.watchdog, ObservesSteps):
-            self.watchdog.observe(step, values)
+        if self._observer is not None:
+            self._observer.observe(step, values)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Sends scalars to every tracker."""
@@ -182,9 +189,9 @@ class Session:
         if force or self.checkpointer.due(self.step):
             self.beat("save")
             self.on_save()
-        elif isinstance(self.checkpointer, KeepsLocalTier) and self.checkpointer.local_due(self.step):
+        elif self._local_tier is not None and self._local_tier.local_due(self.step):
             self.beat("save")
-            save = self.checkpointer.save_local
+            save = self._local_tier.save_local
         else:
             return
         now = {k: v for k, v in self.metrics.items() if self._measured.get(k, self.step) == self.step}
@@ -197,22 +204,20 @@ class Session:
 
     def save_due(self) -> bool:
         """Whether a checkpoint of this step is due."""
-        checkpointer = self.checkpointer
-        return checkpointer.due(self.step) or (
-            isinstance(checkpointer, KeepsLocalTier) and checkpointer.local_due(self.step)
-        )
+        tier = self._local_tier
+        return self.checkpointer.due(self.step) or (tier is not None and tier.local_due(self.step))
 
     def distrust(self, step: int) -> None:
         """Raises `RollBack` where a step that is not finite says that what was restored is not to be trusted."""
-        checkpointer = self.checkpointer
-        behind = checkpointer.step_behind(step) if isinstance(checkpointer, KeepsLocalTier) else None
+        behind = None if self._local_tier is None else self._local_tier.step_behind(step)
         if behind is not None:
             raise RollBack(behind)
 
-    def describe_batch(self) -> str:
-        """Which batch was just taken, for a message about it: by the input itself where it can say, else by its number."""
-        position = self.batches.describe_position() if isinstance(self.batches, DescribesPosition) else ""
-        return str(position) or f"number {self.step} of the stream"
+    def describe_batch(self) -> Callable[[], str]:
+        """Which batch was just taken, to be asked when a message about it is written: by the input, else by its number."""
+        position = "" if self._positions is None else self._positions.describe_position()
+        step = self.step
+        return lambda: str(position) or f"number {step} of the stream"
 
     def _stop_all(self, error: Exception) -> None:
         if self._agreement is not None:
@@ -249,7 +254,7 @@ class Session:
         # In a job of several processes SIGTERM belongs to JAX, which tells the others; see `preempted`.
         if jax.process_count() > 1:
             self._agreement = StopAgreement(self.step)
-            self.batches = LookAhead(self.batches, self.max_steps - self.step, self._stop_all)
+            self.batches = self._positions = LookAhead(self.batches, self.max_steps - self.step, self._stop_all)
         self._signals.install(*((signal.SIGINT,) if jax.process_count() > 1 else (signal.SIGINT, signal.SIGTERM)))
         return self
 
@@ -287,7 +292,7 @@ class StepTimer:
 def batch_tokens(batch: Mapping[str, Any]) -> int | None:
     """Tokens of the global batch, or None where the batch has none."""
     tokens = batch.get("tokens")
-    return int(np.prod(tokens.shape)) if tokens is not None else None
+    return math.prod(tokens.shape) if tokens is not None else None
 
 
 if not TYPE_CHECKING:  # earlier names

@@ -3,10 +3,12 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from launched import alive
 
+from axlearn_core.compat import glibc_tunables
 from axlearn_plugins_runtime.launch.agent import Agent, Setup
 
 pytestmark = pytest.mark.slow
@@ -29,10 +31,17 @@ class Talk:
         raise AssertionError(f"no {event} in {self.heard}")
 
 
-def test_a_host_from_warm_to_the_end(tmp_path):
+def test_a_host_from_warm_to_the_end(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=0")  # what a user sets stays, and the rest is added
     talk = Talk("--version", logs=str(tmp_path))
     talk.agent.prepare()
     (warm,) = talk.until("ready")["pids"]
+    environment = (
+        Path(f"/proc/{warm}/environ").read_text().replace("\0", ":")
+    )  # glibc itself may end each setting there
+    tunables = glibc_tunables(os.environ)
+    assert tunables.startswith("glibc.malloc.hugetlb=0:glibc.cpu")
+    assert f"GLIBC_TUNABLES={tunables}:" in environment
     talk.agent.start(1, {0: {"JAX_PROCESS_ID": "0"}}, ())
     assert talk.until("started")["pid"] == warm  # no import is waited for
     end = talk.until("exited")

@@ -229,7 +229,7 @@ def test_mixtures_share_the_rows_of_every_batch_by_weight(tmp_path):
     other = cfg.build().train()
     other.set_state(state)
     assert equal(take(other, 10), take(iterator, 10))
-    actual = iterator.describe_position()["records"]
+    actual = iterator.describe_position().facts()["records"]
     assert len(actual) == 16
     assert all(len(names) == 6 for names in actual.values())
     iterator.close()
@@ -244,7 +244,7 @@ def test_positions_name_the_records_that_a_batch_came_from(corpus):
     letters = {part.records.name(i): {d.text[0] for d in part.records[i]} for i in range(len(part.records))}
     for number in range(1, 30):
         batch = next(iterator)
-        position = iterator.describe_position()
+        position = iterator.describe_position().facts()
         assert position["batch"] == number
         for shard, row in enumerate(batch["targets"]):
             if row[0] != EOS:

@@ -5,12 +5,29 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import attrs
 import numpy as np
 
 from axlearn_core.errors import InputError
 
 Indices = dict[str, list[int]]
 """By shard, the index of the record that each part of the data stands at."""
+
+
+@attrs.frozen
+class Position:
+    """Where a batch came from. Names are looked up when they are asked for: for a large batch that takes long."""
+
+    batch: int
+    _shards: Mapping[str, Any]
+    _identify: Callable[[Indices], dict[str, Any]] = attrs.field(eq=False)
+
+    def facts(self) -> dict[str, Any]:
+        """The number of the batch from 1, and the records that its rows begin in."""
+        return {"batch": self.batch, **self._identify({i: _indices(s) for i, s in self._shards.items()})}
+
+    def __str__(self) -> str:
+        return str(self.facts())
 
 
 class Batches:
@@ -75,9 +92,9 @@ class Batches:
         self._count = state["batches"]
         self._shards = self._read()
 
-    def describe_position(self) -> dict[str, Any]:
-        """The identity of the batch returned last: its number from 1, and the records that its rows begin in."""
-        return {"batch": self._count, **self._identify({i: _indices(s) for i, s in self._shards.items()})}
+    def describe_position(self) -> "Position":
+        """The identity of the batch returned last."""
+        return Position(self._count, self._shards, self._identify)
 
     def close(self) -> None:
         """Ends worker processes and threads."""
