@@ -66,8 +66,15 @@ def test_gpipe_in_a_layer_with_room_and_without():
     with_room, without = (terms(gpipe(), sizes(state=0.0, layer=5000.0), 5, room) for room in (PLENTY, 0.0))
     assert with_room["gradients"] == 3 * 1000
     assert without["gradients"] == 2 * 1000
-    assert (with_room["ends"], without["ends"]) == (3 * 8 * 8, 2 * 8 * 8)
+    assert with_room["ends"] == 2 * 8 * 8, "the gradients of the inputs of all microbatches and of the outputs"
     assert with_room["tick"] == 5 * 20, "cut out of what all ticks keep"
+
+
+def test_between_two_ticks_the_gradients_of_all_outputs_are_copied():
+    between = terms(gpipe(), sizes(state=0.0, stream=500.0, whole_stream=0.0, layer=0.0), 5, 0.0)
+    assert "layer" not in between
+    assert between["ends"] == 3 * 8 * 500
+    assert between["gradients"] == 2 * 1000
 
 
 def test_an_interleaved_chunk_has_all_that_its_layers_compute_and_copies_of_its_weights():

@@ -111,11 +111,8 @@ def _after_forward(
     # The sums, and the zeros where the next tick's begin; the outputs' gradients are copied, as a tick reads and changes them.
     yield loop | {"ends": 3 * batch, "gradients": 2 * sizes.layers if not copies else sizes.layers}
     zeros = float(2 * (residuals + batch) + sizes.layers < room)  # XLA counts what a loop fills twice
-    if (
-        pipeline.rounds == 1
-    ):  # the sums, those of the tick; where there is room, what stands between ticks stands here too
-        gradients = (2 + zeros) * sizes.layers
-        yield loop | {"ends": (2 + zeros) * batch, "layer": _one_layer(sizes), "gradients": gradients}
+    if pipeline.rounds == 1:  # the sums, those of the tick, and where there is room the next tick's zeros
+        yield loop | {"layer": _one_layer(sizes), "gradients": (2 + zeros) * sizes.layers}
         return
     # The layers of a chunk run without rematerialisation of their own: all that they compute is there together. Beside the sums
     # are the chunk's weights in bfloat16, and its gradients: where it is one layer, these go straight into the sums.
