@@ -27,6 +27,8 @@ class Sizes:
         layer: what it computes under a tag.
         layers: parameters of the layers as they are stored: S.
         shapes: of these one of each shape: Z.
+        largest: the largest of them, of all layers; where it is gathered, it stands there in another layout too.
+        sharded: whether parameters are gathered to compute.
         rest: all other parameters.
         gathered: parameters of one layer as they compute.
         vocabulary: all other parameters, likewise.
@@ -41,6 +43,8 @@ class Sizes:
     layer: float
     layers: float
     shapes: float
+    largest: float
+    sharded: bool
     rest: float
     gathered: float
     vocabulary: float
@@ -108,11 +112,11 @@ def _after_forward(
     yield {"kept": residuals, "ends": 3 * batch, "head": 2.5 * sizes.vocabulary, "copies": copies}
     # The gradients of what comes in and goes out of the stages, and of the head. What a tick needs is cut out of what all keep.
     loop = {"kept": residuals, "ends": 2 * batch, "head": sizes.rest / 4, "tick": chunk * sizes.kept, "copies": copies}
-    # The sums, and the zeros where the next tick's begin; the outputs' gradients are copied, as a tick reads and changes them.
-    yield loop | {"ends": 3 * batch, "gradients": 2 * sizes.layers if not copies else sizes.layers}
-    zeros = float(2 * (residuals + batch) + sizes.layers < room)  # XLA counts what a loop fills twice
+    room_left = 2 * residuals < room  # XLA counts what a loop fills twice
+    # Between two ticks the outputs' gradients are copied, as a tick reads and changes them.
+    yield loop | _between_ticks(pipeline, sizes, chunk, room_left) | {"ends": 3 * batch}
     if pipeline.rounds == 1:  # the sums, those of the tick, and where there is room the next tick's zeros
-        yield loop | {"layer": _one_layer(sizes), "gradients": (2 + zeros) * sizes.layers}
+        yield loop | {"layer": _one_layer(sizes), "gradients": (2 + float(room_left)) * sizes.layers}
         return
     # The layers of a chunk run without rematerialisation of their own: all that they compute is there together. Beside the sums
     # are the chunk's weights in bfloat16, and its gradients: where it is one layer, these go straight into the sums.
@@ -121,8 +125,22 @@ def _after_forward(
     yield loop | {"tick": chunk * sizes.everything, "layer": layer, "gradients": (1 + chunk_share) * sizes.layers}
 
 
+def _between_ticks(pipeline: Pipeline, sizes: Sizes, chunk: float, room_left: bool) -> dict[str, float]:
+    """The sums, and zeros where the next tick's gradients begin.
+
+    Where there is room, the next tick's zeros are made early: of all that the layers of an interleaved chunk compute, or beside
+    the gradients of the tick, which are added one by one to new sums. Two layers are no loop: theirs are added as they are made.
+    """
+    if pipeline.rounds > 1:
+        tick = sizes.everything if room_left and chunk > 1 else sizes.kept
+        return {"tick": chunk * tick, "gradients": sizes.layers}
+    if not room_left or chunk <= 2:
+        return {"gradients": 2 * sizes.layers}
+    return {"tick": 0.0, "gradients": 3 * sizes.layers + (1 + float(sizes.sharded)) * sizes.largest}
+
+
 def _one_layer(sizes: Sizes) -> float:
-    """The backward pass of one layer, beside what is kept of it."""
+    """The backward pass of one layer, beside what is kept of it; 0.6 and 2 are those of steps without stages (`figures.toml`)."""
     return 0.6 * sizes.layer + sizes.stream + _products(sizes)
 
 
@@ -166,12 +184,14 @@ def memory_on_stages(
         layer=figures.local(trace.layer) / one,
         layers=layers,
         shapes=sum({p.shape: p.stored for p in stacked}.values()),
+        largest=max((p.stored for p in stacked), default=0.0),
+        sharded=any(p.group > 1 for p in stacked),
         rest=stored - layers,
         gathered=of_layers / (count / pipeline.stages),
         vocabulary=vocabulary,
         state=state,
         tensor=figures.choice.shape.get("tensor", 1) > 1,
     )
-    # XLA schedules and rematerialises for this share of the memory (gpu_hlo_schedule.cc: 80%, of which 95%).
+    # XLA schedules and rematerialises for this share of a GPU's memory: 80%, of which 95%.
     room = 0.95 * 0.8 * (figures.machine.target.hbm_bytes or math.inf) - state
     return waiting(pipeline, sizes, chunk), terms(pipeline, sizes, chunk, room)
