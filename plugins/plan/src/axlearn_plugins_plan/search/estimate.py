@@ -6,25 +6,19 @@ memory, has a few coefficients for each platform (`figures.toml`): chosen by han
 Trainium are copies of these, which no compiled layout has checked.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
-from typing import Any
 
 import attrs
-import jax
 
-from axlearn_core.compose import Program
-from axlearn_core.contracts.target import Machine
 from axlearn_plugins_plan.collectives import Collective, bytes_sent
 from axlearn_plugins_plan.roofline import Roofline, roofline
 from axlearn_plugins_plan.search.figures import Coefficients
+from axlearn_plugins_plan.search.on_mesh import MeshFigures, whole_stream
 from axlearn_plugins_plan.search.pipelines import Pipeline
-from axlearn_plugins_plan.search.space import Choice, MeshChoice, laid
-from axlearn_plugins_plan.search.trace import Activation, StepTrace
+from axlearn_plugins_plan.search.space import Choice
+from axlearn_plugins_plan.search.stages import memory_on_stages
+from axlearn_plugins_plan.search.trace import StepTrace
 
-COMPUTED_ITEMSIZE = 2
-"""Bytes of a parameter as it is gathered: layers compute in bfloat16 on every target that has figures."""
 COLUMNS = ("layer", "stream", "whole_stream", "weights", "vocabulary", "gradients", "accumulated")
 
 
@@ -35,7 +29,8 @@ class Estimate:
     Attributes:
         arguments: bytes of the training state and the batch; exact.
         kept: bytes of what the forward pass leaves for the backward pass.
-        columns: bytes of each of `COLUMNS`, whose coefficients stand in `figures.toml`.
+        columns: bytes of each of `COLUMNS`, whose coefficients stand in `figures.toml`; on stages those that add up to
+            `temporaries` (`stages.py`).
         temporaries: bytes of everything that exists during the step only.
         roofline: of the step.
         host: what goes to the host's memory and back.
@@ -52,136 +47,6 @@ class Estimate:
     def total(self) -> float:
         """Bytes."""
         return self.arguments + self.temporaries
-
-
-@attrs.frozen
-class Parameter:
-    """One parameter on one device: its bytes as stored, its numbers, over how many devices it is gathered to compute, and
-    whether it has a dimension for the layers."""
-
-    stored: float
-    numbers: float
-    group: int
-    stacked: bool
-
-    @property
-    def gathered(self) -> float:
-        """Bytes of the gathered parameter."""
-        return self.numbers * self.group * COMPUTED_ITEMSIZE
-
-
-@attrs.define(eq=False, slots=False)
-class MeshFigures:
-    """What is the same for all layouts on one mesh, of one device."""
-
-    program: Program
-    config: Any
-    machine: Machine
-    choice: MeshChoice
-    rules: Mapping[str, tuple[str, ...]] = attrs.field(init=False)
-    layout: Any = attrs.field(init=False)
-    _local: dict[Any, tuple[Any, float]] = attrs.field(init=False, factory=dict)
-
-    def __attrs_post_init__(self) -> None:
-        self.layout = laid(self.config.mesh, self.choice.shape, self.choice.stream)
-        self.rules = self.layout.rules
-
-    @cached_property
-    def shardings(self) -> dict[str, Any]:
-        """Path -> where a parameter or variable lives."""
-        trained = self.program.trained
-        axes = {**trained.axes, **trained.variable_axes}
-        specs = {**trained.abstract, **trained.variables}
-        return {p: self.layout.sharding(axes[p], s.shape, p) for p, s in specs.items()}
-
-    @cached_property
-    def state_bytes(self) -> tuple[float, float]:
-        """(the state without the optimizer's, the optimizer's)."""
-        trained = self.program.trained
-        places = self.layout.place_like(self.program.state, self.shardings, {**trained.abstract, **trained.variables})
-        learner = _bytes(self.program.state.learner, places.learner)
-        return _bytes(self.program.state, places) - learner, learner
-
-    @cached_property
-    def batch_shards(self) -> int:
-        """Over how many devices the rows are split."""
-        return self._size(self.rules["batch"])
-
-    @cached_property
-    def parameters(self) -> list[Parameter]:
-        """Every parameter of the model and its objective.
-
-        One is gathered over the axes that split rows too; what tensor parallelism splits stays split.
-        """
-        split = set(self.rules["batch"])
-        parameters = []
-        for path, spec in self.program.trained.abstract.items():
-            sharding = self.shardings[path]
-            numbers = math.prod(sharding.shard_shape(spec.shape))
-            axes = {a for part in sharding.spec for a in (part if isinstance(part, tuple) else (part,)) if a}
-            stacked = "layers" in self.program.trained.axes[path]
-            parameters.append(Parameter(numbers * spec.dtype.itemsize, numbers, self._size(axes & split), stacked))
-        return parameters
-
-    def _size(self, axes: Any) -> int:
-        return math.prod(self.choice.shape.get(a, 1) for a in axes)
-
-    def local(self, activations: Sequence[Activation], offloaded: bool = False) -> float:
-        """Bytes of one device, of all layers."""
-        key = id(activations), offloaded
-        if key not in self._local:
-            self._local[key] = activations, self._local_bytes(activations, offloaded)  # what is held keeps its id
-        return self._local[key][1]
-
-    def _local_bytes(self, activations: Sequence[Activation], offloaded: bool) -> float:
-        total = 0.0
-        for a in activations:
-            if a.offloaded != offloaded:
-                continue
-            used: set[str] = set()
-            size = math.prod(a.shape) * a.itemsize * a.layers
-            for dim, axis in zip(a.shape, a.axes, strict=True):
-                mesh_axes = [m for m in self.rules.get(axis or "", ()) if m not in used]
-                count = self._size(mesh_axes)
-                if count > 1 and dim % count == 0:
-                    used.update(mesh_axes)
-                    size /= count
-            total += size
-        return total
-
-    @cached_property
-    def gathered(self) -> Mapping[int, float]:
-        """Over how many devices parameters are gathered -> bytes of one device of those, as they are sent."""
-        by_group: dict[int, float] = {}
-        for p in self.parameters:
-            by_group[p.group] = by_group.get(p.group, 0.0) + p.numbers * COMPUTED_ITEMSIZE
-        return by_group
-
-    @cached_property
-    def parameter_bytes(self) -> tuple[float, float, float]:
-        """(gathered, of the layers; gathered, of all else; as one device stores them)."""
-        of_layers = sum(p.gathered for p in self.parameters if p.stacked)
-        rest = sum(p.gathered for p in self.parameters if not p.stacked)
-        return of_layers, rest, sum(p.stored for p in self.parameters)
-
-    def spread(self, axes: Sequence[str]) -> tuple[int, int, int]:
-        """(members, domains, most members in one domain) of a group over some mesh axes."""
-        members = self._size(axes)
-        inner, within = 1, 1
-        per = self.machine.devices_per_domain
-        for axis in reversed(("pipeline", "data", "fsdp", "expert", "seq", "tensor")):
-            size = self.choice.shape.get(axis, 1)
-            if axis in axes:
-                within *= max(1, min(size, per // inner)) if inner < per else 1
-            inner *= size
-        return members, max(1, members // within), within
-
-
-def _bytes(tree: Any, places: Any) -> float:
-    total = 0.0
-    for leaf, sharding in zip(jax.tree.leaves(tree), jax.tree.leaves(places), strict=True):
-        total += math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-    return total
 
 
 def collective(kind: str, axes: Sequence[str], figures: MeshFigures, operand: float, times: float) -> Collective | None:
@@ -249,7 +114,7 @@ def _tensor(
     stream = trace.stream[0] if trace.stream else None
     if stream is None or figures.choice.shape.get("tensor", 1) == 1:
         return
-    whole = _whole_stream(figures, trace)
+    whole = whole_stream(figures, trace)
     part = whole / figures.choice.shape["tensor"]
     layers = stream.layers if pipeline is None else stream.layers / pipeline.stages * pipeline.stretch
     if any("tensor" in figures.rules[a] for a in ("activation_embed", "residual_sequence")):
@@ -284,13 +149,17 @@ def estimate(
     if choice.optimizer_dtype in ("bfloat16", "float16"):
         learner /= 2
     arguments = state + (0.0 if choice.offload_optimizer else learner) + batch_bytes / figures.batch_shards
-    activations = work.residual_bytes(figures, trace) / steps
-    columns = _columns(figures, trace, steps, pipeline)
-    if choice.offload_optimizer:
-        columns["gradients"] += 2 * learner  # as it is read, and as it is written back
-    temporaries = activations * coefficients.kept + sum(
-        coefficients.memory.get(name, 0.0) * size for name, size in columns.items()
-    )
+    if pipeline is None:
+        activations = figures.local(trace.kept) / steps
+        columns = _columns(figures, trace, steps)
+        if choice.offload_optimizer:
+            columns["gradients"] += 2 * learner  # as it is read, and as it is written back
+        temporaries = activations * coefficients.kept + sum(
+            coefficients.memory.get(name, 0.0) * size for name, size in columns.items()
+        )
+    else:
+        activations, columns = memory_on_stages(figures, trace, work.everything, pipeline, state + learner)
+        temporaries = sum(columns.values())
     of_layers, rest, _ = figures.parameter_bytes
     weights = of_layers + rest
     traffic = coefficients.traffic_activations * figures.local(trace.layer) * work.of_layers
@@ -314,9 +183,11 @@ class Work:
         pipeline: None without stages.
         layer_flops: of the layers in a step that keeps nothing of them, dtype -> FLOPs of all devices.
         forward_flops: of the layers' forward pass alone, likewise.
+        everything: of the step whose layers compute nothing again.
     """
 
     pipeline: Pipeline | None = None
+    everything: StepTrace = StepTrace(executed={}, kept=(), layer=())
     layer_flops: Mapping[str, float] = {}
     forward_flops: Mapping[str, float] = {}
 
@@ -336,15 +207,6 @@ class Work:
             executed[dtype] = (layers + again) * self.pipeline.stretch + flops - layers
         return executed
 
-    def residual_bytes(self, figures: MeshFigures, trace: StepTrace) -> float:
-        """Bytes of one device that wait for the backward pass of a batch."""
-        if self.pipeline is None:
-            return figures.local(trace.kept)
-        stream = figures.local(trace.stream) / max(trace.stream[0].layers, 1.0) if trace.stream else 0.0
-        inputs = stream / self.pipeline.microbatches * self.pipeline.stored_inputs
-        # The batch before and after the stages, with the gradients of both.
-        return figures.local(trace.kept) / self.pipeline.stages * self.pipeline.residual_share + inputs + 3 * stream
-
 
 @attrs.frozen(kw_only=True)
 class Host:
@@ -363,23 +225,16 @@ HOST_BANDWIDTH = 25e9
 """Bytes/s of one device to its host's memory: half of a PCIe 4 slot of 16 lanes, in one direction."""
 
 
-def _whole_stream(figures: MeshFigures, trace: StepTrace) -> float:
-    """Bytes of the residual stream of a device's rows as tensor parallelism gathers it; 0 without."""
-    if not trace.stream or figures.choice.shape.get("tensor", 1) == 1:
-        return 0.0
-    return math.prod(trace.stream[0].shape) * COMPUTED_ITEMSIZE / figures.batch_shards
-
-
-def _columns(figures: MeshFigures, trace: StepTrace, steps: int, pipeline: Pipeline | None) -> dict[str, float]:
+def _columns(figures: MeshFigures, trace: StepTrace, steps: int) -> dict[str, float]:
     of_layers, rest, stored = figures.parameter_bytes
     count = max((a.layers for a in trace.kept), default=1.0)
-    parts = steps if pipeline is None else steps * pipeline.microbatches
+    tensor = figures.choice.shape.get("tensor", 1) > 1  # which gathers the stream
     return {
-        "layer": figures.local(trace.layer) / count / parts,
-        "stream": figures.local(trace.stream) / count / parts,
-        "whole_stream": _whole_stream(figures, trace) / parts,
-        "weights": of_layers / (count if pipeline is None else count / pipeline.stages),
+        "layer": figures.local(trace.layer) / count / steps,
+        "stream": figures.local(trace.stream) / count / steps,
+        "whole_stream": whole_stream(figures, trace) / steps if tensor else 0.0,
+        "weights": of_layers / count,
         "vocabulary": rest,
         "gradients": stored,
-        "accumulated": stored if steps > 1 or pipeline is not None else 0.0,
+        "accumulated": stored if steps > 1 else 0.0,
     }

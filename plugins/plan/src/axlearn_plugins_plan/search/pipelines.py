@@ -62,16 +62,6 @@ class Pipeline:
         """Whether the layers run once more, from the inputs of stages."""
         return self.schedule == "1f1b"
 
-    @property
-    def residual_share(self) -> float:
-        """Of what the layers of a stage leave for the backward pass of a whole batch, the share that exists at one time."""
-        return 1 / self.microbatches if self.recomputes else self.stretch
-
-    @property
-    def stored_inputs(self) -> float:
-        """Inputs of stages that exist at one time, in microbatches."""
-        return 2 * self.stages if self.recomputes else 0.0
-
 
 def schedules(request: Request) -> tuple[str, ...]:
     """The schedules that a request can be given: those with which it resolves, and passes the checks that it passes now."""

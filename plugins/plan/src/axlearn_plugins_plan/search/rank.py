@@ -8,6 +8,8 @@ from typing import Any
 import attrs
 
 from axlearn_core.compose import Program
+from axlearn_core.config import patch
+from axlearn_core.config.tree import walk
 from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import RequestError, unknown
 from axlearn_core.plugins.registry import registry
@@ -16,8 +18,9 @@ from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_plan.batches import abstract_batch
 from axlearn_plugins_plan.plan import machine_of
 from axlearn_plugins_plan.predict import predict
-from axlearn_plugins_plan.search.estimate import Estimate, MeshFigures, Work, estimate, with_host
+from axlearn_plugins_plan.search.estimate import Estimate, Work, estimate, with_host
 from axlearn_plugins_plan.search.figures import Coefficients, coefficients
+from axlearn_plugins_plan.search.on_mesh import MeshFigures
 from axlearn_plugins_plan.search.pipelines import (
     Pipeline,
     layer_counts,
@@ -139,6 +142,12 @@ class Space:
         forward = {d: max(0.0, f - everything.executed.get(d, 0.0)) for d, f in nothing.executed.items()}
         return {d: 4 * f for d, f in forward.items()}, forward
 
+    @cached_property
+    def everything(self) -> StepTrace:
+        """The step with layers that compute nothing again."""
+        edits = {f"{path}.remat": None for path, part in walk(self.base) if getattr(part, "remat", None) is not None}
+        return trace_step(program_alone(patch(self.base, edits), self.machine), self.batch)
+
     def base_steps(self) -> int:
         """Microbatches, as the request has them."""
         return getattr(getattr(self.base, "learner", None), "accumulate_steps", 1)
@@ -154,7 +163,7 @@ class Space:
         remats = self.remats()
         progress(f"{self.machine.name}: {len(on)} meshes, {len(remats)} ways of rematerialisation")
         rows = [
-            self._rank(choice, figures, remats[choice.remat])
+            self.estimated(choice, figures)
             for figures in on
             for choice in self._choices(figures, dict(figures.choice.shape) == own, list(remats))
         ]
@@ -222,9 +231,12 @@ class Space:
         if pipeline is None:
             return Work()
         layers, forward = ({dtype: flops * factor for dtype, flops in table.items()} for table in self.layer_flops)
-        return Work(pipeline=pipeline, layer_flops=layers, forward_flops=forward)
+        everything = self._scale_trace(self.everything, factor)
+        return Work(pipeline=pipeline, layer_flops=layers, forward_flops=forward, everything=everything)
 
-    def _rank(self, choice: Choice, figures: MeshFigures, trace: StepTrace) -> Ranked:
+    def estimated(self, choice: Choice, figures: MeshFigures) -> Ranked:
+        """One layout on its mesh."""
+        trace = self.traced(choice.remat)
         factor = (choice.batch or self.rows) / self.rows
         batch_bytes = factor * sum(s.size * s.dtype.itemsize for s in self.batch.values())
         steps = choice.microbatches or self.base_steps()

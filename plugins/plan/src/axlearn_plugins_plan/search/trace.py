@@ -1,12 +1,13 @@
 """One training step traced without devices: its FLOPs, and what its backward pass keeps of each layer."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import attrs
 import jax
+from jax.extend.core import Literal
 
 from axlearn_core.compose import Program, compose
 from axlearn_core.compose.flops import called
@@ -19,6 +20,8 @@ HEADS = ("batch", "sequence", "activation_heads", None)
 STREAM = ("batch", "residual_sequence", "activation_embed")
 HIDDEN = ("batch", "sequence", "activation_mlp")
 STATISTICS = ("batch", "activation_heads", "sequence")
+UNCHANGED = ("name", "sharding_constraint", "reduce_precision")
+"""Primitives that do not change the numbers, but for how JAX rounds what it saves to the precision that it has."""
 
 
 @attrs.frozen(kw_only=True)
@@ -31,6 +34,7 @@ class Activation:
         axes: one logical axis for each dimension.
         layers: how many layers have one.
         offloaded: whether it waits in the host's memory.
+        repeated: whether another one has the same numbers: a kernel's result, and what has a tag after it.
     """
 
     shape: tuple[int, ...]
@@ -38,6 +42,7 @@ class Activation:
     axes: tuple[str | None, ...]
     layers: float
     offloaded: bool = False
+    repeated: bool = False
 
 
 @attrs.frozen(kw_only=True, slots=False)
@@ -71,6 +76,16 @@ class StepTrace:
     def stream(self) -> tuple[Activation, ...]:
         """The residual stream, as it comes into each layer; empty where no layer keeps it."""
         return tuple(a for a in self.kept if a.axes == STREAM)[:1]
+
+    @cached_property
+    def distinct(self) -> tuple[Activation, ...]:
+        """What is kept, without what is repeated: as XLA keeps it where JAX does not round what a policy saves."""
+        return tuple(a for a in self.kept if not a.repeated)
+
+    @cached_property
+    def tagged(self) -> tuple[Activation, ...]:
+        """The residual stream, and all that has a tag."""
+        return (*self.stream, *self.layer)
 
     @property
     def flops(self) -> float:
@@ -115,7 +130,8 @@ def trace_step(program: Program, batch: Mapping[str, Any]) -> StepTrace:
         carries = sum(o.aval.ndim == b.aval.ndim for o, b in zip(scan.outvars, body.outvars, strict=True))
         width = max((v.aval.shape[-1] for v in body.outvars[:carries] if v.aval.ndim == 3), default=0)
         count = times * scan.params["length"]
-        saved += _activations(body.outvars[carries:], rows, length, width, count)
+        stacked = body.outvars[carries:]
+        saved += _activations(stacked, rows, length, width, count, repeated_outputs(stacked, body.eqns))
         layer += _activations([v for e in _names(body) for v in e.outvars], rows, length, width, count)
     return StepTrace(
         executed=executed,
@@ -148,7 +164,25 @@ def _names(jaxpr: Any) -> Iterator[Any]:
             yield from _names(inner)
 
 
-def _activations(variables: Sequence[Any], rows: int, length: int, width: int, layers: float) -> Iterator[Activation]:
+def repeated_outputs(stacked: Sequence[Any], equations: Sequence[Any]) -> set[Any]:
+    """Of what the body of a loop stacks, that which has the numbers of something before it in the stack."""
+    unchanged = {e.outvars[0]: e.invars[0] for e in equations if e.primitive.name in UNCHANGED}
+    origins, repeated = set(), set()
+    for variable in stacked:
+        origin = variable
+        while not isinstance(origin, Literal) and origin in unchanged:
+            origin = unchanged[origin]
+        if isinstance(origin, Literal):
+            continue
+        if origin in origins:
+            repeated.add(variable)
+        origins.add(origin)
+    return repeated
+
+
+def _activations(
+    variables: Sequence[Any], rows: int, length: int, width: int, layers: float, repeated: Collection[Any] = ()
+) -> Iterator[Activation]:
     for variable in variables:
         aval = variable.aval
         if not getattr(aval, "shape", ()) or aval.shape[0] != rows or aval.ndim < 2:
@@ -159,6 +193,7 @@ def _activations(variables: Sequence[Any], rows: int, length: int, width: int, l
             axes=logical_axes(aval.shape, length, width),
             layers=layers,
             offloaded="host" in str(getattr(aval, "memory_space", "")).lower(),
+            repeated=variable in repeated,
         )
 
 
