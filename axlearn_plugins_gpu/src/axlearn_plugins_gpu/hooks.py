@@ -66,6 +66,7 @@ def axlearn_kernels() -> list[KernelImplementation]:
             priority=PRIORITIES[op_name, name].value,
             platforms=("gpu",),
             load=f"axlearn_plugins_gpu.kernels.{place}",
+            tags=("context",) if op == _ATTENTION else (),
         )
         for op, op_name, name, place in _KERNELS
     ]

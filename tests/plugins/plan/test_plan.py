@@ -256,7 +256,9 @@ def test_a_kernel_of_a_grouped_product_counts_its_rows_once_whatever_the_groups(
 
     with use(selection):
         actual = list(
-            works(jax.make_jaxpr(jax.grad(jax.checkpoint(loss), (0, 1)))(*shapes, sizes).jaxpr, selection.scopes)
+            works(
+                jax.make_jaxpr(jax.value_and_grad(jax.checkpoint(loss), (0, 1)))(*shapes, sizes).jaxpr, selection.scopes
+            )
         )
     assert [c.name for c in selection.choices] == [kernel]
     products = [w for w in actual if w.flops == 2 * rows * inner * outer]

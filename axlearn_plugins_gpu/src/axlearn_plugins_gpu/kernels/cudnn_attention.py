@@ -42,6 +42,8 @@ class _Static(NamedTuple):
 class _CuDNN:
     """See the module."""
 
+    tags_result = True
+
     def supports(self, op: Attention, context: KernelContext) -> str | None:
         """16-bit numbers; heads up to 128, 256 from Hopper on, where values may have a size of their own; no soft cap."""
         if reason := unknown_gpu(context.target):

@@ -16,7 +16,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from axlearn_core.contracts.kernels import KernelContext
 from axlearn_core.kernels import selection
-from axlearn_core.nn.remat import tag
 from axlearn_plugins_gpu.chips import CHIPS, unknown_gpu
 from axlearn_plugins_gpu.kernels import tokamax
 from axlearn_plugins_gpu.kernels.blocks import (
@@ -52,6 +51,7 @@ class _Tokamax:
     """Self-attention in one dtype of 16 bits."""
 
     mosaic: bool
+    tags_result = True
 
     def supports(self, op: Attention, context: KernelContext) -> str | None:
         """16-bit numbers, positions in whole blocks, heads that its table has blocks for."""
@@ -96,7 +96,6 @@ class _Tokamax:
         causal, window, rest = structure(op.mask, (length, length), aligned=True)
         static = _Static(kernel_selection.target, op.scale, op.softcap, causal, window, self.mosaic)
         visible = None if rest is None else rest.materialize((0, length), (0, length))[:, None]
-        tag(jnp.zeros(()), "context")  # remat has to know the tag, which the derivative gives to the values
         run = functools.partial(_attend, static=static)
         return by_heads(run, op.query, op.key, op.value, visible)
 

@@ -211,6 +211,11 @@ class _ScopedKernel:
     kernel: Kernel[Any, Any]
     scope: str
 
+    @property
+    def tags_result(self) -> bool:
+        """As the kernel."""
+        return getattr(self.kernel, "tags_result", False)
+
     def supports(self, op: Any, context: KernelContext) -> str | None:
         """As the kernel."""
         return self.kernel.supports(op, context)

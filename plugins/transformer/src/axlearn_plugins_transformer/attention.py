@@ -172,8 +172,8 @@ class Attention(Layer):
             bias=None if cfg.position is None else bias_of(self.position),
         )
         if cache is None:
-            context_vectors = op.run(cfg.kernel)
+            context_vectors = op.context(cfg.kernel)
         else:
             context_vectors, cache = build_cache(cfg.kv_cache).attend(cache, op, cached_slots(context), cfg.kernel)
-        context_vectors = constrain(context_vectors, "batch", "sequence", "activation_heads", None)
-        return tag(self.output(tag(context_vectors, "context")), "attention_out"), cache
+            context_vectors = op.as_context(context_vectors)
+        return tag(self.output(context_vectors), "attention_out"), cache

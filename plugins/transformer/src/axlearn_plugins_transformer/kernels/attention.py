@@ -12,6 +12,9 @@ import jax.numpy as jnp
 
 from axlearn_core.contracts.kernels import KernelContext
 from axlearn_core.kernels.op import Op, Shape
+from axlearn_core.kernels.selection import choose
+from axlearn_core.nn.remat import tag
+from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_transformer.kernels.bias import Bias
 from axlearn_plugins_transformer.kernels.masks import Mask, Range, visible_pairs
 
@@ -48,6 +51,20 @@ class Attention(Op[jax.Array]):
     bias: Bias | None = attrs.field(default=None, kw_only=True)
     query_slots: jax.Array | None = attrs.field(default=None, kw_only=True)
     key_slots: jax.Array | None = attrs.field(default=None, kw_only=True)
+
+    def context(self, kernel: str | None = None) -> jax.Array:
+        """As `run`, the heads split as the mesh rules say and the result under the activation tag `context`.
+
+        A kernel with an attribute `tags_result` has given it the tag: one more would keep the same numbers twice.
+        """
+        chosen = choose(self, kernel)
+        return self.as_context(chosen(self), tagged=getattr(chosen, "tags_result", False))
+
+    @staticmethod
+    def as_context(result: jax.Array, *, tagged: bool = False) -> jax.Array:
+        """What attention gave, [B, Q, N, V], as `context` returns it."""
+        result = constrain(result, "batch", "sequence", "activation_heads", None)
+        return result if tagged else tag(result, "context")
 
     @property
     def aligned(self) -> bool:
