@@ -270,14 +270,14 @@ def test_a_kernel_of_a_grouped_product_counts_its_rows_once_whatever_the_groups(
 def test_what_nothing_needs_is_not_counted():
     from axlearn_plugins_plan.flops import works
 
-    def kept(x, w):
+    def layer(x, w):
         return jax.checkpoint(lambda x, w: jax.numpy.tanh(x @ w))(x, w).sum()
 
     def call(x, w):
         jax.jit(lambda x, w: x @ w)(
             x, w
         )  # nobody reads it: what recomputation leaves of a call whose results were kept
-        return kept(x, w)
+        return layer(x, w)
 
     x, w = jax.ShapeDtypeStruct((8, 16), "float32"), jax.ShapeDtypeStruct((16, 32), "float32")
     product = 2 * 8 * 16 * 32

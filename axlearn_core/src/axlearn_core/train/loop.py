@@ -143,7 +143,8 @@ class _Record:
     def devices_idle(self) -> bool:
         """Whether no step is under way on the devices."""
         # A step gives all of its scalars at once.
-        return self.held is None or all(value.is_ready() for value in itertools.islice(self.held[1].values(), 1))
+        scalars: Any = () if self.held is None else self.held[1].values()
+        return all(value.is_ready() for value in itertools.islice(scalars, 1))
 
     def flush(self) -> None:
         """Waits for the held step and handles its scalars."""

@@ -57,8 +57,9 @@ class Attention(Op[jax.Array]):
 
         A kernel with an attribute `tags_result` has given it the tag: one more would keep the same numbers twice.
         """
-        chosen = choose(self, kernel)
-        return self.as_context(chosen(self), tagged=getattr(chosen, "tags_result", False))
+        call: Any = self  # pyright takes the class variable `name` for an instance's
+        chosen: Any = choose(call, kernel)
+        return self.as_context(chosen(call), tagged=getattr(chosen, "tags_result", False))
 
     @staticmethod
     def as_context(result: jax.Array, *, tagged: bool = False) -> jax.Array:
