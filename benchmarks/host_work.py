@@ -1,6 +1,6 @@
 """What the host does for each step of a model that computes next to nothing: `axlearn train`'s loop beside a loop of plain JAX.
 
-    uv run python benchmarks/host_work.py [--rounds 20] [--steps 200] [--watchdog] [--json]
+    uv run python benchmarks/host_work.py [--rounds 20] [--steps 200] [--profile] [--json]
 
 Ours is a whole run: `Trainer.run` with the trackers that it has by itself, its clock of phases, its look at each loss, its
 checkpointer. The other is the loop that one writes by hand around `baselines/handwritten_llama.py`: `jax.jit`,
@@ -80,8 +80,8 @@ class Plain:
 class Alternating:
     """Batches for our run; between two windows of it, the other loop has its own."""
 
-    def __init__(self, plain, steps, rounds):
-        self.plain, self.steps, self.rounds = plain, steps, rounds
+    def __init__(self, plain, steps):
+        self.plain, self.steps = plain, steps
         self.batches, self.position = batches(), 0
         self.pairs, self.since = [], None
 
@@ -145,13 +145,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=200, help="of a window")
-    parser.add_argument("--watchdog", action="store_true", help="with the watchdog, as `--with runtime` has it")
     parser.add_argument("--profile", action="store_true", help="print where our run's time goes instead (cProfile)")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     plain = Plain()
     plain.window(50)
-    AlternatingInput.current = source = Alternating(plain, args.steps, args.rounds)
+    AlternatingInput.current = source = Alternating(plain, args.steps)
     program, batch = ours(DIMS, BATCH, SEQ, "unrolled", "xla")
     config = patch(
         program.config,
@@ -162,10 +161,6 @@ def main():
             "max_steps": args.steps * (args.rounds + 2),
         },
     )
-    if args.watchdog:
-        from axlearn_plugins_runtime.watchdog import Watchdog
-
-        config = patch(config, {"watchdog": Watchdog.Config()})
     trainer = Trainer(config)
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as null:
         run_dir = RunDir.check(Path(folder) / "run", config, None, allow_drift=False)

@@ -24,7 +24,7 @@ def batch(rows):
 
 @pytest.mark.parametrize("rows", [4, SMALL_BATCH // 64])
 @pytest.mark.parametrize("placed", [False, True])
-def test_a_batch_is_the_same_whatever_its_size_and_number_of_devices(program, rows, placed):
+def test_a_batch_has_the_same_values_at_every_size_and_number_of_devices(program, rows, placed):
     host = batch(rows)
     actual = program.put({k: jax.numpy.asarray(v) for k, v in host.items()} if placed else host)
     assert {k: str(v.dtype) for k, v in actual.items()} == {"tokens": "int32", "weights": "float32", "sizes": "int32"}
@@ -43,6 +43,15 @@ def test_what_an_input_writes_into_its_arrays_later_does_not_reach_the_device():
     for value in host.values():
         value[:] = 0
     for name, value in actual.items():
+        np.testing.assert_array_equal(value, batch(4)[name].astype(value.dtype))
+
+
+def test_an_array_of_another_device_is_moved_after_batches_of_numpy():
+    program = compose(resolve("quickstart", target="none").config, jax.devices()[:1])
+    program.put(batch(4))
+    actual = program.put({k: jax.device_put(v, jax.devices()[1]) for k, v in batch(4).items()})
+    for name, value in actual.items():
+        assert value.devices() == {jax.devices()[0]}
         np.testing.assert_array_equal(value, batch(4)[name].astype(value.dtype))
 
 

@@ -274,9 +274,8 @@ def test_what_nothing_needs_is_not_counted():
         return jax.checkpoint(lambda x, w: jax.numpy.tanh(x @ w))(x, w).sum()
 
     def call(x, w):
-        jax.jit(lambda x, w: x @ w)(
-            x, w
-        )  # nobody reads it: what recomputation leaves of a call whose results were kept
+        # Nobody reads it: what recomputation leaves of a call whose results were kept.
+        jax.jit(lambda x, w: x @ w)(x, w)
         return layer(x, w)
 
     x, w = jax.ShapeDtypeStruct((8, 16), "float32"), jax.ShapeDtypeStruct((16, 32), "float32")

@@ -120,14 +120,14 @@ class Program(Compiler):
 
     def put(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         """This process's rows of a batch, as global arrays on the mesh."""
-        key = tuple((name, value.shape) for name, value in batch.items())
+        key = tuple((name, value.shape, type(value)) for name, value in batch.items())
         put = self._puts.get(key)
         if put is None:
             put = self._puts[key] = self._make_put(batch)
         return put(dict(batch))
 
     def _make_put(self, batch: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[str, jax.Array]]:
-        """What `put` calls for batches of these shapes."""
+        """What `put` calls for batches of these shapes, and of NumPy's arrays or of JAX's as here."""
         shardings = {k: self._batch_sharding(k, v) for k, v in batch.items()}
         if jax.process_count() > 1:
             return lambda batch: {k: _global(shardings[k], v) for k, v in batch.items()}

@@ -36,9 +36,8 @@ def test_a_host_from_warm_to_the_end(tmp_path, monkeypatch):
     talk = Talk("--version", logs=str(tmp_path))
     talk.agent.prepare()
     (warm,) = talk.until("ready")["pids"]
-    environment = (
-        Path(f"/proc/{warm}/environ").read_text().replace("\0", ":")
-    )  # glibc itself may end each setting there
+    # glibc itself may end each setting there by a zero.
+    environment = Path(f"/proc/{warm}/environ").read_text().replace("\0", ":")
     tunables = glibc_tunables(os.environ)
     assert tunables.startswith("glibc.malloc.hugetlb=0:glibc.cpu")
     assert f"GLIBC_TUNABLES={tunables}:" in environment
