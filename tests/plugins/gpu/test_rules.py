@@ -72,17 +72,40 @@ def test_a_wrong_rule_is_an_error_at_its_path():
         resolved("llama2-7b", "h100-8x32", set={"mesh.targets": 5})
 
 
-def planned(experiment, target, **kwargs):
-    """(bytes that one GPU needs, what it has, the names of the kernels) of a training step."""
+def compiled(experiment, target, **kwargs):
+    """A program, and its training step."""
     actual = resolved(experiment, target, **kwargs)
     program = compose(actual.config, topology_devices(actual.machine), machine=actual.machine)
     shape = (actual.config.input.batch_size, actual.config.input.sequence_length)
     dtypes = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), np.int32) | {"weights": np.float32}
-    step = program.compile("train", {k: jax.ShapeDtypeStruct(shape, d) for k, d in dtypes.items()})
+    return program, program.compile("train", {k: jax.ShapeDtypeStruct(shape, d) for k, d in dtypes.items()})
+
+
+def planned(experiment, target, **kwargs):
+    """(bytes that one GPU needs, what it has, the names of the kernels) of a training step."""
+    program, step = compiled(experiment, target, **kwargs)
     memory = step.memory_analysis()
     used = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     used += memory.output_size_in_bytes - memory.alias_size_in_bytes
     return used, program.target.hbm_bytes, [c.name for c in program.choices()]
+
+
+SMALL = {
+    "model.decoder.num_layers": 2,
+    "model.decoder.hidden_dim": 512,
+    "model.decoder.layer.attention.num_heads": 4,
+    "model.decoder.layer.feed_forward.hidden_dim": 1024,
+    "input.batch_size": 8,
+    "input.sequence_length": 256,
+    "mesh.shape": {"data": 8},
+}
+
+
+def test_a_step_that_may_be_skipped_copies_no_state():
+    _, step = compiled("llama2-7b", "h100-8x1", set=SMALL)
+    memory = step.memory_analysis()
+    # The state is parameters and two moments, the gradients are a third of it. A copied state would be all of it again.
+    assert memory.temp_size_in_bytes < memory.argument_size_in_bytes / 2
 
 
 @pytest.mark.slow

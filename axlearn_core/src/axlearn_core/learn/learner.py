@@ -1,6 +1,6 @@
 """Gradients to new parameters: clipping, an optax optimizer, rules by parameter path, average, non-finite steps."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -148,10 +148,12 @@ class Learner(Configurable):
 
         def step(old: Any, optimizer: Any, average: Any, grads: Any) -> tuple[Any, Any, Any]:
             if self.cfg.max_grad_norm is not None:
-                grads |= _clip({p: g for p, g in grads.items() if p not in plan.own}, norm, self.cfg.max_grad_norm)
+                grads = grads | _clip(
+                    {p: g for p, g in grads.items() if p not in plan.own}, norm, self.cfg.max_grad_norm
+                )
             for paths, limit in plan.own_limits(self.cfg.rules):
                 group = {p: grads[p] for p in paths}
-                grads |= _clip(group, global_norm(group), limit)
+                grads = grads | _clip(group, global_norm(group), limit)
             updates, optimizer = plan.optimizer.update(grads, optimizer, old, value=loss)
             new = optax.apply_updates(
                 old, {p: u * plan.scales[p] if p in plan.scales else u for p, u in updates.items()}
@@ -159,10 +161,7 @@ class Learner(Configurable):
             return new, optimizer, self._update_average(average, new)
 
         with jax.numpy_dtype_promotion("standard"):  # optax raises its decays to integer powers
-            # A conditional rather than a select of every array: XLA updates in place, with no copies of the old state.
-            new, optimizer, average = jax.lax.cond(
-                finite, step, lambda *operands: operands[:3], old, state.optimizer, state.ema, grads
-            )
+            new, optimizer, average = _step_if(finite, step, (old, state.optimizer, state.ema), grads)
             rate = self._rate(state.updates) if callable(self._rate) else self._rate
         skipped = (~finite).astype(jnp.int32)
         new_state = LearnerState(
@@ -306,6 +305,20 @@ class _Plan:
     def mask(self, params: Mapping[str, Any]) -> dict[str, bool]:
         self.masks = True
         return {p: p not in self.exempt for p in params}
+
+
+def _step_if(finite: jax.Array, step: Callable[..., Any], before: tuple[Any, ...], grads: object) -> Any:
+    """`step(*before, grads)` where `finite`, else `before`."""
+
+    def by_conditional(before: tuple[Any, ...], grads: object) -> Any:
+        return jax.lax.cond(finite, step, lambda *operands: operands[:-1], *before, grads)
+
+    def by_select(before: tuple[Any, ...], grads: object) -> Any:
+        return jax.tree.map(lambda new, old: jax.lax.select(finite, new, old), step(*before, grads), before)
+
+    # On CPUs a conditional updates in place, and a select would keep copies of the old state. On GPUs it is the conditional
+    # that copies the state, whole; a select is fused into the update.
+    return jax.lax.platform_dependent(before, grads, cpu=by_conditional, default=by_select)
 
 
 def global_norm(tree: object) -> jax.Array:
