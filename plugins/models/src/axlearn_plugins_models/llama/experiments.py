@@ -24,12 +24,16 @@ from axlearn_plugins_transformer.text import Files, LanguageModelInput, Standard
 from axlearn_plugins_transformer.text.sampling import SampleEvaluator
 from axlearn_plugins_transformer.transformer import Decoder, TransformerLayer
 
-PRODUCTS = "remat:save=[query,key,value,context,attention_out,mlp_gate,mlp_up]"
-"""Keeps every product of a layer but the last: nothing of it is computed again but what is cheap."""
-SEARCHED_7B = {"h100-8x32": TargetRule(shape={"data": 8, "fsdp": 32}, features=(PRODUCTS,))}
-"""The machine of the published training, laid out as `axlearn plan --search` does: benchmarks/results/layouts.json has what it
-compiled. Of the layouts within a hundredth of the fastest this one takes least memory but one. Other machines have the rules of
-their plugin."""
+PRODUCTS = "remat:save=[query,key,value,{attention},attention_out,mlp_gate,mlp_up]"
+"""Keeps every product of a layer but the last: nothing of it is computed again but what is cheap. What attention keeps is its
+context, or what splash attention tags itself."""
+SEARCHED_7B = {
+    "h100-8x32": TargetRule(shape={"data": 8, "fsdp": 32}, features=(PRODUCTS.format(attention="context"),)),
+    "tpu-v5p-512": TargetRule(shape={"data": 16, "fsdp": 16}, features=(PRODUCTS.format(attention="attention_residuals"),)),
+}
+"""The machines of the published trainings, laid out as `axlearn plan --search` does: benchmarks/results/layouts.json has what it
+compiled. Of the layouts within a hundredth of the fastest these take least memory, or least but one. Other machines have the rules
+of their plugin."""
 TRACKERS = (ConsoleTracker.Config(), JsonlTracker.Config(), TensorBoardTracker.Config())
 
 

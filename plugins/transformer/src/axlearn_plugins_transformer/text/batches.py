@@ -63,6 +63,8 @@ class Batches:
         if not self._streams:
             raise StopIteration
         try:
+            for stream in self._streams.values() if self._workers else ():
+                stream.ask()  # all workers start, and read, side by side
             got = [next(stream) for stream in self._streams.values()]
         except StopIteration:
             self.close()

@@ -39,6 +39,12 @@ class WorkerStream:
         self._state: Any = None
         self._start()
 
+    def ask(self) -> None:
+        """Has the worker begin with the next batch, where it has not; does not wait for it."""
+        if not self._asked:
+            self._asked = True
+            self._calls.put(None)
+
     def __next__(self) -> Any:
         """The next batch.
 
@@ -46,7 +52,7 @@ class WorkerStream:
             InputError: no worker gives it; names the worker and what became of it.
         """
         while True:
-            self._calls.put(None)
+            self.ask()
             try:
                 batch, error = self._results.get(timeout=self._seconds)
             except queue.Empty:
@@ -55,6 +61,7 @@ class WorkerStream:
                 self._abandon()
                 raise
             else:
+                self._asked = False
                 if error is None:
                     self._failures, self._state = 0, self._stream.get_state()
                     return batch
@@ -69,6 +76,9 @@ class WorkerStream:
 
     def set_state(self, state: Any) -> None:
         """Goes to a position that `get_state` gave."""
+        if self._asked:  # a batch of the position before is under way
+            self._abandon()
+            self._start()
         self._stream.set_state(state)
         self._state = state
 
@@ -101,7 +111,7 @@ class WorkerStream:
 
     def _start(self) -> None:
         self._pid_file = Path(self._folder.name, os.urandom(8).hex())
-        self._stream = self._make(str(self._pid_file))
+        self._stream, self._asked = self._make(str(self._pid_file)), False
         # Waiting for a worker that stopped in the middle of a message cannot be ended: another thread does it.
         self._calls: queue.SimpleQueue[bool | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
