@@ -2,7 +2,7 @@
 
 Peaks are dense; data sheets print twice as much where they count structured sparsity. The float32 peak is that of TF32
 tensor cores, which JAX uses for float32 products by default. Memory is what the driver reports of a whole GPU. NVLink
-figures count one direction. Networks are those of NVIDIA's DGX systems: one adapter for each GPU.
+figures count one direction. Networks and hosts are those of NVIDIA's DGX systems: one adapter for each GPU.
 """
 
 from collections.abc import Mapping
@@ -11,6 +11,8 @@ from typing import Any
 from axlearn_core.contracts.target import Target
 
 TOPOLOGY = "axlearn_plugins_gpu.topology:devices"
+DGX_HOST_BYTES = 2e12
+"""Of DGX A100 (640 GB), H100 and H200."""
 LOWERING = "axlearn_plugins_gpu.kernels.mosaic:lowering"
 
 OPTIONS: Mapping[str, Any] = {
@@ -47,6 +49,7 @@ A100 = _gpu(
     peak_flops=_peaks(312e12, 156e12, 624e12, fp8=False),
     hbm_bytes=85_100_068_864,
     hbm_bandwidth=2.039e12,
+    host_bytes=DGX_HOST_BYTES / 8,
     link_bandwidth=300e9,
     network_bandwidth=25e9,
     source="NVIDIA A100 Tensor Core GPU data sheet (80 GB SXM); DGX A100 data sheet: 8 x 200 Gb/s",
@@ -57,6 +60,7 @@ H100 = _gpu(
     peak_flops=_peaks(989.5e12, 494.5e12, 1979e12),
     hbm_bytes=84_942_979_072,
     hbm_bandwidth=3.35e12,
+    host_bytes=DGX_HOST_BYTES / 8,
     link_bandwidth=450e9,
     network_bandwidth=50e9,
     source="NVIDIA H100 Tensor Core GPU data sheet (SXM); DGX H100 data sheet: 8 x 400 Gb/s",
@@ -67,6 +71,7 @@ H200 = _gpu(
     peak_flops=_peaks(989.5e12, 494.5e12, 1979e12),
     hbm_bytes=143_156 << 20,
     hbm_bandwidth=4.8e12,
+    host_bytes=DGX_HOST_BYTES / 8,
     link_bandwidth=450e9,
     network_bandwidth=50e9,
     source="NVIDIA H200 Tensor Core GPU data sheet (SXM); DGX H200 data sheet: 8 x 400 Gb/s",

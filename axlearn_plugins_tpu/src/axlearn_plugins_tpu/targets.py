@@ -5,7 +5,7 @@ A v4 or v5p chip is one device of two cores (megacore), a v5e or v6e chip is one
 `hbm_bytes` is what the compiler has for a program: the capacity less what the system keeps. Sources, all in Google Cloud's
 documentation: cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e and /tpu7x. They give the bandwidth of the links in both
 directions together; half of it is what a chip sends. The memory left for programs is what libtpu 0.0.42 says when one does
-not fit.
+not fit. `host_bytes` is a chip's share of its host (v5e, v6e) or of the machine that has a whole host (v5p).
 """
 
 from collections.abc import Mapping
@@ -74,6 +74,7 @@ V5E = Target(
     peak_flops={"bfloat16": 197 * TERA, "int8": 393 * TERA},
     hbm_bytes=15.75 * GIB,
     hbm_bandwidth=819e9,
+    host_bytes=512 * GIB / 8,
     link_bandwidth=200e9,
     network_bandwidth=25e9 / 8,
     topology=TOPOLOGY,
@@ -91,6 +92,7 @@ V5P = Target(
     peak_flops={"bfloat16": 459 * TERA, "int8": 918 * TERA},
     hbm_bytes=95.74 * GIB,
     hbm_bandwidth=2765e9,
+    host_bytes=448e9 / 4,
     link_bandwidth=600e9,
     network_bandwidth=50e9 / 8,
     topology=TOPOLOGY,
@@ -107,6 +109,7 @@ V6E = Target(
     peak_flops={"bfloat16": 918 * TERA, "int8": 1836 * TERA},
     hbm_bytes=31.25 * GIB,
     hbm_bandwidth=1638e9,
+    host_bytes=1536 * GIB / 8,
     link_bandwidth=400e9,
     network_bandwidth=100e9 / 8,
     topology=TOPOLOGY,

@@ -30,6 +30,7 @@ class Target:
         peak_flops: dtype name (`bfloat16`) -> FLOP/s of one device, dense; empty where there is no figure.
         hbm_bytes: memory of one device that a program can have.
         hbm_bandwidth: bytes/s of one device.
+        host_bytes: the share of one device in its host's memory; None where there is no figure.
         link_bandwidth: bytes/s that one device sends within its domain (a TPU slice, an NVLink host), all links together.
         network_bandwidth: bytes/s that one device sends out of its domain.
         topology: `"module:function"`, from a `Machine` to JAX devices that are not here, to compile for; None where
@@ -52,6 +53,7 @@ class Target:
     peak_flops: Mapping[str, float] = {}
     hbm_bytes: float | None = None
     hbm_bandwidth: float | None = None
+    host_bytes: float | None = None
     link_bandwidth: float | None = None
     network_bandwidth: float | None = None
     topology: str | None = None

@@ -2,6 +2,7 @@
 
 import json
 
+import attrs
 import pytest
 from click.testing import CliRunner
 
@@ -258,3 +259,14 @@ class TestSearchOption(CommandOptionSuite):
         "--cache",
         "runs/layouts",
     )
+
+
+def test_what_the_hosts_memory_cannot_hold_is_not_proposed(request_, ranked):
+    space = rank.Space(request_, ())
+    offloaded = [r for r in ranked if r.choice.offload_optimizer]
+    assert offloaded
+    room = max(r.estimate.host.optimizer for r in offloaded) / 4  # for half of what the largest keeps there
+    space.machine = attrs.evolve(space.machine, target=attrs.evolve(space.machine.target, host_bytes=room / 0.8))
+    fewer = [r for r in space.ranked() if r.choice.offload_optimizer]
+    assert 0 < len(fewer) < len(offloaded)
+    assert all(r.estimate.host.optimizer / 2 <= room for r in fewer)

@@ -23,7 +23,7 @@ def sizes(**changes):
     base = {
         "stream": 8.0, "whole_stream": 16.0, "kept": 20.0, "everything": 100.0, "layer": 50.0, "layers": 1000.0,
         "shapes": 600.0, "largest": 300.0, "sharded": True,
-        "rest": 40.0, "gathered": 30.0, "vocabulary": 20.0, "state": 3120.0, "tensor": False,
+        "rest": 40.0, "gathered": 30.0, "vocabulary": 20.0, "tensor": False,
     }  # fmt: skip
     return Sizes(**{**base, **changes})
 
@@ -64,7 +64,7 @@ def test_the_peak_of_1f1b_is_between_ticks_where_gradients_are_large_and_in_a_la
 
 
 def test_gpipe_in_a_layer_with_room_and_without():
-    with_room, without = (terms(gpipe(), sizes(state=0.0, layer=9000.0), 5, room) for room in (PLENTY, 0.0))
+    with_room, without = (terms(gpipe(), sizes(layer=9000.0), 5, room) for room in (PLENTY, 0.0))
     assert with_room["gradients"] == 3 * 1000
     assert without["gradients"] == 2 * 1000
     assert with_room["ends"] == 2 * 8 * 8, "the gradients of the inputs of all microbatches and of the outputs"
@@ -72,42 +72,39 @@ def test_gpipe_in_a_layer_with_room_and_without():
 
 
 def test_between_two_ticks_the_gradients_of_all_outputs_are_copied():
-    between = terms(gpipe(), sizes(state=0.0, stream=500.0, whole_stream=0.0, layer=0.0), 5, 0.0)
+    between = terms(gpipe(), sizes(stream=500.0, whole_stream=0.0, layer=0.0), 5, 0.0)
     assert "layer" not in between
     assert between["ends"] == 3 * 8 * 500
     assert between["gradients"] == 2 * 1000
 
 
 def test_with_room_the_next_tick_begins_before_the_gradients_are_added():
-    many, two = (terms(gpipe(), sizes(state=0.0, layer=0.0, gathered=0.0), n, PLENTY)["gradients"] for n in (5, 2))
+    many, two = (terms(gpipe(), sizes(layer=0.0, gathered=0.0), n, PLENTY)["gradients"] for n in (5, 2))
     assert many == 3 * 1000 + 2 * 300, "a new sum, and its weights in another layout, of the largest parameter"
     assert two == 3 * 1000, "two layers are no loop: in a layer there is more"
-    between = terms(
-        interleaved(), sizes(state=0.0, stream=900.0, kept=1000.0, everything=5000.0, gathered=0.0), 5, PLENTY
-    )
+    between = terms(interleaved(), sizes(stream=900.0, kept=1000.0, everything=5000.0, gathered=0.0), 5, PLENTY)
     assert (between["ends"], between["tick"], between["gradients"]) == (3 * 8 * 900, 5 * 5000, 1000)
 
 
 def test_an_interleaved_chunk_has_all_that_its_layers_compute_and_copies_of_its_weights():
-    many = terms(interleaved(), sizes(state=0.0, everything=5000.0), 5, PLENTY)
+    many = terms(interleaved(), sizes(everything=5000.0), 5, PLENTY)
     assert many["tick"] == 5 * 5000
     assert many["copies"] == 1000
     assert many["gradients"] == 1000 * (1 + 0.25 + 0.5), (
         "the sums, and of one of two chunks bfloat16 weights and gradients"
     )
-    one = terms(interleaved(), sizes(state=0.0, everything=5000.0), 1, PLENTY)
+    one = terms(interleaved(), sizes(everything=5000.0), 1, PLENTY)
     assert one["gradients"] == 1000 * (1 + 0.25)
 
 
 def test_tensor_parallelism_has_whole_streams_beside_a_layer():
-    split, whole = (terms(gpipe(), sizes(state=0.0, layer=9000.0, tensor=t), 5, PLENTY)["layer"] for t in (True, False))
+    split, whole = (terms(gpipe(), sizes(layer=9000.0, tensor=t), 5, PLENTY)["layer"] for t in (True, False))
     assert split - whole == 6 * 16
 
 
-def test_the_embedding_of_the_batch_and_the_update_are_peaks_too():
+def test_the_embedding_of_the_batch_is_a_peak_too():
     assert "embedding" in terms(gpipe(), sizes(whole_stream=1000.0), 1, PLENTY)
     assert "embedding" not in terms(one_forward_one_backward(), sizes(whole_stream=1000.0), 1, PLENTY)
-    assert terms(gpipe(), sizes(state=1e5), 1, PLENTY) == {"new_state": 1e5, "gradients": 1040.0}
 
 
 def test_what_has_the_numbers_of_another_is_repeated():

@@ -29,7 +29,9 @@ PRODUCTS = "remat:save=[query,key,value,{attention},attention_out,mlp_gate,mlp_u
 context, or what splash attention tags itself."""
 SEARCHED_7B = {
     "h100-8x32": TargetRule(shape={"data": 8, "fsdp": 32}, features=(PRODUCTS.format(attention="context"),)),
-    "tpu-v5p-512": TargetRule(shape={"data": 16, "fsdp": 16}, features=(PRODUCTS.format(attention="attention_residuals"),)),
+    "tpu-v5p-512": TargetRule(
+        shape={"data": 16, "fsdp": 16}, features=(PRODUCTS.format(attention="attention_residuals"),)
+    ),
 }
 """The machines of the published trainings, laid out as `axlearn plan --search` does: benchmarks/results/layouts.json has what it
 compiled. Of the layouts within a hundredth of the fastest these take least memory, or least but one. Other machines have the rules

@@ -2,14 +2,15 @@
 
 The work of a step is told in the same terms as that of a compiled program (FLOPs, bytes to and from memory, collectives by mesh
 axes), so that one roofline and one prediction serve both. What formulas cannot know, the compiler's own buffers and passes over
-memory, has a few coefficients for each platform (`figures.toml`): chosen by hand beside compiled layouts of GPUs. Those of TPUs and
-Trainium are copies of these, which no compiled layout has checked.
+memory, has a few coefficients for each platform (`figures.toml`): for GPUs chosen by hand beside compiled layouts, for TPUs fitted
+to compiled layouts. Those of Trainium are copies of the GPUs', which no compiled layout has checked.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
 
+from axlearn_core.contracts.target import Target
 from axlearn_plugins_plan.collectives import Collective, bytes_sent
 from axlearn_plugins_plan.roofline import Roofline, roofline
 from axlearn_plugins_plan.search.figures import Coefficients
@@ -19,7 +20,7 @@ from axlearn_plugins_plan.search.space import Choice
 from axlearn_plugins_plan.search.stages import memory_on_stages
 from axlearn_plugins_plan.search.trace import StepTrace
 
-COLUMNS = ("layer", "stream", "whole_stream", "weights", "vocabulary", "gradients", "accumulated")
+COLUMNS = ("layer", "stream", "whole_stream", "weights", "vocabulary", "gradients", "accumulated", "offloaded")
 
 
 @attrs.frozen(kw_only=True)
@@ -153,7 +154,7 @@ def estimate(
         activations = figures.local(trace.kept) / steps
         columns = _columns(figures, trace, steps)
         if choice.offload_optimizer:
-            columns["gradients"] += 2 * learner  # as it is read, and as it is written back
+            columns["offloaded"] = 2 * learner  # as it is read, and as it is written back
         temporaries = activations * coefficients.kept + sum(
             coefficients.memory.get(name, 0.0) * size for name, size in columns.items()
         )
@@ -215,12 +216,18 @@ class Host:
     activations: float
     optimizer: float
 
+    def fits(self, target: Target) -> bool:
+        """Whether the host's memory holds it; where that is not known, nothing says that it does not."""
+        return target.host_bytes is None or (self.activations + self.optimizer) / 2 <= HOST_SHARE * target.host_bytes
+
 
 def with_host(seconds: float, host: Host) -> float:
     """A step with what goes to the host: activations go while it computes, the optimizer's state when gradients are there."""
     return max(seconds, host.activations / HOST_BANDWIDTH) + host.optimizer / HOST_BANDWIDTH
 
 
+HOST_SHARE = 0.8
+"""Of a host's memory, for what devices keep there; the rest is for the program, its input and checkpoints."""
 HOST_BANDWIDTH = 25e9
 """Bytes/s of one device to its host's memory: half of a PCIe 4 slot of 16 lanes, in one direction."""
 

@@ -167,6 +167,7 @@ class Space:
             for figures in on
             for choice in self._choices(figures, dict(figures.choice.shape) == own, list(remats))
         ]
+        rows = [row for row in rows if row.choice.shipped or row.estimate.host.fits(self.machine.target)]
         if not rows:
             raise RequestError(
                 f"no layout of {self.request.experiment} is legal on {self.machine.name}\n"

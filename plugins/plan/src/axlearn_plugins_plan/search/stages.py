@@ -32,7 +32,6 @@ class Sizes:
         rest: all other parameters.
         gathered: parameters of one layer as they compute.
         vocabulary: all other parameters, likewise.
-        state: of the training, without the batch.
         tensor: whether tensor parallelism splits products.
     """
 
@@ -48,7 +47,6 @@ class Sizes:
     rest: float
     gathered: float
     vocabulary: float
-    state: float
     tensor: bool
 
 
@@ -70,7 +68,9 @@ def waiting(pipeline: Pipeline, sizes: Sizes, chunk: float) -> float:
 
 
 def terms(pipeline: Pipeline, sizes: Sizes, chunk: float, room: float) -> dict[str, float]:
-    """Name -> bytes of all that is alive at the peak: in the loss, the backward loop, the embedding's gradient, or the update.
+    """Name -> bytes of all that is alive at the peak: in the loss, the backward loop, or the embedding's gradient.
+
+    The update is none: XLA changes the state in place.
 
     Args:
         pipeline: the schedule.
@@ -78,14 +78,14 @@ def terms(pipeline: Pipeline, sizes: Sizes, chunk: float, room: float) -> dict[s
         chunk: layers of a chunk.
         room: bytes for temporaries below which XLA keeps zeros in memory instead of computing them where they are needed.
     """
-    residuals, gradients = waiting(pipeline, sizes, chunk), sizes.layers + sizes.rest
-    phases = [{"new_state": sizes.state, "gradients": gradients}]  # a `cond` leaves updates out: none is in place
+    residuals = waiting(pipeline, sizes, chunk)
     if pipeline.schedule == "1f1b":
-        phases += _one_forward_one_backward(sizes, residuals)
+        phases = _one_forward_one_backward(sizes, residuals)
     else:
-        phases += _after_forward(pipeline, sizes, chunk, residuals, room)
+        phases = [*_after_forward(pipeline, sizes, chunk, residuals, room)]
         # The gradient of the stream is gathered over tensor parallelism, and transposed, for the scatter into the table.
-        phases.append({"embedding": 2 * pipeline.microbatches * sizes.whole_stream, "gradients": gradients})
+        embedding = 2 * pipeline.microbatches * sizes.whole_stream
+        phases.append({"embedding": embedding, "gradients": sizes.layers + sizes.rest})
     return max(phases, key=lambda phase: sum(phase.values()))
 
 
@@ -189,7 +189,6 @@ def memory_on_stages(
         rest=stored - layers,
         gathered=of_layers / (count / pipeline.stages),
         vocabulary=vocabulary,
-        state=state,
         tensor=figures.choice.shape.get("tensor", 1) > 1,
     )
     # XLA schedules and rematerialises for this share of a GPU's memory: 80%, of which 95%.
