@@ -9,6 +9,7 @@ from axlearn_core.config import Decoder, Node, QualifiedNames, check, configure,
 from axlearn_core.config import flatten as config_paths
 from axlearn_core.contracts.capabilities import FreezesVariables
 from axlearn_core.errors import ConfigError, RequestError
+from axlearn_core.kernels.selection import Selection, use
 from axlearn_core.learn import AdamW, Constant, Cosine, Learner, ParameterRule, flatten
 
 AXES = {
@@ -180,8 +181,14 @@ def test_the_moving_average_follows_and_is_what_is_evaluated():
     assert learner().evaluation_params(learner().init(params), params) is params
 
 
+@pytest.fixture(params=["cpu", "gpu"])
+def platform(request):
+    with use(Selection(platform=request.param)):
+        yield request.param
+
+
 @pytest.mark.parametrize("bad", ["gradient", "loss"])
-def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(bad):
+def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(bad, platform):
     instance = learner(ema_decay=0.5)
     params, state, _ = run(instance, tree(0), 2)
     grads = tree(9)
@@ -195,6 +202,24 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(bad):
     assert (after.updates, after.skipped, after.skipped_in_a_row, summaries["skipped_steps"]) == (2, 1, 1, 1)
     _, later, _ = jax.jit(instance.update)(tree(3), after, new, LOSS)
     assert (later.updates, later.skipped, later.skipped_in_a_row) == (3, 1, 0)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        configure(optax.noisy_sgd, learning_rate=0.1, key=0),
+        configure(optax.adam, learning_rate=0.1, mu_dtype="bfloat16"),
+        configure(optax.adafactor, learning_rate=0.1),
+    ],
+)
+def test_what_an_optimizer_keeps_stays_as_it_is_too(optimizer, platform):
+    instance = learner(optimizer=optimizer)
+    params, state, _ = run(instance, tree(0), 2)
+    new, after, _ = jax.jit(instance.update)(tree(9), state, params, jnp.inf * LOSS)
+    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), after.optimizer, state.optimizer)))
+    jax.tree.map(np.testing.assert_array_equal, new, params)
+    changed, _, _ = jax.jit(instance.update)(tree(9), state, params, LOSS)
+    assert not np.array_equal(jax.tree.leaves(changed)[0], jax.tree.leaves(params)[0])
 
 
 def test_low_precision_parameters_keep_their_dtype():

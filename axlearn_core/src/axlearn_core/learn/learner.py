@@ -10,6 +10,7 @@ import optax
 from axlearn_core.config import REQUIRED, Configurable, Node, node, setting
 from axlearn_core.contracts.parts import Loss
 from axlearn_core.errors import ConfigError, Problem
+from axlearn_core.kernels.selection import in_force
 from axlearn_core.learn.accumulate import value_and_grad
 from axlearn_core.learn.optimizers import AdamW, Axes, EvaluatesWith, Optimizer, rate_of
 from axlearn_core.learn.paths import fitting, flatten, select, unflatten
@@ -308,17 +309,16 @@ class _Plan:
 
 
 def _step_if(finite: jax.Array, step: Callable[..., Any], before: tuple[Any, ...], grads: object) -> Any:
-    """`step(*before, grads)` where `finite`, else `before`."""
+    """`step(*before, grads)` where `finite`, else `before`.
 
-    def by_conditional(before: tuple[Any, ...], grads: object) -> Any:
-        return jax.lax.cond(finite, step, lambda *operands: operands[:-1], *before, grads)
-
-    def by_select(before: tuple[Any, ...], grads: object) -> Any:
+    On CPUs a conditional updates in place, and a select would keep copies of the old state. On GPUs it is the conditional that
+    copies the state, whole; a select is fused into the update, and on TPUs takes no more than a conditional.
+    """
+    selection = in_force()
+    platform = jax.default_backend() if selection is None else selection.platform
+    if platform in ("gpu", "tpu"):
         return jax.tree.map(lambda new, old: jax.lax.select(finite, new, old), step(*before, grads), before)
-
-    # On CPUs a conditional updates in place, and a select would keep copies of the old state. On GPUs it is the conditional
-    # that copies the state, whole; a select is fused into the update.
-    return jax.lax.platform_dependent(before, grads, cpu=by_conditional, default=by_select)
+    return jax.lax.cond(finite, step, lambda *operands: operands[:-1], *before, grads)
 
 
 def global_norm(tree: object) -> jax.Array:
