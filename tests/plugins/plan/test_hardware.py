@@ -38,12 +38,13 @@ def test_llama2_7b_on_256_h100():
     actual = plan("llama2-7b", "--target", "h100-8x32")
     assert actual["fits"]
     assert actual["model_flops"] == llama_flops(1024 * 4096, 4096, 32, 4096, 4096, 11008, 32000)
-    # The state in float32, parameters and two moments, over 256 GPUs.
-    assert actual["argument_bytes"] == pytest.approx(12 * actual["parameters"] / 256, rel=0.02)
+    # The state in float32, parameters and two moments, over 32 GPUs, of which there are eight copies.
+    assert actual["argument_bytes"] == pytest.approx(12 * actual["parameters"] / 32, rel=0.02)
     # Gathered for the forward and for the backward pass in bfloat16, gradients summed: three times two bytes.
     assert sum(actual["collective_bytes"].values()) == pytest.approx(3 * 2 * actual["parameters"], rel=1.0)
     assert actual["roofline_seconds"]["network"] > 0  # FSDP goes from host to host
-    assert 0.5 < actual["roofline_mfu"] < 1
+    # The kernel leaves out what the mask hides and next to nothing is computed again: only the causal share stays under 1.
+    assert 0.5 < actual["roofline_mfu_causal"] < 1
 
 
 @needs("jax_cuda12_plugin", "axlearn-plugins-gpu")
