@@ -34,8 +34,8 @@ SEARCHED_7B = {
     ),
 }
 """The machines of the published trainings, laid out as `axlearn plan --search` does: benchmarks/results/layouts.json has what it
-compiled. They are within a hundredth of the fastest, and take a seventh less memory or better. Other machines have the rules of their
-plugin."""
+compiled. They are within a hundredth of the fastest, with a seventh less memory or better. Other machines have the rules of
+their plugin."""
 TRACKERS = (ConsoleTracker.Config(), JsonlTracker.Config(), TensorBoardTracker.Config())
 
 
