@@ -94,6 +94,40 @@ def test_microbatches_are_not_for_a_machine_to_decide(rule):
     assert resolve("quickstart", target="h100-8x1").config.learner.accumulate_steps == 4
 
 
+def test_the_configs_own_rule_holds_whole_or_not_at_all():
+    """Half of a layout may not fit in memory: remat without its microbatches."""
+    own = {"shape": {"data": 4, "fsdp": 2}, "features": ["gradient-accumulation:steps=2", "remat:save=[query]"]}
+    setting = {"mesh.targets": {"h100-8x1": own}}
+    named = resolve("quickstart", set=setting, target="h100-8x1").config
+    assert named.learner.accumulate_steps == 2
+    assert dict(named.mesh.shape) == {"data": 4, "fsdp": 2}
+
+    resolved = detected(set=setting)
+    assert [str(d) for d in resolved.decisions][1:3] == [
+        "    left out: mesh.targets.h100-8x1 (changes more than execution: learner.accumulate_steps: 1 -> 2; "
+        "--target h100-8x1 brings it)",
+        "mesh rule: 'h100-*' (gpu of axlearn-plugins-gpu 0.1.0)",
+    ]
+    plain = detected()
+    assert resolved.config.learner == plain.config.learner
+    assert resolved.config.model == plain.config.model
+    assert resolved.config.mesh.shape == plain.config.mesh.shape
+
+    asked = detected(set=setting, with_=["gradient-accumulation:steps=2"])
+    assert asked.config == named
+    assert decided(asked, "mesh rule") == [("mesh.targets.h100-8x1", "")]
+
+    execution = {"mesh.targets": {"h100-8x1": {**own, "features": own["features"][1:]}}}
+    assert dict(detected(set=execution).config.mesh.shape) == {"data": 4, "fsdp": 2}
+
+
+def test_a_rule_of_the_config_that_a_cpu_does_not_bring_is_named():
+    own = {"mesh.targets": {"cpu-*": {"features": ["gradient-accumulation:steps=2"]}}}
+    resolved = detected(machine="cpu-8", set=own)
+    assert resolved.config.learner.accumulate_steps == 1
+    assert decided(resolved, "mesh rule") == [("none", "--target cpu-8 brings mesh.targets.cpu-*")]
+
+
 def test_the_mesh_of_an_experiment_stays_on_a_detected_machine():
     own = resolve("quickstart", set={"mesh.shape": {"data": -1}}).config
     resolved = detected(own)

@@ -17,7 +17,7 @@ from axlearn_plugins_tpu.targets import TARGETS
 @pytest.mark.parametrize(
     ("experiment", "target", "shape", "remat"),
     [
-        ("llama2-70b", "tpu-v5p-1024", {"data": 1, "fsdp": -1}, "tpu-attention"),
+        ("llama2-70b", "tpu-v5p-2048", {"data": 1, "fsdp": -1}, "tpu-attention"),
         ("llama2-7b", "tpu-7x-256x2", {"data": 2, "fsdp": -1}, "tpu-attention"),
         ("llama2-7b", "tpu-v5e-256x4", {"data": 4, "fsdp": -1}, "full"),
         ("llama2-7b", "tpu-v6e-256", {"data": 1, "fsdp": -1}, "tpu-attention-offload"),
@@ -103,8 +103,11 @@ def test_every_policy_keeps_what_it_says_where_it_says(policy):
 
 
 @pytest.mark.slow
-def test_llama2_70b_fits_on_512_chips_of_v5p():
+@pytest.mark.parametrize(
+    ("settings", "copies", "most"), [({}, 8, 92), ({"mesh.targets": {}}, 1, 60)], ids=["searched", "fsdp"]
+)
+def test_llama2_70b_fits_on_512_chips_of_v5p(settings, copies, most):
     """Global batch 1024 x 4096, as it is published; the compiler raises where it does not fit in 95.74 GiB."""
-    arguments, temporaries, _ = memory("llama2-70b", "tpu-v5p-1024")
-    assert 1.4 < arguments < 1.7  # 12 bytes per parameter and 512 chips
-    assert arguments + temporaries < 60
+    arguments, temporaries, _ = memory("llama2-70b", "tpu-v5p-1024", set=settings)
+    assert 1.4 * copies < arguments < 1.7 * copies  # 12 bytes per parameter and 512 chips
+    assert arguments + temporaries < most

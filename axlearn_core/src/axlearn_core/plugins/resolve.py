@@ -4,7 +4,8 @@ The order: the experiment; the features, by stage and then as they say (`plugins
 mesh rule; what the run file sets; what the command line sets. The tree is compared before and after each step, so nodes
 know nothing of it.
 
-A target that the request names brings its whole mesh rule. A machine that was detected brings of its rule what is execution.
+A target that the request names brings its whole mesh rule. A detected machine brings the execution settings of its rule. A rule
+of the config itself (`mesh.targets`) is one layout, so a detected machine brings the whole rule or the backend's instead.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,15 +21,16 @@ from axlearn_core.config.types import show
 from axlearn_core.contracts.mesh import Mesh, MeshRule, TargetRule
 from axlearn_core.contracts.target import Detected, Machine
 from axlearn_core.errors import ConfigError, PluginError, Problem, RequestError
-from axlearn_core.plugins.application import applied, check_execution, check_needs, conflict, merged, overridden
+from axlearn_core.plugins.application import applied, check_execution, check_needs, conflict, merged
 from axlearn_core.plugins.decisions import Decision, show_changes
 from axlearn_core.plugins.feature import Feature
 from axlearn_core.plugins.layout_file import read_layout
 from axlearn_core.plugins.order import Order
 from axlearn_core.plugins.registry import Entry, Registry, registry
-from axlearn_core.plugins.request import FeatureUse, Request, Setting, is_file, parse_feature, read
+from axlearn_core.plugins.request import FeatureUse, Request, Setting, parse_feature
 from axlearn_core.plugins.resolved import Resolved, Step
-from axlearn_core.plugins.targets import find_machine, find_rule, load
+from axlearn_core.plugins.run_file import with_file
+from axlearn_core.plugins.targets import find_machine, find_own_rule, find_rule, load
 
 NO_TARGET = "none"
 """The target of a request that takes no mesh rule."""
@@ -61,7 +63,7 @@ def resolve(
         request = Request.of(request, **options)
     elif options:
         raise TypeError(f"a Request takes no further options: {', '.join(options)}")
-    request = _with_file(request, names)
+    request = with_file(request, names)
     if request.layout is None:
         return _Resolution(request, names, detect).run()
     layout = read_layout(request.layout)
@@ -70,34 +72,6 @@ def resolve(
     without = attrs.evolve(request, layout=None, target=laid.target)
     layout.check(_Resolution(without, names).run().config, resolved.config)
     return resolved
-
-
-def _with_file(request: Request, names: Registry) -> Request:
-    """With what the file says, and the files that it stands on."""
-    if isinstance(request.experiment, Node) or not is_file(request.experiment):
-        return request
-    file = _read_files(str(request.experiment), names)
-    both = {k: getattr(file, k) + getattr(request, k) for k in ("features", "without", "file_settings")}
-    target = request.target or file.target
-    return attrs.evolve(file, **both, settings=request.settings, target=target, layout=request.layout)
-
-
-def _read_files(name: str, names: Registry, visited: tuple[str, ...] = ()) -> Request:
-    """A run file over the one that it stands on, whose options and values it may override; or over the config of a run."""
-    if name in visited:
-        raise RequestError(f"run files that begin with one another: {' -> '.join((*visited, name))}")
-    file = read(name, names)
-    if isinstance(file.experiment, Node) or not is_file(file.experiment):
-        return file
-    base = _read_files(str(file.experiment), names, (*visited, name))
-    return attrs.evolve(
-        base,
-        features=overridden(base.features, file.features),
-        without=(*base.without, *file.without),
-        base_settings=(*base.base_settings, base.file_settings),
-        file_settings=file.file_settings,
-        target=file.target or base.target,
-    )
 
 
 class _Resolution:
@@ -162,20 +136,34 @@ class _Resolution:
                 self._decide("machine", detected.description, "no installed package knows it: no mesh rule")
                 return None, None, None
             self._decide("machine", f"{machine.name}, {detected.description}")
-        rule_title, rule = find_rule(machine, self._own_rules(tree), self._count_parameters) or (None, None)
+        own = self._own_rules(tree)
+        refused = None if target or self.request.document else self._refused_own_rule(machine, own)
+        if refused:
+            self._decide("left out", *refused)
+        rule_title, rule = find_rule(machine, {} if refused else own, self._count_parameters) or (None, None)
         if rule is not None and self.request.target is None and (rule.detected is False or self.request.document):
             whole = "the request is a whole config; " if self.request.document else ""
-            self._decide(
-                "mesh rule",
-                "none",
-                f"{whole}--target {machine.name} brings {str(rule_title).removeprefix('mesh rule ')}",
-            )
+            named = refused[0] if refused else str(rule_title).removeprefix("mesh rule ")
+            self._decide("mesh rule", "none", f"{whole}--target {machine.name} brings {named}")
             return None, None, None
         if rule is None:
             self._decide("mesh rule", "none", f"no installed package has one for {machine.name}")
             return (machine if target else None), None, None
         self._decide("mesh rule", str(rule_title).removeprefix("mesh rule "))
         return machine, rule_title, rule
+
+    def _refused_own_rule(self, machine: Machine, own: Mapping[str, TargetRule]) -> tuple[str, str] | None:
+        """The config's own rule and the reason not to apply it on a detected machine; None where it applies or there is none."""
+        own_rule = find_own_rule(machine, own)
+        if own_rule is None:
+            return None
+        before = _Resolution(self.request.without_rule(), self.names).run().config
+        after = _Resolution(attrs.evolve(self.request, target=machine.name), self.names).run().config
+        kinds = change_kinds(diff(before, after, self.names.shown_name), before, after)
+        decisive = [change for change, kind in kinds if kind != "execution"]
+        if not decisive:
+            return None
+        return own_rule[0], f"changes more than execution: {show_changes(decisive)}; --target {machine.name} brings it"
 
     def _decide(self, kind: Any, subject: str, reason: str = "") -> None:
         self.decisions.append(Decision(kind, subject, reason))

@@ -40,6 +40,16 @@ def find_machine(name: str) -> Machine:
     return targets_by_name[max(fits, key=len)][1].machine(name)
 
 
+def find_own_rule(machine: Machine, own: Mapping[str, TargetRule]) -> tuple[str, MeshRule] | None:
+    """The rule of `mesh.targets` with the longest pattern that fits the machine, and its path; None if none fits."""
+    patterns = [p for p in own if fnmatchcase(machine.name, p)]
+    if not patterns:
+        return None
+    key = max(patterns, key=len)
+    rule = own[key]
+    return f"mesh.targets.{key}", MeshRule(target=key, shape=rule.shape, rules=rule.rules, features=rule.features)
+
+
 def find_rule(machine: Machine, own: Mapping[str, TargetRule], count: Callable[[], int]) -> tuple[str, MeshRule] | None:
     """Who says how to lay out a program on a machine, and how; None where nobody says anything.
 
@@ -51,11 +61,8 @@ def find_rule(machine: Machine, own: Mapping[str, TargetRule], count: Callable[[
     Raises:
         PluginError: two rules are equally specific.
     """
-    patterns = [p for p in own if fnmatchcase(machine.name, p)]
-    if patterns:
-        key = max(patterns, key=len)
-        rule = own[key]
-        return f"mesh.targets.{key}", MeshRule(target=key, shape=rule.shape, rules=rule.rules, features=rule.features)
+    if own_rule := find_own_rule(machine, own):
+        return own_rule
     fits = [
         (origin, rule)
         for origin, rules in host().answers("axlearn_mesh_rules")

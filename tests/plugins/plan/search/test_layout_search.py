@@ -153,6 +153,72 @@ def test_the_words_of_a_row_are_its_config(request_, ranked):
     assert resolve(typed).config == resolve(resolved_request(request_, row)).config
 
 
+ASKED = [
+    ({"with_": ["gradient-accumulation:steps=2"]}, "gradient-accumulation"),
+    ({"set": {"learner.accumulate_steps": 2}}, "gradient-accumulation"),
+    ({"with_": ["remat:save=[query]"]}, "remat"),
+    ({"set": {"model.decoder.stack.remat": None}}, "remat"),
+    ({"without": ["remat"]}, "remat"),
+    ({"set": {"mesh.shape": {"fsdp": 4, "tensor": 2}}}, "mesh"),
+    ({"set": {"mesh.shape": {"fsdp": 4, "tensor": 2}, "mesh.rules.activation_embed": ["tensor"]}}, "stream"),
+    ({"with_": ["offload-optimizer"]}, "offload-optimizer"),
+]
+
+
+@pytest.mark.parametrize(("options", "part"), ASKED)
+def test_what_the_request_sets_is_kept_and_every_layout_stays_legal(options, part):
+    base = Request.of("quickstart", target="h100-8x1", **options)
+    messages = []
+    space = rank.Space(base, ())
+    rows = space.ranked(messages.append)
+    assert part in space.held
+    assert f"kept as requested: {', '.join(sorted(space.held))}" in messages[0]
+    assert sum(r.choice.shipped for r in rows) == 1
+    fixed = {
+        "gradient-accumulation": {r.choice.microbatches for r in rows},
+        "remat": {r.choice.remat for r in rows},
+        "mesh": {r.choice.mesh and tuple(r.choice.mesh.shape.items()) for r in rows if not (r.choice.mesh or MeshChoice(shape={})).stream},
+        "stream": {tuple((r.choice.mesh or MeshChoice(shape={})).stream) for r in rows},
+        "offload-optimizer": {r.choice.offload_optimizer for r in rows},
+    }  # fmt: skip
+    assert fixed[part] in ({None}, {False}, {()})
+    for row in rows[:: max(len(rows) // 8, 1)]:
+        resolve(resolved_request(base, row)).checked()
+
+
+def test_what_a_run_file_sets_is_kept(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("experiment: quickstart\nfeatures:\n- remat: {policy: full}\nset:\n  learner.accumulate_steps: 2\n")
+    space = rank.Space(Request.of(file, target="h100-8x1"), ())
+    assert space.held == {"remat", "gradient-accumulation"}
+
+
+@pytest.mark.parametrize(
+    ("vary", "options"),
+    [("batch", {"set": {"input.batch_size": 16}}), ("optimizer-precision", {"with_": ["optimizer-precision"]})],
+)
+def test_what_is_set_and_varied_is_an_error(vary, options):
+    with pytest.raises(RequestError, match=f"--vary {vary} and .* ask for two things"):
+        rank.Space(Request.of("quickstart", target="h100-8x1", **options), (vary,))
+
+
+def request_with_microbatches(steps):
+    rule = {"shape": {"fsdp": 8}, "features": [f"gradient-accumulation:steps={steps}"]}
+    return Request.of("quickstart", target="h100-8x1", set={"mesh.targets": {"h100-8x1": rule}, "input.batch_size": 32})
+
+
+def test_pipelines_take_the_place_of_the_microbatches_of_a_rule():
+    found = []
+    for steps in (1, 2):
+        request = request_with_microbatches(steps)
+        rows = [r for r in rank.Space(request, ()).ranked() if r.choice.pipeline]
+        found.append({(r.choice.pipeline.feature, str(r.choice.mesh), r.choice.remat, r.seconds) for r in rows})
+    assert found[0] == found[1]
+    assert {r.choice.pipeline.schedule for r in rows} == {"gpipe", "interleaved", "1f1b"}
+    config = resolve(resolved_request(request, rows[0])).checked().config
+    assert config.learner.accumulate_steps == 1
+
+
 def test_it_prints_the_best_first_and_the_shipped_one_among_them(compiler, tmp_path):
     result = run("--target", "h100-8x1", "--front", "3", "--cache", str(tmp_path / "c"), "--json")
     assert result.exit_code == 0, result.output

@@ -64,18 +64,15 @@ def request_words(request: Request) -> list[str]:
 
 def plan_words(request: Request, row: Ranked) -> list[str]:
     """The words behind `axlearn plan` for one layout of a request."""
-    if row.choice.remat is not None:
-        request = attrs.evolve(request, features=tuple(f for f in request.features if f.name != "remat"))
     return [*request_words(request), "--target", row.machine.name, *row.choice.words]
 
 
 def resolved_request(request: Request, row: Ranked) -> Request:
     """The request of one layout: what `plan_words` says."""
-    features = tuple(f for f in request.features if row.choice.remat is None or f.name != "remat")
     more = Request.of(request.experiment, with_=list(row.choice.features), set=row.choice.settings)
     return attrs.evolve(
         request,
-        features=(*features, *more.features),
+        features=(*request.features, *more.features),
         settings=(*request.settings, *more.settings),
         target=row.machine.name,
     )

@@ -20,6 +20,7 @@ from axlearn_plugins_plan.plan import machine_of
 from axlearn_plugins_plan.predict import predict
 from axlearn_plugins_plan.search.estimate import Estimate, Work, estimate, with_host
 from axlearn_plugins_plan.search.figures import Coefficients, coefficients
+from axlearn_plugins_plan.search.held import check_varied, held_parts
 from axlearn_plugins_plan.search.on_mesh import MeshFigures
 from axlearn_plugins_plan.search.pipelines import (
     Pipeline,
@@ -35,6 +36,8 @@ from axlearn_plugins_plan.tags import tags
 
 FREE = ("data", "fsdp", "tensor")
 """The mesh axes whose sizes a search changes, and `pipeline` where the request can be given one. `seq` and `expert` stay."""
+ACCUMULATION = "gradient-accumulation"
+OFFLOAD = "offload-optimizer"
 
 
 @attrs.frozen(kw_only=True)
@@ -75,6 +78,8 @@ class Space:
         self.base = resolved.config
         self.batch = abstract_batch(self.base)
         self.program = program_alone(self.base, self.machine)
+        self.held = held_parts(self.request)
+        check_varied(self.vary, self.held)
 
     @property
     def rows(self) -> int:
@@ -100,7 +105,7 @@ class Space:
     def remats(self) -> dict[str | None, StepTrace]:
         """Option -> trace, without those that keep as much as another and compute no less."""
         traces: dict[str | None, StepTrace] = {None: self.traced(None)}
-        if "remat" not in registry().claims["features"]:
+        if not self.varies_feature("remat"):
             return traces
         host = self.machine.target.platform == "tpu"
         for option in remat_options(tags(self.program, self.batch), host):
@@ -121,10 +126,14 @@ class Space:
 
         return {o: t for o, t in traces.items() if o is None or not any(as_good(p, o) for p in sizes if p != o)}
 
+    def varies_feature(self, name: str) -> bool:
+        """Whether the feature is installed and the request does not set what it sets."""
+        return name in registry().claims["features"] and name not in self.held
+
     @cached_property
     def schedules(self) -> tuple[str, ...]:
         """The schedules that the request can be given."""
-        return schedules(self.request)
+        return schedules(self.request) if self.varies_feature("pipeline") else ()
 
     @cached_property
     def layers(self) -> set[int]:
@@ -158,10 +167,11 @@ class Space:
         Raises:
             RequestError: there is none.
         """
-        own = {a: n for a, n in self.base.mesh.sizes(self.machine.devices).items() if n > 1}
+        own = {a: n for a, n in self.base.mesh.sizes(self.machine.devices).items() if n > 1} or {"fsdp": 1}
         on = [*self._meshes(own, staged=False), *self._meshes(own, staged=True)]
         remats = self.remats()
-        progress(f"{self.machine.name}: {len(on)} meshes, {len(remats)} ways of rematerialisation")
+        kept = f"; kept as requested: {', '.join(sorted(self.held))}" if self.held else ""
+        progress(f"{self.machine.name}: {len(on)} meshes, {len(remats)} ways of rematerialisation{kept}")
         rows = [
             self.estimated(choice, figures)
             for figures in on
@@ -185,7 +195,8 @@ class Space:
             example = Pipeline(stages=1, microbatches=1, schedule=self.schedules[0])
             base = resolve(with_pipeline(self.request, example)).config
         for mesh in meshes(self.program, base, self.machine, ("pipeline", *FREE) if staged else FREE):
-            if (mesh.shape.get("pipeline", 1) > 1) == staged:
+            kept = ("mesh" not in self.held or mesh.shape == own) and ("stream" not in self.held or not mesh.stream)
+            if kept and (mesh.shape.get("pipeline", 1) > 1) == staged:
                 yield MeshFigures(self.program, base, self.machine, mesh)
 
     def _works(self, figures: MeshFigures, rows: int, own: bool) -> Iterator[Pipeline | None]:
@@ -193,7 +204,7 @@ class Space:
         shape = figures.choice.shape
         if shape.get("pipeline", 1) == 1 or own:
             yield None
-        elif self.base_steps() == 1:
+        elif self.base_steps() == 1 or self.varies_feature(ACCUMULATION):  # the schedule has microbatches of its own
             yield from pipelines(shape, rows, figures.batch_shards, self.layers, self.schedules)
 
     def _choices(self, figures: MeshFigures, own: bool, remats: list[str | None]) -> Iterator[Choice]:
@@ -202,13 +213,14 @@ class Space:
         now = self.base_steps()
         batches = [self.rows * 2**n for n in range(-2, 3)] if "batch" in self.vary else [self.rows]
         dtypes = (None, "bfloat16") if "optimizer-precision" in self.vary else (None,)
-        offloads = (False, True) if "offload-optimizer" in registry().claims["features"] else (False,)
+        offloads = (False, True) if self.varies_feature(OFFLOAD) else (False,)
         for rows in batches:
             if rows % shards:
                 continue
             staged = mesh.shape.get("pipeline", 1) > 1
-            accumulates = "gradient-accumulation" in registry().claims["features"] and not staged
-            counts = microbatches(rows, shards) if accumulates else [now]
+            counts = [now]
+            if self.varies_feature(ACCUMULATION) and not (staged and own):
+                counts = [1] if staged else microbatches(rows, shards)
             places = (False,) if staged else offloads
             works = self._works(figures, rows, own and not mesh.stream)
             for pipeline, remat, count, offload, dtype in itertools.product(works, remats, counts, places, dtypes):
