@@ -49,6 +49,8 @@ class ServingEngine(Configurable):
             max_context: tokens of a prompt and its output together; None takes what the cache has room for.
             prefix_cache: whether requests share the cached blocks of equal beginnings.
             pipeline: whether a step is planned while the one before computes.
+            tensor_parallel: devices that share each product, and the heads of the cache. None takes one; on CPUs two virtual
+                devices where `axlearn serve` has made them and the model can be divided.
             hold_seconds: several tokens are decoded in one dispatch where they take less than this together: so long
                 a new request may wait for the step.
         """
@@ -60,6 +62,7 @@ class ServingEngine(Configurable):
         max_context: int | None = setting(default=None, ge=2)
         prefix_cache: bool = True
         pipeline: bool = True
+        tensor_parallel: int | None = setting(default=None, ge=1)
         hold_seconds: float = setting(default=0.03, ge=0)
 
     def __init__(self, cfg: Config, *, runner: Runner, end_tokens: frozenset[int] = frozenset()):

@@ -6,17 +6,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import attrs
-import jax
 
 from axlearn_core.checkpoint.weights import bind_weights, open_weights
-from axlearn_core.compose import Functional, ModelWeights, Part
+from axlearn_core.compose import ModelWeights, Part
 from axlearn_core.compose.devices import configure_devices
-from axlearn_core.compose.model_program import ModelProgram
 from axlearn_core.config import Node, find, patch
 from axlearn_core.contracts.capabilities import GeneratesTokens, HasVocabulary
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import CheckpointError, RequestError
 from axlearn_core.train.session import log_message
+from axlearn_plugins_serving.devices import serving_program
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.programs import ProgramsError
 from axlearn_plugins_serving.runner import ModelRunner
@@ -72,7 +71,7 @@ def open_engine(
     model = without_kernels(experiment.model)
     check_decoder(model)
     config, tokenizer = fit_config(config or ServingEngine.Config(), model), weights.tokenizer
-    program = ModelProgram(Functional.of(model), jax.devices()[:1], experiment.mesh)
+    program = serving_program(model, experiment.mesh, config)
     specs = program.parts[Part.WEIGHTS]
     places = {path: spec.sharding for path, spec in {**specs.params, **specs.variables}.items()}
     functional = program.functional

@@ -121,14 +121,14 @@ class ModelRunner(Configurable):
         self.cache: Any = self.program.compile("serve_cache")()
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.cache)
         declare_steps(self.program, cfg, self.num_blocks, shapes)
-        self._loading: Loading | None = None
-        if programs is not None:
-            self._loading = Loading(self.program, step_functions(cfg, self.buckets))
         self._sampling: dict[int, Sampling] = {}
         self._warm: int | None = None
         loaded = model_weights(self.program.functional, model) if weights is None else weights()
         self._set_adapters(loaded)
         self.update_weights(loaded)
+        self._loading: Loading | None = None
+        if programs is not None:  # not beside the weights, which the start waits for
+            self._loading = Loading(self.program, step_functions(cfg, self.buckets))
         self._packer = Packer(self.buckets, self.max_rows)
 
     @property

@@ -208,12 +208,12 @@ def request_with_microbatches(steps):
 
 
 def test_pipelines_take_the_place_of_the_microbatches_of_a_rule():
-    found = []
+    pipelines = []
     for steps in (1, 2):
         request = request_with_microbatches(steps)
         rows = [r for r in rank.Space(request, ()).ranked() if r.choice.pipeline]
-        found.append({(r.choice.pipeline.feature, str(r.choice.mesh), r.choice.remat, r.seconds) for r in rows})
-    assert found[0] == found[1]
+        pipelines.append({(r.choice.pipeline.feature, str(r.choice.mesh), r.choice.remat, r.seconds) for r in rows})
+    assert pipelines[0] == pipelines[1]
     assert {r.choice.pipeline.schedule for r in rows} == {"gpipe", "interleaved", "1f1b"}
     config = resolve(resolved_request(request, rows[0])).checked().config
     assert config.learner.accumulate_steps == 1

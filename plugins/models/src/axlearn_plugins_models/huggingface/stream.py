@@ -1,11 +1,12 @@
 """Weights from files to sharded parameters and back, a slice at a time.
 
 Beside the parameters themselves, the host holds at most two slices of `SLICE` bytes: one as it was read, one in the layout
-of the parameter. A slice is some rows of a tensor, as they follow one another in its file.
+of the parameter. For CPU devices it is two for each of `THREADS`. A slice is some rows of a tensor, as they follow one another in its file.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -16,10 +17,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from axlearn_core.compose.arrays import array_function
 from axlearn_plugins_models.huggingface.files import DTYPES, Made, Stored
+from axlearn_plugins_models.huggingface.host_arrays import HostArray, in_host_memory
 from axlearn_plugins_models.huggingface.table import Axes, Part, Tensor
 
 SLICE = 32 * 2**20
-ALIGNED = 64
+THREADS = 2
 Params = dict[str, Any]
 
 
@@ -34,18 +36,16 @@ def read(tensors: Mapping[str, Tensor], stored: Mapping[str, Stored], like: Mapp
     Raises:
         CheckpointError: a file is shorter than it was when it was checked.
     """
-    params: Params = {}
     needed = [t for t in tensors.values() if any(part.path in like for part in t.parts)]
-    for tensor in sorted(needed, key=lambda t: (stored[t.name].file, stored[t.name].start)):
+    needed.sort(key=lambda t: (stored[t.name].file, stored[t.name].start))
+    if all(in_host_memory(spec.sharding) for spec in like.values()):
+        return _read_to_host(needed, stored, like)
+    params: Params = {}
+    for tensor in needed:
         for part, start, piece in _pieces(tensor, stored[tensor.name]):
             if part.path not in like:
                 continue
             want = like[part.path]
-            if _in_host_memory(want.sharding):  # in place, which needs no compiled function
-                if part.path not in params:
-                    params[part.path] = _host_zeros(want.shape, want.dtype)
-                _put_in_place(params[part.path], piece, start)
-                continue
             if part.path not in params and piece.shape == want.shape and piece.dtype == want.dtype:
                 params[part.path] = _put_piece(piece, want.sharding)
                 continue
@@ -54,10 +54,23 @@ def read(tensors: Mapping[str, Tensor], stored: Mapping[str, Stored], like: Mapp
             spec = tuple(want.sharding.spec) if isinstance(want.sharding, NamedSharding) else ()
             placed = _put_piece(piece, _fitting_sharding(want.sharding, spec[len(part.index) :], piece.shape))
             params[part.path] = _put(params[part.path], placed, jnp.asarray(start, jnp.int32), want.sharding)
-    for path, value in params.items():
-        if isinstance(value, np.ndarray):
-            params[path] = jax.device_put(value, like[path].sharding)
     return params
+
+
+def _read_to_host(needed: Sequence[Tensor], stored: Mapping[str, Stored], like: Mapping[str, Any]) -> Params:
+    """`read` into the memory that CPU devices compute with, some tensors at a time: pages that are new to a process take time."""
+    paths = {part.path for tensor in needed for part in tensor.parts if part.path in like}
+    arrays = {path: HostArray(like[path]) for path in paths}
+
+    def fill(tensor: Tensor) -> None:
+        for part, start, piece in _pieces(tensor, stored[tensor.name]):
+            if part.path in arrays:
+                arrays[part.path].put(piece, start)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        for _ in pool.map(fill, needed):
+            pass
+    return {path: array.finish() for path, array in arrays.items()}
 
 
 def same(a: Stored, b: Stored) -> bool:
@@ -125,27 +138,6 @@ def _intersect(axes: Axes, part: Part, first: str, low: int, high: int) -> tuple
         return low, (*(slice(None),) * axes.flat.index(axes.joined), slice(begin, end))
     begin, end = max(begin, low), min(end, high)
     return (begin - part.offset, (slice(begin - low, end - low),)) if begin < end else None
-
-
-def _in_host_memory(sharding: Any) -> bool:
-    """Whether an array is on one CPU of this process."""
-    devices = sharding.device_set
-    return len(devices) == 1 and all(d.platform == "cpu" for d in devices) and jax.process_count() == 1
-
-
-def _host_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Zeros where JAX takes them over without a copy: aligned to `ALIGNED` bytes."""
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    buffer = np.zeros(size + ALIGNED, np.uint8)
-    begin = -buffer.ctypes.data % ALIGNED
-    return buffer[begin : begin + size].view(dtype).reshape(shape)
-
-
-def _put_in_place(whole: np.ndarray, piece: np.ndarray, start: tuple[int, ...]) -> None:
-    """`piece`, in the dtype of `whole`, from the index `start` on."""
-    piece = piece.reshape((1,) * (whole.ndim - piece.ndim) + piece.shape)
-    begin = (*start, *(0,) * (whole.ndim - len(start)))
-    whole[tuple(slice(b, b + n) for b, n in zip(begin, piece.shape, strict=True))] = piece
 
 
 def _put_piece(piece: np.ndarray, sharding: Any) -> jax.Array:

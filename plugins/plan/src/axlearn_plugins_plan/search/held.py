@@ -33,10 +33,10 @@ def held_parts(request: Request) -> frozenset[str]:
     return frozenset(by_value | (features & {*PATHS, "pipeline"}))
 
 
-def check_varied(vary: Sequence[str], held: frozenset[str]) -> None:
+def check_varied(vary: Sequence[str], kept_parts: frozenset[str]) -> None:
     """Raises `RequestError` where `--vary` names a part that the request sets."""
     for name in vary:
-        if name in held:
+        if name in kept_parts:
             source = f"--set {PATHS[name]}=..." if name == "batch" else f"the feature {name!r}"
             raise RequestError(
                 f"--vary {name} and {source} ask for two things\n    fix: leave one of them out",

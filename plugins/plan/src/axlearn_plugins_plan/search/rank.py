@@ -170,8 +170,8 @@ class Space:
         own = {a: n for a, n in self.base.mesh.sizes(self.machine.devices).items() if n > 1} or {"fsdp": 1}
         on = [*self._meshes(own, staged=False), *self._meshes(own, staged=True)]
         remats = self.remats()
-        kept = f"; kept as requested: {', '.join(sorted(self.held))}" if self.held else ""
-        progress(f"{self.machine.name}: {len(on)} meshes, {len(remats)} ways of rematerialisation{kept}")
+        unchanged = f"; kept as requested: {', '.join(sorted(self.held))}" if self.held else ""
+        progress(f"{self.machine.name}: {len(on)} meshes, {len(remats)} ways of rematerialisation{unchanged}")
         rows = [
             self.estimated(choice, figures)
             for figures in on
@@ -195,8 +195,8 @@ class Space:
             example = Pipeline(stages=1, microbatches=1, schedule=self.schedules[0])
             base = resolve(with_pipeline(self.request, example)).config
         for mesh in meshes(self.program, base, self.machine, ("pipeline", *FREE) if staged else FREE):
-            kept = ("mesh" not in self.held or mesh.shape == own) and ("stream" not in self.held or not mesh.stream)
-            if kept and (mesh.shape.get("pipeline", 1) > 1) == staged:
+            fits_request = ("mesh" not in self.held or mesh.shape == own) and ("stream" not in self.held or not mesh.stream)
+            if fits_request and (mesh.shape.get("pipeline", 1) > 1) == staged:
                 yield MeshFigures(self.program, base, self.machine, mesh)
 
     def _works(self, figures: MeshFigures, rows: int, own: bool) -> Iterator[Pipeline | None]:

@@ -144,8 +144,10 @@ def main(descriptor: int) -> int:
     connection = multiprocessing.connection.Connection(descriptor)
     settings: Settings = pickle.loads(connection.recv_bytes())
     from axlearn_core.errors import AxlearnError
+    from axlearn_plugins_serving.devices import set_up_devices
     from axlearn_plugins_serving.open_engine import open_engine, open_with_programs
 
+    set_up_devices(settings.config)
     try:
         options = {"config": settings.config, "step": settings.step, "programs": settings.programs}
         opened = (open_engine if settings.needs_programs else open_with_programs)(settings.uri, **options)

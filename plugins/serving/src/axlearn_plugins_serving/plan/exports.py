@@ -4,11 +4,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from axlearn_core.compose.devices import configure_devices
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.request import Request
+from axlearn_plugins_serving.devices import serving_program, set_up_devices
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.open_engine import check_decoder, fit_config, without_kernels
 from axlearn_plugins_serving.plan.targets import opened_directory
@@ -44,14 +42,15 @@ def export_here(request: Request, config: ServingEngine.Config, directory: Path)
             "    fix: leave them out; --set serving.PATH=VALUE is for the engine"
         )
     started = time.perf_counter()
-    configure_devices(None)
+    set_up_devices(config, alone=True)
     experiment: Any = opened.experiment
     model = without_kernels(experiment.model)
     check_decoder(model)
     runner = fit_config(config, model).runner
     if not isinstance(runner, ModelRunner.Config):
         raise RequestError(f"a {type(runner).__qualname__} cannot be exported\n    expected: model-runner")
-    program = abstract_program(runner, model, jax.devices()[:1], experiment.mesh)
+    layout = serving_program(model, experiment.mesh, config)
+    program = abstract_program(runner, model, list(layout.layout.mesh.devices.flat), layout.mesh, layout.target)
     shapes = buckets(runner, block_counts(runner)[0])
     export_programs(program, runner, shapes, model, directory)
     return len(program.compiled), time.perf_counter() - started

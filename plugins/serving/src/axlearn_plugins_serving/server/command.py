@@ -92,6 +92,10 @@ def serve(
     try:
         workers = None if prefill is None and decode is None else (prefill or 1, decode or 1)
         config = _config(set_, max_queue, adapters)
+        if replicas is None and workers is None:
+            from axlearn_plugins_serving.devices import set_up_devices
+
+            set_up_devices(config, alone=True)
         if replicas is not None:
             engine_options = uri, served_model_name, chat_template, config, step, programs, workers
             listener.close()  # the port is free: Ray Serve takes it
@@ -204,9 +208,11 @@ def _check_names(name: str, config: Any) -> None:
 def _open_engine(uri: str, config: Any, step: int | None, programs: str | None) -> Any:
     from pathlib import Path
 
+    from axlearn_plugins_serving.devices import set_up_devices
     from axlearn_plugins_serving.open_engine import open_engine, open_with_programs
     from axlearn_plugins_serving.programs import programs_of_run
 
+    set_up_devices(config)
     if programs is not None:
         return open_engine(uri, config=config, step=step, programs=Path(programs))
     return open_with_programs(uri, programs_of_run(uri), config=config, step=step)

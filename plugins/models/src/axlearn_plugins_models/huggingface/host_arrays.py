@@ -1,0 +1,56 @@
+"""Arrays that are put together in the host's memory: CPU devices take them over without a copy, and nothing is compiled."""
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+ALIGNED = 64
+"""Bytes that JAX wants the memory of an array to be aligned to, to take it over."""
+
+
+def in_host_memory(sharding: Any) -> bool:
+    """Whether all shards are on CPUs of this process."""
+    return jax.process_count() == 1 and all(d.platform == "cpu" for d in sharding.device_set)
+
+
+class HostArray:
+    """One array, with a buffer for each of its shards.
+
+    Args:
+        spec: shape, dtype and sharding.
+    """
+
+    def __init__(self, spec: Any):
+        self._spec = spec
+        self._shards: list[tuple[Any, tuple[int, ...], np.ndarray]] = []  # device, first index, buffer
+        for device, slices in spec.sharding.addressable_devices_indices_map(tuple(spec.shape)).items():
+            ranges = [part.indices(size)[:2] for part, size in zip(slices, spec.shape, strict=True)]
+            shape = tuple(end - begin for begin, end in ranges)
+            self._shards.append((device, tuple(begin for begin, _ in ranges), _zeros(shape, spec.dtype)))
+
+    def put(self, piece: np.ndarray, start: tuple[int, ...]) -> None:
+        """Writes a piece, in the dtype of the array, from the index `start` on; missing dimensions are the last ones."""
+        piece = piece.reshape((1,) * (len(self._spec.shape) - piece.ndim) + piece.shape)
+        start = (*start, *(0,) * (piece.ndim - len(start)))
+        for _, first, buffer in self._shards:
+            target, source = [], []
+            for begin, count, low, size in zip(start, piece.shape, first, buffer.shape, strict=True):
+                lower, upper = max(begin, low), min(begin + count, low + size)
+                target.append(slice(lower - low, upper - low))
+                source.append(slice(lower - begin, upper - begin))
+            if all(part.start < part.stop for part in target):
+                buffer[tuple(target)] = piece[tuple(source)]
+
+    def finish(self) -> jax.Array:
+        """The array on its devices. Nothing may be put into it any more."""
+        parts = [jax.device_put(buffer, device) for device, _, buffer in self._shards]
+        return jax.make_array_from_single_device_arrays(tuple(self._spec.shape), self._spec.sharding, parts)
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    buffer = np.zeros(size + ALIGNED, np.uint8)
+    begin = -buffer.ctypes.data % ALIGNED
+    return buffer[begin : begin + size].view(dtype).reshape(shape)

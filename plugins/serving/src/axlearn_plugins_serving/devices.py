@@ -1,0 +1,104 @@
+"""The devices that an engine computes on: how many share each product."""
+
+import contextlib
+import os
+from typing import Any
+
+import attrs
+import jax
+
+from axlearn_core import compat
+from axlearn_core.compose import Functional
+from axlearn_core.compose.devices import configure_devices
+from axlearn_core.compose.model_program import ModelProgram
+from axlearn_core.config import Node, find
+from axlearn_core.contracts.mesh import Mesh
+from axlearn_core.errors import ConfigError, RequestError
+from axlearn_plugins_serving.engine import ServingEngine
+from axlearn_plugins_serving.runner import ModelRunner
+
+VIRTUAL = 2
+"""Virtual devices of one CPU that share each product by default: what XLA computes in one thread is then computed in two. Measured
+on two cores."""
+
+
+def set_up_devices(config: ServingEngine.Config, *, alone: bool = False) -> None:
+    """Gives a process that serves its virtual CPU devices. Call before JAX starts. A machine with accelerators uses none of them.
+
+    Args:
+        config: of the engine.
+        alone: whether no other engine computes on this machine's cores: two devices share products, if not said otherwise.
+    """
+    configure_devices(None)
+    shares = alone and _may_share(config) and _cores() >= VIRTUAL
+    count = config.tensor_parallel or (VIRTUAL if shares else 1)
+    if count > 1:
+        if getattr(config.runner, "decode_steps", 1) > 1:  # a loop with collectives: each device needs threads of its own
+            compat.threads_for(count)
+        _make_virtual(count)
+
+
+def serving_program(model: Node[Any], mesh: Mesh, config: ServingEngine.Config) -> ModelProgram:
+    """The program of an engine: `tensor_parallel` devices share each product.
+
+    Args:
+        model: the config of a `CausalLM`.
+        mesh: of the experiment; its shape was that of the training.
+        config: of the engine.
+
+    Raises:
+        RequestError: there are fewer devices.
+        ConfigError: the devices do not divide the heads or the width.
+    """
+    functional, devices = Functional.of(model), jax.devices()
+
+    def program(count: int) -> ModelProgram:
+        shape = {"tensor": count} if count > 1 else {}
+        return ModelProgram(functional, devices[:count], attrs.evolve(mesh, shape=shape))
+
+    if config.tensor_parallel is not None:
+        _check_count(config.tensor_parallel, devices)
+        return program(config.tensor_parallel)
+    if devices[0].platform == "cpu" and len(devices) >= VIRTUAL and _may_share(config) and not _has_latents(model):
+        try:
+            return program(VIRTUAL)
+        except ConfigError:  # its sizes cannot be divided
+            pass
+    return program(1)
+
+
+def _make_virtual(count: int) -> None:
+    """Where the user has not said how many there are, and JAX has not started."""
+    settings: Any = jax.config
+    if "--xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "") or settings.jax_num_cpu_devices > 0:
+        return
+    with contextlib.suppress(RuntimeError):  # JAX has started
+        settings.update("jax_num_cpu_devices", count)
+
+
+def _may_share(config: ServingEngine.Config) -> bool:
+    """Whether virtual CPU devices share products where nobody says how many do.
+
+    Not in `parity`: sums of parts are not, bit for bit, the sums of training. Not with several tokens in one dispatch, a loop
+    that XLA for CPU may not end with few threads.
+    """
+    runner = config.runner
+    return isinstance(runner, ModelRunner.Config) and runner.mode == "fast" and runner.decode_steps == 1
+
+
+def _has_latents(model: Node[Any]) -> bool:
+    """Whether all devices would hold the whole cache, and attend to all of it."""
+    return any("latent_cache" in {a.name for a in attrs.fields(type(part))} for part in find(model, Node).values())
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _check_count(count: int, devices: list[Any]) -> None:
+    if count > len(devices):
+        raise RequestError(
+            f"serving.tensor_parallel={count} needs {count} devices\n"
+            f"    got: {len(devices)} x {devices[0].device_kind}\n"
+            "    fix: ask for as many as there are; a CPU's virtual ones are made before JAX starts"
+        )
