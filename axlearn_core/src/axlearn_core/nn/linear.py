@@ -53,7 +53,7 @@ class Linear(Layer):
         """[..., *input_dims] -> [..., *output_dims]."""
         count = len(self.cfg.input_dims)
         x, weight = x.astype(self.precision.compute), self.computed(self.weight)
-        if is_sharded():
+        if is_sharded() and not self.transposed:
             contracted = (tuple(range(x.ndim - count, x.ndim)), tuple(range(count)))
             y = lax.dot_general(x, weight, (contracted, ((), ())))
         else:  # As one matrix: XLA for CPU copies the operands of a product over several dimensions.
@@ -66,12 +66,16 @@ class Linear(Layer):
         return y + expand_to(self.computed(self.bias), y.ndim) if self.cfg.bias else y
 
     def transpose(self) -> None:
-        """Stores the weight as the matrix [outputs, inputs], for programs of one device that do not train.
+        """Stores the weight as the matrix [outputs, inputs], for programs on CPUs that do not train.
+
+        It is split over devices by the first dimension of the outputs and of the inputs.
 
         XLA for CPU multiplies 2 to 48 rows with it in 0.6 to 0.9 of the time, one row in 0.9, and hundreds in as much.
         """
         rows = math.prod(self.cfg.input_dims)
-        self.weight.set_metadata(out_sharding=(None, None))
+        outputs = len(self.cfg.output_dims)
+        axes = self.weight.get_metadata("out_sharding")  # of a layer of a stack, behind the names of the stack
+        self.weight.set_metadata(out_sharding=(axes[-outputs], axes[-outputs - len(self.cfg.input_dims)]))
         self.weight.set_value(self.weight[...].reshape(rows, -1).T)
         self.transposed = True
 

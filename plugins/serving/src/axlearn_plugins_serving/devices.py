@@ -14,6 +14,7 @@ from axlearn_core.compose.model_program import ModelProgram
 from axlearn_core.config import Node, find
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.errors import ConfigError, RequestError
+from axlearn_core.train.session import log_message
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.runner import ModelRunner
 
@@ -33,7 +34,7 @@ def set_up_devices(config: ServingEngine.Config, *, alone: bool = False) -> None
     shares = alone and _may_share(config) and _cores() >= VIRTUAL
     count = config.tensor_parallel or (VIRTUAL if shares else 1)
     if count > 1:
-        if getattr(config.runner, "decode_steps", 1) > 1:  # a loop with collectives: each device needs threads of its own
+        if getattr(config.runner, "decode_steps", 1) > 1:  # a loop with collectives, in which each device holds a thread
             compat.threads_for(count)
         _make_virtual(count)
 
@@ -60,10 +61,10 @@ def serving_program(model: Node[Any], mesh: Mesh, config: ServingEngine.Config) 
         _check_count(config.tensor_parallel, devices)
         return program(config.tensor_parallel)
     if devices[0].platform == "cpu" and len(devices) >= VIRTUAL and _may_share(config) and not _has_latents(model):
-        try:
-            return program(VIRTUAL)
-        except ConfigError:  # its sizes cannot be divided
-            pass
+        with contextlib.suppress(ConfigError):  # its sizes cannot be divided
+            shared = program(VIRTUAL)
+            log_message(f"note: {VIRTUAL} virtual CPU devices share each product; serving.tensor_parallel=1 takes one")
+            return shared
     return program(1)
 
 

@@ -32,8 +32,8 @@ def least_rows(model: Any) -> int:
 
 
 def stores_transposed(model: Node[Any], devices: Sequence[Any]) -> bool:
-    """Whether the maps of a model are stored as [outputs, inputs]: on one CPU, where nothing but the map reads its weight."""
-    if len(devices) > 1 or devices[0].platform != "cpu" or processor_vendor() in SLOW_TRANSPOSED:
+    """Whether the maps of a model are stored as [outputs, inputs]: on CPUs, where nothing but the map reads its weight."""
+    if devices[0].platform != "cpu" or processor_vendor() in SLOW_TRANSPOSED:
         return False
     return not any("latent_cache" in {a.name for a in attrs.fields(type(n))} for n in find(model, Node).values())
 

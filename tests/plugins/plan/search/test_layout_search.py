@@ -174,11 +174,12 @@ def test_what_the_request_sets_is_kept_and_every_layout_stays_legal(options, par
     assert part in space.held
     assert f"kept as requested: {', '.join(sorted(space.held))}" in messages[0]
     assert sum(r.choice.shipped for r in rows) == 1
+    meshes = [r.choice.mesh or MeshChoice(shape={}) for r in rows]
     fixed = {
         "gradient-accumulation": {r.choice.microbatches for r in rows},
         "remat": {r.choice.remat for r in rows},
-        "mesh": {r.choice.mesh and tuple(r.choice.mesh.shape.items()) for r in rows if not (r.choice.mesh or MeshChoice(shape={})).stream},
-        "stream": {tuple((r.choice.mesh or MeshChoice(shape={})).stream) for r in rows},
+        "mesh": {tuple(mesh.shape.items()) or None for mesh in meshes if not mesh.stream},
+        "stream": {tuple(mesh.stream) for mesh in meshes},
         "offload-optimizer": {r.choice.offload_optimizer for r in rows},
     }  # fmt: skip
     assert fixed[part] in ({None}, {False}, {()})

@@ -1,7 +1,8 @@
 """Weights from files to sharded parameters and back, a slice at a time.
 
 Beside the parameters themselves, the host holds at most two slices of `SLICE` bytes: one as it was read, one in the layout
-of the parameter. For CPU devices it is two for each of `THREADS`. A slice is some rows of a tensor, as they follow one another in its file.
+of the parameter. For CPU devices it is two for each of `THREADS`. A slice is some rows of a tensor, as they follow one another
+in its file.
 """
 
 import math

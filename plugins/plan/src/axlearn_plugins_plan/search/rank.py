@@ -195,8 +195,9 @@ class Space:
             example = Pipeline(stages=1, microbatches=1, schedule=self.schedules[0])
             base = resolve(with_pipeline(self.request, example)).config
         for mesh in meshes(self.program, base, self.machine, ("pipeline", *FREE) if staged else FREE):
-            fits_request = ("mesh" not in self.held or mesh.shape == own) and ("stream" not in self.held or not mesh.stream)
-            if fits_request and (mesh.shape.get("pipeline", 1) > 1) == staged:
+            if ("mesh" in self.held and mesh.shape != own) or ("stream" in self.held and mesh.stream):
+                continue
+            if (mesh.shape.get("pipeline", 1) > 1) == staged:
                 yield MeshFigures(self.program, base, self.machine, mesh)
 
     def _works(self, figures: MeshFigures, rows: int, own: bool) -> Iterator[Pipeline | None]:

@@ -1,0 +1,116 @@
+"""How many devices an engine computes on, and that they compute what one does."""
+
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import serving_models
+from flax import nnx
+from serving_models import SMALL, prompts
+
+import axlearn_core as ax
+from axlearn_core.config import patch
+from axlearn_core.contracts.mesh import Mesh
+from axlearn_core.errors import ConfigError, RequestError
+from axlearn_plugins_serving import weight_layout
+from axlearn_plugins_serving.devices import VIRTUAL, serving_program
+from axlearn_plugins_serving.engine import ServingEngine
+from axlearn_plugins_transformer.generate import Generator
+
+pytestmark = pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
+SIZES = {
+    "runner.max_rows": 3, "runner.max_context": 96, "runner.row_buckets": (), "runner.chunk_buckets": (),
+    "runner.max_step_tokens": 16, "runner.chunk": 16, "runner.num_blocks": 12,
+}  # fmt: skip
+
+
+def model(**changes):
+    sizes = {"model.decoder.layer.attention.num_kv_heads": 4, **changes}
+    return ax.resolve("quickstart", set={**SMALL, **sizes}).config.model
+
+
+def count(config, node=None):
+    program = serving_program(node or model(), Mesh(), config)
+    assert program.layout.mesh.shape["tensor"] == program.layout.mesh.size
+    return program.layout.mesh.size
+
+
+def config(**changes):
+    return patch(ServingEngine.Config(), {**SIZES, **changes})
+
+
+def test_two_cpu_devices_share_products_by_default():
+    assert count(config()) == VIRTUAL == 2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"runner.mode": "parity"}, {"runner.decode_steps": 4}, {"tensor_parallel": 1}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_one_device_where_sums_or_loops_would_differ(changes):
+    assert count(config(**changes)) == 1
+
+
+def test_one_device_where_two_do_not_divide_the_model():
+    odd = {"model.decoder.layer.attention.num_heads": 3, "model.decoder.layer.attention.num_kv_heads": 3}
+    odd |= {"model.decoder.layer.attention.head_dim": 8}
+    assert count(config(), model(**odd)) == 1
+    with pytest.raises(ConfigError, match=r"dimension .* is not divisible by the mesh axes tensor"):
+        count(config(tensor_parallel=2), model(**odd))
+
+
+def test_one_device_for_latents():
+    latents = ax.resolve("quickstart", set=SMALL, with_=["mla"]).config.model
+    assert count(config(), latents) == 1
+
+
+def test_more_devices_than_there_are():
+    devices = jax.device_count()
+    with pytest.raises(
+        RequestError, match=f"tensor_parallel={devices + 1} needs {devices + 1} devices\n    got: {devices} x cpu"
+    ):
+        count(config(tensor_parallel=devices + 1))
+
+
+def test_the_mesh_of_the_training_does_not_matter():
+    program = serving_program(model(), Mesh(shape={"data": 64}, rules={"activation_embed": ("tensor",)}), config())
+    assert dict(program.mesh.shape) == {"tensor": 2}
+    assert program.mesh.rules == {"activation_embed": ("tensor",)}
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("devices", [2, 4])
+def test_devices_that_share_products_give_the_tokens_of_one(devices, transposed, monkeypatch):
+    monkeypatch.setattr(weight_layout, "processor_vendor", lambda: "GenuineIntel" if transposed else "AuthenticAMD")
+    cfg = config(tensor_parallel=devices)
+    built = model().build(rngs=nnx.Rngs(0))
+    program = serving_program(model(), Mesh(), cfg)
+    some = prompts(np.random.default_rng(0), built.vocab_size)
+    with ax.serve(built, program=program, config=cfg) as engine:
+        runner = engine.engine.runner
+        assert runner.program.layout.mesh.size == devices
+        weight = next(w for path, w in runner._arrays.items() if path.endswith("attention.output.weight"))
+        split = weight.addressable_shards[0].data.shape
+        assert weight.ndim == (2 if transposed else 3)
+        assert np.prod(split) * devices == weight.size, "each device holds its own part"
+        outputs = [result.samples[0].tokens for result in engine.generate(some, max_tokens=8, temperature=0)]
+    generator = Generator(built)
+    for prompt, output in zip(some, outputs, strict=True):
+        assert list(output) == list(generator(prompt, max_tokens=8))
+
+
+@pytest.mark.parametrize("family", ["llama2", "qwen3", "gemma2", "mixtral"])
+def test_a_directory_is_read_onto_two_devices(family, tmp_path):
+    directory = tmp_path / "model"
+    shutil.copytree(serving_models.FIXTURES / family, directory)
+    outputs = []
+    for devices in (1, 2):
+        settings = {**SIZES, "tensor_parallel": devices}
+        with ax.serve(directory, set=settings, warm_up=False) as engine:
+            assert engine.engine.runner.program.layout.mesh.size == devices
+            results = engine.generate([[5, 6, 7], [8, 9, 3, 4]], max_tokens=12, temperature=0)
+            outputs.append([result.samples[0].tokens for result in results])
+            assert engine.statistics().used_blocks == 0
+    assert outputs[0] == outputs[1]
