@@ -8,7 +8,10 @@ from serving_models import SIZES, Requests, prompts
 from axlearn_core.compose import Functional
 from axlearn_core.compose.model_program import ModelProgram
 from axlearn_core.config import map as map_nodes
+from axlearn_core.contracts.mesh import Mesh
 from axlearn_plugins_serving.contracts import Sampling
+from axlearn_plugins_serving.devices import serving_program
+from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.runner import ModelRunner
 from axlearn_plugins_transformer.functions import ScoreBucket
 
@@ -43,8 +46,10 @@ class Scores:
         return np.asarray(values, np.float32)
 
 
-def check_parity_scores(cfg, of, seeds=2, **sizes):
-    runner = ModelRunner.Config(**{**SIZES, **sizes}, mode="parity").build(model=of)
+def check_parity_scores(cfg, of, seeds=2, devices=1, **sizes):
+    program = serving_program(cfg, Mesh(), ServingEngine.Config(tensor_parallel=devices))
+    runner = ModelRunner.Config(**{**SIZES, **sizes}, mode="parity").build(model=of, program=program)
+    assert runner.program.layout.mesh.size == devices
     scores = Scores(cfg, of)
     compared = 0
     for seed in range(seeds):

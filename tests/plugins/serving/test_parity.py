@@ -58,8 +58,15 @@ def test_bitwise_with_wide_maps():
     cfg = patch(config(), WIDE)
     of = cfg.build(rngs=nnx.Rngs(0))
     assert least_rows(of) == ROWS_OF_WIDE_MAPS < ROWS
-    check_parity_scores(cfg, of, seeds=1, max_rows=16, chunk=32, max_step_tokens=128)
-    check_parity_scores(cfg, of, seeds=1)
+    for devices in (1, 2):
+        check_parity_scores(cfg, of, seeds=1, devices=devices, max_rows=16, chunk=32, max_step_tokens=128)
+        check_parity_scores(cfg, of, seeds=1, devices=devices)
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+def test_narrow_maps_are_not_divided():
+    with pytest.raises(RequestError, match="on 2 devices: XLA adds up the parts of narrow maps in another order"):
+        check_parity_scores(config(), model(), devices=2)
 
 
 @pytest.mark.parametrize(

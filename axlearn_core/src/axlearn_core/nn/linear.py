@@ -11,7 +11,7 @@ from jax import lax
 from axlearn_core.config import REQUIRED, Node, interface, node, setting
 from axlearn_core.nn.initializers import Constant, Initializer, VarianceScaling
 from axlearn_core.nn.layer import Layer, Precision, expand_to
-from axlearn_core.nn.sharding import is_sharded
+from axlearn_core.nn.sharding import constrain, is_sharded
 
 
 class Projection(Protocol):
@@ -40,6 +40,8 @@ class Linear(Layer):
 
     transposed = False
     """Whether `weight` is the matrix [outputs, inputs]; see `transpose`."""
+    whole_sums = gathers = False
+    """Whether devices share the outputs alone, and whether each then gets all of them; see `split_outputs`."""
 
     def __init__(self, cfg: Config, *, axes: Sequence[str | None], rngs: nnx.Rngs, precision: Precision):
         super().__init__(cfg, precision=precision)
@@ -53,6 +55,8 @@ class Linear(Layer):
         """[..., *input_dims] -> [..., *output_dims]."""
         count = len(self.cfg.input_dims)
         x, weight = x.astype(self.precision.compute), self.computed(self.weight)
+        if self.whole_sums:
+            x = constrain(x, *(None,) * x.ndim)
         if is_sharded() and not self.transposed:
             contracted = (tuple(range(x.ndim - count, x.ndim)), tuple(range(count)))
             y = lax.dot_general(x, weight, (contracted, ((), ())))
@@ -63,7 +67,21 @@ class Linear(Layer):
             else:
                 y = rows @ weight.reshape(rows.shape[1], -1)
             y = y.reshape(*x.shape[:-count], *self.cfg.output_dims)
+        if self.gathers:  # as it is computed first, or the weight would be gathered
+            leading = (None,) * (y.ndim - len(self.cfg.output_dims))
+            y = constrain(y, *leading, *self.weight.get_metadata("out_sharding")[count:])
+            y = constrain(y, *(None,) * y.ndim)
         return y + expand_to(self.computed(self.bias), y.ndim) if self.cfg.bias else y
+
+    def split_outputs(self, axis: str) -> None:
+        """Splits the weight over devices by its first output dimension, as the logical axis `axis` is split; inputs are gathered.
+
+        Outputs are gathered where they were not split before. For programs that do not train, and whose sums must not depend on
+        the number of devices.
+        """
+        inputs, outputs = len(self.cfg.input_dims), len(self.cfg.output_dims)
+        self.whole_sums, self.gathers = True, self.weight.get_metadata("out_sharding")[-outputs] == "embed"
+        self.weight.set_metadata(out_sharding=(*(None,) * inputs, axis, *(None,) * (outputs - 1)))
 
     def transpose(self) -> None:
         """Stores the weight as the matrix [outputs, inputs], for programs on CPUs that do not train.

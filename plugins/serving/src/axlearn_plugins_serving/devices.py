@@ -17,6 +17,7 @@ from axlearn_core.errors import ConfigError, RequestError
 from axlearn_core.train.session import log_message
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.runner import ModelRunner
+from axlearn_plugins_serving.weight_layout import has_wide_maps
 
 VIRTUAL = 2
 """Virtual devices of one CPU that share each product by default: what XLA computes in one thread is then computed in two. Measured
@@ -34,7 +35,9 @@ def set_up_devices(config: ServingEngine.Config, *, alone: bool = False) -> None
     shares = alone and _may_share(config) and _cores() >= VIRTUAL
     count = config.tensor_parallel or (VIRTUAL if shares else 1)
     if count > 1:
-        if getattr(config.runner, "decode_steps", 1) > 1:  # a loop with collectives, in which each device holds a thread
+        if (
+            getattr(config.runner, "decode_steps", 1) > 1
+        ):  # a loop with collectives, in which each device holds a thread
             compat.threads_for(count)
         _make_virtual(count)
 
@@ -60,7 +63,10 @@ def serving_program(model: Node[Any], mesh: Mesh, config: ServingEngine.Config) 
     if config.tensor_parallel is not None:
         _check_count(config.tensor_parallel, devices)
         return program(config.tensor_parallel)
-    if devices[0].platform == "cpu" and len(devices) >= VIRTUAL and _may_share(config) and not _has_latents(model):
+    can_share = _may_share(config) and not _has_latents(model)
+    if getattr(config.runner, "mode", None) == "parity":
+        can_share = can_share and not mesh.rules and has_wide_maps(functional.describe(), VIRTUAL)
+    if devices[0].platform == "cpu" and len(devices) >= VIRTUAL and can_share:
         with contextlib.suppress(ConfigError):  # its sizes cannot be divided
             shared = program(VIRTUAL)
             log_message(f"note: {VIRTUAL} virtual CPU devices share each product; serving.tensor_parallel=1 takes one")
@@ -80,11 +86,9 @@ def _make_virtual(count: int) -> None:
 def _may_share(config: ServingEngine.Config) -> bool:
     """Whether virtual CPU devices share products where nobody says how many do.
 
-    Not in `parity`: sums of parts are not, bit for bit, the sums of training. Not with several tokens in one dispatch, a loop
-    that XLA for CPU may not end with few threads.
+    Not with several tokens in one dispatch, a loop that XLA for CPU may not end with few threads.
     """
-    runner = config.runner
-    return isinstance(runner, ModelRunner.Config) and runner.mode == "fast" and runner.decode_steps == 1
+    return isinstance(config.runner, ModelRunner.Config) and config.runner.decode_steps == 1
 
 
 def _has_latents(model: Node[Any]) -> bool:

@@ -5,7 +5,7 @@ Legend: R rows of one token, K chunks of C tokens, L = R + K, T = R + K C, D wid
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,6 +18,7 @@ from jax import lax
 from axlearn_core.compose import Array, Function
 from axlearn_core.nn.layer import Context
 from axlearn_core.nn.linear import Linear
+from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_serving import sampling
 from axlearn_plugins_serving.sampling import Chosen, Tables
 from axlearn_plugins_serving.steps import KIND, LOGPROBS, MASKED, SAMPLED, TARGETS, Step, StepBucket
@@ -40,6 +41,7 @@ class Sizes:
         steps: tokens that `serve_decode` chooses at most.
         adapters: that rows choose from.
         least: rows of everything but attention at least, so that rows do not depend on their number.
+        whole_sums: whether no sum is divided among devices.
         transposed: whether maps store [outputs, inputs], as processors without units for matrices multiply them best.
     """
 
@@ -50,6 +52,7 @@ class Sizes:
     steps: int
     adapters: int = 0
     least: int = 1
+    whole_sums: bool = False
     transposed: bool = False
 
 
@@ -59,7 +62,7 @@ class ServingFunctions:
     def __init__(self, model: Any, sizes: Sizes):
         """`model`: a `CausalLM` with abstract arrays, whose caches are paged."""
         self.sizes, self.vocab = sizes, model.vocab_size
-        self._generation = GenerationFunctions(model, transpose_maps if sizes.transposed else lambda _: None)
+        self._generation = GenerationFunctions(model, _edit_maps(sizes))
         decoder = model.decoder
         self._tied = getattr(decoder.cfg, "head", None) is None
         self.specs: dict[str, Any] = dict(self._generation.specs)
@@ -221,7 +224,8 @@ class ServingFunctions:
 
     def _logits(self, model: Any, arrays: Arrays, hidden: jax.Array) -> jax.Array:
         """[L, D] -> float32 [L or `least`, V]."""
-        return model.logits(self._pad(hidden)[:, None], arrays.get(HEAD))[:, 0].astype(jnp.float32)
+        logits = model.logits(self._pad(hidden)[:, None], arrays.get(HEAD))[:, 0].astype(jnp.float32)
+        return constrain(logits, None, None) if self.sizes.whole_sums else logits
 
     def _choose(self, logits: jax.Array, tables: Tables, step: Step) -> tuple[Chosen, Tables]:
         slot, flags, kind = self._pad(step.slot, self.sizes.slots), self._pad(step.flags), step.header[KIND]
@@ -278,11 +282,21 @@ class ServingFunctions:
         return lax.fori_loop(0, count, one, (results, cache, tables))
 
 
-def transpose_maps(model: Any) -> None:
-    """Stores the weights of plain linear maps as [outputs, inputs]."""
-    for _, module in nnx.iter_modules(model):
-        if type(module) is Linear and module.weight[...].ndim == len(module.cfg.input_dims + module.cfg.output_dims):
-            module.transpose()
+def _edit_maps(sizes: Sizes) -> Callable[[Any], None]:
+    """Changes how plain linear maps of a model with separate layers are stored and computed."""
+
+    def edit(model: Any) -> None:
+        for _, module in nnx.iter_modules(model):
+            if type(module) is not Linear or module.weight[...].ndim != len(
+                module.cfg.input_dims + module.cfg.output_dims
+            ):
+                continue
+            if sizes.whole_sums:
+                module.split_outputs("mlp")
+            elif sizes.transposed:
+                module.transpose()
+
+    return edit
 
 
 def _assign(tables: Tables, slot: jax.Array, row: Tables) -> Tables:

@@ -65,10 +65,10 @@ class ModelRunner(Configurable):
         num_blocks: int | None = setting(default=None, ge=1)
         max_rows: int = setting(default=16, ge=1)
         max_context: int = setting(default=2048, ge=1)
-        max_step_tokens: int = setting(default=256, ge=1)
+        max_step_tokens: int = setting(default=512, ge=1)
         chunk: int = setting(default=32, ge=1)
         row_buckets: tuple[int, ...] = (1, 4)
-        chunk_buckets: tuple[int, ...] = (1, 2, 4, 6)
+        chunk_buckets: tuple[int, ...] = (1, 2, 4, 6, 8, 12)
         decode_steps: int = setting(default=1, ge=1)
         mode: Literal["fast", "parity"] = "fast"
         cache_dtype: Literal["int8", "float8_e4m3fn"] | None = None
@@ -112,7 +112,8 @@ class ModelRunner(Configurable):
         self.vocab_size: int = model.vocab_size
         self.window = visible_window(model.cfg)
         if cfg.mode == "parity":
-            check_parity(model, self.adapters, cfg.cache_dtype)
+            devices = 1 if program is None else program.layout.mesh.size
+            check_parity(model, self.adapters, cfg.cache_dtype, devices)
         self.buckets = buckets(cfg, self.max_blocks_per_request)
         self.program = runner_program(cfg, self.num_blocks, model, program)
         if programs is not None:

@@ -24,11 +24,20 @@ WIDE, INPUT_MULTIPLE, OUTPUT_MULTIPLE = 768, 256, 64
 
 def least_rows(model: Any) -> int:
     """How many rows are computed at least, so that none depends on their number, bit for bit; `model`: a `CausalLM`."""
+    return ROWS_OF_WIDE_MAPS if has_wide_maps(model) else ROWS
+
+
+def has_wide_maps(model: Any, devices: int = 1) -> bool:
+    """Whether all products of a `CausalLM` are wide (see `WIDE`) where `devices` share their outputs.
+
+    Those are also multiplied alike, bit for bit, whatever the number of outputs: 2 devices were tried.
+    """
     maps: list[Any] = [m for _, m in nnx.iter_modules(model) if hasattr(getattr(m, "cfg", None), "input_dims")]
     inputs = [math.prod(m.cfg.input_dims) for m in maps]
     outputs = [math.prod(m.cfg.output_dims) for m in maps] + [model.vocab_size]  # the head may be the embedding
-    wide = all(n >= WIDE and n % INPUT_MULTIPLE == 0 for n in inputs) and all(n % OUTPUT_MULTIPLE == 0 for n in outputs)
-    return ROWS_OF_WIDE_MAPS if maps and wide and all(type(m) is Linear for m in maps) else ROWS
+    multiple = OUTPUT_MULTIPLE * devices
+    wide = all(n >= WIDE and n % INPUT_MULTIPLE == 0 for n in inputs) and all(n % multiple == 0 for n in outputs)
+    return bool(maps) and wide and all(type(m) is Linear for m in maps)
 
 
 def stores_transposed(model: Node[Any], devices: Sequence[Any]) -> bool:

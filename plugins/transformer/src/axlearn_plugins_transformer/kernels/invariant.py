@@ -10,6 +10,7 @@ Legend: B batch, Q queries, C tokens of a tile, N query heads, G key-value heads
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -18,6 +19,7 @@ from axlearn_core.contracts.kernels import KernelContext
 from axlearn_plugins_transformer.kernels.attention import Attention
 from axlearn_plugins_transformer.kernels.masks import Causal, SlidingWindow
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention
+from axlearn_plugins_transformer.kernels.per_device import parts_of, per_device
 
 ROWS = 32
 """Of a product, at least: XLA for CPU multiplies 16 rows and fewer by another algorithm."""
@@ -133,6 +135,19 @@ class _InvariantPaged:
         )
 
     def __call__(self, op: PagedAttention) -> jax.Array:
+        """[T, N, V]; each device attends with its own heads."""
+        pages = (None, None, "activation_kv", None, None) if op.heads_first else (None, None, "activation_kv", None)
+        heads, scales = (None, "activation_heads", None), None if op.scales is None else pages[:-1]
+
+        def run(query: jax.Array, pages: jax.Array, scales: Any, table: jax.Array, lengths: jax.Array) -> jax.Array:
+            return self._attend(attrs.evolve(op, query=query, pages=pages, scales=scales, table=table, lengths=lengths))
+
+        together = parts_of(op.query.shape, heads)[1] == parts_of(op.pages.shape, pages)[2]
+        if together and op.bias is None and op.value_size is None:
+            run = per_device(run, (heads, pages, scales, (None, None), (None,)), heads)
+        return run(op.query, op.pages, op.scales, op.table, op.lengths)
+
+    def _attend(self, op: PagedAttention) -> jax.Array:
         """[T, N, V]."""
         assert op.split is not None
         singles, chunk = op.split
