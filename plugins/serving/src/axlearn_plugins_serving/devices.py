@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -13,27 +14,29 @@ from axlearn_core.compose.devices import configure_devices
 from axlearn_core.compose.model_program import ModelProgram
 from axlearn_core.config import Node, find
 from axlearn_core.contracts.mesh import Mesh
-from axlearn_core.errors import ConfigError, RequestError
+from axlearn_core.errors import ConfigError, Problem, RequestError
 from axlearn_core.train.session import log_message
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.runner import ModelRunner
-from axlearn_plugins_serving.weight_layout import has_wide_maps
+from axlearn_plugins_serving.weight_layout import refusal_of_parity
 
-VIRTUAL = 2
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+VIRTUAL_DEVICES = 2
 """Virtual devices of one CPU that share each product by default: what XLA computes in one thread is then computed in two. Measured
 on two cores."""
 
 
-def set_up_devices(config: ServingEngine.Config, *, alone: bool = False) -> None:
+def set_up_devices(config: ServingEngine.Config, *, owns_cores: bool = False) -> None:
     """Gives a process that serves its virtual CPU devices. Call before JAX starts. A machine with accelerators uses none of them.
 
     Args:
         config: of the engine.
-        alone: whether no other engine computes on this machine's cores: two devices share products, if not said otherwise.
+        owns_cores: whether no other engine computes on this machine's cores, or programs are loaded that were exported for one
+            that does: two devices share products, if not said otherwise.
     """
     configure_devices(None)
-    shares = alone and _may_share(config) and _cores() >= VIRTUAL
-    count = config.tensor_parallel or (VIRTUAL if shares else 1)
+    shares = owns_cores and _may_share(config) and _count_cores() >= VIRTUAL_DEVICES
+    count = config.tensor_parallel or (VIRTUAL_DEVICES if shares else 1)
     if count > 1:
         if (
             getattr(config.runner, "decode_steps", 1) > 1
@@ -58,19 +61,23 @@ def serving_program(model: Node[Any], mesh: Mesh, config: ServingEngine.Config) 
 
     def program(count: int) -> ModelProgram:
         shape = {"tensor": count} if count > 1 else {}
-        return ModelProgram(functional, devices[:count], attrs.evolve(mesh, shape=shape))
+        try:
+            return ModelProgram(functional, devices[:count], attrs.evolve(mesh, shape=shape))
+        except ConfigError as error:
+            raise ConfigError(_cannot_divide(error, count)) from error
 
     if config.tensor_parallel is not None:
         _check_count(config.tensor_parallel, devices)
         return program(config.tensor_parallel)
-    can_share = _may_share(config) and not _has_latents(model)
-    if getattr(config.runner, "mode", None) == "parity":
-        can_share = can_share and not mesh.rules and has_wide_maps(functional.describe(), VIRTUAL)
-    if devices[0].platform == "cpu" and len(devices) >= VIRTUAL and can_share:
+    can_share = devices[0].platform == "cpu" and len(devices) >= VIRTUAL_DEVICES and not _has_latents(model)
+    if can_share and _may_share(config):
         with contextlib.suppress(ConfigError):  # its sizes cannot be divided
-            shared = program(VIRTUAL)
-            log_message(f"note: {VIRTUAL} virtual CPU devices share each product; serving.tensor_parallel=1 takes one")
-            return shared
+            shared = program(VIRTUAL_DEVICES)
+            if getattr(config.runner, "mode", None) != "parity" or refusal_of_parity(shared) is None:
+                log_message(
+                    f"note: {VIRTUAL_DEVICES} virtual CPU devices share each product; serving.tensor_parallel=1 takes one"
+                )
+                return shared
     return program(1)
 
 
@@ -96,8 +103,23 @@ def _has_latents(model: Node[Any]) -> bool:
     return any("latent_cache" in {a.name for a in attrs.fields(type(part))} for part in find(model, Node).values())
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _count_cores() -> float:
+    """Those that this process may use, by its affinity and the quota of its container."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = CPU_QUOTA.read_text().split()
+        return min(cores, int(quota) / int(period))
+    except (OSError, ValueError):  # there is none: "max"
+        return cores
+
+
+def _cannot_divide(error: ConfigError, count: int) -> Problem:
+    return Problem(
+        path="serving.tensor_parallel",
+        message=f"{count} devices cannot share the products of this model",
+        got=str(error).replace("\n", " ").partition(" fix:")[0].strip(),
+        fix="give a number that divides it, or 1",
+    )
 
 
 def _check_count(count: int, devices: list[Any]) -> None:
@@ -105,5 +127,6 @@ def _check_count(count: int, devices: list[Any]) -> None:
         raise RequestError(
             f"serving.tensor_parallel={count} needs {count} devices\n"
             f"    got: {len(devices)} x {devices[0].device_kind}\n"
-            "    fix: ask for as many as there are; a CPU's virtual ones are made before JAX starts"
+            "    fix: ask for as many as there are. In Python, a CPU's virtual devices are made before JAX starts: "
+            f'jax.config.update("jax_num_cpu_devices", {count}); XLA_FLAGS and JAX_NUM_CPU_DEVICES may set another number'
         )

@@ -49,8 +49,8 @@ class ServingEngine(Configurable):
             max_context: tokens of a prompt and its output together; None takes what the cache has room for.
             prefix_cache: whether requests share the cached blocks of equal beginnings.
             pipeline: whether a step is planned while the one before computes.
-            tensor_parallel: devices that share each product, and the heads of the cache. None takes one; on CPUs two virtual
-                devices where `axlearn serve` has made them and the model can be divided.
+            tensor_parallel: devices that share each product, and the heads of the cache. None takes one; on CPUs two
+                where there are two or more and they can divide the model, which `axlearn serve` sees to.
             hold_seconds: several tokens are decoded in one dispatch where they take less than this together: so long
                 a new request may wait for the step.
         """

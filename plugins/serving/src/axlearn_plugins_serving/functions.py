@@ -41,7 +41,7 @@ class Sizes:
         steps: tokens that `serve_decode` chooses at most.
         adapters: that rows choose from.
         least: rows of everything but attention at least, so that rows do not depend on their number.
-        whole_sums: whether no sum is divided among devices.
+        column_parallel: whether devices share outputs of maps, never a sum.
         transposed: whether maps store [outputs, inputs], as processors without units for matrices multiply them best.
     """
 
@@ -52,7 +52,7 @@ class Sizes:
     steps: int
     adapters: int = 0
     least: int = 1
-    whole_sums: bool = False
+    column_parallel: bool = False
     transposed: bool = False
 
 
@@ -225,7 +225,7 @@ class ServingFunctions:
     def _logits(self, model: Any, arrays: Arrays, hidden: jax.Array) -> jax.Array:
         """[L, D] -> float32 [L or `least`, V]."""
         logits = model.logits(self._pad(hidden)[:, None], arrays.get(HEAD))[:, 0].astype(jnp.float32)
-        return constrain(logits, None, None) if self.sizes.whole_sums else logits
+        return constrain(logits, None, None)  # whole on every device: choosing a token loops over sums of them
 
     def _choose(self, logits: jax.Array, tables: Tables, step: Step) -> tuple[Chosen, Tables]:
         slot, flags, kind = self._pad(step.slot, self.sizes.slots), self._pad(step.flags), step.header[KIND]
@@ -291,7 +291,7 @@ def _edit_maps(sizes: Sizes) -> Callable[[Any], None]:
                 module.cfg.input_dims + module.cfg.output_dims
             ):
                 continue
-            if sizes.whole_sums:
+            if sizes.column_parallel:
                 module.split_outputs("mlp")
             elif sizes.transposed:
                 module.transpose()

@@ -141,6 +141,12 @@ def build_engine(
     config = fit_config(config or ServingEngine.Config(), getattr(model, "cfg", None))
     if programs is not None and not isinstance(config.runner, ModelRunner.Config):
         raise RequestError(f"a {type(config.runner).__qualname__} loads no programs\n    fix: leave --programs out")
+    devices = 1 if program is None else program.layout.mesh.size
+    if config.tensor_parallel not in (None, devices):
+        raise RequestError(
+            f"this model is on {devices} devices, and tensor_parallel asks for {config.tensor_parallel}\n"
+            "    fix: leave it out, serve the model by its path, or give the program of a mesh with as many"
+        )
     runner = config.runner.build(model=model, program=program, programs=programs, weights=weights)
     if warm_up:
         runner.warm_up()

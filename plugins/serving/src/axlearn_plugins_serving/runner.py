@@ -112,8 +112,7 @@ class ModelRunner(Configurable):
         self.vocab_size: int = model.vocab_size
         self.window = visible_window(model.cfg)
         if cfg.mode == "parity":
-            devices = 1 if program is None else program.layout.mesh.size
-            check_parity(model, self.adapters, cfg.cache_dtype, devices)
+            check_parity(model, self.adapters, cfg.cache_dtype, program)
         self.buckets = buckets(cfg, self.max_blocks_per_request)
         self.program = runner_program(cfg, self.num_blocks, model, program)
         if programs is not None:
@@ -128,7 +127,7 @@ class ModelRunner(Configurable):
         self._set_adapters(loaded)
         self.update_weights(loaded)
         self._loading: Loading | None = None
-        if programs is not None:  # not beside the weights, which the start waits for
+        if programs is not None:  # after the weights, because the start waits for those alone
             self._loading = Loading(self.program, step_functions(cfg, self.buckets))
         self._packer = Packer(self.buckets, self.max_rows)
 

@@ -16,7 +16,7 @@ from axlearn_core.errors import RequestError
 from axlearn_plugins_serving.functions import ServingFunctions, Sizes
 from axlearn_plugins_serving.paged import UsePagedCache
 from axlearn_plugins_serving.steps import StepBucket
-from axlearn_plugins_serving.weight_layout import has_wide_maps, least_rows, stores_transposed
+from axlearn_plugins_serving.weight_layout import least_rows, refusal_of_parity, stores_transposed
 
 RunnerConfig: TypeAlias = Any
 """The config of a `ModelRunner`, whose module imports this one."""
@@ -76,12 +76,11 @@ def read_adapters(cfg: RunnerConfig) -> Any:
     return RowAdapters.read(cfg.adapters)
 
 
-def check_parity(model: Any, adapters: Sequence[str] = (), cache_dtype: str | None = None, devices: int = 1) -> None:
+def check_parity(model: Any, adapters: Sequence[str] = (), cache_dtype: str | None = None, program: Any = None) -> None:
     """Raises `RequestError` where steps of a model cannot be, bit for bit, what its training program computes."""
-    if devices > 1 and not has_wide_maps(model, devices):
+    if program is not None and (refusal := refusal_of_parity(program)) is not None:
         raise RequestError(
-            f"the mode parity cannot serve this model on {devices} devices: XLA adds up the parts of narrow maps in another order\n"
-            "    expected: maps of at least 768 inputs, a multiple of 256, and 64 outputs for each device, or multiples of 64\n"
+            f"the mode parity cannot serve this model on {program.layout.mesh.size} devices: {refusal}\n"
             "    fix: serving.tensor_parallel=1, or mode=fast, which is within rounding"
         )
     reasons = []
@@ -119,7 +118,7 @@ def _functions(cfg: RunnerConfig, blocks: int, model: Any, devices: Sequence[Any
         adapters=len(cfg.adapters),
         transposed=cfg.mode == "fast" and not cfg.adapters and stores_transposed(model.cfg, devices),
         least=least_rows(model) if cfg.mode == "parity" else 1,
-        whole_sums=cfg.mode == "parity",
+        column_parallel=cfg.mode == "parity",
     )
     return ServingFunctions(model, sizes)
 

@@ -11,6 +11,7 @@ from flax import nnx
 
 from axlearn_core.config import Node, find
 from axlearn_core.nn.linear import Linear
+from axlearn_plugins_transformer.attention_variants.alibi import Alibi
 
 SLOW_TRANSPOSED = ("AuthenticAMD",)
 """Vendors of processors on which XLA multiplies 16 rows faster with [inputs, outputs]: measured on a Xeon and an EPYC of 2022."""
@@ -38,6 +39,22 @@ def has_wide_maps(model: Any, devices: int = 1) -> bool:
     multiple = OUTPUT_MULTIPLE * devices
     wide = all(n >= WIDE and n % INPUT_MULTIPLE == 0 for n in inputs) and all(n % multiple == 0 for n in outputs)
     return bool(maps) and wide and all(type(m) is Linear for m in maps)
+
+
+def refusal_of_parity(program: Any) -> str | None:
+    """Why devices cannot share the products of a `ModelProgram` bit for bit; None where they can, or there is one."""
+    mesh, model = program.layout.mesh, program.functional.describe()
+    if mesh.size == 1:
+        return None
+    if mesh.size > 2 or mesh.devices.flat[0].platform != "cpu":
+        return "two CPU devices were tried, and nothing else"
+    if program.mesh.rules:
+        return "the rules of its mesh may divide sums"
+    if not has_wide_maps(model, mesh.size):
+        return "XLA adds up narrow maps in other ways: each needs 768 inputs, a multiple of 256, and multiples of 128 outputs"
+    if find(model.cfg, Alibi):
+        return "biases of positions were not tried"
+    return None
 
 
 def stores_transposed(model: Node[Any], devices: Sequence[Any]) -> bool:

@@ -28,7 +28,8 @@ def held_parts(request: Request) -> frozenset[str]:
     """
     request = with_file(request, registry())
     features = {use.name for use in request.features} | {*request.without}
-    paths = [s.path for s in (*request.settings, *request.file_settings)]
+    levels = (request.settings, request.file_settings, *request.base_settings)
+    paths = [setting.path for level in levels for setting in level]
     by_value = {part for part, path in PATHS.items() if any(_overlap(p, path) for p in paths)}
     return frozenset(by_value | (features & {*PATHS, "pipeline"}))
 
@@ -37,7 +38,7 @@ def check_varied(vary: Sequence[str], kept_parts: frozenset[str]) -> None:
     """Raises `RequestError` where `--vary` names a part that the request sets."""
     for name in vary:
         if name in kept_parts:
-            source = f"--set {PATHS[name]}=..." if name == "batch" else f"the feature {name!r}"
+            source = f"what the request sets ({PATHS[name]}, or the feature {name})"
             raise RequestError(
                 f"--vary {name} and {source} ask for two things\n    fix: leave one of them out",
             )

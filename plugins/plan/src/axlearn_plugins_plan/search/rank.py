@@ -133,7 +133,8 @@ class Space:
     @cached_property
     def schedules(self) -> tuple[str, ...]:
         """The schedules that the request can be given."""
-        return schedules(self.request) if self.varies_feature("pipeline") else ()
+        # What a schedule repeats is told from traces that rematerialise all and nothing, which a fixed remat has not.
+        return schedules(self.request) if self.varies_feature("pipeline") and "remat" not in self.held else ()
 
     @cached_property
     def layers(self) -> set[int]:
@@ -210,7 +211,7 @@ class Space:
 
     def _choices(self, figures: MeshFigures, own: bool, remats: list[str | None]) -> Iterator[Choice]:
         """Every layout on one mesh, `own` where it is that of the request."""
-        mesh, shards = figures.choice, figures.batch_shards
+        mesh, shards = attrs.evolve(figures.choice, requested="mesh" in self.held), figures.batch_shards
         now = self.base_steps()
         batches = [self.rows * 2**n for n in range(-2, 3)] if "batch" in self.vary else [self.rows]
         dtypes = (None, "bfloat16") if "optimizer-precision" in self.vary else (None,)

@@ -31,10 +31,12 @@ class MeshChoice:
     Attributes:
         shape: axis -> size, axes of one device left out.
         stream: mesh axes of the logical axes `activation_embed` and `residual_sequence` where they are not as in the base.
+        requested: whether the request sets the shape, which then is not set a second time.
     """
 
     shape: Mapping[str, int]
     stream: Mapping[str, tuple[str, ...]] = {}
+    requested: bool = False
 
 
 @attrs.frozen(kw_only=True)
@@ -83,7 +85,8 @@ class Choice:
         """For `--set`."""
         values: dict[str, Any] = {}
         if self.mesh is not None:
-            values["mesh.shape"] = dict(self.mesh.shape)
+            if not self.mesh.requested:
+                values["mesh.shape"] = dict(self.mesh.shape)
             for axis, mesh_axes in self.mesh.stream.items():
                 values[f"mesh.rules.{axis}"] = list(mesh_axes)
         if self.batch is not None:

@@ -147,7 +147,7 @@ def main(descriptor: int) -> int:
     from axlearn_plugins_serving.devices import set_up_devices
     from axlearn_plugins_serving.open_engine import open_engine, open_with_programs
 
-    set_up_devices(settings.config)
+    set_up_devices(settings.config, owns_cores=settings.programs is not None)
     try:
         options = {"config": settings.config, "step": settings.step, "programs": settings.programs}
         opened = (open_engine if settings.needs_programs else open_with_programs)(settings.uri, **options)

@@ -42,7 +42,7 @@ def export_here(request: Request, config: ServingEngine.Config, directory: Path)
             "    fix: leave them out; --set serving.PATH=VALUE is for the engine"
         )
     started = time.perf_counter()
-    set_up_devices(config, alone=True)
+    set_up_devices(config, owns_cores=True)
     experiment: Any = opened.experiment
     model = without_kernels(experiment.model)
     check_decoder(model)

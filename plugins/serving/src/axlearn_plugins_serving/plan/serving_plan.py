@@ -128,8 +128,9 @@ def plan_model(
         raise RequestError(f"a {type(runner).__qualname__} cannot be planned\n    expected: model-runner")
     if config.tensor_parallel not in (None, machine.devices):
         raise RequestError(
-            f"a plan is of one replica, whose devices share each product\n    got: serving.tensor_parallel={config.tensor_parallel}, "
-            f"and {machine.devices} devices of {machine.name}\n    fix: leave one of them out, or name a target of as many devices"
+            "a plan is of one replica, whose devices share each product\n"
+            f"    got: serving.tensor_parallel={config.tensor_parallel}, and {machine.devices} devices of {machine.name}\n"
+            "    fix: leave one of them out, or name a target of as many devices"
         )
     started = time.perf_counter()
     steps = Steps(runner, model, machine, mesh or tensor_parallel(machine))

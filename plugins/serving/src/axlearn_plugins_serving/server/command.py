@@ -95,7 +95,7 @@ def serve(
         if replicas is None and workers is None:
             from axlearn_plugins_serving.devices import set_up_devices
 
-            set_up_devices(config, alone=True)
+            set_up_devices(config, owns_cores=True)
         if replicas is not None:
             engine_options = uri, served_model_name, chat_template, config, step, programs, workers
             listener.close()  # the port is free: Ray Serve takes it
@@ -212,10 +212,9 @@ def _open_engine(uri: str, config: Any, step: int | None, programs: str | None) 
     from axlearn_plugins_serving.open_engine import open_engine, open_with_programs
     from axlearn_plugins_serving.programs import programs_of_run
 
-    set_up_devices(config)
-    if programs is not None:
-        return open_engine(uri, config=config, step=step, programs=Path(programs))
-    return open_with_programs(uri, programs_of_run(uri), config=config, step=step)
+    folder = programs_of_run(uri) if programs is None else Path(programs)
+    set_up_devices(config, owns_cores=folder is not None)
+    return (open_with_programs if programs is None else open_engine)(uri, config=config, step=step, programs=folder)
 
 
 def _run_replicas(engine_options: tuple[Any, ...], limits: Any, replicas: int, host: str, port: int) -> int:

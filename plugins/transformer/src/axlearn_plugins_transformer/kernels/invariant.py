@@ -142,8 +142,8 @@ class _InvariantPaged:
         def run(query: jax.Array, pages: jax.Array, scales: Any, table: jax.Array, lengths: jax.Array) -> jax.Array:
             return self._attend(attrs.evolve(op, query=query, pages=pages, scales=scales, table=table, lengths=lengths))
 
-        together = parts_of(op.query.shape, heads)[1] == parts_of(op.pages.shape, pages)[2]
-        if together and op.bias is None and op.value_size is None:
+        same_split = parts_of(op.query.shape, heads)[1] == parts_of(op.pages.shape, pages)[2]
+        if same_split and op.bias is None and op.value_size is None:
             run = per_device(run, (heads, pages, scales, (None, None), (None,)), heads)
         return run(op.query, op.pages, op.scales, op.table, op.lengths)
 
