@@ -2,6 +2,7 @@
 
 import re
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -24,19 +25,29 @@ TOOLS = ("axlearn_core.config", "axlearn_core.errors", "axlearn_core.testing")
 
 
 class Walk:
-    """The modules that something comes from or is handed to, in order. One that is under way already is not entered again."""
+    """The modules that something comes from or is handed to, in order. One that is under way already is not entered again.
+
+    Threads that start meanwhile are walked through too.
+    """
 
     def __init__(self, carries, until=None):
         self.carries, self.until, self.under_way, self.entered = carries, until, Counter(), []
+        self.lock = threading.RLock()
 
     def __enter__(self):
+        threading.setprofile(self._observe)
         sys.setprofile(self._observe)
         return self.entered
 
     def __exit__(self, *_):
         sys.setprofile(None)
+        threading.setprofile(None)
 
     def _observe(self, frame, event, value):
+        with self.lock:
+            self._record(frame, event, value)
+
+    def _record(self, frame, event, value):
         module = frame.f_globals.get("__name__", "")
         if event not in ("call", "return") or not module.startswith("axlearn_") or module.startswith(TOOLS):
             return

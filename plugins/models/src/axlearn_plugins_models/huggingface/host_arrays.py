@@ -28,7 +28,11 @@ class HostArray:
         for device, slices in spec.sharding.addressable_devices_indices_map(tuple(spec.shape)).items():
             ranges = [part.indices(size)[:2] for part, size in zip(slices, spec.shape, strict=True)]
             shape = tuple(end - begin for begin, end in ranges)
-            self._shards.append((device, tuple(begin for begin, _ in ranges), _zeros(shape, spec.dtype)))
+            size = math.prod(shape) * np.dtype(spec.dtype).itemsize
+            memory = np.zeros(size + ALIGNED, np.uint8)
+            skipped = -memory.ctypes.data % ALIGNED
+            buffer = memory[skipped : skipped + size].view(spec.dtype).reshape(shape)
+            self._shards.append((device, tuple(begin for begin, _ in ranges), buffer))
 
     def put(self, piece: np.ndarray, start: tuple[int, ...]) -> None:
         """Writes a piece, in the dtype of the array, from the index `start` on; missing dimensions are the last ones."""
@@ -47,10 +51,3 @@ class HostArray:
         """The array on its devices. Nothing may be put into it any more."""
         parts = [jax.device_put(buffer, device) for device, _, buffer in self._shards]
         return jax.make_array_from_single_device_arrays(tuple(self._spec.shape), self._spec.sharding, parts)
-
-
-def _zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    buffer = np.zeros(size + ALIGNED, np.uint8)
-    begin = -buffer.ctypes.data % ALIGNED
-    return buffer[begin : begin + size].view(dtype).reshape(shape)
