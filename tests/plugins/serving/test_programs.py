@@ -111,9 +111,11 @@ def refused(run_dir, tmp_path, **changes):
     script = (
         "import sys; from pathlib import Path\n"
         "from axlearn_plugins_serving.open_engine import open_engine\n"
+        "from axlearn_plugins_serving.devices import set_up_devices\n"
         "from axlearn_plugins_serving.engine import ServingEngine\n"
         "from axlearn_core.config import patch\n"
         f"config = patch(ServingEngine.Config(), {SIZES!r})\n"
+        "set_up_devices(config, owns_cores=True)\n"
         "open_engine(sys.argv[1], config=config, programs=Path(sys.argv[2]))\n"
     )
     command = [sys.executable, "-c", script, str(run_dir), str(copy)]
