@@ -50,7 +50,9 @@ class RotaryEmbedding(Layer):
 def _turn(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
     a, b = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    # With whole rows of cosines XLA for CPU computes each once; given halves, again for each head of each layer.
+    cos, sin = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
+    return x * cos + jnp.concatenate([b, a], axis=-1) * sin
 
 
 def _turn_neighbours(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

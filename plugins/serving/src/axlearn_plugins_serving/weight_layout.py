@@ -1,9 +1,7 @@
 """How a runner stores the weights of linear maps, and how many rows it multiplies them with at least."""
 
-import functools
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -12,9 +10,6 @@ from flax import nnx
 from axlearn_core.config import Node, find
 from axlearn_core.nn.linear import Linear
 from axlearn_plugins_transformer.attention_variants.alibi import Alibi
-
-SLOW_TRANSPOSED = ("AuthenticAMD",)
-"""Vendors of processors on which XLA multiplies 16 rows faster with [inputs, outputs]: measured on a Xeon and an EPYC of 2022."""
 
 ROWS, ROWS_OF_WIDE_MAPS = 64, 32
 """Of everything but attention in the mode `parity`: XLA for CPU multiplies and adds up fewer rows by other algorithms. From how
@@ -59,16 +54,6 @@ def refusal_of_parity(program: Any) -> str | None:
 
 def stores_transposed(model: Node[Any], devices: Sequence[Any]) -> bool:
     """Whether the maps of a model are stored as [outputs, inputs]: on CPUs, where nothing but the map reads its weight."""
-    if devices[0].platform != "cpu" or processor_vendor() in SLOW_TRANSPOSED:
+    if devices[0].platform != "cpu":
         return False
     return not any("latent_cache" in {a.name for a in attrs.fields(type(n))} for n in find(model, Node).values())
-
-
-@functools.cache
-def processor_vendor() -> str:
-    """What the processor calls its vendor; empty where the system does not say."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("vendor_id")), "")
