@@ -1,6 +1,7 @@
 """The frequencies are held against the formulas of Hugging Face's `modeling_rope_utils`, written out pair by pair."""
 
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -114,6 +115,22 @@ def test_each_pair_turns_by_its_angle():
     for b, s, n, i in np.ndindex(2, 5, 3, 4):
         turned = complex(x[b, s, n, i], x[b, s, n, i + 4]) * np.exp(1j * positions[b, s] * 100.0 ** (-i / 4))
         np.testing.assert_allclose(actual[b, s, n, [i, i + 4]], [turned.real, turned.imag], atol=2e-5)
+
+
+def test_layers_share_cosines_on_cpus():
+    """XLA for CPU computed them again in each layer, for each head of queries and of keys."""
+    turn, layers = rope(16), 3
+
+    def run(x, maps):
+        positions = jnp.arange(x.shape[1])[None]
+        for one in maps:
+            query, key = turn(jnp.einsum("bsnh,hk->bsnk", x, one), x[:, :, :1], positions)
+            x = query * jax.nn.sigmoid(jnp.sum(key, axis=-1, keepdims=True))
+        return x
+
+    maps = jnp.zeros((layers, 16, 16))
+    program = jax.jit(run).lower(jnp.zeros((2, 8, 4, 16)), maps).compile().as_text()
+    assert len(re.findall(r"= \S+ cosine\(", program)) == len(re.findall(r"= \S+ sine\(", program)) == 1
 
 
 def test_scores_depend_on_the_distance_alone():

@@ -81,6 +81,16 @@ def test_prompts_do_not_keep_others_from_decoding():
     assert all(tokens <= 8 for tokens, _, _ in one.runner.steps)
 
 
+@pytest.mark.parametrize(("joint", "tokens"), [(20, [20, 31]), (21, [50])])
+def test_a_prompt_joins_a_step_that_has_few_tokens_of_prompts(joint, tokens):
+    one = engine({"scheduler.joint_prompt_tokens": joint}, max_rows=4, max_step_tokens=64)
+    for id, prompt in (("first", range(20)), ("second", range(40, 70))):
+        one.add(Request(id=id, prompt=tuple(prompt), sampling=GREEDY))
+    one.step()
+    one.step()
+    assert [step[0] for step in one.runner.steps][: len(tokens)] == tokens
+
+
 def test_steps_that_are_too_small_are_refused():
     with pytest.raises(ConfigError, match="at least 6"):
         engine({"scheduler.step_tokens": 3})

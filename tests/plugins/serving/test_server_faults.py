@@ -268,3 +268,31 @@ def test_a_port_in_use_and_addresses_of_others():
         bind("203.0.113.7", 0)
     with pytest.raises(RequestError, match="cannot listen on"):
         bind("no.such.host.invalid", 0)
+
+
+class PatientEngine(FakeEngine):
+    """Does not need a step before two requests were added."""
+
+    def spare_seconds(self):
+        return 60.0 if len(self.seen) < 2 else 0.0
+
+
+def test_a_step_is_planned_late_and_has_what_came_meanwhile():
+    engine = PatientEngine(script=[65] * 4)
+    with serving(engine) as server, concurrent.futures.ThreadPoolExecutor() as pool:
+        body = {"prompt": "abc", "max_tokens": 4}
+        first = pool.submit(httpx.post, server.url + "/v1/completions", json=body)
+        until(lambda: engine.seen)
+        assert engine.steps == 0
+        second = httpx.post(server.url + "/v1/completions", json=body)
+        assert {first.result(10).status_code, second.status_code} == {200}
+
+
+def test_a_server_stops_while_it_need_not_plan():
+    engine = PatientEngine()
+    with serving(engine, grace=0.1) as server, concurrent.futures.ThreadPoolExecutor() as pool:
+        answer = pool.submit(httpx.post, server.url + "/v1/completions", json={"prompt": "abc"})
+        until(lambda: engine.seen)
+        server.stop()
+        assert answer.result(10).status_code >= 500
+    assert engine.steps == 0

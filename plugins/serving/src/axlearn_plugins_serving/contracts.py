@@ -175,6 +175,9 @@ class Engine(Protocol):
     Attributes:
         vocab_size: token ids are 0 to `vocab_size` - 1.
         max_context: tokens of a prompt and its output together.
+
+    An engine may have `spare_seconds()`: for how long after now a call of `step` would bring nothing but an early plan, without
+    the requests that come meanwhile.
     """
 
     vocab_size: int

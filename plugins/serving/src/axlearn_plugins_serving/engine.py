@@ -142,6 +142,10 @@ class ServingEngine(Configurable):
         self.meter.record_step(time.perf_counter() - started)
         return outputs
 
+    def spare_seconds(self) -> float:
+        """See `Engine`."""
+        return 0.0 if self._flight is None else self.meter.spare_seconds(self._flight.plan)
+
     def statistics(self) -> Statistics:
         """See `Engine`."""
         pool = self.cache.pool
@@ -181,6 +185,7 @@ class ServingEngine(Configurable):
         previous, self._flight = self._flight, None
         if rows:
             self._flight = self._submit(plan, rows)
+            self.meter.record_submit(previous and previous.plan)
         if previous is not None:
             current, self._flight = self._flight, previous
             outputs += self._read()
@@ -231,7 +236,8 @@ class ServingEngine(Configurable):
                 self.meter.record_begin(state.prompt_length, state.cached_tokens)
         if plan.copies:
             self.runner.copy_blocks(plan.copies)
-        with self.meter.runner():
+        self.meter.record_plan()
+        with self.meter.runner():  # where the devices are the processor's cores, this may wait for the step in flight
             pending = self.runner.submit(rows, plan.steps)
         for part in plan.parts:
             state = part.state
@@ -239,7 +245,6 @@ class ServingEngine(Configurable):
             state.inflight += plan.steps if part.sample else 0
             self.cache.store(state)
             self.cache.trim(state)
-        self.meter.record_submit(plan)
         return _Flight(plan, pending)
 
     def _read(self) -> list[Output]:

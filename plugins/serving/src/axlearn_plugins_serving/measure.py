@@ -8,6 +8,12 @@ from collections.abc import Iterator
 from axlearn_plugins_serving.contracts import Statistics
 from axlearn_plugins_serving.scheduler import Plan
 
+REMEMBERED, CHUNK = 8, 32
+"""Steps of one shape whose times are kept, and by how many tokens of prompts shapes differ."""
+PLANS, IN_TIME, SHORTER, SUBMIT_SECONDS = 64, 0.75, 0.95, 0.004
+"""The next step is planned so long before the end of this one that this share of so many plans took less, and has this time to be
+submitted; this step may take so much less than the shortest of its shape. A few plans take long: the thread was not woken up."""
+
 MIN_RETRY, MAX_RETRY = 1.0, 60.0
 """Seconds; between these lies what is said to who is refused."""
 
@@ -23,6 +29,10 @@ class Meter:
         self._token_seconds: float | None = None  # of one decoded token of each request
         self._last_read: float | None = None
         self._begins: deque[float] = deque(maxlen=64)
+        self._free_at = 0.0  # when the devices began, or will have begun, with the step in flight
+        self._durations: dict[tuple[int, int, int], deque[float]] = {}
+        self._plan_at = 0.0  # when the next step is to be planned
+        self._plan_seconds: deque[float] = deque(maxlen=PLANS)
 
     @contextlib.contextmanager
     def runner(self) -> Iterator[None]:
@@ -43,13 +53,23 @@ class Meter:
         self.cached_prompt_tokens += cached
         self._begins.append(time.monotonic())
 
-    def record_submit(self, plan: Plan) -> None:
-        """Counts a step of the runner."""
+    def record_plan(self) -> None:
+        """Takes the time that the next step was planned in."""
+        if self._plan_at:
+            self._plan_seconds.append(time.perf_counter() - self._plan_at)
+        self._plan_at = 0.0
+
+    def record_submit(self, previous: Plan | None) -> None:
+        """Counts a step of the runner; `previous` is the one in flight before it."""
         self.steps += 1
+        if previous is None:
+            self._free_at = time.perf_counter()
 
     def record_read(self, plan: Plan) -> None:
-        """Takes the time since the results before, where both are of steps that only decode."""
+        """Takes the time of a step, and that since the results before where both are of steps that only decode."""
         now = time.perf_counter()
+        self._durations.setdefault(_shape(plan), deque(maxlen=REMEMBERED)).append(now - self._free_at)
+        self._free_at = now  # where another step is in flight, it begins
         if not all(part.decodes for part in plan.parts):
             self._last_read = None
             return
@@ -62,6 +82,17 @@ class Meter:
     def fits(self, steps: int, seconds: float) -> bool:
         """Whether so many decoding steps take less than this time. Not known before some were measured."""
         return self._token_seconds is not None and steps * self._token_seconds <= seconds
+
+    def spare_seconds(self, plan: Plan) -> float:
+        """For how long after now the step that follows `plan`, which computes, need not be planned; 0 where nothing is known."""
+        known = self._durations.get(_shape(plan))
+        if known is None or len(known) < 2:
+            return 0.0
+        seconds = SHORTER * min(known)
+        plans = sorted(self._plan_seconds)
+        needed = SUBMIT_SECONDS + (plans[int(IN_TIME * (len(plans) - 1))] if plans else seconds)
+        self._plan_at = self._free_at + max(0.0, seconds - needed)
+        return max(0.0, self._plan_at - time.perf_counter())
 
     def retry_after(self, waiting: int) -> float:
         """Seconds in which about a tenth of the waiting requests will have begun."""
@@ -84,3 +115,10 @@ class Meter:
             host_seconds=self.host_seconds,
             **state,
         )
+
+
+def _shape(plan: Plan) -> tuple[int, int, int]:
+    """What the time of a step depends on most: tokens of each row, the bits of how many rows decode, chunks of prompts."""
+    prompts = sum(part.count for part in plan.parts if not part.decodes)
+    decoding = sum(part.decodes for part in plan.parts)
+    return plan.steps, decoding.bit_length(), -(-prompts // CHUNK)

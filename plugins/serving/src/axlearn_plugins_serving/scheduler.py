@@ -119,10 +119,14 @@ class PriorityScheduler(Configurable):
         Attributes:
             step_tokens: the most tokens of one step; None takes what the runner can do. Fewer make steps with prompts
                 shorter, so that others' tokens come more evenly, and prompts slower.
+            joint_prompt_tokens: how many tokens of prompts a step has before no further prompt joins it. Together prompts all wait
+                for the longest; one after another the first ends sooner and the last as soon. Fewer than keep the
+                processor busy waste it.
             preempt_for_priority: whether a request may take the place of one with a lower priority.
         """
 
         step_tokens: int | None = setting(default=None, ge=1)
+        joint_prompt_tokens: int = setting(default=192, ge=1)
         preempt_for_priority: bool = True
 
     def __init__(self, cfg: Config, *, cache: Cache, limits: Limits):
@@ -138,6 +142,7 @@ class PriorityScheduler(Configurable):
             )
         self.cache, self.limits = cache, limits
         self.budget = min(cfg.step_tokens or limits.step_tokens, limits.step_tokens)
+        self.joint_prompt_tokens = cfg.joint_prompt_tokens
         self.preempts = cfg.preempt_for_priority
         self._running: list[RequestState] = []  # the first keep their blocks longest
         self.queue = WaitingQueue()
@@ -187,7 +192,7 @@ class PriorityScheduler(Configurable):
 
     def _plan_prompts(self, plan: Plan) -> int:
         """Continues prompts that were begun. Returns how many tokens are left for others."""
-        budget = min(self.budget - len(plan.parts), self.limits.prompt_tokens)
+        budget = self._prompt_budget(plan)
         for state in self._running:
             if budget <= 0:
                 break
@@ -195,10 +200,15 @@ class PriorityScheduler(Configurable):
                 budget -= self._plan_chunk(plan, state, budget)
         return budget
 
+    def _prompt_budget(self, plan: Plan) -> int:
+        decoding = sum(part.decodes for part in plan.parts)
+        return min(self.budget - decoding, self.limits.prompt_tokens)
+
     def _plan_new(self, plan: Plan, budget: int) -> None:
         if plan.preemptions:
             return
-        while budget > 0:
+        total = self._prompt_budget(plan)
+        while budget > 0 and total - budget < self.joint_prompt_tokens:
             state = self.queue.first()
             if state is None or state.inflight:  # its results say whether it goes on at all
                 return

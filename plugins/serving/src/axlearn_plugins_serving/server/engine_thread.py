@@ -205,6 +205,15 @@ class EngineThread:
                 break
         self._call_loop(self._set, added, error)
 
+    def _wait_for_more(self) -> bool:
+        """Waits while the next step need not be planned yet; True where a command came, which it can take in."""
+        spare_seconds = getattr(self.engine, "spare_seconds", None)
+        seconds = 0.0 if spare_seconds is None else spare_seconds()
+        if seconds <= 0:
+            return False
+        with self._wake:
+            return self._stopping or self._wake.wait_for(lambda: bool(self._commands or self._stopping), seconds)
+
     def _run(self) -> None:
         sampled = 0.0
         try:
@@ -218,7 +227,7 @@ class EngineThread:
                     break
                 for command in commands:
                     command()
-                if not self.engine.busy():
+                if not self.engine.busy() or self._wait_for_more():
                     continue
                 outputs = self.engine.step()
                 if outputs:

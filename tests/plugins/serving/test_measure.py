@@ -1,0 +1,69 @@
+"""What an engine estimates from the times of its steps."""
+
+import pytest
+
+from axlearn_plugins_serving import measure
+from axlearn_plugins_serving.measure import SHORTER, SUBMIT_SECONDS, Meter
+from axlearn_plugins_serving.request_state import RequestState
+from axlearn_plugins_serving.scheduler import Part, Plan
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    class Clock:
+        now = 100.0
+
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: Clock.now)
+    return Clock
+
+
+def plan(prompt_tokens=0):
+    state = object.__new__(RequestState)
+    parts = [Part(state, 0, 1, True, True)]
+    return Plan(parts + ([Part(state, 0, prompt_tokens, True, False)] if prompt_tokens else []))
+
+
+def run(meter, clock, plans, seconds):
+    """Steps one after another, each planned in 0.01 s when it has to be; the last one is in flight, and has just begun."""
+    previous, ends = None, clock.now
+    for one, duration in zip(plans, seconds, strict=True):
+        if previous is not None:
+            clock.now += meter.spare_seconds(previous) + 0.01
+        meter.record_plan()
+        meter.record_submit(previous)
+        if previous is not None:
+            clock.now = ends
+            meter.record_read(previous)
+        previous, ends = one, clock.now + duration
+    return previous
+
+
+def test_a_step_is_planned_shortly_before_the_one_before_ends(clock):
+    meter = Meter()
+    last = run(meter, clock, [plan()] * 6, [0.5] * 6)
+    expected = SHORTER * 0.5 - SUBMIT_SECONDS - 0.01
+    assert meter.spare_seconds(last) == pytest.approx(expected)
+    clock.now += 0.2
+    assert meter.spare_seconds(last) == pytest.approx(expected - 0.2)
+    clock.now += 0.5
+    assert meter.spare_seconds(last) == 0.0
+
+
+def test_the_shortest_step_of_a_shape_counts(clock):
+    meter = Meter()
+    last = run(meter, clock, [plan()] * 6, [0.5, 0.5, 0.3, 0.5, 0.5, 0.5])
+    assert meter.spare_seconds(last) == pytest.approx(SHORTER * 0.3 - SUBMIT_SECONDS - 0.01)
+    assert meter.spare_seconds(plan(prompt_tokens=100)) == 0.0, "no such step was measured"
+
+
+def test_planning_that_takes_longer_begins_earlier(clock):
+    meter = Meter()
+    last = run(meter, clock, [plan()] * 6, [0.5] * 6)
+    for _ in range(8):
+        begun = clock.now
+        clock.now += meter.spare_seconds(last) + 0.03
+        meter.record_plan()
+        meter.record_submit(last)
+        clock.now = begun + 0.5
+        meter.record_read(last)
+    assert meter.spare_seconds(last) == pytest.approx(SHORTER * 0.5 - SUBMIT_SECONDS - 0.03)
