@@ -3,6 +3,7 @@
 import pytest
 
 from axlearn_plugins_serving import measure
+from axlearn_plugins_serving.contracts import Request
 from axlearn_plugins_serving.measure import SHORTER, SUBMIT_SECONDS, Meter
 from axlearn_plugins_serving.request_state import RequestState
 from axlearn_plugins_serving.scheduler import Part, Plan
@@ -18,9 +19,16 @@ def clock(monkeypatch):
 
 
 def plan(prompt_tokens=0):
-    state = object.__new__(RequestState)
+    state = RequestState(Request(id="a", prompt=(1,)), seed=0, arrival=0, limit=1)
     parts = [Part(state, 0, 1, True, True)]
     return Plan(parts + ([Part(state, 0, prompt_tokens, True, False)] if prompt_tokens else []))
+
+
+def read(meter, clock, plan, ends):
+    with meter.runner():
+        clock.now = max(clock.now, ends)
+    meter.record_read(plan)
+    meter.record_step(0.0)
 
 
 def run(meter, clock, plans, seconds):
@@ -29,11 +37,10 @@ def run(meter, clock, plans, seconds):
     for one, duration in zip(plans, seconds, strict=True):
         if previous is not None:
             clock.now += meter.spare_seconds(previous) + 0.01
-        meter.record_plan()
+        meter.record_plan(waited=False)
         meter.record_submit(previous)
         if previous is not None:
-            clock.now = ends
-            meter.record_read(previous)
+            read(meter, clock, previous, ends)
         previous, ends = one, clock.now + duration
     return previous
 
@@ -62,8 +69,39 @@ def test_planning_that_takes_longer_begins_earlier(clock):
     for _ in range(8):
         begun = clock.now
         clock.now += meter.spare_seconds(last) + 0.03
-        meter.record_plan()
+        meter.record_plan(waited=False)
         meter.record_submit(last)
-        clock.now = begun + 0.5
-        meter.record_read(last)
+        read(meter, clock, last, begun + 0.5)
     assert meter.spare_seconds(last) == pytest.approx(SHORTER * 0.5 - SUBMIT_SECONDS - 0.03)
+
+
+def test_a_step_that_ended_unseen_is_no_measure(clock):
+    """Its time would count the devices' idleness, and the next step would be planned later still."""
+    meter = Meter()
+    last = run(meter, clock, [plan()] * 6, [0.5] * 6)
+    ends = clock.now + 0.5
+    clock.now += meter.spare_seconds(last) + 0.2
+    meter.record_plan(waited=False)
+    meter.record_submit(last)
+    read(meter, clock, last, ends)
+    assert meter.spare_seconds(last) == 0.0
+
+
+def test_nobody_waits_for_a_step_whose_requests_have_ended(clock):
+    meter = Meter()
+    last = run(meter, clock, [plan()] * 6, [0.5] * 6)
+    assert meter.spare_seconds(last) > 0
+    last.parts[0].state.finished = True
+    assert meter.spare_seconds(last) == 0.0
+
+
+def test_plans_that_waited_for_results_do_not_count(clock):
+    meter = Meter()
+    last = run(meter, clock, [plan()] * 6, [0.5] * 6)
+    before = meter.spare_seconds(last)
+    ends = clock.now + 0.5
+    clock.now += before
+    read(meter, clock, last, ends)
+    meter.record_plan(waited=True)
+    meter.record_submit(None)
+    assert meter.spare_seconds(last) == pytest.approx(before)

@@ -91,6 +91,16 @@ def test_a_prompt_joins_a_step_that_has_few_tokens_of_prompts(joint, tokens):
     assert [step[0] for step in one.runner.steps][: len(tokens)] == tokens
 
 
+def test_a_prompt_of_higher_priority_does_not_wait_for_others():
+    one = engine({"scheduler.joint_prompt_tokens": 10}, max_rows=4, max_step_tokens=40)
+    one.add(Request(id="long", prompt=tuple(range(50)), sampling=GREEDY, priority=1))
+    one.step()
+    one.add(Request(id="same", prompt=tuple(range(60, 65)), sampling=GREEDY, priority=1))
+    one.add(Request(id="higher", prompt=tuple(range(70, 75)), sampling=GREEDY))
+    one.step()
+    assert {state.request.id for state in one.scheduler.running} == {"long", "higher"}
+
+
 def test_steps_that_are_too_small_are_refused():
     with pytest.raises(ConfigError, match="at least 6"):
         engine({"scheduler.step_tokens": 3})

@@ -175,13 +175,15 @@ class ServingEngine(Configurable):
 
     def _step(self) -> list[Output]:
         outputs: list[Output] = []
-        if self._flight is not None and self._results_matter():
+        waited = self._flight is not None and self._results_matter()
+        if waited:
             outputs += self._read()
         plan = self.scheduler.plan(self._max_steps())
         self.meter.preemptions += plan.preemptions
         if self.drafter is not None:
             add_drafts(plan, self.drafter, self.cache, self.limits)
         rows = self._rows(plan, outputs)
+        self.meter.record_plan(waited=waited)
         previous, self._flight = self._flight, None
         if rows:
             self._flight = self._submit(plan, rows)
@@ -236,7 +238,6 @@ class ServingEngine(Configurable):
                 self.meter.record_begin(state.prompt_length, state.cached_tokens)
         if plan.copies:
             self.runner.copy_blocks(plan.copies)
-        self.meter.record_plan()
         with self.meter.runner():  # where the devices are the processor's cores, this may wait for the step in flight
             pending = self.runner.submit(rows, plan.steps)
         for part in plan.parts:

@@ -13,6 +13,8 @@ REMEMBERED, CHUNK = 8, 32
 PLANS, IN_TIME, SHORTER, SUBMIT_SECONDS = 64, 0.75, 0.95, 0.004
 """The next step is planned so long before the end of this one that this share of so many plans took less, and has this time to be
 submitted; this step may take so much less than the shortest of its shape. A few plans take long: the thread was not woken up."""
+LONGEST_WAIT = 1.0
+"""Seconds for which a plan waits at most."""
 
 MIN_RETRY, MAX_RETRY = 1.0, 60.0
 """Seconds; between these lies what is said to who is refused."""
@@ -53,10 +55,10 @@ class Meter:
         self.cached_prompt_tokens += cached
         self._begins.append(time.monotonic())
 
-    def record_plan(self) -> None:
-        """Takes the time that the next step was planned in."""
-        if self._plan_at:
-            self._plan_seconds.append(time.perf_counter() - self._plan_at)
+    def record_plan(self, *, waited: bool) -> None:
+        """Takes the time that the next step was planned in; `waited` where that was for the results of the step in flight."""
+        if self._plan_at and not waited:
+            self._plan_seconds.append(max(0.0, time.perf_counter() - self._plan_at))
         self._plan_at = 0.0
 
     def record_submit(self, previous: Plan | None) -> None:
@@ -67,8 +69,11 @@ class Meter:
 
     def record_read(self, plan: Plan) -> None:
         """Takes the time of a step, and that since the results before where both are of steps that only decode."""
-        now = time.perf_counter()
-        self._durations.setdefault(_shape(plan), deque(maxlen=REMEMBERED)).append(now - self._free_at)
+        now, shape = time.perf_counter(), _shape(plan)
+        if self._in_runner > SUBMIT_SECONDS:
+            self._durations.setdefault(shape, deque(maxlen=REMEMBERED)).append(now - self._free_at)
+        else:  # nobody waited for its end, so when that was is not known: the next step was planned too late
+            self._durations.pop(shape, None)
         self._free_at = now  # where another step is in flight, it begins
         if not all(part.decodes for part in plan.parts):
             self._last_read = None
@@ -86,13 +91,13 @@ class Meter:
     def spare_seconds(self, plan: Plan) -> float:
         """For how long after now the step that follows `plan`, which computes, need not be planned; 0 where nothing is known."""
         known = self._durations.get(_shape(plan))
-        if known is None or len(known) < 2:
+        if known is None or len(known) < 2 or all(part.state.finished for part in plan.parts):
             return 0.0
         seconds = SHORTER * min(known)
         plans = sorted(self._plan_seconds)
         needed = SUBMIT_SECONDS + (plans[int(IN_TIME * (len(plans) - 1))] if plans else seconds)
         self._plan_at = self._free_at + max(0.0, seconds - needed)
-        return max(0.0, self._plan_at - time.perf_counter())
+        return min(LONGEST_WAIT, max(0.0, self._plan_at - time.perf_counter()))
 
     def retry_after(self, waiting: int) -> float:
         """Seconds in which about a tenth of the waiting requests will have begun."""
@@ -118,7 +123,7 @@ class Meter:
 
 
 def _shape(plan: Plan) -> tuple[int, int, int]:
-    """What the time of a step depends on most: tokens of each row, the bits of how many rows decode, chunks of prompts."""
-    prompts = sum(part.count for part in plan.parts if not part.decodes)
+    """What the time of a step depends on most: tokens of each row, how many rows decode (by powers of 2), chunks of prompts."""
+    chunks = sum(-(-part.count // CHUNK) for part in plan.parts if not part.decodes)
     decoding = sum(part.decodes for part in plan.parts)
-    return plan.steps, decoding.bit_length(), -(-prompts // CHUNK)
+    return plan.steps, (decoding - 1).bit_length() if decoding else -1, chunks

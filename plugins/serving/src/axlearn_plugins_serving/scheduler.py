@@ -208,9 +208,11 @@ class PriorityScheduler(Configurable):
         if plan.preemptions:
             return
         total = self._prompt_budget(plan)
-        while budget > 0 and total - budget < self.joint_prompt_tokens:
+        while budget > 0:
             state = self.queue.first()
             if state is None or state.inflight:  # its results say whether it goes on at all
+                return
+            if total - budget >= self.joint_prompt_tokens and not self._comes_first(state, plan):
                 return
             match = self.cache.find(state)
             if match is None:
@@ -234,6 +236,11 @@ class PriorityScheduler(Configurable):
         last = state.computed + count == state.target
         plan.parts.append(Part(state, state.computed, count, last and state.remaining > 0, False))
         return 1 if count == 1 else -(-count // chunk) * chunk
+
+    def _comes_first(self, state: RequestState, plan: Plan) -> bool:
+        """Whether a request is of higher priority than a prompt in the step."""
+        prompts = [part.state for part in plan.parts if not part.decodes]
+        return any(state.request.priority < other.request.priority for other in prompts)
 
     def _make_room(self, state: RequestState, plan: Plan) -> bool:
         """Takes the place of the last running request for one of higher priority; False where none is lower."""
