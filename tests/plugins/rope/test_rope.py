@@ -117,9 +117,11 @@ def test_each_pair_turns_by_its_angle():
         np.testing.assert_allclose(actual[b, s, n, [i, i + 4]], [turned.real, turned.imag], atol=2e-5)
 
 
-def test_layers_share_cosines_on_cpus():
-    """XLA for CPU computed them again in each layer, for each head of queries and of keys."""
+@pytest.mark.parametrize(("whole", "count"), [(True, 1), (False, 6)])
+def test_layers_share_cosines_of_whole_heads_on_cpus(whole, count):
+    """XLA for CPU computes the others again in each layer, for each head of queries and of keys."""
     turn, layers = rope(16), 3
+    turn.whole_heads = whole
 
     def run(x, maps):
         positions = jnp.arange(x.shape[1])[None]
@@ -130,7 +132,19 @@ def test_layers_share_cosines_on_cpus():
 
     maps = jnp.zeros((layers, 16, 16))
     program = jax.jit(run).lower(jnp.zeros((2, 8, 4, 16)), maps).compile().as_text()
-    assert len(re.findall(r"= \S+ cosine\(", program)) == len(re.findall(r"= \S+ sine\(", program)) == 1
+    assert len(re.findall(r"= \S+ cosine\(", program)) == len(re.findall(r"= \S+ sine\(", program)) == count
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_whole_heads_turn_by_the_same_angles(dtype):
+    halves, whole = rope(16), rope(16)
+    whole.whole_heads = True
+    x = jax.random.normal(jax.random.key(0), (2, 7, 3, 16)).astype(dtype)
+    positions = jnp.arange(7)[None] * 50
+    tolerance = 1e-6 if dtype == "float32" else 0.03
+    for one, other in zip(halves(x, x, positions), whole(x, x, positions), strict=True):
+        assert one.dtype == other.dtype == dtype
+        np.testing.assert_allclose(one.astype("float32"), other.astype("float32"), atol=tolerance)
 
 
 def test_scores_depend_on_the_distance_alone():

@@ -24,6 +24,10 @@ class RotaryEmbedding(Layer):
         scaling: Node[Scaling] | None = None
         interleaved: bool = False
 
+    whole_heads = False
+    """Whether cosines and sines are those of whole heads: XLA for CPU then computes each once, and not again for each head of each
+    layer. Which product is rounded before they are added up depends on the shape, so it is for programs that need no bits."""
+
     def __init__(self, cfg: Config, *, precision: Precision):
         super().__init__(cfg, precision=precision)
         if cfg.head_dim % 2:
@@ -43,14 +47,21 @@ class RotaryEmbedding(Layer):
         cos, sin = jnp.cos(angle), jnp.sin(angle)
         if factor != 1.0:
             cos, sin = cos * factor, sin * factor
-        turn = _turn_neighbours if self.cfg.interleaved else _turn
+        turn = _turn_whole_heads if self.whole_heads else _turn
+        if self.cfg.interleaved:
+            turn = _turn_neighbours
         return turn(query, cos, sin), turn(key, cos, sin)
 
 
 def _turn(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
     a, b = jnp.split(x, 2, axis=-1)
-    # With whole rows of cosines XLA for CPU computes each once; given halves, again for each head of each layer.
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def _turn_whole_heads(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
+    a, b = jnp.split(x, 2, axis=-1)
     cos, sin = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
     return x * cos + jnp.concatenate([b, a], axis=-1) * sin
 

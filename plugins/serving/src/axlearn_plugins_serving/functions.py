@@ -287,6 +287,8 @@ def _edit_maps(sizes: Sizes) -> Callable[[Any], None]:
 
     def edit(model: Any) -> None:
         for _, module in nnx.iter_modules(model):
+            if sizes.transposed and hasattr(module, "whole_heads"):  # a rotary embedding
+                module.whole_heads = True
             if type(module) is not Linear or module.weight[...].ndim != len(
                 module.cfg.input_dims + module.cfg.output_dims
             ):

@@ -90,10 +90,10 @@ class Meter:
 
     def spare_seconds(self, plan: Plan) -> float:
         """For how long after now the step that follows `plan`, which computes, need not be planned; 0 where nothing is known."""
-        known = self._durations.get(_shape(plan))
-        if known is None or len(known) < 2 or all(part.state.finished for part in plan.parts):
+        durations = self._durations.get(_shape(plan))
+        if durations is None or len(durations) < 2 or all(part.state.finished for part in plan.parts):
             return 0.0
-        seconds = SHORTER * min(known)
+        seconds = SHORTER * min(durations)
         plans = sorted(self._plan_seconds)
         needed = SUBMIT_SECONDS + (plans[int(IN_TIME * (len(plans) - 1))] if plans else seconds)
         self._plan_at = self._free_at + max(0.0, seconds - needed)
