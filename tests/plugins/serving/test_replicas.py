@@ -15,7 +15,7 @@ from click.testing import CliRunner
 import axlearn_core as ax
 from axlearn_core.cli.main import cli
 
-HAS_RAY = importlib.util.find_spec("ray") is not None
+HAS_RAY = all(importlib.util.find_spec(name) for name in ("ray", "fastapi"))  # what ray[serve] brings
 SET = ["--set", "serving.runner.max_rows=2", "--set", "serving.runner.max_context=64"]
 SET += ["--set", "serving.runner.row_buckets=[]", "--set", "serving.runner.chunk_buckets=[]"]
 
