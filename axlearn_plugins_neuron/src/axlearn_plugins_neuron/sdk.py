@@ -22,6 +22,6 @@ def missing(needed: tuple[str, ...] = tuple(FLOORS)) -> str | None:
     if not wrong:
         return None
     return (
-        f"{'; '.join(wrong)}: install the Neuron SDK from AWS's package index, whose address is in AWS's documentation "
-        "(pip install 'axlearn-plugins-neuron[sdk]' --extra-index-url ...); PyPI has placeholders under these names"
+        f"{'; '.join(wrong)}: install the Neuron SDK from AWS's package index, whose address and option are in AWS's "
+        "documentation (pip install 'axlearn-plugins-neuron[sdk]'); PyPI has placeholders under these names"
     )

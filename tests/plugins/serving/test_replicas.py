@@ -30,8 +30,8 @@ def free_port():
         return free.getsockname()[1]
 
 
-@pytest.mark.skipif(HAS_RAY, reason="Ray is installed")
-def test_without_ray(tmp_path):
+def test_without_ray(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)  # cannot be imported
     refused = serve(tmp_path, "--replicas", 2, "--port", free_port())
     assert refused.exit_code == 2
     assert "fix: pip install 'axlearn-plugins-serving[ray]'" in refused.stderr

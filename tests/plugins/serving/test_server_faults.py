@@ -276,6 +276,11 @@ class PatientEngine(FakeEngine):
     def spare_seconds(self):
         return 60.0 if len(self.seen) < 2 else 0.0
 
+    def step(self):
+        if not self.steps:
+            self.begun_together = len(self.waiting)
+        return super().step()
+
 
 def test_a_step_is_planned_late_and_has_what_came_meanwhile():
     engine = PatientEngine(script=[65] * 4)
@@ -286,6 +291,7 @@ def test_a_step_is_planned_late_and_has_what_came_meanwhile():
         assert engine.steps == 0
         second = httpx.post(server.url + "/v1/completions", json=body)
         assert {first.result(10).status_code, second.status_code} == {200}
+    assert engine.begun_together == 2
 
 
 def test_a_server_stops_while_it_need_not_plan():

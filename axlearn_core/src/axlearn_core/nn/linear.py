@@ -13,7 +13,7 @@ from axlearn_core.nn.initializers import Constant, Initializer, VarianceScaling
 from axlearn_core.nn.layer import Layer, Precision, expand_to
 from axlearn_core.nn.sharding import constrain, is_sharded
 
-WEIGHT_FIRST_ROWS = 256
+WEIGHT_FIRST_ROWS = 224
 """Up to how many rows a transposed weight is the first factor: XLA for CPU reads that one as it stands, and copies the second."""
 
 

@@ -47,9 +47,10 @@ class RotaryEmbedding(Layer):
         cos, sin = jnp.cos(angle), jnp.sin(angle)
         if factor != 1.0:
             cos, sin = cos * factor, sin * factor
-        turn = _turn_whole_heads if self.whole_heads else _turn
         if self.cfg.interleaved:
             turn = _turn_neighbours
+        else:
+            turn = _turn_whole_heads if self.whole_heads else _turn
         return turn(query, cos, sin), turn(key, cos, sin)
 
 
