@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
 import jax
@@ -282,12 +282,19 @@ class ServingFunctions:
         return lax.fori_loop(0, count, one, (results, cache, tables))
 
 
+@runtime_checkable
+class _TurnsHeads(Protocol):
+    """A rotary embedding that can take cosines and sines of whole heads, computed once for all layers."""
+
+    whole_heads: bool
+
+
 def _edit_maps(sizes: Sizes) -> Callable[[Any], None]:
     """Changes how plain linear maps of a model with separate layers are stored and computed."""
 
     def edit(model: Any) -> None:
         for _, module in nnx.iter_modules(model):
-            if sizes.transposed and hasattr(module, "whole_heads"):  # a rotary embedding
+            if sizes.transposed and isinstance(module, _TurnsHeads):
                 module.whole_heads = True
             if type(module) is not Linear or module.weight[...].ndim != len(
                 module.cfg.input_dims + module.cfg.output_dims
