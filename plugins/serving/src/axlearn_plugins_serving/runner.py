@@ -68,7 +68,7 @@ class ModelRunner(Configurable):
         max_step_tokens: int = setting(default=512, ge=1)
         chunk: int = setting(default=32, ge=1)
         row_buckets: tuple[int, ...] = (1, 4)
-        chunk_buckets: tuple[int, ...] = (1, 2, 4, 6, 8, 12)
+        chunk_buckets: tuple[int, ...] = (1, 2, 4, 6, 8, 10, 12, 14)
         decode_steps: int = setting(default=1, ge=1)
         mode: Literal["fast", "parity"] = "fast"
         cache_dtype: Literal["int8", "float8_e4m3fn"] | None = None

@@ -107,7 +107,7 @@ def choose(logits: jax.Array, tables: Tables, slots: jax.Array, masked: jax.Arra
     """float32 [L, V], a slot and whether its mask holds (bool) for each row, and the kind of the step -> int32 [L]."""
 
     def greedy(_: Any) -> jax.Array:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return likeliest(logits)
 
     def drawn(_: Any) -> jax.Array:
         return draw(logits, tables.rows(slots))
@@ -130,9 +130,17 @@ def adjusted(logits: jax.Array, rows: Tables, masked: jax.Array) -> jax.Array:
     return jnp.where((allowed == 1) | ~masked[:, None], logits, LOW)
 
 
+def likeliest(logits: jax.Array) -> jax.Array:
+    """[L, V] -> int32 [L]: the first of the highest, as `jnp.argmax`, whose one pass XLA for CPU computes number by number."""
+    best = jnp.max(logits, axis=-1, keepdims=True)
+    token = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    found = (logits == best) | jnp.isnan(logits)
+    return jnp.min(jnp.where(found, token, logits.shape[-1] - 1), axis=-1)
+
+
 def draw(logits: jax.Array, rows: Tables) -> jax.Array:
     """float32 [L, V] -> int32 [L]: the likeliest token at temperature 0, else one of those that the limits leave."""
-    likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    best = likeliest(logits)
     heated = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
     heated = heated - jnp.max(heated, axis=-1, keepdims=True)
     heated = limited(heated, rows.top_k, rows.top_p, rows.min_p)
@@ -140,8 +148,8 @@ def draw(logits: jax.Array, rows: Tables) -> jax.Array:
     def noise(seed: jax.Array, number: jax.Array) -> jax.Array:
         return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), number), logits.shape[1:], jnp.float32)
 
-    token = jnp.argmax(heated + jax.vmap(noise)(rows.seed, rows.number), axis=-1).astype(jnp.int32)
-    return jnp.where(rows.temperature > 0, token, likeliest)
+    token = likeliest(heated + jax.vmap(noise)(rows.seed, rows.number))
+    return jnp.where(rows.temperature > 0, token, best)
 
 
 def limited(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:

@@ -10,7 +10,6 @@ Legend: B batch, Q queries, C tokens of a tile, N query heads, G key-value heads
 from collections.abc import Callable
 from typing import Any
 
-import attrs
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -18,8 +17,7 @@ from jax import lax
 from axlearn_core.contracts.kernels import KernelContext
 from axlearn_plugins_transformer.kernels.attention import Attention
 from axlearn_plugins_transformer.kernels.masks import Causal, SlidingWindow
-from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention
-from axlearn_plugins_transformer.kernels.per_device import parts_of, per_device
+from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention, on_each_device
 
 ROWS = 32
 """Of a product, at least: XLA for CPU multiplies 16 rows and fewer by another algorithm."""
@@ -136,16 +134,7 @@ class _InvariantPaged:
 
     def __call__(self, op: PagedAttention) -> jax.Array:
         """[T, N, V]; each device attends with its own heads."""
-        pages = (None, None, "activation_kv", None, None) if op.heads_first else (None, None, "activation_kv", None)
-        heads, scales = (None, "activation_heads", None), None if op.scales is None else pages[:-1]
-
-        def run(query: jax.Array, pages: jax.Array, scales: Any, table: jax.Array, lengths: jax.Array) -> jax.Array:
-            return self._attend(attrs.evolve(op, query=query, pages=pages, scales=scales, table=table, lengths=lengths))
-
-        same_split = parts_of(op.query.shape, heads)[1] == parts_of(op.pages.shape, pages)[2]
-        if same_split and op.bias is None and op.value_size is None:
-            run = per_device(run, (heads, pages, scales, (None, None), (None,)), heads)
-        return run(op.query, op.pages, op.scales, op.table, op.lengths)
+        return on_each_device(op, self._attend)
 
     def _attend(self, op: PagedAttention) -> jax.Array:
         """[T, N, V]."""

@@ -7,7 +7,7 @@ T tokens, N query heads, G key-value heads (N is a multiple of G), H head size, 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import attrs
@@ -17,6 +17,7 @@ from jax import lax
 
 from axlearn_core.kernels.op import Op
 from axlearn_plugins_transformer.kernels.bias import Bias
+from axlearn_plugins_transformer.kernels.per_device import parts_of, per_device
 
 AT_ONCE = 64
 """Tokens whose keys the reference gathers at one time."""
@@ -58,6 +59,7 @@ class PagedAttention(Op[jax.Array]):
             matrices read them best.
         scales: float32 [P, S, 2 G] (or [P, 2, G, S]), by which the numbers of pages of a narrow dtype are multiplied; None where
             pages hold keys and values as they are.
+        local: whether the arrays are what one device has of them; see `on_each_device`.
         finite: whether all numbers in the pages are finite, those that no token wrote included. Otherwise kernels hide these.
         split: what `starts` says, as a static value; None where it depends on the data.
     """
@@ -79,6 +81,7 @@ class PagedAttention(Op[jax.Array]):
     scales: jax.Array | None = attrs.field(default=None, kw_only=True)
     finite: bool = attrs.field(default=False, kw_only=True)
     split: Split | None = attrs.field(default=None, kw_only=True)
+    local: bool = attrs.field(default=False, kw_only=True)
 
     @property
     def groups(self) -> int:
@@ -94,21 +97,29 @@ class PagedAttention(Op[jax.Array]):
 
     def keys_and_values(self, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The pages of these numbers int32 [...] as keys [..., G, S, H] and values [..., G, S, V]."""
-        if self.heads_first:  # A gather of whole runs of memory: XLA for CPU copies those three times as fast.
-            key, value = (self._scaled_pages((numbers, half)) for half in (0, 1))
-            return key, value
-        pages = jnp.swapaxes(self._scaled_pages((numbers,)), -3, -2)
+        pages = self._scaled_pages(numbers)
+        if self.heads_first:
+            return pages[..., 0, :, :, :], pages[..., 1, :, :, :]
+        pages = jnp.swapaxes(pages, -3, -2)
         if self.value_size is not None:
             return pages, pages[..., : self.value_size]
         return pages[..., 0::2, :, :], pages[..., 1::2, :, :]
 
-    def _scaled_pages(self, at: tuple[Any, ...]) -> jax.Array:
-        """What stands at a place in the pages, in the dtype of the queries where it has a scale."""
-        pages = self.pages.at[at].get(mode="clip")
+    def _scaled_pages(self, numbers: jax.Array) -> jax.Array:
+        """The pages of these numbers, in the dtype of the queries where they have scales."""
+        pages = self._take(self.pages, numbers)
         if self.scales is None:
             return pages
-        scales = self.scales.at[at].get(mode="clip")[..., None]
+        scales = self._take(self.scales, numbers)[..., None]
         return (pages.astype(jnp.float32) * scales).astype(self.query.dtype)
+
+    def _take(self, pages: jax.Array, numbers: jax.Array) -> jax.Array:
+        if not (self.heads_first and self.local):
+            return pages.at[numbers].get(mode="clip")
+        # Rows of a matrix, whose numbers are known to be in bounds, and each read once: XLA for CPU copies those fastest.
+        numbers = lax.optimization_barrier(jnp.clip(numbers, 0, pages.shape[0] - 1))
+        taken = pages.reshape(pages.shape[0], -1).at[numbers].get(mode="promise_in_bounds")
+        return lax.optimization_barrier(taken).reshape(*numbers.shape, *pages.shape[1:])
 
     def operands(self) -> Mapping[str, Any]:
         """Queries, pages and their table."""
@@ -171,3 +182,19 @@ class PagedAttention(Op[jax.Array]):
             return jnp.einsum("gnk,gkh->gnh", weights, value).reshape(heads, -1).astype(query.dtype)
 
         return lax.map(one, (query, owner, position), batch_size=AT_ONCE)
+
+
+def on_each_device(op: PagedAttention, attend: Callable[[PagedAttention], jax.Array]) -> jax.Array:
+    """[T, N, V]; each device attends with its own heads. Where they cannot be split so, XLA divides `attend`."""
+    pages = (None, None, "activation_kv", None, None) if op.heads_first else (None, None, "activation_kv", None)
+    heads, scales = (None, "activation_heads", None), None if op.scales is None else pages[:-1]
+    parts, parts_of_pages = parts_of(op.query.shape, heads)[1], parts_of(op.pages.shape, pages)[2]
+
+    def run(query: jax.Array, pages: jax.Array, scales: Any, table: jax.Array, lengths: jax.Array) -> jax.Array:
+        own = attrs.evolve(op, query=query, pages=pages, scales=scales, table=table, lengths=lengths, local=True)
+        return attend(own)
+
+    if parts != parts_of_pages or (parts > 1 and (op.bias is not None or op.value_size is not None)):
+        return attend(op)
+    operands = (heads, pages, scales, (None, None), (None,))
+    return per_device(run, operands, heads)(op.query, op.pages, op.scales, op.table, op.lengths)

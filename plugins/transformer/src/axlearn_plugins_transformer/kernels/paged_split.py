@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from axlearn_core.contracts.kernels import KernelContext
-from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention
+from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention, on_each_device
 
 LOW = -1e30
 FEW_KEYS, MANY_KEYS, CHUNK_KEYS = 512, 1024, 128
@@ -29,6 +29,10 @@ class _XLASplit:
         return None if op.split is not None else "how many tokens each request has is not known when it is compiled"
 
     def __call__(self, op: PagedAttention) -> jax.Array:
+        """[T, N, V]."""
+        return on_each_device(op, self._attend)
+
+    def _attend(self, op: PagedAttention) -> jax.Array:
         """[T, N, V]."""
         assert op.split is not None
         singles, chunk = op.split
