@@ -1,5 +1,7 @@
 """How many devices an engine computes on, and that they compute what one does."""
 
+import math
+import re
 import shutil
 
 import jax
@@ -117,6 +119,17 @@ def test_seeded_samples_and_scores_of_prompts_are_those_of_one_device():
         assert one.samples[0].tokens == two.samples[0].tokens
         values = [[x.logprob for x in (result.prompt_logprobs or ())] for result in (one, two)]
         np.testing.assert_allclose(*values, atol=1e-4)
+
+
+def test_devices_keep_their_pages_to_themselves():
+    built, cfg = model().build(rngs=nnx.Rngs(0)), config(**{"tensor_parallel": 2, "runner.num_blocks": 400})
+    with ax.serve(built, program=serving_program(model(), Mesh(), cfg), config=cfg) as engine:
+        runner = engine.engine.runner
+        program = runner.program.compile("serve", runner.buckets[-1]).as_text()
+        sent = re.findall(r"= f32\[([\d,]+)\]\S* all-(?:gather|reduce)", program)
+        pages = jax.tree.leaves(runner.cache)[0]
+    assert sent
+    assert max(math.prod(map(int, shape.split(","))) for shape in sent) < pages.size / 2
 
 
 def test_a_model_object_stays_on_its_devices():

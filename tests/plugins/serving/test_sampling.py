@@ -45,6 +45,13 @@ def first_logprobs(prompt):
     return np.asarray(jax.nn.log_softmax(hidden[0].astype(jnp.float32), axis=-1))
 
 
+@pytest.mark.parametrize("special", [[], [np.inf, np.inf], [-np.inf] * 7, [np.nan, np.inf, np.nan]], ids=str)
+def test_the_likeliest_token_is_that_of_argmax(special):
+    logits = np.random.default_rng(0).integers(0, 4, (16, 7)).astype(np.float32)  # many are equal
+    logits[3, 7 - len(special) :] = special
+    assert (np.asarray(sampling.likeliest(jnp.asarray(logits))) == np.asarray(jnp.argmax(logits, axis=-1))).all()
+
+
 def test_log_probabilities_are_those_of_the_model():
     prompt = prompts(np.random.default_rng(0), VOCABULARY)[1]
     requests = Requests(runner(), [prompt], [Sampling(temperature=0.7, logprobs=5, prompt_logprobs=True)])
