@@ -65,7 +65,8 @@ def test_paths_and_methods(server):
 def test_a_client_that_leaves_a_stream_frees_its_request():
     with serving(endless(delay=0.002)) as server:
         with httpx.stream("POST", server.url + "/v1/completions", json=FOREVER | {"n": 3}) as response:
-            next(response.iter_lines())
+            lines = response.iter_lines()  # the stream is closed with it
+            next(lines)
             assert server.engine.busy()
         server.wait_until_idle()
         assert len(server.engine.aborted) == 3
@@ -253,7 +254,8 @@ def test_the_end_does_not_wait_for_ever():
 def test_new_requests_while_the_server_stops():
     with serving(endless(delay=0.002), grace=20) as server:
         with httpx.stream("POST", server.url + "/v1/completions", json=FOREVER | {"max_tokens": 300}) as response:
-            next(response.iter_lines())
+            lines = response.iter_lines()
+            next(lines)
             server.service.state = "draining"
             refused = httpx.post(server.url + "/v1/completions", json={"prompt": "a"})
         assert refused.status_code == 503
