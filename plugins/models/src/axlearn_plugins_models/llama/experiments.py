@@ -36,6 +36,14 @@ SEARCHED_7B = {
 what was compiled. They are within 1% of the fastest and take at least a seventh less memory. Other machines have their
 plugin's rules."""
 SEARCHED_70B = {
+    "h100-8x64": TargetRule(
+        shape={"data": 2, "fsdp": 128, "tensor": 2},
+        rules={"activation_embed": ("tensor",)},
+        features=(
+            "remat:save=[query,key,value,attention_out,mlp_gate,mlp_up]",
+            "gradient-accumulation:steps=2",
+        ),
+    ),
     "tpu-v5p-1024": TargetRule(
         shape={"data": 8, "fsdp": 16, "tensor": 4},
         rules={"activation_embed": ("tensor",)},
