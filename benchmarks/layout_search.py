@@ -47,7 +47,7 @@ ROWS = (
     Row(
         "llama2-70b",
         "h100-8x64",
-        settings=("mesh.shape={fsdp: 64, tensor: 8}", "mesh.rules.activation_embed=[]"),
+        settings=("mesh.targets={}", "mesh.shape={fsdp: 64, tensor: 8}", "mesh.rules.activation_embed=[]"),
     ),
     Row("llama2-7b", "tpu-v5p-512", ("remat:policy=tpu-attention",), ("mesh.shape={fsdp: 256}",)),
     Row("llama2-70b", "tpu-v5p-1024", settings=("mesh.targets={}",)),

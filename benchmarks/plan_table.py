@@ -70,7 +70,12 @@ ROWS = (
     ),
     Row("llama2-7b", "tpu-v5p-512", BACKEND_RULE, (("AXLearn", 2.5, 0.662), ("MaxText", 2.7, 0.616))),
     Row("llama2-7b", "trn2-16x64", (), (("AXLearn", 1.2, 0.242),)),
-    Row("llama2-70b", "h100-8x64", (), (("AXLearn", 9.2, 0.400), ("Megatron", 7.8, 0.472), ("MaxText", 9.4, 0.391))),
+    Row(
+        "llama2-70b",
+        "h100-8x64",
+        BACKEND_RULE,
+        (("AXLearn", 9.2, 0.400), ("Megatron", 7.8, 0.472), ("MaxText", 9.4, 0.391)),
+    ),
     Row("llama2-70b", "tpu-v5p-1024", BACKEND_RULE, (("AXLearn", 11.6, 0.680), ("MaxText", 12.3, 0.644))),
     Row("llama2-70b", "trn2-16x64", (), (("AXLearn", 11.2, 0.250),)),
     Row("qwen3-30b-a3b", "tpu-v5p-1024", LONG, (("AXLearn", 12.9, 0.316), ("MaxText", 13.0, 0.313)), "sequence 16384"),
