@@ -134,8 +134,8 @@ def likeliest(logits: jax.Array) -> jax.Array:
     """[L, V] -> int32 [L]: the first of the highest, as `jnp.argmax`, whose one pass XLA for CPU computes number by number."""
     best = jnp.max(logits, axis=-1, keepdims=True)
     token = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    found = (logits == best) | jnp.isnan(logits)
-    return jnp.min(jnp.where(found, token, logits.shape[-1] - 1), axis=-1)
+    highest = (logits == best) | jnp.isnan(logits)
+    return jnp.min(jnp.where(highest, token, logits.shape[-1] - 1), axis=-1)
 
 
 def draw(logits: jax.Array, rows: Tables) -> jax.Array:
