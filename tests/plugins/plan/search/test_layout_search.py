@@ -328,6 +328,39 @@ class TestSearchOption(CommandOptionSuite):
     )
 
 
+@pytest.fixture(scope="module")
+def on_tpus():
+    batch = {"input.batch_size": 64}
+    return rank.Space(Request.of("quickstart", target="tpu-v5p-16", set=batch), ())
+
+
+def test_activations_of_stages_stay_on_the_device(on_tpus, monkeypatch):
+    monkeypatch.setattr(
+        rank, "remat_options", lambda *_: ["remat:offload=[attention_out]", "remat:save=[attention_out]"]
+    )
+    rows = on_tpus.ranked()
+    kept_on_host = [r for r in rows if "remat:offload" in (r.choice.remat or "")]
+    assert kept_on_host
+    assert any(r.choice.pipeline for r in rows)
+    assert not any(r.choice.pipeline for r in kept_on_host)
+
+
+def test_memory_of_stages_has_a_factor_for_each_schedule(on_tpus, monkeypatch):
+    def staged():
+        return [r for r in on_tpus.ranked() if r.choice.pipeline]
+
+    now = {" ".join(r.choice.words): r.estimate for r in staged()}
+    factors = on_tpus.fitted.on_stages
+    monkeypatch.setattr(on_tpus, "fitted", attrs.evolve(on_tpus.fitted, on_stages={}))
+    without = staged()
+    assert {r.choice.pipeline.schedule for r in without} == set(factors)
+    for row in without:
+        expected = factors[row.choice.pipeline.schedule] * row.estimate.temporaries
+        estimate = now[" ".join(row.choice.words)]
+        assert estimate.temporaries == pytest.approx(expected)
+        assert estimate.arguments == row.estimate.arguments
+
+
 def test_what_the_hosts_memory_cannot_hold_is_not_proposed(request_, ranked):
     space = rank.Space(request_, ())
     offloaded = [r for r in ranked if r.choice.offload_optimizer]

@@ -160,6 +160,8 @@ def estimate(
         )
     else:
         activations, columns = memory_on_stages(figures, trace, work.everything, pipeline, state + learner)
+        factor = coefficients.on_stages.get(pipeline.schedule, 1.0)
+        columns = {name: factor * size for name, size in columns.items()}
         temporaries = sum(columns.values())
     of_layers, rest, _ = figures.parameter_bytes
     weights = of_layers + rest

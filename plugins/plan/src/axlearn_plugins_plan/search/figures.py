@@ -18,6 +18,7 @@ class Coefficients:
     Attributes:
         kept: bytes of temporaries for a byte that the forward pass keeps.
         memory: column of `estimate.COLUMNS` -> bytes of temporaries for each of its bytes.
+        on_stages: schedule of a pipeline -> compiled over estimated bytes of its temporaries; 1 where it is not told.
         traffic_activations: bytes to and from memory for a byte that layers compute.
         traffic_weights: the same for a byte of gathered parameters, for each microbatch.
         stream_gathers: all-gathers of the residual stream in each layer of a step where tensor parallelism splits it.
@@ -30,6 +31,7 @@ class Coefficients:
 
     kept: float = 1.0
     memory: Mapping[str, float] = {}
+    on_stages: Mapping[str, float] = {}
     traffic_activations: float = 0.0
     traffic_weights: float = 0.0
     stream_gathers: float = 0.0

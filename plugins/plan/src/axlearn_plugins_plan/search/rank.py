@@ -170,13 +170,20 @@ class Space:
         """
         own = {a: n for a, n in self.base.mesh.sizes(self.machine.devices).items() if n > 1} or {"fsdp": 1}
         on = [*self._meshes(own, staged=False), *self._meshes(own, staged=True)]
-        remats = self.remats()
+        traces = self.remats()
+        remats = list(traces)
+        # libtpu refuses most programs that keep activations of stages in the host's memory.
+        on_stages = [o for o, t in traces.items() if o is None or not any(a.offloaded for a in t.kept)]
         unchanged = f"; kept as requested: {', '.join(sorted(self.held))}" if self.held else ""
         progress(f"{self.machine.name}: {len(on)} meshes, {len(remats)} ways of rematerialisation{unchanged}")
         rows = [
             self.estimated(choice, figures)
             for figures in on
-            for choice in self._choices(figures, dict(figures.choice.shape) == own, list(remats))
+            for choice in self._choices(
+                figures,
+                dict(figures.choice.shape) == own,
+                on_stages if figures.choice.shape.get("pipeline", 1) > 1 else remats,
+            )
         ]
         rows = [row for row in rows if row.choice.shipped or row.estimate.host.fits(self.machine.target)]
         if not rows:
