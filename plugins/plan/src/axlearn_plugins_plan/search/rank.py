@@ -1,7 +1,7 @@
 """Every legal layout of a request on one machine with its estimate, best first."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -170,20 +170,13 @@ class Space:
         """
         own = {a: n for a, n in self.base.mesh.sizes(self.machine.devices).items() if n > 1} or {"fsdp": 1}
         on = [*self._meshes(own, staged=False), *self._meshes(own, staged=True)]
-        traces = self.remats()
-        remats = list(traces)
-        # libtpu refuses most programs that keep activations of stages in the host's memory.
-        on_stages = [o for o, t in traces.items() if o is None or not any(a.offloaded for a in t.kept)]
+        remats = self.remats()
         unchanged = f"; kept as requested: {', '.join(sorted(self.held))}" if self.held else ""
         progress(f"{self.machine.name}: {len(on)} meshes, {len(remats)} ways of rematerialisation{unchanged}")
         rows = [
             self.estimated(choice, figures)
             for figures in on
-            for choice in self._choices(
-                figures,
-                dict(figures.choice.shape) == own,
-                on_stages if figures.choice.shape.get("pipeline", 1) > 1 else remats,
-            )
+            for choice in self._choices(figures, dict(figures.choice.shape) == own, remats)
         ]
         rows = [row for row in rows if row.choice.shipped or row.estimate.host.fits(self.machine.target)]
         if not rows:
@@ -216,8 +209,11 @@ class Space:
         elif self.base_steps() == 1 or self.varies_feature(ACCUMULATION):  # the schedule has microbatches of its own
             yield from pipelines(shape, rows, figures.batch_shards, self.layers, self.schedules)
 
-    def _choices(self, figures: MeshFigures, own: bool, remats: list[str | None]) -> Iterator[Choice]:
+    def _choices(self, figures: MeshFigures, own: bool, remats: Mapping[str | None, StepTrace]) -> Iterator[Choice]:
         """Every layout on one mesh, `own` where it is that of the request."""
+        staged = figures.choice.shape.get("pipeline", 1) > 1
+        # libtpu refuses most programs that keep activations of stages in the host's memory.
+        options = [o for o, t in remats.items() if not staged or o is None or not any(a.offloaded for a in t.kept)]
         mesh, shards = attrs.evolve(figures.choice, requested="mesh" in self.held), figures.batch_shards
         now = self.base_steps()
         batches = [self.rows * 2**n for n in range(-2, 3)] if "batch" in self.vary else [self.rows]
@@ -226,13 +222,12 @@ class Space:
         for rows in batches:
             if rows % shards:
                 continue
-            staged = mesh.shape.get("pipeline", 1) > 1
             counts = [now]
             if self.varies_feature(ACCUMULATION) and not (staged and own):
                 counts = [1] if staged else microbatches(rows, shards)
             places = (False,) if staged else offloads
             works = self._works(figures, rows, own and not mesh.stream)
-            for pipeline, remat, count, offload, dtype in itertools.product(works, remats, counts, places, dtypes):
+            for pipeline, remat, count, offload, dtype in itertools.product(works, options, counts, places, dtypes):
                 yield Choice(
                     pipeline=pipeline,
                     mesh=None if own and not mesh.stream else mesh,
