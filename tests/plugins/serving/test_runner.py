@@ -6,6 +6,7 @@ from flax import nnx
 from serving_models import FAMILIES, SIZES, Requests, config, family, model, prompts, runner
 
 from axlearn_core.compose import Functional
+from axlearn_core.config import patch
 from axlearn_core.errors import RequestError
 from axlearn_plugins_serving.contracts import Row, Sampling
 from axlearn_plugins_serving.runner import ModelRunner
@@ -123,3 +124,17 @@ def test_other_weights_are_taken_while_it_runs():
 def test_steps_of_several_tokens_are_for_rows_that_decode():
     with pytest.raises(RequestError, match="at most 1"):
         runner().submit([Row(slot=0, start=3, blocks=[0])], 2)
+
+
+def test_the_last_feed_forward_layer_is_computed_for_tokens_that_are_chosen_alone():
+    """FLOPs that a wider one adds to a step: of all tokens in the first of two layers, and in the second of those, and of a
+    chunk whose targets are scored where somebody wants them."""
+    width, hidden, flops = 64, 64, []
+    for factor in (1, 2):
+        cfg = patch(config(), {"decoder.layer.feed_forward.hidden_dim": factor * hidden})
+        instance = ModelRunner.Config(**{**SIZES, "max_step_tokens": 64}).build(model=cfg.build(rngs=nnx.Rngs(0)))
+        bucket = instance.buckets[-1]
+        flops.append(instance.program.lower("serve", bucket).cost_analysis()["flops"])
+    added = (flops[1] - flops[0]) / (2 * 3 * width * hidden)
+    assert added == pytest.approx(bucket.tokens + bucket.results + bucket.chunk, rel=0.05)
+    assert added < 2 * bucket.tokens

@@ -74,6 +74,22 @@ def test_each_request_has_its_own_adapter(directories):
     assert len(distinct) == len(prompts)
 
 
+def test_prompts_are_scored_with_the_adapter_of_their_request(directories):
+    prompt = tuple(np.random.default_rng(3).integers(0, 64, 21).tolist())
+    options = {"max_tokens": 0, "prompt_logprobs": True}
+
+    def scores(engine, adapter=None):
+        [result] = engine.generate([prompt], adapter=adapter, **options)
+        return [score.logprob for score in result.prompt_logprobs]
+
+    with serve(base(), set={**SIZES, "runner.adapters": directories}) as local:
+        actual = {name: scores(local, name) for name in (None, *directories)}
+    for name, values in actual.items():
+        with serve(merged(name) if name else base(), set=SIZES) as alone:
+            np.testing.assert_allclose(values, scores(alone), atol=1e-4)
+    assert not np.allclose(actual["small"], actual["large"], atol=1e-2)
+
+
 def test_weights_may_change_beside_adapters(directories):
     with serve(base(), set={**SIZES, "runner.adapters": directories}, warm_up=False) as engine:
         (one,) = engine.generate([[5, 6, 7]], adapter="small", max_tokens=6, temperature=0)

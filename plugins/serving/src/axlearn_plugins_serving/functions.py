@@ -22,6 +22,7 @@ from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_serving import sampling
 from axlearn_plugins_serving.sampling import Chosen, Tables
 from axlearn_plugins_serving.steps import KIND, LOGPROBS, MASKED, SAMPLED, TARGETS, Step, StepBucket
+from axlearn_plugins_transformer.causal_lm import TwoPartDecoder
 from axlearn_plugins_transformer.functions import Arrays, GenerationFunctions
 from axlearn_plugins_transformer.transformer import Cache
 
@@ -193,7 +194,7 @@ class ServingFunctions:
         return model.init_cache(1, self.sizes.blocks * self.sizes.block_size).layers
 
     def _run(self, arrays: Arrays, cache: Any, tables: Tables, step: Step) -> tuple[Any, jax.Array, Any]:
-        """(the model, the hidden states [T, D], the new cache)."""
+        """(the model, what its decoder has still to finish [T, D], the new cache)."""
         model = self._generation.bind(arrays)
         positions, real = step.positions()
         slots = step.slots(positions, real, self.sizes.blocks, self.sizes.block_size)
@@ -204,27 +205,32 @@ class ServingFunctions:
         tokens, positions = self._pad(tokens), self._pad(positions)
         slots = dataclasses.replace(slots, write=self._pad(slots.write, self.sizes.blocks * self.sizes.block_size))
         context = Context(positions=positions[:, None], slots=slots)  # type: ignore[arg-type]
-        with self._adapters(tables, step):
-            hidden, new = model.decoder(tokens[:, None], context, Cache(cache, jnp.zeros((), jnp.int32)))
-        return model, hidden[:, 0], new.layers
+        run = model.decoder.begin if isinstance(model.decoder, TwoPartDecoder) else model.decoder
+        with self._adapters(tables, step.slot[step.owners()]):
+            x, new = run(tokens[:, None], context, Cache(cache, jnp.zeros((), jnp.int32)))
+        return model, x[:, 0], new.layers
 
     def _pad(self, x: jax.Array, value: int = 0) -> jax.Array:
         """With `least` rows, where it has fewer."""
         missing = max(0, self.sizes.least - x.shape[0])
         return jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1), constant_values=value) if missing else x
 
-    def _adapters(self, tables: Tables, step: Step) -> AbstractContextManager[None]:
-        """The choice of adapters for the tokens of a step."""
+    def _adapters(self, tables: Tables, slots: jax.Array) -> AbstractContextManager[None]:
+        """The choice of adapters for tokens of these slots."""
         if not self.sizes.adapters:
             return nullcontext()
         from axlearn_plugins_finetune.lora.rows import row_adapters
 
-        number = tables.adapter.at[step.slot[step.owners()]].get(mode="clip")
+        number = tables.adapter.at[slots].get(mode="clip")
         return row_adapters(jax.nn.one_hot(number - 1, self.sizes.adapters, dtype=jnp.float32))
 
-    def _logits(self, model: Any, arrays: Arrays, hidden: jax.Array) -> jax.Array:
-        """[L, D] -> float32 [L or `least`, V]."""
-        logits = model.logits(self._pad(hidden)[:, None], arrays.get(HEAD))[:, 0].astype(jnp.float32)
+    def _logits(self, model: Any, arrays: Arrays, tables: Tables, x: jax.Array, slots: jax.Array) -> jax.Array:
+        """[L, D] as `_run` leaves them, of slots [L] -> float32 [L or `least`, V]."""
+        hidden = self._pad(x)[:, None]
+        if isinstance(model.decoder, TwoPartDecoder):
+            with self._adapters(tables, slots):
+                hidden = model.decoder.finish(hidden)
+        logits = model.logits(hidden, arrays.get(HEAD))[:, 0].astype(jnp.float32)
         return constrain(logits, None, None)  # whole on every device: choosing a token loops over sums of them
 
     def _choose(self, logits: jax.Array, tables: Tables, step: Step) -> tuple[Chosen, Tables]:
@@ -239,26 +245,29 @@ class ServingFunctions:
     ) -> tuple[Chosen, Chosen | None, Any, Tables]:
         """One step: (choices [L], log-probabilities of targets [K C], the new cache, the new tables)."""
         step = bucket.unpack(packed)
-        model, hidden, cache = self._run(arrays, cache, tables, step)
-        sampled, tables = self._choose(self._logits(model, arrays, hidden[step.ends()]), tables, step)
-        targets = self._targets(model, arrays, hidden[bucket.rows : bucket.tokens], step) if bucket.chunks else None
+        model, x, cache = self._run(arrays, cache, tables, step)
+        targets = self._targets(model, arrays, tables, x[bucket.rows : bucket.tokens], step) if bucket.chunks else None
+        logits = self._logits(model, arrays, tables, x[step.ends()], step.slot)
+        sampled, tables = self._choose(logits, tables, step)
         return sampled, targets, cache, tables
 
-    def _targets(self, model: Any, arrays: Arrays, hidden: jax.Array, step: Step) -> Chosen:
+    def _targets(self, model: Any, arrays: Arrays, tables: Tables, x: jax.Array, step: Step) -> Chosen:
         """The log-probabilities of the targets, a chunk at a time."""
         needed = step.header[TARGETS] > 0
-        width, top = hidden.shape[-1], min(sampling.TOP, self.vocab)
+        rows, chunks, top = step.bucket.rows, step.bucket.chunks, min(sampling.TOP, self.vocab)
 
-        def part(x: tuple[jax.Array, jax.Array]) -> Chosen:
-            scores = sampling.report(self._logits(model, arrays, x[0]), self._pad(x[1]), jnp.bool(True))
-            return jax.tree.map(lambda y: y[: x[1].shape[0]], scores)
+        def part(chunk: tuple[jax.Array, jax.Array, jax.Array]) -> Chosen:
+            x, targets, slot = chunk
+            logits = self._logits(model, arrays, tables, x, jnp.broadcast_to(slot, targets.shape))
+            scores = sampling.report(logits, self._pad(targets), jnp.bool(True))
+            return jax.tree.map(lambda y: y[: targets.shape[0]], scores)
 
         def compute(_: Any) -> Chosen:
-            scores = lax.map(part, (hidden.reshape(step.bucket.chunks, -1, width), step.targets))
+            scores = lax.map(part, (x.reshape(chunks, -1, x.shape[-1]), step.targets, step.slot[rows:]))
             return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), scores)
 
         def nothing(_: Any) -> Chosen:
-            real = jnp.zeros((hidden.shape[0], top), jnp.float32)
+            real = jnp.zeros((x.shape[0], top), jnp.float32)
             return Chosen(step.targets.reshape(-1), real[:, 0], jnp.zeros(real.shape, jnp.int32), real)
 
         return lax.cond(needed, compute, nothing, None)
@@ -275,8 +284,9 @@ class ServingFunctions:
             results, cache, tables = state
             tokens = jnp.where(index > 0, -1, step.tokens)
             substep = attrs.evolve(step, start=step.start + index, tokens=tokens)
-            model, hidden, cache = self._run(arrays, cache, tables, substep)
-            sampled, tables = self._choose(self._logits(model, arrays, hidden[substep.ends()]), tables, substep)
+            model, x, cache = self._run(arrays, cache, tables, substep)
+            logits = self._logits(model, arrays, tables, x[substep.ends()], substep.slot)
+            sampled, tables = self._choose(logits, tables, substep)
             return jax.tree.map(lambda all, x: all.at[index].set(x), results, sampled), cache, tables
 
         return lax.fori_loop(0, count, one, (results, cache, tables))

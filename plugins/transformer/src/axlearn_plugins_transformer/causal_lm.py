@@ -1,7 +1,7 @@
 """The causal language model: a decoder, its output layer and its loss."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,19 @@ class DecoderModel(Protocol):
 
     def unstacked(self) -> Any:
         """The decoder in the form that decodes fastest."""
+        ...
+
+
+@runtime_checkable
+class TwoPartDecoder(Protocol):
+    """A `DecoderModel` that need not finish all tokens: `decoder(...)` is `finish` of what `begin` gives."""
+
+    def begin(self, tokens: jax.Array, context: Context, cache: Any) -> tuple[jax.Array, Any]:
+        """int32 [B, S], the tokens after those in the cache -> [B, S, D] for `finish`, and the new cache."""
+        ...
+
+    def finish(self, x: jax.Array) -> jax.Array:
+        """Any tokens of what `begin` gives, [B, S, D] -> their hidden states [B, S, D]."""
         ...
 
 

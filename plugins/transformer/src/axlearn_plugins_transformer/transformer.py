@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,19 @@ from axlearn_plugins_transformer.stack import LayerStack, Stack, StackLayer, eac
 
 RESIDUAL = ("batch", "residual_sequence", "activation_embed")
 """The logical axes of what goes from block to block."""
+
+
+@runtime_checkable
+class TwoHalves(Protocol):
+    """A layer whose second half maps each position on its own: of the last layer only where somebody needs the result."""
+
+    def attention_half(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
+        """[B, S, D] and the cache of the layer -> ([B, S, D], the new cache)."""
+        ...
+
+    def feed_forward_half(self, x: jax.Array) -> jax.Array:
+        """[B, S, D] -> [B, S, D]."""
+        ...
 
 
 class TransformerLayer(Layer):
@@ -63,9 +76,17 @@ class TransformerLayer(Layer):
 
     def __call__(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
         """[B, S, D] and its cache -> ([B, S, D], the new cache)."""
+        x, cache = self.attention_half(x, context, cache)
+        return self.feed_forward_half(x), cache
+
+    def attention_half(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
+        """See `TwoHalves`."""
         y, cache = self.attention(self._before("attention", x), context, cache)
-        x = self._after("attention", x, y)
-        return self._after("feed_forward", x, self.feed_forward(self._before("feed_forward", x))), cache
+        return self._after("attention", x, y), cache
+
+    def feed_forward_half(self, x: jax.Array) -> jax.Array:
+        """See `TwoHalves`."""
+        return self._after("feed_forward", x, self.feed_forward(self._before("feed_forward", x)))
 
     def _before(self, half: str, x: jax.Array) -> jax.Array:
         return x if self.cfg.norm is None else getattr(self, f"{half}_norm")(x)
@@ -130,20 +151,47 @@ class Decoder(Layer):
         self, tokens: jax.Array, context: Context, cache: Cache | None = None
     ) -> tuple[jax.Array, Cache | None]:
         """int32 [B, S], with a cache the tokens after those in it -> ([B, S, D], the new cache)."""
-        x, entries = self.embedding(tokens), None
-        if cache is not None:
-            entries = cache.layers
-            if context.slots is None:
-                slots = jnp.reshape(cache.length, (-1, 1)) + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-                positions = slots if context.positions is None else context.positions
-                context = dataclasses.replace(context, slots=slots, positions=positions)
+        x, context = self._embed(tokens, context, cache)
+        x, entries = self.cfg.stack.build()(self.layer, x, context, None if cache is None else cache.layers)
+        return self._normalized(x), None if cache is None else Cache(entries, cache.length + tokens.shape[1])
+
+    def begin(self, tokens: jax.Array, context: Context, cache: Cache) -> tuple[jax.Array, Cache]:
+        """See `TwoPartDecoder`: all but the second half of the last layer and the norm."""
+        x, context = self._embed(tokens, context, cache)
+        stack, last = self.cfg.stack.build(), self._last_layer()
+        if last is None:
+            x, entries = stack(self.layer, x, context, cache.layers)
+        else:
+            x, first = stack(nnx.List(self.layer[:-1]), x, context, cache.layers[:-1])
+            x, entry = last.attention_half(constrain(x, *RESIDUAL), context, cache.layers[-1])
+            entries = (*first, entry)
+        return x, Cache(entries, cache.length + tokens.shape[1])
+
+    def finish(self, x: jax.Array) -> jax.Array:
+        """See `TwoPartDecoder`."""
+        last = self._last_layer()
+        return self._normalized(x if last is None else last.feed_forward_half(x))
+
+    def _embed(self, tokens: jax.Array, context: Context, cache: Cache | None) -> tuple[jax.Array, Context]:
+        """What the first layer takes: [B, S, D], and where in the cache it goes."""
+        x = self.embedding(tokens)
+        if cache is not None and context.slots is None:
+            slots = jnp.reshape(cache.length, (-1, 1)) + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+            positions = slots if context.positions is None else context.positions
+            context = dataclasses.replace(context, slots=slots, positions=positions)
         if self.cfg.position is not None:
             at = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
             x = x + jnp.broadcast_to(self.position(at if context.positions is None else context.positions), x.shape)
-        x = constrain(x, *RESIDUAL)
-        x, entries = self.cfg.stack.build()(self.layer, x, context, entries)
-        cache = None if cache is None else Cache(entries, cache.length + tokens.shape[1])
-        return (x if self.cfg.norm is None else self.norm(x)), cache
+        return constrain(x, *RESIDUAL), context
+
+    def _normalized(self, x: jax.Array) -> jax.Array:
+        return x if self.cfg.norm is None else self.norm(x)
+
+    def _last_layer(self) -> TwoHalves | None:
+        """A copy of the last of separate layers, whose variables any trace may write; None where it has no halves."""
+        if not isinstance(self.layer, nnx.List) or len(self.layer) < 2 or not isinstance(self.layer[-1], TwoHalves):
+            return None
+        return nnx.merge(*nnx.split(self.layer[-1]), copy=True)
 
     def init_cache(self, batch: int, length: int) -> Cache:
         """An empty cache for `batch` rows of at most `length` tokens."""

@@ -119,7 +119,7 @@ class _Answers:
         logprobs = None if delta is None else self._logprobs(delta)
         choice = {"index": index, "delta": fields, "logprobs": logprobs, "finish_reason": finish}
         chunk = {**self.head, "object": "chat.completion.chunk", "choices": [choice]}
-        return event({**chunk, **report.fields(self.job.usage)})
+        return event({**chunk, **report.fields(self.job)})
 
     def _logprobs(self, *deltas: Delta) -> dict[str, Any] | None:
         if not self.body.logprobs:

@@ -115,7 +115,7 @@ class _Texts:
             logprobs = completion_logprobs(self.service.grammars, entries, tokens, self.body.logprobs)
         finish = "length" if self.empty and delta.finish else delta.finish
         choice = {"index": delta.index, "text": delta.text, "logprobs": logprobs, "finish_reason": finish}
-        return event({**self.head, "choices": [choice], **report.fields(self.job.usage)})
+        return event({**self.head, "choices": [choice], **report.fields(self.job)})
 
     def _usage(self) -> dict[str, Any]:
         usage = self.job.usage

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from axlearn_plugins_serving.server.errors import ApiError
-from axlearn_plugins_serving.server.job import Job, Usage
+from axlearn_plugins_serving.server.job import Job
 from axlearn_plugins_serving.server.schemas import StreamOptions
 
 DONE = b"data: [DONE]\n\n"
@@ -94,6 +94,6 @@ class UsageReport:
         self.last = options is not None and options.include_usage
         self._each = self.last and options is not None and options.continuous_usage_stats
 
-    def fields(self, usage: Usage) -> dict[str, Any]:
+    def fields(self, job: Job) -> dict[str, Any]:
         """What an event says of the usage so far."""
-        return {"usage": usage.as_json() if self._each else None} if self.last else {}
+        return {"usage": job.usage.as_json() if self._each else None} if self.last else {}
