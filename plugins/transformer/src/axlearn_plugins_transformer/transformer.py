@@ -35,6 +35,12 @@ class TwoHalves(Protocol):
         ...
 
 
+def _one_class_defines(kind: type, *methods: str) -> bool:
+    """Whether a class has all these methods from one place: a subclass with a `__call__` of its own computes something else."""
+    owners = {next((base for base in kind.__mro__ if method in vars(base)), None) for method in methods}
+    return len(owners) == 1 and None not in owners
+
+
 class TransformerLayer(Layer):
     """`x + post(attention(norm(x)))`, then the same with the feed-forward layer.
 
@@ -156,21 +162,21 @@ class Decoder(Layer):
         return self._normalized(x), None if cache is None else Cache(entries, cache.length + tokens.shape[1])
 
     def begin(self, tokens: jax.Array, context: Context, cache: Cache) -> tuple[jax.Array, Cache]:
-        """See `TwoPartDecoder`: all but the second half of the last layer and the norm."""
-        x, context = self._embed(tokens, context, cache)
-        stack, last = self.cfg.stack.build(), self._last_layer()
+        """See `TwoPartDecoder`: all but the second half of the last layer and the norm, where the layers are separate."""
+        last = self._last_layer()
         if last is None:
-            x, entries = stack(self.layer, x, context, cache.layers)
-        else:
-            x, first = stack(nnx.List(self.layer[:-1]), x, context, cache.layers[:-1])
-            x, entry = last.attention_half(constrain(x, *RESIDUAL), context, cache.layers[-1])
-            entries = (*first, entry)
-        return x, Cache(entries, cache.length + tokens.shape[1])
+            x, after = self(tokens, context, cache)
+            assert after is not None
+            return x, after
+        x, context = self._embed(tokens, context, cache)
+        x, entries = self.cfg.stack.build()(nnx.List(self.layer[:-1]), x, context, cache.layers[:-1])
+        x, entry = last.attention_half(constrain(x, *RESIDUAL), context, cache.layers[-1])
+        return x, Cache((*entries, entry), cache.length + tokens.shape[1])
 
     def finish(self, x: jax.Array) -> jax.Array:
         """See `TwoPartDecoder`."""
         last = self._last_layer()
-        return self._normalized(x if last is None else last.feed_forward_half(x))
+        return x if last is None else self._normalized(last.feed_forward_half(x))
 
     def _embed(self, tokens: jax.Array, context: Context, cache: Cache | None) -> tuple[jax.Array, Context]:
         """What the first layer takes: [B, S, D], and where in the cache it goes."""
@@ -188,10 +194,15 @@ class Decoder(Layer):
         return x if self.cfg.norm is None else self.norm(x)
 
     def _last_layer(self) -> TwoHalves | None:
-        """A copy of the last of separate layers, whose variables any trace may write; None where it has no halves."""
+        """A copy of the last of separate layers, whose variables any trace may write; None where `begin` does everything."""
         if not isinstance(self.layer, nnx.List) or len(self.layer) < 2 or not isinstance(self.layer[-1], TwoHalves):
             return None
-        return nnx.merge(*nnx.split(self.layer[-1]), copy=True)
+        one_meaning = (
+            _one_class_defines(type(self), "__call__", "begin", "finish")
+            and _one_class_defines(type(self.cfg.stack.build()), "__call__", "run")
+            and _one_class_defines(type(self.layer[-1]), "__call__", "attention_half", "feed_forward_half")
+        )
+        return nnx.merge(*nnx.split(self.layer[-1]), copy=True) if one_meaning else None
 
     def init_cache(self, batch: int, length: int) -> Cache:
         """An empty cache for `batch` rows of at most `length` tokens."""
