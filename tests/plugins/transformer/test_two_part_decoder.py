@@ -1,0 +1,70 @@
+import attrs
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from axlearn_core.nn.layer import Context
+from axlearn_plugins_transformer.causal_lm import TwoPartDecoder
+from axlearn_plugins_transformer.stack import Stack
+from axlearn_plugins_transformer.transformer import Decoder, TransformerLayer
+
+
+def test_a_decoder_finishes_only_the_tokens_that_somebody_asks_for(tiny, build):
+    decoder, tokens = build(tiny()).decoder.unstacked(), jnp.asarray([[3, 1, 4, 1, 5, 9, 2]])
+    assert isinstance(decoder, TwoPartDecoder)
+    expected, after = decoder(tokens, Context(), decoder.init_cache(1, 16))
+    begun, cache = decoder.begin(tokens, Context(), decoder.init_cache(1, 16))
+    jax.tree.map(np.testing.assert_array_equal, cache, after)
+    assert not np.allclose(begun, decoder.finish(begun))
+    for some in ([6], [1, 4], list(range(7))):
+        np.testing.assert_allclose(decoder.finish(begun[:, some]), expected[:, some], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_stacked_layers_and_a_single_one_are_run_whole(tiny, build, layers):
+    decoder = build(tiny({"decoder.num_layers": layers})).decoder
+    decoder = decoder.unstacked() if layers == 1 else decoder
+    tokens = jnp.asarray([[3, 1, 4]])
+    begun, _ = decoder.begin(tokens, Context(), decoder.init_cache(1, 4))
+    expected, _ = decoder(tokens, Context(), decoder.init_cache(1, 4))
+    np.testing.assert_array_equal(begun, expected)
+    np.testing.assert_array_equal(decoder.finish(begun), expected)
+
+
+class AddingLayer(TransformerLayer):
+    def __call__(self, x, context, cache=None):
+        y, cache = super().__call__(x, context, cache)
+        return y + 3 * x, cache
+
+
+class ReversedStack(Stack):
+    def __call__(self, layers, x, context, cache=None):
+        x, cache = super().__call__(nnx.List(layers[::-1]), x, context, cache[::-1])
+        return x, cache[::-1]
+
+
+class NegatedDecoder(Decoder):
+    def __call__(self, tokens, context, cache=None):
+        x, cache = super().__call__(tokens, context, cache)
+        return -x, cache
+
+
+@pytest.mark.parametrize("changed", ["layer", "stack", "decoder"])
+def test_what_a_subclass_computes_is_not_taken_apart(tiny, changed):
+    def of_class(kind, part):
+        return kind.Config(**{field.name: getattr(part, field.name) for field in attrs.fields(type(part))})
+
+    edits = {
+        "layer": {"decoder.layer": of_class(AddingLayer, tiny().decoder.layer)},
+        "stack": {"decoder.stack": ReversedStack.Config()},
+        "decoder": {"decoder": of_class(NegatedDecoder, tiny().decoder)},
+    }
+    cfg = tiny(edits[changed])
+    plain, decoder = (c.build(rngs=nnx.Rngs(0)).decoder.unstacked() for c in (tiny(), cfg))
+    tokens = jnp.asarray([[3, 1, 4, 1, 5]])
+    expected, _ = decoder(tokens, Context(), decoder.init_cache(1, 8))
+    assert not np.allclose(expected, plain(tokens, Context(), plain.init_cache(1, 8))[0], atol=1e-2)
+    begun, _ = decoder.begin(tokens, Context(), decoder.init_cache(1, 8))
+    np.testing.assert_allclose(decoder.finish(begun), expected, rtol=1e-5, atol=1e-5)
