@@ -31,8 +31,8 @@ LEFT_OUT = {
     "jax-cuda12-plugin", "jax-cuda12-pjrt", "libtpu", "nvidia-cuda-runtime-cu12",
 }  # fmt: skip
 """Requirements that are large, and are never imported here."""
-UNUSED = ("axlearn_plugins_cloud", "axlearn_plugins_serving")
-"""Distributions of ours that no part of the benchmark uses, with many requirements: clients of clouds, an HTTP server."""
+UNUSED = ("axlearn_plugins_cloud", "axlearn_plugins_cpu", "axlearn_plugins_serving")
+"""Distributions of ours that no part of the benchmark uses: two have many requirements, one a library for the machine here."""
 
 
 def normalize(name: str) -> str:

@@ -185,6 +185,8 @@ def _pages():
     yield paged("split-window", **split, window=6, softcap=2.0, heads_first=True)
     yield paged("split-bias", **split, bias=LinearBias((0.5, 0.25, 0.125, 0.0625)), heads_first=True)
     yield paged("split-bfloat16", **split, dtype="bfloat16")
+    yield paged("split-wide", **split, window=20, softcap=2.0, size=32, heads_first=True)
+    yield paged("split-wide", **split, size=32, heads=6, dtype="bfloat16", heads_first=True)
     yield paged("split-singles", new=[1, 1, 1], lengths=[70, 1, 8], tokens=1, split=Split(4, 1), value_size=6, groups=1)
 
 

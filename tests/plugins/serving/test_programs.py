@@ -14,12 +14,15 @@ from click.testing import CliRunner
 import axlearn_core as ax
 from axlearn_core.cli.main import cli
 from axlearn_core.errors import RequestError
+from axlearn_plugins_cpu.kernels import library
 from axlearn_plugins_serving.programs import Loading, programs_of_run
 
 SIZES = {"runner.max_rows": 2, "runner.max_context": 64, "runner.row_buckets": (), "runner.chunk_buckets": ()}
 SET = ["--set", "serving.runner.max_rows=2", "--set", "serving.runner.max_context=64"]
 SET += ["--set", "serving.runner.row_buckets=[]", "--set", "serving.runner.chunk_buckets=[]"]
 MODEL = {"model.decoder.num_layers": 1, "model.decoder.hidden_dim": 32, "evaluators": {}}
+MODEL["model.decoder.layer.attention.num_heads"] = MODEL["model.decoder.layer.attention.num_kv_heads"] = 2  # of 16 numbers
+ATTENTION = "axlearn_plugins_transformer.kernels.paged_attention:PagedAttention"
 
 
 def environment():
@@ -80,6 +83,16 @@ def test_a_server_with_programs_compiles_nothing(run_dir, tmp_path):
 
 
 @pytest.mark.slow
+def test_programs_name_their_kernels(run_dir):
+    """What they call is registered by the module of the kernel, which nothing else imports where nothing is traced."""
+    index = json.loads((run_dir / "programs" / "executables.json").read_text())
+    kernels = {function["function"]: function["kernels"] for function in index["functions"]}
+    attends = "xla-split" if library.missing else "native"
+    assert [ATTENTION, attends] in kernels["serve"]
+    assert kernels["serve_weights"] == []
+
+
+@pytest.mark.slow
 def test_programs_of_other_settings(run_dir):
     other = [*SET, "--set", "serving.runner.max_rows=3"]
     nothing, errors, code = served(run_dir, "--programs", run_dir / "programs", sizes=other)
@@ -134,8 +147,9 @@ def refused(run_dir, tmp_path, **changes):
         ({"identity": lambda i: i | {"code of axlearn_core": "0"}}, "something else: code of axlearn_core"),
         ({"functions": lambda f: [e for e in f if "rows=2" not in e["bucket"]]}, "has no program serve of the shape"),
         ({"functions": lambda f: [e | {"sha256": "0"} for e in f]}, "is damaged"),
+        ({"functions": lambda f: [e | {"kernels": [[ATTENTION, "fast"]]} for e in f]}, "has the kernel 'fast'"),
     ],
-    ids=["jax", "cpu", "machine", "code", "missing", "damaged"],
+    ids=["jax", "cpu", "machine", "code", "missing", "damaged", "kernel"],
 )
 def test_programs_that_do_not_fit(run_dir, tmp_path, changes, says):
     assert says in refused(run_dir, tmp_path, **changes)

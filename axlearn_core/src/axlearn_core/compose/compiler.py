@@ -222,7 +222,8 @@ class Compiler:
                 function = self.compile(name, bucket)
                 if self.was_cached(name, bucket):
                     function = self._compile_anew(name, bucket)
-                compiled[name, str(_bucket_key(bucket))] = function, program
+                kernels = [(choice.op.path(), choice.name) for choice in self.choices(name)]
+                compiled[name, str(_bucket_key(bucket))] = function, program, list(dict.fromkeys(kernels))
         executables.write(directory, self.layout.mesh.devices, compiled, identity, facts)
 
     def load(self, directory: str | os.PathLike[str], identity: Mapping[str, str] | None = None) -> list[str]:

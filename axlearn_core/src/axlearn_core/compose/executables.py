@@ -10,7 +10,7 @@ import os
 import pickle
 import platform
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from jax.experimental import serialize_executable
 from jaxlib import version as jaxlib_version
 
 from axlearn_core.errors import RequestError
+from axlearn_core.kernels.selection import import_kernels
 
 FORMAT = 1
 INDEX = "executables.json"
@@ -35,6 +36,7 @@ class Executable:
         program: SHA-256 of the StableHLO that it was compiled from, and of XLA's options.
         file: its name beside the index.
         sha256: of the file.
+        kernels: (op, name) of the kernels in it: a compiled program may call what their modules register.
     """
 
     function: str
@@ -42,6 +44,7 @@ class Executable:
     program: str
     file: str
     sha256: str
+    kernels: tuple[tuple[str, str], ...] = attrs.field(default=(), converter=lambda pairs: tuple(map(tuple, pairs)))
 
 
 def program_hash(lowered: Any, options: Mapping[str, Any]) -> str:
@@ -96,7 +99,7 @@ def _coordinates(device: Any) -> list[int]:
 def write(
     directory: str | os.PathLike[str],
     devices: object,
-    functions: Mapping[tuple[str, str], tuple[Any, str]],
+    functions: Mapping[tuple[str, str], tuple[Any, str, Sequence[tuple[str, str]]]],
     identity: Mapping[str, str] | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> None:
@@ -107,7 +110,7 @@ def write(
     Args:
         directory: must not exist.
         devices: see `environment`.
-        functions: (function, bucket) -> (compiled, its `program_hash`).
+        functions: (function, bucket) -> (compiled, its `program_hash`, the kernels in it as `Executable.kernels`).
         identity: what the programs were made from, by name; see `Compiler.load`.
         facts: JSON-able, for `read_facts`.
 
@@ -123,13 +126,14 @@ def write(
         folder.mkdir()
         folder.chmod(0o755)
         entries = []
-        for number, ((name, bucket), (compiled, program)) in enumerate(functions.items()):
+        for number, ((name, bucket), (compiled, program, kernels)) in enumerate(functions.items()):
             content = pickle.dumps(serialize_executable.serialize(compiled))
             file = f"{name}-{number}.executable"
             (folder / file).write_bytes(content)
             (folder / file).chmod(0o644)
             sha = hashlib.sha256(content).hexdigest()
-            entries.append(Executable(function=name, bucket=bucket, program=program, file=file, sha256=sha))
+            parts = {"program": program, "file": file, "sha256": sha, "kernels": kernels}
+            entries.append(Executable(function=name, bucket=bucket, **parts))
         index = {**around, "identity": dict(identity or {}), "facts": dict(facts or {})}
         index["functions"] = [attrs.asdict(e) for e in entries]
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
@@ -211,7 +215,7 @@ def load(directory: str | os.PathLike[str], entry: Executable, program: str | No
         devices: the mesh's array of devices.
 
     Raises:
-        RequestError: the program of the function changed, or the file is damaged.
+        RequestError: the program of the function changed, the file is damaged, or a kernel in it is not installed.
     """
     path = Path(directory) / entry.file
     if program is not None and entry.program != program:
@@ -221,6 +225,7 @@ def load(directory: str | os.PathLike[str], entry: Executable, program: str | No
             "    fix: export again, or compose the config and the code that were exported"
         )
     flat = list(devices.flat)
+    import_kernels(entry.kernels)
     arguments = pickle.loads(read(directory, entry))
     return serialize_executable.deserialize_and_load(*arguments, backend=flat[0].client, execution_devices=flat)
 

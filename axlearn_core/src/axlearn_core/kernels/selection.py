@@ -7,7 +7,7 @@ the reference runs. A layer whose config names a kernel gets that one, or an err
 import contextlib
 import contextvars
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import attrs
@@ -62,6 +62,26 @@ def installed(op: OpClass) -> Sequence[KernelImplementation]:
                 )
             claims[implementation.name] = (origin, implementation)
     return [implementation for _, implementation in claims.values()]
+
+
+def import_kernels(kernels: Iterable[tuple[str, str]]) -> None:
+    """Imports kernels by (path of the op, name), as a trace would: their modules may register what compiled programs call.
+
+    Raises:
+        RequestError: no installed plugin declares one.
+    """
+    from axlearn_core.plugins.manager import host  # as above
+
+    declared = {(k.op, k.name): k for _, answer in host().answers("axlearn_kernels") for k in answer}
+    for op, name in kernels:
+        if name == REFERENCE:
+            continue
+        if (op, name) not in declared:
+            raise RequestError(
+                f"a compiled program has the kernel {name!r} of {op}, which no installed plugin declares\n"
+                "    fix: install the plugin that has it, or compile again without it"
+            )
+        importlib.import_module(declared[op, name].load.partition(":")[0])
 
 
 def kernel_tags() -> set[str]:

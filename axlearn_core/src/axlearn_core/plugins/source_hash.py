@@ -19,7 +19,7 @@ def plugin_packages() -> tuple[str, ...]:
 
 
 def source_hashes() -> Mapping[str, str]:
-    """Package -> 16 hex digits of SHA-256 of its source, for each of `plugin_packages`."""
+    """Package -> 16 hex digits of SHA-256 of its source and its compiled libraries, for each of `plugin_packages`."""
     return {name: _hash_package(name) for name in plugin_packages()}
 
 
@@ -34,6 +34,7 @@ def _hash_package(package: str) -> str:
     spec = importlib.util.find_spec(package)
     digest = hashlib.sha256()
     for folder in sorted((spec.submodule_search_locations or ()) if spec else ()):
-        for path in sorted(Path(folder).rglob("*.py")):
+        files = [path for pattern in ("*.py", "*.so") for path in Path(folder).rglob(pattern)]
+        for path in sorted(files):
             digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]

@@ -28,13 +28,13 @@ class _RaggedPaged:
 
     def supports(self, op: PagedAttention, context: KernelContext) -> str | None:
         """bfloat16 or float32, heads of 128 numbers, as many of them as fill its registers, and a table that it can hold."""
-        (_, heads, size), (_, _, both, _) = op.query.shape, op.pages.shape
         if op.bias is not None:
             return "it adds no bias to scores"
         if op.scales is not None:
             return "pages have scales"
         if op.heads_first or op.value_size is not None:
             return "its pages are [pages, slots, heads, head size], with keys and values apart"
+        (_, heads, size), (_, _, both, _) = op.query.shape, op.pages.shape
         dtypes = {op.dtypes[name] for name in ("query", "pages")}
         if len(dtypes) > 1 or not dtypes <= BYTES.keys():
             return f"the dtypes are {', '.join(sorted(dtypes))}; it takes bfloat16, or float32"

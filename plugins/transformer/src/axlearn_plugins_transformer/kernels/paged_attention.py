@@ -184,17 +184,28 @@ class PagedAttention(Op[jax.Array]):
         return lax.map(one, (query, owner, position), batch_size=AT_ONCE)
 
 
-def on_each_device(op: PagedAttention, attend: Callable[[PagedAttention], jax.Array]) -> jax.Array:
-    """[T, N, V]; each device attends with its own heads. Where they cannot be split so, XLA divides `attend`."""
+def _axes(op: PagedAttention) -> tuple[tuple[str | None, ...], tuple[str | None, ...]]:
+    """The logical axes of queries and of pages."""
     pages = (None, None, "activation_kv", None, None) if op.heads_first else (None, None, "activation_kv", None)
-    heads, scales = (None, "activation_heads", None), None if op.scales is None else pages[:-1]
+    return (None, "activation_heads", None), pages
+
+
+def divides_heads(op: PagedAttention) -> bool:
+    """Whether each device of the placement in force can attend with its own heads, and needs nothing of the others."""
+    heads, pages = _axes(op)
     parts, parts_of_pages = parts_of(op.query.shape, heads)[1], parts_of(op.pages.shape, pages)[2]
+    return parts == parts_of_pages and (parts == 1 or (op.bias is None and op.value_size is None))
+
+
+def on_each_device(op: PagedAttention, attend: Callable[[PagedAttention], jax.Array]) -> jax.Array:
+    """[T, N, V]; each device attends with its own heads. Where they cannot be divided so, XLA divides `attend`."""
+    if not divides_heads(op):
+        return attend(op)
+    heads, pages = _axes(op)
 
     def run(query: jax.Array, pages: jax.Array, scales: Any, table: jax.Array, lengths: jax.Array) -> jax.Array:
         own = attrs.evolve(op, query=query, pages=pages, scales=scales, table=table, lengths=lengths, local=True)
         return attend(own)
 
-    if parts != parts_of_pages or (parts > 1 and (op.bias is not None or op.value_size is not None)):
-        return attend(op)
-    operands = (heads, pages, scales, (None, None), (None,))
+    operands = (heads, pages, None if op.scales is None else pages[:-1], (None, None), (None,))
     return per_device(run, operands, heads)(op.query, op.pages, op.scales, op.table, op.lengths)

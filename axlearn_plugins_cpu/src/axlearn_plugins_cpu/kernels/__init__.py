@@ -1,0 +1,1 @@
+"""Calls of the kernels in `native/`, as kernels of ops."""

@@ -1,0 +1,135 @@
+// Attention of several tokens of one request, for one set of instructions. Included after lanes.h and pages.h.
+//
+// The rows are the queries of a tile of tokens, all heads of a key-value head. KEYS keys at a time, which are stored
+// transposed, are multiplied with all rows; the softmax is summed up on the way.
+
+template <class Q, class T>
+struct Chunk {
+  static constexpr int64_t KEYS = 64;
+  static constexpr int64_t AT_ONCE = LANES == 16 ? 8 : 4;  // rows whose products are in registers
+
+  const Call<Q, T>& call;
+  const Pages<Q, T> pages;
+  const int64_t request, group;
+
+  // Copies keys (transposed) and values of slots [begin, begin + KEYS) as float32, zeros from `end` on.
+  TARGET void copy(int64_t begin, int64_t end, float* keys, float* values) const {
+    const int64_t size = call.size;
+    for (int64_t first = 0; first < KEYS; first += LANES) {
+      const T* rows[LANES];
+      float scales[LANES];
+      for (int i = 0; i < LANES; ++i) {
+        const int64_t slot = begin + first + i, number = slot / call.page_size, at = slot - number * call.page_size;
+        rows[i] = slot < end ? pages.keys(number) + at * size : nullptr;
+        scales[i] = slot < end && call.scales ? pages.key_scales(number)[at] : 1.0f;
+        const T* value = slot < end ? pages.values(number) + at * size : nullptr;
+        const float scale = slot < end && call.scales ? pages.value_scales(number)[at] : 1.0f;
+        for (int64_t h = 0; h < size; h += LANES)
+          store(values + (first + i) * size + h, value ? load(value + h) * scale : Vector{});
+      }
+      for (int64_t h = 0; h < size; h += LANES) {
+        Vector square[LANES];
+        for (int i = 0; i < LANES; ++i) square[i] = rows[i] ? load(rows[i] + h) * scales[i] : Vector{};
+        transpose(square);
+        for (int i = 0; i < LANES; ++i) store(keys + (h + i) * KEYS + first, square[i]);
+      }
+    }
+  }
+
+  // [rows, size] queries with [size, KEYS] keys.
+  TARGET void multiply(const float* query, const float* keys, int64_t rows, float* scores) const {
+    const int64_t size = call.size;
+    for (int64_t row = 0; row < rows; row += AT_ONCE)
+      for (int64_t key = 0; key < KEYS; key += 2 * LANES) {
+        Vector sums[AT_ONCE][2] = {};
+        for (int64_t h = 0; h < size; ++h) {
+          const Vector left = load(keys + h * KEYS + key), right = load(keys + h * KEYS + key + LANES);
+          for (int i = 0; i < AT_ONCE; ++i) {
+            const float factor = query[(row + i) * size + h];
+            sums[i][0] += factor * left;
+            sums[i][1] += factor * right;
+          }
+        }
+        for (int i = 0; i < AT_ONCE; ++i) {
+          store(scores + (row + i) * KEYS + key, sums[i][0]);
+          store(scores + (row + i) * KEYS + key + LANES, sums[i][1]);
+        }
+      }
+  }
+
+  // Adds [rows, KEYS] weights with `count` of the [KEYS, size] values, WIDTH vectors from `at` on, to what `shrinks` leaves of
+  // the result.
+  template <int WIDTH>
+  TARGET void add(const float* weights, const float* values, const float* shrinks, int64_t rows, int64_t count, int64_t at,
+                  float* result) const {
+    const int64_t size = call.size;
+    for (int64_t row = 0; row < rows; row += AT_ONCE) {
+      Vector sums[AT_ONCE][WIDTH];
+      for (int i = 0; i < AT_ONCE; ++i)
+        for (int w = 0; w < WIDTH; ++w) sums[i][w] = load(result + (row + i) * size + at + w * LANES) * shrinks[row + i];
+      for (int64_t key = 0; key < count; ++key) {
+        Vector parts[WIDTH];
+        for (int w = 0; w < WIDTH; ++w) parts[w] = load(values + key * size + at + w * LANES);
+        for (int i = 0; i < AT_ONCE; ++i)
+          for (int w = 0; w < WIDTH; ++w) sums[i][w] += weights[(row + i) * KEYS + key] * parts[w];
+      }
+      for (int i = 0; i < AT_ONCE; ++i)
+        for (int w = 0; w < WIDTH; ++w) store(result + (row + i) * size + at + w * LANES, sums[i][w]);
+    }
+  }
+
+  // The softmax of a row's scores of keys from `begin` on, of which it sees those up to `position`, in its window.
+  TARGET float weigh(float* scores, int64_t begin, int64_t position, float& peak, float& total) const {
+    const int64_t count = std::min<int64_t>(KEYS, std::max<int64_t>(0, position - begin + 1));
+    const int64_t outside = call.window > 0 ? std::max<int64_t>(0, position - call.window + 1 - begin) : 0;
+    const int64_t hidden = std::min(count, outside);
+    cap(scores, KEYS, call.softcap);
+    for (int64_t i = 0; i < hidden; ++i) scores[i] = LOW;
+    for (int64_t i = count; i < KEYS; ++i) scores[i] = LOW;
+    if (hidden < count) return softmax(scores, KEYS, peak, total);
+    for (int64_t i = 0; i < KEYS; i += LANES) store(scores + i, Vector{});
+    return 1.0f;
+  }
+
+  // Tokens [from, from + tokens) of a chunk whose queries begin at the row `first`.
+  TARGET void run(int64_t first, int64_t from, int64_t tokens) const {
+    const int64_t size = call.size, heads = call.heads, used = tokens * heads, rows = (used + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
+    float* query = room(2 * rows * size + rows * KEYS + 2 * KEYS * size + 3 * rows);
+    float *result = query + rows * size, *scores = result + rows * size, *keys = scores + rows * KEYS;
+    float *values = keys + KEYS * size, *peaks = values + KEYS * size, *totals = peaks + rows, *shrinks = totals + rows;
+    auto at = [&](int64_t row) { return (((first + from + row / heads) * call.groups + group) * heads + row % heads) * size; };
+    for (int64_t row = 0; row < rows; ++row) {
+      for (int64_t h = 0; h < size; h += LANES) {
+        store(query + row * size + h, row < used ? load(call.query + at(row) + h) * call.scale : Vector{});
+        store(result + row * size + h, Vector{});
+      }
+      peaks[row] = LOW;
+      totals[row] = 0;
+      shrinks[row] = 1;
+    }
+    const int64_t length = call.lengths[request], room_for = call.most_pages * call.page_size;
+    const int64_t position = length - call.chunk + from, end = std::min(room_for, position + tokens);
+    const int64_t visible = call.window > 0 ? std::max<int64_t>(0, position - call.window + 1) : 0;
+    for (int64_t begin = visible / KEYS * KEYS; begin < end; begin += KEYS) {
+      copy(begin, end, keys, values);
+      multiply(query, keys, rows, scores);
+      for (int64_t row = 0; row < used; ++row)
+        shrinks[row] = weigh(scores + row * KEYS, begin, position + row / heads, peaks[row], totals[row]);
+      const int64_t count = std::min(KEYS, end - begin);
+      int64_t h = 0;
+      for (; h + 2 * LANES <= size; h += 2 * LANES) add<2>(scores, values, shrinks, rows, count, h, result);
+      for (; h < size; h += LANES) add<1>(scores, values, shrinks, rows, count, h, result);
+    }
+    for (int64_t row = 0; row < used; ++row)
+      for (int64_t h = 0; h < size; h += LANES)
+        store(call.result + at(row) + h, load(result + row * size + h) / divisor(totals[row]));
+  }
+};
+
+// The tile `tile` of a chunk, which is the request after `singles` and `number` others.
+template <class Q, class T>
+TARGET void chunk(const Call<Q, T>& call, int64_t number, int64_t tile, int64_t group) {
+  const int64_t request = call.singles + number, tokens = call.tile();
+  const Chunk<Q, T> work{call, {call, request, group}, request, group};
+  work.run(call.singles + number * call.chunk, tile * tokens, std::min(tokens, call.chunk - tile * tokens));
+}

@@ -1,0 +1,29 @@
+// The Python module `axlearn_plugins_cpu._native`: the handlers as capsules, for `jax.ffi.register_ffi_target`.
+
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+
+#include "native.h"
+
+static PyObject* handlers(PyObject*, PyObject*) {
+  PyObject* capsule = PyCapsule_New(reinterpret_cast<void*>(axlearn::paged_attention), nullptr, nullptr);
+  if (capsule == nullptr) return nullptr;
+  return Py_BuildValue("{s:N}", "axlearn_paged_attention", capsule);
+}
+
+static PyObject* instructions(PyObject*, PyObject*) {
+  return PyLong_FromLongLong(axlearn::best_instructions());
+}
+
+static PyMethodDef methods[] = {
+    {"handlers", handlers, METH_NOARGS, "Name -> handler, of XLA's foreign functions."},
+    {"instructions", instructions, METH_NOARGS, "The best set of instructions of this processor: 1, 2 (AVX2) or 3 (AVX-512)."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+static PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_native", "Kernels in C++.", 0, methods, nullptr, nullptr, nullptr, nullptr,
+};
+
+PyMODINIT_FUNC PyInit__native() { return PyModule_Create(&definition); }

@@ -1,0 +1,165 @@
+// The op `paged_attention` for processors, as a handler of XLA's foreign function interface.
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "native.h"
+
+namespace axlearn {
+namespace {
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+constexpr float LOW = -1e30f;
+constexpr int64_t MOST_ROWS = 128;  // of a tile
+
+// What a device has of one call, sizes as in `PagedAttention`: queries and the result [T, groups * heads, size], pages
+// [P, 2, groups, page_size, size] of keys and of values, their scales [P, 2, groups, page_size] or none, the table
+// [R, most_pages], lengths [R]. Each of the first `singles` requests has one token, each of the others `chunk`.
+template <class Q, class T>
+struct Call {
+  const Q* query;
+  const T* pages;
+  const float* scales;
+  const int32_t *table, *lengths;
+  Q* result;
+  int64_t groups, heads, size, page_size, most_pages, pages_count, singles, chunks, chunk, window;
+  float scale, softcap;
+
+  int64_t tile() const { return std::max<int64_t>(1, MOST_ROWS / heads); }
+  int64_t tiles() const { return (chunk + tile() - 1) / tile(); }
+  int64_t items() const { return groups * (singles + chunks * tiles()); }
+};
+
+// Memory for `count` floats, from the beginning of a cache line on, until this thread asks again.
+float* room(size_t count) {
+  static thread_local std::vector<float> memory;
+  if (memory.size() < count + 16) memory.resize(count + 16);
+  const auto address = reinterpret_cast<uintptr_t>(memory.data());
+  return reinterpret_cast<float*>((address + 63) / 64 * 64);
+}
+
+#if defined(__x86_64__)
+namespace avx512 {
+#define LANES 16
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
+#include "each.h"
+}  // namespace avx512
+namespace avx2 {
+#define LANES 8
+#define TARGET __attribute__((target("avx2,fma")))
+#include "each.h"
+}  // namespace avx2
+#endif
+namespace baseline {
+#define LANES 8
+#define TARGET
+#include "each.h"
+}  // namespace baseline
+
+// The calling thread and those of XLA's pool take items one after another. The caller waits for none that has not begun: the
+// pool may be busy with calls of other devices.
+template <class Function>
+void for_each(ffi::ThreadPool& pool, int64_t items, const Function& function) {
+  struct Shared {
+    std::atomic<int64_t> next{0}, done{0};
+  };
+  auto shared = std::make_shared<Shared>();
+  auto take = [shared, items, &function] {  // a helper that comes late finds no item, and does not touch `function`
+    for (int64_t item; (item = shared->next.fetch_add(1)) < items;) {
+      function(item);
+      shared->done.fetch_add(1, std::memory_order_release);
+    }
+  };
+  static const int64_t processors = std::max<int64_t>(1, std::thread::hardware_concurrency());
+  const int64_t helpers = std::min({pool.num_threads(), processors, items}) - 1;
+  for (int64_t i = 0; i < helpers; ++i) pool.Schedule([take] { take(); });
+  take();
+  while (shared->done.load(std::memory_order_acquire) < items) std::this_thread::yield();
+}
+
+template <class Q, class T>
+void run(ffi::ThreadPool& pool, const Call<Q, T>& call, int64_t instructions) {
+  for_each(pool, call.items(), [&](int64_t item) {
+    switch (instructions) {
+#if defined(__x86_64__)
+      case AVX512: return avx512::attend(call, item);
+      case AVX2: return avx2::attend(call, item);
+#endif
+      default: return baseline::attend(call, item);
+    }
+  });
+}
+
+ffi::Error call(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer pages, ffi::Buffer<ffi::F32> scales,
+                ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> lengths, ffi::Result<ffi::AnyBuffer> result, float scale,
+                int64_t window, float softcap, int64_t singles, int64_t chunk, int64_t instructions) {
+  const auto q = query.dimensions(), p = pages.dimensions(), t = table.dimensions();
+  const bool shapes = q.size() == 3 && p.size() == 5 && t.size() == 2 && p[1] == 2 && p[4] == q[2] && q[2] % 16 == 0 &&
+                      p[2] > 0 && q[1] % p[2] == 0 && singles <= t[0] && chunk > 0 && lengths.dimensions()[0] == t[0] &&
+                      q[0] >= singles + (t[0] - singles) * chunk &&
+                      (scales.element_count() == 0 || scales.element_count() * p[4] == pages.element_count());
+  if (!shapes) return ffi::Error::InvalidArgument("axlearn_paged_attention: shapes that do not belong together");
+  if (instructions > best_instructions())
+    return ffi::Error::InvalidArgument("axlearn_paged_attention: instructions that this processor lacks");
+  const int64_t chosen = instructions ? instructions : best_instructions();
+  auto with = [&](auto of_queries, auto of_pages) {
+    using Q = decltype(of_queries);
+    using T = decltype(of_pages);
+    const Call<Q, T> call{static_cast<const Q*>(query.untyped_data()), static_cast<const T*>(pages.untyped_data()),
+                          scales.element_count() ? scales.typed_data() : nullptr, table.typed_data(), lengths.typed_data(),
+                          static_cast<Q*>(result->untyped_data()), p[2], q[1] / p[2], q[2], p[3], t[1], p[0], singles,
+                          t[0] - singles, chunk, window, scale, softcap};
+    run(pool, call, chosen);
+    return ffi::Error::Success();
+  };
+  auto with_queries = [&](auto of_queries) {
+    switch (pages.element_type()) {
+      case ffi::F32: return with(of_queries, float{});
+      case ffi::BF16: return with(of_queries, BFloat16{});
+      case ffi::S8: return with(of_queries, int8_t{});
+      default: return ffi::Error::InvalidArgument("axlearn_paged_attention: pages are float32, bfloat16 or int8");
+    }
+  };
+  switch (query.element_type()) {
+    case ffi::F32: return with_queries(float{});
+    case ffi::BF16: return with_queries(BFloat16{});
+    default: return ffi::Error::InvalidArgument("axlearn_paged_attention: queries are float32 or bfloat16");
+  }
+}
+
+}  // namespace
+
+int64_t best_instructions() {
+#if defined(__x86_64__)
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (avx512) return AVX512;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return AVX2;
+#endif
+  return BASELINE;
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(paged_attention, call,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<float>("scale")
+                                  .Attr<int64_t>("window")
+                                  .Attr<float>("softcap")
+                                  .Attr<int64_t>("singles")
+                                  .Attr<int64_t>("chunk")
+                                  .Attr<int64_t>("instructions"));
+
+}  // namespace axlearn

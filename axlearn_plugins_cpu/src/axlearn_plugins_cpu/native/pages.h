@@ -1,0 +1,54 @@
+// What attention of one token and of many share, for one set of instructions. Included after lanes.h.
+
+// The pages of one request, for one key-value head.
+template <class Q, class T>
+struct Pages {
+  const Call<Q, T>& call;
+  const int64_t request, group;
+
+  // Numbers in the table that are no page are taken for the nearest one: what unused entries hold is not specified.
+  TARGET int64_t offset(int64_t number, int64_t kind) const {
+    const int64_t listed = call.table[request * call.most_pages + number];
+    const int64_t page = std::min(std::max<int64_t>(listed, 0), call.pages_count - 1);
+    return ((page * 2 + kind) * call.groups + group) * call.page_size;
+  }
+
+  TARGET const T* keys(int64_t number) const { return call.pages + offset(number, 0) * call.size; }
+  TARGET const T* values(int64_t number) const { return call.pages + offset(number, 1) * call.size; }
+  TARGET const float* key_scales(int64_t number) const { return call.scales ? call.scales + offset(number, 0) : nullptr; }
+  TARGET const float* value_scales(int64_t number) const { return call.scales ? call.scales + offset(number, 1) : nullptr; }
+};
+
+// Brings the vector of a token into the cache.
+template <class T>
+TARGET static inline void fetch(const T* x, int64_t size) {
+  for (int64_t at = 0; at < size; at += 64 / sizeof(T)) __builtin_prefetch(x + at);
+}
+
+TARGET static inline void cap(float* scores, int64_t count, float softcap) {
+  if (softcap <= 0) return;
+  for (int64_t i = 0; i < count; i += LANES) store(scores + i, capped(load(scores + i), softcap));
+}
+
+// Turns `count` scores into weights; what is behind them, up to a whole vector, becomes 0. `peak` becomes the largest score so
+// far, `total` the sum of weights so far. Returns what older sums shrink by.
+TARGET static inline float softmax(float* scores, int64_t count, float& peak, float& total) {
+  const int64_t padded = (count + LANES - 1) / LANES * LANES;
+  for (int64_t i = count; i < padded; ++i) scores[i] = LOW;
+  Vector most = Vector{} + peak;
+  for (int64_t i = 0; i < padded; i += LANES) most = largest(most, load(scores + i));
+  const float highest = largest(most);
+  const float shrink = exponential(Vector{} + (peak - highest))[0];
+  Vector sums = {};
+  for (int64_t i = 0; i < padded; i += LANES) {
+    const Vector weights = exponential(load(scores + i) - highest);
+    store(scores + i, weights);
+    sums += weights;
+  }
+  peak = highest;
+  total = total * shrink + sum(sums);
+  return shrink;
+}
+
+// What sums of weighted values are divided by: a token that sees no key has the sum 0, and gets 0.
+TARGET static inline float divisor(float total) { return total == 0 ? 1.0f : total; }

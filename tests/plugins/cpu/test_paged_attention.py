@@ -1,0 +1,171 @@
+"""Attention in C++ is that of the reference: all shapes, dtypes, sets of instructions, and what pages hold that no token wrote."""
+
+import functools
+import itertools
+
+import attrs
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from axlearn_core.contracts.kernels import KernelContext
+from axlearn_core.kernels import selection
+from axlearn_plugins_cpu.kernels import library
+from axlearn_plugins_cpu.kernels.paged_attention import NATIVE, attend
+from axlearn_plugins_transformer.kernels.bias import LinearBias
+from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention, Split
+from axlearn_plugins_transformer.paged_cache import to_narrow
+
+CPU = KernelContext(platform="cpu", gradients=False)
+INSTRUCTIONS = range(4)
+"""0 is the best; then those of any processor, AVX2, AVX-512."""
+REQUESTS = {
+    "three tokens": (3, 0, 1, [5, 17, 1]),
+    "tokens and chunks": (2, 2, 4, [700, 40, 130, 4]),
+    "chunks": (0, 2, 40, [40, 1100]),
+    "more than one block": (1, 1, 33, [1300, 50]),
+    "several tiles": (0, 1, 200, [333]),
+}
+"""Requests of one token, chunks, the tokens of a chunk; the length of each, new tokens included."""
+
+
+def call(requests, *, heads=6, groups=2, size=32, slots=16, dtype="float32", store=None, seed=0, **options):
+    """Pages lie anywhere, what nobody wrote in them is NaN, and unused entries of the table are no pages."""
+    singles, chunks, chunk, lengths = REQUESTS[requests] if isinstance(requests, str) else requests
+    rng, rows = np.random.default_rng(seed), singles + chunks
+    most = max(1, *(-(-n // slots) for n in lengths))
+    count = rows * most + 3
+    table = rng.permutation(count)[: rows * most].reshape(rows, most).astype(np.int32)
+    pages = np.full((count, 2, groups, slots, size), np.nan if store is None else 0, np.float32)
+    for row, length in zip(table, lengths, strict=True):
+        for at in range(length):
+            pages[row[at // slots], :, :, at % slots] = rng.standard_normal((2, groups, size))
+        row[-(-length // slots) :] = rng.integers(-5, count + 5, most + -length // slots)
+    pages, scales = (jnp.asarray(pages, dtype), None) if store is None else to_narrow(jnp.asarray(pages), store)
+    query = jnp.asarray(rng.standard_normal((singles + chunks * chunk, heads, size)), dtype)
+    starts = [*range(singles), *(singles + chunk * i for i in range(chunks + 1))]
+    table, lengths, starts, count = (jnp.asarray(x, jnp.int32) for x in (table, lengths, starts, [rows]))
+    options |= {"scale": 0.2, "heads_first": True, "split": Split(singles, chunk), "scales": scales}
+    return PagedAttention(query, pages, table, lengths, starts, count, **options)
+
+
+def error(op, instructions=0):
+    """The largest difference from the reference, relative to the largest number."""
+    got, expected = (np.asarray(jax.jit(f)(), np.float32) for f in (lambda: attend(op, instructions), op.reference))
+    assert got.shape == expected.shape
+    return np.max(np.abs(got - expected)) / np.max(np.abs(expected))
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+@pytest.mark.parametrize("requests", REQUESTS)
+def test_requests(requests, instructions):
+    if instructions > library.instructions:
+        pytest.skip("this processor lacks the instructions")
+    assert error(call(requests), instructions) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("shape", "tolerance"),
+    [
+        ({"heads": 4, "groups": 4}, 1e-5),
+        ({"heads": 8, "groups": 1}, 1e-5),
+        ({"heads": 14, "size": 80}, 1e-5),
+        ({"size": 16}, 1e-5),
+        ({"size": 48, "slots": 8}, 1e-5),
+        ({"size": 128, "slots": 5}, 1e-5),
+        ({"window": 7}, 1e-5),
+        ({"window": 600}, 1e-5),
+        ({"softcap": 3.0}, 1e-5),
+        ({"softcap": 3.0, "window": 33, "slots": 32}, 1e-5),
+        ({"store": "int8"}, 1e-5),
+        ({"dtype": "bfloat16"}, 2e-2),
+        ({"dtype": "bfloat16", "store": "int8", "heads": 2}, 2e-2),
+    ],
+    ids=lambda x: "-".join(f"{k}{v}" for k, v in x.items()) if isinstance(x, dict) else "",
+)
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+def test_shapes(shape, tolerance, instructions):
+    if instructions > library.instructions:
+        pytest.skip("this processor lacks the instructions")
+    for requests in ("tokens and chunks", "more than one block"):
+        assert error(call(requests, **shape), instructions) < tolerance
+
+
+def test_random_requests():
+    rng = np.random.default_rng(0)
+    for seed, window, softcap in itertools.product(range(6), (None, 40), (None, 5.0)):
+        singles, chunks = rng.integers(0, 4), rng.integers(0, 3)
+        chunk = int(rng.integers(1, 70))
+        lengths = [*rng.integers(1, 900, singles), *(chunk + rng.integers(0, 500, chunks))]
+        if lengths:
+            requests = (int(singles), int(chunks), chunk, [int(n) for n in lengths])
+            assert error(call(requests, window=window, softcap=softcap, seed=seed)) < 1e-5
+
+
+def test_requests_that_nobody_has():
+    op = call((2, 1, 4, [9, 0, 0]))
+    result = np.asarray(jax.jit(lambda: attend(op))())
+    assert np.all(result[1:] == 0), "no key is seen"
+    assert np.any(result[0] != 0)
+
+
+def test_not_a_number_stays_in_its_request():
+    op = call((3, 0, 1, [20, 30, 40]))
+    query = op.query.at[1].set(jnp.nan)
+    broken = jax.jit(lambda: attend(attrs.evolve(op, query=query)))()
+    whole = jax.jit(lambda: attend(op))()
+    assert np.isnan(broken[1]).all()
+    np.testing.assert_array_equal(np.delete(broken, 1, 0), np.delete(whole, 1, 0))
+
+
+def test_large_scores():
+    assert error(attrs.evolve(call("tokens and chunks"), scale=200.0)) < 1e-4, "each softmax is nearly of one key"
+
+
+def test_a_result_does_not_depend_on_the_other_requests():
+    whole = call((3, 0, 1, [20, 600, 40]))
+    own = {name: getattr(whole, name)[1:2] for name in ("query", "table", "lengths")}
+    one = attrs.evolve(whole, **own, split=Split(1, 1))
+    results = [np.asarray(jax.jit(functools.partial(attend, op))()) for op in (whole, one)]
+    np.testing.assert_array_equal(results[0][1:2], results[1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"size": 24}, "the head size 24 is not a multiple of 16"),
+        ({"dtype": "float16"}, "queries of float16 with pages of float16"),
+        ({"store": "float8_e4m3fn"}, "queries of float32 with pages of float8_e4m3fn"),
+        ({"bias": LinearBias((0.5,) * 6)}, "it takes no bias"),
+    ],
+)
+def test_refusals(changes, reason):
+    assert NATIVE.supports(call("three tokens", **changes), CPU).startswith(reason)
+
+
+def test_without_the_library_xla_attends(monkeypatch):
+    monkeypatch.setattr(library, "missing", "it was not built")
+    chosen = selection.Selection(platform="cpu", gradients=False)
+    with selection.use(chosen):
+        jax.eval_shape(lambda: call("three tokens").run(None))
+    (choice,) = chosen.choices
+    assert (choice.name, choice.rejected["native"]) == ("xla-split", "it was not built")
+
+
+def test_it_is_chosen_on_cpus_alone():
+    for platform, name in (("cpu", "native"), ("tpu", "xla-split")):
+        chosen = selection.Selection(platform=platform, gradients=False)
+        with selection.use(chosen):
+            jax.eval_shape(lambda: call("three tokens").run(None))
+        assert chosen.choices[0].name == name
+
+
+def test_shapes_that_do_not_belong_together():
+    """The library reads no memory that is not there, whoever calls it."""
+    op = call("three tokens")
+    short = attrs.evolve(op, query=op.query[:2])
+    with pytest.raises(jax.errors.JaxRuntimeError, match="shapes that do not belong together"):
+        jax.block_until_ready(jax.jit(lambda: attend(short))())
+    with pytest.raises(jax.errors.JaxRuntimeError, match="instructions that this processor lacks"):
+        jax.block_until_ready(jax.jit(lambda: attend(op, 4))())
