@@ -1,3 +1,5 @@
+import sys
+
 import attrs
 import jax
 import jax.numpy as jnp
@@ -91,6 +93,23 @@ def test_two_plugins_with_one_kernel_name_are_an_error(monkeypatch):
     with pytest.raises(PluginError, match=r"'xla' is claimed by the op itself and by one 1\.0"):
         selection.installed(Attention)
     assert [k.name for k in selection.installed(CrossEntropy)] == ["xla"]  # the claims are about another op
+
+
+def test_kernels_of_a_compiled_program_are_imported(monkeypatch):
+    class Host:
+        def answers(self, hook):
+            fast = KernelImplementation(name="fast", op=PATH, load="colorsys:rgb_to_hsv")
+            gone = KernelImplementation(name="gone", op=PATH, load="no_such_module:KERNEL")
+            return [("one 1.0", [fast, gone])]
+
+    monkeypatch.setattr("axlearn_core.plugins.manager.host", Host)
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    selection.import_kernels([(PATH, "xla"), (PATH, "fast")])
+    assert "colorsys" in sys.modules
+    with pytest.raises(PluginError, match="'gone' cannot be loaded"):
+        selection.import_kernels([(PATH, "gone")])
+    with pytest.raises(RequestError, match=r"has the kernel 'other' of .*which no installed plugin declares"):
+        selection.import_kernels([(PATH, "other")])
 
 
 @pytest.mark.parametrize("wrong", [{"op": "attention"}, {"load": "module"}])

@@ -1,13 +1,20 @@
 import shutil
+from pathlib import Path
 
 import pytest
 
+import axlearn_plugins_cpu
 from axlearn_plugins_cpu.kernels import library
+
+FOLDER = Path(axlearn_plugins_cpu.__file__).parent
 
 
 @pytest.fixture(autouse=True)
 def compiled():
-    """A machine without a compiler has no library; on any other one that is not there is a defect of the build."""
+    """A machine without a compiler has no library; on any other one that is not there, or is of older sources, is a defect."""
     if library.missing is not None and not any(map(shutil.which, ("c++", "g++", "clang++"))):
         pytest.skip(library.missing)
     assert library.missing is None
+    newest = max(path.stat().st_mtime for path in (FOLDER / "native").iterdir())
+    (built,) = FOLDER.glob("_native*.so")
+    assert built.stat().st_mtime > newest, "uv sync --all-packages --reinstall-package axlearn-plugins-cpu"

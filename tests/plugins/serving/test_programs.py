@@ -21,7 +21,9 @@ SIZES = {"runner.max_rows": 2, "runner.max_context": 64, "runner.row_buckets": (
 SET = ["--set", "serving.runner.max_rows=2", "--set", "serving.runner.max_context=64"]
 SET += ["--set", "serving.runner.row_buckets=[]", "--set", "serving.runner.chunk_buckets=[]"]
 MODEL = {"model.decoder.num_layers": 1, "model.decoder.hidden_dim": 32, "evaluators": {}}
-MODEL["model.decoder.layer.attention.num_heads"] = MODEL["model.decoder.layer.attention.num_kv_heads"] = 2  # of 16 numbers
+MODEL["model.decoder.layer.attention.num_heads"] = MODEL["model.decoder.layer.attention.num_kv_heads"] = (
+    2  # of 16 numbers
+)
 ATTENTION = "axlearn_plugins_transformer.kernels.paged_attention:PagedAttention"
 
 

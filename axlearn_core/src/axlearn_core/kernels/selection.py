@@ -69,6 +69,7 @@ def import_kernels(kernels: Iterable[tuple[str, str]]) -> None:
 
     Raises:
         RequestError: no installed plugin declares one.
+        PluginError: one cannot be imported.
     """
     from axlearn_core.plugins.manager import host  # as above
 
@@ -81,7 +82,7 @@ def import_kernels(kernels: Iterable[tuple[str, str]]) -> None:
                 f"a compiled program has the kernel {name!r} of {op}, which no installed plugin declares\n"
                 "    fix: install the plugin that has it, or compile again without it"
             )
-        importlib.import_module(declared[op, name].load.partition(":")[0])
+        _import(declared[op, name], op)
 
 
 def kernel_tags() -> set[str]:
@@ -185,12 +186,16 @@ def _names(implementations: Sequence[KernelImplementation]) -> str:
 def _consider(implementation: KernelImplementation, op: Call[Any], context: KernelContext) -> tuple[Any, str | None]:
     if implementation.platforms and context.platform not in implementation.platforms:
         return None, f"runs on {', '.join(implementation.platforms)}, not on {context.platform}"
+    kernel = _import(implementation, op.name)
+    return kernel, kernel.supports(op, context)
+
+
+def _import(implementation: KernelImplementation, op: str) -> Any:
     module, _, attribute = implementation.load.partition(":")
     try:
-        kernel = getattr(importlib.import_module(module), attribute)
+        return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise PluginError(f"the {op.name} kernel {implementation.name!r} cannot be loaded: {error}") from error
-    return kernel, kernel.supports(op, context)
+        raise PluginError(f"the {op} kernel {implementation.name!r} cannot be loaded: {error}") from error
 
 
 _in_force: contextvars.ContextVar[Selection | None] = contextvars.ContextVar("axlearn_kernels", default=None)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from axlearn_core.contracts.kernels import KernelContext
+from axlearn_core.nn.sharding import placement
 from axlearn_plugins_cpu.kernels import library
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention, divides_heads, on_each_device
 
@@ -20,7 +21,7 @@ QUERIES, PAGES = ("float32", "bfloat16"), ("float32", "bfloat16", "int8")
 
 
 class _Native:
-    """Every device attends with its own heads, on one thread or on those of XLA's pool that are free."""
+    """Every device attends with its own heads, on its share of the processors."""
 
     def supports(self, op: PagedAttention, context: KernelContext) -> str | None:
         """Keys and values apart and head by head, without a bias, in float32, bfloat16 or int8."""
@@ -52,6 +53,7 @@ def attend(op: PagedAttention, instructions: int = 0) -> jax.Array:
         instructions: the set of instructions (`library.instructions`); 0 takes the processor's best where it runs.
     """
     assert op.split is not None
+    place = placement()
     scales = jnp.zeros((0,), jnp.float32) if op.scales is None else op.scales
     attributes: dict[str, Any] = {
         "scale": np.float32(op.scale),
@@ -59,6 +61,9 @@ def attend(op: PagedAttention, instructions: int = 0) -> jax.Array:
         "softcap": np.float32(op.softcap or 0.0),
         "singles": np.int64(op.split.singles),
         "chunk": np.int64(op.split.chunk),
+        "devices": np.int64(
+            1 if place is None else max(1, len(place.mesh.local_devices))
+        ),  # which share the processors
         "instructions": np.int64(instructions),
     }
     call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(op.query.shape, op.query.dtype))

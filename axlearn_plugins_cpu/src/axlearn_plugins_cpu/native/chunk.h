@@ -84,8 +84,8 @@ struct Chunk {
     const int64_t outside = call.window > 0 ? std::max<int64_t>(0, position - call.window + 1 - begin) : 0;
     const int64_t hidden = std::min(count, outside);
     cap(scores, KEYS, call.softcap);
-    for (int64_t i = 0; i < hidden; ++i) scores[i] = LOW;
-    for (int64_t i = count; i < KEYS; ++i) scores[i] = LOW;
+    for (int64_t i = 0; i < hidden; ++i) scores[i] = HIDDEN;
+    for (int64_t i = count; i < KEYS; ++i) scores[i] = HIDDEN;
     if (hidden < count) return softmax(scores, KEYS, peak, total);
     for (int64_t i = 0; i < KEYS; i += LANES) store(scores + i, Vector{});
     return 1.0f;

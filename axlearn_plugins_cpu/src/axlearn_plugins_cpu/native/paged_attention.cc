@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -16,8 +17,10 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-constexpr float LOW = -1e30f;
+constexpr float LOW = -1e30f;  // scores of no more count as hidden, as in the other kernels
+constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
 constexpr int64_t MOST_ROWS = 128;  // of a tile
+constexpr int64_t BYTES_OF_A_THREAD = 1 << 17, FLOPS_OF_A_THREAD = 1 << 19;  // 10 microseconds; waking one takes as long
 
 // What a device has of one call, sizes as in `PagedAttention`: queries and the result [T, groups * heads, size], pages
 // [P, 2, groups, page_size, size] of keys and of values, their scales [P, 2, groups, page_size] or none, the table
@@ -35,6 +38,14 @@ struct Call {
   int64_t tile() const { return std::max<int64_t>(1, MOST_ROWS / heads); }
   int64_t tiles() const { return (chunk + tile() - 1) / tile(); }
   int64_t items() const { return groups * (singles + chunks * tiles()); }
+
+  // How many threads have enough to do: requests of one token read their keys and values, chunks multiply with them.
+  int64_t threads() const {
+    int64_t bytes = 0, flops = 0;
+    for (int64_t i = 0; i < singles; ++i) bytes += std::max(0, lengths[i]) * 2 * groups * size * sizeof(T);
+    for (int64_t i = singles; i < singles + chunks; ++i) flops += std::max(0, lengths[i]) * 4 * groups * size * heads * chunk;
+    return std::min(items(), 1 + bytes / BYTES_OF_A_THREAD + flops / FLOPS_OF_A_THREAD);
+  }
 };
 
 // Memory for `count` floats, from the beginning of a cache line on, until this thread asks again.
@@ -63,10 +74,10 @@ namespace baseline {
 #include "each.h"
 }  // namespace baseline
 
-// The calling thread and those of XLA's pool take items one after another. The caller waits for none that has not begun: the
-// pool may be busy with calls of other devices.
+// The calling thread and `helpers` of XLA's pool take items one after another. The caller waits for none that has not begun:
+// the pool may be busy.
 template <class Function>
-void for_each(ffi::ThreadPool& pool, int64_t items, const Function& function) {
+void for_each(ffi::ThreadPool& pool, int64_t helpers, int64_t items, const Function& function) {
   struct Shared {
     std::atomic<int64_t> next{0}, done{0};
   };
@@ -77,16 +88,17 @@ void for_each(ffi::ThreadPool& pool, int64_t items, const Function& function) {
       shared->done.fetch_add(1, std::memory_order_release);
     }
   };
-  static const int64_t processors = std::max<int64_t>(1, std::thread::hardware_concurrency());
-  const int64_t helpers = std::min({pool.num_threads(), processors, items}) - 1;
   for (int64_t i = 0; i < helpers; ++i) pool.Schedule([take] { take(); });
   take();
   while (shared->done.load(std::memory_order_acquire) < items) std::this_thread::yield();
 }
 
 template <class Q, class T>
-void run(ffi::ThreadPool& pool, const Call<Q, T>& call, int64_t instructions) {
-  for_each(pool, call.items(), [&](int64_t item) {
+void run(ffi::ThreadPool& pool, const Call<Q, T>& call, int64_t devices, int64_t instructions) {
+  static const int64_t processors = std::thread::hardware_concurrency();
+  const int64_t threads = std::min({pool.num_threads(), processors / devices, call.threads()});
+  // Without memory for its scratch a process ends: an exception here would leave helpers behind.
+  for_each(pool, std::max<int64_t>(0, threads - 1), call.items(), [&](int64_t item) noexcept {
     switch (instructions) {
 #if defined(__x86_64__)
       case AVX512: return avx512::attend(call, item);
@@ -99,11 +111,14 @@ void run(ffi::ThreadPool& pool, const Call<Q, T>& call, int64_t instructions) {
 
 ffi::Error call(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer pages, ffi::Buffer<ffi::F32> scales,
                 ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> lengths, ffi::Result<ffi::AnyBuffer> result, float scale,
-                int64_t window, float softcap, int64_t singles, int64_t chunk, int64_t instructions) {
+                int64_t window, float softcap, int64_t singles, int64_t chunk, int64_t devices, int64_t instructions) {
   const auto q = query.dimensions(), p = pages.dimensions(), t = table.dimensions();
-  const bool shapes = q.size() == 3 && p.size() == 5 && t.size() == 2 && p[1] == 2 && p[4] == q[2] && q[2] % 16 == 0 &&
-                      p[2] > 0 && q[1] % p[2] == 0 && singles <= t[0] && chunk > 0 && lengths.dimensions()[0] == t[0] &&
-                      q[0] >= singles + (t[0] - singles) * chunk &&
+  const bool ranks = q.size() == 3 && p.size() == 5 && t.size() == 2 && lengths.dimensions().size() == 1;
+  const bool sizes = ranks && p[1] == 2 && p[4] == q[2] && q[2] % 16 == 0 && p[2] > 0 && q[1] > 0 && q[1] % p[2] == 0;
+  const bool requests = sizes && singles >= 0 && singles <= t[0] && chunk > 0 && lengths.dimensions()[0] == t[0] &&
+                        q[0] >= singles + (t[0] - singles) * chunk;
+  const bool same = result->element_type() == query.element_type() && result->element_count() == query.element_count();
+  const bool shapes = requests && same && devices > 0 && p[0] > 0 &&
                       (scales.element_count() == 0 || scales.element_count() * p[4] == pages.element_count());
   if (!shapes) return ffi::Error::InvalidArgument("axlearn_paged_attention: shapes that do not belong together");
   if (instructions > best_instructions())
@@ -116,7 +131,7 @@ ffi::Error call(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer pages
                           scales.element_count() ? scales.typed_data() : nullptr, table.typed_data(), lengths.typed_data(),
                           static_cast<Q*>(result->untyped_data()), p[2], q[1] / p[2], q[2], p[3], t[1], p[0], singles,
                           t[0] - singles, chunk, window, scale, softcap};
-    run(pool, call, chosen);
+    run(pool, call, devices, chosen);
     return ffi::Error::Success();
   };
   auto with_queries = [&](auto of_queries) {
@@ -160,6 +175,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(paged_attention, call,
                                   .Attr<float>("softcap")
                                   .Attr<int64_t>("singles")
                                   .Attr<int64_t>("chunk")
+                                  .Attr<int64_t>("devices")
                                   .Attr<int64_t>("instructions"));
 
 }  // namespace axlearn

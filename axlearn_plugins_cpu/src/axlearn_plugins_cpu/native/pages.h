@@ -34,7 +34,7 @@ TARGET static inline void cap(float* scores, int64_t count, float softcap) {
 // far, `total` the sum of weights so far. Returns what older sums shrink by.
 TARGET static inline float softmax(float* scores, int64_t count, float& peak, float& total) {
   const int64_t padded = (count + LANES - 1) / LANES * LANES;
-  for (int64_t i = count; i < padded; ++i) scores[i] = LOW;
+  for (int64_t i = count; i < padded; ++i) scores[i] = HIDDEN;
   Vector most = Vector{} + peak;
   for (int64_t i = 0; i < padded; i += LANES) most = largest(most, load(scores + i));
   const float highest = largest(most);
