@@ -15,6 +15,7 @@ from axlearn_plugins_transformer.kernels.attention import Attention
 from axlearn_plugins_transformer.kernels.bias import LinearBias
 from axlearn_plugins_transformer.kernels.cross_entropy import CrossEntropy, Options
 from axlearn_plugins_transformer.kernels.gated_linear_unit import ACTIVATIONS, GatedLinearUnit
+from axlearn_plugins_transformer.kernels.invariant import InvariantAttention, InvariantPagedAttention
 from axlearn_plugins_transformer.kernels.masks import Causal, Full, Prefix, Segments, SlidingWindow
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention, Split
 from axlearn_plugins_transformer.kernels.rms_norm import RMSNorm
@@ -27,12 +28,12 @@ def normal(*shape, dtype="float32"):
     return jnp.asarray(RNG.standard_normal(shape, np.float32), dtype)
 
 
-def _attend(kernel, query, key, value, mask, **options):
-    return Attention(query, key, value, mask=mask, scale=0.3, **options).run(kernel)
+def _attend(kernel, query, key, value, mask, op=Attention, **options):
+    return op(query, key, value, mask=mask, scale=0.3, **options).run(kernel)
 
 
-def _attention(name, mask, *, q=256, k=256, heads=4, groups=2, dtype="float32", **options):
-    operands = (normal(2, q, heads, 8, dtype=dtype), *(normal(2, k, groups, 8, dtype=dtype) for _ in "kv"), mask)
+def _attention(name, mask, *, q=256, k=256, heads=4, groups=2, size=8, dtype="float32", **options):
+    operands = (normal(2, q, heads, size, dtype=dtype), *(normal(2, k, groups, size, dtype=dtype) for _ in "kv"), mask)
     return Case(
         name=f"{name}-{q}x{k}-{heads}of{groups}-{dtype}",
         run=functools.partial(_attend, **options),
@@ -56,6 +57,16 @@ def _attentions():
     yield _attention("full", Full(), q=128, k=256)
     slots = {"query_slots": jnp.asarray([[200]]), "key_slots": jnp.arange(256)[None]}
     yield _attention("decoding", Causal(), q=1, **slots)
+
+
+def _invariant_attentions():
+    for name, mask, more in (
+        ("causal", Causal(), {"size": 16}),
+        ("causal", Causal(), {"size": 8}),
+        ("window", Causal() & SlidingWindow(100), {"size": 32, "softcap": 2.0}),
+        ("alibi", Causal(), {"size": 16, "bias": LinearBias((0.5, 0.25, 0.125, 0.0625))}),
+    ):
+        yield _attention(name, mask, op=InvariantAttention, **more)
 
 
 def _entropy(kernel, hidden, weight, targets, weights, options):
@@ -145,8 +156,8 @@ def _gated_units():
         )
 
 
-def _read(kernel, query, pages, table, lengths, starts, count, **options):
-    actual = PagedAttention(query, pages, table, lengths, starts, count, scale=0.2, **options).run(kernel)
+def _read(kernel, query, pages, table, lengths, starts, count, op=PagedAttention, **options):
+    actual = op(query, pages, table, lengths, starts, count, scale=0.2, **options).run(kernel)
     used = jnp.arange(query.shape[0]) < starts[count[0]]
     return jnp.where(used[:, None, None], actual, 0)  # what no request has is not specified
 
@@ -190,8 +201,21 @@ def _pages():
     yield paged("split-singles", new=[1, 1, 1], lengths=[70, 1, 8], tokens=1, split=Split(4, 1), value_size=6, groups=1)
 
 
+def _invariant_pages():
+    # Whole tiles of 32 rows and blocks of 128 keys: what is padded is no part of the mathematics.
+    split = {"new": [16, 16], "lengths": [128, 100], "tokens": 16, "split": Split(0, 16), "heads_first": True}
+    for name, more in (
+        ("split", {"size": 16}),
+        ("split-window", {"size": 32, "window": 6, "softcap": 2.0}),
+        ("split-bias", {"size": 16, "bias": LinearBias((0.5, 0.25, 0.125, 0.0625))}),
+    ):
+        yield paged(name, op=InvariantPagedAttention, **split, **more)
+
+
 CASES = {
     Attention: list(_attentions()),
+    InvariantAttention: list(_invariant_attentions()),
+    InvariantPagedAttention: list(_invariant_pages()),
     CrossEntropy: list(_entropies()),
     GatedLinearUnit: list(_gated_units()),
     GroupedMatmul: list(_grouped()),

@@ -3,16 +3,21 @@
 from axlearn_core.contracts.kernels import KernelImplementation
 from axlearn_core.plugins.hookspecs import hookimpl
 
+_OPS = "axlearn_plugins_transformer.kernels"
+_KERNELS = {
+    f"{_OPS}.paged_attention:PagedAttention": "paged_attention:NATIVE",
+    f"{_OPS}.invariant:InvariantAttention": "invariant:ROWS",
+    f"{_OPS}.invariant:InvariantPagedAttention": "invariant:PAGES",
+}
+"""Op -> where in `axlearn_plugins_cpu.kernels` its kernel is."""
+
 
 @hookimpl
 def axlearn_kernels() -> list[KernelImplementation]:
-    """Attention over pages."""
+    """Attention over pages; and attention that does not depend on the batch, over pages and over rows."""
     return [
         KernelImplementation(
-            name="native",
-            op="axlearn_plugins_transformer.kernels.paged_attention:PagedAttention",
-            load="axlearn_plugins_cpu.kernels.paged_attention:NATIVE",
-            priority=20,
-            platforms=("cpu",),
+            name="native", op=op, load=f"axlearn_plugins_cpu.kernels.{place}", priority=20, platforms=("cpu",)
         )
+        for op, place in _KERNELS.items()
     ]

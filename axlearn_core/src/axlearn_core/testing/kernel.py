@@ -168,7 +168,7 @@ class KernelSuite:
 
     @contextlib.contextmanager
     def _only(self, *implementations: KernelImplementation) -> Iterator[selection.Selection]:
-        own = selection.Selection(declared=lambda op: implementations if op is self.op else ())
+        own = selection.Selection(declared=lambda op: implementations if op is self.op else [selection.reference(op)])
         count = math.prod(self.mesh.values())
         need_devices(count)
         layout = Layout(make_mesh(Mesh(shape=self.mesh), jax.devices()[:count]), Mesh(shape=self.mesh))

@@ -4,14 +4,11 @@ It copies no pages: a query meets the keys where they lie, and fetches the next 
 pages into an array before it multiplies them.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from axlearn_core.contracts.kernels import KernelContext
-from axlearn_core.nn.sharding import placement
 from axlearn_plugins_cpu.kernels import library
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention, divides_heads, on_each_device
 
@@ -45,29 +42,19 @@ class _Native:
         return on_each_device(op, attend)
 
 
-def attend(op: PagedAttention, instructions: int = 0) -> jax.Array:
+def attend(op: PagedAttention, instructions: int = 0, *, invariant: bool = False) -> jax.Array:
     """[T, N, H] on one device.
 
     Args:
         op: what the device has of it; see `_Native.supports`.
         instructions: the set of instructions (`library.instructions`); 0 takes the processor's best where it runs.
+        invariant: whether tokens of requests that have one are computed in the same order as chunks of tokens.
     """
     assert op.split is not None
-    place = placement()
     scales = jnp.zeros((0,), jnp.float32) if op.scales is None else op.scales
-    attributes: dict[str, Any] = {
-        "scale": np.float32(op.scale),
-        "window": np.int64(op.window or 0),
-        "softcap": np.float32(op.softcap or 0.0),
-        "singles": np.int64(op.split.singles),
-        "chunk": np.int64(op.split.chunk),
-        "devices": np.int64(
-            1 if place is None else max(1, len(place.mesh.local_devices))
-        ),  # which share the processors
-        "instructions": np.int64(instructions),
-    }
+    split = {"singles": np.int64(op.split.singles), "chunk": np.int64(op.split.chunk), "invariant": invariant}
     call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(op.query.shape, op.query.dtype))
-    return call(op.query, op.pages, scales, op.table, op.lengths, **attributes)
+    return call(op.query, op.pages, scales, op.table, op.lengths, **split, **library.attributes(op, instructions))
 
 
 NATIVE = _Native()

@@ -2,34 +2,44 @@
 //
 // The rows are the queries of a tile of tokens, all heads of a key-value head. KEYS keys at a time, which are stored
 // transposed, are multiplied with all rows; the softmax is summed up on the way.
+//
+// What a row gets does not depend, bit for bit, on the others, nor on how tokens are divided into tiles: every sum is over
+// slots in their order, in blocks that begin at multiples of KEYS, and hidden keys add 0. The kernels `invariant` stand on that.
 
-template <class Q, class T>
+// `Call` says the sizes of heads, how scores are made, and where queries and results are: [tokens, groups * heads, size].
+// `Source` says where the key and the value of a slot are, and what they are multiplied by.
+template <class Call, class Source>
 struct Chunk {
   static constexpr int64_t KEYS = 64;
   static constexpr int64_t AT_ONCE = LANES == 16 ? 8 : 4;  // rows whose products are in registers
 
-  const Call<Q, T>& call;
-  const Pages<Q, T> pages;
-  const int64_t request, group;
+  const Call& call;
+  const Source source;
+  const int64_t group;
 
   // Copies keys (transposed) and values of slots [begin, begin + KEYS) as float32, zeros from `end` on.
   TARGET void copy(int64_t begin, int64_t end, float* keys, float* values) const {
     const int64_t size = call.size;
     for (int64_t first = 0; first < KEYS; first += LANES) {
-      const T* rows[LANES];
-      float scales[LANES];
+      const int64_t count = std::min<int64_t>(LANES, std::max<int64_t>(0, end - begin - first));
+      decltype(source.key(0)) rows[LANES] = {};
+      float scales[LANES] = {};
       for (int i = 0; i < LANES; ++i) {
-        const int64_t slot = begin + first + i, number = slot / call.page_size, at = slot - number * call.page_size;
-        rows[i] = slot < end ? pages.keys(number) + at * size : nullptr;
-        scales[i] = slot < end && call.scales ? pages.key_scales(number)[at] : 1.0f;
-        const T* value = slot < end ? pages.values(number) + at * size : nullptr;
-        const float scale = slot < end && call.scales ? pages.value_scales(number)[at] : 1.0f;
-        for (int64_t h = 0; h < size; h += LANES)
-          store(values + (first + i) * size + h, value ? load(value + h) * scale : Vector{});
+        float* to = values + (first + i) * size;
+        if (i >= count) {
+          for (int64_t h = 0; h < size; h += LANES) store(to + h, Vector{});
+          continue;
+        }
+        const int64_t slot = begin + first + i;
+        rows[i] = source.key(slot);
+        scales[i] = source.key_scale(slot);
+        const auto* value = source.value(slot);
+        const float scale = source.value_scale(slot);
+        for (int64_t h = 0; h < size; h += LANES) store(to + h, load(value + h) * scale);
       }
       for (int64_t h = 0; h < size; h += LANES) {
         Vector square[LANES];
-        for (int i = 0; i < LANES; ++i) square[i] = rows[i] ? load(rows[i] + h) * scales[i] : Vector{};
+        for (int i = 0; i < LANES; ++i) square[i] = i < count ? load(rows[i] + h) * scales[i] : Vector{};
         transpose(square);
         for (int i = 0; i < LANES; ++i) store(keys + (h + i) * KEYS + first, square[i]);
       }
@@ -91,13 +101,14 @@ struct Chunk {
     return 1.0f;
   }
 
-  // Tokens [from, from + tokens) of a chunk whose queries begin at the row `first`.
-  TARGET void run(int64_t first, int64_t from, int64_t tokens) const {
-    const int64_t size = call.size, heads = call.heads, used = tokens * heads, rows = (used + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
+  // Tokens [first, first + tokens) of the call, of which the first one has a position. Slots before `end` have keys.
+  TARGET void run(int64_t first, int64_t tokens, int64_t position, int64_t end) const {
+    const int64_t size = call.size, heads = call.heads;
+    const int64_t used = tokens * heads, rows = (used + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
     float* query = room(2 * rows * size + rows * KEYS + 2 * KEYS * size + 3 * rows);
     float *result = query + rows * size, *scores = result + rows * size, *keys = scores + rows * KEYS;
     float *values = keys + KEYS * size, *peaks = values + KEYS * size, *totals = peaks + rows, *shrinks = totals + rows;
-    auto at = [&](int64_t row) { return (((first + from + row / heads) * call.groups + group) * heads + row % heads) * size; };
+    auto at = [&](int64_t row) { return (((first + row / heads) * call.groups + group) * heads + row % heads) * size; };
     for (int64_t row = 0; row < rows; ++row) {
       for (int64_t h = 0; h < size; h += LANES) {
         store(query + row * size + h, row < used ? load(call.query + at(row) + h) * call.scale : Vector{});
@@ -107,15 +118,14 @@ struct Chunk {
       totals[row] = 0;
       shrinks[row] = 1;
     }
-    const int64_t length = call.lengths[request], room_for = call.most_pages * call.page_size;
-    const int64_t position = length - call.chunk + from, end = std::min(room_for, position + tokens);
+    const int64_t last = std::min(end, position + tokens);
     const int64_t visible = call.window > 0 ? std::max<int64_t>(0, position - call.window + 1) : 0;
-    for (int64_t begin = visible / KEYS * KEYS; begin < end; begin += KEYS) {
-      copy(begin, end, keys, values);
+    for (int64_t begin = visible / KEYS * KEYS; begin < last; begin += KEYS) {
+      copy(begin, last, keys, values);
       multiply(query, keys, rows, scores);
       for (int64_t row = 0; row < used; ++row)
         shrinks[row] = weigh(scores + row * KEYS, begin, position + row / heads, peaks[row], totals[row]);
-      const int64_t count = std::min(KEYS, end - begin);
+      const int64_t count = std::min(KEYS, last - begin);
       int64_t h = 0;
       for (; h + 2 * LANES <= size; h += 2 * LANES) add<2>(scores, values, shrinks, rows, count, h, result);
       for (; h < size; h += LANES) add<1>(scores, values, shrinks, rows, count, h, result);
@@ -125,11 +135,3 @@ struct Chunk {
         store(call.result + at(row) + h, load(result + row * size + h) / divisor(totals[row]));
   }
 };
-
-// The tile `tile` of a chunk, which is the request after `singles` and `number` others.
-template <class Q, class T>
-TARGET void chunk(const Call<Q, T>& call, int64_t number, int64_t tile, int64_t group) {
-  const int64_t request = call.singles + number, tokens = call.tile();
-  const Chunk<Q, T> work{call, {call, request, group}, request, group};
-  work.run(call.singles + number * call.chunk, tile * tokens, std::min(tokens, call.chunk - tile * tokens));
-}

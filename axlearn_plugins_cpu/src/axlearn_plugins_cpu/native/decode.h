@@ -9,7 +9,7 @@ struct Decode {
   static constexpr int64_t BLOCK = 512;
   static constexpr int64_t MOST_HEADS = 4;
 
-  const Call<Q, T>& call;
+  const Paged<Q, T>& call;
   const Pages<Q, T> pages;
   const int64_t request, group;
 
@@ -96,7 +96,7 @@ struct Decode {
 };
 
 template <class Q, class T>
-TARGET void decode(const Call<Q, T>& call, int64_t request, int64_t group) {
+TARGET void decode(const Paged<Q, T>& call, int64_t request, int64_t group) {
   using Work = Decode<Q, T>;
   float* scratch = room(Work::MOST_HEADS * (2 * call.size + Work::BLOCK));
   const Work work{call, {call, request, group}, request, group};

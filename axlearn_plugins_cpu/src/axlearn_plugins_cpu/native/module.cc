@@ -6,10 +6,13 @@
 
 #include "native.h"
 
+static PyObject* capsule(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) {
+  return PyCapsule_New(reinterpret_cast<void*>(handler), nullptr, nullptr);
+}
+
 static PyObject* handlers(PyObject*, PyObject*) {
-  PyObject* capsule = PyCapsule_New(reinterpret_cast<void*>(axlearn::paged_attention), nullptr, nullptr);
-  if (capsule == nullptr) return nullptr;
-  return Py_BuildValue("{s:N}", "axlearn_paged_attention", capsule);
+  return Py_BuildValue("{s:N,s:N}", "axlearn_attention", capsule(axlearn::attention), "axlearn_paged_attention",
+                       capsule(axlearn::paged_attention));
 }
 
 static PyObject* instructions(PyObject*, PyObject*) {

@@ -3,7 +3,7 @@
 // The pages of one request, for one key-value head.
 template <class Q, class T>
 struct Pages {
-  const Call<Q, T>& call;
+  const Paged<Q, T>& call;
   const int64_t request, group;
 
   // Numbers in the table that are no page are taken for the nearest one: what unused entries hold is not specified.
@@ -17,6 +17,27 @@ struct Pages {
   TARGET const T* values(int64_t number) const { return call.pages + offset(number, 1) * call.size; }
   TARGET const float* key_scales(int64_t number) const { return call.scales ? call.scales + offset(number, 0) : nullptr; }
   TARGET const float* value_scales(int64_t number) const { return call.scales ? call.scales + offset(number, 1) : nullptr; }
+
+  TARGET const T* key(int64_t slot) const { return at(slot, 0) * call.size + call.pages; }
+  TARGET const T* value(int64_t slot) const { return at(slot, 1) * call.size + call.pages; }
+  TARGET float key_scale(int64_t slot) const { return call.scales ? call.scales[at(slot, 0)] : 1.0f; }
+  TARGET float value_scale(int64_t slot) const { return call.scales ? call.scales[at(slot, 1)] : 1.0f; }
+
+  TARGET int64_t at(int64_t slot, int64_t kind) const {
+    const int64_t number = slot / call.page_size;
+    return offset(number, kind) + slot - number * call.page_size;
+  }
+};
+
+// The keys and values of one row of a batch, for one key-value head: those of slots one after another.
+struct Rows {
+  const float *keys, *values;
+  const int64_t stride;
+
+  TARGET const float* key(int64_t slot) const { return keys + slot * stride; }
+  TARGET const float* value(int64_t slot) const { return values + slot * stride; }
+  TARGET float key_scale(int64_t) const { return 1.0f; }
+  TARGET float value_scale(int64_t) const { return 1.0f; }
 };
 
 // Brings the vector of a token into the cache.

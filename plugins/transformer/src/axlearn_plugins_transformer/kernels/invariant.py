@@ -4,12 +4,16 @@ Every query is in a tile of `ROWS` rows, which meets the keys of its request in 
 other. So the order of all sums is that of the slots, regardless of the batch, the chunks of a prompt and the pages of a cache.
 Both kernels run one and the same loop over blocks; a block that a query does not see changes nothing of its sums.
 
+They are ops of their own, so that a plugin can compute both in another order, which then has to be one and the same in both. It
+takes calls by what `alike` says, so that it takes both or neither of a model's.
+
 Legend: B batch, Q queries, C tokens of a tile, N query heads, G key-value heads, n = N / G, H head size, V size of a value.
 """
 
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -40,9 +44,7 @@ def _tile(op: Any, query: jax.Array, positions: jax.Array, length: Any, blocks: 
     count, groups, heads, size = query.shape
     rows = jnp.transpose(query, (1, 2, 0, 3)).reshape(groups, heads * count, size)
     rows = jnp.pad(rows, ((0, 0), (0, max(0, ROWS - heads * count)), (0, 0)))
-    window = getattr(op, "window", None)
-    if isinstance(op, Attention):
-        window = min((p.size for p in op.mask.parts if isinstance(p, SlidingWindow)), default=None)  # type: ignore[attr-defined]
+    window = op.window
 
     def body(index: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         highest, total, result = state
@@ -83,6 +85,53 @@ def _tiles(x: jax.Array, count: int) -> jax.Array:
     return x.reshape(-1, count, *x.shape[1:])
 
 
+def alike(op: Attention | PagedAttention) -> tuple[Any, ...]:
+    """What both ops of a model's layer have alike, and all that a kernel of either may decide by.
+
+    Returns:
+        The head sizes of keys and values, the dtype of queries, that of keys, and whether there is a bias.
+    """
+    size = op.query.shape[-1]
+    if isinstance(op, Attention):
+        return size, op.value.shape[-1], str(op.query.dtype), str(op.key.dtype), op.bias is not None
+    return size, op.value_size or size, str(op.query.dtype), str(op.pages.dtype), op.bias is not None
+
+
+@attrs.frozen(eq=False)
+class InvariantAttention(Attention):
+    """`Attention` under a causal mask, of aligned positions."""
+
+    name = "invariant_attention"
+
+    @property
+    def window(self) -> int | None:
+        """The last keys that a query sees; None without a limit."""
+        return min((part.size for part in self.mask.parts if isinstance(part, SlidingWindow)), default=None)  # type: ignore[attr-defined]
+
+    def reference(self) -> jax.Array:
+        """[B, Q, N, V], a tile at a time."""
+        return _attend_rows(self)
+
+
+@attrs.frozen(eq=False)
+class InvariantPagedAttention(PagedAttention):
+    """`PagedAttention` with a static split."""
+
+    name = "invariant_paged_attention"
+
+    def bytes(self) -> float:
+        """Of what the split does not say."""
+        return super().bytes() - sum(x.size * x.dtype.itemsize for x in (self.starts, self.count))
+
+    def reference(self) -> jax.Array:
+        """[T, N, V], a tile at a time; each device attends with its own heads."""
+        return on_each_device(self, _attend_pages)
+
+
+def _as(op_class: type[Any], op: Any) -> Any:
+    return op_class(**{field.name: getattr(op, field.name) for field in attrs.fields(type(op))})
+
+
 class _Invariant:
     """The op `attention`."""
 
@@ -97,28 +146,33 @@ class _Invariant:
 
     def __call__(self, op: Attention) -> jax.Array:
         """[B, Q, N, V]."""
-        batch, length, heads, size = op.query.shape
-        groups = op.key.shape[2]
-        count = tile_tokens(heads // groups)
-        query = (op.query * op.scale).reshape(batch, length, groups, heads // groups, size)
-        at = jnp.arange(-(-length // count) * count, dtype=jnp.int32).reshape(-1, count)
+        return _as(InvariantAttention, op).run()
 
-        def row(x: tuple[jax.Array, ...]) -> jax.Array:
-            query, key, value = x
-            keys, values = (jnp.swapaxes(jnp.pad(y, ((0, -length % KEYS), (0, 0), (0, 0))), 0, 1) for y in (key, value))
 
-            def block(index: jax.Array) -> tuple[jax.Array, jax.Array]:
-                return tuple(lax.dynamic_slice_in_dim(y, index * KEYS, KEYS, axis=1) for y in (keys, values))  # type: ignore[return-value]
+def _attend_rows(op: InvariantAttention) -> jax.Array:
+    """[B, Q, N, V]."""
+    batch, length, heads, size = op.query.shape
+    groups = op.key.shape[2]
+    count = tile_tokens(heads // groups)
+    query = (op.query * op.scale).reshape(batch, length, groups, heads // groups, size)
+    at = jnp.arange(-(-length // count) * count, dtype=jnp.int32).reshape(-1, count)
 
-            def tile(x: tuple[jax.Array, jax.Array]) -> jax.Array:
-                # All blocks, though a query sees only those before it: a loop of a known length has a backward pass.
-                return _tile(op, *x, length, -(-length // KEYS), block)
+    def row(x: tuple[jax.Array, ...]) -> jax.Array:
+        query, key, value = x
+        keys, values = (jnp.swapaxes(jnp.pad(y, ((0, -length % KEYS), (0, 0), (0, 0))), 0, 1) for y in (key, value))
 
-            result = lax.map(tile, (_tiles(query, count), at))
-            return result.reshape(-1, *result.shape[2:])[:length]
+        def block(index: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return tuple(lax.dynamic_slice_in_dim(y, index * KEYS, KEYS, axis=1) for y in (keys, values))  # type: ignore[return-value]
 
-        result = lax.map(row, (query, op.key, op.value))
-        return result.reshape(batch, length, heads, -1).astype(op.value.dtype)
+        def tile(x: tuple[jax.Array, jax.Array]) -> jax.Array:
+            # All blocks, though a query sees only those before it: a loop of a known length has a backward pass.
+            return _tile(op, *x, length, -(-length // KEYS), block)
+
+        result = lax.map(tile, (_tiles(query, count), at))
+        return result.reshape(-1, *result.shape[2:])[:length]
+
+    result = lax.map(row, (query, op.key, op.value))
+    return result.reshape(batch, length, heads, -1).astype(op.value.dtype)
 
 
 class _InvariantPaged:
@@ -133,60 +187,61 @@ class _InvariantPaged:
         )
 
     def __call__(self, op: PagedAttention) -> jax.Array:
-        """[T, N, V]; each device attends with its own heads."""
-        return on_each_device(op, self._attend)
-
-    def _attend(self, op: PagedAttention) -> jax.Array:
         """[T, N, V]."""
-        assert op.split is not None
-        singles, chunk = op.split
-        heads, size = op.query.shape[1:]
-        groups = op.groups
-        query = (op.query * op.scale).reshape(-1, groups, heads // groups, size)
-        total = singles + chunk * (op.table.shape[0] - singles)
-        unused, query = query.shape[0] - total, query[:total]
-        pages = KEYS // op.page_size
-        table = jnp.pad(op.table, ((0, 0), (0, -op.table.shape[1] % pages)))
+        return _as(InvariantPagedAttention, op).run()
 
-        def tile(x: tuple[jax.Array, ...]) -> jax.Array:
-            query, positions, request = x
-            row = table[request]
 
-            def block(index: jax.Array) -> tuple[jax.Array, jax.Array]:
-                numbers = lax.dynamic_slice_in_dim(row, index * pages, pages)
-                key, value = op.keys_and_values(numbers)
-                return tuple(jnp.swapaxes(y, 0, 1).reshape(groups, KEYS, -1) for y in (key, value))  # type: ignore[return-value]
+def _attend_pages(op: PagedAttention) -> jax.Array:
+    """[T, N, V]."""
+    assert op.split is not None
+    singles, chunk = op.split
+    heads, size = op.query.shape[1:]
+    groups = op.groups
+    query = (op.query * op.scale).reshape(-1, groups, heads // groups, size)
+    total = singles + chunk * (op.table.shape[0] - singles)
+    unused, query = query.shape[0] - total, query[:total]
+    pages = KEYS // op.page_size
+    table = jnp.pad(op.table, ((0, 0), (0, -op.table.shape[1] % pages)))
 
-            length = op.lengths[request]
-            blocks = jnp.clip((jnp.minimum(positions[-1], length - 1) // KEYS) + 1, 0, table.shape[1] // pages)
-            return _tile(op, query, positions, length, blocks, block)
+    def tile(x: tuple[jax.Array, ...]) -> jax.Array:
+        query, positions, request = x
+        row = table[request]
 
-        parts = []
-        if singles:
-            requests = jnp.arange(singles, dtype=jnp.int32)
-            each = query[:singles, None], op.lengths[:singles, None] - 1, requests
-            parts.append(lax.map(tile, each, batch_size=min(singles, AT_ONCE)))
-        if op.table.shape[0] > singles:
-            parts.append(self._chunks(op, query[singles:].reshape(-1, chunk, *query.shape[1:]), tile))
-        results = [x.reshape(-1, heads, x.shape[-1]).astype(op.query.dtype) for x in parts]
-        if unused:
-            results.append(jnp.zeros((unused, *results[0].shape[1:]), results[0].dtype))
-        return results[0] if len(results) == 1 else jnp.concatenate(results)
+        def block(index: jax.Array) -> tuple[jax.Array, jax.Array]:
+            numbers = lax.dynamic_slice_in_dim(row, index * pages, pages)
+            key, value = op.keys_and_values(numbers)
+            return tuple(jnp.swapaxes(y, 0, 1).reshape(groups, KEYS, -1) for y in (key, value))  # type: ignore[return-value]
 
-    @staticmethod
-    def _chunks(op: PagedAttention, query: jax.Array, tile: Callable[[Any], jax.Array]) -> jax.Array:
-        """[K, C, G, n, H] -> [K, C, G, n, V]."""
-        many, chunk = query.shape[:2]
-        singles = op.split.singles if op.split else 0
-        count = tile_tokens(query.shape[3])
-        tiles = jax.vmap(lambda x: _tiles(x, count))(query)
-        each = tiles.shape[1]
-        begin = op.lengths[singles:, None, None] - chunk
-        positions = begin + jnp.arange(each * count, dtype=jnp.int32).reshape(1, each, count)
-        requests = jnp.repeat(jnp.arange(singles, singles + many, dtype=jnp.int32), each)
-        parts = tiles.reshape(-1, *tiles.shape[2:]), positions.reshape(-1, count), requests
-        result = lax.map(tile, parts, batch_size=min(requests.shape[0], AT_ONCE))
-        return result.reshape(many, each * count, *result.shape[2:])[:, :chunk]
+        length = op.lengths[request]
+        blocks = jnp.clip((jnp.minimum(positions[-1], length - 1) // KEYS) + 1, 0, table.shape[1] // pages)
+        return _tile(op, query, positions, length, blocks, block)
+
+    parts = []
+    if singles:
+        requests = jnp.arange(singles, dtype=jnp.int32)
+        each = query[:singles, None], op.lengths[:singles, None] - 1, requests
+        parts.append(lax.map(tile, each, batch_size=min(singles, AT_ONCE)))
+    if op.table.shape[0] > singles:
+        parts.append(_chunks(op, query[singles:].reshape(-1, chunk, *query.shape[1:]), tile))
+    results = [x.reshape(-1, heads, x.shape[-1]).astype(op.query.dtype) for x in parts]
+    if unused:
+        results.append(jnp.zeros((unused, *results[0].shape[1:]), results[0].dtype))
+    return results[0] if len(results) == 1 else jnp.concatenate(results)
+
+
+def _chunks(op: PagedAttention, query: jax.Array, tile: Callable[[Any], jax.Array]) -> jax.Array:
+    """[K, C, G, n, H] -> [K, C, G, n, V]."""
+    many, chunk = query.shape[:2]
+    singles = op.split.singles if op.split else 0
+    count = tile_tokens(query.shape[3])
+    tiles = jax.vmap(lambda x: _tiles(x, count))(query)
+    each = tiles.shape[1]
+    begin = op.lengths[singles:, None, None] - chunk
+    positions = begin + jnp.arange(each * count, dtype=jnp.int32).reshape(1, each, count)
+    requests = jnp.repeat(jnp.arange(singles, singles + many, dtype=jnp.int32), each)
+    parts = tiles.reshape(-1, *tiles.shape[2:]), positions.reshape(-1, count), requests
+    result = lax.map(tile, parts, batch_size=min(requests.shape[0], AT_ONCE))
+    return result.reshape(many, each * count, *result.shape[2:])[:, :chunk]
 
 
 INVARIANT, INVARIANT_PAGED = _Invariant(), _InvariantPaged()

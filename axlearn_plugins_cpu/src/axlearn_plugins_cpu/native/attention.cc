@@ -1,4 +1,4 @@
-// The op `paged_attention` for processors, as a handler of XLA's foreign function interface.
+// Attention for processors, as handlers of XLA's foreign function interface: over pages, and over rows of a batch.
 
 #include <algorithm>
 #include <atomic>
@@ -25,8 +25,9 @@ constexpr int64_t BYTES_OF_A_THREAD = 1 << 17, FLOPS_OF_A_THREAD = 1 << 19;  // 
 // What a device has of one call, sizes as in `PagedAttention`: queries and the result [T, groups * heads, size], pages
 // [P, 2, groups, page_size, size] of keys and of values, their scales [P, 2, groups, page_size] or none, the table
 // [R, most_pages], lengths [R]. Each of the first `singles` requests has one token, each of the others `chunk`.
+// With `invariant` those of one token are computed as chunks are.
 template <class Q, class T>
-struct Call {
+struct Paged {
   const Q* query;
   const T* pages;
   const float* scales;
@@ -34,6 +35,7 @@ struct Call {
   Q* result;
   int64_t groups, heads, size, page_size, most_pages, pages_count, singles, chunks, chunk, window;
   float scale, softcap;
+  bool invariant;
 
   int64_t tile() const { return std::max<int64_t>(1, MOST_ROWS / heads); }
   int64_t tiles() const { return (chunk + tile() - 1) / tile(); }
@@ -46,6 +48,20 @@ struct Call {
     for (int64_t i = singles; i < singles + chunks; ++i) flops += std::max(0, lengths[i]) * 4 * groups * size * heads * chunk;
     return std::min(items(), 1 + bytes / BYTES_OF_A_THREAD + flops / FLOPS_OF_A_THREAD);
   }
+};
+
+// Causal attention of each row of a batch: queries and the result [batch, length, groups * heads, size], keys and values
+// [batch, length, groups, size].
+struct Dense {
+  const float *query, *key, *value;
+  float* result;
+  int64_t batch, length, groups, heads, size, window;
+  float scale, softcap;
+
+  int64_t tile() const { return std::max<int64_t>(1, MOST_ROWS / heads); }
+  int64_t tiles() const { return (length + tile() - 1) / tile(); }
+  int64_t items() const { return batch * groups * tiles(); }
+  int64_t threads() const { return std::min(items(), 1 + items() * tile() * length * heads * size * 2 / FLOPS_OF_A_THREAD); }
 };
 
 // Memory for `count` floats, from the beginning of a cache line on, until this thread asks again.
@@ -93,13 +109,15 @@ void for_each(ffi::ThreadPool& pool, int64_t helpers, int64_t items, const Funct
   while (shared->done.load(std::memory_order_acquire) < items) std::this_thread::yield();
 }
 
-template <class Q, class T>
-void run(ffi::ThreadPool& pool, const Call<Q, T>& call, int64_t devices, int64_t instructions) {
+template <class Call>
+ffi::Error run(ffi::ThreadPool& pool, const Call& call, int64_t devices, int64_t instructions) {
+  if (instructions > best_instructions()) return ffi::Error::InvalidArgument("instructions that this processor lacks");
+  const int64_t chosen = instructions ? instructions : best_instructions();
   static const int64_t processors = std::thread::hardware_concurrency();
   const int64_t threads = std::min({pool.num_threads(), processors / devices, call.threads()});
   // Without memory for its scratch a process ends: an exception here would leave helpers behind.
   for_each(pool, std::max<int64_t>(0, threads - 1), call.items(), [&](int64_t item) noexcept {
-    switch (instructions) {
+    switch (chosen) {
 #if defined(__x86_64__)
       case AVX512: return avx512::attend(call, item);
       case AVX2: return avx2::attend(call, item);
@@ -107,11 +125,13 @@ void run(ffi::ThreadPool& pool, const Call<Q, T>& call, int64_t devices, int64_t
       default: return baseline::attend(call, item);
     }
   });
+  return ffi::Error::Success();
 }
 
-ffi::Error call(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer pages, ffi::Buffer<ffi::F32> scales,
-                ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> lengths, ffi::Result<ffi::AnyBuffer> result, float scale,
-                int64_t window, float softcap, int64_t singles, int64_t chunk, int64_t devices, int64_t instructions) {
+ffi::Error paged(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer pages, ffi::Buffer<ffi::F32> scales,
+                 ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> lengths, ffi::Result<ffi::AnyBuffer> result, float scale,
+                 int64_t window, float softcap, int64_t singles, int64_t chunk, bool invariant, int64_t devices,
+                 int64_t instructions) {
   const auto q = query.dimensions(), p = pages.dimensions(), t = table.dimensions();
   const bool ranks = q.size() == 3 && p.size() == 5 && t.size() == 2 && lengths.dimensions().size() == 1;
   const bool sizes = ranks && p[1] == 2 && p[4] == q[2] && q[2] % 16 == 0 && p[2] > 0 && q[1] > 0 && q[1] % p[2] == 0;
@@ -121,18 +141,14 @@ ffi::Error call(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer pages
   const bool shapes = requests && same && devices > 0 && p[0] > 0 &&
                       (scales.element_count() == 0 || scales.element_count() * p[4] == pages.element_count());
   if (!shapes) return ffi::Error::InvalidArgument("axlearn_paged_attention: shapes that do not belong together");
-  if (instructions > best_instructions())
-    return ffi::Error::InvalidArgument("axlearn_paged_attention: instructions that this processor lacks");
-  const int64_t chosen = instructions ? instructions : best_instructions();
   auto with = [&](auto of_queries, auto of_pages) {
     using Q = decltype(of_queries);
     using T = decltype(of_pages);
-    const Call<Q, T> call{static_cast<const Q*>(query.untyped_data()), static_cast<const T*>(pages.untyped_data()),
-                          scales.element_count() ? scales.typed_data() : nullptr, table.typed_data(), lengths.typed_data(),
-                          static_cast<Q*>(result->untyped_data()), p[2], q[1] / p[2], q[2], p[3], t[1], p[0], singles,
-                          t[0] - singles, chunk, window, scale, softcap};
-    run(pool, call, devices, chosen);
-    return ffi::Error::Success();
+    const Paged<Q, T> call{static_cast<const Q*>(query.untyped_data()), static_cast<const T*>(pages.untyped_data()),
+                           scales.element_count() ? scales.typed_data() : nullptr, table.typed_data(), lengths.typed_data(),
+                           static_cast<Q*>(result->untyped_data()), p[2], q[1] / p[2], q[2], p[3], t[1], p[0], singles,
+                           t[0] - singles, chunk, window, scale, softcap, invariant};
+    return run(pool, call, devices, instructions);
   };
   auto with_queries = [&](auto of_queries) {
     switch (pages.element_type()) {
@@ -149,6 +165,20 @@ ffi::Error call(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer pages
   }
 }
 
+ffi::Error dense(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query, ffi::Buffer<ffi::F32> key, ffi::Buffer<ffi::F32> value,
+                 ffi::Result<ffi::Buffer<ffi::F32>> result, float scale, int64_t window, float softcap, int64_t devices,
+                 int64_t instructions) {
+  const auto q = query.dimensions(), k = key.dimensions();
+  const bool sizes = q.size() == 4 && k.size() == 4 && q[0] == k[0] && q[1] == k[1] && q[3] == k[3] && q[3] % 16 == 0 &&
+                     k[2] > 0 && q[2] > 0 && q[2] % k[2] == 0;
+  const bool shapes = sizes && devices > 0 && value.element_count() == key.element_count() &&
+                      result->element_count() == query.element_count();
+  if (!shapes) return ffi::Error::InvalidArgument("axlearn_attention: shapes that do not belong together");
+  const Dense call{query.typed_data(), key.typed_data(), value.typed_data(), result->typed_data(),
+                   q[0], q[1], k[2], q[2] / k[2], q[3], window, scale, softcap};
+  return run(pool, call, devices, instructions);
+}
+
 }  // namespace
 
 int64_t best_instructions() {
@@ -161,7 +191,20 @@ int64_t best_instructions() {
   return BASELINE;
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(paged_attention, call,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(attention, dense,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<float>("scale")
+                                  .Attr<int64_t>("window")
+                                  .Attr<float>("softcap")
+                                  .Attr<int64_t>("devices")
+                                  .Attr<int64_t>("instructions"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(paged_attention, paged,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
@@ -175,6 +218,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(paged_attention, call,
                                   .Attr<float>("softcap")
                                   .Attr<int64_t>("singles")
                                   .Attr<int64_t>("chunk")
+                                  .Attr<bool>("invariant")
                                   .Attr<int64_t>("devices")
                                   .Attr<int64_t>("instructions"));
 

@@ -1,0 +1,38 @@
+"""Calls of the op `paged_attention` at sizes that the kernels in C++ take."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention, Split
+from axlearn_plugins_transformer.paged_cache import to_narrow
+
+INSTRUCTIONS = range(4)
+"""0 is the best; then those of any processor, AVX2, AVX-512."""
+REQUESTS = {
+    "three tokens": (3, 0, 1, [5, 17, 1]),
+    "tokens and chunks": (2, 2, 4, [700, 40, 130, 4]),
+    "chunks": (0, 2, 40, [40, 1100]),
+    "more than one block": (1, 1, 33, [1300, 50]),
+    "several tiles": (0, 1, 200, [333]),
+}
+"""Requests of one token, chunks, the tokens of a chunk; the length of each, new tokens included."""
+
+
+def call(requests, *, heads=6, groups=2, size=32, slots=16, dtype="float32", store=None, seed=0, **options):
+    """Pages lie anywhere, what nobody wrote in them is NaN, and unused entries of the table are no pages."""
+    singles, chunks, chunk, lengths = REQUESTS[requests] if isinstance(requests, str) else requests
+    rng, rows = np.random.default_rng(seed), singles + chunks
+    most = max(1, *(-(-n // slots) for n in lengths))
+    count = rows * most + 3
+    table = rng.permutation(count)[: rows * most].reshape(rows, most).astype(np.int32)
+    pages = np.full((count, 2, groups, slots, size), np.nan if store is None else 0, np.float32)
+    for row, length in zip(table, lengths, strict=True):
+        for at in range(length):
+            pages[row[at // slots], :, :, at % slots] = rng.standard_normal((2, groups, size))
+        row[-(-length // slots) :] = rng.integers(-5, count + 5, most + -length // slots)
+    pages, scales = (jnp.asarray(pages, dtype), None) if store is None else to_narrow(jnp.asarray(pages), store)
+    query = jnp.asarray(rng.standard_normal((singles + chunks * chunk, heads, size)), dtype)
+    starts = [*range(singles), *(singles + chunk * i for i in range(chunks + 1))]
+    table, lengths, starts, count = (jnp.asarray(x, jnp.int32) for x in (table, lengths, starts, [rows]))
+    options |= {"scale": 0.2, "heads_first": True, "split": Split(singles, chunk), "scales": scales}
+    return PagedAttention(query, pages, table, lengths, starts, count, **options)

@@ -1,0 +1,156 @@
+"""Attention in C++ that does not depend on the batch: rows, pages, tiles and devices give the same bits, and XLA's numbers."""
+
+import functools
+
+import attrs
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from paged_calls import INSTRUCTIONS, call
+
+from axlearn_core.kernels import selection
+from axlearn_plugins_cpu.kernels import library
+from axlearn_plugins_cpu.kernels.invariant import PAGES, ROWS, attend_rows
+from axlearn_plugins_cpu.kernels.paged_attention import attend
+from axlearn_plugins_transformer.kernels.attention import Attention
+from axlearn_plugins_transformer.kernels.bias import LinearBias
+from axlearn_plugins_transformer.kernels.invariant import InvariantAttention, InvariantPagedAttention
+from axlearn_plugins_transformer.kernels.masks import Causal, SlidingWindow
+from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention, Split
+
+LENGTH, HEADS, GROUPS = 300, 6, 2
+
+
+def rows(batch=2, length=LENGTH, size=32, op=InvariantAttention, window=None, seed=0, **options):
+    rng = np.random.default_rng(seed)
+    query, key, value = (
+        jnp.asarray(rng.standard_normal((batch, length, heads, size)), jnp.float32) for heads in (HEADS, GROUPS, GROUPS)
+    )
+    mask = Causal() if window is None else Causal() & SlidingWindow(window)
+    return op(query, key, value, mask=mask, scale=0.2, **options)
+
+
+def in_pages(dense, row, split, lengths, slots=16, seed=0):
+    """The tokens of one row as requests that have come to these lengths, in pages anywhere; and which tokens are new."""
+    rng, (length, groups, size) = np.random.default_rng(seed), dense.key.shape[1:]
+    most = -(-length // slots)
+    table = rng.permutation(most + 5)[:most]
+    pages = np.full((most + 5, 2, groups, slots, size), np.nan, np.float32)
+    for at in range(length):
+        pages[table[at // slots], :, :, at % slots] = dense.key[row, at], dense.value[row, at]
+    new = [at for i, n in enumerate(lengths) for at in range(n - (1 if i < split.singles else split.chunk), n)]
+    tables = jnp.asarray(np.tile(table, (len(lengths), 1)), jnp.int32)
+    lengths, none = jnp.asarray(lengths, jnp.int32), jnp.zeros((len(lengths) + 1,), jnp.int32)
+    options = {
+        "scale": dense.scale,
+        "window": dense.window,
+        "softcap": dense.softcap,
+        "heads_first": True,
+        "split": split,
+    }
+    query = dense.query[row, jnp.asarray(new)]
+    return InvariantPagedAttention(query, jnp.asarray(pages), tables, lengths, none, none[:1], **options), new
+
+
+def run_rows(op, instructions=0):
+    return jax.jit(functools.partial(attend_rows, op, instructions=instructions))(op.query, op.key, op.value)
+
+
+def run_pages(op, instructions=0):
+    return jax.jit(lambda: attend(op, instructions, invariant=True))()
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 40}, {"softcap": 3.0}, {"size": 80, "window": 7}, {"length": 129}], ids=str
+)
+def test_pages_and_rows_have_the_same_bits(options, instructions):
+    if instructions > library.instructions:
+        pytest.skip("this processor lacks the instructions")
+    dense = rows(**options)
+    expected = np.asarray(run_rows(dense, instructions))
+    length = dense.query.shape[1]
+    for split, lengths in (
+        (Split(4, 1), [1, 64, 65, length]),
+        (Split(0, 1), [2, 100, length]),
+        (Split(1, 7), [length, 7, 70, length - 3]),
+        (Split(0, 50), [50, 77, length]),
+    ):
+        paged, new = in_pages(dense, 1, split, lengths)
+        np.testing.assert_array_equal(np.asarray(run_pages(paged, instructions)), expected[1, new])
+
+
+def test_a_row_does_not_depend_on_the_batch_or_on_what_comes_later():
+    dense = rows(batch=3)
+    whole = np.asarray(run_rows(dense))
+    cut = {name: getattr(dense, name)[1:2, :90] for name in ("query", "key", "value")}
+    np.testing.assert_array_equal(np.asarray(run_rows(attrs.evolve(dense, **cut))), whole[1:2, :90])
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 40}, {"softcap": 3.0}, {"size": 16}], ids=str)
+def test_values_and_gradients_are_those_of_xla(options):
+    dense = rows(**options)
+
+    def loss(kernel, *operands):
+        op = attrs.evolve(dense, **dict(zip(("query", "key", "value"), operands, strict=True)))
+        result = kernel(op)
+        return jnp.sum(result * jnp.cos(jnp.arange(result.size, dtype=jnp.float32)).reshape(result.shape)), result
+
+    both = []
+    for kernel in (ROWS, lambda op: op.reference()):
+        grad = jax.value_and_grad(functools.partial(loss, kernel), argnums=(0, 1, 2), has_aux=True)
+        (_, result), gradients = jax.jit(grad)(dense.query, dense.key, dense.value)
+        both.append((result, *gradients))
+    for got, expected in zip(*both, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-5 * float(jnp.max(jnp.abs(expected))))
+
+
+def chosen(op):
+    """Op -> kernel, of a call of the kernel `invariant`."""
+    program = selection.Selection(platform="cpu", gradients=False)
+    with selection.use(program):
+        jax.eval_shape(lambda: op.run("invariant"))
+    return {choice.op.name: choice.name for choice in program.choices}
+
+
+def test_the_kernel_invariant_is_computed_here():
+    assert chosen(rows(op=Attention)) == {"attention": "invariant", "invariant_attention": "native"}
+    paged = call("tokens and chunks")
+    assert chosen(paged) == {"paged_attention": "invariant", "invariant_paged_attention": "native"}
+
+
+@pytest.mark.parametrize("options", [{"size": 24}, {"bias": LinearBias((0.5,) * HEADS)}], ids=str)
+def test_what_one_refuses_the_other_does(options):
+    """Or a server would compute in another order than the training."""
+    assert chosen(rows(op=Attention, **options))["invariant_attention"] == "xla"
+    assert chosen(call("tokens and chunks", **options))["invariant_paged_attention"] == "xla"
+
+
+def test_refusals_of_both(monkeypatch):
+    context = selection.KernelContext(platform="cpu", gradients=False)
+    half = rows()
+    half = attrs.evolve(half, **{name: getattr(half, name).astype(jnp.bfloat16) for name in ("query", "key", "value")})
+    assert "it takes float32" in ROWS.supports(half, context)
+    assert "it takes float32" in PAGES.supports(call("three tokens", dtype="bfloat16"), context)
+    monkeypatch.setattr(library, "missing", "it was not built")
+    assert ROWS.supports(rows(), context) == PAGES.supports(call("three tokens"), context) == "it was not built"
+
+
+def test_shapes_that_do_not_belong_together():
+    op = rows()
+    for operands in (
+        (op.query[:1], op.key, op.value),
+        (op.query, op.key, op.value[:, 1:]),
+        (op.query[:, :, :5], op.key, op.value),
+    ):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="shapes that do not belong together"):
+            jax.block_until_ready(jax.jit(functools.partial(attend_rows, op))(*operands))
+
+
+def test_the_paged_op_is_the_same():
+    paged = call("tokens and chunks")
+    assert isinstance(paged, PagedAttention)
+    expected = np.asarray(jax.jit(paged.reference)())
+    got = np.asarray(run_pages(paged))
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5 * float(np.max(np.abs(expected))))
