@@ -31,6 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ import ml_dtypes
 import numpy as np
 import tokenizers
 from safetensors.numpy import save_file
+from serving_.report import device_table, table
 
 from axlearn_core.contracts.target import Target
 from axlearn_core.errors import RequestError
@@ -272,10 +274,11 @@ def one_round(every: Sequence[Server], path: Path, size: Size, number: int, logs
             tokens = greedy(url, server, model, prompts, 16)
             loaded = measured(url, server, model, size, size.requests, size.concurrency, number)
             alone = measured(url, server, model, size, max(2, size.requests // 16), 1, number)
+            read = read_seconds(size)
             long = attrs.evolve(size, inputs=f"{size.prompt}:{size.prompt}", outputs="1:1")
             prefill = measured(url, server, model, long, max(4, size.requests // 16), 1, number + 1000, warm_up=False)
         results[server.name] = {
-            "ready_seconds": ready, "greedy": tokens, "loaded": loaded, "alone": alone, "prefill": prefill,
+            "ready_seconds": ready, "greedy": tokens, "loaded": loaded, "alone": alone, "prefill": prefill, "read_seconds": read,
         }  # fmt: skip
         line = f"round {number} {server.name}: ready {ready:.1f} s, {loaded['output_throughput']:.1f} output tokens/s"
         line += f", TTFT p50 {loaded['ttft_ms']['p50']:.0f} ms, TPOT p50 {loaded['tpot_ms']['p50']:.1f} ms"
@@ -283,60 +286,16 @@ def one_round(every: Sequence[Server], path: Path, size: Size, number: int, logs
     return results
 
 
-FIGURES = {
-    "output tokens/s": lambda r: r["loaded"]["output_throughput"],
-    "TTFT p50, ms": lambda r: r["loaded"]["ttft_ms"]["p50"],
-    "TPOT p50, ms": lambda r: r["loaded"]["tpot_ms"]["p50"],
-    "TPOT p50 alone, ms": lambda r: r["alone"]["tpot_ms"]["p50"],
-    "ready, s": lambda r: r["ready_seconds"],
-}
-
-
-def device_ratios(results: dict[str, Any], size: Size, target: Target) -> dict[str, float]:
-    """What a server makes of its device: name -> ratio."""
-    ratios: dict[str, float] = {}
-    if target.hbm_bandwidth:
-        read = size.matrices * (2 if size.dtype == "bfloat16" else 4) / target.hbm_bandwidth
-        ratios["TPOT at batch 1 / one read of the weights"] = results["alone"]["tpot_ms"]["p50"] / 1e3 / read
-    if peak := target.peak_flops.get(size.dtype):
-        head = size.vocabulary * size.width  # of the last token alone
-        flops = 2.0 * ((size.matrices - head) * size.prompt + head)
-        ratios["FLOP/s of a prompt / peak"] = flops / (results["prefill"]["ttft_ms"]["p50"] / 1e3) / peak
-    return ratios
-
-
-def device_table(rounds: Sequence[dict[str, Any]], names: Sequence[str], size: Size, target: Target) -> str:
-    """Medians over the rounds of what each server makes of the device."""
-    each = {name: [device_ratios(r[name], size, target) for r in rounds] for name in names}
-    lines = [f"| {target.name} | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
-    for title in each[names[0]][0]:
-        medians = [f"{statistics.median(ratios[title] for ratios in each[name]):.3g}" for name in names]
-        lines.append(f"| {title} | {' | '.join(medians)} |")
-    return "\n".join(lines)
-
-
-def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
-    """The share of greedy tokens before the first difference of each prompt."""
-    same = total = 0
-    for a, b in zip(ours, theirs, strict=True):
-        total += len(a)
-        same += next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    return same / total
-
-
-def table(rounds: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
-    """Medians over the rounds, and of the ratios of each round."""
-    lines = ["| figure | " + " | ".join(names) + " | " + " | ".join(f"axlearn / {n}" for n in names[1:]) + " |"]
-    lines.append("|---|" + "---|" * (2 * len(names) - 1))
-    for title, value in FIGURES.items():
-        medians = [f"{statistics.median(value(r[n]) for r in rounds):.1f}" for n in names]
-        ratios = [statistics.median(value(r["axlearn"]) / value(r[n]) for r in rounds) for n in names[1:]]
-        lines.append(f"| {title} | {' | '.join(medians)} | {' | '.join(f'{r:.2f}' for r in ratios)} |")
-    shares = [min(agreement(r["axlearn"]["greedy"], r[n]["greedy"]) for r in rounds) for n in names[1:]]
-    lines.append(
-        f"| greedy tokens that agree, least | {'|'.join(' ' for _ in names)} | {' | '.join(f'{s:.1%}' for s in shares)} |"
-    )
-    return "\n".join(lines)
+def read_seconds(size: Size) -> float:
+    """One read of the numbers in the linear maps by all cores: the median of 15, of pages that were touched before."""
+    dtype = np.float32 if size.dtype == "float32" else np.uint16  # as many bytes, read as fast
+    parts, seconds = np.array_split(np.ones(size.matrices, dtype), os.cpu_count() or 1), []
+    with ThreadPoolExecutor(len(parts)) as pool:
+        for _ in range(15):
+            begin = time.perf_counter()
+            list(pool.map(np.max, parts))
+            seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds)
 
 
 def find_target(name: str | None) -> Target | None:
@@ -383,7 +342,7 @@ def main() -> None:
                 args.out.write_text(json.dumps({"size": attrs.asdict(size), "rounds": results}, indent=1) + "\n")
     print(f"\n{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {rounds} rounds\n")
     names = [server.name for server in every]
-    print(table(results, names))
+    print(table(results, names, on_cpu=target is None))
     if target is not None:
         print(f"\n{device_table(results, names, size, target)}")
 

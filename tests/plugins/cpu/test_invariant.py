@@ -9,15 +9,19 @@ import numpy as np
 import pytest
 from paged_calls import INSTRUCTIONS, call
 
+from axlearn_core.compose.layout import make_mesh
+from axlearn_core.contracts.mesh import DEFAULT_RULES, Mesh
 from axlearn_core.kernels import selection
+from axlearn_core.nn.sharding import logical_rules
 from axlearn_plugins_cpu.kernels import library
 from axlearn_plugins_cpu.kernels.invariant import PAGES, ROWS, attend_rows
 from axlearn_plugins_cpu.kernels.paged_attention import attend
+from axlearn_plugins_plan.flops import ScopedSelection, works
 from axlearn_plugins_transformer.kernels.attention import Attention
 from axlearn_plugins_transformer.kernels.bias import LinearBias
 from axlearn_plugins_transformer.kernels.invariant import InvariantAttention, InvariantPagedAttention
 from axlearn_plugins_transformer.kernels.masks import Causal, SlidingWindow
-from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention, Split
+from axlearn_plugins_transformer.kernels.paged_attention import Split
 
 LENGTH, HEADS, GROUPS = 300, 6, 2
 
@@ -31,7 +35,7 @@ def rows(batch=2, length=LENGTH, size=32, op=InvariantAttention, window=None, se
     return op(query, key, value, mask=mask, scale=0.2, **options)
 
 
-def in_pages(dense, row, split, lengths, slots=16, seed=0):
+def in_pages(dense, row, split, lengths, slots=16, seed=0, heads_first=True):
     """The tokens of one row as requests that have come to these lengths, in pages anywhere; and which tokens are new."""
     rng, (length, groups, size) = np.random.default_rng(seed), dense.key.shape[1:]
     most = -(-length // slots)
@@ -51,6 +55,10 @@ def in_pages(dense, row, split, lengths, slots=16, seed=0):
     }
     query = dense.query[row, jnp.asarray(new)]
     return InvariantPagedAttention(query, jnp.asarray(pages), tables, lengths, none, none[:1], **options), new
+
+
+def assert_same_bits(got, expected):
+    np.testing.assert_array_equal(np.asarray(got).view(np.uint32), np.asarray(expected).view(np.uint32))
 
 
 def run_rows(op, instructions=0):
@@ -78,14 +86,65 @@ def test_pages_and_rows_have_the_same_bits(options, instructions):
         (Split(0, 50), [50, 77, length]),
     ):
         paged, new = in_pages(dense, 1, split, lengths)
-        np.testing.assert_array_equal(np.asarray(run_pages(paged, instructions)), expected[1, new])
+        assert_same_bits(run_pages(paged, instructions), expected[1, new])
 
 
-def test_a_row_does_not_depend_on_the_batch_or_on_what_comes_later():
-    dense = rows(batch=3)
-    whole = np.asarray(run_rows(dense))
-    cut = {name: getattr(dense, name)[1:2, :90] for name in ("query", "key", "value")}
-    np.testing.assert_array_equal(np.asarray(run_rows(attrs.evolve(dense, **cut))), whole[1:2, :90])
+def test_pages_of_another_order_and_size_have_the_same_bits():
+    dense = rows()
+    expected = np.asarray(run_rows(dense))
+    for slots, heads_first in ((7, True), (32, True), (16, False)):
+        paged, new = in_pages(dense, 0, Split(2, 30), [1, 130, 200], slots=slots, heads_first=heads_first)
+        program = selection.Selection(platform="cpu", gradients=False)
+        with selection.use(program):
+            got = jax.jit(paged.run)()
+        assert [choice.name for choice in program.choices] == ["native"]
+        assert_same_bits(got, expected[0, new])
+
+
+def test_what_pages_hold_behind_a_request_changes_no_bit():
+    paged, _ = in_pages(rows(), 0, Split(0, 30), [130])
+    behind = paged.pages.at[paged.table[0, 8], :, :, 2:].set(3e38)  # the slots after the last token
+    assert_same_bits(run_pages(attrs.evolve(paged, pages=behind)), run_pages(paged))
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("length", [1, 63, 90, 129])
+def test_a_row_does_not_depend_on_the_batch_or_on_what_comes_later(length, window):
+    dense = rows(batch=3, window=window)
+    cut = {name: getattr(dense, name)[1:2, :length] for name in ("query", "key", "value")}
+    assert_same_bits(run_rows(attrs.evolve(dense, **cut)), run_rows(dense)[1:2, :length])
+
+
+def test_devices_have_the_bits_of_one():
+    """Rows and heads are divided; the gradient too."""
+    dense = rows(batch=4)
+
+    def both(*operands):
+        result, pull = jax.vjp(lambda *x: attrs.evolve(dense, **dict(zip(NAMES, x, strict=True))).run(), *operands)
+        return result, pull(jnp.cos(result))
+
+    def run():
+        program = selection.Selection(platform="cpu")
+        with selection.use(program):
+            results = jax.jit(lambda *x: both(*x))(dense.query, dense.key, dense.value)  # traced anew
+        assert [choice.name for choice in program.choices] == ["native"]
+        return results
+
+    (one, gradients), mesh = run(), make_mesh(Mesh(shape={"data": 2, "tensor": 2}), jax.devices()[:4])
+    with logical_rules(mesh, DEFAULT_RULES):
+        divided, of_parts = run()
+        paged, _ = in_pages(dense, 0, Split(2, 30), [1, 130, 200])
+        program = selection.Selection(platform="cpu", gradients=False)
+        with selection.use(program):
+            pages = jax.jit(paged.run)()
+        assert [choice.name for choice in program.choices] == ["native"]
+    assert_same_bits(divided, one)
+    assert_same_bits(pages, run_pages(paged))
+    for got, expected in zip(of_parts, gradients, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+NAMES = "query", "key", "value"
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 40}, {"softcap": 3.0}, {"size": 16}], ids=str)
@@ -120,7 +179,7 @@ def test_the_kernel_invariant_is_computed_here():
     assert chosen(paged) == {"paged_attention": "invariant", "invariant_paged_attention": "native"}
 
 
-@pytest.mark.parametrize("options", [{"size": 24}, {"bias": LinearBias((0.5,) * HEADS)}], ids=str)
+@pytest.mark.parametrize("options", [{"size": 24}, {"bias": LinearBias((0.5,) * HEADS)}], ids=["size", "bias"])
 def test_what_one_refuses_the_other_does(options):
     """Or a server would compute in another order than the training."""
     assert chosen(rows(op=Attention, **options))["invariant_attention"] == "xla"
@@ -132,6 +191,8 @@ def test_refusals_of_both(monkeypatch):
     half = rows()
     half = attrs.evolve(half, **{name: getattr(half, name).astype(jnp.bfloat16) for name in ("query", "key", "value")})
     assert "it takes float32" in ROWS.supports(half, context)
+    mixed = attrs.evolve(rows(), value=half.value)
+    assert "in float32, float32, bfloat16" in ROWS.supports(mixed, context)
     assert "it takes float32" in PAGES.supports(call("three tokens", dtype="bfloat16"), context)
     monkeypatch.setattr(library, "missing", "it was not built")
     assert ROWS.supports(rows(), context) == PAGES.supports(call("three tokens"), context) == "it was not built"
@@ -148,9 +209,15 @@ def test_shapes_that_do_not_belong_together():
             jax.block_until_ready(jax.jit(functools.partial(attend_rows, op))(*operands))
 
 
-def test_the_paged_op_is_the_same():
+def test_pages_have_the_numbers_of_the_reference():
     paged = call("tokens and chunks")
-    assert isinstance(paged, PagedAttention)
     expected = np.asarray(jax.jit(paged.reference)())
-    got = np.asarray(run_pages(paged))
-    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5 * float(np.max(np.abs(expected))))
+    np.testing.assert_allclose(run_pages(paged), expected, rtol=1e-5, atol=1e-5 * float(np.max(np.abs(expected))))
+
+
+def test_plans_count_what_it_multiplies():
+    dense, paged = rows(op=Attention, batch=2), call("tokens and chunks")
+    for op, kernel in ((dense, "invariant"), (paged, "native")):
+        with selection.use(ScopedSelection(platform="cpu", gradients=False)) as program:
+            jaxpr = jax.make_jaxpr(lambda op=op, kernel=kernel: op.run(kernel))().jaxpr
+        assert sum(work.flops for work in works(jaxpr, program.scopes)) == op.flops()

@@ -106,6 +106,13 @@ def test_what_cannot_be_bitwise_is_refused(features, reason):
         ModelRunner.Config(**SIZES, mode="parity").build(model=model(*features))
 
 
+def test_other_kernels_are_refused():
+    with pytest.raises(
+        RequestError, match=r"attends by the kernel 'invariant' alone\n    got: serving.runner.kernel=xla-split"
+    ):
+        ModelRunner.Config(**SIZES, mode="parity", kernel="xla-split").build(model=model())
+
+
 def test_scores_do_not_depend_on_the_shape_of_the_batch():
     tokens = prompts(np.random.default_rng(0), 64)[3]
     one, other = (Scores(config(), model(), *shape)(tokens, 1) for shape in ((2, 48), (3, 64)))

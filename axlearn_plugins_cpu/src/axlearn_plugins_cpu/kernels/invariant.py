@@ -3,6 +3,9 @@
 Both run the same code for a query and its keys in their order, so their results are equal bit for bit. They take the same models.
 """
 
+from typing import Any
+
+import attrs
 import jax
 import jax.numpy as jnp
 
@@ -10,7 +13,7 @@ from axlearn_core.contracts.kernels import KernelContext
 from axlearn_plugins_cpu.kernels import library
 from axlearn_plugins_cpu.kernels.paged_attention import NATIVE, attend
 from axlearn_plugins_transformer.kernels.attention import Attention
-from axlearn_plugins_transformer.kernels.invariant import InvariantAttention, InvariantPagedAttention, alike
+from axlearn_plugins_transformer.kernels.invariant import InvariantAttention, InvariantPagedAttention, traits
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention, on_each_device
 from axlearn_plugins_transformer.kernels.per_device import parts_of, per_device
 
@@ -23,12 +26,14 @@ def _refusal(op: Attention | PagedAttention) -> str | None:
     """Of a model's layers, the same for both ops."""
     if library.missing is not None:
         return library.missing
-    size, value_size, query, keys, biased = alike(op)
+    size, value_size, dtypes, biased = traits(op)
     if biased:
         return "it takes no bias"
     if size % 16 or value_size != size:
         return f"keys of {size} and values of {value_size} numbers: it takes a multiple of 16, and as many of both"
-    return None if query == keys == "float32" else f"queries in {query} and keys in {keys}: it takes float32"
+    if set(dtypes) != {"float32"}:
+        return f"queries, keys and values in {', '.join(dtypes)}: it takes float32"
+    return None
 
 
 class _Rows:
@@ -67,7 +72,7 @@ def attend_rows(
     op: InvariantAttention, query: jax.Array, key: jax.Array, value: jax.Array, instructions: int = 0
 ) -> jax.Array:
     """[B, Q, N, H] on one device, of what it has of the operands; see `paged_attention.attend`."""
-    call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(query.shape, jnp.float32))
+    call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(query.shape, jnp.float32), vmap_method="sequential")
     return call(query, key, value, **library.attributes(op, instructions))
 
 
@@ -75,12 +80,26 @@ class _Pages:
     """Every device attends with its own heads."""
 
     def supports(self, op: InvariantPagedAttention, context: KernelContext) -> str | None:
-        """As of rows, and pages of CPUs."""
-        return _refusal(op) or NATIVE.supports(op, context)
+        """As of rows. Pages of another order are put into that of CPUs, whose kernel has to take the rest."""
+        if reason := _refusal(op):
+            return reason
+        return NATIVE.supports(op if op.heads_first else attrs.evolve(op, heads_first=True, pages=_spec(op)), context)
 
     def __call__(self, op: InvariantPagedAttention) -> jax.Array:
         """[T, N, H]."""
+        if not op.heads_first:
+            op = attrs.evolve(op, heads_first=True, pages=_heads_first(op.pages))
         return on_each_device(op, lambda own: attend(own, invariant=True))
+
+
+def _spec(op: InvariantPagedAttention) -> Any:
+    return jax.eval_shape(_heads_first, op.pages)
+
+
+def _heads_first(pages: jax.Array) -> jax.Array:
+    """[P, S, 2 G, H] -> [P, 2, G, S, H]."""
+    pages = pages.reshape(*pages.shape[:2], -1, 2, pages.shape[-1])
+    return jnp.transpose(pages, (0, 3, 2, 1, 4))
 
 
 ROWS, PAGES = _Rows(), _Pages()

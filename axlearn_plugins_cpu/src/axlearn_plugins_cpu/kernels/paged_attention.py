@@ -53,7 +53,7 @@ def attend(op: PagedAttention, instructions: int = 0, *, invariant: bool = False
     assert op.split is not None
     scales = jnp.zeros((0,), jnp.float32) if op.scales is None else op.scales
     split = {"singles": np.int64(op.split.singles), "chunk": np.int64(op.split.chunk), "invariant": invariant}
-    call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(op.query.shape, op.query.dtype))
+    call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(op.query.shape, op.query.dtype), vmap_method="sequential")
     return call(op.query, op.pages, scales, op.table, op.lengths, **split, **library.attributes(op, instructions))
 
 

@@ -171,8 +171,9 @@ ffi::Error dense(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query, ffi::Buffer<
   const auto q = query.dimensions(), k = key.dimensions();
   const bool sizes = q.size() == 4 && k.size() == 4 && q[0] == k[0] && q[1] == k[1] && q[3] == k[3] && q[3] % 16 == 0 &&
                      k[2] > 0 && q[2] > 0 && q[2] % k[2] == 0;
-  const bool shapes = sizes && devices > 0 && value.element_count() == key.element_count() &&
-                      result->element_count() == query.element_count();
+  const auto v = value.dimensions();
+  const bool alike = std::equal(k.begin(), k.end(), v.begin(), v.end()) && result->element_count() == query.element_count();
+  const bool shapes = sizes && alike && devices > 0;
   if (!shapes) return ffi::Error::InvalidArgument("axlearn_attention: shapes that do not belong together");
   const Dense call{query.typed_data(), key.typed_data(), value.typed_data(), result->typed_data(),
                    q[0], q[1], k[2], q[2] / k[2], q[3], window, scale, softcap};

@@ -4,7 +4,7 @@
 // transposed, are multiplied with all rows; the softmax is summed up on the way.
 //
 // What a row gets does not depend, bit for bit, on the others, nor on how tokens are divided into tiles: every sum is over
-// slots in their order, in blocks that begin at multiples of KEYS, and hidden keys add 0. The kernels `invariant` stand on that.
+// slots in their order, in blocks that begin at multiples of KEYS, and hidden finite values add 0. The kernels `invariant` stand on that.
 
 // `Call` says the sizes of heads, how scores are made, and where queries and results are: [tokens, groups * heads, size].
 // `Source` says where the key and the value of a slot are, and what they are multiplied by.

@@ -21,7 +21,8 @@ from axlearn_core.kernels.selection import REFERENCE, Selection, use
 R = TypeVar("R")
 
 _SCOPE = re.compile(r"axlearn_op_(\d+)")
-_KERNELS = ("pallas_call", "mpmd_map")  # the latter is Mosaic GPU's, and that of TPU kernels which name their cores
+_KERNELS = ("pallas_call", "mpmd_map", "ffi_call")
+"""`mpmd_map` is Mosaic GPU's, and that of TPU kernels which name their cores; `ffi_call` calls a compiled library."""
 _CUDNN = re.compile(r"dot_product_attention_(?:fp8_)?(fwd|bwd)")
 
 

@@ -112,7 +112,7 @@ class ModelRunner(Configurable):
         self.vocab_size: int = model.vocab_size
         self.window = visible_window(model.cfg)
         if cfg.mode == "parity":
-            check_parity(model, self.adapters, cfg.cache_dtype, program)
+            check_parity(model, self.adapters, cfg.cache_dtype, program, cfg.kernel)
         self.buckets = buckets(cfg, self.max_blocks_per_request)
         self.program = runner_program(cfg, self.num_blocks, model, program)
         if programs is not None:

@@ -76,12 +76,23 @@ def read_adapters(cfg: RunnerConfig) -> Any:
     return RowAdapters.read(cfg.adapters)
 
 
-def check_parity(model: Any, adapters: Sequence[str] = (), cache_dtype: str | None = None, program: Any = None) -> None:
+def check_parity(
+    model: Any,
+    adapters: Sequence[str] = (),
+    cache_dtype: str | None = None,
+    program: Any = None,
+    kernel: str | None = None,
+) -> None:
     """Raises `RequestError` where steps of a model cannot be, bit for bit, what its training program computes."""
     if program is not None and (refusal := refusal_of_parity(program)) is not None:
         raise RequestError(
             f"the mode parity cannot serve this model on {program.layout.mesh.size} devices: {refusal}\n"
             "    fix: serving.tensor_parallel=1, or mode=fast, which is within rounding"
+        )
+    if kernel not in (None, "invariant"):
+        raise RequestError(
+            f"the mode parity attends by the kernel 'invariant' alone\n    got: serving.runner.kernel={kernel}\n"
+            "    fix: leave it out, or mode=fast"
         )
     reasons = []
     if cache_dtype is not None:

@@ -4,14 +4,14 @@ Every query is in a tile of `ROWS` rows, which meets the keys of its request in 
 other. So the order of all sums is that of the slots, regardless of the batch, the chunks of a prompt and the pages of a cache.
 Both kernels run one and the same loop over blocks; a block that a query does not see changes nothing of its sums.
 
-They are ops of their own, so that a plugin can compute both in another order, which then has to be one and the same in both. It
-takes calls by what `alike` says, so that it takes both or neither of a model's.
+They are ops of their own, so that a plugin can compute both in another order, which then has to be one and the same in both. Its
+kernels decide by `traits`, which both ops of a model have in common, so that a training and a server get the same.
 
 Legend: B batch, Q queries, C tokens of a tile, N query heads, G key-value heads, n = N / G, H head size, V size of a value.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 import jax
@@ -85,21 +85,34 @@ def _tiles(x: jax.Array, count: int) -> jax.Array:
     return x.reshape(-1, count, *x.shape[1:])
 
 
-def alike(op: Attention | PagedAttention) -> tuple[Any, ...]:
-    """What both ops of a model's layer have alike, and all that a kernel of either may decide by.
+class Traits(NamedTuple):
+    """What both ops of a model's layer have in common.
 
-    Returns:
-        The head sizes of keys and values, the dtype of queries, that of keys, and whether there is a bias.
+    Attributes:
+        size: of heads.
+        value_size: of values.
+        dtypes: of queries, keys and values; pages hold values as keys.
+        biased: whether there is a bias on the scores.
     """
-    size = op.query.shape[-1]
+
+    size: int
+    value_size: int
+    dtypes: tuple[str, str, str]
+    biased: bool
+
+
+def traits(op: Attention | PagedAttention) -> Traits:
+    """Of a call of either op, or of one that is computed by the kernel `invariant`."""
+    size, query, biased = op.query.shape[-1], str(op.query.dtype), op.bias is not None
     if isinstance(op, Attention):
-        return size, op.value.shape[-1], str(op.query.dtype), str(op.key.dtype), op.bias is not None
-    return size, op.value_size or size, str(op.query.dtype), str(op.pages.dtype), op.bias is not None
+        return Traits(size, op.value.shape[-1], (query, str(op.key.dtype), str(op.value.dtype)), biased)
+    pages = str(op.pages.dtype)
+    return Traits(size, op.value_size or size, (query, pages, pages), biased)
 
 
 @attrs.frozen(eq=False)
 class InvariantAttention(Attention):
-    """`Attention` under a causal mask, of aligned positions."""
+    """`Attention` of aligned positions under a causal mask, with a window or without; nobody looks at others in it."""
 
     name = "invariant_attention"
 

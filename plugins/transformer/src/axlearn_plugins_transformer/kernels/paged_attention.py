@@ -7,7 +7,7 @@ T tokens, N query heads, G key-value heads (N is a multiple of G), H head size, 
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import attrs
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from axlearn_core.kernels.op import Op
+from axlearn_core.kernels.op import Op, Shape
 from axlearn_plugins_transformer.kernels.bias import Bias
 from axlearn_plugins_transformer.kernels.per_device import parts_of, per_device
 
@@ -144,6 +144,13 @@ class PagedAttention(Op[jax.Array]):
     def flops(self) -> float:
         """Two products of each token with all slots of its row of the table: the most that its request can have."""
         tokens, heads, size = self.query.shape
+        return 2.0 * tokens * heads * self.table.shape[1] * self.page_size * (size + (self.value_size or size))
+
+    def kernel_flops(self, operands: Sequence[Shape], results: Sequence[Shape], *, opaque: bool) -> float | None:
+        """By the queries [T, N, H] of a launch."""
+        if not opaque:
+            return None
+        tokens, heads, size = operands[0]
         return 2.0 * tokens * heads * self.table.shape[1] * self.page_size * (size + (self.value_size or size))
 
     def bytes(self) -> float:

@@ -1,0 +1,68 @@
+"""What rounds of servers come to, as tables."""
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from axlearn_core.contracts.target import Target
+
+FIGURES = {
+    "output tokens/s": lambda r: r["loaded"]["output_throughput"],
+    "TTFT p50, ms": lambda r: r["loaded"]["ttft_ms"]["p50"],
+    "TPOT p50, ms": lambda r: r["loaded"]["tpot_ms"]["p50"],
+    "TPOT p50 alone, ms": lambda r: r["alone"]["tpot_ms"]["p50"],
+    "TPOT p50 alone / one read of the weights by all cores": lambda r: (
+        r["alone"]["tpot_ms"]["p50"] / 1e3 / r["read_seconds"]
+    ),
+    "ready, s": lambda r: r["ready_seconds"],
+}
+
+
+def device_ratios(results: dict[str, Any], size: Any, target: Target) -> dict[str, float]:
+    """What a server makes of its device: name -> ratio."""
+    ratios: dict[str, float] = {}
+    if target.hbm_bandwidth:
+        read = size.matrices * (2 if size.dtype == "bfloat16" else 4) / target.hbm_bandwidth
+        ratios["TPOT at batch 1 / one read of the weights"] = results["alone"]["tpot_ms"]["p50"] / 1e3 / read
+    if peak := target.peak_flops.get(size.dtype):
+        head = size.vocabulary * size.width  # of the last token alone
+        flops = 2.0 * ((size.matrices - head) * size.prompt + head)
+        ratios["FLOP/s of a prompt / peak"] = flops / (results["prefill"]["ttft_ms"]["p50"] / 1e3) / peak
+    return ratios
+
+
+def device_table(rounds: Sequence[dict[str, Any]], names: Sequence[str], size: Any, target: Target) -> str:
+    """Medians over the rounds of what each server makes of the device."""
+    each = {name: [device_ratios(r[name], size, target) for r in rounds] for name in names}
+    lines = [f"| {target.name} | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
+    for title in each[names[0]][0]:
+        medians = [f"{statistics.median(ratios[title] for ratios in each[name]):.3g}" for name in names]
+        lines.append(f"| {title} | {' | '.join(medians)} |")
+    return "\n".join(lines)
+
+
+def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
+    """The share of greedy tokens before the first difference of each prompt."""
+    same = total = 0
+    for a, b in zip(ours, theirs, strict=True):
+        total += len(a)
+        same += next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return same / total
+
+
+def table(rounds: Sequence[dict[str, Any]], names: Sequence[str], *, on_cpu: bool) -> str:
+    """Medians over the rounds, and of the ratios of each round."""
+    lines = ["| figure | " + " | ".join(names) + " | " + " | ".join(f"axlearn / {n}" for n in names[1:]) + " |"]
+    lines.append("|---|" + "---|" * (2 * len(names) - 1))
+    figures = FIGURES if on_cpu else {k: v for k, v in FIGURES.items() if "all cores" not in k}
+    for title, value in figures.items():
+        medians = [
+            f"{statistics.median(value(r[n]) for r in rounds):.{2 if '/ one read' in title else 1}f}" for n in names
+        ]
+        ratios = [statistics.median(value(r["axlearn"]) / value(r[n]) for r in rounds) for n in names[1:]]
+        lines.append(f"| {title} | {' | '.join(medians)} | {' | '.join(f'{r:.2f}' for r in ratios)} |")
+    shares = [min(agreement(r["axlearn"]["greedy"], r[n]["greedy"]) for r in rounds) for n in names[1:]]
+    lines.append(
+        f"| greedy tokens that agree, least | {'|'.join(' ' for _ in names)} | {' | '.join(f'{s:.1%}' for s in shares)} |"
+    )
+    return "\n".join(lines)
