@@ -262,7 +262,9 @@ def measured(
     return figures
 
 
-def one_round(every: Sequence[Server], path: Path, size: Size, number: int, logs: Path) -> dict[str, Any]:
+def one_round(
+    every: Sequence[Server], path: Path, size: Size, number: int, logs: Path, *, on_cpu: bool
+) -> dict[str, Any]:
     """Each server in turn; which one is first changes from round to round."""
     random = np.random.default_rng(number)
     low, high = Lengths.parse(size.inputs, "inputs").low, Lengths.parse(size.inputs, "inputs").high
@@ -274,11 +276,11 @@ def one_round(every: Sequence[Server], path: Path, size: Size, number: int, logs
             tokens = greedy(url, server, model, prompts, 16)
             loaded = measured(url, server, model, size, size.requests, size.concurrency, number)
             alone = measured(url, server, model, size, max(2, size.requests // 16), 1, number)
-            read = read_seconds(size)
+            read = {"read_seconds": read_seconds(size)} if on_cpu else {}
             long = attrs.evolve(size, inputs=f"{size.prompt}:{size.prompt}", outputs="1:1")
             prefill = measured(url, server, model, long, max(4, size.requests // 16), 1, number + 1000, warm_up=False)
         results[server.name] = {
-            "ready_seconds": ready, "greedy": tokens, "loaded": loaded, "alone": alone, "prefill": prefill, "read_seconds": read,
+            "ready_seconds": ready, "greedy": tokens, "loaded": loaded, "alone": alone, "prefill": prefill, **read,
         }  # fmt: skip
         line = f"round {number} {server.name}: ready {ready:.1f} s, {loaded['output_throughput']:.1f} output tokens/s"
         line += f", TTFT p50 {loaded['ttft_ms']['p50']:.0f} ms, TPOT p50 {loaded['tpot_ms']['p50']:.1f} ms"
@@ -287,9 +289,8 @@ def one_round(every: Sequence[Server], path: Path, size: Size, number: int, logs
 
 
 def read_seconds(size: Size) -> float:
-    """One read of the numbers in the linear maps by all cores: the median of 15, of pages that were touched before."""
-    dtype = np.float32 if size.dtype == "float32" else np.uint16  # as many bytes, read as fast
-    parts, seconds = np.array_split(np.ones(size.matrices, dtype), os.cpu_count() or 1), []
+    """One read of the linear maps in float32 by all cores: the median of 15, of pages that were touched before."""
+    parts, seconds = np.array_split(np.ones(size.matrices, np.float32), os.cpu_count() or 1), []
     with ThreadPoolExecutor(len(parts)) as pool:
         for _ in range(15):
             begin = time.perf_counter()
@@ -337,7 +338,7 @@ def main() -> None:
         every = servers(args, path, size)
         results = []
         for number in range(rounds):
-            results.append(one_round(every, path, size, number, Path(scratch)))
+            results.append(one_round(every, path, size, number, Path(scratch), on_cpu=target is None))
             if args.out:  # what was measured so far stays, also where a server does not start again
                 args.out.write_text(json.dumps({"size": attrs.asdict(size), "rounds": results}, indent=1) + "\n")
     print(f"\n{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {rounds} rounds\n")

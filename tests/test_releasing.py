@@ -106,6 +106,12 @@ def test_a_version_that_was_never_tagged_is_named(tmp_path):
         sources_of(Version("0.0.0"), tmp_path)
 
 
+def skip_without_build_tools(result):
+    """Where uv, offline, has no hatchling, setuptools or jaxlib in its cache; every other failure of a build counts."""
+    if result.returncode and "because the network was disabled" in result.stderr:
+        pytest.skip("needs what builds wheels in the cache of uv")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["c++", "false"], ids=["a compiler", "no compiler"])
 def test_the_library_is_in_the_wheel_where_it_can_be_built(compiler, tmp_path):
@@ -120,8 +126,7 @@ def test_the_library_is_in_the_wheel_where_it_can_be_built(compiler, tmp_path):
         return subprocess.run(command, env=env, capture_output=True, text=True)
 
     result = build()
-    if result.returncode and any(name in result.stderr for name in ("jaxlib", "setuptools")):
-        pytest.skip("needs what builds wheels in the cache of uv, or a registry")
+    skip_without_build_tools(result)
     assert result.returncode == 0, result.stderr[-3000:]
     (wheel,) = tmp_path.glob("*.whl")
     assert "-cp311-abi3-" in wheel.name
@@ -138,8 +143,7 @@ def test_the_library_is_in_the_wheel_where_it_can_be_built(compiler, tmp_path):
 def test_wheels(tmp_path):
     command = ["uv", "build", "--all-packages", "--wheel", "--offline", "--out-dir", str(tmp_path)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if result.returncode and any(name in result.stderr for name in ("hatchling", "jaxlib", "setuptools")):
-        pytest.skip("needs what builds wheels in the cache of uv, or a registry")
+    skip_without_build_tools(result)
     assert result.returncode == 0, result.stderr[-3000:]
     wheels = sorted(tmp_path.glob("*.whl"))
     assert len(wheels) == len(MEMBERS)

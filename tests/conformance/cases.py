@@ -202,7 +202,7 @@ def _pages():
 
 
 def _invariant_pages():
-    # Whole tiles of 32 rows and blocks of 128 keys: what is padded is no part of the mathematics.
+    # Whole tiles of 32 rows and blocks of 128 keys: the reference would multiply padding, which `flops` does not count.
     split = {"new": [16, 16], "lengths": [128, 100], "tokens": 16, "split": Split(0, 16), "heads_first": True}
     for name, more in (
         ("split", {"size": 16}),

@@ -26,7 +26,6 @@ for _op, _declared in found.kernels().items():
         _more = {"mesh": _mesh, "op": _op, "name": _kernel.name, "cases": cases.CASES.get(_op, ())}
         _suite = type(_name, (KernelSuite,), _more)
         if _kernel.load.startswith("axlearn_plugins_cpu.") and library.missing is not None:
-            _suite = pytest.mark.skip(reason=library.missing)(
-                _suite
-            )  # tests/plugins/cpu says whether it has to be there
+            # tests/plugins/cpu fails where the library has to be there.
+            _suite = pytest.mark.skip(reason=library.missing)(_suite)
         globals()[_name] = _suite

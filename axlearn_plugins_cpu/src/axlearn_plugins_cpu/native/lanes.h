@@ -51,7 +51,7 @@ TARGET static inline float largest(Vector x) {
   return most;
 }
 
-// e^x for x <= 88, within 2 units in the last place; 0 below -87, where float32 has no normal numbers left.
+// e^x for x <= 88; 0 below -87, where float32 has no normal numbers left.
 TARGET static inline Vector exponential(Vector x) {
   const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which the lowest bits then hold
   const Vector shifted = x * 1.44269504f + magic;
