@@ -173,8 +173,9 @@ def paged(name, *, new, lengths, heads=4, groups=2, size=8, slots=8, dtype="floa
     starts = np.cumsum([0, *new, 0])
     num_groups = groups if options.get("value_size") else 2 * groups
     pages = normal(len(new) * most, slots, num_groups, size, dtype=dtype)
-    for row, length in zip(table, lengths, strict=False):  # what no token wrote is NaN
-        pages = pages.at[row[(length - 1) // slots], (length - 1) % slots + 1 :].set(jnp.nan)
+    unwritten = 0 if options.get("finite") else jnp.nan
+    for row, length in zip(table, lengths, strict=False):
+        pages = pages.at[row[(length - 1) // slots], (length - 1) % slots + 1 :].set(unwritten)
     if options.get("heads_first"):
         pages = jnp.transpose(pages.reshape(*pages.shape[:2], groups, 2, size), (0, 3, 2, 1, 4))
     operands = (
@@ -198,6 +199,8 @@ def _pages():
     yield paged("split-bfloat16", **split, dtype="bfloat16")
     yield paged("split-wide", **split, window=20, softcap=2.0, size=32, heads_first=True)
     yield paged("split-wide", **split, size=32, heads=6, dtype="bfloat16", heads_first=True)
+    yield paged("split-finite", **split, size=32, finite=True)
+    yield paged("split-finite-window", **split, size=16, window=6, softcap=2.0, dtype="bfloat16", finite=True)
     yield paged("split-singles", new=[1, 1, 1], lengths=[70, 1, 8], tokens=1, split=Split(4, 1), value_size=6, groups=1)
 
 

@@ -38,6 +38,9 @@ PRIORITIES: Mapping[tuple[str, str], Priority] = {
         50, "its results are compared with the reference in the interpreter"
     ),
     ("grouped_matmul", "tokamax-mosaic"): Priority(40, "compiled only; tokamax itself has it before Triton's"),
+    ("paged_attention", "pallas-triton"): Priority(
+        50, "one launch, where XLA's loops launch several kernels for every 1,024 keys"
+    ),
     ("rms_norm", "tokamax-triton"): Priority(-1, "XLA fuses norms with what is around them"),
     ("gated_linear_unit", "tokamax-triton"): Priority(-1, "XLA has cuBLAS for both products"),
     ("gated_linear_unit", "tokamax-mosaic"): Priority(-2, "compiled only"),

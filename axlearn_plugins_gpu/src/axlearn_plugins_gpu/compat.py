@@ -5,6 +5,9 @@
 - `jax._src.xla_bridge` (jax 0.10 to 0.12): nothing public tells whether a platform is registered. Not needed once something does.
 - `_infer_arch` of Mosaic GPU, replaced while a program for a GPU is lowered (jax 0.10 to 0.12): it takes every described GPU for a
   Hopper. Not needed once it reads the device kind of the mesh.
+- `paged_attention_kernel` of `jax.experimental.pallas.ops.gpu.paged_attention` (jax 0.10 to 0.12, deprecated in 0.12): what the
+  public function beside it calls, which takes keys and values in arrays of their own. Where a JAX has no such kernel, ours says
+  so, and another one of the op is taken.
 - `tokamax._src` (0.0.12, 0.0.14), some of it replaced while a kernel is traced: single implementations with given block sizes have
   no public names, and ask the device that is here. Not needed once they get names and take a target.
 
@@ -18,7 +21,9 @@ import functools
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from importlib import metadata
 from typing import Any
 
 from axlearn_core.compat import replaced
@@ -30,6 +35,25 @@ MOSAIC = ("jax.experimental.mosaic.gpu.core", "jax.experimental.mosaic.gpu.utils
 def cudnn() -> Any:
     """JAX's binding of cuDNN's attention, below its public function."""
     return importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
+
+
+PAGED_ATTENTION = "jax.experimental.pallas.ops.gpu.paged_attention"
+
+
+def paged_attention() -> Any:
+    """JAX's module with the kernel for attention to pages."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return importlib.import_module(PAGED_ATTENTION)
+
+
+def missing_paged_attention() -> str | None:
+    """Why `paged_attention` cannot be used; None where it can."""
+    try:
+        kernel = getattr(paged_attention(), "paged_attention_kernel", None)
+    except ImportError:
+        kernel = None
+    return f"JAX {metadata.version('jax')} has no {PAGED_ATTENTION}" if kernel is None else None
 
 
 def tokamax(name: str) -> Any:

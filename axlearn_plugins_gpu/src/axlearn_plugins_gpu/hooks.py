@@ -33,6 +33,7 @@ def axlearn_before_devices() -> None:
 
 
 _ATTENTION = "axlearn_plugins_transformer.kernels.attention:Attention"
+_PAGED_ATTENTION = "axlearn_plugins_transformer.kernels.paged_attention:PagedAttention"
 _RMS_NORM = "axlearn_plugins_transformer.kernels.rms_norm:RMSNorm"
 _GATED_LINEAR_UNIT = "axlearn_plugins_transformer.kernels.gated_linear_unit:GatedLinearUnit"
 _GROUPED_MATMUL = "axlearn_plugins_moe.grouped_matmul:GroupedMatmul"
@@ -43,6 +44,7 @@ _KERNELS = (
     (_ATTENTION, "attention", "tokamax-triton", "tokamax_attention:TRITON"),
     (_GROUPED_MATMUL, "grouped_matmul", "tokamax-mosaic", "grouped_matmul:MOSAIC"),
     (_GROUPED_MATMUL, "grouped_matmul", "tokamax-triton", "grouped_matmul:TRITON"),
+    (_PAGED_ATTENTION, "paged_attention", "pallas-triton", "paged_attention:TRITON"),
     (_RMS_NORM, "rms_norm", "tokamax-triton", "rms_norm:TRITON"),
     (_GATED_LINEAR_UNIT, "gated_linear_unit", "tokamax-triton", "gated_linear_unit:TRITON"),
     (_GATED_LINEAR_UNIT, "gated_linear_unit", "tokamax-mosaic", "gated_linear_unit:MOSAIC"),
@@ -58,7 +60,7 @@ def axlearn_remat_policies() -> list[RematPolicy]:
 
 @hookimpl
 def axlearn_kernels() -> list[KernelImplementation]:
-    """Adapters to cuDNN and tokamax."""
+    """Adapters to cuDNN, tokamax and Pallas."""
     return [
         KernelImplementation(
             name=name,

@@ -24,6 +24,7 @@ from axlearn_core.testing import Case, KernelSuite
 from axlearn_plugins_gpu.kernels import tokamax
 from axlearn_plugins_transformer.kernels.attention import Attention
 from axlearn_plugins_transformer.kernels.masks import Causal, Full, Prefix, Segments, SlidingWindow
+from axlearn_plugins_transformer.kernels.paged_attention import Split
 
 OPS = {op.name: op for op in conformance.CASES}
 """Name -> class."""
@@ -35,8 +36,6 @@ TOLERANCE = 3e-2
 def interpreter():
     """Pallas kernels run in its interpreter, on any machine."""
     call, number = pallas.pallas_call, pallas.program_id
-    references = tokamax.module("pallas.block").BlockRefIndexer
-    at = references.__getitem__
 
     def run(kernel, *args, **options):
         def hoisted(*operands):  # the interpreter does not know the number of a block within a loop or a branch
@@ -53,12 +52,22 @@ def interpreter():
 
         return call(hoisted, *args, interpret=True, **options)
 
-    def indexed(self, index):  # nor plain integers among slices
+    with mock.patch.object(pallas, "pallas_call", run), _indexing():
+        yield
+
+
+def _indexing():
+    """The interpreter does not know plain integers among slices either, which kernels of tokamax have."""
+    if tokamax.missing():
+        return contextlib.nullcontext()
+    references = tokamax.module("pallas.block").BlockRefIndexer
+    at = references.__getitem__
+
+    def indexed(self, index):
         index = index if isinstance(index, tuple) else (index,)
         return at(self, tuple(jnp.int32(i) if type(i) is int else i for i in index))
 
-    with mock.patch.object(pallas, "pallas_call", run), mock.patch.object(references, "__getitem__", indexed):
-        yield
+    return mock.patch.object(references, "__getitem__", indexed)
 
 
 def attend(kernel, query, key, value, mask, **options):
@@ -105,6 +114,18 @@ def gated_cases(rng, width, hidden):
         yield Case(name=f"{activation}-{width}x{hidden}", run=run, operands=(x, *matrices), tolerance=TOLERANCE)
 
 
+def paged_cases(rng):
+    """Requests that decode, and chunks of prompts beside them, with pages that are finite."""
+    singles, chunks, chunk = 16, 4, 32
+    lengths = [*rng.integers(1, 1500, singles), *(chunk + rng.integers(0, 1400, chunks))]
+    new = [1] * singles + [chunk] * chunks
+    options = {"new": new, "lengths": [int(n) for n in lengths], "slots": 32, "dtype": "bfloat16", "finite": True}
+    options |= {"heads": 32, "split": Split(singles, chunk), "tokens": chunk}  # for the request that nobody has
+    for size, groups, window, softcap in ((128, 8, None, None), (128, 32, 300, None), (256, 8, None, 20.0)):
+        name = f"serving-{groups}x{size}-{window}"
+        yield conformance.paged(name, **options, groups=groups, size=size, window=window, softcap=softcap)
+
+
 def cases_of(op, *, small):
     """Cases of an op; `small` for the interpreter."""
     rng = np.random.default_rng(1)
@@ -113,6 +134,8 @@ def cases_of(op, *, small):
         return [case for size in sizes for case in attention_cases(size, length, rng)]
     if op == "grouped_matmul":
         return list(grouped_cases(rng))
+    if op == "paged_attention" and not small:
+        return list(paged_cases(rng))
     if op == "gated_linear_unit":
         return list(gated_cases(rng, 64, 128) if small else gated_cases(rng, 512, 1024))
     return [c for c in conformance.CASES[OPS[op]] if c.name.endswith("bfloat16") or op == "rms_norm"]

@@ -17,6 +17,7 @@ TABLES = (
     "GATED_MOSAIC_LATER",
     "MOSAIC",
     "MOSAIC_LATER",
+    "PAGED",
     "TRITON_ATTENTION",
 )
 ROOT = Path(__file__).resolve().parents[3]

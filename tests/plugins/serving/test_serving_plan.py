@@ -98,7 +98,7 @@ def test_accelerators_that_are_not_here(target):
     room = hardware.hbm_bytes - figures.weights - figures.tables - figures.working
     assert figures.most_tokens == pytest.approx(room / figures.token_bytes, abs=64)
     kernels = {c.op.name: c.name for c in figures.kernels}
-    assert kernels["paged_attention"] == ("ragged-paged" if target.startswith("tpu") else "xla-split")
+    assert kernels["paged_attention"] == ("ragged-paged" if target.startswith("tpu") else "pallas-triton")
 
 
 @pytest.mark.slow

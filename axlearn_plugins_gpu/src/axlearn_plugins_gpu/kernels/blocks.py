@@ -235,3 +235,44 @@ def attending(tables: Tables, target: str, size: int) -> AttentionBlocks | None:
     if size % 64:
         return None
     return next((b for b in tables.get(CHIPS[target].capability, ()) if size <= b.largest), None)
+
+
+@attrs.frozen(kw_only=True)
+class PagedBlocks:
+    """Of attention to pages: rows of queries and keys to a block, and stages of the pipeline.
+
+    Attributes:
+        rows: at most.
+        keys: of 16 bits with heads of 128 numbers; wider ones are fewer.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    source: str = NOT_MEASURED
+
+
+PAGED: dict[tuple[int, int], PagedBlocks] = dict.fromkeys(
+    ((8, 0), (9, 0), (10, 0)), PagedBlocks(rows=64, keys=128, warps=8, stages=2)
+)
+"""Of `paged_attention`, by compute capability: the library's own, but for the rows, which it has for one token alone."""
+
+
+def paged(target: str, rows: int, size: int, *, wide: bool) -> PagedBlocks:
+    """For so many rows of queries with heads of `size` on a GPU that `CHIPS` knows.
+
+    Args:
+        target: the GPU.
+        rows: that share their keys.
+        size: of a head.
+        wide: whether numbers of 32 bits are multiplied.
+    """
+    most = PAGED[CHIPS[target].capability]
+    keys = most.keys * 128 // max(128, size) // (2 if wide else 1)
+    return attrs.evolve(most, rows=max(16, min(most.rows, 1 << (rows - 1).bit_length())), keys=keys)
+
+
+def parts_of_table(target: str, blocks: int, most: int) -> int:
+    """Into how many parts, `most` at most, a table is split, so that every multiprocessor has two blocks."""
+    return max(1, min(most, -(-2 * CHIPS[target].cores // blocks)))

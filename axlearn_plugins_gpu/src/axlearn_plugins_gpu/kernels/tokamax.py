@@ -9,11 +9,10 @@ from importlib import metadata
 from typing import Any
 
 import jax
-from jax.sharding import AbstractDevice
 
 from axlearn_plugins_gpu import compat
 from axlearn_plugins_gpu.chips import CHIPS
-from axlearn_plugins_gpu.targets import TARGETS
+from axlearn_plugins_gpu.kernels.named_gpu import named
 
 LATER = sys.version_info >= (3, 12)
 """Whether it is the later of the two versions whose kernels are used: the earlier is the last one for Python 3.11, the later the
@@ -59,10 +58,5 @@ def for_target(target: str) -> Iterator[None]:
         stack.enter_context(jax.numpy_rank_promotion("allow"))  # which our tests forbid to our own code
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore", DeprecationWarning)  # it uses names that JAX is moving
-        # Of one device, or of a mesh that somebody made without any: lowering asks which GPU it is.
-        mesh = jax.sharding.get_abstract_mesh()
-        if mesh.abstract_device is None:
-            kind = next(t for t in TARGETS if t.name == target).device_kinds[0]
-            abstract_device = AbstractDevice(device_kind=kind, num_cores=CHIPS[target].cores, platform="gpu")
-            stack.enter_context(jax.sharding.use_abstract_mesh(mesh.update(abstract_device=abstract_device)))
+        stack.enter_context(named(target))
         yield

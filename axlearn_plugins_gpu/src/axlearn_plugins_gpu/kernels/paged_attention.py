@@ -1,0 +1,161 @@
+"""The op `paged_attention` by JAX's kernel for GPUs (`jax.experimental.pallas.ops.gpu.paged_attention`, in Pallas' Triton).
+
+The only mask that the kernel has is a length. So it gets the keys that all new tokens of a request see. The few at the edges of
+those, which a window or the order of the new tokens hides from some of them, are XLA's. Each tells its largest score and the sum of
+its weights, by which the parts are added up (Flash-Decoding, Dao et al., 2023).
+
+Legend: P pages of S slots, R requests of C new tokens and at most M pages, N query heads, G key-value heads, n = N / G, H head
+size, Q = n C the queries of a request that share a key-value head, E pages at the edges.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from axlearn_core.contracts.kernels import KernelContext
+from axlearn_plugins_gpu import compat
+from axlearn_plugins_gpu.chips import CHIPS, unknown_gpu
+from axlearn_plugins_gpu.kernels.paged_parts import LOW, Parts, attend_to_pages
+from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention, divides_heads, on_each_device
+
+ADA = (8, 9)
+"""The first compute capability with float8."""
+
+
+class _Triton:
+    """See the module."""
+
+    def supports(self, op: PagedAttention, context: KernelContext) -> str | None:
+        """A static split, pages without NaN, and heads and pages whose sizes are powers of two."""
+        if reason := unknown_gpu(context.target) or compat.missing_paged_attention():
+            return reason
+        if op.split is None:
+            return "how many tokens each request has is not known when it is compiled"
+        if op.bias is not None:
+            return "it adds no bias to scores"
+        if op.value_size is not None:
+            return "keys and values are the same numbers"
+        if not op.finite:
+            return "what no token wrote may be NaN, which it does not hide"
+        if reason := _refused_sizes(op) or _refused_dtypes(op, context.target):
+            return reason
+        return None if divides_heads(op) else "the heads of queries and of keys are not split over devices the same way"
+
+    def __call__(self, op: PagedAttention) -> jax.Array:
+        """[T, N, H]."""
+        return on_each_device(op, _attend)
+
+
+TRITON = _Triton()
+
+
+def _refused_sizes(op: PagedAttention) -> str | None:
+    size, slots = op.query.shape[-1], op.page_size
+    if size not in (16, 32, 64, 128, 256):
+        return f"the head size {size} is not a power of two from 16 to 256"
+    if slots & (slots - 1):
+        return f"a page has {slots} slots, which is not a power of two"
+    numbers = math.prod(op.pages.shape)
+    if numbers >= 2**31 and numbers * op.pages.dtype.itemsize <= 2**32:
+        return f"JAX counts the {numbers} numbers in the pages by 32 bits with a sign"
+    return None
+
+
+def _refused_dtypes(op: PagedAttention, target: str) -> str | None:
+    query, pages = op.dtypes["query"], op.dtypes["pages"]
+    if query not in ("bfloat16", "float16", "float32"):
+        return f"the queries are {query}; it takes bfloat16, float16 and float32"
+    if op.scales is None and query != pages:
+        return f"the queries are {query} and the pages {pages}"
+    if pages == "float8_e4m3fn" and CHIPS[target].capability < ADA:
+        return f"{target} has no float8"
+    return None
+
+
+def _attend(op: PagedAttention) -> jax.Array:
+    """[T, N, H]."""
+    assert op.split is not None
+    singles, chunk = op.split
+    heads, size = op.query.shape[1:]
+    query = (op.query * op.scale).reshape(-1, op.groups, heads // op.groups, size)
+    results = []
+    if singles:
+        results.append(_attend_rows(op, query[:singles, None], op.table[:singles], op.lengths[:singles]))
+    if op.table.shape[0] > singles:
+        rest = query[singles:].reshape(-1, chunk, *query.shape[1:])
+        results.append(_attend_rows(op, rest, op.table[singles:], op.lengths[singles:]))
+    results = [x.reshape(-1, heads, size).astype(op.query.dtype) for x in results]
+    return results[0] if len(results) == 1 else jnp.concatenate(results)
+
+
+class _Common(NamedTuple):
+    """The keys that all new tokens of each request see, slots [first, last) of it, and how many new tokens it has.
+
+    Attributes:
+        first: int32 [R], the first slot of a page.
+        last: int32 [R].
+        new: C.
+    """
+
+    first: jax.Array
+    last: jax.Array
+    new: int
+
+    @classmethod
+    def of(cls, op: PagedAttention, lengths: jax.Array, count: int) -> "_Common":
+        """By causality, and by a window where there is one."""
+        first = jnp.zeros_like(lengths)
+        if op.window is not None:
+            first = -(-jnp.maximum(lengths - op.window, 0) // op.page_size) * op.page_size
+        return cls(first, jnp.maximum(lengths - count + 1, first), count)
+
+
+def _attend_rows(op: PagedAttention, query: jax.Array, table: jax.Array, lengths: jax.Array) -> jax.Array:
+    """[R, C, G, n, H], int32 [R, M] and [R] -> float32 [R, C, G, n, H]."""
+    _, count, groups, heads, size = query.shape
+    rows = jnp.transpose(query, (0, 2, 3, 1, 4)).reshape(-1, groups, heads * count, size)
+    common = _Common.of(op, lengths, count)
+    most = table.shape[1]
+    if op.window is not None:
+        most = min(most, max(1, -(-(op.window - count + 1) // op.page_size)))
+    numbers = common.first[:, None] // op.page_size + jnp.arange(most, dtype=jnp.int32)[None]
+    pages = jnp.take_along_axis(table, numbers, axis=1, mode="clip")
+    parts = attend_to_pages(op, rows, pages, common.last - common.first)
+    edges = _attend_to_edges(op, rows, table, lengths, common)
+    result = (parts if edges is None else parts.beside(edges)).added_up()
+    return jnp.transpose(result.reshape(-1, groups, heads, count, size), (0, 3, 1, 2, 4))
+
+
+def _attend_to_edges(
+    op: PagedAttention, query: jax.Array, table: jax.Array, lengths: jax.Array, common: _Common
+) -> Parts | None:
+    """[R, G, Q, H], int32 [R, M] and [R] -> one part; None where all tokens see the same keys."""
+    size, count = op.page_size, common.new
+    span = jnp.arange(-(-(count + size - 2) // size), dtype=jnp.int32)[None]
+    before = common.first[:, None] // size - 1 - span if op.window is not None else None
+    after = common.last[:, None] // size + span if count > 1 else None
+    pages = [x for x in (before, after) if x is not None and x.shape[1]]
+    if not pages:
+        return None
+    page = jnp.concatenate(pages, axis=1)
+    key, value = op.keys_and_values(jnp.take_along_axis(table, page, axis=1, mode="clip"))  # [R, E, G, S, H]
+    slots = page[..., None] * size + jnp.arange(size, dtype=jnp.int32)[None, None]
+    slots = slots.reshape(page.shape[0], 1, -1)  # [R, 1, E S]
+    positions = (lengths[:, None] - count + jnp.arange(count, dtype=jnp.int32)[None])[..., None]  # [R, C, 1]
+    common_slots = (slots >= common.first[:, None, None]) & (slots < common.last[:, None, None])
+    visible = (slots >= 0) & (slots <= positions) & ~common_slots
+    if op.window is not None:
+        visible &= slots > positions - op.window
+    visible = jnp.tile(visible, (1, query.shape[2] // count, 1))[:, None]  # [R, 1, Q, E S]
+    scores = jnp.einsum("rgqh,regsh->rgqes", query, key, preferred_element_type=jnp.float32)
+    scores = scores.reshape(*query.shape[:3], -1)
+    if op.softcap is not None:
+        scores = op.softcap * jnp.tanh(scores / op.softcap)
+    scores = jnp.where(visible, scores, LOW)
+    highest = jnp.max(scores, axis=-1)
+    weights = jnp.where(visible, jnp.exp(scores - highest[..., None]), 0.0)
+    each = weights.reshape(*query.shape[:3], -1, size).astype(value.dtype)
+    result = jnp.einsum("rgqes,regsh->rgqh", each, value, preferred_element_type=jnp.float32)
+    return Parts(result[None], jnp.sum(weights, axis=-1)[None], highest[None])
