@@ -105,6 +105,14 @@ def test_tensor_parallelism_has_whole_streams_beside_a_layer():
 def test_the_embedding_of_the_batch_is_a_peak_too():
     assert "embedding" in terms(gpipe(), sizes(whole_stream=1000.0), 1, PLENTY)
     assert "embedding" not in terms(one_forward_one_backward(), sizes(whole_stream=1000.0), 1, PLENTY)
+    in_columns = terms(gpipe(), sizes(whole_stream=1000.0, sharded=False), 1, PLENTY)
+    assert "embedding" not in in_columns, "without FSDP each device has the columns of the table that its stream has"
+
+
+def test_a_split_stream_is_there_once_more_in_the_loss_of_an_interleaved_schedule():
+    large = {"stream": 10_000.0, "everything": 0.0, "kept": 10_000.0, "sharded": False}
+    split, whole = (terms(interleaved(), sizes(whole_stream=x, **large), 1, 0.0) for x in (20_000.0, 10_000.0))
+    assert (split["ends"], whole["ends"]) == (4 * 8 * 10_000, 3 * 8 * 10_000)
 
 
 def test_what_has_the_numbers_of_another_is_repeated():
@@ -125,13 +133,16 @@ def test_what_has_the_numbers_of_another_is_repeated():
         (gpipe(16, 2), {"pipeline": 2, "data": 64, "tensor": 2}, "remat:save=[mlp_gate,mlp_up]"),
         (one_forward_one_backward(64, 32), {"pipeline": 32, "data": 8}, "remat:save=[attention_out]"),
         (interleaved(16, 2), {"pipeline": 2, "data": 8, "fsdp": 4, "tensor": 4}, "remat:save=[mlp_gate,mlp_up]"),
+        (interleaved(64, 16), {"pipeline": 16, "data": 2, "tensor": 8, "stream": ("tensor",)}, "remat:policy=full"),
+        (gpipe(64, 16), {"pipeline": 16, "data": 4, "tensor": 4, "stream": ("tensor",)}, "remat:policy=full"),
     ],
 )
 def test_the_estimate_is_within_a_twentieth_of_the_compiled_program(pipeline, shape, remat):
     pytest.importorskip("jax_plugins.xla_cuda12")
     request = Request.of("llama2-7b", target="h100-8x32")
     space = rank.Space(request, ())
-    mesh = MeshChoice(shape=shape)
+    stream = {"activation_embed": shape["stream"]} if "stream" in shape else {}
+    mesh = MeshChoice(shape={axis: size for axis, size in shape.items() if axis != "stream"}, stream=stream)
     config = resolve(with_pipeline(request, pipeline)).config
     figures = MeshFigures(space.program, config, space.machine, mesh)
     row = space.estimated(Choice(mesh=mesh, remat=remat, pipeline=pipeline), figures)

@@ -83,9 +83,11 @@ def terms(pipeline: Pipeline, sizes: Sizes, chunk: float, room: float) -> dict[s
         phases = _one_forward_one_backward(sizes, residuals)
     else:
         phases = [*_after_forward(pipeline, sizes, chunk, residuals, room)]
-        # The gradient of the stream is gathered over tensor parallelism, and transposed, for the scatter into the table.
-        embedding = 2 * pipeline.microbatches * sizes.whole_stream
-        phases.append({"embedding": embedding, "gradients": sizes.layers + sizes.rest})
+        if sizes.sharded:
+            # The gradient of the stream is gathered over tensor parallelism, and transposed, for the scatter into the table. Where
+            # the table's width is not split over FSDP, each device scatters into the columns that its part of the stream has.
+            embedding = 2 * pipeline.microbatches * sizes.whole_stream
+            phases.append({"embedding": embedding, "gradients": sizes.layers + sizes.rest})
     return max(phases, key=lambda phase: sum(phase.values()))
 
 
@@ -109,7 +111,9 @@ def _after_forward(
     # Chunks are cut from layers in another order than stages store them: a second float32 copy.
     copies = sizes.layers if pipeline.rounds > 1 else 0.0
     # What comes out of the stages, what the loss computes with, and its gradient; the head, with float32 gradients and their sum.
-    yield {"kept": residuals, "ends": 3 * batch, "head": 2.5 * sizes.vocabulary, "copies": copies}
+    # Of an interleaved schedule one more, where tensor parallelism splits it: it is gathered in another layout than it is stored.
+    ends = 4 if pipeline.rounds > 1 and sizes.stream < sizes.whole_stream else 3
+    yield {"kept": residuals, "ends": ends * batch, "head": 2.5 * sizes.vocabulary, "copies": copies}
     # The gradients of what comes in and goes out of the stages, and of the head. What a tick needs is cut out of what all keep.
     loop = {"kept": residuals, "ends": 2 * batch, "head": sizes.rest / 4, "tick": chunk * sizes.kept, "copies": copies}
     room_left = 2 * residuals < room  # XLA counts what a loop fills twice
