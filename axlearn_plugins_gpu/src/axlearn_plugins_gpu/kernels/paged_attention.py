@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from axlearn_core.contracts.kernels import KernelContext
 from axlearn_plugins_gpu import compat
 from axlearn_plugins_gpu.chips import CHIPS, unknown_gpu
-from axlearn_plugins_gpu.kernels.paged_parts import LOW, Parts, attend_to_pages
+from axlearn_plugins_gpu.kernels.paged_parts import LOW, Parts, attend_to_pages, blocks_of
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention, divides_heads, on_each_device
 
 ADA = (8, 9)
@@ -39,7 +39,7 @@ class _Triton:
             return "keys and values are the same numbers"
         if not op.finite:
             return "what no token wrote may be NaN, which it does not hide"
-        if reason := _refused_sizes(op) or _refused_dtypes(op, context.target):
+        if reason := _refused_sizes(op, context.target) or _refused_dtypes(op, context.target):
             return reason
         return None if divides_heads(op) else "the heads of queries and of keys are not split over devices the same way"
 
@@ -51,12 +51,14 @@ class _Triton:
 TRITON = _Triton()
 
 
-def _refused_sizes(op: PagedAttention) -> str | None:
+def _refused_sizes(op: PagedAttention, target: str) -> str | None:
     size, slots = op.query.shape[-1], op.page_size
     if size not in (16, 32, 64, 128, 256):
         return f"the head size {size} is not a power of two from 16 to 256"
     if slots & (slots - 1):
         return f"a page has {slots} slots, which is not a power of two"
+    if slots > (most := blocks_of(op, target, 1).keys):
+        return f"a page has {slots} slots, more than the {most} keys that it multiplies at once"
     numbers = math.prod(op.pages.shape)
     if numbers >= 2**31 and numbers * op.pages.dtype.itemsize <= 2**32:
         return f"JAX counts the {numbers} numbers in the pages by 32 bits with a sign"

@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton
 
 from axlearn_core.kernels import selection
 from axlearn_plugins_gpu import compat
-from axlearn_plugins_gpu.kernels.blocks import paged, parts_of_table
+from axlearn_plugins_gpu.kernels.blocks import PagedBlocks, paged, parts_of_table
 from axlearn_plugins_gpu.kernels.named_gpu import named
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention
 
@@ -49,13 +49,18 @@ class Parts(NamedTuple):
         return jnp.sum(self.result * weights[..., None], axis=0) / total[..., None]
 
 
+def blocks_of(op: PagedAttention, target: str, rows: int) -> PagedBlocks:
+    """For so many rows of queries on a GPU that `CHIPS` knows; with scales keys and values are multiplied in float32."""
+    wide = op.scales is not None or op.query.dtype == jnp.float32
+    return paged(target, rows, op.query.shape[-1], wide=wide)
+
+
 def attend_to_pages(op: PagedAttention, query: jax.Array, table: jax.Array, lengths: jax.Array) -> Parts:
     """[R, G, Q, H], int32 [R, M] and [R] -> attention to the first `lengths` keys of each request."""
     requests, groups, rows, size = query.shape
     kernel_selection: Any = selection.in_force()  # `supports` has said that its GPU is known
-    wide = op.scales is not None or op.query.dtype == jnp.float32
-    blocks = paged(kernel_selection.target, rows, size, wide=wide)
-    at_once = min(max(1, blocks.keys // op.page_size), 1 << (table.shape[1] - 1).bit_length())
+    blocks = blocks_of(op, kernel_selection.target, rows)
+    at_once = min(blocks.keys // op.page_size, 1 << (table.shape[1] - 1).bit_length())
     launched = requests * groups * -(-rows // blocks.rows)
     loops = -(-table.shape[1] // at_once)
     each = -(-loops // parts_of_table(kernel_selection.target, launched, loops)) * at_once
