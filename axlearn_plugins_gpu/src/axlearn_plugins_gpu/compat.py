@@ -47,13 +47,18 @@ def paged_attention() -> Any:
         return importlib.import_module(PAGED_ATTENTION)
 
 
+def triton() -> Any:
+    """JAX's module with the options of Pallas' kernels for Triton."""
+    return importlib.import_module("jax.experimental.pallas.triton")
+
+
 def missing_paged_attention() -> str | None:
     """Why `paged_attention` cannot be used; None where it can."""
     try:
-        kernel = getattr(paged_attention(), "paged_attention_kernel", None)
+        found = hasattr(paged_attention(), "paged_attention_kernel") and hasattr(triton(), "CompilerParams")
     except ImportError:
-        kernel = None
-    return f"JAX {metadata.version('jax')} has no {PAGED_ATTENTION}" if kernel is None else None
+        found = False
+    return None if found else f"JAX {metadata.version('jax')} has no kernel of {PAGED_ATTENTION}"
 
 
 def tokamax(name: str) -> Any:

@@ -1,9 +1,12 @@
 """Attention to pages by JAX's kernel: which calls it takes, what it computes, and that it compiles for every GPU."""
 
 import functools
+import importlib
 import itertools
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import attrs
 import jax
@@ -11,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gpu_programs import Interpreted, compiled, kernel_calls
+from jax.experimental import pallas
 from kernel_cases import interpreter
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "conformance"))
@@ -27,6 +31,7 @@ from axlearn_core.kernels import selection
 from axlearn_core.nn.sharding import logical_rules
 from axlearn_plugins_gpu import compat
 from axlearn_plugins_gpu.chips import CHIPS
+from axlearn_plugins_gpu.kernels import paged_parts
 from axlearn_plugins_gpu.kernels.blocks import PAGED, paged, parts_of_table
 from axlearn_plugins_gpu.kernels.paged_attention import TRITON
 from axlearn_plugins_serving.local_engine import serve as server
@@ -131,6 +136,7 @@ def test_requests_that_nobody_has():
     [
         ({}, None),
         ({"window": 5, "softcap": 2.0}, None),
+        ({"split": Split(2, 300)}, "300 tokens, more than 128"),
         ({"split": None}, "not known when it is compiled"),
         ({"bias": LinearBias((0.5,) * 6)}, "adds no bias"),
         ({"finite": False}, "may be NaN"),
@@ -160,10 +166,43 @@ def test_float8_needs_a_gpu_that_has_it():
     assert "is none that it is known" in TRITON.supports(op, attrs.evolve(H100, target="rtx"))
 
 
-def test_a_jax_without_the_kernel(monkeypatch):
-    monkeypatch.setattr(compat, "PAGED_ATTENTION", "jax.experimental.pallas.ops.gpu.no_such_module")
-    answer = TRITON.supports(finite_call((2, 0, 1, [20, 30])), H100)
-    assert f"JAX {jax.__version__} has no jax.experimental.pallas.ops.gpu.no_such_module" in answer
+@pytest.mark.parametrize(
+    "absent", [(compat.PAGED_ATTENTION,), (compat.PAGED_ATTENTION, "jax.experimental.pallas.triton")]
+)
+def test_a_jax_without_the_kernel(monkeypatch, absent):
+    for name in ("paged_attention", "paged_parts"):  # imported anew, as such a JAX would
+        monkeypatch.delitem(sys.modules, f"axlearn_plugins_gpu.kernels.{name}")
+    for name in absent:
+        monkeypatch.setitem(sys.modules, name, None)
+    kernel = importlib.import_module("axlearn_plugins_gpu.kernels.paged_attention").TRITON
+    answer = kernel.supports(finite_call((2, 0, 1, [20, 30])), H100)
+    assert f"JAX {jax.__version__} has no kernel of {compat.PAGED_ATTENTION}" in answer
+
+
+@pytest.mark.parametrize(("slots", "window"), [(8, None), (1, None), (4, 5), (8, 8)])
+def test_a_block_has_as_many_keys_as_an_instruction_of_tensor_cores(slots, window):
+    """Of fewer Triton fills it with copies of the registers, and so adds each product several times."""
+    run = functools.partial(serve, split=(4, 8), window=window)
+    launched = []
+
+    def spied(kernel, *args, **options):
+        launched.append(kernel.keywords["pages_per_compute_block"])
+        return pallas.pallas_call(kernel, *args, **options)
+
+    most = 1 if window is None else 16
+    with mock.patch.object(paged_parts, "pallas", SimpleNamespace(pallas_call=spied, BlockSpec=pallas.BlockSpec)):
+        compiled(run, "h100-1x1", *shapes(split=(4, 8), chunks=2, slots=slots, most=max(most, 8 // slots), places=500))
+    assert len(launched) == 2
+    assert all(pages * slots >= 16 for pages in launched)
+
+
+def test_what_a_device_has_of_the_pages_is_counted():
+    whole = finite_call((2, 0, 1, [20, 30]), heads=8, groups=8)
+    narrow = attrs.evolve(whole, pages=jax.ShapeDtypeStruct((2**18, 32, 16, 128), "int8"))
+    narrow = attrs.evolve(narrow, query=jax.ShapeDtypeStruct((2, 8, 128), "bfloat16"), scales=whole.query)
+    assert TRITON.supports(narrow, H100) is None, "more than 2**32 bytes are counted in 64 bits"
+    with logical_rules(make_mesh(Mesh(shape={"tensor": 8})), DEFAULT_RULES):
+        assert "32 bits with a sign" in TRITON.supports(narrow, H100)
 
 
 def test_devices_attend_with_their_own_heads():

@@ -19,7 +19,10 @@ from axlearn_plugins_gpu import compat
 from axlearn_plugins_gpu.chips import CHIPS, unknown_gpu
 from axlearn_plugins_gpu.kernels.paged_parts import LOW, Parts, attend_to_pages, blocks_of
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention, divides_heads, on_each_device
+from axlearn_plugins_transformer.kernels.per_device import parts_of
 
+LONGEST = 128
+"""Tokens of a chunk: all pairs of them have a score at one time."""
 ADA = (8, 9)
 """The first compute capability with float8."""
 
@@ -37,6 +40,8 @@ class _Triton:
             return "it adds no bias to scores"
         if op.value_size is not None:
             return "keys and values are the same numbers"
+        if op.split.chunk > LONGEST and op.table.shape[0] > op.split.singles:
+            return f"a chunk has {op.split.chunk} tokens, more than {LONGEST}: XLA would score all pairs of them"
         if not op.finite:
             return "what no token wrote may be NaN, which it does not hide"
         if reason := _refused_sizes(op, context.target) or _refused_dtypes(op, context.target):
@@ -59,7 +64,8 @@ def _refused_sizes(op: PagedAttention, target: str) -> str | None:
         return f"a page has {slots} slots, which is not a power of two"
     if slots > (most := blocks_of(op, target, 1).keys):
         return f"a page has {slots} slots, more than the {most} keys that it multiplies at once"
-    numbers = math.prod(op.pages.shape)
+    # JAX decides by what a device has of the pages, whose third dimension is split.
+    numbers = math.prod(op.pages.shape) // parts_of(op.query.shape, (None, "activation_heads", None))[1]
     if numbers >= 2**31 and numbers * op.pages.dtype.itemsize <= 2**32:
         return f"JAX counts the {numbers} numbers in the pages by 32 bits with a sign"
     return None
@@ -71,6 +77,8 @@ def _refused_dtypes(op: PagedAttention, target: str) -> str | None:
         return f"the queries are {query}; it takes bfloat16, float16 and float32"
     if op.scales is None and query != pages:
         return f"the queries are {query} and the pages {pages}"
+    if op.scales is not None and pages not in ("int8", "float8_e4m3fn"):
+        return f"the pages are {pages}; with scales it takes int8 and float8_e4m3fn"
     if pages == "float8_e4m3fn" and CHIPS[target].capability < ADA:
         return f"{target} has no float8"
     return None

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas
-from jax.experimental.pallas import triton
 
 from axlearn_core.kernels import selection
 from axlearn_plugins_gpu import compat
@@ -23,6 +22,10 @@ from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention
 
 LOW = -1e30
 """The score of a hidden key."""
+
+
+LEAST_KEYS = 16
+"""Of a block: Triton adds up the products of fewer several times, to fill an instruction of tensor cores."""
 
 
 class Parts(NamedTuple):
@@ -50,7 +53,7 @@ class Parts(NamedTuple):
 
 
 def blocks_of(op: PagedAttention, target: str, rows: int) -> PagedBlocks:
-    """For so many rows of queries on a GPU that `CHIPS` knows; with scales keys and values are multiplied in float32."""
+    """For so many rows of queries on a GPU that `CHIPS` knows; values with scales are multiplied in 32 bits."""
     wide = op.scales is not None or op.query.dtype == jnp.float32
     return paged(target, rows, op.query.shape[-1], wide=wide)
 
@@ -61,6 +64,7 @@ def attend_to_pages(op: PagedAttention, query: jax.Array, table: jax.Array, leng
     kernel_selection: Any = selection.in_force()  # `supports` has said that its GPU is known
     blocks = blocks_of(op, kernel_selection.target, rows)
     at_once = min(blocks.keys // op.page_size, 1 << (table.shape[1] - 1).bit_length())
+    at_once = max(at_once, -(-LEAST_KEYS // op.page_size))  # the table is padded, and what is behind a length is hidden
     launched = requests * groups * -(-rows // blocks.rows)
     loops = -(-table.shape[1] // at_once)
     each = -(-loops // parts_of_table(kernel_selection.target, launched, loops)) * at_once
@@ -93,7 +97,7 @@ def attend_to_pages(op: PagedAttention, query: jax.Array, table: jax.Array, leng
             * 2,
         ],
         out_shape=[jax.ShapeDtypeStruct(shape + end, jnp.float32) for end in ((size,), (), ())],
-        compiler_params=triton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
+        compiler_params=compat.triton().CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
         name="paged_attention",
     )
     with named(kernel_selection.target):
