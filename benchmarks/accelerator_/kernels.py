@@ -16,7 +16,7 @@ from typing import Any
 from accelerator_.context import Context
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"
-OPS = ("attention", "grouped_matmul", "gated_linear_unit", "rms_norm", "cross_entropy")
+OPS = ("attention", "grouped_matmul", "gated_linear_unit", "rms_norm", "cross_entropy", "paged_attention")
 REHEARSED_TARGET = "h100"
 SECONDS = 12
 """Under which no comparison is begun: both passes of the kernel and of the reference are compiled."""

@@ -39,7 +39,7 @@ PRIORITIES: Mapping[tuple[str, str], Priority] = {
     ),
     ("grouped_matmul", "tokamax-mosaic"): Priority(40, "compiled only; tokamax itself has it before Triton's"),
     ("paged_attention", "pallas-triton"): Priority(
-        50, "a few launches, where XLA's loops launch eight kernels for every block of keys"
+        50, "a few launches, where XLA's loops launch ten kernels for every block of keys"
     ),
     ("rms_norm", "tokamax-triton"): Priority(-1, "XLA fuses norms with what is around them"),
     ("gated_linear_unit", "tokamax-triton"): Priority(-1, "XLA has cuBLAS for both products"),

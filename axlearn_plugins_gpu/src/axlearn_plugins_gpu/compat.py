@@ -55,10 +55,10 @@ def triton() -> Any:
 def missing_paged_attention() -> str | None:
     """Why `paged_attention` cannot be used; None where it can."""
     try:
-        found = hasattr(paged_attention(), "paged_attention_kernel") and hasattr(triton(), "CompilerParams")
+        has_kernel = hasattr(paged_attention(), "paged_attention_kernel") and hasattr(triton(), "CompilerParams")
     except ImportError:
-        found = False
-    return None if found else f"JAX {metadata.version('jax')} has no kernel of {PAGED_ATTENTION}"
+        has_kernel = False
+    return None if has_kernel else f"JAX {metadata.version('jax')} has no kernel of {PAGED_ATTENTION}"
 
 
 def tokamax(name: str) -> Any:

@@ -124,6 +124,9 @@ def paged_cases(rng):
     for size, groups, window, softcap in ((128, 8, None, None), (128, 32, 300, None), (256, 8, None, 20.0)):
         name = f"serving-{groups}x{size}-{window}"
         yield conformance.paged(name, **options, groups=groups, size=size, window=window, softcap=softcap)
+    # A block of fewer keys than tensor cores multiply at once.
+    short = {"new": [1, 1], "lengths": [7, 3], "slots": 8, "size": 64, "dtype": "bfloat16", "finite": True, "tokens": 1}
+    yield conformance.paged("short", **short, split=Split(3, 1))
 
 
 def cases_of(op, *, small):
@@ -134,8 +137,9 @@ def cases_of(op, *, small):
         return [case for size in sizes for case in attention_cases(size, length, rng)]
     if op == "grouped_matmul":
         return list(grouped_cases(rng))
-    if op == "paged_attention" and not small:
-        return list(paged_cases(rng))
+    if op == "paged_attention":
+        finite = [c for c in conformance.CASES[OPS[op]] if "finite" in c.name and c.name.endswith("bfloat16")]
+        return finite if small else [*finite, *paged_cases(rng)]
     if op == "gated_linear_unit":
         return list(gated_cases(rng, 64, 128) if small else gated_cases(rng, 512, 1024))
     return [c for c in conformance.CASES[OPS[op]] if c.name.endswith("bfloat16") or op == "rms_norm"]

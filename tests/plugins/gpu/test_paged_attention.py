@@ -167,12 +167,12 @@ def test_float8_needs_a_gpu_that_has_it():
 
 
 @pytest.mark.parametrize(
-    "absent", [(compat.PAGED_ATTENTION,), (compat.PAGED_ATTENTION, "jax.experimental.pallas.triton")]
+    "modules", [(compat.PAGED_ATTENTION,), (compat.PAGED_ATTENTION, "jax.experimental.pallas.triton")]
 )
-def test_a_jax_without_the_kernel(monkeypatch, absent):
+def test_a_jax_without_the_kernel(monkeypatch, modules):
     for name in ("paged_attention", "paged_parts"):  # imported anew, as such a JAX would
         monkeypatch.delitem(sys.modules, f"axlearn_plugins_gpu.kernels.{name}")
-    for name in absent:
+    for name in modules:
         monkeypatch.setitem(sys.modules, name, None)
     kernel = importlib.import_module("axlearn_plugins_gpu.kernels.paged_attention").TRITON
     answer = kernel.supports(finite_call((2, 0, 1, [20, 30])), H100)
@@ -183,17 +183,17 @@ def test_a_jax_without_the_kernel(monkeypatch, absent):
 def test_a_block_has_as_many_keys_as_an_instruction_of_tensor_cores(slots, window):
     """Of fewer Triton fills it with copies of the registers, and so adds each product several times."""
     run = functools.partial(serve, split=(4, 8), window=window)
-    launched = []
+    pages_of_blocks = []
 
     def spied(kernel, *args, **options):
-        launched.append(kernel.keywords["pages_per_compute_block"])
+        pages_of_blocks.append(kernel.keywords["pages_per_compute_block"])
         return pallas.pallas_call(kernel, *args, **options)
 
     most = 1 if window is None else 16
     with mock.patch.object(paged_parts, "pallas", SimpleNamespace(pallas_call=spied, BlockSpec=pallas.BlockSpec)):
         compiled(run, "h100-1x1", *shapes(split=(4, 8), chunks=2, slots=slots, most=max(most, 8 // slots), places=500))
-    assert len(launched) == 2
-    assert all(pages * slots >= 16 for pages in launched)
+    assert len(pages_of_blocks) == 2
+    assert all(pages * slots >= 16 for pages in pages_of_blocks)
 
 
 def test_what_a_device_has_of_the_pages_is_counted():

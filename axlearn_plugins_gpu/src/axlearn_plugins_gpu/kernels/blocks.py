@@ -256,7 +256,7 @@ class PagedBlocks:
 PAGED: dict[tuple[int, int], PagedBlocks] = dict.fromkeys(
     ((8, 0), (9, 0), (10, 0)), PagedBlocks(rows=64, keys=128, warps=8, stages=2)
 )
-"""Of `paged_attention`, by compute capability: the library's own, but for the rows, which it has for one token alone."""
+"""Of `paged_attention`, by compute capability: the library's own with pages of 16 slots, but for the rows, of which it has 16."""
 
 
 def paged(target: str, rows: int, size: int, *, wide: bool) -> PagedBlocks:
