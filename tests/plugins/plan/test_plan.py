@@ -201,7 +201,7 @@ def test_visible_pairs():
         (
             "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (131.13G) "
             "exceeds available HBM (95.74G).",
-            131.13,
+            130.13,
             1.0,
         ),
         (

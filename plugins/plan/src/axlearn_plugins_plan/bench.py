@@ -42,7 +42,8 @@ class Measured:
         tokens: of a step; None for batches without tokens.
         model_flops: of a step, by the convention of model FLOPs utilisation.
         peak_flops: of all devices together; None where it is not known.
-        planned_bytes: what the compiled step needs, as `axlearn plan` counts it, times `sharing`.
+        planned_bytes: what the compiled step needs, times `sharing`.
+        planned_at_most: whether that is an upper bound: on TPUs, where only `axlearn plan` reads how the compiler lays out buffers.
         used_bytes: the most that was taken while the steps ran; None where nothing tells.
         sharing: how many devices share the memory that was measured.
         trace: the directory of the trace, for TensorBoard or Perfetto; None without one.
@@ -63,6 +64,7 @@ class Measured:
     sharing: int
     trace: Path | None
     traced_seconds: float | None
+    planned_at_most: bool = False
 
     @property
     def median(self) -> float:
@@ -109,6 +111,7 @@ def measure_step(
     runner.run(warmup)
     seconds = runner.run(steps)
     used = watermark.read()
+    planned = of_compiled(compiled, resolved.machine)
     traced = _trace_slowest(runner, trace) if trace is not None else None
     devices = program.layout.mesh.devices
     return Measured(
@@ -121,7 +124,8 @@ def measure_step(
         tokens=batch_tokens(batches[0]),
         model_flops=program.model_flops(batches[0]),
         peak_flops=peak_flops(program),
-        planned_bytes=of_compiled(compiled, resolved.machine).total * watermark.sharing,
+        planned_bytes=planned.total * watermark.sharing,
+        planned_at_most=planned.at_most,
         used_bytes=used,
         sharing=watermark.sharing,
         trace=trace,
@@ -233,6 +237,7 @@ def as_json(measured: Measured) -> dict[str, Any]:
         "compile_seconds": measured.compile_seconds,
         "input_seconds": measured.input_seconds,
         "planned_bytes": measured.planned_bytes,
+        "planned_at_most": measured.planned_at_most,
         "used_bytes": measured.used_bytes,
         "devices_sharing": measured.sharing,
         "trace": None if measured.trace is None else str(measured.trace),
@@ -259,7 +264,8 @@ def text(measured: Measured) -> str:
     )
     whose = "a device" if measured.sharing == 1 else f"{measured.sharing} devices that share memory"
     used = "unknown" if measured.used_bytes is None else f"{measured.used_bytes / gib:.3g} GiB"
-    rows.append(("memory", f"{used} used, {measured.planned_bytes / gib:.3g} GiB planned, of {whose}"))
+    bound = "at most " if measured.planned_at_most else ""
+    rows.append(("memory", f"{used} used, {bound}{measured.planned_bytes / gib:.3g} GiB planned, of {whose}"))
     rows.append(("input", f"{measured.input_seconds:.3g} s a batch, while devices compute"))
     rows.append(("compile", f"{measured.compile_seconds:.3g} s"))
     if measured.trace is not None:

@@ -8,12 +8,14 @@ import attrs
 import jax
 
 from axlearn_core.contracts.target import Machine
+from axlearn_plugins_plan.buffers import Buffers
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)([KMGT]?)"
 _TEMPORARIES = re.compile(rf"HLO temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)")
 _USED = re.compile(rf"Used {_SIZE} of {_SIZE} hbm")
 _PART = re.compile(rf"^\s*(program|arguments)\s+{_SIZE}\b", re.M)
+_HOST = ("pinned_host", "unpinned_host")
 
 
 @attrs.frozen(kw_only=True)
@@ -26,6 +28,7 @@ class Memory:
         code: the program itself, where the compiler counts it.
         capacity: what the device has for a program; None where that is not known.
         refused: whether the compiler stopped because it does not fit.
+        at_most: whether the temporaries are an upper bound: of a program for TPUs whose layout of buffers was not read.
     """
 
     arguments: int
@@ -33,6 +36,7 @@ class Memory:
     code: int = 0
     capacity: int | None = None
     refused: bool = False
+    at_most: bool = False
 
     @property
     def total(self) -> int:
@@ -41,8 +45,11 @@ class Memory:
 
     @property
     def fits(self) -> bool:
-        """Whether it does; where the capacity is not known, nothing says that it does not."""
-        return not self.refused and (self.capacity is None or self.total <= self.capacity)
+        """Whether it does; where the capacity is not known, nothing says that it does not.
+
+        A compiler that refuses what does not fit has said that it does: what is only bounded says nothing against that.
+        """
+        return not self.refused and (self.capacity is None or self.at_most or self.total <= self.capacity)
 
 
 def capacity(machine: Machine) -> int | None:
@@ -55,9 +62,11 @@ def capacity(machine: Machine) -> int | None:
 
 
 def shard_bytes(tree: Any) -> int:
-    """What one device holds of a tree of abstract arrays with shardings."""
+    """What the memory of one device holds of a tree of abstract arrays with shardings: what is in its host's is not counted."""
     total = 0
     for leaf in jax.tree.leaves(tree):
+        if getattr(leaf.sharding, "memory_kind", None) in _HOST:
+            continue
         shape = leaf.sharding.shard_shape(leaf.shape) if leaf.sharding is not None else leaf.shape
         size = leaf.dtype.itemsize
         for dim in shape:
@@ -66,35 +75,49 @@ def shard_bytes(tree: Any) -> int:
     return total
 
 
-def of_compiled(compiled: Any, machine: Machine | None) -> Memory:
-    """As the compiler counts it. Results that take the place of donated arguments count once."""
+def of_compiled(compiled: Any, machine: Machine | None, buffers: Buffers | None = None) -> Memory:
+    """As the compiler counts it. Results that take the place of donated arguments count once.
+
+    Args:
+        compiled: the program.
+        machine: what it was compiled for.
+        buffers: as the compiler laid them out, where that is known. Without them the temporaries of a program for TPUs are an
+            upper bound.
+    """
     stats = compiled.memory_analysis()
     fresh = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    arguments, temporaries = stats.argument_size_in_bytes, stats.temp_size_in_bytes + max(0, fresh)
+    if buffers is not None:
+        arguments, temporaries = buffers.arguments, buffers.temporaries
     return Memory(
-        arguments=stats.argument_size_in_bytes,
-        temporaries=stats.temp_size_in_bytes + max(0, fresh),
+        arguments=arguments,
+        temporaries=temporaries,
         code=stats.generated_code_size_in_bytes,
         capacity=capacity(machine) if machine else None,
+        at_most=buffers is None and machine is not None and machine.target.platform == "tpu",
     )
 
 
-def of_refusal(message: str, arguments: int, machine: Machine) -> Memory | None:
+def of_refusal(message: str, arguments: int, machine: Machine, buffers: Buffers | None = None) -> Memory | None:
     """What a compiler that ran out of device memory says of it; None where it stopped for another reason.
 
     Args:
         message: of the error.
         arguments: bytes of one device, for messages that do not tell.
         machine: what it compiled for.
+        buffers: as the compiler laid them out before it stopped, where that is known.
     """
     parts = {name: _bytes(number, unit) for name, number, unit in _PART.findall(message)}
-    if match := _TEMPORARIES.search(message):
-        temporaries = _bytes(*match.groups()[:2])
-    elif match := _USED.search(message):
-        temporaries = parts.get("program", _bytes(*match.groups()[:2]) - parts.get("arguments", arguments))
+    if match := _TEMPORARIES.search(message) or _USED.search(message):
+        used = _bytes(*match.groups()[:2])  # of arguments too, whatever the message calls it
     else:
         return None
+    arguments = parts.get("arguments", arguments)
+    temporaries = parts.get("program", used - arguments)
+    if buffers is not None:
+        arguments, temporaries = buffers.arguments, buffers.temporaries
     return Memory(
-        arguments=parts.get("arguments", arguments),
+        arguments=arguments,
         temporaries=max(0, temporaries),
         capacity=capacity(machine),
         refused=True,

@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -22,6 +23,7 @@ from axlearn_core.kernels.selection import Choice
 from axlearn_core.plugins.resolved import Resolved
 from axlearn_core.plugins.targets import targets
 from axlearn_plugins_plan.batches import abstract_batch
+from axlearn_plugins_plan.buffers import OPTION, Dump, dump
 from axlearn_plugins_plan.collectives import Collective, by_axes, collectives
 from axlearn_plugins_plan.flops import ModelFlops, executed_flops, model_flops
 from axlearn_plugins_plan.groups import Places, domains_of
@@ -228,15 +230,31 @@ def _compile_function(
     program: Program, function: str, bucket: Any, arguments: int, machine: Machine, started: float
 ) -> tuple[Any, Memory, float]:
     """(the compiled function or None, its memory, seconds since `started`)."""
-    try:
-        with uncached():
-            compiled = program.compile(function, bucket, **(_NEVER_RUN if machine.target.stand_in else {}))
-    except jax.errors.JaxRuntimeError as error:
-        memory = of_refusal(str(error), arguments, machine)
-        if memory is None:
-            raise WorkError(f"the compiler stopped: {error}") from error
-        return None, memory, time.perf_counter() - started
-    return compiled, of_compiled(compiled, machine), time.perf_counter() - started
+    options = _NEVER_RUN if machine.target.stand_in else {}
+    with _buffers_of(program, machine) as buffers:
+        try:
+            with uncached():
+                compiled = program.compile(function, bucket, **options, **(buffers.options if buffers else {}))
+        except jax.errors.JaxRuntimeError as error:
+            memory = of_refusal(str(error), arguments, machine, buffers.read() if buffers else None)
+            if memory is None:
+                raise WorkError(f"the compiler stopped: {error}") from error
+            return None, memory, time.perf_counter() - started
+        memory = of_compiled(compiled, machine, buffers.read() if buffers else None)
+    return compiled, memory, time.perf_counter() - started
+
+
+@contextlib.contextmanager
+def _buffers_of(program: Program, machine: Machine) -> Iterator[Dump | None]:
+    """Where the compiler writes how it lays out its buffers: for TPUs, in the config's own directory if it names one."""
+    own = program.compiler_options.get(OPTION)
+    if machine.target.platform != "tpu" or machine.target.stand_in:
+        yield None
+    elif own:
+        yield Dump(directory=Path(str(own)))
+    else:
+        with dump() as written:
+            yield written
 
 
 def _read(module: Any, program: Program, machine: Machine) -> tuple[float, list[Collective] | None, list[str]]:

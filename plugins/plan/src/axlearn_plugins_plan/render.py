@@ -68,9 +68,10 @@ def text(plan: Plan, remedies: Sequence[Remedy] = ()) -> str:
 def _memory(plan: Plan) -> Iterator[str]:
     memory = plan.memory
     verdict = "fits" if memory.fits else "does not fit"
-    yield f"{verdict}: {size(memory.total)} of {size(memory.capacity)}"
+    bound = "at most " if memory.at_most else ""
+    yield f"{verdict}: {bound}{size(memory.total)} of {size(memory.capacity)}"
     yield f"arguments    {size(memory.arguments)}"
-    yield f"temporaries  {size(memory.temporaries)}"
+    yield f"temporaries  {bound}{size(memory.temporaries)}"
     if memory.code:
         yield f"program      {size(memory.code)}"
 

@@ -1,0 +1,131 @@
+"""Memory as a compiler laid it out: read from its own files, and what libtpu refuses held against it."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from axlearn_core.contracts.target import Machine, Target
+from axlearn_core.plugins.resolve import resolve
+from axlearn_plugins_plan import buffers, plan, render
+from axlearn_plugins_plan.memory import Memory, of_compiled, of_refusal, shard_bytes
+from axlearn_plugins_plan.plan import make_plan
+
+GIB = 2**30
+TPU = Machine(
+    name="chip-1", target=Target(name="chip", platform="tpu", hbm_bytes=95.74 * GIB), chips=1, domains=1, chips_per_host=1
+)
+TEXT = """BufferAssignment:
+allocation 0: size 0, thread-local:
+ value: <197 after-all.5 @0> (size=0,offset=0): token[]
+allocation 1: size 4096, parameter 37, shape |f32[32,32]| at ShapeIndex {}, maybe-live-out:
+ value: <4608 param.58 @0> (size=4096,offset=0): f32[32,32]{1,0:T(8,128)}
+allocation 2: size 1024, color 5, parameter 8, shape |f32[16,16]| at ShapeIndex {}, maybe-live-out:
+allocation 3: size 512, constant:
+allocation 4: size 128, color 1, preallocated-temp:
+allocation 5: size 8192, preallocated-temp:
+ value: <3364 allocation 7: size 99 @0> (size=2048,offset=6144): bf16[64]{0}
+allocation 6: size 256, color 0, output shape is |(f32[64])|, maybe-live-out:
+"""
+"""As libtpu 0.0.42 writes it, shortened: colors 1 and 5 are memory on the chip and the host's."""
+
+
+def test_only_the_main_memory_counts():
+    assert buffers.read(TEXT) == buffers.Buffers(arguments=4096, temporaries=512 + 8192 + 256)
+    assert buffers.read("BufferAssignment:\n") is None
+
+
+def test_the_newest_file_is_read(tmp_path):
+    dump = buffers.Dump(directory=tmp_path)
+    assert dump.options == {"xla_dump_to": str(tmp_path)}
+    assert dump.read() is None
+    older, newer = (tmp_path / f"module_{i}.after_optimizations-buffer-assignment.txt" for i in (9, 1))
+    older.write_text("allocation 0: size 1, preallocated-temp:\n")
+    newer.write_text("allocation 0: size 2, preallocated-temp:\n")
+    os.utime(older, (1, 1))
+    (tmp_path / "module_1.after_optimizations-buffer-assignment-values.txt").write_text(
+        "allocation 0: size 3, preallocated-temp:\n"
+    )
+    assert dump.read() == buffers.Buffers(arguments=0, temporaries=2)
+
+
+def test_nothing_is_left_of_a_dump():
+    with buffers.dump() as dump:
+        assert dump.directory.is_dir()
+    assert not dump.directory.exists()
+
+
+def test_statistics_of_a_program_for_tpus_are_an_upper_bound():
+    stats = SimpleNamespace(
+        argument_size_in_bytes=16 * GIB, temp_size_in_bytes=105 * GIB, output_size_in_bytes=16 * GIB,
+        alias_size_in_bytes=16 * GIB, generated_code_size_in_bytes=0,
+    )  # fmt: skip
+    compiled = SimpleNamespace(memory_analysis=lambda: stats)
+    bounded = of_compiled(compiled, TPU)
+    assert (bounded.total, bounded.at_most, bounded.fits) == (121 * GIB, True, True)
+    laid_out = buffers.Buffers(arguments=16 * GIB, temporaries=79 * GIB)
+    exact = of_compiled(compiled, TPU, laid_out)
+    assert (exact.total, exact.at_most, exact.fits) == (95 * GIB, False, True)
+    assert not of_compiled(compiled, TPU, buffers.Buffers(arguments=16 * GIB, temporaries=80 * GIB)).fits
+    gpu = Machine(
+        name="gpu-1", target=Target(name="gpu", platform="gpu", hbm_bytes=80 * GIB), chips=1, domains=1, chips_per_host=1
+    )
+    assert not of_compiled(compiled, gpu).at_most
+
+
+def test_a_refusal_counts_arguments_once():
+    message = (
+        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (163.64G) "
+        "exceeds available HBM (95.74G)."
+    )
+    told = of_refusal(message, 16 * GIB, TPU)
+    assert told is not None
+    assert told.total == pytest.approx(163.64 * GIB)
+    read = of_refusal(message, 16 * GIB, TPU, buffers.Buffers(arguments=16 * GIB, temporaries=147 * GIB))
+    assert read is not None
+    assert (read.total, read.refused, read.fits) == (163 * GIB, True, False)
+    assert of_refusal("INTERNAL: a kernel does not compile", 0, TPU, buffers.Buffers(arguments=1, temporaries=1)) is None
+
+
+def test_what_is_in_the_host_memory_is_not_the_device_s():
+    mesh = Mesh(np.array(jax.devices("cpu")[:1]), ("x",))
+    here, there = (NamedSharding(mesh, PartitionSpec(), memory_kind=kind) for kind in ("device", "pinned_host"))
+    tree = [jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=place) for place in (here, there, here)]
+    assert shard_bytes(tree) == 2 * 8 * 4 * 4
+
+
+def test_an_upper_bound_says_so():
+    memory = Memory(arguments=2 * GIB, temporaries=3 * GIB, capacity=4 * GIB, at_most=True)
+    lines = [*render._memory(SimpleNamespace(memory=memory))]
+    assert lines[0] == "fits: at most 5 GiB of 4 GiB"
+    assert "at most 3 GiB" in lines[2]
+
+
+@pytest.mark.slow
+def test_libtpu_refuses_by_what_is_read(tmp_path, monkeypatch):
+    pytest.importorskip("axlearn_plugins_tpu")
+    small = ["model.decoder.num_layers=2", "input.batch_size=64"]
+    own = f"mesh.compiler_options.xla_dump_to={tmp_path / 'own'}"
+    fits = make_plan(resolve("llama2-7b", set=small, target="tpu-v5p-8")).memory
+    assert fits.fits
+    assert not fits.at_most
+    kept = make_plan(resolve("llama2-7b", set=[*small, own], target="tpu-v5p-8")).memory
+    assert kept == fits
+    assert any((tmp_path / "own").iterdir()), "the directory that a config names is the user's, and stays"
+
+    without = []
+
+    def refusal(message, arguments, machine, laid_out):
+        without.append(of_refusal(message, arguments, machine))
+        return of_refusal(message, arguments, machine, laid_out)
+
+    monkeypatch.setattr(plan, "of_refusal", refusal)
+    large = ["model.decoder.num_layers=2", "input.batch_size=4096", "model.decoder.stack.remat=null"]
+    refused = make_plan(resolve("llama2-7b", set=large, target="tpu-v5p-8")).memory
+    assert refused.refused
+    assert without[0].total == pytest.approx(refused.total, rel=0.005), "what libtpu's message says is what it laid out"
