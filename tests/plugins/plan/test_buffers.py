@@ -18,7 +18,11 @@ from axlearn_plugins_plan.plan import make_plan
 
 GIB = 2**30
 TPU = Machine(
-    name="chip-1", target=Target(name="chip", platform="tpu", hbm_bytes=95.74 * GIB), chips=1, domains=1, chips_per_host=1
+    name="chip-1",
+    target=Target(name="chip", platform="tpu", hbm_bytes=95.74 * GIB),
+    chips=1,
+    domains=1,
+    chips_per_host=1,
 )
 TEXT = """BufferAssignment:
 allocation 0: size 0, thread-local:
@@ -73,7 +77,11 @@ def test_statistics_of_a_program_for_tpus_are_an_upper_bound():
     assert (exact.total, exact.at_most, exact.fits) == (95 * GIB, False, True)
     assert not of_compiled(compiled, TPU, buffers.Buffers(arguments=16 * GIB, temporaries=80 * GIB)).fits
     gpu = Machine(
-        name="gpu-1", target=Target(name="gpu", platform="gpu", hbm_bytes=80 * GIB), chips=1, domains=1, chips_per_host=1
+        name="gpu-1",
+        target=Target(name="gpu", platform="gpu", hbm_bytes=80 * GIB),
+        chips=1,
+        domains=1,
+        chips_per_host=1,
     )
     assert not of_compiled(compiled, gpu).at_most
 
@@ -89,7 +97,9 @@ def test_a_refusal_counts_arguments_once():
     read = of_refusal(message, 16 * GIB, TPU, buffers.Buffers(arguments=16 * GIB, temporaries=147 * GIB))
     assert read is not None
     assert (read.total, read.refused, read.fits) == (163 * GIB, True, False)
-    assert of_refusal("INTERNAL: a kernel does not compile", 0, TPU, buffers.Buffers(arguments=1, temporaries=1)) is None
+    assert (
+        of_refusal("INTERNAL: a kernel does not compile", 0, TPU, buffers.Buffers(arguments=1, temporaries=1)) is None
+    )
 
 
 def test_what_is_in_the_host_memory_is_not_the_device_s():

@@ -189,6 +189,7 @@ def as_json(plan: Plan, remedies: Sequence[Remedy] = ()) -> dict[str, Any]:
         "argument_bytes": memory.arguments * per_chip,
         "temporary_bytes": memory.temporaries * per_chip,
         "code_bytes": memory.code * per_chip,
+        "memory_at_most": memory.at_most,
         "hbm_bytes": None if memory.capacity is None else memory.capacity * per_chip,
         "model_flops": plan.flops.full,
         "model_flops_causal": plan.flops.causal,

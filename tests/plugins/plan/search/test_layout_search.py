@@ -345,20 +345,20 @@ def test_activations_of_stages_stay_on_the_device(on_tpus, monkeypatch):
     assert not any(r.choice.pipeline for r in kept_on_host)
 
 
-def test_memory_of_stages_has_a_factor_for_each_schedule(on_tpus, monkeypatch):
-    def staged():
-        return [r for r in on_tpus.ranked() if r.choice.pipeline]
+def test_memory_on_tpus_is_that_of_phases(on_tpus):
+    rows = on_tpus.ranked()
+    assert {r.choice.pipeline.schedule for r in rows if r.choice.pipeline} == {"gpipe", "interleaved", "1f1b"}
+    for row in rows:
+        assert sum(row.estimate.columns.values()) == pytest.approx(row.estimate.temporaries)
+        in_update = row.choice.offload_optimizer and "layer" not in row.estimate.columns
+        assert in_update or row.estimate.columns["rounded"] > 0, "layers compute in bfloat16 with float32 parameters"
 
-    now = {" ".join(r.choice.words): r.estimate for r in staged()}
-    factors = on_tpus.fitted.on_stages
-    monkeypatch.setattr(on_tpus, "fitted", attrs.evolve(on_tpus.fitted, on_stages={}))
-    without = staged()
-    assert {r.choice.pipeline.schedule for r in without} == set(factors)
-    for row in without:
-        expected = factors[row.choice.pipeline.schedule] * row.estimate.temporaries
-        estimate = now[" ".join(row.choice.words)]
-        assert estimate.temporaries == pytest.approx(expected)
-        assert estimate.arguments == row.estimate.arguments
+
+def test_an_optimizer_that_the_request_offloads_is_offloaded(on_tpus):
+    request = Request.of("quickstart", target="tpu-v5p-16", set={"input.batch_size": 64}, with_=["offload-optimizer"])
+    (requested,) = [r for r in rank.Space(request, ()).ranked() if r.choice.shipped]
+    (chosen,) = [r for r in on_tpus.ranked() if r.choice.words == ("--with", "offload-optimizer")]
+    assert requested.estimate == chosen.estimate
 
 
 def test_what_the_hosts_memory_cannot_hold_is_not_proposed(request_, ranked):

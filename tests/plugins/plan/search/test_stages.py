@@ -12,8 +12,9 @@ from axlearn_plugins_plan.search import rank
 from axlearn_plugins_plan.search.compiled import plan_words, read_plan, run_plan
 from axlearn_plugins_plan.search.on_mesh import MeshFigures
 from axlearn_plugins_plan.search.pipelines import Pipeline, with_pipeline
+from axlearn_plugins_plan.search.sizes import Sizes
 from axlearn_plugins_plan.search.space import Choice, MeshChoice
-from axlearn_plugins_plan.search.stages import Sizes, terms, waiting
+from axlearn_plugins_plan.search.stages import terms, waiting
 from axlearn_plugins_plan.search.trace import repeated_outputs
 
 PLENTY = 1e12

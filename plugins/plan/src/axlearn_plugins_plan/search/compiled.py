@@ -25,6 +25,9 @@ from axlearn_plugins_plan.search.space import written
 COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt", "axlearn-core", "axlearn-plugins-plan")
 """The distributions whose versions tell whether a figure is still right; of axlearn's plugins, all that are installed too."""
 
+FIGURES = 2
+"""Another number where a plan's figures come from another place than they did: plans of before are compiled anew."""
+
 
 @attrs.frozen(kw_only=True)
 class Compiled:
@@ -97,7 +100,8 @@ class Cache:
 
     def path(self, request: Request, row: Ranked) -> Path:
         """The file of one layout."""
-        text = f"{resolve(resolved_request(request, row)).to_yaml()}\n{row.machine.name}\n{self._versions}"
+        config = resolve(resolved_request(request, row)).to_yaml()
+        text = f"{config}\n{row.machine.name}\n{self._versions}\n{FIGURES}"
         return self.directory / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 
     def read(self, path: Path) -> Mapping[str, Any] | None:

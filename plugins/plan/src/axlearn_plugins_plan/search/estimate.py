@@ -2,10 +2,12 @@
 
 The work of a step is told in the same terms as that of a compiled program (FLOPs, bytes to and from memory, collectives by mesh
 axes), so that one roofline and one prediction serve both. What formulas cannot know, the compiler's own buffers and passes over
-memory, has a few coefficients for each platform (`figures.toml`): for GPUs chosen by hand beside compiled layouts, for TPUs fitted
-to compiled layouts. Those of Trainium are copies of the GPUs', which no compiled layout has checked.
+memory, has a few coefficients for each platform (`figures.toml`), chosen by hand beside compiled layouts; the memory of TPUs, and of
+pipelines on GPUs, is that of phases (`tpus.py`, `stages.py`). Those of Trainium are copies of the GPUs', which no compiled layout has
+checked.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
@@ -17,7 +19,9 @@ from axlearn_plugins_plan.search.figures import Coefficients
 from axlearn_plugins_plan.search.on_mesh import MeshFigures, whole_stream
 from axlearn_plugins_plan.search.pipelines import Pipeline
 from axlearn_plugins_plan.search.space import Choice
-from axlearn_plugins_plan.search.stages import memory_on_stages
+from axlearn_plugins_plan.search.sizes import layers_of, sizes_of
+from axlearn_plugins_plan.search.stages import terms, waiting
+from axlearn_plugins_plan.search.tpus import on_one_stage, on_stages
 from axlearn_plugins_plan.search.trace import StepTrace
 
 COLUMNS = ("layer", "stream", "whole_stream", "weights", "vocabulary", "gradients", "accumulated", "offloaded")
@@ -30,8 +34,8 @@ class Estimate:
     Attributes:
         arguments: bytes of the training state and the batch; exact.
         kept: bytes of what the forward pass leaves for the backward pass.
-        columns: bytes of each of `COLUMNS`, whose coefficients stand in `figures.toml`; on stages those that add up to
-            `temporaries` (`stages.py`).
+        columns: bytes of each of `COLUMNS`, whose coefficients stand in `figures.toml`; of phases those that add up to
+            `temporaries`.
         temporaries: bytes of everything that exists during the step only.
         roofline: of the step.
         host: what goes to the host's memory and back.
@@ -149,20 +153,23 @@ def estimate(
     state, learner = figures.state_bytes
     if choice.optimizer_dtype in ("bfloat16", "float16"):
         learner /= 2
-    arguments = state + (0.0 if choice.offload_optimizer else learner) + batch_bytes / figures.batch_shards
-    if pipeline is None:
-        activations = figures.local(trace.kept) / steps
-        columns = _columns(figures, trace, steps)
-        if choice.offload_optimizer:
-            columns["offloaded"] = 2 * learner  # as it is read, and as it is written back
-        temporaries = activations * coefficients.kept + sum(
-            coefficients.memory.get(name, 0.0) * size for name, size in columns.items()
-        )
-    else:
-        activations, columns = memory_on_stages(figures, trace, work.everything, pipeline, state + learner)
-        factor = coefficients.on_stages.get(pipeline.schedule, 1.0)
-        columns = {name: factor * size for name, size in columns.items()}
+    offloaded = learner if choice.offload_optimizer or figures.offloads_optimizer else 0.0
+    arguments = state + learner - offloaded + batch_bytes / figures.batch_shards
+    if pipeline is not None:
+        activations, columns = _on_stages(figures, trace, coefficients, work, pipeline, state + learner)
         temporaries = sum(columns.values())
+    elif coefficients.phases:
+        activations = figures.local(trace.kept) / steps
+        sizes = sizes_of(figures, trace, work.everything, steps)
+        columns = on_one_stage(sizes, layers_of(trace), steps > 1, offloaded)
+        temporaries = sum(columns.values())
+    else:
+        activations = figures.local(trace.kept) / steps
+        columns = _columns(figures, trace, steps) | {
+            "offloaded": 2 * offloaded
+        }  # as it is read, and as it is written back
+        factors = coefficients.memory
+        temporaries = activations + sum(factors.get(name, 0.0) * size for name, size in columns.items())
     of_layers, rest, _ = figures.parameter_bytes
     weights = of_layers + rest
     traffic = coefficients.traffic_activations * figures.local(trace.layer) * work.of_layers
@@ -171,7 +178,7 @@ def estimate(
     bound = roofline(figures.machine.target, figures.machine.devices, work.executed(trace), traffic, sends)
     host = Host(
         activations=2 * figures.local(trace.kept, offloaded=True),
-        optimizer=2 * learner if choice.offload_optimizer else 0.0,
+        optimizer=2 * offloaded,
     )
     return Estimate(
         arguments=arguments, kept=activations, columns=columns, temporaries=temporaries, roofline=bound, host=host
@@ -232,6 +239,25 @@ HOST_SHARE = 0.8
 """Of a host's memory, for what devices keep there; the rest is for the program, its input and checkpoints."""
 HOST_BANDWIDTH = 25e9
 """Bytes/s of one device to its host's memory: half of a PCIe 4 slot of 16 lanes, in one direction."""
+
+
+def _on_stages(
+    figures: MeshFigures,
+    trace: StepTrace,
+    coefficients: Coefficients,
+    work: "Work",
+    pipeline: Pipeline,
+    state: float,
+) -> tuple[float, dict[str, float]]:
+    """(bytes that wait for the backward pass, those of all temporaries at the peak by name)."""
+    sizes = sizes_of(figures, trace, work.everything, pipeline.microbatches, pipeline)
+    chunk = layers_of(trace) / pipeline.chunks
+    activations = waiting(pipeline, sizes, chunk)
+    if coefficients.phases:
+        return activations, on_stages(pipeline, sizes, chunk, activations)
+    # XLA schedules and rematerialises for this share of a GPU's memory: 80%, of which 95%.
+    room = 0.95 * 0.8 * (figures.machine.target.hbm_bytes or math.inf) - state
+    return activations, terms(pipeline, sizes, chunk, room)
 
 
 def _columns(figures: MeshFigures, trace: StepTrace, steps: int) -> dict[str, float]:

@@ -16,9 +16,8 @@ class Coefficients:
     """What formulas cannot know of a platform's compiler.
 
     Attributes:
-        kept: bytes of temporaries for a byte that the forward pass keeps.
+        phases: whether temporaries are those of a TPU's phases (`tpus.py`); else what waits for the backward pass, and columns.
         memory: column of `estimate.COLUMNS` -> bytes of temporaries for each of its bytes.
-        on_stages: schedule of a pipeline -> compiled over estimated bytes of its temporaries; 1 where it is not told.
         traffic_activations: bytes to and from memory for a byte that layers compute.
         traffic_weights: the same for a byte of gathered parameters, for each microbatch.
         stream_gathers: all-gathers of the residual stream in each layer of a step where tensor parallelism splits it.
@@ -29,9 +28,8 @@ class Coefficients:
         source: where they come from.
     """
 
-    kept: float = 1.0
+    phases: bool = False
     memory: Mapping[str, float] = {}
-    on_stages: Mapping[str, float] = {}
     traffic_activations: float = 0.0
     traffic_weights: float = 0.0
     stream_gathers: float = 0.0

@@ -34,6 +34,27 @@ class Parameter:
         return self.numbers * self.group * COMPUTED_ITEMSIZE
 
 
+@attrs.frozen(kw_only=True)
+class Stacked:
+    """The parameters of the layers on one device, in bytes.
+
+    Attributes:
+        stored: all of them.
+        rounded: copies of all in the precision that layers compute in; 0 where they are stored in it.
+        shapes: one of each shape.
+        largest: the largest, of all layers.
+        alike: all that are as large.
+        sharded: whether any is gathered to compute.
+    """
+
+    stored: float
+    rounded: float
+    shapes: float
+    largest: float
+    alike: float
+    sharded: bool
+
+
 @attrs.define(eq=False, slots=False)
 class MeshFigures:
     """What is the same for all layouts on one mesh, of one device."""
@@ -65,6 +86,11 @@ class MeshFigures:
         places = self.layout.place_like(self.program.state, self.shardings, {**trained.abstract, **trained.variables})
         learner = _bytes(self.program.state.learner, places.learner)
         return _bytes(self.program.state, places) - learner, learner
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether the config keeps the optimizer's state in the host's memory."""
+        return bool(getattr(getattr(self.config, "learner", None), "offload", False))
 
     @cached_property
     def batch_shards(self) -> int:
@@ -130,6 +156,20 @@ class MeshFigures:
         of_layers = sum(p.gathered for p in self.parameters if p.stacked)
         rest = sum(p.gathered for p in self.parameters if not p.stacked)
         return of_layers, rest, sum(p.stored for p in self.parameters)
+
+    @cached_property
+    def stacked(self) -> Stacked:
+        """The parameters of the layers."""
+        layers = [p for p in self.parameters if p.stacked]
+        largest = max((p.stored for p in layers), default=0.0)
+        return Stacked(
+            stored=sum(p.stored for p in layers),
+            rounded=sum(p.numbers * COMPUTED_ITEMSIZE for p in layers if p.stored > p.numbers * COMPUTED_ITEMSIZE),
+            shapes=sum({p.shape: p.stored for p in layers}.values()),
+            largest=largest,
+            alike=sum(p.stored for p in layers if p.stored == largest),
+            sharded=any(p.group > 1 for p in layers),
+        )
 
     def spread(self, axes: Sequence[str]) -> tuple[int, int, int]:
         """(members, domains, most members in one domain) of a group over some mesh axes."""

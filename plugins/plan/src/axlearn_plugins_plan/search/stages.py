@@ -1,53 +1,14 @@
-"""What a step on pipeline stages takes of a device's memory beside its arguments: the most that is alive at one time.
+"""What a step on pipeline stages takes of a GPU's memory beside its arguments: the most that is alive at one time.
 
 Written from the schedules as they run (axlearn_plugins_parallelism) and from what XLA keeps alive around their loops. S are the
 float32 parameters of a device's layers, L the layers of a chunk, T the ticks, M the microbatches, P the stages, x the residual
 stream of one microbatch, k what a layer keeps of one microbatch (x among it), Z one of the parameters of each shape.
 """
 
-import math
 from collections.abc import Iterator
 
-import attrs
-
-from axlearn_plugins_plan.search.on_mesh import MeshFigures, whole_stream
 from axlearn_plugins_plan.search.pipelines import Pipeline
-from axlearn_plugins_plan.search.trace import StepTrace
-
-
-@attrs.frozen(kw_only=True)
-class Sizes:
-    """Bytes on one device, of one microbatch where it is of activations.
-
-    Attributes:
-        stream: the residual stream between two layers: x.
-        whole_stream: the same over the whole width and length.
-        kept: what a layer keeps for its backward pass, its input among it: k.
-        everything: what a layer keeps where nothing is computed again.
-        layer: what it computes under a tag.
-        layers: parameters of the layers as they are stored: S.
-        shapes: of these one of each shape: Z.
-        largest: the largest of them, of all layers; where it is gathered, it stands there in another layout too.
-        sharded: whether parameters are gathered to compute.
-        rest: all other parameters.
-        gathered: parameters of one layer as they compute.
-        vocabulary: all other parameters, likewise.
-        tensor: whether tensor parallelism splits products.
-    """
-
-    stream: float
-    whole_stream: float
-    kept: float
-    everything: float
-    layer: float
-    layers: float
-    shapes: float
-    largest: float
-    sharded: bool
-    rest: float
-    gathered: float
-    vocabulary: float
-    tensor: bool
+from axlearn_plugins_plan.search.sizes import Sizes
 
 
 def waiting(pipeline: Pipeline, sizes: Sizes, chunk: float) -> float:
@@ -154,47 +115,3 @@ def _products(sizes: Sizes) -> float:
     It gathers the stream's gradients of the two blocks and the input of a product, and has the sums of three products to scatter.
     """
     return 2 * sizes.gathered + (6 * sizes.whole_stream if sizes.tensor else 0.0)
-
-
-def memory_on_stages(
-    figures: MeshFigures, trace: StepTrace, recomputing_nothing: StepTrace, pipeline: Pipeline, state: float
-) -> tuple[float, dict[str, float]]:
-    """(bytes that wait for the backward pass, bytes of all temporaries at the peak by name) of one device.
-
-    Args:
-        figures: of the mesh.
-        trace: of the step on the whole batch.
-        recomputing_nothing: of the same step without rematerialisation.
-        pipeline: the schedule.
-        state: bytes of the training state.
-    """
-    count = max((a.layers for a in trace.kept), default=1.0)
-    chunk, one = count / pipeline.chunks, count * pipeline.microbatches
-    activations = trace.kept
-    if pipeline.rounds > 1 and trace.kept == recomputing_nothing.kept:
-        activations = trace.tagged  # which a chunk keeps where nothing says what to
-    elif pipeline.rounds > 1 and chunk > 1:
-        activations = trace.distinct  # JAX rounds only what the chunk as a whole saves
-    # What is repeated is merged where it is saved; what is computed again has it in the layouts of both of its users.
-    everything = recomputing_nothing.distinct if any(a.repeated for a in trace.kept) else recomputing_nothing.kept
-    of_layers, vocabulary, stored = figures.parameter_bytes
-    stacked = [p for p in figures.parameters if p.stacked]
-    layers = sum(p.stored for p in stacked)
-    sizes = Sizes(
-        stream=figures.local(trace.stream) / one,
-        whole_stream=whole_stream(figures, trace) / pipeline.microbatches,
-        kept=figures.local(activations) / one,
-        everything=figures.local(everything) / one,
-        layer=figures.local(trace.layer) / one,
-        layers=layers,
-        shapes=sum({p.shape: p.stored for p in stacked}.values()),
-        largest=max((p.stored for p in stacked), default=0.0),
-        sharded=any(p.group > 1 for p in stacked),
-        rest=stored - layers,
-        gathered=of_layers / (count / pipeline.stages),
-        vocabulary=vocabulary,
-        tensor=figures.choice.shape.get("tensor", 1) > 1,
-    )
-    # XLA schedules and rematerialises for this share of a GPU's memory: 80%, of which 95%.
-    room = 0.95 * 0.8 * (figures.machine.target.hbm_bytes or math.inf) - state
-    return waiting(pipeline, sizes, chunk), terms(pipeline, sizes, chunk, room)

@@ -87,6 +87,20 @@ class StepTrace:
         """The residual stream, and all that has a tag."""
         return (*self.stream, *self.layer)
 
+    @cached_property
+    def hidden(self) -> tuple[Activation, ...]:
+        """The largest between the products of a layer's feed-forward network; empty where nothing there has a tag."""
+        return self._largest(HIDDEN)
+
+    @cached_property
+    def heads(self) -> tuple[Activation, ...]:
+        """The largest with heads of attention, likewise."""
+        return self._largest(HEADS)
+
+    def _largest(self, axes: tuple[str | None, ...]) -> tuple[Activation, ...]:
+        alike = sorted((a for a in self.layer if a.axes == axes), key=lambda a: math.prod(a.shape) * a.itemsize)
+        return tuple(alike[-1:])
+
     @property
     def flops(self) -> float:
         """Of all dtypes."""
