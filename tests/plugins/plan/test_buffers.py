@@ -1,7 +1,6 @@
 """Memory as a compiler laid it out: read from its own files, and what libtpu refuses held against it."""
 
 import os
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax

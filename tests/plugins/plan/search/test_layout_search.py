@@ -15,6 +15,7 @@ from axlearn_core.plugins.targets import find_machine
 from axlearn_core.testing import CommandOptionSuite
 from axlearn_plugins_plan.search import compiled, rank
 from axlearn_plugins_plan.search.compiled import Cache, plan_words, resolved_request
+from axlearn_plugins_plan.search.estimate import HOST_BANDWIDTH, Host, with_host
 from axlearn_plugins_plan.search.machines import machine_names
 from axlearn_plugins_plan.search.space import Choice, MeshChoice, microbatches, written
 
@@ -359,6 +360,16 @@ def test_an_optimizer_that_the_request_offloads_is_offloaded(on_tpus):
     (requested,) = [r for r in rank.Space(request, ()).ranked() if r.choice.shipped]
     (chosen,) = [r for r in on_tpus.ranked() if r.choice.words == ("--with", "offload-optimizer")]
     assert requested.estimate == chosen.estimate
+
+
+def test_activations_go_to_the_host_in_the_forward_pass_and_come_back_in_the_backward_pass():
+    def seconds(activations, optimizer=0.0):
+        return with_host(3.0, Host(activations=activations * HOST_BANDWIDTH, optimizer=optimizer * HOST_BANDWIDTH))
+
+    assert seconds(2.0) == 3.0, "a second each way, no longer than either pass"
+    assert seconds(3.0) == 1.5 + 2.0, "the forward pass waits"
+    assert seconds(8.0) == 4.0 + 4.0
+    assert seconds(0.0, 2.0) == 5.0, "the optimizer's state has nothing beside it"
 
 
 def test_what_the_hosts_memory_cannot_hold_is_not_proposed(request_, ranked):

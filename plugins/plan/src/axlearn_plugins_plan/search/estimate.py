@@ -2,9 +2,9 @@
 
 The work of a step is told in the same terms as that of a compiled program (FLOPs, bytes to and from memory, collectives by mesh
 axes), so that one roofline and one prediction serve both. What formulas cannot know, the compiler's own buffers and passes over
-memory, has a few coefficients for each platform (`figures.toml`), chosen by hand beside compiled layouts; the memory of TPUs, and of
-pipelines on GPUs, is that of phases (`tpus.py`, `stages.py`). Those of Trainium are copies of the GPUs', which no compiled layout has
-checked.
+memory, has a few coefficients for each platform (`figures.toml`), chosen by hand beside compiled layouts. The memory of TPUs, and
+of pipelines on GPUs, is that of phases (`tpus.py`, `stages.py`). Trainium's coefficients are copies of the GPUs', which no compiled
+layout has checked.
 """
 
 import math
@@ -18,8 +18,8 @@ from axlearn_plugins_plan.roofline import Roofline, roofline
 from axlearn_plugins_plan.search.figures import Coefficients
 from axlearn_plugins_plan.search.on_mesh import MeshFigures, whole_stream
 from axlearn_plugins_plan.search.pipelines import Pipeline
-from axlearn_plugins_plan.search.space import Choice
 from axlearn_plugins_plan.search.sizes import layers_of, sizes_of
+from axlearn_plugins_plan.search.space import Choice
 from axlearn_plugins_plan.search.stages import terms, waiting
 from axlearn_plugins_plan.search.tpus import on_one_stage, on_stages
 from axlearn_plugins_plan.search.trace import StepTrace
@@ -231,8 +231,13 @@ class Host:
 
 
 def with_host(seconds: float, host: Host) -> float:
-    """A step with what goes to the host: activations go while it computes, the optimizer's state when gradients are there."""
-    return max(seconds, host.activations / HOST_BANDWIDTH) + host.optimizer / HOST_BANDWIDTH
+    """A step with what goes to the host and back.
+
+    Activations go during the forward pass and come back during the backward pass, which takes twice as long; the optimizer's state
+    goes when gradients are there.
+    """
+    one_way = host.activations / 2 / HOST_BANDWIDTH
+    return max(seconds / 3, one_way) + max(seconds * 2 / 3, one_way) + host.optimizer / HOST_BANDWIDTH
 
 
 HOST_SHARE = 0.8

@@ -1,8 +1,7 @@
 """What a step on TPUs takes of a device's memory beside its arguments: the most that is alive at one time.
 
-Written from the buffers that libtpu 0.0.42 lays out for the layouts of `benchmarks/results/2026-11-26-tpu-memory.md`, at the moment when
-they take most: how many of each size are there. S are the parameters of a device's layers, M the microbatches, P the stages, x the
-residual stream of one microbatch, k what a layer keeps of one microbatch. Where memory is short libtpu makes do with less.
+Written from the buffers that libtpu 0.0.42 lays out for the layouts of `benchmarks/results/2026-11-26-tpu-memory.md`: how many
+of each size are there when they take most. Where memory is short libtpu makes do with less.
 """
 
 from axlearn_plugins_plan.search.pipelines import Pipeline
