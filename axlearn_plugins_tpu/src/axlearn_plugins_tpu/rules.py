@@ -2,10 +2,10 @@
 
 Within a slice parameters are sharded over all chips (FSDP), whose links keep up with it; across slices, over the slower
 network, replicas only sum their gradients. A v5e or v6e chip has a third of the memory of a v5p chip or less, so that there
-activations go to the host's memory, or are computed again: with what attention computes on the host, Llama 2 7B at four rows of
-4,096 tokens per chip still has temporaries of 17.3 GiB on the chip, too many for a v5e. A v5e chip multiplies 8-bit integers
-twice as fast as bfloat16, so that there the linear maps are quantized, as AXLearn does (arXiv 2507.05411); `--without quantization`
-takes that back.
+activations go to the host's memory, or are computed again. Every product in the host's memory, as AXLearn has it on v5e (arXiv
+2507.05411), would be twice as much traffic as the host is assumed to take (docs/search.md); so it is what attention computes. A v5e
+chip multiplies 8-bit integers twice as fast as bfloat16, so that there the linear maps are quantized, as AXLearn does;
+`--without quantization` takes that back.
 """
 
 from axlearn_core.contracts.mesh import MeshRule, Size
@@ -50,6 +50,7 @@ def _rule(target: str, *features: str, parameters: tuple[float, float] = (0, flo
 RULES = (
     *(_rule(f"{t}*", "remat:policy=tpu-attention") for t in LARGE_MEMORY),
     _rule("tpu-v5e*", "remat:policy=full", "quantization:format=int8"),
+    _rule("tpu-v5e*", "remat:policy=tpu-attention-offload", "quantization:format=int8", parameters=(1e9, 20e9)),
     _rule("tpu-v6e*", "remat:policy=full"),
     _rule("tpu-v6e*", "remat:policy=tpu-attention-offload", parameters=(1e9, 20e9)),
 )

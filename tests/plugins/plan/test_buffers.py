@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from axlearn_core.contracts.target import Machine, Target
 from axlearn_core.plugins.resolve import resolve
-from axlearn_plugins_plan import buffers, plan, render
+from axlearn_plugins_plan import buffers, compilation, render
 from axlearn_plugins_plan.memory import Memory, of_compiled, of_refusal, shard_bytes
 from axlearn_plugins_plan.plan import make_plan
 
@@ -39,27 +39,36 @@ allocation 6: size 256, color 0, output shape is |(f32[64])|, maybe-live-out:
 
 
 def test_only_the_main_memory_counts():
-    assert buffers.read(TEXT) == buffers.Buffers(arguments=4096, temporaries=512 + 8192 + 256)
-    assert buffers.read("BufferAssignment:\n") is None
+    assert buffers.parse_buffers(TEXT) == buffers.Buffers(arguments=4096, temporaries=512 + 8192 + 256)
+    assert buffers.parse_buffers("BufferAssignment:\n") is None
 
 
-def test_the_newest_file_is_read(tmp_path):
-    dump = buffers.Dump(directory=tmp_path)
-    assert dump.options == {"xla_dump_to": str(tmp_path)}
-    assert dump.read() is None
-    older, newer = (tmp_path / f"module_{i}.after_optimizations-buffer-assignment.txt" for i in (9, 1))
-    older.write_text("allocation 0: size 1, preallocated-temp:\n")
-    newer.write_text("allocation 0: size 2, preallocated-temp:\n")
-    os.utime(older, (1, 1))
-    (tmp_path / "module_1.after_optimizations-buffer-assignment-values.txt").write_text(
-        "allocation 0: size 3, preallocated-temp:\n"
-    )
-    assert dump.read() == buffers.Buffers(arguments=0, temporaries=2)
+def test_what_was_written_since_is_read(tmp_path):
+    files = [tmp_path / f"module_{i}.after_optimizations-buffer-assignment.txt" for i in range(3)]
+    files[0].write_text("allocation 0: size 1, preallocated-temp:\n")
+    with buffers.open_dump({"xla_dump_to": str(tmp_path)}) as dump:
+        assert not dump.options, "the compiler is told already"
+        assert dump.read() is None, "what was there before is of another program"
+        files[1].write_text("allocation 0: size 2, preallocated-temp:\n")
+        files[2].write_text("allocation 0: size 3, preallocated-temp:\n")
+        os.utime(files[2], (1, 1))
+        values = tmp_path / "module_1.after_optimizations-buffer-assignment-values.txt"
+        values.write_text("allocation 0: size 4, preallocated-temp:\n")
+        assert dump.read() == buffers.Buffers(arguments=0, temporaries=2)
+    assert files[1].exists(), "the directory is the user's"
 
 
-def test_nothing_is_left_of_a_dump():
-    with buffers.dump() as dump:
+def test_a_directory_of_xla_flags_is_used(tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_hlo_as_text --xla_dump_to={tmp_path} --xla_dump_max_hlo_modules=1")
+    with buffers.open_dump({}) as dump:
+        assert (dump.directory, dump.options) == (tmp_path, {})
+
+
+def test_nothing_is_left_of_a_dump_of_our_own(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    with buffers.open_dump({}) as dump:
         assert dump.directory.is_dir()
+        assert dump.options == {"xla_dump_to": str(dump.directory)}
     assert not dump.directory.exists()
 
 
@@ -69,12 +78,12 @@ def test_statistics_of_a_program_for_tpus_are_an_upper_bound():
         alias_size_in_bytes=16 * GIB, generated_code_size_in_bytes=0,
     )  # fmt: skip
     compiled = SimpleNamespace(memory_analysis=lambda: stats)
-    bounded = of_compiled(compiled, TPU)
-    assert (bounded.total, bounded.at_most, bounded.fits) == (121 * GIB, True, True)
-    laid_out = buffers.Buffers(arguments=16 * GIB, temporaries=79 * GIB)
-    exact = of_compiled(compiled, TPU, laid_out)
+    statistics = of_compiled(compiled, TPU)
+    assert (statistics.total, statistics.at_most, statistics.fits) == (121 * GIB, True, True)
+    exact = of_compiled(compiled, TPU, buffers.Buffers(arguments=16 * GIB, temporaries=79 * GIB))
     assert (exact.total, exact.at_most, exact.fits) == (95 * GIB, False, True)
-    assert not of_compiled(compiled, TPU, buffers.Buffers(arguments=16 * GIB, temporaries=80 * GIB)).fits
+    of_another_program = of_compiled(compiled, TPU, buffers.Buffers(arguments=10 * GIB, temporaries=GIB))
+    assert (of_another_program.total, of_another_program.at_most) == (121 * GIB, True)
     gpu = Machine(
         name="gpu-1",
         target=Target(name="gpu", platform="gpu", hbm_bytes=80 * GIB),
@@ -82,7 +91,8 @@ def test_statistics_of_a_program_for_tpus_are_an_upper_bound():
         domains=1,
         chips_per_host=1,
     )
-    assert not of_compiled(compiled, gpu).at_most
+    on_gpu = of_compiled(compiled, gpu)
+    assert (on_gpu.at_most, on_gpu.fits) == (False, False)
 
 
 def test_a_refusal_counts_arguments_once():
@@ -90,9 +100,9 @@ def test_a_refusal_counts_arguments_once():
         "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (163.64G) "
         "exceeds available HBM (95.74G)."
     )
-    told = of_refusal(message, 16 * GIB, TPU)
-    assert told is not None
-    assert told.total == pytest.approx(163.64 * GIB)
+    by_message = of_refusal(message, 16 * GIB, TPU)
+    assert by_message is not None
+    assert by_message.total == pytest.approx(163.64 * GIB)
     read = of_refusal(message, 16 * GIB, TPU, buffers.Buffers(arguments=16 * GIB, temporaries=147 * GIB))
     assert read is not None
     assert (read.total, read.refused, read.fits) == (163 * GIB, True, False)
@@ -103,38 +113,43 @@ def test_a_refusal_counts_arguments_once():
 
 def test_what_is_in_the_host_memory_is_not_the_device_s():
     mesh = Mesh(np.array(jax.devices("cpu")[:1]), ("x",))
-    here, there = (NamedSharding(mesh, PartitionSpec(), memory_kind=kind) for kind in ("device", "pinned_host"))
-    tree = [jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=place) for place in (here, there, here)]
+    kinds = ("device", "pinned_host", "device")
+    tree = [
+        jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(), memory_kind=kind))
+        for kind in kinds
+    ]
     assert shard_bytes(tree) == 2 * 8 * 4 * 4
 
 
 def test_an_upper_bound_says_so():
-    memory = Memory(arguments=2 * GIB, temporaries=3 * GIB, capacity=4 * GIB, at_most=True)
+    memory = Memory(arguments=2 * GIB, temporaries=3 * GIB, capacity=4 * GIB, at_most=True, compiled=True)
     lines = [*render._memory(SimpleNamespace(memory=memory))]
-    assert lines[0] == "fits: at most 5 GiB of 4 GiB"
+    assert lines[0] == "fits, by the compiler: at most 5 GiB of 4 GiB"
     assert "at most 3 GiB" in lines[2]
 
 
 @pytest.mark.slow
 def test_libtpu_refuses_by_what_is_read(tmp_path, monkeypatch):
     pytest.importorskip("axlearn_plugins_tpu")
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
     small = ["model.decoder.num_layers=2", "input.batch_size=64"]
     own = f"mesh.compiler_options.xla_dump_to={tmp_path / 'own'}"
     fits = make_plan(resolve("llama2-7b", set=small, target="tpu-v5p-8")).memory
     assert fits.fits
     assert not fits.at_most
-    kept = make_plan(resolve("llama2-7b", set=[*small, own], target="tpu-v5p-8")).memory
-    assert kept == fits
+    in_own_directory = make_plan(resolve("llama2-7b", set=[*small, own], target="tpu-v5p-8")).memory
+    assert in_own_directory == fits
     assert any((tmp_path / "own").iterdir()), "the directory that a config names is the user's, and stays"
 
-    without = []
+    by_message = []
 
     def refusal(message, arguments, machine, laid_out):
-        without.append(of_refusal(message, arguments, machine))
+        assert laid_out is not None
+        by_message.append(of_refusal(message, arguments, machine))
         return of_refusal(message, arguments, machine, laid_out)
 
-    monkeypatch.setattr(plan, "of_refusal", refusal)
+    monkeypatch.setattr(compilation, "of_refusal", refusal)
     large = ["model.decoder.num_layers=2", "input.batch_size=4096", "model.decoder.stack.remat=null"]
     refused = make_plan(resolve("llama2-7b", set=large, target="tpu-v5p-8")).memory
     assert refused.refused
-    assert without[0].total == pytest.approx(refused.total, rel=0.005), "what libtpu's message says is what it laid out"
+    assert by_message[0].total == pytest.approx(refused.total, rel=0.005), "libtpu's message says what it laid out"

@@ -19,7 +19,8 @@ from axlearn_plugins_tpu.targets import TARGETS
     [
         ("llama2-70b", "tpu-v5p-2048", {"data": 1, "fsdp": -1}, "tpu-attention"),
         ("llama2-7b", "tpu-7x-256x2", {"data": 2, "fsdp": -1}, "tpu-attention"),
-        ("llama2-7b", "tpu-v5e-256x4", {"data": 4, "fsdp": -1}, "full"),
+        ("llama2-7b", "tpu-v5e-256x4", {"data": 4, "fsdp": -1}, "tpu-attention-offload"),
+        ("llama2-70b", "tpu-v5e-256", {"data": 1, "fsdp": -1}, "full"),
         ("llama2-7b", "tpu-v6e-256", {"data": 1, "fsdp": -1}, "tpu-attention-offload"),
         ("llama2-70b", "tpu-v6e-256", {"data": 1, "fsdp": -1}, "full"),
     ],

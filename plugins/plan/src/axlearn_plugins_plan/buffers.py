@@ -5,18 +5,21 @@ For TPUs the statistics of a compiled program (`memory_analysis`) say more than 
 its own layout of buffers, which is what is read here.
 """
 
+import os
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import attrs
 
 OPTION = "xla_dump_to"
+_FLAG = re.compile(rf"--{OPTION}=(\S+)")
 _FILES = "*buffer-assignment.txt"
 _LINE = re.compile(r"^allocation \d+: size (\d+)(.*)$", re.M)
-_ELSEWHERE = re.compile(r"\bcolor [1-9]")
+_OTHER_MEMORY = re.compile(r"\bcolor [1-9]")
 """A color is a space of memory: none, or 0, is the device's main memory; others are on the chip, or the host's memory."""
 
 
@@ -35,34 +38,51 @@ class Buffers:
 
 @attrs.frozen(kw_only=True)
 class Dump:
-    """Where a compiler writes. It is empty, or holds one program's files."""
+    """Where a compiler writes.
+
+    Attributes:
+        directory: of its files, which others may write to as well.
+        options: for the compiler, so that it does; empty where it does by itself.
+        earlier: file -> when it was written, of those that were there before.
+    """
 
     directory: Path
-
-    @property
-    def options(self) -> Mapping[str, str]:
-        """For the compiler."""
-        return {OPTION: str(self.directory)}
+    options: Mapping[str, str] = {}
+    earlier: Mapping[Path, int] = {}
 
     def read(self) -> Buffers | None:
-        """What it wrote of its buffers last; None where it wrote nothing of them."""
-        files = sorted(self.directory.glob(_FILES), key=lambda path: path.stat().st_mtime)
-        return read(files[-1].read_text("utf-8", errors="replace")) if files else None
+        """The latest buffers that were written since; None without any."""
+        latest = [(time, path) for path, time in _times(self.directory).items() if self.earlier.get(path) != time]
+        return parse_buffers(max(latest)[1].read_text("utf-8", errors="replace")) if latest else None
+
+
+def _times(directory: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in directory.glob(_FILES)}
 
 
 @contextmanager
-def dump() -> Iterator[Dump]:
-    """A directory for one compilation, which is removed afterwards."""
-    with tempfile.TemporaryDirectory(prefix="axlearn-plan-") as directory:
-        yield Dump(directory=Path(directory))
+def open_dump(options: Mapping[str, Any]) -> Iterator[Dump]:
+    """A directory for one compilation: that of the compiler's options, or of `XLA_FLAGS`, else one that is removed afterwards.
+
+    Args:
+        options: that the compiler gets in any case.
+    """
+    flag = _FLAG.search(os.environ.get("XLA_FLAGS", ""))
+    own = options.get(OPTION) or (flag.group(1) if flag else None)
+    if own:
+        directory = Path(str(own))
+        yield Dump(directory=directory, earlier=_times(directory))
+        return
+    with tempfile.TemporaryDirectory(prefix="axlearn-plan-") as temporary:
+        yield Dump(directory=Path(temporary), options={OPTION: temporary})
 
 
-def read(text: str) -> Buffers | None:
+def parse_buffers(text: str) -> Buffers | None:
     """The buffers of XLA's text of a buffer assignment; None where it has none."""
     arguments = temporaries = allocations = 0
     for size, rest in _LINE.findall(text):
         allocations += 1
-        if _ELSEWHERE.search(rest):
+        if _OTHER_MEMORY.search(rest):
             continue
         if ", parameter " in rest:
             arguments += int(size)

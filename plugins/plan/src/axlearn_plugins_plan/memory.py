@@ -16,6 +16,8 @@ _TEMPORARIES = re.compile(rf"HLO temporaries \({_SIZE}\) exceeds available HBM \
 _USED = re.compile(rf"Used {_SIZE} of {_SIZE} hbm")
 _PART = re.compile(rf"^\s*(program|arguments)\s+{_SIZE}\b", re.M)
 _HOST = ("pinned_host", "unpinned_host")
+_SMALL = 2**20
+"""Bytes by which what counts as an argument may differ; more is another program's."""
 
 
 @attrs.frozen(kw_only=True)
@@ -29,6 +31,7 @@ class Memory:
         capacity: what the device has for a program; None where that is not known.
         refused: whether the compiler stopped because it does not fit.
         at_most: whether the temporaries are an upper bound: of a program for TPUs whose layout of buffers was not read.
+        compiled: whether a compiler that refuses what does not fit has compiled it.
     """
 
     arguments: int
@@ -37,6 +40,7 @@ class Memory:
     capacity: int | None = None
     refused: bool = False
     at_most: bool = False
+    compiled: bool = False
 
     @property
     def total(self) -> int:
@@ -45,11 +49,8 @@ class Memory:
 
     @property
     def fits(self) -> bool:
-        """Whether it does; where the capacity is not known, nothing says that it does not.
-
-        A compiler that refuses what does not fit has said that it does: what is only bounded says nothing against that.
-        """
-        return not self.refused and (self.capacity is None or self.at_most or self.total <= self.capacity)
+        """Whether it does; where the capacity is not known, nothing says that it does not."""
+        return not self.refused and (self.compiled or self.capacity is None or self.total <= self.capacity)
 
 
 def capacity(machine: Machine) -> int | None:
@@ -87,14 +88,17 @@ def of_compiled(compiled: Any, machine: Machine | None, buffers: Buffers | None 
     stats = compiled.memory_analysis()
     fresh = stats.output_size_in_bytes - stats.alias_size_in_bytes
     arguments, temporaries = stats.argument_size_in_bytes, stats.temp_size_in_bytes + max(0, fresh)
-    if buffers is not None:
-        arguments, temporaries = buffers.arguments, buffers.temporaries
+    refuses = machine is not None and machine.target.platform == "tpu"
+    of_another = buffers is not None and abs(buffers.arguments - arguments) > 0.05 * arguments + _SMALL
+    if buffers is not None and not of_another:
+        temporaries = buffers.temporaries
     return Memory(
         arguments=arguments,
         temporaries=temporaries,
         code=stats.generated_code_size_in_bytes,
         capacity=capacity(machine) if machine else None,
-        at_most=buffers is None and machine is not None and machine.target.platform == "tpu",
+        at_most=refuses and (buffers is None or of_another),
+        compiled=refuses,
     )
 
 

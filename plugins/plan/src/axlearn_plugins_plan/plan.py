@@ -1,15 +1,12 @@
 """A plan: a function of an experiment, compiled for a machine, and what is read from it."""
 
-import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import attrs
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 
 from axlearn_core.compose import Program, compose
 from axlearn_core.compose.devices import configure_devices, topology_devices
@@ -18,24 +15,21 @@ from axlearn_core.config import Node, flatten, get, missing
 from axlearn_core.config.tree import walk
 from axlearn_core.contracts.capabilities import DeclaresBatches, vocabulary_size
 from axlearn_core.contracts.target import Machine
-from axlearn_core.errors import ConfigError, RequestError, WorkError
+from axlearn_core.errors import ConfigError, RequestError
 from axlearn_core.kernels.selection import Choice
 from axlearn_core.plugins.resolved import Resolved
 from axlearn_core.plugins.targets import targets
 from axlearn_plugins_plan.batches import abstract_batch
-from axlearn_plugins_plan.buffers import OPTION, Dump, dump
 from axlearn_plugins_plan.collectives import Collective, by_axes, collectives
+from axlearn_plugins_plan.compilation import compile_function
 from axlearn_plugins_plan.flops import ModelFlops, executed_flops, model_flops
 from axlearn_plugins_plan.groups import Places, domains_of
 from axlearn_plugins_plan.hlo import parse
-from axlearn_plugins_plan.memory import Memory, of_compiled, of_refusal, shard_bytes
+from axlearn_plugins_plan.memory import Memory, shard_bytes
 from axlearn_plugins_plan.predict import Prediction, predict
 from axlearn_plugins_plan.roofline import Roofline, roofline, utilisation
 from axlearn_plugins_plan.tags import Tag, tags
 from axlearn_plugins_plan.traffic import hbm_bytes
-
-_NEVER_RUN = {"xla_backend_optimization_level": 0}
-"""What XLA:CPU makes in another's stead is read as HLO: LLVM need not improve it."""
 
 
 @attrs.frozen(kw_only=True)
@@ -162,14 +156,13 @@ def make_plan(resolved: Resolved, function: str = "train") -> Plan:
     machine = machine_of(resolved)
     bucket = program.function(function).bucket_of(batch)
     trains = program.function(function).differentiates
-    arguments = shard_bytes(program.arguments(function, bucket))
     started = time.perf_counter()
     program.lower(function, bucket)  # which JAX keeps
     with ThreadPoolExecutor(1) as pool:  # the compiler leaves Python free to count meanwhile
-        compiling = pool.submit(_compile_function, program, function, bucket, arguments, machine, started)
+        compiling = pool.submit(_timed, started, compile_function, program, function, bucket, machine)
         flops, executed = model_flops(program, function, bucket), executed_flops(program, function, bucket)
         activations = tags(program, batch) if trains else []
-        compiled, memory, seconds = compiling.result()
+        (compiled, memory), seconds = compiling.result()
     moved = traffic = None
     unchanged = [str(decision) for decision in resolved.decisions if decision.kind == "unchanged"]
     notes = [*resolved.notes, *unchanged, *map(str, replicated(program.trained))]
@@ -212,49 +205,9 @@ def make_plan(resolved: Resolved, function: str = "train") -> Plan:
     )
 
 
-@contextlib.contextmanager
-def uncached() -> Iterator[None]:
-    """JAX's persistent cache left alone: it keeps programs for devices that are absent, and cannot read them back."""
-    settings: Any = jax.config
-    before = settings.jax_enable_compilation_cache
-    try:
-        settings.update("jax_enable_compilation_cache", False)
-        compilation_cache.reset_cache()
-        yield
-    finally:
-        settings.update("jax_enable_compilation_cache", before)
-        compilation_cache.reset_cache()
-
-
-def _compile_function(
-    program: Program, function: str, bucket: Any, arguments: int, machine: Machine, started: float
-) -> tuple[Any, Memory, float]:
-    """(the compiled function or None, its memory, seconds since `started`)."""
-    options = _NEVER_RUN if machine.target.stand_in else {}
-    with _buffers_of(program, machine) as buffers:
-        try:
-            with uncached():
-                compiled = program.compile(function, bucket, **options, **(buffers.options if buffers else {}))
-        except jax.errors.JaxRuntimeError as error:
-            memory = of_refusal(str(error), arguments, machine, buffers.read() if buffers else None)
-            if memory is None:
-                raise WorkError(f"the compiler stopped: {error}") from error
-            return None, memory, time.perf_counter() - started
-        memory = of_compiled(compiled, machine, buffers.read() if buffers else None)
-    return compiled, memory, time.perf_counter() - started
-
-
-@contextlib.contextmanager
-def _buffers_of(program: Program, machine: Machine) -> Iterator[Dump | None]:
-    """Where the compiler writes how it lays out its buffers: for TPUs, in the config's own directory if it names one."""
-    own = program.compiler_options.get(OPTION)
-    if machine.target.platform != "tpu" or machine.target.stand_in:
-        yield None
-    elif own:
-        yield Dump(directory=Path(str(own)))
-    else:
-        with dump() as written:
-            yield written
+def _timed(started: float, function: Callable[..., Any], *args: Any) -> tuple[Any, float]:
+    """(what a function returns, seconds since `started`)."""
+    return function(*args), time.perf_counter() - started
 
 
 def _read(module: Any, program: Program, machine: Machine) -> tuple[float, list[Collective] | None, list[str]]:

@@ -69,6 +69,8 @@ def _memory(plan: Plan) -> Iterator[str]:
     memory = plan.memory
     verdict = "fits" if memory.fits else "does not fit"
     bound = "at most " if memory.at_most else ""
+    if memory.fits and memory.at_most:
+        verdict = "fits, by the compiler"
     yield f"{verdict}: {bound}{size(memory.total)} of {size(memory.capacity)}"
     yield f"arguments    {size(memory.arguments)}"
     yield f"temporaries  {bound}{size(memory.temporaries)}"

@@ -23,6 +23,7 @@ LAYER = 4 * 16 + 1.5 * 8 + 3 * 12 + 0.5 * 6 + 30 + 2 * 3
 
 def test_a_layer_has_streams_products_and_weights():
     assert one_layer(SIZES) == LAYER
+    assert one_layer(attrs.evolve(SIZES, routed=32.0)) == LAYER + 3 * 32, "rows of the stream for each expert"
 
 
 def test_in_a_layer_s_backward_pass():
@@ -71,6 +72,11 @@ def test_gpipe_keeps_the_ends_of_the_batch():
     assert in_loss == {"kept": 1100, "rounded": 500, "ends": 5 * 8 * 5000, "head": 2.5 * 70}
 
 
+def test_an_optimizer_that_a_request_offloads_has_its_update_on_stages_too():
+    update = on_stages(Pipeline(stages=4, microbatches=8), SIZES, 5, 0.0, 9600.0)
+    assert update == {"gradients": 1200, "optimizer": 9600 * 1.75}
+
+
 def test_an_interleaved_chunk_computes_without_rematerialisation():
     columns = on_stages(Pipeline(stages=4, microbatches=8, schedule="interleaved", rounds=2), SIZES, 5, 1100.0)
     assert columns["tick"] == 5 * 100
@@ -85,6 +91,31 @@ def test_logits_are_tokens_times_vocabulary():
     sizes = sizes_of(figures, space.traced(None), space.everything, 4)
     assert sizes.head == 4096 * 32000 / 2 * 2, "in bfloat16, over two devices"
     assert sizes.logits == pytest.approx(1024 * 4096 / 2 / 4 * 32000 / 2 * 2)
+
+
+def test_experts_have_their_own_rows():
+    pytest.importorskip("axlearn_plugins_moe")
+    settings = {"model.decoder.num_layers": 2, "input.batch_size": 64}
+    space = rank.Space(Request.of("mixtral-8x7b", target="tpu-v5p-64", set=settings), ())
+    trace = space.traced(None)
+    rows = 64 * 8192 * 2
+    assert [a.shape for a in trace.routed_stream] == [(rows, 4096)]
+    assert [a.shape for a in trace.hidden] == [(rows, 14336)]
+    assert trace.grouped
+    half = trace.scaled(0.5)
+    assert half.hidden[0].shape == (rows // 2, 14336)
+
+
+def test_what_waits_in_the_host_s_memory_is_not_the_stream():
+    space = rank.Space(Request.of("llama2-7b", target="tpu-v5p-8"), ())
+    (stream,) = space.traced("remat:offload=[attention_out]").stream
+    assert not stream.offloaded
+
+
+def test_images_have_a_stream_of_patches():
+    space = rank.Space(Request.of("vit-b16", target="tpu-v5p-8", set={"input.batch_size": 64}), ())
+    (stream,) = space.traced(None).stream
+    assert stream.shape == (64, 197, 768)
 
 
 @pytest.mark.slow

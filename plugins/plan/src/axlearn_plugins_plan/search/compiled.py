@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,8 +26,8 @@ from axlearn_plugins_plan.search.space import written
 COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt", "axlearn-core", "axlearn-plugins-plan")
 """The distributions whose versions tell whether a figure is still right; of axlearn's plugins, all that are installed too."""
 
-FIGURES = 2
-"""Another number where a plan's figures come from another place than they did: plans of before are compiled anew."""
+FIGURES_VERSION = 2
+"""Of where a plan's figures come from. A higher one discards the plans that are cached."""
 
 
 @attrs.frozen(kw_only=True)
@@ -101,7 +102,7 @@ class Cache:
     def path(self, request: Request, row: Ranked) -> Path:
         """The file of one layout."""
         config = resolve(resolved_request(request, row)).to_yaml()
-        text = f"{config}\n{row.machine.name}\n{self._versions}\n{FIGURES}"
+        text = f"{config}\n{row.machine.name}\n{self._versions}\n{FIGURES_VERSION}"
         return self.directory / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 
     def read(self, path: Path) -> Mapping[str, Any] | None:
@@ -122,12 +123,16 @@ class Cache:
 def run_plan(words: Sequence[str], seconds: float) -> tuple[Mapping[str, Any] | None, str]:
     """(the plan as `axlearn plan --json` prints it, or None, and why)."""
     command = [sys.executable, "-m", "axlearn_core", "plan", *words, "--json"]
-    try:
-        process = subprocess.run(
-            command, capture_output=True, text=True, timeout=max(seconds, 1.0), check=False, env=_environment()
-        )
-    except subprocess.TimeoutExpired:
-        return None, TIMEOUT
+    with tempfile.TemporaryDirectory(
+        prefix="axlearn-plan-"
+    ) as temporary:  # which a process that is killed leaves its files in
+        environment = _environment() | {"TMPDIR": temporary}
+        try:
+            process = subprocess.run(
+                command, capture_output=True, text=True, timeout=max(seconds, 1.0), check=False, env=environment
+            )
+        except subprocess.TimeoutExpired:
+            return None, TIMEOUT
     if process.returncode not in (0, 1) or not process.stdout.startswith("{"):
         lines = process.stderr.strip().splitlines()
         return None, lines[0] if lines else f"the compiler ended with {process.returncode}"

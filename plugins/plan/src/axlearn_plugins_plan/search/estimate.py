@@ -156,7 +156,9 @@ def estimate(
     offloaded = learner if choice.offload_optimizer or figures.offloads_optimizer else 0.0
     arguments = state + learner - offloaded + batch_bytes / figures.batch_shards
     if pipeline is not None:
-        activations, columns = _on_stages(figures, trace, coefficients, work, pipeline, state + learner)
+        activations, columns = _on_stages(
+            figures, trace, coefficients, work, pipeline, state + learner - offloaded, offloaded
+        )
         temporaries = sum(columns.values())
     elif coefficients.phases:
         activations = figures.local(trace.kept) / steps
@@ -253,16 +255,18 @@ def _on_stages(
     work: "Work",
     pipeline: Pipeline,
     state: float,
+    offloaded: float,
 ) -> tuple[float, dict[str, float]]:
     """(bytes that wait for the backward pass, those of all temporaries at the peak by name)."""
     sizes = sizes_of(figures, trace, work.everything, pipeline.microbatches, pipeline)
     chunk = layers_of(trace) / pipeline.chunks
     activations = waiting(pipeline, sizes, chunk)
     if coefficients.phases:
-        return activations, on_stages(pipeline, sizes, chunk, activations)
+        return activations, on_stages(pipeline, sizes, chunk, activations, offloaded)
     # XLA schedules and rematerialises for this share of a GPU's memory: 80%, of which 95%.
     room = 0.95 * 0.8 * (figures.machine.target.hbm_bytes or math.inf) - state
-    return activations, terms(pipeline, sizes, chunk, room)
+    peak = terms(pipeline, sizes, chunk, room)
+    return activations, peak | ({"offloaded": 2 * offloaded} if offloaded else {})
 
 
 def _columns(figures: MeshFigures, trace: StepTrace, steps: int) -> dict[str, float]:

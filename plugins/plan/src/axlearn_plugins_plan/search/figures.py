@@ -16,7 +16,8 @@ class Coefficients:
     """What formulas cannot know of a platform's compiler.
 
     Attributes:
-        phases: whether temporaries are those of a TPU's phases (`tpus.py`); else what waits for the backward pass, and columns.
+        phases: whether temporaries are those of a TPU's phases (`tpus.py`). Else they are what waits for the backward pass
+            and columns, and on stages those of a GPU's phases (`stages.py`).
         memory: column of `estimate.COLUMNS` -> bytes of temporaries for each of its bytes.
         traffic_activations: bytes to and from memory for a byte that layers compute.
         traffic_weights: the same for a byte of gathered parameters, for each microbatch.

@@ -192,5 +192,8 @@ def _bytes(tree: Any, places: Any) -> float:
 
 
 def whole_stream(figures: MeshFigures, trace: StepTrace) -> float:
-    """Bytes of the residual stream of a device's rows over its whole width and length."""
-    return math.prod(trace.stream[0].shape) * COMPUTED_ITEMSIZE / figures.batch_shards if trace.stream else 0.0
+    """Bytes of the residual stream of a device's rows over its whole width, and the length that context parallelism leaves."""
+    if not trace.stream:
+        return 0.0
+    devices = figures.batch_shards * figures.choice.shape.get("seq", 1)
+    return math.prod(trace.stream[0].shape) * COMPUTED_ITEMSIZE / devices

@@ -1,4 +1,4 @@
-"""What a step is made of, in bytes of one device: what the phases of its memory are reckoned from."""
+"""Bytes of one device that the phases of a step's memory are computed from."""
 
 import attrs
 
@@ -19,6 +19,7 @@ class Sizes:
         layer: what it computes under a tag.
         hidden: of that the largest between the products of a feed-forward network.
         heads: of that the largest with heads of attention.
+        routed: the stream as experts take it, a row for each that is chosen; 0 without experts.
         offloaded: what a layer keeps in the host's memory.
         layers: parameters of the layers as they are stored: S.
         rounded: copies of these in the precision that layers compute in; 0 where they are stored in it.
@@ -41,6 +42,7 @@ class Sizes:
     layer: float
     hidden: float = 0.0
     heads: float = 0.0
+    routed: float = 0.0
     offloaded: float = 0.0
     layers: float
     rounded: float = 0.0
@@ -104,6 +106,7 @@ def sizes_of(
         layer=figures.local(trace.layer) / one,
         hidden=figures.local(trace.hidden) / one,
         heads=figures.local(trace.heads) / one,
+        routed=figures.local(trace.routed_stream) / one,
         offloaded=figures.local(trace.kept, offloaded=True) / one,
         layers=of_stack.stored,
         rounded=of_stack.rounded,

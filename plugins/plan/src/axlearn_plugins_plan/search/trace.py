@@ -1,7 +1,7 @@
 """One training step traced without devices: its FLOPs, and what its backward pass keeps of each layer."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +19,8 @@ from axlearn_plugins_plan.flops import ScopedSelection, works
 HEADS = ("batch", "sequence", "activation_heads", None)
 STREAM = ("batch", "residual_sequence", "activation_embed")
 HIDDEN = ("batch", "sequence", "activation_mlp")
+ROUTED = ("batch", "activation_embed")
+ROUTED_HIDDEN = ("batch", "activation_mlp")
 STATISTICS = ("batch", "activation_heads", "sequence")
 UNCHANGED = ("name", "sharding_constraint", "reduce_precision")
 """Primitives that do not change the numbers, but for how JAX rounds what it saves to the precision that it has."""
@@ -53,13 +55,13 @@ class StepTrace:
         executed: dtype -> FLOPs of all devices, recomputation included.
         kept: what the forward pass leaves for the backward pass, of the whole batch.
         layer: what a layer computes under a tag.
-        grouped: whether it has products of groups of rows (experts).
+        routed: the rows that a layer's experts take and give, one of each width; empty without experts.
     """
 
     executed: Mapping[str, float]
     kept: tuple[Activation, ...]
     layer: tuple[Activation, ...]
-    grouped: bool = False
+    routed: tuple[Activation, ...] = ()
 
     def scaled(self, factor: float) -> "StepTrace":
         """The same of a batch of so many times the rows."""
@@ -70,12 +72,18 @@ class StepTrace:
             return tuple(attrs.evolve(a, shape=(round(a.shape[0] * factor), *a.shape[1:])) for a in activations)
 
         executed = {dtype: flops * factor for dtype, flops in self.executed.items()}
-        return attrs.evolve(self, executed=executed, kept=more(self.kept), layer=more(self.layer))
+        sizes = {name: more(getattr(self, name)) for name in ("kept", "layer", "routed")}
+        return attrs.evolve(self, executed=executed, **sizes)
+
+    @property
+    def grouped(self) -> bool:
+        """Whether it has products of groups of rows (experts)."""
+        return bool(self.routed)
 
     @cached_property
     def stream(self) -> tuple[Activation, ...]:
-        """The residual stream, as it comes into each layer; empty where no layer keeps it."""
-        return tuple(a for a in self.kept if a.axes == STREAM)[:1]
+        """The residual stream, as it comes into each layer; empty where no layer keeps it on the device."""
+        return tuple(a for a in self.kept if a.axes == STREAM and not a.offloaded)[:1]
 
     @cached_property
     def distinct(self) -> tuple[Activation, ...]:
@@ -89,17 +97,18 @@ class StepTrace:
 
     @cached_property
     def hidden(self) -> tuple[Activation, ...]:
-        """The largest between the products of a layer's feed-forward network; empty where nothing there has a tag."""
-        return self._largest(HIDDEN)
+        """The largest between the products of a layer's feed-forward network; empty where nothing there is known."""
+        return _largest(a for a in (*self.layer, *self.routed) if a.axes in (HIDDEN, ROUTED_HIDDEN))
 
     @cached_property
     def heads(self) -> tuple[Activation, ...]:
         """The largest with heads of attention, likewise."""
-        return self._largest(HEADS)
+        return _largest(a for a in self.layer if a.axes == HEADS)
 
-    def _largest(self, axes: tuple[str | None, ...]) -> tuple[Activation, ...]:
-        alike = sorted((a for a in self.layer if a.axes == axes), key=lambda a: math.prod(a.shape) * a.itemsize)
-        return tuple(alike[-1:])
+    @cached_property
+    def routed_stream(self) -> tuple[Activation, ...]:
+        """The rows of the residual stream as experts take them, one for each that is chosen; empty without experts."""
+        return tuple(a for a in self.routed if a.axes == ROUTED)
 
     @property
     def flops(self) -> float:
@@ -135,24 +144,37 @@ def trace_step(program: Program, batch: Mapping[str, Any]) -> StepTrace:
         flops = work.flops * (work.visible if work.kernel else 1.0)
         executed[work.dtype] = executed.get(work.dtype, 0.0) + flops
     rows = max((s.shape[0] for s in batch.values() if s.shape), default=0)
-    length = max((s.shape[1] for s in batch.values() if len(s.shape) > 1), default=0)
     saved: list[Activation] = []
     layer: list[Activation] = []
     for scan, times in _stacks(jaxpr, 1.0):
         body = scan.params["jaxpr"].jaxpr
         # What is stacked has one more axis outside than in the body; JAX's name for their number differs by version.
         carries = sum(o.aval.ndim == b.aval.ndim for o, b in zip(scan.outvars, body.outvars, strict=True))
-        width = max((v.aval.shape[-1] for v in body.outvars[:carries] if v.aval.ndim == 3), default=0)
+        carried = [v.aval.shape for v in body.outvars[:carries] if v.aval.ndim == 3]
+        length, width = (max((shape[axis] for shape in carried), default=0) for axis in (1, 2))
         count = times * scan.params["length"]
         stacked = body.outvars[carries:]
         saved += _activations(stacked, rows, length, width, count, repeated_outputs(stacked, body.eqns))
         layer += _activations([v for e in _names(body) for v in e.outvars], rows, length, width, count)
-    return StepTrace(
-        executed=executed,
-        kept=tuple(saved),
-        layer=tuple(layer),
-        grouped=any(scope.op.name == "grouped_matmul" for scope in selection.scopes),
-    )
+    products = [scope.op for scope in selection.scopes if scope.op.name == "grouped_matmul"]
+    return StepTrace(executed=executed, kept=tuple(saved), layer=tuple(layer), routed=tuple(_routed(products, saved)))
+
+
+def _routed(products: Sequence[Any], saved: Sequence[Activation]) -> Iterator[Activation]:
+    """One activation for each width of the rows of products by groups."""
+    widths = {a.shape[-1] for a in saved if a.axes == STREAM}
+    layers = max((a.layers for a in saved), default=1.0)
+    shapes = {
+        (op.lhs.shape[0], n): op.lhs.dtype.itemsize for op in products for n in (op.lhs.shape[1], op.rhs.shape[2])
+    }
+    for shape, itemsize in sorted(shapes.items()):
+        axes = ROUTED if shape[1] in widths else ROUTED_HIDDEN
+        yield Activation(shape=shape, itemsize=itemsize, axes=axes, layers=layers)
+
+
+def _largest(activations: Iterable[Activation]) -> tuple[Activation, ...]:
+    """The one of most bytes; empty where there is none."""
+    return tuple(sorted(activations, key=lambda a: math.prod(a.shape) * a.itemsize)[-1:])
 
 
 def _stacks(jaxpr: Any, times: float) -> Iterator[tuple[Any, float]]:

@@ -12,8 +12,8 @@ from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import RequestError
 from axlearn_core.kernels.selection import Choice
+from axlearn_plugins_plan.compilation import uncached
 from axlearn_plugins_plan.memory import capacity
-from axlearn_plugins_plan.plan import uncached
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.open_engine import check_decoder, fit_config
 from axlearn_plugins_serving.plan.steps import StepPlan, Steps
@@ -78,6 +78,8 @@ class ServingPlan:
     @property
     def fits(self) -> bool:
         """Whether it does; where the capacity is not known, nothing says that it does not."""
+        if any(step.compiled.refused for step in self.steps):
+            return False
         return self.capacity is None or self.total <= self.capacity
 
     @property

@@ -14,13 +14,13 @@ from axlearn_core.compose.model_program import ModelProgram
 from axlearn_core.config import Node, find, patch
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.contracts.target import Machine
-from axlearn_core.errors import ConfigError, WorkError
+from axlearn_core.errors import ConfigError
 from axlearn_core.kernels.selection import Choice
 from axlearn_plugins_plan.collectives import collectives
+from axlearn_plugins_plan.compilation import compile_function, uncached
 from axlearn_plugins_plan.groups import Places, domains_of
 from axlearn_plugins_plan.hlo import parse
-from axlearn_plugins_plan.memory import of_compiled, of_refusal, shard_bytes
-from axlearn_plugins_plan.plan import uncached
+from axlearn_plugins_plan.memory import shard_bytes
 from axlearn_plugins_plan.roofline import Roofline, peak
 from axlearn_plugins_serving.runner import ModelRunner
 from axlearn_plugins_serving.runner_program import abstract_program, block_counts, buckets
@@ -41,12 +41,14 @@ class Compiled:
         code: the program itself.
         links: sent to devices of the same domain; None where the module does not tell.
         network: sent out of the domain; None where the module does not tell.
+        refused: whether the compiler stopped because it does not fit.
     """
 
     temporaries: float
     code: float
     links: float | None
     network: float | None
+    refused: bool = False
 
     def continued(self, other: "Compiled", steps: int) -> "Compiled":
         """`other`, which is of one layer more, and as much again for each of so many further layers."""
@@ -54,7 +56,7 @@ class Compiled:
         values: dict[str, Any] = {
             n: None if a is None or b is None else max(0.0, b + (b - a) * steps) for n, (a, b) in pairs.items()
         }
-        return Compiled(**values)
+        return Compiled(**values, refused=self.refused or other.refused)
 
 
 @attrs.frozen(kw_only=True)
@@ -160,15 +162,10 @@ class Steps:
         return first.continued(second, find(self.model, LAYERS)[LAYERS] - self.depths[1])
 
     def _read(self, program: ModelProgram, bucket: StepBucket) -> Compiled:
-        try:
-            with uncached():
-                compiled = program.compile("serve", bucket)
-        except jax.errors.JaxRuntimeError as error:
-            memory = of_refusal(str(error), shard_bytes(program.arguments("serve", bucket)), self.machine)
-            if memory is None:
-                raise WorkError(f"the compiler stopped: {error}") from error
-            return Compiled(temporaries=memory.temporaries, code=memory.code, links=None, network=None)
-        memory, links, network = of_compiled(compiled, self.machine), None, None
+        compiled, memory = compile_function(program, "serve", bucket, self.machine)
+        links = network = None
+        if compiled is None:
+            return Compiled(temporaries=memory.temporaries, code=memory.code, links=None, network=None, refused=True)
         mesh = program.layout.mesh
         places = Places(dict(mesh.shape), domains_of(list(mesh.devices.flat), self.machine.devices_per_domain))
         try:
