@@ -1,6 +1,7 @@
 """`axlearn plan --serve`: what a machine that is not here can serve."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -12,8 +13,8 @@ from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.plugins.resolve import resolve
 from axlearn_core.plugins.targets import find_machine
 from axlearn_plugins_serving.plan import steps as plan_steps
-from axlearn_plugins_serving.plan.serving_plan import held_in_compute_dtype, plan_model
-from axlearn_plugins_serving.plan.steps import Steps
+from axlearn_plugins_serving.plan.serving_plan import ServingPlan, held_in_compute_dtype, plan_model
+from axlearn_plugins_serving.plan.steps import Compiled, Steps
 from axlearn_plugins_serving.runner import ModelRunner
 
 HEADS = ["--set", "model.decoder.layer.attention.num_heads=8"]
@@ -131,3 +132,13 @@ def test_requests_that_are_wrong(words, says):
     result = plan(*words, "--serve")
     assert result.exit_code == 2, result.output
     assert says in result.stderr
+
+
+def test_what_a_compiler_refuses_does_not_fit():
+    two, three = (
+        Compiled(temporaries=size, code=0.0, links=None, network=None, refused=refused)
+        for size, refused in ((9e9, False), (8.5e9, True))
+    )
+    step = SimpleNamespace(compiled=two.continued(three, 77))
+    assert step.compiled.temporaries == 0.0, "by a line through an upper bound and a figure below it"
+    assert not ServingPlan.fits.fget(SimpleNamespace(steps=(step,), capacity=1e12, total=0.0))

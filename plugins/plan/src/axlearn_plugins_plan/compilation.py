@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from axlearn_core.compose import Program
+from axlearn_core.compose.compiler import Compiler
 from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import WorkError
 from axlearn_plugins_plan.buffers import Dump, open_dump
@@ -31,7 +31,7 @@ def uncached() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-def compile_function(program: Program, function: str, bucket: Any, machine: Machine) -> tuple[Any, Memory]:
+def compile_function(program: Compiler, function: str, bucket: Any, machine: Machine) -> tuple[Any, Memory]:
     """(the compiled function, its memory); no function where the compiler refused it for lack of memory.
 
     Args:
@@ -57,7 +57,7 @@ def compile_function(program: Program, function: str, bucket: Any, machine: Mach
         return compiled, of_compiled(compiled, machine, dump.read() if dump else None)
 
 
-def _buffers(program: Any, machine: Machine) -> contextlib.AbstractContextManager[Dump | None]:
+def _buffers(program: Compiler, machine: Machine) -> contextlib.AbstractContextManager[Dump | None]:
     """Where the compiler says how it lays out its buffers: for TPUs, whose statistics say something else."""
     if machine.target.platform != "tpu" or machine.target.stand_in:
         return contextlib.nullcontext()
