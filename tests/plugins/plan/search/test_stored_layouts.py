@@ -50,17 +50,17 @@ def test_what_ships_is_as_good_as_what_a_search_compiled(layout_search, model, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "target"), TRAININGS)
-def test_the_estimate_of_memory_is_that_of_what_a_search_compiled(model, target):
-    space = rank.Space(Request.of(model, target=target), ())
-    rows = next(t["layouts"] for t in STORED if (t["model"], t["target"]) == (model, target))
-    estimates = {r.choice.words: r.estimate.total / 2**30 for r in space.ranked()}
-    unstaged = {
-        tuple(r["words"]): r["gib"] for r in rows if "pipeline:" not in " ".join(r["words"])
-    }  # others: test_stages.py
-    misses = [abs(estimates[words] / gib - 1) for words, gib in unstaged.items() if words in estimates]
-    assert len(misses) >= 5
-    assert sum(miss <= space.fitted.error for miss in misses) >= 0.9 * len(misses), misses
+def test_nine_of_ten_estimates_of_memory_are_within_a_twentieth_of_what_a_search_compiled():
+    misses = {}
+    for training in STORED:
+        space = rank.Space(Request.of(training["model"], target=training["target"]), ())
+        estimates = {r.choice.words: r.estimate.total / 2**30 for r in space.ranked()}
+        for row in training["layouts"]:
+            if (words := tuple(row["words"])) in estimates:
+                misses[training["target"], words] = estimates[words] / row["gib"] - 1
+    assert len(misses) >= 50
+    far = {words: miss for words, miss in misses.items() if abs(miss) > 0.05}
+    assert len(far) <= 0.1 * len(misses), far
 
 
 def test_a_slower_layout_and_one_that_was_not_compiled_are_noticed(layout_search):
