@@ -1,4 +1,4 @@
-"""What a step on pipeline stages takes of a GPU's memory beside its arguments: the most that is alive at one time.
+"""What a step on pipeline stages takes of memory beside its arguments: what waits for its backward pass, and on GPUs the peak.
 
 Written from the schedules as they run (axlearn_plugins_parallelism) and from what XLA keeps alive around their loops. S are the
 float32 parameters of a device's layers, L the layers of a chunk, T the ticks, M the microbatches, P the stages, x the residual
