@@ -3,8 +3,8 @@
     uv run python benchmarks/plan_baseline.py [--layers N] [--json]
 
 Same dimensions, layout (FSDP over 512 chips), attention kernel and remat. Both are compiled for TPUs that need not be here,
-and read by the same code. The goals: FLOPs 1.00, arguments plus temporaries at most 1.02, collective bytes at most 1.00
-times the baseline's. `--layers` compares smaller models in less time.
+and read by the same code, memory from libtpu's own layout of buffers (docs/plan.md). The goals: FLOPs 1.00, arguments plus
+temporaries at most 1.02, collective bytes at most 1.00 times the baseline's. `--layers` compares smaller models in less time.
 """
 
 import argparse
@@ -19,14 +19,14 @@ from pathlib import Path
 TARGET = "tpu-v5p-1024"
 
 
-def described(compiled, jaxpr, places, seconds):
+def described(compiled, buffers, jaxpr, places, seconds):
     from axlearn_plugins_plan.collectives import by_axes, collectives
     from axlearn_plugins_plan.flops import works
     from axlearn_plugins_plan.hlo import parse
     from axlearn_plugins_plan.traffic import hbm_bytes
 
     module = parse(compiled.as_text())
-    stats, traffic = compiled.memory_analysis(), collectives(module, places)
+    traffic = collectives(module, places)
     kinds, each = {}, {}
     for c in traffic:
         kinds[c.kind] = kinds.get(c.kind, 0) + c.bytes
@@ -34,9 +34,9 @@ def described(compiled, jaxpr, places, seconds):
         each[size] = each.get(size, 0) + c.bytes
     return {
         "flops": sum(w.flops for w in works(jaxpr.jaxpr)),
-        "argument_bytes": stats.argument_size_in_bytes,
-        "temporary_bytes": stats.temp_size_in_bytes,
-        "bytes": stats.argument_size_in_bytes + stats.temp_size_in_bytes,
+        "argument_bytes": buffers.arguments,
+        "temporary_bytes": buffers.temporaries,
+        "bytes": buffers.arguments + buffers.temporaries,
         "collective_bytes": sum(by_axes(traffic).values()),
         "collectives": kinds,
         "each_collective": each,
@@ -47,17 +47,20 @@ def described(compiled, jaxpr, places, seconds):
 
 def ours(layers):
     from axlearn_core.plugins.resolve import resolve
+    from axlearn_plugins_plan.buffers import open_dump
     from axlearn_plugins_plan.groups import Places, domains_of
     from axlearn_plugins_plan.plan import prepared
 
     start = time.perf_counter()
     sets = {"mesh.targets": {}, **({"model.decoder.num_layers": layers} if layers else {})}  # the backend's rule: FSDP
     program, batch = prepared(resolve("llama2-70b", target=TARGET, set=sets))
-    compiled = program.compile("train", batch)
+    with open_dump(program.compiler_options) as dump:
+        compiled = program.compile("train", batch, **dump.options)
+        buffers = dump.read()
     seconds = time.perf_counter() - start
     mesh = program.layout.mesh
     places = Places(dict(mesh.shape), domains_of(list(mesh.devices.flat), mesh.size))
-    return described(compiled, program.trace("train", batch).jaxpr, places, seconds)
+    return described(compiled, buffers, program.trace("train", batch).jaxpr, places, seconds)
 
 
 def baseline(layers):
@@ -68,6 +71,7 @@ def baseline(layers):
 
     from axlearn_core.compose.devices import topology_devices
     from axlearn_core.plugins.targets import find_machine
+    from axlearn_plugins_plan.buffers import open_dump
     from axlearn_plugins_plan.groups import Places
 
     start = time.perf_counter()
@@ -79,10 +83,12 @@ def baseline(layers):
         dims, 1024, 4096, dtype="bfloat16", attention="splash", remat=remat, mesh=mesh
     )
     traced = jax.jit(step, donate_argnums=(0, 1)).trace(*state, batch)
-    compiled = traced.lower(lowering_platforms=("tpu",)).compile()
+    with open_dump({}) as dump:
+        compiled = traced.lower(lowering_platforms=("tpu",)).compile(compiler_options=dict(dump.options) or None)
+        buffers = dump.read()
     seconds = time.perf_counter() - start
     places = Places({"fsdp": mesh.size, "tensor": 1}, np.zeros(mesh.size, int))
-    return described(compiled, traced.jaxpr, places, seconds)
+    return described(compiled, buffers, traced.jaxpr, places, seconds)
 
 
 def differences(ours, baseline):
