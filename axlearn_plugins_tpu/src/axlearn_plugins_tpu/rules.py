@@ -3,9 +3,9 @@
 Within a slice parameters are sharded over all chips (FSDP), whose links keep up with it; across slices, over the slower
 network, replicas only sum their gradients. A v5e or v6e chip has a third of the memory of a v5p chip or less, so that there
 activations go to the host's memory, or are computed again. Every product in the host's memory, as AXLearn has it on v5e (arXiv
-2507.05411), would be twice as much traffic as the host is assumed to take (docs/search.md); so it is what attention computes. A v5e
-chip multiplies 8-bit integers twice as fast as bfloat16, so that there the linear maps are quantized, as AXLearn does;
-`--without quantization` takes that back.
+2507.05411), would take longer to send there and back than the step computes, at the 25 GB/s a chip that a search assumes
+(docs/search.md). So only what attention computes goes there. A v5e chip multiplies 8-bit integers twice as fast as bfloat16, so
+that there the linear maps are quantized, as AXLearn does; `--without quantization` takes that back.
 """
 
 from axlearn_core.contracts.mesh import MeshRule, Size

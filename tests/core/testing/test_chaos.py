@@ -38,9 +38,8 @@ def job(tmp_path):
 
         def step():
             nonlocal greatest
-            with contextlib.suppress(
-                OSError, ValueError
-            ):  # the file is empty when it is opened, and half full with a full disk
+            # The file is empty when it is opened, and half full with a full disk.
+            with contextlib.suppress(OSError, ValueError):
                 greatest = max(greatest, int(path.read_text()))
             return greatest
 

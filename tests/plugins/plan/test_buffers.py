@@ -16,13 +16,14 @@ from axlearn_plugins_plan.memory import Memory, of_compiled, of_refusal, shard_b
 from axlearn_plugins_plan.plan import make_plan
 
 GIB = 2**30
-TPU = Machine(
-    name="chip-1",
-    target=Target(name="chip", platform="tpu", hbm_bytes=95.74 * GIB),
-    chips=1,
-    domains=1,
-    chips_per_host=1,
-)
+
+
+def machine(platform):
+    target = Target(name="chip", platform=platform, hbm_bytes=95.74 * GIB)
+    return Machine(name="chip-1", target=target, chips=1, domains=1, chips_per_host=1)
+
+
+TPU = machine("tpu")
 TEXT = """BufferAssignment:
 allocation 0: size 0, thread-local:
  value: <197 after-all.5 @0> (size=0,offset=0): token[]
@@ -84,14 +85,7 @@ def test_statistics_of_a_program_for_tpus_are_an_upper_bound():
     assert (exact.total, exact.at_most, exact.fits) == (95 * GIB, False, True)
     of_another_program = of_compiled(compiled, TPU, buffers.Buffers(arguments=10 * GIB, temporaries=GIB))
     assert (of_another_program.total, of_another_program.at_most) == (121 * GIB, True)
-    gpu = Machine(
-        name="gpu-1",
-        target=Target(name="gpu", platform="gpu", hbm_bytes=80 * GIB),
-        chips=1,
-        domains=1,
-        chips_per_host=1,
-    )
-    on_gpu = of_compiled(compiled, gpu)
+    on_gpu = of_compiled(compiled, machine("gpu"))
     assert (on_gpu.at_most, on_gpu.fits) == (False, False)
 
 

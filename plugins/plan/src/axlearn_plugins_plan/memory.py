@@ -113,7 +113,7 @@ def of_refusal(message: str, arguments: int, machine: Machine, buffers: Buffers 
     """
     parts = {name: _bytes(number, unit) for name, number, unit in _PART.findall(message)}
     if match := _TEMPORARIES.search(message) or _USED.search(message):
-        used = _bytes(*match.groups()[:2])  # of arguments too, whatever the message calls it
+        used = _bytes(*match.groups()[:2])  # arguments included, though one message says temporaries
     else:
         return None
     arguments = parts.get("arguments", arguments)
