@@ -9,6 +9,7 @@ from axlearn_plugins_serving.server.limits import Limits
 from axlearn_plugins_serving.server.run import Runner, bind
 from axlearn_plugins_serving.server.service import Service
 from axlearn_plugins_transformer.text.chat_template import ChatTemplate
+from axlearn_plugins_transformer.text.processor import TextProcessor
 from axlearn_plugins_transformer.text.tokenizers import ByteTokenizer
 
 
@@ -46,8 +47,9 @@ class Running:
 def serving(engine, *, tokenizer=None, template="plain", limits=None, grace=5.0, name="tiny", adapters=(), **thread):
     """Runs a server; ends it at the end, and checks that the engine was closed with its pool whole."""
     tokenizer = tokenizer or ByteTokenizer.Config().build()
-    chat = ChatTemplate.Config().build(tokenizer=tokenizer) if template == "plain" else template
-    service = Service(EngineThread(engine, **thread), tokenizer, chat, name, adapters=adapters)
+    chat = ChatTemplate.Config() if template == "plain" else template and template.config
+    text = TextProcessor.Config(template=chat).build(tokenizer=tokenizer)
+    service = Service(EngineThread(engine, **thread), text, name, adapters=adapters)
     listener = bind("127.0.0.1", 0)
     running = Running(service, listener)
     ready = threading.Event()

@@ -86,7 +86,7 @@ def test_a_model_that_is_not_a_decoder(tmp_path):
 
 def test_a_run_without_a_tokenizer(monkeypatch):
     engine = FakeEngine()
-    opened = OpenedEngine(engine, None, None, "numbers")
+    opened = OpenedEngine(engine, None, "numbers")
     monkeypatch.setattr("axlearn_plugins_serving.open_engine.open_engine", lambda *args, **options: opened)
     refused = serve("runs/numbers", "--port", "0")
     assert refused.exit_code == 2

@@ -27,12 +27,14 @@ from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.local_engine import LocalEngine
 from axlearn_plugins_serving.open_engine import build_engine
 from axlearn_plugins_serving.server.limits import Limits
+from axlearn_plugins_transformer.text.processor import TextProcessor
 from axlearn_plugins_transformer.text.tokenizers import ByteTokenizer
 
 SIZES = {
     "runner.max_rows": 16, "runner.max_context": 256, "runner.num_blocks": 96, "runner.row_buckets": (),
     "runner.chunk_buckets": (), "runner.max_step_tokens": 128, "runner.mode": "parity", "max_waiting": 64,
 }  # fmt: skip
+TEXT = TextProcessor.Config().build(tokenizer=ByteTokenizer.Config().build())
 COUNT = int(os.environ.get("AXLEARN_FLOOD", "1000"))
 COMMON = "what all of these prompts begin with, so that they share a block of the cache. "
 
@@ -45,21 +47,21 @@ def model():
 @pytest.fixture(scope="module")
 def engine_of(model):
     config = patch(ServingEngine.Config(), SIZES)
-    return lambda: build_engine(model, tokenizer=ByteTokenizer.Config().build(), config=config)
+    return lambda: build_engine(model, text=TEXT, config=config)
 
 
 @pytest.fixture(scope="module")
 def bodies(engine_of):
     """Requests, and the text of each, computed alone."""
-    tokenizer, draw = ByteTokenizer.Config().build(), random.Random(1)
+    draw = random.Random(1)
     result = []
-    with LocalEngine(engine_of(), tokenizer) as engine:
+    with LocalEngine(engine_of(), TEXT) as engine:
         for number in range(48):
             prompt = (COMMON if number % 3 else "") + f"prompt {draw.randrange(10**6)}" * draw.randint(1, 3)
             options = {"max_tokens": draw.randint(1, 40), "seed": number, "temperature": 0.0 if number % 2 else 0.9}
-            tokens = tokenizer.encode(prompt)
+            tokens = TEXT.tokenizer.encode(prompt)
             (alone,) = engine.generate([tokens], **options)
-            result.append(({"prompt": tokens, **options}, tokenizer.decode(list(alone.tokens))))
+            result.append(({"prompt": tokens, **options}, TEXT.tokenizer.decode(list(alone.tokens))))
     return result
 
 

@@ -141,10 +141,10 @@ class HasEvaluationLoss(Protocol):
 
 @runtime_checkable
 class EncodesPrompts(Protocol):
-    """A tokenizer that puts tokens in front of a prompt."""
+    """A tokenizer that encodes prompts otherwise than documents: with a BOS token, with special tokens."""
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The ids of a prompt, with the tokens that a model expects at the beginning of a text."""
+        """The ids of a prompt. A BOS token comes first, unless the text spells it out itself."""
         ...
 
 
@@ -155,6 +155,28 @@ class EncodesSpecialTokens(Protocol):
     def encode_special(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """(ids, [begin, end) of each in `text`); `<|im_end|>` and the like become their own ids."""
         ...
+
+
+@runtime_checkable
+class HasSpecialTokens(Protocol):
+    """A tokenizer with tokens that stand for no text.
+
+    Attributes:
+        special_tokens: id -> spelling, such as `{0: "<s>"}`.
+    """
+
+    special_tokens: Mapping[int, str]
+
+
+@runtime_checkable
+class HasAddedTokens(Protocol):
+    """A tokenizer whose vocabulary was extended after the model was made.
+
+    Attributes:
+        added_tokens: id -> spelling. The model may lack rows for them.
+    """
+
+    added_tokens: Mapping[int, str]
 
 
 @runtime_checkable
@@ -197,8 +219,19 @@ def tokenizer_of(source: object) -> Tokenizer | None:
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a prompt, with what the tokenizer puts in front of it."""
+    """The ids of a prompt; see `EncodesPrompts`."""
     return tokenizer.encode_prompt(text) if isinstance(tokenizer, EncodesPrompts) else tokenizer.encode(text)
+
+
+def special_tokens_of(tokenizer: Tokenizer) -> Mapping[int, str]:
+    """Id -> spelling of a tokenizer's special tokens; empty if it does not tell."""
+    return tokenizer.special_tokens if isinstance(tokenizer, HasSpecialTokens) else {}
+
+
+def first_token(tokenizer: Tokenizer) -> int:
+    """The token that a document begins with: the BOS token, or the end-of-document token if there is none."""
+    bos = getattr(tokenizer, "bos_id", None)
+    return tokenizer.eos_id if bos is None else bos
 
 
 def digest_of(tokenizer: Tokenizer) -> str:

@@ -1,6 +1,5 @@
 """A trained model, ready for use: its config, its tokenizer, and the model with its weights."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,9 @@ from axlearn_core.checkpoint.weights import bind_weights, open_weights
 from axlearn_core.compose import Program, compose
 from axlearn_core.compose.devices import configure_devices
 from axlearn_core.config import find, patch
-from axlearn_core.contracts.capabilities import GeneratesTokens, encode_prompt
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import CheckpointError, RequestError
+from axlearn_core.plugins.registry import registry
 from axlearn_core.train.session import log_message
 from axlearn_core.train.trainer import Trainer
 
@@ -34,21 +33,22 @@ class Loaded:
     tokenizer: Tokenizer | None
     step: int
 
-    def generate(self, prompt: str, *, max_tokens: int = 128, temperature: float = 0.0, seed: int = 0) -> str:
-        """The text that the model writes after `prompt`, without the prompt."""
-        if self.tokenizer is None:
-            raise RequestError("this run's input has no tokenizer, so its model cannot write text")
-        return "".join(
-            generate_text(
-                self.model,
-                self.tokenizer,
-                prompt,
-                max_tokens=max_tokens,
-                temperature=temperature,
-                seed=seed,
-                program=self.program,
-            )
-        )
+    def generate(self, prompt: str, *, max_tokens: int = 128, temperature: float | None = None, seed: int = 0) -> str:
+        """Generate the text that follows `prompt`.
+
+        Args:
+            prompt: text for the model to continue.
+            max_tokens: at most this many.
+            temperature: 0 is greedy. None takes the model's default, which is 0 if its files name none.
+            seed: equal seeds draw equal tokens.
+
+        Raises:
+            RequestError: the model has no tokenizer, does not generate, or no installed package generates text.
+        """
+        if "stream_text" not in registry().claims["functions"]:
+            raise RequestError("generating text needs axlearn-plugins-transformer\n    fix: install it")
+        stream = registry().entry("functions", "stream_text").load()
+        return "".join(stream(self, prompt, max_tokens=max_tokens, temperature=temperature, seed=seed))
 
 
 def load(uri: str | Path, *, step: int | None = None) -> Loaded:
@@ -70,7 +70,10 @@ def load(uri: str | Path, *, step: int | None = None) -> Loaded:
     program = compose(_choose_kernels(config), jax.devices()[:1])
     model = {**program.weights_spec.params, **program.weights_spec.variables}
     tensors = weights.read("**", {path: spec.sharding for path, spec in model.items()})
-    return Loaded(config, program, bind_weights(program.functional, tensors), tokenizer, weights.step)
+    bound = bind_weights(program.functional, tensors)
+    if ends := getattr(config.text, "end_tokens", ()):
+        bound.end_tokens = tuple(ends)  # so that the model's own `generate` ends at each of them too
+    return Loaded(config, program, bound, tokenizer, weights.step)
 
 
 def _choose_kernels(config: Trainer.Config) -> Trainer.Config:
@@ -81,39 +84,3 @@ def _choose_kernels(config: Trainer.Config) -> Trainer.Config:
     listing = ", ".join(f"{path}={value}" for path, value in kernels.items())
     log_message(f"note: kernels named for training are not asked for here: {listing}")
     return patch(config, dict.fromkeys(kernels))
-
-
-def generate_text(
-    model: object,
-    tokenizer: Tokenizer,
-    prompt: str,
-    *,
-    max_tokens: int,
-    temperature: float,
-    seed: int,
-    program: Program | None = None,
-) -> Iterator[str]:
-    """Yields pieces of text as they are generated; a character that spans tokens comes when it is complete.
-
-    `program`: of the experiment that the model belongs to; without it the model is compiled on its own, for one device.
-    """
-    if not isinstance(model, GeneratesTokens):
-        raise RequestError(f"a {type(model).__name__} does not write text: it has no method `generate`")
-    prompt_ids = encode_prompt(tokenizer, prompt) or [tokenizer.eos_id]
-    ids: list[int] = []
-    prefix = tokenizer.decode(prompt_ids)
-    for token in model.generate(
-        prompt_ids,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed,
-        eos_id=tokenizer.eos_id,
-        program=program,
-    ):
-        if token == tokenizer.eos_id:
-            break
-        ids.append(token)
-        text = tokenizer.decode([*prompt_ids, *ids])
-        if not text.endswith("\ufffd"):
-            yield text[len(prefix) :]
-            prefix = text

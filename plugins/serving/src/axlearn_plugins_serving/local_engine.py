@@ -13,7 +13,6 @@ import attrs
 from axlearn_core.checkpoint.weights import open_weights, split_weights
 from axlearn_core.compose import ModelWeights
 from axlearn_core.config import patch
-from axlearn_core.contracts.capabilities import encode_prompt
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import RequestError, unknown
 from axlearn_core.train.inference import Loaded
@@ -30,6 +29,8 @@ from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.generation import Generation, Sample
 from axlearn_plugins_serving.open_engine import build_engine, open_engine
 from axlearn_plugins_serving.runner_program import model_weights
+from axlearn_plugins_transformer.text.decoding import OutputText
+from axlearn_plugins_transformer.text.processor import TextProcessor, text_processor
 
 Prompt = str | Sequence[int]
 
@@ -39,14 +40,19 @@ class LocalEngine:
 
     Args:
         engine: continues requests.
-        tokenizer: for prompts and outputs as text; None takes and gives token ids alone.
+        text: of the model, for prompts and outputs as text; None takes and gives token ids alone.
     """
 
-    def __init__(self, engine: ServingEngine, tokenizer: Tokenizer | None = None):
-        self.engine, self.tokenizer = engine, tokenizer
+    def __init__(self, engine: ServingEngine, text: TextProcessor | None = None):
+        self.engine, self.text = engine, text
         self._lock = threading.Lock()
         self._ids = itertools.count()
         self._collections: dict[str, _Collection] = {}
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of the model, or None."""
+        return None if self.text is None else self.text.tokenizer
 
     def generate(
         self,
@@ -62,9 +68,10 @@ class LocalEngine:
 
         Args:
             prompts: one or many, each a text or token ids.
-            sampling: how tokens are chosen.
+            sampling: how tokens are chosen; by default as the model's own sampling defaults say.
             n: samples of each prompt. With a seed, sample i has the seed plus i.
-            stop: texts that end a sample; its own text ends before the first of them.
+            stop: texts that end a sample, special tokens such as `<|im_end|>` among them; its own text ends before the
+                first of them.
             adapter: one of the engine's adapters; None takes the base.
             options: fields of `Sampling`, in the place of those of `sampling`: `max_tokens=64, temperature=0`. By default
                 each sample has the log-probabilities of its tokens (`logprobs=0`).
@@ -74,9 +81,9 @@ class LocalEngine:
         """
         if n < 1:
             raise RequestError(f"n is {n}\n    expected: at least 1")
-        sampling = _sampling_with(sampling or Sampling(logprobs=0), options)
+        sampling = _sampling_with(sampling or self._sampling_defaults(logprobs=0), options)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        if stops and self.tokenizer is None:
+        if stops and self.text is None:
             raise RequestError("this model has no tokenizer, so no text can stop it\n    fix: use stop_tokens")
         encoded = [self._encode(prompt) for prompt in _as_prompts(prompts)]
         requests = [
@@ -90,27 +97,31 @@ class LocalEngine:
             for prompt in encoded
             for index in range(n)
         ]
-        collections = self._run([(request, _Collection(self.tokenizer, stops)) for request in requests])
+        collections = self._run([(request, self._collection(request, stops)) for request in requests])
         return [
             self._generation(prompt, collections[index * n : (index + 1) * n]) for index, prompt in enumerate(encoded)
         ]
 
-    def stream(self, prompt: Prompt, sampling: Sampling | None = None, **options: Any) -> Iterator[str]:
+    def stream(
+        self, prompt: Prompt, sampling: Sampling | None = None, *, stop: Sequence[str] = (), **options: Any
+    ) -> Iterator[str]:
         """Yields what a prompt is continued with, piece by piece; a character that spans tokens comes when it is complete.
 
         Args:
             prompt: a text, or token ids.
-            sampling: how tokens are chosen.
+            sampling: how tokens are chosen; by default as the model's own sampling defaults say.
+            stop: as for `generate`.
             options: fields of `Sampling`, in the place of those of `sampling`.
 
         Raises:
             RequestError: the model has no tokenizer, or the prompt or an option cannot be computed.
         """
-        if self.tokenizer is None:
+        if self.text is None:
             raise RequestError("this model has no tokenizer, so it cannot write text\n    fix: use `generate`")
         tokens = self._encode(prompt)
-        sampling = _sampling_with(sampling or Sampling(), options)
-        return self._pieces(self.tokenizer, Request(id=f"local-{next(self._ids)}", prompt=tokens, sampling=sampling))
+        sampling = _sampling_with(sampling or self._sampling_defaults(), options)
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        return self._stream(Request(id=f"local-{next(self._ids)}", prompt=tokens, sampling=sampling), stops)
 
     def update_weights(self, weights: Any) -> None:
         """Takes other weights of the same model, from memory; requests of other threads go on with them.
@@ -144,26 +155,29 @@ class LocalEngine:
     ) -> None:
         self.close()
 
-    def _pieces(self, tokenizer: Tokenizer, request: Request) -> Iterator[str]:
-        printed, prompt = tokenizer.decode(list(request.prompt)), list(request.prompt)
-        collection = _Collection()
+    def _stream(self, request: Request, stops: Sequence[str]) -> Iterator[str]:
+        collection = self._collection(request, stops)
         try:
             with self._lock:
                 self._add(request, collection)
-            count = 0
-            while not collection.finished or count < len(collection.tokens):
+            while not collection.finished:
                 with self._lock:
                     if not collection.finished:
                         self._step()
-                for _ in range(count, len(collection.tokens)):
-                    count += 1
-                    text = tokenizer.decode(prompt + collection.tokens[:count])
-                    if not text.endswith("\ufffd"):
-                        yield text[len(printed) :]
-                        printed = text
+                if piece := collection.take_text():
+                    yield piece
             collection.check()
         finally:
             self._abort([request])
+
+    def _collection(self, request: Request, stops: Sequence[str]) -> "_Collection":
+        return _Collection(None if self.text is None else self.text.output(request.prompt, stops))
+
+    def _sampling_defaults(self, logprobs: int | None = None) -> Sampling:
+        defaults: dict[str, Any] = {} if self.text is None else dict(self.text.sampling)
+        if "top_k" in defaults:
+            defaults["top_k"] = int(defaults["top_k"])
+        return Sampling(**defaults, logprobs=logprobs)
 
     def _run(self, requests: Sequence[tuple[Request, "_Collection"]]) -> list["_Collection"]:
         collections = [collection for _, collection in requests]
@@ -219,15 +233,15 @@ class LocalEngine:
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:
         if not isinstance(prompt, str):
             return tuple(prompt)
-        if self.tokenizer is None:
+        if self.text is None:
             raise RequestError("this model has no tokenizer\n    fix: give prompts as token ids")
-        return tuple(encode_prompt(self.tokenizer, prompt) or [self.tokenizer.eos_id])
+        return tuple(self.text.encode_prompt(prompt))
 
     def _generation(self, prompt: tuple[int, ...], collections: Sequence["_Collection"]) -> Generation:
         samples = tuple(
             Sample(
                 tokens=tuple(c.tokens),
-                text=None if self.tokenizer is None else c.cut(self._text(self.tokenizer, prompt, c.tokens)),
+                text=c.take_text(),
                 logprobs=None if c.logprobs is None else tuple(c.logprobs),
                 finish=c.finish or "abort",
             )
@@ -237,13 +251,6 @@ class LocalEngine:
         return Generation(
             prompt=prompt, samples=samples, prompt_logprobs=first.prompt_logprobs, cached_tokens=first.cached_tokens
         )
-
-    @staticmethod
-    def _text(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> str:
-        """The text behind that of the prompt, as it stands there: some tokenizers drop a space where a text begins."""
-        before = tokenizer.decode(list(prompt))
-        whole = tokenizer.decode([*prompt, *tokens])
-        return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(list(tokens))
 
     def _model_weights(self, weights: Any) -> ModelWeights:
         program: Any = getattr(self.engine.runner, "program", None)
@@ -261,8 +268,9 @@ class LocalEngine:
 class _Collection:
     """What comes for one request, up to the first of some texts."""
 
-    def __init__(self, tokenizer: Tokenizer | None = None, stops: Sequence[str] = ()) -> None:
-        self.tokenizer, self.stops = tokenizer, stops
+    def __init__(self, output: OutputText | None) -> None:
+        self._output = output
+        self._pieces: list[str] = []
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] | None = None
         self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
@@ -275,21 +283,35 @@ class _Collection:
         return self.finish is not None
 
     def take(self, output: Output) -> None:
-        self.tokens += output.tokens
+        count = self._push(output.tokens)
+        self.tokens += output.tokens[:count]
         if output.logprobs is not None:
-            self.logprobs = [*(self.logprobs or ()), *output.logprobs]
+            self.logprobs = [*(self.logprobs or ()), *output.logprobs[:count]]
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
         self.cached_tokens, self.finish = output.cached_tokens, output.finish
         if output.error is not None:
             self.error = RequestError(output.error)
-        if self.stops and self.tokenizer is not None:
-            text = self.tokenizer.decode(self.tokens)
-            if any(stop in text for stop in self.stops):
-                self.finish = "stop"
+        if self._output is not None and self._output.stopped:
+            self.finish = "stop"
+        elif self._output is not None and self.finished:
+            self._pieces.append(self._output.end())
 
-    def cut(self, text: str) -> str:
-        """The text before the first of those that stop it."""
-        return text[: min((text.find(stop) for stop in self.stops if stop in text), default=len(text))]
+    def _push(self, tokens: Sequence[int]) -> int:
+        """Decodes tokens up to the one that completes a stop string; returns how many that are."""
+        if self._output is None:
+            return len(tokens)
+        for count, token in enumerate(tokens, 1):
+            self._pieces.append(self._output.push(token))
+            if self._output.stopped:
+                return count
+        return len(tokens)
+
+    def take_text(self) -> str | None:
+        """The text that came since the last call; None if the model has no tokenizer."""
+        if self._output is None:
+            return None
+        pieces, self._pieces = self._pieces, []
+        return "".join(pieces)
 
     def check(self) -> None:
         if self.error is not None:
@@ -300,6 +322,7 @@ def serve(
     model: Any,
     *,
     tokenizer: Tokenizer | None = None,
+    text: TextProcessor | None = None,
     program: Any = None,
     config: ServingEngine.Config | None = None,
     set: Mapping[str, Any] | None = None,  # what it is called on the command line
@@ -315,6 +338,7 @@ def serve(
         model: a run directory, a directory in Hugging Face format, exported adapters, or what an installed plugin opens; or
             what `ax.load` gives; or a model with its weights.
         tokenizer: for prompts and outputs as text; by default the one that is opened with the model.
+        text: in the place of `tokenizer`: also end tokens, chat template, sampling defaults and context length.
         program: of the experiment that a model belongs to, for its devices.
         config: of the engine.
         set: settings of the engine, path -> value: `{"runner.max_rows": 32}`.
@@ -326,13 +350,15 @@ def serve(
         RequestError: the model is not a decoder of tokens, or the settings do not fit.
     """
     config = patch(config or ServingEngine.Config(), dict(set or {}))
+    own_text = text or (None if tokenizer is None else TextProcessor.Config().build(tokenizer=tokenizer))
     if isinstance(model, (str, Path)):
         opened = open_engine(model, config=config, step=step, warm_up=warm_up)
-        return LocalEngine(opened.engine, tokenizer or opened.tokenizer)
+        return LocalEngine(opened.engine, own_text or opened.text)
     if isinstance(model, Loaded):
-        program, tokenizer, model = program or model.program, tokenizer or model.tokenizer, model.model
-    engine = build_engine(model, program=program, tokenizer=tokenizer, config=config, warm_up=warm_up)
-    return LocalEngine(engine, tokenizer)
+        text = own_text or (None if model.tokenizer is None else text_processor(model.config, model.tokenizer))
+        program, model = program or model.program, model.model
+    engine = build_engine(model, program=program, text=text or own_text, config=config, warm_up=warm_up)
+    return LocalEngine(engine, text or own_text)
 
 
 def _as_prompts(prompts: Any) -> Sequence[Prompt]:

@@ -20,7 +20,8 @@ from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.programs import ProgramsError
 from axlearn_plugins_serving.runner import ModelRunner
 from axlearn_plugins_transformer.embedding import LearnedPositions
-from axlearn_plugins_transformer.text.chat_template import PLAIN, ChatTemplate
+from axlearn_plugins_transformer.text.chat_template import ChatTemplate
+from axlearn_plugins_transformer.text.processor import TextProcessor, text_processor
 
 
 class OpenedEngine(NamedTuple):
@@ -28,16 +29,18 @@ class OpenedEngine(NamedTuple):
 
     Attributes:
         engine: compiled and ready.
-        tokenizer: of the model; None where it has none.
-        template: renders conversations; None where the model brings no template. See
-            `axlearn_plugins_transformer.text.chat_template.ChatTemplate`.
+        text: encodes and decodes the model's text; None if it has no tokenizer.
         name: of the model: the last part of the path that it was opened from.
     """
 
     engine: ServingEngine
-    tokenizer: Tokenizer | None
-    template: ChatTemplate | None
+    text: TextProcessor | None
     name: str
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of the model, or None."""
+        return None if self.text is None else self.text.tokenizer
 
 
 def open_engine(
@@ -70,7 +73,8 @@ def open_engine(
         raise CheckpointError(f"{uri}: its config is not a trainer's\n    got: {type(experiment).__qualname__}")
     model = without_kernels(experiment.model)
     check_decoder(model)
-    config, tokenizer = fit_config(config or ServingEngine.Config(), model), weights.tokenizer
+    text = text_processor(experiment, weights.tokenizer)
+    config = fit_config(config or ServingEngine.Config(), model, text)
     program = serving_program(model, experiment.mesh, config)
     specs = program.parts[Part.WEIGHTS]
     places = {path: spec.sharding for path, spec in {**specs.params, **specs.variables}.items()}
@@ -80,15 +84,14 @@ def open_engine(
         engine = build_engine(
             functional.describe(),
             program=program,
-            tokenizer=tokenizer,
+            text=text,
             config=config,
             warm_up=warm_up,
             programs=programs,
             weights=reading.result,
-            end_tokens=getattr(weights, "end_tokens", frozenset()),
         )
-    warn_of_end_token(uri, experiment.input, tokenizer)
-    return OpenedEngine(engine, tokenizer, find_template(experiment, tokenizer), name_of(uri))
+    warn_of_end_token(uri, experiment.input, weights.tokenizer)
+    return OpenedEngine(engine, text, name_of(uri))
 
 
 def open_with_programs(
@@ -111,24 +114,22 @@ def build_engine(
     model: Any,
     *,
     program: Any = None,
-    tokenizer: Tokenizer | None = None,
+    text: TextProcessor | None = None,
     config: ServingEngine.Config | None = None,
     warm_up: bool = True,
     programs: Path | None = None,
     weights: Callable[[], ModelWeights] | None = None,
-    end_tokens: frozenset[int] = frozenset(),
 ) -> ServingEngine:
     """An engine for a model with its weights.
 
     Args:
         model: a `CausalLM`.
         program: of the experiment that it belongs to; by default it is computed on one device.
-        tokenizer: its end token ends outputs.
+        text: of the model: its end tokens end outputs, and its context length bounds the context.
         config: of the engine.
         warm_up: compiles all functions first; without it, each when it is first used.
         programs: a directory with exported programs, which are loaded instead of compiled. They are code.
         weights: gives those of a model with abstract arrays, when everything else is there.
-        end_tokens: end outputs too, such as the end of a turn.
 
     Raises:
         RequestError: the programs are not of this model, or the model is not a decoder of tokens, or the config does not fit it.
@@ -138,7 +139,7 @@ def build_engine(
             f"a {type(model).__name__} cannot be served: it does not generate tokens\n"
             "    expected: a language model\n    fix: give the directory of one"
         )
-    config = fit_config(config or ServingEngine.Config(), getattr(model, "cfg", None))
+    config = fit_config(config or ServingEngine.Config(), getattr(model, "cfg", None), text)
     if programs is not None and not isinstance(config.runner, ModelRunner.Config):
         raise RequestError(f"a {type(config.runner).__qualname__} loads no programs\n    fix: leave --programs out")
     devices = 1 if program is None else program.layout.mesh.size
@@ -150,26 +151,38 @@ def build_engine(
     runner = config.runner.build(model=model, program=program, programs=programs, weights=weights)
     if warm_up:
         runner.warm_up()
-    ends = end_tokens if tokenizer is None else end_tokens | {tokenizer.eos_id}
-    return config.build(runner=runner, end_tokens=ends)
+    return config.build(runner=runner, end_tokens=frozenset() if text is None else text.end_tokens)
 
 
-def fit_config(config: ServingEngine.Config, model: Any) -> ServingEngine.Config:
-    """The config of an engine with a context that the model has positions for, where the model has a table of them.
+def fit_config(config: ServingEngine.Config, model: Any, text: TextProcessor | None = None) -> ServingEngine.Config:
+    """The config of an engine with a context that the model was made for.
+
+    Args:
+        config: of the engine.
+        model: the config of the model, whose table of positions is a limit without exceptions.
+        text: of the model; its context length is a limit unless `runner.beyond_context` is set.
 
     Raises:
-        RequestError: a longer one was asked for.
+        RequestError: a longer context was asked for.
     """
     runner = config.runner
-    lengths = [n.max_length for n in find(model, LearnedPositions).values()] if isinstance(model, Node) else []
-    if not lengths or not isinstance(runner, ModelRunner.Config) or runner.max_context <= min(lengths):
+    if not isinstance(runner, ModelRunner.Config):
+        return config
+    tables = [n.max_length for n in find(model, LearnedPositions).values()] if isinstance(model, Node) else []
+    made_for = [text.context_length] if text is not None and text.context_length and not runner.beyond_context else []
+    limit = min([*tables, *made_for], default=runner.max_context)
+    if runner.max_context <= limit:
         return config
     if runner.max_context != ModelRunner.Config().max_context:
+        if limit in tables:
+            reason, fix = "for which the model has positions", "lower runner.max_context"
+        else:
+            reason = "the context length that the model was made for"
+            fix = "lower runner.max_context, or set runner.beyond_context to true"
         raise RequestError(
-            f"the context cannot be {runner.max_context} tokens\n    expected: at most {min(lengths)}, for which the model "
-            "has positions\n    fix: lower runner.max_context"
+            f"the context cannot be {runner.max_context} tokens\n    expected: at most {limit}, {reason}\n    fix: {fix}"
         )
-    return attrs.evolve(config, runner=attrs.evolve(runner, max_context=min(lengths)))
+    return attrs.evolve(config, runner=attrs.evolve(runner, max_context=limit))
 
 
 def warn_of_end_token(uri: str | Path, input: Any, tokenizer: Any) -> None:
@@ -204,11 +217,6 @@ def without_kernels(model: Node[Any]) -> Node[Any]:
 
 
 def find_template(experiment: Any, tokenizer: Tokenizer | None) -> ChatTemplate | None:
-    """The template that the model was trained with, or that lies beside its tokenizer."""
-    if tokenizer is None:
-        return None
-    trained_with = getattr(experiment.input, "template", None)
-    if isinstance(trained_with, ChatTemplate.Config):
-        return trained_with.build(tokenizer=tokenizer)
-    template = ChatTemplate.Config().build(tokenizer=tokenizer)
-    return None if template.source == PLAIN else template
+    """The template for requests to a model, or None if it brings none and was trained with none."""
+    text = None if tokenizer is None else text_processor(experiment, tokenizer)
+    return text.template if text is not None and text.has_template else None

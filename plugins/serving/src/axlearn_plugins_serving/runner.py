@@ -48,7 +48,8 @@ class ModelRunner(Configurable):
             block_size: tokens of a block.
             num_blocks: of the cache; None has room for `max_rows` requests of `max_context` tokens.
             max_rows: requests that run at one time.
-            max_context: tokens of a request, its output included.
+            max_context: tokens of a request, its output included. By default 2,048, or fewer if the model was made for fewer.
+            beyond_context: allows a longer context than the model was made for, where RoPE extrapolates.
             max_step_tokens: tokens of prompts in one step, rounded up to whole chunks.
             chunk: tokens of a prompt that are computed as one row of a step; a prompt has as many rows as it needs.
             row_buckets: how many requests a step that decodes has room for; `max_rows` is always one.
@@ -65,6 +66,7 @@ class ModelRunner(Configurable):
         num_blocks: int | None = setting(default=None, ge=1)
         max_rows: int = setting(default=16, ge=1)
         max_context: int = setting(default=2048, ge=1)
+        beyond_context: bool = False
         max_step_tokens: int = setting(default=512, ge=1)
         chunk: int = setting(default=32, ge=1)
         row_buckets: tuple[int, ...] = (1, 4)

@@ -87,6 +87,7 @@ class CausalLM(Layer):
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         super().__init__(cfg, precision=Precision())
         self.vocab_size = cfg.vocab_size
+        self.end_tokens: tuple[int, ...] = ()  # ids that end an output of `generate`, in addition to its `eos_id`
         self.decoder = self.child(cfg.decoder, rngs=rngs, vocab_size=cfg.vocab_size)
 
     def __call__(

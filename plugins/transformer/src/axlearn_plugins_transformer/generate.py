@@ -1,6 +1,6 @@
 """Text generation: prefill of the whole prompt, then one compiled decode step per token, which updates the cache in place."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -28,6 +28,7 @@ class Generator:
 
     def __init__(self, model: Any, program: Program | ModelProgram | None = None):
         self.vocab_size = model.vocab_size
+        self.end_tokens = frozenset(getattr(model, "end_tokens", ()))
         self.program, weights = with_program(model, program)
         self.arrays = self.program.compile("unstack")(weights)
         self.functions = GenerationFunctions(self.program.functional.describe())
@@ -39,10 +40,10 @@ class Generator:
         max_tokens: int,
         temperature: float = 0.0,
         seed: int = 0,
-        eos_id: int | None = None,
+        eos_id: int | Collection[int] | None = None,
         top_k: int | None = None,
     ) -> Iterator[int]:
-        """Yields up to `max_tokens` tokens as they come, ending before `eos_id`.
+        """Yields up to `max_tokens` tokens as they come, ending before `eos_id` and the model's own end tokens.
 
         Args:
             prompt_ids: at least one token.
@@ -50,7 +51,7 @@ class Generator:
             temperature: 0 always takes the likeliest token; above it, tokens are drawn from
                 softmax(logits / temperature).
             seed: equal seeds draw equal tokens.
-            eos_id: the token that ends a text; None goes on to `max_tokens`.
+            eos_id: the token that ends a text, or several; None goes on to `max_tokens`.
             top_k: draws from the `top_k` likeliest tokens only.
 
         Raises:
@@ -67,10 +68,19 @@ class Generator:
                 "cannot generate: expected temperature >= 0, max_tokens >= 0 and 1 <= top_k <= vocabulary, "
                 f"got temperature={temperature}, max_tokens={max_tokens}, top_k={top_k}"
             )
-        return self._tokens(list(prompt_ids), max_tokens, temperature, seed, eos_id, top_k)
+        ends = (
+            frozenset() if eos_id is None else self.end_tokens | ({eos_id} if isinstance(eos_id, int) else set(eos_id))
+        )
+        return self._tokens(list(prompt_ids), max_tokens, temperature, seed, ends, top_k)
 
     def _tokens(
-        self, prompt: list[int], max_tokens: int, temperature: float, seed: int, eos_id: int | None, top_k: int | None
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        temperature: float,
+        seed: int,
+        ends: Collection[int],
+        top_k: int | None,
     ) -> Iterator[int]:
         padded = max(SMALLEST_PROMPT, 1 << (len(prompt) - 1).bit_length())
         length = -(-max(padded, len(prompt) + max_tokens) // CACHE_STEP) * CACHE_STEP
@@ -87,7 +97,7 @@ class Generator:
                 token, cache = prefill(self.arrays, cache, tokens, np.int32(len(prompt)), draw)
             else:
                 token, cache = self.program.compile("decode", step_bucket)(self.arrays, cache, token, draw)
-            if (token_id := int(token)) == eos_id:
+            if (token_id := int(token)) in ends:
                 return
             yield token_id
 
@@ -98,7 +108,7 @@ def generate(
     max_tokens: int,
     temperature: float = 0.0,
     seed: int = 0,
-    eos_id: int | None = None,
+    eos_id: int | Collection[int] | None = None,
     top_k: int | None = None,
     program: Program | None = None,
 ) -> Iterator[int]:

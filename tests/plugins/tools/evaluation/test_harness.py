@@ -11,6 +11,7 @@ from axlearn_plugins_tools.evaluation.data import read
 from axlearn_plugins_tools.evaluation.evaluate import evaluate
 from axlearn_plugins_tools.evaluation.subjects import subject
 from axlearn_plugins_transformer.text import ByteTokenizer
+from axlearn_plugins_transformer.text.processor import TextProcessor
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of its many imports
 
@@ -27,7 +28,7 @@ SIZES = {
 def quickstart_model():
     model = ax.resolve("quickstart", set=SIZES).config.model.build(rngs=nnx.Rngs(0))
     model.decoder.head.weight[...] = model.decoder.head.weight[...] * 20
-    return subject(model, ByteTokenizer.Config().build(), length=48)
+    return subject(model, TextProcessor.Config().build(tokenizer=ByteTokenizer.Config().build()), length=48)
 
 
 @pytest.fixture

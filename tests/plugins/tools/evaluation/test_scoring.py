@@ -14,6 +14,7 @@ from axlearn_plugins_tools.evaluation.evaluate import evaluate
 from axlearn_plugins_tools.evaluation.scoring import Scorer, windows
 from axlearn_plugins_tools.evaluation.subjects import subject
 from axlearn_plugins_transformer.text import ByteTokenizer
+from axlearn_plugins_transformer.text.processor import TextProcessor
 
 SIZES = {
     "model.vocab_size": 257,
@@ -23,6 +24,7 @@ SIZES = {
     "model.decoder.layer.feed_forward.hidden_dim": 32,
 }
 TOKENIZER = ByteTokenizer.Config().build()
+TEXT = TextProcessor.Config().build(tokenizer=TOKENIZER)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +110,7 @@ def test_a_long_text_is_scored_in_windows_and_a_long_context_is_cut(model, log_p
 
 def test_perplexity_and_bits_are_of_all_tokens_and_bytes(model, log_probabilities):
     texts = ("näh", "abc def")
-    result = evaluate(subject(model, TOKENIZER, length=32), Data("text", texts, ("", "")))
+    result = evaluate(subject(model, TEXT, length=32), Data("text", texts, ("", "")))
     total = -sum(reference(log_probabilities, [256], TOKENIZER.encode(t)) for t in texts)
     assert (result["rows"], result["tokens"], result["bytes"]) == (2, 11, 11)
     assert math.isclose(result["loss"], total / 11, rel_tol=2e-5)
@@ -118,7 +120,7 @@ def test_perplexity_and_bits_are_of_all_tokens_and_bytes(model, log_probabilitie
 
 def test_of_conversations_the_answers_count(model, log_probabilities):
     row = {"messages": [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "é"}]}
-    result = evaluate(subject(model, TOKENIZER, length=64), Data("chat", (row,), ("",)))
+    result = evaluate(subject(model, TEXT, length=64), Data("chat", (row,), ("",)))
     answer = [*"é".encode(), 256]
     expected = -reference(log_probabilities, b"User:\na?\n\nAssistant:\n", answer)
     assert (result["tokens"], result["bytes"]) == (3, 2)
@@ -133,7 +135,7 @@ def test_accuracy_is_of_the_likeliest_choice_and_per_character(model, log_probab
         Question("Is it? " * int(rng.integers(0, 2)), tuple(rng.permutation(words)[:3].tolist()), int(rng.integers(3)))
         for _ in range(12)
     )
-    result = evaluate(subject(model, TOKENIZER, length=48), Data("choices", questions, ("",) * 12))
+    result = evaluate(subject(model, TEXT, length=48), Data("choices", questions, ("",) * 12))
     right, normalized = [], []
     for q in questions:
         prompt = q.prompt.rstrip()  # its last space belongs to the choice
@@ -147,6 +149,6 @@ def test_accuracy_is_of_the_likeliest_choice_and_per_character(model, log_probab
     assert math.isclose(result["accuracy_stderr"], np.std(right, ddof=1) / math.sqrt(12))
     with pytest.raises(InputError, match=r"q\.jsonl, line 3: a choice has 13 tokens"):
         evaluate(
-            subject(model, TOKENIZER, length=12),
+            subject(model, TEXT, length=12),
             Data("choices", (Question("", ("e" * 12, "b"), 0),), ("q.jsonl, line 3",)),
         )

@@ -9,12 +9,13 @@ from typing import Any, Literal
 import numpy as np
 
 from axlearn_core.config import REQUIRED, Configurable, Node, node, setting
-from axlearn_core.contracts.capabilities import digest_of
+from axlearn_core.contracts.capabilities import first_token
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import ConfigError, InputError, Problem
 from axlearn_plugins_finetune.objectives.preferences import PreferenceRecords
+from axlearn_plugins_transformer.text.language_model import encoding_of
 from axlearn_plugins_transformer.text.sources import Source, Split, describe
-from axlearn_plugins_transformer.text.tokenizers import vocabulary_problems
+from axlearn_plugins_transformer.text.tokenizers import check_ids, special_tokens_problems, vocabulary_problems
 
 Rows = dict[str, np.ndarray]
 ANSWERS = ("chosen", "rejected")
@@ -26,7 +27,7 @@ class PreferenceInput(Configurable):
     """Batches of prompts with a chosen and a rejected answer.
 
     Arrays are `chosen_tokens`, `chosen_targets`, `chosen_weights`, and the same of `rejected`, [B, S] each. A row is
-    `[eos, prompt..., answer...]`, its targets `[prompt..., answer..., eos]`; weights are 1 where the target belongs to the
+    `[bos, prompt..., answer...]` (with the end-of-document token if there is no BOS), its targets `[prompt..., answer..., eos]`; weights are 1 where the target belongs to the
     answer, its end included.
     """
 
@@ -44,6 +45,8 @@ class PreferenceInput(Configurable):
         sequence_length: int = setting(default=REQUIRED, gt=0, le=2**24)
         source: Node[Source] = REQUIRED
         tokenizer: Node[Tokenizer] = REQUIRED
+        # Special tokens that a prompt or an answer spells out: text like any other, or the tokens.
+        special_tokens: Literal["text", "parse"] = setting(default="text", hide_default=True)
         shuffle: bool = True
         too_long: Literal["error", "drop"] = "error"
 
@@ -62,7 +65,7 @@ class PreferenceInput(Configurable):
         vocab_size: int | None = None,
     ):
         self.config, self.seed = cfg, seed
-        self.tokenizer = cfg.tokenizer.build()
+        self.tokenizer, self.vocab_size = cfg.tokenizer.build(), vocab_size
         problems = []
         if cfg.batch_size % process_count:
             problems.append(
@@ -73,6 +76,7 @@ class PreferenceInput(Configurable):
                 )
             )
         problems += vocabulary_problems(self.tokenizer, vocab_size)
+        problems += special_tokens_problems(self.tokenizer, cfg.special_tokens)
         share = cfg.batch_size // process_count
         self.rows = slice(process_index * share, (process_index + 1) * share)
         self.source = cfg.source.build(seed=seed)
@@ -107,8 +111,11 @@ class PreferenceInput(Configurable):
 
     def describe(self) -> Mapping[str, Any]:
         """Facts for the run lock: files, bytes, a hash of their names and sizes, tokenizer hash, pairs."""
-        digest = digest_of(self.tokenizer)
-        return {**describe(self.source), "tokenizer": digest, "pairs": {s: len(self.kept[s]) for s in SPLITS}}
+        return {
+            **describe(self.source),
+            "tokenizer": encoding_of(self),
+            "pairs": {s: len(self.kept[s]) for s in SPLITS},
+        }
 
     def pair(self, split: Split, index: int) -> Rows:
         """The six arrays of one pair, [S] each."""
@@ -116,10 +123,18 @@ class PreferenceInput(Configurable):
         return {f"{a}_{name}": x for a in ANSWERS for name, x in self._answer(row["prompt"], row[a]).items()}
 
     def _answer(self, prompt: str, answer: str) -> Rows:
-        prompt_ids, ids = self.tokenizer.encode(prompt), [*self.tokenizer.encode(answer), self.tokenizer.eos_id]
-        whole = [self.tokenizer.eos_id, *prompt_ids, *ids]
+        prompt_ids, ids = self._encode(prompt), [*self._encode(answer), self.tokenizer.eos_id]
+        if prompt_ids[:1] == [getattr(self.tokenizer, "bos_id", None)]:  # the prompt spells it out
+            prompt_ids = prompt_ids[1:]
+        whole = [first_token(self.tokenizer), *prompt_ids, *ids]
         columns = {"tokens": whole[:-1], "targets": whole[1:], "weights": [0.0] * len(prompt_ids) + [1.0] * len(ids)}
         return {n: _pad(v, self.config.sequence_length, DTYPES[n]) for n, v in columns.items()}
+
+    def _encode(self, text: str) -> list[int]:
+        tokenizer: Any = self.tokenizer
+        ids = tokenizer.encode(text) if self.config.special_tokens == "text" else tokenizer.encode_special(text)[0]
+        check_ids(self.tokenizer, ids, self.vocab_size, f"the text {text[:60]!r}")
+        return ids
 
     def _row(self, split: Split, index: int) -> Any:
         records = self.records[split]
@@ -128,8 +143,8 @@ class PreferenceInput(Configurable):
 
     def _length(self, split: Split, index: int) -> int:
         row = self._row(split, index)
-        answers = (len(self.tokenizer.encode(row[a])) for a in ANSWERS)
-        return 1 + len(self.tokenizer.encode(row["prompt"])) + max(answers)
+        answers = (len(self._encode(row[a])) for a in ANSWERS)
+        return 1 + len(self._encode(row["prompt"])) + max(answers)
 
     def _fitting_pairs(self, split: Split) -> np.ndarray:
         """The indices of the pairs that fit into rows; what may be too long is looked at before anything is trained."""

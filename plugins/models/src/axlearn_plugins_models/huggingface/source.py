@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import tokenizers
 
 from axlearn_core.compose import Functional
 from axlearn_core.errors import CheckpointError, ConfigError, Problem
@@ -14,14 +13,13 @@ from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import resolve
 from axlearn_core.plugins.resolved import Resolved
 from axlearn_plugins_models.huggingface import files, stream
-from axlearn_plugins_models.huggingface.end_token import end_token
 from axlearn_plugins_models.huggingface.family import Family, Json, Settings, families, family
 from axlearn_plugins_models.huggingface.files import Stored
-from axlearn_plugins_models.huggingface.members import member, read_json
+from axlearn_plugins_models.huggingface.members import read_json
 from axlearn_plugins_models.huggingface.table import Tensor, layout
+from axlearn_plugins_models.huggingface.text_facts import CONFIG, TOKENIZER, read_text_facts
 from axlearn_plugins_models.huggingface.unknown import unknown_type
 
-CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 LARGEST = 1 << 24
 """The largest size in a config.json: of a vocabulary, a width."""
 _NO_SIZES = ("token_id", "theta", "position", "window", "_ctx", "length")
@@ -93,8 +91,9 @@ def open_model(
     model_family = family(data["model_type"])
     dtype = COMPUTE.get(str(data.get("dtype") or data.get("torch_dtype")), "float32")
     more: Json = {"model.dtype": dtype}
-    if model_family.text:
-        more |= _tokenizer(directory, Settings(data), tokenizer)
+    text = read_text_facts(directory, data, _vocabulary(Settings(data))) if model_family.text else None
+    if text is not None:
+        more |= text.settings(tokenizer or directory / TOKENIZER)
     if stored_dtype:
         more["model.param_dtype"] = dtype
     all_tensors = files.stored_tensors(directory)
@@ -120,7 +119,8 @@ def open_model(
             f"{directory}: tensors that the config ties differ", differing, "set tie_word_embeddings to false"
         )
     notes = [f"config.json has keys that nothing looked at: {', '.join(unread)}"] if unread else []
-    if model_family.text and more["input.tokenizer"]["eos"] is None:
+    notes += text.notes if text is not None else ()
+    if text is not None and text.eos is None:
         notes += [
             "no file names the token that ends a text: the usual one of the vocabulary is taken, where it has one"
         ]
@@ -174,39 +174,12 @@ def _resolve(model_family: Family, directory: Path, data: Json, more: Json) -> t
         ) from error
 
 
-def _tokenizer(directory: Path, hf: Settings, place: Path | None) -> Json:
-    """What is set of the input: the tokenizer, the token that ends a text, and the one that begins a prompt."""
-    file = directory / TOKENIZER
-    if not file.is_file():
-        raise CheckpointError(
-            f"{directory} has no {TOKENIZER}\n"
-            "    fix: `AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)` of transformers writes one"
-        )
-    member(directory, TOKENIZER)
-    try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises bare Exceptions
-        raise CheckpointError(f"{file} is not a tokenizer.json that can be read: {error}") from None
-    size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+def _vocabulary(hf: Settings) -> int:
+    """The rows of the model's table of tokens; raises `ConfigError` if `config.json` does not say."""
     if type(hf.need("vocab_size")) is not int:
         raise ConfigError(
             Problem(
                 path="config.json: vocab_size", message="wrong type", got=repr(hf["vocab_size"])[:80], expected="int"
             )
         )
-    if size > hf["vocab_size"]:
-        raise ConfigError(
-            Problem(
-                path="config.json: vocab_size",
-                message=f"the tokenizer {file} has more tokens than the model",
-                got=str(hf["vocab_size"]),
-                expected=f"at least {size}",
-                fix="take the tokenizer that belongs to the weights",
-            )
-        )
-    eos = end_token(directory, hf, tokenizer)
-    # What the file's template puts in front of a text is what the model expects there.
-    front, plain = tokenizer.encode("a").ids, tokenizer.encode("a", add_special_tokens=False).ids
-    bos = tokenizer.id_to_token(front[0]) if plain and front[: len(plain)] != plain and front[0] != plain[0] else None
-    path = str((place or file).absolute())
-    return {"input.tokenizer": {"type": "tokenizer-json", "path": path, "eos": eos, "bos": bos}}
+    return hf["vocab_size"]

@@ -11,10 +11,7 @@ from axlearn_core.checkpoint.weights import select_tensors
 from axlearn_core.config import Node
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.train.session import log_message
-from axlearn_plugins_models.huggingface.members import read_json
 from axlearn_plugins_models.huggingface.source import Source, open_model
-
-GENERATION = "generation_config.json"
 
 
 def open_directory(directory: Path) -> "DirectoryWeights":
@@ -52,17 +49,6 @@ class DirectoryWeights:
         """That of `tokenizer.json`."""
         return self.source.config.input.tokenizer.build() if self.source.family.text else None
 
-    @property
-    def end_tokens(self) -> frozenset[int]:
-        """The tokens that `config.json` and `generation_config.json` let an output end with, such as the end of a turn."""
-        directory, named = self.source.directory, [self.source.data]
-        if (directory / GENERATION).is_file():
-            more = read_json(directory, GENERATION)
-            named += [more] if isinstance(more, dict) else []
-        ends = [end for data in named for end in _as_list(data.get("eos_token_id"))]
-        size = self.source.data.get("vocab_size")
-        return frozenset(e for e in ends if type(e) is int and 0 <= e < (size if type(size) is int else 0))
-
     def specs(self) -> Mapping[str, jax.ShapeDtypeStruct]:
         """In the dtype of the config's parameters, not of the files."""
         return {**self.source.model.abstract, **self.source.model.variables}
@@ -77,7 +63,3 @@ class DirectoryWeights:
             for p, place in places.items()
         }
         return self.source.read(like)
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]

@@ -8,8 +8,9 @@ from axlearn_core.errors import RequestError
 from axlearn_plugins_serving.disaggregated.router import RouterEngine
 from axlearn_plugins_serving.disaggregated.worker import Settings
 from axlearn_plugins_serving.engine import ServingEngine
-from axlearn_plugins_serving.open_engine import OpenedEngine, check_decoder, find_template, name_of
+from axlearn_plugins_serving.open_engine import OpenedEngine, check_decoder, name_of
 from axlearn_plugins_serving.programs import programs_of_run
+from axlearn_plugins_transformer.text.processor import text_processor
 
 
 def open_router(
@@ -38,8 +39,8 @@ def open_router(
     """
     weights: Any = open_weights(uri, step=step)
     check_decoder(weights.experiment.model)
-    tokenizer = weights.tokenizer
-    if tokenizer is None:
+    text = text_processor(weights.experiment, weights.tokenizer)
+    if text is None:
         raise RequestError(
             f"{uri} has no tokenizer, so a server cannot read or write text\n    fix: serve a model of text"
         )
@@ -49,4 +50,4 @@ def open_router(
         needs_programs=programs is not None,
     )  # fmt: skip
     engine: Any = RouterEngine(settings, prefill=prefill, decode=decode)
-    return OpenedEngine(engine, tokenizer, find_template(weights.experiment, tokenizer), name_of(uri))
+    return OpenedEngine(engine, text, name_of(uri))

@@ -1,7 +1,5 @@
 """`POST /v1/chat/completions`."""
 
-import contextlib
-import json
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -39,18 +37,8 @@ async def chat_completions(request: HttpRequest) -> Response:
 
 
 def template_message(message: Message) -> dict[str, Any]:
-    """A message as chat templates expect it: one text, and the arguments of calls as objects."""
-    fields: dict[str, Any] = {"role": message.role, "content": message.text}
-    if message.name is not None:
-        fields["name"] = message.name
-    if message.tool_call_id is not None:
-        fields["tool_call_id"] = message.tool_call_id
-    if message.tool_calls:
-        fields["tool_calls"] = [call.model_dump() for call in message.tool_calls]
-        for call in fields["tool_calls"]:
-            with contextlib.suppress(ValueError):  # the model wrote it: what is not JSON stays text
-                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-    return fields
+    """A message as plain data; the chat template brings it into the form that it expects."""
+    return message.model_dump(exclude_none=True)
 
 
 @attrs.define

@@ -173,6 +173,8 @@ def _open(
     programs: str | None,
     workers: tuple[int, int] | None,
 ) -> Any:
+    import attrs
+
     from axlearn_core.errors import RequestError
     from axlearn_plugins_serving.compile_count import CompileCount
     from axlearn_plugins_serving.open_engine import name_of
@@ -188,20 +190,19 @@ def _open(
         from axlearn_plugins_serving.disaggregated.opening import open_router
 
         opened = open_router(uri, config=config, step=step, programs=programs, prefill=workers[0], decode=workers[1])
-    if opened.tokenizer is None:
+    if opened.text is None:
         opened.engine.close()
         raise RequestError(
             f"{uri} has no tokenizer, so a server cannot read or write text\n    fix: serve a model of text"
         )
-    chat = opened.template
+    text = opened.text
     if template is not None:
-        path = None if template == "plain" else template
-        chat = ChatTemplate.Config(path=path).build(tokenizer=opened.tokenizer)
+        chat = ChatTemplate.Config(plain=True) if template == "plain" else ChatTemplate.Config(path=template)
+        text = attrs.evolve(text.config, template=chat).build(tokenizer=text.tokenizer)
     engine = opened.engine
     return Service(
         EngineThread(engine),
-        opened.tokenizer,
-        chat,
+        text,
         name or opened.name,
         adapters=engine.adapters,
         start_compilations=count.compiled,

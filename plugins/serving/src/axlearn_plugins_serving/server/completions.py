@@ -12,7 +12,7 @@ from axlearn_plugins_serving.contracts import TokenLogprobs
 from axlearn_plugins_serving.server.errors import parse_body
 from axlearn_plugins_serving.server.http import DONE, EventStream, UsageReport, event, read_body, respond
 from axlearn_plugins_serving.server.job import Choice, Delta, Job
-from axlearn_plugins_serving.server.logprobs import completion_logprobs, spell
+from axlearn_plugins_serving.server.logprobs import completion_logprobs
 from axlearn_plugins_serving.server.schemas import CompletionRequest
 from axlearn_plugins_serving.server.service import Service
 
@@ -74,7 +74,7 @@ class _Texts:
         report = UsageReport(self.body.stream_options)
         if self.body.echo:
             for choice in self.job.choices:
-                yield self._event(Delta(choice.index, self._prompt(choice)), report)
+                yield self._event(Delta(choice.index, self._prompt(choice)[0]), report)
         async for deltas in self.job.deltas():
             for delta in deltas:
                 if delta.text or delta.finish or delta.scored:
@@ -93,7 +93,7 @@ class _Texts:
         return {**self.head, "choices": choices, "usage": self._usage()}
 
     def _choice(self, choice: Choice, deltas: list[Delta]) -> dict[str, Any]:
-        prompt = self._prompt(choice) if self.body.echo else ""
+        prompt, offsets = self._prompt(choice) if self.body.echo else ("", [])
         text = "" if self.empty else "".join(delta.text for delta in deltas)
         logprobs = None
         if self.body.logprobs is not None:
@@ -101,7 +101,8 @@ class _Texts:
             entries: list[tuple[int, TokenLogprobs | None]] = [(len(prompt) + s.offset, s.scores) for s in scored]
             tokens = [s.scores.token for s in scored]
             if self.body.echo:
-                entries = [*self._prompt_entries(choice), *entries]
+                scores = (None, *choice.prompt_logprobs)
+                entries = [*zip(offsets, scores, strict=True), *entries]
                 tokens = [*choice.request.prompt, *tokens]
             logprobs = completion_logprobs(self.service.grammars, entries, tokens, self.body.logprobs)
         finish = "length" if self.empty else choice.finish
@@ -121,16 +122,9 @@ class _Texts:
         usage = self.job.usage
         return (attrs.evolve(usage, completion=0) if self.empty else usage).as_json()
 
-    def _prompt(self, choice: Choice) -> str:
-        if isinstance(self.body.prompt, str):
-            return self.body.prompt
-        prompt = self.body.prompt[choice.index // (self.body.n or 1)]
-        return prompt if isinstance(prompt, str) else self.service.tokenizer.decode(list(choice.request.prompt))
-
-    def _prompt_entries(self, choice: Choice) -> list[tuple[int, TokenLogprobs | None]]:
-        entries: list[tuple[int, TokenLogprobs | None]] = []
-        offset = 0
-        for token, scores in zip(choice.request.prompt, (None, *choice.prompt_logprobs), strict=True):
-            entries.append((offset, scores))
-            offset += len(spell(self.service.grammars, token))
-        return entries
+    def _prompt(self, choice: Choice) -> tuple[str, list[int]]:
+        """(the text of the prompt, where each of its tokens begins in that text)."""
+        prompt: Any = self.body.prompt
+        if not isinstance(prompt, str):
+            prompt = prompt[choice.index // (self.body.n or 1)]
+        return self.service.text.prompt_offsets(choice.request.prompt, prompt if isinstance(prompt, str) else None)

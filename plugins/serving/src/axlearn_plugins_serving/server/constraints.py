@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_plugins_serving.server.errors import ApiError
-from axlearn_plugins_serving.server.text import HasTokenizerJson
+from axlearn_plugins_transformer.text.decoding import HasTokenizerJson
 from axlearn_plugins_transformer.text.tokenizers import ByteTokenizer
 
 _MAX_SCHEMA = 64 * 1024  # characters

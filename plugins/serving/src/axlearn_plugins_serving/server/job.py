@@ -10,7 +10,7 @@ from axlearn_plugins_serving.contracts import Output, Request, TokenLogprobs
 from axlearn_plugins_serving.server.engine_thread import EngineFailedError, EngineThread, SlowReaderError
 from axlearn_plugins_serving.server.errors import ApiError
 from axlearn_plugins_serving.server.metrics import Metrics
-from axlearn_plugins_serving.server.text import Decoders, StopFinder
+from axlearn_plugins_transformer.text.decoding import OutputText
 
 
 @attrs.frozen
@@ -53,14 +53,13 @@ class Choice:
         finish: why it ended.
     """
 
-    def __init__(self, index: int, request: Request, decoders: Decoders, stops: Sequence[str]):
+    def __init__(self, index: int, request: Request, output: OutputText):
         self.index, self.request = index, request
         self.tokens = self.cached_tokens = 0
         self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self.finish: Literal["stop", "length"] | None = None
-        self._decoder = decoders.new(request.prompt)
-        self._stops = StopFinder(stops)
-        self._decoded = self._released = 0  # characters
+        self._output = output
+        self._released = 0  # characters
         self._scored: list[ScoredToken] = []
 
     def push(self, output: Output) -> Delta:
@@ -76,26 +75,23 @@ class Choice:
         pieces = []
         for i, token in enumerate(output.tokens):
             self.tokens += 1
-            text = self._decoder.push(token)
             if output.logprobs is not None:
-                self._scored.append(ScoredToken(self._decoded, output.logprobs[i]))
-            self._decoded += len(text)
-            pieces.append(self._stops.push(text))
-            if self._stops.matched_stop is not None:
+                self._scored.append(ScoredToken(self._output.decoded, output.logprobs[i]))
+            pieces.append(self._output.push(token))
+            if self._output.stopped:
                 break
-        if self._stops.matched_stop is None and output.finish is not None:
-            pieces.append(self._stops.push(self._decoder.end()))
-        if self._stops.matched_stop is not None:
+        if not self._output.stopped and output.finish is not None:
+            pieces.append(self._output.end())
+        if self._output.stopped:
             self.finish = "stop"
         elif output.finish is not None:
-            pieces.append(self._stops.end())
             self.finish = "stop" if output.finish == "stop" else "length"
         text = "".join(pieces)
         self._released += len(text)
         return Delta(self.index, text, self._release(), self.finish)
 
     def _release(self) -> tuple[ScoredToken, ...]:
-        if self.finish is not None and self._stops.matched_stop is None:
+        if self.finish is not None and not self._output.stopped:
             count = len(self._scored)
         else:
             count = 0

@@ -10,7 +10,6 @@ from typing import Any
 
 import attrs
 
-from axlearn_core.contracts.capabilities import encode_prompt
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import AxlearnError, RequestError, nearest
 from axlearn_plugins_serving.contracts import QueueFullError, Request, Sampling
@@ -20,8 +19,7 @@ from axlearn_plugins_serving.server.errors import ApiError
 from axlearn_plugins_serving.server.job import Choice, Job
 from axlearn_plugins_serving.server.metrics import Metrics
 from axlearn_plugins_serving.server.schemas import JsonObjectFormat, JsonSchemaFormat, ResponseFormat, SamplingFields
-from axlearn_plugins_serving.server.text import Decoders
-from axlearn_plugins_transformer.text.chat_template import ChatTemplate
+from axlearn_plugins_transformer.text.processor import TextProcessor
 
 MAX_CONTINUATIONS = 256
 _LONG_TEXT = 4096  # characters, from which on a thread encodes
@@ -37,8 +35,7 @@ class Service:
 
     Attributes:
         thread: calls the engine.
-        tokenizer: of the model.
-        template: renders conversations; None where the model has no template.
+        text: encodes and decodes the model's text.
         name: what clients call the model.
         adapters: names of LoRA adapters, which clients ask for as models.
         state: `ok`, `draining` (no new requests) or `failed`.
@@ -46,22 +43,24 @@ class Service:
     """
 
     thread: EngineThread
-    tokenizer: Tokenizer
-    template: ChatTemplate | None
+    text: TextProcessor
     name: str
     adapters: tuple[str, ...] = ()
     state: str = "ok"
     start_compilations: int = 0
     created: int = attrs.field(factory=lambda: int(time.time()))
-    decoders: Decoders = attrs.field(init=False)
     grammars: Grammars = attrs.field(init=False)
     metrics: Metrics = attrs.field(init=False)
     _count: Any = attrs.field(factory=itertools.count, init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.decoders = Decoders(self.tokenizer)
         self.grammars = Grammars(self.tokenizer, self.thread.engine.vocab_size)
         self.metrics = Metrics(lambda: self.thread.statistics, start_compilations=self.start_compilations)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model."""
+        return self.text.tokenizer
 
     def new_id(self, prefix: str) -> str:
         """A name for a response, with a part that cannot be guessed."""
@@ -82,13 +81,9 @@ class Service:
         hint = f"did you mean {', '.join(close)}?" if close else f"this server has {', '.join(names)}"
         raise ApiError(404, f"unknown model {model[:200]!r}; {hint}", param="model", code="model_not_found")
 
-    async def encode(self, text: str, *, prompt: bool = True) -> list[int]:
-        """Token ids of a text; as a prompt, with what the tokenizer puts in front."""
-
-        def encode() -> list[int]:
-            return encode_prompt(self.tokenizer, text) if prompt else self.tokenizer.encode(text)
-
-        return await _in_thread(encode, len(text))
+    async def encode(self, text: str) -> list[int]:
+        """Token ids of a text to continue."""
+        return await _in_thread(lambda: self.text.encode_prompt(text), len(text))
 
     async def render(self, messages: Sequence[dict[str, Any]], tools: Any = None, *, prompt: bool = True) -> list[int]:
         """Token ids of a conversation.
@@ -96,13 +91,11 @@ class Service:
         Raises:
             ApiError: 400, no template, or the template refuses the conversation.
         """
-        template = self.template
-        if template is None:
+        if not self.text.has_template:
             raise ApiError(400, NO_TEMPLATE, param="messages", code="no_chat_template")
 
         def encode() -> list[int]:
-            ids, _ = template.encode(template.render(messages, prompt=prompt, tools=tools, location="messages"))
-            return ids
+            return self.text.encode_chat(messages, tools=tools, prompt=prompt)
 
         try:
             return await _in_thread(encode, sum(len(str(m.get("content"))) for m in messages))
@@ -153,7 +146,7 @@ class Service:
                     client=fields.user or "",
                     adapter=adapter,
                 )
-                choices.append(Choice(index, request, self.decoders, fields.stops))
+                choices.append(Choice(index, request, self.text.output(prompt, fields.stops)))
         job = Job(choices, fields.n or 1, self.thread, self.metrics)
         try:
             return await job.start(stream=bool(fields.stream))
@@ -168,12 +161,14 @@ class Service:
     def _read_sampling(
         self, fields: SamplingFields, max_tokens: int | None, logprobs: int | None, prompt_logprobs: bool, index: int
     ) -> Sampling:
+        defaults = self.text.sampling
+        top_k = defaults.get("top_k") if fields.top_k is None else fields.top_k
         return Sampling(
             max_tokens=max_tokens,
-            temperature=1.0 if fields.temperature is None else float(fields.temperature),
-            top_k=fields.top_k if fields.top_k and fields.top_k > 0 else None,
-            top_p=1.0 if fields.top_p is None else float(fields.top_p),
-            min_p=float(fields.min_p or 0.0),
+            temperature=float(defaults.get("temperature", 1.0) if fields.temperature is None else fields.temperature),
+            top_k=int(top_k) if top_k and top_k > 0 else None,
+            top_p=float(defaults.get("top_p", 1.0) if fields.top_p is None else fields.top_p),
+            min_p=float(defaults.get("min_p", 0.0) if fields.min_p is None else fields.min_p),
             seed=None if fields.seed is None else (fields.seed + index) % 2**63,
             presence_penalty=float(fields.presence_penalty or 0.0),
             frequency_penalty=float(fields.frequency_penalty or 0.0),

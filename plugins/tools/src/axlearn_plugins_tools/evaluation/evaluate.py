@@ -12,6 +12,7 @@ from axlearn_core.errors import InputError
 from axlearn_plugins_tools.evaluation.data import Data, Question
 from axlearn_plugins_tools.evaluation.scoring import Score, Scorer
 from axlearn_plugins_transformer.text.chat_template import ChatTemplate
+from axlearn_plugins_transformer.text.processor import TextProcessor
 from axlearn_plugins_transformer.text.tokenizers import token_bytes
 
 
@@ -21,34 +22,40 @@ class Subject:
 
     Attributes:
         scorer: the model.
-        tokenizer: the model's.
-        template: for conversations.
-        prefix: what stands before a text: the token that begins one.
-        always: whether it does so before every text, as in training, or only where nothing else would stand there.
+        processor: encodes the model's text.
+        always: whether the token that begins a document stands before every text, as in training, or only before a text that
+            would begin with nothing.
     """
 
     scorer: Scorer
-    tokenizer: Tokenizer
-    template: ChatTemplate
-    prefix: tuple[int, ...]
+    processor: TextProcessor
     always: bool = True
 
-    def pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """The tokens of a context, the prefix before them, and those of what follows it.
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model."""
+        return self.processor.tokenizer
 
-        Both are one text to the tokenizer. Spaces at the end of the context belong to the continuation, as most
-        tokenizers join them with the word behind them (the convention of lm-evaluation-harness).
-        """
-        prefix = context.rstrip()
-        continuation, context = context[len(prefix) :] + continuation, prefix
-        whole = self.tokenizer.encode(context + continuation)
-        before = self.tokenizer.encode(context) if context else []
-        front = self.prefix if self.always or not before else ()
-        return [*front, *before], whole[len(before) :]
+    @property
+    def template(self) -> ChatTemplate:
+        """The chat template of the model, or the plain one."""
+        return self.processor.template
+
+    @property
+    def prefix(self) -> tuple[int, ...]:
+        """The token that a document begins with."""
+        return self.processor.document_prefix
+
+    def pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """(the tokens of a context, those of what follows it); see `TextProcessor.encode_continuation`."""
+        before, after = self.processor.encode_continuation(context, continuation)
+        if not self.processor.prompt_prefix and (self.always or not before):
+            before = [*self.prefix, *before]
+        return before, after
 
     def text(self, text: str) -> tuple[list[int], list[bool]]:
         """The tokens of a text, which all count, and the prefix, which does not."""
-        ids = self.tokenizer.encode(text)
+        ids = self.processor.encode_document(text)
         return [*self.prefix, *ids], [False] * len(self.prefix) + [True] * len(ids)
 
 
@@ -73,8 +80,9 @@ def chat(subject: Subject, data: Data, *, stride: int | None = None) -> dict[str
     texts, size = [], 0.0
     sizes = token_bytes(subject.tokenizer)
     for row, location in zip(data.items, data.places, strict=True):
-        rendered = subject.template.answered(row["messages"], tools=row.get("tools"), location=location)
-        ids, marks = subject.template.encode(rendered)
+        template = subject.processor.data_template  # with the date of training data: figures can be had again
+        rendered = template.answered(row["messages"], tools=row.get("tools"), location=location)
+        ids, marks = template.encode(rendered)
         texts.append((ids, marks))
         size += float(sizes[np.asarray(ids, np.int64)[1:][np.asarray(marks, bool)[1:]]].sum())
     return _losses(subject.scorer(texts, stride=stride), size)

@@ -34,14 +34,11 @@ class FileEvaluator(Periodic):
         """Scores all rows with the current parameters."""
         from axlearn_plugins_tools.evaluation.evaluate import evaluate
         from axlearn_plugins_tools.evaluation.subjects import subject
+        from axlearn_plugins_transformer.text.processor import text_processor
 
         own: Any = session.input
-        model = subject(
-            session.model(),
-            own.tokenizer,
-            length=own.config.sequence_length,
-            template=getattr(own, "template", None),
-            program=session.program,
-        )
+        text = text_processor(session.program.config, own.tokenizer)
+        assert text is not None
+        model = subject(session.model(), text, length=own.config.sequence_length, program=session.program)
         results = evaluate(model, self.data)
         return {f"{self.name}_{k}": v for k, v in results.items() if isinstance(v, float) and "stderr" not in k}

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from lm_eval.api.model import LM  # type: ignore[import-not-found]  # pyright: ignore[reportMissingImports]
 
 import axlearn_core as ax
-from axlearn_core.contracts.capabilities import digest_of, encode_prompt
+from axlearn_core.contracts.capabilities import digest_of
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.registry import registry
 from axlearn_core.train.session import log_message
@@ -109,7 +109,7 @@ class AxlearnLM(LM):
         stops = tuple(s for s in ((until,) if isinstance(until, str) else until) if s)
         count = int(options.get("max_gen_toks") or self.max_gen_toks)
         heat = float(options.get("temperature") or 0.0) if options.get("do_sample", True) else 0.0
-        prompt = encode_prompt(self.subject.tokenizer, context) or [*self.subject.prefix]
+        prompt = self.subject.processor.encode_prompt(context)
         top_k = int(options["top_k"]) if options.get("top_k") else None
         return _Wanted(prompt[-max(1, self.subject.scorer.length - count) :], _Options(count, heat, top_k, stops))
 
@@ -122,7 +122,7 @@ class AxlearnLM(LM):
             scorer, settings = self.subject.scorer, {"runner.max_context": room}
             try:
                 self._engine = ax.serve(
-                    scorer.model, program=scorer.program, tokenizer=self.subject.tokenizer, set=settings, warm_up=False
+                    scorer.model, program=scorer.program, text=self.subject.processor, set=settings, warm_up=False
                 )
             except RequestError as error:
                 log_message(f"note: texts are generated one after another: {str(error).splitlines()[0]}")
@@ -133,17 +133,14 @@ class AxlearnLM(LM):
         return self._write(self._generation_of(context, options))
 
     def _write(self, generation: "_Wanted") -> str:
-        tokenizer, options = self.subject.tokenizer, generation.options
-        ids: list[int] = []
-        text = ""
-        for token in self._writes()(generation.prompt, seed=0, eos_id=tokenizer.eos_id, **options.sampling):
-            if token == tokenizer.eos_id:
+        text, options = self.subject.processor, generation.options
+        output = text.output(generation.prompt, options.stops)
+        pieces = []
+        for token in self._writes()(generation.prompt, seed=0, eos_id=text.end_tokens, **options.sampling):
+            pieces.append(output.push(token))
+            if output.stopped:
                 break
-            ids.append(token)
-            text = tokenizer.decode(ids)
-            if any(s in text for s in options.stops):
-                break
-        return text[: min((text.find(s) for s in options.stops if s in text), default=len(text))]
+        return "".join([*pieces, output.end()])
 
     def _writes(self) -> Generator:
         """The model taken apart for decoding, once."""

@@ -3,12 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from axlearn_core.config import Node
-from axlearn_core.contracts.capabilities import encode_prompt
 from axlearn_core.errors import RequestError
 from axlearn_plugins_tools.evaluation.evaluate import Subject
 from axlearn_plugins_tools.evaluation.scoring import Scorer
-from axlearn_plugins_transformer.text.chat_template import ChatTemplate
+from axlearn_plugins_transformer.text.processor import TextProcessor, text_processor
 
 
 def subject_of(loaded: Any, *, length: int | None = None, own: bool = True) -> Subject:
@@ -22,38 +20,21 @@ def subject_of(loaded: Any, *, length: int | None = None, own: bool = True) -> S
     Raises:
         RequestError: it has no tokenizer, or its model gives no likelihoods.
     """
-    if loaded.tokenizer is None:
+    text = None if loaded.tokenizer is None else text_processor(loaded.config, loaded.tokenizer)
+    if text is None:
         raise RequestError("this run's input has no tokenizer, so its model cannot be evaluated on text")
-    source: Any = loaded.config.input
-    template = getattr(source, "template", None)
-    if not (isinstance(template, Node) and hasattr(template, "today")):
-        template = ChatTemplate.Config()
-    return subject(
-        loaded.model,
-        loaded.tokenizer,
-        length=length or source.sequence_length,
-        template=template.build(tokenizer=loaded.tokenizer),
-        program=loaded.program,
-        always=own,
-    )
+    length = length or loaded.config.input.sequence_length
+    return subject(loaded.model, text, length=length, program=loaded.program, always=own)
 
 
-def subject(
-    model: Any, tokenizer: Any, *, length: int, template: Any = None, program: Any = None, always: bool = True
-) -> Subject:
-    """A model with its tokenizer, for evaluation.
+def subject(model: Any, text: TextProcessor, *, length: int, program: Any = None, always: bool = True) -> Subject:
+    """A model with its text processor, for evaluation.
 
-    A text begins with the token that the model expects there (`bos` of its tokenizer); without one with that which ends
-    a document, as the rows of `language-model-input` do.
+    A text begins with the BOS token of the model; without one, with the token that ends a document, as the rows of
+    `language-model-input` do.
     """
-    front = encode_prompt(tokenizer, "")
-    return Subject(
-        Scorer(model, length=length, program=program),
-        tokenizer,
-        template or ChatTemplate.Config().build(tokenizer=tokenizer),
-        tuple(front or (tokenizer.eos_id,)),
-        always or bool(front),
-    )
+    has_bos = bool(text.prompt_prefix)
+    return Subject(Scorer(model, length=length, program=program), text, always or has_bos)
 
 
 def subject_in(uri: str | Path, *, step: int | None = None, length: int | None = None) -> Subject:

@@ -11,6 +11,7 @@ from axlearn_plugins_transformer.text.examples import Example, example
 from axlearn_plugins_transformer.text.language_model import LanguageModelInput
 from axlearn_plugins_transformer.text.records import Document
 from axlearn_plugins_transformer.text.sources import Split
+from axlearn_plugins_transformer.text.tokenizers import check_ids
 
 SPLITS: tuple[Split, ...] = ("train", "validation")
 
@@ -57,6 +58,7 @@ class ChatInput(LanguageModelInput):
             row["messages"], last=last, tools=row.get("tools"), location=document.location
         )
         ids, marks = self.template.encode(rendered)
+        check_ids(self.tokenizer, ids, self.vocab_size, document.location)
         limit = self.config.sequence_length + 1  # the first is an input only, the last a target only
         if len(ids) > limit and self.config.packing != "concat":
             if self.config.too_long == "error":

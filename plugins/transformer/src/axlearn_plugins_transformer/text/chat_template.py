@@ -5,6 +5,7 @@ Jinja's sandbox, in a process of their own with limits of time and memory: a tem
 may call nothing but what it is given.
 """
 
+import copy
 import functools
 import hashlib
 import json
@@ -14,10 +15,11 @@ from typing import Any, NamedTuple
 
 import attrs
 
-from axlearn_core.config import Configurable, node
+from axlearn_core.config import Configurable, node, setting
 from axlearn_core.contracts.capabilities import EncodesSpecialTokens
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import InputError
+from axlearn_plugins_transformer.text.messages import normalize_messages
 from axlearn_plugins_transformer.text.storage import open_file
 from axlearn_plugins_transformer.text.template_process import TemplateFailed, TemplateProcess
 from axlearn_plugins_transformer.text.template_server import BEGIN, END, FAILURES, compile_template
@@ -30,8 +32,15 @@ PLAIN = (
 )
 """For tokenizers that bring no template: the role on a line of its own, and the end-of-document token after answers."""
 
+_PLAIN_WITH_CALLS = PLAIN.replace(
+    "{{ message.content }}{{ eos_token }}",
+    "{{ message.content }}{% for call in message.tool_calls %}{{ '\n' if message.content or not loop.first else '' }}"
+    "{{ (call.function or call) | tojson }}{% endfor %}{{ eos_token }}",
+)
+
 EOS = "\ufdd2"  # as `BEGIN` and `END` a noncharacter; stands for an end-of-document token that has no spelling
-_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_FILES = ("chat_template.jinja", "chat_template.json", _TOKENIZER_CONFIG)
 _KEPT = "huggingface"  # where imported runs keep what came with a model, in addition to the tokenizer itself
 
 
@@ -65,20 +74,28 @@ class ChatTemplate(Configurable):
         Attributes:
             path: a tokenizer_config.json or a .jinja file. None takes what lies beside the tokenizer's own file; where
                 nothing does, a plain one.
-            today: what templates that ask for the date are told (YYYY-MM-DD), so that equal data gives equal tokens.
+            plain: takes the plain template even if the tokenizer brings one.
+            today: the date (YYYY-MM-DD) for templates that ask for it. A fixed one gives equal data equal tokens, as training
+                needs; None takes the time of each rendering, as serving does.
         """
 
         path: str | None = None
-        today: str = "2024-07-26"
+        plain: bool = setting(default=False, hide_default=True)
+        today: str | None = "2024-07-26"
 
     def __init__(self, cfg: Config, *, tokenizer: Tokenizer):
         self.config, self.tokenizer = cfg, tokenizer
-        path = os.path.expanduser(cfg.path) if cfg.path is not None else _template_file(tokenizer)
-        source, self.special = _read(path) if path else (None, {})
-        if source is None and cfg.path is not None:
+        if cfg.plain:
+            path = None
+        else:
+            path = os.path.expanduser(cfg.path) if cfg.path is not None else _template_file(tokenizer)
+        sources, self.special = _read(path) if path else ({}, {})
+        if not sources and cfg.path is not None and not cfg.plain:
             raise InputError(f"{path} has no chat template\n    expected: a field 'chat_template', or a .jinja file")
-        self.source = PLAIN if source is None else source
-        self.name = "the plain chat template" if source is None else path
+        self.is_plain = not sources
+        self.source = PLAIN if self.is_plain else sources.get("default") or next(iter(sources.values()))
+        self.tool_source = sources.get("tool_use")
+        self.name = "the plain chat template" if self.is_plain else path
         self.special.setdefault("eos_token", getattr(tokenizer, "eos_token", EOS))
         if bos := getattr(tokenizer, "bos_token", None):
             self.special.setdefault("bos_token", bos)
@@ -86,20 +103,30 @@ class ChatTemplate(Configurable):
     @property
     def digest(self) -> str:
         """A hash of the template, for the run lock."""
-        return hashlib.sha256(json.dumps([self.source, self.special, self.config.today]).encode()).hexdigest()[:16]
+        tools = [] if self.tool_source is None else [self.tool_source]
+        facts = [self.source, self.special, self.config.today, *tools]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+    def at_request_time(self) -> "ChatTemplate":
+        """The same template, told the time of each rendering: for requests, where training has a fixed date."""
+        other = copy.copy(self)
+        other.config = attrs.evolve(self.config, today=None)
+        return other
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self).items() if k != "_process"}  # each worker process has its own
+        return {k: v for k, v in vars(self).items() if k != "_processes"}  # each worker process has its own
 
     @functools.cached_property
-    def _process(self) -> TemplateProcess | None:
-        """What renders it; None for the template of this package, which needs no limits."""
-        return None if self.source == PLAIN else TemplateProcess(self.source, self.config.today)
+    def _processes(self) -> dict[str, TemplateProcess]:
+        return {}
 
     def _render(self, variables: dict[str, Any]) -> str:
-        if self._process is None:
-            return _plain_template().render(variables)
-        return self._process.render(variables)
+        source = self.source if self.tool_source is None or variables["tools"] is None else self.tool_source
+        if source == PLAIN:  # the template of this package needs no limits
+            calls = any(message.get("tool_calls") for message in variables["messages"])
+            return _plain_template(_PLAIN_WITH_CALLS if calls else PLAIN).render(variables)
+        process = self._processes.setdefault(source, TemplateProcess(source))
+        return process.render(variables, today=self.config.today)
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, prompt: bool = False, tools: Any = None, location: str = "chat"
@@ -107,7 +134,7 @@ class ChatTemplate(Configurable):
         """The text of a conversation.
 
         Args:
-            messages: each with `role` and `content`.
+            messages: each with `role` and `content`; see `normalize_messages`.
             prompt: ends it with what begins an answer, for the assistant to go on from.
             tools: descriptions of functions, for templates that take them.
             location: names the conversation in errors.
@@ -118,7 +145,8 @@ class ChatTemplate(Configurable):
         Raises:
             InputError: the template refuses the conversation, or fails.
         """
-        variables = {"messages": list(messages), "add_generation_prompt": prompt, "tools": tools, **self.special}
+        messages = normalize_messages(messages)
+        variables = {"messages": messages, "add_generation_prompt": prompt, "tools": tools, **self.special}
         try:
             marked = self._render(variables)
         except TemplateFailed as error:
@@ -193,8 +221,8 @@ class ChatTemplate(Configurable):
 
 
 @functools.cache
-def _plain_template() -> Any:
-    return compile_template(PLAIN, "2024-07-26")
+def _plain_template(source: str) -> Any:
+    return compile_template(source)
 
 
 def _inside(offsets: Sequence[tuple[int, int]], answers: Sequence[Span]) -> list[bool]:
@@ -211,26 +239,30 @@ def _template_file(tokenizer: Tokenizer) -> str | None:
     folder = getattr(tokenizer, "folder", None)
     folders = [] if folder is None else [folder, os.path.join(folder, _KEPT)]
     paths = [os.path.join(f, name) for f in folders for name in _FILES]
-    return next((p for p in paths if os.path.isfile(p) and _read(p)[0] is not None), None)
+    return next((p for p in paths if os.path.isfile(p) and _read(p)[0]), None)
 
 
-def _read(path: str) -> tuple[str | None, dict[str, str]]:
-    """(the template in a file, the special tokens by name); a .jinja file's tokens are those in tokenizer_config.json."""
+def _read(path: str) -> tuple[dict[str, str], dict[str, str]]:
+    """(the templates in a file by name, the special tokens by name); a .jinja file's tokens are in tokenizer_config.json."""
     with open_file(path) as handle:
         text = handle.read().decode("utf-8", "replace")
     if not path.endswith(".json"):
-        config = os.path.join(os.path.dirname(path), "tokenizer_config.json")
-        return text, _read(config)[1] if os.path.isfile(config) else {}
+        return {"default": text}, _special_beside(path)
     try:
         facts = json.loads(text)
         template = facts.get("chat_template")
-    except (ValueError, AttributeError) as error:
+        templates = (
+            {t["name"]: t["template"] for t in template} if isinstance(template, list) else {"default": template}
+        )
+    except (ValueError, AttributeError, TypeError, LookupError) as error:
         raise InputError(f"{path} is not a tokenizer_config.json: {error}") from None
-    if isinstance(template, list):  # several, by name
-        template = {t["name"]: t["template"] for t in template}.get("default")
     tokens = {k: v["content"] if isinstance(v, dict) else v for k, v in facts.items() if k.endswith("_token")}
     special = {k: v for k, v in tokens.items() if isinstance(v, str)}
-    if not special and os.path.basename(path) != "tokenizer_config.json":
-        config = os.path.join(os.path.dirname(path), "tokenizer_config.json")
-        special = _read(config)[1] if os.path.isfile(config) else {}
-    return template, special
+    if not special and os.path.basename(path) != _TOKENIZER_CONFIG:
+        special = _special_beside(path)
+    return {name: source for name, source in templates.items() if isinstance(source, str)}, special
+
+
+def _special_beside(path: str) -> dict[str, str]:
+    config = os.path.join(os.path.dirname(path), _TOKENIZER_CONFIG)
+    return _read(config)[1] if os.path.isfile(config) else {}

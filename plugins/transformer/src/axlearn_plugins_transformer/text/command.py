@@ -9,10 +9,12 @@ import click
 @click.argument("uri", metavar="RUN_DIR|URI")
 @click.option("--prompt", required=True, help="The text to go on from.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=128, show_default=True)
-@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
+@click.option(
+    "--temperature", type=click.FloatRange(min=0), help="0 is greedy (default: as the model's files say, else 0)."
+)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--step", type=click.IntRange(min=1), help="The checkpoint to use; default: the newest.")
-def generate(uri: str, prompt: str, max_tokens: int, temperature: float, seed: int, step: int | None) -> None:
+def generate(uri: str, prompt: str, max_tokens: int, temperature: float | None, seed: int, step: int | None) -> None:
     """Write the prompt and the text with which a model continues it.
 
     Only the text goes to standard output. The model is that of a run, of a directory in Hugging Face format, of exported adapters

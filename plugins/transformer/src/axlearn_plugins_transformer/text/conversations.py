@@ -14,6 +14,7 @@ from axlearn_core.config import Configurable, node, setting
 from axlearn_core.errors import InputError, Problem, nearest
 from axlearn_plugins_transformer.text.fingerprint import DataFile
 from axlearn_plugins_transformer.text.jsonl import rows
+from axlearn_plugins_transformer.text.messages import content_problem
 from axlearn_plugins_transformer.text.records import Document, decode
 from axlearn_plugins_transformer.text.sources import Part, Split, check_paths, is_held_out, many
 from axlearn_plugins_transformer.text.storage import list_files, open_data
@@ -61,9 +62,12 @@ def check_conversation(row: Any, location: str, *, answered: bool = True) -> Non
                 + (f"\n    did you mean: {', '.join(close)}?" if close else "")
                 + f"\n    expected: one of {', '.join(ROLES)}"
             )
-        if not isinstance(message.get("content"), str) and not (role == "assistant" and message.get("tool_calls")):
+        content = message.get("content")
+        if content is None and not (role == "assistant" and message.get("tool_calls")):
+            raise InputError(f"{at} has no text in 'content'\n    got: {content!r}\n    expected: a string")
+        if problem := content_problem(content):
             raise InputError(
-                f"{at} has no text in 'content'\n    got: {message.get('content')!r}\n    expected: a string"
+                f"{at}: content {problem}\n    got: {repr(content)[:80]}\n    expected: a string, or a list of parts of text"
             )
     if answered and not any(m["role"] == "assistant" for m in messages):
         raise InputError(

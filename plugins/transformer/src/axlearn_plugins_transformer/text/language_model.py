@@ -13,14 +13,19 @@ import numpy as np
 from absl import flags
 
 from axlearn_core.config import REQUIRED, Configurable, Node, node, setting
-from axlearn_core.contracts.capabilities import digest_of, encodes_batches
+from axlearn_core.contracts.capabilities import digest_of, encodes_batches, first_token
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import ConfigError, InputError, Problem
 from axlearn_plugins_transformer.text.batches import Batches, Indices
 from axlearn_plugins_transformer.text.examples import Example, example
 from axlearn_plugins_transformer.text.records import Document
 from axlearn_plugins_transformer.text.sources import Part, Source, Split, describe
-from axlearn_plugins_transformer.text.tokenizers import token_bytes, vocabulary_problems
+from axlearn_plugins_transformer.text.tokenizers import (
+    check_ids,
+    special_tokens_problems,
+    token_bytes,
+    vocabulary_problems,
+)
 from axlearn_plugins_transformer.text.workers import WorkerStream
 
 CHARACTERS = 1 << 18
@@ -30,8 +35,8 @@ CHARACTERS = 1 << 18
 class LanguageModelInput(Configurable):
     """Batches of documents for next-token prediction.
 
-    A document `d` becomes inputs `[eos, d...]` and targets `[d..., eos]`: the end-of-document token stands at the start
-    of each document, and every token is predicted once. Positions count from 0 in the row's piece of a document.
+    A document `d` becomes inputs `[bos, d...]` and targets `[d..., eos]`: every token is predicted once. If the tokenizer has no
+    BOS token, the end-of-document token stands at the start. Positions count from 0 in the row's piece of a document.
     """
 
     @node
@@ -42,6 +47,8 @@ class LanguageModelInput(Configurable):
         sequence_length: int = setting(default=REQUIRED, gt=0, le=2**24)
         source: Node[Source] = REQUIRED
         tokenizer: Node[Tokenizer] = REQUIRED
+        # Special tokens that a document spells out (`<|endoftext|>`): text like any other, or the tokens.
+        special_tokens: Literal["text", "parse"] = setting(default="text", hide_default=True)
         packing: Literal["concat", "first-fit", "none"] = "concat"
         shuffle: bool = True
         # Fixed streams that the rows come from; any number of processes that divides it sees the same global batches.
@@ -89,8 +96,10 @@ class LanguageModelInput(Configurable):
                     expected=f"a multiple of {process_count}",
                 )
             )
-        self.tokenizer = cfg.tokenizer.build()
+        self.tokenizer, self.vocab_size = cfg.tokenizer.build(), vocab_size
+        self.first_token = first_token(self.tokenizer)
         problems += vocabulary_problems(self.tokenizer, vocab_size)
+        problems += special_tokens_problems(self.tokenizer, cfg.special_tokens)
         if problems:
             raise ConfigError(problems)
         from axlearn_plugins_transformer.text import pipeline  # Grain takes a second to import: only where data is read
@@ -101,11 +110,20 @@ class LanguageModelInput(Configurable):
 
     def example(self, document: Document) -> Example | None:
         """What a document teaches; None for nothing. Override it to give other inputs, targets or weights."""
-        return self._example(document, self.tokenizer.encode(document.text))
+        return self._example(document, self._encode([document.text])[0])
 
     def _example(self, document: Document, ids: list[int]) -> Example | None:
+        check_ids(self.tokenizer, ids, self.vocab_size, f"the document {document.text[:60]!r}")
+        if ids[:1] == [getattr(self.tokenizer, "bos_id", None)]:  # the document spells it out
+            ids = ids[1:]
         ids = ids + [self.tokenizer.eos_id] * document.ends
-        return example([self.tokenizer.eos_id, *ids[:-1]], ids) if ids else None
+        return example([self.first_token, *ids[:-1]], ids) if ids else None
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        tokenizer: Any = self.tokenizer
+        if self.config.special_tokens == "parse":
+            return [tokenizer.encode_special(text)[0] for text in texts]
+        return tokenizer.encode_batch(texts) if encodes_batches(tokenizer) else [tokenizer.encode(t) for t in texts]
 
     def examples(self, documents: Sequence[Document], start: int = 0, characters: int = 0) -> list[Example | None]:
         """Those of the document at `start` and of the next ones that are tokenized together with it.
@@ -125,7 +143,7 @@ class LanguageModelInput(Configurable):
         count = sum(1 for _ in itertools.takewhile(lambda size: size <= characters, sizes))
         together = documents[start : start + max(1, count)]
         try:
-            ids = self.tokenizer.encode_batch([d.text for d in together])
+            ids = self._encode([d.text for d in together])
         except InputError:  # of one of them; those before it are read first
             return self._up_to_failure(together)
         return [self._example(d, i) for d, i in zip(together, ids, strict=True)]
@@ -191,8 +209,7 @@ class LanguageModelInput(Configurable):
 
     def describe(self) -> Mapping[str, Any]:
         """Facts for the run lock: files, bytes, a hash of their names and sizes, tokenizer hash, shards."""
-        digest = digest_of(self.tokenizer)
-        return {**describe(self.source), "tokenizer": digest, "num_shards": self.num_shards}
+        return {**describe(self.source), "tokenizer": encoding_of(self), "num_shards": self.num_shards}
 
     def _parts(self, split: Split) -> tuple[Part, ...]:
         parts = self.source.parts(split)
@@ -214,6 +231,15 @@ class LanguageModelInput(Configurable):
         for part in parts:
             pipeline.check_text(part.records)  # what is wrong with the first record shows before training starts
         return parts
+
+
+def encoding_of(source: Any) -> str:
+    """What tells how an input's text becomes tokens, for the run lock: its tokenizer, BOS token and special tokens."""
+    bos = getattr(source.tokenizer, "bos_token", None)
+    parts = [digest_of(source.tokenizer), *([] if bos is None else [f"documents begin with {bos!r}"])]
+    if getattr(source.config, "special_tokens", "text") == "parse":
+        parts.append("special tokens in documents are parsed")
+    return ", ".join(parts)
 
 
 def batch_of(rows: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:

@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 
 from axlearn_core.config import node, setting
-from axlearn_core.contracts.capabilities import encode_prompt, tokenizer_of
-from axlearn_core.contracts.parts import Model, Tokenizer
+from axlearn_core.contracts.capabilities import tokenizer_of
+from axlearn_core.contracts.parts import Model
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.registry import registry
 from axlearn_core.train.evaluators import Periodic
+from axlearn_plugins_transformer.text.processor import TextProcessor, text_processor
+from axlearn_plugins_transformer.text.writing import continue_text
 
 if TYPE_CHECKING:
     from axlearn_core.train.session import Session
@@ -61,19 +63,19 @@ class SampleEvaluator(Periodic):
         tokenizer = tokenizer_of(session.input)
         if tokenizer is None:
             return {}
+        processor = text_processor(session.program.config, tokenizer)
+        assert processor is not None
         write = self._write_with_engine if self.sampling.engine else self._write
-        for text in write(session, tokenizer):
+        for text in write(session, processor):
             session.text(self.name, self.sampling.prompt + text)
         return {}
 
-    def _write(self, session: "Session", tokenizer: Tokenizer) -> Iterator[str]:
-        from axlearn_core.train.inference import generate_text
-
+    def _write(self, session: "Session", text: TextProcessor) -> Iterator[str]:
         cfg, model = self.sampling, session.model()
         for index in range(cfg.count):
-            pieces = generate_text(
+            pieces = continue_text(
+                text,
                 model,
-                tokenizer,
                 cfg.prompt,
                 max_tokens=cfg.max_tokens,
                 temperature=cfg.temperature,
@@ -82,11 +84,11 @@ class SampleEvaluator(Periodic):
             )
             yield "".join(pieces)
 
-    def _write_with_engine(self, session: "Session", tokenizer: Tokenizer) -> Iterator[str]:
+    def _write_with_engine(self, session: "Session", text: TextProcessor) -> Iterator[str]:
         cfg, model = self.sampling, session.model()
-        prompt = encode_prompt(tokenizer, cfg.prompt) or [tokenizer.eos_id]
+        prompt = text.encode_prompt(cfg.prompt)
         if self._engine is None:
-            self._engine = _open_engine(model, session.program, tokenizer, cfg.count, len(prompt) + cfg.max_tokens)
+            self._engine = _open_engine(model, session.program, text, cfg.count, len(prompt) + cfg.max_tokens)
         else:
             self._engine.update_weights(model)
         [result] = self._engine.generate(
@@ -111,11 +113,11 @@ def _check_engine() -> None:
         raise ConfigError(Problem(path="evaluators.sample-evaluator.engine", message=problem, got="true", fix=fix))
 
 
-def _open_engine(model: Any, program: Any, tokenizer: Tokenizer, count: int, room: int) -> Any:
+def _open_engine(model: Any, program: Any, text: TextProcessor, count: int, room: int) -> Any:
     """An engine for so many samples of so many tokens, prompt included; each function is compiled when it is first used."""
     import axlearn_core as ax
 
     sizes: dict[str, Any] = {"max_rows": count, "max_context": room, "row_buckets": (), "chunk_buckets": ()}
     sizes["max_step_tokens"] = min(room, 128)
     settings = {f"runner.{name}": value for name, value in sizes.items()}
-    return ax.serve(model, program=program, tokenizer=tokenizer, set=settings, warm_up=False)
+    return ax.serve(model, program=program, text=text, set=settings, warm_up=False)

@@ -32,21 +32,28 @@ class TemplateProcess:
 
     Args:
         source: the template.
-        today: YYYY-MM-DD, which it is told.
     """
 
-    def __init__(self, source: str, today: str):
-        self._first = {"source": source, "today": today}
+    def __init__(self, source: str):
+        self._first = {"source": source}
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._fresh = True
         self._finalize: Any = None
 
-    def render(self, variables: dict[str, Any]) -> str:
-        """The text; raises `TemplateFailed`."""
+    def render(self, variables: dict[str, Any], *, today: str | None = None) -> str:
+        """Render a conversation.
+
+        Args:
+            variables: of the template.
+            today: the date that it is told, YYYY-MM-DD; None tells it the time of the rendering.
+
+        Raises:
+            TemplateFailed: the template is wrong, fails, or takes too long.
+        """
         with self._lock:
             try:
-                request = json.dumps(variables).encode() + b"\n"
+                request = json.dumps({"variables": variables, "today": today}).encode() + b"\n"
             except (TypeError, ValueError, RecursionError) as error:
                 raise TemplateFailed(f"the conversation is not JSON: {error}") from None
             process = self._start()

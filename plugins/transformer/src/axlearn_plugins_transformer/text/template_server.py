@@ -1,8 +1,8 @@
 """Renders chat templates in a process of its own: `python -P template_server.py BYTES`.
 
-The first line of standard input is {"source", "today"}, and is answered with {}. Each other one has the variables of a rendering,
-and is answered with {"text"}, {"error"} or, where the template itself is wrong, {"syntax", "line"}. The process may take BYTES of
-memory; the time is watched from outside. Imports Jinja and nothing of this framework, to start fast.
+The first line of standard input is {"source"}, and is answered with {}. Each other one is {"variables", "today"}, and is answered
+with {"text"}, {"error"} or, if the template itself is wrong, {"syntax", "line"}. The process may take BYTES of memory; the time is
+watched from outside. Imports Jinja and nothing of this framework, to start fast.
 """
 
 import datetime
@@ -31,13 +31,28 @@ FAILURES = (
 )
 
 
-def compile_template(source: str, today: str) -> jinja2.Template:
-    """The template, in Jinja's sandbox; `today` (YYYY-MM-DD) is the date that it is told."""
+class Clock:
+    """The time that templates are told.
+
+    Attributes:
+        today: a fixed date, YYYY-MM-DD; None is the time of the call.
+    """
+
+    today: str | None = None
+
+    def strftime(self, format: str) -> str:
+        """The time in the given format, as `strftime_now` of `transformers`."""
+        now = datetime.datetime.now() if self.today is None else datetime.date.fromisoformat(self.today)
+        return now.strftime(format)
+
+
+def compile_template(source: str, clock: Clock | None = None) -> jinja2.Template:
+    """Compile a template in Jinja's sandbox."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _raise, "strftime_now": datetime.date.fromisoformat(today).strftime}
+    environment.globals |= {"raise_exception": _raise, "strftime_now": (clock or Clock()).strftime}
     return environment.from_string(source)
 
 
@@ -75,9 +90,9 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     first = json.loads(sys.stdin.readline())
-    template, wrong = None, None
+    template, wrong, clock = None, None, Clock()
     try:
-        template = compile_template(first["source"], first["today"])
+        template = compile_template(first["source"], clock)
     except jinja2.TemplateSyntaxError as error:
         wrong = {"syntax": error.message or "", "line": error.lineno}
     except FAILURES as error:
@@ -89,7 +104,9 @@ def main() -> None:
             answer = wrong
         else:
             try:
-                answer = {"text": template.render(json.loads(line))}
+                request = json.loads(line)
+                clock.today = request["today"]
+                answer = {"text": template.render(request["variables"])}
             except MemoryError:
                 answer = {"error": f"it takes more than {limit:,} bytes of memory"}
             except RecursionError:

@@ -1,6 +1,7 @@
 """Text to token ids and back: bytes, or a `tokenizer.json` of the Hugging Face `tokenizers` library."""
 
 import contextlib
+import functools
 import hashlib
 import importlib.resources
 import os
@@ -11,7 +12,7 @@ import numpy as np
 import tokenizers
 
 from axlearn_core.config import Configurable, node
-from axlearn_core.contracts.capabilities import CountsBytes
+from axlearn_core.contracts.capabilities import CountsBytes, EncodesSpecialTokens, HasAddedTokens
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import InputError, Problem, nearest
 from axlearn_plugins_transformer.text.storage import open_file
@@ -66,7 +67,7 @@ class TokenizerJson(Configurable):
         path: str | None = None
         builtin: str | None = None
         eos: str | None = None  # the token that ends a document; None: the usual one that the vocabulary has
-        bos: str | None = None  # the token that a prompt begins with, for models that expect one
+        bos: str | None = None  # the token that documents and prompts begin with, if the model has one
 
         def validate(self) -> Iterable[Problem]:
             """One place to read from, and one that exists."""
@@ -122,7 +123,18 @@ class TokenizerJson(Configurable):
             raise InputError(
                 f"the tokenizer {name} has no token {cfg.bos!r}\n    fix: set bos to one that it has, or to null"
             )
-        self.bos_token, self._front = cfg.bos, [] if cfg.bos is None else [vocab[cfg.bos]]
+        self.bos_token, self.bos_id = cfg.bos, None if cfg.bos is None else vocab[cfg.bos]
+        self._tail = _tail_of_prompts(self._special) if cfg.bos is not None else []
+
+    @functools.cached_property
+    def special_tokens(self) -> dict[int, str]:
+        """Id -> spelling of the tokens that stand for no text."""
+        return {i: t.content for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special}
+
+    @functools.cached_property
+    def added_tokens(self) -> dict[int, str]:
+        """Id -> spelling of the tokens that were added to the vocabulary of the model, special ones included."""
+        return {i: t.content for i, t in self._tokenizer.get_added_tokens_decoder().items()}
 
     def encode_special(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """(token ids, the characters [start, stop) of each), the special tokens that the text spells out among them."""
@@ -143,8 +155,14 @@ class TokenizerJson(Configurable):
         return [encoding.ids for encoding in encodings]
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Token ids of a text that a model is to go on from: behind `bos`, where that is set."""
-        return self._front + self.encode(text)
+        """Encode a text for the model to continue, as `tokenizer(text)` of `transformers` does.
+
+        Special tokens that the text spells out are special tokens. `bos` comes first, but only once: a text that begins
+        with it does not get a second one.
+        """
+        ids, _ = self.encode_special(text)
+        front = [] if self.bos_id is None or ids[:1] == [self.bos_id] else [self.bos_id]
+        return front + ids + self._tail
 
     def to_json(self) -> str:
         """The text of a `tokenizer.json`."""
@@ -161,12 +179,21 @@ class TokenizerJson(Configurable):
     def token_bytes(self) -> np.ndarray:
         """float32 [vocab_size]: how many bytes of text each token stands for; 0 for special tokens."""
         sizes = np.zeros(self.vocab_size, np.float32)
-        special = {i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special}
         byte_level = '"type":"ByteLevel"' in self._tokenizer.to_str(pretty=False)
         for token, index in self._tokenizer.get_vocab(with_added_tokens=True).items():
-            if index not in special:
+            if index not in self.special_tokens:
                 sizes[index] = _bytes_of(token, byte_level)
         return sizes
+
+
+def _tail_of_prompts(tokenizer: tokenizers.Tokenizer) -> list[int]:
+    """The ids that the post-processor of a tokenizer.json appends to a text; most append none."""
+    plain = tokenizer.encode("a", add_special_tokens=False).ids
+    ids = tokenizer.encode("a", add_special_tokens=True).ids
+    if not plain:
+        return []
+    starts = [i for i in range(len(ids) - len(plain) + 1) if ids[i : i + len(plain)] == plain]
+    return ids[starts[0] + len(plain) :] if starts else []
 
 
 @contextlib.contextmanager
@@ -204,13 +231,59 @@ def _bytes_of(token: str, byte_level: bool) -> int:
     return len(token.replace("\u2581", " ").encode())
 
 
+def tokens_beyond(tokenizer: Tokenizer, vocab_size: int) -> dict[int, str | None]:
+    """Id -> spelling of the tokens that a model with `vocab_size` rows cannot read; None for one of the base vocabulary.
+
+    `transformers` accepts a tokenizer with added tokens that the model has no rows for, as long as no text uses them.
+    """
+    added = tokenizer.added_tokens if isinstance(tokenizer, HasAddedTokens) else {}
+    return {i: added.get(i) for i in range(vocab_size, tokenizer.vocab_size)}
+
+
 def vocabulary_problems(tokenizer: Tokenizer, vocab_size: int | None) -> Iterator[Problem]:
-    """What is wrong with the vocabulary of a model for the tokenizer of its input; None is a model without one."""
-    if vocab_size is not None and tokenizer.vocab_size > vocab_size:
+    """Problems of a model's vocabulary with the tokenizer of its input; `vocab_size` is None for a model without one.
+
+    Added tokens beyond the vocabulary are accepted: `check_ids` refuses a text that uses one.
+    """
+    if vocab_size is None or tokenizer.vocab_size <= vocab_size:
+        return
+    needed = {tokenizer.eos_id, getattr(tokenizer, "bos_id", None)}
+    beyond = tokens_beyond(tokenizer, vocab_size)
+    if None in beyond.values() or needed & beyond.keys():
         yield Problem(
             path="model.vocab_size",
             message=f"is {vocab_size}, less than the {tokenizer.vocab_size} ids of input.tokenizer",
             fix=f"set model.vocab_size to at least {tokenizer.vocab_size}, or use another tokenizer",
+        )
+
+
+def special_tokens_problems(tokenizer: Tokenizer, special_tokens: str) -> Iterator[Problem]:
+    """Problems of the setting `input.special_tokens`: not every tokenizer can read special tokens in a text."""
+    if special_tokens == "parse" and not isinstance(tokenizer, EncodesSpecialTokens):
+        yield Problem(
+            path="input.special_tokens",
+            message="this tokenizer cannot read special tokens in a text",
+            got=f"parse, with {type(tokenizer).__name__}",
+            expected="text",
+        )
+
+
+def check_ids(tokenizer: Tokenizer, ids: Iterable[int], vocab_size: int | None, location: str) -> None:
+    """Raise `InputError` if a text has a token that the model has no row for.
+
+    Args:
+        tokenizer: made the ids.
+        ids: of the text.
+        vocab_size: of the model; None accepts everything.
+        location: names the text in the error.
+    """
+    if vocab_size is None or tokenizer.vocab_size <= vocab_size:
+        return
+    if wrong := next((i for i in ids if i >= vocab_size), None):
+        name = tokens_beyond(tokenizer, vocab_size).get(wrong)
+        raise InputError(
+            f"{location}: has a token that the model has no row for\n    got: {name!r}, id {wrong}\n"
+            f"    expected: ids below {vocab_size}\n    fix: leave the token out of the text, or add rows to the model"
         )
 
 

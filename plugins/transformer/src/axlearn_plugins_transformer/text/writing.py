@@ -1,17 +1,20 @@
-"""One text of a model, by the engine that serves it where `axlearn-plugins-serving` is installed."""
+"""One text of a model, by the engine that serves it if `axlearn-plugins-serving` is installed."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import axlearn_core as ax
-from axlearn_core.contracts.capabilities import encode_prompt
+from axlearn_core.contracts.capabilities import GeneratesTokens
 from axlearn_core.errors import AxlearnError, RequestError
 from axlearn_core.plugins.registry import registry
-from axlearn_core.train.inference import Loaded, generate_text
+from axlearn_core.train.inference import Loaded
 from axlearn_core.train.session import log_message
+from axlearn_plugins_transformer.text.processor import TextProcessor, text_processor
 
 
-def write_text(loaded: Loaded, prompt: str, *, max_tokens: int, temperature: float, seed: int) -> Iterator[str]:
+def write_text(
+    loaded: Loaded, prompt: str, *, max_tokens: int, temperature: float | None = None, seed: int = 0
+) -> Iterator[str]:
     """Yields pieces of the text that a model writes after a prompt.
 
     Models that the engine cannot serve generate by their own method `generate`.
@@ -20,22 +23,19 @@ def write_text(loaded: Loaded, prompt: str, *, max_tokens: int, temperature: flo
         loaded: the model with its tokenizer.
         prompt: what it goes on from.
         max_tokens: at most this many.
-        temperature: 0 takes the likeliest token each time.
+        temperature: 0 takes the likeliest token each time. None takes the model's sampling defaults, or 0 if it has none.
         seed: equal seeds draw equal tokens.
 
     Raises:
         RequestError: the model has no tokenizer, or does not generate.
     """
-    tokenizer = loaded.tokenizer
-    if tokenizer is None:
-        raise RequestError("this run's input has no tokenizer, so its model cannot write text")
-    room = len(encode_prompt(tokenizer, prompt) or [tokenizer.eos_id]) + max_tokens
+    text = _processor(loaded)
+    ids = text.encode_prompt(prompt)
     engine = None
     try:
-        engine = _open(loaded, room)
-        pieces = (
-            None if engine is None else engine.stream(prompt, max_tokens=max_tokens, temperature=temperature, seed=seed)
-        )
+        engine = _open(loaded, len(ids) + max_tokens)
+        options = {**sampling_defaults(text, temperature), "max_tokens": max_tokens, "seed": seed}
+        pieces = None if engine is None else engine.stream(ids, **options)
         first = None if pieces is None else next(pieces, "")  # steps are traced here: what cannot be served shows
     except AxlearnError as error:
         log_message(f"note: generated without the serving engine: {str(error).splitlines()[0]}")
@@ -43,13 +43,67 @@ def write_text(loaded: Loaded, prompt: str, *, max_tokens: int, temperature: flo
             engine.close()
         engine = pieces = first = None
     if engine is None or pieces is None or first is None:
-        yield from generate_text(
-            loaded.model, tokenizer, prompt, max_tokens=max_tokens, temperature=temperature, seed=seed
-        )
+        yield from stream_text(loaded, prompt, max_tokens=max_tokens, temperature=temperature, seed=seed)
         return
     with engine:
         yield first
         yield from pieces
+
+
+def stream_text(
+    loaded: Loaded, prompt: str, *, max_tokens: int, temperature: float | None = None, seed: int = 0
+) -> Iterator[str]:
+    """`write_text` by the model's own method `generate`, without an engine."""
+    text = _processor(loaded)
+    options: dict[str, Any] = {"max_tokens": max_tokens, "seed": seed, **sampling_defaults(text, temperature)}
+    if options.pop("top_p", 1.0) < 1 or options.pop("min_p", 0.0) > 0:
+        log_message("note: without the serving engine, the model's top_p and min_p are not applied")
+    return continue_text(text, loaded.model, prompt, program=loaded.program, **options)
+
+
+def continue_text(
+    text: TextProcessor, model: Any, prompt: str, *, program: Any = None, **options: Any
+) -> Iterator[str]:
+    """Yields pieces of text from a model's `generate`; a character that spans tokens comes when it is complete.
+
+    Args:
+        text: of the model.
+        model: generates tokens.
+        prompt: what it goes on from.
+        program: of the experiment that the model belongs to; None compiles the model on its own, for one device.
+        options: of the model's `generate`, such as `max_tokens`, `temperature` and `seed`.
+
+    Raises:
+        RequestError: the model does not generate.
+    """
+    if not isinstance(model, GeneratesTokens):
+        raise RequestError(f"a {type(model).__name__} does not write text: it has no method `generate`")
+    return _pieces(text, model, text.encode_prompt(prompt), program=program, **options)
+
+
+def _pieces(text: TextProcessor, model: Any, ids: list[int], **options: Any) -> Iterator[str]:
+    output = text.output(ids)
+    for token in model.generate(ids, eos_id=text.tokenizer.eos_id, **options):
+        if token in text.end_tokens:
+            break
+        if piece := output.push(token):
+            yield piece
+    if rest := output.end():
+        yield rest
+
+
+def sampling_defaults(text: TextProcessor, temperature: float | None) -> Mapping[str, Any]:
+    """The sampling options of a request that sets the temperature or nothing."""
+    if temperature is not None:
+        return {"temperature": temperature}
+    return {"temperature": 0.0, **text.sampling}
+
+
+def _processor(loaded: Loaded) -> TextProcessor:
+    text = text_processor(loaded.config, loaded.tokenizer) if loaded.tokenizer is not None else None
+    if text is None:
+        raise RequestError("this run's input has no tokenizer, so its model cannot write text")
+    return text
 
 
 def _open(loaded: Loaded, room: int) -> Any:

@@ -1,11 +1,12 @@
-"""Tokens to text as they come: incremental decoding, and stop strings."""
+"""Tokens to text as they come: incremental decoding, and stop strings. Every path that generates text decodes here."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
+from axlearn_core.contracts.capabilities import special_tokens_of
 from axlearn_core.contracts.parts import Tokenizer
 
 _HELD = 3  # bytes of a character that is not complete, each of which may stand as one replacement character
@@ -38,6 +39,7 @@ class Decoders:
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
+        self._special = special_tokens_of(tokenizer)
         self._library = (
             tokenizers.Tokenizer.from_str(tokenizer.to_json()) if isinstance(tokenizer, HasTokenizerJson) else None
         )
@@ -50,6 +52,10 @@ class Decoders:
         if self._library is not None:
             return StreamDecoder(self._library, context)
         return WindowDecoder(self.tokenizer, context)
+
+    def output(self, prompt: Sequence[int], stops: Sequence[str] = ()) -> "OutputText":
+        """The text of an output that follows `prompt`, up to the first of `stops`."""
+        return OutputText(self.new(prompt), self._special, stops)
 
 
 class StreamDecoder:
@@ -125,33 +131,80 @@ class StopFinder:
     text, and of those that are complete at the same character the longest.
 
     Attributes:
-        matched_stop: the stop string that ended the text.
+        matched_stop: the stop string that ended the text, or None.
     """
 
     def __init__(self, stops: Sequence[str]):
         self._stops = tuple(stops)
-        self._held = ""
+        self._text, self._shown = "", ""  # held back; for each character, "1" if it belongs to the output
         self.matched_stop: str | None = None
 
-    def push(self, text: str) -> str:
-        """The text that is certain now."""
-        if not self._stops or self.matched_stop is not None:
-            return "" if self.matched_stop is not None else text
-        text_so_far = self._held + text
-        starts = {stop: text_so_far.find(stop) for stop in self._stops}
+    def push(self, text: str, *, shown: bool = True) -> str:
+        """Take the next piece of the output and return the text that is certain now.
+
+        Args:
+            text: the piece.
+            shown: whether it is part of the output. The spelling of a special token is not, but may be a stop string.
+        """
+        if self.matched_stop is not None:
+            return ""
+        if not self._stops:
+            return text if shown else ""
+        self._text += text
+        self._shown += ("1" if shown else "0") * len(text)
+        starts = {stop: self._text.find(stop) for stop in self._stops}
         ends = [(start + len(stop), start, stop) for stop, start in starts.items() if start >= 0]
         if ends:
             _, start, self.matched_stop = min(ends)
-            self._held = ""
-            return text_so_far[:start]
-        keep = max(_overlap(text_so_far, stop) for stop in self._stops)
-        self._held = text_so_far[len(text_so_far) - keep :]
-        return text_so_far[: len(text_so_far) - keep]
+            piece = self._take(start)
+            self._text = self._shown = ""
+            return piece
+        return self._take(len(self._text) - max(_overlap(self._text, stop) for stop in self._stops))
 
     def end(self) -> str:
         """The text that was held back: nothing follows that would make it a stop string."""
-        rest, self._held = self._held, ""
-        return rest
+        return self._take(len(self._text))
+
+    def _take(self, count: int) -> str:
+        text, shown = self._text[:count], self._shown[:count]
+        self._text, self._shown = self._text[count:], self._shown[count:]
+        return text if "0" not in shown else "".join(c for c, s in zip(text, shown, strict=True) if s == "1")
+
+
+class OutputText:
+    """The text of one output, up to the first stop string.
+
+    Attributes:
+        decoded: characters of the output that the tokens so far stand for, complete or not yet released.
+    """
+
+    def __init__(self, decoder: Decoder, special: Mapping[int, str], stops: Sequence[str] = ()):
+        self._decoder, self._special = decoder, special
+        self._finder = StopFinder(stops)
+        self._spells_special = any(
+            spelling in stop or stop in spelling for stop in stops for spelling in special.values()
+        )
+        self.decoded = 0
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string ended the output."""
+        return self._finder.matched_stop is not None
+
+    def push(self, token: int) -> str:
+        """Take the next token and return the text that is certain now."""
+        text = self._decoder.push(token)
+        self.decoded += len(text)
+        piece = self._finder.push(text)
+        if self._spells_special and (spelling := self._special.get(token)) is not None:
+            piece += self._finder.push(spelling, shown=False)
+        return piece
+
+    def end(self) -> str:
+        """The rest of the text: nothing follows."""
+        rest = self._decoder.end()
+        self.decoded += len(rest)
+        return self._finder.push(rest) + self._finder.end()
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -8,7 +8,7 @@ import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from axlearn_plugins_serving.server.text import Decoders, StopFinder, StreamDecoder, WindowDecoder
+from axlearn_plugins_transformer.text.decoding import Decoders, StopFinder, StreamDecoder, WindowDecoder
 from axlearn_plugins_transformer.text.tokenizers import ByteTokenizer, TokenizerJson
 
 BYTES = ByteTokenizer.Config().build()

@@ -1,0 +1,208 @@
+"""What the files of a model directory say about its text: which tokens begin and end it, defaults, limits, templates."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import tokenizers
+
+from axlearn_core.errors import CheckpointError, ConfigError, Problem
+from axlearn_plugins_models.huggingface.members import member, read_json
+from axlearn_plugins_transformer.text.processor import SAMPLING
+
+CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+GENERATION, TOKENIZER_CONFIG, TEMPLATE = "generation_config.json", "tokenizer_config.json", "chat_template.jinja"
+
+
+@attrs.frozen
+class TextFacts:
+    """Facts about the text of a model.
+
+    Attributes:
+        eos: the token that ends a document; None if no file names one.
+        bos: the token that the tokenizer puts in front of a text; None if it puts none.
+        end_tokens: ids that end an output, as `config.json` and `generation_config.json` list them.
+        sampling: defaults of requests, as `generation_config.json` sets them.
+        context_length: tokens that the model was made for; None if `config.json` does not say.
+        notes: files that contradict each other, and what was taken.
+    """
+
+    eos: str | None
+    bos: str | None
+    end_tokens: tuple[int, ...] = ()
+    sampling: Mapping[str, float] = attrs.field(factory=dict)
+    context_length: int | None = None
+    notes: tuple[str, ...] = ()
+
+    def settings(self, tokenizer: Path) -> dict[str, Any]:
+        """The settings of an experiment for a model with this text.
+
+        Args:
+            tokenizer: the path of its `tokenizer.json`.
+        """
+        text = {
+            "type": "text-processor",
+            "end_tokens": list(self.end_tokens),
+            "sampling": dict(self.sampling),
+            "context_length": self.context_length,
+        }
+        path = str(tokenizer.absolute())
+        return {
+            "input.tokenizer": {"type": "tokenizer-json", "path": path, "eos": self.eos, "bos": self.bos},
+            "text": text,
+        }
+
+
+def read_text_facts(directory: Path, config: Mapping[str, Any], rows: int) -> TextFacts:
+    """Read what the files of a model directory say about its text.
+
+    Args:
+        directory: of the model.
+        config: its `config.json`.
+        rows: of the model's table of tokens.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+        ConfigError: the base vocabulary of the tokenizer is larger than the model's.
+    """
+    tokenizer = _load_tokenizer(directory)
+    generation, described = _read(directory, GENERATION), _read(directory, TOKENIZER_CONFIG)
+    notes = [*_check_vocabulary(directory, tokenizer, rows), *_contradictions(directory, config, generation, described)]
+    named, vocab = _content(described.get("eos_token")), tokenizer.get_vocab(with_added_tokens=True)
+    eos = _end_token(named, (config, generation), tokenizer)
+    ends = list(dict.fromkeys(i for data in (config, generation) for i in _ids(data.get("eos_token_id")) if i < rows))
+    if named in vocab and ends and vocab[named] not in ends:
+        notes.append(
+            f"{TOKENIZER_CONFIG} ends a text with {named!r} (id {vocab[named]}), and {CONFIG} and {GENERATION} with the ids "
+            f"{', '.join(map(str, ends))}: these are taken"
+        )
+    bos = _first_token(tokenizer)
+    begins = next(_ids(config.get("bos_token_id")), None)
+    if bos is not None and begins is not None and begins != vocab[bos]:
+        notes.append(
+            f"{CONFIG} begins a text with the id {begins}, and {TOKENIZER} with {bos!r} (id {vocab[bos]}): that is taken"
+        )
+    sampling, unsupported = _sampling(generation)
+    if unsupported:
+        notes.append(f"{GENERATION}: not applied, as this project has no such sampling: {', '.join(unsupported)}")
+    return TextFacts(eos, bos, tuple(ends), sampling, context_length(config), tuple(notes))
+
+
+def context_length(config: Mapping[str, Any]) -> int | None:
+    """The tokens that a model was made for, by its `config.json`; None if it does not say.
+
+    RoPE that is scaled by a factor over an original length reaches that much further. `max_position_embeddings` counts the
+    scaling already for the kinds `llama3` and `longrope`, and in files that state the longer length.
+    """
+    length = next((config[k] for k in ("max_position_embeddings", "n_positions") if type(config.get(k)) is int), None)
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
+    if length is None or length < 1 or not isinstance(scaling, Mapping):
+        return length if length and length > 0 else None
+    kind, factor = scaling.get("rope_type", scaling.get("type")), scaling.get("factor")
+    if kind not in ("linear", "dynamic", "yarn") or not isinstance(factor, int | float):
+        return length
+    original = scaling.get("original_max_position_embeddings")
+    if kind == "yarn" and isinstance(original, int):
+        return max(length, int(original * factor))
+    return int(length * factor)
+
+
+def _load_tokenizer(directory: Path) -> tokenizers.Tokenizer:
+    file = directory / TOKENIZER
+    if not file.is_file():
+        raise CheckpointError(
+            f"{directory} has no {TOKENIZER}\n"
+            "    fix: `AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)` of transformers writes one"
+        )
+    member(directory, TOKENIZER)
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exceptions
+        raise CheckpointError(f"{file} is not a tokenizer.json that can be read: {error}") from None
+
+
+def _check_vocabulary(directory: Path, tokenizer: tokenizers.Tokenizer, rows: int) -> Iterator[str]:
+    """A note that names the added tokens that the model has no rows for; see `tokenizers.tokens_beyond`."""
+    added = {i: t.content for i, t in tokenizer.get_added_tokens_decoder().items()}
+    beyond = {i: t for t, i in tokenizer.get_vocab(with_added_tokens=True).items() if i >= rows}
+    if not beyond:
+        return
+    if beyond.keys() - added.keys():
+        raise ConfigError(
+            Problem(
+                path=f"{CONFIG}: vocab_size",
+                message=f"the tokenizer {directory / TOKENIZER} has more tokens than the model",
+                got=str(rows),
+                expected=f"at least {max(beyond) + 1}",
+                fix="take the tokenizer that belongs to the weights",
+            )
+        )
+    names = ", ".join(f"{added[i]!r} ({i})" for i in sorted(beyond)[:8])
+    more = f", and {len(beyond) - 8} more" if len(beyond) > 8 else ""
+    yield f"the model has {rows} rows, and none for the added tokens {names}{more}: texts with them are refused"
+
+
+def _contradictions(
+    directory: Path, config: Mapping[str, Any], generation: Mapping[str, Any], described: Mapping[str, Any]
+) -> Iterator[str]:
+    dtypes = [str(config[k]).removeprefix("torch.") for k in ("dtype", "torch_dtype") if config.get(k) is not None]
+    if len(set(dtypes)) > 1:
+        yield f"{CONFIG} has dtype {dtypes[0]} and torch_dtype {dtypes[1]}: {dtypes[0]} is taken"
+    inline = described.get("chat_template")
+    if isinstance(inline, str) and (directory / TEMPLATE).is_file():
+        if member(directory, TEMPLATE).read_text("utf-8", "replace").strip() != inline.strip():
+            yield f"{TEMPLATE} and {TOKENIZER_CONFIG} have different chat templates: that of {TEMPLATE} is taken"
+
+
+def _sampling(generation: Mapping[str, Any]) -> tuple[dict[str, float], list[str]]:
+    """(defaults of requests, settings that are not supported)."""
+    values = {n: v for n in SAMPLING if isinstance(v := generation.get(n), int | float) and not isinstance(v, bool)}
+    sampling = {n: float(v) for n, v in values.items() if SAMPLING[n][0] <= v <= SAMPLING[n][1]}
+    if generation.get("do_sample") is False:
+        sampling = {"temperature": 0.0}
+    penalty = generation.get("repetition_penalty")
+    unsupported = [] if penalty in (None, 1, 1.0) else [f"repetition_penalty {penalty}"]
+    return sampling, unsupported
+
+
+def _end_token(
+    named: str | None, configs: tuple[Mapping[str, Any], ...], tokenizer: tokenizers.Tokenizer
+) -> str | None:
+    """The token that ends a document; None if no file names one that the tokenizer has.
+
+    `config.json` and `generation_config.json` name ids. If they name several, such as the end of a turn and the end of the text,
+    `tokenizer_config.json` says which of them ends a document; without it, the first does.
+    """
+    for data in configs:
+        ends = [token for i in _ids(data.get("eos_token_id")) if (token := tokenizer.id_to_token(i)) is not None]
+        if ends:
+            return named if named in ends else ends[0]
+    return named if named in tokenizer.get_vocab(with_added_tokens=True) else None
+
+
+def _first_token(tokenizer: tokenizers.Tokenizer) -> str | None:
+    """The token that the post-processor of a tokenizer puts in front of a text; None if it puts none."""
+    front, plain = tokenizer.encode("a").ids, tokenizer.encode("a", add_special_tokens=False).ids
+    if not plain or front[: len(plain)] == plain or front[0] == plain[0]:
+        return None
+    return tokenizer.id_to_token(front[0])
+
+
+def _read(directory: Path, name: str) -> Mapping[str, Any]:
+    """The contents of a JSON file, or an empty mapping if it does not exist or holds something else."""
+    data = read_json(directory, name) if (directory / name).exists() else {}
+    return data if isinstance(data, Mapping) else {}
+
+
+def _ids(value: Any) -> Iterator[int]:
+    """The ids of a value that is one id or a list of them; ignores anything else."""
+    for one in value if isinstance(value, list) else [value]:
+        if type(one) is int and 0 <= one < 1 << 31:
+            yield one
+
+
+def _content(value: Any) -> str | None:
+    """A token, which may be written with its options."""
+    text = value.get("content") if isinstance(value, Mapping) else value
+    return text if isinstance(text, str) else None
