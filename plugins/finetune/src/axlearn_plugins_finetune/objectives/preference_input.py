@@ -27,8 +27,8 @@ class PreferenceInput(Configurable):
     """Batches of prompts with a chosen and a rejected answer.
 
     Arrays are `chosen_tokens`, `chosen_targets`, `chosen_weights`, and the same of `rejected`, [B, S] each. A row is
-    `[bos, prompt..., answer...]` (with the end-of-document token if there is no BOS), its targets `[prompt..., answer..., eos]`; weights are 1 where the target belongs to the
-    answer, its end included.
+    `[bos, prompt..., answer...]`, its targets `[prompt..., answer..., eos]`; without a BOS token, the end-of-document token stands
+    at the start. Weights are 1 if the target belongs to the answer, its end included.
     """
 
     @node

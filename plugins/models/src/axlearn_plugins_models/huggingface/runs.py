@@ -9,20 +9,21 @@ from typing import Any
 from axlearn_core.checkpoint import LocalStorage, open_storage, split_weights
 from axlearn_core.compose import Functional, compose
 from axlearn_core.compose.devices import configure_devices
-from axlearn_core.errors import ConfigError, RequestError
+from axlearn_core.errors import RequestError
 from axlearn_core.train.api import provenance, saved_config
 from axlearn_core.train.run_dir import RunDir
 from axlearn_core.train.session import log_message
 from axlearn_plugins_finetune.runs import appearing, local_target, open_run, write_weights
 from axlearn_plugins_models.huggingface import files, stream
+from axlearn_plugins_models.huggingface.export_text import KEPT, complete_text_files, model_settings
 from axlearn_plugins_models.huggingface.family import Family, Json, family, family_of
 from axlearn_plugins_models.huggingface.members import member
-from axlearn_plugins_models.huggingface.source import CONFIG, TOKENIZER, Source, open_model
+from axlearn_plugins_models.huggingface.source import Source, open_model
 from axlearn_plugins_models.huggingface.table import Tensor, layout
+from axlearn_plugins_models.huggingface.text_facts import CONFIG, TOKENIZER
 from axlearn_plugins_models.huggingface.weights import DirectoryWeights
+from axlearn_plugins_transformer.text.processor import TextProcessor, text_processor
 
-KEPT = "huggingface"
-"""The folder of a run directory that keeps what was in the model directory in addition to the weights."""
 TENSORS = "tensors.json"
 SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
 
@@ -100,7 +101,8 @@ def export_run(
     source = open_run(run_dir, step)
     config: Any = source.experiment
     run_files = _kept_files(run_dir)
-    model_family, data = _describe_run(run_files, config)
+    text = text_processor(config)
+    model_family, data = _describe_run(run_files, config, text)
     model = Functional.of(config.model)
     tensors = layout(model, model_family.table(model))
     dtypes: dict[str, list[str]] = json.loads(run_files.pop(TENSORS, b"{}"))
@@ -112,13 +114,14 @@ def export_run(
     files.check_space(directory, outputs)
     params = source.read()
     if dtype or not dtypes:
-        data["dtype"] = dtype or config.model.param_dtype
+        data["dtype"] = data["torch_dtype"] = dtype or config.model.param_dtype  # the latter for transformers 4
+    if text is not None and model_family.text:
+        complete_text_files(text, data, run_files)
     with appearing(directory) as partial:
         shards = files.shards(outputs)
         files.write(partial, shards, stream.values(tensors, params, shards))
         for name, content in run_files.items():
             (partial / name).write_bytes(content)
-        _write_tokenizer(config, partial)
         (partial / CONFIG).write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", "utf-8")
 
 
@@ -138,7 +141,7 @@ def _kept_files(run_dir: str | Path) -> dict[str, bytes]:
     return {name: storage.read(f"{folder}{name}") for name in names}
 
 
-def _describe_run(run_files: Mapping[str, bytes], config: Any) -> tuple[Family, Json]:
+def _describe_run(run_files: Mapping[str, bytes], config: Any, text: TextProcessor | None) -> tuple[Family, Json]:
     """The family and `config.json` of a run: those that it was imported from, where they still describe it."""
     if data := json.loads(run_files.get(CONFIG, b"{}")):
         model_family = family(str(data["model_type"]))
@@ -146,34 +149,13 @@ def _describe_run(run_files: Mapping[str, bytes], config: Any) -> tuple[Family, 
             return model_family, data
     model_family, fresh = family_of(config)
     same = {k: v for k, v in data.items() if k.endswith("_token_id")}
-    text = {"eos_token_id": _eos(config), "max_position_embeddings": _length(config)} if model_family.text else {}
-    return model_family, {**text, **fresh, **same}
+    facts = model_settings(text, _length(config)) if text is not None and model_family.text else {}
+    return model_family, {**facts, **fresh, **same}
 
 
 def _length(config: Any) -> int | None:
     length = getattr(config.input, "sequence_length", None)
     return length if isinstance(length, int) else None
-
-
-def _eos(config: Any) -> int | None:
-    try:
-        return config.input.tokenizer.build().eos_id
-    except (AttributeError, RequestError):
-        return None
-
-
-def _write_tokenizer(config: Any, directory: Path) -> None:
-    """The tokenizer of a run that did not come with one in this format."""
-    node = getattr(config.input, "tokenizer", None)
-    if (directory / TOKENIZER).exists() or not hasattr(node, "eos"):
-        return
-    try:
-        tokenizer = node.build()  # type: ignore[union-attr]
-    except (ConfigError, RequestError):
-        return
-    (directory / TOKENIZER).write_text(tokenizer.to_json(), "utf-8")
-    described = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.token(tokenizer.eos_id)}
-    (directory / "tokenizer_config.json").write_text(json.dumps(described, indent=2) + "\n", "utf-8")
 
 
 def _report_source(source: Source) -> None:

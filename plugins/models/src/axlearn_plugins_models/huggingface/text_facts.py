@@ -150,9 +150,9 @@ def _contradictions(
     if len(set(dtypes)) > 1:
         yield f"{CONFIG} has dtype {dtypes[0]} and torch_dtype {dtypes[1]}: {dtypes[0]} is taken"
     inline = described.get("chat_template")
-    if isinstance(inline, str) and (directory / TEMPLATE).is_file():
-        if member(directory, TEMPLATE).read_text("utf-8", "replace").strip() != inline.strip():
-            yield f"{TEMPLATE} and {TOKENIZER_CONFIG} have different chat templates: that of {TEMPLATE} is taken"
+    own = member(directory, TEMPLATE).read_text("utf-8", "replace") if (directory / TEMPLATE).exists() else None
+    if isinstance(inline, str) and own is not None and own.strip() != inline.strip():
+        yield f"{TEMPLATE} and {TOKENIZER_CONFIG} have different chat templates: that of {TEMPLATE} is taken"
 
 
 def _sampling(generation: Mapping[str, Any]) -> tuple[dict[str, float], list[str]]:

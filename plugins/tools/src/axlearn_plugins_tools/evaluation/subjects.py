@@ -23,8 +23,8 @@ def subject_of(loaded: Any, *, length: int | None = None, own: bool = True) -> S
     text = None if loaded.tokenizer is None else text_processor(loaded.config, loaded.tokenizer)
     if text is None:
         raise RequestError("this run's input has no tokenizer, so its model cannot be evaluated on text")
-    length = length or loaded.config.input.sequence_length
-    return subject(loaded.model, text, length=length, program=loaded.program, always=own)
+    source: Any = loaded.config.input
+    return subject(loaded.model, text, length=length or source.sequence_length, program=loaded.program, always=own)
 
 
 def subject(model: Any, text: TextProcessor, *, length: int, program: Any = None, always: bool = True) -> Subject:

@@ -1,0 +1,144 @@
+"""The text files of an exported model: what `transformers` needs to encode, end and sample as the run does."""
+
+import json
+import os
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from axlearn_plugins_models.huggingface.family import Json
+from axlearn_plugins_models.huggingface.text_facts import GENERATION, TEMPLATE, TOKENIZER, TOKENIZER_CONFIG
+from axlearn_plugins_transformer.text.chat_template import ChatTemplate
+from axlearn_plugins_transformer.text.decoding import HasTokenizerJson
+from axlearn_plugins_transformer.text.processor import TextProcessor
+
+KEPT = "huggingface"
+"""The folder of an imported run that keeps the small files of the model."""
+_SIDE = (TOKENIZER_CONFIG, TEMPLATE, "special_tokens_map.json")
+
+
+def model_settings(text: TextProcessor, length: int | None) -> Json:
+    """The keys of `config.json` that describe text.
+
+    Args:
+        text: of the run.
+        length: of its rows, which is the context length of a model that was trained from the start.
+    """
+    bos = getattr(text.tokenizer, "bos_id", None)
+    return {
+        "eos_token_id": _end_tokens(text),
+        **({} if bos is None else {"bos_token_id": bos}),
+        "max_position_embeddings": text.context_length or length,
+    }
+
+
+def complete_text_files(text: TextProcessor, config: Mapping[str, Any], contents: MutableMapping[str, bytes]) -> None:
+    """Add the text files of a run to the files of an export. What says the same already stays as it is.
+
+    Args:
+        text: of the run.
+        config: the exported `config.json`.
+        contents: name -> content of the files so far, such as those that an import kept.
+    """
+    if not isinstance(text.tokenizer, HasTokenizerJson):
+        return  # its ids are not those of any tokenizer.json
+    tokenizer: Any = text.tokenizer
+    for name in _SIDE:
+        if name not in contents and (content := _beside(tokenizer, name)) is not None:
+            contents[name] = content
+    if TOKENIZER not in contents:
+        contents[TOKENIZER] = _with_bos(tokenizer).encode()
+    described = _json(contents.get(TOKENIZER_CONFIG))
+    before = json.dumps(described)
+    described.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
+    described.setdefault("eos_token", tokenizer.eos_token)
+    if tokenizer.bos_token is not None:
+        described.setdefault("bos_token", tokenizer.bos_token)
+    if text.has_template and not _has_template(text.template, described, contents):
+        described.pop("chat_template", None)
+        contents[TEMPLATE] = text.template.source.encode()
+    if json.dumps(described) != before:
+        contents[TOKENIZER_CONFIG] = _dump(described)
+    _complete_generation(text, config, contents)
+
+
+def _complete_generation(text: TextProcessor, config: Mapping[str, Any], contents: MutableMapping[str, bytes]) -> None:
+    generation = _json(contents.get(GENERATION))
+    named = {i for data in (config, generation) for i in _as_list(data.get("eos_token_id"))}
+    changed: Json = {}
+    if not text.end_tokens <= named or (generation and "eos_token_id" not in generation):
+        changed["eos_token_id"] = _end_tokens(text)
+    for name, value in text.sampling.items():
+        number = int(value) if name == "top_k" else value
+        if generation.get(name) != number and not (value == 0 and generation.get("do_sample") is False):
+            changed |= (
+                {"do_sample": False} if name == "temperature" and value == 0 else {name: number, "do_sample": True}
+            )
+    if not changed:
+        return
+    if not generation:
+        changed = {**model_settings(text, None), **changed}
+        changed.pop("max_position_embeddings")
+    contents[GENERATION] = _dump({**generation, **changed})
+
+
+def _has_template(template: ChatTemplate, described: Json, contents: Mapping[str, bytes]) -> bool:
+    if TEMPLATE in contents:
+        return contents[TEMPLATE].decode("utf-8", "replace") == template.source
+    inline = described.get("chat_template")
+    if isinstance(inline, list):
+        inline = {t["name"]: t["template"] for t in inline}.get("default")
+    return inline == template.source
+
+
+def _with_bos(tokenizer: Any) -> str:
+    """The text of a tokenizer.json that puts the run's BOS token in front of a text, or nothing if it has none."""
+    source = tokenizer.to_json()
+    library = tokenizers.Tokenizer.from_str(source)
+    library.encode_special_tokens = False
+    ids, plain = library.encode("a").ids, library.encode("a", add_special_tokens=False).ids
+    front = ids[:1] if ids[: len(plain)] != plain else []
+    expected = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    if front == expected:
+        return source
+    data = json.loads(source)
+    processor = data.get("post_processor") or {}
+    others = processor["processors"] if processor.get("type") == "Sequence" else [processor]
+    others = [p for p in others if p and p["type"] != "TemplateProcessing"]
+    data["post_processor"] = {"type": "Sequence", "processors": others} if others else None
+    library = tokenizers.Tokenizer.from_str(json.dumps(data))
+    if expected:
+        bos = tokenizer.bos_token
+        template = tokenizers.processors.TemplateProcessing(
+            single=f"{bos}:0 $A:0", pair=f"{bos}:0 $A:0 {bos}:1 $B:1", special_tokens=[(bos, tokenizer.bos_id)]
+        )
+        own = library.post_processor
+        library.post_processor = tokenizers.processors.Sequence([own, template]) if own is not None else template
+    return library.to_str(pretty=False)
+
+
+def _beside(tokenizer: Any, name: str) -> bytes | None:
+    folder = getattr(tokenizer, "folder", None)
+    paths = [] if folder is None else [os.path.join(folder, name), os.path.join(folder, KEPT, name)]
+    return next((Path(p).read_bytes() for p in paths if os.path.isfile(p)), None)
+
+
+def _end_tokens(text: TextProcessor) -> int | list[int]:
+    first = text.tokenizer.eos_id
+    others = [i for i in text.config.end_tokens if i != first]
+    return [first, *others] if others else first
+
+
+def _json(content: bytes | None) -> Json:
+    data = json.loads(content) if content else {}
+    return data if isinstance(data, dict) else {}
+
+
+def _dump(data: Json) -> bytes:
+    return (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
