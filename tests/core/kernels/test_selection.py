@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from axlearn_core.compose.kernel_notes import replaced_kernels
 from axlearn_core.contracts.kernels import KernelImplementation
 from axlearn_core.errors import PluginError, RequestError
 from axlearn_core.kernels import selection
@@ -56,6 +57,22 @@ def test_a_name_is_that_one_or_one_clear_error():
             choose(call(), "xla-blokced")
         with pytest.raises(RequestError, match=r"'xla-blocked' cannot do this\n.*\n.*hides no whole block\n.*fix:"):
             call(Full()).run("xla-blocked")
+
+
+def test_a_function_that_only_shares_the_config_takes_a_named_kernel_if_it_can():
+    with use(Selection(platform="cpu", required=())) as program:
+        assert choose(call(), "xla-blocked") is XLA_BLOCKED
+        assert choose(call(Full()), "xla-blocked") is REFERENCE_KERNEL
+        assert choose(call(), "xla") is REFERENCE_KERNEL
+        assert choose(call(), "native") is XLA_BLOCKED  # a kernel of another op
+        with pytest.raises(RequestError, match="unknown attention kernel 'xla-blokced'"):
+            choose(call(), "xla-blokced")
+    assert [str(d) for d in replaced_kernels("decode", program.choices)] == [
+        "kernel: decode: attention runs by xla, not by xla-blocked (the mask (full) hides no whole block)",
+        "kernel: decode: attention runs by xla-blocked, not by native (not a kernel of attention)",
+    ]
+    with use(Selection(platform="cpu", required=("attention",))), pytest.raises(RequestError, match="cannot do this"):
+        choose(call(Full()), "xla-blocked")
 
 
 def test_platforms_priorities_and_what_cannot_be_loaded():

@@ -235,3 +235,42 @@ def test_a_feature_that_changes_nothing_is_named(rule):
     assert [str(d) for d in again.decisions] == ["unchanged: the feature 'remat' (the config is already as it asks)"]
     rule("remat:policy=full")
     assert decided(resolve(plain.config, target="h100-8x1"), "unchanged") == []
+
+
+def on_cpus(count, **settings):
+    machine = find_machine(f"cpu-{count}")
+    detect = lambda config: Detected(description=f"{count} x cpu", machine=machine)  # noqa: E731
+    return resolve("quickstart", detect=detect, set={"model.decoder.num_layers": 1, "input.batch_size": 12, **settings})
+
+
+def test_weights_that_cpus_cannot_split_are_replicated():
+    resolved = on_cpus(3)
+    assert dict(resolved.config.mesh.shape) == {"data": -1}
+    ((subject, reason),) = decided(resolved, "applied")
+    assert subject == "mesh"
+    assert reason.startswith(
+        "data=-1: every device holds all weights, since the default mesh cannot split them: model ("
+    )
+    assert reason.endswith("dimension 1 (embed) is not divisible by the mesh axes fsdp (128 over 3 devices)")
+    assert [s.set_by.split(" (")[0] for s in resolved.provenance["mesh.shape.data"]] == ["mesh rule 'cpu*'"]
+    assert mathematics(resolved.config) == mathematics(on_cpus(4).config)
+
+
+@pytest.mark.parametrize(
+    ("count", "settings"),
+    [
+        (4, {}),  # the default mesh fits
+        (1, {}),
+        (3, {"mesh.shape": {"fsdp": -1}}),  # as asked for, even if that is refused
+        (5, {}),  # 12 rows cannot be split over 5 devices by any mesh
+    ],
+)
+def test_any_other_mesh_of_cpus_stays(count, settings):
+    resolved = on_cpus(count, **settings)
+    assert dict(resolved.config.mesh.shape) == settings.get("mesh.shape", {})
+    assert decided(resolved, "applied") == []
+
+
+def test_a_named_target_of_cpus_brings_it_too():
+    resolved = resolve("quickstart", target="cpu-3", set={"input.batch_size": 12})
+    assert dict(resolved.config.mesh.shape) == {"data": -1}

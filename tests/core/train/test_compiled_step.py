@@ -1,6 +1,8 @@
 """The compiled step is kept in the run directory, and loaded by whoever continues the run."""
 
+import hashlib
 import json
+import re
 import subprocess
 import sys
 
@@ -12,6 +14,7 @@ from axlearn_core.compose import compose
 from axlearn_core.config import patch
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.resolve import resolve
+from axlearn_core.train import compiled_step
 from axlearn_core.train.compiled_step import _seals, check_seal, identity
 from axlearn_core.train.loop import TrainLoop
 
@@ -144,6 +147,49 @@ def test_a_seal_is_of_the_user_or_of_a_supervisor(tmp_path, monkeypatch):
     with pytest.raises(RequestError, match="no signature of this user"):
         check_seal(folder)
     assert (tmp_path / "mine/axlearn/key").stat().st_mode & 0o777 == 0o600
+
+
+class Unloaded:
+    """A program that must not be handed the files of somebody else."""
+
+    def __init__(self):
+        self.discarded = 0
+
+    def load(self, folder, identity):
+        raise AssertionError("executables without a signature are code of somebody else")
+
+    def discard(self, name, batch):
+        self.discarded += 1
+
+
+@pytest.mark.parametrize("seal", ["missing", "of another user", "of other files", "empty"])
+def test_files_without_a_seal_are_never_loaded(seal, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("AXLEARN_JOB", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
+    monkeypatch.setattr(compiled_step, "identity", lambda program: {"config.seed": "0"})
+    program = Unloaded()
+    step = compiled_step.CompiledStep(tmp_path / "run", program)
+    name = hashlib.sha256(json.dumps({"config.seed": "0"}, sort_keys=True).encode()).hexdigest()[:16]
+    folder = tmp_path / "run/compiled" / name
+    folder.mkdir(parents=True)
+    (folder / "executables.json").write_text("{}")
+    for path in (folder, folder / "executables.json"):
+        path.chmod(0o700)
+    seals = {
+        "missing": None,
+        "of another user": {"user": "0" * 64},
+        "of other files": _seals(folder),
+        "empty": {},
+    }[seal]
+    if seals is not None:
+        folder.with_suffix(".seal").write_text(json.dumps(seals))
+    if seal == "of other files":
+        (folder / "executables.json").write_text('{"functions": []}')
+    assert step.load({}) is False
+    assert program.discarded == 1
+    assert step.facts == {}
+    reason = "signature cannot be read" if seal == "missing" else "no signature of this user"
+    assert re.search(f"is not loaded: .*{reason}", capfd.readouterr().err)
 
 
 def test_loading_that_never_ends_ends_the_process_for_its_supervisor():

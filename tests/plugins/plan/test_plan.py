@@ -2,6 +2,7 @@
 
 import json
 
+import attrs
 import jax
 import numpy as np
 import pytest
@@ -94,9 +95,33 @@ def test_it_is_printed(plan):
     assert "priority" in attention["rejected"]["xla"]
 
 
-def test_what_does_not_fit_comes_with_remedies(plan):
-    import attrs
+def at_peak(plan, flops, dtype="bfloat16"):
+    """The plan with so many FLOPs that take as long as the peak in bfloat16 allows."""
+    target = attrs.evolve(plan.machine.target, peak_flops={"bfloat16": 1e12})
+    line = attrs.evolve(plan.roofline, compute=flops / plan.machine.devices / 1e12)
+    return attrs.evolve(
+        plan, machine=attrs.evolve(plan.machine, target=target), roofline=line, executed={dtype: float(flops)}
+    )
 
+
+def test_the_causal_utilisation_comes_first_and_one_above_the_peak_is_explained(plan):
+    skips = at_peak(plan, 1.02 * plan.flops.causal)  # a kernel that skips what the mask hides
+    report, fields = text(skips), as_json(skips)
+    assert fields["roofline_mfu_causal"] < 1 < fields["roofline_mfu"]
+    first, second, third = report.split("\n  MFU ")[1].splitlines()[:3]
+    assert first.split()[0] == "98.0%"
+    assert "full attention" in second
+    assert third.strip() == fields["roofline_mfu_note"]
+    assert fields["roofline_mfu_note"].startswith("more than 100%: full attention counts pairs that the mask hides")
+    narrow = at_peak(plan, plan.flops.causal / 2, dtype="int8")
+    assert as_json(narrow)["roofline_mfu_note"].endswith("the peak in bfloat16, and some products are in int8")
+    plain = at_peak(plan, 1.02 * plan.flops.full)
+    assert as_json(plain)["roofline_mfu_note"] is None
+    assert "100%" not in text(plain)
+    assert as_json(plan)["roofline_mfu_note"] is None, "no peak is known"
+
+
+def test_what_does_not_fit_comes_with_remedies(plan):
     small = attrs.evolve(plan.memory, capacity=plan.memory.arguments + plan.memory.temporaries // 2)
     tight = attrs.evolve(plan, memory=small)
     actual = remedies(tight, frozenset({"remat", "gradient-accumulation"}))

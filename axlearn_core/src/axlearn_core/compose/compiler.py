@@ -16,6 +16,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from axlearn_core.compose import executables
 from axlearn_core.compose.functions import Array, Function, Part
+from axlearn_core.compose.kernel_notes import KernelNotes
 from axlearn_core.compose.layout import Layout
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.contracts.target import Target
@@ -35,6 +36,7 @@ class Compiler:
         platform: of the devices, by which kernels are chosen.
         parts: what each `Part` stands for: abstract arrays with their shardings.
         mesh: the config of the layout.
+        kernel_notes: reports when another kernel runs than the one that the config names.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Compiler:
         self.platform = target.platform if target else layout.mesh.devices.flat[0].platform
         self.parts: dict[Part, Any] = {Part.KEY: jax.eval_shape(lambda: jax.random.key(0)), **parts}
         self.mesh = mesh
+        self.kernel_notes = KernelNotes()
         self._selections: dict[str, Selection] = {}
         self._jitted: dict[Any, Any] = {}
         self._compiled: dict[Any, Any] = {}
@@ -73,10 +76,12 @@ class Compiler:
     def selection(self, name: str) -> Selection:
         """The choice of kernels for a function."""
         if name not in self._selections:
+            function = self.function(name)
             self._selections[name] = Selection(
                 platform=self.platform,
                 target=self.target.name if self.target else "",
-                gradients=self.function(name).differentiates,
+                gradients=function.differentiates,
+                required=None if function.differentiates else function.required_kernels,
             )
         return self._selections[name]
 
@@ -98,7 +103,7 @@ class Compiler:
     def trace(self, name: str, bucket: object = None) -> Any:
         """A function traced for a bucket: its jaxpr, and the choice of kernels."""
         with self._tracing:  # kernels are chosen, and recorded, meanwhile
-            return self._jit(name, bucket).trace(*self.arguments(name, bucket))
+            return self._trace(self._jit(name, bucket), name, bucket)
 
     def lower(self, name: str, bucket: object = None) -> Any:
         """A function lowered for a bucket."""
@@ -181,9 +186,14 @@ class Compiler:
     def _lower(self, jitted: Any, name: str, bucket: Any) -> Any:
         platform = self.layout.mesh.devices.flat[0].platform
         with self._tracing:
-            traced = jitted.trace(*self.arguments(name, bucket))
+            traced = self._trace(jitted, name, bucket)
             with lowering(self.target):
                 return traced.lower(lowering_platforms=("cuda" if platform == "gpu" else str(platform),))
+
+    def _trace(self, jitted: Any, name: str, bucket: Any) -> Any:
+        traced = jitted.trace(*self.arguments(name, bucket))
+        self.kernel_notes.report(name, self.choices(name))
+        return traced
 
     def _has_packed_arguments(self, name: str, bucket: object) -> bool:
         return any(_is_packed(spec) for spec in jax.tree.leaves(self.arguments(name, bucket)))

@@ -18,6 +18,7 @@ from axlearn_core.config import Node
 from axlearn_core.contracts.capabilities import DependsOnBatch, EndsStep
 from axlearn_core.errors import ConfigError, Problem, RequestError, nearest
 from axlearn_core.nn import held, randomness
+from axlearn_core.nn.axis_names import declared_names, is_unnamed
 from axlearn_core.nn.variables import LearnedVariable, StepTotal
 
 Params = dict[str, Any]
@@ -113,7 +114,7 @@ class Functional:
             if kind in axes:
                 names = _axes(path, variable, len(value.shape))
                 axes[kind][path] = (None,) * len(value.shape) if names is None else names
-                if kind == "params" and names is None and value.shape:
+                if kind == "params" and is_unnamed(variable) and value.shape:
                     unnamed.append(path)
         held.check_seeds(model, draws=bool(arrays["streams"]))
         reasons = _batch_dependence(model, arrays["streams"])
@@ -233,17 +234,12 @@ def _kind(variable: object) -> str:
 
 
 def _axes(path: str, variable: Any, rank: int) -> tuple[str | None, ...] | None:
-    meta = variable.get_metadata()
-    names = meta.get("out_sharding") or meta.get("sharding_names") or meta.get("sharding")
-    if names is None:
-        return None
-    if len(names) != rank:
+    names = declared_names(variable)
+    if names is not None and len(names) != rank:
         raise ConfigError(
-            Problem(
-                path=path, message="one logical axis per dimension", got=str(tuple(names)), expected=f"{rank} names"
-            )
+            Problem(path=path, message="one logical axis per dimension", got=str(names), expected=f"{rank} names")
         )
-    return tuple(names)
+    return names
 
 
 def _not_an_array(path: str, variable: object, value: object) -> Problem:

@@ -48,6 +48,8 @@ class Function:
             compiler.
         donate: the positions of the arguments whose buffers the results take over.
         differentiates: whether it needs gradients; where it does not, kernels without a backward pass may be chosen.
+        required_kernels: the names of the ops whose kernel the config names for this very function: it has to serve. So it
+            has for every op of a function that differentiates. Elsewhere another one steps in, and that is reported.
         runs_once: compiled fast rather than well.
         by_bucket: whether `call` takes the bucket too, as its last argument, which is static.
         of_model: of what a model declares, whether `call` takes the bound model first; otherwise it takes its inputs alone.
@@ -61,6 +63,7 @@ class Function:
     outputs: Callable[[Any], Any] | None = None
     donate: tuple[int, ...] = ()
     differentiates: bool = False
+    required_kernels: tuple[str, ...] = ()
     runs_once: bool = False
     by_bucket: bool = False
     of_model: bool = True

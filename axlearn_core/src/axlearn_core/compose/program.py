@@ -21,6 +21,7 @@ from axlearn_core.config import Node
 from axlearn_core.contracts.capabilities import DeclaresBatches
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.contracts.target import Machine
+from axlearn_core.errors import ConfigError
 from axlearn_core.plugins.manager import host
 
 SMALL_BATCH = 2**20
@@ -198,6 +199,27 @@ def _check_batch(config: object, layout: Layout) -> None:
         layout.spec(batch_axes(shape), shape, f"input ({name})")
 
 
+def refusal_of_layout(config: Experiment, mesh: Mesh, devices: int) -> str | None:
+    """The reason why the parameters and batches of a config cannot be laid over so many devices; None if they can."""
+    try:
+        layout = _lay_out(mesh, ModelAndObjective.of(config, Functional.of(config.model)), devices)
+        _check_batch(config, layout)
+    except ConfigError as error:
+        problem = error.problems[0]
+        return f"{problem.path}: {problem.message}" + (f" ({problem.got})" if problem.got else "")
+    return None
+
+
+def _lay_out(mesh: Mesh, trained: ModelAndObjective, devices: int) -> Layout:
+    """The layout of an abstract mesh; raises `ConfigError` if it does not fit the parameters."""
+    sizes = mesh.sizes(devices)
+    layout = Layout(jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes)), mesh)
+    axes = {**trained.axes, **trained.variable_axes}
+    for path, array in {**trained.abstract, **trained.variables}.items():
+        layout.spec(axes[path], array.shape, f"model ({path})")
+    return layout
+
+
 def check_program(config: Experiment, machine: Machine | None = None) -> ModelAndObjective:
     """Checks what `compose` would refuse, without any devices or arrays: builds the model and the learner abstractly, traces
     the loss of a batch, and lays parameters and batches over the mesh that the config asks for.
@@ -222,12 +244,8 @@ def check_program(config: Experiment, machine: Machine | None = None) -> ModelAn
     if batch and "loss" in functions:
         jax.eval_shape(functions["loss"].call, trained.specs, batch)
     if config.mesh.shape or machine:
-        sizes = config.mesh.sizes(machine.devices if machine else math.prod(map(abs, config.mesh.shape.values())))
-        layout = Layout(jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes)), config.mesh)
-        axes = {**trained.axes, **trained.variable_axes}
-        for path, array in {**trained.abstract, **trained.variables}.items():
-            layout.spec(axes[path], array.shape, f"model ({path})")
-        _check_batch(config, layout)
+        devices = machine.devices if machine else math.prod(map(abs, config.mesh.shape.values()))
+        _check_batch(config, _lay_out(config.mesh, trained, devices))
     return trained
 
 

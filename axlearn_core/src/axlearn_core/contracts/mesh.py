@@ -53,6 +53,8 @@ class MeshRule:
         rules: logical axis -> mesh axes, over the default rules.
         features: what to apply there, as on the command line (`remat:save=[query,key]`).
         packages: feature -> the distribution that has it, for the error where it is not installed.
+        indivisible: the shape of a config that asks for none and whose parameters the default shape cannot split. A machine
+            that was detected brings it, whatever `detected` says: without it, the run would be refused.
         detected: whether a machine that was detected brings the rule's execution; otherwise only a target that is named.
     """
 
@@ -62,6 +64,7 @@ class MeshRule:
     rules: Mapping[str, tuple[str, ...]] = {}
     features: tuple[str, ...] = ()
     packages: Mapping[str, str] = {}
+    indivisible: Mapping[str, Size] = {}
     detected: bool = True
 
     @property
@@ -72,8 +75,13 @@ class MeshRule:
 
     def sizes(self, machine: Machine) -> dict[str, int]:
         """`shape` in numbers."""
-        meant = {"host": machine.devices_per_host, "domain": machine.devices_per_domain, "domains": machine.domains}
-        return {axis: meant[size] if isinstance(size, str) else size for axis, size in self.shape.items()}
+        return sizes_on(machine, self.shape)
+
+
+def sizes_on(machine: Machine, shape: Mapping[str, Size]) -> dict[str, int]:
+    """A shape in numbers."""
+    meant = {"host": machine.devices_per_host, "domain": machine.devices_per_domain, "domains": machine.domains}
+    return {axis: meant[size] if isinstance(size, str) else size for axis, size in shape.items()}
 
 
 @node

@@ -1,13 +1,14 @@
 """Chooses the kernel for each call of an op.
 
 A program puts its selection in force while it is traced, and keeps the choice at each call site. Outside of a program
-the reference runs. A layer whose config names a kernel gets that one, or an error.
+the reference runs. A layer whose config names a kernel gets that one, or an error. A function that only shares the config
+(generation shares it with the training step, for which the kernel was named) gets it if it can have it.
 """
 
 import contextlib
 import contextvars
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import attrs
@@ -100,13 +101,15 @@ class Choice:
         op: the call, without values.
         context: the program around it.
         name: the kernel.
-        rejected: name -> reason, of kernels with a higher priority.
+        rejected: name -> reason, of kernels with a higher priority, and of one that the config names.
+        named: the kernel that the config names; None if it leaves the choice open.
     """
 
     op: Call[Any]
     context: KernelContext
     name: str
     rejected: Mapping[str, str]
+    named: str | None = None
 
     @property
     def call(self) -> str:
@@ -133,6 +136,7 @@ class Selection:
         gradients: whether it differentiates.
         declared: op class -> its kernels.
         choices: the choices in the order of the trace, each different call once.
+        required: the names of the ops that have to run by the kernel that the config names; None means every op.
     """
 
     platform: str = attrs.field(factory=jax.default_backend)
@@ -140,22 +144,29 @@ class Selection:
     gradients: bool = True
     declared: Callable[[OpClass], Sequence[KernelImplementation]] = installed
     choices: list[Choice] = attrs.field(factory=list)
+    required: Container[str] | None = None
 
     def choose(self, op: Call[R], name: str | None = None) -> Kernel[Call[R], R]:
         """The kernel for a call: the one called `name`, or the one of highest priority that supports it.
 
         Raises:
-            RequestError: `name` does not exist or does not support the call, or no kernel supports it.
+            RequestError: `name` does not exist, or does not support a call that requires it, or no kernel supports the call.
         """
         call = op.abstract()
         context = KernelContext(platform=self.platform, target=self.target, gradients=self.gradients)
         ranked = sorted(self.declared(type(op)), key=lambda k: (-k.priority, k.name))
-        candidates = ranked if name is None else [_find(type(op), name, ranked)]
-        rejected: dict[str, str] = {}
+        candidates, rejected = ranked, dict[str, str]()
+        if name is not None:
+            if self.required is None or op.name in self.required:
+                candidates = [_find(type(op), name, ranked)]
+            elif any(k.name == name for k in ranked) or not _names_kernel(name):
+                candidates = [_find(type(op), name, ranked), *(k for k in ranked if k.name != name)]
+            else:
+                rejected[name] = f"not a kernel of {op.name}"
         for implementation in candidates:
             kernel, reason = _consider(implementation, call, context)
             if reason is None:
-                choice = Choice(op=call, context=context, name=implementation.name, rejected=rejected)
+                choice = Choice(op=call, context=context, name=implementation.name, rejected=rejected, named=name)
                 if choice not in self.choices:
                     self.choices.append(choice)
                 return kernel
@@ -177,6 +188,13 @@ def _find(op: OpClass, name: str, ranked: Sequence[KernelImplementation]) -> Ker
         + (f"    did you mean: {', '.join(close)}?\n" if close else "")
         + f"    known: {_names(ranked)}\n    fix: leave `kernel` unset to have the best one chosen"
     )
+
+
+def _names_kernel(name: str) -> bool:
+    """Whether an installed plugin declares a kernel of this name, for any op."""
+    from axlearn_core.plugins.manager import host  # as above
+
+    return any(kernel.name == name for _, declared in host().answers("axlearn_kernels") for kernel in declared)
 
 
 def _names(implementations: Sequence[KernelImplementation]) -> str:

@@ -18,9 +18,21 @@ def axlearn_targets() -> list[Target]:
 
 @hookimpl
 def axlearn_mesh_rules() -> list[MeshRule]:
-    """XLA:CPU compiles unrolled layers to a faster program than a scan of them, in more time: where it is asked for."""
+    """The rule of CPUs.
+
+    XLA:CPU compiles unrolled layers to a faster program than a scan of them, in more time: a named target brings that.
+    Weights that the processes cannot split between them, such as a width of 128 on three machines, are replicated.
+    """
     packages = {"scan": "axlearn-plugins-tools"}
-    return [MeshRule(target="cpu*", features=("scan:on=false",), packages=packages, detected=False)]
+    return [
+        MeshRule(
+            target="cpu*",
+            features=("scan:on=false",),
+            packages=packages,
+            indivisible={"data": -1},
+            detected=False,
+        )
+    ]
 
 
 @hookimpl

@@ -15,12 +15,13 @@ class Decision:
     Attributes:
         kind: `machine` and `mesh rule` say what holds; `applied` and `left out` what the rule changed and did not change;
             `unchanged` names a feature that was asked for and changed nothing, `replicated` parameters without axis names,
-            `not registered` code that the config file cannot name.
-        subject: the machine, the rule, the feature, the path or the code.
+            `not registered` code that the config file cannot name, `kernel` a function that cannot use the kernel that the
+            config names.
+        subject: the machine, the rule, the feature, the path, the code, or the function and its op.
         reason: why, or what it changed, and what to ask for to have it otherwise.
     """
 
-    kind: Literal["machine", "mesh rule", "applied", "left out", "unchanged", "replicated", "not registered"]
+    kind: Literal["machine", "mesh rule", "applied", "left out", "unchanged", "replicated", "not registered", "kernel"]
     subject: str
     reason: str = ""
 

@@ -24,6 +24,7 @@ from axlearn_core.errors import ConfigError, PluginError, Problem, RequestError
 from axlearn_core.plugins.application import applied, check_execution, check_needs, conflict, merged
 from axlearn_core.plugins.decisions import Decision, show_changes
 from axlearn_core.plugins.feature import Feature
+from axlearn_core.plugins.indivisible import replace_shape
 from axlearn_core.plugins.layout_file import read_layout
 from axlearn_core.plugins.order import Order
 from axlearn_core.plugins.registry import Entry, Registry, registry
@@ -84,6 +85,7 @@ class _Resolution:
         self.applied: list[tuple[str, Feature]] = []
         self.notes: list[str] = []
         self.decisions: list[Decision] = []
+        self.indivisible: tuple[str, MeshRule, Machine] | None = None
 
     def run(self) -> Resolved:
         request = self.request
@@ -103,6 +105,7 @@ class _Resolution:
             tree = self._laid_out(tree, rule, machine, str(rule_title))
         for settings in (*request.base_settings, request.file_settings, request.settings):
             tree = self._settings(tree, settings)
+        tree = self._replicated(tree)
         title = request.title or (request.experiment if isinstance(request.experiment, str) else "config")
         return Resolved(
             config=tree,
@@ -141,6 +144,8 @@ class _Resolution:
         if refused:
             self._decide("left out", *refused)
         rule_title, rule = find_rule(machine, {} if refused else own, self._count_parameters) or (None, None)
+        if rule is not None and rule.indivisible:
+            self.indivisible = str(rule_title), rule, machine
         if rule is not None and self.request.target is None and (rule.detected is False or self.request.document):
             whole = "the request is a whole config; " if self.request.document else ""
             named = refused[0] if refused else str(rule_title).removeprefix("mesh rule ")
@@ -252,6 +257,14 @@ class _Resolution:
         if changes:
             self._decide("applied", "mesh", show_changes([c for c in changes if c.new is not ABSENT], limit=4))
         return after
+
+    def _replicated(self, tree: Node[Any]) -> Node[Any]:
+        """`tree` in the shape that the rule has for parameters that cannot be split, if they cannot."""
+        if self.indivisible and (replacement := replace_shape(tree, *self.indivisible[1:])):
+            before, tree = tree, patch(tree, {"mesh.shape": replacement.shape}, self.decoder.decode_at)
+            self.record(diff(before, tree, self.names.shown_name), self.indivisible[0])
+            self._decide("applied", "mesh", replacement.reason)
+        return tree
 
     def record(self, changes: Iterable[Change], set_by: str) -> None:
         for change in changes:

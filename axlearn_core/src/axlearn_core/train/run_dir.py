@@ -22,6 +22,7 @@ from axlearn_core.config.files import read_regular
 from axlearn_core.config.kinds import DECISIVE, change_kinds, mathematics, microbatches
 from axlearn_core.config.types import show
 from axlearn_core.errors import CheckpointError, RequestError, WorkError
+from axlearn_core.plugins.decisions import Decision
 from axlearn_core.plugins.unregistered import code_name, stable_repr
 
 Who = Callable[[str], str | None]
@@ -167,6 +168,10 @@ class RunDir:
         """Adds one fact to the lock that is known only once the step is compiled."""
         lock = self.read_lock() | {name: value}
         write_whole(self.path / "run.lock.json", json.dumps(lock, indent=1, default=str) + "\n")
+
+    def add_decision(self, decision: Decision) -> None:
+        """Adds a decision to the lock that was made once the run had begun."""
+        self.write_fact("decisions", [*self.read_lock().get("decisions", ()), attrs.asdict(decision)])
 
 
 def _damaged_lock(file: Path, problem: str) -> CheckpointError:

@@ -1,5 +1,6 @@
 """The root of every experiment, and how its parts become a running job."""
 
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -172,6 +173,7 @@ class Trainer(Configurable):
             saved = run.step > 0 or (run.old_lock.get(SAVED, False) and not restart)
             frozen = FrozenWeights.of(program) if run.begins else None
             self._write(run, lock | {"run": run.run_id, SAVED: saved}, config_text, decisions)
+            program.kernel_notes.listener = functools.partial(_record_decision, run)
             on_save = OnSave(run, saved)
             session = self._start(run, frozen, experiment, on_save)
             closing.callback(lambda: run.clock.write("end", session.step))
@@ -370,6 +372,13 @@ def _read_lock(run_dir: RunDir, mirror: RunMirror | None) -> dict[str, Any]:
         return json.loads(mirror.read("run.lock.json"))
     except (MissingFileError, ValueError):
         return {}
+
+
+def _record_decision(run: OpenRun, decision: Decision) -> None:
+    """Shows a decision that a function's compilation took, and keeps it in the lock."""
+    log_message(str(decision))
+    if jax.process_index() == 0 or run.mirror:
+        run.run_dir.add_decision(decision)
 
 
 def _record_saves(checkpointer: Checkpointer, clock: PhaseClock) -> None:

@@ -16,6 +16,7 @@ from jax import lax
 
 from axlearn_core.config import Node
 from axlearn_core.errors import RequestError
+from axlearn_core.nn.axis_names import name_stack_axis
 from axlearn_core.nn.linear import Projection
 from axlearn_core.nn.sharding import is_sharded
 from axlearn_plugins_moe.grouped_matmul import GroupedMatmul
@@ -129,6 +130,7 @@ def stacked(cfg: Node[Any], count: int, *, rngs: nnx.Rngs, **offered: Any) -> An
         return cfg.build(rngs=rngs, **offered)
 
     module = build_part(rngs)
+    name_stack_axis(module, "experts")
     if not hasattr(module, "grouped"):
         raise RequestError(
             f"{type(cfg).__qualname__} cannot stand for the matrices of experts: what it builds has no method `grouped`\n"

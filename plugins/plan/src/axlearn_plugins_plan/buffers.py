@@ -7,13 +7,14 @@ its own layout of buffers, which is what is read here.
 
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import attrs
+
+from axlearn_plugins_plan.scratch import scratch_directory
 
 OPTION = "xla_dump_to"
 _FLAG = re.compile(rf"--{OPTION}=(\S+)")
@@ -73,8 +74,8 @@ def open_dump(options: Mapping[str, Any]) -> Iterator[Dump]:
         directory = Path(str(own))
         yield Dump(directory=directory, earlier=_times(directory))
         return
-    with tempfile.TemporaryDirectory(prefix="axlearn-plan-") as temporary:
-        yield Dump(directory=Path(temporary), options={OPTION: temporary})
+    with scratch_directory() as temporary:
+        yield Dump(directory=temporary, options={OPTION: str(temporary)})
 
 
 def parse_buffers(text: str) -> Buffers | None:

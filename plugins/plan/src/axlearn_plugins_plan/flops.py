@@ -189,7 +189,8 @@ def executed_flops(program: Program, name: str, bucket: Any) -> Mapping[str, flo
     """Dtype -> FLOPs that the program asks for in one call, on all devices: recomputation too, kernels without the pairs
     of positions that they skip.
     """
-    selection = ScopedSelection(platform=program.platform, target=program.selection(name).target)
+    own = program.selection(name)
+    selection = ScopedSelection(platform=program.platform, target=own.target, required=own.required)
     with program.tracing(name, selection):
         jaxpr = _jaxpr(program, name, bucket)
     total: dict[str, float] = {}

@@ -80,6 +80,17 @@ class Plan:
         return utilisation(flops, self.roofline.step, self.machine.target, self.machine.devices)
 
     @property
+    def mfu_note(self) -> str | None:
+        """Why a utilisation at the roofline exceeds 1; None if neither does."""
+        full, causal = self.mfu(), self.mfu(causal=True)
+        if causal is not None and causal > 1:
+            faster = ", ".join(sorted(d for d, flops in self.executed.items() if flops and d != "bfloat16"))
+            return f"more than 100%: the share is of the peak in bfloat16, and some products are in {faster or 'other dtypes'}"
+        if full is not None and full > 1:
+            return "more than 100%: full attention counts pairs that the mask hides, and the kernel skips those"
+        return None
+
+    @property
     def prediction(self) -> Prediction | None:
         """The time of a training step beside its roofline; None where no such step on the target is known."""
         if self.function != "train" or self.collectives is None:

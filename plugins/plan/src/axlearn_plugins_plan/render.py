@@ -109,10 +109,11 @@ def _roofline(plan: Plan) -> Iterator[str]:
         many = f"{prediction.steps} known step{'s' if prediction.steps > 1 else ''}"
         yield f"predicted{seconds(prediction.seconds):>9}  {within}, from {many} on {plan.machine.target.name}:"
         yield from (f"           {source}" for source in prediction.sources)
-    yield (
-        f"MFU      {share(plan.mfu()):>9}  of {count(plan.flops.full)}FLOP with full attention; "
-        f"causal: {share(plan.mfu(causal=True))} of {count(plan.flops.causal)}FLOP"
-    )
+    full, causal = plan.flops.full, plan.flops.causal
+    yield f"MFU      {share(plan.mfu(causal=True)):>9}  of {count(causal)}FLOP, the pairs of positions that the mask shows"
+    yield f"         {share(plan.mfu()):>9}  of {count(full)}FLOP with full attention, as most publications count"
+    if (reason := plan.mfu_note) is not None:
+        yield f"                    {reason}"
 
 
 def _bytes_sent(plan: Plan, field: str) -> str:
@@ -204,6 +205,7 @@ def as_json(plan: Plan, remedies: Sequence[Remedy] = ()) -> dict[str, Any]:
         "predicted_step_seconds": _prediction_fields(plan),
         "roofline_mfu": plan.mfu(),
         "roofline_mfu_causal": plan.mfu(causal=True),
+        "roofline_mfu_note": plan.mfu_note,
         "tokens_per_step": plan.tokens,
         "collective_bytes": _scale_values(plan.collective_bytes, per_chip),
         "collectives": None if plan.collectives is None else [_collective(c, per_chip) for c in plan.collectives],

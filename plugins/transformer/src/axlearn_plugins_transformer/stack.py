@@ -12,6 +12,7 @@ from jax.core import Tracer
 from axlearn_core.compose.functions import share_code
 from axlearn_core.config import Configurable, Node, node, setting
 from axlearn_core.nn import summaries, variables
+from axlearn_core.nn.axis_names import name_stack_axis
 from axlearn_core.nn.layer import Context
 from axlearn_core.nn.remat import Remat
 from axlearn_core.nn.sharding import constrain
@@ -99,7 +100,9 @@ class Stack(Configurable):
             def build_layer(rngs: nnx.Rngs) -> Any:
                 return make(cfg, rngs)
 
-            return build_layer(rngs)
+            layers = build_layer(rngs)
+            name_stack_axis(layers, "layers")
+            return layers
 
         layers = [stacked(cfg, kinds.count(kind)) for kind, cfg in enumerate(distinct)]
         return layers[0] if len(layers) == 1 else MixedLayers(layers, kinds)

@@ -100,7 +100,7 @@ def test_parameters_have_paths_and_axes_and_the_rest_is_replicated():
     own = {p.partition("module.")[2]: model.axes[p] for p in model.abstract if ".module." in p}
     assert own == {
         "up.weight": ("layers", "mlp", "embed"), "down.weight": ("layers", "embed", "mlp"),
-        "up.bias": (None, None), "down.bias": (None, None),
+        "up.bias": ("layers", None), "down.bias": ("layers", None),
     }  # fmt: skip
     assert list(model.variables) == ["decoder.layer.feed_forward.module.table"]
 

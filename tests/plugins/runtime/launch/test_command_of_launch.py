@@ -184,6 +184,25 @@ def test_a_ray_that_does_not_start_is_one_error():
         LocalLauncher()._connect(Slow(), job)
 
 
+@pytest.mark.parametrize(
+    ("rows", "hosts", "fix"),
+    [
+        (8, 3, "input.batch_size=6 or input.batch_size=9; or --hosts 2 or --hosts 4"),
+        (2, 5, "input.batch_size=5; or --hosts 2"),
+        (7, 2, "input.batch_size=6 or input.batch_size=8; or --hosts 1 or --hosts 7"),
+    ],
+)
+def test_a_batch_that_hosts_cannot_share_names_the_nearest_that_they_can(rows, hosts, fix):
+    with pytest.raises(RequestError, match=f"input.batch_size {rows} cannot be shared.*\n.*\n    fix: {fix}$"):
+        check_hosts(config(**{"input.batch_size": rows}), None, hosts, 1)
+
+
+def test_the_nearest_hosts_count_their_processes():
+    fix = r"fix: input\.batch_size=6 or input\.batch_size=12; or --hosts 2 or --hosts 4$"
+    with pytest.raises(RequestError, match=fix):
+        check_hosts(config(**{"input.batch_size": 8}), None, 3, 2)
+
+
 def test_the_hosts_of_a_target():
     machine = Machine(name="h100-8x4", target=GPU, chips=32, domains=4, chips_per_host=8)
     assert check_hosts(config(), machine, None, 1) == 4

@@ -27,16 +27,38 @@ from axlearn_plugins_tools.optimizers.muon import Muon, matrix_axes
         (("embed", "vocab"), None),
         (("layers", "norm"), None),
         (("norm",), None),
+        ((), None),
+        ((None,), None),
+        (("layers",), None),
+        (("layers", None), None),
+        (("layers", "experts", None), None),
     ],
 )
 def test_logical_axes_say_which_dimensions_form_a_matrix(axes, expected):
     assert matrix_axes("w", axes) == (expected and MuonDimensionNumbers(*expected))
 
 
-@pytest.mark.parametrize("axes", [None, {"w": (None, None)}])
-def test_muon_without_axes_is_refused_rather_than_guessed(axes):
+@pytest.mark.parametrize(
+    "axes", [None, (None, None), ("layers", None, None), ("layers", "experts", None, None)], ids=str
+)
+def test_a_matrix_without_axis_names_is_refused_rather_than_guessed(axes):
+    learner = Learner.Config(optimizer=Muon()).build(max_steps=3, axes=axes and {"w": axes})
     with pytest.raises(RequestError, match=r"'w'.*no logical axis names"):
-        Learner.Config(optimizer=Muon()).build(max_steps=3, axes=axes).init({"w": jnp.ones((3, 4))})
+        learner.init({"w": jnp.ones((3, 4, 5, 6)[: len(axes or (0, 0))])})
+
+
+def test_vectors_and_scalars_without_axis_names_are_trained_by_adamw():
+    params = {"scale": jnp.ones((4,)), "temperature": jnp.ones(())}
+    grads = {"scale": normal(0, (4,)), "temperature": jnp.float32(-1)}
+
+    def updated(optimizer):
+        learner = Learner.Config(optimizer=optimizer, max_grad_norm=None).build(max_steps=3)
+        return learner.update(grads, learner.init(params), params, jnp.float32(0))[0]
+
+    new, expected = (updated(cls(learning_rate=0.1, weight_decay=0.1)) for cls in (Muon, AdamW))
+    for path, value in expected.items():
+        np.testing.assert_allclose(new[path], value, rtol=1e-6)
+        assert (value != params[path]).any()
 
 
 def normal(seed, shape):

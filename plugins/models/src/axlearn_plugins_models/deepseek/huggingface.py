@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from axlearn_plugins_models.huggingface import decoder as d
 from axlearn_plugins_models.huggingface.family import Family, Json, Key, Settings
-from axlearn_plugins_models.huggingface.rope import parameters, read_rope, yarn_scale
+from axlearn_plugins_models.huggingface.rope import missing_forms, parameters, read_rope, yarn_scale
 from axlearn_plugins_models.huggingface.table import Rule
 
 OURS, THEIRS = f"{d.OURS}.attention", f"{d.THEIRS}.self_attn"
@@ -64,6 +64,10 @@ class DeepSeekV3(Family):
             head_dim = hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"]
             settings[f"{d.ATTENTION}.scale"] = head_dim**-0.5 * yarn_scale(rope["factor"], rope["mscale_all_dim"]) ** 2
         return settings | ({f"{d.FEED_FORWARD}.first.*.hidden_dim": size} if hf.get("first_k_dense_replace") else {})
+
+    def missing(self, data: Json) -> Json:
+        """The other form of the frequencies."""
+        return missing_forms(data)
 
 
 class DeepSeekV2(DeepSeekV3):

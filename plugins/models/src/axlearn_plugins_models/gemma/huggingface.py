@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from axlearn_plugins_models.huggingface import decoder as d
 from axlearn_plugins_models.huggingface.family import Family, Json, Key, Settings, unsupported
-from axlearn_plugins_models.huggingface.rope import parameters, read_rope, write_rope
+from axlearn_plugins_models.huggingface.rope import Kind, missing_forms, parameters, read_rope, write_rope
 from axlearn_plugins_models.huggingface.table import Rule
 
 NORMS = {"attention_norm": "input_layernorm", "attention_post_norm": "post_attention_layernorm",
@@ -43,7 +43,11 @@ class Gemma2(Family):
         """Norms around zero, embeddings times the root of the width, positions."""
         norm = {"type": "rms-norm", "eps": float(hf.get("rms_norm_eps", 1e-6)), "offset": 1.0}
         norms = dict.fromkeys((f"{d.LAYER}.norm", f"{d.LAYER}.post_norm", "model.decoder.norm"), norm)
-        return {**norms, "model.decoder.embedding.scale": True, f"{d.ATTENTION}.position": read_rope(hf)}
+        return {**norms, "model.decoder.embedding.scale": True, f"{d.ATTENTION}.position": self.position(hf)}
+
+    def position(self, hf: Settings) -> Json:
+        """The position encoding."""
+        return read_rope(hf)
 
     def described(self, config: Any) -> Json:
         """The inverse."""
@@ -59,6 +63,17 @@ class Gemma2(Family):
         """The frequencies."""
         return write_rope(attention.position)
 
+    def missing(self, data: Json) -> Json:
+        """The other form of the frequencies."""
+        return missing_forms(data)
+
+
+KINDS = (
+    Kind("sliding_attention", "rope_local_base_freq", 10_000.0, scaled=False),
+    Kind("full_attention", "rope_theta", 1_000_000.0, scaled=True),
+)
+"""The layers of Gemma 3; what a file without a theta means is what transformers takes then."""
+
 
 class Gemma3(Gemma2):
     """Gemma 3: a norm on each head instead of caps, every sixth layer global, with frequencies of its own."""
@@ -67,14 +82,20 @@ class Gemma3(Gemma2):
     every = 6
 
     def settings(self, hf: Settings) -> Json:
-        """Besides those of Gemma 2, the norm of the heads, and the positions of both kinds of layers."""
-        settings, wide = super().settings(hf), read_rope(hf, rope=parameters(hf, "full_attention"))
-        local = {"rope_type": "default", "rope_theta": hf.get("rope_local_base_freq", 10_000.0)}
-        near = read_rope(hf, rope=parameters(hf, "sliding_attention") if "rope_parameters" in hf else local)
-        kinds = {"type": "alternate", "children": [*[near] * (hf.get(PATTERN, self.every) - 1), wide]}
-        return settings | {f"{d.ATTENTION}.qk_norm": settings[f"{d.LAYER}.norm"], f"{d.ATTENTION}.position": kinds}
+        """Besides those of Gemma 2, the norm of the heads."""
+        settings = super().settings(hf)
+        return settings | {f"{d.ATTENTION}.qk_norm": settings[f"{d.LAYER}.norm"]}
+
+    def position(self, hf: Settings) -> Json:
+        """The position encodings of both kinds of layers."""
+        near, wide = (read_rope(hf, rope=parameters(hf, kind, KINDS)) for kind in KINDS)
+        return {"type": "alternate", "children": [*[near] * (hf.get(PATTERN, self.every) - 1), wide]}
 
     def written(self, attention: Any) -> Json:
         """The frequencies of both kinds."""
         near, *_, wide = map(write_rope, attention.position.children)
         return {"full_attention": wide, "sliding_attention": near}
+
+    def missing(self, data: Json) -> Json:
+        """The other form of the frequencies of both kinds."""
+        return missing_forms(data, KINDS)

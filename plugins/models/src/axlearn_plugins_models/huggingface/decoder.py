@@ -3,7 +3,7 @@
 from typing import Any, ClassVar
 
 from axlearn_plugins_models.huggingface.family import Family, Json, Key, Settings
-from axlearn_plugins_models.huggingface.rope import read_rope, write_rope
+from axlearn_plugins_models.huggingface.rope import ALL_LAYERS, Kind, missing_forms, parameters, read_rope, write_rope
 from axlearn_plugins_models.huggingface.table import Rule
 
 LAYER, ATTENTION = "model.decoder.layer", "model.decoder.layer.attention"
@@ -106,11 +106,16 @@ class RopeDecoder(Family):
     keys: ClassVar = {**SIZES, **HEADS, **DENSE, **NORMS, "tie_word_embeddings": TIED}
     rules = (*OUTER_RULES, *NORM_RULES, *ATTENTION_RULES, *feed_forward_rules())
     ignored = ("*.rotary_emb.inv_freq",)
+    rope: ClassVar[Kind] = ALL_LAYERS
 
     def settings(self, hf: Settings) -> Json:
         """The position encoding."""
-        return {f"{ATTENTION}.position": read_rope(hf)}
+        return {f"{ATTENTION}.position": read_rope(hf, rope=parameters(hf, self.rope))}
 
     def described(self, config: Any) -> Json:
         """Its parameters."""
         return {"rope_parameters": write_rope(config.model.decoder.layer.attention.position)}
+
+    def missing(self, data: Json) -> Json:
+        """The other form of the frequencies."""
+        return missing_forms(data, (self.rope,))

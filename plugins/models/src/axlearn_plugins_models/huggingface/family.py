@@ -159,6 +159,10 @@ class Family(Configurable):
         """Key -> value of `config.json`, for a config tree: the inverse of `features` and `settings`."""
         return {}
 
+    def missing(self, data: Json) -> Json:
+        """Keys that a `config.json` lacks for readers of another version of transformers, which would take defaults."""
+        return {}
+
     def table(self, model: Functional) -> tuple[Rule, ...]:
         """The rules for a model; where the names depend on it, a later rule holds instead of an earlier one."""
         return self.rules
@@ -194,13 +198,14 @@ class Family(Configurable):
         """`config.json` for a config tree; `differences` says whether it describes all of it."""
         keys = {n: Key(k) if isinstance(k, str) else k for n, k in self.keys.items()}
         written = {name.partition("|")[0]: key.theirs(config) for name, key in keys.items()}
-        return {
+        data = {
             "architectures": [self.architectures[0]],
             "model_type": self.model_type,
             **self.fixed,
             **written,
             **self.described(config),
         }
+        return data | self.missing(data)
 
     def differences(self, data: Mapping[str, Any], config: Any) -> list[Change]:
         """How the model of a `config.json` differs from that of a config, in what it computes."""

@@ -172,17 +172,24 @@ def _header(file: Path, storage: Storage) -> dict[str, Stored]:
             f"{file} is {'truncated' if size < expected_start else 'not what its header says'}\n"
             f"    got: {size} bytes\n    expected: {expected_start} bytes\n    fix: download it again"
         )
-    for name, tensor in tensors.items():
+    return tensors
+
+
+def check_readable(tensors: Iterable[Stored]) -> None:
+    """Raises `CheckpointError` for a tensor whose dtype is not one of weights, or whose bytes do not fit its shape.
+
+    Only what is read has to be readable: files also have buffers, such as GPT-2's masks in uint8 or bool.
+    """
+    for tensor in tensors:
         if str(tensor.dtype) not in DTYPES:
             raise CheckpointError(
-                f"{file}: {name} has the dtype {tensor.dtype}\n    expected: one of {', '.join(DTYPES)}\n"
+                f"{tensor.file}: {tensor.name} has the dtype {tensor.dtype}\n    expected: one of {', '.join(DTYPES)}\n"
                 "    fix: convert the model to bfloat16 first; quantized weights cannot be read"
             )
         if tensor.bytes != math.prod(tensor.shape) * np.dtype(DTYPES[tensor.dtype]).itemsize:
             raise CheckpointError(
-                f"{file}: {name} {list(tensor.shape)} has {tensor.bytes} bytes\n    fix: download it again"
+                f"{tensor.file}: {tensor.name} {list(tensor.shape)} has {tensor.bytes} bytes\n    fix: download it again"
             )
-    return tensors
 
 
 def listed(heading: str, problems: Sequence[str], fix: str) -> CheckpointError:

@@ -1,24 +1,110 @@
-"""Rotary position encodings: `rope_parameters` (or `rope_theta` and `rope_scaling`) of `config.json`, and back."""
+"""Rotary position encodings: `rope_parameters` (or `rope_theta` and `rope_scaling`) of `config.json`, and back.
+
+transformers 4 writes `rope_theta` and `rope_scaling`, 5 writes `rope_parameters`: one entry for all layers or, in families whose
+kinds of layers differ, one for each kind. A wrong frequency gives no error, only a worse model, so what is not understood is
+refused.
+"""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import attrs
+
 from axlearn_core.config.tree import children
+from axlearn_core.errors import ConfigError, Problem
 from axlearn_plugins_models.huggingface.family import Json, Settings, unsupported
 
 THETA = 10_000.0
+FACTOR = "partial_rotary_factor"
+_COMMON = ("rope_type", "rope_theta", FACTOR)
 
 
-def parameters(hf: Settings, kind: str | None = None) -> Json:
-    """The entries in the form of transformers 5, from files of any version; of one kind of layer where kinds differ."""
-    rope = hf.get("rope_parameters") or {}
-    if kind is not None and isinstance(rope.get(kind), Mapping):
-        rope = rope[kind]
-    scaling = hf.get("rope_scaling") or {}
-    fields = {"rope_theta": hf.get("rope_theta", THETA), **scaling, **rope}
-    fields["rope_type"] = fields.pop("rope_type", None) or scaling.get("type", "default")
-    return fields
+@attrs.frozen
+class Kind:
+    """A kind of layers with frequencies of its own.
+
+    Attributes:
+        name: its key in a nested `rope_parameters`.
+        base: the key of its theta in files of transformers 4.
+        theta: what a file without it means.
+        scaled: whether `rope_scaling` of transformers 4 is about these layers.
+    """
+
+    name: str
+    base: str
+    theta: float
+    scaled: bool
+
+
+ALL_LAYERS = Kind("", "rope_theta", THETA, scaled=True)
+
+
+def parameters(hf: Settings, kind: Kind = ALL_LAYERS, kinds: Sequence[Kind] = ()) -> Json:
+    """The entries in the form of transformers 5, from files of any version.
+
+    Args:
+        hf: `config.json`.
+        kind: the layers that they are of.
+        kinds: all kinds of layers that the family has; empty if it has one.
+
+    Raises:
+        ConfigError: two entries contradict each other, or the file has entries for other kinds of layers than the family.
+    """
+    path, entries = _entries(hf, kind, kinds)
+    merged: Json = {}
+    origin: dict[str, str] = {}
+    for place, values in (
+        (path, entries),
+        ("rope_scaling", _mapping(hf, "rope_scaling") if kind.scaled else {}),
+        ("", {"rope_theta": hf.get(kind.base), FACTOR: hf.get(FACTOR)}),
+    ):
+        for name, value in values.items():
+            if value is None:
+                continue
+            key = "rope_type" if name == "type" else name
+            at = f"{place}.{name}" if place else kind.base if name == "rope_theta" else name
+            if merged.setdefault(key, value) != value:
+                raise _contradiction(key, origin[key], merged[key], at, value)
+            origin.setdefault(key, at)
+    return {"rope_type": "default", "rope_theta": kind.theta, **merged}
+
+
+def _mapping(hf: Settings, key: str) -> Mapping[str, Any]:
+    value = hf.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise unsupported(key, value, ["an object"])
+    return value
+
+
+def _entries(hf: Settings, kind: Kind, kinds: Sequence[Kind]) -> tuple[str, Mapping[str, Any]]:
+    """(the path of the entries of a kind in the form of transformers 5, the entries)."""
+    written = _mapping(hf, "rope_parameters")
+    nested = sorted(name for name, value in written.items() if isinstance(value, Mapping))
+    names = [k.name for k in kinds]
+    if not kinds:
+        if nested:
+            raise unsupported("rope_parameters", f"entries for {', '.join(nested)}", ["one entry for all layers"])
+        return "rope_parameters", written
+    if written and sorted(written) != sorted(names):
+        raise unsupported(
+            "rope_parameters", f"entries for {', '.join(sorted(written))}", [f"entries for {', '.join(names)}"]
+        )
+    if written and len(nested) < len(written):
+        raise unsupported("rope_parameters", dict(written), [f"an object for each of {', '.join(names)}"])
+    return f"rope_parameters.{kind.name}", written.get(kind.name, {})
+
+
+def _contradiction(key: str, first: str, taken: Any, second: str, other: Any) -> ConfigError:
+    return ConfigError(
+        Problem(
+            path=f"config.json: {key}",
+            message="has two values",
+            got=f"{first}: {taken}, {second}: {other}",
+            expected=f"one value; transformers 5 takes that of {first}",
+            fix=f"remove the wrong one of {first} and {second} from config.json",
+        )
+    )
 
 
 def read_rope(hf: Settings, *, rope: Json | None = None, **fields: Any) -> Json:
@@ -30,15 +116,19 @@ def read_rope(hf: Settings, *, rope: Json | None = None, **fields: Any) -> Json:
         fields: other fields of the node.
 
     Raises:
-        ConfigError: a type of scaling that there is no node for.
+        ConfigError: a type of scaling that there is no node for, an entry that it does not have, or one that it lacks.
     """
     rope = parameters(hf) if rope is None else rope
     kind = rope["rope_type"]
     if kind not in SCALINGS:
         raise unsupported("rope_parameters.rope_type", kind, SCALINGS)
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise unsupported("rope_parameters.partial_rotary_factor", rope["partial_rotary_factor"], [1.0])
-    return {"type": "rope", "theta": float(rope["rope_theta"]), "scaling": SCALINGS[kind](rope, hf), **fields}
+    if rope.get(FACTOR, 1.0) != 1.0:
+        raise unsupported(f"rope_parameters.{FACTOR}", rope[FACTOR], [1.0])
+    known = (*_COMMON, *ENTRIES[kind], *_IDLE)
+    for name in rope:
+        if name not in known:
+            raise unsupported(f"rope_parameters.{name}", rope[name], [f"for rope_type {kind}: {', '.join(known)}"])
+    return {"type": "rope", "theta": _number(rope, "rope_theta"), "scaling": SCALINGS[kind](rope, hf), **fields}
 
 
 def write_rope(position: Any) -> Json:
@@ -51,17 +141,47 @@ def write_rope(position: Any) -> Json:
     return {"rope_type": kind, "rope_theta": position.theta, **values}
 
 
+def missing_forms(data: Json, kinds: Sequence[Kind] = (ALL_LAYERS,)) -> Json:
+    """What a `config.json` lacks so that both transformers 4 and 5 take the frequencies that it means.
+
+    A reader of transformers 4 that finds `rope_parameters` alone takes a theta of 10,000, and says nothing.
+    """
+    several = kinds if len(kinds) > 1 else ()
+    entries = {kind: parameters(Settings(data), kind, several) for kind in kinds}
+    keys: Json = {"rope_parameters": {k.name: v for k, v in entries.items()} if several else entries[kinds[0]]}
+    for kind, own in entries.items():
+        keys[kind.base] = own["rope_theta"]
+        if kind.scaled and own["rope_type"] != "default":
+            keys["rope_scaling"] = {k: v for k, v in own.items() if k != "rope_theta"}
+    return {key: value for key, value in keys.items() if not data.get(key)}
+
+
+def _number(rope: Json, key: str) -> float:
+    """An entry; raises `ConfigError` if it is missing or not a positive number."""
+    value = rope.get(key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise ConfigError(
+            Problem(
+                path=f"config.json: rope_parameters.{key}",
+                message=f"rope_type {rope['rope_type']} needs a positive number",
+                got="nothing" if value is None else repr(value),
+                fix="take the config.json that belongs to the weights",
+            )
+        )
+    return float(value)
+
+
 def _linear(rope: Json, hf: Settings) -> Json:
-    return {"type": "linear-rope-scaling", "factor": float(rope["factor"])}
+    return {"type": "linear-rope-scaling", "factor": _number(rope, "factor")}
 
 
 def _llama3(rope: Json, hf: Settings) -> Json:
     return {
         "type": "llama3-rope-scaling",
-        "factor": float(rope["factor"]),
-        "original_length": int(rope["original_max_position_embeddings"]),
-        "low_frequency_factor": float(rope["low_freq_factor"]),
-        "high_frequency_factor": float(rope["high_freq_factor"]),
+        "factor": _number(rope, "factor"),
+        "original_length": int(_number(rope, "original_max_position_embeddings")),
+        "low_frequency_factor": _number(rope, "low_freq_factor"),
+        "high_frequency_factor": _number(rope, "high_freq_factor"),
     }
 
 
@@ -71,7 +191,7 @@ def yarn_scale(factor: float, mscale: float = 1.0) -> float:
 
 
 def _yarn(rope: Json, hf: Settings) -> Json:
-    factor, attention = float(rope["factor"]), rope.get("attention_factor")
+    factor, attention = _number(rope, "factor"), rope.get("attention_factor")
     if attention is None and rope.get("mscale") and rope.get("mscale_all_dim"):
         attention = yarn_scale(factor, rope["mscale"]) / yarn_scale(factor, rope["mscale_all_dim"])
     return {
@@ -92,6 +212,19 @@ SCALINGS: Mapping[str, Callable[[Json, Settings], Json | None]] = {
     "yarn": _yarn,
 }
 """`rope_type` -> the scaling as plain data."""
+
+_ORIGINAL = "original_max_position_embeddings"
+ENTRIES: Mapping[str, Sequence[str]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", _ORIGINAL, "low_freq_factor", "high_freq_factor"),
+    "yarn": (
+        "factor", _ORIGINAL, "beta_fast", "beta_slow", "attention_factor", "truncate", "mscale", "mscale_all_dim",
+    ),
+}  # fmt: skip
+"""`rope_type` -> the entries that it reads, apart from those of all types."""
+_IDLE = (_ORIGINAL, "finetuned")
+"""Entries that files have for any type, and that change nothing if the type does not read them."""
 
 _LENGTH = {"factor": "factor", "original_length": "original_max_position_embeddings"}
 WRITTEN: Mapping[str, tuple[str, Mapping[str, str]]] = {

@@ -146,7 +146,7 @@ def _describe_run(run_files: Mapping[str, bytes], config: Any, text: TextProcess
     if data := json.loads(run_files.get(CONFIG, b"{}")):
         model_family = family(str(data["model_type"]))
         if not model_family.differences(data, config):
-            return model_family, data
+            return model_family, data | model_family.missing(data)
     model_family, fresh = family_of(config)
     same = {k: v for k, v in data.items() if k.endswith("_token_id")}
     facts = model_settings(text, _length(config)) if text is not None and model_family.text else {}

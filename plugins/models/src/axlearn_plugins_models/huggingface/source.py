@@ -111,6 +111,7 @@ def open_model(
         bare = {n.removeprefix(model_family.prefix): t for n, t in tensors.items()}
         tensors = {n: attrs.evolve(t, name=n) for n, t in bare.items()}
     ignored = {n for n in stored if any(fnmatch.fnmatchcase(n, p) for p in model_family.ignored)}
+    files.check_readable(tensor for n, tensor in stored.items() if n not in ignored)
     copies = {n: of for n, of in model_family.copies.items() if n in stored and of in stored and n not in tensors}
     files.check(stored, {n: t.shape for n, t in tensors.items()}, {*ignored, *copies}, directory)
     differing = [f"{n} is not {of}" for n, of in copies.items() if not stream.same(stored[n], stored[of])]

@@ -2,8 +2,11 @@
 
 from typing import ClassVar
 
+import attrs
+
 from axlearn_plugins_models.huggingface.decoder import ATTENTION, FEED_FORWARD, MIXTURE, RopeDecoder, mixture_rules
 from axlearn_plugins_models.huggingface.family import Json, Key, Settings
+from axlearn_plugins_models.huggingface.rope import ALL_LAYERS
 
 WINDOW = Key(f"{ATTENTION}.window", default=None)
 
@@ -28,6 +31,7 @@ class Mixtral(RopeDecoder):
         "intermediate_size": f"{FEED_FORWARD}.hidden_dim",
     }
     fixed: ClassVar = {"hidden_act": "silu"}
+    rope = attrs.evolve(ALL_LAYERS, theta=1_000_000.0)
     rules = mixture_rules("block_sparse_moe", ("w1", "w3", "w2"))
 
     def features(self, hf: Settings) -> dict[str, Json]:

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from axlearn_core.contracts.target import Machine
 from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_plan.roofline import Roofline
+from axlearn_plugins_plan.scratch import scratch_directory
 from axlearn_plugins_plan.search.estimate import Host, with_host
 from axlearn_plugins_plan.search.rank import Ranked, step_seconds
 from axlearn_plugins_plan.search.space import written
@@ -123,10 +123,8 @@ class Cache:
 def run_plan(words: Sequence[str], seconds: float) -> tuple[Mapping[str, Any] | None, str]:
     """(the plan as `axlearn plan --json` prints it, or None, and why)."""
     command = [sys.executable, "-m", "axlearn_core", "plan", *words, "--json"]
-    with tempfile.TemporaryDirectory(
-        prefix="axlearn-plan-"
-    ) as temporary:  # which a process that is killed leaves its files in
-        environment = _environment() | {"TMPDIR": temporary}
+    with scratch_directory() as temporary:  # a process that runs out of time leaves its files there
+        environment = _environment() | {"TMPDIR": str(temporary)}
         try:
             process = subprocess.run(
                 command, capture_output=True, text=True, timeout=max(seconds, 1.0), check=False, env=environment

@@ -107,9 +107,21 @@ def check_hosts(config: Any, machine: Machine | None, hosts: int | None, process
         raise RequestError(
             f"input.batch_size {rows} cannot be shared equally by {processes} processes\n"
             f"    got: --hosts {hosts} --processes-per-host {processes_per_host}\n"
-            "    fix: a global batch that the processes divide"
+            f"    fix: {_fitting_sizes(rows, processes_per_host, hosts)}"
         )
     return hosts
+
+
+def _fitting_sizes(rows: int, processes_per_host: int, hosts: int) -> str:
+    """The batch sizes and the numbers of hosts nearest to those that were asked for, of which one divides the other."""
+    processes = hosts * processes_per_host
+    below = rows // processes * processes
+    sizes = [size for size in (below, below + processes) if size]
+    fitting = [n for n in range(1, rows + 1) if rows % (n * processes_per_host) == 0]
+    near = [max((n for n in fitting if n < hosts), default=0), min((n for n in fitting if n > hosts), default=0)]
+    counts = [n for n in near if n]
+    fix = " or ".join(f"input.batch_size={size}" for size in sizes)
+    return fix + (f"; or {' or '.join(f'--hosts {n}' for n in counts)}" if counts else "")
 
 
 def reduced_words(

@@ -17,10 +17,11 @@ class Muon(Node[Optimizer]):
     """Orthogonalised momentum for the matrices (Jordan, 2024), AdamW for everything else.
 
     Which dimensions of a parameter form its matrix follows from its logical axes: `layers` and `experts` are batches of
-    matrices, and attention's `[embed, heads, head_dim]` is a matrix from `embed` to both of the others. Norms, biases
-    and everything with a `vocab` axis go to AdamW. Updates are scaled to AdamW's size, `rms * sqrt(max(in, out))` (Liu
-    et al., 2025), so that both share one learning rate. `embedding_rate` multiplies the rate, and with it the
-    decay, of tables whose first axis is `vocab`: embeddings, output layers that are tied to them, learned positions.
+    matrices, and attention's `[embed, heads, head_dim]` is a matrix from `embed` to both of the others. Norms, biases (all
+    that has fewer than two axes in one layer, with names or without) and everything with a `vocab` axis go to AdamW.
+    Updates are scaled to AdamW's size, `rms * sqrt(max(in, out))` (Liu et al., 2025), so that both share one learning
+    rate. `embedding_rate` multiplies the rate, and with it the decay, of tables whose first axis is `vocab`: embeddings,
+    output layers that are tied to them, learned positions.
     """
 
     learning_rate: float | Node[Schedule] = setting(default=Cosine(), ge=0)
@@ -37,7 +38,7 @@ class Muon(Node[Optimizer]):
     def build(self, *, max_steps: int, axes: Axes, mask: Any = None, **_: object) -> Optimizer:
         """The transformation for parameters with these logical axes."""
         rate = rate_of(self.learning_rate, max_steps)
-        numbers = {path: matrix_axes(path, names) for path, names in axes.items()}
+        numbers = {path: None if names is None else matrix_axes(path, names) for path, names in axes.items()}
         labels = {path: "muon" if is_matrix else "adamw" for path, is_matrix in numbers.items()}
         if self.embedding_rate != 1:
             labels |= {path: "embedding" for path, names in axes.items() if names and names[0] == "vocab"}
@@ -66,6 +67,9 @@ class Muon(Node[Optimizer]):
 
         def labelled(tree: Any) -> Any:
             # Parameters that another optimizer updates are there as masked nodes, without axes.
+            for path, value in tree.items():
+                if path in axes and axes[path] is None and getattr(value, "ndim", 0) > 1:
+                    raise RequestError(_unnamed(path))
             return {path: labels.get(path, "adamw") for path in tree}
 
         transforms: dict[Any, Any] = {"muon": matrices, "adamw": rest}
@@ -77,27 +81,32 @@ class Muon(Node[Optimizer]):
 _BATCH_AXES = ("layers", "experts")
 
 
-def matrix_axes(path: str, names: tuple[str | None, ...] | None) -> MuonDimensionNumbers | None:
-    """The input and output dimensions of a parameter, from its logical axes; None where it is not a hidden matrix.
+def matrix_axes(path: str, names: tuple[str | None, ...]) -> MuonDimensionNumbers | None:
+    """The input and output dimensions of a parameter, from its logical axes; None if it is not a hidden matrix.
 
     Raises:
-        RequestError: the parameter has no logical axis names.
+        RequestError: the parameter has two dimensions or more in one layer, and none of them has a name.
     """
-    if names is None or (len(names) > 1 and not any(names)):
-        raise RequestError(
-            f"Muon cannot tell which dimensions of the parameter {path!r} form a matrix: it has no logical axis names\n"
-            '    fix: declare it as nnx.Param(value, out_sharding=("embed", "mlp")), or train it with AdamW'
-        )
     if "vocab" in names:
         return None
     dims = [i for i, name in enumerate(names) if name not in _BATCH_AXES]
     if len(dims) < 2:
         return None
+    if not any(names[dim] for dim in dims):
+        raise RequestError(_unnamed(path))
     # The width is the input of what fans out of it, and the output of what comes back to it; the rank of a factored
     # matrix is the output of its first factor.
     into_last = names[dims[-1]] == "rank" or (names[dims[-1]] == "embed" and names[dims[0]] != "embed")
     split = len(dims) - 1 if into_last else 1
     return MuonDimensionNumbers(tuple(dims[:split]), tuple(dims[split:]))
+
+
+def _unnamed(path: str) -> str:
+    return (
+        f"Muon cannot tell which dimensions of the parameter {path!r} form a matrix: it has no logical axis names\n"
+        '    fix: declare it as nnx.Param(value, out_sharding=("embed", "mlp")), or, if its layer wraps a module, name them '
+        "in the layer's `axes`, or train it with AdamW"
+    )
 
 
 def _rms_scale(update: Any, numbers: Any, rms: float) -> float:
