@@ -68,8 +68,8 @@ class LossEvaluator(Periodic):
             return {}
         reported = values_of(totals.pop("summaries", {}))
         sums = {k: float(v) for k, v in totals.items()}
-        values = {f"{self.name}_{k}": float(v) for k, v in reported.items()}
-        values[f"{self.name}_loss"] = sums["loss_sum"] / max(sums["weight"], 1.0)
+        values = {f"{self.name}_loss": sums["loss_sum"] / max(sums["weight"], 1.0)}
         if sums.get("bytes"):
             values[f"{self.name}_nats_per_byte"] = sums["loss_sum"] / sums["bytes"]
-        return values
+        beside = {f"{self.name}_{k}": float(v) for k, v in reported.items()}
+        return {**values, **{k: v for k, v in beside.items() if k not in values}}
