@@ -50,7 +50,7 @@ class Around(Configurable, nnx.Module):
 
 
 class Measured(Around):
-    """Of batches that no model here reads, with a measure of its own."""
+    """Reads pairs, which no model here can, and has a measure of its own."""
 
     def loss(self, model, batch, key):
         summaries.add_loss("never", jnp.float32(1.0))

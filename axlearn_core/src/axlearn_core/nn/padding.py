@@ -28,7 +28,7 @@ def told(context: Context | None) -> Iterator[None]:
 
 
 def tokens(rows: int, length: int) -> jax.Array | None:
-    """bool [B, S], True for tokens. None if all positions count.
+    """Return a mask [B, S] that is True for tokens, or None if all positions count.
 
     They also all count in a layer that works on other positions than those of the batch, such as a pooled sequence. It can
     put a context of its own in force.
@@ -41,14 +41,14 @@ def tokens(rows: int, length: int) -> jax.Array | None:
 
 
 def rows(count: int) -> jax.Array | None:
-    """bool [B], True for rows that have a token. None if all rows count."""
+    """Return a mask [B] that is True for rows with a token, or None if all rows count."""
     context = _in_force.get()
     real = None if context is None else context.tokens()
     return None if real is None or real.shape[0] != count else jnp.any(real, axis=1)
 
 
 def up_to_the_last_target(weights: jax.Array) -> jax.Array:
-    """bool [B, S]: the tokens of rows that have target weights [B, S] and no segment ids.
+    """Return a mask [B, S] of the tokens of rows that have target weights [B, S] and no segment ids.
 
     A prompt has weight 0 and tokens that count behind it. Padding has weight 0 up to the end of the row.
     """
@@ -56,19 +56,19 @@ def up_to_the_last_target(weights: jax.Array) -> jax.Array:
 
 
 def count(values: jax.Array) -> jax.Array:
-    """How many tokens the values [B, S] belong to, as a float32 scalar."""
+    """Count the tokens that values [B, S] belong to, as a float32 scalar."""
     real = tokens(*values.shape)
     return jnp.float32(values.size) if real is None else jnp.sum(real, dtype=jnp.float32)
 
 
 def mean(values: jax.Array) -> jax.Array:
-    """The mean of [B, S] over the tokens; 0 if there are none."""
+    """Average [B, S] over the tokens. Returns 0 if there are none."""
     real = tokens(*values.shape)
     return jnp.mean(values) if real is None else masked_mean(values, real)
 
 
 def masked_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
-    """The mean of the values for which `mask`, of the same shape, is True; 0 if there are none.
+    """Average the values for which `mask`, of the same shape, is True. Returns 0 if there are none.
 
     With a mask of ones it has the bits of `jnp.mean`.
     """

@@ -59,7 +59,7 @@ class Summary:
 
 
 def is_summary(value: Any) -> TypeGuard[Summary]:
-    """Whether a reported value says how it combines."""
+    """Check whether a reported value is a `Summary`."""
     return isinstance(value, Summary)
 
 

@@ -1,4 +1,4 @@
-"""The loss of held-out data: what the model itself scores, whatever its training adds."""
+"""The loss of held-out data by the scores of the model itself, without the terms that training adds."""
 
 from collections.abc import Mapping
 from typing import Any

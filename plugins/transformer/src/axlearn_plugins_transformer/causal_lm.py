@@ -185,7 +185,7 @@ class CausalLM(Layer):
 
 
 def batch_context(batch: Batch) -> Context:
-    """What the layers are told about the rows of a batch; see `contracts.parts.Batch`. Entries may be left out."""
+    """The context that layers get for the rows of a batch. Entries of `contracts.parts.Batch` may be left out."""
     arrays = {k: batch.get(k) for k in ("positions", "segment_ids", "prefix")}
     weights = batch.get("weights")
     real = None if arrays["segment_ids"] is not None or weights is None else padding.up_to_the_last_target(weights)

@@ -43,7 +43,7 @@ class LayerStack(Protocol):
         ...
 
     def __call__(self, layers: Any, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
-        """Runs them one after the other. `cache` holds an entry per layer."""
+        """Runs them one after the other, each within `padding.told(context)`. `cache` holds an entry per layer."""
         ...
 
 
