@@ -106,8 +106,8 @@ class Program(Compiler):
         """One training step; `state` is donated."""
         return self.compile("train", batch)(state, batch)
 
-    def eval_step(self, state: object, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """The scalars of one evaluation batch."""
+    def eval_step(self, state: object, batch: Mapping[str, jax.Array]) -> dict[str, Any]:
+        """The sums of one evaluation batch; see `axlearn_core.train.step.TrainingFunctions.evaluate`."""
         return self.compile("evaluate", batch)(state, batch)
 
     def weights(self, state: object) -> ModelWeights:

@@ -132,10 +132,19 @@ class ObservesSteps(Protocol):
 
 @runtime_checkable
 class HasEvaluationLoss(Protocol):
-    """An objective that is measured otherwise than it is trained on."""
+    """An objective with a measure of its own for held-out batches, such as one whose batches the model cannot read."""
 
-    def evaluation_loss(self, model: Any, batch: Mapping[str, Any]) -> tuple[jax.Array, Mapping[str, jax.Array]]:
-        """(mean loss, scalar summaries) of a held-out batch; as `Objective.loss`, without random numbers."""
+    def evaluation_loss(self, model: Any, batch: Mapping[str, Any]) -> tuple[jax.Array, Mapping[str, Any]]:
+        """(mean loss, summaries) of a held-out batch; as `Objective.loss`, without random numbers or auxiliary terms."""
+        ...
+
+
+@runtime_checkable
+class HasHeldOutLoss(Protocol):
+    """A model whose training loss has terms of its own that are no part of its score, such as a penalty."""
+
+    def held_out_loss(self, batch: Mapping[str, Any]) -> tuple[jax.Array, Mapping[str, Any]]:
+        """(mean loss, summaries) of a held-out batch; as `Model.loss`, of the model's scores alone."""
         ...
 
 

@@ -35,11 +35,14 @@ bytes         float32 [B, S]  bytes of text that each target stands for; in eval
 class Model(Protocol):
     """What the trainer knows of a model: an `nnx.Module` whose parameters carry logical axis names."""
 
-    def loss(self, batch: Batch) -> tuple[jax.Array, Mapping[str, jax.Array]]:
-        """The mean loss (float32 scalar) and scalar summaries.
+    def loss(self, batch: Batch) -> tuple[jax.Array, Mapping[str, Any]]:
+        """The mean loss (float32 scalar) and summaries: float32 scalars, or an `axlearn_core.nn.summaries.Summary` each.
 
-        `summaries["weight"]`, where given, is the number of targets that the mean is over; gradient accumulation and
-        evaluation weigh by it.
+        `summaries["weight"]`, if given, is the number of targets that the mean is over. Gradient accumulation and
+        evaluation weigh the loss and the scalars by it; a `Summary` says itself how it combines.
+
+        Evaluation takes the same loss without what layers added by `add_loss`. A model that regularises by another way
+        has a `held_out_loss` (`capabilities.HasHeldOutLoss`).
         """
         ...
 
@@ -52,17 +55,18 @@ class Objective(Protocol):
     `objective.<path in the objective>`: an `nnx.Param` trains under the learner's rules, and any other variable is kept.
     A model that computes and never trains is an `axlearn_core.compose.FrozenModel` in it.
 
-    Evaluation takes `loss` without a key, or the `evaluation_loss` of a `capabilities.HasEvaluationLoss`. An objective that
+    Evaluation never takes `loss`, which may regularise. It takes the `evaluation_loss` of a
+    `capabilities.HasEvaluationLoss`, of this objective or of one in it, and otherwise the model's own loss. An objective that
     depends on which rows are computed together says why in an attribute `batch_dependence`, as a layer does.
     """
 
-    def loss(self, model: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, Mapping[str, jax.Array]]:
-        """(mean loss as a float32 scalar, scalar summaries).
+    def loss(self, model: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, Mapping[str, Any]]:
+        """(mean loss as a float32 scalar, summaries).
 
         Args:
             model: with its arrays; gradients pass through its methods.
             batch: arrays [B, ...], as the input gives them.
-            key: what this call's random numbers are derived from; None in evaluation.
+            key: what this call's random numbers are derived from; None if nothing is drawn.
 
         Returns:
             As `Model.loss`: `summaries["weight"]` is what the mean is over.
@@ -151,8 +155,8 @@ class Loss(Protocol):
 
     def __call__(
         self, params: Any, variables: Any, batch: Batch, key: jax.Array | None
-    ) -> tuple[jax.Array, tuple[Mapping[str, jax.Array], Any]]:
-        """(float32 scalar, (scalar summaries, new variables)).
+    ) -> tuple[jax.Array, tuple[Mapping[str, Any], Any]]:
+        """(float32 scalar, (summaries, new variables)); see `Model.loss` for summaries.
 
         Args:
             params: path -> array; what gradients are taken by.
@@ -173,10 +177,11 @@ class Learner(Protocol):
 
     def value_and_grad(
         self, loss: Loss, params: Any, variables: Any, batch: Batch, key: jax.Array | None
-    ) -> tuple[tuple[jax.Array, dict[str, jax.Array], Any], Any]:
+    ) -> tuple[tuple[jax.Array, dict[str, Any], Any], Any]:
         """((mean loss, summaries, new variables), gradients) over the batch, in microbatches where the learner accumulates.
 
-        Variables go from each microbatch to the next; each gets a key of its own, derived from `key`.
+        Summaries are passed on; those of microbatches combine as in `axlearn_core.learn.value_and_grad`. Variables go from
+        each microbatch to the next; each gets a key of its own, derived from `key`.
         """
         ...
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from axlearn_core.contracts.parts import Loss
 from axlearn_core.errors import ConfigError, Problem
+from axlearn_core.nn.summary import is_summary
 
 
 def without_state(loss: Callable[[Any, Any], tuple[jax.Array, Mapping[str, jax.Array]]]) -> Loss:
@@ -32,8 +33,9 @@ def value_and_grad(
 
     Microbatches run one after the other in a scan, so that activations of only one are held. Each counts by its
     `summaries["weight"]` (the number of targets that its mean is over; 1 where it gives none), so that the result is
-    that of the whole batch. `weight` is summed; every other summary is averaged in the same way. Variables go from each
-    microbatch to the next, and each draws random numbers of its own.
+    that of the whole batch. `weight` is summed, and every other scalar is averaged in the same way. An
+    `axlearn_core.nn.summaries.Summary` says itself how it combines. Variables go from each microbatch to the next, and
+    each draws random numbers of its own.
 
     Args:
         loss: see `contracts.parts.Loss`.
@@ -68,23 +70,28 @@ def value_and_grad(
     first = jax.tree.map(lambda x: x[0], parts)
     (value, (summaries, _)), grads = jax.eval_shape(grad, params, variables, first, key)
     has_weight = "weight" in summaries
-    like = (value, {k: v for k, v in summaries.items() if k != "weight"}, grads)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, _sum_type(x)), like)
+    like = (value, {k: v for k, v in summaries.items() if k != "weight" and not is_summary(v)}, grads)
+    zeros, empty = (
+        jax.tree.map(lambda x: jnp.zeros(x.shape, _sum_type(x)), tree)
+        for tree in (like, {k: v for k, v in summaries.items() if is_summary(v)})
+    )
 
     def body(carry: Any, numbered: Any) -> tuple[Any, None]:
-        (sums, total, variables), (part, index) = carry, numbered
+        (sums, found, total, variables), (part, index) = carry, numbered
         own_key = None if key is None else jax.random.fold_in(key, index)
         (value, (summaries, variables)), grads = grad(params, variables, part, own_key)
         summaries = dict(summaries)
         weight = jnp.asarray(summaries.pop("weight", 1.0), jnp.float32)
+        found = {k: s.merged(summaries.pop(k)) for k, s in found.items()}
         add = lambda s, x: s + x.astype(s.dtype) * weight.astype(s.dtype)  # noqa: E731
-        return (jax.tree.map(add, sums, (value, summaries, grads)), total + weight, variables), None
+        return (jax.tree.map(add, sums, (value, summaries, grads)), found, total + weight, variables), None
 
     indices = None if key is None else jnp.arange(num_microbatches, dtype=jnp.uint32)
-    carry = (zeros, jnp.zeros((), jnp.float32), variables)
-    (sums, total, variables), _ = jax.lax.scan(body, carry, (parts, indices))
+    carry = (zeros, empty, jnp.zeros((), jnp.float32), variables)
+    (sums, found, total, variables), _ = jax.lax.scan(body, carry, (parts, indices))
     divisor = jnp.where(total == 0, jnp.ones_like(total), total)
     value, summaries, grads = jax.tree.map(lambda s, x: (s / divisor.astype(s.dtype)).astype(x.dtype), sums, like)
+    summaries = {**summaries, **found}
     return (value, {**summaries, "weight": total} if has_weight else summaries, variables), grads
 
 

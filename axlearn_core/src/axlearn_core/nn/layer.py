@@ -42,15 +42,23 @@ class Context:
 
     Attributes:
         positions: int32 [B or 1, S], position within the document; None means 0, 1, 2, ...
-        segment_ids: int32 [B, S], equal within a document; None means that each row is one.
+        segment_ids: int32 [B, S], equal within a document, 0 for padding; None means that each row is one.
         prefix: int32 [B], how many leading tokens of each row see one another in both directions; None means none.
         slots: int32 [B or 1, S], where in the cache the tokens go; None without a cache.
+        real: bool [B, S], False for padding; None means that the segment ids say it.
     """
 
     positions: jax.Array | None = None
     segment_ids: jax.Array | None = None
     prefix: jax.Array | None = None
     slots: jax.Array | None = None
+    real: jax.Array | None = None
+
+    def tokens(self) -> jax.Array | None:
+        """bool [B, S], False for padding; None if nothing says so, and all positions count."""
+        if self.real is not None or self.segment_ids is None:
+            return self.real
+        return self.segment_ids > 0
 
 
 class Layer(Configurable, nnx.Module):

@@ -3,10 +3,9 @@
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-import jax
-
 from axlearn_core.config import Configurable, Node, node, setting
 from axlearn_core.contracts.parts import Input
+from axlearn_core.nn.summaries import add_reports, values_of
 from axlearn_core.train.session import Evaluator, Session
 
 __all__ = ["Evaluator", "LossEvaluator", "Periodic"]
@@ -32,7 +31,10 @@ class Periodic(Configurable):
 
 
 class LossEvaluator(Periodic):
-    """The mean loss over held-out batches: `<name>_loss`, and `<name>_nats_per_byte` where the input counts bytes.
+    """The mean loss over held-out batches: `<name>_loss`, and `<name>_nats_per_byte` if the input counts bytes.
+
+    The loss is what the model itself scores, such as the cross-entropy of the targets. Auxiliary losses, penalties and label
+    smoothing are no part of it. What the model or its layers report beside it is logged as `<name>_<what>`.
 
     Nats per byte compare models with different tokenizers: the summed loss over the summed bytes of the targets.
     """
@@ -53,19 +55,21 @@ class LossEvaluator(Periodic):
     def run(self, session: Session) -> Mapping[str, float]:
         """Runs over the batches; sums stay on the device until the end."""
         batches = self.input.evaluation()
-        totals = None
+        totals: Any = None
         try:
             for i, batch in enumerate(batches):
                 if i == self.limit:
                     break
                 sums = session.program.eval_step(session.state, session.program.put(batch))
-                totals = sums if totals is None else jax.tree.map(lambda a, b: a + b, totals, sums)
+                totals = sums if totals is None else add_reports(totals, sums)
         finally:
             batches.close()
         if totals is None:
             return {}
+        reported = values_of(totals.pop("summaries", {}))
         sums = {k: float(v) for k, v in totals.items()}
         values = {f"{self.name}_loss": sums["loss_sum"] / max(sums["weight"], 1.0)}
         if sums.get("bytes"):
             values[f"{self.name}_nats_per_byte"] = sums["loss_sum"] / sums["bytes"]
-        return values
+        beside = {f"{self.name}_{k}": float(v) for k, v in reported.items()}
+        return {**values, **{k: v for k, v in beside.items() if k not in values}}

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 
 from axlearn_core.compose import Function, Functional, ModelAndObjective, ModelWeights, Part, TrainState
 from axlearn_core.compose.functions import batch_inputs, model_functions
-from axlearn_core.contracts.capabilities import FreezesVariables, HasEvaluationLoss, PlacesState
+from axlearn_core.contracts.capabilities import FreezesVariables, PlacesState
 from axlearn_core.contracts.parts import Learner
 from axlearn_core.nn.held import unseeded
+from axlearn_core.nn.summaries import Summary, is_summary, values_of
+from axlearn_core.train.held_out import evaluation_loss
 
 Scalars = dict[str, jax.Array]
 
@@ -68,7 +70,7 @@ class TrainingFunctions:
                 call=self.evaluate,
                 inputs=lambda batch: (Part.STATE, batch_inputs(batch)),
                 outputs=lambda _: Part.REPLICATED,
-                describe="the summed loss of a held-out batch",
+                describe="the summed loss of a held-out batch, without auxiliary terms",
             ),
         }
 
@@ -103,11 +105,11 @@ class TrainingFunctions:
         """(loss, summaries) as in training. Where the model draws, from a fixed key."""
         key = jax.random.key(0) if self.trained.is_stateful else None
         value, (summaries, _) = self.training_loss(weights.params, weights.variables, batch, key)
-        return value, summaries
+        return value, values_of(summaries)
 
     def training_loss(
         self, params: Any, variables: Any, batch: Mapping[str, jax.Array], key: jax.Array | None
-    ) -> tuple[jax.Array, tuple[Scalars, Any]]:
+    ) -> tuple[jax.Array, tuple[dict[str, Any], Any]]:
         """(loss, (summaries, variables after this microbatch)); see `axlearn_core.contracts.parts.Loss`.
 
         Raises:
@@ -144,30 +146,26 @@ class TrainingFunctions:
         # Frozen arrays stay in place, whatever loops over microbatches they were read in.
         variables = {**variables, **{path: state.variables[path] for path in (*self.trained.fixed, *self._frozen())}}
         new = state.replace(step=state.step + 1, params=params, variables=variables, learner=learner_state)
-        return new, {"loss": value, **summaries, **reported}
+        return new, {"loss": value, **values_of(summaries), **reported}
 
     def _frozen(self) -> Collection[str]:
         learned = self.trained.learned
         return self.learner.frozen_variables(learned) if learned and isinstance(self.learner, FreezesVariables) else ()
 
-    def evaluate(self, state: TrainState, batch: Mapping[str, jax.Array]) -> Scalars:
-        """`loss_sum` and `weight`, and `bytes` where the batch has them."""
-        weights = self._evaluation_weights(state)
+    def evaluate(self, state: TrainState, batch: Mapping[str, jax.Array]) -> dict[str, Any]:
+        """`loss_sum` and `weight`, `bytes` if the batch has them, and what is reported: `summaries`, name -> `Summary`."""
+        weights, objective = self._evaluation_weights(state), None
         model = self.functional.bind(weights.params, weights.variables)
-        value, summaries = self._held_out_loss(model, weights, {k: v for k, v in batch.items() if k != "bytes"})
+        if self.trained.objective is not None:
+            objective = self.trained.bind_objective(weights.params, weights.variables)
+        rows = {k: v for k, v in batch.items() if k != "bytes"}
+        value, summaries = evaluation_loss(objective, model, rows)
         weight = summaries.get("weight", jnp.ones((), jnp.float32))
-        sums = {"loss_sum": value * weight, "weight": weight}
+        sums: dict[str, Any] = {"loss_sum": value * weight, "weight": weight}
         if "bytes" in batch:
             sums["bytes"] = jnp.sum(batch["bytes"], dtype=jnp.float32)
-        return sums
-
-    def _held_out_loss(self, model: Any, weights: ModelWeights, batch: Mapping[str, jax.Array]) -> Any:
-        if self.trained.objective is None:
-            return model.loss(batch)
-        objective = self.trained.bind_objective(weights.params, weights.variables)
-        if isinstance(objective, HasEvaluationLoss):
-            return objective.evaluation_loss(model, batch)
-        return objective.loss(model, batch, None)
+        reported = {k: v if is_summary(v) else Summary(v, weight) for k, v in summaries.items() if k != "weight"}
+        return {**sums, "summaries": reported} if reported else sums
 
     def place(self, shardings: TrainState, state: TrainState) -> TrainState:
         """The shardings of the state; a learner may keep its part elsewhere than the parameters are."""

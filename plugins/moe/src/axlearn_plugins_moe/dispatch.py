@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from axlearn_core.config import Configurable, node, setting
+from axlearn_core.nn import padding
 from axlearn_core.nn.remat import tag
 from axlearn_core.nn.sharding import constrain, is_sharded
-from axlearn_core.nn.summaries import add_summary
+from axlearn_core.nn.summaries import Summary, add_summary
 from axlearn_plugins_moe import sharded
 from axlearn_plugins_moe.exchange import exchanged
 from axlearn_plugins_moe.experts import BatchedProduct, Experts, GroupedProduct, Product
-from axlearn_plugins_moe.routing import Routing
+from axlearn_plugins_moe.routing import Routing, of_tokens
 from axlearn_plugins_transformer.kernels.gated_linear_unit import ACTIVATIONS, Activation
 
 
@@ -63,6 +64,15 @@ _permute.defvjp(
     lambda x, order, inverse: (_permute(x, order, inverse), (order, inverse)),
     lambda residuals, g: (_permute(g, residuals[1], residuals[0]), None, None),
 )
+
+
+def _share_dropped(fits: jax.Array, counted: jax.Array | None) -> Summary:
+    """The share of the assignments [B, R] that do not fit, of those that are counted."""
+    fits = fits.astype(jnp.float32)
+    if counted is None:
+        return Summary(1 - jnp.mean(fits), jnp.float32(fits.size), "mean", "assignments")
+    weight = jnp.sum(counted, dtype=jnp.float32)
+    return Summary(1 - padding.masked_mean(fits, counted), weight, "mean", "assignments")
 
 
 class DroplessDispatch(Configurable):
@@ -167,7 +177,7 @@ class CapacityDispatch(Configurable):
         starts = jnp.cumsum(sizes, axis=1) - sizes
         position = jnp.argsort(order, axis=1).astype(jnp.int32) - jnp.take_along_axis(starts, expert, axis=1)
         fits = position < capacity
-        add_summary("dropped_assignments", 1 - jnp.mean(fits.astype(jnp.float32)))
+        add_summary("dropped_assignments", _share_dropped(fits, of_tokens(expert, length, routing.token)))
 
         place = jnp.arange(capacity, dtype=jnp.int32)[None, None]
         filled = (place < sizes[..., None]).reshape(batch, -1)  # [B, E * C]

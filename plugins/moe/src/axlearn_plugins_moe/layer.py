@@ -9,14 +9,15 @@ from flax import nnx
 
 from axlearn_core.config import REQUIRED, Node, Scaled, interface, node, setting, size_of
 from axlearn_core.errors import Problem
+from axlearn_core.nn import padding
 from axlearn_core.nn.layer import Layer, Precision
 from axlearn_core.nn.linear import Linear
 from axlearn_core.nn.remat import tag
-from axlearn_core.nn.summaries import add_summary
+from axlearn_core.nn.summaries import Summary, add_summary
 from axlearn_plugins_moe.dispatch import Dispatch, DroplessDispatch
 from axlearn_plugins_moe.experts import ExpertProjection, Experts, stacked
 from axlearn_plugins_moe.routers import SoftmaxRouter
-from axlearn_plugins_moe.routing import Router, counts
+from axlearn_plugins_moe.routing import Router, Routing, counts, of_tokens
 from axlearn_plugins_transformer.feed_forward import FeedForward
 from axlearn_plugins_transformer.kernels.gated_linear_unit import Activation
 
@@ -90,15 +91,24 @@ class MixtureOfExperts(Layer):
         cfg = self.cfg
         x = x.astype(self.precision.compute)
         routing = self.router(x)
-        self._report(routing.expert)
+        self._report(routing, x.shape[1])
         experts = Experts(self.gate, self.up, self.down, cfg.num_experts)
         y = cfg.dispatch.build()(x, routing, experts, cfg.activation)
         return tag(y if cfg.shared is None else y + self.shared(x), "mlp_out")
 
-    def _report(self, expert: jax.Array) -> None:
-        """How evenly the experts are used; 1 is even for the entropy, and for the load of the busiest expert."""
-        share = jnp.sum(counts(expert, self.cfg.num_experts), axis=0) / expert.size
-        add_summary("expert_load_max", jnp.max(share) * self.cfg.num_experts)
-        if self.cfg.num_experts > 1:
+    def _report(self, routing: Routing, length: int) -> None:
+        """How evenly tokens use the experts; 1 is even for the entropy, and for the load of the busiest expert."""
+        expert, num_experts = routing.expert, self.cfg.num_experts
+        counted = of_tokens(expert, length, routing.token)
+        share = jnp.sum(counts(expert, num_experts, counted), axis=0) / expert.size
+        weight = jnp.float32(expert.size)
+        if counted is not None:
+            share, weight = share * padding.correction(counted), jnp.sum(counted, dtype=jnp.float32)
+
+        def over_assignments(value: jax.Array) -> Summary:
+            return Summary(value, weight, "mean", "assignments")
+
+        add_summary("expert_load_max", over_assignments(jnp.max(share) * num_experts))
+        if num_experts > 1:
             entropy = -jnp.sum(share * jnp.log(jnp.maximum(share, 1e-9)))
-            add_summary("expert_load_entropy", entropy / jnp.log(jnp.float32(self.cfg.num_experts)))
+            add_summary("expert_load_entropy", over_assignments(entropy / jnp.log(jnp.float32(num_experts))))

@@ -13,9 +13,9 @@ from axlearn_core.nn.initializers import Initializer, VarianceScaling
 from axlearn_core.nn.layer import Layer, Precision
 from axlearn_core.nn.remat import tag
 from axlearn_core.nn.sharding import constrain
-from axlearn_core.nn.summaries import add_loss, add_summary
+from axlearn_core.nn.summaries import add_loss, add_summary, mean_over_tokens
 from axlearn_core.nn.variables import LearnedVariable, StepTotal
-from axlearn_plugins_moe.routing import Routing, by_choice, counts, load_balance_loss, z_loss
+from axlearn_plugins_moe.routing import Routing, by_choice, counts, load_balance_loss, of_tokens, z_loss
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -87,7 +87,7 @@ class SoftmaxRouter(LinearRouter):
             scale: multiplies the weights after that (the routed scaling factor of DeepSeek-V2, arXiv 2405.04434).
             num_groups: experts form so many groups of neighbours, of which a token uses `top_groups`: those with the
                 largest probability of one expert (device-limited routing, section 2.2.2 there).
-            load_balance: weight of the load-balance loss (Fedus et al., 2021), over the whole batch.
+            load_balance: weight of the load-balance loss (Fedus et al., 2021), over all tokens of the batch.
             z_loss: weight of log(Z)^2 (Zoph et al., 2022).
         """
 
@@ -126,8 +126,8 @@ class SigmoidRouter(LinearRouter):
 
     The experts with the largest `score + bias` are selected; their weights are made of the scores alone. The bias is a
     variable, not a parameter: at the end of each training step the router lowers it by `rate` for experts with more than the
-    mean load of the step, over all microbatches and devices, and raises it for those with less. In evaluation it is only
-    read. So a step in microbatches computes what a whole one does.
+    mean load of the step, and raises it for those with less. The load counts the tokens of all microbatches and devices, and
+    no padding. In evaluation the bias is only read. So a step in microbatches computes what a whole one does.
     """
 
     @node
@@ -170,7 +170,7 @@ class SigmoidRouter(LinearRouter):
             weight = weight / (jnp.sum(weight, axis=-1, keepdims=True) + 1e-20)
         expert = by_choice(expert)
         if not self.use_running_average:
-            self.load[...] += jnp.sum(counts(expert, cfg.num_experts), axis=0)
+            self.load[...] += jnp.sum(counts(expert, cfg.num_experts, of_tokens(expert, x.shape[1])), axis=0)
         if cfg.load_balance:
             shares = scores / jnp.sum(scores, axis=-1, keepdims=True)
             add_loss("load_balance", cfg.load_balance * load_balance_loss(expert, shares, per_row=True))
@@ -207,5 +207,5 @@ class ExpertChoiceRouter(LinearRouter):
         expert = lax.broadcasted_iota(jnp.int32, token.shape, 1)
         weight, token, expert = (a.reshape(a.shape[0], -1) for a in (weight, token, expert))
         has_expert = jnp.sum(jax.nn.one_hot(token, length), axis=1) > 0
-        add_summary("tokens_without_expert", 1 - jnp.mean(has_expert.astype(jnp.float32)))
+        add_summary("tokens_without_expert", mean_over_tokens(1 - has_expert.astype(jnp.float32)))
         return Routing(expert, weight, token)

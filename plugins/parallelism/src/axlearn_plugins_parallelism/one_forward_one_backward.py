@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 
 from axlearn_core.contracts.parts import Loss
 from axlearn_core.nn.sharding import Placement, logical_rules, placement
+from axlearn_core.nn.summaries import add_reports, map_plain
 from axlearn_plugins_parallelism.loss_parts import LossParts, Pruned
 from axlearn_plugins_parallelism.pipeline import AXIS, Chunks, check_rows, stage_rules
 from axlearn_plugins_parallelism.schedule import OneForwardOneBackward, Schedule
@@ -93,7 +94,7 @@ class _Sums(NamedTuple):
     """
 
     value: jax.Array
-    summaries: dict[str, jax.Array]
+    summaries: dict[str, Any]
     outer: dict[int, jax.Array]
     layers: list[jax.Array]
 
@@ -214,7 +215,7 @@ class _Gradients:
             stage = self.parts.stack.stage(self.chunk, leaves)
             (y, written), own = stage(x, _row(contexts, index), round, index, variables)
             variables = jax.tree.map(lambda a, b: jnp.where(valid, a.astype(b.dtype), b), written, variables)
-            output = (y.astype(x.dtype), jax.tree.map(jnp.add, reported, own))
+            output = (y.astype(x.dtype), add_reports(reported, own))
             sent = jax.tree.map(lambda v: lax.ppermute(v, AXIS, ring), output)
             return *_stacked((sent, inputs)), variables, _stacked(output)
 
@@ -258,7 +259,7 @@ class _Gradients:
     def _differentiate_post(self, sums: _Sums, index: jax.Array, output: Tree) -> tuple[_Sums, Tree]:
         """Adds a microbatch's loss and gradients; (d x, d losses) of what leaves the last stage."""
         x, (losses, reported) = output
-        reported = jax.tree.map(lambda v: v / self.plan.stages, reported)
+        reported = map_plain(lambda v: v / self.plan.stages, reported)
         call, read = self.post.of_read(self.parts.leaves, index)
         value, pull, summaries = jax.vjp(
             lambda read, x, losses: call(read, x, losses, reported), read, x, losses, has_aux=True
@@ -271,7 +272,8 @@ class _Gradients:
             (s * v for s, v in zip(jax.tree.leaves(slopes), jax.tree.leaves(losses), strict=True)), jnp.float32(0)
         )
         shares = {name: mean if name in losses or name in reported else scale for name in summaries}
-        added = {name: sums.summaries[name] + shares[name] * v for name, v in summaries.items()}
+        counted = {name: map_plain(lambda v, share=shares[name]: share * v, v) for name, v in summaries.items()}
+        added = add_reports(sums.summaries, counted)
         sums = sums._replace(value=sums.value + scale * (value - own) + mean * own, summaries=added)
         return self._add(sums, self.post, grads), (dx, jax.tree.map(lambda v: v * mean, slopes))
 

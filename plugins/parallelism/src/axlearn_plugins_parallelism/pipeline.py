@@ -36,8 +36,8 @@ class PipelinedStack(Stack):
     """Runs layers in stages over the mesh axis `pipeline`, with parameters and checkpoints as `Stack` has them.
 
     The batch is taken in microbatches on every mesh, also where there is one stage: what depends on which rows are
-    together, such as the load-balance loss of experts, is the same everywhere; losses and summaries of layers are means over
-    the microbatches. With a cache (for decoding) it is a plain stack.
+    together, such as the load-balance loss of experts, is the same everywhere; losses and plain summaries of layers are means
+    over the microbatches. With a cache (for decoding) it is a plain stack.
     """
 
     @node
@@ -117,8 +117,8 @@ class PipelinedStack(Stack):
         x = jnp.broadcast_to(x[None], (stages, *x.shape))
         y, reports, written = mapped(chunk.leaves, x, context)
         # [P, M, ...]: the last stage has the outputs, and each stage the reports of its own layers.
-        losses, found_summaries = jax.tree.map(lambda v: v / plan.microbatches, reports)
-        reports = losses, jax.tree.map(lambda v: v / plan.rounds, found_summaries)
+        losses, found_summaries = summaries.map_plain(lambda v: v / plan.microbatches, reports)
+        reports = losses, summaries.map_plain(lambda v: v / plan.rounds, found_summaries)
         return y[-1], reports, jax.tree.map(chunk.rejoin, written)
 
     def stage(self, chunk: "Chunks", leaves: Sequence[jax.Array]) -> Callable[..., Any]:
@@ -335,4 +335,4 @@ def _ticks(plan: Schedule, stage: Callable[..., Any], variables: Written, x: jax
     # infinite, here or in a derivative.
     outputs = jnp.zeros((plan.microbatches + 1, *x.shape[1:]), x.dtype)
     (_, outputs, final_variables), reports = lax.scan(tick, (x[0], outputs, variables), jnp.arange(plan.ticks))
-    return outputs[None, :-1], jax.tree.map(lambda v: jnp.sum(v, axis=0)[None], reports), final_variables
+    return outputs[None, :-1], jax.tree.map(lambda v: v[None], summaries.sum_reports(reports)), final_variables

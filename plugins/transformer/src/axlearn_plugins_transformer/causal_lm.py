@@ -12,7 +12,7 @@ from axlearn_core.compose import Function
 from axlearn_core.config import REQUIRED, Node, node, setting
 from axlearn_core.contracts.parts import Batch
 from axlearn_core.errors import Problem
-from axlearn_core.nn import summaries
+from axlearn_core.nn import padding, summaries
 from axlearn_core.nn.layer import Context, Layer, Precision
 from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_transformer.kernels.cross_entropy import CrossEntropy, Options, logits_of
@@ -120,11 +120,11 @@ class CausalLM(Layer):
         head = self.decoder.head_weight() if head is None else head
         return logits_of(hidden, head, self._options()).astype(self.cfg.output_dtype)
 
-    def _options(self) -> Options:
+    def _options(self, z_loss: float = 0.0) -> Options:
         cfg = self.cfg
-        return Options(self.precision.compute, cfg.loss_chunk, cfg.logit_softcap, cfg.z_loss, _constrain_logits)
+        return Options(self.precision.compute, cfg.loss_chunk, cfg.logit_softcap, z_loss, _constrain_logits)
 
-    def loss(self, batch: Batch) -> tuple[jax.Array, Mapping[str, jax.Array]]:
+    def loss(self, batch: Batch) -> tuple[jax.Array, Mapping[str, Any]]:
         """The mean cross-entropy of the targets, in nats, plus z-loss and the auxiliary losses of the layers.
 
         Args:
@@ -133,26 +133,34 @@ class CausalLM(Layer):
 
         Returns:
             (loss, summaries): `weight` is the number of targets, `cross_entropy` the loss without what is added to it
-            (where anything is), in addition to each auxiliary loss and what the layers report.
+            (if anything is), in addition to `z_loss`, each auxiliary loss and what the layers report. While held-out data is
+            measured, nothing is added.
         """
         arrays = {k: v for k, v in batch.items() if v is not None}
+        z_loss = 0.0 if summaries.is_held_out() else self.cfg.z_loss
         with summaries.collect() as collector:
-            context = Context(**{k: arrays.get(k) for k in ("positions", "segment_ids", "prefix")})
-            hidden, _ = self.decoder(arrays["tokens"], context)
+            hidden, _ = self.decoder(arrays["tokens"], batch_context(arrays))
         if "weights" in arrays:
             weight = jnp.sum(arrays["weights"])
             weights = arrays["weights"] / jnp.where(weight > 0, weight, 1.0)
         else:
             size = arrays["targets"].size
             weight, weights = jnp.float32(size), jnp.full(arrays["targets"].shape, 1 / size, jnp.float32)
-        op = CrossEntropy(hidden, self.decoder.head_weight(), arrays["targets"], weights, self._options())
+        op = CrossEntropy(hidden, self.decoder.head_weight(), arrays["targets"], weights, self._options(z_loss))
         loss, entropy = op.run(self.cfg.loss_kernel)
         report = {"weight": weight, **collector.summaries, **collector.losses}
-        if self.cfg.z_loss or collector.losses:
+        if z_loss:
+            report["z_loss"] = loss - entropy
+        if z_loss or collector.losses:
             report["cross_entropy"] = entropy
         for value in collector.losses.values():
             loss = loss + value
         return loss, report
+
+    def held_out_loss(self, batch: Batch) -> tuple[jax.Array, Mapping[str, Any]]:
+        """The mean cross-entropy of the targets, in nats, also for a subclass whose `loss` adds to it."""
+        with summaries.held_out():
+            return CausalLM.loss(self, batch)
 
     def functions(self) -> Mapping[str, Function]:
         """`score`, `unstack`, `prefill` and `decode`; see `axlearn_plugins_transformer.functions`."""
@@ -175,6 +183,14 @@ class CausalLM(Layer):
         copy = nnx.merge(*nnx.split(self))
         copy.decoder = self.decoder.unstacked()
         return copy
+
+
+def batch_context(batch: Batch) -> Context:
+    """The context that layers get for the rows of a batch. Entries of `contracts.parts.Batch` may be left out."""
+    arrays = {k: batch.get(k) for k in ("positions", "segment_ids", "prefix")}
+    weights = batch.get("weights")
+    real = None if arrays["segment_ids"] is not None or weights is None else padding.up_to_the_last_target(weights)
+    return Context(**arrays, real=real)
 
 
 def _constrain_logits(logits: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from axlearn_core.compose.functions import share_code
 from axlearn_core.config import Configurable, Node, node, setting
-from axlearn_core.nn import summaries, variables
+from axlearn_core.nn import padding, summaries, variables
 from axlearn_core.nn.axis_names import name_stack_axis
 from axlearn_core.nn.layer import Context
 from axlearn_core.nn.remat import Remat
@@ -44,7 +44,7 @@ class LayerStack(Protocol):
         ...
 
     def __call__(self, layers: Any, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
-        """Runs them one after the other. `cache` holds an entry per layer."""
+        """Runs them one after the other, each within `padding.told(context)`. `cache` holds an entry per layer."""
         ...
 
 
@@ -158,7 +158,7 @@ def _layer(
     def run(x: jax.Array, state: Any, cache: Any = None) -> tuple[Any, Any]:
         before = variables.values_of(state)
         module = nnx.merge(graphs[kind], state, copy=True)
-        with summaries.collect() as collected:
+        with summaries.collect() as collected, padding.told(context):
             x, cache = module(constrain(x, "batch", "residual_sequence", "activation_embed"), context, cache)
         return x, (cache, (collected.losses, collected.summaries), variables.written(module, before))
 

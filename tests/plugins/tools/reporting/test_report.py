@@ -12,6 +12,8 @@ from axlearn_core.errors import RequestError, WorkError
 from axlearn_core.train.trackers import JsonlTracker
 from axlearn_plugins_tools.reporting import write_report
 from axlearn_plugins_tools.reporting.command import report
+from axlearn_plugins_tools.reporting.page import _held_out_losses
+from axlearn_plugins_tools.reporting.run import read_run
 
 CONFIG = """
 resolved: true
@@ -103,6 +105,16 @@ def test_the_page_tells_the_run(tmp_path):
     assert "jax" in words
     assert "op: attention, chosen: reference" in words
     assert 'class="notes"' not in page
+
+
+def test_auxiliary_losses_of_held_out_data_are_no_validation_loss(tmp_path):
+    tracker = JsonlTracker.Config().build(run_dir=tmp_path)
+    tracker.start({"start_step": 0})
+    for step in (1, 2, 3):
+        tracker.log(step, {"loss": 1.0 / step, "router_z_loss": 0.5})
+        tracker.log(step, {"eval_router_z_loss": 7.0 / step, "eval_loss": 2.0 / step, "other_loss": 3.0 / step})
+    tracker.close()
+    assert _held_out_losses(read_run(tmp_path)) == ["eval_loss", "other_loss"]
 
 
 def test_the_config_shows_who_set_what(tmp_path):

@@ -15,8 +15,9 @@ from axlearn_core.config import Configurable, Node, node, setting
 from axlearn_core.contracts.parts import Batch, Model
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.nn import summaries
-from axlearn_core.nn.layer import Context
+from axlearn_core.train.held_out import model_loss
 from axlearn_plugins_finetune.objectives.sequences import check_language_model, sum_over_positions
+from axlearn_plugins_transformer.causal_lm import batch_context
 
 
 class Distillation(Configurable, nnx.Module):
@@ -62,7 +63,7 @@ class Distillation(Configurable, nnx.Module):
         self.cfg = cfg
         self.teacher = FrozenModel(teacher, rngs=rngs, weights=cfg.teacher_weights)
 
-    def loss(self, model: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, Mapping[str, jax.Array]]:
+    def loss(self, model: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, Mapping[str, Any]]:
         """See `axlearn_core.contracts.parts.Objective`.
 
         Args:
@@ -75,7 +76,7 @@ class Distillation(Configurable, nnx.Module):
             `weight` the number of targets.
         """
         inputs = {k: v for k, v in batch.items() if v is not None}
-        context = Context(**{k: inputs.get(k) for k in ("positions", "segment_ids", "prefix")})
+        context = batch_context(inputs)
         weights = inputs.get("weights", jnp.ones(inputs["targets"].shape, jnp.float32))
         with summaries.collect() as collected:
             hidden, _ = model.decoder(inputs["tokens"], context)
@@ -107,6 +108,6 @@ class Distillation(Configurable, nnx.Module):
         picked = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="clip")[..., 0]
         return divergence, jax.nn.logsumexp(logits, axis=-1) - picked
 
-    def evaluation_loss(self, model: Any, batch: Batch) -> tuple[jax.Array, Mapping[str, jax.Array]]:
+    def evaluation_loss(self, model: Any, batch: Batch) -> tuple[jax.Array, Mapping[str, Any]]:
         """The model's own loss: what held-out text costs, whoever taught it."""
-        return model.loss(batch)
+        return model_loss(model, batch)

@@ -14,7 +14,7 @@ from jax import lax
 from axlearn_core.compose import FrozenModel
 from axlearn_core.config import Configurable, Node, find, node, setting
 from axlearn_core.contracts.parts import Batch, Model
-from axlearn_core.nn import summaries
+from axlearn_core.nn import padding, summaries
 from axlearn_core.nn.layer import Context
 from axlearn_plugins_finetune.lora.linear import LoraLinear, is_adapted
 from axlearn_plugins_finetune.objectives.preference_input import ANSWERS
@@ -55,7 +55,7 @@ class DPO(Configurable, nnx.Module):
         check_language_model(config, "objective.reference")
         self.reference = FrozenModel(config, rngs=rngs, weights=cfg.reference_weights) if own else None
 
-    def loss(self, model: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, Mapping[str, jax.Array]]:
+    def loss(self, model: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, Mapping[str, Any]]:
         """See `axlearn_core.contracts.parts.Objective`.
 
         Args:
@@ -64,8 +64,9 @@ class DPO(Configurable, nnx.Module):
             key: not used; the model has its own.
 
         Returns:
-            (loss, summaries): `reward_chosen` and `reward_rejected` are beta times the log-ratios, `reward_margin` is their
-            difference, `reward_accuracy` the share of pairs whose margin is above zero, `weight` the number of pairs.
+            (loss, summaries), means over the pairs: `reward_chosen` and `reward_rejected` are beta times the log-ratios,
+            `reward_margin` is their difference, `reward_accuracy` the share of pairs whose margin is above zero. `weight` is
+            the number of pairs.
         """
         rows = {name: _pairs_as_rows(batch, name) for name in ("tokens", "targets", "weights")}
         with summaries.collect() as collected:
@@ -73,7 +74,7 @@ class DPO(Configurable, nnx.Module):
         reference = self.reference.bind() if self.reference is not None else without_adapters(model)
         rewards = self.cfg.beta * (policy - lax.stop_gradient(self._scores(reference, rows)))
         preferred, rejected = rewards[:, 0], rewards[:, 1]
-        margin, smoothing = preferred - rejected, self.cfg.label_smoothing
+        margin, smoothing = preferred - rejected, 0.0 if summaries.is_held_out() else self.cfg.label_smoothing
         losses = -(1 - smoothing) * jax.nn.log_sigmoid(margin) - smoothing * jax.nn.log_sigmoid(-margin)
         counted = (jnp.sum(batch["chosen_weights"], axis=1) > 0).astype(jnp.float32)
         weight = jnp.sum(counted)
@@ -92,9 +93,14 @@ class DPO(Configurable, nnx.Module):
         }
         return mean(losses) + sum(collected.losses.values()), report
 
+    def evaluation_loss(self, model: Any, batch: Batch) -> tuple[jax.Array, Mapping[str, Any]]:
+        """The cross-entropy of the held-out preferences in nats per pair: the loss without smoothing and auxiliary terms."""
+        with summaries.held_out():
+            return DPO.loss(self, model, batch, None)
+
     def _scores(self, model: Any, rows: Mapping[str, jax.Array]) -> jax.Array:
         """float32 [B, 2]: the log-probabilities of the chosen and the rejected answers."""
-        hidden, _ = model.decoder(rows["tokens"], Context())
+        hidden, _ = model.decoder(rows["tokens"], Context(real=padding.up_to_the_last_target(rows["weights"])))
         scores = log_probabilities(model, hidden, rows["targets"], rows["weights"], self.cfg.loss_chunk)
         return scores.reshape(-1, len(ANSWERS))
 

@@ -4,7 +4,7 @@ B images of E x E pixels with C channels, patches of P x P pixels, S = (E / P)^2
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from flax import nnx
 from axlearn_core.config import REQUIRED, Node, interface, node, setting
 from axlearn_core.contracts.parts import Batch
 from axlearn_core.errors import Problem, RequestError
-from axlearn_core.nn import summaries
+from axlearn_core.nn import padding, summaries
 from axlearn_core.nn.initializers import Constant, Initializer, Normal
 from axlearn_core.nn.layer import Context, Layer, Precision
 from axlearn_core.nn.linear import Linear, Projection
@@ -125,7 +125,8 @@ class ImageEncoder(Layer):
     def __call__(self, images: jax.Array) -> jax.Array:
         """float [B, E, E, C] -> [B, 1 + S, D]."""
         x = constrain(self.embedding(images), *RESIDUAL)
-        x, _ = self.cfg.stack.build()(self.layer, x, Context())
+        # Images of weight 0 fill up a batch: all of their positions are padding.
+        x, _ = self.cfg.stack.build()(self.layer, x, Context(real=padding.tokens(*x.shape[:2])))
         return x if self.cfg.norm is None else self.norm(x)
 
 
@@ -176,18 +177,20 @@ class ImageClassifier(Layer):
         x = x[:, 0] if self.cfg.pool == "token" else jnp.mean(x[:, 1:], axis=1)
         return self.head(x).astype(self.cfg.output_dtype)
 
-    def loss(self, batch: Batch) -> tuple[jax.Array, Mapping[str, jax.Array]]:
-        """The mean cross-entropy of the labels, in nats, plus the auxiliary losses of the layers.
+    def loss(self, batch: Batch) -> tuple[jax.Array, Mapping[str, Any]]:
+        """The mean cross-entropy of the smoothed labels, in nats, plus the auxiliary losses of the layers.
 
         Args:
             batch: `images` float [B, E, E, C]; `labels` int32 [B], below K (the loss is NaN otherwise); `weights` float32
                 [B], 0 for padding, which may be left out.
 
         Returns:
-            (loss, summaries): `weight` is the number of images, `accuracy` the share of them whose label is likeliest.
+            (loss, summaries): `weight` is the number of images, `accuracy` the share of them whose label is likeliest,
+            `cross_entropy` that of the labels themselves if the loss is not. While held-out data is measured, it is.
         """
         labels, weights = batch["labels"], batch.get("weights")
-        with summaries.collect() as collector:
+        rows = Context(real=None if weights is None else weights[:, None] > 0)
+        with summaries.collect() as collector, padding.told(rows):
             logits = self(batch["images"]).astype(jnp.float32)
         logits = constrain(logits, "batch", "activation_vocab")
         weights = jnp.ones(labels.shape, jnp.float32) if weights is None else weights
@@ -195,10 +198,18 @@ class ImageClassifier(Layer):
         share = weights / jnp.where(weight > 0, weight, 1.0)
         log_p = jax.nn.log_softmax(logits, axis=-1)
         at_label = jnp.take_along_axis(log_p, labels[:, None], axis=1, mode="fill", fill_value=jnp.nan)[:, 0]
-        smooth = self.cfg.label_smoothing
-        entropy = -((1 - smooth) * at_label + smooth * jnp.mean(log_p, axis=-1) if smooth else at_label)
-        loss = jnp.sum(entropy * share)
+        smooth = 0.0 if summaries.is_held_out() else self.cfg.label_smoothing
+        smoothed = -((1 - smooth) * at_label + smooth * jnp.mean(log_p, axis=-1) if smooth else at_label)
+        loss = jnp.sum(smoothed * share)
         right = jnp.sum((jnp.argmax(logits, axis=-1) == labels) * share)
+        report = {"weight": weight, "accuracy": right, **collector.summaries, **collector.losses}
+        if smooth or collector.losses:
+            report["cross_entropy"] = -jnp.sum(at_label * share)
         for value in collector.losses.values():
             loss = loss + value
-        return loss, {"weight": weight, "accuracy": right, **collector.summaries, **collector.losses}
+        return loss, report
+
+    def held_out_loss(self, batch: Batch) -> tuple[jax.Array, Mapping[str, Any]]:
+        """The mean cross-entropy of the labels, in nats, also for a subclass whose `loss` adds to it."""
+        with summaries.held_out():
+            return ImageClassifier.loss(self, batch)

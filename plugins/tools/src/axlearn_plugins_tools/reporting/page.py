@@ -80,7 +80,7 @@ def _facts(run: Run) -> str:
     if run.attempts:
         count = f"{len(run.attempts)} attempt{'s' if len(run.attempts) > 1 else ''}"
         facts.append(("Goodput", f"{goodput_of(run.attempts).share:.1%}", count))
-    for name in [n for n in names(run.evaluations) if n.endswith("_loss")][:2]:
+    for name in _held_out_losses(run)[:2]:
         values = points(run.evaluations, name)
         if values:
             best = min(values, key=lambda p: p[1])
@@ -111,12 +111,18 @@ def _facts(run: Run) -> str:
 _LOCKED = (("parameters", ""), ("devices", "platform"))
 
 
+def _held_out_losses(run: Run) -> list[str]:
+    """The losses of evaluators, such as `eval_loss`, and no auxiliary loss that one of them reports beside its own."""
+    auxiliary = tuple(f"_{name}" for name in names(run.train) if name.endswith("_loss"))
+    return [n for n in names(run.evaluations) if n.endswith("_loss") and not n.endswith(auxiliary)]
+
+
 def _losses(run: Run) -> str:
     loss = points(run.train, "loss")
     series = [Series(label="training", style="raw" if len(loss) >= 20 else "main", points=loss)]
     if len(loss) >= 20:
         series.append(Series(label="smoothed", style="main", points=smooth(loss, len(loss) // 20)))
-    held_out = [n for n in names(run.evaluations) if n.endswith("_loss")]
+    held_out = _held_out_losses(run)
     for name, style in zip(held_out, ("second", "third", "fourth"), strict=False):
         label = "validation" if name == "eval_loss" else name
         series.append(Series(label=label, style=style, points=points(run.evaluations, name), dots=True))

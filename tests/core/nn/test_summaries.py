@@ -1,0 +1,132 @@
+"""Summaries say what they are over; statistics over positions count tokens."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from axlearn_core.errors import RequestError
+from axlearn_core.learn import value_and_grad
+from axlearn_core.nn import padding, summaries
+from axlearn_core.nn.layer import Context
+from axlearn_core.nn.summaries import Summary, maximum, mean_over_rows, mean_over_tokens, total
+
+VALUES = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)
+REAL = np.arange(6)[None] < np.asarray([6, 2, 3, 0])[:, None]
+KINDS = {
+    "mean over tokens": (mean_over_tokens, lambda x, real: x[real].mean(), 11),
+    "mean over rows": (mean_over_rows, lambda x, real: np.mean([a[r].mean() for a, r in zip(x, real, strict=True) if r.any()]), 3),
+    "max over tokens": (maximum, lambda x, real: x[real].max(), 11),
+    "sum over tokens": (total, lambda x, real: x[real].sum(), 11),
+}  # fmt: skip
+
+
+def taken(of, values, real=None):
+    context = None if real is None else Context(segment_ids=jnp.asarray(2 * real, jnp.int32))
+    with padding.told(context):
+        return of(jnp.asarray(values))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_does_not_count_whatever_is_in_it(kind):
+    of, expected, weight = KINDS[kind]
+    summary = taken(of, np.where(REAL, VALUES, 1e9), REAL)
+    assert str(summary) == kind
+    np.testing.assert_allclose(summary.value, expected(VALUES, REAL), rtol=1e-6)
+    assert float(summary.weight) == weight
+    empty = taken(of, np.full_like(VALUES, 7), np.zeros_like(REAL))
+    assert (float(empty), float(empty.weight)) == (0, 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_padding_no_bit_changes(kind):
+    of, expected, _ = KINDS[kind]
+    everything = np.ones_like(REAL)
+    plain, masked = (jax.jit(lambda x, real=real: taken(of, x, real))(VALUES) for real in (None, everything))
+    np.testing.assert_array_equal(plain.value, masked.value)
+    np.testing.assert_array_equal(plain.weight, masked.weight)
+    np.testing.assert_allclose(plain.value, expected(VALUES, everything), rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (3, 7), (8, 128), (5, 33)])
+def test_a_mean_over_a_mask_of_ones_has_the_bits_of_a_mean(shape):
+    x = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+    masked = lambda x: padding.masked_mean(x**2, jnp.ones(shape, bool) & (x < 1e9))  # noqa: E731
+    (one, slope), (two, other) = (jax.jit(jax.value_and_grad(f))(x) for f in (lambda x: jnp.mean(x**2), masked))
+    np.testing.assert_array_equal(one, two)
+    np.testing.assert_array_equal(slope, other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_combine_to_the_whole(kind):
+    of, expected, _ = KINDS[kind]
+    parts = [taken(of, VALUES[i : i + 1], REAL[i : i + 1]) for i in range(4)]
+    merged = parts[0]
+    for part in parts[1:]:
+        merged = merged.merged(part)
+    zeros = jax.tree.map(jnp.zeros_like, merged)
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *parts).reduced()
+    for whole in (merged, stacked, zeros.merged(merged), merged.merged(zeros)):
+        np.testing.assert_allclose(whole.value, expected(VALUES, REAL), rtol=1e-6)
+        assert float(whole.weight) == float(taken(of, VALUES, REAL).weight)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_microbatches_give_the_summaries_of_the_batch(parts):
+    def loss(params, variables, batch, key):
+        with padding.told(Context(real=batch["real"])):
+            report = {kind: of(batch["x"] * params) for kind, (of, *_) in KINDS.items()}
+        weight = jnp.sum(batch["real"], dtype=jnp.float32)
+        return jnp.mean(batch["x"] * params), ({**report, "weight": weight}, variables)
+
+    batch = {"x": jnp.asarray(VALUES), "real": jnp.asarray(REAL)}
+    (_, report, _), _ = jax.jit(lambda p, b: value_and_grad(loss, p, {}, b, None, parts))(jnp.float32(1), batch)
+    for kind, (_, expected, weight) in KINDS.items():
+        np.testing.assert_allclose(report[kind].value, expected(VALUES, REAL), rtol=1e-6, err_msg=kind)
+        assert float(report[kind].weight) == weight
+    assert float(report["weight"]) == 11
+
+
+def test_layers_combine_by_kind():
+    layers = [
+        {"mean": Summary(jnp.float32(v), jnp.float32(w)), "max": Summary(jnp.float32(v), jnp.float32(w), "max")}
+        for v, w in ((1.0, 3.0), (5.0, 1.0))
+    ]
+    with summaries.collect() as collector:
+        summaries.add_layers([({}, layer) for layer in layers])
+    assert {k: float(v) for k, v in collector.summaries.items()} == {"mean": 2.0, "max": 5.0}
+
+
+def test_held_out_data_has_no_auxiliary_losses():
+    def stack():
+        with summaries.collect() as layer:  # as a stack of layers does
+            summaries.add_loss("penalty", jnp.float32(2.0))
+            summaries.add_loss("penalty", jnp.float32(1.0))
+        summaries.add_layers([(layer.losses, layer.summaries)] * 2)
+
+    with summaries.held_out(), summaries.collect() as measured:
+        stack()
+    with summaries.collect() as trained:
+        stack()
+    assert (trained.losses, trained.summaries) == ({"penalty": 6.0}, {})
+    assert (measured.losses, measured.summaries) == ({}, {"penalty": 6.0})
+    assert not summaries.is_held_out()
+
+
+def test_two_layers_cannot_add_one_name():
+    with summaries.collect():
+        summaries.add_summary("a", maximum(jnp.ones((1, 2))))
+        with pytest.raises(RequestError, match="two layers add the summary 'a'"):
+            summaries.add_summary("a", jnp.float32(1))
+
+
+def test_rows_with_weights_alone_end_at_their_last_target():
+    weights = jnp.asarray([[0, 0, 1, 1, 0], [0, 1, 0, 1, 1], [0, 0, 0, 0, 0]], jnp.float32)
+    expected = [[True] * 4 + [False], [True] * 5, [False] * 5]
+    np.testing.assert_array_equal(padding.up_to_the_last_target(weights), expected)
+
+
+def test_positions_of_a_layer_s_own_all_count():
+    with padding.told(Context(real=jnp.asarray(REAL))):
+        assert padding.tokens(4, 3) is None
+        assert padding.tokens(2, 6) is None

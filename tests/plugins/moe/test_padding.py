@@ -1,0 +1,187 @@
+"""What routers count: tokens, and no padding."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from flax import nnx
+
+from axlearn_core.compose import Functional, ModelAndObjective
+from axlearn_core.config import patch
+from axlearn_core.nn import padding, summaries
+from axlearn_core.nn.layer import Context, Precision
+from axlearn_core.plugins.resolve import resolve
+from axlearn_core.train.step import TrainingFunctions
+from axlearn_plugins_moe.dispatch import CapacityDispatch
+from axlearn_plugins_moe.layer import MixtureOfExperts
+from axlearn_plugins_moe.routers import ExpertChoiceRouter, SigmoidRouter, SoftmaxRouter
+
+QUICK = {"xla_backend_optimization_level": 0}
+E, K, D = 4, 2, 8
+LENGTHS = np.asarray([7, 3, 0])
+REAL = np.arange(7)[None] < LENGTHS[:, None]
+ROUTERS = {
+    "softmax": SoftmaxRouter.Config(load_balance=0.5, z_loss=0.25),
+    "sigmoid": SigmoidRouter.Config(load_balance=0.5, z_loss=0.25),
+    "expert choice": ExpertChoiceRouter.Config(z_loss=0.25),
+}
+
+
+def layer(router, dispatch=None):
+    more = {} if dispatch is None else {"dispatch": dispatch}
+    cfg = MixtureOfExperts.Config(num_experts=E, top_k=K, hidden_dim=8, router=router, **more)
+    module = cfg.build(input_dim=D, rngs=nnx.Rngs(0), precision=Precision())
+    module.router.weight[...] = jnp.asarray(np.random.default_rng(5).normal(size=(D, E)), jnp.float32)
+    return module
+
+
+def told(module, x, context):
+    """(output, losses, summaries, load) of a layer within rows of this context."""
+    graph, state = nnx.split(module)
+
+    @jax.jit
+    def run(state, x, context):
+        module = nnx.merge(graph, state)
+        with summaries.collect() as collector, padding.told(context):
+            y = module(x)
+        load = module.router.load[...] if hasattr(module.router, "load") else None
+        return y, collector.losses, summaries.values_of(collector.summaries), load
+
+    return jax.device_get(run(state, jnp.asarray(x), context))
+
+
+def inputs():
+    return np.random.default_rng(0).normal(size=(3, 7, D)).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_padding_counts_in_no_statistic(name):
+    module, x = layer(ROUTERS[name], CapacityDispatch.Config(capacity_factor=0.75)), inputs()
+    context = Context(segment_ids=jnp.asarray(REAL, jnp.int32))
+    _, losses, reported, load = told(module, x, context)
+    assert losses.keys() | reported.keys() >= {"router_z_loss", "expert_load_max", "dropped_assignments"}
+    if name != "expert choice":  # whose experts choose among all positions of a row
+        noise = np.where(REAL[..., None], x, 100 * np.random.default_rng(1).normal(size=x.shape).astype(np.float32))
+        _, *others = told(module, noise, context)
+        jax.tree.map(np.testing.assert_array_equal, others[::2], [losses, load])
+        shares = [{k: v for k, v in r.items() if k != "dropped_assignments"} for r in (reported, others[1])]
+        assert shares[0] == shares[1]
+
+    router = np.asarray(module.router.weight[...], np.float64)
+    logits = (x.astype(np.float64) @ router)[REAL]
+    log_z = np.log(np.exp(logits).sum(-1))
+    assert losses["router_z_loss"] == pytest.approx(0.25 * np.mean(log_z**2), rel=1e-5)
+
+
+def softmax(logits):
+    z = np.exp(logits - logits.max(-1, keepdims=True))
+    return z / z.sum(-1, keepdims=True)
+
+
+def test_load_balance_of_a_batch_is_over_its_tokens():
+    module, x = layer(ROUTERS["softmax"]), inputs()
+    _, losses, reported, _ = told(module, x, Context(segment_ids=jnp.asarray(REAL, jnp.int32)))
+    p = softmax((x.astype(np.float64) @ np.asarray(module.router.weight[...], np.float64))[REAL])
+    share = np.bincount(np.argsort(-p, -1)[:, :K].ravel(), minlength=E) / (K * len(p))
+    assert losses["load_balance"] == pytest.approx(0.5 * E * (share * p.mean(0)).sum(), rel=1e-5)
+    assert reported["expert_load_max"] == pytest.approx(E * share.max(), rel=1e-5)
+    entropy = -(share * np.log(np.maximum(share, 1e-9))).sum() / np.log(E)
+    assert reported["expert_load_entropy"] == pytest.approx(entropy, rel=1e-5)
+
+
+def test_load_balance_of_rows_is_over_rows_with_tokens_and_the_bias_counts_tokens():
+    module, x = layer(ROUTERS["sigmoid"]), inputs()
+    _, losses, _, load = told(module, x, Context(segment_ids=jnp.asarray(REAL, jnp.int32)))
+    scores = 1 / (1 + np.exp(-(x.astype(np.float64) @ np.asarray(module.router.weight[...], np.float64))))
+    balance, total = [], np.zeros(E)
+    for row, length in zip(scores, LENGTHS, strict=True):
+        if length:
+            row = row[:length]
+            chosen = np.bincount(np.argsort(-row, -1)[:, :K].ravel(), minlength=E)
+            balance.append(E * (chosen / (K * length) * (row / row.sum(-1, keepdims=True)).mean(0)).sum())
+            total += chosen
+    assert losses["load_balance"] == pytest.approx(0.5 * np.mean(balance), rel=1e-5)
+    np.testing.assert_array_equal(load, total)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_without_padding_no_bit_changes(name):
+    module = layer(ROUTERS[name], CapacityDispatch.Config(capacity_factor=0.75))
+    x = inputs()
+    plain = told(module, x, None)
+    for context in (Context(), Context(segment_ids=jnp.ones((3, 7), jnp.int32)), Context(real=jnp.ones((3, 7), bool))):
+        jax.tree.map(np.testing.assert_array_equal, told(module, x, context), plain)
+
+
+def functions(*features, layers=2):
+    cfg = resolve(patch(toy.small("quickstart"), {"model.decoder.num_layers": layers}), with_=features).config
+    both = ModelAndObjective.of(cfg)
+    learner = cfg.learner.build(max_steps=2, axes=both.axes)
+    return TrainingFunctions(Functional.of(cfg.model), learner, both)
+
+
+@functools.cache
+def loss_of(made):
+    """(batch) -> (loss, what is reported, variables and the totals of the step), compiled."""
+    state = jax.jit(made.init, compiler_options=QUICK)(jax.random.key(0))
+    variables = made.trained.begin_step(state.variables)
+
+    def run(params, variables, batch):
+        loss, (report, after) = made.training_loss(params, variables, batch, jax.random.key(0))
+        return loss, summaries.values_of(report), after
+
+    compiled = jax.jit(run, compiler_options=QUICK)
+    return lambda batch: jax.device_get(compiled(state.params, variables, batch))
+
+
+def step(made, batch):
+    """(state after, what is reported) of one training step."""
+    state = jax.jit(made.init, compiler_options=QUICK)(jax.random.key(0))
+    return jax.device_get(jax.jit(made.train, compiler_options=QUICK)(state, batch))
+
+
+SOFTMAX, SIGMOID = "moe:num_experts=4,top_k=2", "moe:num_experts=4,top_k=2,router={type: sigmoid-router, z_loss: 0.1}"
+FEATURES = {
+    "scan": (SOFTMAX, "scan"),
+    "unrolled": (SIGMOID,),
+    "rematerialised": (SIGMOID, "scan", "remat:save=[]"),
+    "pipeline": (SIGMOID, "pipeline:microbatches=2"),
+    "accumulation": (SIGMOID, "gradient-accumulation:steps=2"),
+}
+
+
+def filled_up():
+    """A batch with padding, and the same with other tokens in it."""
+    batch = toy.batch(rows=4)
+    real = np.arange(toy.LENGTH)[None] < np.asarray([16, 5, 9, 0])[:, None]
+    batch |= {"segment_ids": real.astype(np.int32), "weights": batch["weights"] * real}
+    return batch, {**batch, "tokens": np.where(real, batch["tokens"], (batch["tokens"] + 7) % toy.VOCABULARY)}
+
+
+@pytest.mark.parametrize("name", ["scan", "unrolled", "rematerialised", "pipeline"])
+def test_statistics_know_the_tokens_however_layers_run(name):
+    loss = loss_of(functions(*FEATURES[name]))
+    one, two = map(loss, filled_up())
+    jax.tree.map(np.testing.assert_array_equal, one, two)
+    everything = {k: v for k, v in filled_up()[0].items() if k != "segment_ids"}
+    report = loss({**everything, "weights": np.ones_like(everything["weights"])})[1]
+    assert report["expert_load_entropy"] != one[1]["expert_load_entropy"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FEATURES)
+def test_what_fills_up_a_batch_changes_no_training_step(name):
+    made = functions(*FEATURES[name])
+    jax.tree.map(np.testing.assert_array_equal, *(step(made, batch) for batch in filled_up()))
+
+
+@pytest.mark.parametrize("name", ["unrolled", pytest.param("scan", marks=pytest.mark.slow)])
+def test_a_training_step_without_padding_has_the_bits_of_one_that_counts_every_position(name, monkeypatch):
+    batch = toy.batch(rows=4)
+    batch["segment_ids"] = np.ones_like(batch["tokens"])
+    masked = step(functions(*FEATURES[name], layers=1), batch)
+    monkeypatch.setattr(padding, "tokens", lambda *_: None)
+    jax.tree.map(np.testing.assert_array_equal, masked, step(functions(*FEATURES[name], layers=1), batch))
