@@ -75,7 +75,7 @@ def shuffle_blocks(order: np.ndarray, window: int, rng: np.random.Generator) -> 
     return np.concatenate([rng.permutation(block) for block in np.array_split(order, -(-len(order) // size))])
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=4)
 def _permutation(count: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(count)
 

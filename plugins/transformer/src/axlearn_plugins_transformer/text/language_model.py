@@ -18,7 +18,7 @@ from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import ConfigError, InputError, Problem
 from axlearn_plugins_transformer.text.batches import Batches, Places
 from axlearn_plugins_transformer.text.examples import Example, example
-from axlearn_plugins_transformer.text.positions import read_position
+from axlearn_plugins_transformer.text.positions import OLD_ORDER, is_current, read_position
 from axlearn_plugins_transformer.text.records import Document
 from axlearn_plugins_transformer.text.shares import Shares
 from axlearn_plugins_transformer.text.small_data import SmallData, is_small, print_note
@@ -161,7 +161,7 @@ class LanguageModelInput(Configurable):
             rows = {i: pipeline.training_rows(data, encode, self.packing, self.order, shares, i) for i in ids}
             return pipeline.Shards(rows, cfg.batch_size // self.num_shards, batch_of)
 
-        read = functools.partial(read_position, num_shards=self.num_shards, small=small)
+        read = functools.partial(_read_position, num_shards=self.num_shards, small=small)
         details = {"identify": functools.partial(_records_at, parts, self.order), "read": read}
         if not cfg.workers:
             ahead = experimental.ThreadPrefetchIterDataset(shards(own_shards), prefetch_buffer_size=cfg.prefetch)
@@ -259,6 +259,13 @@ def _unpack(stacked: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 def _share(rows: slice, sizes: np.ndarray, stacked: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     batch = _unpack({k: v[rows] for k, v in stacked.items()})
     return {**batch, "bytes": sizes[batch["targets"]] * (batch["weights"] > 0)}
+
+
+def _read_position(state: Mapping[str, Any], shard: int, *, num_shards: int, small: Sequence[bool]) -> dict[str, Any]:
+    position = read_position(state, shard, num_shards, small)
+    if shard == 0 and not is_current(state):
+        print_note(OLD_ORDER)
+    return position
 
 
 def _records_at(parts: Sequence[Part], order: Any, places: Places) -> dict[str, Any]:

@@ -9,6 +9,12 @@ ORDER = 2
 """The version of the order in which shards read, saved with their positions. 1, which was not saved, gave shards with
 equal numbers of documents the same shuffles."""
 
+OLD_ORDER = (
+    "the data position is of an older version, which shuffled in another way: until its pass over the data ends, "
+    "some documents can come twice or not at all"
+)
+"""What to tell a person when a run goes on from a position without the current `ORDER`."""
+
 _PERIOD = 10_000  # order 1: entries of the pattern of a mixture over which shards were spread
 
 
