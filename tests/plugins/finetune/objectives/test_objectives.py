@@ -36,10 +36,15 @@ def moved(trainer, seed=2):
 def loss(trainer, state):
     """(loss, summaries) of the training objective, and its batch."""
     batch = toy.batch_for(trainer.config)
+    return loss_of(trainer, state, batch), batch
+
+
+def loss_of(trainer, state, batch):
+    """(loss, summaries) of the training objective on a batch."""
     value = trainer.compile("loss", trainer.put(batch))(
         jax.device_put(ModelWeights(state.params, state.variables), shardings(trainer)), trainer.put(batch)
     )
-    return jax.device_get(value), batch
+    return jax.device_get(value)
 
 
 def shardings(trainer):
@@ -61,6 +66,25 @@ def sequence_scores(trainer, params, batch, answer):
     logs = log_softmax(trainer, params, batch[f"{answer}_tokens"])
     picked = np.take_along_axis(logs, batch[f"{answer}_targets"][..., None], -1)[..., 0]
     return (picked * batch[f"{answer}_weights"]).sum(1)
+
+
+@pytest.mark.parametrize("padding", [1, 3])
+def test_pairs_that_pad_a_batch_do_not_count(padding):
+    """The last batch of an evaluation has rows of zeros; loss and summaries are those of the pairs before them."""
+    trainer = program(f"{PAIRS},beta=0.3,label_smoothing=0.1")
+    state = moved(trainer)
+    batch = toy.batch_for(trainer.config)
+    count = len(batch["chosen_tokens"]) - padding
+    padded = {name: np.concatenate([x[:count], np.zeros_like(x[count:])]) for name, x in batch.items()}
+    value, report = loss_of(trainer, state, padded)
+    expected, expected_report = loss_of(trainer, state, {name: x[:count] for name, x in batch.items()})
+    assert report["weight"] == expected_report["weight"] == count
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    rewards = {name: x for name, x in report.items() if name.startswith("reward_")}
+    assert set(rewards) == {"reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy"}
+    assert report["reward_accuracy"] > 0  # padding has a margin of zero
+    for name, x in rewards.items():
+        np.testing.assert_allclose(x, expected_report[name], rtol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])

@@ -13,7 +13,10 @@ from axlearn_core.contracts.capabilities import first_token
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import ConfigError, InputError, Problem
 from axlearn_plugins_finetune.objectives.preferences import PreferenceRecords
+from axlearn_plugins_transformer.text.cycle import Cycle, Permutations
 from axlearn_plugins_transformer.text.language_model import encoding_of
+from axlearn_plugins_transformer.text.positions import OLD_ORDER, ORDER, is_current
+from axlearn_plugins_transformer.text.small_data import print_note
 from axlearn_plugins_transformer.text.sources import Source, Split, describe
 from axlearn_plugins_transformer.text.tokenizers import check_ids, special_tokens_problems, vocabulary_problems
 
@@ -95,14 +98,19 @@ class PreferenceInput(Configurable):
         self.kept = {split: self._fitting_pairs(split) for split in SPLITS}
 
     def train(self) -> "PreferenceBatches":
-        """Endless batches; those of all processes together are the global batch. Each pass has an order of its own."""
-        rows = self._usable("train")
+        """Endless batches; those of all processes together are the global batch. Each pass has an order of its own.
 
-        def index(position: int) -> int:
-            epoch, at = divmod(position, len(rows))
-            return int(rows[_order(self.seed, epoch, len(rows))[at] if self.config.shuffle else at])
-
-        return PreferenceBatches(self, "train", index, None)
+        The pairs of a batch are different. If there are fewer than a batch takes, each batch has all of them.
+        """
+        rows, cfg = self._usable("train"), self.config
+        if len(rows) < cfg.batch_size and self.rows.start == 0:
+            print_note(
+                f"the training data has {len(rows)} pairs, and a batch takes {cfg.batch_size}: every batch repeats some\n"
+                f"    fix: more data, or input.batch_size={len(rows)}"
+            )
+        permutation = Permutations(len(rows), self.seed) if cfg.shuffle else None
+        order = Cycle(len(rows), cfg.batch_size, self.seed, permutation)
+        return PreferenceBatches(self, "train", lambda position: int(rows[order(position)]), None)
 
     def evaluation(self) -> "PreferenceBatches":
         """One pass over the held-out pairs in a fixed order, the last batch padded with weight 0."""
@@ -210,11 +218,13 @@ class PreferenceBatches:
 
     def get_state(self) -> Any:
         """How many batches were returned."""
-        return {"batches": self._batch}
+        return {"batches": self._batch, "order": ORDER}
 
     def set_state(self, state: Any) -> None:
         """Goes to a position that `get_state` gave."""
         self._batch = int(state["batches"])
+        if self._count is None and self._source.rows.start == 0 and not is_current(state):
+            print_note(OLD_ORDER)
 
     def close(self) -> None:
         """Nothing to end: batches are made when they are asked for."""
@@ -223,10 +233,6 @@ class PreferenceBatches:
 def _records(source: Any, split: Split) -> Any:
     parts = source.parts(split)
     return parts[0].records if parts else None
-
-
-def _order(seed: int, epoch: int, count: int) -> np.ndarray:
-    return np.random.default_rng((seed, epoch)).permutation(count)
 
 
 def _pad(values: Iterable[Any], length: int, dtype: str) -> np.ndarray:

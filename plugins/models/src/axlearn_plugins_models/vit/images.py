@@ -9,6 +9,8 @@ import numpy as np
 
 from axlearn_core.config import REQUIRED, Configurable, interface, node, setting
 from axlearn_core.errors import ConfigError, InputError, Problem
+from axlearn_plugins_transformer.text.cycle import Cycle, Permutations
+from axlearn_plugins_transformer.text.small_data import print_note
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -184,15 +186,19 @@ class ImageArrays(Images):
         self._rest = tuple(np.concatenate([part[i][cut:] for part, cut in both]) for i in (0, 1))
 
     def train(self) -> ImageBatches:
-        """Pass after pass over what is not held out, each in an order of its own."""
+        """Pass after pass over what is not held out, each in an order of its own; the images of a batch are different."""
         count, size, seed = len(self._training[1]), self.cfg.batch_size, self.cfg.seed
+        order = Cycle(count, size, seed, Permutations(count, seed))
+        if count < size and self._mine.start == 0:
+            print_note(
+                f"the training data has {count} images, and a batch takes {size}: every batch repeats some\n"
+                f"    fix: more data, or input.batch_size={count}"
+            )
 
-        def order(batch: int) -> np.ndarray:
-            places = np.arange(batch * size, (batch + 1) * size)
-            orders = {p: np.random.default_rng([seed, p]).permutation(count) for p in np.unique(places // count)}
-            return np.array([orders[p // count][p % count] for p in places])
+        def numbers(batch: int) -> np.ndarray:
+            return np.array([order(i) for i in range(batch * size, (batch + 1) * size)])
 
-        return ImageBatches(_rows(*self._training), order, self._mine)
+        return ImageBatches(_rows(*self._training), numbers, self._mine)
 
     def evaluation(self) -> ImageBatches:
         """What is held out; raises `InputError` where that is nothing."""

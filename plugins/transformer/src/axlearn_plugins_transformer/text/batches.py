@@ -10,8 +10,8 @@ import numpy as np
 
 from axlearn_core.errors import InputError
 
-Indices = dict[str, list[int]]
-"""By shard, the index of the record that each part of the data stands at."""
+Places = dict[str, list[int | list[int]]]
+"""By shard, where each part of the data stands: the index of a record in the shard's order, or the records of the last row."""
 
 
 @attrs.frozen
@@ -20,11 +20,11 @@ class Position:
 
     batch: int
     _shards: Mapping[str, Any]
-    _identify: Callable[[Indices], dict[str, Any]] = attrs.field(eq=False)
+    _identify: Callable[[Places], dict[str, Any]] = attrs.field(eq=False)
 
     def facts(self) -> dict[str, Any]:
         """The number of the batch from 1, and the records that its rows begin in."""
-        return {"batch": self.batch, **self._identify({i: _indices(s) for i, s in self._shards.items()})}
+        return {"batch": self.batch, **self._identify({i: _places(s) for i, s in self._shards.items()})}
 
     def __str__(self) -> str:
         return str(self.facts())
@@ -40,6 +40,7 @@ class Batches:
         streams: Grain's iterators, each with the ids of its shards.
         workers: whether each stream runs in a worker process.
         identify: names what is read at a position, for messages.
+        read: (state, shard) -> the shard's position; takes those of older versions, or raises `InputError`.
     """
 
     def __init__(
@@ -47,9 +48,10 @@ class Batches:
         streams: Mapping[tuple[int, ...], Any],
         *,
         workers: bool = False,
-        identify: Callable[[Indices], dict[str, Any]] = lambda indices: {},
+        identify: Callable[[Places], dict[str, Any]] = lambda places: {},
+        read: Callable[[Mapping[str, Any], int], Mapping[str, Any]] = lambda state, shard: state,
     ):
-        self._streams, self._workers, self._identify = dict(streams), workers, identify
+        self._streams, self._workers, self._identify, self._read_position = dict(streams), workers, identify, read
         self._count = 0
         self._shards = self._read()
         # Grain's threads and processes end also where nobody closes them, and before Python takes modules apart.
@@ -87,7 +89,7 @@ class Batches:
                 f"{', '.join(sorted(expected))}\n    fix: resume with the same num_shards and batch size"
             )
         for ids, stream in self._streams.items():
-            stream_state = {str(i): _restore_tuples(shards[str(i)]) for i in ids}
+            stream_state = {str(i): self._read_position(_restore_tuples(shards[str(i)]), i) for i in ids}
             if self._workers:
                 stream_state = {**copy.deepcopy(stream.get_state()), "iterators_in_use_states": [stream_state]}
             stream.set_state(stream_state)
@@ -124,10 +126,10 @@ def _restore_tuples(state: Any) -> Any:
     return [_restore_tuples(s) for s in state] if isinstance(state, (list, tuple)) else state
 
 
-def _indices(state: Any) -> list[int]:
-    """Where each part's sequence of records stands, in the order of the parts."""
+def _places(state: Any) -> list[int | list[int]]:
+    """Where each part of the data stands, in the order of the parts."""
     if isinstance(state, Mapping):
-        if "next_index" in state:
-            return [state["next_index"]]
+        if "next_index" in state or "records" in state:
+            return [state["next_index"] if "next_index" in state else state["records"]]
         state = list(state.values())
-    return [i for below in state for i in _indices(below)] if isinstance(state, (list, tuple)) else []
+    return [i for below in state for i in _places(below)] if isinstance(state, (list, tuple)) else []

@@ -107,6 +107,11 @@ class ConversationRecords:
     def __len__(self) -> int:
         return len(self.owners)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all rows."""
+        return int(self.sizes.sum())
+
     def __getitem__(self, index: Any) -> Sequence[Document]:
         file = self.files[int(self.owners[index])]
         offset = int(self.offsets[index])

@@ -6,7 +6,7 @@ Legend: B global batch size, S sequence length, P processes, V vocabulary.
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -16,9 +16,12 @@ from axlearn_core.config import REQUIRED, Configurable, Node, node, setting
 from axlearn_core.contracts.capabilities import digest_of, encodes_batches, first_token
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import ConfigError, InputError, Problem
-from axlearn_plugins_transformer.text.batches import Batches, Indices
+from axlearn_plugins_transformer.text.batches import Batches, Places
 from axlearn_plugins_transformer.text.examples import Example, example
+from axlearn_plugins_transformer.text.positions import OLD_ORDER, is_current, read_position
 from axlearn_plugins_transformer.text.records import Document
+from axlearn_plugins_transformer.text.shares import Shares
+from axlearn_plugins_transformer.text.small_data import SmallData, is_small, print_note
 from axlearn_plugins_transformer.text.sources import Part, Source, Split, describe
 from axlearn_plugins_transformer.text.tokenizers import (
     check_ids,
@@ -165,16 +168,22 @@ class LanguageModelInput(Configurable):
         cfg, parts, share = self.config, self._parts("train"), self.num_shards // self.process_count
         own_shards = range(self.process_index * share, (self.process_index + 1) * share)
 
+        shares = Shares.of([part.weight for part in parts], self.num_shards)
+        small = [is_small(part.records, cfg.batch_size * cfg.sequence_length) for part in parts]
+
         def shards(ids: Sequence[int]) -> Any:
             characters = CHARACTERS // (len(ids) * len(parts))  # each shard reads ahead on its own
             encode = functools.partial(self.examples, characters=characters)
-            rows = {i: pipeline.training_rows(parts, encode, self.packing, self.order, i) for i in ids}
+            report = print_note if 0 in ids else None
+            data = [self._small_data(p, i, shares, report) if small[i] else p for i, p in enumerate(parts)]
+            rows = {i: pipeline.training_rows(data, encode, self.packing, self.order, shares, i) for i in ids}
             return pipeline.Shards(rows, cfg.batch_size // self.num_shards, batch_of)
 
-        identify = functools.partial(_records_at, parts, self.order)
+        read = functools.partial(_read_position, num_shards=self.num_shards, small=small)
+        details = {"identify": functools.partial(_records_at, parts, self.order), "read": read}
         if not cfg.workers:
             ahead = experimental.ThreadPrefetchIterDataset(shards(own_shards), prefetch_buffer_size=cfg.prefetch)
-            return Batches({tuple(own_shards): iter(ahead)}, identify=identify)
+            return Batches({tuple(own_shards): iter(ahead)}, **details)
         if not flags.FLAGS.is_parsed():
             flags.FLAGS.mark_as_parsed()  # Grain's workers read absl flags, which have their defaults here
         options = grain.MultiprocessingOptions(num_workers=1, per_worker_buffer_size=cfg.prefetch)
@@ -184,7 +193,17 @@ class LanguageModelInput(Configurable):
             return iter(shards(group).mp_prefetch(options, functools.partial(pipeline.start_worker, pid_file)))
 
         streams = {g: WorkerStream(functools.partial(stream, g), g, cfg.worker_seconds) for g in groups}
-        return Batches(streams, workers=True, identify=identify)
+        return Batches(streams, workers=True, **details)
+
+    def _small_data(
+        self, part: Part, index: int, shares: Shares, report: Callable[[str], None] | None
+    ) -> SmallData:
+        from axlearn_plugins_transformer.text import pipeline
+
+        encode = functools.partial(pipeline.all_examples, functools.partial(self.examples, characters=CHARACTERS))
+        window, seed = shares.most(index, self.config.batch_size), self.order.of(index)
+        cfg = self.config
+        return SmallData(part, encode, cfg.packing, cfg.sequence_length, window, seed, cfg.shuffle, report)
 
     def evaluation(self) -> Batches:
         """One pass over the held-out data in a fixed order, the last batch padded with weight 0.
@@ -268,11 +287,22 @@ def _share(rows: slice, sizes: np.ndarray, stacked: Mapping[str, np.ndarray]) ->
     return {**batch, "bytes": sizes[batch["targets"]] * (batch["weights"] > 0)}
 
 
-def _records_at(parts: Sequence[Part], order: Any, indices: Indices) -> dict[str, Any]:
-    """By shard, the record that its rows begin in, and the next: where the first is used up, they begin there."""
+def _read_position(state: Mapping[str, Any], shard: int, *, num_shards: int, small: Sequence[bool]) -> dict[str, Any]:
+    position = read_position(state, shard, num_shards, small)
+    if shard == 0 and not is_current(state):
+        print_note(OLD_ORDER)
+    return position
+
+
+def _records_at(parts: Sequence[Part], order: Any, places: Places) -> dict[str, Any]:
+    """By shard, the record that its rows begin in, and the one that follows: if the first is used up, they begin there."""
     names: dict[str, list[str]] = {}
-    for shard, at in indices.items():
-        for i, (part, index) in enumerate(zip(parts, at, strict=True)):
-            records: Any = order(range(len(part.records)), i, int(shard))
-            names.setdefault(shard, []).extend(part.records.name(int(records[index + k])) for k in (0, 1))
+    for shard, of_parts in places.items():
+        for i, (part, place) in enumerate(zip(parts, of_parts, strict=True)):
+            if isinstance(place, int):
+                reads = order.reads(part.records, i, int(shard))
+                listing = [reads.name(place + k) for k in (0, 1)]
+            else:
+                listing = [part.records.name(record) for record in place]
+            names.setdefault(shard, []).extend(listing)
     return {"records": names}

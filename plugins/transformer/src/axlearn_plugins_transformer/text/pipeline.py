@@ -1,6 +1,7 @@
 """Grain pipelines from records to rows of tokens.
 
-    records -> shuffle -> repeat -> every num_shards-th -> documents -> examples -> packed rows -> (mixture)
+    large data: records -> every num_shards-th of a shuffled, endless order -> documents -> examples -> packed rows
+    small data: all examples -> an endless order of packed rows -> every num_shards-th
 
 Each virtual shard is such a pipeline of its own, whichever process or worker runs it, and gives the same rows of every
 batch. So the global stream depends on the seed and the number of virtual shards alone.
@@ -11,6 +12,7 @@ Legend: S sequence length, T tokens of a document.
 import functools
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,8 +25,13 @@ from grain import experimental
 
 from axlearn_core.compat import one_core_for_tokenizers, only_cpu
 from axlearn_core.errors import InputError
+from axlearn_plugins_transformer.text.cycle import Cycle
 from axlearn_plugins_transformer.text.examples import Example
+from axlearn_plugins_transformer.text.layout import BINS
+from axlearn_plugins_transformer.text.positions import ORDER
 from axlearn_plugins_transformer.text.records import Document, Records
+from axlearn_plugins_transformer.text.shares import Shares
+from axlearn_plugins_transformer.text.small_data import SmallData
 from axlearn_plugins_transformer.text.sources import Part
 
 Encode = Callable[[Sequence[Document], int], Sequence[Example | None]]
@@ -32,9 +39,7 @@ Encode = Callable[[Sequence[Document], int], Sequence[Example | None]]
 Finish = Callable[[Sequence[Mapping[str, np.ndarray]]], dict[str, np.ndarray]]
 
 INLINE = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)  # one thread or process reads ahead for all shards
-BINS = 16  # rows that first-fit packing fills at a time
 SEEDS = 2**32  # Grain's seeds are 32-bit
-PERIOD = 10_000  # steps of a mixing pattern over which shards are spread
 
 
 class Fan(experimental.FlatMapTransform):
@@ -117,10 +122,6 @@ def _is_nonempty(tokens: Example | None) -> bool:
     return tokens is not None and len(tokens) > 0
 
 
-def _shuffle(documents: Sequence[Document], rng: np.random.Generator) -> Sequence[Document]:
-    return [documents[i] for i in rng.permutation(len(documents))] if len(documents) > 1 else documents
-
-
 def _rows(records: grain.MapDataset, fan: Fan, packing: Packing) -> grain.IterDataset:
     examples = experimental.FlatMapIterDataset(records.to_iter_dataset(INLINE), fan)
     return packing(examples.filter(_is_nonempty))
@@ -131,9 +132,15 @@ def examples_of(encode: Encode, documents: Sequence[Document]) -> Examples:
     return Examples(encode, texts(documents))
 
 
+def all_examples(encode: Encode, documents: Sequence[Document]) -> list[Example]:
+    """What the documents of a record teach, encoded at once; without those that teach nothing."""
+    examples = examples_of(encode, documents)
+    return [e for e in map(examples.__getitem__, range(len(examples))) if e is not None and len(e)]
+
+
 @attrs.frozen
 class Order:
-    """The endless sequence of a shard's records, newly shuffled in every epoch."""
+    """What the sequences of all shards have in common."""
 
     seed: int
     shuffle: bool
@@ -143,44 +150,165 @@ class Order:
         """The seed of a mixture's part: two parts of the same size are not shuffled alike."""
         return (self.seed + part * 7919) % SEEDS
 
-    def __call__(self, source: Any, part: int, shard: int) -> grain.MapDataset:
-        """The elements of `source` in the order in which `shard` reads them."""
-        records = grain.MapDataset.source(source)
-        if self.shuffle:
-            records = records.shuffle(seed=self.of(part))
-        return records.repeat()[shard :: self.num_shards]
+    def reads(self, records: Records, part: int, shard: int) -> "Reads":
+        """What a shard reads of a part."""
+        return Reads(records, self.of(part), self.shuffle, shard, self.num_shards)
+
+
+@attrs.frozen
+class Shuffle:
+    """Each epoch a permutation of Grain's, which needs no memory."""
+
+    count: int
+    seed: int
+
+    def __call__(self, index: int) -> int:
+        """The number at `index`."""
+        return int(_shuffled_range(self.count, self.seed)[index])
+
+
+@functools.lru_cache(maxsize=64)
+def _shuffled_range(count: int, seed: int) -> grain.MapDataset:
+    return grain.MapDataset.range(count).shuffle(seed=seed)
+
+
+@attrs.frozen(eq=False)
+class Reads:
+    """The endless sequence of records that a shard reads, each as its documents.
+
+    The shards deal an endless order of records to one another, in which neighbours are different: no two shards read the same
+    record at the same time. If there are fewer records than shards, that cannot be. Then those that read the same
+    one begin at different places of it.
+    """
+
+    records: Records
+    seed: int
+    shuffle: bool
+    shard: int
+    num_shards: int
+    order: Cycle = attrs.field(init=False)
+
+    @order.default
+    def _default_order(self) -> Cycle:
+        count = len(self.records)
+        shuffle = Shuffle(count, self.seed) if self.shuffle else None
+        return Cycle(count, self.num_shards, self.seed, shuffle)
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: Any) -> Sequence[Document]:
+        at = self.shard + int(index) * self.num_shards
+        number, epoch, count = self.order(at), at // len(self.records), self._places()
+        documents = self.records[number]
+        if self.shuffle and len(documents) > 1:
+            rng = np.random.default_rng((self.seed, number, epoch // count))
+            documents = [documents[i] for i in rng.permutation(len(documents))]
+        return begin_at(documents, epoch % count, count)
+
+    def name(self, index: int) -> str:
+        """The record at a position, for messages."""
+        return self.records.name(self.order(self.shard + index * self.num_shards))
+
+    def _places(self) -> int:
+        """Places of a record at which shards begin: as many as read it at the same time, in epochs that follow one another."""
+        return 1 if self.num_shards <= len(self.records) else -(-self.num_shards // len(self.records)) + 1
+
+
+def begin_at(documents: Sequence[Document], place: int, places: int) -> Sequence[Document]:
+    """The documents, from one of `places` places on and around to it; it is within a document if there are few."""
+    if not place or not documents:
+        return documents
+    if len(documents) >= places:
+        first = len(documents) * place // places
+        return [*documents[first:], *documents[:first]]
+    offset = sum(len(d.text) for d in documents) * place // places
+    first = 0
+    while offset >= len(documents[first].text):
+        offset -= len(documents[first].text)
+        first += 1
+    around = [*documents[first + 1 :], *documents[:first]]
+    cut = documents[first]
+    if type(cut) is not Document or not offset:  # what another class makes of a text needs the whole
+        return [cut, *around]
+    return [Document(cut.text[offset:], cut.ends), *around, Document(cut.text[:offset], ends=False)]
 
 
 def training_rows(
-    parts: Sequence[Part], encode: Encode, packing: Packing, order: Order, shard: int
+    data: Sequence["Part | SmallData"], encode: Encode, packing: Packing, order: Order, shares: Shares, shard: int
 ) -> grain.IterDataset:
     """The endless rows of one virtual shard. The parts of a mixture are packed apart, and share the rows by weight."""
-    streams = []
-    for i, part in enumerate(parts):
-        records = order(part.records, i, shard)
-        if order.shuffle:
-            records = records.random_map(_shuffle, seed=order.of(i))
+    streams: list[grain.IterDataset] = []
+    for i, part in enumerate(data):
+        if isinstance(part, SmallData):
+            streams.append(DealtRows(part, shares, i, shard))
+            continue
         # By chance alone, a shard does not miss what text there is this often.
         fan = Fan(functools.partial(examples_of, encode), most=100 * len(part.records), of=part.records.name(0))
-        streams.append(_rows(records, fan, packing))
-    if len(streams) == 1:
-        return streams[0]
-    # Shards start at different places of the mixing pattern; else each batch would come from one part only.
-    mixed = grain.IterDataset.mix(streams, [p.weight for p in parts])
-    return StartAt(mixed, shard * PERIOD // order.num_shards)
+        streams.append(_rows(grain.MapDataset.source(order.reads(part.records, i, shard)), fan, packing))
+    return streams[0] if len(streams) == 1 else MixedRows(streams, shares, shard)
 
 
-class StartAt(grain.IterDataset):
-    """A mixture that begins `index` steps into its pattern, each part at its own beginning."""
+class DealtRows(grain.IterDataset):
+    """The rows of small data that are dealt to one shard. Its state has the records that the last row begins and ends in."""
 
-    def __init__(self, mixed: grain.IterDataset, index: int):
-        super().__init__(mixed)
-        self.index = index
+    def __init__(self, data: SmallData, shares: Shares, part: int, shard: int):
+        super().__init__()
+        self.data, self.shares, self.part, self.shard = data, shares, part, shard
 
     def __iter__(self) -> Any:
-        iterator = self._parent.__iter__()
-        iterator.set_state({**iterator.get_state(), "index": self.index})
-        return iterator
+        return _DealtRowsIterator(self)
+
+
+class _DealtRowsIterator(grain.DatasetIterator):
+    def __init__(self, dataset: DealtRows):
+        super().__init__()
+        self.dataset, self.turn, self.records = dataset, 0, [0, 0]
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        dataset, part = self.dataset, -1
+        number = 0
+        while part != dataset.part:  # the turns between are those of the other parts of a mixture
+            part, number = dataset.shares.row(self.turn, dataset.shard)
+            self.turn += 1
+        row, self.records = dataset.data.row(number)
+        return row
+
+    def get_state(self) -> dict[str, Any]:
+        return {"turn": self.turn, "records": self.records}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        self.turn, self.records = state["turn"], list(state["records"])
+
+
+class MixedRows(grain.IterDataset):
+    """One shard's rows of a mixture."""
+
+    def __init__(self, streams: Sequence[grain.IterDataset], shares: Shares, shard: int):
+        super().__init__(list(streams))
+        self.shares, self.shard = shares, shard
+
+    def __iter__(self) -> Any:
+        return _MixedRowsIterator(self, [p.__iter__() for p in self._parents])
+
+
+class _MixedRowsIterator(grain.DatasetIterator):
+    def __init__(self, dataset: MixedRows, parents: Sequence[grain.DatasetIterator]):
+        super().__init__(parents)
+        self.dataset, self.turn = dataset, 0
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        part, _ = self.dataset.shares.row(self.turn, self.dataset.shard)
+        self.turn += 1
+        return next(self._parents[part])
+
+    def get_state(self) -> dict[str, Any]:
+        return {"turn": self.turn, "parts": [parent.get_state() for parent in self._parents]}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        self.turn = state["turn"]
+        for parent, parent_state in zip(self._parents, state["parts"], strict=True):
+            parent.set_state(parent_state)
 
 
 def evaluation_rows(parts: Iterable[Part], encode: Encode, packing: Packing) -> grain.IterDataset:
@@ -209,11 +337,12 @@ class _ShardsIterator(grain.DatasetIterator):
         return self.dataset.finish([next(parent) for parent in self._parents for _ in range(self.dataset.rows)])
 
     def get_state(self) -> dict[str, Any]:
-        return {i: parent.get_state() for i, parent in zip(self.dataset.ids, self._parents, strict=True)}
+        states = [parent.get_state() for parent in self._parents]
+        return {i: {"order": ORDER, "rows": state} for i, state in zip(self.dataset.ids, states, strict=True)}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         for i, parent in zip(self.dataset.ids, self._parents, strict=True):
-            parent.set_state(state[i])
+            parent.set_state(state[i]["rows"])
 
 
 def start_worker(pid_file: str, index: int, count: int) -> None:

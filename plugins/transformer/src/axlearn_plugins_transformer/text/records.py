@@ -27,7 +27,10 @@ class Document:
 
 
 class Records(Protocol):
-    """Random access to records, as Grain wants it. Pickled into worker processes."""
+    """Random access to records, as Grain wants it. Pickled into worker processes.
+
+    Records that know their size have it as `num_bytes`, in bytes before compression; small data is read in another way.
+    """
 
     def __len__(self) -> int: ...
 
@@ -53,7 +56,10 @@ def format_of(path: str) -> str:
 
 @attrs.frozen(eq=False)
 class FileRecords:
-    """The records of text, JSONL and Parquet files: record `i` is part `parts[i]` of file `owners[i]`."""
+    """The records of text, JSONL and Parquet files: record `i` is part `parts[i]` of file `owners[i]`.
+
+    `num_bytes` are those of all records, before compression.
+    """
 
     files: tuple[DataFile, ...]
     formats: tuple[str, ...]
@@ -62,6 +68,7 @@ class FileRecords:
     owners: np.ndarray
     parts: np.ndarray
     line_bytes: int = LINE_BYTES
+    num_bytes: int = 0
 
     @classmethod
     def of(
@@ -79,11 +86,14 @@ class FileRecords:
         # By the amount of data, so that small data still gives every row of a batch something of its own to read.
         size = chunk_bytes or min(1 << 20, max(1 << 14, sum(f.size for f in files) // 64))
         keys: list[tuple[int, int]] = []
+        num_bytes = 0
         for i, (file, kind) in enumerate(zip(files, formats, strict=True)):
-            count = _open_parquet(file).num_row_groups if kind == "parquet" else -(-file.size // size)
-            keys += [(i, part) for part in range(count) if keep(file, part)]
+            sizes = _row_group_sizes(file) if kind == "parquet" else _chunk_sizes(file.size, size)
+            kept = [part for part in range(len(sizes)) if keep(file, part)]
+            keys += [(i, part) for part in kept]
+            num_bytes += sum(sizes[part] for part in kept)
         owners, parts = np.array(keys, np.int32).reshape(-1, 2).T.copy()
-        return cls(tuple(files), formats, text_field, size, owners, parts, line_bytes)
+        return cls(tuple(files), formats, text_field, size, owners, parts, line_bytes, num_bytes)
 
     def __len__(self) -> int:
         return len(self.owners)
@@ -169,6 +179,15 @@ def _longest_text(column: Any) -> int:
     if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
         return 0
     return call_function("max", [call_function("binary_length", [column])]).as_py() or 0
+
+
+def _chunk_sizes(size: int, chunk: int) -> Sequence[int]:
+    return [min(chunk, size - start) for start in range(0, size, chunk)]
+
+
+def _row_group_sizes(file: DataFile) -> Sequence[int]:
+    metadata = _open_parquet(file).metadata
+    return [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
 
 
 def _open_parquet(file: DataFile) -> Any:
