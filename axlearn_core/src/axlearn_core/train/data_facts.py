@@ -7,6 +7,7 @@ from typing import Any
 
 from axlearn_core.checkpoint.state import agree
 from axlearn_core.errors import CheckpointError
+from axlearn_core.train.session import log_message
 
 SHOWN = 12
 
@@ -14,6 +15,13 @@ SHOWN = 12
 def plain_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     """The facts of `Input.describe` as JSON keeps them."""
     return json.loads(json.dumps(dict(facts), default=str))
+
+
+def log_context(config: Any) -> None:
+    """Log a note if the rows of an experiment's input are longer than its model was made for."""
+    limit, length = getattr(config.text, "context_length", None), getattr(config.input, "sequence_length", None)
+    if isinstance(limit, int) and isinstance(length, int) and length > limit:
+        log_message(f"note: input.sequence_length is {length}, and the model was made for {limit} tokens")
 
 
 def check_facts(run_dir: Path, old: object, new: Mapping[str, Any], *, allow_drift: bool) -> list[str]:

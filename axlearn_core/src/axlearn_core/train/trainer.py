@@ -37,7 +37,7 @@ from axlearn_core.learn import Learner
 from axlearn_core.nn.held import check_stateless
 from axlearn_core.plugins.decisions import Decision
 from axlearn_core.train.compiled_step import CompiledStep
-from axlearn_core.train.data_facts import check_facts, plain_facts
+from axlearn_core.train.data_facts import check_facts, log_context, plain_facts
 from axlearn_core.train.distributed import Distributed
 from axlearn_core.train.evaluators import Evaluator, LossEvaluator
 from axlearn_core.train.lock import make_lock, peak_flops
@@ -192,6 +192,7 @@ class Trainer(Configurable):
         batches = source.train()
         closing.callback(batches.close)
         facts = plain_facts(source.describe())
+        log_context(cfg)
         check_same_data(facts)
         offered = {"input": source, "build_input": lambda own: cfg.build_input(own, vocab_size)}
         evaluators = {name: e.build(name=name, **offered) for name, e in cfg.evaluators.items()}

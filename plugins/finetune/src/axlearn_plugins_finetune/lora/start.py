@@ -135,7 +135,7 @@ def _check_tokenizer(uri: str, own: Any) -> None:
     except InputError as error:
         log_message(f"note: the tokenizer of {uri} cannot be compared with the data's: {error}")
         return
-    facts = [{n: getattr(t, n, None) for n in ("digest", "vocab_size", "eos_id")} for t in (its, own)]
+    facts = [{n: getattr(t, n, None) for n in ("digest", "vocab_size", "eos_id", "bos_id")} for t in (its, own)]
     if facts[0] != facts[1]:
         expected, got = (", ".join(f"{k} {v}" for k, v in f.items()) for f in facts)
         raise RequestError(

@@ -119,7 +119,7 @@ class AxlearnLM(LM):
         if "serve" not in registry().claims["functions"] or not room or self._not_served:
             return None
         if self._engine is None or self._engine.engine.max_context < room:
-            scorer, settings = self.subject.scorer, {"runner.max_context": room}
+            scorer, settings = self.subject.scorer, {"runner.max_context": room, "runner.beyond_context": True}
             try:
                 self._engine = ax.serve(
                     scorer.model, program=scorer.program, text=self.subject.processor, set=settings, warm_up=False

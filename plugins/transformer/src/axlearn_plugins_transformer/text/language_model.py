@@ -195,9 +195,7 @@ class LanguageModelInput(Configurable):
         streams = {g: WorkerStream(functools.partial(stream, g), g, cfg.worker_seconds) for g in groups}
         return Batches(streams, workers=True, **details)
 
-    def _small_data(
-        self, part: Part, index: int, shares: Shares, report: Callable[[str], None] | None
-    ) -> SmallData:
+    def _small_data(self, part: Part, index: int, shares: Shares, report: Callable[[str], None] | None) -> SmallData:
         from axlearn_plugins_transformer.text import pipeline
 
         encode = functools.partial(pipeline.all_examples, functools.partial(self.examples, characters=CHARACTERS))

@@ -12,7 +12,7 @@ from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.registry import registry
 from axlearn_core.train.evaluators import Periodic
 from axlearn_plugins_transformer.text.processor import TextProcessor, text_processor
-from axlearn_plugins_transformer.text.writing import continue_text
+from axlearn_plugins_transformer.text.writing import continue_text, engine_sizes
 
 if TYPE_CHECKING:
     from axlearn_core.train.session import Session
@@ -117,7 +117,4 @@ def _open_engine(model: Any, program: Any, text: TextProcessor, count: int, room
     """An engine for so many samples of so many tokens, prompt included; each function is compiled when it is first used."""
     import axlearn_core as ax
 
-    sizes: dict[str, Any] = {"max_rows": count, "max_context": room, "row_buckets": (), "chunk_buckets": ()}
-    sizes["max_step_tokens"] = min(room, 128)
-    settings = {f"runner.{name}": value for name, value in sizes.items()}
-    return ax.serve(model, program=program, text=text, set=settings, warm_up=False)
+    return ax.serve(model, program=program, text=text, set=engine_sizes(count, room), warm_up=False)

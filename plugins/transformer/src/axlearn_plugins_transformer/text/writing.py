@@ -33,7 +33,7 @@ def write_text(
     ids = text.encode_prompt(prompt)
     engine = None
     try:
-        engine = _open(loaded, len(ids) + max_tokens)
+        engine = _open(loaded, text, len(ids) + max_tokens)
         options = {**sampling_defaults(text, temperature), "max_tokens": max_tokens, "seed": seed}
         pieces = None if engine is None else engine.stream(ids, **options)
         first = None if pieces is None else next(pieces, "")  # steps are traced here: what cannot be served shows
@@ -106,10 +106,22 @@ def _processor(loaded: Loaded) -> TextProcessor:
     return text
 
 
-def _open(loaded: Loaded, room: int) -> Any:
-    """An engine for one request of so many tokens; None where the plugin is missing."""
+def _open(loaded: Loaded, text: TextProcessor, room: int) -> Any:
+    """An engine for one request of `room` tokens, or None if axlearn-plugins-serving is not installed."""
     if "serve" not in registry().claims["functions"]:
         return None
-    sizes: dict[str, Any] = {"max_rows": 1, "max_context": room, "row_buckets": (), "chunk_buckets": ()}
-    sizes["max_step_tokens"] = min(room, 128)
-    return ax.serve(loaded, set={f"runner.{name}": value for name, value in sizes.items()}, warm_up=False)
+    if text.context_length is not None and room > text.context_length:
+        log_message(f"note: {room} tokens are more than the {text.context_length} that the model was made for")
+    return ax.serve(loaded, set=engine_sizes(1, room), warm_up=False)
+
+
+def engine_sizes(rows: int, room: int) -> dict[str, Any]:
+    """The settings of an engine for `rows` requests of `room` tokens each; functions compile when they are first used."""
+    return {
+        "runner.max_rows": rows,
+        "runner.max_context": room,
+        "runner.beyond_context": True,
+        "runner.row_buckets": (),
+        "runner.chunk_buckets": (),
+        "runner.max_step_tokens": min(room, 128),
+    }
