@@ -94,7 +94,6 @@ class Trainer(Configurable):
         objective: Node[Objective] | None = setting(default=None, hide_default=True)
         learner: Node[LearnerProtocol] = Learner.Config()
         input: Node[Input] = REQUIRED
-        # Facts about the text of the model, beside the tokenizer of the input; an import of a model fills it.
         text: Node[TextFacts] | None = setting(default=None, kind="execution", hide_default=True)
         evaluators: Mapping[str, Node[Evaluator]] = setting(default={"eval": LossEvaluator.Config()}, kind="execution")
         checkpointer: Node[Checkpointer] = setting(default=ShardedCheckpointer.Config(), kind="execution")

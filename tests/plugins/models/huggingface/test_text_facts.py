@@ -1,0 +1,213 @@
+"""What a model directory says about its text is read from every file that may say it, and written by an export."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from axlearn_core.errors import ConfigError
+from axlearn_plugins_models.huggingface.export_text import complete_text_files, model_settings
+from axlearn_plugins_models.huggingface.source import open_model
+from axlearn_plugins_models.huggingface.text_facts import context_length
+from axlearn_plugins_transformer.text.chat_template import ChatTemplate
+from axlearn_plugins_transformer.text.processor import TextProcessor, text_processor
+
+QWEN = Path(__file__).parent / "fixtures/qwen3"
+
+
+@pytest.fixture
+def directory(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(QWEN, folder)
+    data = json.loads((folder / "config.json").read_text())
+    del data["eos_token_id"]
+    (folder / "config.json").write_text(json.dumps(data))
+    return folder
+
+
+def write(folder, name, **data):
+    (folder / name).write_text(json.dumps(data))
+
+
+def end(folder):
+    source = open_model(folder)
+    return source.config.input.tokenizer.eos, " ".join(source.notes)
+
+
+def test_of_generation_config(directory):
+    write(directory, "generation_config.json", eos_token_id=[7, 5])
+    token, notes = end(directory)
+    vocab = json.loads((directory / "tokenizer.json").read_text())["model"]["vocab"]
+    assert vocab[token] == 7
+    assert "ends a text" not in notes
+
+
+def test_tokenizer_config_says_which_of_several_ends_an_answer(directory):
+    vocab = json.loads((directory / "tokenizer.json").read_text())["model"]["vocab"]
+    five = next(t for t, i in vocab.items() if i == 5)
+    write(directory, "generation_config.json", eos_token_id=[7, 5])
+    write(directory, "tokenizer_config.json", eos_token={"content": five})
+    assert end(directory)[0] == five
+
+
+def test_tokenizer_config_alone(directory):
+    write(directory, "tokenizer_config.json", eos_token="<s>")
+    assert end(directory)[0] == "<s>"
+
+
+@pytest.mark.parametrize("value", [None, [], "2", True, -1, 10**12, {"a": 1}])
+def test_no_file_names_one(directory, value):
+    write(directory, "generation_config.json", eos_token_id=value)
+    write(directory, "tokenizer_config.json", eos_token="not in the vocabulary")
+    token, notes = end(directory)
+    assert token is None
+    assert "no file names the token that ends a text" in notes
+
+
+def facts(folder):
+    source = open_model(folder)
+    return source.config.text, " ".join(source.notes)
+
+
+def change_config(folder, **data):
+    old = json.loads((folder / "config.json").read_text())
+    write(folder, "config.json", **{**old, **data})
+
+
+def test_end_tokens_are_those_of_both_files(directory):
+    change_config(directory, eos_token_id=[2, 7])
+    write(
+        directory, "generation_config.json", eos_token_id=[7, 5], temperature=0.6, top_k=20, top_p=0.95, do_sample=True
+    )
+    text, _ = facts(directory)
+    assert text.end_tokens == (2, 7, 5)
+    assert text.sampling == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    assert text.context_length == 128
+
+
+def test_greedy_files_and_settings_that_nothing_applies(directory):
+    write(directory, "generation_config.json", eos_token_id=2, do_sample=False, top_p=0.9, repetition_penalty=1.05)
+    text, notes = facts(directory)
+    assert text.sampling == {"temperature": 0.0}
+    assert "repetition_penalty 1.05" in notes
+
+
+def test_files_that_contradict_each_other_are_named_with_the_value_that_is_taken(directory):
+    change_config(directory, eos_token_id=2, bos_token_id=9, dtype="bfloat16", torch_dtype="float32")
+    write(directory, "tokenizer_config.json", eos_token="<s>", chat_template="one")
+    (directory / "chat_template.jinja").write_text("two")
+    _, notes = facts(directory)
+    assert "tokenizer_config.json ends a text with '<s>' (id 1)" in notes
+    assert "config.json begins a text with the id 9, and tokenizer.json with '<s>' (id 1): that is taken" in notes
+    assert "config.json has dtype bfloat16 and torch_dtype float32: bfloat16 is taken" in notes
+    assert "different chat templates: that of chat_template.jinja is taken" in notes
+
+
+def add_token(folder, content, index):
+    data = json.loads((folder / "tokenizer.json").read_text())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    data["added_tokens"].append({"id": index, "content": content, "special": True, **flags})
+    write(folder, "tokenizer.json", **data)
+
+
+def test_added_tokens_without_rows_are_named(directory):
+    write(directory, "generation_config.json", eos_token_id=2)
+    add_token(directory, "<|image|>", 96)
+    _, notes = facts(directory)
+    assert "the model has 96 rows, and none for the added tokens '<|image|>' (96)" in notes
+
+
+def test_a_base_vocabulary_without_rows_is_refused(directory):
+    change_config(directory, vocab_size=90)
+    with pytest.raises(ConfigError, match="more tokens than the model"):
+        facts(directory)
+
+
+@pytest.mark.parametrize(
+    ("config", "length"),
+    [
+        ({"max_position_embeddings": 4096}, 4096),
+        ({"n_positions": 1024}, 1024),
+        ({}, None),
+        ({"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": 4.0}}, 16384),
+        ({"max_position_embeddings": 131072, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 131072),
+        (
+            {
+                "max_position_embeddings": 32768,
+                "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+            },
+            131072,
+        ),
+        (
+            {
+                "max_position_embeddings": 163840,
+                "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096},
+            },
+            163840,
+        ),
+    ],
+)
+def test_context_lengths_count_rope_scaling(config, length):
+    assert context_length(config) == length
+
+
+@pytest.fixture
+def run_text(directory):
+    """The text of a run whose tokenizer lies in a directory with a chat template."""
+    write(directory, "generation_config.json", eos_token_id=[2, 7], temperature=0.5, do_sample=True)
+    write(
+        directory, "tokenizer_config.json", eos_token="</s>", chat_template="T", pad_token="</s>", model_max_length=77
+    )
+    return text_processor(open_model(directory).config)
+
+
+def exported(text, config=None, contents=None):
+    contents = {} if contents is None else contents
+    complete_text_files(text, config or {}, contents)
+    return {n: c if n.endswith(".jinja") else json.loads(c) for n, c in contents.items()}
+
+
+def test_an_export_carries_the_facts_of_a_run(run_text):
+    config = model_settings(run_text, length=64)
+    assert config == {"eos_token_id": [2, 7], "bos_token_id": 1, "max_position_embeddings": 128}
+    files = exported(run_text, config)
+    assert files["tokenizer_config.json"]["chat_template"] == "T"
+    assert files["tokenizer_config.json"]["model_max_length"] == 77
+    assert files["generation_config.json"] == {
+        "eos_token_id": [2, 7],
+        "bos_token_id": 1,
+        "temperature": 0.5,
+        "do_sample": True,
+    }
+    assert "tokenizer.json" in files
+
+
+def test_an_export_has_the_template_that_was_trained_with(run_text, tmp_path):
+    (tmp_path / "mine.jinja").write_text("MINE")
+    trained = ChatTemplate.Config(path=str(tmp_path / "mine.jinja"))
+    text = TextProcessor.Config(template=trained).build(tokenizer=run_text.tokenizer)
+    files = exported(text)
+    assert files["chat_template.jinja"] == b"MINE"
+    assert "chat_template" not in files["tokenizer_config.json"]
+
+
+def test_files_that_say_the_same_stay_as_they_are(run_text):
+    kept = {
+        "tokenizer.json": b"{}",
+        "tokenizer_config.json": b'{"chat_template":   "T", "eos_token": "</s>", "bos_token": "<s>", "tokenizer_class": "X"}',
+        "generation_config.json": b'{"eos_token_id": [2,   7], "temperature": 0.5}',
+    }
+    contents = dict(kept)
+    complete_text_files(run_text, {"eos_token_id": 2}, contents)
+    assert contents == kept
+
+
+def test_a_tokenizer_puts_in_front_what_the_run_does(run_text):
+    import tokenizers
+
+    run_text.tokenizer.bos_token = run_text.tokenizer.bos_id = None  # a run that was trained without it
+    contents = {}
+    complete_text_files(run_text, {}, contents)
+    written = tokenizers.Tokenizer.from_str(contents["tokenizer.json"].decode())
+    assert written.encode("a").ids == written.encode("a", add_special_tokens=False).ids
