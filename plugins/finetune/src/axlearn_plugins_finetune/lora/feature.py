@@ -19,6 +19,7 @@ from axlearn_plugins_finetune.runs.targets import matching_paths
 
 Tree = TypeVar("Tree", bound=Node[Any])
 
+CONTINUE = "a run that has begun goes on without it: `axlearn train RUN/config.yaml --run-dir RUN`"
 FROZEN = ParameterRule(pattern="!**.lora_*", freeze=True)
 """Everything but the adapters stays as it is, and takes no optimizer state."""
 
@@ -55,7 +56,12 @@ class Lora(Feature):
             if directory is None or (name == "base" and "://" in directory):  # a storage is asked when the run begins
                 continue
             if not (Path(directory).expanduser() / file).is_file():
-                yield Problem(path=name, message=f"no {description} in that directory: it has no {file}", got=directory)
+                yield Problem(
+                    path=name,
+                    message=f"no {description} in that directory: it has no {file}",
+                    got=directory,
+                    fix=f"give a {description}" if name == "adapters" else f"give a run; {CONTINUE}",
+                )
 
     def apply(self, cfg: Tree) -> Tree:
         """Adapts what `target` fits, freezes the rest, and puts the loop that loads `base` in place."""
