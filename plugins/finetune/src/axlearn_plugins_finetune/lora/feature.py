@@ -14,12 +14,11 @@ from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.learn import ParameterRule
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_finetune.lora.linear import LoraLinear
-from axlearn_plugins_finetune.lora.start import StartFromRun
+from axlearn_plugins_finetune.lora.start import CONTINUES_WITHOUT, StartFromRun
 from axlearn_plugins_finetune.runs.targets import matching_paths
 
 Tree = TypeVar("Tree", bound=Node[Any])
 
-CONTINUE = "a run that has begun goes on without it: `axlearn train RUN/config.yaml --run-dir RUN`"
 FROZEN = ParameterRule(pattern="!**.lora_*", freeze=True)
 """Everything but the adapters stays as it is, and takes no optimizer state."""
 
@@ -60,7 +59,7 @@ class Lora(Feature):
                     path=name,
                     message=f"no {description} in that directory: it has no {file}",
                     got=directory,
-                    fix=f"give a {description}" if name == "adapters" else f"give a run; {CONTINUE}",
+                    fix=f"give a {description}" if name == "adapters" else f"give a run; {CONTINUES_WITHOUT}",
                 )
 
     def apply(self, cfg: Tree) -> Tree:
