@@ -21,7 +21,6 @@ from axlearn_plugins_finetune.lora import adapters
 from axlearn_plugins_finetune.lora.adapters import is_adapter
 from axlearn_plugins_finetune.runs import carried
 
-
 CONTINUES_WITHOUT = "a run that has begun goes on without it: `axlearn train RUN/config.yaml --run-dir RUN`"
 """For errors about a base that is gone."""
 
