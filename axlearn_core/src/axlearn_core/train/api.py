@@ -11,8 +11,9 @@ from axlearn_core.checkpoint import ShardedCheckpointer, open_storage
 from axlearn_core.checkpoint.assets import aligned_assets, collect_assets, recovered_assets
 from axlearn_core.checkpoint.run import open_checkpoint, open_folder, read_run_config
 from axlearn_core.compose.devices import configure_devices, detect
-from axlearn_core.config import Node, diff
-from axlearn_core.config.assets import assets, portable
+from axlearn_core.config import Node, diff, encode
+from axlearn_core.config.assets import assets as assets_of
+from axlearn_core.config.assets import portable
 from axlearn_core.contracts.target import Detected
 from axlearn_core.errors import CheckpointError, RequestError, StorageError
 from axlearn_core.plugins.request import Request, write
@@ -81,8 +82,8 @@ def train(
     trainer = resolved.config.build()
     facts: dict[str, Any] = {
         "experiment": resolved.title,
-        "config_text": write(stored_config, names if from_python else resolved.names),
-        "assets": files,
+        "config_text": text,
+        "assets": assets,
         "provenance": provenance(resolved),
         "machine": resolved.machine,
         "decisions": (*resolved.decisions, *names.decisions(resolved.config)),
@@ -214,8 +215,8 @@ def saved_config(run_dir: str | Path) -> Node[Any] | None:
 
 def provenance(resolved: Resolved) -> dict[str, list[dict[str, str]]]:
     """Path -> who set it to what, first to last, as JSON. Assets have the values that the run's config has."""
-    stored = {asset.path: asset.value for asset in assets(portable(resolved.config)[0])}
-    sources = {asset.path: asset.value for asset in assets(resolved.config)}
+    stored = {asset.path: asset.value for asset in assets_of(portable(resolved.config)[0])}
+    sources = {asset.path: asset.value for asset in assets_of(resolved.config)}
 
     def value(path: str, new: object) -> str:
         return stored[path] if path in stored and new == sources[path] else str(new)
