@@ -69,12 +69,12 @@ def train(
         raise RequestError(f"{resolved.title} is a {type(resolved.config).__qualname__}; expected a Trainer.Config")
     path, uri, notes = place_of_run(run_dir, resolved.title, resolved.config)
     names = CodeNames(resolved.names)
-    write(
-        resolved.config, names if from_python else resolved.names
-    )  # the run's config may name values of code by this text
+    writer = names if from_python else resolved.names
+    encode(resolved.config, writer)  # the run's config may name the same values of code
     old = trained_config(uri or path, restore_step)
     resolved, recovered = with_recovered_assets(resolved, old)
-    stored_config, files = collect_assets(resolved.config)
+    stored_config, assets = collect_assets(resolved.config)
+    text = write(stored_config, writer)
     checked = RunDir.check(path, resolved.config, old, allow_drift=allow_drift, set_by=resolved.setter, uri=uri)
     if old is None:
         check_stored(resolved, allow_drift=allow_drift)
