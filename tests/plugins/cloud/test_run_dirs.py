@@ -8,7 +8,9 @@ import pytest
 from click.testing import CliRunner
 
 import axlearn_core as ax
+import axlearn_plugins_transformer.text as text
 from axlearn_core.checkpoint import open_storage
+from axlearn_core.checkpoint.assets import cache_folder
 from axlearn_core.cli.main import cli
 from axlearn_core.config import Configurable, node, patch
 from axlearn_core.errors import CheckpointError, RequestError
@@ -66,6 +68,33 @@ def test_a_run_in_a_bucket_goes_on_on_another_machine(s3, tmp_path, capsys):
     report = CliRunner().invoke(cli, ["report", uri])
     assert report.exit_code == 0, report.output
     assert "quickstart" in Path(report.stdout.strip()).read_text()
+
+
+def test_a_run_moved_to_a_bucket_has_its_tokenizer(s3, tmp_path, monkeypatch):
+    """Uploaded file by file, used there, and continued there when nothing else is left."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    cache_folder.cache_clear()
+    tokenizer = tmp_path / "tokenizer.json"
+    shutil.copyfile(Path(text.__file__).parent / "python-2k.json", tokenizer)
+    choice = {"input.tokenizer": {"type": "tokenizer-json", "path": str(tokenizer)}}
+    train(tmp_path / "run", steps=1, **choice)
+    uri = f"{s3[0]}/moved"
+    storage = open_storage(uri)
+    for file in (p for p in (tmp_path / "run").rglob("*") if p.is_file() and not p.name.startswith(".")):
+        storage.write(file.relative_to(tmp_path / "run").as_posix(), [file.read_bytes()])
+    shutil.rmtree(tmp_path / "run")
+    tokenizer.unlink()
+    for place in (uri, f"{uri}/checkpoints"):
+        assert ax.open_weights(place).tokenizer.encode("def f")
+    train(uri, steps=2, **choice)
+    train(uri, steps=3, **choice)
+    assert len(losses(storage)) == 3
+    assert "path: run:files/input.tokenizer/tokenizer.json" in storage.read("config.yaml").decode()
+    assert str(tmp_path) not in storage.read("checkpoints/3/config.yaml").decode()
+    storage.delete("files/input.tokenizer/tokenizer.json")
+    with pytest.raises(CheckpointError, match=r"moved/config\.yaml names files that its run does not have"):
+        ax.open_weights(uri)
+    cache_folder.cache_clear()
 
 
 def test_what_is_here_gives_way_to_what_is_there(s3):

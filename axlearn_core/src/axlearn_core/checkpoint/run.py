@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from axlearn_core.checkpoint import manifest, stream
+from axlearn_core.checkpoint.assets import Place, aligned_assets, attach_assets
 from axlearn_core.checkpoint.legacy import read_orbax
 from axlearn_core.checkpoint.manifest import ArrayInfo, Checkpoints
 from axlearn_core.checkpoint.sharded import WEIGHTS_ONLY, ShardedCheckpointer
@@ -31,14 +32,24 @@ from axlearn_core.plugins.request import read_text
 from axlearn_core.plugins.unregistered import CodeNames, code_name, with_values
 
 log = logging.getLogger(__name__)
-CONFIG = "config.yaml"
+CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
 
 
-def read_run_config(storage: Storage, uri: str | Path, path: str = CONFIG) -> Node[Any] | None:
+def read_run_config(
+    storage: Storage, uri: str | Path, path: str = CONFIG, *, places: Sequence[Place] | None = None
+) -> Node[Any] | None:
     """The resolved config of a run at a path of its storage; None where there is no such file.
 
+    Paths of the run's assets are local paths in it, which can be opened now.
+
+    Args:
+        storage: where the file is.
+        uri: of the storage, for messages.
+        path: of the file.
+        places: where the run's assets are; by default beside the file.
+
     Raises:
-        CheckpointError: the file cannot be read back.
+        CheckpointError: the file cannot be read back, or the run lacks an asset.
     """
     file = f"{uri}/{path}"
     try:
@@ -53,9 +64,10 @@ def read_run_config(storage: Storage, uri: str | Path, path: str = CONFIG) -> No
     if not isinstance(request.experiment, Node):
         raise CheckpointError(f"{file} is a run file, not the resolved config of a run (it lacks `resolved: true`)")
     try:
-        return with_values(request.experiment)
+        config = with_values(request.experiment)
     except ConfigError as error:
         raise CheckpointError(f"{file} cannot be read by this process:\n{error}") from error
+    return attach_assets(config, file, places or [(storage, path.removesuffix(CONFIG))])
 
 
 class RunCheckpoint:
@@ -206,7 +218,7 @@ class WholeCheckpoint:
 
     @contextmanager
     def _checkpointer(self) -> Iterator[Any]:
-        checkpointer = self.config.checkpointer.build(directory=Path(self.uri) / "checkpoints")
+        checkpointer = self.config.checkpointer.build(directory=Path(self.uri) / CHECKPOINTS)
         try:
             yield checkpointer
         finally:
@@ -225,7 +237,7 @@ def find_checkpoints(uri: str | Path, storage: Storage, elsewhere: str | None) -
     """Where the run at `uri` keeps its checkpoints; `elsewhere` is the URI in its config."""
     if elsewhere is not None:
         return Checkpoints(open_storage(elsewhere), elsewhere)
-    return Checkpoints(storage, f"{uri}/checkpoints", "checkpoints/")
+    return Checkpoints(storage, f"{uri}/{CHECKPOINTS}", f"{CHECKPOINTS}/")
 
 
 def open_folder(uri: str | Path, storage: Storage, step: int | None = None) -> RunCheckpoint | None:
@@ -234,12 +246,19 @@ def open_folder(uri: str | Path, storage: Storage, step: int | None = None) -> R
     if not (steps := place.steps()):
         return None
     resolved_step = _find_step(uri, steps, step)
-    config = read_run_config(storage, uri, f"{resolved_step}/{CONFIG}")
+    places: list[Place] = [(storage, ""), *_above(uri)]
+    config = read_run_config(storage, uri, f"{resolved_step}/{CONFIG}", places=places)
     if config is None:
         raise CheckpointError(
             f"the checkpoint of step {resolved_step} in {uri} has no {CONFIG}\n    fix: give the run directory"
         )
     return RunCheckpoint(uri, place, config, resolved_step)
+
+
+def _above(uri: str | Path) -> list[Place]:
+    """The run directory of its folder of checkpoints; empty if `uri` is a folder of another name."""
+    run, _, name = str(uri).rstrip("/").rpartition("/")
+    return [(open_storage(run or "."), "")] if name == CHECKPOINTS else []
 
 
 def open_checkpoint(
@@ -263,7 +282,7 @@ def open_checkpoint(
 def _trained_config(checkpoint: RunCheckpoint, storage: Storage, config: object) -> Any:
     """The config inside a checkpoint, which is hashed with it: that of the run may have been edited since.
 
-    Only the input is the run's: a run that was moved reads its tokenizer elsewhere. Differences are said.
+    Only the input is the run's: the run may read its data elsewhere now. Differences are logged.
     """
     if CONFIG not in checkpoint.manifest.files:
         return config  # an earlier version wrote it
@@ -273,8 +292,9 @@ def _trained_config(checkpoint: RunCheckpoint, storage: Storage, config: object)
         raise place.damaged(checkpoint.step, [f"{CONFIG}: its hash does not match"])
     if storage.read(CONFIG) == text:
         return config
-    trained: Any = read_run_config(place.storage, place.name, path)
-    changes = diff(trained, config, code_name)
+    places: list[Place] = [(place.storage, place.folder), (storage, "")]
+    trained: Any = read_run_config(place.storage, place.name, path, places=places)
+    changes = diff(aligned_assets(trained, config), config, code_name)
     edited = [change for change, kind in change_kinds(changes, trained, config) if kind in DECISIVE]
     if edited:
         lines = [

@@ -21,7 +21,7 @@ import functools
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Generic, Literal, TypeVar, dataclass_transform
 
 import attrs
@@ -48,7 +48,11 @@ T_co = TypeVar("T_co", covariant=True)
 Kind = Literal["execution", "microbatches", "duration", "training", "precision", "mathematics"]
 """What a field changes; see the table in `axlearn_core.config.kinds`."""
 
+RUN_SCHEME = "run:"
+"""The value of an asset field in a run's config begins with it; the rest is a path inside the run."""
+
 _INTERFACE, _BOUNDS, _KIND, _HIDDEN = "axlearn_interface", "axlearn_bounds", "axlearn_kind", "axlearn_hidden"
+_ASSET = "axlearn_asset"
 _OPERATORS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "ge": ("at least", lambda a, b: a >= b),
     "gt": ("more than", lambda a, b: a > b),
@@ -62,6 +66,8 @@ def setting(
     default: object,
     kind: Kind | None = None,
     hide_default: bool = False,
+    asset: bool = False,
+    siblings: tuple[str, ...] = (),
     ge: object = None,
     gt: object = None,
     le: object = None,
@@ -75,10 +81,19 @@ def setting(
             the node stands in; the kind of a root is `mathematics`.
         hide_default: leaves the field out of files, hashes and differences while it is at its default, so that a field
             that a class gains later changes nothing about the configs written before.
+        asset: the value is the path of a file that every run keeps a copy of; see `axlearn_core.config.assets`. The field
+            is a `str | None`.
+        siblings: names of files beside an asset. Runs copy those that exist.
         ge, gt, le, lt: bounds.
+
+    Raises:
+        TypeError: `siblings` without `asset`.
     """
+    if siblings and not asset:
+        raise TypeError("siblings lie beside an asset: set asset=True too")
     bounds = {k: v for k, v in {"ge": ge, "gt": gt, "le": le, "lt": lt}.items() if v is not None}
-    return attrs.field(default=default, metadata={_BOUNDS: bounds, _KIND: kind, _HIDDEN: hide_default})
+    metadata = {_BOUNDS: bounds, _KIND: kind, _HIDDEN: hide_default, _ASSET: siblings if asset else None}
+    return attrs.field(default=default, metadata=metadata)
 
 
 def interface(*, default: object = REQUIRED) -> Any:
@@ -246,6 +261,27 @@ def hidden_defaults(value: object) -> frozenset[str]:
 @functools.lru_cache(maxsize=4096)
 def _hidden_fields(cls: type) -> tuple[tuple[str, Any], ...]:
     return tuple((a.name, a.default) for a in attrs.fields(cls) if a.metadata.get(_HIDDEN))
+
+
+@functools.lru_cache(maxsize=4096)
+def asset_fields(cls: type) -> Mapping[str, tuple[str, ...]]:
+    """The names of the fields that `setting(asset=True)` marks, each with its siblings."""
+    marks = {a.name: a.metadata.get(_ASSET) for a in attrs.fields(cls)}
+    return {name: siblings for name, siblings in marks.items() if siblings is not None}
+
+
+def unattached(value: Node[Any]) -> Iterable[Problem]:
+    """The assets of a node that the run they belong to does not have."""
+    for name in asset_fields(type(value)):
+        path = getattr(value, name)
+        if isinstance(path, str) and path.startswith(RUN_SCHEME):
+            yield Problem(
+                path=name,
+                message="names a file of a run that is not there",
+                got=path,
+                expected=f"a config.yaml in its run, beside {path.removeprefix(RUN_SCHEME)}",
+                fix="copy the run directory as a whole, or set the path of the file",
+            )
 
 
 @functools.lru_cache(maxsize=4096)

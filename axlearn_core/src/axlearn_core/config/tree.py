@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 from immutabledict import immutabledict
 
-from axlearn_core.config.node import REQUIRED, Node, interface_fields, is_interface
+from axlearn_core.config.node import REQUIRED, Node, interface_fields, is_interface, unattached
 from axlearn_core.config.offers import refused
 from axlearn_core.config.slots import wrong_parts
 from axlearn_core.config.types import show
@@ -295,7 +295,7 @@ def check(tree: object) -> Any:
     unset = {p.path.rpartition(".")[0] for p in problems}
     for path, value in walk(tree):
         if isinstance(value, Node) and path not in unset:
-            wrong = [*value.validate(), *refused(value), *wrong_parts(value)]
+            wrong = [*value.validate(), *refused(value), *wrong_parts(value), *unattached(value)]
             problems += [attrs.evolve(p, path=join(path, p.path) if p.path else path) for p in wrong]
     if problems:
         raise ConfigError(problems)

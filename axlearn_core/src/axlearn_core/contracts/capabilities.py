@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     import jax
     import numpy as np
 
+    from axlearn_core.config import Node
     from axlearn_core.contracts.parts import Tokenizer
 
 
@@ -127,6 +128,28 @@ class ObservesSteps(Protocol):
 
     def observe(self, step: int, values: Mapping[str, float]) -> None:
         """Called after each step with its scalars, such as `loss`."""
+        ...
+
+
+@runtime_checkable
+class ChecksBeginning(Protocol):
+    """A loop that needs something elsewhere to begin, such as another run. A run that goes on does not need it."""
+
+    def check_beginning(self) -> None:
+        """Checks it before anything is written; called at step 0 only.
+
+        Raises:
+            RequestError: it is missing, or not what the loop needs.
+        """
+        ...
+
+
+@runtime_checkable
+class BeginsElsewhere(Protocol):
+    """The config of a loop that begins a run with weights from elsewhere."""
+
+    def begun(self) -> Node[Any]:
+        """The config of the loop for a run that has its weights."""
         ...
 
 

@@ -22,6 +22,7 @@ import attrs
 from immutabledict import immutabledict
 
 from axlearn_core.config import Decoder, Document, Names, Node, dump, encode, parse
+from axlearn_core.config.assets import LocalRun, attach
 from axlearn_core.config.files import read_regular
 from axlearn_core.config.tree import matches
 from axlearn_core.config.types import show
@@ -214,7 +215,12 @@ def read(path: str | Path, names: Names) -> Request:
         files = [p.name for p in file.parent.glob("*.y*ml") if p != file] if file.parent.is_dir() else []
         hint = "".join(f"\n    did you mean: {file.parent / n}?" for n in nearest(file.name, files, 1))
         raise RequestError(f"cannot read {path}: {error.strerror or error}{hint}") from None
-    return read_text(text, str(path), names, title=file.stem)
+    request = read_text(text, str(path), names, title=file.stem)
+    if not isinstance(request.experiment, Node):
+        return request
+    run = LocalRun.of_config(file)
+    config, _ = attach(request.experiment, run, earlier=run.has_lock)  # settings may replace what is lost
+    return attrs.evolve(request, experiment=config)
 
 
 def read_text(text: str, source: str, names: Names, title: str = "run") -> Request:

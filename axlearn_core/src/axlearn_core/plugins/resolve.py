@@ -324,7 +324,8 @@ class _Resolution:
         except ConfigError as error:
             fix = f"`axlearn features show {use.name}` prints its options"
             raise ConfigError(
-                attrs.evolve(p, path=f"{use.name}.{p.path}", location=use.location, fix=fix) for p in error.problems
+                attrs.evolve(p, path=f"{use.name}.{p.path}", location=use.location, fix=p.fix or fix)
+                for p in error.problems
             ) from None
 
     def _features(self, tree: Node[Any], features: Mapping[str, Feature]) -> Node[Any]:

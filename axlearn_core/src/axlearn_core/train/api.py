@@ -8,9 +8,12 @@ from typing import Any
 import attrs
 
 from axlearn_core.checkpoint import ShardedCheckpointer, open_storage
+from axlearn_core.checkpoint.assets import aligned_assets, collect_assets, recovered_assets
 from axlearn_core.checkpoint.run import open_checkpoint, open_folder, read_run_config
 from axlearn_core.compose.devices import configure_devices, detect
-from axlearn_core.config import Node, diff
+from axlearn_core.config import Node, diff, encode
+from axlearn_core.config.assets import assets as assets_of
+from axlearn_core.config.assets import portable
 from axlearn_core.contracts.target import Detected
 from axlearn_core.errors import CheckpointError, RequestError, StorageError
 from axlearn_core.plugins.request import Request, write
@@ -66,18 +69,21 @@ def train(
         raise RequestError(f"{resolved.title} is a {type(resolved.config).__qualname__}; expected a Trainer.Config")
     path, uri, notes = place_of_run(run_dir, resolved.title, resolved.config)
     names = CodeNames(resolved.names)
-    text = write(resolved.config, names) if from_python else resolved.to_yaml()
-    old = trained_config(
-        uri or path, restore_step
-    )  # after the config is text: it may name values of code in the same way
+    writer = names if from_python else resolved.names
+    encode(resolved.config, writer)  # the run's config may name the same values of code
+    old = trained_config(uri or path, restore_step)
+    resolved, recovered = with_recovered_assets(resolved, old)
+    stored_config, assets = collect_assets(resolved.config)
+    text = write(stored_config, writer)
     checked = RunDir.check(path, resolved.config, old, allow_drift=allow_drift, set_by=resolved.setter, uri=uri)
     if old is None:
         check_stored(resolved, allow_drift=allow_drift)
-    checked = attrs.evolve(checked, notes=(*notes, *checked.notes))
+    checked = attrs.evolve(checked, notes=(*notes, *recovered, *checked.notes))
     trainer = resolved.config.build()
     facts: dict[str, Any] = {
         "experiment": resolved.title,
         "config_text": text,
+        "assets": assets,
         "provenance": provenance(resolved),
         "machine": resolved.machine,
         "decisions": (*resolved.decisions, *names.decisions(resolved.config)),
@@ -117,6 +123,12 @@ def _check_remote(uri: str, config: Any) -> None:
         raise RequestError(
             f"--run-dir: {uri} cannot be read: {error}\n    fix: make it reachable, or give another place"
         ) from error
+
+
+def with_recovered_assets(resolved: Resolved, stored: Any) -> tuple[Resolved, list[str]]:
+    """A request that continues a run, with the run's copies of assets whose original is gone, and notes about them."""
+    config, notes = recovered_assets(resolved.config, stored)
+    return (attrs.evolve(resolved, config=config), notes) if notes else (resolved, notes)
 
 
 def check_stored(resolved: Resolved, *, allow_drift: bool) -> None:
@@ -174,7 +186,10 @@ def _computes_the_same(run_dir: Path, config: Node[Any]) -> bool:
         old = saved_config(run_dir)
     except CheckpointError:  # of components that are not installed now
         return False
-    return old is not None and not refused_changes(diff(old, config, code_name), old, config)
+    if old is None:
+        return False
+    old = aligned_assets(old, config)
+    return not refused_changes(diff(old, config, code_name), old, config)
 
 
 def trained_config(run_dir: Path | str, step: int | None) -> Node[Any] | None:
@@ -199,8 +214,14 @@ def saved_config(run_dir: str | Path) -> Node[Any] | None:
 
 
 def provenance(resolved: Resolved) -> dict[str, list[dict[str, str]]]:
-    """Path -> who set it to what, first to last, as JSON."""
+    """Path -> who set it to what, first to last, as JSON. Assets have the values that the run's config has."""
+    stored = {asset.path: asset.value for asset in assets_of(portable(resolved.config)[0])}
+    sources = {asset.path: asset.value for asset in assets_of(resolved.config)}
+
+    def value(path: str, new: object) -> str:
+        return stored[path] if path in stored and new == sources[path] else str(new)
+
     return {
-        path: [{"by": step.set_by, "value": str(step.new)} for step in steps]
+        path: [{"by": step.set_by, "value": value(path, step.new)} for step in steps]
         for path, steps in resolved.provenance.items()
     }

@@ -30,6 +30,7 @@ from axlearn_core.checkpoint.barrier import gather_objects
 from axlearn_core.compose import Program
 from axlearn_core.compose.executables import INDEX, read_facts
 from axlearn_core.config import Node, flatten, walk
+from axlearn_core.config.assets import portable
 from axlearn_core.config.flat import qualified_name
 from axlearn_core.errors import AxlearnError, RequestError
 from axlearn_core.plugins.source_hash import installed_versions, plugin_packages, source_hashes
@@ -190,7 +191,7 @@ def identity(program: Program) -> dict[str, str] | None:
     if any(not _is_installed(value) for _, value in walk(config)):
         return None
     layout = program.layout
-    parts = {f"config.{path}": stable_repr(value) for path, value in flatten(config).items()}
+    parts = {f"config.{path}": stable_repr(value) for path, value in flatten(portable(config)[0]).items()}
     parts |= {f"mesh.{axis}": str(size) for axis, size in layout.mesh.shape.items()}
     parts |= {f"compiler_options.{name}": str(value) for name, value in program.compiler_options.items()}
     parts["target"] = program.target.name if program.target else ""

@@ -13,7 +13,7 @@ from axlearn_core.contracts.capabilities import DeclaresBatches
 from axlearn_core.errors import RequestError, StorageError
 from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import resolve
-from axlearn_core.train.api import check_stored, detect_devices, place_of_run, trained_config
+from axlearn_core.train.api import check_stored, detect_devices, place_of_run, trained_config, with_recovered_assets
 from axlearn_core.train.run_dir import RunDir
 from axlearn_core.train.trainer import Trainer
 
@@ -50,6 +50,8 @@ def dry_run(
         raise RequestError(f"{resolved.title} is a {type(config).__qualname__}; expected a Trainer.Config")
     path, uri, notes = place_of_run(run_dir, resolved.title, config)
     old = trained_config(uri or path, restore_step)
+    resolved, recovered = with_recovered_assets(resolved, old)
+    config = resolved.config
     checked = RunDir.check(path, config, old, allow_drift=allow_drift, set_by=resolved.setter, uri=uri)
     if old is None:
         check_stored(resolved, allow_drift=allow_drift)
@@ -73,7 +75,7 @@ def dry_run(
     if (every := getattr(config.checkpointer, "every_steps", None)) is not None:
         place = getattr(config.checkpointer, "uri", None) or checked.checkpoints
         facts.append(Fact("checkpoints", f"every {every} steps and at the end, in {place}"))
-    return [*facts, *(Fact("note", note) for note in (*notes, *checked.notes))]
+    return [*facts, *(Fact("note", note) for note in (*notes, *recovered, *checked.notes))]
 
 
 def _steps(config: Any, run_dir: RunDir, restore_step: int | None, restart: bool) -> str:

@@ -3,12 +3,15 @@
 Checkpoints themselves go to the storage directly, below `checkpoints/`.
 """
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from axlearn_core.checkpoint import open_storage
-from axlearn_core.errors import StorageError, WorkError
+from axlearn_core.errors import MissingFileError, StorageError, WorkError
+from axlearn_core.train.run_dir import RunDir
 from axlearn_core.train.session import log_message
 
 CHECKPOINTS = "checkpoints/"
@@ -70,6 +73,18 @@ class RunMirror:
     def _state(self, name: str) -> tuple[int, int]:
         status = (self.path / name).stat()
         return status.st_size, status.st_mtime_ns
+
+
+def read_lock(run_dir: RunDir, mirror: RunMirror | None) -> dict[str, Any]:
+    """The lock of a run that is continued; empty for a new one."""
+    if not run_dir.resumes:
+        return {}
+    if mirror is None:
+        return run_dir.read_lock()
+    try:
+        return json.loads(mirror.read("run.lock.json"))
+    except (MissingFileError, ValueError):
+        return {}
 
 
 def is_remote(run_dir: str | Path) -> bool:

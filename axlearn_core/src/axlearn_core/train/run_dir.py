@@ -1,6 +1,7 @@
 """The run directory: what is in it, whose it is, and whether it may be continued.
 
 config.yaml       the resolved config
+files/            copies of the assets that the config names, such as the tokenizer
 run.lock.json     versions, devices, flags, kernels, data, provenance, fingerprint of the compiled step
 metrics.jsonl     one object per logged step
 checkpoints/      one directory per step
@@ -17,11 +18,13 @@ from typing import Any
 
 import attrs
 
+from axlearn_core.checkpoint.assets import aligned_assets, located_by_content, write_assets
+from axlearn_core.checkpoint.storage import LocalStorage
 from axlearn_core.config import Change, Node, diff
 from axlearn_core.config.files import read_regular
 from axlearn_core.config.kinds import DECISIVE, change_kinds, mathematics, microbatches
 from axlearn_core.config.types import show
-from axlearn_core.errors import CheckpointError, RequestError, WorkError
+from axlearn_core.errors import CheckpointError, RequestError, StorageError, WorkError
 from axlearn_core.plugins.decisions import Decision
 from axlearn_core.plugins.unregistered import code_name, stable_repr
 
@@ -45,6 +48,7 @@ def batch_dependence(config: object) -> tuple[str, ...]:
 
 def short_hash(config: Node[Any]) -> str:
     """Eight hex digits of what the config computes, regardless of its execution and its number of steps."""
+    config = located_by_content(config)
     decisive = mathematics(config)
     cut = microbatches(config)
     if cut and batch_dependence(config):
@@ -139,14 +143,20 @@ class RunDir:
         notes = tuple(f"changed since the run began: {show_change(c)}" for c in changes)
         return cls(path, resumes=True, notes=notes, allow_drift=allow_drift, uri=uri)
 
-    def write(self, config_text: str, lock: Mapping[str, Any]) -> None:
-        """Writes the config and the lock, each in one piece. Raises `WorkError` where the directory cannot be written."""
+    def write(self, config_text: str, lock: Mapping[str, Any], assets: Mapping[str, bytes] = {}) -> None:
+        """Writes the config, the lock and the assets that the config names (path in the run -> content).
+
+        Raises:
+            WorkError: the directory cannot be written.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            write_assets(LocalStorage(self.path), assets)
             write_whole(self.path / "config.yaml", config_text)
             write_whole(self.path / "run.lock.json", json.dumps(lock, indent=1, default=str) + "\n")
-        except OSError as error:
-            raise WorkError(f"cannot write the run directory {self.path}: {error.strerror or error}") from error
+        except (OSError, StorageError) as error:
+            reason = (error.strerror if isinstance(error, OSError) else None) or error
+            raise WorkError(f"cannot write the run directory {self.path}: {reason}") from error
 
     def read_lock(self) -> dict[str, Any]:
         """The lock, or an empty one where it is missing. Raises `CheckpointError` where it is damaged."""
@@ -189,6 +199,7 @@ def check_config(
     Raises:
         CheckpointError: they change what is computed. The message begins with `subject`.
     """
+    old = aligned_assets(old, config)
     changes = diff(old, config, code_name)
     refused = refused_changes(changes, old, config)
 

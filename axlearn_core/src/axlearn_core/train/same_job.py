@@ -11,6 +11,7 @@ import jax
 
 from axlearn_core.checkpoint.barrier import PEER_SECONDS, gather_objects
 from axlearn_core.config import Node
+from axlearn_core.config.assets import portable
 from axlearn_core.config.flat import flatten
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.unregistered import code_name, stable_repr
@@ -33,7 +34,7 @@ def check_same_config(config: Node[Any]) -> None:
     """
     if jax.process_count() == 1:
         return
-    flat = {f"config.{path}": stable_repr(value) for path, value in flatten(config, code_name).items()}
+    flat = {f"config.{path}": stable_repr(value) for path, value in flatten(portable(config)[0], code_name).items()}
     facts = {path: text for path, text in flat.items() if not path.startswith(OWN)}
     facts |= {f"versions.{name}": text for name, text in versions().items()}
     _compare(facts | {"versions.python": platform.python_version()}, "config and versions", JOIN_SECONDS)

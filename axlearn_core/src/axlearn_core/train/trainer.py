@@ -1,7 +1,6 @@
 """The root of every experiment, and how its parts become a running job."""
 
 import functools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -11,12 +10,19 @@ from typing import Any
 import attrs
 import jax
 
-from axlearn_core.checkpoint import ShardedCheckpointer
+from axlearn_core.checkpoint import ShardedCheckpointer, open_storage
+from axlearn_core.checkpoint.assets import write_assets
 from axlearn_core.checkpoint.sharded import WEIGHTS_ONLY
 from axlearn_core.compose import Function, Functional, ModelAndObjective, Program, compose
 from axlearn_core.compose.objective import replicated
 from axlearn_core.config import REQUIRED, Configurable, Node, check, node, setting
-from axlearn_core.contracts.capabilities import KeepsLocalTier, OwnsCheckpoints, ReportsSaves, vocabulary_size
+from axlearn_core.contracts.capabilities import (
+    ChecksBeginning,
+    KeepsLocalTier,
+    OwnsCheckpoints,
+    ReportsSaves,
+    vocabulary_size,
+)
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.contracts.parts import (
     BatchIterator,
@@ -32,7 +38,7 @@ from axlearn_core.contracts.parts import (
 )
 from axlearn_core.contracts.parts import Learner as LearnerProtocol
 from axlearn_core.contracts.target import Machine
-from axlearn_core.errors import MissingFileError, RequestError, WorkError
+from axlearn_core.errors import RequestError, WorkError
 from axlearn_core.learn import Learner
 from axlearn_core.nn.held import check_stateless
 from axlearn_core.plugins.decisions import Decision
@@ -42,7 +48,7 @@ from axlearn_core.train.distributed import Distributed
 from axlearn_core.train.evaluators import Evaluator, LossEvaluator
 from axlearn_core.train.lock import make_lock, peak_flops
 from axlearn_core.train.loop import Loop, TrainLoop
-from axlearn_core.train.mirror import RunMirror
+from axlearn_core.train.mirror import RunMirror, read_lock
 from axlearn_core.train.objective import FrozenWeights
 from axlearn_core.train.open_run import OnSave, OpenRun
 from axlearn_core.train.ownership import SAVED, check_metrics, hold_run
@@ -137,6 +143,7 @@ class Trainer(Configurable):
         *,
         experiment: str = "",
         config_text: str = "",
+        assets: Mapping[str, bytes] = {},
         provenance: Mapping[str, Any] | None = None,
         restore_step: int | None = None,
         restart: bool = False,
@@ -151,6 +158,7 @@ class Trainer(Configurable):
             run_dir: from `RunDir.check`.
             experiment: a name for people.
             config_text: the resolved config as YAML, to be kept in the directory.
+            assets: path in the run -> content of the files that this config names.
             provenance: path -> who set it, for the lock.
             restore_step: a step to go back to; the default is the newest.
             restart: begin at step 0 and set existing checkpoints aside.
@@ -170,8 +178,10 @@ class Trainer(Configurable):
             decisions = (*decisions, *replicated(program.trained))
             lock = make_lock(program, run.facts, experiment=experiment, provenance=provenance, decisions=decisions)
             saved = run.step > 0 or (run.old_lock.get(SAVED, False) and not restart)
+            if run.step == 0 and isinstance(run.loop, ChecksBeginning):
+                run.loop.check_beginning()
             frozen = FrozenWeights.of(program) if run.begins else None
-            self._write(run, lock | {"run": run.run_id, SAVED: saved}, config_text, decisions)
+            self._write(run, lock | {"run": run.run_id, SAVED: saved}, config_text, assets, decisions)
             program.kernel_notes.listener = functools.partial(_record_decision, run)
             on_save = OnSave(run, saved)
             session = self._start(run, frozen, experiment, on_save)
@@ -200,7 +210,7 @@ class Trainer(Configurable):
         loop = check_stateless(cfg.loop.build(**offered), "loop")
         checkpointer: Any = cfg.checkpointer.build(directory=run_dir.checkpoints)
         mirror = RunMirror(run_dir.uri, run_dir.path) if run_dir.uri else None
-        old_lock = _read_lock(run_dir, mirror)
+        old_lock = read_lock(run_dir, mirror)
         run_id, check_held = hold_run(run_dir, checkpointer, old_lock, closing)
         if mirror and jax.process_index() == 0:
             mirror.fetch()
@@ -232,17 +242,26 @@ class Trainer(Configurable):
         )
 
     @staticmethod
-    def _write(run: OpenRun, lock: dict[str, Any], config_text: str, decisions: Sequence[Decision]) -> None:
-        """Says what was decided and what changed, and writes the run directory."""
+    def _write(
+        run: OpenRun,
+        lock: dict[str, Any],
+        config_text: str,
+        assets: Mapping[str, bytes],
+        decisions: Sequence[Decision],
+    ) -> None:
+        """Logs what was decided and what changed, and writes the run directory."""
         run_dir, old = run.run_dir, run.old_lock
         for decision in decisions:
             log_message(str(decision))
         for note in (*run_dir.notes, *(lock_drift(old, lock) if old else ())):
             log_message(f"note: {note}")
         if jax.process_index() == 0 or run.mirror:  # machines do not share a working copy
-            run_dir.write(config_text, {k: old[k] for k in ("kernels", "hlo_fingerprint") if k in old} | lock)
+            run_dir.write(config_text, {k: old[k] for k in ("kernels", "hlo_fingerprint") if k in old} | lock, assets)
         if jax.process_index() == 0:
             run.clock.open(run_dir.path, run.step)
+            config: Any = run.program.config
+            if (elsewhere := getattr(config.checkpointer, "uri", None)) is not None:
+                write_assets(open_storage(elsewhere), assets)  # its checkpoints can be used without the run directory
         run.checkpointer.files = {
             "config.yaml": config_text,
             "run.lock.json": (run_dir.path / "run.lock.json").read_text,
@@ -360,18 +379,6 @@ class Trainer(Configurable):
         if before and before != now:
             log_message(f"note: the compiled step changed ({before} -> {now}); losses may differ in the last bits")
         run_dir.write_fact("hlo_fingerprint", now)
-
-
-def _read_lock(run_dir: RunDir, mirror: RunMirror | None) -> dict[str, Any]:
-    """The lock of a run that is continued; empty for a new one."""
-    if not run_dir.resumes:
-        return {}
-    if mirror is None:
-        return run_dir.read_lock()
-    try:
-        return json.loads(mirror.read("run.lock.json"))
-    except (MissingFileError, ValueError):
-        return {}
 
 
 def _record_decision(run: OpenRun, decision: Decision) -> None:

@@ -26,13 +26,14 @@ def test_another_tokenizer_is_refused_before_anything_is_written(base):
     with pytest.raises(
         RequestError, match=r"is not the tokenizer of [\s\S]*got: digest utf-8 bytes[\s\S]*expected: dig"
     ):
-        StartFromRun.Config(run_dir=base).build(input=other)
-    StartFromRun.Config(run_dir=base, same_tokenizer=False).build(input=other)
-    StartFromRun.Config(run_dir=base).build(input=Input(TokenizerJson.Config(builtin="python-2k")))
+        StartFromRun.Config(run_dir=base).build(input=other).check_beginning()
+    StartFromRun.Config(run_dir=base, same_tokenizer=False).build(input=other).check_beginning()
+    StartFromRun.Config(run_dir=base).build(input=Input(TokenizerJson.Config(builtin="python-2k"))).check_beginning()
 
 
-def test_a_base_that_is_gone_does_not_stop_a_run_that_goes_on(tmp_path):
-    StartFromRun.Config(run_dir=str(tmp_path / "gone")).build(input=Input(ByteTokenizer.Config()))
+def test_a_base_that_is_gone_or_changed_does_not_stop_a_run_that_goes_on(base, tmp_path):
+    for run_dir in (str(tmp_path / "gone"), base):
+        StartFromRun.Config(run_dir=run_dir).build(input=Input(ByteTokenizer.Config()))
 
 
 def test_the_trainer_offers_its_input(base, tmp_path):

@@ -14,7 +14,7 @@ from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.learn import ParameterRule
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_finetune.lora.linear import LoraLinear
-from axlearn_plugins_finetune.lora.start import StartFromRun
+from axlearn_plugins_finetune.lora.start import CONTINUES_WITHOUT, StartFromRun
 from axlearn_plugins_finetune.runs.targets import matching_paths
 
 Tree = TypeVar("Tree", bound=Node[Any])
@@ -55,7 +55,12 @@ class Lora(Feature):
             if directory is None or (name == "base" and "://" in directory):  # a storage is asked when the run begins
                 continue
             if not (Path(directory).expanduser() / file).is_file():
-                yield Problem(path=name, message=f"no {description} in that directory: it has no {file}", got=directory)
+                yield Problem(
+                    path=name,
+                    message=f"no {description} in that directory: it has no {file}",
+                    got=directory,
+                    fix=f"give a {description}" if name == "adapters" else f"give a run; {CONTINUES_WITHOUT}",
+                )
 
     def apply(self, cfg: Tree) -> Tree:
         """Adapts what `target` fits, freezes the rest, and puts the loop that loads `base` in place."""

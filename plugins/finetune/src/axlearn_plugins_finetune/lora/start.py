@@ -21,6 +21,9 @@ from axlearn_plugins_finetune.lora import adapters
 from axlearn_plugins_finetune.lora.adapters import is_adapter
 from axlearn_plugins_finetune.runs import carried
 
+CONTINUES_WITHOUT = "a run that has begun goes on without it: `axlearn train RUN/config.yaml --run-dir RUN`"
+"""For errors about a base that is gone."""
+
 
 class OtherModel(CheckpointError):
     """The parameters of a run are not those of the model at hand."""
@@ -52,15 +55,27 @@ class StartFromRun(Configurable):
         same_tokenizer: bool = True
         loop: Node[Loop] = TrainLoop.Config()
 
+        def begun(self) -> Node[Loop]:
+            """See `axlearn_core.contracts.capabilities.BeginsElsewhere`."""
+            return self.loop
+
     def __init__(self, cfg: Config, *, input: Any = None):
         self.cfg = cfg
         self.loop = cfg.loop.build(input=input)
-        if cfg.run_dir is not None and cfg.same_tokenizer:
-            _check_tokenizer(cfg.run_dir, tokenizer_of(input))
+        self._tokenizer = tokenizer_of(input)
+        self._checked = False
+
+    def check_beginning(self) -> None:
+        """See `axlearn_core.contracts.capabilities.ChecksBeginning`."""
+        self._checked = True
+        if self.cfg.run_dir is not None and self.cfg.same_tokenizer:
+            _check_tokenizer(self.cfg.run_dir, self._tokenizer)
 
     def run(self, session: Session) -> None:
         """See `axlearn_core.train.loop.Loop`."""
         if session.start_step == 0:
+            if not self._checked:  # this loop is inside another one
+                self.check_beginning()
             # The learner's state begins anew: the old one is freed first.
             state, session.state = session.state.replace(learner=None), None
             session.state = self.started(state, session.program)

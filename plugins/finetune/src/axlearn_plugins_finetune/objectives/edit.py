@@ -7,15 +7,18 @@ import attrs
 
 from axlearn_core.checkpoint import open_weights
 from axlearn_core.config import Node, patch
-from axlearn_core.errors import ConfigError, Problem
-from axlearn_plugins_finetune.lora.start import StartFromRun
+from axlearn_core.errors import CheckpointError, ConfigError, Problem
+from axlearn_plugins_finetune.lora.start import CONTINUES_WITHOUT, StartFromRun
 
 Tree = TypeVar("Tree", bound=Node[Any])
 
 
 def model_at(uri: str) -> Node[Any]:
     """The config of the model whose weights lie there; raises `CheckpointError` where there are none."""
-    return open_weights(str(Path(uri).expanduser()) if "://" not in uri else uri).config
+    try:
+        return open_weights(str(Path(uri).expanduser()) if "://" not in uri else uri).config
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; {CONTINUES_WITHOUT}") from error
 
 
 def start_from(cfg: Tree, base: str | None, feature: str) -> Tree:

@@ -10,9 +10,12 @@ from typing import Any
 import jax.numpy as jnp
 
 from axlearn_core.checkpoint import RunWeights, open_weights, split_weights
+from axlearn_core.checkpoint.assets import collect_assets
 from axlearn_core.checkpoint.sharded import WEIGHTS_ONLY
 from axlearn_core.compose import Functional
 from axlearn_core.config import Node, patch
+from axlearn_core.config import map as map_nodes
+from axlearn_core.contracts.capabilities import BeginsElsewhere
 from axlearn_core.errors import CheckpointError, RequestError, WorkError
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import write
@@ -101,7 +104,6 @@ def appearing(out: Path) -> Iterator[Path]:
 def write_weights(
     directory: Path,
     config: Any,
-    text: str,
     params: Mapping[str, Any],
     variables: Mapping[str, Any],
     *,
@@ -115,8 +117,7 @@ def write_weights(
 
     Args:
         directory: of the run.
-        config: of its trainer.
-        text: the config as YAML.
+        config: of its trainer. The run gets copies of its assets.
         params: path -> array.
         variables: path -> array, of the model's other variables.
         step: of the checkpoint.
@@ -127,7 +128,9 @@ def write_weights(
         WorkError: the directory cannot be written.
     """
     run = RunDir(directory, resumes=False)
-    run.write(text, lock or {})
+    stored_config, assets = collect_assets(config, required=False)
+    text = write(stored_config, registry())
+    run.write(text, lock or {}, assets)
     checkpointer = config.checkpointer.build(directory=run.checkpoints)
     checkpointer.files = {"config.yaml": text}
     weights = {"step": jnp.asarray(step, jnp.int32), "params": dict(params), "variables": dict(variables)}
@@ -164,7 +167,7 @@ def write_run(
         WorkError: the directory cannot be written.
     """
     check_new(out)
-    settings: Any = config
+    settings: Any = after_beginning(config)
     if getattr(settings.checkpointer, "uri", None) is not None:  # the new run keeps its checkpoints to itself
         settings = patch(settings, {"checkpointer.uri": None})
     functional = Functional.of(settings.model)
@@ -175,8 +178,17 @@ def write_run(
     step, of = source.step if step is None else step, source.checkpoint.uri
     lock = {"made_from": str(of), "step": source.step, **(lock or {})}
     with appearing(out) as partial:
-        text = write(settings, registry())
-        write_weights(partial, settings, text, params, variables, step=step, extra=source.extra, lock=lock)
+        write_weights(partial, settings, params, variables, step=step, extra=source.extra, lock=lock)
+
+
+def after_beginning(config: Any) -> Any:
+    """The config of a run whose weights are there: its loop does not begin with those of another run."""
+
+    def begun(part: Node[Any]) -> Node[Any]:
+        return part.begun() if isinstance(part, BeginsElsewhere) else part
+
+    loop = getattr(config, "loop", None)
+    return config if loop is None else patch(config, {"loop": map_nodes(loop, begun)})
 
 
 def _shape(array: Any) -> tuple[int, ...] | None:

@@ -44,7 +44,7 @@ def import_run(directory: Path, run_dir: Path, *, with_: Iterable[str] = (), set
         WorkError: it cannot be written.
     """
     configure_devices(None)
-    source = open_model(directory, tokenizer=run_dir / TOKENIZER, with_=with_, set=set)
+    source = open_model(directory, with_=with_, set=set)
     config = source.config
     if RunDir.check(run_dir, config, saved_config(run_dir), allow_drift=True).resumes:
         raise RequestError(f"{run_dir} holds a run already; nothing was written\n    fix: give another RUN_DIR")
@@ -61,7 +61,7 @@ def import_run(directory: Path, run_dir: Path, *, with_: Iterable[str] = (), set
     lock = {"imported_from": str(directory), "provenance": provenance(source.resolved)}
     with appearing(run_dir) as partial:
         _keep(source, partial)
-        write_weights(partial, config, source.resolved.to_yaml(), params, variables, step=0, lock=lock)
+        write_weights(partial, config, params, variables, step=0, lock=lock)
     return source
 
 
@@ -72,8 +72,6 @@ def _keep(source: Source, run_dir: Path) -> None:
     for file in {f for pattern in SIDE_FILES for f in source.directory.glob(pattern)}:
         if file.name != files.INDEX:
             shutil.copyfile(member(source.directory, file.name), folder / file.name)
-    if source.family.text:
-        shutil.copyfile(source.directory / TOKENIZER, run_dir / TOKENIZER)
     stored = {n: [s.dtype, s.file.name] for n, s in source.stored.items()}
     (folder / TENSORS).write_text(json.dumps(stored) + "\n", "utf-8")
 

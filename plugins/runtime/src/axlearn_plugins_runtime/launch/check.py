@@ -11,7 +11,7 @@ from axlearn_core.errors import RequestError
 from axlearn_core.plugins.request import Request, is_file
 from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_runtime.launch.job import Job
-from axlearn_plugins_runtime.launch.run_files import read_bases
+from axlearn_plugins_runtime.launch.run_files import read_bases, read_document
 
 
 def make_job(
@@ -62,7 +62,7 @@ def make_job(
     return Job(
         name=_job_name(name or place.rstrip("/").rpartition("/")[2]),
         experiment=experiment,
-        document=Path(experiment).read_text(encoding="utf-8") if is_file(experiment) else None,
+        document=read_document(experiment) if is_file(experiment) else None,
         bases=read_bases(experiment) if is_file(experiment) else {},
         words=_train_words(train),
         run_dir=place,

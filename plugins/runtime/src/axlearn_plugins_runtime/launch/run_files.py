@@ -5,13 +5,35 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from axlearn_core.config import parse
+from axlearn_core.config import dump, parse
+from axlearn_core.config.assets import LocalRun
+from axlearn_core.config.node import RUN_SCHEME
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.request import is_file
 
 DELIMITER = "AXLEARN_RUN_FILE"
 """Ends a run file in a script of shell."""
+
+
+def read_document(name: str) -> str:
+    """The text of a run file, or of a run's config with its assets at absolute paths: it is read in another folder."""
+    text = Path(name).read_text(encoding="utf-8")
+    data = parse(text, name).data
+    if not (isinstance(data, Mapping) and data.get("resolved") is True):
+        return text
+    run = LocalRun.of_config(Path(name))
+
+    def attached(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: attached(v) for key, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [attached(v) for v in value]
+        is_asset = isinstance(value, str) and value.startswith(RUN_SCHEME)
+        return run.find(value.removeprefix(RUN_SCHEME)) or value if is_asset else value
+
+    return dump(attached(data)) if RUN_SCHEME in text else text
 
 
 def read_bases(experiment: str) -> dict[str, str]:
@@ -22,7 +44,7 @@ def read_bases(experiment: str) -> dict[str, str]:
     texts: dict[str, str] = {}
     name: str | None = experiment
     while name is not None:
-        texts[name] = Path(name).read_text(encoding="utf-8")
+        texts[name] = read_document(name)
         name = _base_of(texts[name], name)
     del texts[experiment]
     return texts

@@ -79,7 +79,7 @@ class ChatTemplate(Configurable):
                 needs; None takes the time of each rendering, as serving does.
         """
 
-        path: str | None = None
+        path: str | None = setting(default=None, asset=True, siblings=("tokenizer_config.json",))
         plain: bool = setting(default=False, hide_default=True)
         today: str | None = "2024-07-26"
 

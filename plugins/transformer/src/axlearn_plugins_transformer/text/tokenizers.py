@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from axlearn_core.config import Configurable, node
+from axlearn_core.config import Configurable, node, setting
 from axlearn_core.contracts.capabilities import CountsBytes, EncodesSpecialTokens, HasAddedTokens
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import InputError, Problem, nearest
@@ -64,7 +64,16 @@ class TokenizerJson(Configurable):
     class Config(Configurable.Config["TokenizerJson"]):
         """Exactly one of `path` and `builtin`."""
 
-        path: str | None = None
+        path: str | None = setting(
+            default=None,
+            asset=True,
+            siblings=(
+                "tokenizer_config.json",
+                "chat_template.jinja",
+                "chat_template.json",
+                "special_tokens_map.json",
+            ),
+        )
         builtin: str | None = None
         eos: str | None = None  # the token that ends a document; None: the usual one that the vocabulary has
         bos: str | None = None  # the token that documents and prompts begin with, if the model has one
