@@ -179,9 +179,17 @@ def test_what_fills_up_a_batch_changes_no_training_step(name):
 
 
 @pytest.mark.parametrize("name", ["unrolled", pytest.param("scan", marks=pytest.mark.slow)])
-def test_a_training_step_without_padding_has_the_bits_of_one_that_counts_every_position(name, monkeypatch):
+def test_without_padding_losses_gradients_and_loads_have_the_bits_of_every_position(name, monkeypatch):
     batch = toy.batch(rows=4)
     batch["segment_ids"] = np.ones_like(batch["tokens"])
-    masked = step(functions(*FEATURES[name], layers=1), batch)
+
+    def computed():
+        made = functions(*FEATURES[name], layers=1)
+        state = jax.jit(made.init, compiler_options=QUICK)(jax.random.key(0))
+        grad = jax.jit(jax.value_and_grad(made.training_loss, has_aux=True), compiler_options=QUICK)
+        variables = made.trained.begin_step(state.variables)
+        return jax.device_get(grad(state.params, variables, batch, jax.random.key(0)))
+
+    masked = computed()
     monkeypatch.setattr(padding, "tokens", lambda *_: None)
-    jax.tree.map(np.testing.assert_array_equal, masked, step(functions(*FEATURES[name], layers=1), batch))
+    jax.tree.map(np.testing.assert_array_equal, masked, computed())
