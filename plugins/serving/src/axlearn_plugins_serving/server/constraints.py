@@ -82,9 +82,11 @@ class Grammars:
         Raises:
             ApiError: 400, the schema is wrong, uses what is not supported, or cannot be met.
         """
-        text = json.dumps({"type": "object"} if schema is None else schema)
-        if len(text) > _MAX_SCHEMA:
-            raise _refuse(f"it has {len(text)} characters, more than {_MAX_SCHEMA}")
+        text = ""
+        for piece in json.JSONEncoder().iterencode({"type": "object"} if schema is None else schema):
+            text += piece
+            if len(text) > _MAX_SCHEMA:  # the rest may be megabytes
+                raise _refuse(f"it has more than {_MAX_SCHEMA} characters")
         try:
             grammar = LLMatcher.grammar_from_json_schema(text)
         except ValueError as error:
