@@ -190,8 +190,8 @@ def write_model(size: Size, directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def started(server: Server, log: Path) -> Iterator[tuple[str, float]]:
-    """(URL, seconds from the start to the first answer) of a server that is stopped again."""
+def started(server: Server, log: Path) -> Iterator[tuple[str, float, int]]:
+    """(URL, seconds from the start to the first answer, process id) of a server that is stopped again."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -207,7 +207,7 @@ def started(server: Server, log: Path) -> Iterator[tuple[str, float]]:
                     if httpx.get(f"{url}/health", timeout=2).status_code == 200:
                         break
                 time.sleep(0.1)
-            yield url, time.monotonic() - since
+            yield url, time.monotonic() - since, process.pid
         finally:
             process.terminate()
             try:
@@ -272,7 +272,7 @@ def one_round(
     results: dict[str, Any] = {}
     for server in [*every[number % len(every) :], *every[: number % len(every)]]:
         model = str(path) if server.name == "transformers" else "model"
-        with started(server, logs / f"{server.name}.log") as (url, ready):
+        with started(server, logs / f"{server.name}.log") as (url, ready, _):
             tokens = greedy(url, server, model, prompts, 16)
             loaded = measured(url, server, model, size, size.requests, size.concurrency, number)
             alone = measured(url, server, model, size, max(2, size.requests // 16), 1, number)

@@ -11,6 +11,10 @@ from axlearn_core.errors import nearest
 T = TypeVar("T", bound=BaseModel)
 
 _MESSAGE_LENGTH = 2000
+_SAY_ALL = frozenset(
+    {"missing", "value_error", "context_length_exceeded", "too_many_fields", "too_many_entries", "invalid_json_schema"}
+)
+"""Kinds of problems whose message needs no value behind it."""
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -81,7 +85,7 @@ def _describe(error: ValidationError, model: type[BaseModel]) -> ApiError:
         reasons = dict.fromkeys(p["msg"] for p in alternatives if _path(p["loc"]) == param)
         text = " or ".join(reason.removeprefix("Value error, ") for reason in reasons)
         message = f"{param}: {text}" if param else text
-        if first["type"] not in ("missing", "value_error", "context_length_exceeded", "too_many_fields", "too_many_entries"):
+        if first["type"] not in _SAY_ALL:
             message += f"; got {_short(first.get('input'))}"
     other_fields = len({p["loc"][:1] for p in problems} - {field})
     if other_fields:

@@ -10,7 +10,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from axlearn_plugins_serving.server.errors import ApiError, parse_body
+from axlearn_plugins_serving.server.errors import ApiError
 from axlearn_plugins_serving.server.job import Job
 from axlearn_plugins_serving.server.schemas import StreamOptions
 
@@ -37,11 +37,10 @@ async def read_json(model: type[T], request: HttpRequest) -> T:
     """The body of a request, checked.
 
     Raises:
-        ApiError: 415, another content type; 400, see `parse_body`.
+        ApiError: 415, another content type; 400, see `BodyCheck.parse`.
     """
     body, service = await read_body(request), request.app.state.service
-    context = service.thread.engine.max_context
-    return await service.texts.run(lambda: parse_body(model, body, context=context), len(body))
+    return await service.texts.run(lambda: service.bodies.parse(model, body), len(body))
 
 
 def error_response(error: ApiError) -> JSONResponse:

@@ -92,6 +92,7 @@ class Runner:
             await self._draining
         await self.service.thread.stop()
         self.service.texts.close()
+        self.service.bodies.close()
         return 1 if self._aborted or self.service.thread.failure is not None else 0
 
     def stop(self) -> None:

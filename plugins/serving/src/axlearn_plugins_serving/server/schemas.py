@@ -8,15 +8,27 @@ Checking ends at the first wrong item of a list, and does not begin with a dicti
 have millions of errors.
 """
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 MAX_CHOICES = 32
 MAX_LOGPROBS = 20
 MAX_ENTRIES = 1024
 """Of a dictionary with values of one kind, such as `logit_bias`."""
+MAX_SCHEMA = 64 * 1024
+"""Characters of a JSON schema."""
 _MAX_UNKNOWN = 64
 _TOKEN = r"^(0|[1-9][0-9]{0,8})$"
 
@@ -99,7 +111,23 @@ class JsonSchemaFormat(Body):
     json_schema: JsonSchema
 
 
-ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+def _check_schema(format: Any) -> Any:
+    schema = format.json_schema if isinstance(format, JsonSchemaFormat) else format
+    size = 0
+    for piece in json.JSONEncoder().iterencode(schema.schema_) if isinstance(schema, JsonSchema) else ():
+        size += len(piece)
+        if size > MAX_SCHEMA:  # the rest may be megabytes
+            raise PydanticCustomError(
+                "invalid_json_schema",
+                "the JSON schema cannot be used: it has more than {limit} characters",
+                {"limit": MAX_SCHEMA},
+            )
+    return format
+
+
+ResponseFormat = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type"), AfterValidator(_check_schema)
+]
 
 
 class SamplingFields(Body):
@@ -287,7 +315,14 @@ class ResponseJsonSchema(JsonSchema):
 class ResponseText(Body):
     """The format of the text."""
 
-    format: Annotated[TextFormat | JsonObjectFormat | ResponseJsonSchema, Field(discriminator="type")] | None = None
+    format: (
+        Annotated[
+            TextFormat | JsonObjectFormat | ResponseJsonSchema,
+            Field(discriminator="type"),
+            AfterValidator(_check_schema),
+        ]
+        | None
+    ) = None
     verbosity: None = None
 
 

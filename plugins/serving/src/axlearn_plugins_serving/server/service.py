@@ -13,6 +13,7 @@ import attrs
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import AxlearnError, RequestError, nearest
 from axlearn_plugins_serving.contracts import QueueFullError, Request, Sampling
+from axlearn_plugins_serving.server.body_check import BodyCheck
 from axlearn_plugins_serving.server.constraints import GrammarConstraint, Grammars
 from axlearn_plugins_serving.server.engine_thread import EngineFailedError, EngineThread
 from axlearn_plugins_serving.server.errors import ApiError
@@ -40,6 +41,7 @@ class Service:
         adapters: names of LoRA adapters, which clients ask for as models.
         state: `ok`, `draining` (no new requests) or `failed`.
         start_compilations: programs that XLA compiled before requests were taken; 0 where exported ones were loaded.
+        bodies: parses requests.
         texts: threads that parse and tokenize.
         text_limit: refuses prompts before they are tokenized.
     """
@@ -53,11 +55,13 @@ class Service:
     created: int = attrs.field(factory=lambda: int(time.time()))
     grammars: Grammars = attrs.field(init=False)
     metrics: Metrics = attrs.field(init=False)
+    bodies: BodyCheck = attrs.field(init=False)
     texts: TextPool = attrs.field(factory=TextPool, init=False)
     text_limit: TextLimit = attrs.field(init=False)
     _count: Any = attrs.field(factory=itertools.count, init=False)
 
     def __attrs_post_init__(self) -> None:
+        self.bodies = BodyCheck(self.thread.engine.max_context)
         self.text_limit = TextLimit(self.tokenizer, self.thread.engine.max_context)
         self.grammars = Grammars(self.tokenizer, self.thread.engine.vocab_size)
         self.metrics = Metrics(lambda: self.thread.statistics, start_compilations=self.start_compilations)
@@ -100,7 +104,12 @@ class Service:
         def encode() -> list[list[int]]:
             for text in texts if limited else ():
                 self.text_limit.check(text, "prompt")
-            return [self.text.encode_prompt(text) for text in texts]
+            prompts = []
+            for text in texts:
+                prompts.append(self.text.encode_prompt(text))
+                if limited:
+                    self.text_limit.check_tokens(len(prompts[-1]), "prompt")  # the others need not be tokenized
+            return prompts
 
         return await self.texts.run(encode, sum(map(len, texts)))
 
@@ -224,17 +233,10 @@ class Service:
     def _check(
         self, prompts: Sequence[Sequence[int]], fields: SamplingFields, max_tokens: int | None, param: str
     ) -> None:
-        vocab_size, context = self.thread.engine.vocab_size, self.thread.engine.max_context
+        vocab_size = self.thread.engine.vocab_size
         new_tokens = max(1, max_tokens or 1)
         for prompt in prompts:
-            if len(prompt) + new_tokens > context:
-                raise ApiError(
-                    400,
-                    f"the context has {context} tokens, but the prompt has {len(prompt)} and the output may have {new_tokens}; "
-                    "shorten the prompt or lower max_tokens",
-                    param=param,
-                    code="context_length_exceeded",
-                )
+            self.text_limit.check_tokens(len(prompt), param, new_tokens)
             if (greatest := max(prompt)) >= vocab_size:
                 raise ApiError(400, f"{param}: token {greatest} is not below {vocab_size}", param=param)
         for name, tokens in (

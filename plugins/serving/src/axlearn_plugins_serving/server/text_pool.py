@@ -70,6 +70,17 @@ class TextLimit:
                 code="context_length_exceeded",
             )
 
+    def check_tokens(self, count: int, param: str, new_tokens: int = 1) -> None:
+        """Raises `ApiError` (400) if a prompt of so many tokens cannot be continued with `new_tokens`."""
+        if count + new_tokens > self._context:
+            raise ApiError(
+                400,
+                f"the context has {self._context} tokens, but the prompt has {count} and the output may have {new_tokens}; "
+                "shorten the prompt or lower max_tokens",
+                param=param,
+                code="context_length_exceeded",
+            )
+
     @functools.cached_property
     def _longest(self) -> int | None:
         return longest_token(self._tokenizer)

@@ -7,7 +7,9 @@ import tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 
 _COMPOSED = 4  # the most characters that NFC makes one of
-_SHRINKS = {"NFC": _COMPOSED, "NFKC": _COMPOSED} | dict.fromkeys(("NFD", "NFKD", "Prepend", "Lowercase", "ByteLevel"), 1)
+_SHRINKS = {"NFC": _COMPOSED, "NFKC": _COMPOSED} | dict.fromkeys(
+    ("NFD", "NFKD", "Prepend", "Lowercase", "ByteLevel"), 1
+)
 """Normalizers: the most characters of their input for each one of their output."""
 _KEEPS_ALL = {"ByteLevel", "Metaspace", "Digits"}
 """Pre-tokenizers that drop no character."""
@@ -21,7 +23,10 @@ def most_characters(tokenizer: tokenizers.Tokenizer) -> int | None:
     """
     if any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values()):
         return None  # the token takes in all spaces around it
-    normalizers, splitters = _parts(tokenizer.normalizer, "normalizers"), _parts(tokenizer.pre_tokenizer, "pretokenizers")
+    normalizers, splitters = (
+        _parts(tokenizer.normalizer, "normalizers"),
+        _parts(tokenizer.pre_tokenizer, "pretokenizers"),
+    )
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     byte_level = any(part["type"] == "ByteLevel" for part in (*normalizers, *splitters))
     if not _reads_everything(tokenizer.model, vocabulary, byte_level):
