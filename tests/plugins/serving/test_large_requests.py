@@ -116,13 +116,13 @@ def test_long_bodies_are_parsed_beside_the_event_loop(server, monkeypatch, size,
 
 
 def test_a_conversation_is_rendered_beside_the_event_loop(server, monkeypatch):
-    names, render = [], server.service.template.render
+    names, render = [], server.service.text.template.render
 
     def spied(*args, **options):
         names.append(threading.current_thread().name)
         return render(*args, **options)
 
-    monkeypatch.setattr(server.service.template, "render", spied)
+    monkeypatch.setattr(server.service.text.template, "render", spied)
     tools = [{"type": "function", "function": {"name": "f", "description": "a" * 5000}}]
     post(server, "/v1/chat/completions", messages=[USER], max_tokens=1)
     post(server, "/v1/chat/completions", messages=[USER], max_tokens=1, tools=tools)

@@ -95,8 +95,7 @@ def test_the_official_client_sends_back_what_it_got(server):
         again = client.chat.completions.create(model="tiny", messages=[USER, dumped, USER], max_tokens=8)
         assert again.choices[0].message.content == "yes"
         plain = [USER, {"role": "assistant", "content": "yes"}, USER]
-        ids, _ = server.service.template.encode(server.service.template.render(plain, prompt=True))
-        assert server.engine.seen[-1].prompt == tuple(ids)
+        assert server.engine.seen[-1].prompt == tuple(server.service.text.encode_chat(plain))
         response = client.responses.create(model="tiny", input="a", max_output_tokens=8)
         items = [USER, *(item.model_dump() for item in response.output), USER]
         assert client.responses.create(model="tiny", input=items, max_output_tokens=8).output_text == "yes"

@@ -83,7 +83,7 @@ async def tokenize(request: HttpRequest) -> Response:
             limited=False,
         )
     answer = {"tokens": tokens, "count": len(tokens), "max_model_len": service.thread.engine.max_context}
-    return await service.texts.run(lambda: JSONResponse(answer), len(tokens))
+    return await service.text_pool.run(lambda: JSONResponse(answer), len(tokens))
 
 
 async def detokenize(request: HttpRequest) -> Response:
@@ -99,7 +99,7 @@ async def detokenize(request: HttpRequest) -> Response:
                 raise ApiError(400, f"tokens[{i}]: {token} is not below {limit}", param=f"tokens[{i}]")
         return JSONResponse({"prompt": service.tokenizer.decode(body.tokens)})
 
-    return await service.texts.run(decode, len(body.tokens))
+    return await service.text_pool.run(decode, len(body.tokens))
 
 
 async def openapi(request: HttpRequest) -> Response:

@@ -40,7 +40,7 @@ async def read_json(model: type[T], request: HttpRequest) -> T:
         ApiError: 415, another content type; 400, see `BodyCheck.parse`.
     """
     body, service = await read_body(request), request.app.state.service
-    return await service.texts.run(lambda: service.bodies.parse(model, body), len(body))
+    return await service.text_pool.run(lambda: service.bodies.parse(model, body), len(body))
 
 
 def error_response(error: ApiError) -> JSONResponse:

@@ -91,7 +91,7 @@ class Runner:
         if self._draining is not None:
             await self._draining
         await self.service.thread.stop()
-        self.service.texts.close()
+        self.service.text_pool.close()
         self.service.bodies.close()
         return 1 if self._aborted or self.service.thread.failure is not None else 0
 

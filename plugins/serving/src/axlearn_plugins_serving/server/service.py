@@ -42,7 +42,7 @@ class Service:
         state: `ok`, `draining` (no new requests) or `failed`.
         start_compilations: programs that XLA compiled before requests were taken; 0 where exported ones were loaded.
         bodies: parses requests.
-        texts: threads that parse and tokenize.
+        text_pool: threads that parse and tokenize.
         text_limit: refuses prompts before they are tokenized.
     """
 
@@ -56,7 +56,7 @@ class Service:
     grammars: Grammars = attrs.field(init=False)
     metrics: Metrics = attrs.field(init=False)
     bodies: BodyCheck = attrs.field(init=False)
-    texts: TextPool = attrs.field(factory=TextPool, init=False)
+    text_pool: TextPool = attrs.field(factory=TextPool, init=False)
     text_limit: TextLimit = attrs.field(init=False)
     _count: Any = attrs.field(factory=itertools.count, init=False)
 
@@ -111,7 +111,7 @@ class Service:
                     self.text_limit.check_tokens(len(prompts[-1]), "prompt")  # the others need not be tokenized
             return prompts
 
-        return await self.texts.run(encode, sum(map(len, texts)))
+        return await self.text_pool.run(encode, sum(map(len, texts)))
 
     async def render(
         self,
@@ -143,7 +143,7 @@ class Service:
             return self.text.encode_rendered(rendered)
 
         try:
-            return await self.texts.run(encode, size)
+            return await self.text_pool.run(encode, size)
         except AxlearnError as error:
             raise ApiError(400, str(error), param="messages", code="chat_template") from None
 
