@@ -9,7 +9,7 @@ it, and answers each with a line: {} if the body is right, else the fields of th
 
 import json
 import resource
-import select
+import selectors
 import subprocess
 import sys
 import threading
@@ -73,8 +73,9 @@ class BodyCheck:
             head = json.dumps({"model": model, "context": self._context, "bytes": len(body)}).encode()
             process.stdin.write(head + b"\n" + body)
             process.stdin.flush()
-            ready, _, _ = select.select([process.stdout], [], [], _SECONDS)
-            line = process.stdout.readline() if ready else b""
+            with selectors.DefaultSelector() as selector:  # `select.select` takes no file beyond the 1,023rd
+                selector.register(process.stdout, selectors.EVENT_READ)
+                line = process.stdout.readline() if selector.select(_SECONDS) else b""
         except BrokenPipeError:
             line = b""
         if not line:
