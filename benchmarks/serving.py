@@ -5,9 +5,10 @@
 
 A Llama of 88 million float32 parameters (12 layers, width 768, 12 heads of 64, 4 key-value heads, random weights) is written as a
 directory in Hugging Face format, which every server reads. In each round each server is started, asked for greedy tokens that are
-compared with ours, warmed up, measured by `axlearn bench serve` (prompts of 64 to 448 and outputs of 16 to 112 tokens, 16 at a
-time, the end token ignored; the same requests for all), and stopped. One client at batch 1 follows. Reported are medians over the
-rounds, and of each round's ratios ours / theirs.
+compared with ours, warmed up with other requests, measured by `axlearn bench serve` (prompts of 64 to 448 and outputs of 16 to 112
+tokens, 16 at a time, the end token ignored; the same requests for all), and stopped. One client at batch 1 follows. Reported are
+medians over the rounds, and of each round's ratios ours / theirs. The share of prompt tokens that a server had in its cache is
+reported too; it is 0 unless a server was asked for one of the prompts before.
 
 With `--target`, for one device of that kind: a Llama of 6.7 billion bfloat16 parameters (32 layers, width 4,096), 64 requests at a
 time. Two figures of each server are then compared with what the device can do: time per output token at batch 1 with the time to
@@ -119,6 +120,7 @@ def servers(args: argparse.Namespace, model: Path, size: Size) -> list[Server]:
     if args.vllm:
         command = [str(Path(args.vllm).parent / "vllm"), "serve", str(model), "--dtype", size.dtype, "--port", "{port}"]
         command += ["--max-model-len", str(size.context), "--served-model-name", "model", "--host", "127.0.0.1"]
+        command += ["--enable-prompt-tokens-details"]
         running.append(Server("vllm", command, {"VLLM_CPU_KVCACHE_SPACE": "2"}))
     if args.transformers:
         command = [str(Path(args.transformers).parent / "transformers"), "serve", str(model), "--port", "{port}"]
@@ -190,8 +192,8 @@ def write_model(size: Size, directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def started(server: Server, log: Path) -> Iterator[tuple[str, float]]:
-    """(URL, seconds from the start to the first answer) of a server that is stopped again."""
+def started(server: Server, log: Path) -> Iterator[tuple[str, float, int]]:
+    """(URL, seconds from the start to the first answer, process id) of a server that is stopped again."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -207,7 +209,7 @@ def started(server: Server, log: Path) -> Iterator[tuple[str, float]]:
                     if httpx.get(f"{url}/health", timeout=2).status_code == 200:
                         break
                 time.sleep(0.1)
-            yield url, time.monotonic() - since
+            yield url, time.monotonic() - since, process.pid
         finally:
             process.terminate()
             try:
@@ -238,18 +240,21 @@ def greedy(url: str, server: Server, model: str, prompts: Sequence[Sequence[int]
 def measured(
     url: str, server: Server, model: str, size: Size, requests: int, concurrency: int, seed: int, warm_up: bool = True
 ) -> Any:
-    """The figures of `axlearn bench serve`; without prompts as tokens, the same load as text. The first requests warm up."""
+    """The figures of `axlearn bench serve`; without prompts as tokens, the same load as text. Other requests warm up."""
 
     async def run() -> Any:
         load = Load(
             count=requests, input=Lengths.parse(size.inputs, "inputs"), output=Lengths.parse(size.outputs, "outputs"),
             seed=seed, ignore_eos=server.tokens, concurrency=concurrency,
         )  # fmt: skip
+        warm = attrs.evolve(load, count=concurrency if warm_up else 0).bodies(
+            model, vocab_size=size.vocabulary, warm_up=True
+        )
         bodies = load.bodies(model, vocab_size=size.vocabulary)
         if not server.tokens:
-            bodies = [{**b, "prompt": words(b["prompt"])} for b in bodies]
+            warm, bodies = ([{**b, "prompt": words(b["prompt"])} for b in each] for each in (warm, bodies))
         async with new_client(url, None, 900) as client:
-            for body in bodies[: concurrency if warm_up else 0]:
+            for body in warm:
                 record = await send(client, "completions", body)
                 if record.error:
                     sys.exit(f"{server.name}: {record.error}")
@@ -272,10 +277,10 @@ def one_round(
     results: dict[str, Any] = {}
     for server in [*every[number % len(every) :], *every[: number % len(every)]]:
         model = str(path) if server.name == "transformers" else "model"
-        with started(server, logs / f"{server.name}.log") as (url, ready):
+        with started(server, logs / f"{server.name}.log") as (url, ready, _):
             tokens = greedy(url, server, model, prompts, 16)
             loaded = measured(url, server, model, size, size.requests, size.concurrency, number)
-            alone = measured(url, server, model, size, max(2, size.requests // 16), 1, number)
+            alone = measured(url, server, model, size, max(2, size.requests // 16), 1, number + 2000)
             read = {"read_seconds": read_seconds(size)} if on_cpu else {}
             long = attrs.evolve(size, inputs=f"{size.prompt}:{size.prompt}", outputs="1:1")
             prefill = measured(url, server, model, long, max(4, size.requests // 16), 1, number + 1000, warm_up=False)

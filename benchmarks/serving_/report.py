@@ -18,6 +18,16 @@ FIGURES = {
 }
 
 
+def cached_share(results: dict[str, Any]) -> float | None:
+    """The share of prompt tokens of a round that a server took from its cache; None if it does not report them.
+
+    vLLM reports them for requests that have some, so that none at all reads as unknown.
+    """
+    parts = [results[name] for name in ("loaded", "alone", "prefill")]
+    known = [part["cached_prompt_tokens"] for part in parts if part["cached_prompt_tokens"] is not None]
+    return sum(known) / sum(part["prompt_tokens"] for part in parts) if known else None
+
+
 def device_ratios(results: dict[str, Any], size: Any, target: Target) -> dict[str, float]:
     """What a server makes of its device: name -> ratio."""
     ratios: dict[str, float] = {}
@@ -61,6 +71,9 @@ def table(rounds: Sequence[dict[str, Any]], names: Sequence[str], *, on_cpu: boo
         ]
         ratios = [statistics.median(value(r["axlearn"]) / value(r[n]) for r in rounds) for n in names[1:]]
         lines.append(f"| {title} | {' | '.join(medians)} | {' | '.join(f'{r:.2f}' for r in ratios)} |")
+    cached = [[share for r in rounds if (share := cached_share(r[n])) is not None] for n in names]
+    cells = [f"{max(shares):.1%}" if shares else "not reported" for shares in cached]
+    lines.append(f"| prompt tokens that were cached, most | {' | '.join(cells)} |{' |' * len(names[1:])}")
     shares = [min(agreement(r["axlearn"]["greedy"], r[n]["greedy"]) for r in rounds) for n in names[1:]]
     lines.append(
         f"| greedy tokens that agree, least | {'|'.join(' ' for _ in names)} | {' | '.join(f'{s:.1%}' for s in shares)} |"

@@ -28,6 +28,10 @@ def test_a_dry_run_of_a_target(target, tmp_path):
     written = json.loads((tmp_path / "figures.json").read_text())
     assert written["size"]["dtype"] == "bfloat16"
     assert written["rounds"][0]["axlearn"]["loaded"]["failed"] == 0
+    assert (
+        written["rounds"][0]["axlearn"]["loaded"]["cached_prompt_tokens"] == 0
+    )  # of the requests that warm up nothing is left
+    assert "| prompt tokens that were cached, most | 0.0% |" in result.stdout
 
 
 def test_a_target_that_nobody_knows():

@@ -72,6 +72,47 @@ def test_a_load_is_the_same_for_equal_seeds():
     assert len(chat["messages"][0]["content"].split()) == 7
 
 
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_a_warm_up_has_other_tokens_of_the_same_kind(endpoint):
+    load = Load(endpoint=endpoint, count=20, input=Lengths(16, 40), output=Lengths(2, 4), prefix=16, ignore_eos=True)
+    bodies = load.bodies("m", vocab_size=5000)
+    warm = load.bodies("m", vocab_size=5000, warm_up=True)
+    assert [b.keys() for b in warm] == [b.keys() for b in bodies]
+
+    def begins(some):
+        if endpoint == "chat":
+            return {tuple(b["messages"][0]["content"].split()[:16]) for b in some}
+        return {tuple(b["prompt"][:16]) for b in some}
+
+    assert len(begins(bodies)) == len(begins(warm)) == 1  # the prefix
+    assert not begins(bodies) & begins(warm)
+
+
+def test_the_share_of_cached_tokens():
+    known = [record(0.1, [], 1, cached_tokens=4), record(0.1, [], 1, cached_tokens=0)]
+    summary = summarize(known, 1.0, {})
+    assert summary["cached_prompt_tokens"] == 4
+    assert ["Prompt", "tokens", "that", "were", "cached", "20.0%"] in [
+        line.split() for line in render(summary).splitlines()
+    ]
+    silent = summarize([record(0.1, [], 1)], 1.0, {})
+    assert silent["cached_prompt_tokens"] is None
+    assert "unknown" in render(silent)
+
+
+def test_a_measured_prompt_was_not_sent_before():
+    """A server that has a cache of prompts finds nothing of those that are measured in it."""
+    with serving(FakeEngine(max_context=512)) as server:
+        report = bench(
+            "--url", server.url, "--num-prompts", "8", "--warmup", "8", "--input-len", "32", "--output-len", "2",
+            "--vocab-size", "257", "--json",
+        )  # fmt: skip
+        assert report.exit_code == 0, report.output
+        begins = [request.prompt[:16] for request in server.engine.seen]
+    assert len(begins) == len(set(begins)) == 16
+    assert json.loads(report.stdout)["cached_prompt_tokens"] == 0
+
+
 def test_arrivals_have_their_rate():
     times = Load(count=400, rate=20.0).arrivals()
     assert times == sorted(times)

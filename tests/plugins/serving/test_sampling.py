@@ -40,6 +40,48 @@ def test_limits_are_those_of_sorting(top_k, top_p, min_p):
         assert (row == reference_limits(values, top_k, top_p, min_p)).all()
 
 
+def logits_with_weights(weights):
+    """Logits [1, n] whose `exp` is exactly that: the float32 numbers beside each logarithm are tried."""
+    result = []
+    for weight in weights:
+        bits = np.float32(np.log(weight)).view(np.int32) + np.arange(-8, 9, dtype=np.int32)
+        near = bits.view(np.float32) if weight != 1.0 else np.zeros(1, np.float32)
+        exact = np.asarray(jnp.exp(jnp.asarray(near))) == weight
+        result.append(near[int(np.argmax(exact))])
+    logits = jnp.asarray([result], jnp.float32)
+    assert np.asarray(jnp.exp(logits)).tolist() == [list(weights)]
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept"),
+    [
+        (0.5, 1),  # exactly the first: it is enough
+        (np.nextafter(np.float32(0.5), np.float32(1)), 2),  # a little more than the first has
+        (np.nextafter(np.float32(0.5), np.float32(0)), 1),
+        (0.75, 2),  # exactly the first two
+        (np.nextafter(np.float32(0.75), np.float32(1)), 4),  # of two that are as likely both stay
+    ],
+)
+def test_top_p_keeps_the_fewest_tokens_that_reach_it_exactly(top_p, kept):
+    logits = logits_with_weights([1.0, 0.5, 0.25, 0.25])
+    one = jnp.ones((1,), jnp.float32)
+    mask = sampling.limited(logits, jnp.asarray([4]), top_p * one, 0 * one) > sampling.LOW
+    assert np.asarray(mask)[0].tolist() == [place < kept for place in range(4)]
+
+
+def test_presence_counts_a_token_once_and_frequency_each_time():
+    counts = np.array([[0, 1, 2, 7]], np.int32)
+    rows = sampling.Tables.init(1, 4)
+    logits, never = jnp.asarray([[3.0, 2.0, 1.0, 0.5]]), jnp.zeros((1,), bool)
+    for presence, frequency in ((1.5, 0.0), (-1.5, 0.0), (0.0, 0.25), (1.5, 0.25)):
+        row = dataclasses.replace(
+            rows, counts=jnp.asarray(counts), presence=jnp.asarray([presence]), frequency=jnp.asarray([frequency])
+        )
+        taken = np.asarray(logits - sampling.adjusted(logits, row, never))
+        np.testing.assert_allclose(taken, presence * (counts > 0) + frequency * counts, atol=1e-6)
+
+
 def first_logprobs(prompt):
     hidden = jax.jit(lambda t: model()(t))(np.asarray([prompt], np.int32))
     return np.asarray(jax.nn.log_softmax(hidden[0].astype(jnp.float32), axis=-1))

@@ -98,6 +98,7 @@ async def send(client: httpx.AsyncClient, endpoint: Endpoint, body: Mapping[str,
         return Record(error="the server reports no usage for stream_options.include_usage")
     return Record(
         prompt_tokens=usage.get("prompt_tokens", 0),
+        cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
         output_tokens=usage["completion_tokens"],
         ttft=first - start,
         itl=tuple(gaps),

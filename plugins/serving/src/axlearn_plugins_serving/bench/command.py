@@ -30,7 +30,7 @@ from axlearn_core.cli.terminal import echo
 @click.option("--temperature", type=click.FloatRange(0, 2), default=0.0, show_default=True)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of lengths, tokens, arrivals.")
 @click.option(
-    "--warmup", type=click.IntRange(min=0), default=1, show_default=True, help="Requests before those that count."
+    "--warmup", type=click.IntRange(min=0), default=1, show_default=True, help="Other requests before those that count."
 )
 @click.option(
     "--vocab-size", type=click.IntRange(min=2), help="Of random tokens; default: what the server tells, or 1000."
@@ -57,6 +57,8 @@ def serve(**options: Any) -> None:
 
 
 async def _measure(**options: Any) -> dict[str, Any]:
+    import attrs
+
     from axlearn_core.errors import WorkError
     from axlearn_plugins_serving.bench.client import find_model, measure, new_client, send
     from axlearn_plugins_serving.bench.load import Lengths, Load, parse_goodput
@@ -79,8 +81,9 @@ async def _measure(**options: Any) -> dict[str, Any]:
         model, vocabulary = await find_model(client, options["model"])
         vocab_size = options["vocab_size"] or vocabulary or 1000
         bodies = load.bodies(model, vocab_size=vocab_size, tokenizer=tokenizer)
-        for _ in range(options["warmup"]):
-            record = await send(client, load.endpoint, bodies[0])
+        warm = attrs.evolve(load, count=options["warmup"])
+        for body in warm.bodies(model, vocab_size=vocab_size, tokenizer=tokenizer, warm_up=True):
+            record = await send(client, load.endpoint, body)
             if record.error is not None:
                 raise WorkError(f"the first request failed: {record.error}")
         records, seconds = await measure(client, load, bodies, _progress(len(bodies)))

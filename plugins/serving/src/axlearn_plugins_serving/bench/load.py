@@ -73,9 +73,19 @@ class Load:
     rate: float = float("inf")
     concurrency: int | None = None
 
-    def bodies(self, model: str, *, vocab_size: int, tokenizer: Tokenizer | None = None) -> list[dict[str, Any]]:
-        """The requests. Completions get token ids; chats get words, or random tokens decoded by a tokenizer."""
-        random = np.random.default_rng(self.seed)
+    def bodies(
+        self, model: str, *, vocab_size: int, tokenizer: Tokenizer | None = None, warm_up: bool = False
+    ) -> list[dict[str, Any]]:
+        """The requests. Completions get token ids; chats get words, or random tokens decoded by a tokenizer.
+
+        Args:
+            model: the name of the model.
+            vocab_size: token ids are below it.
+            tokenizer: makes the texts of chats.
+            warm_up: gives requests of the same kind with other tokens and another prefix, so that a server that has answered
+                them has nothing of those that are measured in its cache.
+        """
+        random = np.random.default_rng([self.seed, 1] if warm_up else self.seed)
         inputs, outputs = self.input.draw(random, self.count), self.output.draw(random, self.count)
         prefix = random.integers(0, vocab_size, self.prefix).tolist()
         bodies = []

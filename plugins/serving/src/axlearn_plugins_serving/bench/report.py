@@ -22,6 +22,7 @@ class Record:
     Attributes:
         error: why it failed; None where it did not.
         prompt_tokens: as the server counts.
+        cached_tokens: of the prompt, which the server had in its cache; None if it does not report them.
         output_tokens: as the server counts.
         ttft: from sending to the first event with a choice.
         itl: between events with a choice.
@@ -31,6 +32,7 @@ class Record:
 
     error: str | None = None
     prompt_tokens: int = 0
+    cached_tokens: int | None = None
     output_tokens: int = 0
     ttft: float = 0.0
     itl: tuple[float, ...] = ()
@@ -63,6 +65,7 @@ def summarize(records: Sequence[Record], seconds: float, goals: Mapping[str, flo
         if record.error is not None:
             errors[record.error] = errors.get(record.error, 0) + 1
     good = sum(all(getattr(r, name) <= goal for name, goal in goals.items()) for r in answers)
+    cached = [r.cached_tokens for r in answers if r.cached_tokens is not None]
     inputs, outputs = sum(r.prompt_tokens for r in answers), sum(r.output_tokens for r in answers)
     return {
         "name": "serve",
@@ -72,6 +75,7 @@ def summarize(records: Sequence[Record], seconds: float, goals: Mapping[str, flo
         "errors": errors,
         "seconds": seconds,
         "prompt_tokens": inputs,
+        "cached_prompt_tokens": sum(cached) if cached else None,
         "output_tokens": outputs,
         "request_throughput": len(answers) / seconds,
         "output_throughput": outputs / seconds,
@@ -92,6 +96,10 @@ def _latencies(values: Sequence[float]) -> dict[str, float] | None:
     }
 
 
+def _share(part: int | None, whole: int) -> str:
+    return "unknown" if part is None else f"{part / max(1, whole):.1%}"
+
+
 def render(summary: Mapping[str, Any]) -> str:
     """The figures as a table."""
     rows = [
@@ -99,6 +107,7 @@ def render(summary: Mapping[str, Any]) -> str:
         ("Requests failed", f"{summary['failed']}"),
         ("Seconds", f"{summary['seconds']:.2f}"),
         ("Prompt tokens", f"{summary['prompt_tokens']}"),
+        ("Prompt tokens that were cached", _share(summary["cached_prompt_tokens"], summary["prompt_tokens"])),
         ("Output tokens", f"{summary['output_tokens']}"),
         ("Requests per second", f"{summary['request_throughput']:.2f}"),
         ("Output tokens per second", f"{summary['output_throughput']:.2f}"),

@@ -8,8 +8,7 @@ import attrs
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from axlearn_plugins_serving.server.errors import parse_body
-from axlearn_plugins_serving.server.http import DONE, EventStream, UsageReport, event, read_body, respond
+from axlearn_plugins_serving.server.http import DONE, EventStream, UsageReport, event, read_json, respond
 from axlearn_plugins_serving.server.job import Delta, Job
 from axlearn_plugins_serving.server.logprobs import chat_logprobs
 from axlearn_plugins_serving.server.schemas import ChatRequest, Message
@@ -19,10 +18,9 @@ from axlearn_plugins_serving.server.service import Service
 async def chat_completions(request: HttpRequest) -> Response:
     """Answers a conversation."""
     service: Service = request.app.state.service
-    body = parse_body(ChatRequest, await read_body(request))
+    body = await read_json(ChatRequest, request)
     service.adapter(body.model)
-    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if body.tool_choice != "none" else []
-    prompt = await service.render([template_message(m) for m in body.messages], tools or None)
+    prompt = await service.render(lambda: _conversation(body), len(await request.body()))
     job = await service.submit(
         [prompt],
         body,
@@ -34,6 +32,11 @@ async def chat_completions(request: HttpRequest) -> Response:
     if body.stream:
         return EventStream(answers.events(), job)
     return await respond(request, answers.answer(), job)
+
+
+def _conversation(body: ChatRequest) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if body.tool_choice != "none" else []
+    return [template_message(m) for m in body.messages], tools or None
 
 
 def template_message(message: Message) -> dict[str, Any]:

@@ -9,8 +9,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from axlearn_plugins_serving.contracts import TokenLogprobs
-from axlearn_plugins_serving.server.errors import parse_body
-from axlearn_plugins_serving.server.http import DONE, EventStream, UsageReport, event, read_body, respond
+from axlearn_plugins_serving.server.http import DONE, EventStream, UsageReport, event, read_json, respond
 from axlearn_plugins_serving.server.job import Choice, Delta, Job
 from axlearn_plugins_serving.server.logprobs import completion_logprobs
 from axlearn_plugins_serving.server.schemas import CompletionRequest
@@ -20,7 +19,7 @@ from axlearn_plugins_serving.server.service import Service
 async def completions(request: HttpRequest) -> Response:
     """Continues prompts."""
     service: Service = request.app.state.service
-    body = parse_body(CompletionRequest, await read_body(request))
+    body = await read_json(CompletionRequest, request)
     service.adapter(body.model)
     prompts = await _tokens(service, body)
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
@@ -39,12 +38,8 @@ async def completions(request: HttpRequest) -> Response:
 
 
 async def _tokens(service: Service, body: CompletionRequest) -> list[list[int]]:
-    prompt: Any = body.prompt
-    if isinstance(prompt, str):
-        return [await service.encode(prompt)]
-    if isinstance(prompt[0], int):
-        return [prompt]
-    return [await service.encode(p) if isinstance(p, str) else p for p in prompt]
+    prompts: Any = [body.prompt] if isinstance(body.prompt, str) or isinstance(body.prompt[0], int) else body.prompt
+    return await service.encode(prompts) if isinstance(prompts[0], str) else prompts
 
 
 @attrs.define

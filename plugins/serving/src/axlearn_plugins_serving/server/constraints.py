@@ -14,8 +14,6 @@ from axlearn_plugins_serving.server.errors import ApiError
 from axlearn_plugins_transformer.text.decoding import HasTokenizerJson
 from axlearn_plugins_transformer.text.tokenizers import ByteTokenizer
 
-_MAX_SCHEMA = 64 * 1024  # characters
-
 
 class GrammarConstraint:
     """A `Constraint` by a grammar. One thread calls it.
@@ -83,8 +81,6 @@ class Grammars:
             ApiError: 400, the schema is wrong, uses what is not supported, or cannot be met.
         """
         text = json.dumps({"type": "object"} if schema is None else schema)
-        if len(text) > _MAX_SCHEMA:
-            raise _refuse(f"it has {len(text)} characters, more than {_MAX_SCHEMA}")
         try:
             grammar = LLMatcher.grammar_from_json_schema(text)
         except ValueError as error:

@@ -10,8 +10,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from axlearn_plugins_serving.server.chat import template_message
-from axlearn_plugins_serving.server.errors import ApiError, parse_body
-from axlearn_plugins_serving.server.http import read_body
+from axlearn_plugins_serving.server.errors import ApiError
+from axlearn_plugins_serving.server.http import read_json
 from axlearn_plugins_serving.server.openapi import document
 from axlearn_plugins_serving.server.schemas import DetokenizeRequest, TokenizeRequest
 from axlearn_plugins_serving.server.service import Service
@@ -71,26 +71,35 @@ async def statistics(request: HttpRequest) -> Response:
 async def tokenize(request: HttpRequest) -> Response:
     """Token ids of a text or a conversation."""
     service: Service = request.app.state.service
-    body = parse_body(TokenizeRequest, await read_body(request))
+    body = await read_json(TokenizeRequest, request)
     service.adapter(body.model)
     if body.prompt is not None:
-        tokens = await service.encode(body.prompt)
+        (tokens,) = await service.encode([body.prompt], limited=False)
     else:
-        messages = [template_message(message) for message in body.messages or ()]
-        tokens = await service.render(messages, prompt=body.add_generation_prompt)
-    return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": service.thread.engine.max_context})
+        tokens = await service.render(
+            lambda: ([template_message(message) for message in body.messages or ()], None),
+            len(await request.body()),
+            prompt=body.add_generation_prompt,
+            limited=False,
+        )
+    answer = {"tokens": tokens, "count": len(tokens), "max_model_len": service.thread.engine.max_context}
+    return await service.text_pool.run(lambda: JSONResponse(answer), len(tokens))
 
 
 async def detokenize(request: HttpRequest) -> Response:
     """The text of token ids."""
     service: Service = request.app.state.service
-    body = parse_body(DetokenizeRequest, await read_body(request))
+    body = await read_json(DetokenizeRequest, request)
     service.adapter(body.model)
     limit = service.tokenizer.vocab_size
-    for i, token in enumerate(body.tokens):
-        if token >= limit:
-            raise ApiError(400, f"tokens[{i}]: {token} is not below {limit}", param=f"tokens[{i}]")
-    return JSONResponse({"prompt": service.tokenizer.decode(body.tokens)})
+
+    def decode() -> Response:
+        for i, token in enumerate(body.tokens):
+            if token >= limit:
+                raise ApiError(400, f"tokens[{i}]: {token} is not below {limit}", param=f"tokens[{i}]")
+        return JSONResponse({"prompt": service.tokenizer.decode(body.tokens)})
+
+    return await service.text_pool.run(decode, len(body.tokens))
 
 
 async def openapi(request: HttpRequest) -> Response:

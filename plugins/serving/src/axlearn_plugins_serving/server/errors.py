@@ -11,6 +11,10 @@ from axlearn_core.errors import nearest
 T = TypeVar("T", bound=BaseModel)
 
 _MESSAGE_LENGTH = 2000
+_SAY_ALL = frozenset(
+    {"missing", "value_error", "context_length_exceeded", "too_many_fields", "too_many_entries", "invalid_json_schema"}
+)
+"""Kinds of problems whose message needs no value behind it."""
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -46,14 +50,19 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def parse_body(model: type[T], body: bytes) -> T:
+def parse_body(model: type[T], body: bytes, *, context: int | None = None) -> T:
     """A request from JSON.
+
+    Args:
+        model: the fields of the request.
+        body: the JSON.
+        context: tokens that a prompt can have; more token ids are refused before they are checked.
 
     Raises:
         ApiError: 400, which names the first wrong field and counts the others.
     """
     try:
-        return model.model_validate_json(body)
+        return model.model_validate_json(body, context={"context": context})
     except ValidationError as error:
         raise _describe(error, model) from None
 
@@ -76,7 +85,7 @@ def _describe(error: ValidationError, model: type[BaseModel]) -> ApiError:
         reasons = dict.fromkeys(p["msg"] for p in alternatives if _path(p["loc"]) == param)
         text = " or ".join(reason.removeprefix("Value error, ") for reason in reasons)
         message = f"{param}: {text}" if param else text
-        if first["type"] not in ("missing", "value_error"):
+        if first["type"] not in _SAY_ALL:
             message += f"; got {_short(first.get('input'))}"
     other_fields = len({p["loc"][:1] for p in problems} - {field})
     if other_fields:
@@ -107,8 +116,10 @@ def _depth(location: tuple[int | str, ...]) -> int:
 
 
 def _short(value: Any) -> str:
-    try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=True)
-    except (TypeError, ValueError):
-        text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    """The first characters of a value, without writing the rest."""
+    text = ""
+    for piece in json.JSONEncoder(ensure_ascii=False).iterencode(value[:81] if isinstance(value, str) else value):
+        text += piece[:81]
+        if len(text) > 80:
+            return text[:77] + "..."
+    return text

@@ -3,8 +3,9 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
+from pydantic import BaseModel
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -14,6 +15,8 @@ from axlearn_plugins_serving.server.job import Job
 from axlearn_plugins_serving.server.schemas import StreamOptions
 
 DONE = b"data: [DONE]\n\n"
+
+T = TypeVar("T", bound=BaseModel)
 
 
 async def read_body(request: HttpRequest) -> bytes:
@@ -28,6 +31,16 @@ async def read_body(request: HttpRequest) -> bytes:
     if kind != "application/json":
         raise ApiError(415, f"content-type is {kind[:80] or 'missing'!r}; send application/json")
     return await request.body()
+
+
+async def read_json(model: type[T], request: HttpRequest) -> T:
+    """The body of a request, checked.
+
+    Raises:
+        ApiError: 415, another content type; 400, see `BodyCheck.parse`.
+    """
+    body, service = await read_body(request), request.app.state.service
+    return await service.text_pool.run(lambda: service.bodies.parse(model, body), len(body))
 
 
 def error_response(error: ApiError) -> JSONResponse:

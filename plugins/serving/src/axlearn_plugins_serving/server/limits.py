@@ -13,6 +13,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from axlearn_plugins_serving.server.errors import ApiError
 from axlearn_plugins_serving.server.http import error_response
+from axlearn_plugins_serving.server.memory import LARGE, Budget, MemoryReturn
 
 OPEN_PATHS = frozenset({"/", "/health", "/openapi.json"})
 """Answered without an API key."""
@@ -25,6 +26,7 @@ class Limits:
     Attributes:
         body_bytes: of a request.
         body_seconds: in which a request's body has to arrive.
+        large_bytes: of large bodies (64 KiB and more) at one time, until their answers begin. Others wait to be read.
         head_seconds: in which a request's line and headers have to arrive.
         write_seconds: in which a client has to read what was sent before it gets more.
         connections: open at one time.
@@ -34,6 +36,7 @@ class Limits:
 
     body_bytes: int = 4 * 2**20
     body_seconds: float = 30.0
+    large_bytes: int = 64 * 2**20
     head_seconds: float = 10.0
     write_seconds: float = 30.0
     connections: int = 4096
@@ -61,20 +64,26 @@ class LimitRequests:
 
     def __init__(self, app: ASGIApp, limits: Limits):
         self._app, self._limits = app, limits
+        self._large, self._memory = Budget(limits.large_bytes), MemoryReturn()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Reads the body, then calls the app; refuses what goes over a limit."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        turn = _Turn(self._large)
         try:
             headers = Headers(scope=scope)
             self._check_host(headers)
             self._check_key(headers, scope["path"])
-            body = await self._read(headers, receive)
+            body = await self._read(headers, receive, turn)
         except ApiError as error:
+            turn.end()
             await error_response(error)(scope, receive, send)
             return
+        except BaseException:
+            turn.end()
+            raise
         replayed = False
 
         async def replay() -> Message:
@@ -84,7 +93,15 @@ class LimitRequests:
             replayed = True
             return {"type": "http.request", "body": body, "more_body": False}
 
-        await self._app(scope, replay, send)
+        async def begin(message: Message) -> None:
+            turn.end()
+            await send(message)
+
+        try:
+            await self._app(scope, replay, begin if turn.size else send)
+        finally:
+            turn.end()
+            self._memory.note(len(body))
 
     def _check_host(self, headers: Headers) -> None:
         hosts = self._limits.hosts
@@ -110,7 +127,7 @@ class LimitRequests:
                 headers={"www-authenticate": "Bearer"},
             )
 
-    async def _read(self, headers: Headers, receive: Receive) -> bytes:
+    async def _read(self, headers: Headers, receive: Receive, turn: "_Turn") -> bytes:
         limit = self._limits.body_bytes
         length = headers.get("content-length", "")
         too_large = ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
@@ -119,8 +136,12 @@ class LimitRequests:
         chunks: list[bytes] = []
         size = 0
         try:
-            async with asyncio.timeout(self._limits.body_seconds):
+            async with asyncio.timeout(self._limits.body_seconds) as timeout:
                 while True:
+                    if size >= LARGE and not turn.size:  # what is not read waits at the client
+                        timeout.reschedule(None)
+                        await turn.begin(int(length) if length.isdecimal() else limit)
+                        timeout.reschedule(asyncio.get_running_loop().time() + self._limits.body_seconds)
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise ApiError(400, "the client left before its request was complete")
@@ -137,6 +158,22 @@ class LimitRequests:
                 code="slow_body",
                 headers={"connection": "close"},
             ) from None
+
+
+class _Turn:
+    """The bytes of one large body in a budget."""
+
+    def __init__(self, budget: Budget):
+        self._budget, self.size = budget, 0
+
+    async def begin(self, size: int) -> None:
+        await self._budget.take(size)
+        self.size = size
+
+    def end(self) -> None:
+        if self.size:
+            self._budget.release(self.size)
+            self.size = 0
 
 
 def protocol(limits: Limits) -> type[H11Protocol]:

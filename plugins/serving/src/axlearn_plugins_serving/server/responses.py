@@ -8,8 +8,8 @@ import attrs
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from axlearn_plugins_serving.server.errors import ApiError, parse_body
-from axlearn_plugins_serving.server.http import EventStream, event, read_body, respond
+from axlearn_plugins_serving.server.errors import ApiError
+from axlearn_plugins_serving.server.http import EventStream, event, read_json, respond
 from axlearn_plugins_serving.server.job import Job
 from axlearn_plugins_serving.server.schemas import (
     JsonSchema,
@@ -26,7 +26,7 @@ from axlearn_plugins_serving.server.service import Service
 async def create_response(request: HttpRequest) -> Response:
     """Answers a text or a conversation."""
     service: Service = request.app.state.service
-    body = parse_body(ResponseRequest, await read_body(request))
+    body = await read_json(ResponseRequest, request)
     service.adapter(body.model)
     fields = SamplingFields(
         model=body.model,
@@ -36,7 +36,7 @@ async def create_response(request: HttpRequest) -> Response:
         user=body.user,
         response_format=_format(body),
     )
-    prompt = await service.render(_messages(body), _tools(body))
+    prompt = await service.render(lambda: (_messages(body), _tools(body)), len(await request.body()))
     job = await service.submit([prompt], fields, max_tokens=body.max_output_tokens, param="input")
     answer = _Answer(service, body, job)
     if body.stream:

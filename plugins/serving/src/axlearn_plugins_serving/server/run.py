@@ -91,6 +91,8 @@ class Runner:
         if self._draining is not None:
             await self._draining
         await self.service.thread.stop()
+        self.service.text_pool.close()
+        self.service.bodies.close()
         return 1 if self._aborted or self.service.thread.failure is not None else 0
 
     def stop(self) -> None:

@@ -1,26 +1,78 @@
 """The bodies of requests.
 
 They are pydantic models: one definition gives the checks, errors with the path of the field, and the JSON schemas of the OpenAPI
-document. Fields that the server does not know are errors, and so are values that it cannot honour.
+document. Fields that the server does not know are errors, and so are values that it cannot honour. A field that is null says
+nothing: it is as if it were not there, whether the server knows it or not.
+
+Checking ends at the first wrong item of a list, and does not begin with a dictionary that is too large: a body of megabytes could
+have millions of errors.
 """
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 MAX_CHOICES = 32
 MAX_LOGPROBS = 20
+MAX_ENTRIES = 1024
+"""Of a dictionary with values of one kind, such as `logit_bias`."""
+MAX_SCHEMA = 64 * 1024
+"""Characters of a JSON schema."""
+_MAX_UNKNOWN = 64
 _TOKEN = r"^(0|[1-9][0-9]{0,8})$"
 
+
+def _check_context(prompt: Any, info: ValidationInfo) -> Any:
+    """Refuses more token ids than the context has, before each of them is checked."""
+    context = (info.context or {}).get("context")
+    if context is not None and isinstance(prompt, list) and len(prompt) > context and isinstance(prompt[0], int):
+        raise PydanticCustomError(
+            "context_length_exceeded",
+            "the context has {context} tokens, but the prompt has {length}",
+            {"context": context, "length": len(prompt)},
+        )
+    return prompt
+
+
+def _check_entries(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_ENTRIES:
+        raise PydanticCustomError(
+            "too_many_entries", "{length} entries, more than {limit}", {"length": len(value), "limit": MAX_ENTRIES}
+        )
+    return value
+
+
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-Tokens = Annotated[list[TokenId], Field(min_length=1)]
+Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True), BeforeValidator(_check_context)]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
+Metadata = Annotated[dict[str, str], Field(max_length=MAX_ENTRIES), BeforeValidator(_check_entries)]
 
 
 class Body(BaseModel):
-    """Exact types, finite numbers, known fields."""
+    """Exact types, finite numbers, known fields; null fields are absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        kept = {name: value for name, value in fields.items() if value is not None}
+        if len(kept) > len(cls.model_fields) + _MAX_UNKNOWN:
+            raise PydanticCustomError("too_many_fields", "{count} fields, most of them unknown", {"count": len(kept)})
+        return kept
 
 
 class StreamOptions(Body):
@@ -59,7 +111,23 @@ class JsonSchemaFormat(Body):
     json_schema: JsonSchema
 
 
-ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+def _check_schema(format: Any) -> Any:
+    schema = format.json_schema if isinstance(format, JsonSchemaFormat) else format
+    size = 0
+    for piece in json.JSONEncoder().iterencode(schema.schema_) if isinstance(schema, JsonSchema) else ():
+        size += len(piece)
+        if size > MAX_SCHEMA:  # the rest may be megabytes
+            raise PydanticCustomError(
+                "invalid_json_schema",
+                "the JSON schema cannot be used: it has more than {limit} characters",
+                {"limit": MAX_SCHEMA},
+            )
+    return format
+
+
+ResponseFormat = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type"), AfterValidator(_check_schema)
+]
 
 
 class SamplingFields(Body):
@@ -81,15 +149,16 @@ class SamplingFields(Body):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=16, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=1, le=1)] | None = None  # other values are not supported
     logit_bias: (
         Annotated[
             dict[Annotated[str, Field(pattern=_TOKEN)], Annotated[float, Field(ge=-100, le=100)]],
-            Field(max_length=1024),
+            Field(max_length=MAX_ENTRIES),
+            BeforeValidator(_check_entries),
         ]
         | None
     ) = None
@@ -116,8 +185,8 @@ class CompletionRequest(SamplingFields):
     prompt: (
         str
         | Tokens
-        | Annotated[list[str], Field(min_length=1, max_length=256)]
-        | Annotated[list[Tokens], Field(min_length=1, max_length=256)]
+        | Annotated[list[str], Field(min_length=1, max_length=256, fail_fast=True)]
+        | Annotated[list[Tokens], Field(min_length=1, max_length=256, fail_fast=True)]
     )
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = 16
     max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
@@ -144,6 +213,9 @@ class TextPart(Body):
     logprobs: list[Any] | None = None
 
 
+Parts = Annotated[list[TextPart], Field(max_length=4096, fail_fast=True)]
+
+
 class FunctionCall(Body):
     """A call that the assistant made; `arguments` is JSON."""
 
@@ -163,9 +235,9 @@ class Message(Body):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Parts | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=4096, fail_fast=True)] | None = None
     tool_call_id: str | None = None
     refusal: None = None
 
@@ -202,16 +274,16 @@ class Tool(Body):
 class ChatRequest(SamplingFields):
     """`POST /v1/chat/completions`. `metadata`, `service_tier`, `safety_identifier` and `prompt_cache_key` change nothing."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: bool | None = None
     store: Literal[False] | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -228,7 +300,7 @@ class InputMessage(Body):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Parts
     id: str | None = None
     status: str | None = None
     phase: str | None = None
@@ -243,7 +315,14 @@ class ResponseJsonSchema(JsonSchema):
 class ResponseText(Body):
     """The format of the text."""
 
-    format: Annotated[TextFormat | JsonObjectFormat | ResponseJsonSchema, Field(discriminator="type")] | None = None
+    format: (
+        Annotated[
+            TextFormat | JsonObjectFormat | ResponseJsonSchema,
+            Field(discriminator="type"),
+            AfterValidator(_check_schema),
+        ]
+        | None
+    ) = None
     verbosity: None = None
 
 
@@ -257,13 +336,13 @@ class ResponseRequest(Body):
     """`POST /v1/responses`. Nothing is stored: the whole conversation is in `input`."""
 
     model: Annotated[str, Field(max_length=512)] | None = None
-    input: str | Annotated[list[InputMessage], Field(min_length=1, max_length=4096)]
+    input: str | Annotated[list[InputMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     text: ResponseText | None = None
-    tools: Annotated[list[ResponseTool], Field(max_length=128)] | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     stream: bool | None = False
     user: Annotated[str, Field(max_length=256)] | None = None
@@ -272,7 +351,7 @@ class ResponseRequest(Body):
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
     parallel_tool_calls: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
 
     @field_validator("store")
     @classmethod
@@ -287,7 +366,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)] | None = None
     add_generation_prompt: bool = True
 
     @model_validator(mode="after")
@@ -301,4 +380,4 @@ class DetokenizeRequest(Body):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]

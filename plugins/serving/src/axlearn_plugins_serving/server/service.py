@@ -5,7 +5,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -13,16 +13,17 @@ import attrs
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import AxlearnError, RequestError, nearest
 from axlearn_plugins_serving.contracts import QueueFullError, Request, Sampling
+from axlearn_plugins_serving.server.body_check import BodyCheck
 from axlearn_plugins_serving.server.constraints import GrammarConstraint, Grammars
 from axlearn_plugins_serving.server.engine_thread import EngineFailedError, EngineThread
 from axlearn_plugins_serving.server.errors import ApiError
 from axlearn_plugins_serving.server.job import Choice, Job
 from axlearn_plugins_serving.server.metrics import Metrics
 from axlearn_plugins_serving.server.schemas import JsonObjectFormat, JsonSchemaFormat, ResponseFormat, SamplingFields
+from axlearn_plugins_serving.server.text_pool import TextLimit, TextPool
 from axlearn_plugins_transformer.text.processor import TextProcessor
 
 MAX_CONTINUATIONS = 256
-_LONG_TEXT = 4096  # characters, from which on a thread encodes
 NO_TEMPLATE = (
     "this model has no chat template, so a conversation cannot become a prompt; use /v1/completions, or start the server "
     "with --chat-template FILE, or with --chat-template plain for the plain one"
@@ -40,6 +41,9 @@ class Service:
         adapters: names of LoRA adapters, which clients ask for as models.
         state: `ok`, `draining` (no new requests) or `failed`.
         start_compilations: programs that XLA compiled before requests were taken; 0 where exported ones were loaded.
+        bodies: parses requests.
+        text_pool: threads that parse and tokenize.
+        text_limit: refuses prompts before they are tokenized.
     """
 
     thread: EngineThread
@@ -51,9 +55,14 @@ class Service:
     created: int = attrs.field(factory=lambda: int(time.time()))
     grammars: Grammars = attrs.field(init=False)
     metrics: Metrics = attrs.field(init=False)
+    bodies: BodyCheck = attrs.field(init=False)
+    text_pool: TextPool = attrs.field(factory=TextPool, init=False)
+    text_limit: TextLimit = attrs.field(init=False)
     _count: Any = attrs.field(factory=itertools.count, init=False)
 
     def __attrs_post_init__(self) -> None:
+        self.bodies = BodyCheck(self.thread.engine.max_context)
+        self.text_limit = TextLimit(self.tokenizer, self.thread.engine.max_context)
         self.grammars = Grammars(self.tokenizer, self.thread.engine.vocab_size)
         self.metrics = Metrics(lambda: self.thread.statistics, start_compilations=self.start_compilations)
 
@@ -81,24 +90,60 @@ class Service:
         hint = f"did you mean {', '.join(close)}?" if close else f"this server has {', '.join(names)}"
         raise ApiError(404, f"unknown model {model[:200]!r}; {hint}", param="model", code="model_not_found")
 
-    async def encode(self, text: str) -> list[int]:
-        """Token ids of a text to continue."""
-        return await _in_thread(lambda: self.text.encode_prompt(text), len(text))
+    async def encode(self, texts: Sequence[str], *, limited: bool = True) -> list[list[int]]:
+        """Token ids of texts as prompts, with what the tokenizer puts in front.
 
-    async def render(self, messages: Sequence[dict[str, Any]], tools: Any = None, *, prompt: bool = True) -> list[int]:
-        """Token ids of a conversation.
+        Args:
+            texts: each a prompt.
+            limited: refuses texts that cannot fit into the context.
 
         Raises:
-            ApiError: 400, no template, or the template refuses the conversation.
+            ApiError: 400, a text is too long.
+        """
+
+        def encode() -> list[list[int]]:
+            for text in texts if limited else ():
+                self.text_limit.check(text, "prompt")
+            prompts = []
+            for text in texts:
+                prompts.append(self.text.encode_prompt(text))
+                if limited:
+                    self.text_limit.check_tokens(len(prompts[-1]), "prompt")  # the others need not be tokenized
+            return prompts
+
+        return await self.text_pool.run(encode, sum(map(len, texts)))
+
+    async def render(
+        self,
+        conversation: Callable[[], tuple[Sequence[dict[str, Any]], Any]],
+        size: int,
+        *,
+        prompt: bool = True,
+        limited: bool = True,
+    ) -> list[int]:
+        """Token ids of a conversation.
+
+        Args:
+            conversation: gives the messages, and the tools or None, as the template takes them.
+            size: bytes of the request. Those of a long one are read in a thread.
+            prompt: ends with what begins an answer.
+            limited: refuses a text that cannot fit into the context.
+
+        Raises:
+            ApiError: 400, no template, the template refuses the conversation, or its text is too long.
         """
         if not self.text.has_template:
             raise ApiError(400, NO_TEMPLATE, param="messages", code="no_chat_template")
 
         def encode() -> list[int]:
-            return self.text.encode_chat(messages, tools=tools, prompt=prompt)
+            messages, tools = conversation()
+            rendered = self.text.template.render(messages, prompt=prompt, tools=tools, location="messages")
+            if limited:
+                self.text_limit.check(rendered.text, "messages")
+            return self.text.encode_rendered(rendered)
 
         try:
-            return await _in_thread(encode, sum(len(str(m.get("content"))) for m in messages))
+            return await self.text_pool.run(encode, size)
         except AxlearnError as error:
             raise ApiError(400, str(error), param="messages", code="chat_template") from None
 
@@ -128,11 +173,11 @@ class Service:
         if self.state == "draining":
             raise ApiError(503, "the server stops", code="draining", headers={"retry-after": "5"})
         adapter = self.adapter(fields.model)
+        if len(prompts) * (fields.n or 1) > MAX_CONTINUATIONS:
+            raise ApiError(400, f"{param}: more than {MAX_CONTINUATIONS} continuations in one request", param=param)
         prompts = [list(prompt) or [self.tokenizer.eos_id] for prompt in prompts]
         self._check(prompts, fields, max_tokens, param)
         choices: list[Choice] = []
-        if len(prompts) * (fields.n or 1) > MAX_CONTINUATIONS:
-            raise ApiError(400, f"{param}: more than {MAX_CONTINUATIONS} continuations in one request", param=param)
         constraint = await self._constraint(fields.response_format)
         for prompt in prompts:
             for _ in range(fields.n or 1):
@@ -188,19 +233,12 @@ class Service:
     def _check(
         self, prompts: Sequence[Sequence[int]], fields: SamplingFields, max_tokens: int | None, param: str
     ) -> None:
-        vocab_size, context = self.thread.engine.vocab_size, self.thread.engine.max_context
+        vocab_size = self.thread.engine.vocab_size
+        new_tokens = max(1, max_tokens or 1)
         for prompt in prompts:
-            if max(prompt) >= vocab_size:
-                raise ApiError(400, f"{param}: token {max(prompt)} is not below {vocab_size}", param=param)
-            new_tokens = max(1, max_tokens or 1)
-            if len(prompt) + new_tokens > context:
-                raise ApiError(
-                    400,
-                    f"the context has {context} tokens, but the prompt has {len(prompt)} and the output may have {new_tokens}; "
-                    "shorten the prompt or lower max_tokens",
-                    param=param,
-                    code="context_length_exceeded",
-                )
+            self.text_limit.check_tokens(len(prompt), param, new_tokens)
+            if (greatest := max(prompt)) >= vocab_size:
+                raise ApiError(400, f"{param}: token {greatest} is not below {vocab_size}", param=param)
         for name, tokens in (
             ("logit_bias", map(int, fields.logit_bias or ())),
             ("stop_token_ids", fields.stop_token_ids or ()),
@@ -208,7 +246,3 @@ class Service:
             for token in tokens:
                 if token >= vocab_size:
                     raise ApiError(400, f"{name}: token {token} is not below {vocab_size}", param=name)
-
-
-async def _in_thread(function: Any, characters: int) -> Any:
-    return await asyncio.to_thread(function) if characters > _LONG_TEXT else function()

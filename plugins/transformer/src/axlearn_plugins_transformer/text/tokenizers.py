@@ -16,6 +16,7 @@ from axlearn_core.contracts.capabilities import CountsBytes, EncodesSpecialToken
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import InputError, Problem, nearest
 from axlearn_plugins_transformer.text.storage import open_file
+from axlearn_plugins_transformer.text.token_lengths import most_characters
 
 
 class ByteTokenizer(Configurable):
@@ -42,6 +43,10 @@ class ByteTokenizer(Configurable):
     def decode(self, ids: Sequence[int]) -> str:
         """The text, invalid UTF-8 replaced; the end-of-document id stands for nothing."""
         return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def longest_token(self) -> int:
+        """One: a character has at least a byte."""
+        return 1
 
     def token_bytes(self) -> np.ndarray:
         """float32 [vocab_size]: how many bytes of text each token stands for."""
@@ -148,7 +153,7 @@ class TokenizerJson(Configurable):
     def encode_special(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """(token ids, the characters [start, stop) of each), the special tokens that the text spells out among them."""
         with _encoding(text):
-            encoding = self._special.encode(text, add_special_tokens=False)
+            (encoding,) = self._special.encode_batch([text], add_special_tokens=False)  # `encode` keeps Python's lock
         return encoding.ids, encoding.offsets
 
     def encode(self, text: str) -> list[int]:
@@ -183,7 +188,11 @@ class TokenizerJson(Configurable):
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text, invalid UTF-8 replaced; special tokens stand for nothing."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return self._tokenizer.decode_batch([list(ids)], skip_special_tokens=True)[0]  # `decode` keeps Python's lock
+
+    def longest_token(self) -> int | None:
+        """The most characters of text that one token stands for; None if there is no such number."""
+        return most_characters(self._tokenizer)
 
     def token_bytes(self) -> np.ndarray:
         """float32 [vocab_size]: how many bytes of text each token stands for; 0 for special tokens."""

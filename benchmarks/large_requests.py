@@ -1,0 +1,253 @@
+"""What a client that sends megabytes costs the others: the latency of `/health`, the longest pause of a stream, memory.
+
+    uv run python benchmarks/large_requests.py [--requests 200] [--at-once 8] [--context 1024] [--kinds chat,tokens]
+        [--out FILE.json]
+
+Starts `axlearn serve` with a tiny model of random weights, the tokenizer `python-2k` and a chat template of its own, on loopback.
+For each kind of request it sends so many bodies of almost 4 MiB, so many at one time, while one client streams text and another
+asks for `/health` every 20 ms. `idle` sends none and is the baseline. Reported are the answers' statuses, percentiles of `/health`
+and of the gaps between the events of the stream in ms, and the resident memory of the server in MB: before, at its highest, and
+after, each kind on a server that has answered a warm-up of the same kind.
+
+Exit code 1 if `/health` took 100 ms or more at p99, or if more than 100 MB stayed.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import importlib.resources
+import json
+import platform
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import httpx
+import numpy as np
+from serving import SIZES, Server, started, write_weights
+
+from axlearn_plugins_transformer.text.tokenizers import TokenizerJson
+
+BYTES = 4 * 2**20 - 1024
+LIMIT_MS, LIMIT_MB = 100.0, 100.0
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>\n{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+def _repeat(piece: str) -> str:
+    return piece * (BYTES // len(piece.encode()))
+
+
+def _items(item: str) -> str:
+    return f"[{_repeat(item + ',')}{item}]"
+
+
+def _chat(message: str, more: str = "") -> tuple[str, str]:
+    return "/v1/chat/completions", f'{{"messages": [{message}], "max_tokens": 4{more}}}'
+
+
+USER = '{"role": "user", "content": "a"}'
+KINDS: dict[str, Callable[[], tuple[str, str]]] = {
+    "chat": lambda: _chat(json.dumps({"role": "user", "content": _repeat("def f(x): return x + 1; ")[: BYTES - 200]})),
+    "completion": lambda: ("/v1/completions", json.dumps({"prompt": _repeat("hello world ")})),
+    "prompts": lambda: ("/v1/completions", json.dumps({"prompt": ["word " * 3200] * 256})),
+    "tokens": lambda: ("/v1/completions", f'{{"prompt": {_items("1")}}}'),
+    "responses": lambda: ("/v1/responses", json.dumps({"input": _repeat("hello world ")})),
+    "parts": lambda: _chat(f'{{"role": "user", "content": {_items("{}")}}}'),
+    "tools": lambda: _chat(
+        USER, f', "tools": [{{"type": "function", "function": {{"name": "f", "parameters": {{"a": {_items("1")}}}}}}}]'
+    ),
+    "stop": lambda: ("/v1/completions", f'{{"prompt": "a", "stop": {_items(chr(34) + "x" + chr(34))}}}'),
+    "bias": lambda: ("/v1/completions", json.dumps({"prompt": "a", "logit_bias": {str(i): 1 for i in range(300_000)}})),
+    "schema": lambda: _chat(
+        USER,
+        ', "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"enum": '
+        + _items("1")
+        + "}}}",
+    ),
+    "unknown": lambda: ("/v1/completions", json.dumps({"prompt": "a"} | {f"f{i}": 1 for i in range(300_000)})),
+    "tokenize": lambda: ("/tokenize", json.dumps({"prompt": _repeat("hello world ")})),
+}
+
+
+@attrs.define
+class Watch:
+    """Clients that a large request should not disturb."""
+
+    client: httpx.AsyncClient
+    pid: int
+    health: list[float] = attrs.field(factory=list)
+    gaps: list[float] = attrs.field(factory=list)
+    highest: float = 0.0
+
+    async def ask_health(self) -> None:
+        """Asks every 20 ms."""
+        while True:
+            begin = time.perf_counter()
+            (await self.client.get("/health")).raise_for_status()
+            self.health.append(time.perf_counter() - begin)
+            self.highest = max(self.highest, resident(self.pid))
+            await asyncio.sleep(0.02)
+
+    async def stream(self) -> None:
+        """Reads one stream after another."""
+        body = {"prompt": "def ", "max_tokens": 200, "stream": True, "ignore_eos": True}
+        while True:
+            async with self.client.stream("POST", "/v1/completions", json=body) as response:
+                last = None
+                async for line in response.aiter_lines():
+                    if line.startswith("data: {"):
+                        now = time.perf_counter()
+                        self.gaps += [] if last is None else [now - last]
+                        last = now
+
+
+def resident(pid: int) -> float:
+    """Resident memory of a process in MB."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS"):
+            return int(line.split()[1]) / 1024
+    return 0.0
+
+
+def percentiles(seconds: list[float]) -> dict[str, float]:
+    """In ms."""
+    values = np.asarray(seconds) * 1e3
+    return {
+        "p50": float(np.percentile(values, 50)),
+        "p99": float(np.percentile(values, 99)),
+        "max": float(values.max()),
+    }
+
+
+async def send(url: str, path: str, body: bytes, count: int, at_once: int) -> Counter[int]:
+    """The statuses of so many requests."""
+    statuses: Counter[int] = Counter()
+    turns = asyncio.Semaphore(at_once)
+    async with httpx.AsyncClient(base_url=url, timeout=600, trust_env=False) as client:
+
+        async def one() -> None:
+            async with turns:
+                answer = await client.post(path, content=body, headers={"content-type": "application/json"})
+            statuses[answer.status_code] += 1
+
+        await asyncio.gather(*(one() for _ in range(count)))
+    return statuses
+
+
+async def measured(url: str, pid: int, kind: str, count: int, at_once: int) -> dict[str, Any]:
+    """The figures of one kind."""
+    path, text = KINDS[kind]() if kind != "idle" else ("", "")
+    body = text.encode()
+    if kind != "idle":
+        await send(url, path, body, min(count, at_once), at_once)
+    await asyncio.sleep(2)
+    before, begin = resident(pid), time.perf_counter()
+    async with httpx.AsyncClient(base_url=url, timeout=600, trust_env=False) as client:
+        watch = Watch(client, pid)
+        watching = [asyncio.create_task(watch.ask_health()), asyncio.create_task(watch.stream())]
+        if kind == "idle":
+            await asyncio.sleep(10)
+            statuses: Counter[int] = Counter()
+        else:
+            statuses = await send(url, path, body, count, at_once)
+        for task in watching:
+            if task.done():
+                task.result()
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+    seconds = time.perf_counter() - begin
+    await asyncio.sleep(2)
+    return {
+        "bytes": len(body), "seconds": seconds, "statuses": dict(statuses), "health_ms": percentiles(watch.health),
+        "stream_gap_ms": percentiles(watch.gaps), "before_mb": before, "highest_mb": watch.highest,
+        "after_mb": resident(pid),
+    }  # fmt: skip
+
+
+def write_model(directory: Path) -> None:
+    """A tiny Llama with random weights, the tokenizer `python-2k` and a chat template, in Hugging Face format."""
+    tokenizer = TokenizerJson.Config(builtin="python-2k").build()
+    size = attrs.evolve(SIZES["toy"], vocabulary=tokenizer.vocab_size, context=131_072)
+    directory.mkdir(parents=True)
+    write_weights(size, directory)
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": size.vocabulary, "hidden_size": size.width,
+        "intermediate_size": size.hidden, "num_hidden_layers": size.layers, "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads, "head_dim": size.width // size.heads, "max_position_embeddings": size.context,
+        "tie_word_embeddings": False, "eos_token_id": tokenizer.eos_id, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+        "rope_theta": 10000.0, "attention_bias": False, "mlp_bias": False, "dtype": size.dtype,
+    }  # fmt: skip
+    (directory / "config.json").write_text(json.dumps(config))
+    source = importlib.resources.files("axlearn_plugins_transformer.text").joinpath("python-2k.json")
+    (directory / "tokenizer.json").write_bytes(source.read_bytes())
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": tokenizer.eos_token, "chat_template": TEMPLATE})
+    )
+
+
+def row(kind: str, figures: dict[str, Any]) -> str:
+    """A line of the table."""
+    health, gaps = figures["health_ms"], figures["stream_gap_ms"]
+    statuses = ", ".join(f"{count} x {status}" for status, count in sorted(figures["statuses"].items())) or "-"
+    cells = [
+        kind, statuses, f"{figures['seconds']:.1f}", *(f"{health[name]:.1f}" for name in ("p50", "p99", "max")),
+        *(f"{gaps[name]:.1f}" for name in ("p99", "max")),
+        *(f"{figures[name]:.0f}" for name in ("before_mb", "highest_mb", "after_mb")),
+    ]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=200, help="of each kind")
+    parser.add_argument("--at-once", type=int, default=8, help="requests at one time")
+    parser.add_argument("--context", type=int, default=1024, help="tokens")
+    parser.add_argument("--kinds", default=",".join(KINDS), help=f"of {', '.join(KINDS)}")
+    parser.add_argument("--python", default=sys.executable, help="the interpreter that serves")
+    parser.add_argument("--out", type=Path, metavar="FILE.json")
+    args = parser.parse_args()
+    kinds = args.kinds.split(",")
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        parser.error(f"--kinds: got {unknown[0]!r}, expected some of {', '.join(KINDS)}")
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "llama"
+        write_model(path)
+        command = [args.python, "-m", "axlearn_core", "serve", str(path), "--port", "{port}"]
+        settings = {"max_context": args.context, "max_rows": 4, "row_buckets": "[]", "chunk_buckets": "[]"}
+        for name, value in settings.items():
+            command += ["--set", f"serving.runner.{name}={value}"]
+        with started(Server("axlearn", command), Path(scratch) / "log") as (url, _, pid):
+            for kind in ("idle", *kinds):
+                results[kind] = asyncio.run(measured(url, pid, kind, args.requests, args.at_once))
+                print(row(kind, results[kind]), file=sys.stderr, flush=True)
+    print(f"{platform.processor() or platform.machine()}, {args.requests} requests, {args.at_once} at a time\n")
+    print(
+        "| kind | statuses | s | health p50, ms | p99 | max | stream gap p99, ms | max | MB before | highest | after |"
+    )
+    print("|---|" + "---|" * 10)
+    for kind, figures in results.items():
+        print(row(kind, figures))
+    if args.out:
+        args.out.write_text(
+            json.dumps({"options": vars(args) | {"out": str(args.out)}, "kinds": results}, indent=1) + "\n"
+        )
+    over = [
+        kind
+        for kind, f in results.items()
+        if f["health_ms"]["p99"] >= LIMIT_MS or f["after_mb"] - f["before_mb"] > LIMIT_MB
+    ]
+    sys.exit(f"over the limits: {', '.join(over)}" if over else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Checks bodies of many values in a process of its own, which keeps no other request waiting.
+
+Parsing JSON and checking it keeps Python's lock: megabytes of one text take a few milliseconds, and as many bytes of numbers or
+brackets half a second. Such a body is checked in another process first, so that the server reads only those that it takes.
+
+`python -m axlearn_plugins_serving.server.body_check` is that process. It reads lines of JSON, each with the bytes of a body behind
+it, and answers each with a line: {} if the body is right, else the fields of the error.
+"""
+
+import json
+import resource
+import selectors
+import subprocess
+import sys
+import threading
+import weakref
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+from axlearn_plugins_serving.server import schemas
+from axlearn_plugins_serving.server.errors import ApiError, parse_body
+from axlearn_plugins_serving.server.memory import give_back
+
+T = TypeVar("T", bound=BaseModel)
+
+MANY = 50_000
+"""Values of a body from which on it is checked in the other process first."""
+_SECONDS = 30.0
+_MEMORY = 4 << 30
+
+
+def count_values(body: bytes) -> int:
+    """At least as many as the body has values: commas and brackets inside of texts count too."""
+    return body.count(b",") + body.count(b"[") + body.count(b"{")
+
+
+class BodyCheck:
+    """Parses bodies, and has the costly ones checked by a process that starts when the first one comes. Threads take turns.
+
+    Args:
+        context: tokens that a prompt can have.
+    """
+
+    def __init__(self, context: int) -> None:
+        self._context = context
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def parse(self, model: type[T], body: bytes) -> T:
+        """See `parse_body`.
+
+        Raises:
+            ApiError: 400, the body is wrong, or takes too long or too much memory to read.
+        """
+        if count_values(body) >= MANY:
+            with self._lock:
+                answer = self._ask(model.__name__, body)
+            if answer:
+                raise ApiError(**answer)
+        return parse_body(model, body, context=self._context)
+
+    def close(self) -> None:
+        """Ends the process."""
+        with self._lock:
+            self._end()
+
+    def _ask(self, model: str, body: bytes) -> dict[str, Any]:
+        process = self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            head = json.dumps({"model": model, "context": self._context, "bytes": len(body)}).encode()
+            process.stdin.write(head + b"\n" + body)
+            process.stdin.flush()
+            with selectors.DefaultSelector() as selector:  # `select.select` takes no file beyond the 1,023rd
+                selector.register(process.stdout, selectors.EVENT_READ)
+                line = process.stdout.readline() if selector.select(_SECONDS) else b""
+        except BrokenPipeError:
+            line = b""
+        if not line:
+            self._end()
+            raise ApiError(
+                400, "the body takes too long or too much memory to read; send fewer values", code="costly_body"
+            )
+        return json.loads(line)
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        if self._process is None or self._process.poll() is not None:
+            command = [sys.executable, "-P", "-m", __name__]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            weakref.finalize(self, _stop, self._process)
+        return self._process
+
+    def _end(self) -> None:
+        if self._process is not None:
+            _stop(self._process)
+        self._process = None
+
+
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    process.communicate()
+
+
+def main() -> None:
+    """Answers until standard input ends."""
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for line in sys.stdin.buffer:
+        head = json.loads(line)
+        body = sys.stdin.buffer.read(head["bytes"])
+        answer: dict[str, Any] = {}
+        try:
+            parse_body(getattr(schemas, head["model"]), body, context=head["context"])
+        except ApiError as error:
+            answer = {"status": error.status, "message": error.message, "param": error.param, "code": error.code}
+        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+        sys.stdout.buffer.flush()
+        del body
+        give_back()
+
+
+if __name__ == "__main__":
+    main()
