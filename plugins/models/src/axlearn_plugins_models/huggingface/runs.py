@@ -20,7 +20,7 @@ from axlearn_plugins_models.huggingface.family import Family, Json, family, fami
 from axlearn_plugins_models.huggingface.members import member
 from axlearn_plugins_models.huggingface.source import Source, open_model
 from axlearn_plugins_models.huggingface.table import Tensor, layout
-from axlearn_plugins_models.huggingface.text_facts import CONFIG, TOKENIZER
+from axlearn_plugins_models.huggingface.text_facts import CONFIG
 from axlearn_plugins_models.huggingface.weights import DirectoryWeights
 from axlearn_plugins_transformer.text.processor import TextProcessor, text_processor
 
