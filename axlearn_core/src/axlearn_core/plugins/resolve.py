@@ -322,10 +322,9 @@ class _Resolution:
         try:
             return check(self.decoder.decode_at(cls(), "", use.options))
         except ConfigError as error:
-            fix = f"`axlearn features show {use.name}` prints its options"
+            at, fix = use.location, f"`axlearn features show {use.name}` prints its options"
             raise ConfigError(
-                attrs.evolve(p, path=f"{use.name}.{p.path}", location=use.location, fix=p.fix or fix)
-                for p in error.problems
+                attrs.evolve(p, path=f"{use.name}.{p.path}", location=at, fix=p.fix or fix) for p in error.problems
             ) from None
 
     def _features(self, tree: Node[Any], features: Mapping[str, Feature]) -> Node[Any]:

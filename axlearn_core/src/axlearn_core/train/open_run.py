@@ -9,13 +9,16 @@ import jax
 
 from axlearn_core.compose import Program
 from axlearn_core.compose.state import TrainState
+from axlearn_core.contracts.capabilities import ReportsSaves
 from axlearn_core.contracts.parts import BatchIterator, Checkpointer, Input, Watchdog
+from axlearn_core.plugins.decisions import Decision
 from axlearn_core.train.evaluators import Evaluator
 from axlearn_core.train.loop import Loop
 from axlearn_core.train.mirror import RunMirror
 from axlearn_core.train.ownership import SAVED
 from axlearn_core.train.phases import PhaseClock
 from axlearn_core.train.run_dir import RunDir
+from axlearn_core.train.session import log_message
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -59,3 +62,16 @@ class OnSave:
             self.run.run_dir.write_fact(SAVED, True)
         if self.run.mirror:
             self.run.mirror.push()
+
+
+def record_decision(run: OpenRun, decision: Decision) -> None:
+    """Shows a decision that a function's compilation took, and keeps it in the lock."""
+    log_message(str(decision))
+    if jax.process_index() == 0 or run.mirror:
+        run.run_dir.add_decision(decision)
+
+
+def record_saves(checkpointer: Checkpointer, clock: PhaseClock) -> None:
+    """Each save's result goes to the clock, where the checkpointer can say it."""
+    if isinstance(checkpointer, ReportsSaves):
+        checkpointer.on_result = clock.checkpoint

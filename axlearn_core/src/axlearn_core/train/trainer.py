@@ -20,7 +20,6 @@ from axlearn_core.contracts.capabilities import (
     ChecksBeginning,
     KeepsLocalTier,
     OwnsCheckpoints,
-    ReportsSaves,
     vocabulary_size,
 )
 from axlearn_core.contracts.mesh import Mesh
@@ -50,7 +49,7 @@ from axlearn_core.train.lock import make_lock, peak_flops
 from axlearn_core.train.loop import Loop, TrainLoop
 from axlearn_core.train.mirror import RunMirror, read_lock
 from axlearn_core.train.objective import FrozenWeights
-from axlearn_core.train.open_run import OnSave, OpenRun
+from axlearn_core.train.open_run import OnSave, OpenRun, record_decision, record_saves
 from axlearn_core.train.ownership import SAVED, check_metrics, hold_run
 from axlearn_core.train.peers import PeerWatch
 from axlearn_core.train.phases import PhaseClock
@@ -182,7 +181,7 @@ class Trainer(Configurable):
                 run.loop.check_beginning()
             frozen = FrozenWeights.of(program) if run.begins else None
             self._write(run, lock | {"run": run.run_id, SAVED: saved}, config_text, assets, decisions)
-            program.kernel_notes.listener = functools.partial(_record_decision, run)
+            program.kernel_notes.listener = functools.partial(record_decision, run)
             on_save = OnSave(run, saved)
             session = self._start(run, frozen, experiment, on_save)
             closing.callback(lambda: run.clock.write("end", session.step))
@@ -216,7 +215,7 @@ class Trainer(Configurable):
             mirror.fetch()
             closing.callback(mirror.push)
         closing.callback(checkpointer.close)
-        _record_saves(checkpointer, clock)
+        record_saves(checkpointer, clock)
         watchdog = cfg.watchdog.build(run_dir=run_dir.path) if cfg.watchdog else None
         if watchdog:
             closing.callback(watchdog.close)
@@ -379,19 +378,6 @@ class Trainer(Configurable):
         if before and before != now:
             log_message(f"note: the compiled step changed ({before} -> {now}); losses may differ in the last bits")
         run_dir.write_fact("hlo_fingerprint", now)
-
-
-def _record_decision(run: OpenRun, decision: Decision) -> None:
-    """Shows a decision that a function's compilation took, and keeps it in the lock."""
-    log_message(str(decision))
-    if jax.process_index() == 0 or run.mirror:
-        run.run_dir.add_decision(decision)
-
-
-def _record_saves(checkpointer: Checkpointer, clock: PhaseClock) -> None:
-    """Each save's result goes to the clock, where the checkpointer can say it."""
-    if isinstance(checkpointer, ReportsSaves):
-        checkpointer.on_result = clock.checkpoint
 
 
 def _ready(program: Program, batches: BatchIterator, seed: int, compiled_step: CompiledStep | None) -> Any:

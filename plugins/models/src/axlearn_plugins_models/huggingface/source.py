@@ -66,7 +66,6 @@ def is_model(directory: Path) -> bool:
 def open_model(
     directory: Path,
     *,
-    tokenizer: Path | None = None,
     with_: Iterable[str] = (),
     set: Iterable[str] = (),  # what it is called on the command line
     stored_dtype: bool = False,
@@ -75,7 +74,6 @@ def open_model(
 
     Args:
         directory: with `config.json`, safetensors in any number of shards, and `tokenizer.json`.
-        tokenizer: where `tokenizer.json` will be when the config is used; by default where it is.
         with_: features to add to the experiment.
         set: settings to make in it.
         stored_dtype: keeps parameters in the dtype of the files, for use; for training they are float32.
@@ -93,7 +91,7 @@ def open_model(
     more: Json = {"model.dtype": dtype}
     text = read_text_facts(directory, data, _vocabulary(Settings(data))) if model_family.text else None
     if text is not None:
-        more |= text.settings(tokenizer or directory / TOKENIZER)
+        more |= text.settings(directory / TOKENIZER)
     if stored_dtype:
         more["model.param_dtype"] = dtype
     all_tensors = files.stored_tensors(directory)
