@@ -161,11 +161,13 @@ class LanguageModelInput(Configurable):
             rows = {i: pipeline.training_rows(data, encode, self.packing, self.order, shares, i) for i in ids}
             return pipeline.Shards(rows, cfg.batch_size // self.num_shards, batch_of)
 
-        read = functools.partial(_read_position, num_shards=self.num_shards, small=small)
-        details = {"identify": functools.partial(_records_at, parts, self.order), "read": read}
+        def read(state: Mapping[str, Any], shard: int) -> dict[str, Any]:
+            return _read_position(state, shard, self.num_shards, small)
+
+        make_batches = functools.partial(Batches, identify=functools.partial(_records_at, parts, self.order), read=read)
         if not cfg.workers:
             ahead = experimental.ThreadPrefetchIterDataset(shards(own_shards), prefetch_buffer_size=cfg.prefetch)
-            return Batches({tuple(own_shards): iter(ahead)}, **details)
+            return make_batches({tuple(own_shards): iter(ahead)})
         if not flags.FLAGS.is_parsed():
             flags.FLAGS.mark_as_parsed()  # Grain's workers read absl flags, which have their defaults here
         options = grain.MultiprocessingOptions(num_workers=1, per_worker_buffer_size=cfg.prefetch)
@@ -175,11 +177,9 @@ class LanguageModelInput(Configurable):
             return iter(shards(group).mp_prefetch(options, functools.partial(pipeline.start_worker, pid_file)))
 
         streams = {g: WorkerStream(functools.partial(stream, g), g, cfg.worker_seconds) for g in groups}
-        return Batches(streams, workers=True, **details)
+        return make_batches(streams, workers=True)
 
-    def _small_data(
-        self, part: Part, index: int, shares: Shares, report: Callable[[str], None] | None
-    ) -> SmallData:
+    def _small_data(self, part: Part, index: int, shares: Shares, report: Callable[[str], None] | None) -> SmallData:
         from axlearn_plugins_transformer.text import pipeline
 
         encode = functools.partial(pipeline.all_examples, functools.partial(self.examples, characters=CHARACTERS))
@@ -261,7 +261,7 @@ def _share(rows: slice, sizes: np.ndarray, stacked: Mapping[str, np.ndarray]) ->
     return {**batch, "bytes": sizes[batch["targets"]] * (batch["weights"] > 0)}
 
 
-def _read_position(state: Mapping[str, Any], shard: int, *, num_shards: int, small: Sequence[bool]) -> dict[str, Any]:
+def _read_position(state: Mapping[str, Any], shard: int, num_shards: int, small: Sequence[bool]) -> dict[str, Any]:
     position = read_position(state, shard, num_shards, small)
     if shard == 0 and not is_current(state):
         print_note(OLD_ORDER)

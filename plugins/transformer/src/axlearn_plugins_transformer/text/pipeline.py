@@ -152,7 +152,9 @@ class Order:
 
     def reads(self, records: Records, part: int, shard: int) -> "Reads":
         """What a shard reads of a part."""
-        return Reads(records, self.of(part), self.shuffle, shard, self.num_shards)
+        seed, count = self.of(part), len(records)
+        shuffle = Shuffle(count, seed) if self.shuffle else None
+        return Reads(records, Cycle(count, self.num_shards, seed, shuffle), shard)
 
 
 @attrs.frozen
@@ -164,7 +166,8 @@ class Shuffle:
 
     def __call__(self, index: int) -> int:
         """The number at `index`."""
-        return int(_shuffled_range(self.count, self.seed)[index])
+        number: Any = _shuffled_range(self.count, self.seed)[index]
+        return int(number)
 
 
 @functools.lru_cache(maxsize=64)
@@ -182,37 +185,32 @@ class Reads:
     """
 
     records: Records
-    seed: int
-    shuffle: bool
+    order: Cycle
     shard: int
-    num_shards: int
-    order: Cycle = attrs.field(init=False)
-
-    @order.default
-    def _default_order(self) -> Cycle:
-        count = len(self.records)
-        shuffle = Shuffle(count, self.seed) if self.shuffle else None
-        return Cycle(count, self.num_shards, self.seed, shuffle)
 
     def __len__(self) -> int:
         return sys.maxsize
 
     def __getitem__(self, index: Any) -> Sequence[Document]:
-        at = self.shard + int(index) * self.num_shards
-        number, epoch, count = self.order(at), at // len(self.records), self._places()
+        at, places = self._index(int(index)), self._places()
+        number, epoch = self.order(at), at // self.order.count
         documents = self.records[number]
-        if self.shuffle and len(documents) > 1:
-            rng = np.random.default_rng((self.seed, number, epoch // count))
+        if self.order.permutation is not None and len(documents) > 1:
+            rng = np.random.default_rng((self.order.seed, number, epoch // places))
             documents = [documents[i] for i in rng.permutation(len(documents))]
-        return begin_at(documents, epoch % count, count)
+        return begin_at(documents, epoch % places, places)
 
     def name(self, index: int) -> str:
         """The record at a position, for messages."""
-        return self.records.name(self.order(self.shard + index * self.num_shards))
+        return self.records.name(self.order(self._index(index)))
+
+    def _index(self, index: int) -> int:
+        return self.shard + index * self.order.window
 
     def _places(self) -> int:
         """Places of a record at which shards begin: as many as read it at the same time, in epochs that follow one another."""
-        return 1 if self.num_shards <= len(self.records) else -(-self.num_shards // len(self.records)) + 1
+        shards, count = self.order.window, self.order.count
+        return 1 if shards <= count else -(-shards // count) + 1
 
 
 def begin_at(documents: Sequence[Document], place: int, places: int) -> Sequence[Document]:

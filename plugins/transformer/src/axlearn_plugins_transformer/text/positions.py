@@ -31,7 +31,7 @@ def read_position(state: Mapping[str, Any], shard: int, num_shards: int, small: 
         InputError: the position is one in data of another size.
     """
     rows = state["rows"] if "order" in state else _from_order_1(state, shard * _PERIOD // num_shards)
-    parts = rows["parts"] if "parts" in rows else [rows]
+    parts = rows.get("parts", [rows])
     dealt = ["records" in part for part in parts]
     if dealt != list(small):
         kinds = {True: "rows (of small data)", False: "records (of large data)"}
