@@ -19,11 +19,10 @@ from axlearn_plugins_transformer.text import (
     LanguageModelInput,
     Mixture,
 )
-from axlearn_plugins_transformer.text.batches import _restore_tuples
 from axlearn_plugins_transformer.text.cycle import Cycle, Permutations
+from axlearn_plugins_transformer.text.language_model import batch_of
 from axlearn_plugins_transformer.text.layout import Joined, Packed, spread
-from axlearn_plugins_transformer.text.pipeline import Order, begin_at
-from axlearn_plugins_transformer.text.positions import read_position
+from axlearn_plugins_transformer.text.pipeline import Order, begin_at, training_rows_of_order_1
 from axlearn_plugins_transformer.text.records import FileRecords
 from axlearn_plugins_transformer.text.shares import Shares
 from axlearn_plugins_transformer.text.small_data import is_small
@@ -274,27 +273,34 @@ def test_small_follows_the_size_of_a_batch():
     assert not is_small(Sized(), 512 * 1024)
 
 
-def test_a_position_of_an_older_version_is_read_or_refused(tmp_path, capfd, as_large):
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_run_of_an_older_version_keeps_its_order(workers, mixed, tmp_path, capfd, either_size):
     write_documents(tmp_path, 60)
-    cfg = text_input(tmp_path, num_shards=2, batch_size=2)
-    iterator = cfg.build().train()
-    take(iterator, 3)
-    state = through_json(iterator.get_state())
-    expected = take(iterator, 2)
-    old = {**state, "shards": {i: s["rows"] for i, s in state["shards"].items()}}
+    files = Files.Config(paths=str(tmp_path / "*.jsonl"), chunk_bytes=500)
+    source = Mixture.Config(sources={"a": files, "b": files}, weights={"a": 1, "b": 3}) if mixed else files
+    cfg = text_input(tmp_path, source=source, num_shards=4, batch_size=4)
+    instance = cfg.build(seed=1)
+    parts, order = instance.source.parts("train"), instance.order
+    rows = [
+        iter(training_rows_of_order_1(parts, instance.examples, instance.packing, order, shard)) for shard in range(4)
+    ]
+    old = [batch_of([next(r) for r in rows]) for _ in range(3)]
+    state = through_json({"batches": 3, "shards": {str(i): r.get_state() for i, r in enumerate(rows)}})
+    old += [batch_of([next(r) for r in rows]) for _ in range(5)]
+    iterator = text_input(tmp_path, source=source, num_shards=4, batch_size=4, workers=workers).build(seed=1).train()
+    new_state = through_json(iterator.get_state())
+    new = take(iterator, 3)
+    assert not equal(new, old[:3])
     iterator.set_state(state)
-    assert capfd.readouterr().err == ""
-    iterator.set_state(old)
-    assert "is of an older version, which shuffled in another way" in capfd.readouterr().err
-    assert equal(take(iterator, 2), expected)
+    assert equal(take(iterator, 3), old[3:6])
+    assert "goes on in the order of data that it began with" in capfd.readouterr().err
+    assert len(iterator.describe_position().facts()["records"]) == 4
+    iterator.set_state(through_json(iterator.get_state()))
+    assert equal(take(iterator, 2), old[6:])
+    iterator.set_state(new_state)
+    assert equal(take(iterator, 3), new)
     iterator.close()
-    rows = _restore_tuples(state["shards"]["1"]["rows"])
-    assert read_position({"parents": [rows, rows], "index": 5007, "stop": False}, 1, 2, [False, False])["rows"] == {
-        "turn": 7,
-        "parts": [rows, rows],
-    }
-    with pytest.raises(InputError, match=r"does not fit this data\n.*records \(of large data\), as an older version"):
-        read_position(rows, 1, 2, [True])
 
 
 def test_a_position_in_data_of_another_size_is_refused(corpus, monkeypatch):

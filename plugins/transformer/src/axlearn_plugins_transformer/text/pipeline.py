@@ -25,6 +25,7 @@ from grain import experimental
 
 from axlearn_core.compat import one_core_for_tokenizers, only_cpu
 from axlearn_core.errors import InputError
+from axlearn_plugins_transformer.text import order_1
 from axlearn_plugins_transformer.text.cycle import Cycle
 from axlearn_plugins_transformer.text.examples import Example
 from axlearn_plugins_transformer.text.layout import BINS
@@ -156,6 +157,18 @@ class Order:
         shuffle = Shuffle(count, seed) if self.shuffle else None
         return Reads(records, Cycle(count, self.num_shards, seed, shuffle), shard)
 
+    def names(self, records: Records, part: int, shard: int, current: bool) -> Callable[[int], str]:
+        """Names the record at a position of a shard, for messages."""
+        if current:
+            return self.reads(records, part, shard).name
+        numbers = order_1.read(range(len(records)), self.of(part), self.shuffle, shard, self.num_shards)
+
+        def name(index: int) -> str:
+            number: Any = numbers[index]
+            return records.name(int(number))
+
+        return name
+
 
 @attrs.frozen
 class Shuffle:
@@ -241,10 +254,26 @@ def training_rows(
         if isinstance(part, SmallData):
             streams.append(DealtRows(part, shares, i, shard))
             continue
-        # By chance alone, a shard does not miss what text there is this often.
-        fan = Fan(functools.partial(examples_of, encode), most=100 * len(part.records), of=part.records.name(0))
-        streams.append(_rows(grain.MapDataset.source(order.reads(part.records, i, shard)), fan, packing))
+        reads = grain.MapDataset.source(order.reads(part.records, i, shard))
+        streams.append(_rows(reads, _fan(part, encode), packing))
     return streams[0] if len(streams) == 1 else MixedRows(streams, shares, shard)
+
+
+def training_rows_of_order_1(
+    parts: Sequence[Part], encode: Encode, packing: Packing, order: Order, shard: int
+) -> grain.IterDataset:
+    """The endless rows of one virtual shard, for a run that an older version began."""
+
+    def pack(part: Part, records: grain.MapDataset) -> grain.IterDataset:
+        return _rows(records, _fan(part, encode), packing)
+
+    seeds = [order.of(i) for i in range(len(parts))]
+    return order_1.training_rows(parts, pack, seeds, order.shuffle, shard, order.num_shards)
+
+
+def _fan(part: Part, encode: Encode) -> Fan:
+    # By chance alone, a shard does not miss what text there is this often.
+    return Fan(functools.partial(examples_of, encode), most=100 * len(part.records), of=part.records.name(0))
 
 
 class DealtRows(grain.IterDataset):
@@ -316,11 +345,14 @@ def evaluation_rows(parts: Iterable[Part], encode: Encode, packing: Packing) -> 
 
 
 class Shards(grain.IterDataset):
-    """Batches of some virtual shards: `rows` rows of each, in the order of the shards. Its state is kept by shard."""
+    """Batches of some virtual shards: `rows` rows of each, in the order of the shards.
 
-    def __init__(self, shards: Mapping[int, grain.IterDataset], rows: int, finish: Finish):
+    Its state is kept by shard, and marked with the order of this version if it is of that (`current`).
+    """
+
+    def __init__(self, shards: Mapping[int, grain.IterDataset], rows: int, finish: Finish, *, current: bool = True):
         super().__init__(list(shards.values()))
-        self.ids, self.rows, self.finish = [str(i) for i in shards], rows, finish
+        self.ids, self.rows, self.finish, self.current = [str(i) for i in shards], rows, finish, current
 
     def __iter__(self) -> Any:
         return _ShardsIterator(self, [p.__iter__() for p in self._parents])
@@ -335,12 +367,12 @@ class _ShardsIterator(grain.DatasetIterator):
         return self.dataset.finish([next(parent) for parent in self._parents for _ in range(self.dataset.rows)])
 
     def get_state(self) -> dict[str, Any]:
-        states = [parent.get_state() for parent in self._parents]
-        return {i: {"order": ORDER, "rows": state} for i, state in zip(self.dataset.ids, states, strict=True)}
+        states = dict(zip(self.dataset.ids, [parent.get_state() for parent in self._parents], strict=True))
+        return {i: {"order": ORDER, "rows": s} for i, s in states.items()} if self.dataset.current else states
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         for i, parent in zip(self.dataset.ids, self._parents, strict=True):
-            parent.set_state(state[i]["rows"])
+            parent.set_state(state[i]["rows"] if self.dataset.current else state[i])
 
 
 def start_worker(pid_file: str, index: int, count: int) -> None:
