@@ -4,6 +4,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from axlearn_plugins_transformer.text import small_data
+
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Path:
@@ -15,3 +17,17 @@ def corpus(tmp_path_factory) -> Path:
         (folder / f"{i}.jsonl").write_text("\n".join(json.dumps(r) for r in rows[i::4]))
     (folder / "held.txt").write_text("The quick brown fox. é\n" * 20, encoding="utf-8")
     return folder
+
+
+@pytest.fixture
+def as_large(monkeypatch) -> None:
+    """Data of any size is read record by record."""
+    monkeypatch.setattr(small_data, "LARGE_BYTES", 0)
+
+
+@pytest.fixture(params=["small", "large"])
+def either_size(request) -> str:
+    """The data of the test is dealt by rows, and read record by record."""
+    if request.param == "large":
+        request.getfixturevalue("as_large")
+    return request.param

@@ -30,7 +30,7 @@ def documents(cfg, split="train"):
 
 
 @pytest.mark.parametrize("packing", ["concat", "first-fit", "none"])
-def test_rows_are_what_a_plain_packer_makes(corpus, packing):
+def test_rows_are_what_a_plain_packer_makes(corpus, packing, either_size):
     cfg = config(corpus, packing=packing, shuffle=False, batch_size=1, num_shards=1)
     pairs = []
     for text in documents(cfg):
@@ -86,7 +86,7 @@ def brute_force(pairs, length, packing):
     return batches
 
 
-def test_an_epoch_has_every_document_once_and_epochs_differ(corpus):
+def test_an_epoch_has_every_document_once_and_epochs_differ(corpus, either_size):
     cfg = config(corpus, batch_size=1, num_shards=1, packing="none", sequence_length=128, chunk=1 << 20)
     expected = sorted(documents(cfg))
     with_stream = cfg.build(seed=5).train()
@@ -100,7 +100,7 @@ def test_an_epoch_has_every_document_once_and_epochs_differ(corpus):
 
 @pytest.mark.parametrize("packing", ["concat", "first-fit"])
 @pytest.mark.parametrize("processes", [2, 4, 8])
-def test_the_global_stream_is_the_same_for_any_number_of_processes(corpus, processes, packing):
+def test_the_global_stream_is_the_same_for_any_number_of_processes(corpus, processes, packing, either_size):
     cfg = config(corpus, batch_size=16, packing=packing)
     whole = cfg.build(seed=1).train()
     parts = [cfg.build(seed=1, process_index=i, process_count=processes).train() for i in range(processes)]
@@ -117,7 +117,7 @@ def test_the_global_stream_is_the_same_for_any_number_of_processes(corpus, proce
         p.close()
 
 
-def test_seeds_and_shuffling_change_the_order(corpus):
+def test_seeds_and_shuffling_change_the_order(corpus, either_size):
     def first(seed, **settings):
         iterator = config(corpus, **settings).build(seed=seed).train()
         batches = take(iterator, 4)
@@ -133,7 +133,7 @@ def test_seeds_and_shuffling_change_the_order(corpus):
 
 @pytest.mark.parametrize("packing", ["concat", "first-fit", "none"])
 @pytest.mark.parametrize("at", [0, 1, 7, 33])
-def test_resume_is_exact_anywhere(corpus, packing, at):
+def test_resume_is_exact_anywhere(corpus, packing, at, either_size):
     cfg = config(corpus, packing=packing)
     one, other = cfg.build(seed=3).train(), cfg.build(seed=3).train()
     take(one, at)
@@ -156,7 +156,7 @@ def one_state(state):
     return _restore_tuples(state)
 
 
-def test_a_state_that_was_given_does_not_change_later(corpus):
+def test_a_state_that_was_given_does_not_change_later(corpus, either_size):
     iterator = config(corpus).build().train()
     next(iterator)
     state = iterator.get_state()
@@ -213,7 +213,7 @@ def test_evaluation_resumes(corpus):
     assert equal(list(again), rest)
 
 
-def test_mixtures_share_the_rows_of_every_batch_by_weight(tmp_path):
+def test_mixtures_share_the_rows_of_every_batch_by_weight(tmp_path, either_size):
     for letter, count in (("a", 50), ("b", 2000), ("c", 400)):
         (tmp_path / f"{letter}.txt").write_text(f"{letter * 9}\n" * count)
     sources = {x: Files.Config(paths=str(tmp_path / f"{x}.txt"), chunk_bytes=500) for x in "abc"}
@@ -236,7 +236,7 @@ def test_mixtures_share_the_rows_of_every_batch_by_weight(tmp_path):
     other.close()
 
 
-def test_positions_name_the_records_that_a_batch_came_from(corpus):
+def test_positions_name_the_records_that_a_batch_came_from(corpus, either_size):
     cfg = config(corpus, batch_size=2, num_shards=2, chunk=1 << 20)
     instance = cfg.build(seed=4)
     iterator = instance.train()

@@ -23,7 +23,7 @@ from axlearn_plugins_transformer.text import (
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_worker_processes_give_the_same_stream_and_end(corpus, workers):
+def test_worker_processes_give_the_same_stream_and_end(corpus, workers, either_size):
     cfg, many = config(corpus), config(corpus, workers=workers)
     one, other = cfg.build(seed=3).train(), many.build(seed=3).train()
     try:
@@ -113,7 +113,7 @@ def test_threads_end_when_a_stream_is_closed_dropped_or_exhausted(corpus):
     assert list(exhausted) == []
 
 
-def test_records_without_text_are_passed_over_and_no_shard_waits_forever(tmp_path):
+def test_records_without_text_are_passed_over_and_no_shard_waits_forever(tmp_path, as_large):
     (tmp_path / "a.jsonl").write_text("\n" * 500 + '{"text": ""}\n' * 20 + '{"text": "only this"}\n' + "\n" * 500)
     cfg = LanguageModelInput.Config(
         batch_size=4,

@@ -110,12 +110,18 @@ class PreferenceInput(Configurable):
             )
         permutation = Permutations(len(rows), self.seed) if cfg.shuffle else None
         order = Cycle(len(rows), cfg.batch_size, self.seed, permutation)
-        return PreferenceBatches(self, "train", lambda position: int(rows[order(position)]), None)
+
+        def index(position: int, current: bool) -> int:
+            if permutation is None or current:
+                return int(rows[order(position)])
+            return int(rows[permutation(position)])
+
+        return PreferenceBatches(self, "train", index, None)
 
     def evaluation(self) -> "PreferenceBatches":
         """One pass over the held-out pairs in a fixed order, the last batch padded with weight 0."""
         rows = self._usable("validation")
-        return PreferenceBatches(self, "validation", lambda position: int(rows[position]), len(rows))
+        return PreferenceBatches(self, "validation", lambda position, current: int(rows[position]), len(rows))
 
     def describe(self) -> Mapping[str, Any]:
         """Facts for the run lock: files, bytes, a hash of their names and sizes, tokenizer hash, pairs."""
@@ -180,12 +186,19 @@ class PreferenceInput(Configurable):
 
 
 class PreferenceBatches:
-    """The iterator of `PreferenceInput`: this process's rows of each batch."""
+    """The iterator of `PreferenceInput`: this process's rows of each batch.
 
-    def __init__(self, source: PreferenceInput, split: Split, index: Callable[[int], int], count: int | None):
+    Args:
+        source: the input.
+        split: what is read.
+        index: (position, whether the order is that of this version) -> the pair.
+        count: how many pairs there are; None if they never end.
+    """
+
+    def __init__(self, source: PreferenceInput, split: Split, index: Callable[[int, bool], int], count: int | None):
         self._source, self._index, self._count = source, index, count
         self._split: Split = split
-        self._batch = 0
+        self._batch, self._current = 0, True
 
     def __iter__(self) -> Iterator[Rows]:
         return self
@@ -204,7 +217,7 @@ class PreferenceBatches:
 
     def _pair(self, position: int) -> Rows:
         if self._count is None or position < self._count:
-            return self._source.pair(self._split, self._index(position))
+            return self._source.pair(self._split, self._index(position, self._current))
         length = self._source.config.sequence_length
         return {f"{a}_{name}": np.zeros(length, dtype) for a in ANSWERS for name, dtype in DTYPES.items()}
 
@@ -213,17 +226,17 @@ class PreferenceBatches:
         records = self._source.records[self._split]
         assert records is not None
         at = [p for p in self._positions(max(self._batch - 1, 0)) if self._count is None or p < self._count]
-        names = [records.name(self._index(p)) for p in at[:3]]
+        names = [records.name(self._index(p, self._current)) for p in at[:3]]
         return "; ".join(names) + (f"; and {len(at) - 3} more" if len(at) > 3 else "")
 
     def get_state(self) -> Any:
         """How many batches were returned."""
-        return {"batches": self._batch, "order": ORDER}
+        return {"batches": self._batch, **({"order": ORDER} if self._current else {})}
 
     def set_state(self, state: Any) -> None:
         """Goes to a position that `get_state` gave."""
-        self._batch = int(state["batches"])
-        if self._count is None and self._source.rows.start == 0 and not is_current(state):
+        self._batch, self._current = int(state["batches"]), is_current(state)
+        if self._count is None and self._source.rows.start == 0 and not self._current:
             print_note(OLD_ORDER)
 
     def close(self) -> None:

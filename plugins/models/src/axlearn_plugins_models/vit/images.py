@@ -1,5 +1,6 @@
 """Images to train on: arrays in files, or shapes that are drawn as they are needed."""
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 from axlearn_core.config import REQUIRED, Configurable, interface, node, setting
 from axlearn_core.errors import ConfigError, InputError, Problem
 from axlearn_plugins_transformer.text.cycle import Cycle, Permutations
+from axlearn_plugins_transformer.text.positions import OLD_ORDER, ORDER, is_current
 from axlearn_plugins_transformer.text.small_data import print_note
 
 T_co = TypeVar("T_co", covariant=True)
@@ -24,8 +26,16 @@ class ImageBatches:
     Batches have `images` float32 [B, E, E, C], `labels` int32 [B], and `weights` float32 [B].
     """
 
-    def __init__(self, rows: Rows, order: Callable[[int], np.ndarray], rows_slice: slice, count: int | None = None):
+    def __init__(
+        self,
+        rows: Rows,
+        order: Callable[[int], np.ndarray],
+        rows_slice: slice,
+        count: int | None = None,
+        old_order: Callable[[int], np.ndarray] | None = None,
+    ):
         self._rows, self._order, self._mine, self._count, self._given = rows, order, rows_slice, count, 0
+        self._old_order, self._current = old_order, True
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
         return self
@@ -34,18 +44,21 @@ class ImageBatches:
         """The next batch; a number below 0 stands for padding."""
         if self._given == self._count:
             raise StopIteration
-        numbers = self._order(self._given)[self._mine]
+        order = self._old_order if self._old_order and not self._current else self._order
+        numbers = order(self._given)[self._mine]
         images, labels = self._rows(np.maximum(numbers, 0))
         self._given += 1
         return {"images": images, "labels": labels, "weights": (numbers >= 0).astype(np.float32)}
 
     def get_state(self) -> dict[str, int]:
         """The position after the batch returned last."""
-        return {"batches": self._given}
+        return {"batches": self._given, **({"order": ORDER} if self._current else {})}
 
     def set_state(self, state: Mapping[str, int]) -> None:
         """Goes to a position that `get_state` gave."""
-        self._given = state["batches"]
+        self._given, self._current = state["batches"], is_current(state)
+        if self._old_order and not self._current and self._mine.start == 0:
+            print_note(OLD_ORDER)
 
     def close(self) -> None:
         """There is nothing to end."""
@@ -188,17 +201,19 @@ class ImageArrays(Images):
     def train(self) -> ImageBatches:
         """Pass after pass over what is not held out, each in an order of its own; the images of a batch are different."""
         count, size, seed = len(self._training[1]), self.cfg.batch_size, self.cfg.seed
-        order = Cycle(count, size, seed, Permutations(count, seed))
+        permutation = Permutations(count, seed)
+        order = Cycle(count, size, seed, permutation)
         if count < size and self._mine.start == 0:
             print_note(
                 f"the training data has {count} images, and a batch takes {size}: every batch repeats some\n"
                 f"    fix: more data, or input.batch_size={count}"
             )
 
-        def numbers(batch: int) -> np.ndarray:
-            return np.array([order(i) for i in range(batch * size, (batch + 1) * size)])
+        def numbers(number: Callable[[int], int], batch: int) -> np.ndarray:
+            return np.array([number(i) for i in range(batch * size, (batch + 1) * size)])
 
-        return ImageBatches(_rows(*self._training), numbers, self._mine)
+        old_order = functools.partial(numbers, permutation)
+        return ImageBatches(_rows(*self._training), functools.partial(numbers, order), self._mine, old_order=old_order)
 
     def evaluation(self) -> ImageBatches:
         """What is held out; raises `InputError` where that is nothing."""

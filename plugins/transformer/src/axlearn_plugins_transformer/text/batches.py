@@ -9,9 +9,13 @@ import attrs
 import numpy as np
 
 from axlearn_core.errors import InputError
+from axlearn_plugins_transformer.text.positions import is_current
 
 Places = dict[str, list[int | list[int]]]
 """By shard, where each part of the data stands: the index of a record in the shard's order, or the records of the last row."""
+
+
+MakeStreams = Callable[[bool], Mapping[tuple[int, ...], Any]]
 
 
 @attrs.frozen
@@ -39,8 +43,9 @@ class Batches:
     Args:
         streams: Grain's iterators, each with the ids of its shards.
         workers: whether each stream runs in a worker process.
-        identify: names what is read at a position, for messages.
-        read: (state, shard) -> the shard's position; takes those of older versions, or raises `InputError`.
+        identify: (places, whether they are of the current order) -> what is read there, for messages.
+        remake: makes the streams for positions of the current order (True), or of an older version's (False).
+        check: raises `InputError` if a shard's position, of the current order, does not fit the data.
     """
 
     def __init__(
@@ -48,10 +53,12 @@ class Batches:
         streams: Mapping[tuple[int, ...], Any],
         *,
         workers: bool = False,
-        identify: Callable[[Places], dict[str, Any]] = lambda places: {},
-        read: Callable[[Mapping[str, Any], int], Mapping[str, Any]] = lambda state, shard: state,
+        identify: Callable[[Places, bool], dict[str, Any]] = lambda places, current: {},
+        remake: MakeStreams | None = None,
+        check: Callable[[Mapping[str, Any]], None] = lambda state: None,
     ):
-        self._streams, self._workers, self._identify, self._read_position = dict(streams), workers, identify, read
+        self._streams, self._workers, self._identify, self._check = dict(streams), workers, identify, check
+        self._remake, self._current = remake, True
         self._count = 0
         self._shards = self._read()
         # Grain's threads and processes end also where nobody closes them, and before Python takes modules apart.
@@ -88,17 +95,29 @@ class Batches:
                 f"the saved data position has the shards {', '.join(sorted(shards))}; this process needs "
                 f"{', '.join(sorted(expected))}\n    fix: resume with the same num_shards and batch size"
             )
+        if self._remake:
+            self._use_order(all(is_current(shards[i]) for i in expected))
+            for i in expected if self._current else ():
+                self._check(shards[i])
         for ids, stream in self._streams.items():
-            stream_state = {str(i): self._read_position(_restore_tuples(shards[str(i)]), i) for i in ids}
+            stream_state = {str(i): _restore_tuples(shards[str(i)]) for i in ids}
             if self._workers:
                 stream_state = {**copy.deepcopy(stream.get_state()), "iterators_in_use_states": [stream_state]}
             stream.set_state(stream_state)
         self._count = state["batches"]
         self._shards = self._read()
 
+    def _use_order(self, current: bool) -> None:
+        assert self._remake is not None
+        if current != self._current:
+            _close(self._streams)
+            self._streams.update(self._remake(current))
+            self._current = current
+
     def describe_position(self) -> "Position":
         """The identity of the batch returned last."""
-        return Position(self._count, self._shards, self._identify)
+        identify, current = self._identify, self._current
+        return Position(self._count, self._shards, lambda places: identify(places, current))
 
     def close(self) -> None:
         """Ends worker processes and threads."""

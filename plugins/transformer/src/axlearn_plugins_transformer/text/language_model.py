@@ -18,7 +18,7 @@ from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import ConfigError, InputError, Problem
 from axlearn_plugins_transformer.text.batches import Batches, Places
 from axlearn_plugins_transformer.text.examples import Example, example
-from axlearn_plugins_transformer.text.positions import OLD_ORDER, is_current, read_position
+from axlearn_plugins_transformer.text.positions import OLD_ORDER, check_position
 from axlearn_plugins_transformer.text.records import Document
 from axlearn_plugins_transformer.text.shares import Shares
 from axlearn_plugins_transformer.text.small_data import SmallData, is_small, print_note
@@ -160,9 +160,6 @@ class LanguageModelInput(Configurable):
 
     def train(self) -> Batches:
         """Endless batches; each process gets B / P rows, all processes' rows in order are the global batch."""
-        import grain
-        from grain import experimental
-
         from axlearn_plugins_transformer.text import pipeline
 
         cfg, parts, share = self.config, self._parts("train"), self.num_shards // self.process_count
@@ -171,29 +168,52 @@ class LanguageModelInput(Configurable):
         shares = Shares.of([part.weight for part in parts], self.num_shards)
         small = [is_small(part.records, cfg.batch_size * cfg.sequence_length) for part in parts]
 
-        def shards(ids: Sequence[int]) -> Any:
+        def shards(ids: Sequence[int], current: bool) -> Any:
             characters = CHARACTERS // (len(ids) * len(parts))  # each shard reads ahead on its own
             encode = functools.partial(self.examples, characters=characters)
             report = print_note if 0 in ids else None
-            data = [self._small_data(p, i, shares, report) if small[i] else p for i, p in enumerate(parts)]
-            rows = {i: pipeline.training_rows(data, encode, self.packing, self.order, shares, i) for i in ids}
-            return pipeline.Shards(rows, cfg.batch_size // self.num_shards, batch_of)
+            if current:
+                data = [self._small_data(p, i, shares, report) if small[i] else p for i, p in enumerate(parts)]
+                rows = {i: pipeline.training_rows(data, encode, self.packing, self.order, shares, i) for i in ids}
+            else:
+                if report:
+                    report(OLD_ORDER)
+                rows = {i: pipeline.training_rows_of_order_1(parts, encode, self.packing, self.order, i) for i in ids}
+            return pipeline.Shards(rows, cfg.batch_size // self.num_shards, batch_of, current=current)
 
-        read = functools.partial(_read_position, num_shards=self.num_shards, small=small)
-        details = {"identify": functools.partial(_records_at, parts, self.order), "read": read}
+        streams = functools.partial(self._streams, shards, own_shards)
+        return Batches(
+            streams(True),
+            workers=bool(cfg.workers),
+            identify=functools.partial(_records_at, parts, self.order),
+            remake=streams,
+            check=functools.partial(check_position, small=small),
+        )
+
+    def _streams(
+        self, shards: Callable[[Sequence[int], bool], Any], own_shards: Sequence[int], current: bool
+    ) -> dict[tuple[int, ...], Any]:
+        """The iterators of this process, by the shards that each reads."""
+        import grain
+        from grain import experimental
+
+        from axlearn_plugins_transformer.text import pipeline
+
+        cfg = self.config
         if not cfg.workers:
-            ahead = experimental.ThreadPrefetchIterDataset(shards(own_shards), prefetch_buffer_size=cfg.prefetch)
-            return Batches({tuple(own_shards): iter(ahead)}, **details)
+            whole = shards(own_shards, current)
+            ahead = experimental.ThreadPrefetchIterDataset(whole, prefetch_buffer_size=cfg.prefetch)
+            return {tuple(own_shards): iter(ahead)}
         if not flags.FLAGS.is_parsed():
             flags.FLAGS.mark_as_parsed()  # Grain's workers read absl flags, which have their defaults here
         options = grain.MultiprocessingOptions(num_workers=1, per_worker_buffer_size=cfg.prefetch)
-        groups = [tuple(g.tolist()) for g in np.array_split(np.array(own_shards), min(cfg.workers, share))]
+        groups = [tuple(g.tolist()) for g in np.array_split(np.array(own_shards), min(cfg.workers, len(own_shards)))]
 
         def stream(group: Sequence[int], pid_file: str) -> Any:
-            return iter(shards(group).mp_prefetch(options, functools.partial(pipeline.start_worker, pid_file)))
+            start = functools.partial(pipeline.start_worker, pid_file)
+            return iter(shards(group, current).mp_prefetch(options, start))
 
-        streams = {g: WorkerStream(functools.partial(stream, g), g, cfg.worker_seconds) for g in groups}
-        return Batches(streams, workers=True, **details)
+        return {g: WorkerStream(functools.partial(stream, g), g, cfg.worker_seconds) for g in groups}
 
     def _small_data(self, part: Part, index: int, shares: Shares, report: Callable[[str], None] | None) -> SmallData:
         from axlearn_plugins_transformer.text import pipeline
@@ -285,21 +305,14 @@ def _share(rows: slice, sizes: np.ndarray, stacked: Mapping[str, np.ndarray]) ->
     return {**batch, "bytes": sizes[batch["targets"]] * (batch["weights"] > 0)}
 
 
-def _read_position(state: Mapping[str, Any], shard: int, *, num_shards: int, small: Sequence[bool]) -> dict[str, Any]:
-    position = read_position(state, shard, num_shards, small)
-    if shard == 0 and not is_current(state):
-        print_note(OLD_ORDER)
-    return position
-
-
-def _records_at(parts: Sequence[Part], order: Any, places: Places) -> dict[str, Any]:
+def _records_at(parts: Sequence[Part], order: Any, places: Places, current: bool) -> dict[str, Any]:
     """By shard, the record that its rows begin in, and the one that follows: if the first is used up, they begin there."""
     names: dict[str, list[str]] = {}
     for shard, of_parts in places.items():
         for i, (part, place) in enumerate(zip(parts, of_parts, strict=True)):
             if isinstance(place, int):
-                reads = order.reads(part.records, i, int(shard))
-                listing = [reads.name(place + k) for k in (0, 1)]
+                names_of = order.names(part.records, i, int(shard), current)
+                listing = [names_of(place + k) for k in (0, 1)]
             else:
                 listing = [part.records.name(record) for record in place]
             names.setdefault(shard, []).extend(listing)

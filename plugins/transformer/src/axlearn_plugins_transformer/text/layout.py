@@ -22,10 +22,10 @@ class Layout(Protocol):
     """The rows of an endless sequence of epochs, by number.
 
     Attributes:
-        different: how many different rows an epoch gives at least.
+        epoch_rows: the fewest rows of an epoch.
     """
 
-    different: int
+    epoch_rows: int
 
     def row(self, number: int) -> Sequence[Span]:
         """The tokens of a row, in order."""
@@ -57,7 +57,7 @@ class Joined:
         self._ends = np.cumsum(lengths[self._order])
         self._total = int(self._ends[-1])
         self._positions: tuple[int, np.ndarray] = (-1, self._order)
-        self.different = self._total // sequence_length
+        self.epoch_rows = self._total // sequence_length
 
     def epoch(self, number: int) -> int:
         """The epoch in which a row begins."""
@@ -111,13 +111,13 @@ class Packed:
         if shuffle and not single:
             pieces = [pieces[i] for i in np.random.default_rng((seed, len(pieces))).permutation(len(pieces))]
         self._rows = [[piece] for piece in pieces] if single else spread(first_fit(pieces, sequence_length), window)
-        self.different = len(self._rows)
-        permutation = Permutations(self.different, seed) if shuffle else None
-        self._cycle = Cycle(self.different, window, seed, permutation)
+        self.epoch_rows = len(self._rows)
+        permutation = Permutations(self.epoch_rows, seed) if shuffle else None
+        self._cycle = Cycle(self.epoch_rows, window, seed, permutation)
 
     def epoch(self, number: int) -> int:
         """The epoch that a row belongs to."""
-        return number // self.different
+        return number // self.epoch_rows
 
     def row(self, number: int) -> list[Span]:
         """The tokens of a row, in order."""

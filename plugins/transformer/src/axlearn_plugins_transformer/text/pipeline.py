@@ -25,6 +25,7 @@ from grain import experimental
 
 from axlearn_core.compat import one_core_for_tokenizers, only_cpu
 from axlearn_core.errors import InputError
+from axlearn_plugins_transformer.text import order_1
 from axlearn_plugins_transformer.text.cycle import Cycle
 from axlearn_plugins_transformer.text.examples import Example
 from axlearn_plugins_transformer.text.layout import BINS
@@ -152,7 +153,21 @@ class Order:
 
     def reads(self, records: Records, part: int, shard: int) -> "Reads":
         """What a shard reads of a part."""
-        return Reads(records, self.of(part), self.shuffle, shard, self.num_shards)
+        seed, count = self.of(part), len(records)
+        shuffle = Shuffle(count, seed) if self.shuffle else None
+        return Reads(records, Cycle(count, self.num_shards, seed, shuffle), shard)
+
+    def names(self, records: Records, part: int, shard: int, current: bool) -> Callable[[int], str]:
+        """Names the record at a position of a shard, for messages."""
+        if current:
+            return self.reads(records, part, shard).name
+        numbers = order_1.read(range(len(records)), self.of(part), self.shuffle, shard, self.num_shards)
+
+        def name(index: int) -> str:
+            number: Any = numbers[index]
+            return records.name(int(number))
+
+        return name
 
 
 @attrs.frozen
@@ -164,7 +179,8 @@ class Shuffle:
 
     def __call__(self, index: int) -> int:
         """The number at `index`."""
-        return int(_shuffled_range(self.count, self.seed)[index])
+        number: Any = _shuffled_range(self.count, self.seed)[index]
+        return int(number)
 
 
 @functools.lru_cache(maxsize=64)
@@ -182,37 +198,32 @@ class Reads:
     """
 
     records: Records
-    seed: int
-    shuffle: bool
+    order: Cycle
     shard: int
-    num_shards: int
-    order: Cycle = attrs.field(init=False)
-
-    @order.default
-    def _default_order(self) -> Cycle:
-        count = len(self.records)
-        shuffle = Shuffle(count, self.seed) if self.shuffle else None
-        return Cycle(count, self.num_shards, self.seed, shuffle)
 
     def __len__(self) -> int:
         return sys.maxsize
 
     def __getitem__(self, index: Any) -> Sequence[Document]:
-        at = self.shard + int(index) * self.num_shards
-        number, epoch, count = self.order(at), at // len(self.records), self._places()
+        at, places = self._index(int(index)), self._places()
+        number, epoch = self.order(at), at // self.order.count
         documents = self.records[number]
-        if self.shuffle and len(documents) > 1:
-            rng = np.random.default_rng((self.seed, number, epoch // count))
+        if self.order.permutation is not None and len(documents) > 1:
+            rng = np.random.default_rng((self.order.seed, number, epoch // places))
             documents = [documents[i] for i in rng.permutation(len(documents))]
-        return begin_at(documents, epoch % count, count)
+        return begin_at(documents, epoch % places, places)
 
     def name(self, index: int) -> str:
         """The record at a position, for messages."""
-        return self.records.name(self.order(self.shard + index * self.num_shards))
+        return self.records.name(self.order(self._index(index)))
+
+    def _index(self, index: int) -> int:
+        return self.shard + index * self.order.window
 
     def _places(self) -> int:
         """Places of a record at which shards begin: as many as read it at the same time, in epochs that follow one another."""
-        return 1 if self.num_shards <= len(self.records) else -(-self.num_shards // len(self.records)) + 1
+        shards, count = self.order.window, self.order.count
+        return 1 if shards <= count else -(-shards // count) + 1
 
 
 def begin_at(documents: Sequence[Document], place: int, places: int) -> Sequence[Document]:
@@ -243,10 +254,26 @@ def training_rows(
         if isinstance(part, SmallData):
             streams.append(DealtRows(part, shares, i, shard))
             continue
-        # By chance alone, a shard does not miss what text there is this often.
-        fan = Fan(functools.partial(examples_of, encode), most=100 * len(part.records), of=part.records.name(0))
-        streams.append(_rows(grain.MapDataset.source(order.reads(part.records, i, shard)), fan, packing))
+        reads = grain.MapDataset.source(order.reads(part.records, i, shard))
+        streams.append(_rows(reads, _fan(part, encode), packing))
     return streams[0] if len(streams) == 1 else MixedRows(streams, shares, shard)
+
+
+def training_rows_of_order_1(
+    parts: Sequence[Part], encode: Encode, packing: Packing, order: Order, shard: int
+) -> grain.IterDataset:
+    """The endless rows of one virtual shard, for a run that an older version began."""
+
+    def pack(part: Part, records: grain.MapDataset) -> grain.IterDataset:
+        return _rows(records, _fan(part, encode), packing)
+
+    seeds = [order.of(i) for i in range(len(parts))]
+    return order_1.training_rows(parts, pack, seeds, order.shuffle, shard, order.num_shards)
+
+
+def _fan(part: Part, encode: Encode) -> Fan:
+    # By chance alone, a shard does not miss what text there is this often.
+    return Fan(functools.partial(examples_of, encode), most=100 * len(part.records), of=part.records.name(0))
 
 
 class DealtRows(grain.IterDataset):
@@ -318,11 +345,14 @@ def evaluation_rows(parts: Iterable[Part], encode: Encode, packing: Packing) -> 
 
 
 class Shards(grain.IterDataset):
-    """Batches of some virtual shards: `rows` rows of each, in the order of the shards. Its state is kept by shard."""
+    """Batches of some virtual shards: `rows` rows of each, in the order of the shards.
 
-    def __init__(self, shards: Mapping[int, grain.IterDataset], rows: int, finish: Finish):
+    Its state is kept by shard, and marked with the order of this version if it is of that (`current`).
+    """
+
+    def __init__(self, shards: Mapping[int, grain.IterDataset], rows: int, finish: Finish, *, current: bool = True):
         super().__init__(list(shards.values()))
-        self.ids, self.rows, self.finish = [str(i) for i in shards], rows, finish
+        self.ids, self.rows, self.finish, self.current = [str(i) for i in shards], rows, finish, current
 
     def __iter__(self) -> Any:
         return _ShardsIterator(self, [p.__iter__() for p in self._parents])
@@ -337,12 +367,12 @@ class _ShardsIterator(grain.DatasetIterator):
         return self.dataset.finish([next(parent) for parent in self._parents for _ in range(self.dataset.rows)])
 
     def get_state(self) -> dict[str, Any]:
-        states = [parent.get_state() for parent in self._parents]
-        return {i: {"order": ORDER, "rows": state} for i, state in zip(self.dataset.ids, states, strict=True)}
+        states = dict(zip(self.dataset.ids, [parent.get_state() for parent in self._parents], strict=True))
+        return {i: {"order": ORDER, "rows": s} for i, s in states.items()} if self.dataset.current else states
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         for i, parent in zip(self.dataset.ids, self._parents, strict=True):
-            parent.set_state(state[i]["rows"])
+            parent.set_state(state[i]["rows"] if self.dataset.current else state[i])
 
 
 def start_worker(pid_file: str, index: int, count: int) -> None:

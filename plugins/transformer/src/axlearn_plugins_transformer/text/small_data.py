@@ -52,7 +52,7 @@ class SmallData:
         window: the most rows of a batch that come from this part; they are different, as far as the data allows.
         seed: of the order of rows.
         shuffle: whether rows are shuffled.
-        report: is given a line of text if there are fewer different rows than `window`.
+        report: is given a line of text if there are fewer rows in an epoch than `window`.
     """
 
     part: Part
@@ -96,15 +96,15 @@ class SmallData:
         lengths = np.array([len(e) for e in examples], np.int64)
         make = Joined if self.packing == "concat" else functools.partial(Packed, single=self.packing == "none")
         layout = make(lengths, self.sequence_length, self.window, self.seed, self.shuffle)
-        if self.report and layout.different < self.window:
-            self.report(self._shortage(layout.different, int(lengths.sum())))
+        if self.report and layout.epoch_rows < self.window:
+            self.report(self._shortage(layout.epoch_rows, int(lengths.sum())))
         return examples, records, layout
 
-    def _shortage(self, different: int, tokens: int) -> str:
+    def _shortage(self, rows: int, tokens: int) -> str:
         return (
-            f"the training data in {self.part.records.name(0)} gives {different} different rows ({tokens:,} tokens), and a "
+            f"the training data in {self.part.records.name(0)} gives {rows} rows ({tokens:,} tokens) per pass, and a "
             f"batch takes {self.window}: every batch repeats some\n"
-            f"    fix: more data, or input.batch_size={max(different, 1)}"
+            f"    fix: more data, or input.batch_size={max(rows, 1)}"
         )
 
     def _check_files(self) -> None:

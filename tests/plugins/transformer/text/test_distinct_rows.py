@@ -1,0 +1,317 @@
+"""The rows of a batch are different, whatever the size of the data; what there is too little of is said."""
+
+import json
+import random
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from text_streams import config, equal, take, through_json
+
+from axlearn_core.errors import InputError
+from axlearn_plugins_transformer.text import (
+    ByteTokenizer,
+    ChatFiles,
+    ChatInput,
+    Document,
+    Files,
+    LanguageModelInput,
+    Mixture,
+)
+from axlearn_plugins_transformer.text.cycle import Cycle, Permutations
+from axlearn_plugins_transformer.text.language_model import batch_of
+from axlearn_plugins_transformer.text.layout import Joined, Packed, spread
+from axlearn_plugins_transformer.text.pipeline import Order, begin_at, training_rows_of_order_1
+from axlearn_plugins_transformer.text.records import FileRecords
+from axlearn_plugins_transformer.text.shares import Shares
+from axlearn_plugins_transformer.text.small_data import is_small
+from axlearn_plugins_transformer.text.storage import list_files
+
+PACKINGS = ("concat", "first-fit", "none")
+
+
+def write_documents(folder, count, words=30):
+    """Documents in which no two places are alike; gives the number of tokens of each."""
+    rng = random.Random(count)
+    texts = [" ".join(f"{rng.randrange(10**6):06d}" for _ in range(rng.randint(1, words))) for _ in range(count)]
+    (folder / "documents.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    return [len(t) + 1 for t in texts]
+
+
+def text_input(folder, pattern="*.jsonl", **settings):
+    source = settings.pop("source", None) or Files.Config(paths=str(folder / pattern))
+    base = {"batch_size": 8, "sequence_length": 64, "source": source, "tokenizer": ByteTokenizer.Config()}
+    return LanguageModelInput.Config(**{**base, **settings})
+
+
+def distinct(cfg, batches, seed=1):
+    """The fewest different rows of the first batches."""
+    iterator = cfg.build(seed=seed).train()
+    counts = [len({row.tobytes() for row in next(iterator)["tokens"]}) for _ in range(batches)]
+    iterator.close()
+    return min(counts)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("count", [1, 3, 10, 60, 700])
+def test_rows_are_as_different_as_the_documents_allow(count, shuffle, packing, tmp_path):
+    lengths = write_documents(tmp_path, count)
+    for batch_size, sequence_length in ((8, 64), (64, 100), (128, 400)):
+        pieces = sum(-(-n // sequence_length) for n in lengths)
+        most = sum(lengths) // sequence_length if packing == "concat" else pieces
+        cfg = text_input(
+            tmp_path, batch_size=batch_size, sequence_length=sequence_length, packing=packing, shuffle=shuffle
+        )
+        assert distinct(cfg, 6) >= min(batch_size, most), (batch_size, sequence_length)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("line_ends", [True, False])
+def test_one_long_document_fills_a_batch_with_different_rows(packing, line_ends, tmp_path, either_size):
+    words = random.Random(0).choices(range(10**6), k=(1 << 20) // 7)
+    (tmp_path / "long.txt").write_text(("\n" if line_ends else " ").join(f"{w:06d}" for w in words))
+    cfg = text_input(tmp_path, "long.txt", batch_size=128, sequence_length=256, packing=packing)
+    assert distinct(cfg, 4) == 128
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_shards_that_read_one_record_read_it_in_orders_of_their_own(packing, tmp_path, as_large):
+    write_documents(tmp_path, 60)
+    assert distinct(text_input(tmp_path, packing=packing), 5) == 8
+
+
+def test_conversations_of_a_batch_are_different(tmp_path, either_size):
+    rows = [
+        [{"role": "user", "content": f"{i} + 1?"}, {"role": "assistant", "content": f"{i + 1} is the answer."}]
+        for i in range(20)
+    ]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": r}) + "\n" for r in rows))
+    for packing in PACKINGS:
+        cfg = ChatInput.Config(
+            batch_size=16,
+            sequence_length=128,
+            source=ChatFiles.Config(paths=str(tmp_path / "chat.jsonl")),
+            tokenizer=ByteTokenizer.Config(),
+            packing=packing,
+        )
+        assert distinct(cfg, 6) == 16
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_workers_and_processes_share_one_order(workers, tmp_path, either_size):
+    write_documents(tmp_path, 60)
+    whole = text_input(tmp_path).build(seed=1).train()
+    parts = [
+        text_input(tmp_path, workers=workers).build(seed=1, process_index=i, process_count=2).train() for i in (0, 1)
+    ]
+    for _ in range(4):
+        expected, shares = next(whole), [next(p) for p in parts]
+        assert equal([expected], [{k: np.concatenate([s[k] for s in shares]) for k in expected}])
+        assert len({row.tobytes() for row in expected["tokens"]}) == 8
+    for iterator in (whole, *parts):
+        iterator.close()
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_an_epoch_of_small_data_has_every_token_once(packing, tmp_path):
+    lengths = write_documents(tmp_path, 60)
+    total = sum(lengths)
+    iterator = text_input(tmp_path, packing=packing, batch_size=4, num_shards=4).build().train()
+    seen, first, epochs = [], None, 0
+    while epochs < 3:
+        batch = next(iterator)
+        for targets, weights in zip(batch["targets"], batch["weights"], strict=True):
+            seen += targets[weights > 0].tolist()
+            if packing != "concat" and len(seen) >= total:  # rows of whole pieces end with the epoch
+                assert len(seen) == total
+                assert first is None or sorted(seen) == sorted(first)
+                assert seen != first
+                seen, first, epochs = [], seen, epochs + 1
+        if packing == "concat" and len(seen) >= 3 * total:
+            counts = np.bincount(seen)
+            assert abs(counts[256] / 3 - 60) <= 4  # documents that end, per epoch, less those of the row in between
+            epochs = 3
+    iterator.close()
+
+
+def test_fewer_rows_than_a_batch_are_counted(tmp_path, capfd):
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(5)))
+    iterator = text_input(tmp_path, packing="none").build().train()
+    assert len({row.tobytes() for row in next(iterator)["tokens"]}) == 5
+    iterator.close()
+    assert "gives 5 rows (55 tokens) per pass, and a batch takes 8: every batch repeats some" in capfd.readouterr().err
+    iterator = text_input(tmp_path, packing="none", batch_size=5).build().train()
+    next(iterator)
+    iterator.close()
+    assert "a batch takes" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("weights", [{"a": 1, "b": 1}, {"a": 3, "b": 1}, {"a": 1, "b": 7}])
+@pytest.mark.parametrize("batch_size", [4, 8, 12])
+def test_every_batch_has_the_share_of_every_source(batch_size, weights, tmp_path, either_size):
+    """Shards that stand at the same place of a pattern would fill whole batches from one source."""
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": name * n}) + "\n" for n in range(1, 300)))
+    sources = {x: Files.Config(paths=str(tmp_path / f"{x}.jsonl")) for x in "ab"}
+    cfg = text_input(tmp_path, source=Mixture.Config(sources=sources, weights=weights), batch_size=batch_size)
+    iterator = cfg.build().train()
+    for batch in take(iterator, 20):
+        rows = sum((batch["targets"] == ord("a")).any(axis=1))
+        assert abs(rows - batch_size * weights["a"] / sum(weights.values())) <= 1
+    iterator.close()
+
+
+def test_a_small_source_of_a_mixture_gives_different_rows(tmp_path):
+    write_documents(tmp_path, 60)
+    (tmp_path / "other.txt").write_text("".join(f"{i:06d}\n" for i in range(10**5)))
+    sources = {
+        "few": Files.Config(paths=str(tmp_path / "*.jsonl")),
+        "many": Files.Config(paths=str(tmp_path / "*.txt")),
+    }
+    source = Mixture.Config(sources=sources, weights={"few": 1, "many": 1})
+    cfg = text_input(tmp_path, source=source, batch_size=64, sequence_length=256, packing="none")
+    assert distinct(cfg, 10) == 64
+
+
+@pytest.mark.parametrize("proportions", [(1.0,), (0.5, 0.5), (0.7, 0.2, 0.1), (0.01, 0.99)])
+@pytest.mark.parametrize("num_shards", [1, 4, 101])
+def test_shares_number_the_rows_of_each_part(proportions, num_shards):
+    shares = Shares.of(proportions, num_shards)
+    numbers = [[] for _ in proportions]
+    for turn in range(600 // num_shards):
+        entries = [shares.row(turn, shard) for shard in range(num_shards)]
+        for part in range(len(proportions)):
+            own = [number for p, number in entries if p == part]
+            assert len(own) <= shares.most(part, num_shards)
+            numbers[part] += sorted(own)
+    assert all(n == list(range(len(n))) for n in numbers)
+    lone = {shares.row(turn, 0)[0] for turn in range(2000)}
+    assert lone == set(range(len(proportions)))  # no shard is stuck with a part
+
+
+@pytest.mark.parametrize("window", [1, 2, 7, 16])
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 16, 17, 31, 33, 63, 64, 200])
+def test_neighbours_of_a_cycle_are_different(count, window):
+    cycle = Cycle(count, window, 3, Permutations(count, 3))
+    numbers = [cycle(i) for i in range(8 * count)]
+    epochs = [numbers[i : i + count] for i in range(0, len(numbers), count)]
+    assert all(sorted(e) == list(range(count)) for e in epochs)
+    width = min(window, count)
+    assert all(len(set(numbers[i : i + width])) == width for i in range(len(numbers) - width))
+    if count > window + 1:
+        assert len({tuple(e) for e in epochs}) > 1
+    if count > 1:
+        assert numbers != [Cycle(count, window, 4, Permutations(count, 4))(i) for i in range(8 * count)]
+    assert [Cycle(count, window, 3, None)(i) for i in range(2 * count)] == 2 * list(range(count))
+
+
+def test_shards_never_read_one_record_at_the_same_time(tmp_path):
+    (tmp_path / "a.txt").write_text("x" * 9000)
+    for chunk in (1000, 250, 90):  # as many records as shards and one more, some more, many more
+        records = FileRecords.of(list_files([str(tmp_path / "a.txt")]), chunk_bytes=chunk)
+        reads = [Order(7, True, 8).reads(records, 0, shard) for shard in range(8)]
+        for index in range(100):
+            assert len({r.name(index) for r in reads}) == 8
+
+
+def test_the_readers_of_a_record_begin_at_different_places():
+    documents = [Document(f"{i}") for i in range(9)]
+    for place in range(3):
+        assert [d.text for d in begin_at(documents, place, 3)] == [str((i + 3 * place) % 9) for i in range(9)]
+    (long,) = [Document("abcdefghi", ends=True)]
+    assert [(d.text, d.ends) for d in begin_at([long], 1, 3)] == [("defghi", True), ("abc", False)]
+    assert begin_at([long], 0, 3) == [long]
+    pair = [Document("ab"), Document("cdefghij")]
+    assert "".join(d.text for d in begin_at(pair, 2, 4)) == "fghijabcde"
+    assert begin_at([], 1, 2) == []
+
+
+def test_rows_are_less_full_rather_than_repeated():
+    rows = [[(0, 0, 1), (1, 0, 1), (2, 0, 1)], [(3, 0, 1), (4, 0, 1)]]
+    assert len(spread(rows, 2)) == 2
+    assert sorted(map(len, spread(rows, 4))) == [1, 1, 1, 2]
+    assert sorted(p for row in spread(rows, 99) for p in row) == sorted(p for row in rows for p in row)
+    assert len(spread(rows, 99)) == 5
+
+
+@pytest.mark.parametrize("lengths", [[64] * 9, [1] * 9, [640], [7, 130, 64, 1, 200]])
+@pytest.mark.parametrize("window", [1, 4, 8, 64])
+def test_layouts_of_even_lengths_have_different_neighbours(lengths, window):
+    """Cuts at the same places in every epoch are the hardest case."""
+    joined = Joined(np.array(lengths), 64, window, 0, True)
+    packed = Packed(np.array(lengths), 64, window, 0, True, single=False)
+    for layout, most in ((joined, sum(lengths) // 64), (packed, sum(-(-n // 64) for n in lengths))):
+        rows = [tuple(layout.row(i)) for i in range(50 * window)]
+        batches = [set(rows[i : i + window]) for i in range(0, len(rows), window)]
+        assert min(map(len, batches)) >= min(window, most)
+        assert all(sum(b - a for _, a, b in row) <= 64 for row in rows)
+
+
+def test_what_is_small_is_small_before_compression(tmp_path):
+    lines = [f'{{"text": "{"x" * 990}"}}\n'] * 1000
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    table = pyarrow.table({"text": [f"{i}" * 500 for i in range(2000)]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", compression="zstd", row_group_size=100)
+    for name, size in (("a.jsonl", 1000 * len(lines[0])), ("a.parquet", 3_000_000)):
+        records = FileRecords.of(list_files([str(tmp_path / name)]))
+        assert records.num_bytes >= size
+        assert is_small(records, 1)
+        half = FileRecords.of(list_files([str(tmp_path / name)]), keep=lambda file, part: part % 2 == 0)
+        assert half.num_bytes < 0.6 * records.num_bytes
+    assert not is_small([], 1)  # pyright: ignore[reportArgumentType]  # a list does not tell its size
+
+
+def test_small_follows_the_size_of_a_batch():
+    class Sized(list):
+        num_bytes = 20 << 20
+
+    assert not is_small(Sized(), 8 * 256)
+    assert is_small(Sized(), 512 * 1024)
+    Sized.num_bytes = 40 << 20
+    assert not is_small(Sized(), 512 * 1024)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_run_of_an_older_version_keeps_its_order(workers, mixed, tmp_path, capfd, either_size):
+    write_documents(tmp_path, 60)
+    files = Files.Config(paths=str(tmp_path / "*.jsonl"), chunk_bytes=500)
+    source = Mixture.Config(sources={"a": files, "b": files}, weights={"a": 1, "b": 3}) if mixed else files
+    cfg = text_input(tmp_path, source=source, num_shards=4, batch_size=4)
+    instance = cfg.build(seed=1)
+    parts, order = instance.source.parts("train"), instance.order
+    rows = [
+        iter(training_rows_of_order_1(parts, instance.examples, instance.packing, order, shard)) for shard in range(4)
+    ]
+    old = [batch_of([next(r) for r in rows]) for _ in range(3)]
+    state = through_json({"batches": 3, "shards": {str(i): r.get_state() for i, r in enumerate(rows)}})
+    old += [batch_of([next(r) for r in rows]) for _ in range(5)]
+    iterator = text_input(tmp_path, source=source, num_shards=4, batch_size=4, workers=workers).build(seed=1).train()
+    new_state = through_json(iterator.get_state())
+    new = take(iterator, 3)
+    assert not equal(new, old[:3])
+    iterator.set_state(state)
+    assert equal(take(iterator, 3), old[3:6])
+    assert "goes on in the order of data that it began with" in capfd.readouterr().err
+    assert len(iterator.describe_position().facts()["records"]) == 4
+    iterator.set_state(through_json(iterator.get_state()))
+    assert equal(take(iterator, 2), old[6:])
+    iterator.set_state(new_state)
+    assert equal(take(iterator, 3), new)
+    iterator.close()
+
+
+def test_a_position_in_data_of_another_size_is_refused(corpus, monkeypatch):
+    iterator = config(corpus).build().train()
+    next(iterator)
+    state = through_json(iterator.get_state())
+    iterator.close()
+    monkeypatch.setattr("axlearn_plugins_transformer.text.small_data.LARGE_BYTES", 0)
+    iterator = config(corpus).build().train()
+    with pytest.raises(
+        InputError, match=r"got: a position in rows \(of small data\)\n    expected: a position in records"
+    ):
+        iterator.set_state(state)
+    iterator.close()
