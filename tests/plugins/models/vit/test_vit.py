@@ -154,6 +154,20 @@ def test_what_is_wrong_with_images_is_said(tmp_path):
         ImageArrays.Config(batch_size=2, paths=str(tmp_path / "right.npz"), held_out=0.01).build(seed=0).evaluation()
 
 
+@pytest.mark.parametrize("count", [5, 11, 40])
+def test_the_images_of_a_batch_are_different(count, tmp_path):
+    images = np.arange(count, dtype=np.uint8)[:, None, None, None] * np.ones((1, 4, 4, 3), np.uint8)
+    np.savez(tmp_path / "some.npz", images=images, labels=np.arange(count))
+    config = ImageArrays.Config(batch_size=8, paths=str(tmp_path / "some.npz"), held_out=1e-9)
+    batches = config.build(seed=0).train()
+    labels = [next(batches)["labels"].tolist() for _ in range(4 * count)]
+    assert min(len(set(batch)) for batch in labels) == min(8, count)
+    old = np.concatenate([np.random.default_rng([0, epoch]).permutation(count) for epoch in range(8)])
+    batches.set_state({"batches": 1})  # as older versions saved it: the run keeps their order
+    assert next(batches)["labels"].tolist() == old[8:16].tolist()
+    assert batches.get_state() == {"batches": 2}
+
+
 def test_a_size_that_is_given_tells_the_batches_and_is_held_to_the_data(tmp_path):
     images = np.zeros((4, 8, 8, 3), np.uint8)
     np.savez(tmp_path / "eight.npz", images=images, labels=np.zeros(4, int))

@@ -200,9 +200,9 @@ def test_neighbours_of_a_cycle_are_different(count, window):
     assert all(sorted(e) == list(range(count)) for e in epochs)
     width = min(window, count)
     assert all(len(set(numbers[i : i + width])) == width for i in range(len(numbers) - width))
-    if count > window + 1:
+    if count > window + 1 and count > 6:
         assert len({tuple(e) for e in epochs}) > 1
-    if count > 1:
+    if count > 6:  # fewer have few orders
         assert numbers != [Cycle(count, window, 4, Permutations(count, 4))(i) for i in range(8 * count)]
     assert [Cycle(count, window, 3, None)(i) for i in range(2 * count)] == 2 * list(range(count))
 
