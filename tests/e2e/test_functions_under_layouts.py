@@ -69,7 +69,7 @@ def test_a_run_under_a_layout_samples_and_keeps_the_decision(tmp_path, capfd):
     }
     result = api.train("quickstart", with_=["context-parallel"], steps=1, set=settings, run_dir=tmp_path / "run")
     lock = json.loads((result.run_dir / "run.lock.json").read_text())
-    kept = [d["subject"] for d in lock["decisions"] if d["kind"] == "kernel"]
-    assert kept == [f"{name}: attention runs by xla, not by ring" for name in ("prefill", "decode")]
+    subjects = [d["subject"] for d in lock["decisions"] if d["kind"] == "kernel"]
+    assert subjects == [f"{name}: attention runs by xla, not by ring" for name in ("prefill", "decode")]
     printed = capfd.readouterr().err
-    assert all(f"kernel: {subject} (" in printed for subject in kept)
+    assert all(f"kernel: {subject} (" in printed for subject in subjects)

@@ -92,19 +92,19 @@ def test_a_call_that_fails_for_a_while_works_in_the_end(name, failures, pauses):
 def test_moving_and_deleting_a_folder_try_again_too(pauses):
     objects = Flaky(0, Transient("503"))
     plain = objects._call
-    seen = set()
+    failed_once = set()
 
     def fail_once(name):
-        if name not in seen:
-            seen.add(name)
+        if name not in failed_once:
+            failed_once.add(name)
             raise Transient("503")
         plain(name)
 
     objects._call = fail_once
     ObjectStorage(objects, "s3://bucket/run", "run").commit("folder", "moved")
     assert objects.kept == {"run/file": b"data", "run/moved/file": b"more"}
-    assert {"list", "copy", "delete"} <= seen
-    assert len(pauses) == len(seen)
+    assert {"list", "copy", "delete"} <= failed_once
+    assert len(pauses) == len(failed_once)
 
 
 def test_what_does_not_pass_is_said_after_the_last_attempt(pauses):

@@ -124,10 +124,10 @@ def read_rope(hf: Settings, *, rope: Json | None = None, **fields: Any) -> Json:
         raise unsupported("rope_parameters.rope_type", kind, SCALINGS)
     if rope.get(FACTOR, 1.0) != 1.0:
         raise unsupported(f"rope_parameters.{FACTOR}", rope[FACTOR], [1.0])
-    known = (*_COMMON, *ENTRIES[kind], *_IDLE)
+    names = (*_COMMON, *ENTRIES[kind], *_IDLE)
     for name in rope:
-        if name not in known:
-            raise unsupported(f"rope_parameters.{name}", rope[name], [f"for rope_type {kind}: {', '.join(known)}"])
+        if name not in names:
+            raise unsupported(f"rope_parameters.{name}", rope[name], [f"for rope_type {kind}: {', '.join(names)}"])
     return {"type": "rope", "theta": _number(rope, "rope_theta"), "scaling": SCALINGS[kind](rope, hf), **fields}
 
 
