@@ -17,12 +17,14 @@ import asyncio
 import contextlib
 import importlib.resources
 import json
+import multiprocessing
 import platform
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -127,27 +129,29 @@ def percentiles(seconds: list[float]) -> dict[str, float]:
     }
 
 
-async def send(url: str, path: str, body: bytes, count: int, at_once: int) -> Counter[int]:
-    """The statuses of so many requests."""
-    statuses: Counter[int] = Counter()
-    turns = asyncio.Semaphore(at_once)
-    async with httpx.AsyncClient(base_url=url, timeout=600, trust_env=False) as client:
+def send(url: str, path: str, body: bytes, count: int, at_once: int) -> Counter[int]:
+    """The statuses of so many requests. Runs in a process of its own, so that it does not delay those that watch."""
 
-        async def one() -> None:
-            async with turns:
-                answer = await client.post(path, content=body, headers={"content-type": "application/json"})
-            statuses[answer.status_code] += 1
+    async def run() -> list[int]:
+        turns = asyncio.Semaphore(at_once)
+        async with httpx.AsyncClient(base_url=url, timeout=600, trust_env=False) as client:
 
-        await asyncio.gather(*(one() for _ in range(count)))
-    return statuses
+            async def one() -> int:
+                async with turns:
+                    answer = await client.post(path, content=body, headers={"content-type": "application/json"})
+                return answer.status_code
+
+            return await asyncio.gather(*(one() for _ in range(count)))
+
+    return Counter(asyncio.run(run()))
 
 
-async def measured(url: str, pid: int, kind: str, count: int, at_once: int) -> dict[str, Any]:
+async def measured(sender: Executor, url: str, pid: int, kind: str, count: int, at_once: int) -> dict[str, Any]:
     """The figures of one kind."""
     path, text = KINDS[kind]() if kind != "idle" else ("", "")
-    body = text.encode()
+    body, loop = text.encode(), asyncio.get_running_loop()
     if kind != "idle":
-        await send(url, path, body, min(count, at_once), at_once)
+        await loop.run_in_executor(sender, send, url, path, body, min(count, at_once), at_once)
     await asyncio.sleep(2)
     before, begin = resident(pid), time.perf_counter()
     async with httpx.AsyncClient(base_url=url, timeout=600, trust_env=False) as client:
@@ -157,7 +161,7 @@ async def measured(url: str, pid: int, kind: str, count: int, at_once: int) -> d
             await asyncio.sleep(10)
             statuses: Counter[int] = Counter()
         else:
-            statuses = await send(url, path, body, count, at_once)
+            statuses = await loop.run_in_executor(sender, send, url, path, body, count, at_once)
         for task in watching:
             if task.done():
                 task.result()
@@ -226,9 +230,12 @@ def main() -> None:
         settings = {"max_context": args.context, "max_rows": 4, "row_buckets": "[]", "chunk_buckets": "[]"}
         for name, value in settings.items():
             command += ["--set", f"serving.runner.{name}={value}"]
-        with started(Server("axlearn", command), Path(scratch) / "log") as (url, _, pid):
+        with (
+            started(Server("axlearn", command), Path(scratch) / "log") as (url, _, pid),
+            ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as sender,
+        ):
             for kind in ("idle", *kinds):
-                results[kind] = asyncio.run(measured(url, pid, kind, args.requests, args.at_once))
+                results[kind] = asyncio.run(measured(sender, url, pid, kind, args.requests, args.at_once))
                 print(row(kind, results[kind]), file=sys.stderr, flush=True)
     print(f"{platform.processor() or platform.machine()}, {args.requests} requests, {args.at_once} at a time\n")
     print(

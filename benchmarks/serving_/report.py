@@ -24,8 +24,8 @@ def cached_share(results: dict[str, Any]) -> float | None:
     vLLM reports them for requests that have some, so that none at all reads as unknown.
     """
     parts = [results[name] for name in ("loaded", "alone", "prefill")]
-    known = [part["cached_prompt_tokens"] for part in parts if part["cached_prompt_tokens"] is not None]
-    return sum(known) / sum(part["prompt_tokens"] for part in parts) if known else None
+    counts = [part["cached_prompt_tokens"] for part in parts if part["cached_prompt_tokens"] is not None]
+    return sum(counts) / sum(part["prompt_tokens"] for part in parts) if counts else None
 
 
 def device_ratios(results: dict[str, Any], size: Any, target: Target) -> dict[str, float]:

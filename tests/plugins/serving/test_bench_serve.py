@@ -89,8 +89,8 @@ def test_a_warm_up_has_other_tokens_of_the_same_kind(endpoint):
 
 
 def test_the_share_of_cached_tokens():
-    known = [record(0.1, [], 1, cached_tokens=4), record(0.1, [], 1, cached_tokens=0)]
-    summary = summarize(known, 1.0, {})
+    records = [record(0.1, [], 1, cached_tokens=4), record(0.1, [], 1, cached_tokens=0)]
+    summary = summarize(records, 1.0, {})
     assert summary["cached_prompt_tokens"] == 4
     assert ["Prompt", "tokens", "that", "were", "cached", "20.0%"] in [
         line.split() for line in render(summary).splitlines()

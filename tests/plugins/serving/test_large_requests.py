@@ -178,7 +178,7 @@ def test_more_token_ids_than_the_context_has_are_not_checked():
     with pytest.raises(ApiError, match="context has 256 tokens, but the prompt has 301") as caught:
         parse_body(schemas.CompletionRequest, body, context=256)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
-    texts = json.dumps({"prompt": ["x"] * 30}).encode()  # of which each has a context of its own
+    texts = json.dumps({"prompt": ["x"] * 30}).encode()  # each text has a context of its own
     assert len(parse_body(schemas.CompletionRequest, texts, context=16).prompt) == 30
 
 
@@ -199,13 +199,13 @@ def check():
 def test_a_body_of_many_values_is_checked_elsewhere(check, monkeypatch):
     wrong = json.dumps(WRONG["bias"]).encode()
     right = json.dumps({"prompt": "a, " * MANY, "max_tokens": 3}).encode()
-    with pytest.raises(ApiError) as here:
+    with pytest.raises(ApiError) as direct:
         parse_body(schemas.CompletionRequest, wrong, context=CONTEXT)
     with monkeypatch.context() as patched:
         patched.setattr(body_check, "parse_body", None)
         with pytest.raises(ApiError) as elsewhere:
             check.parse(schemas.CompletionRequest, wrong)
-    assert elsewhere.value.body == here.value.body
+    assert elsewhere.value.body == direct.value.body
     assert check.parse(schemas.CompletionRequest, right).max_tokens == 3
     first = check._process
     first.kill()

@@ -54,7 +54,7 @@ def logits_with_weights(weights):
 
 
 @pytest.mark.parametrize(
-    ("top_p", "kept"),
+    ("top_p", "count"),
     [
         (0.5, 1),  # exactly the first: it is enough
         (np.nextafter(np.float32(0.5), np.float32(1)), 2),  # a little more than the first has
@@ -63,11 +63,11 @@ def logits_with_weights(weights):
         (np.nextafter(np.float32(0.75), np.float32(1)), 4),  # of two that are as likely both stay
     ],
 )
-def test_top_p_keeps_the_fewest_tokens_that_reach_it_exactly(top_p, kept):
+def test_top_p_keeps_the_fewest_tokens_that_reach_it_exactly(top_p, count):
     logits = logits_with_weights([1.0, 0.5, 0.25, 0.25])
     one = jnp.ones((1,), jnp.float32)
     mask = sampling.limited(logits, jnp.asarray([4]), top_p * one, 0 * one) > sampling.LOW
-    assert np.asarray(mask)[0].tolist() == [place < kept for place in range(4)]
+    assert np.asarray(mask)[0].tolist() == [place < count for place in range(4)]
 
 
 def test_presence_counts_a_token_once_and_frequency_each_time():

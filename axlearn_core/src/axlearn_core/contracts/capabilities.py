@@ -230,15 +230,6 @@ class CountsBytes(Protocol):
 
 
 @runtime_checkable
-class BoundsTokens(Protocol):
-    """A tokenizer that knows how long a token's text can be."""
-
-    def longest_token(self) -> int | None:
-        """The most characters of text that one token stands for; None if there is no such number."""
-        ...
-
-
-@runtime_checkable
 class HasDigest(Protocol):
     """A tokenizer that can be told from others.
 
@@ -273,11 +264,6 @@ def first_token(tokenizer: Tokenizer) -> int:
     """The token that a document begins with: the BOS token, or the end-of-document token if there is none."""
     bos = getattr(tokenizer, "bos_id", None)
     return tokenizer.eos_id if bos is None else bos
-
-
-def longest_token(tokenizer: Tokenizer) -> int | None:
-    """The most characters of text that one of its tokens stands for; None if that is not known."""
-    return tokenizer.longest_token() if isinstance(tokenizer, BoundsTokens) else None
 
 
 def digest_of(tokenizer: Tokenizer) -> str:

@@ -69,10 +69,12 @@ class Body(BaseModel):
     def _drop_nulls(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
-        kept = {name: value for name, value in fields.items() if value is not None}
-        if len(kept) > len(cls.model_fields) + _MAX_UNKNOWN:
-            raise PydanticCustomError("too_many_fields", "{count} fields, most of them unknown", {"count": len(kept)})
-        return kept
+        present = {name: value for name, value in fields.items() if value is not None}
+        if len(present) > len(cls.model_fields) + _MAX_UNKNOWN:
+            raise PydanticCustomError(
+                "too_many_fields", "{count} fields, most of them unknown", {"count": len(present)}
+            )
+        return present
 
 
 class StreamOptions(Body):

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from axlearn_core.contracts.capabilities import longest_token
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_plugins_serving.server.errors import ApiError
+from axlearn_plugins_transformer.text.token_lengths import longest_token
 
 T = TypeVar("T")
 

@@ -1,10 +1,12 @@
-"""How much text a token of the `tokenizers` library can stand for."""
+"""How much text a token can stand for."""
 
 import json
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
+
+from axlearn_core.contracts.parts import Tokenizer
 
 _COMPOSED = 4  # the most characters that NFC makes one of
 _SHRINKS = {"NFC": _COMPOSED, "NFKC": _COMPOSED} | dict.fromkeys(
@@ -15,8 +17,22 @@ _KEEPS_ALL = {"ByteLevel", "Metaspace", "Digits"}
 """Pre-tokenizers that drop no character."""
 
 
+@runtime_checkable
+class BoundsTokens(Protocol):
+    """A tokenizer that knows how long the text of a token can be."""
+
+    def longest_token(self) -> int | None:
+        """The most characters of text that one token stands for. Returns None if there is no such number."""
+        ...
+
+
+def longest_token(tokenizer: Tokenizer) -> int | None:
+    """The most characters of text that a token stands for. Returns None if the tokenizer does not tell."""
+    return tokenizer.longest_token() if isinstance(tokenizer, BoundsTokens) else None
+
+
 def most_characters(tokenizer: tokenizers.Tokenizer) -> int | None:
-    """The most characters of a text that one token stands for.
+    """The most characters of text that a token of the `tokenizers` library stands for.
 
     Returns None if there is no such number: if a part of the tokenizer drops text, such as spaces or unknown characters, or has
     one token for an unknown word of any length, or is of a kind that is not known here.
@@ -53,7 +69,7 @@ def _parts(component: Any, name: str) -> list[dict[str, Any]]:
 
 
 def _reads_everything(model: Any, vocabulary: dict[str, int], byte_level: bool) -> bool:
-    """Whether each character becomes tokens of its own, whatever it is."""
+    """Whether every character becomes at least one token."""
     if byte_level:
         return isinstance(model, tokenizers.models.BPE) and all(c in vocabulary for c in ByteLevel.alphabet())
     if isinstance(model, tokenizers.models.BPE):
