@@ -181,7 +181,7 @@ def imported(tmp_path):
 MADE = {
     "imported": lambda run, out: shutil.copytree(run, out),
     "converted": lambda run, out: converted(run, out, set=["seed=1"]),
-    "lora": lambda run, out: converted(run, out, with_=[f"lora:rank=2,base={run}"]),
+    "lora": lambda run, out: converted(run, out, with_=[f"lora:rank=2,base={run.name}"]),
     "upcycled": lambda run, out: converted(run, out, with_=["moe:num_experts=2,top_k=1"]),
     "quantized": lambda run, out: quantize_run(run, out, storage="int8"),
     "merged": lambda run, out: (
