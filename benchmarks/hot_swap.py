@@ -7,6 +7,9 @@ Both train a Llama of the quickstart's size on as many processes as hosts, save 
 time to `kill -9`, process 0 included. The time is from the kill until every process has finished a step again. Blocks of kills
 of the two alternate, because other work shares the machine. Between two kills there are `--rest` seconds, in which the warm
 processes of the next swap import what they need; failures of hardware are further apart.
+
+The two differ in more than who is replaced: ours loads a compiled step that the run directory keeps, and the baseline compiles.
+With `--both-compile` ours keeps none, and both have JAX's compilation cache: the ratio is then that of the restarts alone.
 """
 
 import argparse
@@ -33,9 +36,18 @@ SETTINGS = (
 )
 
 
-def environment():
+def environment(cache=None):
+    """Of the trainers; `cache` is a directory for JAX's compilation cache."""
     flags = "--xla_force_host_platform_device_count=1"
-    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONUNBUFFERED": "1"}
+    return (
+        os.environ
+        | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONUNBUFFERED": "1"}
+        | (
+            {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+            if cache
+            else {}
+        )
+    )
 
 
 def wait_for(condition, process, seconds=600):
@@ -72,9 +84,10 @@ class Ours:
 
     name = "axlearn launch --on local"
 
-    def __init__(self, folder, hosts):
+    def __init__(self, folder, hosts, both_compile):
         self.run, self.hosts, self.attempt = folder / "ours", hosts, 0
-        words = [w for s in SETTINGS for w in ("--set", s)]
+        settings = (*SETTINGS, "keep_compiled_step=false") if both_compile else SETTINGS
+        words = [w for s in settings for w in ("--set", s)]
         options = [w for o in ("crash-loop=100000", "host-deaths=100000") for w in ("--option", o)]
         size = ["--hosts", str(hosts), "--spares", "1", "--steps", "10000000", "--run-dir", str(self.run)]
         command = [
@@ -140,8 +153,9 @@ class Baseline:
 
     name = "restart_all.py"
 
-    def __init__(self, folder, hosts):
+    def __init__(self, folder, hosts, both_compile):
         self.run, self.hosts = folder / "baseline", hosts
+        cache = folder / "cache" if both_compile else None
         command = [
             sys.executable,
             str(BASELINE),
@@ -154,7 +168,7 @@ class Baseline:
         ]
         self.log = (folder / "baseline.log").open("a")
         self.process = subprocess.Popen(
-            command, env=environment(), stdout=self.log, stderr=self.log, start_new_session=True
+            command, env=environment(cache), stdout=self.log, stderr=self.log, start_new_session=True
         )
         try:
             self.begin(0.0)
@@ -203,8 +217,8 @@ class Baseline:
         self.process.wait(60)
 
 
-def block(make, folder, hosts, ranks, rest):
-    subject = make(folder, hosts)
+def block(make, folder, hosts, both_compile, ranks, rest):
+    subject = make(folder, hosts, both_compile)
     try:
         blocks = []
         for rank in ranks:
@@ -234,6 +248,7 @@ def main():
     parser.add_argument("--block", type=int, default=5, help="Kills before the other one's turn.")
     parser.add_argument("--rest", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--both-compile", action="store_true", help="No kept step; a compilation cache for both.")
     parser.add_argument("--only", choices=["ours", "baseline"])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -247,14 +262,19 @@ def main():
         for name, make in classes.items():
             with tempfile.TemporaryDirectory(prefix="hot-swap-") as folder:
                 part = ranks[begin : begin + arguments.block]
-                results[name] += block(make, Path(folder), arguments.hosts, part, arguments.rest)
+                results[name] += block(
+                    make, Path(folder), arguments.hosts, arguments.both_compile, part, arguments.rest
+                )
     for name, make in classes.items():
         show(make.name, results[name])
     if len(results) == 2:
         ratio = statistics.median(f["total"] for f in results["ours"]) / statistics.median(
             f["total"] for f in results["baseline"]
         )
-        print(f"\nours / baseline: {ratio:.2f}")
+        how = (
+            "both compile, with a cache" if arguments.both_compile else "ours loads a kept step, the baseline compiles"
+        )
+        print(f"\nours / baseline: {ratio:.2f} ({how})")
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
 

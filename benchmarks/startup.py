@@ -3,8 +3,8 @@
     python benchmarks/startup.py [--runs 15] [--json]
 
 Times on the clock, the best of the runs (what else the machine does only adds to them): `axlearn --help` (at most 0.25 s),
-`axlearn experiments list` (at most 0.5 s), and building, flattening and diffing the tree of `llama2-70b` (at most 20 ms
-each). Exit code 1 where one is over its limit.
+`axlearn experiments list` and `axlearn features list` (at most 0.5 s), and building, flattening and diffing the tree of
+`llama2-70b` (at most 20 ms each). Exit code 1 where one is over its limit.
 """
 
 import argparse
@@ -46,6 +46,7 @@ def main() -> None:
     measured = {
         "axlearn --help": (command("--help"), 0.25),
         "axlearn experiments list": (command("experiments", "list"), 0.5),
+        "axlearn features list": (command("features", "list"), 0.5),
         "build llama2-70b": (build, 0.02),
         "flatten llama2-70b": (lambda: flatten(tree), 0.02),
         "diff llama2-70b": (lambda: diff(tree, edited), 0.02),

@@ -180,6 +180,15 @@ def test_every_command_and_option_is_in_cli_md():
             assert f"`{option}" in text, f"docs/cli.md does not mention {option} of `axlearn {name}`"
 
 
+def test_the_index_says_which_blocks_run():
+    text = " ".join((ROOT / "docs/index.md").read_text("utf-8").split())
+    assert "six in ten blocks with every change, and two in ten that take longer" in text
+    assert "The other two in ten are not run" in text
+    marks = [b.mark for page in PAGES for b in blocks.read(page) if b.kind in ("bash", "python")]
+    skipped, slow = (round(10 * marks.count(mark) / len(marks)) for mark in ("skip", "slow"))
+    assert (10 - skipped - slow, slow, skipped) == (6, 2, 2)
+
+
 def test_every_page_is_in_the_index():
     text = (ROOT / "docs/index.md").read_text("utf-8")
     for page in [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/tutorials/*.md")]:

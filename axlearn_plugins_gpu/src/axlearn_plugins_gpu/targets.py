@@ -46,6 +46,7 @@ def _gpu(name: str, kinds: tuple[str, ...], **figures: Any) -> Target:
 A100 = _gpu(
     "a100",
     ("NVIDIA A100-SXM4-80GB",),
+    summary="NVIDIA A100 SXM",
     peak_flops=_peaks(312e12, 156e12, 624e12, fp8=False),
     hbm_bytes=85_100_068_864,
     hbm_bandwidth=2.039e12,
@@ -57,6 +58,7 @@ A100 = _gpu(
 H100 = _gpu(
     "h100",
     ("NVIDIA H100 80GB HBM3",),
+    summary="NVIDIA H100 SXM",
     peak_flops=_peaks(989.5e12, 494.5e12, 1979e12),
     hbm_bytes=84_942_979_072,
     hbm_bandwidth=3.35e12,
@@ -68,6 +70,7 @@ H100 = _gpu(
 H200 = _gpu(
     "h200",
     ("NVIDIA H200",),
+    summary="NVIDIA H200 SXM",
     peak_flops=_peaks(989.5e12, 494.5e12, 1979e12),
     hbm_bytes=143_156 << 20,
     hbm_bandwidth=4.8e12,
@@ -79,6 +82,7 @@ H200 = _gpu(
 B200 = _gpu(
     "b200",
     ("NVIDIA B200",),
+    summary="NVIDIA B200 SXM",
     peak_flops=_peaks(2.25e15, 1.1e15, 4.5e15) | {"float4_e2m1fn": 9e15},
     hbm_bytes=191_514_411_008,
     hbm_bandwidth=7.7e12,

@@ -11,6 +11,7 @@ CORES = 4
 
 TRN2 = Target(
     name="trn2",
+    summary="AWS Trainium2, by logical cores",
     size="hosts",
     platform="neuron",
     device_kinds=("NC_v3d",),  # with LNC=1 the SDK says NC_v3, of which this target's figures do not hold

@@ -51,6 +51,7 @@ TOPOLOGY = "axlearn_plugins_tpu.topology:devices"
 
 V4 = Target(
     name="tpu-v4",
+    summary="Google TPU v4",
     size="cores",
     platform="tpu",
     device_kinds=("TPU v4",),
@@ -67,6 +68,7 @@ V4 = Target(
 )
 V5E = Target(
     name="tpu-v5e",
+    summary="Google TPU v5e",
     size="chips",
     platform="tpu",
     device_kinds=("TPU v5 lite", "TPU v5e"),
@@ -84,6 +86,7 @@ V5E = Target(
 )
 V5P = Target(
     name="tpu-v5p",
+    summary="Google TPU v5p",
     size="cores",
     platform="tpu",
     device_kinds=("TPU v5", "TPU v5p"),
@@ -102,6 +105,7 @@ V5P = Target(
 )
 V6E = Target(
     name="tpu-v6e",
+    summary="Google TPU v6e (Trillium)",
     size="chips",
     platform="tpu",
     device_kinds=("TPU v6 lite", "TPU v6e"),
@@ -119,6 +123,7 @@ V6E = Target(
 )
 V7X = Target(
     name="tpu-7x",
+    summary="Google TPU7x (Ironwood)",
     size="chips",
     platform="tpu",
     device_kinds=("TPU7x", "TPU v7x"),

@@ -129,7 +129,11 @@ def test_bad_requests(words, expected):
 def test_lists():
     assert "toy " in good("experiments", "list")
     rows = json.loads(good("experiments", "list", "--json"))
-    assert {"name": "toy", "distribution": "axlearn-plugins-toy", "version": "0.3", "value": "toy_parts:toy"} in rows
+    (toy,) = [row for row in rows if row["name"] == "toy"]
+    assert toy.items() >= {"distribution": "axlearn-plugins-toy", "version": "0.3", "value": "toy_parts:toy"}.items()
+    (quickstart,) = [row for row in rows if row["name"] == "quickstart"]
+    assert quickstart["parameters"] == "1.38M"
+    assert quickstart["summary"].startswith("Train a small Llama")
     names = [row["name"] for row in json.loads(good("features", "list", "--json"))]
     assert names == sorted(names)
     assert "toy-rope" in names

@@ -72,6 +72,17 @@ def test_without_weights_every_microbatch_counts_the_same():
     close(got, jax.value_and_grad(mean, has_aux=True)(params(), batch(weights=False)))
 
 
+def test_each_microbatch_draws_random_numbers_of_its_own():
+    def draw(params, variables, batch, key):
+        drawn = jax.random.uniform(key)
+        same = variables["same"] | (drawn == variables["last"])
+        return drawn * params["b"].sum(), ({}, {"same": same, "last": drawn})
+
+    variables = {"same": jnp.asarray(False), "last": jnp.float32(-1)}
+    (_, _, after), _ = value_and_grad(draw, params(), variables, batch(), jax.random.key(3), 4)
+    assert not after["same"]
+
+
 def test_a_batch_of_padding_gives_zero_and_not_nan():
     empty = {**batch(), "weights": jnp.zeros((B, S))}
     (value, summaries), grads = split(loss, params(), empty, 4)

@@ -78,6 +78,20 @@ def test_the_command_prints_one_object():
     assert facts["used_bytes"] is None or facts["used_bytes"] >= 0
 
 
+def test_options_reach_the_measurement(monkeypatch, tmp_path):
+    calls = []
+    monkeypatch.setattr(bench, "measure_step", lambda resolved, **options: calls.append(options))
+    monkeypatch.setattr(bench, "text", lambda measured: "text")
+    monkeypatch.setattr(bench, "as_json", lambda measured: {"form": "json"})
+    options = ["--measure", "4", "--warmup", "2", "--trace", str(tmp_path / "trace")]
+    assert CliRunner().invoke(cli, [*WORDS, *options]).stdout == "text\n"
+    assert json.loads(CliRunner().invoke(cli, [*WORDS, "--json"]).stdout) == {"form": "json"}
+    assert [(call["steps"], call["warmup"], call["trace"]) for call in calls] == [
+        (4, 2, tmp_path / "trace"),
+        (20, 3, None),
+    ]
+
+
 def test_what_is_refused(tmp_path):
     (tmp_path / "file").write_text("x")
     result = CliRunner().invoke(cli, [*WORDS, "--trace", str(tmp_path)])

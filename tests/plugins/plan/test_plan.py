@@ -167,6 +167,10 @@ def test_lists():
     rows = {r["name"]: r for r in json.loads(listed.stdout)}
     assert rows["cpu"]["form"] == "cpu-DEVICES"
     assert "axlearn-core" in rows["cpu"]["distribution"]
+    assert all(row["summary"] for row in rows.values())
+    table = CliRunner().invoke(cli, ["targets", "list"]).stdout
+    assert "  NVIDIA H100 SXM; figures: NVIDIA H100 Tensor Core GPU data sheet" in table
+    assert "2 devices per chip" in table
     words = [w for s in SMALL for w in ("--set", s)]
     explained = CliRunner().invoke(cli, ["kernels", "explain", "quickstart", "--target", "cpu-8", "--json", *words])
     results = {r["name"]: r for r in json.loads(explained.stdout)}

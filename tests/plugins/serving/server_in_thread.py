@@ -44,7 +44,18 @@ class Running:
 
 
 @contextlib.contextmanager
-def serving(engine, *, tokenizer=None, template="plain", limits=None, grace=5.0, name="tiny", adapters=(), **thread):
+def serving(
+    engine,
+    *,
+    tokenizer=None,
+    template="plain",
+    limits=None,
+    grace=5.0,
+    log_requests=False,
+    name="tiny",
+    adapters=(),
+    **thread,
+):
     """Runs a server; ends it at the end, and checks that the engine was closed with its pool whole."""
     tokenizer = tokenizer or ByteTokenizer.Config().build()
     chat = ChatTemplate.Config() if template == "plain" else template and template.config
@@ -56,7 +67,7 @@ def serving(engine, *, tokenizer=None, template="plain", limits=None, grace=5.0,
 
     async def run():
         running.loop = asyncio.get_running_loop()
-        running.runner = Runner(service, limits or Limits(), grace=grace)
+        running.runner = Runner(service, limits or Limits(), grace=grace, log_requests=log_requests)
         running.code = await running.runner.run(listener, ready.set)
 
     def main():

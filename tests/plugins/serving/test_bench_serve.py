@@ -253,6 +253,27 @@ def test_the_command(endpoint):
         assert "Good requests per second (e2el 60000 ms)" in table.stdout
 
 
+def test_options_change_what_is_sent():
+    with serving(FakeEngine(max_context=64)) as server:
+        words = ["--num-prompts", "3", "--input-len", "6", "--output-len", "2", "--warmup", "0"]
+        words += ["--prefix-len", "4", "--vocab-size", "9", "--temperature", "0.5", "--seed", "3"]
+        report = bench("--url", server.url, *words)
+        assert report.exit_code == 0, report.output
+        requests = server.engine.seen
+    assert len(requests) == 3
+    assert {len(request.prompt) for request in requests} == {10}
+    assert len({tuple(request.prompt[:4]) for request in requests}) == 1
+    assert max(token for request in requests for token in request.prompt) < 9
+    assert {request.sampling.temperature for request in requests} == {0.5}
+
+
+def test_the_timeout_of_the_command():
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and never answers
+        report = bench("--url", f"http://127.0.0.1:{silent.getsockname()[1]}", "--timeout", "0.05")
+    assert report.exit_code == 1
+    assert "does not list its models: ReadTimeout" in report.stderr
+
+
 def test_requests_that_a_server_refuses():
     with serving(FakeEngine(max_context=40)) as server:
         report = bench(

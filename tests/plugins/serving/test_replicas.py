@@ -44,6 +44,9 @@ def test_options_that_do_not_go_together(tmp_path):
     anywhere = serve(tmp_path, "--replicas", 2, "--port", 0)
     assert anywhere.exit_code == 2
     assert "--replicas needs a port" in anywhere.stderr
+    ignored = serve(tmp_path, "--replicas", 2, "--port", free_port(), "--grace", 5, "--log-requests")
+    assert ignored.exit_code == 2
+    assert "--replicas does not take --grace, --log-requests" in ignored.stderr
 
 
 @pytest.mark.slow

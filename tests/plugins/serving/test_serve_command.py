@@ -1,7 +1,9 @@
 """`axlearn serve`: what it refuses, and a whole life of a server in a process of its own."""
 
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,12 +16,15 @@ from click.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parent))
 from fake_server_engine import FakeEngine
+from server_in_thread import serving
 
 import axlearn_core as ax
 from axlearn_core.cli.main import cli
 from axlearn_core.train.inference import load
 from axlearn_plugins_serving.open_engine import OpenedEngine
 from axlearn_plugins_serving.server.run import bind
+from axlearn_plugins_transformer.text.processor import TextProcessor
+from axlearn_plugins_transformer.text.tokenizers import ByteTokenizer
 
 
 def serve(*arguments):
@@ -92,6 +97,49 @@ def test_a_run_without_a_tokenizer(monkeypatch):
     assert refused.exit_code == 2
     assert "runs/numbers has no tokenizer" in refused.stderr
     assert engine.closed
+
+
+@pytest.mark.parametrize("log_requests", [True, False])
+def test_a_line_for_each_request(log_requests, monkeypatch):
+    errors = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", errors)
+    with serving(FakeEngine(max_context=64), log_requests=log_requests) as server:
+        body = {"model": "tiny", "prompt": "abc", "max_tokens": 2}
+        assert httpx.post(server.url + "/v1/completions", json=body).status_code == 200
+        assert httpx.get(server.url + "/nowhere").status_code == 404
+    lines = errors.getvalue().splitlines()
+    if not log_requests:
+        assert lines == []
+        return
+    first, second = lines
+    assert re.fullmatch(r'\d{4}-\d\d-\d\d [\d:,]+ 127\.0\.0\.1:\d+ - "POST /v1/completions HTTP/1\.1" 200', first)
+    assert second.endswith('"GET /nowhere HTTP/1.1" 404')
+
+
+def test_options_reach_the_server(monkeypatch):
+    engine = FakeEngine()
+    engine.adapters = ()
+    opened = OpenedEngine(engine, TextProcessor.Config().build(tokenizer=ByteTokenizer.Config().build()), "tiny")
+    monkeypatch.setattr("axlearn_plugins_serving.devices.set_up_devices", lambda *args, **options: None)
+    monkeypatch.setattr("axlearn_plugins_serving.open_engine.open_engine", lambda *args, **options: opened)
+    runners = []
+
+    class Recorder:
+        def __init__(self, service, limits, **options):
+            runners.append((service, limits, options))
+
+        async def run(self, listener, ready):
+            listener.close()
+            return 0
+
+    monkeypatch.setattr("axlearn_plugins_serving.server.run.Runner", Recorder)
+    options = ["--max-body", "2048", "--grace", "7", "--log-requests", "--served-model-name", "mine"]
+    result = serve("runs/any", "--port", "0", *options, "--chat-template", "plain")
+    assert result.exit_code == 0, result.output
+    ((service, limits, options),) = runners
+    assert limits.body_bytes == 2048
+    assert options == {"grace": 7.0, "log_requests": True}
+    assert service.name == "mine"
 
 
 @pytest.mark.slow

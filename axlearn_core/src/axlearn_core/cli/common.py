@@ -3,6 +3,9 @@
 import functools
 import json
 import math
+import shutil
+import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +14,9 @@ import click
 from axlearn_core.cli.completion import complete_experiments, complete_features
 from axlearn_core.cli.terminal import echo
 from axlearn_core.compat import only_cpu
+
+_NARROWEST = 20
+"""A column of fewer characters is not wrapped: it would be hard to read."""
 
 json_option = click.option("--json", "as_json", is_flag=True, help='Print JSON: a list of objects with "name".')
 
@@ -100,29 +106,56 @@ def print_json(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
-    """Aligned columns under a heading; nothing but a note on standard error where there are no rows."""
+    """Aligned columns under a heading; nothing but a note on standard error if there are no rows.
+
+    A terminal gets the last column wrapped to its width.
+    """
     if not rows:
         echo("none is installed", err=True)
         return
     texts = [[c.upper() for c in columns], *([str(row[c]) for c in columns] for row in rows)]
     widths = [max(len(line[i]) for line in texts) for i in range(len(columns))]
+    indent = sum(widths[:-1]) + 2 * (len(columns) - 1)
     for number, line in enumerate(texts):
-        text = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        first, *more = _wrapped(line[-1], indent)
+        cells = zip([*line[:-1], first], widths, strict=True)
+        text = "  ".join(cell.ljust(width) for cell, width in cells).rstrip()
         echo(click.style(text, dim=True) if number == 0 else text)
+        for rest in more:
+            echo(" " * indent + rest)
+
+
+def _wrapped(text: str, indent: int) -> list[str]:
+    """The lines of a table's last cell: broken to the width of a terminal, and whole for a file or a pipe."""
+    room = shutil.get_terminal_size().columns - indent
+    if not sys.stdout.isatty() or len(text) <= room or room < _NARROWEST:
+        return [text]
+    return textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False)
 
 
 def print_entries(group: Any, as_json: bool) -> None:
-    """The entries of a group; one that cannot be used is marked, and the others are listed all the same."""
+    """Prints the features or experiments with a line about each; marks those that cannot be used."""
+    from axlearn_core.cli.summaries import parameter_count, summary
     from axlearn_core.plugins.registry import registry
 
     listed = registry().listed(group)
-    rows = [entry_row(entry) | ({"problem": problem} if problem else {}) for entry, problem in listed]
+    rows = []
+    for entry, problem in listed:
+        row = entry_row(entry) | {"summary": summary(entry.value)}
+        if group == "experiments":
+            row["parameters"] = parameter_count(entry.value)
+        rows.append(row | ({"problem": problem} if problem else {}))
     if as_json:
         print_json(rows)
         return
     problems = any(problem for _, problem in listed)
-    columns = ("name", "distribution", "version", *(("problem",) if problems else ()))
-    print_table([{"problem": "", **row} for row in rows], columns)
+    columns = [
+        "name",
+        *(("parameters",) if group == "experiments" else ()),
+        *(("distribution", "problem") if problems else ()),
+        "summary",
+    ]
+    print_table([{"problem": ""} | {k: "-" if v is None else v for k, v in row.items()} for row in rows], columns)
     if problems:
         echo("`axlearn plugins doctor` says more", err=True)
 

@@ -1,32 +1,58 @@
-"""The line of a plugin's command in `axlearn --help`: read from its source, which is not imported."""
+"""Descriptions of commands, features and experiments, read from their source: listing them imports none of them."""
 
 import ast
+import functools
 import importlib.machinery
+import re
+from collections.abc import Mapping
 from pathlib import Path
+
+_PARAMETERS = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?[MB]) parameters\b")
 
 
 def summary(value: str) -> str | None:
-    """The first line of the docstring of what an entry point names.
+    """The first line of the docstring of the object that an entry point names.
 
     Args:
-        value: `"package.module:function"`.
+        value: `"package.module:attribute"`.
 
     Returns:
-        The line; None where the source is not found or has none, such as of a command that is built by a call.
+        The line; None if the source cannot be found, or if it does not define the object with a docstring.
     """
+    text = _docstring(value)
+    return text.splitlines()[0] if text else None
+
+
+def parameter_count(value: str) -> str | None:
+    """The number of parameters that the docstring of an experiment gives.
+
+    Args:
+        value: `"package.module:attribute"`.
+
+    Returns:
+        `6.74B` for a docstring with `6.74B parameters`, the first such number; None without one.
+    """
+    match = _PARAMETERS.search(_docstring(value) or "")
+    return match[1] if match else None
+
+
+def _docstring(value: str) -> str | None:
     module, _, name = value.partition(":")
-    file = _source(module.strip())
+    definition = _definitions(module.strip()).get(name.strip())
+    return (ast.get_docstring(definition) or "").strip() or None if definition else None
+
+
+@functools.cache
+def _definitions(module: str) -> Mapping[str, ast.FunctionDef | ast.ClassDef]:
+    """The functions and classes that a module defines; empty if its source cannot be read."""
+    file = _source(module)
     if file is None:
-        return None
+        return {}
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
-        return None
-    for statement in tree.body:
-        if isinstance(statement, ast.FunctionDef) and statement.name == name.strip():
-            text = ast.get_docstring(statement)
-            return text.strip().splitlines()[0] if text and text.strip() else None
-    return None
+        return {}
+    return {s.name: s for s in tree.body if isinstance(s, (ast.FunctionDef, ast.ClassDef))}
 
 
 def _source(module: str) -> Path | None:

@@ -41,6 +41,7 @@ class Target:
         stand_in: why a program compiled so is not the one that runs there; empty where it is.
         compiler_options: for `Lowered.compile`.
         source: where the figures are from.
+        summary: one line about the hardware, for listings.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Target:
     compiler_options: Mapping[str, Any] = {}
     examples: tuple[str, ...] = ()
     source: str = ""
+    summary: str = ""
 
     def machine_of(self, devices: int, domains: int = 1) -> Machine | None:
         """The machine of so many JAX devices in equal domains; None where this target has no such size."""

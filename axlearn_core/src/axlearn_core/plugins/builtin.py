@@ -11,7 +11,11 @@ def axlearn_targets() -> list[Target]:
     """The CPU, which has no peak that holds for all of them: no MFU is shown on it."""
     return [
         Target(
-            name="cpu", device_kinds=("cpu",), examples=("cpu", "cpu-8"), topology="axlearn_core.compose.devices:cpu"
+            name="cpu",
+            summary="The CPU of this machine, or a number of virtual devices",
+            device_kinds=("cpu",),
+            examples=("cpu", "cpu-8"),
+            topology="axlearn_core.compose.devices:cpu",
         )
     ]
 

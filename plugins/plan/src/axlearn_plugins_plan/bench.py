@@ -145,7 +145,9 @@ def _batches(program: Program, config: Any) -> tuple[list[Any], float]:
             batches.append(program.put(batch))
     except StopIteration:
         if not batches:
-            raise RequestError("the input gives no batch\n    fix: see `axlearn data`") from None
+            raise RequestError(
+                "the input gives no batch\n    fix: give it more data, or set a smaller input.batch_size"
+            ) from None
     finally:
         stream.close()
     return batches, statistics.median(seconds)

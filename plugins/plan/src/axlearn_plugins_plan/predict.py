@@ -81,6 +81,7 @@ class Prediction:
         seconds: the prediction.
         low, high: between which four of five of the known steps lie, relative to a prediction that did not know them.
         steps: how many steps of the target were fitted.
+        trainings: how many different trainings they are of; steps of several systems may be of one.
         sources: their citations.
     """
 
@@ -88,6 +89,7 @@ class Prediction:
     low: float
     high: float
     steps: int
+    trainings: int
     sources: tuple[str, ...]
 
 
@@ -113,6 +115,7 @@ def predict(machine: Machine, bound: Roofline, *, grouped: bool = False) -> Pred
         low=seconds / model.spread,
         high=seconds * model.spread,
         steps=len(own_steps),
+        trainings=len({s.name for s in own_steps}),
         sources=tuple(dict.fromkeys(s.source for s in own_steps)),
     )
 

@@ -106,7 +106,7 @@ def _roofline(plan: Plan) -> Iterator[str]:
         yield f"step     {seconds(line.step):>9}  bound by {line.bound}{per_second}; {seconds(line.serial)} where nothing overlaps"
     if (prediction := plan.prediction) is not None:
         within = f"{seconds(prediction.low)} to {seconds(prediction.high)}"
-        many = f"{prediction.steps} known step{'s' if prediction.steps > 1 else ''}"
+        many = f"{_counted(prediction.steps, 'known step')} of {_counted(prediction.trainings, 'training')}"
         yield f"predicted{seconds(prediction.seconds):>9}  {within}, from {many} on {plan.machine.target.name}:"
         yield from (f"           {source}" for source in prediction.sources)
     full, causal = plan.flops.full, plan.flops.causal
@@ -114,6 +114,10 @@ def _roofline(plan: Plan) -> Iterator[str]:
     yield f"         {share(plan.mfu()):>9}  of {count(full)}FLOP with full attention, as most publications count"
     if (reason := plan.mfu_note) is not None:
         yield f"                    {reason}"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number > 1 else ''}"
 
 
 def _bytes_sent(plan: Plan, field: str) -> str:
@@ -241,6 +245,8 @@ def _prediction_fields(plan: Plan) -> dict[str, Any] | None:
         "seconds": prediction.seconds,
         "low": prediction.low,
         "high": prediction.high,
+        "steps": prediction.steps,
+        "trainings": prediction.trainings,
         "sources": list(prediction.sources),
     }
 

@@ -15,7 +15,7 @@ def targets() -> None:
 @targets.command(name="list")
 @json_option
 def list_(as_json: bool) -> None:
-    """Print each kind of hardware: how a machine of it is named, its figures per device, and who says so."""
+    """List the hardware: how to name a machine of it, memory and peak of a device, a summary, and the source of the figures."""
     from axlearn_core.plugins.targets import targets as known
 
     rows = [_row(origin, target) for _, (origin, target) in sorted(known().items())]
@@ -25,15 +25,19 @@ def list_(as_json: bool) -> None:
     listing = [
         {
             "target": r["form"],
-            "platform": r["platform"],
             "hbm": "-" if r["hbm_bytes"] is None else f"{r['hbm_bytes'] / 2**30:.4g} GiB",
             "peak": _peak(r["peak_flops"]),
-            "distribution": r["distribution"],
-            "source": r["source"] or "-",
+            "summary": _summary(r),
         }
         for r in rows
     ]
-    print_table(listing, ("target", "platform", "hbm", "peak", "distribution", "source"))
+    print_table(listing, ("target", "hbm", "peak", "summary"))
+
+
+def _summary(row: dict[str, Any]) -> str:
+    devices = f"{row['devices_per_chip']} devices per chip" if row["devices_per_chip"] > 1 else ""
+    figures = f"figures: {row['source']}" if row["source"] else ""
+    return "; ".join(filter(None, (row["summary"] or row["distribution"], devices, figures)))
 
 
 def _peak(peaks: dict[str, float]) -> str:
@@ -44,6 +48,7 @@ def _peak(peaks: dict[str, float]) -> str:
 def _row(origin: str, target: Any) -> dict[str, Any]:
     return {
         "name": target.name,
+        "summary": target.summary,
         "form": target.form,
         "examples": list(target.examples),
         "platform": target.platform,

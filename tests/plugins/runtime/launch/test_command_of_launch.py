@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import tiny
+from click.testing import CliRunner
 
+from axlearn_core.cli.main import cli
 from axlearn_core.contracts.target import Machine, Target
 from axlearn_core.errors import MissingFileError, RequestError, StorageError
 from axlearn_core.plugins.resolve import resolve
@@ -29,6 +31,29 @@ def test_a_dry_run_prints_what_every_host_runs(tmp_path):
     assert f"axlearn train quickstart --with watchdog --set seed=3 --steps 7 --run-dir {tmp_path}/run" in result.stdout
     assert f"JAX_COMPILATION_CACHE_DIR={tmp_path}/run/launch/compiled" in result.stdout
     assert not (tmp_path / "run").exists()
+
+
+def test_every_option_reaches_the_job(monkeypatch, tmp_path):
+    jobs = []
+
+    def launch(self, job, *, dry_run):
+        jobs.append((job, dry_run))
+        return 0
+
+    monkeypatch.setattr(LocalLauncher, "launch", launch)
+    options = ["--hosts", "2", "--spares", "1", "--processes-per-host", "2", "--name", "mine", "--env", "A=b"]
+    options += ["--option", "hang-seconds=7", "--run-dir", str(tmp_path / "run"), "--dry-run"]
+    passed_on = ["--with", "ema", "--without", "scan", "--set", "seed=3", "--steps", "7", "--target", "cpu-4"]
+    result = CliRunner().invoke(cli, ["launch", "quickstart", "--on", "local", *options, *passed_on, "--allow-drift"])
+    assert result.exit_code == 0, result.output
+    ((job, dry_run),) = jobs
+    assert (job.hosts, job.spares, job.processes_per_host, job.name) == (2, 1, 2, "mine")
+    assert job.environment["A"] == "b"
+    assert job.options.hang_seconds == 7
+    assert dry_run
+    words = " ".join(job.train_words())
+    for pair in ("--with ema", "--without scan", "--set seed=3", "--steps 7", "--target cpu-4", "--allow-drift"):
+        assert pair in words
 
 
 def test_a_run_file_travels_with_the_job(tmp_path):

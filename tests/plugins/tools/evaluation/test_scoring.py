@@ -1,6 +1,7 @@
 """Log-likelihoods against the model's own logits, regardless of the batches and windows; and the metrics made of them."""
 
 import math
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -10,7 +11,7 @@ from flax import nnx
 import axlearn_core as ax
 from axlearn_core.errors import InputError, RequestError
 from axlearn_plugins_tools.evaluation.data import Data, Question
-from axlearn_plugins_tools.evaluation.evaluate import evaluate
+from axlearn_plugins_tools.evaluation.evaluate import choices, evaluate
 from axlearn_plugins_tools.evaluation.scoring import Scorer, windows
 from axlearn_plugins_tools.evaluation.subjects import subject
 from axlearn_plugins_transformer.text import ByteTokenizer
@@ -152,3 +153,13 @@ def test_accuracy_is_of_the_likeliest_choice_and_per_character(model, log_probab
             subject(model, TEXT, length=12),
             Data("choices", (Question("", ("e" * 12, "b"), 0),), ("q.jsonl, line 3",)),
         )
+
+
+def test_a_choice_is_normalized_by_its_characters_and_not_by_its_bytes():
+    scores = {"éééé": -4.4, "aaaaa": -5.0}  # per character -1.1 and -1.0, per byte -0.55 and -1.0
+    scorer = SimpleNamespace(
+        length=9, continuations=lambda pairs: [SimpleNamespace(log_likelihood=scores[text]) for _, text in pairs]
+    )
+    fake = SimpleNamespace(scorer=scorer, pair=lambda prompt, choice: (prompt, choice))
+    result = choices(fake, Data("choices", (Question("", tuple(scores), 1, ""),), ("",)))
+    assert (result["accuracy"], result["accuracy_normalized"]) == (0.0, 1.0)

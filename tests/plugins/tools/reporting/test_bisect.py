@@ -1,5 +1,8 @@
 """Which changes move a metric: the search by itself, and over trainings."""
 
+import json
+from pathlib import Path
+
 import pytest
 from click.testing import CliRunner
 
@@ -11,6 +14,7 @@ from axlearn_core.learn import AdamW
 from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_tools.reporting.bisect import (
     OutOfTrainings,
+    Result,
     Score,
     Trainings,
     bisect,
@@ -20,6 +24,7 @@ from axlearn_plugins_tools.reporting.bisect import (
     read_runs,
 )
 
+RUN = Path(__file__).resolve().parents[3] / "fixtures/run_of_llama/run"
 SMALL = {
     "model.decoder.num_layers": 1,
     "model.decoder.hidden_dim": 16,
@@ -124,6 +129,28 @@ def test_runs_of_different_data_are_refused(tmp_path):
     assert result.exit_code == 2
     assert "the runs read different data" in result.output
     assert "input.sequence_length" in result.output
+
+
+def test_options_reach_the_search(monkeypatch):
+    one = Score((1.0, 1.0))
+
+    def bisect_once(old, new, metric, score, progress):
+        asked.append(metric)
+        return Result(first=one, second=one, changes=(), moving=(), moved=one, alone=(), trainings=0, ended="equal")
+
+    asked: list[object] = []
+    module = "axlearn_plugins_tools.reporting.bisect"
+    monkeypatch.setattr(f"{module}.bisect", bisect_once)
+    monkeypatch.setattr(f"{module}.check_metric", lambda old, metric, steps: asked.append(steps))
+    words = ["config", "bisect", str(RUN), str(RUN)]
+    options = ["--metric", "accuracy", "--steps", "7", "--seeds", "2", "--most"]
+    few = CliRunner().invoke(cli, [*words, *options, "3"])
+    assert few.exit_code == 2
+    assert "--most is too small" in few.stderr
+    assert "at least 4" in few.stderr
+    result = CliRunner().invoke(cli, [*words, *options, "4", "--json"])
+    assert asked == [7, "accuracy"], result.output
+    assert json.loads(result.stdout)["moving"] == []
 
 
 def test_what_is_no_run_is_refused(tmp_path):

@@ -10,7 +10,9 @@ ATTENTION = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 6
 
 
 def deepseek_v2_lite() -> Trainer.Config:
-    """DeepSeek-V2-Lite: 15.7B parameters, of which a token uses 2.4B.
+    """Pretrain DeepSeek-V2-Lite, a mixture of experts with latent attention.
+
+    15.7B parameters, of which each token uses 2.4B.
 
     Sizes: huggingface.co/deepseek-ai/DeepSeek-V2-Lite/blob/main/config.json.
     """
@@ -26,7 +28,9 @@ def deepseek_v2_lite() -> Trainer.Config:
 
 
 def deepseek_v3() -> Trainer.Config:
-    """DeepSeek-V3 without its layer for multi-token prediction: 671B parameters, of which a token uses 37B.
+    """Pretrain DeepSeek-V3 without its layer for multi-token prediction.
+
+    671B parameters, of which each token uses 37B.
 
     Sizes: huggingface.co/deepseek-ai/DeepSeek-V3/blob/main/config.json.
     """

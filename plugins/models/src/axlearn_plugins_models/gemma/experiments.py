@@ -14,23 +14,29 @@ GEMMA_2 = {
 
 
 def gemma2_2b() -> Trainer.Config:
-    """Gemma 2 2B, 2 trillion tokens. Sizes: huggingface.co/google/gemma-2-2b/blob/main/config.json."""
+    """Pretrain Gemma 2 2B on 2 trillion tokens.
+
+    2.61B parameters. Sizes: huggingface.co/google/gemma-2-2b/blob/main/config.json.
+    """
     return _gemma2(
         num_hidden_layers=26, hidden_size=2304, intermediate_size=9216, num_attention_heads=8, num_key_value_heads=4
     )
 
 
 def gemma2_9b() -> Trainer.Config:
-    """Gemma 2 9B, 8 trillion tokens. Sizes: huggingface.co/google/gemma-2-9b/blob/main/config.json."""
+    """Pretrain Gemma 2 9B on 8 trillion tokens.
+
+    9.24B parameters. Sizes: huggingface.co/google/gemma-2-9b/blob/main/config.json.
+    """
     return _gemma2(
         num_hidden_layers=42, hidden_size=3584, intermediate_size=14_336, num_attention_heads=16, num_key_value_heads=8
     )
 
 
 def gemma3_4b() -> Trainer.Config:
-    """The text model of Gemma 3 4B: five layers with a window to each global one.
+    """Pretrain the text model of Gemma 3 4B, which has five layers with a window to each global one.
 
-    Sizes: `text_config` of huggingface.co/google/gemma-3-4b-pt/blob/main/config.json.
+    3.88B parameters. Sizes: `text_config` of huggingface.co/google/gemma-3-4b-pt/blob/main/config.json.
     """
     sizes = {
         "vocab_size": 262_208, "num_hidden_layers": 34, "hidden_size": 2560, "intermediate_size": 10_240,

@@ -6,12 +6,18 @@ from axlearn_plugins_models.llama.experiments import pretraining
 
 
 def gpt2_124m() -> Trainer.Config:
-    """GPT-2 with 124M parameters. Sizes: huggingface.co/openai-community/gpt2/blob/main/config.json."""
+    """Pretrain GPT-2 small.
+
+    124M parameters. Sizes: huggingface.co/openai-community/gpt2/blob/main/config.json.
+    """
     return _gpt2(layers=12, width=768, heads=12)
 
 
 def gpt2_1_5b() -> Trainer.Config:
-    """GPT-2 with 1.5B parameters. Sizes: huggingface.co/openai-community/gpt2-xl/blob/main/config.json."""
+    """Pretrain GPT-2 XL.
+
+    1.56B parameters. Sizes: huggingface.co/openai-community/gpt2-xl/blob/main/config.json.
+    """
     return _gpt2(layers=48, width=1600, heads=25)
 
 

@@ -109,7 +109,10 @@ def pretraining(model: CausalLM.Config, *, sequence_length: int, peak: float, ma
 
 
 def llama2_7b() -> Trainer.Config:
-    """Llama 2 7B, 2 trillion tokens."""
+    """Pretrain Llama 2 7B on 2 trillion tokens.
+
+    6.74B parameters.
+    """
     model = llama(
         vocab_size=32_000, num_layers=32, hidden_dim=4096, num_heads=32, num_kv_heads=None, feed_forward_dim=11_008
     )
@@ -118,7 +121,10 @@ def llama2_7b() -> Trainer.Config:
 
 
 def llama2_70b() -> Trainer.Config:
-    """Llama 2 70B, 2 trillion tokens."""
+    """Pretrain Llama 2 70B on 2 trillion tokens.
+
+    69B parameters.
+    """
     model = llama(
         vocab_size=32_000, num_layers=80, hidden_dim=8192, num_heads=64, num_kv_heads=8, feed_forward_dim=28_672
     )
@@ -127,7 +133,10 @@ def llama2_70b() -> Trainer.Config:
 
 
 def llama3_8b() -> Trainer.Config:
-    """Llama 3 8B."""
+    """Pretrain Llama 3 8B.
+
+    8.03B parameters.
+    """
     model = llama(
         vocab_size=128_256,
         num_layers=32,
@@ -141,9 +150,9 @@ def llama3_8b() -> Trainer.Config:
 
 
 def quickstart() -> Trainer.Config:
-    """A small Llama on the source text of the Python standard library: a few minutes on two CPU cores.
+    """Train a small Llama on the source text of the Python standard library, in minutes on two CPU cores.
 
-    Nothing is downloaded: the text and the held-out files come from the running interpreter.
+    1.38M parameters. Nothing is downloaded: the text and the held-out files come from the running interpreter.
     """
     model = llama(
         vocab_size=2048,

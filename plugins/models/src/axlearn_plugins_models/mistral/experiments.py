@@ -12,13 +12,18 @@ SIZES = {
 
 
 def mistral_7b() -> Trainer.Config:
-    """Mistral 7B: every token sees the 4096 before it. Sizes: huggingface.co/mistralai/Mistral-7B-v0.1/blob/main/config.json."""
+    """Pretrain Mistral 7B, whose tokens attend to the 4096 before them.
+
+    7.24B parameters. Sizes: huggingface.co/mistralai/Mistral-7B-v0.1/blob/main/config.json.
+    """
     model = published("mistral", SIZES | {"rope_theta": 10_000.0, "sliding_window": 4096})
     return pretraining(model, sequence_length=8192, peak=3e-4, max_steps=500_000)
 
 
 def mixtral_8x7b() -> Trainer.Config:
-    """Mixtral 8x7B: 46.7B parameters, of which a token uses 12.9B.
+    """Pretrain Mixtral 8x7B, a mixture of experts.
+
+    46.7B parameters, of which each token uses 12.9B.
 
     Sizes: huggingface.co/mistralai/Mixtral-8x7B-v0.1/blob/main/config.json.
     """

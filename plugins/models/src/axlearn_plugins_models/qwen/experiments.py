@@ -10,7 +10,10 @@ from axlearn_plugins_transformer.norm import RMSNorm
 
 
 def qwen3_30b_a3b() -> Trainer.Config:
-    """Qwen 3 30B-A3B: 128 experts of which a token uses 8, 30.5B parameters of which it uses 3.3B."""
+    """Pretrain Qwen 3 30B-A3B, a mixture of 128 experts.
+
+    30.5B parameters, of which each token uses 3.3B: 8 of the experts.
+    """
     model = llama(
         vocab_size=151_936,
         num_layers=48,
@@ -33,7 +36,10 @@ def qwen3_30b_a3b() -> Trainer.Config:
 
 
 def qwen2_5_7b() -> Trainer.Config:
-    """Qwen 2.5 7B, 18 trillion tokens. Sizes: huggingface.co/Qwen/Qwen2.5-7B/blob/main/config.json."""
+    """Pretrain Qwen 2.5 7B on 18 trillion tokens.
+
+    7.62B parameters. Sizes: huggingface.co/Qwen/Qwen2.5-7B/blob/main/config.json.
+    """
     sizes = {
         "vocab_size": 152_064, "num_hidden_layers": 28, "hidden_size": 3584, "intermediate_size": 18_944,
         "num_attention_heads": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0,
@@ -42,7 +48,10 @@ def qwen2_5_7b() -> Trainer.Config:
 
 
 def qwen3_8b() -> Trainer.Config:
-    """Qwen 3 8B, 36 trillion tokens. Sizes: huggingface.co/Qwen/Qwen3-8B-Base/blob/main/config.json."""
+    """Pretrain Qwen 3 8B on 36 trillion tokens.
+
+    8.19B parameters. Sizes: huggingface.co/Qwen/Qwen3-8B-Base/blob/main/config.json.
+    """
     sizes = {
         "vocab_size": 151_936, "num_hidden_layers": 36, "hidden_size": 4096, "intermediate_size": 12_288,
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6,

@@ -52,7 +52,7 @@ async def find_model(client: httpx.AsyncClient, model: str | None) -> tuple[str,
         if model is not None and isinstance(error, httpx.HTTPStatusError):
             return model, None
         raise WorkError(
-            f"{client.base_url} does not list its models: {error or type(error).__name__}\n"
+            f"{client.base_url} does not list its models: {str(error) or type(error).__name__}\n"
             "    fix: start the server, or look at --url"
         ) from None
     name = model or next(iter(models), None)

@@ -4,7 +4,7 @@ import contextlib
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
@@ -88,6 +88,8 @@ def serve(
 
         _check_options_of_vllm(context)
         sys.exit(serve_with_vllm(uri, host=host, port=port, name=served_model_name, key=key, step=step, more=more))
+    if replicas is not None:
+        _check_options_of_replicas(context)
     if more:
         raise RequestError(f"got the arguments {' '.join(more)}\n    fix: leave them out, or give --engine vllm")
     limits = Limits(body_bytes=max_body, api_key=key, hosts=hosts_of(host, key))
@@ -144,16 +146,32 @@ def _check_options_of_vllm(context: click.Context) -> None:
     """
     from axlearn_core.errors import RequestError
 
-    source = click.core.ParameterSource.DEFAULT
-    options = [
-        p.opts[0]
-        for p in context.command.params
-        if p.name and p.name not in _OF_VLLM and context.get_parameter_source(p.name) != source
-    ]
-    if options:
+    if options := _options_set(context, lambda name: name not in _OF_VLLM):
         raise RequestError(
             f"--engine vllm does not take {', '.join(options)}\n    fix: leave it out, and give options of `vllm serve` after --"
         )
+
+
+def _check_options_of_replicas(context: click.Context) -> None:
+    """Refuses options that Ray Serve, which ends and logs requests itself, would ignore.
+
+    Raises:
+        RequestError: one was given.
+    """
+    from axlearn_core.errors import RequestError
+
+    if options := _options_set(context, lambda name: name in ("grace", "log_requests")):
+        raise RequestError(
+            f"--replicas does not take {', '.join(options)}: Ray Serve ends and logs requests itself\n"
+            "    fix: leave it out; Ray writes a line for each request to its own logs"
+        )
+
+
+def _options_set(context: click.Context, chosen: Callable[[str], bool]) -> list[str]:
+    """Returns the spellings of the chosen parameters that the user set."""
+    default = click.core.ParameterSource.DEFAULT
+    names = [(p.name, p.opts[0]) for p in context.command.params if p.name]
+    return [option for name, option in names if chosen(name) and context.get_parameter_source(name) != default]
 
 
 def _config(set_: tuple[str, ...], max_queue: int | None, adapters: tuple[str, ...]) -> Any:

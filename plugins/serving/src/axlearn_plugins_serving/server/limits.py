@@ -4,6 +4,7 @@ import asyncio
 import hmac
 import ipaddress
 import json
+import logging
 
 import attrs
 import uvicorn
@@ -246,8 +247,19 @@ def _bare_response(error: ApiError, phrase: str) -> bytes:
 _TOO_MANY = _bare_response(ApiError(503, "too many connections", code="too_many_connections"), "Service Unavailable")
 
 
+def print_access_log() -> None:
+    """Has uvicorn's access log written to stderr, a line for each request; without a handler and a level it goes nowhere."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    logger = logging.getLogger("uvicorn.access")
+    logger.handlers, logger.propagate = [handler], False
+    logger.setLevel(logging.INFO)
+
+
 def uvicorn_config(app: ASGIApp, limits: Limits, *, log_requests: bool = False) -> uvicorn.Config:
-    """How uvicorn runs an app: no logs of its own but errors."""
+    """Returns uvicorn's settings. It logs errors only, and one line per request to stderr if `log_requests`."""
+    if log_requests:
+        print_access_log()
     return uvicorn.Config(
         app,
         http=protocol(limits),

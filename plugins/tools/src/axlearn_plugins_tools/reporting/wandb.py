@@ -11,7 +11,7 @@ from axlearn_core.config import Configurable, node
 from axlearn_core.errors import RequestError, WorkError
 from axlearn_core.train.trackers.common import printable, writing
 
-_FIX = 'pip install "axlearn-core[wandb]"'
+_FIX = 'pip install "axlearn-plugins-tools[wandb]"'
 
 
 class WandbTracker(Configurable):

@@ -1,0 +1,155 @@
+"""Every package, extra, command and option that a message, a docstring, a help text or a page names exists."""
+
+import ast
+import re
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from axlearn_core.cli.main import cli
+
+ROOT = Path(__file__).resolve().parents[1]
+
+PLACEHOLDER = "…"
+"""Stands for a value that an f-string fills in."""
+OTHERS = {
+    "datasets", "jax", "jax-cuda12-plugin", "jupyterlab", "matplotlib", "moto", "pip", "skypilot", "torch", "twine", "uv", "vllm",
+}  # fmt: skip
+"""Packages of others that are named, with whatever extras they have."""
+EXAMPLES = {"axlearn-plugins-my-gate", "axlearn-plugins-my-norm", "axlearn-plugins-foo", "axlearn-plugins-toy"}
+"""Packages that readers write, or that only stand for some package."""
+
+
+def _projects() -> dict[str, set[str]]:
+    """Each distribution of the workspace and of the examples, with its extras."""
+    files = [*ROOT.glob("axlearn_*/pyproject.toml"), *ROOT.glob("plugins/*/pyproject.toml")]
+    files += ROOT.glob("examples/*/pyproject.toml")
+    projects = [tomllib.loads(file.read_text("utf-8"))["project"] for file in files]
+    return {project["name"]: set(project.get("optional-dependencies", ())) for project in projects}
+
+
+PROJECTS = _projects()
+ADDED = {
+    option
+    for file in (ROOT / "examples").glob("*/src/*/hooks.py")
+    for option in re.findall(r'name="(--[a-z-]+)"', file.read_text("utf-8"))
+}
+"""Options that the example plugins add."""
+
+
+def strings(source: str) -> Iterator[str]:
+    """The strings of Python code, docstrings among them."""
+    tree = ast.parse(source)
+    parts = {id(v) for n in ast.walk(tree) if isinstance(n, ast.JoinedStr) for v in n.values}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(v.value) if isinstance(v, ast.Constant) else PLACEHOLDER for v in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
+            yield node.value
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """(path, text) of each page, and of the strings of each module. Results are what was run at their time."""
+    names = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    for name in names:
+        if name.startswith(("tests/", "benchmarks/results/", "benchmarks/baselines/")):
+            continue
+        if name.endswith((".md", ".template", ".ipynb", ".toml", ".html", ".sh")):
+            yield name, (ROOT / name).read_text("utf-8").replace("\\\n", " ")
+        elif name.endswith(".py"):
+            yield name, "\n".join(strings((ROOT / name).read_text("utf-8"))).replace("\\\n", " ")
+
+
+TEXTS = dict(texts())
+_OURS = re.compile(r"\baxlearn-(?:core|plugins(?:-[a-z0-9]+)+)(?:\[([\w,-]+)\])?(?!-?[A-Z…{*\w])")
+_INSTALL = re.compile(r"\b(?:(?:pip install|uv add|uv tool install) ([^\n`|;)&#…]*)|uv run --with (\S+))")
+_REQUIREMENT = re.compile(r"([A-Za-z][\w.-]*)(?:\[([\w,-]+)\])?")
+_JOINING = {"and", "in", "or", "then", "with"}
+_COMMAND = re.compile(r"(?<![\w/-])axlearn ((?:[a-z][a-z-]*|--[a-z])[^\n`|;)&#\"]*)")
+_PROSE = re.compile(r"[a-z,] $")
+
+
+def wrong_packages(text: str) -> list[str]:
+    """Names of packages and extras that do not exist, among those that a text names."""
+    wrong = []
+    for match in _OURS.finditer(text):
+        name, _, extras = match[0].partition("[")
+        wrong += [f"{name}: no such distribution"] if name not in PROJECTS.keys() | EXAMPLES else []
+        unknown = set(filter(None, extras.rstrip("]").split(","))) - PROJECTS.get(name, {"test"})
+        wrong += [f"{name}[{extra}]: no such extra" for extra in sorted(unknown)]
+    for match in _INSTALL.finditer(text):
+        for word in installed(match[1] or match[2] or ""):
+            if not word.startswith("axlearn-") and word.partition("[")[0] not in OTHERS:
+                wrong.append(f"{word}: not a package that this test knows")
+    return wrong
+
+
+def installed(words: str) -> Iterator[str]:
+    """The requirements among the words behind `pip install`, up to where a sentence goes on."""
+    words = re.sub(r"\s(?:-e|--python)\s+\S+", " ", " " + words)
+    for word in words.split():
+        bare = word.strip("\"'\\,.(:")
+        if word.startswith("-") and bare not in {"--with", "--upgrade", "--force-reinstall", "--no-cache-dir"}:
+            return
+        if _REQUIREMENT.fullmatch(bare):
+            if bare in _JOINING:
+                return
+            yield bare
+        if word.endswith((",", ".", ":")) or word.startswith("("):
+            return
+
+
+def wrong_commands(text: str) -> list[str]:
+    """Commands and options that do not exist, among those of `axlearn` that a text names."""
+    wrong = []
+    for match in _COMMAND.finditer(text):
+        before = text[max(0, match.start() - 8) : match.start()]
+        if _PROSE.search(before) and not before.endswith(("run ", "in ", "&& ")):
+            continue
+        words = match[1].split(" -- ")[0].split()
+        command: click.Command = cli
+        path = ["axlearn"]
+        while isinstance(command, click.Group) and words and re.fullmatch(r"[a-z][a-z-]*[,.:]?", words[0]):
+            path.append(words.pop(0).rstrip(",.:"))
+            child = command.get_command(click.Context(command), path[-1])
+            if child is None:
+                wrong.append(f"{' '.join(path)}: no such command")
+                break
+            command = child
+        else:
+            options = {o for p in command.get_params(click.Context(command)) for o in (*p.opts, *p.secondary_opts)}
+            spellings = {w for word in words if (w := re.match(r"-{1,2}[a-z][a-z-]*", word.strip("[]()'\",.:")))}
+            wrong += [
+                f"{' '.join(path)} {w[0]}: no such option" for w in spellings if w[0] not in options | ADDED | {"-h"}
+            ]
+    return wrong
+
+
+@pytest.mark.parametrize("check", [wrong_packages, wrong_commands])
+def test_what_is_advised_exists(check):
+    wrong = [f"{name}: {problem}" for name, text in TEXTS.items() for problem in check(text)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_enough_is_looked_at():
+    everything = "\n".join(TEXTS.values())
+    assert len(_OURS.findall(everything)) > 200
+    assert len(_INSTALL.findall(everything)) > 60
+    assert len(_COMMAND.findall(everything)) > 500
+
+
+def test_what_does_not_exist_is_found():
+    assert wrong_packages('    fix: pip install "axlearn-core[wandb]"') == ["axlearn-core[wandb]: no such extra"]
+    assert wrong_packages("`pip install axlearn-plugins-tool`") == ["axlearn-plugins-tool: no such distribution"]
+    assert wrong_packages("pip install wandbb") == ["wandbb: not a package that this test knows"]
+    assert wrong_packages('pip install "axlearn-plugins-tools[wandb]"') == []
+    assert wrong_commands("see `axlearn data` for more") == ["axlearn data: no such command"]
+    assert wrong_commands("  axlearn lora mrge A B") == ["axlearn lora mrge: no such command"]
+    assert wrong_commands("`axlearn plan quickstart --tagret cpu`") == ["axlearn plan --tagret: no such option"]
+    assert wrong_commands("`uv run axlearn serve RUN --port 0 -- --any-of-vllm`") == []
