@@ -101,12 +101,14 @@ class Choice:
         context: the program around it.
         name: the kernel.
         rejected: name -> reason, of kernels with a higher priority.
+        compiler_options: XLA's options that the kernel needs for the whole program.
     """
 
     op: Call[Any]
     context: KernelContext
     name: str
     rejected: Mapping[str, str]
+    compiler_options: Mapping[str, Any] = {}
 
     @property
     def call(self) -> str:
@@ -155,7 +157,13 @@ class Selection:
         for implementation in candidates:
             kernel, reason = _consider(implementation, call, context)
             if reason is None:
-                choice = Choice(op=call, context=context, name=implementation.name, rejected=rejected)
+                choice = Choice(
+                    op=call,
+                    context=context,
+                    name=implementation.name,
+                    rejected=rejected,
+                    compiler_options=implementation.compiler_options.get(self.platform, {}),
+                )
                 if choice not in self.choices:
                     self.choices.append(choice)
                 return kernel
