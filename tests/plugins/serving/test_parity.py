@@ -43,6 +43,15 @@ def test_bitwise_with_a_vocabulary_and_chunks_as_served():
     check_parity_scores(cfg, cfg.build(rngs=nnx.Rngs(0)), seeds=1, chunk=32, max_step_tokens=64, chunk_buckets=(1,))
 
 
+LARGE_STEPS = {"max_step_tokens": 4608, "chunk": 24, "chunk_buckets": ()}
+"""Every step with prompts has 4,608 rows. XLA for CPU computes 4,096 numbers and more by other algorithms by default."""
+
+
+@pytest.mark.slow
+def test_bitwise_in_large_steps():
+    check_parity_scores(config(), model(), seeds=1, **LARGE_STEPS)
+
+
 WIDE = {
     "decoder.layer.attention.num_heads": 12,
     "decoder.layer.attention.num_kv_heads": 4,
@@ -61,6 +70,7 @@ def test_bitwise_with_wide_maps():
     for devices in (1, 2):
         check_parity_scores(cfg, of, seeds=1, devices=devices, max_rows=16, chunk=32, max_step_tokens=128)
         check_parity_scores(cfg, of, seeds=1, devices=devices)
+        check_parity_scores(cfg, of, seeds=1, devices=devices, **LARGE_STEPS)
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
