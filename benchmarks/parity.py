@@ -101,8 +101,8 @@ def compare(
     inputs, targets = (random.integers(0, cfg.vocab_size, shape).astype(np.int32) for _ in range(2))  # type: ignore[attr-defined]
 
     def program(count: int) -> tuple[ModelProgram, ModelWeights]:
-        made = ModelProgram(functional, jax.devices()[:count], Mesh(), declare=lambda _: declare(functional))
-        return made, made.place(weights)
+        instance = ModelProgram(functional, jax.devices()[:count], Mesh(), declare=lambda _: declare(functional))
+        return instance, instance.place(weights)
 
     weights = functional.weights_of(cfg.build(rngs=nnx.Rngs(0)))
     alone, placed = program(1)
