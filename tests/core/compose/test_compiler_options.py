@@ -8,9 +8,12 @@ import pytest
 from axlearn_core.compose import compose
 from axlearn_core.compose.functions import Function
 from axlearn_core.config import patch
+from axlearn_core.contracts.kernels import KernelImplementation
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.contracts.target import Target
-from axlearn_core.errors import ConfigError
+from axlearn_core.errors import ConfigError, PluginError
+from axlearn_core.kernels import selection
+from axlearn_core.kernels.op import Op
 from axlearn_core.plugins.resolve import resolve
 from axlearn_core.train.run_dir import lock_drift
 
@@ -62,3 +65,82 @@ def test_other_flags_than_those_of_the_lock_are_told():
     assert lock_drift(before, before) == []
     (drift,) = lock_drift(before, before | {"flags": {"XLA_FLAGS": "--xla_x"}})
     assert drift == "flags: was {}, is {'XLA_FLAGS': '--xla_x'}"
+
+
+@attrs.frozen(eq=False)
+class Twice(Op[jax.Array]):
+    """2 x."""
+
+    name = "twice"
+    x: jax.Array
+
+    def operands(self):
+        return {"x": self.x}
+
+    def reference(self):
+        return self.x + self.x
+
+
+OPTION, NEEDED = "xla_cpu_enable_fast_math", {"cpu": {"xla_cpu_enable_fast_math": True}}
+
+
+def with_kernels(kernels, platform="cpu", **options):
+    """A program that calls `Twice` by each of these kernels: name -> the options that it needs."""
+    instance = program(**options)
+    load = f"{selection.__name__}:REFERENCE_KERNEL"
+    declared = [
+        KernelImplementation(name=name, op=Twice.path(), load=load, compiler_options=needs)
+        for name, needs in kernels.items()
+    ]
+    chosen = selection.Selection(platform=platform, declared=lambda _: declared)
+    instance.selection = lambda _: chosen
+
+    def lower(name, batch):
+        def call(x):
+            for kernel in kernels:
+                x = Twice(x).run(kernel)
+            return x
+
+        with selection.use(chosen):
+            return jax.jit(call).lower(batch["x"])
+
+    instance.lower = lower
+    return instance
+
+
+X = {"x": jnp.ones(3)}
+
+
+def test_a_kernel_s_options_hold_for_its_program():
+    instance = with_kernels({"careful": NEEDED}, xla_llvm_disable_expensive_passes=True)
+    assert instance.options("train") == instance.compiler_options  # no kernel is chosen yet
+    assert instance.compile("train", X)(jnp.ones(3)).tolist() == [2, 2, 2]
+    assert instance.options("train") == {
+        "xla_backend_optimization_level": 1,
+        OPTION: True,
+        "xla_llvm_disable_expensive_passes": True,
+    }
+    assert with_kernels({"careful": NEEDED}, **{OPTION: True}).compile("train", X)
+
+
+def test_a_kernel_s_options_reach_the_compiler():
+    instance = with_kernels({"wrong": {"cpu": {"xla_of_another_version": 3}}})
+    with pytest.raises(PluginError, match=r"the twice kernel 'wrong' needs an option that .* refuses: No such compile"):
+        instance.compile("train", X)
+    instance = with_kernels({"elsewhere": {"gpu": {"xla_of_another_version": 3}}})
+    assert instance.compile("train", X)(jnp.ones(3)).tolist() == [2, 2, 2]
+
+
+def test_a_config_cannot_change_what_a_kernel_needs():
+    with pytest.raises(ConfigError) as error:
+        with_kernels({"careful": NEEDED}, **{OPTION: False}).compile("train", X)
+    assert f"mesh.compiler_options.{OPTION}: the twice kernel 'careful' needs another value" in str(error.value)
+    assert "expected: True" in str(error.value)
+
+
+def test_kernels_that_need_different_values_are_refused():
+    kernels = {"careful": NEEDED, "careless": {"cpu": {OPTION: False}}}
+    with pytest.raises(
+        PluginError, match=r"kernel 'careless' cannot be in one program with the twice kernel 'careful'"
+    ):
+        with_kernels(kernels).compile("train", X)

@@ -64,6 +64,8 @@ def check_parity_scores(cfg, of, seeds=2, devices=1, **sizes):
             compared += len(logprobs)
         check_prompts(runner, some, scores, rng)
     assert compared >= 32 * seeds
+    # Small steps are equal without these options, large ones are not.
+    assert runner.program.options("serve") == scores.program.options("score") != {}
 
 
 def check_prompts(runner, some, scores, rng):

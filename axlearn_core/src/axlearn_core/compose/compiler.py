@@ -2,7 +2,6 @@
 
 import functools
 import os
-import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +17,10 @@ from axlearn_core.compose import executables
 from axlearn_core.compose.functions import Array, Function, Part
 from axlearn_core.compose.kernel_notes import KernelNotes
 from axlearn_core.compose.layout import Layout
+from axlearn_core.compose.options import check_refusal, merge_options
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.contracts.target import Target
-from axlearn_core.errors import ConfigError, Problem, RequestError, unknown
+from axlearn_core.errors import RequestError, unknown
 from axlearn_core.kernels.selection import Choice, Selection, use
 from axlearn_core.nn import sharding as nn_sharding
 from axlearn_core.plugins.targets import load
@@ -59,8 +59,24 @@ class Compiler:
 
     @property
     def compiler_options(self) -> dict[str, Any]:
-        """XLA's options for the functions: the target's, and over them the config's."""
-        return {**(self.target.compiler_options if self.target else {}), **self.mesh.compiler_options}
+        """XLA's options for all functions: the target's, and over them the config's. See `options`."""
+        return merge_options(self._target_options, (), self.mesh.compiler_options)
+
+    @property
+    def _target_options(self) -> Mapping[str, Any]:
+        return self.target.compiler_options if self.target else {}
+
+    def options(self, name: str) -> dict[str, Any]:
+        """XLA's options for a function that was traced: `compiler_options`, and those that its kernels need.
+
+        Raises:
+            ConfigError, PluginError: see `merge_options`.
+        """
+        if not self.function(name).runs_once:
+            return merge_options(self._target_options, self.choices(name), self.mesh.compiler_options)
+        # LLVM's third level takes three times as long to compile what runs once, and as fast at the first.
+        on_cpu = self.layout.mesh.devices.flat[0].platform == "cpu"
+        return {"xla_backend_optimization_level": 1} if on_cpu else {}
 
     @property
     def compiled(self) -> Sequence[tuple[str, Any]]:
@@ -110,7 +126,7 @@ class Compiler:
         return self._lower(self._jit(name, bucket), name, bucket)
 
     def compile(self, name: str, bucket: object = None, **options: object) -> Any:
-        """A function compiled for a bucket, or loaded (see `load`); kept. `options` are XLA's, under `compiler_options`.
+        """A function compiled for a bucket, or loaded (see `load`); kept. `options` are XLA's, under the function's own.
 
         Several threads may compile: they trace one after another, and each function is compiled by one of them.
 
@@ -120,7 +136,6 @@ class Compiler:
         """
         key = (name, _bucket_key(bucket), *sorted(options.items()))
         if key not in self._compiled:
-            options = {**options, **self._options(name)}
             self._once(key, lambda: self._load(name, bucket, options) or self._compile(name, bucket, options))
         return self._compiled[key]
 
@@ -141,7 +156,7 @@ class Compiler:
                     self.compile(name, bucket)
                 elif key not in self._compiled:
                     lowered = self.lower(name, bucket)
-                    make = functools.partial(self._compile_lowered, lowered, key, self._options(name), hits)
+                    make = functools.partial(self._compile_lowered, lowered, key, self.options(name), hits)
                     compiling.append(pool.submit(self._once, key, make))
             for future in compiling:
                 future.result()
@@ -156,22 +171,29 @@ class Compiler:
             try:
                 self._compiled[key] = make()
             except jax.errors.JaxRuntimeError as error:
-                _check_options(self.mesh.compiler_options, str(error))
+                check_refusal(self.choices(key[0]), self.mesh.compiler_options, str(error))
                 raise
 
     def _load(self, name: str, bucket: Any, options: Mapping[str, Any]) -> Any:
         exported = self._exported.get((name, str(_bucket_key(bucket))))
         if exported is None:
             return None
-        program = None if self._identified else executables.program_hash(self.lower(name, bucket), options)
+        program = None
+        if not self._identified:
+            lowered = self.lower(name, bucket)
+            program = executables.program_hash(lowered, {**options, **self.options(name)})
         return executables.load(*exported, program, self.layout.mesh.devices)
 
     def _compile(self, name: str, bucket: object, options: Mapping[str, Any]) -> Any:
         if not self._has_packed_arguments(name, bucket):
             with CacheHits() as hits:
-                return self._compile_lowered(self.lower(name, bucket), (name, _bucket_key(bucket)), options, hits)
+                lowered = self.lower(name, bucket)
+                options = {**options, **self.options(name)}
+                return self._compile_lowered(lowered, (name, _bucket_key(bucket)), options, hits)
+        if not self.choices(name):
+            self.trace(name, bucket)  # chooses the kernels, which may need options
         # With the options on the jitted function, JAX's dispatch takes what is compiled here.
-        jitted = self._jit(name, bucket, options)
+        jitted = self._jit(name, bucket, {**options, **self.options(name)})
         return _Dispatched(self._lower(jitted, name, bucket).compile(), jitted)
 
     def _compile_lowered(
@@ -228,7 +250,7 @@ class Compiler:
                         f"{name} takes 4-bit integers: JAX could not call it once it is loaded\n"
                         "    fix: leave it out; it compiles where it is needed"
                     )
-                program = executables.program_hash(self.lower(name, bucket), self._options(name))
+                program = executables.program_hash(self.lower(name, bucket), self.options(name))
                 function = self.compile(name, bucket)
                 if self.was_cached(name, bucket):
                     function = self._compile_anew(name, bucket)
@@ -268,7 +290,7 @@ class Compiler:
     def _compile_anew(self, name: str, bucket: Any) -> Any:
         """Compiles without JAX's compilation cache, on disk and in memory."""
         # An option at its default, so that JAX does not give what it compiled or read before.
-        options = {**self._options(name), "xla_embed_ir_in_executable": False}
+        options = {**self.options(name), "xla_embed_ir_in_executable": False}
         before = jax.config.values["jax_enable_compilation_cache"]
         jax.config.update("jax_enable_compilation_cache", False)
         compilation_cache.reset_cache()
@@ -287,13 +309,6 @@ class Compiler:
         """Forgets what was loaded for a bucket of a function, so that it is compiled."""
         if self._exported.pop((name, str(_bucket_key(bucket))), None) is not None:
             self._compiled = {k: v for k, v in self._compiled.items() if k[:2] != (name, _bucket_key(bucket))}
-
-    def _options(self, name: str) -> dict[str, Any]:
-        if not self.function(name).runs_once:
-            return self.compiler_options
-        # LLVM's third level takes three times as long to compile what runs once, and as fast at the first.
-        on_cpu = self.layout.mesh.devices.flat[0].platform == "cpu"
-        return {"xla_backend_optimization_level": 1} if on_cpu else {}
 
     def _jit(self, name: str, bucket: object, options: Mapping[str, Any] | None = None) -> Any:
         key = name, _bucket_key(bucket), *sorted((options or {}).items())
@@ -387,11 +402,3 @@ def _bucket_key(bucket: object) -> Any:
 
 def _is_abstract(leaf: object) -> bool:
     return isinstance(leaf, (Array, Part))
-
-
-def _check_options(options: Mapping[str, Any], refusal: str) -> None:
-    """Raises `ConfigError` where XLA's `refusal` to compile is about one of the config's options for it."""
-    for name, value in options.items():
-        if refusal.startswith("INVALID_ARGUMENT: ") and name in re.findall(r"\w+", refusal):
-            reason = refusal.removeprefix("INVALID_ARGUMENT: ")
-            raise ConfigError(Problem(path=f"mesh.compiler_options.{name}", message=reason, got=repr(value)))

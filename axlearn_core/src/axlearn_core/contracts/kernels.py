@@ -31,6 +31,8 @@ class KernelImplementation:
         platforms: JAX platform names that it runs on; empty means all.
         tags: activation tags of its own, of what its backward pass takes. A config may name them on any machine; where
             another kernel runs, there is nothing to keep.
+        compiler_options: platform -> XLA's options for every program that has this kernel, if the kernel promises
+            something of the whole program. A config that sets one of them to another value is an error.
     """
 
     name: str
@@ -39,6 +41,7 @@ class KernelImplementation:
     priority: int = 0
     platforms: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
+    compiler_options: Mapping[str, Mapping[str, Any]] = attrs.field(factory=dict, hash=False)
 
 
 @attrs.frozen(kw_only=True)

@@ -103,6 +103,7 @@ class Choice:
         name: the kernel.
         rejected: name -> reason, of kernels with a higher priority, and of one that the config names.
         named: the kernel that the config names; None if it leaves the choice open.
+        compiler_options: XLA's options that the kernel needs for the whole program.
     """
 
     op: Call[Any]
@@ -110,6 +111,7 @@ class Choice:
     name: str
     rejected: Mapping[str, str]
     named: str | None = None
+    compiler_options: Mapping[str, Any] = {}
 
     @property
     def call(self) -> str:
@@ -166,7 +168,14 @@ class Selection:
         for implementation in candidates:
             kernel, reason = _consider(implementation, call, context)
             if reason is None:
-                choice = Choice(op=call, context=context, name=implementation.name, rejected=rejected, named=name)
+                choice = Choice(
+                    op=call,
+                    context=context,
+                    name=implementation.name,
+                    rejected=rejected,
+                    named=name,
+                    compiler_options=implementation.compiler_options.get(self.platform, {}),
+                )
                 if choice not in self.choices:
                     self.choices.append(choice)
                 return kernel

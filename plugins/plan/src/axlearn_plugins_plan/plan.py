@@ -47,7 +47,7 @@ class Plan:
         tokens: of the batch; None where the function takes none.
         tags: activation tags of a training step; empty where the model has none.
         gradient_bytes: 0 where the function does not differentiate.
-        compiler_options: XLA's, of the target and of the config.
+        compiler_options: XLA's, of the target, the kernels and the config.
         compile_seconds: tracing, lowering and compiling.
     """
 
@@ -211,7 +211,7 @@ def make_plan(resolved: Resolved, function: str = "train") -> Plan:
         tags=tuple(activations),
         gradient_bytes=shard_bytes(program.state.params) if trains else 0,
         accumulate_steps=getattr(getattr(resolved.config, "learner", None), "accumulate_steps", 1),
-        compiler_options=program.compiler_options,
+        compiler_options=program.options(function),
         compile_seconds=seconds,
     )
 

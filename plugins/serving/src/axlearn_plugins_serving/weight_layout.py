@@ -11,16 +11,21 @@ from axlearn_core.config import Node, find
 from axlearn_core.nn.linear import Linear
 from axlearn_plugins_transformer.attention_variants.alibi import Alibi
 
-ROWS, ROWS_OF_WIDE_MAPS = 64, 32
-"""Of everything but attention in the mode `parity`: XLA for CPU multiplies and adds up fewer rows by other algorithms. From how
-many on it does not, depends on the sizes: 56 for maps of 256 to 256, 40 for 512, 24 for 768, and 4 for 1,024 and more."""
+ROWS = 64
+"""Of everything but attention in the mode `parity`: XLA for CPU multiplies fewer rows by another algorithm. How many are enough
+depends on the inputs: 56 rows for maps of 256 inputs, 40 for 512 and 640, 24 for 768, and 4 for 1,024 and more."""
+ROWS_OF_WIDE_MAPS = {1024: 8, 768: 24}
+"""The least inputs of a model's maps -> rows that are enough if all its maps are wide (see `has_wide_maps`)."""
 WIDE, INPUT_MULTIPLE, OUTPUT_MULTIPLE = 768, 256, 64
 """Maps for which fewer rows are enough: of 11 such numbers of inputs and 14 of outputs none needed more."""
 
 
 def least_rows(model: Any) -> int:
     """How many rows are computed at least, so that none depends on their number, bit for bit; `model`: a `CausalLM`."""
-    return ROWS_OF_WIDE_MAPS if has_wide_maps(model) else ROWS
+    if not has_wide_maps(model):
+        return ROWS
+    least = min(math.prod(m.cfg.input_dims) for m in _maps(model))
+    return next(rows for inputs, rows in ROWS_OF_WIDE_MAPS.items() if least >= inputs)
 
 
 def has_wide_maps(model: Any, devices: int = 1) -> bool:
@@ -28,12 +33,16 @@ def has_wide_maps(model: Any, devices: int = 1) -> bool:
 
     XLA for CPU then computes the same bits for a part of the outputs as for all of them; tested on 2 devices.
     """
-    maps: list[Any] = [m for _, m in nnx.iter_modules(model) if hasattr(getattr(m, "cfg", None), "input_dims")]
+    maps = _maps(model)
     inputs = [math.prod(m.cfg.input_dims) for m in maps]
     outputs = [math.prod(m.cfg.output_dims) for m in maps] + [model.vocab_size]  # the head may be the embedding
     multiple = OUTPUT_MULTIPLE * devices
     wide = all(n >= WIDE and n % INPUT_MULTIPLE == 0 for n in inputs) and all(n % multiple == 0 for n in outputs)
     return bool(maps) and wide and all(type(m) is Linear for m in maps)
+
+
+def _maps(model: Any) -> list[Any]:
+    return [m for _, m in nnx.iter_modules(model) if hasattr(getattr(m, "cfg", None), "input_dims")]
 
 
 def refusal_of_parity(program: Any) -> str | None:

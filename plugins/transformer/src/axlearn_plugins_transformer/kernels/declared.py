@@ -5,6 +5,9 @@ from axlearn_core.plugins.hookspecs import hookimpl
 
 _MODULE = "axlearn_plugins_transformer.kernels.attention"
 _PAGED = "axlearn_plugins_transformer.kernels.paged_attention"
+_ROW_BY_ROW = {"cpu": {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}}
+"""YNNPACK computes products only. By default XLA for CPU also gives it all other work on 4,096 numbers or more, and computes
+smaller work itself, with other results. A norm's 1 / sqrt(mean) would then depend on the number of tokens in the batch."""
 
 
 @hookimpl
@@ -22,7 +25,11 @@ def axlearn_kernels() -> list[KernelImplementation]:
     # Slower than the others: only where a config names them.
     invariant = [
         KernelImplementation(
-            name="invariant", op=op, load=f"axlearn_plugins_transformer.kernels.invariant:{attribute}", priority=-1
+            name="invariant",
+            op=op,
+            load=f"axlearn_plugins_transformer.kernels.invariant:{attribute}",
+            priority=-1,
+            compiler_options=_ROW_BY_ROW,
         )
         for op, attribute in ((f"{_MODULE}:Attention", "INVARIANT"), (f"{_PAGED}:PagedAttention", "INVARIANT_PAGED"))
     ]

@@ -1,0 +1,66 @@
+"""XLA's options for a function: the target's, those that its kernels need, and the config's."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from axlearn_core.errors import ConfigError, PluginError, Problem
+from axlearn_core.kernels.selection import Choice
+
+_PATH = "mesh.compiler_options."
+
+
+def merge_options(target: Mapping[str, Any], choices: Sequence[Choice], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a function. The config overrides the target; both give way to the kernels.
+
+    Args:
+        target: of the target.
+        choices: the kernels in the function.
+        config: `mesh.compiler_options`.
+
+    Raises:
+        PluginError: two kernels need different values of an option.
+        ConfigError: the config gives an option another value than a kernel needs.
+    """
+    needs: dict[str, tuple[Choice, Any]] = {}
+    for choice in choices:
+        for name, value in choice.compiler_options.items():
+            other, before = needs.setdefault(name, (choice, value))
+            if before != value:
+                raise PluginError(
+                    f"{_kernel(choice)} cannot be in one program with {_kernel(other)}\n"
+                    f"    got: {name}={value!r} and {before!r}\n    fix: choose another kernel for one of the two ops"
+                )
+            if config.get(name, value) != value:
+                message = f"{_kernel(choice)} needs another value"
+                fix = "leave the option out, or choose another kernel"
+                raise ConfigError(
+                    Problem(path=_PATH + name, message=message, got=repr(config[name]), expected=repr(value), fix=fix)
+                )
+    return {**target, **config, **{name: value for name, (_, value) in needs.items()}}
+
+
+def check_refusal(choices: Sequence[Choice], config: Mapping[str, Any], refusal: str) -> None:
+    """Raises an error that names the source of an option if XLA's `refusal` to compile is about that option.
+
+    Raises:
+        PluginError: a kernel needs the option.
+        ConfigError: the config sets the option.
+    """
+    kind, _, reason = refusal.partition(": ")
+    if kind != "INVALID_ARGUMENT":
+        return
+    words = set(re.findall(r"\w+", refusal))
+    for choice in choices:
+        if refused := words.intersection(choice.compiler_options):
+            name = refused.pop()
+            raise PluginError(
+                f"{_kernel(choice)} needs an option that this version of XLA refuses: {reason}\n"
+                f"    got: {name}={choice.compiler_options[name]!r}\n    fix: choose another kernel, or another jaxlib"
+            )
+    for name in words.intersection(config):
+        raise ConfigError(Problem(path=_PATH + name, message=reason, got=repr(config[name])))
+
+
+def _kernel(choice: Choice) -> str:
+    return f"the {choice.op.name} kernel {choice.name!r}"

@@ -1,0 +1,158 @@
+"""Whether log-probabilities depend on how many tokens are in a batch, bit for bit, with the attention kernel `invariant`.
+
+    python benchmarks/parity.py [--widths 64,256,1024] [--tokens 4096,65536] [--functions score,step] [--devices 1]
+
+Batches of 64 tokens give the expected log-probability of each token. One batch then computes the same tokens twice: by `score`, the
+function that every language model has, for one token of each row; and by a step that also computes the gradient of every
+parameter, for all tokens. Prints how many log-probabilities differ. Exit code 1 if any does.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from axlearn_core.compose import Array, Function, Functional, ModelWeights
+from axlearn_core.compose.functions import Part
+from axlearn_core.compose.model_program import ModelProgram
+from axlearn_core.config import Node, patch
+from axlearn_core.contracts.mesh import Mesh
+from axlearn_core.nn.layer import Context
+from axlearn_core.plugins.resolve import resolve
+from axlearn_plugins_transformer.functions import ScoreBucket
+
+SMALL = 64
+"""Tokens of the batches that give the expected log-probabilities."""
+FUNCTIONS = ("score", "step")
+
+
+@attrs.frozen
+class Result:
+    """How many log-probabilities of a large batch differ from those of small batches."""
+
+    function: str
+    width: int
+    tokens: int
+    compared: int
+    differing: int
+    seconds: float
+
+
+def model_config(width: int, layers: int = 2, vocabulary: int = 1024, kernel: str | None = "invariant") -> Node[Any]:
+    """A dense float32 model with heads of 64 numbers, two query heads for each key-value head."""
+    heads = max(1, width // 64)
+    sizes = {
+        "vocab_size": vocabulary,
+        "decoder.num_layers": layers,
+        "decoder.hidden_dim": width,
+        "decoder.layer.attention.num_heads": heads,
+        "decoder.layer.attention.num_kv_heads": max(1, heads // 2),
+        "decoder.layer.attention.kernel": kernel,
+        "decoder.layer.feed_forward.hidden_dim": 2 * width,
+    }
+    experiment: Any = resolve("quickstart").config
+    return patch(experiment.model, sizes)
+
+
+def token_scores(model: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+    """The log-probability of each of the targets [B, S]."""
+    hidden, _ = model.decoder(tokens, Context())
+    logits = model.logits(hidden).astype(jnp.float32)
+    return jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0] - jax.nn.logsumexp(logits, axis=-1)
+
+
+def declare(functional: Functional) -> Mapping[str, Function]:
+    """`tokens`: log-probabilities alone; `step`: the gradients of their mean too."""
+
+    def forward(weights: ModelWeights, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+        return token_scores(functional.bind(weights.params, weights.variables), tokens, targets)
+
+    def step(weights: ModelWeights, tokens: jax.Array, targets: jax.Array) -> tuple[jax.Array, Any]:
+        def loss(params: Any) -> tuple[jax.Array, jax.Array]:
+            scores = forward(ModelWeights(params, weights.variables), tokens, targets)
+            return -jnp.mean(scores), scores
+
+        (_, scores), gradients = jax.value_and_grad(loss, has_aux=True)(weights.params)
+        return scores, gradients
+
+    def inputs(shape: tuple[int, int]) -> tuple[Any, ...]:
+        axes = ("batch", "sequence")
+        return Part.WEIGHTS, Array(shape, jnp.int32, axes), Array(shape, jnp.int32, axes)
+
+    return {
+        "tokens": Function(call=forward, inputs=inputs, of_model=False),
+        "step": Function(call=step, inputs=inputs, of_model=False, differentiates=True),
+    }
+
+
+def compare(
+    cfg: Node[Any], tokens: int, length: int, functions: Sequence[str] = FUNCTIONS, devices: int = 1
+) -> list[Result]:
+    """Compares a batch of `tokens` tokens in rows of `length` with batches of `SMALL` tokens on one device."""
+    functional = Functional.of(cfg)
+    random, shape = np.random.default_rng(0), (tokens // length, length)
+    inputs, targets = (random.integers(0, cfg.vocab_size, shape).astype(np.int32) for _ in range(2))  # type: ignore[attr-defined]
+
+    def program(count: int) -> tuple[ModelProgram, ModelWeights]:
+        instance = ModelProgram(functional, jax.devices()[:count], Mesh(), declare=lambda _: declare(functional))
+        return instance, instance.place(weights)
+
+    weights = functional.weights_of(cfg.build(rngs=nnx.Rngs(0)))
+    alone, placed = program(1)
+    rows = max(1, SMALL // length)
+    small = alone.compile("tokens", (rows, length))
+    parts = [small(placed, inputs[i : i + rows], targets[i : i + rows]) for i in range(0, len(inputs), rows)]
+    expected = np.concatenate([np.asarray(part) for part in parts])
+    large, placed = program(devices)
+    results = []
+    for name in functions:
+        if name == "score":
+            counted = np.arange(length) == random.integers(0, length, (len(inputs), 1))
+            score = large.compile("score", ScoreBucket(*shape, min(128, length)))
+            started = time.perf_counter()
+            got, reference = np.asarray(score(placed, inputs, targets, counted)[0]), expected[counted]
+        else:
+            step = large.compile("step", shape)
+            started = time.perf_counter()
+            got, reference = np.asarray(step(placed, inputs, targets)[0]), expected
+        differing = int(np.sum(got.view(np.int32) != reference.view(np.int32)))
+        seconds = time.perf_counter() - started
+        results.append(Result(name, cfg.decoder.hidden_dim, tokens, got.size, differing, seconds))  # type: ignore[attr-defined]
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--widths", default="64,256,1024")
+    parser.add_argument("--tokens", default="4096,65536")
+    parser.add_argument("--length", type=int, default=64, help="tokens of a row (default: 64)")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--vocabulary", type=int, default=1024)
+    parser.add_argument("--functions", default=",".join(FUNCTIONS))
+    parser.add_argument(
+        "--devices", type=int, default=1, help="virtual devices that share the large batch (default: 1)"
+    )
+    args = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", args.devices)
+    different = 0
+    print("| function | width | tokens | log-probabilities | differ | seconds |\n|---|---|---|---|---|---|")
+    for width in map(int, args.widths.split(",")):
+        cfg = model_config(width, args.layers, args.vocabulary)
+        for tokens in map(int, args.tokens.split(",")):
+            for r in compare(cfg, tokens, args.length, args.functions.split(","), args.devices):
+                different += r.differing
+                row = f"| `{r.function}` | {r.width} | {r.tokens:,} | {r.compared:,} | {r.differing:,} | {r.seconds:.1f} |"
+                print(row, flush=True)
+    sys.exit(1 if different else 0)
+
+
+if __name__ == "__main__":
+    main()
