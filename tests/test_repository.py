@@ -79,7 +79,7 @@ LAYERS = {
     "kernels": {"contracts", "errors", "plugins"},
     "nn": {"config", "errors", "kernels"},
     "compose": {"compat", "config", "contracts", "errors", "kernels", "nn", "plugins"},
-    "learn": {"compose", "config", "contracts", "errors", "kernels"},
+    "learn": {"compose", "config", "contracts", "errors", "kernels", "nn"},
     "checkpoint": {"compat", "compose", "config", "contracts", "errors", "learn", "plugins"},
     "train": {"checkpoint", "compat", "compose", "config", "contracts", "errors", "learn", "nn", "plugins"},
     "cli": {"checkpoint", "compat", "compose", "config", "contracts", "errors", "plugins", "train"},

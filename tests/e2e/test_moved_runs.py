@@ -34,7 +34,7 @@ SETTINGS = {
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
+def workplace(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
@@ -60,19 +60,19 @@ def go_on(run, *, steps, **options):
 
 def texts_with(folder, *needles):
     """(file, line) of the text files of a run that have one of some strings in them."""
-    found = []
+    matches = []
     for file in (p for p in folder.rglob("*") if p.is_file()):
         content = file.read_bytes()
         if b"\0" not in content[:4096]:
             lines = content.decode("utf-8", "replace").splitlines()
-            found += [(file.name, line) for line in lines if any(needle in line for needle in needles)]
-    return found
+            matches += [(file.name, line) for line in lines if any(needle in line for needle in needles)]
+    return matches
 
 
 def test_a_trained_run_goes_on_where_it_is_moved_to(tmp_path, tokenizer, capfd, monkeypatch):
     train(tmp_path / "run", tokenizer, steps=1)
-    told = [row for row in texts_with(tmp_path / "run", str(tmp_path)) if not row[1].lstrip().startswith('"by":')]
-    assert told == []  # but for who set it, in the user's words
+    texts = [row for row in texts_with(tmp_path / "run", str(tmp_path)) if not row[1].lstrip().startswith('"by":')]
+    assert texts == []  # but for who set it, in the user's words
     for file in ("config.yaml", "checkpoints/1/config.yaml"):
         assert "path: run:files/input.tokenizer/tokenizer.json" in (tmp_path / "run" / file).read_text()
     run = (tmp_path / "run").rename(tmp_path / "moved")
@@ -196,9 +196,9 @@ MADE = {
 def test_a_run_made_of_another_does_not_need_it(kind, imported, tmp_path):
     base, directory = imported
     MADE[kind](base, tmp_path / "out")
-    told = texts_with(tmp_path / "out", str(tmp_path))
-    assert {line.strip().partition(":")[0] for _, line in told} <= {'"imported_from"', '"made_from"', '"by"'}
-    assert all("tokenizer.json" not in line for _, line in told)
+    texts = texts_with(tmp_path / "out", str(tmp_path))
+    assert {line.strip().partition(":")[0] for _, line in texts} <= {'"imported_from"', '"made_from"', '"by"'}
+    assert all("tokenizer.json" not in line for _, line in texts)
     shutil.rmtree(base)
     shutil.rmtree(directory)
     run = (tmp_path / "out").rename(tmp_path / "moved")

@@ -116,17 +116,17 @@ def test_a_copy_that_is_the_same_is_left_alone(vocabulary, tmp_path):
 def test_a_run_behind_a_storage_is_read_through_a_private_cache(vocabulary, cache):
     config, files = collect_assets(tree(vocabulary))
     bucket = Bucket({f"a/run/{name}": content for name, content in files.items()})
-    found = attach_assets(config, "b://a/run/config.yaml", [(bucket, "other/"), (bucket, "a/run/")])
-    path = Path(found.vocabulary.path)
+    attached = attach_assets(config, "b://a/run/config.yaml", [(bucket, "other/"), (bucket, "a/run/")])
+    path = Path(attached.vocabulary.path)
     assert path.parent.parent == cache
     assert path.read_bytes() == b"one"
     assert (path.parent / "merges.txt").read_bytes() == b"merges \xff"
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     path.write_bytes(b"other")  # damaged, or edited: the run decides
-    assert attach_assets(config, "b://a/run", [(bucket, "a/run/")]) == found
+    assert attach_assets(config, "b://a/run", [(bucket, "a/run/")]) == attached
     assert path.read_bytes() == b"one"
     bucket.files["a/run/files/vocabulary/v.json"] = b"new"
-    assert attach_assets(config, "b://a/run", [(bucket, "a/run/")]) != found
+    assert attach_assets(config, "b://a/run", [(bucket, "a/run/")]) != attached
     del bucket.files["a/run/files/vocabulary/v.json"]
     with pytest.raises(
         CheckpointError, match=r"b://a/run names files that its run does not have[\s\S]*expected[\s\S]*fix"
@@ -136,11 +136,11 @@ def test_a_run_behind_a_storage_is_read_through_a_private_cache(vocabulary, cach
 
 def test_an_earlier_run_in_a_bucket(caplog):
     bucket = Bucket({"v.json": b"one", "huggingface/v.json": b"one", "huggingface/merges.txt": b"m"})
-    found = attach_assets(tree("/gone/v.json"), "b://run", [(bucket, "")]).vocabulary.path
-    assert sorted(os.listdir(os.path.dirname(found))) == ["merges.txt", "v.json"]
+    attached = attach_assets(tree("/gone/v.json"), "b://run", [(bucket, "")]).vocabulary.path
+    assert sorted(os.listdir(os.path.dirname(attached))) == ["merges.txt", "v.json"]
     del bucket.files["huggingface/v.json"]
-    found = attach_assets(tree("/gone/v.json"), "b://run", [(bucket, "")]).vocabulary.path
-    assert os.listdir(os.path.dirname(found)) == ["v.json"]
+    attached = attach_assets(tree("/gone/v.json"), "b://run", [(bucket, "")]).vocabulary.path
+    assert os.listdir(os.path.dirname(attached)) == ["v.json"]
 
 
 def test_a_file_is_the_same_setting_as_its_copy(vocabulary, tmp_path):

@@ -17,10 +17,14 @@ class Mean(nnx.Module):
     """Its score is 2, its layers add 10."""
 
     def loss(self, batch):
-        with summaries.collect() as found:
+        with summaries.collect() as collector:
             summaries.add_loss("penalty", jnp.float32(10.0))
         loss = jnp.mean(batch["x"]) + 1.0
-        return loss + sum(found.losses.values()), {"weight": jnp.float32(3), **found.summaries, **found.losses}
+        return loss + sum(collector.losses.values()), {
+            "weight": jnp.float32(3),
+            **collector.summaries,
+            **collector.losses,
+        }
 
 
 class Penalised(Mean):

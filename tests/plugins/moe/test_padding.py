@@ -38,14 +38,14 @@ def layer(router, dispatch=None):
     return module
 
 
-def told(module, x, context):
+def route(module, x, context):
     """(output, losses, summaries, load) of a layer within rows of this context."""
     graph, state = nnx.split(module)
 
     @jax.jit
     def run(state, x, context):
         module = nnx.merge(graph, state)
-        with summaries.collect() as collector, padding.told(context):
+        with summaries.collect() as collector, padding.known_to_layers(context):
             y = module(x)
         load = module.router.load[...] if hasattr(module.router, "load") else None
         return y, collector.losses, summaries.values_of(collector.summaries), load
@@ -61,11 +61,11 @@ def inputs():
 def test_padding_counts_in_no_statistic(name):
     module, x = layer(ROUTERS[name], CapacityDispatch.Config(capacity_factor=0.75)), inputs()
     context = Context(segment_ids=jnp.asarray(REAL, jnp.int32))
-    _, losses, reported, load = told(module, x, context)
+    _, losses, reported, load = route(module, x, context)
     assert losses.keys() | reported.keys() >= {"router_z_loss", "expert_load_max", "dropped_assignments"}
     if name != "expert choice":  # whose experts choose among all positions of a row
         noise = np.where(REAL[..., None], x, 100 * np.random.default_rng(1).normal(size=x.shape).astype(np.float32))
-        _, *others = told(module, noise, context)
+        _, *others = route(module, noise, context)
         jax.tree.map(np.testing.assert_array_equal, others[::2], [losses, load])
         shares = [{k: v for k, v in r.items() if k != "dropped_assignments"} for r in (reported, others[1])]
         assert shares[0] == shares[1]
@@ -83,7 +83,7 @@ def softmax(logits):
 
 def test_load_balance_of_a_batch_is_over_its_tokens():
     module, x = layer(ROUTERS["softmax"]), inputs()
-    _, losses, reported, _ = told(module, x, Context(segment_ids=jnp.asarray(REAL, jnp.int32)))
+    _, losses, reported, _ = route(module, x, Context(segment_ids=jnp.asarray(REAL, jnp.int32)))
     p = softmax((x.astype(np.float64) @ np.asarray(module.router.weight[...], np.float64))[REAL])
     share = np.bincount(np.argsort(-p, -1)[:, :K].ravel(), minlength=E) / (K * len(p))
     assert losses["load_balance"] == pytest.approx(0.5 * E * (share * p.mean(0)).sum(), rel=1e-5)
@@ -94,7 +94,7 @@ def test_load_balance_of_a_batch_is_over_its_tokens():
 
 def test_load_balance_of_rows_is_over_rows_with_tokens_and_the_bias_counts_tokens():
     module, x = layer(ROUTERS["sigmoid"]), inputs()
-    _, losses, _, load = told(module, x, Context(segment_ids=jnp.asarray(REAL, jnp.int32)))
+    _, losses, _, load = route(module, x, Context(segment_ids=jnp.asarray(REAL, jnp.int32)))
     scores = 1 / (1 + np.exp(-(x.astype(np.float64) @ np.asarray(module.router.weight[...], np.float64))))
     balance, total = [], np.zeros(E)
     for row, length in zip(scores, LENGTHS, strict=True):
@@ -111,9 +111,9 @@ def test_load_balance_of_rows_is_over_rows_with_tokens_and_the_bias_counts_token
 def test_without_padding_no_bit_changes(name):
     module = layer(ROUTERS[name], CapacityDispatch.Config(capacity_factor=0.75))
     x = inputs()
-    plain = told(module, x, None)
+    plain = route(module, x, None)
     for context in (Context(), Context(segment_ids=jnp.ones((3, 7), jnp.int32)), Context(real=jnp.ones((3, 7), bool))):
-        jax.tree.map(np.testing.assert_array_equal, told(module, x, context), plain)
+        jax.tree.map(np.testing.assert_array_equal, route(module, x, context), plain)
 
 
 def functions(*features, layers=2):
@@ -124,23 +124,23 @@ def functions(*features, layers=2):
 
 
 @functools.cache
-def loss_of(made):
+def loss_of(program):
     """(batch) -> (loss, what is reported, variables and the totals of the step), compiled."""
-    state = jax.jit(made.init, compiler_options=QUICK)(jax.random.key(0))
-    variables = made.trained.begin_step(state.variables)
+    state = jax.jit(program.init, compiler_options=QUICK)(jax.random.key(0))
+    variables = program.trained.begin_step(state.variables)
 
     def run(params, variables, batch):
-        loss, (report, after) = made.training_loss(params, variables, batch, jax.random.key(0))
+        loss, (report, after) = program.training_loss(params, variables, batch, jax.random.key(0))
         return loss, summaries.values_of(report), after
 
     compiled = jax.jit(run, compiler_options=QUICK)
     return lambda batch: jax.device_get(compiled(state.params, variables, batch))
 
 
-def step(made, batch):
+def step(program, batch):
     """(state after, what is reported) of one training step."""
-    state = jax.jit(made.init, compiler_options=QUICK)(jax.random.key(0))
-    return jax.device_get(jax.jit(made.train, compiler_options=QUICK)(state, batch))
+    state = jax.jit(program.init, compiler_options=QUICK)(jax.random.key(0))
+    return jax.device_get(jax.jit(program.train, compiler_options=QUICK)(state, batch))
 
 
 SOFTMAX, SIGMOID = "moe:num_experts=4,top_k=2", "moe:num_experts=4,top_k=2,router={type: sigmoid-router, z_loss: 0.1}"
@@ -174,8 +174,8 @@ def test_statistics_know_the_tokens_however_layers_run(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FEATURES)
 def test_what_fills_up_a_batch_changes_no_training_step(name):
-    made = functions(*FEATURES[name])
-    jax.tree.map(np.testing.assert_array_equal, *(step(made, batch) for batch in filled_up()))
+    program = functions(*FEATURES[name])
+    jax.tree.map(np.testing.assert_array_equal, *(step(program, batch) for batch in filled_up()))
 
 
 @pytest.mark.parametrize("name", ["unrolled", pytest.param("scan", marks=pytest.mark.slow)])
@@ -184,10 +184,10 @@ def test_without_padding_losses_gradients_and_loads_have_the_bits_of_every_posit
     batch["segment_ids"] = np.ones_like(batch["tokens"])
 
     def computed():
-        made = functions(*FEATURES[name], layers=1)
-        state = jax.jit(made.init, compiler_options=QUICK)(jax.random.key(0))
-        grad = jax.jit(jax.value_and_grad(made.training_loss, has_aux=True), compiler_options=QUICK)
-        variables = made.trained.begin_step(state.variables)
+        program = functions(*FEATURES[name], layers=1)
+        state = jax.jit(program.init, compiler_options=QUICK)(jax.random.key(0))
+        grad = jax.jit(jax.value_and_grad(program.training_loss, has_aux=True), compiler_options=QUICK)
+        variables = program.trained.begin_step(state.variables)
         return jax.device_get(grad(state.params, variables, batch, jax.random.key(0)))
 
     masked = computed()

@@ -118,11 +118,11 @@ class StoredRun:
         """See `RunFolder`. A file that is not local is copied to the user's cache, with the files beside it."""
         for storage, folder in self.places:
             if isinstance(storage, LocalStorage):
-                found = LocalRun(self.name, (storage.root / folder,)).find(path)
+                location = LocalRun(self.name, (storage.root / folder,)).find(path)
             else:
-                found = _download(storage, folder + path)
-            if found is not None:
-                return found
+                location = _download(storage, folder + path)
+            if location is not None:
+                return location
         return None
 
     def holds(self, path: str) -> bool:

@@ -59,12 +59,11 @@ class Compiler:
 
     @property
     def compiler_options(self) -> dict[str, Any]:
-        """XLA's options for all functions: the target's, and over them the config's. See `options`."""
-        return merge_options(self._target_options, (), self.mesh.compiler_options)
+        """XLA's options for all functions: the target's, and over them the config's."""
+        return self._merge_options(())
 
-    @property
-    def _target_options(self) -> Mapping[str, Any]:
-        return self.target.compiler_options if self.target else {}
+    def _merge_options(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        return merge_options(self.target.compiler_options if self.target else {}, choices, self.mesh.compiler_options)
 
     def options(self, name: str) -> dict[str, Any]:
         """XLA's options for a function that was traced: `compiler_options`, and those that its kernels need.
@@ -73,10 +72,9 @@ class Compiler:
             ConfigError, PluginError: see `merge_options`.
         """
         if not self.function(name).runs_once:
-            return merge_options(self._target_options, self.choices(name), self.mesh.compiler_options)
+            return self._merge_options(self.choices(name))
         # LLVM's third level takes three times as long to compile what runs once, and as fast at the first.
-        on_cpu = self.layout.mesh.devices.flat[0].platform == "cpu"
-        return {"xla_backend_optimization_level": 1} if on_cpu else {}
+        return {"xla_backend_optimization_level": 1} if self.layout.mesh.devices.flat[0].platform == "cpu" else {}
 
     @property
     def compiled(self) -> Sequence[tuple[str, Any]]:
@@ -180,16 +178,14 @@ class Compiler:
             return None
         program = None
         if not self._identified:
-            lowered = self.lower(name, bucket)
-            program = executables.program_hash(lowered, {**options, **self.options(name)})
+            program = executables.program_hash(self.lower(name, bucket), {**options, **self.options(name)})
         return executables.load(*exported, program, self.layout.mesh.devices)
 
     def _compile(self, name: str, bucket: object, options: Mapping[str, Any]) -> Any:
         if not self._has_packed_arguments(name, bucket):
             with CacheHits() as hits:
-                lowered = self.lower(name, bucket)
-                options = {**options, **self.options(name)}
-                return self._compile_lowered(lowered, (name, _bucket_key(bucket)), options, hits)
+                lowered, key = self.lower(name, bucket), (name, _bucket_key(bucket))
+                return self._compile_lowered(lowered, key, {**options, **self.options(name)}, hits)
         if not self.choices(name):
             self.trace(name, bucket)  # chooses the kernels, which may need options
         # With the options on the jitted function, JAX's dispatch takes what is compiled here.

@@ -18,7 +18,8 @@ from urllib.parse import quote
 
 import attrs
 
-from axlearn_core.config.node import RUN_SCHEME, Node, asset_fields
+from axlearn_core.config.node import Node, asset_fields
+from axlearn_core.config.run_scheme import RUN_SCHEME
 from axlearn_core.config.tree import children, join, with_children
 
 log = logging.getLogger(__name__)

@@ -48,9 +48,6 @@ T_co = TypeVar("T_co", covariant=True)
 Kind = Literal["execution", "microbatches", "duration", "training", "precision", "mathematics"]
 """What a field changes; see the table in `axlearn_core.config.kinds`."""
 
-RUN_SCHEME = "run:"
-"""The value of an asset field in a run's config begins with it; the rest is a path inside the run."""
-
 _INTERFACE, _BOUNDS, _KIND, _HIDDEN = "axlearn_interface", "axlearn_bounds", "axlearn_kind", "axlearn_hidden"
 _ASSET = "axlearn_asset"
 _OPERATORS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
@@ -268,20 +265,6 @@ def asset_fields(cls: type) -> Mapping[str, tuple[str, ...]]:
     """The names of the fields that `setting(asset=True)` marks, each with its siblings."""
     marks = {a.name: a.metadata.get(_ASSET) for a in attrs.fields(cls)}
     return {name: siblings for name, siblings in marks.items() if siblings is not None}
-
-
-def unattached(value: Node[Any]) -> Iterable[Problem]:
-    """The assets of a node that the run they belong to does not have."""
-    for name in asset_fields(type(value)):
-        path = getattr(value, name)
-        if isinstance(path, str) and path.startswith(RUN_SCHEME):
-            yield Problem(
-                path=name,
-                message="names a file of a run that is not there",
-                got=path,
-                expected=f"a config.yaml in its run, beside {path.removeprefix(RUN_SCHEME)}",
-                fix="copy the run directory as a whole, or set the path of the file",
-            )
 
 
 @functools.lru_cache(maxsize=4096)

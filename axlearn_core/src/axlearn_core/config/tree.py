@@ -11,8 +11,9 @@ from typing import Any
 import attrs
 from immutabledict import immutabledict
 
-from axlearn_core.config.node import REQUIRED, Node, interface_fields, is_interface, unattached
+from axlearn_core.config.node import REQUIRED, Node, interface_fields, is_interface
 from axlearn_core.config.offers import refused
+from axlearn_core.config.run_scheme import unattached
 from axlearn_core.config.slots import wrong_parts
 from axlearn_core.config.types import show
 from axlearn_core.errors import SHOWN_PROBLEMS, ConfigError, Problem, nearest

@@ -7,7 +7,7 @@ takes of it what it declares (see `axlearn_core.config.offers`). What else a par
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from axlearn_core.config.offers import offers
@@ -133,21 +133,6 @@ class Tokenizer(Protocol):
     def decode(self, ids: list[int]) -> str:
         """The text, invalid UTF-8 replaced."""
         ...
-
-
-@offers("tokenizer")
-class TextFacts(Protocol):
-    """How the text of a model becomes tokens, and what ends an output.
-
-    Attributes:
-        tokenizer: of the model.
-        end_tokens: ids that end an output.
-        context_length: tokens that the model was made for; None if nothing says.
-    """
-
-    tokenizer: Tokenizer
-    end_tokens: Collection[int]
-    context_length: int | None
 
 
 class Loss(Protocol):

@@ -77,21 +77,21 @@ def value_and_grad(
     )
 
     def body(carry: Any, numbered: Any) -> tuple[Any, None]:
-        (sums, found, total, variables), (part, index) = carry, numbered
+        (sums, merged, total, variables), (part, index) = carry, numbered
         own_key = None if key is None else jax.random.fold_in(key, index)
         (value, (summaries, variables)), grads = grad(params, variables, part, own_key)
         summaries = dict(summaries)
         weight = jnp.asarray(summaries.pop("weight", 1.0), jnp.float32)
-        found = {k: s.merged(summaries.pop(k)) for k, s in found.items()}
+        merged = {k: s.merged(summaries.pop(k)) for k, s in merged.items()}
         add = lambda s, x: s + x.astype(s.dtype) * weight.astype(s.dtype)  # noqa: E731
-        return (jax.tree.map(add, sums, (value, summaries, grads)), found, total + weight, variables), None
+        return (jax.tree.map(add, sums, (value, summaries, grads)), merged, total + weight, variables), None
 
     indices = None if key is None else jnp.arange(num_microbatches, dtype=jnp.uint32)
     carry = (zeros, empty, jnp.zeros((), jnp.float32), variables)
-    (sums, found, total, variables), _ = jax.lax.scan(body, carry, (parts, indices))
+    (sums, merged, total, variables), _ = jax.lax.scan(body, carry, (parts, indices))
     divisor = jnp.where(total == 0, jnp.ones_like(total), total)
     value, summaries, grads = jax.tree.map(lambda s, x: (s / divisor.astype(s.dtype)).astype(x.dtype), sums, like)
-    summaries = {**summaries, **found}
+    summaries = {**summaries, **merged}
     return (value, {**summaries, "weight": total} if has_weight else summaries, variables), grads
 
 

@@ -1,7 +1,7 @@
 """Which positions of a batch are tokens and which are padding, for statistics over positions.
 
 Layers such as a feed-forward layer get activations and no batch, so the stack of layers puts the context of its rows in force
-(`told`), and a statistic asks for it. Nothing is computed unless one does. Shapes: B rows, S positions.
+(`known_to_layers`), and a statistic asks for it. Nothing is computed unless one does. Shapes: B rows, S positions.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ _in_force: contextvars.ContextVar[Context | None] = contextvars.ContextVar("axle
 
 
 @contextlib.contextmanager
-def told(context: Context | None) -> Iterator[None]:
+def known_to_layers(context: Context | None) -> Iterator[None]:
     """Puts the context of the rows in force for the layers that run within it."""
     token = _in_force.set(context)
     try:

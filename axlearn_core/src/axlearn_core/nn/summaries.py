@@ -2,7 +2,7 @@
 
     add_loss("load_balance", value)                          # deep inside a layer
     add_summary("logit_max", maximum(logits))
-    with collect() as found: ...                             # at the root: found.losses, found.summaries
+    with collect() as collector: ...                         # at the root: collector.losses, collector.summaries
 
 The stack of layers collects within each layer, because values may not leak out of a scan or a rematerialised function,
 and adds what its layers reported to the collector outside. Losses are summed over the layers. A summary is combined as it
@@ -101,8 +101,8 @@ def add_loss(name: str, value: jax.Array) -> None:
     collector = _in_force.get()
     if collector is not None:
         value = _scalar(name, value)
-        found: Report = collector.summaries if collector.measures else collector.losses
-        found[name] = found[name] + value if name in found else value
+        report: Report = collector.summaries if collector.measures else collector.losses
+        report[name] = report[name] + value if name in report else value
 
 
 def add_summary(name: str, value: jax.Array | Summary) -> None:
@@ -123,8 +123,8 @@ def add_layers(reports: Sequence[tuple[Values, Report]]) -> None:
     kinds: Any = ((0, add_loss, jnp.sum), (1, add_summary, jnp.mean))
     for index, add, combine in kinds:
         for name in dict.fromkeys(name for report in reports for name in report[index]):
-            found: list[Any] = [report[index][name] for report in reports if name in report[index]]
-            joined = jax.tree.map(lambda *parts: jnp.concatenate([jnp.ravel(part) for part in parts]), *found)
+            values: list[Any] = [report[index][name] for report in reports if name in report[index]]
+            joined = jax.tree.map(lambda *parts: jnp.concatenate([jnp.ravel(part) for part in parts]), *values)
             add(name, joined.reduced() if is_summary(joined) else combine(joined))
 
 

@@ -16,12 +16,7 @@ from axlearn_core.checkpoint.sharded import WEIGHTS_ONLY
 from axlearn_core.compose import Function, Functional, ModelAndObjective, Program, compose
 from axlearn_core.compose.objective import replicated
 from axlearn_core.config import REQUIRED, Configurable, Node, check, node, setting
-from axlearn_core.contracts.capabilities import (
-    ChecksBeginning,
-    KeepsLocalTier,
-    OwnsCheckpoints,
-    vocabulary_size,
-)
+from axlearn_core.contracts.capabilities import ChecksBeginning, KeepsLocalTier, OwnsCheckpoints, vocabulary_size
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.contracts.parts import (
     BatchIterator,
@@ -31,12 +26,12 @@ from axlearn_core.contracts.parts import (
     Objective,
     ProcessGroup,
     Profiler,
-    TextFacts,
     Tracker,
     Watchdog,
 )
 from axlearn_core.contracts.parts import Learner as LearnerProtocol
 from axlearn_core.contracts.target import Machine
+from axlearn_core.contracts.text import TextFacts
 from axlearn_core.errors import RequestError, WorkError
 from axlearn_core.learn import Learner
 from axlearn_core.nn.held import check_stateless

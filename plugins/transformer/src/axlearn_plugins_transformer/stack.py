@@ -44,7 +44,7 @@ class LayerStack(Protocol):
         ...
 
     def __call__(self, layers: Any, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
-        """Runs them one after the other, each within `padding.told(context)`. `cache` holds an entry per layer."""
+        """Runs them one after the other, each within `padding.known_to_layers(context)`. `cache` holds an entry per layer."""
         ...
 
 
@@ -158,7 +158,7 @@ def _layer(
     def run(x: jax.Array, state: Any, cache: Any = None) -> tuple[Any, Any]:
         before = variables.values_of(state)
         module = nnx.merge(graphs[kind], state, copy=True)
-        with summaries.collect() as collected, padding.told(context):
+        with summaries.collect() as collected, padding.known_to_layers(context):
             x, cache = module(constrain(x, "batch", "residual_sequence", "activation_embed"), context, cache)
         return x, (cache, (collected.losses, collected.summaries), variables.written(module, before))
 

@@ -193,14 +193,14 @@ def test_an_export_has_the_template_that_was_trained_with(run_text, tmp_path):
 
 
 def test_files_that_say_the_same_stay_as_they_are(run_text):
-    kept = {
+    originals = {
         "tokenizer.json": b"{}",
         "tokenizer_config.json": b'{"chat_template":   "T", "eos_token": "</s>", "bos_token": "<s>", "tokenizer_class": "X"}',
         "generation_config.json": b'{"eos_token_id": [2,   7], "temperature": 0.5}',
     }
-    contents = dict(kept)
+    contents = dict(originals)
     complete_text_files(run_text, {"eos_token_id": 2}, contents)
-    assert contents == kept
+    assert contents == originals
 
 
 def test_a_tokenizer_puts_in_front_what_the_run_does(run_text):

@@ -24,8 +24,8 @@ def run(tmp_path, monkeypatch):
 def test_the_config_of_a_run_names_its_files_by_absolute_paths(run):
     sent = parse(read_document("config.yaml"), "sent").data
     assert sent["input"]["tokenizer"]["path"] == str(run / "files/t/t.json")
-    kept = parse((run / "config.yaml").read_text(), "kept").data
-    assert {k: v for k, v in sent.items() if k != "input"} == {k: v for k, v in kept.items() if k != "input"}
+    stored = parse((run / "config.yaml").read_text(), "kept").data
+    assert {k: v for k, v in sent.items() if k != "input"} == {k: v for k, v in stored.items() if k != "input"}
 
 
 def test_a_run_file_is_sent_as_it_is(run):

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import numpy as np
 
 from axlearn_core.config import REQUIRED, Configurable, Node, node, setting
-from axlearn_core.contracts.capabilities import first_token
 from axlearn_core.contracts.parts import Tokenizer
+from axlearn_core.contracts.text import first_token
 from axlearn_core.errors import ConfigError, InputError, Problem
 from axlearn_plugins_finetune.objectives.preferences import PreferenceRecords
 from axlearn_plugins_transformer.text.cycle import Cycle, Permutations

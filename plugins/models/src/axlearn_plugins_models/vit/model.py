@@ -190,7 +190,7 @@ class ImageClassifier(Layer):
         """
         labels, weights = batch["labels"], batch.get("weights")
         rows = Context(real=None if weights is None else weights[:, None] > 0)
-        with summaries.collect() as collector, padding.told(rows):
+        with summaries.collect() as collector, padding.known_to_layers(rows):
             logits = self(batch["images"]).astype(jnp.float32)
         logits = constrain(logits, "batch", "activation_vocab")
         weights = jnp.ones(labels.shape, jnp.float32) if weights is None else weights

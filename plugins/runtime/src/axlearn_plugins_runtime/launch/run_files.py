@@ -9,7 +9,7 @@ from typing import Any
 
 from axlearn_core.config import dump, parse
 from axlearn_core.config.assets import LocalRun
-from axlearn_core.config.node import RUN_SCHEME
+from axlearn_core.config.run_scheme import RUN_SCHEME
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.request import is_file
 

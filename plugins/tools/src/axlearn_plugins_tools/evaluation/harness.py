@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from lm_eval.api.model import LM  # type: ignore[import-not-found]  # pyright: ignore[reportMissingImports]
 
 import axlearn_core as ax
-from axlearn_core.contracts.capabilities import digest_of
+from axlearn_core.contracts.text import digest_of
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.registry import registry
 from axlearn_core.train.session import log_message

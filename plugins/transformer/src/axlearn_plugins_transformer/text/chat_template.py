@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import attrs
 
 from axlearn_core.config import Configurable, node, setting
-from axlearn_core.contracts.capabilities import EncodesSpecialTokens
 from axlearn_core.contracts.parts import Tokenizer
+from axlearn_core.contracts.text import EncodesSpecialTokens
 from axlearn_core.errors import InputError
 from axlearn_plugins_transformer.text.messages import normalize_messages
 from axlearn_plugins_transformer.text.storage import open_file

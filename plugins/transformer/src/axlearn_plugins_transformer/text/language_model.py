@@ -13,8 +13,8 @@ import numpy as np
 from absl import flags
 
 from axlearn_core.config import REQUIRED, Configurable, Node, node, setting
-from axlearn_core.contracts.capabilities import digest_of, encodes_batches, first_token
 from axlearn_core.contracts.parts import Tokenizer
+from axlearn_core.contracts.text import digest_of, encodes_batches, first_token
 from axlearn_core.errors import ConfigError, InputError, Problem
 from axlearn_plugins_transformer.text.batches import Batches, Places
 from axlearn_plugins_transformer.text.examples import Example, example

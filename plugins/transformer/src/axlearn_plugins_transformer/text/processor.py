@@ -6,8 +6,8 @@ from typing import Any
 import attrs
 
 from axlearn_core.config import Configurable, Node, node, setting
-from axlearn_core.contracts.capabilities import EncodesSpecialTokens, encode_prompt, first_token
 from axlearn_core.contracts.parts import Tokenizer
+from axlearn_core.contracts.text import EncodesSpecialTokens, encode_prompt, first_token
 from axlearn_core.errors import Problem, nearest
 from axlearn_plugins_transformer.text.chat_template import ChatTemplate, Rendered
 from axlearn_plugins_transformer.text.decoding import Decoders, OutputText
@@ -96,7 +96,7 @@ class TextProcessor(Configurable):
         return self.tokenizer.encode(text)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Encode a text to continue; at least one token. See `axlearn_core.contracts.capabilities.EncodesPrompts`."""
+        """Encode a text to continue; at least one token. See `axlearn_core.contracts.text.EncodesPrompts`."""
         return encode_prompt(self.tokenizer, text) or [self.tokenizer.eos_id]
 
     def encode_continuation(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
