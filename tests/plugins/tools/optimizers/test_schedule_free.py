@@ -40,6 +40,20 @@ def test_it_is_optax_s_and_evaluates_with_the_average():
     assert not np.allclose(averages["w"], params_here["w"], rtol=1e-3)
 
 
+def test_the_average_weighs_each_step_by_a_power_of_its_rate():
+    def average(power):
+        rate = Constant(peak=0.5, warmup_steps=4)
+        optimizer = ScheduleFree(learning_rate=rate, weight_lr_power=power, weight_decay=0.0).build(max_steps=9)
+        params = {"w": jnp.ones((3,))}
+        state = optimizer.init(params)
+        for i in range(4):
+            updates, state = optimizer.update({"w": jnp.cos(params["w"] + i)}, state, params)
+            params = optax.apply_updates(params, updates)
+        return schedule_free_eval_params(state, params)["w"]
+
+    assert not np.allclose(average(0.0), average(2.0), rtol=1e-3)
+
+
 def test_the_feature_keeps_the_peak_and_leaves_the_decay():
     cfg = resolve("llama2-7b", with_=["schedule-free:learning_rate=0.01"]).config
     warmup = resolve("llama2-7b").config.learner.optimizer.learning_rate.warmup_steps
