@@ -119,18 +119,18 @@ def test_an_epoch_of_small_data_has_every_token_once(packing, tmp_path):
     lengths = write_documents(tmp_path, 60)
     total = sum(lengths)
     iterator = text_input(tmp_path, packing=packing, batch_size=4, num_shards=4).build().train()
-    seen, first, epochs = [], None, 0
+    epoch_targets, first, epochs = [], None, 0
     while epochs < 3:
         batch = next(iterator)
         for targets, weights in zip(batch["targets"], batch["weights"], strict=True):
-            seen += targets[weights > 0].tolist()
-            if packing != "concat" and len(seen) >= total:  # rows of whole pieces end with the epoch
-                assert len(seen) == total
-                assert first is None or sorted(seen) == sorted(first)
-                assert seen != first
-                seen, first, epochs = [], seen, epochs + 1
-        if packing == "concat" and len(seen) >= 3 * total:
-            counts = np.bincount(seen)
+            epoch_targets += targets[weights > 0].tolist()
+            if packing != "concat" and len(epoch_targets) >= total:  # rows of whole pieces end with the epoch
+                assert len(epoch_targets) == total
+                assert first is None or sorted(epoch_targets) == sorted(first)
+                assert epoch_targets != first
+                epoch_targets, first, epochs = [], epoch_targets, epochs + 1
+        if packing == "concat" and len(epoch_targets) >= 3 * total:
+            counts = np.bincount(epoch_targets)
             assert abs(counts[256] / 3 - 60) <= 4  # documents that end, per epoch, less those of the row in between
             epochs = 3
     iterator.close()

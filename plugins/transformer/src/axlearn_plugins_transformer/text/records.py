@@ -89,9 +89,9 @@ class FileRecords:
         num_bytes = 0
         for i, (file, kind) in enumerate(zip(files, formats, strict=True)):
             sizes = _row_group_sizes(file) if kind == "parquet" else _chunk_sizes(file.size, size)
-            kept = [part for part in range(len(sizes)) if keep(file, part)]
-            keys += [(i, part) for part in kept]
-            num_bytes += sum(sizes[part] for part in kept)
+            numbers = [part for part in range(len(sizes)) if keep(file, part)]
+            keys += [(i, part) for part in numbers]
+            num_bytes += sum(sizes[part] for part in numbers)
         owners, parts = np.array(keys, np.int32).reshape(-1, 2).T.copy()
         return cls(tuple(files), formats, text_field, size, owners, parts, line_bytes, num_bytes)
 
