@@ -83,7 +83,7 @@ class FileRecords:
     ) -> "FileRecords":
         """The records of `files` that `keep(file, part)` wants."""
         formats = tuple(format_of(f.path) if format == "auto" else format for f in files)
-        # By the amount of data, so that small data still gives every row of a batch something of its own to read.
+        # By the amount of data, so that small data still has parts to hold out.
         size = chunk_bytes or min(1 << 20, max(1 << 14, sum(f.size for f in files) // 64))
         keys: list[tuple[int, int]] = []
         num_bytes = 0
