@@ -99,7 +99,7 @@ def test_conversations_of_a_batch_are_different(tmp_path, either_size):
         assert distinct(cfg, 6) == 16
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_workers_and_processes_share_one_order(workers, tmp_path, either_size):
     write_documents(tmp_path, 60)
     whole = text_input(tmp_path).build(seed=1).train()
@@ -274,7 +274,7 @@ def test_small_follows_the_size_of_a_batch():
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_run_of_an_older_version_keeps_its_order(workers, mixed, tmp_path, capfd, either_size):
     write_documents(tmp_path, 60)
     files = Files.Config(paths=str(tmp_path / "*.jsonl"), chunk_bytes=500)
