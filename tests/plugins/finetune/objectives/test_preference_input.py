@@ -28,9 +28,9 @@ def ids(batch):
 @pytest.mark.parametrize("count", [1, 5, 8, 9, 13, 31, 60])
 def test_the_pairs_of_a_batch_are_different(count, tmp_path):
     batches = pairs(tmp_path, count)
-    batches_read = [ids(next(batches)) for _ in range(5 * count)]
-    assert min(len(set(batch)) for batch in batches_read) == min(8, count)
-    flat = [pair for batch in batches_read for pair in batch]
+    batch_ids = [ids(next(batches)) for _ in range(5 * count)]
+    assert min(len(set(batch)) for batch in batch_ids) == min(8, count)
+    flat = [pair for batch in batch_ids for pair in batch]
     for epoch in range(5):
         assert len(set(flat[epoch * count : (epoch + 1) * count])) == count
     if count > 9:

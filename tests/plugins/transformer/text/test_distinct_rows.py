@@ -99,7 +99,7 @@ def test_conversations_of_a_batch_are_different(tmp_path, either_size):
         assert distinct(cfg, 6) == 16
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_workers_and_processes_share_one_order(workers, tmp_path, either_size):
     write_documents(tmp_path, 60)
     whole = text_input(tmp_path).build(seed=1).train()
@@ -119,18 +119,18 @@ def test_an_epoch_of_small_data_has_every_token_once(packing, tmp_path):
     lengths = write_documents(tmp_path, 60)
     total = sum(lengths)
     iterator = text_input(tmp_path, packing=packing, batch_size=4, num_shards=4).build().train()
-    targets_read, first, epochs = [], None, 0
+    epoch_targets, first, epochs = [], None, 0
     while epochs < 3:
         batch = next(iterator)
         for targets, weights in zip(batch["targets"], batch["weights"], strict=True):
-            targets_read += targets[weights > 0].tolist()
-            if packing != "concat" and len(targets_read) >= total:  # rows of whole pieces end with the epoch
-                assert len(targets_read) == total
-                assert first is None or sorted(targets_read) == sorted(first)
-                assert targets_read != first
-                targets_read, first, epochs = [], targets_read, epochs + 1
-        if packing == "concat" and len(targets_read) >= 3 * total:
-            counts = np.bincount(targets_read)
+            epoch_targets += targets[weights > 0].tolist()
+            if packing != "concat" and len(epoch_targets) >= total:  # rows of whole pieces end with the epoch
+                assert len(epoch_targets) == total
+                assert first is None or sorted(epoch_targets) == sorted(first)
+                assert epoch_targets != first
+                epoch_targets, first, epochs = [], epoch_targets, epochs + 1
+        if packing == "concat" and len(epoch_targets) >= 3 * total:
+            counts = np.bincount(epoch_targets)
             assert abs(counts[256] / 3 - 60) <= 4  # documents that end, per epoch, less those of the row in between
             epochs = 3
     iterator.close()
@@ -274,7 +274,7 @@ def test_small_follows_the_size_of_a_batch():
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_run_of_an_older_version_keeps_its_order(workers, mixed, tmp_path, capfd, either_size):
     write_documents(tmp_path, 60)
     files = Files.Config(paths=str(tmp_path / "*.jsonl"), chunk_bytes=500)

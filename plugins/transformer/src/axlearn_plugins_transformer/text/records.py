@@ -83,15 +83,15 @@ class FileRecords:
     ) -> "FileRecords":
         """The records of `files` that `keep(file, part)` wants."""
         formats = tuple(format_of(f.path) if format == "auto" else format for f in files)
-        # By the amount of data, so that small data still gives every row of a batch something of its own to read.
+        # By the amount of data, so that small data still has parts to hold out.
         size = chunk_bytes or min(1 << 20, max(1 << 14, sum(f.size for f in files) // 64))
         keys: list[tuple[int, int]] = []
         num_bytes = 0
         for i, (file, kind) in enumerate(zip(files, formats, strict=True)):
             sizes = _row_group_sizes(file) if kind == "parquet" else _chunk_sizes(file.size, size)
-            chosen = [part for part in range(len(sizes)) if keep(file, part)]
-            keys += [(i, part) for part in chosen]
-            num_bytes += sum(sizes[part] for part in chosen)
+            numbers = [part for part in range(len(sizes)) if keep(file, part)]
+            keys += [(i, part) for part in numbers]
+            num_bytes += sum(sizes[part] for part in numbers)
         owners, parts = np.array(keys, np.int32).reshape(-1, 2).T.copy()
         return cls(tuple(files), formats, text_field, size, owners, parts, line_bytes, num_bytes)
 
