@@ -69,7 +69,7 @@ def make_model(family: str, directory: Path, *, written_end: int | None = None) 
         {"bos_token_id": BOS, "eos_token_id": ends, "do_sample": True, **SAMPLING},
     )
     config = json.loads((directory / "config.json").read_text())
-    _write(directory / "config.json", {**config, **changes})
+    _write(directory / "config.json", {**config, "eos_token_id": EOS if bos else TURN_END, **changes})
     return directory
 
 

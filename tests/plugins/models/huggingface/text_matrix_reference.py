@@ -33,6 +33,7 @@ def _call(content: Any, arguments: Any) -> dict[str, Any]:
 
 CHATS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
     "template": ([_ASK, _DONE], [_ASK, _DONE]),
+    "tools": ([_ASK, _DONE], [_ASK, _DONE]),
     "tool call": ([_ASK, _call("Hm.", _TEXT_ARGUMENTS), _DONE], [_ASK, _call("Hm.", _ARGUMENTS), _DONE]),
     "tool result": ([_call("a", _TEXT_ARGUMENTS), _RESULT, _DONE], [_call("a", _ARGUMENTS), _RESULT, _DONE]),
     "null content": (
@@ -42,7 +43,7 @@ CHATS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
     "date": ([_SYSTEM, _ASK, _DONE], [_SYSTEM, _ASK, _DONE]),
 }
 """Fact -> (messages as clients of the OpenAI API send them, the same as chat templates expect them)."""
-WITH_TOOLS = ("tool call",)
+WITH_TOOLS = ("tools",)
 
 
 def make_with_reference(family: str, directory: Path) -> dict[str, Any]:

@@ -485,14 +485,39 @@ class Export(Load):
     @functools.cached_property
     def exported(self) -> Path:
         """The directory."""
-        out = self.folder / "exported"
-        if not out.exists():
-            export_run(self.run(), out)
+        out = self.folder / self.name
+        export_run(self.source(), out)
         return out
+
+    def source(self) -> Path:
+        """The run that is exported."""
+        return self.run()
 
     @functools.cached_property
     def loaded(self) -> Any:
         return ax.load(self.exported)
 
 
-ROUTES = (Training, DPO, Distillation, Evaluation, Harness, Generate, Serve, ServeRun, Load, Import, Export)
+class ExportTuned(Export):
+    """The same of a run that learned conversations for a step."""
+
+    name = "export of a tuned run"
+
+    def source(self) -> Path:
+        data, run = self.folder / "talks.jsonl", self.folder / "tuned"
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        data.write_text((json.dumps({"messages": messages}) + "\n") * 8)
+        settings = {
+            "loop": {"type": "start-from-run", "run_dir": str(self.run())},
+            "evaluators": {},
+            "trackers": [],
+            "input.batch_size": 8,
+            "input.sequence_length": 32,
+            "learner.optimizer.learning_rate": 0.0,
+        }
+        options = {"with_": {"chat": {"data": str(data)}}, "set": settings, "steps": 1}
+        ax.train(self.run() / "config.yaml", run_dir=run, **options)
+        return run
+
+
+ROUTES = (Training, DPO, Distillation, Evaluation, Harness, Generate, Serve, ServeRun, Load, Import, Export, ExportTuned)
