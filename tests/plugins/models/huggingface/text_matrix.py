@@ -58,7 +58,7 @@ def _first(route: Route) -> tuple[list[int], str]:
     """(what a document begins with, why that is not what `transformers` puts there)."""
     reference = route.reference
     bos = reference["prompt"][: len(reference["prompt"]) - len(reference["plain"])]
-    return (bos, "") if bos or route.name == "evaluation" and False else ([reference["eos"]], END_BEFORE)
+    return (bos, "") if bos else ([reference["eos"]], END_BEFORE)
 
 
 def _end(route: Route) -> list[int]:
@@ -106,7 +106,7 @@ def special(route: Route) -> Iterator[Check]:
 def end_tokens(route: Route) -> Iterator[Check]:
     """Every id that ends an output, and what the model writes up to one of them."""
     yield Check(route.end_tokens(), route.reference["end tokens"])
-    if type(route).write is not Route.write:
+    if type(route).write is not Route.write and route.reference["written"] is not None:
         yield Check(route.write(route.reference["text"]), route.reference["written"])
 
 
@@ -259,9 +259,10 @@ def family_cells(family: str, routes: Sequence[type[Route]] = ROUTES) -> list[Ce
         return list(cells(folder / "model", folder, reference, routes))
 
 
-def stored_cells(folder: Path, routes: Sequence[type[Route]]) -> list[Cell]:
-    """The cells of one family beside stored values of `transformers`."""
+def stored_cells(folder: Path, routes: Sequence[type[Route]], *, write: bool = True) -> list[Cell]:
+    """The cells of one family beside stored values of `transformers`; models write only if `write`."""
     reference = json.loads(STORED.read_text())
+    reference["written"] = reference["written"] if write else None
     directory = make_model(reference["family"], folder / "model", written_end=reference["written end"])
     return list(cells(directory, folder, reference, routes))
 

@@ -240,7 +240,6 @@ class Evaluation(Route):
 
     def refusal(self) -> str:
         try:
-            self.subject.scorer([self.subject.text("a")])
             self.subject.scorer.continuations([self.subject.pair("a", texts.BEYOND_TEXT)])
         except AxlearnError as error:
             return str(error)
