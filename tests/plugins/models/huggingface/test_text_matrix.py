@@ -5,7 +5,8 @@ import importlib.util
 import pytest
 import text_matrix
 from text_matrix_models import FAMILIES
-from text_matrix_routes import DPO, Evaluation, Harness, Load, Training
+from text_matrix_routes import DPO, Evaluation, Harness, Training
+from text_matrix_served import ROUTES, Load
 
 QUICK = (Training, DPO, Evaluation, Harness, Load)
 PARITY = all(map(importlib.util.find_spec, ("torch", "transformers")))
@@ -30,7 +31,7 @@ def test_every_route_agrees_with_transformers(family):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_every_route_agrees_with_stored_values(tmp_path):
-    assert wrong(text_matrix.stored_cells(tmp_path, text_matrix.ROUTES)) == []
+    assert wrong(text_matrix.stored_cells(tmp_path, ROUTES)) == []
 
 
 def test_some_routes_agree_with_stored_values(tmp_path):

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import text_matrix_reference as texts
 from text_matrix_models import BEYOND, FAMILIES, ROWS, make_model
-from text_matrix_routes import ROUTES, Route
+from text_matrix_routes import Route
+from text_matrix_served import ROUTES
 
 STORED = Path(__file__).with_name("text_matrix.json")
 STORED_FAMILY = "llama3"

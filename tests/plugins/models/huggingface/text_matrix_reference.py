@@ -9,7 +9,17 @@ from unittest import mock
 
 from text_matrix_models import TURN_END, make_model
 
-PROMPTS = ("The sea is in the", "In winter", "A river", "2 + 2 = ", "Once there were", "To begin with, the", "Rain in", "x", "(1, 2")
+PROMPTS = (
+    "The sea is in the",
+    "In winter",
+    "A river",
+    "2 + 2 = ",
+    "Once there were",
+    "To begin with, the",
+    "Rain in",
+    "x",
+    "(1, 2",
+)
 """The matrix takes the prompt after which the model is most certain of what it writes."""
 SPELLED = "<|im_start|>user\nin the sea?<|im_end|>\n<|im_start|>assistant\n"
 BEYOND_TEXT = "so<|extra|>"
