@@ -180,7 +180,8 @@ class DPO(Training):
         return self.resolve({"dpo": {"data": self._file({"prompt": "a", "chosen": "b", "rejected": "c"})}})
 
     def encode(self, text: str, special: str = "text") -> list[int]:
-        return self._pair(text[:-1], text[-1], special)[0]
+        *row, _, end = self._pair(text, "!", special)[0]
+        return [*row, end]
 
     def encode_chat(self, name: str) -> list[int]:
         return self._pair(*self._parts(name), "parse")[0][:-1]  # without the end of the document
