@@ -1,7 +1,7 @@
 """`POST /v1/chat/completions`."""
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import attrs
@@ -11,7 +11,7 @@ from starlette.responses import Response
 from axlearn_plugins_serving.server.http import DONE, EventStream, UsageReport, event, read_json, respond
 from axlearn_plugins_serving.server.job import Delta, Job
 from axlearn_plugins_serving.server.logprobs import chat_logprobs
-from axlearn_plugins_serving.server.schemas import ChatRequest, Message
+from axlearn_plugins_serving.server.schemas import ChatRequest, Message, Tool
 from axlearn_plugins_serving.server.service import Service
 
 
@@ -35,13 +35,15 @@ async def chat_completions(request: HttpRequest) -> Response:
 
 
 def _conversation(body: ChatRequest) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if body.tool_choice != "none" else []
-    return [template_message(m) for m in body.messages], tools or None
+    return template_input(body.messages, body.tools if body.tool_choice != "none" else None)
 
 
-def template_message(message: Message) -> dict[str, Any]:
-    """A message as plain data; the chat template brings it into the form that it expects."""
-    return message.model_dump(exclude_none=True)
+def template_input(
+    messages: Sequence[Message], tools: Sequence[Tool] | None
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """(messages, tools or None) as plain data; the chat template brings them into the form that it expects."""
+    described = [tool.model_dump(exclude_none=True) for tool in tools or ()]
+    return [message.model_dump(exclude_none=True) for message in messages], described or None
 
 
 @attrs.define

@@ -9,7 +9,7 @@ from prometheus_client import generate_latest
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from axlearn_plugins_serving.server.chat import template_message
+from axlearn_plugins_serving.server.chat import template_input
 from axlearn_plugins_serving.server.errors import ApiError
 from axlearn_plugins_serving.server.http import read_json
 from axlearn_plugins_serving.server.openapi import document
@@ -77,7 +77,7 @@ async def tokenize(request: HttpRequest) -> Response:
         (tokens,) = await service.encode([body.prompt], limited=False)
     else:
         tokens = await service.render(
-            lambda: ([template_message(message) for message in body.messages or ()], None),
+            lambda: template_input(body.messages or (), body.tools),
             len(await request.body()),
             prompt=body.add_generation_prompt,
             limited=False,

@@ -364,17 +364,20 @@ class ResponseRequest(Body):
 
 
 class TokenizeRequest(Body):
-    """`POST /tokenize`: a text, or a conversation as the chat template renders it."""
+    """`POST /tokenize`: a text, or a conversation with its tools as the chat template renders it."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     add_generation_prompt: bool = True
 
     @model_validator(mode="after")
     def _check_one(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
+        if self.tools is not None and self.messages is None:
+            raise ValueError("tools belong to messages: leave them out with a prompt")
         return self
 
 

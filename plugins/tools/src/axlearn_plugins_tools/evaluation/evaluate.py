@@ -7,13 +7,14 @@ from typing import Any
 import attrs
 import numpy as np
 
+from axlearn_core.contracts.capabilities import vocabulary_size
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import InputError
 from axlearn_plugins_tools.evaluation.data import Data, Question
 from axlearn_plugins_tools.evaluation.scoring import Score, Scorer
 from axlearn_plugins_transformer.text.chat_template import ChatTemplate
 from axlearn_plugins_transformer.text.processor import TextProcessor
-from axlearn_plugins_transformer.text.tokenizers import token_bytes
+from axlearn_plugins_transformer.text.tokenizers import check_ids, token_bytes
 
 
 @attrs.frozen(eq=False)
@@ -49,6 +50,7 @@ class Subject:
     def pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """(the tokens of a context, those of what follows it); see `TextProcessor.encode_continuation`."""
         before, after = self.processor.encode_continuation(context, continuation)
+        self.check([*before, *after], f"the text {(context + continuation)[:60]!r}")
         if not self.processor.prompt_prefix and (self.always or not before):
             before = [*self.prefix, *before]
         return before, after
@@ -56,7 +58,12 @@ class Subject:
     def text(self, text: str) -> tuple[list[int], list[bool]]:
         """The tokens of a text, which all count, and the prefix, which does not."""
         ids = self.processor.encode_document(text)
+        self.check(ids, f"the text {text[:60]!r}")
         return [*self.prefix, *ids], [False] * len(self.prefix) + [True] * len(ids)
+
+    def check(self, ids: Sequence[int], location: str) -> None:
+        """Raise `InputError` if a text has a token that the model has no row for; `location` names the text."""
+        check_ids(self.tokenizer, ids, vocabulary_size(self.scorer.model), location)
 
 
 def evaluate(subject: Subject, data: Data, *, stride: int | None = None) -> dict[str, Any]:
@@ -83,6 +90,7 @@ def chat(subject: Subject, data: Data, *, stride: int | None = None) -> dict[str
         template = subject.processor.data_template  # with the date of training data: figures can be had again
         rendered = template.answered(row["messages"], tools=row.get("tools"), location=location)
         ids, marks = template.encode(rendered)
+        subject.check(ids, location)
         texts.append((ids, marks))
         size += float(sizes[np.asarray(ids, np.int64)[1:][np.asarray(marks, bool)[1:]]].sum())
     return _losses(subject.scorer(texts, stride=stride), size)
