@@ -127,7 +127,9 @@ class TokenizerSuite:
             if isinstance(tokenizer, EncodesSpecialTokens):  # which a prompt may spell out
                 ids, _ = tokenizer.encode_special(text)
             prompt = tokenizer.encode_prompt(text)
-            assert any(prompt[i : i + len(ids)] == ids for i in range(len(prompt) - len(ids) + 1)), f"{text!r}: {prompt}"
+            assert any(prompt[i : i + len(ids)] == ids for i in range(len(prompt) - len(ids) + 1)), (
+                f"{text!r}: {prompt}"
+            )
 
     def test_special_tokens_have_places_in_the_text(self) -> None:
         for tokenizer, text, _ in self.encoded():
