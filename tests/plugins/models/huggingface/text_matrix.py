@@ -28,6 +28,7 @@ END_BEFORE = "without a BOS token, a document begins with the end-of-document to
 FIXED_DATE = "templates see a fixed date in training data, so that equal data gives equal tokens"
 SCALED = "RoPE that is scaled by a factor reaches that much further than max_position_embeddings"
 RENDERED = "takes text: whoever renders the conversation decides"
+OWN_DTYPE = "parameters that were trained are exported in their own dtype unless --dtype asks for another"
 _CHATS = ("tools", "tool call", "tool result", "null content", "date")
 NOT_APPLICABLE: Mapping[tuple[str, str], str] = {
     **{(fact, route): RENDERED for fact in _CHATS for route in ("DPO", "generate")},
@@ -155,7 +156,10 @@ def beyond(route: Route) -> Iterator[Check]:
 
 def dtype(route: Route) -> Iterator[Check]:
     """What the model is computed in."""
-    yield Check(route.dtype(), route.reference["dtype"])
+    if route.name == "export of a tuned run":
+        yield Check(route.dtype(), "float32", OWN_DTYPE)
+    else:
+        yield Check(route.dtype(), route.reference["dtype"])
 
 
 def context_length(route: Route) -> Iterator[Check]:
@@ -205,8 +209,13 @@ def cells(directory: Path, folder: Path, reference: Mapping[str, Any], routes: S
                 yield Cell(fact, route.name, "not applicable", reason)
                 continue
             checks = _run(check, route)
-            checks += [Check(again[key], reference[key]) for key in keys if again is not None]
+            checks += [Check(again[key], _exported(route, key)) for key in keys if again is not None]
             yield _cell(fact, route.name, checks)
+
+
+def _exported(route: Route, key: str) -> Any:
+    """What `transformers` must read in an exported directory."""
+    return "float32" if (key, route.name) == ("dtype", "export of a tuned run") else route.reference[key]
 
 
 def _run(check: Callable[[Route], Iterator[Check]], route: Route) -> list[Check]:

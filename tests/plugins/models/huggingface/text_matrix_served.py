@@ -17,11 +17,10 @@ from axlearn_core.errors import AxlearnError
 from axlearn_plugins_models.huggingface.runs import export_run
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.server.app import create_app
-from axlearn_plugins_serving.server.command import _open
-from axlearn_plugins_serving.settings import engine_config
+from axlearn_plugins_serving.server.command import _config, _open
 from axlearn_plugins_transformer.text.writing import write_text
 
-SMALL = {"runner.max_rows": 2, "runner.row_buckets": (), "runner.chunk_buckets": (), "runner.block_size": 16}
+SMALL = ("max_rows=2", "row_buckets=[]", "chunk_buckets=[]", "block_size=16", "max_step_tokens=128")
 
 
 class Load(Route):
@@ -118,7 +117,15 @@ class Serve(Route):
     def results(self) -> dict[str, Any]:
         """The answers to all questions; the server is open only while they are asked."""
         with mock.patch("axlearn_plugins_serving.runner.ModelRunner.warm_up"):
-            service = _open(str(self.uri()), None, None, engine_config(list(SMALL.items()), None), None, None, None)
+            service = _open(
+                str(self.uri()),
+                None,
+                None,
+                _config(tuple(f"serving.runner.{setting}" for setting in SMALL), None, ()),
+                None,
+                None,
+                None,
+            )
         engine, prompts = service.thread.engine, []
         add = engine.add
 
