@@ -80,7 +80,7 @@ class DPO(Configurable, nnx.Module):
         weight = jnp.sum(counted)
 
         def mean(values: jax.Array) -> jax.Array:
-            return jnp.sum(values) / jnp.where(weight > 0, weight, 1.0)
+            return jnp.sum(values * counted) / jnp.where(weight > 0, weight, 1.0)
 
         report = {
             "weight": weight,
