@@ -179,10 +179,10 @@ def test_what_fills_up_a_batch_changes_no_training_step(name):
     jax.tree.map(np.testing.assert_array_equal, *(step(program, batch) for batch in filled_up()))
 
 
-def differentiated(made, state, batch):
+def differentiated(program, state, batch):
     """((loss, (what is reported, variables and totals)), gradients), to be traced."""
-    grad = jax.value_and_grad(made.training_loss, has_aux=True)
-    return grad(state.params, made.trained.begin_step(state.variables), batch, jax.random.key(0))
+    grad = jax.value_and_grad(program.training_loss, has_aux=True)
+    return grad(state.params, program.trained.begin_step(state.variables), batch, jax.random.key(0))
 
 
 @pytest.mark.parametrize("name", ["unrolled", pytest.param("scan", marks=pytest.mark.slow)])
@@ -191,9 +191,9 @@ def test_segment_ids_without_padding_change_no_bit_of_a_loss_or_a_load(name, mon
     batch["segment_ids"] = np.ones_like(batch["tokens"])
 
     def computed():
-        made = functions(*FEATURES[name], layers=1)
-        state = jax.jit(made.init, compiler_options=QUICK)(jax.random.key(0))
-        return jax.device_get(jax.jit(functools.partial(differentiated, made), compiler_options=QUICK)(state, batch))
+        program = functions(*FEATURES[name], layers=1)
+        state = jax.jit(program.init, compiler_options=QUICK)(jax.random.key(0))
+        return jax.device_get(jax.jit(functools.partial(differentiated, program), compiler_options=QUICK)(state, batch))
 
     masked, grads = computed()
     monkeypatch.setattr(padding, "tokens", lambda *_: None)
@@ -205,10 +205,10 @@ def test_segment_ids_without_padding_change_no_bit_of_a_loss_or_a_load(name, mon
 
 
 def test_without_segment_ids_and_weights_the_program_is_the_same(monkeypatch):
-    made = functions(*FEATURES["unrolled"], layers=1)
-    state = jax.eval_shape(made.init, jax.random.key(0))
+    program = functions(*FEATURES["unrolled"], layers=1)
+    state = jax.eval_shape(program.init, jax.random.key(0))
     batch = {k: v for k, v in toy.batch(rows=4).items() if k in ("tokens", "targets")}
-    program = functools.partial(differentiated, made)
+    program = functools.partial(differentiated, program)
     now = str(jax.make_jaxpr(program)(state, batch))
     monkeypatch.setattr(padding, "tokens", lambda *_: None)
     assert without_addresses(str(jax.make_jaxpr(program)(state, batch))) == without_addresses(now)

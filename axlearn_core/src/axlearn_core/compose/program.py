@@ -199,8 +199,14 @@ def _check_batch(config: object, layout: Layout) -> None:
         layout.spec(batch_axes(shape), shape, f"input ({name})")
 
 
-def refusal_of_layout(config: Experiment, mesh: Mesh, devices: int) -> str | None:
-    """The reason why the parameters and batches of a config cannot be laid over so many devices; None if they can."""
+def refusal_of_layout(config: Any, mesh: Mesh, devices: int) -> str | None:
+    """The reason why parameters and batches cannot be laid over so many devices; None if they can.
+
+    Args:
+        config: has the `model`, the `objective` and the `input` of an experiment.
+        mesh: to lay them over.
+        devices: how many.
+    """
     try:
         layout = _lay_out(mesh, ModelAndObjective.of(config, Functional.of(config.model)), devices)
         _check_batch(config, layout)

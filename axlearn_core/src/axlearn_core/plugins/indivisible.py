@@ -1,5 +1,6 @@
 """The mesh of a config whose parameters cannot be split over all devices, and which asks for no other mesh."""
 
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,12 +35,12 @@ def replace_shape(tree: Node[Any], rule: MeshRule, machine: Machine) -> Replacem
         check(tree)
     except RequestError:
         return None  # reported with all else that is wrong
-    refusal: Any = load(
-        "axlearn_core.compose.program:refusal_of_layout"
-    )  # imports JAX, which several devices need anyway
-    refused = refusal(tree, mesh, machine.devices)
+    # This imports JAX, which several devices need anyway.
+    refusal: Any = load("axlearn_core.compose.program:refusal_of_layout")
+    parts = types.SimpleNamespace(**{name: getattr(tree, name, None) for name in ("model", "objective", "input")})
+    refused = refusal(parts, mesh, machine.devices)
     shape = sizes_on(machine, rule.indivisible)
-    if refused is None or refusal(tree, attrs.evolve(mesh, shape=shape), machine.devices) is not None:
+    if refused is None or refusal(parts, attrs.evolve(mesh, shape=shape), machine.devices) is not None:
         return None
     sizes = ", ".join(f"{axis}={size}" for axis, size in shape.items())
     return Replacement(

@@ -239,8 +239,8 @@ SIGNS = {"equal": "=", "deliberate": "d", "not applicable": "-", "wrong": "X"}
 def report(results: Mapping[str, Sequence[Cell]]) -> str:
     """The table of all families with its counts."""
     signs: dict[tuple[str, str], set[str]] = collections.defaultdict(set)
-    for found in results.values():
-        for cell in found:
+    for cells in results.values():
+        for cell in cells:
             signs[cell.fact, cell.route].add(SIGNS[cell.status])
     routes = list(dict.fromkeys(route for _, route in signs))
     lines = [f"{'':16}" + " ".join(f"{i:>3}" for i in range(1, len(routes) + 1))]
@@ -248,7 +248,7 @@ def report(results: Mapping[str, Sequence[Cell]]) -> str:
         row = ("".join(sorted(signs[fact, route])) for route in routes)
         lines.append(f"{fact:16}" + " ".join(f"{s:>3}" for s in row))
     lines += ["", *(f"{i:>3} {route}" for i, route in enumerate(routes, 1)), ""]
-    every = [cell for found in results.values() for cell in found]
+    every = [cell for cells in results.values() for cell in cells]
     count = collections.Counter(cell.status for cell in every)
     applicable = len(every) - count["not applicable"]
     lines.append(f"{len(results)} families, {len(every)} cells: {applicable} apply ({applicable / len(every):.0%})")
@@ -256,7 +256,7 @@ def report(results: Mapping[str, Sequence[Cell]]) -> str:
     for status in ("deliberate", "not applicable"):
         reasons = collections.Counter(cell.detail for cell in every if cell.status == status)
         lines += [f"{status}: {reason} ({n})" for reason, n in reasons.items()]
-    wrong = [(family, c) for family, found in results.items() for c in found if c.status == "wrong"]
+    wrong = [(family, c) for family, cells in results.items() for c in cells if c.status == "wrong"]
     lines += [f"wrong: {family}, {c.fact}, {c.route}: {c.detail[:400]}" for family, c in wrong]
     return "\n".join(lines)
 
@@ -293,7 +293,7 @@ def main() -> None:
         results[family] = family_cells(family)
         print(f"{family}: {len(results[family])} cells", file=sys.stderr, flush=True)
     print(report(results))
-    sys.exit(any(cell.status == "wrong" for found in results.values() for cell in found))
+    sys.exit(any(cell.status == "wrong" for cells in results.values() for cell in cells))
 
 
 if __name__ == "__main__":
