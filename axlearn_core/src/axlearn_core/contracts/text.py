@@ -8,15 +8,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeGuard, runtime_checkable
 
-from axlearn_core.config.offers import offers
-
 if TYPE_CHECKING:
     import numpy as np
 
     from axlearn_core.contracts.parts import Tokenizer
 
 
-@offers("tokenizer")
 class TextFacts(Protocol):
     """How the text of a model becomes tokens, and what ends an output.
 

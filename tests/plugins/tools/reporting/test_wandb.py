@@ -71,7 +71,7 @@ def test_a_resumed_run_continues_the_same_wandb_run(tmp_path, wandb):
 
 def test_without_the_package_the_error_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(RequestError, match=r"axlearn-core\[wandb\]"):
+    with pytest.raises(RequestError, match=r"axlearn-plugins-tools\[wandb\]"):
         WandbTracker.Config().build(run_dir=tmp_path)
 
 

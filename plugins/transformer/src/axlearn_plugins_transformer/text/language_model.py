@@ -220,8 +220,8 @@ class LanguageModelInput(Configurable):
 
         encode = functools.partial(pipeline.all_examples, functools.partial(self.examples, characters=CHARACTERS))
         window, seed = shares.most(index, self.config.batch_size), self.order.of(index)
-        cfg = self.config
-        return SmallData(part, encode, cfg.packing, cfg.sequence_length, window, seed, cfg.shuffle, report)
+        cfg, alone = self.config, len(shares.proportions) == 1
+        return SmallData(part, encode, cfg.packing, cfg.sequence_length, window, seed, cfg.shuffle, report, alone)
 
     def evaluation(self) -> Batches:
         """One pass over the held-out data in a fixed order, the last batch padded with weight 0.

@@ -91,6 +91,9 @@ class Joined:
 class Packed:
     """Rows of whole pieces. They are packed once; every epoch shuffles them.
 
+    If an epoch has no more rows than `window`, every window has each of them, and its order is shuffled if windows are the
+    batches.
+
     Args:
         lengths: tokens of each example, int64. Longer ones than a row are cut into pieces.
         sequence_length: S.
@@ -98,10 +101,19 @@ class Packed:
         seed: of the shuffles.
         shuffle: if False, rows and examples are in the order in which they were given.
         single: whether each row has one piece.
+        batches: whether the rows of each batch are a window: no others of a mixture are between them.
     """
 
     def __init__(
-        self, lengths: np.ndarray, sequence_length: int, window: int, seed: int, shuffle: bool, *, single: bool
+        self,
+        lengths: np.ndarray,
+        sequence_length: int,
+        window: int,
+        seed: int,
+        shuffle: bool,
+        *,
+        single: bool,
+        batches: bool = False,
     ):
         pieces: list[Span] = [
             (i, start, min(start + sequence_length, length))
@@ -114,6 +126,8 @@ class Packed:
         self.epoch_rows = len(self._rows)
         permutation = Permutations(self.epoch_rows, seed) if shuffle else None
         self._cycle = Cycle(self.epoch_rows, window, seed, permutation)
+        repeats = shuffle and batches and self.epoch_rows <= window
+        self._in_batch = Permutations(window, seed) if repeats else None
 
     def epoch(self, number: int) -> int:
         """The epoch that a row belongs to."""
@@ -121,6 +135,8 @@ class Packed:
 
     def row(self, number: int) -> list[Span]:
         """The tokens of a row, in order."""
+        if self._in_batch is not None:
+            number = number - number % self._in_batch.count + self._in_batch(number)
         return self._rows[self._cycle(number)]
 
 

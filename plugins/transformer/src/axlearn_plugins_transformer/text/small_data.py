@@ -53,6 +53,7 @@ class SmallData:
         seed: of the order of rows.
         shuffle: whether rows are shuffled.
         report: is given a line of text if there are fewer rows in an epoch than `window`.
+        batches: whether each batch has `window` rows of this part, and no others.
     """
 
     part: Part
@@ -63,6 +64,7 @@ class SmallData:
     seed: int
     shuffle: bool
     report: Callable[[str], None] | None = None
+    batches: bool = False
     _checked: int = attrs.field(default=0, init=False)
     _data: "tuple[list[Example], list[int], Layout] | None" = attrs.field(default=None, init=False)
 
@@ -94,7 +96,8 @@ class SmallData:
                 f"there is nothing to learn in {source.name(0)}, nor in the records after it: no document gives a row"
             )
         lengths = np.array([len(e) for e in examples], np.int64)
-        make = Joined if self.packing == "concat" else functools.partial(Packed, single=self.packing == "none")
+        packed = functools.partial(Packed, single=self.packing == "none", batches=self.batches)
+        make = Joined if self.packing == "concat" else packed
         layout = make(lengths, self.sequence_length, self.window, self.seed, self.shuffle)
         if self.report and layout.epoch_rows < self.window:
             self.report(self._shortage(layout.epoch_rows, int(lengths.sum())))
