@@ -12,7 +12,9 @@ import pytest
 from axlearn_plugins_plan import buffers, scratch
 
 HOLDS = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a parent such as nohup may ignore them
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from axlearn_plugins_plan.buffers import open_dump
 with open_dump({}) as dump:
     (dump.directory / "module.txt").write_text("large")
