@@ -42,6 +42,11 @@ class OpenedEngine(NamedTuple):
         """The tokenizer of the model, or None."""
         return None if self.text is None else self.text.tokenizer
 
+    @property
+    def template(self) -> ChatTemplate | None:
+        """The chat template of the model, or None if it brings none and was trained with none."""
+        return self.text.template if self.text is not None and self.text.has_template else None
+
 
 def open_engine(
     uri: str | Path,
