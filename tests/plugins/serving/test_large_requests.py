@@ -75,6 +75,19 @@ def test_a_text_that_no_context_holds_is_not_tokenized(server, calls, path, body
     assert calls == []
 
 
+@pytest.mark.parametrize("kind", ["prompt", "messages"])
+def test_texts_of_megabytes_are_not_counted(server, calls, kind):
+    def body(size):
+        text = "a" * size
+        return {"prompt": text} if kind == "prompt" else {"messages": [{"role": "user", "content": text}]}
+
+    assert post(server, "/tokenize", **body(text_pool.COUNTED - 100)).status_code == 200
+    calls.clear()
+    error = post(server, "/tokenize", **body(text_pool.COUNTED + 1)).json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", kind)
+    assert calls == []
+
+
 def test_the_longest_text_that_fits_is_taken(server, calls):
     assert post(server, "/v1/completions", prompt="a" * (CONTEXT - 1), max_tokens=1).status_code == 200
     refused = post(server, "/v1/completions", prompt="a" * CONTEXT, max_tokens=1)  # no token is left for the output
@@ -90,7 +103,7 @@ def test_prompts_after_one_that_is_too_long_are_not_tokenized(server, calls):
 
 @pytest.mark.parametrize(("size", "thread"), [(10, "server"), (5000, "text"), (300_000, "huge-text")])
 def test_long_texts_are_encoded_beside_the_event_loop(server, calls, size, thread):
-    answer = post(server, "/tokenize", prompt="a" * size)  # which counts the tokens of any text
+    answer = post(server, "/tokenize", prompt="a" * size)  # which also counts texts that do not fit
     assert answer.json()["count"] == size
     ((_, name),) = calls
     assert name.rpartition("_")[0] == thread or name == thread
@@ -171,6 +184,31 @@ def test_a_body_with_thousands_of_errors_is_not_read_to_its_end(model, body):
     with pytest.raises(ValidationError) as caught:
         model.model_validate_json(json.dumps(body))
     assert caught.value.error_count() < 16
+
+
+def tools(count, numbers):
+    return [{"name": f"f{i}", "parameters": {"enum": [1] * numbers}} for i in range(count)]
+
+
+@pytest.mark.parametrize(("count", "numbers"), [(1, 200_000), (100, 3000)], ids=["one long", "many"])
+def test_tools_that_take_long_to_write_are_refused(count, numbers):
+    chat = {"messages": [USER], "tools": [{"type": "function", "function": f} for f in tools(count, numbers)]}
+    response = {"input": "a", "tools": [{"type": "function", **f} for f in tools(count, numbers)]}
+    for model, body in ((schemas.ChatRequest, chat), (schemas.ResponseRequest, response)):
+        with pytest.raises(ApiError, match=f"tools: .* more than {schemas.MAX_TOOLS} characters; shorten") as caught:
+            parse_body(model, json.dumps(body).encode())
+        assert (caught.value.code, caught.value.param) == ("invalid_tools", "tools")
+
+
+def test_many_tools_of_usual_size_are_taken():
+    chat = {"messages": [USER], "tools": [{"type": "function", "function": f} for f in tools(128, 1000)]}
+    assert len(parse_body(schemas.ChatRequest, json.dumps(chat).encode()).tools) == 128
+
+
+def test_a_long_list_of_tokens_is_answered_whole(server):
+    text = "".join(random.Random(0).choices("abcdef", k=50_000))
+    answer = post(server, "/tokenize", prompt=text).json()
+    assert answer == {"tokens": list(text.encode()), "count": 50_000, "max_model_len": CONTEXT}
 
 
 def test_more_token_ids_than_the_context_has_are_not_checked():

@@ -348,6 +348,7 @@ def test_tokens_there_and_back(scripted):
     response = httpx.post(scripted.url + "/tokenize", json={"prompt": "aé"}).json()
     assert response == {"tokens": [97, 0xC3, 0xA9], "count": 3, "max_model_len": 512}
     assert httpx.post(scripted.url + "/detokenize", json={"tokens": response["tokens"]}).json() == {"prompt": "aé"}
+    assert httpx.post(scripted.url + "/detokenize", json={"tokens": []}).json() == {"prompt": ""}
     chat = httpx.post(scripted.url + "/tokenize", json={"messages": [{"role": "user", "content": "Hi"}]}).json()
     assert bytes(chat["tokens"]) == b"User:\nHi\n\nAssistant:\n"
 

@@ -53,6 +53,26 @@ TOKENIZERS = {
 }
 
 
+class SpecialWindowTokenizer(SentenceTokenizer):
+    """The same without the library's file, but it names its special tokens."""
+
+    special_tokens = {260: "</s>"}  # noqa: RUF012
+
+
+@pytest.mark.parametrize(
+    "tokenizer", [SentenceTokenizer(True), SpecialWindowTokenizer(False)], ids=["library", "other"]
+)
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [([258, 260], "a</s>"), ([260, 260, 258], "</s></s>a"), ([], ""), ([258, 260, 258], "a</s>a")],
+)
+def test_special_tokens_are_spelled_out_on_request(tokenizer, tokens, text):
+    decoders = Decoders(tokenizer)
+    assert decoders.spell(tokens) == text
+    output = decoders.output(())
+    assert "".join([*map(output.push, tokens), output.end()]) == text.replace("</s>", "")
+
+
 def pieces(tokenizer, prompt, tokens):
     decoder = Decoders(tokenizer).new(prompt)
     return [*(decoder.push(token) for token in tokens), decoder.end()]

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.resources
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -17,6 +18,8 @@ from axlearn_plugins_serving.server.schemas import DetokenizeRequest, TokenizeRe
 from axlearn_plugins_serving.server.service import Service
 
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+_PART = 16_384
+"""Token ids that are written at a time."""
 
 
 async def models(request: HttpRequest) -> Response:
@@ -82,8 +85,15 @@ async def tokenize(request: HttpRequest) -> Response:
             prompt=body.add_generation_prompt,
             limited=False,
         )
-    answer = {"tokens": tokens, "count": len(tokens), "max_model_len": service.thread.engine.max_context}
-    return await service.text_pool.run(lambda: JSONResponse(answer), len(tokens))
+    context = service.thread.engine.max_context
+    return await service.text_pool.run(lambda: _tokens_response(tokens, context), len(tokens))
+
+
+def _tokens_response(tokens: Sequence[int], context: int) -> Response:
+    """The answer of `/tokenize`, written in parts: one call of the JSON encoder keeps all other threads waiting."""
+    parts = [",".join(map(str, tokens[i : i + _PART])) for i in range(0, len(tokens), _PART)]
+    body = f'{{"tokens":[{",".join(parts)}],"count":{len(tokens)},"max_model_len":{context}}}'
+    return Response(body, media_type="application/json")
 
 
 async def detokenize(request: HttpRequest) -> Response:
@@ -97,7 +107,7 @@ async def detokenize(request: HttpRequest) -> Response:
         for i, token in enumerate(body.tokens):
             if token >= limit:
                 raise ApiError(400, f"tokens[{i}]: {token} is not below {limit}", param=f"tokens[{i}]")
-        return JSONResponse({"prompt": service.tokenizer.decode(body.tokens)})
+        return JSONResponse({"prompt": service.text.spell(body.tokens)})
 
     return await service.text_pool.run(decode, len(body.tokens))
 

@@ -12,7 +12,15 @@ T = TypeVar("T", bound=BaseModel)
 
 _MESSAGE_LENGTH = 2000
 _SAY_ALL = frozenset(
-    {"missing", "value_error", "context_length_exceeded", "too_many_fields", "too_many_entries", "invalid_json_schema"}
+    {
+        "missing",
+        "value_error",
+        "context_length_exceeded",
+        "too_many_fields",
+        "too_many_entries",
+        "invalid_json_schema",
+        "invalid_tools",
+    }
 )
 """Kinds of problems whose message needs no value behind it."""
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}

@@ -8,8 +8,7 @@ Checking ends at the first wrong item of a list, and does not begin with a dicti
 have millions of errors.
 """
 
-import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -17,46 +16,27 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    ValidationInfo,
     field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
+from axlearn_plugins_serving.server.early_checks import MAX_ENTRIES, check_context, check_entries, exceeds
+
 MAX_CHOICES = 32
 MAX_LOGPROBS = 20
-MAX_ENTRIES = 1024
-"""Of a dictionary with values of one kind, such as `logit_bias`."""
 MAX_SCHEMA = 64 * 1024
 """Characters of a JSON schema."""
+MAX_TOOLS = 512 * 1024
+"""Characters of the parameters of all tools of a request, as JSON."""
 _MAX_UNKNOWN = 64
 _TOKEN = r"^(0|[1-9][0-9]{0,8})$"
 
 
-def _check_context(prompt: Any, info: ValidationInfo) -> Any:
-    """Refuses more token ids than the context has, before each of them is checked."""
-    context = (info.context or {}).get("context")
-    if context is not None and isinstance(prompt, list) and len(prompt) > context and isinstance(prompt[0], int):
-        raise PydanticCustomError(
-            "context_length_exceeded",
-            "the context has {context} tokens, but the prompt has {length}",
-            {"context": context, "length": len(prompt)},
-        )
-    return prompt
-
-
-def _check_entries(value: Any) -> Any:
-    if isinstance(value, dict) and len(value) > MAX_ENTRIES:
-        raise PydanticCustomError(
-            "too_many_entries", "{length} entries, more than {limit}", {"length": len(value), "limit": MAX_ENTRIES}
-        )
-    return value
-
-
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True), BeforeValidator(_check_context)]
+Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True), BeforeValidator(check_context)]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
-Metadata = Annotated[dict[str, str], Field(max_length=MAX_ENTRIES), BeforeValidator(_check_entries)]
+Metadata = Annotated[dict[str, str], Field(max_length=MAX_ENTRIES), BeforeValidator(check_entries)]
 
 
 class Body(BaseModel):
@@ -115,16 +95,24 @@ class JsonSchemaFormat(Body):
 
 def _check_schema(format: Any) -> Any:
     schema = format.json_schema if isinstance(format, JsonSchemaFormat) else format
-    size = 0
-    for piece in json.JSONEncoder().iterencode(schema.schema_) if isinstance(schema, JsonSchema) else ():
-        size += len(piece)
-        if size > MAX_SCHEMA:  # the rest may be megabytes
-            raise PydanticCustomError(
-                "invalid_json_schema",
-                "the JSON schema cannot be used: it has more than {limit} characters",
-                {"limit": MAX_SCHEMA},
-            )
+    if isinstance(schema, JsonSchema) and exceeds(schema.schema_, MAX_SCHEMA):
+        raise PydanticCustomError(
+            "invalid_json_schema",
+            "the JSON schema cannot be used: it has more than {limit} characters",
+            {"limit": MAX_SCHEMA},
+        )
     return format
+
+
+def _check_tools(tools: list[Any]) -> list[Any]:
+    functions = [tool.function if isinstance(tool, Tool) else tool for tool in tools]
+    if exceeds([function.parameters for function in functions], MAX_TOOLS):
+        raise PydanticCustomError(
+            "invalid_tools",
+            "the parameters of the tools have more than {limit} characters; shorten them or offer fewer tools",
+            {"limit": MAX_TOOLS},
+        )
+    return tools
 
 
 ResponseFormat = Annotated[
@@ -160,7 +148,7 @@ class SamplingFields(Body):
         Annotated[
             dict[Annotated[str, Field(pattern=_TOKEN)], Annotated[float, Field(ge=-100, le=100)]],
             Field(max_length=MAX_ENTRIES),
-            BeforeValidator(_check_entries),
+            BeforeValidator(check_entries),
         ]
         | None
     ) = None
@@ -273,6 +261,10 @@ class Tool(Body):
     function: FunctionDefinition
 
 
+T = TypeVar("T")
+ToolList = Annotated[list[T], Field(max_length=128, fail_fast=True), AfterValidator(_check_tools)]
+
+
 class ChatRequest(SamplingFields):
     """`POST /v1/chat/completions`. `metadata`, `service_tier`, `safety_identifier` and `prompt_cache_key` change nothing."""
 
@@ -281,7 +273,7 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
+    tools: ToolList[Tool] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: bool | None = None
     store: Literal[False] | None = None
@@ -344,7 +336,7 @@ class ResponseRequest(Body):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     text: ResponseText | None = None
-    tools: Annotated[list[ResponseTool], Field(max_length=128, fail_fast=True)] | None = None
+    tools: ToolList[ResponseTool] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     stream: bool | None = False
     user: Annotated[str, Field(max_length=256)] | None = None
@@ -369,7 +361,7 @@ class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
+    tools: ToolList[Tool] | None = None
     add_generation_prompt: bool = True
 
     @model_validator(mode="after")

@@ -20,7 +20,7 @@ from axlearn_plugins_serving.server.errors import ApiError
 from axlearn_plugins_serving.server.job import Choice, Job
 from axlearn_plugins_serving.server.metrics import Metrics
 from axlearn_plugins_serving.server.schemas import JsonObjectFormat, JsonSchemaFormat, ResponseFormat, SamplingFields
-from axlearn_plugins_serving.server.text_pool import TextLimit, TextPool
+from axlearn_plugins_serving.server.text_pool import COUNTED, TextLimit, TextPool
 from axlearn_plugins_transformer.text.processor import TextProcessor
 
 MAX_CONTINUATIONS = 256
@@ -95,15 +95,15 @@ class Service:
 
         Args:
             texts: each a prompt.
-            limited: refuses texts that cannot fit into the context.
+            limited: refuses texts that cannot fit into the context; otherwise only those of more than `COUNTED` characters.
 
         Raises:
             ApiError: 400, a text is too long.
         """
 
         def encode() -> list[list[int]]:
-            for text in texts if limited else ():
-                self.text_limit.check(text, "prompt")
+            for text in texts:
+                self.text_limit.check(text, "prompt", allowed=0 if limited else COUNTED)
             prompts = []
             for text in texts:
                 prompts.append(self.text.encode_prompt(text))
@@ -127,7 +127,7 @@ class Service:
             conversation: gives the messages, and the tools or None, as the template takes them.
             size: bytes of the request. Those of a long one are read in a thread.
             prompt: ends with what begins an answer.
-            limited: refuses a text that cannot fit into the context.
+            limited: see `encode`.
 
         Raises:
             ApiError: 400, no template, the template refuses the conversation, or its text is too long.
@@ -138,8 +138,7 @@ class Service:
         def encode() -> list[int]:
             messages, tools = conversation()
             rendered = self.text.template.render(messages, prompt=prompt, tools=tools, location="messages")
-            if limited:
-                self.text_limit.check(rendered.text, "messages")
+            self.text_limit.check(rendered.text, "messages", allowed=0 if limited else COUNTED)
             return self.text.encode_rendered(rendered)
 
         try:

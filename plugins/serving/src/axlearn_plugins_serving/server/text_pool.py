@@ -16,6 +16,8 @@ SHORT = 4096
 """Characters or bytes that are read faster than a thread is woken."""
 HUGE = 256 * 1024
 """Characters or bytes from which on a request waits in a lane of its own."""
+COUNTED = 1024 * 1024
+"""Characters of a text that `/tokenize` encodes even if no context holds them. More take seconds and gigabytes."""
 
 
 class TextPool:
@@ -56,9 +58,16 @@ class TextLimit:
     def __init__(self, tokenizer: Tokenizer, context: int):
         self._tokenizer, self._context = tokenizer, context
 
-    def check(self, text: str, param: str) -> None:
-        """Raises `ApiError` (400) if the text cannot fit. Takes a moment once for a large vocabulary: call it in a thread."""
-        if len(text) <= self._context:  # each token has a character at least: the vocabulary need not be looked at
+    def check(self, text: str, param: str, *, allowed: int = 0) -> None:
+        """Raises `ApiError` (400) if the text cannot fit. Takes a moment once for a large vocabulary: call it in a thread.
+
+        Args:
+            text: of the prompt.
+            param: what the error calls it.
+            allowed: characters that are taken whether they fit or not.
+        """
+        # Each token has a character at least, so the vocabulary need not be looked at.
+        if len(text) <= max(self._context, allowed):
             return
         longest = self._longest
         if longest is not None and len(text) > self._context * longest:

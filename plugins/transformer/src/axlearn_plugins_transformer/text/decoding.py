@@ -1,5 +1,6 @@
 """Tokens to text as they come: incremental decoding, and stop strings. Every path that generates text decodes here."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -56,6 +57,16 @@ class Decoders:
     def output(self, prompt: Sequence[int], stops: Sequence[str] = ()) -> "OutputText":
         """The text of an output that follows `prompt`, up to the first of `stops`."""
         return OutputText(self.new(prompt), self._special, stops)
+
+    def spell(self, tokens: Sequence[int]) -> str:
+        """The text of tokens with the spellings of special tokens, which an output leaves out."""
+        if self._library is not None:
+            return self._library.decode_batch([list(tokens)], skip_special_tokens=False)[0]  # `decode` keeps the GIL
+        runs = itertools.groupby(tokens, key=self._special.get)
+        return "".join(
+            self.tokenizer.decode(list(run)) if spelling is None else spelling * len(list(run))
+            for spelling, run in runs
+        )
 
 
 class StreamDecoder:

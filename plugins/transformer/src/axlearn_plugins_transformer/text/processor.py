@@ -136,6 +136,10 @@ class TextProcessor(Configurable):
         output = self.output(prompt, stops)
         return "".join([*map(output.push, tokens), output.end()])
 
+    def spell(self, tokens: Sequence[int]) -> str:
+        """The text of tokens with the spellings of special tokens."""
+        return self._decoders.spell(tokens)
+
     def prompt_offsets(self, ids: Sequence[int], text: str | None = None) -> tuple[str, list[int]]:
         """(the text of a prompt, where each of its tokens begins in that text).
 
