@@ -1,5 +1,6 @@
 """Families: tables that cover the models, both ways; what they are made of; weights placed on many devices."""
 
+import json
 from pathlib import Path
 
 import jax
@@ -47,8 +48,7 @@ def test_every_tensor_comes_back_and_the_config_too(name, monkeypatch):
     assert written(source, params) == bits(source)
     assert source.family.differences(source.data, source.config) == []
     assert source.notes == ()
-    if not name.startswith("deepseek"):
-        assert source.family.differences(source.family.config_json(source.config), source.config) == []
+    assert source.family.differences(source.family.config_json(source.config), source.config) == []
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "gpt2"])
@@ -95,6 +95,35 @@ def test_a_run_that_was_not_imported_finds_its_family():
         family_of(
             patch(config, {"model.decoder.layer.attention.softcap": 3.0, "model.decoder.layer.attention.window": 9})
         )
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 40.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"rope_parameters": YARN},
+        {"rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}},
+        {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8}},
+        {"rope_parameters": {**YARN, "mscale_all_dim": 0.3}},
+        {"rope_parameters": {**YARN, "attention_factor": 1.2, "mscale_all_dim": 1.0}},
+        {"first_k_dense_replace": 0, "n_shared_experts": None, "q_lora_rank": 12, "norm_topk_prob": False},
+        {"n_group": 1, "topk_group": 1, "topk_method": "greedy", "rope_interleave": False, "tie_word_embeddings": True},
+    ],
+)
+@pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3"])
+def test_a_deepseek_that_was_tuned_finds_its_config(name, changes):
+    data = {**json.loads((FIXTURES / name / "config.json").read_text()), **changes}
+    config = family(data["model_type"]).resolve(data)[0].config
+    described, written = family_of(config)
+    assert described.model_type == data["model_type"]
+    assert described.differences(written, config) == []
+    rope = data["rope_parameters"] if "rope_parameters" in changes else {}
+    for key in ("mscale", "mscale_all_dim"):  # vLLM reads these, and no attention_factor
+        if key in rope and "attention_factor" not in rope:
+            assert written["rope_parameters"][key] == rope[key]
 
 
 def test_a_parameter_without_counterpart_is_named():

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import text_matrix_reference as texts
 from text_matrix_models import BEYOND, FAMILIES, ROWS, make_model
 from text_matrix_routes import Route
-from text_matrix_served import ROUTES
+from text_matrix_served import ROUTES, Export
 
 STORED = Path(__file__).with_name("text_matrix.json")
 STORED_FAMILY = "llama3"
@@ -201,16 +201,24 @@ def cells(directory: Path, folder: Path, reference: Mapping[str, Any], routes: S
     """
     for kind in routes:
         route = kind(directory, folder, reference)
-        again = None
-        if hasattr(route, "exported") and "transformers" in sys.modules:
-            again = texts.read_reference(route.exported, reference["text"])
+        failed, again = _read_again(route)
         for fact, (check, keys) in FACTS.items():
             if reason := NOT_APPLICABLE.get((fact, route.name)):
                 yield Cell(fact, route.name, "not applicable", reason)
                 continue
-            checks = _run(check, route)
+            checks = [*failed, *_run(check, route)]
             checks += [Check(again[key], _exported(route, key)) for key in keys if again is not None]
             yield _cell(fact, route.name, checks)
+
+
+def _read_again(route: Route) -> tuple[list[Check], Any]:
+    """(checks that failed, what `transformers` reads in the directory that a route exports; None if it exports none)."""
+    if "transformers" not in sys.modules or not isinstance(route, Export):
+        return [], None
+    try:
+        return [], texts.read_reference(route.exported, route.reference["text"])
+    except Exception as error:
+        return [_failed(error)], None
 
 
 def _exported(route: Route, key: str) -> Any:
@@ -222,7 +230,11 @@ def _run(check: Callable[[Route], Iterator[Check]], route: Route) -> list[Check]
     try:
         return list(check(route))
     except Exception as error:  # a cell that fails is a result
-        return [Check(f"{type(error).__name__}: {error}", "no error")]
+        return [_failed(error)]
+
+
+def _failed(error: Exception) -> Check:
+    return Check(f"{type(error).__name__}: {error}", "no error")
 
 
 def _cell(fact: str, route: str, checks: Sequence[Check]) -> Cell:

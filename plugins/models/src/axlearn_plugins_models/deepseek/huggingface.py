@@ -4,8 +4,16 @@ from typing import Any, ClassVar
 
 from axlearn_plugins_models.huggingface import decoder as d
 from axlearn_plugins_models.huggingface.family import Family, Json, Key, Settings
-from axlearn_plugins_models.huggingface.rope import missing_forms, parameters, read_rope, yarn_scale
+from axlearn_plugins_models.huggingface.rope import (
+    missing_forms,
+    parameters,
+    read_rope,
+    write_mscale,
+    write_rope,
+    yarn_scale,
+)
 from axlearn_plugins_models.huggingface.table import Rule
+from axlearn_plugins_transformer.alternate import Alternate
 
 OURS, THEIRS = f"{d.OURS}.attention", f"{d.THEIRS}.self_attn"
 QUERIES = (f"{OURS}.query.weight", f"{OURS}.query_rope.weight"), "(n h*) r -> r n h"
@@ -65,6 +73,34 @@ class DeepSeekV3(Family):
             settings[f"{d.ATTENTION}.scale"] = head_dim**-0.5 * yarn_scale(rope["factor"], rope["mscale_all_dim"]) ** 2
         return settings | ({f"{d.FEED_FORWARD}.first.*.hidden_dim": size} if hf.get("first_k_dense_replace") else {})
 
+    def described(self, config: Any) -> Json:
+        """The inverse of `features` and `settings`."""
+        attention, slot = config.model.decoder.layer.attention, config.model.decoder.layer.feed_forward
+        dense: list[Any] = [*slot.first] if isinstance(slot, Alternate) else []
+        experts: Any = slot.children[0] if isinstance(slot, Alternate) else slot
+        rope = write_rope(attention.position)
+        if attention.scale is not None and rope["rope_type"] == "yarn":
+            sharper = (attention.scale * (attention.head_dim + attention.rope_head_dim) ** 0.5) ** 0.5
+            rope = write_mscale(rope, sharper)
+        return {
+            "kv_lora_rank": attention.kv_rank, "q_lora_rank": attention.query_rank,
+            "qk_rope_head_dim": attention.rope_head_dim, "v_head_dim": attention.value_head_dim,
+            "num_key_value_heads": attention.num_heads, "rope_parameters": rope,
+            "rope_interleave": attention.position.interleaved, "n_routed_experts": experts.num_experts,
+            "num_experts_per_tok": experts.top_k, "moe_intermediate_size": experts.hidden_dim,
+            "n_shared_experts": experts.shared.hidden_dim // experts.hidden_dim if experts.shared else 0,
+            "first_k_dense_replace": len(dense),
+            "intermediate_size": dense[0].hidden_dim if dense else experts.hidden_dim,
+            **self.write_router(experts.router),
+        }  # fmt: skip
+
+    def write_router(self, router: Any) -> Json:
+        """The inverse of `router`."""
+        return {
+            "n_group": router.num_groups, "topk_group": router.top_groups, "routed_scaling_factor": router.scale,
+            "norm_topk_prob": router.normalize, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+        }  # fmt: skip
+
     def missing(self, data: Json) -> Json:
         """The other form of the frequencies."""
         return missing_forms(data)
@@ -82,3 +118,8 @@ class DeepSeekV2(DeepSeekV3):
         groups = super().router(hf) if hf.get("topk_method") == "group_limited_greedy" else {}
         scale = float(hf.get("routed_scaling_factor", 1.0))
         return {**groups, "type": "softmax-router", "normalize": False, "scale": scale}
+
+    def write_router(self, router: Any) -> Json:
+        """The inverse of `router`."""
+        method = "group_limited_greedy" if router.num_groups > 1 else "greedy"
+        return super().write_router(router) | {"scoring_func": "softmax", "topk_method": method}

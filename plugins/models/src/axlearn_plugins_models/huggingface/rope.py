@@ -190,6 +190,21 @@ def yarn_scale(factor: float, mscale: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
+def write_mscale(rope: Json, sharper: float) -> Json:
+    """`rope_parameters` of YaRN for a model whose attention scale is multiplied by `sharper` ** 2, as DeepSeek's is.
+
+    vLLM and DeepSeek's own code read `mscale` and `mscale_all_dim`, and no `attention_factor`. So that is replaced if they mean the
+    same; the ten digits of `mscale` undo the rounding of the number that was made of it.
+    """
+    factor, attention = rope["factor"], rope.get("attention_factor") or 0.0
+    if factor <= 1:
+        return rope
+    everywhere, own = (round((scale - 1.0) / (0.1 * math.log(factor)), 10) for scale in (sharper, sharper * attention))
+    if own and yarn_scale(factor, own) / yarn_scale(factor, everywhere) == attention:
+        rope = {key: value for key, value in rope.items() if key != "attention_factor"} | {"mscale": own}
+    return rope | {"mscale_all_dim": everywhere}
+
+
 def _yarn(rope: Json, hf: Settings) -> Json:
     factor, attention = _number(rope, "factor"), rope.get("attention_factor")
     if attention is None and rope.get("mscale") and rope.get("mscale_all_dim"):
