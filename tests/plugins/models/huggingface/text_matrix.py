@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import text_matrix_reference as texts
-from text_matrix_models import BEYOND, FAMILIES, ROWS, make_model
+from text_matrix_models import BEYOND, FAMILIES, make_model
 from text_matrix_routes import Route
 from text_matrix_served import ROUTES, Export
 
@@ -151,7 +151,7 @@ def beyond(route: Route) -> Iterator[Check]:
     """An added token that the model has no row for: it has its id, and a text with it is refused."""
     yield Check(route.text.tokenizer.encode_special(texts.BEYOND_TEXT)[0], route.reference["beyond"])
     refusal = route.refusal()
-    yield Check(BEYOND in refusal or str(ROWS) in refusal, True)
+    yield Check(refusal if BEYOND not in refusal else BEYOND, BEYOND)
 
 
 def dtype(route: Route) -> Iterator[Check]:

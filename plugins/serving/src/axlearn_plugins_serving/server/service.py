@@ -22,6 +22,7 @@ from axlearn_plugins_serving.server.metrics import Metrics
 from axlearn_plugins_serving.server.schemas import JsonObjectFormat, JsonSchemaFormat, ResponseFormat, SamplingFields
 from axlearn_plugins_serving.server.text_pool import COUNTED, TextLimit, TextPool
 from axlearn_plugins_transformer.text.processor import TextProcessor
+from axlearn_plugins_transformer.text.tokenizers import tokens_beyond
 
 MAX_CONTINUATIONS = 256
 NO_TEMPLATE = (
@@ -237,7 +238,9 @@ class Service:
         for prompt in prompts:
             self.text_limit.check_tokens(len(prompt), param, new_tokens)
             if (greatest := max(prompt)) >= vocab_size:
-                raise ApiError(400, f"{param}: token {greatest} is not below {vocab_size}", param=param)
+                spelling = tokens_beyond(self.tokenizer, vocab_size).get(greatest)
+                token = greatest if spelling is None else f"{greatest} ({spelling!r})"
+                raise ApiError(400, f"{param}: token {token} is not below {vocab_size}", param=param)
         for name, tokens in (
             ("logit_bias", map(int, fields.logit_bias or ())),
             ("stop_token_ids", fields.stop_token_ids or ()),

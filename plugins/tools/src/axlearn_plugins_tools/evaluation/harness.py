@@ -110,6 +110,7 @@ class AxlearnLM(LM):
         count = int(options.get("max_gen_toks") or self.max_gen_toks)
         heat = float(options.get("temperature") or 0.0) if options.get("do_sample", True) else 0.0
         prompt = self.subject.processor.encode_prompt(context)
+        self.subject.check(prompt, f"the prompt {context[:60]!r}")
         top_k = int(options["top_k"]) if options.get("top_k") else None
         return _Wanted(prompt[-max(1, self.subject.scorer.length - count) :], _Options(count, heat, top_k, stops))
 

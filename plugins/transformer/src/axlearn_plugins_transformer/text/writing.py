@@ -4,12 +4,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import axlearn_core as ax
-from axlearn_core.contracts.capabilities import GeneratesTokens
+from axlearn_core.contracts.capabilities import GeneratesTokens, vocabulary_size
 from axlearn_core.errors import AxlearnError, RequestError
 from axlearn_core.plugins.registry import registry
 from axlearn_core.train.inference import Loaded
 from axlearn_core.train.session import log_message
 from axlearn_plugins_transformer.text.processor import TextProcessor, text_processor
+from axlearn_plugins_transformer.text.tokenizers import check_ids
 
 
 def write_text(
@@ -28,9 +29,10 @@ def write_text(
 
     Raises:
         RequestError: the model has no tokenizer, or does not generate.
+        InputError: the prompt has a token that the model has no row for.
     """
     text = _processor(loaded)
-    ids = text.encode_prompt(prompt)
+    ids = _encode(text, loaded.model, prompt)
     engine = None
     try:
         engine = _open(loaded, text, len(ids) + max_tokens)
@@ -75,10 +77,17 @@ def continue_text(
 
     Raises:
         RequestError: the model does not generate.
+        InputError: see `write_text`.
     """
     if not isinstance(model, GeneratesTokens):
         raise RequestError(f"a {type(model).__name__} does not write text: it has no method `generate`")
-    return _pieces(text, model, text.encode_prompt(prompt), program=program, **options)
+    return _pieces(text, model, _encode(text, model, prompt), program=program, **options)
+
+
+def _encode(text: TextProcessor, model: Any, prompt: str) -> list[int]:
+    ids = text.encode_prompt(prompt)
+    check_ids(text.tokenizer, ids, vocabulary_size(model), "the prompt")
+    return ids
 
 
 def _pieces(text: TextProcessor, model: Any, ids: list[int], **options: Any) -> Iterator[str]:
