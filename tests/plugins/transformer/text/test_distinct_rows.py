@@ -82,6 +82,38 @@ def test_shards_that_read_one_record_read_it_in_orders_of_their_own(packing, tmp
     assert distinct(text_input(tmp_path, packing=packing), 5) == 8
 
 
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("count", [1, 3, 20])
+def test_chunks_in_which_no_line_begins_repeat_no_rows(count, packing, tmp_path, as_large):
+    rng = random.Random(count)
+    words = 3 * (1 << 17) // 7 // count
+    texts = [" ".join(f"{rng.randrange(10**6):06d}" for _ in range(words)) for _ in range(count)]
+    (tmp_path / "long.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in texts))
+    cfg = text_input(tmp_path, batch_size=32, packing=packing)
+    records = cfg.source.build().parts("train")[0].records
+    assert isinstance(records, FileRecords) and len(records) > count
+    assert [len(documents) for documents in records.with_lines()] == [1] * count
+    assert distinct(cfg, 4) == 32
+
+
+@pytest.mark.parametrize("packing", ["first-fit", "none"])
+def test_conversations_that_are_dropped_repeat_no_others(packing, tmp_path, as_large):
+    rows = [
+        [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}" * (1 if i % 8 == 0 else 99)}]
+        for i in range(200)
+    ]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": r}) + "\n" for r in rows))
+    cfg = ChatInput.Config(
+        batch_size=16,
+        sequence_length=64,
+        source=ChatFiles.Config(paths=str(tmp_path / "chat.jsonl")),
+        tokenizer=ByteTokenizer.Config(),
+        packing=packing,
+        too_long="drop",
+    )
+    assert distinct(cfg, 6) == 16
+
+
 def test_conversations_of_a_batch_are_different(tmp_path, either_size):
     rows = [
         [{"role": "user", "content": f"{i} + 1?"}, {"role": "assistant", "content": f"{i + 1} is the answer."}]

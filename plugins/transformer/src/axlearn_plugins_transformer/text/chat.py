@@ -3,14 +3,17 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import attrs
+import numpy as np
+
 from axlearn_core.config import Node, node
 from axlearn_core.errors import ConfigError, InputError, Problem
 from axlearn_plugins_transformer.text.chat_template import ChatTemplate
-from axlearn_plugins_transformer.text.conversations import Conversation
+from axlearn_plugins_transformer.text.conversations import Conversation, ConversationRecords
 from axlearn_plugins_transformer.text.examples import Example, example
 from axlearn_plugins_transformer.text.language_model import LanguageModelInput
 from axlearn_plugins_transformer.text.records import Document
-from axlearn_plugins_transformer.text.sources import Split
+from axlearn_plugins_transformer.text.sources import Part, Split
 from axlearn_plugins_transformer.text.tokenizers import check_ids
 
 SPLITS: tuple[Split, ...] = ("train", "validation")
@@ -45,7 +48,7 @@ class ChatInput(LanguageModelInput):
         super().__init__(cfg, **offered)
         self._check_source()
         self.template = cfg.template.build(tokenizer=self.tokenizer)
-        if cfg.too_long == "error" and cfg.packing != "concat":
+        if cfg.too_long == "error" and not self._any_length:
             self._check_lengths()
 
     def example(self, document: Document) -> Example | None:
@@ -60,7 +63,7 @@ class ChatInput(LanguageModelInput):
         ids, marks = self.template.encode(rendered)
         check_ids(self.tokenizer, ids, self.vocab_size, document.location)
         limit = self.config.sequence_length + 1  # the first is an input only, the last a target only
-        if len(ids) > limit and self.config.packing != "concat":
+        if len(ids) > limit and not self._any_length:
             if self.config.too_long == "error":
                 raise _too_long(document.location, len(ids), limit)
             ids, marks = ([], []) if self.config.too_long == "drop" else (ids[:limit], marks[:limit])
@@ -84,15 +87,30 @@ class ChatInput(LanguageModelInput):
                 )
             )
 
+    def _with_rows(self, part: Part) -> Part:
+        part, records = super()._with_rows(part), part.records
+        if self.config.too_long != "drop" or self._any_length or not isinstance(records, ConversationRecords):
+            return part
+        kept = np.ones(len(records), bool)
+        for i in self._long_rows(records):
+            kept[i] = self.example(records[i][0]) is not None
+        return attrs.evolve(part, records=records.taken(kept)) if kept.any() else part
+
     def _check_lengths(self) -> None:
         """Looks at what may be too long before anything is trained: rows of few bytes have few tokens."""
         for split in SPLITS:
             for part in self.source.parts(split):
-                sizes = getattr(part.records, "sizes", ())
-                for i in range(len(sizes)):
-                    if sizes[i] > self.config.sequence_length // 2:
-                        for document in part.records[i]:
-                            self.example(document)
+                for i in self._long_rows(part.records):
+                    for document in part.records[i]:
+                        self.example(document)
+
+    def _long_rows(self, records: Any) -> list[int]:
+        sizes = np.asarray(getattr(records, "sizes", ()), np.int64)
+        return np.flatnonzero(sizes > self.config.sequence_length // 2).tolist()
+
+    @property
+    def _any_length(self) -> bool:
+        return self.config.packing == "concat"
 
 
 def _too_long(location: str, count: int, limit: int) -> InputError:

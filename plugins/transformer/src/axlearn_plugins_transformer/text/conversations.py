@@ -107,6 +107,11 @@ class ConversationRecords:
     def __len__(self) -> int:
         return len(self.owners)
 
+    def taken(self, mask: np.ndarray) -> "ConversationRecords":
+        """Those for which `mask`, one bool for each, is True."""
+        columns = ("owners", "numbers", "offsets", "sizes")
+        return attrs.evolve(self, **{name: getattr(self, name)[mask] for name in columns})
+
     @property
     def num_bytes(self) -> int:
         """Bytes of all rows."""

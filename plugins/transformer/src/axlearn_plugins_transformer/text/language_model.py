@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+import attrs
 import numpy as np
 from absl import flags
 
@@ -19,7 +20,7 @@ from axlearn_core.errors import ConfigError, InputError, Problem
 from axlearn_plugins_transformer.text.batches import Batches, Places
 from axlearn_plugins_transformer.text.examples import Example, example
 from axlearn_plugins_transformer.text.positions import OLD_ORDER, check_position
-from axlearn_plugins_transformer.text.records import Document
+from axlearn_plugins_transformer.text.records import Document, FileRecords
 from axlearn_plugins_transformer.text.shares import Shares
 from axlearn_plugins_transformer.text.small_data import SmallData, is_small, print_note
 from axlearn_plugins_transformer.text.sources import Part, Source, Split, describe
@@ -166,14 +167,16 @@ class LanguageModelInput(Configurable):
         own_shards = range(self.process_index * share, (self.process_index + 1) * share)
 
         shares = Shares.of([part.weight for part in parts], self.num_shards)
-        small = [is_small(part.records, cfg.batch_size * cfg.sequence_length) for part in parts]
+        tokens = cfg.batch_size * cfg.sequence_length
+        dealt = [p if is_small(p.records, tokens) else self._with_rows(p) for p in parts]
+        small = [is_small(p.records, tokens) for p in dealt]
 
         def shards(ids: Sequence[int], current: bool) -> Any:
             characters = CHARACTERS // (len(ids) * len(parts))  # each shard reads ahead on its own
             encode = functools.partial(self.examples, characters=characters)
             report = print_note if 0 in ids else None
             if current:
-                data = [self._small_data(p, i, shares, report) if small[i] else p for i, p in enumerate(parts)]
+                data = [self._small_data(p, i, shares, report) if small[i] else p for i, p in enumerate(dealt)]
                 rows = {i: pipeline.training_rows(data, encode, self.packing, self.order, shares, i) for i in ids}
             else:
                 if report:
@@ -185,7 +188,7 @@ class LanguageModelInput(Configurable):
         return Batches(
             streams(True),
             workers=bool(cfg.workers),
-            identify=functools.partial(_records_at, parts, self.order),
+            identify=functools.partial(_records_at, dealt, parts, self.order),
             remake=streams,
             check=functools.partial(check_position, small=small),
         )
@@ -222,6 +225,11 @@ class LanguageModelInput(Configurable):
         window, seed = shares.most(index, self.config.batch_size), self.order.of(index)
         cfg, alone = self.config, len(shares.proportions) == 1
         return SmallData(part, encode, cfg.packing, cfg.sequence_length, window, seed, cfg.shuffle, report, alone)
+
+    def _with_rows(self, part: Part) -> Part:
+        """The part without records that give no row. A shard that skips one reads what another shard reads."""
+        records = part.records
+        return attrs.evolve(part, records=records.with_lines()) if isinstance(records, FileRecords) else part
 
     def evaluation(self) -> Batches:
         """One pass over the held-out data in a fixed order, the last batch padded with weight 0.
@@ -305,11 +313,13 @@ def _share(rows: slice, sizes: np.ndarray, stacked: Mapping[str, np.ndarray]) ->
     return {**batch, "bytes": sizes[batch["targets"]] * (batch["weights"] > 0)}
 
 
-def _records_at(parts: Sequence[Part], order: Any, places: Places, current: bool) -> dict[str, Any]:
+def _records_at(
+    dealt: Sequence[Part], parts: Sequence[Part], order: Any, places: Places, current: bool
+) -> dict[str, Any]:
     """By shard, the record that its rows begin in, and the one that follows: if the first is used up, they begin there."""
     names: dict[str, list[str]] = {}
     for shard, of_parts in places.items():
-        for i, (part, place) in enumerate(zip(parts, of_parts, strict=True)):
+        for i, (part, place) in enumerate(zip(dealt if current else parts, of_parts, strict=True)):
             if isinstance(place, int):
                 names_of = order.names(part.records, i, int(shard), current)
                 listing = [names_of(place + k) for k in (0, 1)]

@@ -46,6 +46,8 @@ class Records(Protocol):
 LINE_BYTES = 1 << 24
 """The longest line of a JSONL file, unless the source says otherwise: tokenizing a line takes about a hundred times its size."""
 
+SCANNED_BYTES = 1 << 28
+
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
 
 
@@ -117,6 +119,31 @@ class FileRecords:
         """The file's name, and `#part` where it has several."""
         file, part = self.files[int(self.owners[index])], int(self.parts[index])
         return f"{file.name}#{part}" if part or file.size > self.chunk_bytes else file.name
+
+    def with_lines(self) -> "FileRecords":
+        """Those without the chunks of JSONL files in which no line begins, which give no document.
+
+        Data of more than 256 MiB is not looked through: it has so many records that shards seldom meet.
+        """
+        if self.num_bytes > SCANNED_BYTES or "jsonl" not in self.formats:
+            return self
+        keep = np.ones(len(self), bool)
+        for i, (file, kind) in enumerate(zip(self.files, self.formats, strict=True)):
+            if kind == "jsonl":
+                keep[self.owners == i] = self._have_lines(file, self.parts[self.owners == i])
+        return attrs.evolve(self, owners=self.owners[keep], parts=self.parts[keep])
+
+    def _have_lines(self, file: DataFile, parts: np.ndarray) -> list[bool]:
+        with open_data(file) as handle:
+            start, answers = 0, []
+            for part in parts.tolist():
+                ends = []
+                for at in (part * self.chunk_bytes, (part + 1) * self.chunk_bytes):
+                    if at > start:  # a line that was read to its end is not read again
+                        start = _line_start(handle, at, file, self.line_bytes)
+                    ends.append(start)
+                answers.append(ends[0] < ends[1])
+        return answers
 
     def _json_lines(self, file: DataFile, start: int, raw: bytes) -> list[Document]:
         documents = []
