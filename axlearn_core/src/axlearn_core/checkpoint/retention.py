@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,7 +29,8 @@ def unwanted_steps(cfg: Any, manifests: Mapping[int, Manifest]) -> list[int]:
         keep |= {s for s in steps if s % cfg.keep_every == 0}
     if cfg.keep_best:
         values = {s: manifests[s].metrics.get(cfg.best_metric) for s in steps}
-        scored = [(v if cfg.best_mode == "min" else -v, s) for s, v in values.items() if v is not None]
+        numbers = {s: v for s, v in values.items() if v is not None and not math.isnan(v)}
+        scored = [(v if cfg.best_mode == "min" else -v, s) for s, v in numbers.items()]
         if not scored:
             log.warning("no checkpoint has the metric %r that checkpointer.keep_best goes by", cfg.best_metric)
         keep |= {s for _, s in sorted(scored)[: cfg.keep_best]}

@@ -91,7 +91,8 @@ def test_chunks_in_which_no_line_begins_repeat_no_rows(count, packing, tmp_path,
     (tmp_path / "long.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in texts))
     cfg = text_input(tmp_path, batch_size=32, packing=packing)
     records = cfg.source.build().parts("train")[0].records
-    assert isinstance(records, FileRecords) and len(records) > count
+    assert isinstance(records, FileRecords)
+    assert len(records) > count
     assert [len(documents) for documents in records.with_lines()] == [1] * count
     assert distinct(cfg, 4) == 32
 
