@@ -179,6 +179,11 @@ def test_fewer_rows_than_a_batch_are_counted(tmp_path, capfd):
     next(iterator)
     iterator.close()
     assert "a batch takes" not in capfd.readouterr().err
+    iterator = text_input(tmp_path, batch_size=2, sequence_length=100).build().train()
+    next(iterator)
+    iterator.close()
+    note = "few.jsonl has 55 tokens, and a row takes 100: every row repeats some\n    fix: more data, or input.sequence_length=27"
+    assert note in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("weights", [{"a": 1, "b": 1}, {"a": 3, "b": 1}, {"a": 1, "b": 7}])

@@ -104,10 +104,15 @@ class SmallData:
         return examples, records, layout
 
     def _shortage(self, rows: int, tokens: int) -> str:
+        name = f"the training data in {self.part.records.name(0)}"
+        if not rows:
+            return (
+                f"{name} has {tokens:,} tokens, and a row takes {self.sequence_length:,}: every row repeats some\n"
+                f"    fix: more data, or input.sequence_length={max(1, tokens // self.window)}"
+            )
         return (
-            f"the training data in {self.part.records.name(0)} gives {rows} rows ({tokens:,} tokens) per pass, and a "
-            f"batch takes {self.window}: every batch repeats some\n"
-            f"    fix: more data, or input.batch_size={max(rows, 1)}"
+            f"{name} gives {rows} row{'s' * (rows > 1)} ({tokens:,} tokens) per pass, and a batch takes {self.window}: "
+            f"every batch repeats some\n    fix: more data, or input.batch_size={rows}"
         )
 
     def _check_files(self) -> None:
