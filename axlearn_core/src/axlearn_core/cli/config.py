@@ -11,6 +11,7 @@ from axlearn_core.cli.common import experiment_argument, json_option, no_devices
 from axlearn_core.cli.main import Group
 from axlearn_core.cli.terminal import echo
 from axlearn_core.config import ABSENT, diff, flatten, missing
+from axlearn_core.config.assets import with_equal_names
 from axlearn_core.errors import ConfigError, RequestError
 from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import resolve
@@ -57,7 +58,7 @@ def show(request: Request, flat: bool, as_json: bool) -> None:
 def diff_(first: str, request: Request, html: Path | None, as_json: bool) -> None:
     """Print what differs from A to B. The options apply to B."""
     old, new = resolve(first), resolve(request)
-    changes = diff(old.config, new.config, new.names.shown_name)
+    changes = diff(old.config, with_equal_names(new.config, old.config), new.names.shown_name)
     if html is not None:
         draw = new.names.entry("components", "config-tree-picture").load()
         title = " ".join([first, "->", new.title, *(f"+ {name}" for name, _ in new.features)])

@@ -200,6 +200,25 @@ def attach(tree: Any, run: RunFolder, *, earlier: bool = True) -> tuple[Any, lis
     return map_assets(tree, attached), lost
 
 
+def with_equal_names(tree: Any, other: Any) -> Any:
+    """The tree with the assets of `other` in place of copies of them, so that a comparison names only what differs."""
+    originals = {asset.path: asset.value for asset in assets(other)}
+
+    def named(asset: Asset) -> str:
+        original = originals.get(asset.path)
+        return original if original is not None and _are_copies(asset, original) else asset.value
+
+    return map_assets(tree, named)
+
+
+def _are_copies(asset: Asset, original: str) -> bool:
+    one, other = Path(asset.value).expanduser(), Path(original).expanduser()
+    if not (one.is_file() and other.is_file()):
+        return False
+    pairs = [(one, other), *((one.with_name(name), other.with_name(name)) for name in asset.siblings)]
+    return all((a.read_bytes() if a.is_file() else None) == (b.read_bytes() if b.is_file() else None) for a, b in pairs)
+
+
 def _attach_earlier(asset: Asset, run: RunFolder) -> str:
     """The path of an asset that the config does not name by its place in the run."""
     path = os.path.expanduser(asset.value)
