@@ -287,6 +287,24 @@ def test_layouts_of_even_lengths_have_different_neighbours(lengths, window):
         assert all(sum(b - a for _, a, b in row) <= 64 for row in rows)
 
 
+def test_every_epoch_of_a_layout_has_an_order_of_its_own():
+    lengths = np.array([64] * 40)  # the cuts are the same in every epoch
+    for layout in (Joined(lengths, 64, 4, 0, True), Packed(lengths, 64, 4, 0, True, single=True)):
+        rows = [tuple(layout.row(i)) for i in range(120)]
+        epochs = [rows[:40], rows[40:80], rows[80:]]
+        assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
+        assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_batches_that_take_all_of_the_data_have_orders_of_their_own():
+    for batches, orders in ((True, 4), (False, 1)):
+        packed = Packed(np.array([9] * 8), 9, 8, 0, True, single=True, batches=batches)
+        rows = [tuple(packed.row(i)) for i in range(32)]
+        whole = [tuple(rows[i : i + 8]) for i in range(0, 32, 8)]
+        assert all(len(set(batch)) == 8 for batch in whole)
+        assert len(set(whole)) == orders
+
+
 def test_what_is_small_is_small_before_compression(tmp_path):
     lines = [f'{{"text": "{"x" * 990}"}}\n'] * 1000
     (tmp_path / "a.jsonl").write_text("".join(lines))
