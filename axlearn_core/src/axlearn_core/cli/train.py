@@ -65,8 +65,9 @@ def suggestions(experiment: str, run_dir: Any) -> list[str]:
     config: Any = saved_config(run_dir)
     layers = [f"{path.partition('.layer.')[0]}.layer" for path in flatten(config) if ".layer." in path]
     writes = hasattr(getattr(config, "model", None) and config.model.owner, "generate")
+    run = shlex.quote(str(run_dir))
     return [
-        *([f"axlearn generate {run_dir} --prompt 'def '"] if writes else []),
-        f"axlearn report {run_dir}",
-        f"axlearn config explain {experiment} {[*layers, 'model'][0]}",
+        *([f"axlearn generate {run} --prompt 'def '"] if writes else []),
+        f"axlearn report {run}",
+        f"axlearn config explain {shlex.quote(str(experiment))} {[*layers, 'model'][0]}",
     ]

@@ -1,5 +1,6 @@
 """`axlearn upcycle`."""
 
+import shlex
 from collections.abc import Sequence
 
 import click
@@ -22,5 +23,6 @@ def upcycle(run_dir: str, new_run_dir: str, with_: Sequence[str], set_: Sequence
     from axlearn_plugins_finetune.runs.convert import converted
 
     converted(run_dir, new_run_dir, with_=with_ or ("moe",), set=set_, step=step)
-    echo(f"to train it: axlearn train {new_run_dir}/config.yaml --run-dir {new_run_dir}", err=True)
+    run = shlex.quote(new_run_dir)
+    echo(f"to train it: axlearn train {run}/config.yaml --run-dir {run}", err=True)
     echo(str(new_run_dir))

@@ -1,6 +1,7 @@
 """The image classifier: against transformers' (a fixture of scripts/make_hf_fixtures.py), with features, on meshes, trained."""
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -191,7 +192,10 @@ def test_what_is_suggested_after_a_run_can_be_done_with_it(tmp_path):
         "vit-tiny": ["report", "config"],
         "quickstart": ["generate", "report", "config"],
     }.items():
-        (tmp_path / "config.yaml").write_text(resolve(experiment).to_yaml())
-        lines = suggestions(experiment, tmp_path)
+        run = tmp_path / "my run"
+        run.mkdir(exist_ok=True)
+        (run / "config.yaml").write_text(resolve(experiment).to_yaml())
+        lines = suggestions(experiment, run)
+        assert all(str(run) in shlex.split(line) for line in lines[:-1])  # the shell reads a path as one word
         assert [line.split()[1] for line in lines] == commands
         get(resolve(experiment).config, lines[-1].split()[-1])  # it exists

@@ -1,5 +1,6 @@
 """`axlearn convert`."""
 
+import shlex
 from collections.abc import Sequence
 
 import click
@@ -23,5 +24,6 @@ def convert(run_dir: str, new_run_dir: str, with_: Sequence[str], set_: Sequence
     from axlearn_plugins_finetune.runs.convert import converted
 
     converted(run_dir, new_run_dir, with_=with_, set=set_, step=step)
-    echo(f"to train it: axlearn train {new_run_dir}/config.yaml --run-dir {new_run_dir}", err=True)
+    run = shlex.quote(new_run_dir)
+    echo(f"to train it: axlearn train {run}/config.yaml --run-dir {run}", err=True)
     echo(str(new_run_dir))

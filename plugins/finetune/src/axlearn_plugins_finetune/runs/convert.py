@@ -1,5 +1,6 @@
 """A run with other features, made of a trained one."""
 
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,9 +71,10 @@ def carried(run_dir: str | Path, config: Any, functional: Functional, *, step: i
         RequestError: there are several processes, of which each has a part of the devices only.
     """
     if jax.process_count() > 1:
+        run = shlex.quote(str(run_dir))
         raise RequestError(
             f"the parameters of {run_dir} are of another model; they are carried over by one process only\n"
-            f"    fix: make the new run before, by `axlearn convert {run_dir} NEW_RUN_DIR --with ...`, and train that"
+            f"    fix: make the new run before, by `axlearn convert {run} NEW_RUN_DIR --with ...`, and train that"
         )
     source = open_run(run_dir, step)
     by, reasons = bridges(_installed_features(source.experiment, config))

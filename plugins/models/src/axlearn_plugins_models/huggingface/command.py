@@ -1,5 +1,6 @@
 """`axlearn checkpoint import-hf` and `export-hf`."""
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,11 +22,12 @@ def import_hf(directory: Path, run_dir: Path, with_: Sequence[str], set_: Sequen
     """
     from axlearn_plugins_models.huggingface.runs import import_run
 
+    run = shlex.quote(str(run_dir))
     source = import_run(directory, run_dir, with_=with_, set=set_)
     echo(
         f"{source.family.model_type}: {source.model.num_parameters:,} parameters from {len(source.stored)} tensors\n"
-        f"try next:\n  axlearn generate {run_dir} --prompt 'Once upon a time'\n"
-        f"  axlearn train {run_dir}/config.yaml --run-dir {run_dir}",
+        f"try next:\n  axlearn generate {run} --prompt 'Once upon a time'\n"
+        f"  axlearn train {run}/config.yaml --run-dir {run}",
         err=True,
     )
     echo(str(run_dir))

@@ -1,5 +1,6 @@
 """`axlearn plugins new`."""
 
+import shlex
 from pathlib import Path
 
 import click
@@ -23,4 +24,4 @@ def new(name: str, path: Path | None, as_json: bool) -> None:
         print_json([{"name": str(file)} for file in written])
         return
     echo("\n".join(map(str, written)))
-    echo(f'try next:\n  pip install -e "{folder}[test]"\n  pytest {folder}', err=True)
+    echo(f'try next:\n  pip install -e "{folder}[test]"\n  pytest {shlex.quote(str(folder))}', err=True)
