@@ -66,3 +66,14 @@ def test_a_run_of_an_older_version_keeps_its_order_of_pairs(tmp_path, capfd):
     assert batches.get_state() == {"batches": 5}
     batches.set_state(pairs(tmp_path, 13).get_state())
     assert ids(next(batches)) == ids(next(pairs(tmp_path, 13)))
+
+
+def test_exactly_the_answer_and_its_end_count(tmp_path):
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({"prompt": "ab", "chosen": "cde", "rejected": "f"}) + "\n")
+    source = PreferenceFiles.Config(paths=str(tmp_path / "pairs.jsonl"))
+    cfg = PreferenceInput.Config(batch_size=1, sequence_length=8, source=source, tokenizer=ByteTokenizer.Config())
+    batch = next(cfg.build().train())
+    for answer, text in (("chosen", b"cde"), ("rejected", b"f")):
+        targets, weights = batch[f"{answer}_targets"][0], batch[f"{answer}_weights"][0]
+        assert targets[weights > 0].tolist() == [*text, 256]
+        assert weights.tolist() == [0.0] * 2 + [1.0] * (len(text) + 1) + [0.0] * (5 - len(text))
