@@ -117,9 +117,12 @@ def _load_tokenizer(directory: Path) -> tokenizers.Tokenizer:
         )
     member(directory, TOKENIZER)
     try:
-        return tokenizers.Tokenizer.from_file(str(file))
+        tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exceptions
         raise CheckpointError(f"{file} is not a tokenizer.json that can be read: {error}") from None
+    tokenizer.no_padding()  # tokens that fill a text up would hide which one begins it
+    tokenizer.no_truncation()
+    return tokenizer
 
 
 def _check_vocabulary(directory: Path, tokenizer: tokenizers.Tokenizer, rows: int) -> Iterator[str]:
@@ -161,6 +164,8 @@ def _sampling(generation: Mapping[str, Any]) -> tuple[dict[str, float], list[str
     sampling = {n: float(v) for n, v in values.items() if SAMPLING[n][0] <= v <= SAMPLING[n][1]}
     if generation.get("do_sample") is False:
         sampling = {"temperature": 0.0}
+    elif generation.get("do_sample") is True:
+        sampling.setdefault("temperature", 1.0)
     penalty = generation.get("repetition_penalty")
     unsupported = [] if penalty in (None, 1, 1.0) else [f"repetition_penalty {penalty}"]
     return sampling, unsupported
