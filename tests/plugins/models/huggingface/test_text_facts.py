@@ -147,6 +147,15 @@ def test_added_tokens_without_rows_are_named(directory):
     assert "the model has 96 rows, and none for the added tokens '<|image|>' (96)" in notes
 
 
+def test_tokens_that_the_tokenizer_lacks_are_named(directory):
+    added = {"1": {"content": "<s>"}, "95": {"content": "<|new|>"}}
+    write(directory, "tokenizer_config.json", eos_token="</s>", added_tokens_decoder=added)
+    _, notes = facts(directory)
+    assert (
+        "tokenizer_config.json adds the tokens '<|new|>', which tokenizer.json does not have: they stay text" in notes
+    )
+
+
 def test_a_base_vocabulary_without_rows_is_refused(directory):
     change_config(directory, vocab_size=90)
     with pytest.raises(ConfigError, match="more tokens than the model"):
