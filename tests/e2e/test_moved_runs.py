@@ -206,7 +206,7 @@ def test_a_run_made_of_another_does_not_need_it(kind, imported, tmp_path):
     loaded = ax.load(run)
     assert loaded.generate("w1 w2", max_tokens=2) == ax.load(run / "checkpoints").generate("w1 w2", max_tokens=2)
     files = {p.name for p in (run / "files/input.tokenizer").iterdir()}
-    assert files == {"tokenizer.json", "tokenizer_config.json"}
+    assert files == {"tokenizer.json", "tokenizer_config.json", "config.json"}
     if kind in ("imported", "merged", "converted"):
         export_run(run, tmp_path / "exported")
         assert (tmp_path / "exported/tokenizer.json").is_file()

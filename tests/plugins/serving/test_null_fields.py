@@ -47,7 +47,7 @@ def every_schema(base=schemas.Body):
     for child in base.__subclasses__():
         if child.__module__ == schemas.__name__:
             yield child
-            yield from every_schema(child)
+        yield from every_schema(child)
 
 
 def test_no_schema_is_missing_here():

@@ -271,6 +271,24 @@ def test_tools_go_through_the_template(tmp_path):
         assert not bytes(server.engine.seen[-1].prompt).startswith(b"T:")
 
 
+def test_templates_see_the_fields_in_the_order_of_the_request(tmp_path):
+    (tmp_path / "t.jinja").write_text("{{ tools | tojson }}{% for m in messages %}{{ m | tojson }}{% endfor %}")
+    template = ChatTemplate.Config(path=str(tmp_path / "t.jinja")).build(tokenizer=ByteTokenizer.Config().build())
+    function = {"parameters": {"type": "object", "default": None}, "name": "f", "strict": None}
+    shown = {"parameters": function["parameters"], "name": "f"}
+    call = {"function": {"arguments": {"x": 3}, "name": "f"}, "id": "c1"}
+    messages = [{"content": "", "role": "assistant", "tool_calls": [call]}]
+    with serving(FakeEngine(max_context=2000), template=template) as server:
+        body = {"messages": messages, "max_tokens": 1, "tools": [{"function": function, "type": "function"}]}
+        assert httpx.post(server.url + "/v1/chat/completions", json=body).status_code == 200
+        tools = [{"function": shown, "type": "function"}]
+        assert bytes(server.engine.seen[-1].prompt).decode() == json.dumps(tools) + json.dumps(messages[0])
+        body = {"input": "a", "max_output_tokens": 1, "tools": [{"type": "function", **function}]}
+        assert httpx.post(server.url + "/v1/responses", json=body).status_code == 200
+        tools = [{"type": "function", "function": shown}]
+        assert bytes(server.engine.seen[-1].prompt).decode().startswith(json.dumps(tools))
+
+
 def test_a_model_without_a_template_says_what_to_set():
     with serving(FakeEngine(), template=None) as server:
         body = {"messages": [{"role": "user", "content": "Hi"}]}

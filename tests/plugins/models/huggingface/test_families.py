@@ -51,6 +51,26 @@ def test_every_tensor_comes_back_and_the_config_too(name, monkeypatch):
     assert source.family.differences(source.family.config_json(source.config), source.config) == []
 
 
+@pytest.mark.parametrize("name", [n for n in MODELS if n != "vit"])
+def test_a_config_json_has_the_types_of_its_keys(name):
+    """`transformers` does not load a Gemma whose `query_pre_attn_scalar` is 24.0."""
+    data = json.loads((FIXTURES / name / "config.json").read_text())
+    written = family(data["model_type"]).config_json(family(data["model_type"]).resolve(data)[0].config)
+    types = {k: type(v) for k, v in data.items() if v is not None and k in written}
+    assert {k: type(written[k]) for k in types} == types
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "mixtral", "qwen2"])
+def test_a_config_json_states_the_sizes_of_heads(model_type):
+    """`transformers` does not load a Qwen2 whose `head_dim` is null."""
+    name = {"llama": "llama2"}.get(model_type, model_type)
+    data = json.loads((FIXTURES / name / "config.json").read_text())
+    heads, width = data["num_attention_heads"], data["hidden_size"]
+    bare = {k: v for k, v in data.items() if k not in ("head_dim", "num_key_value_heads")}
+    written = family(model_type).config_json(family(model_type).resolve(bare)[0].config)
+    assert (written["head_dim"], written["num_key_value_heads"]) == (width // heads, heads)
+
+
 @pytest.mark.parametrize("name", ["qwen3-moe", "gpt2"])
 def test_weights_are_placed_on_many_devices(name, monkeypatch):
     monkeypatch.setattr(stream, "SLICE", 1500)
@@ -85,7 +105,7 @@ def test_a_run_that_was_not_imported_finds_its_family():
     config = resolve("quickstart").config
     result, data = family_of(config)
     assert result.model_type == "llama"
-    assert (data["hidden_size"], data["tie_word_embeddings"], data["num_key_value_heads"]) == (128, False, None)
+    assert (data["hidden_size"], data["tie_word_embeddings"], data["num_key_value_heads"]) == (128, False, 4)
     assert family_of(resolve("qwen3-30b-a3b").config)[0].model_type == "qwen3_moe"
     with pytest.raises(RequestError, match=r"no family describes .*this model"):
         family_of(resolve("quickstart", with_=["alibi"]).config)

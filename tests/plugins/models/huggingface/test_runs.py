@@ -15,6 +15,7 @@ from axlearn_core.train.inference import load
 from axlearn_plugins_models.huggingface.files import stored_tensors, write
 from axlearn_plugins_models.huggingface.runs import export_run, import_run
 from axlearn_plugins_models.huggingface.source import open_model
+from axlearn_plugins_transformer.text.processor import text_processor
 
 FIXTURES = Path(__file__).parent / "fixtures"
 UNROLLED = "model.decoder.stack.mode=unrolled"
@@ -72,6 +73,38 @@ def test_a_round_trip_changes_no_bit(tmp_path, monkeypatch):
     with pytest.raises(RequestError, match=r"not enough disk[\s\S]*got: 1,000 bytes free[\s\S]*expected: 37,184 bytes"):
         export_run(tmp_path / "run", tmp_path / "new/out")
     assert not (tmp_path / "new").exists()
+
+
+def test_templates_by_name_come_along(tmp_path):
+    directory = model_copy("qwen3", tmp_path)
+    (directory / "chat_template.jinja").write_text("plain")
+    for name in ("tool_use", "rag"):
+        (directory / f"additional_chat_templates/{name}.jinja").parent.mkdir(exist_ok=True)
+        (directory / f"additional_chat_templates/{name}.jinja").write_text(name)
+    import_run(directory, tmp_path / "run")
+    text = text_processor(load(tmp_path / "run").config)
+    assert text.template.render([], tools=[{}]).text == "tool_use"
+    export_run(tmp_path / "run", tmp_path / "again")
+    for name in (
+        "chat_template.jinja",
+        "additional_chat_templates/tool_use.jinja",
+        "additional_chat_templates/rag.jinja",
+    ):
+        assert (tmp_path / "again" / name).read_text() == (directory / name).read_text()
+
+
+def test_a_run_that_was_made_of_an_import_is_described_as_the_import(tmp_path):
+    """`lora merge` and training keep what lies beside the tokenizer, and nothing else of a model directory."""
+    directory = model_copy("deepseek-v2", tmp_path)
+    data = json.loads((directory / "config.json").read_text()) | {"eos_token_id": 2, "attention_dropout": 0.25}
+    (directory / "config.json").write_text(json.dumps(data))
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7], "max_length": 99}))
+    import_run(directory, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/huggingface")
+    export_run(tmp_path / "run", tmp_path / "again")
+    again = json.loads((tmp_path / "again/config.json").read_text())
+    assert {k: again[k] for k in data} == data | {"dtype": "float32"}
+    assert json.loads((tmp_path / "again/generation_config.json").read_text())["max_length"] == 99
 
 
 def test_shards_are_written_with_an_index(tmp_path):

@@ -10,7 +10,7 @@ from axlearn_core.errors import ConfigError
 from axlearn_plugins_models.huggingface.export_text import complete_text_files, model_settings
 from axlearn_plugins_models.huggingface.source import open_model
 from axlearn_plugins_models.huggingface.text_facts import context_length
-from axlearn_plugins_transformer.text.chat_template import ChatTemplate
+from axlearn_plugins_transformer.text.chat_template import TOOL_TEMPLATE, ChatTemplate
 from axlearn_plugins_transformer.text.processor import TextProcessor, text_processor
 
 QWEN = Path(__file__).parent / "fixtures/qwen3"
@@ -93,6 +93,35 @@ def test_greedy_files_and_settings_that_nothing_applies(directory):
     assert "repetition_penalty 1.05" in notes
 
 
+def test_sampling_without_a_temperature_has_one_of_1(directory):
+    write(directory, "generation_config.json", eos_token_id=2, do_sample=True, top_k=64)
+    text, _ = facts(directory)
+    assert text.sampling == {"temperature": 1.0, "top_k": 64}
+    assert exported(text_processor(open_model(directory).config), contents=kept(directory)) == {
+        **{name: json.loads(content) for name, content in kept(directory).items()},
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": "</s>",
+            "bos_token": "<s>",
+        },
+    }
+
+
+@pytest.mark.parametrize("side", ["Left", "Right"])
+def test_a_tokenizer_that_fills_up_and_cuts_texts_has_the_same_bos(directory, side):
+    data = json.loads((directory / "tokenizer.json").read_text())
+    pad = {"pad_id": 2, "pad_type_id": 0, "pad_token": "</s>", "pad_to_multiple_of": None}
+    cut = {"max_length": 1, "strategy": "LongestFirst", "stride": 0}
+    padding = {"strategy": {"Fixed": 16}, "direction": side, **pad}
+    write(directory, "tokenizer.json", **{**data, "padding": padding, "truncation": {"direction": side, **cut}})
+    text = text_processor(open_model(directory).config)
+    assert text.tokenizer.bos_token == "<s>"
+    ids = text.encode_prompt("w1 w2")
+    again = exported(text)["tokenizer.json"]
+    assert (again["padding"], again["truncation"]["max_length"]) == (padding, 1)
+    assert text.output_text((), ids) == text.tokenizer.decode(ids)
+
+
 def test_files_that_contradict_each_other_are_named_with_the_value_that_is_taken(directory):
     change_config(directory, eos_token_id=2, bos_token_id=9, dtype="bfloat16", torch_dtype="float32")
     write(directory, "tokenizer_config.json", eos_token="<s>", chat_template="one")
@@ -116,6 +145,15 @@ def test_added_tokens_without_rows_are_named(directory):
     add_token(directory, "<|image|>", 96)
     _, notes = facts(directory)
     assert "the model has 96 rows, and none for the added tokens '<|image|>' (96)" in notes
+
+
+def test_tokens_that_the_tokenizer_lacks_are_named(directory):
+    added = {"1": {"content": "<s>"}, "95": {"content": "<|new|>"}}
+    write(directory, "tokenizer_config.json", eos_token="</s>", added_tokens_decoder=added)
+    _, notes = facts(directory)
+    assert (
+        "tokenizer_config.json adds the tokens '<|new|>', which tokenizer.json does not have: they stay text" in notes
+    )
 
 
 def test_a_base_vocabulary_without_rows_is_refused(directory):
@@ -162,6 +200,10 @@ def run_text(directory):
     return text_processor(open_model(directory).config)
 
 
+def kept(folder):
+    return {name: (folder / name).read_bytes() for name in ("generation_config.json", "tokenizer.json")}
+
+
 def exported(text, config=None, contents=None):
     contents = {} if contents is None else contents
     complete_text_files(text, config or {}, contents)
@@ -171,6 +213,10 @@ def exported(text, config=None, contents=None):
 def test_an_export_carries_the_facts_of_a_run(run_text):
     config = model_settings(run_text, length=64)
     assert config == {"eos_token_id": [2, 7], "bos_token_id": 1, "max_position_embeddings": 128}
+    folder = Path(run_text.tokenizer.folder)
+    files = exported(run_text, config)
+    assert files["generation_config.json"] == json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").unlink()
     files = exported(run_text, config)
     assert files["tokenizer_config.json"]["chat_template"] == "T"
     assert files["tokenizer_config.json"]["model_max_length"] == 77
@@ -190,6 +236,23 @@ def test_an_export_has_the_template_that_was_trained_with(run_text, tmp_path):
     files = exported(text)
     assert files["chat_template.jinja"] == b"MINE"
     assert "chat_template" not in files["tokenizer_config.json"]
+
+
+def test_a_model_that_lent_its_tokenizer_does_not_say_how_to_generate(run_text):
+    text = TextProcessor.Config().build(tokenizer=run_text.tokenizer)
+    assert "generation_config.json" not in exported(text, model_settings(text, length=64))
+
+
+def test_an_export_has_the_template_for_tools(run_text, tmp_path):
+    (tmp_path / "chat_template.jinja").write_text("MINE")
+    (tmp_path / TOOL_TEMPLATE).parent.mkdir()
+    (tmp_path / TOOL_TEMPLATE).write_text("TOOLS")
+    trained = ChatTemplate.Config(path=str(tmp_path / "chat_template.jinja"))
+    files = exported(TextProcessor.Config(template=trained).build(tokenizer=run_text.tokenizer))
+    assert files[TOOL_TEMPLATE] == b"TOOLS"
+    (tmp_path / TOOL_TEMPLATE).unlink()
+    text = TextProcessor.Config(template=trained).build(tokenizer=run_text.tokenizer)
+    assert TOOL_TEMPLATE not in exported(text, contents={TOOL_TEMPLATE: b"OLD"})
 
 
 def test_files_that_say_the_same_stay_as_they_are(run_text):

@@ -21,6 +21,7 @@ from axlearn_plugins_transformer.text import (
     TokenizerJson,
 )
 from axlearn_plugins_transformer.text.chat_template import Rendered, Span
+from axlearn_plugins_transformer.text.conversations import check_conversation
 
 ASK = {"role": "user", "content": "2 + 2?"}
 TALK = [
@@ -83,6 +84,11 @@ def words(folder, template=None, **more):
     facts = {"bos_token": {"content": "<s>"}, "eos_token": "<|im_end|>", **more}
     (folder / "tokenizer_config.json").write_text(json.dumps(facts | ({"chat_template": template} if template else {})))
     return TokenizerJson.Config(path=str(folder / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_roles_that_instruct(role):
+    check_conversation({"messages": [{"role": role, "content": "Be kind."}, *GOOD["messages"]]}, "here")
 
 
 def test_only_answers_count_and_conversations_do_not_see_one_another(file):
@@ -162,7 +168,7 @@ GOOD = {"messages": [ASK, TALK[1]]}
         ((GOOD, "", "[1]"), r"chat\.jsonl, line 3: is a list"),
         (({"mesages": []},), r"line 1: has no list of messages[\s\S]*nearest: mesages"),
         (({"messages": [ASK, {"role": "asistant", "content": "4"}]},), r"messages\[1\] has the role 'asistant'\n"
-         r"    did you mean: assistant\?\n    expected: one of system, user, assistant, tool"),
+         r"    did you mean: assistant\?\n    expected: one of system, developer, user, assistant, tool"),
         (({"messages": [{"role": "user"}]},), r"messages\[0\] has no text in 'content'"),
         ((GOOD, {"messages": [ASK]}), "line 2: has no message of the assistant"),
         ((GOOD, {"messages": [ASK, {"role": "assistant", "content": "x" * 99}]}),

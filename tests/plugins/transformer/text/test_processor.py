@@ -9,10 +9,11 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from axlearn_core.errors import ConfigError, InputError
 from axlearn_plugins_transformer.text import ByteTokenizer, LanguageModelInput, TokenizerJson
-from axlearn_plugins_transformer.text.chat_template import ChatTemplate
+from axlearn_plugins_transformer.text.chat_template import TOOL_TEMPLATE, ChatTemplate
 from axlearn_plugins_transformer.text.messages import normalize_messages
 from axlearn_plugins_transformer.text.processor import TextProcessor
 from axlearn_plugins_transformer.text.records import Document
+from axlearn_plugins_transformer.text.writing import sampling_defaults
 
 BOS, EOS, END, EXTRA = 256, 257, 258, 259
 CHAT = "{{ bos_token }}{% for m in messages %}{{ m.role }}:{{ m.content }}<|end|>{% endfor %}"
@@ -127,6 +128,48 @@ def test_templates_by_name_take_the_one_for_tools(tokenizer, tmp_path):
     template = ChatTemplate.Config(path=str(tmp_path / "tokenizer_config.json")).build(tokenizer=tokenizer)
     assert template.render([]).text == "plain"
     assert template.render([], tools=[{}]).text == "tools 1"
+
+
+def test_a_template_for_tools_may_have_a_file_of_its_own(tokenizer, tmp_path):
+    (tmp_path / "chat_template.jinja").write_text("plain")
+    (tmp_path / TOOL_TEMPLATE).parent.mkdir()
+    (tmp_path / TOOL_TEMPLATE).write_text("tools {{ tools | length }}")
+    template = ChatTemplate.Config(path=str(tmp_path / "chat_template.jinja")).build(tokenizer=tokenizer)
+    assert template.render([]).text == "plain"
+    assert template.render([], tools=[{}]).text == "tools 1"
+
+
+def test_templates_read_the_special_tokens_of_every_file(tokenizer, tmp_path):
+    (tmp_path / "t.jinja").write_text("{{ bos_token }} {{ pad_token }} {{ image_token }}")
+    (tmp_path / "special_tokens_map.json").write_text(
+        json.dumps({"bos_token": "<old>", "pad_token": {"content": "<p>"}})
+    )
+    facts = {"bos_token": "<s>", "extra_special_tokens": {"image_token": "<|extra|>"}, "add_bos_token": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(facts))
+    template = ChatTemplate.Config(path=str(tmp_path / "t.jinja")).build(tokenizer=tokenizer)
+    assert template.render([]).text == "<s> <p> <|extra|>"
+
+
+def test_tools_keep_the_order_of_their_fields_and_lose_those_that_are_null(tokenizer, tmp_path):
+    (tmp_path / "t.jinja").write_text(
+        "{{ tools | tojson }}{% for m in messages %}{{ m.tool_calls | tojson }}{% endfor %}"
+    )
+    template = ChatTemplate.Config(path=str(tmp_path / "t.jinja")).build(tokenizer=tokenizer)
+    parameters = {"type": "object", "properties": {"a": {"default": None}}}
+    tool = {"function": {"parameters": parameters, "name": "f", "strict": None}, "type": "function"}
+    call = {"function": {"arguments": None, "name": "f", "parsed": None}, "id": "1", "index": None}
+    shown = template.render([{"role": "assistant", "tool_calls": [call]}], tools=[tool]).text
+    tools = [{"function": {"parameters": parameters, "name": "f"}, "type": "function"}]
+    calls = [{"function": {"arguments": None, "name": "f"}, "id": "1"}]
+    assert shown == json.dumps(tools) + json.dumps(calls)
+
+
+def test_a_temperature_keeps_the_other_defaults_of_the_model(tokenizer):
+    sampling = {"temperature": 0.5, "top_k": 20.0, "top_p": 0.9}
+    text = TextProcessor.Config(sampling=sampling).build(tokenizer=tokenizer)
+    assert sampling_defaults(text, None) == sampling
+    assert sampling_defaults(text, 0.7) == {**sampling, "temperature": 0.7}
+    assert type(sampling_defaults(text, None)["top_k"]) is int  # functions are compiled for it
 
 
 def test_messages_are_brought_into_the_form_of_templates():

@@ -13,6 +13,7 @@ from axlearn_core.checkpoint import RunWeights, open_weights, split_weights
 from axlearn_core.checkpoint.assets import collect_assets
 from axlearn_core.checkpoint.sharded import WEIGHTS_ONLY
 from axlearn_core.compose import Functional
+from axlearn_core.compose.devices import configure_devices
 from axlearn_core.config import Node, patch
 from axlearn_core.config import map as map_nodes
 from axlearn_core.contracts.capabilities import BeginsElsewhere
@@ -34,6 +35,7 @@ def open_run(run_dir: str | Path, step: int | None = None) -> RunWeights:
         CheckpointError: it is not a run of a trainer, has no such checkpoint, or the checkpoint is damaged.
         RequestError: no plugin knows the scheme.
     """
+    configure_devices(None)
     weights = open_weights(run_dir, step=step)
     if not isinstance(weights, RunWeights) or not isinstance(weights.experiment, Trainer.Config):
         reason = "it holds something else" if not isinstance(weights, RunWeights) else "its config is not a trainer's"

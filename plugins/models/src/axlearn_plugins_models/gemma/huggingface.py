@@ -21,7 +21,7 @@ class Gemma2(Family):
         **d.SIZES, **d.HEADS, "intermediate_size": f"{d.FEED_FORWARD}.hidden_dim",
         "tie_word_embeddings": Key("model.decoder.head", default=True, values=d.TIED.values),
         "hidden_activation": Key(f"{d.FEED_FORWARD}.activation", default="gelu_pytorch_tanh", values=d.ACTIVATIONS),
-        "query_pre_attn_scalar": Key(f"{d.ATTENTION}.scale", read=lambda n: n**-0.5, write=lambda s: round(s**-2, 6)),
+        "query_pre_attn_scalar": Key(f"{d.ATTENTION}.scale", read=lambda n: n**-0.5, write=lambda s: round(s**-2)),
         "attn_logit_softcapping": Key(f"{d.ATTENTION}.softcap", default=None, read=float),
         "final_logit_softcapping": Key("model.logit_softcap", default=None, read=float),
     }  # fmt: skip

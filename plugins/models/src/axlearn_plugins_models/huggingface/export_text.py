@@ -10,13 +10,13 @@ import tokenizers
 
 from axlearn_plugins_models.huggingface.family import Json
 from axlearn_plugins_models.huggingface.text_facts import GENERATION, TEMPLATE, TOKENIZER, TOKENIZER_CONFIG
-from axlearn_plugins_transformer.text.chat_template import ChatTemplate
+from axlearn_plugins_transformer.text.chat_template import TOOL_TEMPLATE, ChatTemplate
 from axlearn_plugins_transformer.text.decoding import HasTokenizerJson
-from axlearn_plugins_transformer.text.processor import TextProcessor
+from axlearn_plugins_transformer.text.processor import SAMPLING, TextProcessor
 
 KEPT = "huggingface"
 """The folder of an imported run that keeps the small files of the model."""
-_SIDE = (TOKENIZER_CONFIG, TEMPLATE, "special_tokens_map.json")
+_SIDE = (TOKENIZER_CONFIG, TEMPLATE, TOOL_TEMPLATE, "special_tokens_map.json")
 
 
 def model_settings(text: TextProcessor, length: int | None) -> Json:
@@ -46,8 +46,11 @@ def complete_text_files(text: TextProcessor, config: Mapping[str, Any], contents
         return  # its ids are not those of any tokenizer.json
     tokenizer: Any = text.tokenizer
     for name in _SIDE:
-        if name not in contents and (content := _beside(tokenizer, name)) is not None:
+        if name not in contents and (content := read_beside(tokenizer, name)) is not None:
             contents[name] = content
+    generation = None if GENERATION in contents else read_beside(tokenizer, GENERATION)
+    if generation is not None and _describes(_json(generation), text):  # not that of a model that lent its tokenizer
+        contents[GENERATION] = generation
     if TOKENIZER not in contents:
         contents[TOKENIZER] = _with_bos(tokenizer).encode()
     described = _json(contents.get(TOKENIZER_CONFIG))
@@ -58,7 +61,10 @@ def complete_text_files(text: TextProcessor, config: Mapping[str, Any], contents
         described.setdefault("bos_token", tokenizer.bos_token)
     if text.has_template and not _has_template(text.template, described, contents):
         described.pop("chat_template", None)
+        contents.pop(TOOL_TEMPLATE, None)
         contents[TEMPLATE] = text.template.source.encode()
+        if text.template.tool_source is not None:
+            contents[TOOL_TEMPLATE] = text.template.tool_source.encode()
     if json.dumps(described) != before:
         contents[TOKENIZER_CONFIG] = _dump(described)
     _complete_generation(text, config, contents)
@@ -71,10 +77,9 @@ def _complete_generation(text: TextProcessor, config: Mapping[str, Any], content
     if not text.end_tokens <= named or (generation and "eos_token_id" not in generation):
         changed["eos_token_id"] = _end_tokens(text)
     for name, value in text.sampling.items():
-        number = int(value) if name == "top_k" else value
-        if generation.get(name) != number and not (value == 0 and generation.get("do_sample") is False):
+        if value != _stated(generation, name):
             changed |= (
-                {"do_sample": False} if name == "temperature" and value == 0 else {name: number, "do_sample": True}
+                {"do_sample": False} if name == "temperature" and value == 0 else {name: value, "do_sample": True}
             )
     if not changed:
         return
@@ -82,6 +87,21 @@ def _complete_generation(text: TextProcessor, config: Mapping[str, Any], content
         changed = {**model_settings(text, None), **changed}
         changed.pop("max_position_embeddings")
     contents[GENERATION] = _dump({**generation, **changed})
+
+
+def _describes(generation: Mapping[str, Any], text: TextProcessor) -> bool:
+    """Whether a generation_config.json ends and samples outputs as a run does."""
+    names = ("temperature",) if generation.get("do_sample") is False else tuple(SAMPLING)
+    stated = {name: value for name in names if (value := _stated(generation, name)) is not None}
+    ends = {i for i in _as_list(generation.get("eos_token_id")) if i is not None}
+    return ends <= text.end_tokens and stated == text.sampling
+
+
+def _stated(generation: Mapping[str, Any], name: str) -> Any:
+    """The value of a sampling setting by a generation_config.json; None if it does not say."""
+    if name == "temperature" and generation.get("do_sample") is False:
+        return 0.0
+    return generation.get(name, 1.0 if name == "temperature" and generation.get("do_sample") else None)
 
 
 def _has_template(template: ChatTemplate, described: Json, contents: Mapping[str, bytes]) -> bool:
@@ -98,6 +118,8 @@ def _with_bos(tokenizer: Any) -> str:
     source = tokenizer.to_json()
     library = tokenizers.Tokenizer.from_str(source)
     library.encode_special_tokens = False
+    library.no_padding()
+    library.no_truncation()
     ids, plain = library.encode("a").ids, library.encode("a", add_special_tokens=False).ids
     front = ids[:1] if ids[: len(plain)] != plain else []
     expected = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
@@ -119,7 +141,8 @@ def _with_bos(tokenizer: Any) -> str:
     return library.to_str(pretty=False)
 
 
-def _beside(tokenizer: Any, name: str) -> bytes | None:
+def read_beside(tokenizer: Any, name: str) -> bytes | None:
+    """The content of a file that lies beside the tokenizer of a run; None if there is none."""
     folder = getattr(tokenizer, "folder", None)
     paths = [] if folder is None else [os.path.join(folder, name), os.path.join(folder, KEPT, name)]
     return next((Path(p).read_bytes() for p in paths if os.path.isfile(p)), None)

@@ -202,7 +202,7 @@ class Family(Configurable):
             "architectures": [self.architectures[0]],
             "model_type": self.model_type,
             **self.fixed,
-            **written,
+            **_with_derived_heads(written),
             **self.described(config),
         }
         return data | self.missing(data)
@@ -212,6 +212,16 @@ class Family(Configurable):
         theirs: Any = self.resolve(data)[0].config
         old, new = _with_derived_sizes(theirs.model), _with_derived_sizes(config.model)
         return [change for change, kind in change_kinds(diff(old, new), old, new) if kind == "mathematics"]
+
+
+def _with_derived_heads(written: Json) -> Json:
+    """The keys of a `config.json` with sizes of heads that were left to be derived: `transformers` does not load null ones."""
+    sizes: Json = {}
+    if "head_dim" in written and written["head_dim"] is None:
+        sizes["head_dim"] = written["hidden_size"] // written["num_attention_heads"]
+    if "num_key_value_heads" in written and written["num_key_value_heads"] is None:
+        sizes["num_key_value_heads"] = written["num_attention_heads"]
+    return {**written, **sizes}
 
 
 def _with_derived_sizes(model: Node[Any]) -> Node[Any]:

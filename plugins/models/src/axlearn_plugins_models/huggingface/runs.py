@@ -15,16 +15,17 @@ from axlearn_core.train.run_dir import RunDir
 from axlearn_core.train.session import log_message
 from axlearn_plugins_finetune.runs import appearing, local_target, open_run, write_weights
 from axlearn_plugins_models.huggingface import files, stream
-from axlearn_plugins_models.huggingface.export_text import KEPT, complete_text_files, model_settings
-from axlearn_plugins_models.huggingface.family import Family, Json, family, family_of
+from axlearn_plugins_models.huggingface.export_text import KEPT, complete_text_files, model_settings, read_beside
+from axlearn_plugins_models.huggingface.family import Family, Json, families, family, family_of
 from axlearn_plugins_models.huggingface.members import member
 from axlearn_plugins_models.huggingface.source import Source, open_model
 from axlearn_plugins_models.huggingface.table import Tensor, layout
-from axlearn_plugins_models.huggingface.text_facts import CONFIG
+from axlearn_plugins_models.huggingface.text_facts import CONFIG, context_length
 from axlearn_plugins_models.huggingface.weights import DirectoryWeights
 from axlearn_plugins_transformer.text.processor import TextProcessor, text_processor
 
 TENSORS = "tensors.json"
+TEMPLATES = "additional_chat_templates"
 SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
 
 
@@ -72,6 +73,9 @@ def _keep(source: Source, run_dir: Path) -> None:
     for file in {f for pattern in SIDE_FILES for f in source.directory.glob(pattern)}:
         if file.name != files.INDEX:
             shutil.copyfile(member(source.directory, file.name), folder / file.name)
+    for file in source.directory.glob(f"{TEMPLATES}/*.jinja"):
+        (folder / TEMPLATES).mkdir(exist_ok=True)
+        shutil.copyfile(member(source.directory / TEMPLATES, file.name), folder / TEMPLATES / file.name)
     stored = {n: [s.dtype, s.file.name] for n, s in source.stored.items()}
     (folder / TENSORS).write_text(json.dumps(stored) + "\n", "utf-8")
 
@@ -119,6 +123,7 @@ def export_run(
         shards = files.shards(outputs)
         files.write(partial, shards, stream.values(tensors, params, shards))
         for name, content in run_files.items():
+            (partial / name).parent.mkdir(exist_ok=True)
             (partial / name).write_bytes(content)
         (partial / CONFIG).write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", "utf-8")
 
@@ -135,7 +140,10 @@ def _kept_files(run_dir: str | Path) -> dict[str, bytes]:
     names = [f.path.removeprefix(folder) for f in storage.list(folder)]
     if isinstance(storage, LocalStorage):
         for name in names:
-            member(storage.root / KEPT, name)
+            parent, _, file = name.rpartition("/")
+            member(
+                storage.root / KEPT / (TEMPLATES if parent == TEMPLATES else ""), file if parent == TEMPLATES else name
+            )
     return {name: storage.read(f"{folder}{name}") for name in names}
 
 
@@ -145,10 +153,29 @@ def _describe_run(run_files: Mapping[str, bytes], config: Any, text: TextProcess
         model_family = family(str(data["model_type"]))
         if not model_family.differences(data, config):
             return model_family, data | model_family.missing(data)
+    if (imported := _described_beside(config, text)) is not None:
+        return imported
     model_family, fresh = family_of(config)
     same = {k: v for k, v in data.items() if k.endswith("_token_id")}
     facts = model_settings(text, _length(config)) if text is not None and model_family.text else {}
     return model_family, {**facts, **fresh, **same}
+
+
+def _described_beside(config: Any, text: TextProcessor | None) -> tuple[Family, Json] | None:
+    """The family and the `config.json` that lies beside the tokenizer of a run, if it describes the model of the run.
+
+    Runs that were trained or merged from an import have it there, with all that `family_of` cannot know.
+    """
+    content = None if text is None else read_beside(text.tokenizer, CONFIG)
+    data = json.loads(content or b"{}")
+    if text is None or not isinstance(data, dict) or data.get("model_type") not in families():
+        return None
+    model_family = family(data["model_type"])
+    try:
+        differs = model_family.differences(data, config) or context_length(data) != text.context_length
+    except (AttributeError, RequestError):
+        return None
+    return None if differs else (model_family, data | model_family.missing(data))
 
 
 def _length(config: Any) -> int | None:

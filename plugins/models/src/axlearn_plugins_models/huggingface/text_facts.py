@@ -77,6 +77,11 @@ def read_text_facts(directory: Path, config: Mapping[str, Any], rows: int) -> Te
             f"{TOKENIZER_CONFIG} ends a text with {named!r} (id {vocab[named]}), and {CONFIG} and {GENERATION} with the ids "
             f"{', '.join(map(str, ends))}: these are taken"
         )
+    added = described.get("added_tokens_decoder")
+    named_tokens = map(_content, added.values()) if isinstance(added, Mapping) else ()
+    if absent := [token for token in named_tokens if token is not None and token not in vocab]:
+        names = ", ".join(map(repr, absent[:8]))
+        notes.append(f"{TOKENIZER_CONFIG} adds the tokens {names}, which {TOKENIZER} does not have: they stay text")
     bos = _first_token(tokenizer)
     begins = next(_ids(config.get("bos_token_id")), None)
     if bos is not None and begins is not None and begins != vocab[bos]:
@@ -117,9 +122,12 @@ def _load_tokenizer(directory: Path) -> tokenizers.Tokenizer:
         )
     member(directory, TOKENIZER)
     try:
-        return tokenizers.Tokenizer.from_file(str(file))
+        tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exceptions
         raise CheckpointError(f"{file} is not a tokenizer.json that can be read: {error}") from None
+    tokenizer.no_padding()  # tokens that fill a text up would hide which one begins it
+    tokenizer.no_truncation()
+    return tokenizer
 
 
 def _check_vocabulary(directory: Path, tokenizer: tokenizers.Tokenizer, rows: int) -> Iterator[str]:
@@ -161,6 +169,8 @@ def _sampling(generation: Mapping[str, Any]) -> tuple[dict[str, float], list[str
     sampling = {n: float(v) for n, v in values.items() if SAMPLING[n][0] <= v <= SAMPLING[n][1]}
     if generation.get("do_sample") is False:
         sampling = {"temperature": 0.0}
+    elif generation.get("do_sample") is True:
+        sampling.setdefault("temperature", 1.0)
     penalty = generation.get("repetition_penalty")
     unsupported = [] if penalty in (None, 1, 1.0) else [f"repetition_penalty {penalty}"]
     return sampling, unsupported

@@ -41,9 +41,13 @@ def _conversation(body: ChatRequest) -> tuple[list[dict[str, Any]], list[dict[st
 def template_input(
     messages: Sequence[Message], tools: Sequence[Tool] | None
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-    """(messages, tools or None) as plain data; the chat template brings them into the form that it expects."""
-    described = [tool.model_dump(exclude_none=True) for tool in tools or ()]
-    return [message.model_dump(exclude_none=True) for message in messages], described or None
+    """(messages, tools or None) as they were sent; the chat template brings them into the form that it expects."""
+    return [template_message(message) for message in messages], [tool.sent for tool in tools or ()] or None
+
+
+def template_message(message: Message) -> dict[str, Any]:
+    """A message as it was sent; `normalize_messages` makes of it what templates expect."""
+    return message.sent
 
 
 @attrs.define

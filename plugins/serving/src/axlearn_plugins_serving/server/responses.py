@@ -55,7 +55,8 @@ def _messages(body: ResponseRequest) -> list[dict[str, Any]]:
 def _tools(body: ResponseRequest) -> list[dict[str, Any]] | None:
     if not body.tools or body.tool_choice == "none":
         return None
-    return [{"type": "function", "function": t.model_dump(exclude_none=True, exclude={"type"})} for t in body.tools]
+    functions = [{name: value for name, value in tool.sent.items() if name != "type"} for tool in body.tools]
+    return [{"type": "function", "function": function} for function in functions]
 
 
 def _format(body: ResponseRequest) -> ResponseFormat | None:
@@ -125,7 +126,7 @@ class _Answer:
         return {"type": "message", "id": self.item_id, "status": status, "role": "assistant", "content": content}
 
     def _response(self, text: str | None, status: str) -> dict[str, Any]:
-        body, usage = self.body, self.job.usage
+        body, usage, defaults = self.body, self.job.usage, self.service.text.sampling
         counts = {
             "input_tokens": usage.prompt,
             "input_tokens_details": {"cached_tokens": usage.cached},
@@ -147,13 +148,13 @@ class _Answer:
             "parallel_tool_calls": bool(body.parallel_tool_calls),
             "previous_response_id": None,
             "store": False,
-            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "temperature": defaults.get("temperature", 1.0) if body.temperature is None else body.temperature,
             "text": {"format": body.text.format.model_dump(by_alias=True, exclude_none=True)}
             if body.text is not None and body.text.format is not None
             else {"format": {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
             "tools": [tool.model_dump() for tool in body.tools or ()],
-            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "top_p": defaults.get("top_p", 1.0) if body.top_p is None else body.top_p,
             "truncation": "disabled",
             "usage": None if status == "in_progress" else counts,
             "user": body.user,

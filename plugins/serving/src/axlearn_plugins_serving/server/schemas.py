@@ -12,15 +12,14 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
+from axlearn_plugins_serving.server.body import Body, TemplatePart
 from axlearn_plugins_serving.server.early_checks import MAX_ENTRIES, check_context, check_entries, exceeds
 
 MAX_CHOICES = 32
@@ -29,7 +28,6 @@ MAX_SCHEMA = 64 * 1024
 """Characters of a JSON schema."""
 MAX_TOOLS = 512 * 1024
 """Characters of the parameters of all tools of a request, as JSON."""
-_MAX_UNKNOWN = 64
 _TOKEN = r"^(0|[1-9][0-9]{0,8})$"
 
 
@@ -37,24 +35,6 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True), BeforeValidator(check_context)]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 Metadata = Annotated[dict[str, str], Field(max_length=MAX_ENTRIES), BeforeValidator(check_entries)]
-
-
-class Body(BaseModel):
-    """Exact types, finite numbers, known fields; null fields are absent."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, fields: Any) -> Any:
-        if not isinstance(fields, dict):
-            return fields
-        present = {name: value for name, value in fields.items() if value is not None}
-        if len(present) > len(cls.model_fields) + _MAX_UNKNOWN:
-            raise PydanticCustomError(
-                "too_many_fields", "{count} fields, most of them unknown", {"count": len(present)}
-            )
-        return present
 
 
 class StreamOptions(Body):
@@ -207,10 +187,10 @@ Parts = Annotated[list[TextPart], Field(max_length=4096, fail_fast=True)]
 
 
 class FunctionCall(Body):
-    """A call that the assistant made; `arguments` is JSON."""
+    """A call that the assistant made; `arguments` is an object, or its JSON as a string."""
 
     name: str
-    arguments: str
+    arguments: str | dict[str, Any] | None = None
 
 
 class ToolCall(Body):
@@ -221,7 +201,7 @@ class ToolCall(Body):
     function: FunctionCall
 
 
-class Message(Body):
+class Message(TemplatePart):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -245,7 +225,7 @@ class Message(Body):
         return "".join(part.text for part in self.content)
 
 
-class FunctionDefinition(Body):
+class FunctionDefinition(TemplatePart):
     """A function that the model may call."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
@@ -254,7 +234,7 @@ class FunctionDefinition(Body):
     strict: bool | None = None
 
 
-class Tool(Body):
+class Tool(TemplatePart):
     """A tool, given to the chat template."""
 
     type: Literal["function"]

@@ -22,6 +22,7 @@ from axlearn_core.train.session import log_message
 from axlearn_plugins_tools.evaluation.evaluate import Subject
 from axlearn_plugins_tools.evaluation.subjects import subject_in
 from axlearn_plugins_transformer.generate import Generator
+from axlearn_plugins_transformer.text.writing import PLAIN_SAMPLING
 
 
 class AxlearnLM(LM):
@@ -74,7 +75,8 @@ class AxlearnLM(LM):
         for options in dict.fromkeys(w.options for w in generations):
             rows = [row for row, w in enumerate(generations) if w.options == options]
             prompts = [generations[row].prompt for row in rows]
-            results = engine.generate(prompts, stop=options.stops, seed=0, logprobs=None, **options.sampling)
+            sampling = {**PLAIN_SAMPLING, **options.sampling}
+            results = engine.generate(prompts, stop=options.stops, seed=0, logprobs=None, **sampling)
             for row, result in zip(rows, results, strict=True):
                 answers[row] = result.text
         return self._cache_answers("generate_until", requests, answers)

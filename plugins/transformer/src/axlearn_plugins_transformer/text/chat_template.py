@@ -19,7 +19,7 @@ from axlearn_core.config import Configurable, node, setting
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.contracts.text import EncodesSpecialTokens
 from axlearn_core.errors import InputError
-from axlearn_plugins_transformer.text.messages import normalize_messages
+from axlearn_plugins_transformer.text.messages import normalize_messages, normalize_tools
 from axlearn_plugins_transformer.text.storage import open_file
 from axlearn_plugins_transformer.text.template_process import TemplateFailed, TemplateProcess
 from axlearn_plugins_transformer.text.template_server import BEGIN, END, FAILURES, compile_template
@@ -39,7 +39,9 @@ _PLAIN_WITH_CALLS = PLAIN.replace(
 )
 
 EOS = "\ufdd2"  # as `BEGIN` and `END` a noncharacter; stands for an end-of-document token that has no spelling
-_TOKENIZER_CONFIG = "tokenizer_config.json"
+_TOKENIZER_CONFIG, _SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
+"""The template for conversations with tools, beside a `chat_template.jinja`."""
 _FILES = ("chat_template.jinja", "chat_template.json", _TOKENIZER_CONFIG)
 _KEPT = "huggingface"  # where imported runs keep what came with a model, in addition to the tokenizer itself
 
@@ -79,7 +81,9 @@ class ChatTemplate(Configurable):
                 needs; None takes the time of each rendering, as serving does.
         """
 
-        path: str | None = setting(default=None, asset=True, siblings=("tokenizer_config.json",))
+        path: str | None = setting(
+            default=None, asset=True, siblings=(_TOKENIZER_CONFIG, _SPECIAL_TOKENS, TOOL_TEMPLATE)
+        )
         plain: bool = setting(default=False, hide_default=True)
         today: str | None = "2024-07-26"
 
@@ -146,7 +150,12 @@ class ChatTemplate(Configurable):
             InputError: the template refuses the conversation, or fails.
         """
         messages = normalize_messages(messages)
-        variables = {"messages": messages, "add_generation_prompt": prompt, "tools": tools, **self.special}
+        variables = {
+            "messages": messages,
+            "add_generation_prompt": prompt,
+            "tools": normalize_tools(tools),
+            **self.special,
+        }
         try:
             marked = self._render(variables)
         except TemplateFailed as error:
@@ -244,10 +253,11 @@ def _template_file(tokenizer: Tokenizer) -> str | None:
 
 def _read(path: str) -> tuple[dict[str, str], dict[str, str]]:
     """(the templates in a file by name, the special tokens by name); a .jinja file's tokens are in tokenizer_config.json."""
-    with open_file(path) as handle:
-        text = handle.read().decode("utf-8", "replace")
+    text = _read_text(path)
     if not path.endswith(".json"):
-        return {"default": text}, _special_beside(path)
+        tools = os.path.join(os.path.dirname(path), TOOL_TEMPLATE)
+        named = os.path.basename(path) == _FILES[0] and os.path.isfile(tools)
+        return {"default": text, **({"tool_use": _read_text(tools)} if named else {})}, _special_beside(path)
     try:
         facts = json.loads(text)
         template = facts.get("chat_template")
@@ -256,13 +266,36 @@ def _read(path: str) -> tuple[dict[str, str], dict[str, str]]:
         )
     except (ValueError, AttributeError, TypeError, LookupError) as error:
         raise InputError(f"{path} is not a tokenizer_config.json: {error}") from None
-    tokens = {k: v["content"] if isinstance(v, dict) else v for k, v in facts.items() if k.endswith("_token")}
-    special = {k: v for k, v in tokens.items() if isinstance(v, str)}
-    if not special and os.path.basename(path) != _TOKENIZER_CONFIG:
-        special = _special_beside(path)
+    special = {**_special_beside(path), **_special_tokens(facts)}
     return {name: source for name, source in templates.items() if isinstance(source, str)}, special
 
 
+def _read_text(path: str) -> str:
+    with open_file(path) as handle:
+        return handle.read().decode("utf-8", "replace")
+
+
+def _special_tokens(facts: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> spelling of the special tokens that a tokenizer_config.json or special_tokens_map.json names."""
+    extra = facts.get("extra_special_tokens")
+    named = {**facts, **(extra if isinstance(extra, Mapping) else {})}
+    tokens = {k: v.get("content") if isinstance(v, Mapping) else v for k, v in named.items() if k.endswith("_token")}
+    return {k: v for k, v in tokens.items() if isinstance(v, str)}
+
+
 def _special_beside(path: str) -> dict[str, str]:
-    config = os.path.join(os.path.dirname(path), _TOKENIZER_CONFIG)
-    return _read(config)[1] if os.path.isfile(config) else {}
+    """The special tokens that the files beside a template name; tokenizer_config.json goes over special_tokens_map.json."""
+    special: dict[str, str] = {}
+    for name in (_SPECIAL_TOKENS, _TOKENIZER_CONFIG):
+        file = os.path.join(os.path.dirname(path), name)
+        if os.path.isfile(file):
+            special |= _special_tokens(_read_facts(file))
+    return special
+
+
+def _read_facts(path: str) -> Mapping[str, Any]:
+    try:
+        facts = json.loads(_read_text(path))
+    except ValueError as error:
+        raise InputError(f"{path} is not a JSON file: {error}") from None
+    return facts if isinstance(facts, Mapping) else {}

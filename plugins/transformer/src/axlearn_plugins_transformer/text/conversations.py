@@ -19,7 +19,7 @@ from axlearn_plugins_transformer.text.records import Document, decode
 from axlearn_plugins_transformer.text.sources import Part, Split, check_paths, is_held_out, many
 from axlearn_plugins_transformer.text.storage import list_files, open_data
 
-ROLES = ("system", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @attrs.frozen

@@ -18,6 +18,11 @@ def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
     return [_normalize(message) for message in messages]
 
 
+def normalize_tools(tools: Any) -> Any:
+    """Return descriptions of functions without fields that are null. A schema of parameters stays as it is."""
+    return [_normalize_tool(tool) for tool in tools] if isinstance(tools, list | tuple) else tools
+
+
 def content_problem(content: Any) -> str | None:
     """What is wrong with the content of a message, or None: it may be a string, parts of text, or null."""
     if content is None or isinstance(content, str):
@@ -32,7 +37,7 @@ def content_problem(content: Any) -> str | None:
 
 
 def _normalize(message: Mapping[str, Any]) -> dict[str, Any]:
-    fields = {name: value for name, value in message.items() if value is not None}
+    fields = _without_nulls(message)
     content = fields.get("content", "")
     if isinstance(content, list):
         content = "".join(part["text"] for part in content)
@@ -45,18 +50,33 @@ def _normalize(message: Mapping[str, Any]) -> dict[str, Any]:
 def _normalize_call(call: Any) -> Any:
     if not isinstance(call, Mapping):
         return call
-    fields = dict(call)
+    fields = _without_nulls(call)
     function = fields.get("function")
     if isinstance(function, Mapping):
         fields["function"] = _with_object(function)
-    elif "arguments" in fields:
-        fields = _with_object(fields)
+    elif "arguments" in call:
+        fields = _with_object(call)
+    return fields
+
+
+def _normalize_tool(tool: Any) -> Any:
+    if not isinstance(tool, Mapping):
+        return tool
+    fields = _without_nulls(tool)
+    if isinstance(function := fields.get("function"), Mapping):
+        fields["function"] = _without_nulls(function)
     return fields
 
 
 def _with_object(function: Mapping[str, Any]) -> dict[str, Any]:
+    """A called function with its arguments as an object; arguments that are null stay, as templates expect some."""
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError):
             arguments = json.loads(arguments)
-    return {**function, "arguments": arguments} if "arguments" in function else dict(function)
+    present = {name: value for name, value in function.items() if value is not None or name == "arguments"}
+    return {**present, "arguments": arguments} if "arguments" in present else present
+
+
+def _without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}

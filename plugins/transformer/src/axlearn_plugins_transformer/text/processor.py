@@ -77,7 +77,7 @@ class TextProcessor(Configurable):
         self.template = template.at_request_time()
         self.has_template = cfg.template is not None or not template.is_plain
         self.end_tokens = frozenset({tokenizer.eos_id, *cfg.end_tokens})
-        self.sampling = dict(cfg.sampling)
+        self.sampling = {name: int(value) if name == "top_k" else value for name, value in cfg.sampling.items()}
         self.context_length = cfg.context_length
         self._decoders = Decoders(tokenizer)
 

@@ -12,7 +12,7 @@ from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.registry import registry
 from axlearn_core.train.evaluators import Periodic
 from axlearn_plugins_transformer.text.processor import TextProcessor, text_processor
-from axlearn_plugins_transformer.text.writing import continue_text, engine_sizes
+from axlearn_plugins_transformer.text.writing import PLAIN_SAMPLING, continue_text, engine_sizes
 
 if TYPE_CHECKING:
     from axlearn_core.train.session import Session
@@ -98,6 +98,7 @@ class SampleEvaluator(Periodic):
             temperature=cfg.temperature,
             seed=session.seed,
             logprobs=None,
+            **PLAIN_SAMPLING,
         )
         yield from (sample.text for sample in result.samples)
 

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import hashlib
 import importlib.resources
+import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -77,6 +78,9 @@ class TokenizerJson(Configurable):
                 "chat_template.jinja",
                 "chat_template.json",
                 "special_tokens_map.json",
+                "additional_chat_templates/tool_use.jinja",
+                "config.json",
+                "generation_config.json",
             ),
         )
         builtin: str | None = None
@@ -114,6 +118,7 @@ class TokenizerJson(Configurable):
         except ValueError as error:
             raise InputError(f"{name} is not a tokenizer.json that can be read: {error}") from None
         self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a document is text, not a command
+        self._limits = _limits(self._tokenizer, raw)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -179,8 +184,9 @@ class TokenizerJson(Configurable):
         return front + ids + self._tail
 
     def to_json(self) -> str:
-        """The text of a `tokenizer.json`."""
-        return self._tokenizer.to_str(pretty=False)
+        """The text of a `tokenizer.json`, with the padding and truncation of the file, which nothing here applies."""
+        text = self._tokenizer.to_str(pretty=False)
+        return json.dumps({**json.loads(text), **self._limits}, ensure_ascii=False) if self._limits else text
 
     def token(self, token_id: int) -> str | None:
         """The token of an id, as the vocabulary spells it."""
@@ -202,6 +208,14 @@ class TokenizerJson(Configurable):
             if index not in self.special_tokens:
                 sizes[index] = _bytes_of(token, byte_level)
         return sizes
+
+
+def _limits(tokenizer: tokenizers.Tokenizer, raw: bytes) -> dict[str, Any]:
+    """The fields of a tokenizer.json that pad and truncate texts; empty if it does neither."""
+    if tokenizer.padding is None and tokenizer.truncation is None:
+        return {}
+    data = json.loads(raw)
+    return {name: data[name] for name in ("padding", "truncation") if data.get(name) is not None}
 
 
 def _tail_of_prompts(tokenizer: tokenizers.Tokenizer) -> list[int]:

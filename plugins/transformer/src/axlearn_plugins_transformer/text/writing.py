@@ -12,6 +12,9 @@ from axlearn_core.train.session import log_message
 from axlearn_plugins_transformer.text.processor import TextProcessor, text_processor
 from axlearn_plugins_transformer.text.tokenizers import check_ids
 
+PLAIN_SAMPLING: Mapping[str, Any] = {"top_k": None, "top_p": 1.0, "min_p": 0.0}
+"""Options of requests that say all about sampling, so that an engine does not add the defaults of the model."""
+
 
 def write_text(
     loaded: Loaded, prompt: str, *, max_tokens: int, temperature: float | None = None, seed: int = 0
@@ -102,10 +105,8 @@ def _pieces(text: TextProcessor, model: Any, ids: list[int], **options: Any) -> 
 
 
 def sampling_defaults(text: TextProcessor, temperature: float | None) -> Mapping[str, Any]:
-    """The sampling options of a request that sets the temperature or nothing."""
-    if temperature is not None:
-        return {"temperature": temperature}
-    return {"temperature": 0.0, **text.sampling}
+    """The sampling options of a request that sets the temperature or nothing; the model's defaults hold for the others."""
+    return {"temperature": 0.0, **text.sampling, **({} if temperature is None else {"temperature": temperature})}
 
 
 def _processor(loaded: Loaded) -> TextProcessor:

@@ -1,0 +1,48 @@
+"""What all bodies of requests have in common, and the parts of them that chat templates read."""
+
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, PrivateAttr, model_validator
+from pydantic_core import PydanticCustomError
+
+_MAX_UNKNOWN = 64
+
+
+class Body(BaseModel):
+    """Exact types, finite numbers, known fields; null fields are absent."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        present = {name: value for name, value in fields.items() if value is not None}
+        if len(present) > len(cls.model_fields) + _MAX_UNKNOWN:
+            raise PydanticCustomError(
+                "too_many_fields", "{count} fields, most of them unknown", {"count": len(present)}
+            )
+        return present
+
+
+class TemplatePart(Body):
+    """A part of a request that the chat template reads.
+
+    Templates write some parts as JSON, so the order of the fields decides the tokens.
+    """
+
+    _sent: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep_fields(cls, fields: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        part = handler(fields)
+        if isinstance(fields, dict):
+            part._sent = {name: value for name, value in fields.items() if value is not None}
+        return part
+
+    @property
+    def sent(self) -> dict[str, Any]:
+        """The fields in the order that the client sent them in, without those that are null."""
+        return self._sent
