@@ -97,8 +97,8 @@ def test_sampling_without_a_temperature_has_one_of_1(directory):
     write(directory, "generation_config.json", eos_token_id=2, do_sample=True, top_k=64)
     text, _ = facts(directory)
     assert text.sampling == {"temperature": 1.0, "top_k": 64}
-    assert exported(text_processor(open_model(directory).config), contents=kept(directory)) == {
-        **{name: json.loads(content) for name, content in kept(directory).items()},
+    assert exported(text_processor(open_model(directory).config), contents=stored_files(directory)) == {
+        **{name: json.loads(content) for name, content in stored_files(directory).items()},
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": "</s>",
@@ -200,7 +200,7 @@ def run_text(directory):
     return text_processor(open_model(directory).config)
 
 
-def kept(folder):
+def stored_files(folder):
     return {name: (folder / name).read_bytes() for name in ("generation_config.json", "tokenizer.json")}
 
 

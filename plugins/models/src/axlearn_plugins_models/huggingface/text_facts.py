@@ -79,8 +79,8 @@ def read_text_facts(directory: Path, config: Mapping[str, Any], rows: int) -> Te
         )
     added = described.get("added_tokens_decoder")
     named_tokens = map(_content, added.values()) if isinstance(added, Mapping) else ()
-    if absent := [token for token in named_tokens if token is not None and token not in vocab]:
-        names = ", ".join(map(repr, absent[:8]))
+    if missing_tokens := [token for token in named_tokens if token is not None and token not in vocab]:
+        names = ", ".join(map(repr, missing_tokens[:8]))
         notes.append(f"{TOKENIZER_CONFIG} adds the tokens {names}, which {TOKENIZER} does not have: they stay text")
     bos = _first_token(tokenizer)
     begins = next(_ids(config.get("bos_token_id")), None)

@@ -9,13 +9,12 @@ from axlearn_plugins_tools.evaluation.scoring import Scorer
 from axlearn_plugins_transformer.text.processor import TextProcessor, text_processor
 
 
-def subject_of(loaded: Any, *, length: int | None = None, own: bool = True) -> Subject:
+def subject_of(loaded: Any, *, length: int | None = None) -> Subject:
     """What was loaded, for evaluation.
 
     Args:
         loaded: of `axlearn_core.train.load`.
         length: of the longest row, in tokens; by default that of the rows that the model was trained with.
-        own: whether it was trained on rows that begin with the token that ends a document.
 
     Raises:
         RequestError: it has no tokenizer, or its model gives no likelihoods.
@@ -24,7 +23,9 @@ def subject_of(loaded: Any, *, length: int | None = None, own: bool = True) -> S
     if text is None:
         raise RequestError("this run's input has no tokenizer, so its model cannot be evaluated on text")
     source: Any = loaded.config.input
-    return subject(loaded.model, text, length=length or source.sequence_length, program=loaded.program, always=own)
+    # An imported model never saw a text behind the end of another, and tells the length that it was made for.
+    always = text.context_length is None
+    return subject(loaded.model, text, length=length or source.sequence_length, program=loaded.program, always=always)
 
 
 def subject(model: Any, text: TextProcessor, *, length: int, program: Any = None, always: bool = True) -> Subject:
@@ -45,10 +46,4 @@ def subject_in(uri: str | Path, *, step: int | None = None, length: int | None =
     """
     from axlearn_core.train import load
 
-    return subject_of(load(uri, step=step), length=length, own=_is_own(uri))
-
-
-def _is_own(uri: str | Path) -> bool:
-    """Whether a model was trained on rows of ours from the start: others never saw a text behind the end of another."""
-    directory = Path(uri)
-    return (directory / "config.yaml").is_file() and not (directory / "huggingface").is_dir()
+    return subject_of(load(uri, step=step), length=length)

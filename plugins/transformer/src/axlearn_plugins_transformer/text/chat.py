@@ -91,10 +91,10 @@ class ChatInput(LanguageModelInput):
         part, records = super()._with_rows(part), part.records
         if self.config.too_long != "drop" or self._any_length or not isinstance(records, ConversationRecords):
             return part
-        kept = np.ones(len(records), bool)
+        fits = np.ones(len(records), bool)
         for i in self._long_rows(records):
-            kept[i] = self.example(records[i][0]) is not None
-        return attrs.evolve(part, records=records.taken(kept)) if kept.any() else part
+            fits[i] = self.example(records[i][0]) is not None
+        return attrs.evolve(part, records=records.taken(fits)) if fits.any() else part
 
     def _check_lengths(self) -> None:
         """Looks at what may be too long before anything is trained: rows of few bytes have few tokens."""
