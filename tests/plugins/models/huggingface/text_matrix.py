@@ -217,7 +217,7 @@ def _read_again(route: Route) -> tuple[list[Check], Any]:
         return [], None
     try:
         return [], texts.read_reference(route.exported, route.reference["text"])
-    except Exception as error:
+    except Exception as error:  # a directory that cannot be exported or loaded makes all of its cells wrong
         return [_failed(error)], None
 
 

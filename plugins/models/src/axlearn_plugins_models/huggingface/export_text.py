@@ -142,7 +142,7 @@ def _with_bos(tokenizer: Any) -> str:
 
 
 def read_beside(tokenizer: Any, name: str) -> bytes | None:
-    """The content of a file that lies beside the tokenizer of a run; None if there is none."""
+    """Read a file from the folder of a run's tokenizer; return None if it is missing."""
     folder = getattr(tokenizer, "folder", None)
     paths = [] if folder is None else [os.path.join(folder, name), os.path.join(folder, KEPT, name)]
     return next((Path(p).read_bytes() for p in paths if os.path.isfile(p)), None)

@@ -32,7 +32,7 @@ def check_entries(value: Any) -> Any:
 
 
 def exceeds(values: Any, limit: int) -> bool:
-    """Whether `values` have more than `limit` characters as JSON, of which no more are written."""
+    """Whether the JSON of `values` is longer than `limit` characters. Stops writing it there."""
     size = 0
     for piece in json.JSONEncoder().iterencode(values):
         size += len(piece)
