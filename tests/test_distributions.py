@@ -44,7 +44,8 @@ def test_what_is_imported_is_required(path):
     project = project_of(path)["project"]
     required = names_of(project["dependencies"]) | {project["name"]}
     # A module that only another distribution loads (by its entry point or its command) may need that one.
-    optional = {"axlearn-plugins-serving": {"plan": "axlearn-plugins-plan"}}.get(project["name"], {})
+    plan = {"axlearn-plugins-serving": {"plan": "axlearn-plugins-plan"}}.get(project["name"], {})
+    optional = {"testing": "axlearn-testing", **plan}
     missing = {}
     for file in path.parent.glob("src/axlearn_*/**/*.py"):
         allowed = required | {optional[part] for part in file.parts if part in optional}

@@ -9,7 +9,6 @@ from flax import nnx
 
 from axlearn_core.nn.layer import Precision
 from axlearn_core.nn.linear import Linear
-from axlearn_core.testing import Case
 from axlearn_plugins_moe.grouped_matmul import GroupedMatmul
 from axlearn_plugins_transformer.kernels.attention import Attention
 from axlearn_plugins_transformer.kernels.bias import LinearBias
@@ -19,6 +18,7 @@ from axlearn_plugins_transformer.kernels.invariant import InvariantAttention, In
 from axlearn_plugins_transformer.kernels.masks import Causal, Full, Prefix, Segments, SlidingWindow
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention, Split
 from axlearn_plugins_transformer.kernels.rms_norm import RMSNorm
+from axlearn_testing import Case
 
 RNG = np.random.default_rng(0)
 TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2}

@@ -16,12 +16,12 @@ from axlearn_core.kernels.selection import reference
 from axlearn_core.nn.layer import Layer
 from axlearn_core.plugins.manager import host
 from axlearn_core.plugins.registry import registry
-from axlearn_core.testing.contracts import D
 from axlearn_core.train.evaluators import Evaluator
 from axlearn_core.train.loop import Loop
 from axlearn_plugins_transformer.attention_variants.latent_cache import LatentCache
 from axlearn_plugins_transformer.feed_forward import GatedFeedForward
 from axlearn_plugins_transformer.kv_cache import KVCache
+from axlearn_testing.contracts import D
 
 TOY = {
     "num_heads": 8,

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from axlearn_core.testing.contracts import B, Contract, D, S, context, like, normal
 from axlearn_plugins_models.vit.model import ImageClassifier
+from axlearn_testing.contracts import B, Contract, D, S, context, like, normal
 
 EXPERTS, TOP_K = 8, 2
 IMAGES = normal(B, 8, 8, 3)

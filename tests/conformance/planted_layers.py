@@ -18,7 +18,7 @@ from axlearn_core.nn.layer import Layer
 from axlearn_core.nn.remat import tag
 from axlearn_core.nn.sharding import is_sharded
 from axlearn_core.plugins.feature import Feature
-from axlearn_core.testing import Case, FeatureSuite, KernelSuite, LayerSuite
+from axlearn_testing import Case, FeatureSuite, KernelSuite, LayerSuite
 
 
 class Scale(Layer):

@@ -11,7 +11,7 @@ from mutants import mutants, suite
 
 from axlearn_core.config import Configurable, node
 from axlearn_core.contracts.options import CommandOption
-from axlearn_core.testing import CommandOptionSuite, ProcessGroupSuite, ProfilerSuite, WatchdogSuite
+from axlearn_testing import CommandOptionSuite, ProcessGroupSuite, ProfilerSuite, WatchdogSuite
 
 
 class Observer(Configurable):

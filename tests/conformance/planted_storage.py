@@ -11,9 +11,9 @@ from axlearn_core.checkpoint import LocalStorage, ShardedCheckpointer
 from axlearn_core.compose import Functional
 from axlearn_core.config import Configurable, node
 from axlearn_core.errors import RequestError
-from axlearn_core.testing import CheckpointerSuite, StorageSuite, TokenizerSuite, TrackerSuite, WeightsSuite
-from axlearn_core.testing.train import Line, TrainerSuite
 from axlearn_plugins_transformer.text.tokenizers import ByteTokenizer
+from axlearn_testing import CheckpointerSuite, StorageSuite, TokenizerSuite, TrackerSuite, WeightsSuite
+from axlearn_testing.train import Line, TrainerSuite
 
 
 class Checkpointer(ShardedCheckpointer):

@@ -9,11 +9,11 @@ from mutants import mutants, suite
 
 from axlearn_core.config import Configurable, node
 from axlearn_core.learn import AdamW, Learner
-from axlearn_core.testing import EvaluatorSuite, InputSuite, LearnerSuite, ObjectiveSuite, TrainerSuite
-from axlearn_core.testing.train import Numbers
 from axlearn_core.train.evaluators import Periodic
 from axlearn_core.train.loop import TrainLoop
 from axlearn_core.train.objective import ModelLoss
+from axlearn_testing import EvaluatorSuite, InputSuite, LearnerSuite, ObjectiveSuite, TrainerSuite
+from axlearn_testing.train import Numbers
 
 
 class Iterator(Numbers):

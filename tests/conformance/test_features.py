@@ -3,7 +3,7 @@
 import toy
 
 from axlearn_core.plugins.registry import registry
-from axlearn_core.testing import FeatureSuite
+from axlearn_testing import FeatureSuite
 
 # The others are made of the same parts; tests/e2e/test_feature_pairs.py has them among the slow tests.
 _experiments = tuple(e.name for e in registry().entries("experiments") if e.name not in toy.PUBLISHED)

@@ -8,8 +8,8 @@ import cases
 import found
 import pytest
 
-from axlearn_core.testing import KernelSuite
 from axlearn_plugins_cpu.kernels import library
+from axlearn_testing import KernelSuite
 
 SHARED = ("ring", "context-all-gather", "context-all-to-all")
 """Kernels of several devices; on one they are the reference."""

@@ -8,7 +8,7 @@ import found
 import pytest
 from known import CONTRACTS, REFERENCES
 
-from axlearn_core.testing import LayerSuite, contract_of
+from axlearn_testing import LayerSuite, contract_of
 
 for _name, _config in found.layers().items():
     _contract = contract_of(_config, CONTRACTS)

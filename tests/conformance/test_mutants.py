@@ -10,7 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import mutants
 
-from axlearn_core import testing
+import axlearn_testing as testing
 
 PLANTED = [
     mutant

@@ -20,7 +20,9 @@ import toy
 from axlearn_core.config import patch
 from axlearn_core.contracts import parts
 from axlearn_core.errors import ConfigError
-from axlearn_core.testing import (
+from axlearn_core.train.loop import Loop
+from axlearn_core.train.trackers.jsonl import METRICS, read_jsonl
+from axlearn_testing import (
     CheckpointerSuite,
     InputSuite,
     LearnerSuite,
@@ -29,8 +31,6 @@ from axlearn_core.testing import (
     TrackerSuite,
     TrainerSuite,
 )  # fmt: skip
-from axlearn_core.train.loop import Loop
-from axlearn_core.train.trackers.jsonl import METRICS, read_jsonl
 
 TEXT = "def f(x):\n    return x\n\nprint('grüße', f(1))\n" * 6
 

@@ -12,7 +12,13 @@ import found
 import axlearn_core as ax
 from axlearn_core.checkpoint import open_weights
 from axlearn_core.contracts import parts
-from axlearn_core.testing import (
+from axlearn_core.train.evaluators import Evaluator
+from axlearn_plugins_finetune.lora.runs import export_run
+from axlearn_plugins_transformer.attention_variants.latent_cache import LatentCache
+from axlearn_plugins_transformer.attention_variants.testing import LatentCacheSuite
+from axlearn_plugins_transformer.kv_cache import KVCache
+from axlearn_plugins_transformer.testing import KVCacheSuite
+from axlearn_testing import (
     EvaluatorSuite,
     ProcessGroupSuite,
     ProfilerSuite,
@@ -20,12 +26,6 @@ from axlearn_core.testing import (
     WatchdogSuite,
     WeightsSuite,
 )
-from axlearn_core.train.evaluators import Evaluator
-from axlearn_plugins_finetune.lora.runs import export_run
-from axlearn_plugins_transformer.attention_variants.latent_cache import LatentCache
-from axlearn_plugins_transformer.attention_variants.testing import LatentCacheSuite
-from axlearn_plugins_transformer.kv_cache import KVCache
-from axlearn_plugins_transformer.testing import KVCacheSuite
 
 DIRECTORY = Path(__file__).parents[1] / "plugins/models/huggingface/fixtures/llama3"
 SETTINGS = {

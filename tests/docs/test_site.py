@@ -53,9 +53,9 @@ def test_the_site_in_a_browser(width, url):
 @pytest.mark.slow
 def test_the_reference_has_what_is_public(url):
     import axlearn_core.config
-    import axlearn_core.testing
+    import axlearn_testing
 
-    for page, module in (("config", axlearn_core.config), ("testing", axlearn_core.testing)):
+    for page, module in (("config", axlearn_core.config), ("testing", axlearn_testing)):
         text = urllib.request.urlopen(f"{url}docs/api/{page}.html").read().decode()
         missing = [n for n in module.__all__ if f"{module.__name__}.{n}" not in text]
         assert not missing

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-import axlearn_core.testing
 import axlearn_plugins_serving.testing
 import axlearn_plugins_transformer.attention_variants.testing
 import axlearn_plugins_transformer.testing
+import axlearn_testing
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ROOT / "examples/my_parts"
 SOURCES = [p for folder in ("axlearn_core/src", "plugins") for p in (ROOT / folder).rglob("*.py") if "src" in p.parts]
 MODULES = (
-    axlearn_core.testing,
+    axlearn_testing,
     axlearn_plugins_transformer.testing,
     axlearn_plugins_transformer.attention_variants.testing,
     axlearn_plugins_serving.testing,

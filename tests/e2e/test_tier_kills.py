@@ -3,7 +3,7 @@
 import pytest
 import tiny
 
-from axlearn_core.testing.chaos import Chaos, Target
+from axlearn_testing.chaos import Chaos, Target
 
 
 @pytest.mark.slow

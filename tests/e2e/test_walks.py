@@ -20,7 +20,7 @@ from axlearn_plugins_models.huggingface.runs import export_run
 
 ROOT = Path(__file__).parents[2]
 FIXTURE = ROOT / "tests/plugins/models/huggingface/fixtures/llama3"
-TOOLS = ("axlearn_core.config", "axlearn_core.errors", "axlearn_core.testing")
+TOOLS = ("axlearn_core.config", "axlearn_core.errors", "axlearn_testing")
 """What every room uses: trees of nodes, errors."""
 
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import axlearn_core as ax
-from axlearn_core.testing import ObjectiveSuite
 from axlearn_plugins_my_objective.objective import ConfidencePenalty
+from axlearn_testing import ObjectiveSuite
 
 SMALL = {
     "model.decoder.num_layers": 1,

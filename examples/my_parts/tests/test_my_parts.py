@@ -15,24 +15,6 @@ import axlearn_core as ax
 from axlearn_core.cli.main import cli
 from axlearn_core.config import check
 from axlearn_core.errors import CheckpointError, ConfigError, RequestError, WorkError
-from axlearn_core.testing import (
-    Case,
-    CheckpointerSuite,
-    CommandOptionSuite,
-    EvaluatorSuite,
-    InputSuite,
-    KernelSuite,
-    LayerSuite,
-    LearnerSuite,
-    ProcessGroupSuite,
-    ProfilerSuite,
-    StorageSuite,
-    TokenizerSuite,
-    TrackerSuite,
-    TrainerSuite,
-    WatchdogSuite,
-    WeightsSuite,
-)
 from axlearn_plugins_my_parts.checkpointer import MsgpackCheckpointer
 from axlearn_plugins_my_parts.data import CopyTask
 from axlearn_plugins_my_parts.drafter import RepeatDrafter
@@ -54,6 +36,24 @@ from axlearn_plugins_serving.testing import DrafterSuite, SchedulerSuite
 from axlearn_plugins_transformer.attention_variants.testing import LatentCacheSuite
 from axlearn_plugins_transformer.kernels.rms_norm import RMSNorm
 from axlearn_plugins_transformer.testing import KVCacheSuite
+from axlearn_testing import (
+    Case,
+    CheckpointerSuite,
+    CommandOptionSuite,
+    EvaluatorSuite,
+    InputSuite,
+    KernelSuite,
+    LayerSuite,
+    LearnerSuite,
+    ProcessGroupSuite,
+    ProfilerSuite,
+    StorageSuite,
+    TokenizerSuite,
+    TrackerSuite,
+    TrainerSuite,
+    WatchdogSuite,
+    WeightsSuite,
+)
 
 
 class TestBigram(LayerSuite):

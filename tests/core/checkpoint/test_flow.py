@@ -9,7 +9,7 @@ import pytest
 from axlearn_core.checkpoint import LocalStorage, ShardedCheckpointer
 from axlearn_core.checkpoint.writer import RateLimit
 from axlearn_core.errors import WorkError
-from axlearn_core.testing.chaos import FaultyStorage
+from axlearn_testing.chaos import FaultyStorage
 
 
 def state(step):

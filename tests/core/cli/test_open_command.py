@@ -4,7 +4,7 @@ import pytest
 from click.testing import CliRunner
 
 from axlearn_core.cli.main import cli
-from axlearn_core.testing import CommandOptionSuite
+from axlearn_testing import CommandOptionSuite
 
 HOOKS = """
 from axlearn_core.contracts.options import CommandOption

@@ -9,7 +9,7 @@ import pytest
 from axlearn_core.compose.flops import count_flops
 from axlearn_core.errors import RequestError
 from axlearn_core.kernels.selection import Selection, use
-from axlearn_core.testing import Case, KernelSuite
+from axlearn_testing import Case, KernelSuite
 
 OPS = '''
 import attrs

@@ -14,7 +14,7 @@ import pytest
 
 from axlearn_core.checkpoint import LocalStorage, ShardedCheckpointer
 from axlearn_core.errors import CheckpointError, StorageError
-from axlearn_core.testing.chaos import Chaos, ChaosError, FaultyStorage, Plan, Target, TcpLink, cut, play_in_thread
+from axlearn_testing.chaos import Chaos, ChaosError, FaultyStorage, Plan, Target, TcpLink, cut, play_in_thread
 
 COUNTER = """
 import itertools, os, sys, time

@@ -8,7 +8,7 @@ from axlearn_core.config import REQUIRED, interface, node
 from axlearn_core.contracts.kernels import KernelImplementation
 from axlearn_core.kernels import selection
 from axlearn_core.nn.layer import Layer
-from axlearn_core.testing import (
+from axlearn_testing import (
     Case,
     FeatureSuite,
     KernelSuite,

@@ -7,8 +7,8 @@ import pytest
 
 from axlearn_core.config import Configurable, check
 from axlearn_core.errors import ConfigError
-from axlearn_core.testing import train as suite
 from axlearn_core.train.evaluators import Periodic
+from axlearn_testing import train as suite
 
 
 class Diary(Configurable):

@@ -9,7 +9,7 @@ import uuid
 
 import pytest
 
-from axlearn_core.testing.chaos import HttpFaults
+from axlearn_testing.chaos import HttpFaults
 
 
 @pytest.fixture(scope="session")

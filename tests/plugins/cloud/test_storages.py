@@ -2,7 +2,7 @@
 
 import pytest
 
-from axlearn_core.testing import StorageSuite
+from axlearn_testing import StorageSuite
 
 
 class ObjectSuite(StorageSuite):

@@ -23,9 +23,9 @@ from axlearn_core.contracts.mesh import DEFAULT_RULES, MESH_AXES
 from axlearn_core.kernels import selection
 from axlearn_core.nn import sharding
 from axlearn_core.plugins.targets import find_machine
-from axlearn_core.testing import KernelSuite
 from axlearn_plugins_transformer.kernels.attention import Attention
 from axlearn_plugins_transformer.kernels.masks import Causal, Segments
+from axlearn_testing import KernelSuite
 
 
 @functools.cache

@@ -20,11 +20,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "conformance"))
 import cases as conformance
 
 from axlearn_core.kernels import selection
-from axlearn_core.testing import Case, KernelSuite
 from axlearn_plugins_gpu.kernels import tokamax
 from axlearn_plugins_transformer.kernels.attention import Attention
 from axlearn_plugins_transformer.kernels.masks import Causal, Full, Prefix, Segments, SlidingWindow
 from axlearn_plugins_transformer.kernels.paged_attention import Split
+from axlearn_testing import Case, KernelSuite
 
 OPS = {op.name: op for op in conformance.CASES}
 """Name -> class."""

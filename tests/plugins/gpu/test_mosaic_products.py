@@ -17,7 +17,6 @@ import cases
 
 from axlearn_core.contracts.kernels import KernelContext
 from axlearn_core.kernels import selection
-from axlearn_core.testing import Case
 from axlearn_plugins_gpu.kernels import tokamax
 from axlearn_plugins_gpu.kernels.gated_linear_unit import MOSAIC as GATED
 from axlearn_plugins_gpu.kernels.grouped_matmul import MOSAIC
@@ -25,6 +24,7 @@ from axlearn_plugins_gpu.kernels.grouped_matmul import TRITON as OTHER
 from axlearn_plugins_gpu.kernels.tokamax import LATER
 from axlearn_plugins_moe.grouped_matmul import GroupedMatmul
 from axlearn_plugins_transformer.kernels.gated_linear_unit import ACTIVATIONS, GatedLinearUnit
+from axlearn_testing import Case
 
 slow = pytest.mark.slow
 

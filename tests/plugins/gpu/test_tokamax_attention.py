@@ -10,7 +10,6 @@ from gpu_programs import Interpreted, Program, attention_call, compiled, compile
 
 from axlearn_core.kernels import selection
 from axlearn_core.nn.remat import Remat
-from axlearn_core.testing import Case
 from axlearn_plugins_gpu.chips import CHIPS
 from axlearn_plugins_gpu.hooks import axlearn_kernels
 from axlearn_plugins_gpu.kernels.blocks import MOSAIC, MOSAIC_LATER, TRITON_ATTENTION, attending
@@ -19,6 +18,7 @@ from axlearn_plugins_gpu.kernels.tokamax_attention import MOSAIC_ATTENTION, TRIT
 from axlearn_plugins_transformer.kernels.attention import Attention
 from axlearn_plugins_transformer.kernels.bias import LinearBias
 from axlearn_plugins_transformer.kernels.masks import Causal, Full, Prefix, Segments, SlidingWindow
+from axlearn_testing import Case
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ import pytest
 
 import axlearn_core as ax
 from axlearn_core.errors import RequestError
-from axlearn_core.testing import WatchdogSuite
 from axlearn_plugins_runtime.actions import RESTART, DumpStacks, RestartProcess, Webhook
 from axlearn_plugins_runtime.feature import WatchdogFeature
 from axlearn_plugins_runtime.rules import Hang, LossSpike
 from axlearn_plugins_runtime.watchdog import RuleWatchdog
+from axlearn_testing import WatchdogSuite
 
 
 class TestWatchdog(WatchdogSuite):
@@ -182,7 +182,7 @@ def test_a_run_that_hangs_is_found_and_ended(tmp_path):
         from pathlib import Path
         import axlearn_core as ax
         from axlearn_core.config import Configurable, node
-        from axlearn_core.testing.train import Noise, Numbers, TrainerSuite
+        from axlearn_testing.train import Noise, Numbers, TrainerSuite
         from axlearn_plugins_runtime.actions import DumpStacks, RestartProcess
         from axlearn_plugins_runtime.rules import Hang
         from axlearn_plugins_runtime.watchdog import RuleWatchdog

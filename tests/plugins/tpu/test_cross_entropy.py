@@ -20,11 +20,11 @@ from axlearn_core.contracts.kernels import KernelContext
 from axlearn_core.contracts.mesh import DEFAULT_RULES, Mesh
 from axlearn_core.kernels.selection import Selection, use
 from axlearn_core.nn.sharding import logical_rules
-from axlearn_core.testing import Case, KernelSuite
 from axlearn_plugins_tpu.kernels import tokamax
 from axlearn_plugins_tpu.kernels.blocks import LOSS, LossBlocks
 from axlearn_plugins_tpu.kernels.cross_entropy import _MODULE, MOSAIC
 from axlearn_plugins_transformer.kernels.cross_entropy import CrossEntropy, Options
+from axlearn_testing import Case, KernelSuite
 
 NAME = "tokamax-mosaic-tpu"
 SUPPORTED = [g for g in GENERATIONS if g != "tpu-v4-8"]

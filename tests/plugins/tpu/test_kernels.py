@@ -24,7 +24,6 @@ from axlearn_core.contracts.mesh import DEFAULT_RULES, Mesh
 from axlearn_core.kernels import selection
 from axlearn_core.nn.sharding import logical_rules
 from axlearn_core.plugins.targets import find_machine
-from axlearn_core.testing import Case, KernelSuite
 from axlearn_plugins_moe.grouped_matmul import GroupedMatmul
 from axlearn_plugins_tpu.hooks import KERNELS
 from axlearn_plugins_tpu.kernels import megablox, ragged_paged, splash
@@ -44,6 +43,7 @@ from axlearn_plugins_tpu.targets import TARGETS
 from axlearn_plugins_transformer.kernels.attention import Attention
 from axlearn_plugins_transformer.kernels.masks import Causal, Prefix, Segments, SlidingWindow
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention
+from axlearn_testing import Case, KernelSuite
 
 SMALL = SplashBlocks(
     query=128, key=256, key_compute=128, backward_query=128, backward_key=128, backward_key_compute=128, fused_up_to=1

@@ -18,10 +18,10 @@ from axlearn_core.compose.devices import topology_devices
 from axlearn_core.contracts.kernels import KernelContext
 from axlearn_core.kernels.selection import Selection, use
 from axlearn_core.plugins.targets import find_machine
-from axlearn_core.testing import Case, KernelSuite
 from axlearn_plugins_moe.grouped_matmul import GroupedMatmul
 from axlearn_plugins_tpu.kernels import tokamax
 from axlearn_plugins_tpu.kernels.blocks import GROUPED
+from axlearn_testing import Case, KernelSuite
 
 NAME = "tokamax-mosaic-tpu"
 SUPPORTED = [g for g in GENERATIONS if g != "tpu-v4-8"]

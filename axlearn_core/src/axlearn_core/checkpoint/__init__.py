@@ -3,8 +3,6 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from axlearn_core.plugins.renamed import renamed_attributes
-
 if TYPE_CHECKING:
     from axlearn_core.checkpoint.sharded import ShardedCheckpointer
     from axlearn_core.checkpoint.storage import LocalStorage, open_storage
@@ -19,10 +17,7 @@ _HOMES = {"ShardedCheckpointer": "sharded", "LocalStorage": "storage", "open_sto
 )
 
 
-def _load(name: str) -> Any:
+def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-
-
-__getattr__ = renamed_attributes(__name__, _load, OrbaxCheckpointer="ShardedCheckpointer")

@@ -29,9 +29,29 @@ from axlearn_core.plugins.migrations import migrate_arrays
 
 MANIFEST, EXTRA, STATE = MARKER, "extra.json", "state"
 WEIGHTS, OTHERS = f"{STATE}/weights/", f"{STATE}/others/"
-"""Where arrays lie. In formats 1 and 2 Orbax keeps the others in `state/`; in format 1, the weights too."""
-FORMAT, _READABLE = 3, (1, 2, 3)
+"""Where arrays lie."""
+FORMAT = 3
+LAST_READER = "5eb2bae"
+"""The last commit of axlearn-core that reads formats 1 and 2."""
 _PART = 16 * 2**20
+
+
+class FormatError(CheckpointError):
+    """An intact checkpoint of a format that this version does not read.
+
+    Attributes:
+        format: the number in its manifest.
+    """
+
+    def __init__(self, subject: str, format: int):
+        fix = (
+            f"commit {LAST_READER} of axlearn-core reads formats 1 to {FORMAT}; a run that resumes there saves its next "
+            f"checkpoint in format {FORMAT}"
+            if isinstance(format, int) and format < FORMAT
+            else "install the version of axlearn-core that wrote it, or a later one"
+        )
+        super().__init__(f"{subject} has format {format}\n    expected: format {FORMAT}\n    fix: {fix}")
+        self.format = format
 
 
 @attrs.frozen
@@ -112,7 +132,7 @@ class Checkpoints:
             CheckpointError: there is no such step, or its manifest is damaged.
         """
         try:
-            return parse(self.storage.read(f"{self.folder}{step}/{MANIFEST}"), step)
+            return parse(self.storage.read(f"{self.folder}{step}/{MANIFEST}"), step, self.name)
         except MissingFileError:
             steps = self.steps()
             if step in steps:
@@ -188,12 +208,24 @@ def render(manifest: Manifest) -> bytes:
     return json.dumps({"sha256": _digest(body), **body}).encode()
 
 
-def parse(data: bytes, step: int) -> Manifest:
-    """The manifest of a step. Raises `ValueError`, `KeyError`, `TypeError` or `AttributeError` where it is damaged."""
+def parse(data: bytes, step: int, place: str) -> Manifest:
+    """Parses the manifest of a step.
+
+    Args:
+        data: the file.
+        step: of the checkpoint.
+        place: where the checkpoint is, for messages.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: it is damaged.
+        FormatError: it is intact, and of a format that this version does not read.
+    """
     body = json.loads(data)
     digest = body.pop("sha256")
-    if digest != _digest(body) or body["format"] not in _READABLE or body["step"] != step:
-        raise ValueError("its checksum, format or step does not match")
+    if digest != _digest(body) or body["step"] != step:
+        raise ValueError("its checksum or step does not match")
+    if body["format"] != FORMAT:
+        raise FormatError(f"the checkpoint of step {step} in {place}", body["format"])
     arrays = {p: ArrayInfo(p, tuple(shape), dtype) for p, (shape, dtype) in body["arrays"].items()}
     run = body.get("run", "")
     return Manifest(step, arrays, body["metrics"], body["files"], body["created"], run, body["format"])

@@ -15,12 +15,11 @@ from jax.sharding import SingleDeviceSharding
 
 from axlearn_core.checkpoint import manifest, stream
 from axlearn_core.checkpoint.assets import Place, aligned_assets, attach_assets
-from axlearn_core.checkpoint.legacy import read_orbax
 from axlearn_core.checkpoint.manifest import ArrayInfo, Checkpoints
 from axlearn_core.checkpoint.sharded import WEIGHTS_ONLY, ShardedCheckpointer
 from axlearn_core.checkpoint.shards import StoredArray
 from axlearn_core.checkpoint.state import agree
-from axlearn_core.checkpoint.storage import LocalStorage, open_storage
+from axlearn_core.checkpoint.storage import open_storage
 from axlearn_core.compose import ModelAndObjective, TrainState
 from axlearn_core.config import Node, diff
 from axlearn_core.config.kinds import DECISIVE, change_kinds
@@ -115,8 +114,7 @@ class RunCheckpoint:
     def read(self, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
         """The arrays of `like`, by their paths in the training state, in its shardings (None: the default device).
 
-        Only the pieces that this process needs are read, and each is checked. What an older version wrote is checked as a
-        whole before.
+        Only the pieces that this process needs are read, and each is checked.
 
         Raises:
             CheckpointError: a file is damaged.
@@ -133,16 +131,9 @@ class RunCheckpoint:
                     places = {p: like[p].sharding for p in like if p in missing and paths[p] in index}
                     arrays = {p: index[paths[p]] for p in places}
                     loaded |= dict(stream.read_arrays(self.place.storage, self._root + folder, arrays, places))
-            if like.keys() - loaded.keys() and jax.process_index() == 0:
-                self.place.verify(self.step)
         except stream.DamagedError as damage:
             error = self._damage_error(str(damage))
-        except CheckpointError as damage:
-            error = damage
         agree(error, error)
-        if remaining := {p: x for p, x in like.items() if p not in loaded}:
-            arrays = read_orbax(self._directory / str(self.step), {paths[p]: x for p, x in remaining.items()})
-            loaded |= {p: arrays[paths[p]] for p in remaining}
         return loaded
 
     def _index(self, folder: str) -> dict[str, StoredArray]:
@@ -153,12 +144,6 @@ class RunCheckpoint:
     @property
     def _root(self) -> str:
         return f"{self.place.folder}{self.step}/"
-
-    @property
-    def _directory(self) -> Path:
-        storage = self.place.storage
-        root = storage.root if isinstance(storage, LocalStorage) else storage.directory()
-        return root.absolute() / self.place.folder  # as Orbax wants it
 
     def _damage_error(self, problem: str) -> CheckpointError:
         return self.place.damaged(self.step, [problem])

@@ -1,7 +1,4 @@
-"""Checkpoints over a storage: asynchronous, atomic, hashed while they are written. The layout is in `manifest`.
-
-`legacy` reads what earlier versions left to Orbax.
-"""
+"""Checkpoints over a storage: asynchronous, atomic, hashed while they are written. The layout is in `manifest`."""
 
 import json
 import logging
@@ -20,7 +17,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from axlearn_core.checkpoint import manifest, stream
-from axlearn_core.checkpoint.legacy import read_orbax
 from axlearn_core.checkpoint.manifest import ArrayInfo, Checkpoints, Manifest
 from axlearn_core.checkpoint.retention import BEGUN, begun_by, unwanted_steps
 from axlearn_core.checkpoint.state import abstract_arrays, agree, check_same, describe, rebuild_state, stored
@@ -239,8 +235,7 @@ class ShardedCheckpointer(Configurable):
         error: CheckpointError | None = None
         if jax.process_index() == 0:
             try:
-                legacy = self.place.inspect(step).format < manifest.FORMAT
-                self.place.verify(step, pieces=legacy)
+                self.place.verify(step, pieces=False)
             except CheckpointError as caught:
                 error = caught
         agree(error, error)
@@ -258,9 +253,6 @@ class ShardedCheckpointer(Configurable):
         agree(error, error)
         # Each byte is read once in the job; the links of the devices are faster than a storage that every replica reads.
         loaded = {p: jax.device_put(x, abstract[p].sharding) for p, x in loaded.items()}
-        if remaining := {paths[p]: x for p, x in abstract.items() if p not in loaded}:
-            arrays = read_orbax(self.directory / str(checkpoint.step), remaining)
-            loaded |= {p: arrays[paths[p]] for p in abstract if p not in loaded}
         loaded = {p: x if paths[p] == p else x.astype(abstract[p].dtype) for p, x in loaded.items()}
         return rebuild_state(like, names, loaded)
 

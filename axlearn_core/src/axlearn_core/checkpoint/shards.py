@@ -170,10 +170,6 @@ def render_index(described: Mapping[str, Mapping[str, Any]], files: Sequence[Bin
 def parse_index(data: bytes) -> dict[str, StoredArray]:
     """The arrays of one index. Raises `ValueError`, `KeyError` or `TypeError` where it is damaged."""
     body = json.loads(data)
-    if "files" not in body:  # format 2: one file for each process
-        body["files"] = [[body["file"], 0]]
-        for info in body["arrays"].values():
-            info["pieces"] = [[0, *piece] for piece in info["pieces"]]
     names = [name for name, _ in body["files"]]
     return {
         path: StoredArray(

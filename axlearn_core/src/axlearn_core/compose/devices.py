@@ -5,7 +5,7 @@ import contextlib
 import socket
 import zlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +15,6 @@ from axlearn_core import compat
 from axlearn_core.contracts.target import Detected, Machine, Target
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.manager import host
-from axlearn_core.plugins.renamed import renamed_attributes
 from axlearn_core.plugins.targets import load
 
 
@@ -105,9 +104,3 @@ def topology_devices(machine: Machine) -> Sequence[Any]:
         raise RequestError(f"nothing that is installed can compile for {machine.name!r} without that hardware")
     make: Any = load(machine.target.topology)
     return make(machine)
-
-
-if not TYPE_CHECKING:  # earlier names
-    __getattr__ = renamed_attributes(
-        __name__, absent="topology_devices", here="local_devices", settle="configure_devices"
-    )

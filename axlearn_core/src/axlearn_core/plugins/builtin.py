@@ -1,7 +1,6 @@
 """What the core itself says through hooks."""
 
 from axlearn_core.contracts.mesh import MeshRule
-from axlearn_core.contracts.migration import Migration
 from axlearn_core.contracts.target import Target
 from axlearn_core.plugins.hookspecs import hookimpl
 
@@ -37,9 +36,3 @@ def axlearn_mesh_rules() -> list[MeshRule]:
             detected=False,
         )
     ]
-
-
-@hookimpl
-def axlearn_migrations() -> list[Migration]:
-    """Configs with earlier names of the core's components."""
-    return [Migration(name="names of components", config="axlearn_core.plugins.renamed:rename_components")]

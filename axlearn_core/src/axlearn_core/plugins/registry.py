@@ -19,7 +19,6 @@ import importlib_metadata
 
 from axlearn_core.errors import AxlearnError, PluginError, RequestError, unknown
 from axlearn_core.plugins.index import not_installed
-from axlearn_core.plugins.renamed import current_component
 
 if TYPE_CHECKING:
     from axlearn_core.config import Node
@@ -176,8 +175,6 @@ class Registry:
 
     def entry(self, group: Group, name: str) -> Entry:
         """The entry of a name; raises `RequestError` with the nearest names, `PluginError` for a name claimed twice."""
-        if group == "components":
-            name = current_component(name, self.claims[group])
         if problem := self.conflict(group, name):
             raise problem
         if name in self.claims[group]:

@@ -5,7 +5,7 @@ import json
 import os
 import sys
 import threading
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -13,7 +13,6 @@ from jax.experimental import multihost_utils
 
 from axlearn_core.config import Configurable, node, setting
 from axlearn_core.errors import escape_controls
-from axlearn_core.plugins.renamed import renamed_attributes
 
 # What the launchers that `jax.distributed` recognises set for more than one process.
 _COUNTS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "JAX_NUM_PROCESSES")
@@ -104,7 +103,3 @@ def _union(a: object, b: object) -> Any:
     if not (isinstance(a, dict) and isinstance(b, dict)):
         return a
     return {k: _union(a[k], b[k]) if k in a and k in b else a.get(k, b.get(k)) for k in a | b}
-
-
-if not TYPE_CHECKING:  # earlier names
-    __getattr__ = renamed_attributes(__name__, united="allgather_data_state")

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import attrs
 import jax
@@ -18,7 +18,6 @@ from axlearn_core.config import offers
 from axlearn_core.contracts.capabilities import DescribesPosition, KeepsLocalTier, ObservesSteps
 from axlearn_core.contracts.parts import BatchIterator, Checkpointer, Input, Profiler, Tracker, Watchdog
 from axlearn_core.errors import InputError, escape_controls
-from axlearn_core.plugins.renamed import renamed_attributes
 from axlearn_core.train.compiled_step import CompiledStep
 from axlearn_core.train.distributed import allgather_data_state, preempted
 from axlearn_core.train.input_failure import LookAhead, StopAgreement
@@ -293,7 +292,3 @@ def batch_tokens(batch: Mapping[str, Any]) -> int | None:
     """Tokens of the global batch, or None where the batch has none."""
     tokens = batch.get("tokens")
     return math.prod(tokens.shape) if tokens is not None else None
-
-
-if not TYPE_CHECKING:  # earlier names
-    __getattr__ = renamed_attributes(__name__, say="log_message")

@@ -12,12 +12,12 @@ from axlearn_core.plugins.layout_file import read_layout
 from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import resolve
 from axlearn_core.plugins.targets import find_machine
-from axlearn_core.testing import CommandOptionSuite
 from axlearn_plugins_plan.search import compiled, rank
 from axlearn_plugins_plan.search.compiled import Cache, plan_words, resolved_request
 from axlearn_plugins_plan.search.estimate import HOST_BANDWIDTH, Host, with_host
 from axlearn_plugins_plan.search.machines import machine_names
 from axlearn_plugins_plan.search.space import Choice, MeshChoice, microbatches, written
+from axlearn_testing import CommandOptionSuite
 
 SMALL = ("--set", "model.decoder.num_layers=2")
 REMATS = ["remat:policy=full", "remat:save=[query,key,value]"]

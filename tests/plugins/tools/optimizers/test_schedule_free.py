@@ -12,8 +12,8 @@ from axlearn_core.checkpoint import open_weights
 from axlearn_core.config import patch
 from axlearn_core.learn import Constant, Learner
 from axlearn_core.plugins.resolve import resolve
-from axlearn_core.testing import LearnerSuite
 from axlearn_plugins_tools.optimizers.schedule_free import ScheduleFree
+from axlearn_testing import LearnerSuite
 
 
 class TestTheLearner(LearnerSuite):

@@ -1,3 +1,4 @@
+import hashlib
 import json
 import sys
 
@@ -7,11 +8,12 @@ from click.testing import CliRunner
 
 from axlearn_core.checkpoint import ShardedCheckpointer
 from axlearn_core.cli.main import cli
+from axlearn_core.errors import CheckpointError
 
 
 @pytest.fixture
 def run_dir(tmp_path):
-    (tmp_path / "config.yaml").write_text("resolved: true\ncheckpointer: {type: orbax, uri: null}\n")
+    (tmp_path / "config.yaml").write_text("resolved: true\ncheckpointer: {type: sharded, uri: null}\n")
     one = ShardedCheckpointer.Config().build(directory=tmp_path / "checkpoints")
     for step in (10, 20):
         one.save(step, {"params": {"w": jnp.ones((3, 4))}, "step": jnp.int32(step)}, metrics={"eval_loss": 0.5})
@@ -55,6 +57,24 @@ def test_damage_is_shown_and_verified(run_dir):
     assert [r["state"] for r in json.loads(axlearn("list", run_dir, "--json").stdout)] == ["damaged", "complete"]
     (run_dir / "checkpoints" / "20" / "extra.json").write_text("[]")
     assert "extra.json: got sha256" in axlearn("inspect", run_dir, "--verify", code=2).stderr
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_a_format_that_is_not_read(run_dir, number):
+    file = run_dir / "checkpoints/20/manifest.json"
+    body = {**json.loads(file.read_text()), "format": number}
+    del body["sha256"]
+    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    file.write_text(json.dumps({"sha256": digest, **body}))
+    states = [r["state"] for r in json.loads(axlearn("list", run_dir, "--json").stdout)]
+    assert states == ["complete", f"format {number}"]
+    error = axlearn("inspect", run_dir, code=2).stderr
+    assert f"step 20 in {run_dir}/checkpoints has format {number}\n    expected: format 3\n    fix: " in error
+    assert ("commit 5eb2bae of axlearn-core reads formats 1 to 3" in error) == (number < 3)
+    checkpointer = ShardedCheckpointer.Config().build(directory=run_dir / "checkpoints")
+    with pytest.raises(CheckpointError, match=f"has format {number}"):
+        checkpointer.restore(20, {"params": {"w": jnp.ones((3, 4))}, "step": jnp.int32(0)})
+    checkpointer.close()
 
 
 @pytest.mark.parametrize("command", ["list", "inspect"])

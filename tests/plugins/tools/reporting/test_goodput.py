@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from axlearn_core.testing import TrainerSuite
 from axlearn_core.train.phases import PHASES, PhaseClock
 from axlearn_plugins_tools.reporting.goodput import goodput_of, read_attempts
 from axlearn_plugins_tools.reporting.page import render
 from axlearn_plugins_tools.reporting.run import read_run
+from axlearn_testing import TrainerSuite
 
 
 def record(attempt, time, event, steps, **seconds):

@@ -13,9 +13,9 @@ import tiny
 from prometheus_client.parser import text_string_to_metric_families
 
 from axlearn_core.errors import RequestError
-from axlearn_core.testing import TrainerSuite
 from axlearn_plugins_tools.reporting.prometheus import DISCOVERY, PrometheusTracker
 from axlearn_plugins_tools.reporting.run_metrics import BUCKETS, GrowingFile
+from axlearn_testing import TrainerSuite
 
 INFO = {
     "experiment": "quickstart",

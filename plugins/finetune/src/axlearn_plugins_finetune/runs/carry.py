@@ -15,7 +15,7 @@ and one whose parameters cannot be made of those of other models says why, for t
 import enum
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,6 @@ from axlearn_core.compose import Functional
 from axlearn_core.compose.arrays import array_function
 from axlearn_core.errors import CheckpointError
 from axlearn_core.plugins.feature import Feature
-from axlearn_core.plugins.renamed import renamed_attributes
 from axlearn_plugins_transformer.stacked import MixedLayers
 
 Params = dict[str, Any]
@@ -222,7 +221,3 @@ def _transfer_error(problems: Sequence[str], reasons: Mapping[str, str]) -> Chec
     )
     listed = "\n".join(f"    {p}" for p in [*why, *problems[:12], *more])
     return CheckpointError(f"the parameters cannot be carried over to this model\n{listed}\n    fix: {fix}")
-
-
-if not TYPE_CHECKING:  # earlier names
-    __getattr__ = renamed_attributes(__name__, carry="transfer_params")

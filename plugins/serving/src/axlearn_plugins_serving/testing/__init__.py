@@ -1,4 +1,4 @@
-"""Conformance suites of the slots that this plugin defines, as those of `axlearn_core.testing`; they need pytest."""
+"""Conformance suites of the slots that this plugin defines, as those of `axlearn_testing`; they need pytest."""
 
 import pytest
 

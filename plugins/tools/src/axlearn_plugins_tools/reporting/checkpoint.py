@@ -82,9 +82,13 @@ def _find(run_dir: str) -> "Checkpoints":
 
 
 def _row(place: "Checkpoints", step: int) -> dict[str, Any]:
+    from axlearn_core.checkpoint.manifest import FormatError
+
     row: dict[str, Any] = {"name": str(step), "step": step, "created": "", "arrays": 0, "bytes": 0, "metrics": {}}
     try:
         manifest = place.inspect(step)
+    except FormatError as error:
+        return {**row, "state": f"format {error.format}"}
     except CheckpointError:
         return {**row, "state": "damaged"}
     facts = {

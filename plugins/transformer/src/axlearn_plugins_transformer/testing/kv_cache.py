@@ -11,10 +11,10 @@ import pytest
 
 from axlearn_core.config import Node
 from axlearn_core.errors import RequestError
-from axlearn_core.testing.common import assert_close, compiled
 from axlearn_plugins_transformer.kernels.attention import Attention
 from axlearn_plugins_transformer.kernels.masks import Causal, Mask, SlidingWindow
 from axlearn_plugins_transformer.kv_cache import build_cache
+from axlearn_testing.common import assert_close, compiled
 
 B, S, N, K, H = 2, 12, 4, 2, 8
 """Rows, tokens of each, query heads, key-value heads, head size."""

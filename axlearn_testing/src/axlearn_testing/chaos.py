@@ -1,0 +1,304 @@
+"""Faults for the tests of training jobs: planned by a seed, printed as one line, and played again from that line.
+
+    plan = Chaos(seed=7).plan(kinds=("kill", "stop"), ranks=4, steps=(5, 40), count=3)
+    print(plan)                       # chaos seed=7: kill@8:rank=2 stop@23:rank=0,seconds=2.31 kill@31:rank=1
+    for happened in plan.play(Target(processes=pids, step=newest_step)):
+        print(happened)
+    Plan.parse("chaos seed=7: kill@8:rank=2 ...")      # the same faults again
+
+Works on Linux. `cut` needs `TcpLink`s between the processes, or root and network namespaces of their own.
+"""
+
+import contextlib
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from axlearn_testing.links import FaultyStorage, HttpFaults, TcpLink
+
+__all__ = [
+    "KINDS", "Chaos", "ChaosError", "Fault", "FaultyStorage", "HttpFaults", "Plan", "Target", "TcpLink", "corrupt_file", "cut",
+    "fill", "inject", "kill", "play_in_thread", "slow", "stop",
+]  # fmt: skip
+
+KINDS = ("kill", "stop", "slow", "corrupt", "fill", "cut")
+"""
+kill     SIGKILL
+stop     SIGSTOP, and SIGCONT after some seconds
+slow     runs a tenth of the time, for some seconds
+corrupt  one bit of one file differs
+fill     files of the process cannot grow beyond some bytes, for some seconds
+cut      its network is gone, for some seconds
+"""
+_SECONDS = (0.5, 4.0)
+_TICK = 0.02
+
+
+@attrs.frozen
+class Fault:
+    """One thing that goes wrong.
+
+    Attributes:
+        kind: one of `KINDS`.
+        step: when: once the job has finished so many steps.
+        rank: which process.
+        seconds: for how long, where it ends by itself.
+        number: chooses the file and the bit, or the bytes that still fit.
+    """
+
+    kind: str
+    step: int
+    rank: int
+    seconds: float = 0.0
+    number: int = 0
+
+    def __str__(self) -> str:
+        details = f"rank={self.rank}"
+        details += f",seconds={self.seconds:g}" if self.seconds else ""
+        details += f",number={self.number}" if self.number else ""
+        return f"{self.kind}@{self.step}:{details}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Fault":
+        """The fault that `str` shows. Raises `ValueError`."""
+        match = re.fullmatch(r"(\w+)@(\d+):rank=(\d+)(?:,seconds=([\d.]+))?(?:,number=(\d+))?", text)
+        if match is None or match[1] not in KINDS:
+            raise ValueError(
+                f"{text!r} is not a fault\n    expected: KIND@STEP:rank=N[,seconds=S][,number=N], with KIND one of "
+                f"{', '.join(KINDS)}"
+            )
+        return cls(match[1], int(match[2]), int(match[3]), float(match[4] or 0), int(match[5] or 0))
+
+
+@attrs.frozen(kw_only=True)
+class Target:
+    """What faults are done to.
+
+    Attributes:
+        processes: rank -> process id, or a function that gives them: a job that restarts has others.
+        step: how many steps the job has finished.
+        directory: whose files `corrupt` chooses from.
+        pattern: of those files.
+        links: rank -> what its network goes through; where it has none, `cut` takes its network namespace.
+    """
+
+    processes: Mapping[int, int] | Callable[[], Mapping[int, int]]
+    step: Callable[[], int] = lambda: 0
+    directory: Path | None = None
+    pattern: str = "**/*.bin"
+    links: Mapping[int, TcpLink] = attrs.field(factory=dict)
+
+    def pid(self, rank: int) -> int | None:
+        """The process of a rank; None where it has none now."""
+        return (self.processes() if callable(self.processes) else self.processes).get(rank)
+
+
+@attrs.frozen
+class Plan:
+    """Faults, in the order of their steps."""
+
+    seed: int
+    faults: tuple[Fault, ...]
+
+    def __str__(self) -> str:
+        return f"chaos seed={self.seed}: {' '.join(map(str, self.faults))}"
+
+    @classmethod
+    def parse(cls, line: str) -> "Plan":
+        """The plan that a line shows, which may stand within other text. Raises `ValueError`."""
+        match = re.search(r"chaos seed=(\d+):((?: \S+@\S+)*)", line)
+        if match is None:
+            raise ValueError(f"{line!r} has no plan\n    expected: chaos seed=N: FAULT FAULT ...")
+        return cls(int(match[1]), tuple(map(Fault.parse, match[2].split())))
+
+    def play(self, target: Target, *, seconds: float = 600.0) -> Iterator[str]:
+        """Does each fault once the job has got to its step. Yields what happened, for a log.
+
+        What lasts some seconds ends before the next fault begins.
+
+        Raises:
+            TimeoutError: the job did not get there in time.
+            ChaosError: a fault cannot be done here; says why.
+        """
+        deadline = time.monotonic() + seconds
+        for fault in self.faults:
+            while target.step() < fault.step or (fault.kind != "corrupt" and target.pid(fault.rank) is None):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{fault}: the job is at step {target.step()} after {seconds:g} s")
+                time.sleep(_TICK)
+            yield f"{fault}: {inject(fault, target)}"
+
+
+class ChaosError(Exception):
+    """A fault cannot be done here."""
+
+
+class Chaos:
+    """Plans faults: the same seed gives the same plan."""
+
+    def __init__(self, seed: int):
+        self.seed, self._dice = seed, random.Random(seed)
+
+    def plan(self, *, kinds: Sequence[str] = ("kill",), ranks: int = 1, steps: tuple[int, int], count: int) -> Plan:
+        """`count` faults of some kinds, to some of `ranks` processes, at some of the steps from `steps[0]` to `steps[1]`.
+
+        Raises:
+            ValueError: an unknown kind.
+        """
+        if unknown := set(kinds) - set(KINDS):
+            raise ValueError(f"unknown kinds of faults: {', '.join(sorted(unknown))}\n    known: {', '.join(KINDS)}")
+        faults = [
+            Fault(
+                kind,
+                self._dice.randint(*steps),
+                self._dice.randrange(ranks),
+                0.0 if kind in ("kill", "corrupt") else round(self._dice.uniform(*_SECONDS), 2),
+                self._dice.randrange(1, 2**20) if kind in ("corrupt", "fill") else 0,
+            )
+            for kind in self._dice.choices(kinds, k=count)
+        ]
+        return Plan(self.seed, tuple(sorted(faults, key=lambda f: f.step)))
+
+
+def inject(fault: Fault, target: Target) -> str:
+    """Does one fault now. Returns what happened.
+
+    Raises:
+        ChaosError: it cannot be done here.
+    """
+    if fault.kind == "corrupt":
+        if target.directory is None:
+            raise ChaosError("`corrupt` needs a Target with a directory")
+        return corrupt_file(target.directory, fault.number, target.pattern)
+    if fault.kind == "cut" and fault.rank in target.links:
+        with target.links[fault.rank].down():
+            time.sleep(fault.seconds)
+        return f"its network was down for {fault.seconds:g} s"
+    pid = target.pid(fault.rank)
+    if pid is None:
+        return "it has no process"
+    actions: Mapping[str, Callable[[], str]] = {
+        "kill": lambda: kill(pid),
+        "stop": lambda: stop(pid, fault.seconds),
+        "slow": lambda: slow(pid, fault.seconds),
+        "fill": lambda: fill(pid, fault.number, fault.seconds),
+        "cut": lambda: cut(pid, fault.seconds),
+    }
+    try:
+        return actions[fault.kind]()
+    except ProcessLookupError:
+        return f"process {pid} was gone"
+
+
+def kill(pid: int) -> str:
+    """SIGKILL."""
+    os.kill(pid, signal.SIGKILL)
+    return f"process {pid} was killed"
+
+
+def stop(pid: int, seconds: float) -> str:
+    """Freezes a process; it goes on afterwards."""
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(seconds)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+    return f"process {pid} was stopped for {seconds:g} s"
+
+
+def slow(pid: int, seconds: float, share: float = 0.1) -> str:
+    """Lets a process run for a share of the time."""
+    end = time.monotonic() + seconds
+    try:
+        while time.monotonic() < end:
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(_TICK * (1 - share) / share)
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(_TICK)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    return f"process {pid} ran {share:.0%} of {seconds:g} s"
+
+
+def corrupt_file(directory: Path, number: int, pattern: str = "**/*") -> str:
+    """Flips one bit of one file; `number` chooses both among the files that fit `pattern`.
+
+    Raises:
+        ChaosError: no file fits.
+    """
+    files = sorted(p for p in directory.glob(pattern) if p.is_file() and p.stat().st_size)
+    if not files:
+        raise ChaosError(f"no file below {directory} fits {pattern}")
+    path = files[number % len(files)]
+    bit = number % (8 * path.stat().st_size)
+    with path.open("r+b") as file:
+        file.seek(bit // 8)
+        byte = file.read(1)[0]
+        file.seek(bit // 8)
+        file.write(bytes([byte ^ (1 << (bit % 8))]))
+    return f"bit {bit} of {path.relative_to(directory)} differs"
+
+
+def fill(pid: int, limit: int, seconds: float) -> str:
+    """Files of a process cannot grow beyond `limit` bytes for some time: writes fail with EFBIG, as on a full disk with ENOSPC.
+
+    A real full disk is `mount -t tmpfs -o size=...`, which needs root.
+    """
+    try:
+        before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, before[1]))
+    except PermissionError as error:
+        raise ChaosError(f"the limits of process {pid} cannot be set: {error.strerror}") from error
+    time.sleep(seconds)
+    with contextlib.suppress(ProcessLookupError):
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+    return f"files of process {pid} could not grow beyond {limit} bytes for {seconds:g} s"
+
+
+def cut(pid: int, seconds: float) -> str:
+    """Takes the network of a process that has a network namespace of its own.
+
+    Raises:
+        ChaosError: it shares the network of this process, or this is not root. A `TcpLink` needs neither.
+    """
+    if os.readlink(f"/proc/{pid}/ns/net") == os.readlink("/proc/self/ns/net"):
+        raise ChaosError(
+            f"process {pid} has the network of this process: `cut` would take it from everybody\n"
+            "    fix: start it with `unshare --net`, or let its connections go through a TcpLink"
+        )
+    enter = ["nsenter", "--target", str(pid), "--net", "ip"]
+    try:
+        links = subprocess.run([*enter, "-o", "link"], check=True, capture_output=True, text=True).stdout
+        names = [line.split(":")[1].strip().partition("@")[0] for line in links.splitlines()]
+        for state in ("down", "up"):
+            for name in names:
+                subprocess.run([*enter, "link", "set", name, state], check=True, capture_output=True)
+            if state == "down":
+                time.sleep(seconds)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ChaosError(f"`{' '.join(enter)}` failed: it needs root, nsenter and ip") from error
+    return f"the network of process {pid} was down for {seconds:g} s"
+
+
+def play_in_thread(plan: Plan, target: Target, happened: list[str], **options: Any) -> threading.Thread:
+    """Plays a plan beside what this thread does; what happened goes into a list."""
+
+    def play() -> None:
+        try:
+            happened.extend(plan.play(target, **options))
+        except (ChaosError, TimeoutError) as error:
+            happened.append(f"not done: {error}")
+
+    thread = threading.Thread(target=play, name="chaos", daemon=True)
+    thread.start()
+    return thread

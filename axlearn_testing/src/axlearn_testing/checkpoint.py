@@ -1,0 +1,289 @@
+"""The suites for checkpointers and for the storages behind them."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from axlearn_core.checkpoint import open_storage
+from axlearn_core.config import Node
+from axlearn_core.contracts.storage import MARKER, Storage
+from axlearn_core.errors import CheckpointError, MissingFileError, StorageError
+from axlearn_testing.common import assert_equal, need_devices
+
+
+class CheckpointerSuite:
+    """What every checkpointer keeps.
+
+    Attributes:
+        config: the checkpointer, with a policy that keeps at least three checkpoints.
+    """
+
+    config: Node[Any]
+
+    def open(self, directory: Path) -> Any:
+        """A checkpointer over a directory."""
+        return self.config.build(directory=directory)
+
+    def state(self, seed: int = 0) -> Any:
+        """A training state with every kind of leaf that there is."""
+        key = jax.random.key(seed)
+        return {
+            "step": jnp.asarray(seed, jnp.int32),
+            "rng": jax.random.key_data(key),
+            "params": {"a.weight": jax.random.normal(key, (16, 8)), "b": jnp.ones((3,), jnp.bfloat16) * seed},
+            "learner": (jnp.arange(6).reshape(2, 3), {"empty": ()}, [jnp.zeros((), jnp.float32)]),
+        }
+
+    def saved(self, directory: Path, *steps: int, extra: object = None) -> None:
+        """Saves some steps, each with the state of that seed."""
+        checkpointer = self.open(directory)
+        for step in steps:
+            checkpointer.save(step, self.state(step), extra=extra or {"step": step}, metrics={"loss": 1.0 / step})
+            checkpointer.wait()
+        checkpointer.close()
+
+    def test_what_is_restored_is_what_was_saved(self, tmp_path: Path) -> None:
+        extra = {"data": {"shards": {"0": [1, 2]}, "name": "ü"}, "step": 3, "none": None}
+        self.saved(tmp_path, 3, extra=extra)
+        again = self.open(tmp_path)  # as another process would
+        state, restored_extra = again.restore(3, jax.eval_shape(self.state))
+        again.close()
+        assert_equal(state, self.state(3), "state")
+        assert jax.tree.structure(state) == jax.tree.structure(self.state())
+        assert restored_extra == extra
+
+    def test_steps_are_listed_oldest_first(self, tmp_path: Path) -> None:
+        empty = self.open(tmp_path)
+        assert (empty.steps(), empty.latest_step()) == ([], None)
+        empty.close()
+        self.saved(tmp_path, 2, 10, 9)
+        again = self.open(tmp_path)
+        assert (again.steps(), again.latest_step()) == ([2, 9, 10], 10)
+        again.close()
+
+    def test_the_state_may_be_donated_once_save_returns(self, tmp_path: Path) -> None:
+        checkpointer, state = self.open(tmp_path), self.state(1)
+        checkpointer.save(1, state, extra={}, metrics={})
+        for leaf in jax.tree.leaves(state):
+            leaf.delete()
+        checkpointer.wait()
+        assert_equal(checkpointer.restore(1, jax.eval_shape(self.state))[0], self.state(1), "state")
+        checkpointer.close()
+
+    def test_restored_arrays_have_the_shardings_that_are_asked_for(self, tmp_path: Path) -> None:
+        need_devices(2)
+        self.saved(tmp_path, 1)
+        half = NamedSharding(Mesh(jax.devices()[:2], ("data",)), PartitionSpec("data"))
+        like: Any = jax.eval_shape(self.state)
+        like["params"]["a.weight"] = jax.ShapeDtypeStruct((16, 8), jnp.float32, sharding=half)
+        checkpointer = self.open(tmp_path)
+        state, _ = checkpointer.restore(1, like)
+        checkpointer.close()
+        assert state["params"]["a.weight"].sharding.is_equivalent_to(half, 2)
+        assert_equal(state, self.state(1), "state")
+
+    def test_text_files_are_kept_inside(self, tmp_path: Path) -> None:
+        checkpointer = self.open(tmp_path)
+        checkpointer.files = {"config.yaml": "a: 1\n", "made.json": lambda: "{}"}
+        checkpointer.save(1, self.state(1), extra={}, metrics={})
+        checkpointer.close()  # which waits
+        for name, text in (("config.yaml", "a: 1\n"), ("made.json", "{}")):
+            assert [p.read_text() for p in tmp_path.rglob(name)] == [text], name
+
+    def test_another_model_and_a_missing_step_are_refused(self, tmp_path: Path) -> None:
+        self.saved(tmp_path, 1)
+        checkpointer = self.open(tmp_path)
+        like: Any = jax.eval_shape(self.state)
+        for change in (
+            {"params": {**like["params"], "b": jax.ShapeDtypeStruct((4,), jnp.bfloat16)}},
+            {"params": {**like["params"], "b": jax.ShapeDtypeStruct((3,), jnp.float32)}},
+            {"params": {**like["params"], "c": jax.ShapeDtypeStruct((3,), jnp.float32)}},
+            {"params": {"b": like["params"]["b"]}},
+        ):
+            with pytest.raises(CheckpointError):
+                checkpointer.restore(1, {**like, **change})
+        with pytest.raises(CheckpointError):
+            checkpointer.restore(2, like)
+        checkpointer.close()
+
+    def test_damage_is_found_before_anything_is_read(self, tmp_path: Path) -> None:
+        self.saved(tmp_path, 1, 2)
+        for file in sorted(p for p in tmp_path.rglob("*") if p.is_file() and p.stat().st_size):
+            whole = file.read_bytes()
+            file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+            checkpointer = self.open(tmp_path)
+            hurt = [s for s in checkpointer.steps() if not self._restores(checkpointer, s)]
+            checkpointer.close()
+            file.write_bytes(whole)
+            assert len(hurt) == 1, f"one bit of {file.relative_to(tmp_path)} differs, and the steps {hurt} are refused"
+
+    def _restores(self, checkpointer: Any, step: int) -> bool:
+        try:
+            checkpointer.restore(step, jax.eval_shape(self.state))
+        except CheckpointError:
+            return False
+        return True
+
+    def test_due_is_a_matter_of_the_step(self, tmp_path: Path) -> None:
+        one, two = self.open(tmp_path / "a"), self.open(tmp_path / "b")
+        due = [one.due(s) for s in range(1, 2000)]
+        assert all(type(d) is bool for d in due)
+        assert due == [two.due(s) for s in range(1, 2000)], "processes have to agree on what is due"
+        one.close()
+        two.close()
+
+
+class StorageSuite:
+    """What every storage keeps; see `axlearn_core.contracts.storage.Storage`.
+
+    Attributes:
+        uri: what it stores; `{tmp}` stands for a directory of the test, empty or missing at first.
+        unwritable: a URI that it cannot write to, where there is one; below `{tmp}/file`, which is a file.
+    """
+
+    uri: str
+    unwritable: str | None = None
+
+    def storage(self, uri: str) -> Storage:
+        """The storage of a URI; by default the one that the core or a plugin opens for it."""
+        return open_storage(uri)
+
+    def opened(self, tmp_path: Path) -> Storage:
+        """The storage of `uri`, as another process would open it."""
+        return self.storage(self.uri.format(tmp=tmp_path))
+
+    def test_an_empty_storage_has_no_files(self, tmp_path: Path) -> None:
+        assert list(self.opened(tmp_path).list()) == []
+        assert list(self.opened(tmp_path).list("a/")) == []
+        with pytest.raises(MissingFileError):
+            self.opened(tmp_path).read("a/b")
+
+    def test_what_is_read_is_what_was_written(self, tmp_path: Path) -> None:
+        chunks = [b"0123", memoryview(b"456789"), b""]
+        self.opened(tmp_path).write("a/b.bin", chunks)
+        again = self.opened(tmp_path)
+        assert again.read("a/b.bin") == b"0123456789"
+        again.write("a/b.bin", [b"x"])
+        assert self.opened(tmp_path).read("a/b.bin") == b"x", "a later write replaces an earlier one"
+
+    def test_a_range_is_read_into_a_buffer(self, tmp_path: Path) -> None:
+        storage = self.opened(tmp_path)
+        storage.write("a", [bytes(range(256)) * 1024])
+        for begin, size in ((0, 0), (0, 1), (255, 3), (1000, 200_000), (256 * 1024 - 5, 5)):
+            buffer = bytearray(size)
+            storage.read_into("a", begin, memoryview(buffer))
+            assert buffer == (bytes(range(256)) * 1024)[begin : begin + size], (begin, size)
+
+    def test_a_file_that_ends_early_is_an_error(self, tmp_path: Path) -> None:
+        storage = self.opened(tmp_path)
+        storage.write("a", [b"0123"])
+        for begin in (2, 4, 9):
+            with pytest.raises(StorageError):
+                storage.read_into("a", begin, memoryview(bytearray(3)))
+        with pytest.raises(MissingFileError):
+            storage.read_into("b", 0, memoryview(bytearray(1)))
+
+    def test_files_are_listed_by_prefix_with_their_sizes(self, tmp_path: Path) -> None:
+        storage = self.opened(tmp_path)
+        for path in ("b/2", "a", "b/1/x", "b/10"):
+            storage.write(path, [path.encode()])
+        sizes = {f.path: f.bytes for f in self.opened(tmp_path).list()}
+        assert sizes == {"a": 1, "b/1/x": 5, "b/10": 4, "b/2": 3}
+        assert [f.path for f in storage.list()] == sorted(sizes)
+        assert [f.path for f in storage.list("b/")] == ["b/1/x", "b/10", "b/2"]
+        assert [f.path for f in storage.list("b/1")] == ["b/1/x", "b/10"]
+
+    def test_a_write_that_fails_leaves_what_was_there(self, tmp_path: Path) -> None:
+        def chunks() -> Iterator[bytes]:
+            yield b"half"
+            raise KeyboardInterrupt
+
+        storage = self.opened(tmp_path)
+        storage.write("a", [b"whole"])
+        for path in ("a", "b"):
+            with pytest.raises(KeyboardInterrupt):
+                storage.write(path, chunks())
+        assert {f.path: f.bytes for f in self.opened(tmp_path).list()} == {"a": 5}
+        assert storage.read("a") == b"whole"
+
+    def test_a_commit_moves_all_files_at_once(self, tmp_path: Path) -> None:
+        storage = self.opened(tmp_path)
+        for path in ("partial/x", "partial/y/z"):
+            storage.write(path, [path.encode()])
+        storage.commit("partial", "steps/10")
+        assert [f.path for f in self.opened(tmp_path).list()] == ["steps/10/x", "steps/10/y/z"]
+        assert storage.read("steps/10/y/z") == b"partial/y/z"
+        storage.write("other/x", [b"other"])
+        with pytest.raises(StorageError):
+            storage.commit("other", "steps/10")
+        assert storage.read("steps/10/x") == b"partial/x", "a commit onto what exists changes nothing"
+        with pytest.raises(MissingFileError):
+            storage.commit("nowhere", "steps/20")
+
+    def test_what_is_staged_is_committed(self, tmp_path: Path) -> None:
+        storage = self.opened(tmp_path)
+        for target in ("10", "steps/20"):
+            staging = storage.staging(target)
+            assert staging == storage.staging(target), "every process writes to the same folder"
+            storage.write(f"{staging}/state/x", [b"1"])
+            storage.write(f"{staging}/{MARKER}", [b"2"])
+            storage.commit(staging, target)
+            assert [f.path for f in self.opened(tmp_path).list(f"{target}/")] == [
+                f"{target}/{MARKER}", f"{target}/state/x"
+            ]  # fmt: skip
+            with pytest.raises(MissingFileError):
+                storage.commit(storage.staging("nothing"), "nothing")
+
+    def test_one_of_several_creates_a_file(self, tmp_path: Path) -> None:
+        storages = [self.opened(tmp_path) for _ in range(8)]
+        with ThreadPoolExecutor(8) as pool:
+            created = list(pool.map(lambda n: storages[n].create("a/lock", str(n).encode()), range(8)))
+        assert created.count(True) == 1
+        assert storages[0].read("a/lock") == str(created.index(True)).encode()
+        storages[0].delete("a/lock")
+        assert storages[1].create("a/lock", b"again")
+
+    def test_names_may_have_any_characters(self, tmp_path: Path) -> None:
+        storage = self.opened(tmp_path)
+        names = ["a [1]/b*?", "ü/%20/&=+ #", "p.q/..r"]
+        for name in names:
+            storage.write(name, [name.encode()])
+        assert [f.path for f in self.opened(tmp_path).list()] == sorted(names)
+        for name in names:
+            assert storage.read(name) == name.encode()
+            storage.delete(name)
+        assert list(storage.list()) == []
+
+    def test_deleting_is_done_once(self, tmp_path: Path) -> None:
+        storage = self.opened(tmp_path)
+        for path in ("a/x", "a/y/z", "ab", "c"):
+            storage.write(path, [b"1"])
+        for _ in range(2):
+            storage.delete("a")
+            storage.delete("c")
+        assert [f.path for f in self.opened(tmp_path).list()] == ["ab"]
+
+    def test_its_directory_has_its_files(self, tmp_path: Path) -> None:
+        storage = self.opened(tmp_path)
+        storage.write("a/x", [b"1"])
+        try:
+            directory = storage.directory()
+        except StorageError:
+            pytest.skip("needs a storage with a local or mounted directory")
+        assert (directory / "a" / "x").read_bytes() == b"1"
+        (directory / "b").write_bytes(b"22")
+        assert {f.path: f.bytes for f in self.opened(tmp_path).list()} == {"a/x": 1, "b": 2}
+
+    def test_what_cannot_be_written_is_an_error(self, tmp_path: Path) -> None:
+        if self.unwritable is None:
+            pytest.skip("needs a URI that cannot be written to: set `unwritable`")
+        (tmp_path / "file").touch()
+        storage = self.storage(self.unwritable.format(tmp=tmp_path))
+        with pytest.raises(StorageError):
+            storage.write("a", [b"1"])

@@ -1,0 +1,226 @@
+"""The suite for ops and their kernels."""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from axlearn_core.compose.flops import count_flops
+from axlearn_core.compose.layout import Layout, make_mesh
+from axlearn_core.contracts.kernels import KernelImplementation
+from axlearn_core.contracts.mesh import Mesh
+from axlearn_core.errors import RequestError
+from axlearn_core.kernels import selection
+from axlearn_core.kernels.op import Op
+from axlearn_core.nn.sharding import logical_rules
+from axlearn_testing.common import assert_close, compiled, is_float, leaves_of, need_devices
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Case:
+    """One call of an op.
+
+    Attributes:
+        name: what the test is called.
+        run: `(kernel name or None, *operands) -> result`, which calls the op.
+        operands: arrays, or pytrees of arrays.
+        tolerance: of results and gradients, relative to the norm of each array.
+        gradients: whether the op has a derivative, which is compared then.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    operands: tuple[Any, ...]
+    tolerance: float = 1e-5
+    gradients: bool = True
+
+
+PADDING = 1.25
+"""A reference may multiply this much more than the op's mathematics, and may read this much more."""
+
+
+CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat", "checkpoint")
+"""Primitives that call a function and compute nothing themselves."""
+
+
+@attrs.frozen
+class Count:
+    """Of one call: its own figures, and those of its reference, from the jaxpr."""
+
+    flops: float
+    bytes: float
+    reference_flops: float
+    reference_bytes: float
+
+
+@attrs.define(eq=False)
+class _CountingSelection(selection.Selection):
+    """Counts each call while the values are there to trace its reference with."""
+
+    counts: list[Count] = attrs.field(factory=list)
+
+    def choose(self, op: Any, name: str | None = None) -> Any:
+        """The kernel."""
+        kernel, call = super().choose(op, name), op.abstract()
+        closed = jax.make_jaxpr(op.reference)()
+        arrays = [*closed.consts, *closed.out_avals]
+        moved = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
+        self.counts.append(Count(call.flops(), call.bytes(), count_flops(op.reference), moved))
+        return kernel
+
+
+class KernelSuite:
+    """The requirements on an op and on a kernel of it.
+
+    Attributes:
+        op: the op's class.
+        name: the kernel, as declared through `axlearn_kernels`; `xla` is the reference.
+        cases: calls to try it on. The kernel must refuse those that it does not support, with a reason.
+        against: the kernel that it is compared with.
+        mesh: the shape of the mesh that a kernel of several devices is called on; empty for none.
+    """
+
+    op: type[Op[Any]]
+    name: str
+    cases: Sequence[Case]
+    against: str = selection.REFERENCE
+    mesh: Mapping[str, int] = {}
+
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        """A test for each case."""
+        if "case" in metafunc.fixturenames:
+            metafunc.parametrize("case", self.cases, ids=[c.name for c in self.cases])
+
+    def declared(self, name: str) -> KernelImplementation:
+        """The declaration of a kernel of the op."""
+        kernels = {k.name: k for k in selection.installed(self.op)}
+        assert name in kernels, (
+            f"no installed plugin declares the {self.op.name} kernel {name!r}, only {', '.join(kernels)}"
+        )
+        return kernels[name]
+
+    def test_values_and_gradients_are_those_of_the_reference(self, case: Case) -> None:
+        reason = self._refusal(case, self._local_kernel())
+        if reason is not None:
+            return  # a refusal is a right answer; the test below is about it
+        got = self._measure(case, self.name)
+        for path, x in leaves_of(got).items():
+            assert np.isfinite(np.asarray(x, np.float32)).all(), f"{case.name}{path} has values that are not finite"
+        expected = got if self.name == self.against else self._measure(case, self.against)
+        assert_close(got, expected, case.tolerance, f"{case.name}: (results, gradients)")
+
+    def test_a_refusal_has_a_reason_and_is_kept(self, case: Case) -> None:
+        implementation = self._local_kernel()
+        reason = self._refusal(case, implementation)
+        assert reason is None or (isinstance(reason, str) and reason.strip()), "supports() gives None, or says why not"
+        if reason is not None:
+            with pytest.raises(RequestError, match="cannot do this") as error, self._only(implementation):
+                jax.eval_shape(lambda *operands: case.run(self.name, *operands), *case.operands)
+            assert reason in str(error.value)
+
+    def test_the_op_says_what_it_multiplies_and_moves(self, case: Case) -> None:
+        counting = _CountingSelection(declared=lambda op: [selection.reference(op)])
+        with selection.use(counting):
+            jax.eval_shape(lambda *operands: case.run(selection.REFERENCE, *operands), *case.operands)
+        assert counting.counts, f"{case.name} does not call the op {self.op.name!r}"
+        for count in counting.counts:
+            label = f"{case.name}: {self.op.name}"
+            assert count.flops <= count.reference_flops <= PADDING * count.flops, (
+                f"{label}.flops() is {count.flops:,}; the products of its reference take {count.reference_flops:,}"
+            )
+            assert 0 < count.bytes <= count.reference_bytes <= PADDING * count.bytes, (
+                f"{label}.bytes() is {count.bytes:,}; its reference reads and writes {count.reference_bytes:,}"
+            )
+
+    def test_it_supports_one_of_the_cases(self) -> None:
+        implementation = self._local_kernel()
+        assert any(self._refusal(case, implementation) is None for case in self.cases), (
+            "it refuses every case: nothing is tried"
+        )
+
+    def test_it_computes_otherwise_than_the_reference(self) -> None:
+        if self.name == self.against:
+            pytest.skip(f"{self.name!r} is what kernels are compared with")
+        implementation, traces = self._local_kernel(), []
+        for case in self.cases:
+            if self._refusal(case, implementation) is None:
+                traces.append([_operations(self._traced(case, name)) for name in (self.name, self.against)])
+                if traces[-1][0] != traces[-1][1]:
+                    return
+        assert not traces, f"{self.name} traces to the operations of {self.against} in every case: it is the reference"
+
+    def _traced(self, case: Case, name: str) -> Any:
+        with self._only(self.declared(name)):
+            return jax.make_jaxpr(functools.partial(case.run, name))(*case.operands).jaxpr
+
+    def _local_kernel(self) -> KernelImplementation:
+        implementation = self.declared(self.name)
+        if implementation.platforms and jax.default_backend() not in implementation.platforms:
+            pytest.skip(f"needs a device of {' or '.join(implementation.platforms)}; here is {jax.default_backend()}")
+        return implementation
+
+    @contextlib.contextmanager
+    def _only(self, *implementations: KernelImplementation) -> Iterator[selection.Selection]:
+        own = selection.Selection(declared=lambda op: implementations if op is self.op else [selection.reference(op)])
+        count = math.prod(self.mesh.values())
+        need_devices(count)
+        layout = Layout(make_mesh(Mesh(shape=self.mesh), jax.devices()[:count]), Mesh(shape=self.mesh))
+        on_mesh = logical_rules(layout.mesh, layout.rules) if self.mesh else contextlib.nullcontext()
+        with on_mesh, selection.use(own):
+            yield own
+
+    def _refusal(self, case: Case, implementation: KernelImplementation) -> str | None:
+        """Why the kernel does not support the case; None if it does."""
+        module, _, attribute = implementation.load.partition(":")
+        kernel = getattr(__import__(module, fromlist=[attribute]), attribute)
+        with self._only(self.declared(self.against)) as op_selection:
+            jax.eval_shape(lambda *operands: case.run(self.against, *operands), *case.operands)
+            own = [c for c in op_selection.choices if type(c.op) is self.op]  # an op may call others
+            assert own, f"{case.name} does not call the op {self.op.name!r}"
+            return next((why for c in own if (why := kernel.supports(c.op, c.context)) is not None), None)
+
+    def _measure(self, case: Case, name: str) -> Any:
+        """Results, and gradients of a random weighting of them by every float operand."""
+        if not case.gradients:
+            with self._only(self.declared(name)):
+                return compiled(functools.partial(case.run, name))(*case.operands)
+        flat, tree = jax.tree.flatten(case.operands)
+        floats = {i: jnp.asarray(x) for i, x in enumerate(flat) if is_float(x)}
+
+        def loss(floats: dict[int, Any]) -> tuple[Any, Any]:
+            result = case.run(name, *tree.unflatten([floats.get(i, x) for i, x in enumerate(flat)]))
+            rng = np.random.default_rng(0)
+            parts = [
+                jnp.sum(x.astype(jnp.float32) * rng.normal(0, 1, x.shape).astype(np.float32))
+                for x in jax.tree.leaves(result)
+            ]
+            return sum(parts, start=jnp.zeros(())), result
+
+        with self._only(self.declared(name)):
+            (_, result), gradients = compiled(jax.value_and_grad(loss, has_aux=True))(floats)
+        return result, gradients
+
+
+def _operations(jaxpr: Any) -> list[str]:
+    """Primitives with the types that they give, in order; functions that are called stand in their place."""
+    operations = []
+    for equation in jaxpr.eqns:
+        inner = [_operations(j) for x in equation.params.values() for j in _jaxprs(x)]
+        if equation.primitive.name in CALLS and inner:
+            operations += inner[0]
+        else:
+            types = ", ".join(str(v.aval) for v in equation.outvars)
+            operations.append(f"{equation.primitive.name} {types} {inner}")
+    return operations
+
+
+def _jaxprs(parameter: object) -> list[Any]:
+    values = parameter if isinstance(parameter, tuple | list) else [parameter]
+    return [getattr(x, "jaxpr", x) for x in values if hasattr(getattr(x, "jaxpr", x), "eqns")]

@@ -1,0 +1,327 @@
+"""The suite for layers."""
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.test_util import check_vjp
+
+from axlearn_core.checkpoint import ShardedCheckpointer
+from axlearn_core.compose.functional import Functional
+from axlearn_core.compose.layout import Layout, make_mesh
+from axlearn_core.config import Node
+from axlearn_core.contracts.mesh import DEFAULT_RULES, MESH_AXES, Mesh
+from axlearn_core.errors import ConfigError
+from axlearn_core.kernels import selection
+from axlearn_core.nn.layer import Precision
+from axlearn_core.nn.remat import Remat
+from axlearn_core.nn.sharding import logical_rules
+from axlearn_testing.common import assert_close, assert_equal, compiled, is_float, leaves_of, need_devices, norm
+from axlearn_testing.contracts import Contract, contract_of
+
+DEVICES = 8
+DTYPES = (("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16"))
+STEP = 1e-3  # of the finite differences
+
+
+@attrs.frozen(eq=False)
+class Measured:
+    """One call: its outputs, and the gradients of a fixed random weighting of them by all floats that went in."""
+
+    outputs: Any
+    gradients: Any
+
+
+class LayerSuite:
+    """What every layer keeps.
+
+    Attributes:
+        config: the layer, with everything set that has to be.
+        contract: how it is built and called; by default the one that its signature has.
+        reference: `(params by path, *inputs) -> outputs` in plain float32; without one, gradients are held against finite
+            differences.
+        rules: mesh rules of logical axes that no default rule covers.
+        tolerance: of gradients and outputs, relative to the norm of each array.
+        reference_tolerance: the same, against the reference.
+        difference_tolerance: the same, of gradients against finite differences.
+        meshes: how many random meshes are tried.
+        seed: of parameters, inputs and meshes.
+    """
+
+    config: Node[Any]
+    contract: Contract | None = None
+    reference: Callable[..., Any] | None = None
+    rules: Mapping[str, tuple[str, ...]] = {}
+    tolerance: float = 2e-5
+    reference_tolerance: float = 1e-4
+    difference_tolerance: float = 1e-2
+    meshes: int = 2
+    seed: int = 0
+
+    def how(self) -> Contract:
+        """The contract."""
+        contract = self.contract or _contract(self.config)
+        if contract is None:
+            pytest.fail(
+                f"no contract is known that {type(self.config).__qualname__} fits: set `contract` to a "
+                "axlearn_testing.Contract that says what its parent offers and calls it with"
+            )
+        return contract
+
+    def built(self, params: str = "float32", compute: str = "float32") -> Functional:
+        """The layer as pure functions."""
+        return _build_functional(type(self), params, compute)
+
+    def inputs(self) -> tuple[Any, ...]:
+        """What the parent calls it with, floats in float32."""
+        return self.how().inputs(np.random.default_rng(self.seed))
+
+    def call(self, layer: object, *inputs: object) -> Any:
+        """The call that a parent makes."""
+        return getattr(layer, self.how().method)(*inputs)
+
+    @pytest.mark.parametrize(("params", "compute"), DTYPES)
+    def test_outputs_have_the_promised_shapes_and_dtypes(self, params: str, compute: str) -> None:
+        functional, expected = self.built(params, compute), self.how().outputs
+        inputs = jax.tree.map(lambda x: x.astype(compute) if is_float(x) else x, self.inputs())
+        got = leaves_of(jax.eval_shape(self._bind_call(functional), functional.abstract, inputs))
+        if expected is not None:
+            specs = leaves_of(expected(inputs, jnp.dtype(compute)))
+            assert {p: (x.shape, x.dtype) for p, x in got.items()} == {p: (x.shape, x.dtype) for p, x in specs.items()}
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_outputs_are_finite(self, dtype: str) -> None:
+        outputs = _single(type(self)).outputs
+        if dtype != "float32":
+            arguments = (_params(type(self)), self.inputs())
+            arguments = jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, arguments)
+            outputs = compiled(self._bind_call(self.built(dtype, dtype)))(*arguments)
+        for path, x in leaves_of(outputs).items():
+            assert np.isfinite(np.asarray(x, np.float32)).all(), f"outputs{path} has values that are not finite"
+
+    def test_every_parameter_axis_is_named(self) -> None:
+        functional = self.built()
+        rules = {**DEFAULT_RULES, **self.rules}
+        for path, axes in functional.axes.items():
+            for size, axis in zip(functional.abstract[path].shape, axes, strict=True):
+                assert axis is not None or size == 1, f"{path} {axes}: an axis of {size} has no logical name"
+                assert axis is None or axis in rules, f"{path}: no mesh rule covers {axis!r}; give it one in `rules`"
+
+    def test_gradients(self) -> None:
+        single = _single(type(self))
+        floats, fixed = self._arguments()
+        if self.reference is not None:
+            reference = type(self).reference  # what is given may be a plain function
+            expected = compiled(self._measurement(lambda params, inputs: reference(params, *inputs)))(floats, fixed)  # type: ignore[misc]
+            got, reference_outputs = (
+                jax.tree.leaves(m.outputs) for m in (single, expected)
+            )  # any tuple stands for a named one
+            assert_close(got, reference_outputs, self.reference_tolerance, "outputs")
+            assert_close(single.gradients, expected.gradients, self.reference_tolerance, "gradients")
+            return
+        for path, leaf in floats.items():  # one at a time: what is small beside the others is seen too
+            gradient = single.gradients[path]
+            size = norm(leaf) / leaf.size**0.5
+            step = STEP * min(1.0, 10 * size or 0.1)  # of what is small, less: a norm behind it would bend
+
+            def value(x: object, path: str = path) -> Any:
+                outputs = _run(type(self))(floats | {path: x}, fixed).outputs
+                return self._weighted_sum(outputs, np, "float64")  # summed in float32 it would be rounded too much
+
+            def differentiated(x: Any, value: Any = value, gradient: Any = gradient) -> Any:
+                return value(x), lambda cotangent: (cotangent * gradient,)
+
+            check_vjp(
+                value,
+                differentiated,
+                (leaf,),
+                atol=self.difference_tolerance * norm(gradient) + 1e-6 / STEP,
+                rtol=self.difference_tolerance,
+                eps=step,
+                err_msg=f"gradient by {path}",
+            )
+
+    def test_parameters_and_inputs_matter(self) -> None:
+        outputs = _single(type(self)).outputs
+        floats, fixed = self._arguments()
+        # By another number at each place: a constant added to all logits, say, changes no probability.
+        rng = np.random.default_rng(self.seed + 2)
+        changed = {p: x + rng.uniform(0.5, 1.5, x.shape) for p, x in floats.items() if p.startswith("['params']")}
+        changed = {p: x.astype(floats[p].dtype) for p, x in changed.items()}
+        if changed:
+            other = _run(type(self))(floats | changed, fixed).outputs
+            assert not _equal(other, outputs), "other parameters give the same outputs"
+        rng = np.random.default_rng(self.seed + 1)
+        other = leaves_of({"inputs": jax.tree.map(jnp.asarray, self.how().inputs(rng))})
+        if other:
+            floats |= {p: x for p, x in other.items() if is_float(x)}
+            fixed |= {p: x for p, x in other.items() if not is_float(x)}
+            assert not _equal(_run(type(self))(floats, fixed).outputs, outputs), "other inputs give the same outputs"
+
+    def test_meshes_change_no_number(self) -> None:
+        need_devices(DEVICES)
+        single, functional, (floats, fixed) = _single(type(self)), self.built(), self._arguments()
+        for mesh in self._meshes(functional):
+            layout = Layout(make_mesh(mesh, jax.devices()[:DEVICES]), mesh)
+            placed = [
+                {p: jax.device_put(x, self._place(layout, functional, p, x)) for p, x in part.items()}
+                for part in (floats, fixed)
+            ]
+            with logical_rules(layout.mesh, layout.rules), selection.use(selection.Selection()):
+                result = compiled(self._measurement(self._bind_call(functional)))(*placed)
+            label = f"on the mesh {dict(mesh.shape)}, "
+            assert_close(result.outputs, single.outputs, self.tolerance, f"{label}outputs")
+            assert_close(result.gradients, single.gradients, self.tolerance, f"{label}gradients")
+
+    def test_a_checkpoint_gives_every_parameter_back(self, tmp_path: Path) -> None:
+        params, functional = {**_params(type(self)), **_variables(type(self))}, self.built()
+        if not params:
+            return  # nothing to keep
+        checkpointer = ShardedCheckpointer.Config().build(directory=tmp_path)
+        checkpointer.save(1, params, extra={}, metrics={})
+        checkpointer.wait()
+        restored, _ = checkpointer.restore(1, {**functional.abstract, **functional.variables})
+        checkpointer.close()
+        assert_equal(restored, params, "restored")
+
+    def test_rematerialisation_changes_no_number(self) -> None:
+        single, bound, arguments = _single(type(self)), self._bind_call(self.built()), self._arguments()
+        remat = Remat.Config().build()
+        jax.eval_shape(self._measurement(remat.wrap(bound, in_loop=False)), *arguments)
+        tags = sorted(remat._tags)
+        some = Remat.Config(save=tuple(tags[::2])).build()
+        result = compiled(self._measurement(some.wrap(bound, in_loop=False)))(*arguments)
+        some.check()
+        assert_close(result.outputs, single.outputs, self.tolerance, f"keeping {tags[::2]}, outputs")
+        assert_close(result.gradients, single.gradients, self.tolerance, f"keeping {tags[::2]}, gradients")
+
+    def test_equal_shapes_compile_once(self) -> None:
+        traces = []
+
+        def call(graph: Any, state: Any, inputs: Any) -> Any:
+            traces.append(graph)
+            return self.call(nnx.merge(graph, state), *inputs)
+
+        jitted = jax.jit(call, static_argnums=0)
+        for seed in (0, 1):
+            graph, state = nnx.split(self.how().built(self.config, seed=seed))
+            jitted.trace(graph, state, self.inputs())
+        assert len(traces) == 1, "two layers of one config are traced twice: something in the module compares unequal"
+
+    def _arguments(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Parameters and inputs by path: those with gradients, and the others."""
+        params = _params(type(self))
+        flat = leaves_of({"params": params, "inputs": jax.tree.map(jnp.asarray, self.inputs())})
+        return {p: x for p, x in flat.items() if is_float(x)}, {p: x for p, x in flat.items() if not is_float(x)}
+
+    def _bind_call(self, functional: Functional) -> Callable[..., Any]:
+        variables = _variables(type(self))
+        return lambda params, inputs: self.call(functional.bind(params, variables), *inputs)
+
+    def _measurement(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`(floats, fixed) -> Measured` for `function(params, inputs)`."""
+        tree = jax.tree.structure({"params": _params(type(self)), "inputs": self.inputs()})
+        paths = list(leaves_of(tree.unflatten(range(tree.num_leaves))))
+
+        def measured(floats: dict[str, Any], fixed: dict[str, Any]) -> Measured:
+            def loss(floats: dict[str, Any]) -> tuple[Any, Any]:
+                values = tree.unflatten([{**floats, **fixed}[p] for p in paths])
+                outputs = function(values["params"], values["inputs"])
+                return self._weighted_sum(outputs, jnp, "float32"), outputs
+
+            (_, outputs), gradients = jax.value_and_grad(loss, has_aux=True)(floats)
+            return Measured(outputs, gradients)
+
+        return measured
+
+    def _weighted_sum(self, outputs: object, numpy: Any, dtype: str) -> Any:
+        """One number of all floats in the outputs: their sum, weighed at random."""
+        rng = np.random.default_rng(self.seed + 1)
+        floats = [x for x in jax.tree.leaves(outputs) if is_float(x)]
+        weights = [rng.normal(0, x.size**-0.5, x.shape) for x in floats]
+        parts = [numpy.sum(numpy.asarray(x, dtype) * w.astype(dtype)) for x, w in zip(floats, weights, strict=True)]
+        return sum(parts, start=numpy.zeros((), dtype))
+
+    def _place(self, layout: Layout, functional: Functional, path: str, x: Any) -> Any:
+        for name, axes in functional.axes.items():
+            if path == f"['params']['{name}']":
+                return layout.sharding(axes, x.shape, name)
+        try:
+            return layout.sharding(("batch", "sequence", *(None,) * x.ndim)[: x.ndim], x.shape, path)
+        except ConfigError:  # an input that has no batch, or one row for all
+            return layout.replicated
+
+    def _meshes(self, functional: Functional) -> list[Mesh]:
+        """Random meshes that the parameters can be laid out on."""
+        rng = np.random.default_rng(self.seed)
+        meshes: list[Mesh] = []
+        for _ in range(100):
+            shape: dict[str, int] = {}
+            for axis in rng.choice(MESH_AXES[1:], 3):
+                shape[str(axis)] = 2 * shape.get(str(axis), 1)
+            mesh = Mesh(shape=shape, rules=self.rules)
+            layout = Layout(make_mesh(mesh, jax.devices()[:DEVICES]), mesh)
+            try:
+                for path, axes in functional.axes.items():
+                    layout.spec(axes, functional.abstract[path].shape, path)
+            except ConfigError:
+                continue
+            if mesh not in meshes:
+                meshes.append(mesh)
+            if len(meshes) == self.meshes:
+                return meshes
+        pytest.fail(
+            f"its parameters fit only {len(meshes)} of 100 random meshes of {DEVICES} devices; set larger sizes"
+        )
+
+
+jax.tree_util.register_pytree_node(
+    Measured, lambda m: ((m.outputs, m.gradients), None), lambda _, parts: Measured(*parts)
+)
+
+
+def _equal(one: object, two: object) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True))
+
+
+# Once for all tests of a suite: pytest makes an instance for each of them.
+_contract = functools.cache(contract_of)
+
+
+@functools.cache
+def _build_functional(suite: type[LayerSuite], params: str, compute: str) -> Functional:
+    instance = suite()
+    return Functional.of(instance.config, precision=Precision(params, compute), **instance.how().offered)
+
+
+@functools.cache
+def _params(suite: type[LayerSuite]) -> Any:
+    instance = suite()
+    return compiled(instance.built().init)(jax.random.key(instance.seed))
+
+
+@functools.cache
+def _variables(suite: type[LayerSuite]) -> Any:
+    """The layer's variables as they are initialised."""
+    functional = suite().built()
+    if not functional.variables:
+        return {}
+    return compiled(lambda key: functional.init_arrays(key)[1])(jax.random.key(suite.seed))
+
+
+@functools.cache
+def _run(suite: type[LayerSuite]) -> Callable[..., Measured]:
+    instance = suite()
+    return compiled(instance._measurement(instance._bind_call(instance.built())))
+
+
+@functools.cache
+def _single(suite: type[LayerSuite]) -> Measured:
+    return _run(suite)(*suite()._arguments())

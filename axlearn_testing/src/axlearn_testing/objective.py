@@ -1,0 +1,183 @@
+"""The suite for objectives."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from axlearn_core.compose import Functional, Program, compose
+from axlearn_core.compose.objective import PREFIX
+from axlearn_core.config import Node, check, patch
+from axlearn_core.contracts.mesh import Mesh
+from axlearn_core.errors import ConfigError
+from axlearn_core.learn import AdamW, Learner
+from axlearn_core.learn.paths import flatten
+from axlearn_core.train import Trainer
+from axlearn_testing.common import assert_close, assert_equal, compiled, is_float, need_devices, norm
+from axlearn_testing.train import Line, Noise
+
+
+class ObjectiveSuite:
+    """What every objective keeps, with a model that it is for.
+
+    Attributes:
+        config: the objective.
+        model: the config of the model; by default one of eight numbers, with batches of `x` [8, 4] and `y` [8, 2].
+        tolerance: between one device and eight, and between a batch in one piece and in microbatches.
+        mesh: the shape of the mesh of eight devices.
+        options: path in the config -> a value that changes the loss, its summaries or the gradients; by default every
+            number and switch of the config gets another value.
+    """
+
+    config: Node[Any]
+    model: Node[Any] = Line.Config()
+    tolerance: float = 1e-5
+    mesh: Mapping[str, int] = {"data": 4, "tensor": 2}
+    options: Mapping[str, Any] | None = None
+
+    def batch(self) -> dict[str, np.ndarray]:
+        """Eight rows, as the input of such a model gives them."""
+        rng = np.random.default_rng(1)
+        x = rng.standard_normal((8, 4), np.float32)
+        return {"x": x, "y": x[:, :2] - x[:, 2:]}
+
+    def changes(self) -> dict[str, Any]:
+        """Path -> another value, of what `options` names, or of each number and switch that the config has by itself."""
+        if self.options is not None:
+            return dict(self.options)
+        fields = {a.name: getattr(self.config, a.name) for a in attrs.fields(type(self.config))}
+        others = {
+            n: (not x if isinstance(x, bool) else 0.5 * x + 0.1)
+            for n, x in fields.items()
+            if isinstance(x, (bool, float))
+        }
+        return {n: x for n, x in others.items() if _valid(patch(self.config, {n: x}))}
+
+    def program(self, devices: int = 1, objective: Node[Any] | None = None, **learner: Any) -> Program:
+        """A training program of the model with the objective, or with another one."""
+        cfg = Trainer.Config(
+            model=self.model,
+            objective=objective or self.config,
+            learner=Learner.Config(optimizer=AdamW(learning_rate=0.01), **learner),
+            input=Noise.Config(),
+            mesh=Mesh(shape=dict(self.mesh) if devices > 1 else {}),
+            max_steps=4,
+        )
+        return compose(cfg, jax.devices()[:devices])
+
+    def moved(self, program: Program) -> Any:
+        """A state whose model is not where it began, so that no two models in it are the same."""
+        state = program.init(0)
+        rng = np.random.default_rng(2)
+
+        def move(path: str, x: Any) -> Any:
+            if path.startswith(PREFIX) or not is_float(x):
+                return x
+            return jax.device_put(x + jnp.asarray(0.1 * rng.standard_normal(x.shape), x.dtype), x.sharding)
+
+        return state.replace(params={p: move(p, x) for p, x in state.params.items()})
+
+    def gradients(self, program: Program, batch: Mapping[str, np.ndarray] | None = None) -> Any:
+        """((loss, summaries, variables), gradients) of a batch, as a training step takes them."""
+        functions, state = program.functions["train"].call.__self__, self.moved(program)  # type: ignore[attr-defined]
+
+        def run(state: Any, batch: Any) -> Any:
+            with program.tracing("train"):
+                return functions.learner.value_and_grad(
+                    functions.training_loss, state.params, state.variables, batch, jax.random.key(3)
+                )
+
+        return jax.device_get(compiled(run)(state, program.put(self.batch() if batch is None else batch)))
+
+    def test_the_loss_and_the_summaries_are_scalars(self) -> None:
+        (loss, summaries, _), _ = self.gradients(self.program())
+        assert loss.shape == (), "the loss is a scalar"
+        assert loss.dtype == np.float32, "the loss is float32"
+        assert np.isfinite(loss), "the loss is finite"
+        assert all(np.shape(x) == () for x in summaries.values()), "summaries are scalars"
+
+    def test_every_option_has_an_effect(self) -> None:
+        before = self.gradients(self.program())
+        for path, value in self.changes().items():
+            after = self.gradients(self.program(objective=patch(self.config, {path: value})))
+            same = [np.array_equal(a, b) for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=False)]
+            changed = not all(same) or jax.tree.structure(after) != jax.tree.structure(before)
+            assert changed, f"{path}={value} changes neither the loss, nor a summary, nor a gradient"
+
+    def test_the_batch_matters(self) -> None:
+        program = self.program()
+        other = {
+            k: np.roll(x, 1, axis=0) * 2 if is_float(x) else np.roll(x, 1, axis=-1) for k, x in self.batch().items()
+        }
+        (one, *_), _ = self.gradients(program)
+        (two, *_), _ = self.gradients(program, other)
+        assert one != two, "another batch has the same loss"
+
+    def test_gradients_reach_the_model(self) -> None:
+        _, grads = self.gradients(self.program())
+        assert all(np.isfinite(g).all() for g in grads.values()), "gradients are finite"
+        assert norm(*(g for p, g in grads.items() if not p.startswith(PREFIX))) > 0, "the model learns nothing"
+
+    def test_the_model_keeps_its_paths(self) -> None:
+        program, alone = self.program(), Functional.of(self.model)
+        own = [p for p in program.trained.abstract if not p.startswith(PREFIX)]
+        assert own == list(alone.abstract), "the parameters of the model are what they are without the objective"
+        weights = program.weights(program.state)
+        assert set(weights.params) == set(alone.abstract), "evaluation and export get the model alone"
+        assert set(weights.variables) == set(alone.variables), "evaluation and export get the model alone"
+
+    def test_what_is_frozen_is_not_trained(self) -> None:
+        program = self.program()
+        frozen_paths = {p for at in program.trained.frozen for p in program.trained.variables if p.startswith(f"{at}.")}
+        if not frozen_paths:
+            pytest.skip("this objective has no frozen models")
+        moments = [path for path in flatten(program.state.learner) if any(path.endswith(f".{p}") for p in frozen_paths)]
+        assert not moments, f"the optimizer keeps a state of what is frozen: {moments[:3]}"
+        state = program.init(0)
+        before = jax.device_get({p: state.variables[p] for p in frozen_paths})
+        after, _ = program.train_step(state, program.put(self.batch()))
+        assert_equal(jax.device_get({p: after.variables[p] for p in frozen_paths}), before, "frozen arrays")
+
+    def test_a_step_changes_the_model_and_repeats(self) -> None:
+        program = self.program()
+        state = program.init(0)
+        before = jax.device_get(state.params)
+        once = jax.device_get(program.train_step(state, program.put(self.batch()))[0])
+        again = jax.device_get(program.train_step(program.init(0), program.put(self.batch()))[0])
+        assert any(not np.array_equal(before[p], once.params[p]) for p in before), "a step changed no parameter"
+        assert_equal(again, once, "the state after equal steps")
+
+    def test_evaluation_draws_nothing(self) -> None:
+        program = self.program()
+        state, batch = self.moved(program), program.put(self.batch())
+        one, two = (jax.device_get(program.eval_step(state, batch)) for _ in range(2))
+        assert_equal(one, two, "two evaluations")
+        assert np.isfinite(one["loss_sum"]), "the loss of an evaluation is finite"
+
+    def test_microbatches_are_the_batch(self) -> None:
+        whole, parts = self.program(), self.program(accumulate_steps=2)
+        if whole.trained.batch_dependence:
+            pytest.skip(f"it says that it depends on the batch: {', '.join(whole.trained.batch_dependence)}")
+        (loss, _, _), grads = self.gradients(whole)
+        (loss_of_parts, _, _), grads_of_parts = self.gradients(parts)
+        assert_close(loss_of_parts, loss, self.tolerance, "loss")
+        assert_close(grads_of_parts, grads, self.tolerance, "gradients")
+
+    def test_sharded_is_unsharded(self) -> None:
+        need_devices(8)
+        (loss, _, _), grads = self.gradients(self.program())
+        (loss_there, _, _), grads_there = self.gradients(self.program(8))
+        assert_close(loss_there, loss, self.tolerance, "loss")
+        assert_close(grads_there, grads, self.tolerance, "gradients")
+
+
+def _valid(config: Node[Any]) -> bool:
+    try:
+        check(config)
+    except ConfigError:
+        return False
+    return True

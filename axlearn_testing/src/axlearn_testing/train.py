@@ -1,0 +1,212 @@
+"""The suite for training loops."""
+
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from axlearn_core.compose import compose
+from axlearn_core.config import Configurable, Node, node, patch
+from axlearn_core.contracts.mesh import Mesh
+from axlearn_core.learn import AdamW, Learner
+from axlearn_core.nn.layer import Layer, Precision
+from axlearn_core.train import LossEvaluator, Trainer
+from axlearn_core.train.loop import TrainLoop
+from axlearn_core.train.run_dir import RunDir
+from axlearn_core.train.trainer import Result
+from axlearn_testing.common import assert_equal
+
+
+class Line(Layer):
+    """A model of one linear map."""
+
+    @node
+    class Config(Layer.Config["Line"]):
+        """Nothing to set."""
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        super().__init__(cfg, precision=Precision())
+        self.weight = nnx.Param(rngs.params.normal((4, 2)), out_sharding=("embed", "mlp"), eager_sharding=False)
+
+    def loss(self, batch: Mapping[str, Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The mean squared error."""
+        errors = jnp.sum((batch["x"] @ self.weight[...] - batch["y"]) ** 2, axis=1)
+        return jnp.mean(errors), {"weight": jnp.float32(errors.shape[0])}
+
+
+class Noise(Configurable):
+    """An input of random numbers: batch i is a function of i."""
+
+    @node
+    class Config(Configurable.Config["Noise"]):
+        """`bad`: a batch of no numbers."""
+
+        bad: int | None = None
+
+    def __init__(self, cfg: Config):
+        self.cfg = cfg
+
+    def train(self) -> "Numbers":
+        """Endless batches."""
+        return Numbers(bad=self.cfg.bad)
+
+    def evaluation(self) -> "Numbers":
+        """Two batches."""
+        return Numbers(2)
+
+    def describe(self) -> Mapping[str, Any]:
+        """Nothing."""
+        return {}
+
+
+class Numbers:
+    """The iterator of `Noise`."""
+
+    def __init__(self, count: int | None = None, bad: int | None = None):
+        self.at, self.count, self.bad = 0, count, bad
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        return self
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        if self.at == self.count:
+            raise StopIteration
+        self.at += 1
+        rng = np.random.default_rng(self.at)
+        x = rng.standard_normal((8, 4), np.float32)
+        return {"x": x * (np.nan if self.at == self.bad else 1), "y": x[:, :2] - x[:, 2:]}
+
+    def get_state(self) -> Any:
+        """The number of the batch."""
+        return self.at
+
+    def set_state(self, state: Any) -> None:
+        """Goes there."""
+        self.at = state
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class Journal(Configurable):
+    """A tracker that keeps what it is told; `journals[run directory]` is the list."""
+
+    journals: ClassVar[dict[Path, list[tuple[Any, ...]]]] = {}
+
+    @node
+    class Config(Configurable.Config["Journal"]):
+        """`stop_at`: sends this process the signal that asks it to stop, once that step is logged."""
+
+        stop_at: int | None = None
+
+    def __init__(self, cfg: Config, *, run_dir: Path):
+        self.cfg = cfg
+        self.entries = self.journals.setdefault(run_dir, [])
+
+    def start(self, info: Mapping[str, Any]) -> None:
+        """Keeps the start."""
+        self.entries.append(("start", info["start_step"]))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Keeps the values."""
+        self.entries.append(("loss" if "loss" in values else "eval", step, dict(values)))
+        if step == self.cfg.stop_at:
+            signal.raise_signal(signal.SIGTERM)
+
+    def text(self, step: int, name: str, value: str) -> None:
+        """Keeps the text."""
+        self.entries.append(("text", step, name, value))
+
+    def close(self) -> None:
+        """Keeps that it was closed."""
+        self.entries.append(("close",))
+
+
+class TrainerSuite:
+    """What every training loop keeps, on a model of eight numbers.
+
+    Attributes:
+        config: the loop.
+    """
+
+    config: Node[Any] = TrainLoop.Config()
+
+    def trainer(self, **edits: object) -> Trainer.Config:
+        """The root config; `edits` are by path, with `__` for the dots."""
+        cfg = Trainer.Config(
+            model=Line.Config(),
+            learner=Learner.Config(optimizer=AdamW(learning_rate=0.05)),
+            input=Noise.Config(),
+            evaluators={"eval": LossEvaluator.Config(every_steps=2)},
+            trackers=(Journal.Config(),),
+            loop=self.config,
+            mesh=Mesh(shape={"data": -1}),
+            max_steps=5,
+            log_every_steps=1,
+        )
+        return patch(cfg, {"checkpointer.every_steps": 2, **{k.replace("__", "."): v for k, v in edits.items()}})
+
+    def run(self, path: Path, **edits: object) -> Result:
+        """A run in a directory, continued where it has a checkpoint."""
+        cfg = self.trainer(**edits)
+        return cfg.build().run(RunDir(path, resumes=path.exists()), config_text="resolved: true\n")
+
+    def losses(self, path: Path) -> list[tuple[int, float]]:
+        """(step, loss) as they were logged."""
+        return [(e[1], e[2]["loss"]) for e in Journal.journals[path] if e[0] == "loss"]
+
+    def saved(self, path: Path) -> dict[int, Any]:
+        """Step -> state of each checkpoint."""
+        cfg = self.trainer()
+        checkpointer, like = cfg.checkpointer.build(directory=path / "checkpoints"), compose(cfg).state
+        states = {step: checkpointer.restore(step, like)[0] for step in checkpointer.steps()}
+        checkpointer.close()
+        return states
+
+    def test_it_goes_to_the_last_step_and_keeps_it(self, tmp_path: Path) -> None:
+        result = self.run(tmp_path / "run")
+        entries = Journal.journals[tmp_path / "run"]
+        assert (result.step, result.stop_signal) == (5, None)
+        assert self.losses(tmp_path / "run")[-1][0] == 5, "the last step is logged"
+        assert [e[1] for e in entries if e[0] == "eval"] == [2, 4, 5], "evaluators run when due, and at the end"
+        assert list(self.saved(tmp_path / "run")) == [2, 4, 5], "it saves when due, and at the end"
+        assert entries[0] == ("start", 0)
+        assert entries[-1] == ("close",)
+        assert "eval_loss" in result.metrics
+
+    def test_equal_runs_are_equal(self, tmp_path: Path) -> None:
+        self.run(tmp_path / "one")
+        self.run(tmp_path / "two")
+        assert self.losses(tmp_path / "one") == self.losses(tmp_path / "two")
+        assert_equal(self.saved(tmp_path / "one")[5], self.saved(tmp_path / "two")[5], "state")
+
+    def test_a_continued_run_is_the_uninterrupted_one(self, tmp_path: Path) -> None:
+        self.run(tmp_path / "whole")
+        self.run(tmp_path / "parts", max_steps=3)
+        self.run(tmp_path / "parts")
+        assert self.losses(tmp_path / "parts") == self.losses(tmp_path / "whole")
+        assert_equal(self.saved(tmp_path / "parts")[5], self.saved(tmp_path / "whole")[5], "state")
+
+    def test_a_finished_run_has_nothing_to_add(self, tmp_path: Path) -> None:
+        self.run(tmp_path / "run")
+        before = self.losses(tmp_path / "run")
+        assert self.run(tmp_path / "run").step == 5
+        assert self.losses(tmp_path / "run") == before
+
+    def test_a_signal_stops_it_after_a_step_and_saves(self, tmp_path: Path) -> None:
+        handler = signal.getsignal(signal.SIGTERM)
+        result = self.run(tmp_path / "run", max_steps=50, trackers=(Journal.Config(stop_at=3),))
+        assert result.stop_signal == signal.SIGTERM
+        assert 3 <= result.step < 50
+        assert max(self.saved(tmp_path / "run")) == result.step, "what was trained is kept"
+        assert signal.getsignal(signal.SIGTERM) == handler, "the handlers that were there are put back"
+
+    def test_a_batch_of_no_numbers_is_skipped_and_said(self, tmp_path: Path, capfd: Any) -> None:
+        self.run(tmp_path / "run", input__bad=3)
+        assert "step 3" in capfd.readouterr().err, "standard error says which step it was"
+        assert np.isfinite(self.saved(tmp_path / "run")[5].params["weight"]).all()

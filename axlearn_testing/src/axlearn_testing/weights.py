@@ -1,0 +1,106 @@
+"""The suite for weights."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from axlearn_core.compose import Functional
+from axlearn_core.config import Node
+from axlearn_core.contracts.parts import Weights
+from axlearn_core.errors import RequestError
+from axlearn_testing.common import assert_equal, need_devices
+
+DEVICES = 8
+
+
+class WeightsSuite:
+    """What all weights keep; see `axlearn_core.contracts.parts.Weights`.
+
+    Give `weights`, which opens some.
+    """
+
+    def weights(self, tmp_path: Path) -> Weights:
+        """Opens the weights of a small model; tests open them more than once.
+
+        Args:
+            tmp_path: a directory of the test, for what has to be written first.
+        """
+        raise NotImplementedError(f"{type(self).__name__} says by `weights(tmp_path)` what it opens")
+
+    def test_they_say_what_they_are(self, tmp_path: Path) -> None:
+        weights = self.weights(tmp_path)
+        assert isinstance(weights.experiment, Node)
+        assert isinstance(weights.config, Node)
+        assert type(weights.step) is int
+        assert weights.step >= 0
+        tokenizer = weights.tokenizer
+        assert tokenizer is None or max(tokenizer.encode("a"), default=0) < tokenizer.vocab_size
+
+    def test_they_are_those_of_their_model(self, tmp_path: Path) -> None:
+        weights = self.weights(tmp_path)
+        model = Functional.of(weights.config)
+        expected = {p: (x.shape, x.dtype) for p, x in {**model.abstract, **model.variables}.items()}
+        assert {p: (x.shape, x.dtype) for p, x in weights.specs().items()} == expected
+
+    def test_what_is_read_is_what_was_announced(self, tmp_path: Path) -> None:
+        weights = self.weights(tmp_path)
+        specs, tensors = weights.specs(), weights.read()
+        assert {p: (x.shape, x.dtype) for p, x in tensors.items()} == {p: (x.shape, x.dtype) for p, x in specs.items()}
+        for path, tensor in tensors.items():
+            assert isinstance(tensor, jax.Array), path
+            assert tensor.sharding.device_set == {jax.local_devices()[0]}, f"{path} is not on the default device"
+            assert np.isfinite(np.asarray(tensor, np.float64)).all(), f"{path} has values that are not finite"
+        assert_equal(self.weights(tmp_path).read(), tensors, "opened once more")
+
+    def test_a_pattern_selects(self, tmp_path: Path) -> None:
+        weights = self.weights(tmp_path)
+        everything = weights.read()
+        first, *rest = everything
+        assert_equal(weights.read(first), {first: everything[first]}, "one path")
+        last = first.rpartition(".")[2]
+        expected = {p: x for p, x in everything.items() if p.rpartition(".")[2] == last}
+        assert_equal(weights.read(f"**.{last}" if "." in first else last), expected, f"all paths that end with {last}")
+        if rest:
+            place = SingleDeviceSharding(jax.local_devices()[0])
+            assert_equal(
+                weights.read(rest[-1], dict.fromkeys(everything, place)), {rest[-1]: everything[rest[-1]]}, "one"
+            )
+
+    def test_the_devices_change_no_value(self, tmp_path: Path) -> None:
+        need_devices(DEVICES)
+        weights = self.weights(tmp_path)
+        mesh = Mesh(jax.devices()[:DEVICES], ("data",))
+        shardings: dict[str, Sharding] = {p: _split(mesh, x.shape) for p, x in weights.specs().items()}
+        tensors = weights.read("**", shardings)
+        for path, tensor in tensors.items():
+            assert tensor.sharding.is_equivalent_to(shardings[path], tensor.ndim), f"{path}: {tensor.sharding}"
+        assert_equal(tensors, weights.read(), "eight devices and one")
+
+    def test_requests_that_do_not_fit_are_refused(self, tmp_path: Path) -> None:
+        weights = self.weights(tmp_path)
+        place: Any = SingleDeviceSharding(jax.local_devices()[0])
+        places: dict[str, Any] = dict.fromkeys(weights.specs(), place)
+        first = next(iter(places))
+        without = {p: s for p, s in places.items() if p != first}
+        requests: tuple[tuple[str, str, Any], ...] = (
+            ("a pattern that fits no tensor", "no.such.tensor", None),
+            ("a tensor without a sharding", "**", without),
+            ("a sharding for an unknown path", "**", {**places, "no.such.tensor": place}),
+        )
+        for message, pattern, shardings in requests:
+            try:
+                weights.read(pattern, shardings)
+            except RequestError:
+                continue
+            pytest.fail(f"{message} was not refused")
+
+
+def _split(mesh: Mesh, shape: tuple[int, ...]) -> NamedSharding:
+    """Along the first dimension that the devices divide; whole where there is none."""
+    axes = [size % DEVICES == 0 and size > 0 for size in shape]
+    spec = [None] * axes.index(True) + ["data"] if any(axes) else []
+    return NamedSharding(mesh, PartitionSpec(*spec))

@@ -1,5 +1,0 @@
-"""Moved to `axlearn_plugins_models.qwen`. This name goes with version 0.3."""
-
-from axlearn_core.plugins.moved import redirect
-
-redirect(__name__, "axlearn_plugins_models.qwen")
