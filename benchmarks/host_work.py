@@ -27,7 +27,7 @@ from framework_tax import by_hand, interval, ours
 
 from axlearn_core import patch
 from axlearn_core.config import REQUIRED, Configurable, interface, node
-from axlearn_core.train.run_dir import RunDir
+from axlearn_core.run.record import RunDir
 from axlearn_core.train.trackers import JsonlTracker, LinesTracker
 from axlearn_core.train.trainer import Trainer
 

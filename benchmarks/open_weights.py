@@ -27,10 +27,11 @@ import numpy as np
 from hf_import import memory
 
 import axlearn_core as ax
-from axlearn_core.checkpoint import LocalStorage, open_weights
+from axlearn_core.checkpoint import LocalStorage
 from axlearn_core.compose import compose
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import write
+from axlearn_core.run import open_weights
 
 WIDTH, HIDDEN = 1024, 2816
 

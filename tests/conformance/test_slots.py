@@ -10,10 +10,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 import found
 
 import axlearn_core as ax
-from axlearn_core.checkpoint import open_weights
 from axlearn_core.contracts import parts
+from axlearn_core.run import open_weights
 from axlearn_core.train.evaluators import Evaluator
-from axlearn_plugins_finetune.lora.runs import export_run
+from axlearn_plugins_finetune.lora.merge import export_run
 from axlearn_plugins_transformer.attention_variants.latent_cache import LatentCache
 from axlearn_plugins_transformer.attention_variants.testing import LatentCacheSuite
 from axlearn_plugins_transformer.kv_cache import KVCache

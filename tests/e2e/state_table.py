@@ -178,11 +178,11 @@ def _lora(kind, path):
     import pytest
     from stateful import same, trained
 
-    from axlearn_core.checkpoint import open_weights
     from axlearn_core.errors import RequestError
+    from axlearn_core.run import open_weights
     from axlearn_plugins_finetune.lora.adapters import is_adapter, load
+    from axlearn_plugins_finetune.lora.merge import export_run, merge_run
     from axlearn_plugins_finetune.lora.peft import export_peft
-    from axlearn_plugins_finetune.lora.runs import export_run, merge_run
 
     adapted = trained(kind, "lora:rank=2")
     same(adapted, trained(kind, "lora:rank=2", mode="unrolled"))
@@ -219,7 +219,7 @@ def _lora(kind, path):
 def _resume(kind, path):
     import numpy as np
 
-    from axlearn_core.checkpoint import open_weights
+    from axlearn_core.run import open_weights
 
     whole, parts = run(kind, path / "whole", 4), run(kind, path / "parts", 2)
     run(kind, path / "parts", 4)
@@ -235,8 +235,8 @@ def _export(kind, path):
     from click.testing import CliRunner
     from safetensors.numpy import load_file
 
-    from axlearn_core.checkpoint import open_weights
     from axlearn_core.cli.main import cli
+    from axlearn_core.run import open_weights
 
     place = deepseek(path) if kind == "router-bias" else run(kind, path / "run", 2)
     result = CliRunner().invoke(cli, ["checkpoint", "export-hf", str(place), str(path / "exported")])
@@ -259,9 +259,9 @@ def _export(kind, path):
 def _stored(kind, path):
     import numpy as np
 
-    from axlearn_core.checkpoint import open_weights
+    from axlearn_core.run import open_weights
     from axlearn_core.train.inference import load
-    from axlearn_plugins_quantization.runs import quantize_run
+    from axlearn_plugins_quantization.store import quantize_run
 
     place = run(kind, path / "run", 2)
     quantize_run(place, path / "integers", storage="int8")
@@ -310,15 +310,17 @@ def run(kind, place, steps, *features):
 
 def deepseek(path):
     """A run of a model that Hugging Face's format can describe, with biases that have moved."""
-    from axlearn_core.checkpoint import open_weights
-    from axlearn_plugins_finetune.runs import write_run
-    from axlearn_plugins_models.huggingface.runs import import_run
+    from axlearn_core.run import Run
+    from axlearn_plugins_models.huggingface.import_export import import_run
 
     fixture = Path(__file__).parents[1] / "plugins/models/huggingface/fixtures/deepseek-v3"
     import_run(fixture, path / "imported")
-    source = open_weights(path / "imported")
-    tensors = {name: x + 0.25 if name.endswith("router.bias") else x for name, x in source.read().items()}
-    write_run(path / "moved", source.experiment, tensors, source)
+    run = Run(path / "imported")
+
+    def moved(weights):
+        return {name: x + 0.25 if name.endswith("router.bias") else x for name, x in weights.read().items()}
+
+    run.derive(path / "moved", run.config, moved)
     shutil.copytree(path / "imported/huggingface", path / "moved/huggingface")  # its `config.json`
     return path / "moved"
 

@@ -8,14 +8,14 @@ import pytest
 
 import axlearn_core as ax
 import axlearn_plugins_transformer.text as text
-from axlearn_core.checkpoint import open_weights
 from axlearn_core.errors import CheckpointError, ConfigError, RequestError
+from axlearn_core.run import open_weights
 from axlearn_core.train.api import default_run_dir, saved_config
-from axlearn_plugins_finetune.lora.runs import export_run as export_adapters
-from axlearn_plugins_finetune.lora.runs import merge_run
-from axlearn_plugins_finetune.runs.convert import converted
-from axlearn_plugins_models.huggingface.runs import export_run, import_run
-from axlearn_plugins_quantization.runs import quantize_run
+from axlearn_plugins_finetune.conversion.convert import converted
+from axlearn_plugins_finetune.lora.merge import export_run as export_adapters
+from axlearn_plugins_finetune.lora.merge import merge_run
+from axlearn_plugins_models.huggingface.import_export import export_run, import_run
+from axlearn_plugins_quantization.store import quantize_run
 
 FIXTURES = Path(__file__).parents[1] / "plugins/models/huggingface/fixtures"
 TOKENIZER = Path(text.__file__).parent / "python-2k.json"

@@ -12,11 +12,11 @@ import pytest
 import tiny
 from click.testing import CliRunner
 
-from axlearn_core.checkpoint import open_weights
 from axlearn_core.cli.main import cli
 from axlearn_core.compose import Functional
+from axlearn_core.run import open_weights
 from axlearn_core.train import Trainer
-from axlearn_plugins_models.huggingface.runs import export_run
+from axlearn_plugins_models.huggingface.import_export import export_run
 
 ROOT = Path(__file__).parents[2]
 FIXTURE = ROOT / "tests/plugins/models/huggingface/fixtures/llama3"

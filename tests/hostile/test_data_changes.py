@@ -7,8 +7,8 @@ import os
 import pytest
 
 from axlearn_core.errors import CheckpointError, InputError
+from axlearn_core.run.record import RunDir
 from axlearn_core.train.data_facts import check_facts, plain_facts
-from axlearn_core.train.run_dir import RunDir
 from axlearn_plugins_transformer.text.language_model import LanguageModelInput
 from axlearn_plugins_transformer.text.sources import Files
 from axlearn_plugins_transformer.text.tokenizers import ByteTokenizer

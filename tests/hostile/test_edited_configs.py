@@ -5,9 +5,9 @@ import re
 import pytest
 import tiny
 
-from axlearn_core.checkpoint import open_weights
 from axlearn_core.errors import CheckpointError, RequestError
-from axlearn_core.train.run_dir import RunDir
+from axlearn_core.run import open_weights
+from axlearn_core.run.record import RunDir
 
 pytestmark = pytest.mark.slow
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from axlearn_core.checkpoint import open_weights
 from axlearn_core.errors import AxlearnError, RequestError
-from axlearn_plugins_models.huggingface.runs import _kept_files, import_run
+from axlearn_core.run import open_weights
+from axlearn_plugins_models.huggingface.import_export import _kept_files, import_run
 from axlearn_plugins_models.huggingface.source import open_model
 
 FIXTURES = Path(__file__).parents[1] / "plugins/models/huggingface/fixtures"

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from axlearn_core.checkpoint import open_weights
     from axlearn_core.compose import compose
     from axlearn_core.config import REQUIRED, Node, configure, diff, interface, node, patch, replace_config
     from axlearn_core.nn.layer import Layer
     from axlearn_core.plugins.feature import Feature
     from axlearn_core.plugins.hookspecs import hookimpl
     from axlearn_core.plugins.resolve import resolve
+    from axlearn_core.run import open_weights
     from axlearn_core.train import load, train
 
     serve: Callable[..., Any]
@@ -32,7 +32,7 @@ _HOMES = dict.fromkeys(_CONFIG, "config") | {
     "compose": "compose",
     "hookimpl": "plugins.hookspecs",
     "load": "train",
-    "open_weights": "checkpoint",
+    "open_weights": "run",
     "resolve": "plugins.resolve",
     "train": "train",
 }

@@ -15,9 +15,9 @@ from axlearn_core.config import Configurable, Node, node, patch
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.learn import AdamW, Learner
 from axlearn_core.nn.layer import Layer, Precision
+from axlearn_core.run.record import RunDir
 from axlearn_core.train import LossEvaluator, Trainer
 from axlearn_core.train.loop import TrainLoop
-from axlearn_core.train.run_dir import RunDir
 from axlearn_core.train.trainer import Result
 from axlearn_testing.common import assert_equal
 

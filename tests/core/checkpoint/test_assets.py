@@ -8,7 +8,9 @@ import pytest
 
 from axlearn_core.checkpoint import LocalStorage
 from axlearn_core.checkpoint import assets as module
-from axlearn_core.checkpoint.assets import (
+from axlearn_core.config import Configurable, node, setting
+from axlearn_core.errors import CheckpointError, ConfigError, MissingFileError
+from axlearn_core.run.asset_copies import (
     aligned_assets,
     attach_assets,
     collect_assets,
@@ -16,8 +18,6 @@ from axlearn_core.checkpoint.assets import (
     recovered_assets,
     write_assets,
 )
-from axlearn_core.config import Configurable, node, setting
-from axlearn_core.errors import CheckpointError, ConfigError, MissingFileError
 
 
 class Vocabulary(Configurable):

@@ -12,13 +12,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import axlearn_core as ax
-from axlearn_core.checkpoint import LocalStorage, open_weights
+from axlearn_core.checkpoint import LocalStorage
 from axlearn_core.compose import Functional
 from axlearn_core.config import Configurable, node, patch
 from axlearn_core.errors import CheckpointError, RequestError
 from axlearn_core.learn.paths import path_of
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import write
+from axlearn_core.run import open_weights
 
 SETTINGS = {"model.decoder.num_layers": 2, "model.decoder.hidden_dim": 16, "model.vocab_size": 64}
 HEAD = "decoder.norm.weight"
@@ -222,7 +223,7 @@ def test_another_checkpointer_restores_whole_states(tmp_path, monkeypatch):
     config = patch(ax.resolve("quickstart", set=SETTINGS).config, {"checkpointer": Pickled.Config()})
     params = {p: jnp.full(s.shape, 3, s.dtype) for p, s in Functional.of(config.model).abstract.items()}
     monkeypatch.setattr(Pickled, "kept", {7: {f"params.{p}": x for p, x in params.items()}})
-    monkeypatch.setattr("axlearn_core.checkpoint.weights.read_run_config", lambda storage, uri: config)
+    monkeypatch.setattr("axlearn_core.run.weights.read_run_config", lambda storage, uri: config)
     weights = open_weights(tmp_path)
     assert weights.step == 7
     assert all((x == 3).all() for x in weights.read().values())

@@ -15,7 +15,7 @@ from axlearn_core.errors import ConfigError, PluginError
 from axlearn_core.kernels import selection
 from axlearn_core.kernels.op import Op
 from axlearn_core.plugins.resolve import resolve
-from axlearn_core.train.run_dir import lock_drift
+from axlearn_core.run.record import lock_drift
 
 TARGET = Target(name="here", compiler_options={"xla_backend_optimization_level": 1, "xla_cpu_enable_fast_math": False})
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from axlearn_core.errors import WorkError
+from axlearn_core.run.metrics import read_jsonl
 from axlearn_core.train.trackers import JsonlTracker
-from axlearn_core.train.trackers.jsonl import read_jsonl
 
 
 def tracker(run_dir):

@@ -11,9 +11,9 @@ from axlearn_core.config import Configurable, Node, QualifiedNames, diff, encode
 from axlearn_core.errors import ConfigError
 from axlearn_core.learn import AdamW, Learner, ParameterRule
 from axlearn_core.learn import flatten as flat_state
+from axlearn_core.run.record import batch_dependence, short_hash
 from axlearn_core.train import Trainer
 from axlearn_core.train.objective import ModelLoss
-from axlearn_core.train.run_dir import batch_dependence, short_hash
 from axlearn_core.train.step import TrainingFunctions
 from axlearn_testing import ObjectiveSuite
 from axlearn_testing.train import Line, Noise

@@ -15,8 +15,8 @@ import axlearn_core as ax
 from axlearn_core.checkpoint import LocalStorage, manifest
 from axlearn_core.errors import CheckpointError, RequestError, WorkError
 from axlearn_core.learn import AdamW
+from axlearn_core.run.holder import Holder
 from axlearn_core.train import holder
-from axlearn_core.train.holder import Holder
 
 SETTINGS = {
     "model.decoder.num_layers": 1,
@@ -55,7 +55,7 @@ def test_a_second_trainer_is_refused_with_who_is_there(tmp_path):
 
 def test_a_holder_that_was_killed_gives_way_at_once(tmp_path):
     code = (
-        "import sys, time; from axlearn_core.checkpoint import LocalStorage; from axlearn_core.train.holder import Holder;"
+        "import sys, time; from axlearn_core.checkpoint import LocalStorage; from axlearn_core.run.holder import Holder;"
         "Holder(LocalStorage(sys.argv[1]), 'run', 'id'); print('held', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:

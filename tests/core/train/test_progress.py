@@ -5,8 +5,8 @@ import time
 import pytest
 
 from axlearn_core.errors import RequestError
-from axlearn_core.train.phases import PROGRESS, PhaseClock, Progress
-from axlearn_core.train.run_dir import RunDir
+from axlearn_core.run.phases import PROGRESS, PhaseClock, Progress
+from axlearn_core.run.record import RunDir
 
 
 def test_each_phase_is_told_with_its_step(tmp_path, monkeypatch):

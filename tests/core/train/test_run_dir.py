@@ -8,8 +8,8 @@ from axlearn_core.config import patch
 from axlearn_core.config.kinds import kind_of
 from axlearn_core.errors import CheckpointError, RequestError
 from axlearn_core.plugins.resolve import resolve
+from axlearn_core.run.record import RunDir, short_hash
 from axlearn_core.train import api, run_dir
-from axlearn_core.train.run_dir import RunDir, short_hash
 
 REASON = "dropout draws random numbers"
 EXECUTION = [

@@ -12,7 +12,6 @@ from flax import nnx
 
 import axlearn_core as ax
 from axlearn_core.checkpoint import LocalStorage
-from axlearn_core.checkpoint.run import read_run_config
 from axlearn_core.cli.main import cli
 from axlearn_core.config import configure, patch
 from axlearn_core.errors import CheckpointError, RequestError
@@ -21,7 +20,8 @@ from axlearn_core.plugins import unregistered
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import read_text, write
 from axlearn_core.plugins.unregistered import CodeNames, with_values
-from axlearn_core.train.run_dir import short_hash
+from axlearn_core.run.checkpoints import read_run_config
+from axlearn_core.run.record import short_hash
 
 SMALL = {
     "model.decoder.num_layers": 1, "model.decoder.hidden_dim": 16, "model.decoder.layer.attention.num_heads": 2,

@@ -10,12 +10,12 @@ from click.testing import CliRunner
 import axlearn_core as ax
 import axlearn_plugins_transformer.text as text
 from axlearn_core.checkpoint import open_storage
-from axlearn_core.checkpoint.assets import cache_folder
 from axlearn_core.cli.main import cli
 from axlearn_core.config import Configurable, node, patch
 from axlearn_core.errors import CheckpointError, RequestError
 from axlearn_core.learn import AdamW
-from axlearn_core.train.holder import Holder
+from axlearn_core.run.asset_copies import cache_folder
+from axlearn_core.run.holder import Holder
 from axlearn_core.train.mirror import RunMirror, working_copy
 
 SETTINGS = {

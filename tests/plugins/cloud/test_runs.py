@@ -13,12 +13,13 @@ import pytest
 from click.testing import CliRunner
 
 import axlearn_core as ax
-from axlearn_core.checkpoint import ShardedCheckpointer, open_storage, open_weights
+from axlearn_core.checkpoint import ShardedCheckpointer, open_storage
 from axlearn_core.checkpoint.manifest import Checkpoints
 from axlearn_core.cli.main import cli
 from axlearn_core.errors import CheckpointError, RequestError, WorkError
 from axlearn_core.learn import AdamW
-from axlearn_core.train.holder import Holder
+from axlearn_core.run import open_weights
+from axlearn_core.run.holder import Holder
 from axlearn_plugins_cloud import gcs
 from axlearn_plugins_cloud import s3 as client
 from axlearn_plugins_cloud import storage as retries

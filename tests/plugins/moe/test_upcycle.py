@@ -7,10 +7,10 @@ import pytest
 from click.testing import CliRunner
 
 import axlearn_core as ax
-from axlearn_core.checkpoint import bind_weights
 from axlearn_core.cli.main import cli
 from axlearn_core.compose import Functional
 from axlearn_core.errors import CheckpointError
+from axlearn_core.run import bind_weights
 from axlearn_plugins_moe.feature import MoE
 from axlearn_plugins_moe.routers import SigmoidRouter
 from axlearn_plugins_moe.upcycle import upcycle

@@ -13,7 +13,7 @@ from axlearn_core.nn.layer import Precision
 from axlearn_core.nn.linear import Linear
 from axlearn_plugins_moe.feature import MoE
 from axlearn_plugins_quantization.feature import stored
-from axlearn_plugins_quantization.runs import quantize_run, size, store
+from axlearn_plugins_quantization.store import quantize_run, size, store
 from axlearn_plugins_quantization.weight_only import NoLearner, WeightOnlyLinear
 
 QUICK = {"xla_backend_optimization_level": 0}

@@ -9,7 +9,7 @@ from serving_models import config, model
 from axlearn_core.compose import Functional
 from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_quantization.feature import stored
-from axlearn_plugins_quantization.runs import store
+from axlearn_plugins_quantization.store import store
 from axlearn_plugins_serving.local_engine import serve
 from axlearn_plugins_transformer.generate import Generator
 

@@ -63,7 +63,7 @@ def test_vllm_gets_the_directory_and_the_options(fake, monkeypatch):
 
 
 def test_a_run_is_exported_and_the_export_is_removed(fake, tmp_path):
-    from axlearn_plugins_models.huggingface.runs import import_run
+    from axlearn_plugins_models.huggingface.import_export import import_run
 
     record = fake()
     import_run(FIXTURE, tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Checkpoints and weights. `checkpoint.manifest` reads what a checkpoint holds without JAX."""
+"""Checkpoints over a storage. `checkpoint.manifest` reads what a checkpoint holds without JAX."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -6,15 +6,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from axlearn_core.checkpoint.sharded import ShardedCheckpointer
     from axlearn_core.checkpoint.storage import LocalStorage, open_storage
-    from axlearn_core.checkpoint.weights import RunWeights, bind_weights, open_weights, split_weights
 
-__all__ = [
-    "LocalStorage", "RunWeights", "ShardedCheckpointer", "bind_weights", "open_storage", "open_weights", "split_weights",
-]  # fmt: skip
+__all__ = ["LocalStorage", "ShardedCheckpointer", "open_storage"]
 
-_HOMES = {"ShardedCheckpointer": "sharded", "LocalStorage": "storage", "open_storage": "storage"} | dict.fromkeys(
-    ("RunWeights", "bind_weights", "open_weights", "split_weights"), "weights"
-)
+_HOMES = {"ShardedCheckpointer": "sharded", "LocalStorage": "storage", "open_storage": "storage"}
 
 
 def __getattr__(name: str) -> Any:

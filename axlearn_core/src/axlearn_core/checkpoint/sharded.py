@@ -18,6 +18,7 @@ from jax.experimental import multihost_utils
 
 from axlearn_core.checkpoint import manifest, stream
 from axlearn_core.checkpoint.manifest import ArrayInfo, Checkpoints, Manifest
+from axlearn_core.checkpoint.reader import CheckpointReader
 from axlearn_core.checkpoint.retention import BEGUN, begun_by, unwanted_steps
 from axlearn_core.checkpoint.state import abstract_arrays, agree, check_same, describe, rebuild_state, stored
 from axlearn_core.checkpoint.storage import LocalStorage, open_storage
@@ -244,30 +245,12 @@ class ShardedCheckpointer(Configurable):
     def _load(self, checkpoint: Manifest, like: object, names: list[str]) -> Any:
         abstract = abstract_arrays(like, names)
         paths = {p: checkpoint.arrays[p].path for p in abstract}
-        error: CheckpointError | None = None
-        loaded: dict[str, jax.Array] = {}
-        try:
-            loaded = self._read(checkpoint, abstract, paths)
-        except stream.DamagedError as damage:
-            error = self.place.damaged(checkpoint.step, [str(damage)])
-        agree(error, error)
+        places = {p: stream.spread_sharding(x.sharding, x.shape) for p, x in abstract.items()}
+        loaded = CheckpointReader(self.place, checkpoint).read(places)
         # Each byte is read once in the job; the links of the devices are faster than a storage that every replica reads.
         loaded = {p: jax.device_put(x, abstract[p].sharding) for p, x in loaded.items()}
         loaded = {p: x if paths[p] == p else x.astype(abstract[p].dtype) for p, x in loaded.items()}
         return rebuild_state(like, names, loaded)
-
-    def _read(
-        self, checkpoint: Manifest, abstract: Mapping[str, Any], paths: Mapping[str, str]
-    ) -> dict[str, jax.Array]:
-        """The arrays that are kept in pieces."""
-        storage, root = self.place.storage, f"{self.place.folder}{checkpoint.step}/"
-        loaded: dict[str, jax.Array] = {}
-        for folder in (manifest.WEIGHTS, manifest.OTHERS):
-            index = stream.read_index(storage, root, checkpoint.files, folder)
-            arrays = {p: index[paths[p]] for p in abstract if paths[p] in index}
-            places = {p: stream.spread_sharding(abstract[p].sharding, abstract[p].shape) for p in arrays}
-            loaded |= dict(stream.read_arrays(storage, root + folder, arrays, places))
-        return loaded
 
     def _staging(self, step: int) -> str:
         return self.place.storage.staging(f"{self.place.folder}{step}")

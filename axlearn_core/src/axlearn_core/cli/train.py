@@ -60,9 +60,9 @@ def run_training(
 def suggestions(experiment: str, run_dir: Any) -> list[str]:
     """Commands that make sense after this run: to write text only where the model can."""
     from axlearn_core.config.flat import flatten
-    from axlearn_core.train.api import saved_config
+    from axlearn_core.run import Run
 
-    config: Any = saved_config(run_dir)
+    config: Any = Run(run_dir).config
     layers = [f"{path.partition('.layer.')[0]}.layer" for path in flatten(config) if ".layer." in path]
     writes = hasattr(getattr(config, "model", None) and config.model.owner, "generate")
     run = shlex.quote(str(run_dir))

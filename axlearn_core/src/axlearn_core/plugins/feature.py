@@ -45,7 +45,7 @@ class Feature(Node[Any]):
     """Names of features that cannot be used together with this one."""
     bridge: ClassVar[str] = ""
     """`"module:attribute"` of a function that makes this feature's parameters from those of a model without it, which
-    `axlearn convert` takes; see `axlearn_plugins_finetune.runs.carry.Bridge`."""
+    `axlearn convert` takes; see `axlearn_plugins_finetune.conversion.carry.Bridge`."""
     no_bridge: ClassVar[str] = ""
     """Why no bridge is possible, for the error of `axlearn convert`."""
     before: ClassVar[tuple[str, ...]] = ()

@@ -8,8 +8,6 @@ from typing import Any
 import attrs
 
 from axlearn_core.checkpoint import ShardedCheckpointer, open_storage
-from axlearn_core.checkpoint.assets import aligned_assets, collect_assets, recovered_assets
-from axlearn_core.checkpoint.run import open_checkpoint, open_folder, read_run_config
 from axlearn_core.compose.devices import configure_devices, detect
 from axlearn_core.config import Node, diff, encode
 from axlearn_core.config.assets import assets as assets_of
@@ -20,8 +18,11 @@ from axlearn_core.plugins.request import Request, write
 from axlearn_core.plugins.resolve import resolve
 from axlearn_core.plugins.resolved import Resolved
 from axlearn_core.plugins.unregistered import CodeNames, code_name
+from axlearn_core.run.asset_copies import aligned_assets, collect_assets, recovered_assets
+from axlearn_core.run.checkpoints import open_checkpoint, open_folder
+from axlearn_core.run.record import RunDir, check_config, refused_changes, short_hash
+from axlearn_core.run.run import Run
 from axlearn_core.train.mirror import is_remote, working_copy
-from axlearn_core.train.run_dir import RunDir, check_config, refused_changes, short_hash
 from axlearn_core.train.session import RollBack, log_message
 from axlearn_core.train.trainer import Result, Trainer
 
@@ -183,7 +184,7 @@ def _computes_the_same(run_dir: Path, config: Node[Any]) -> bool:
     if RunDir(run_dir, resumes=True).read_lock().get("hash") == short_hash(config):
         return True
     try:  # an earlier version hashed other fields
-        old = saved_config(run_dir)
+        old = Run(run_dir).config
     except CheckpointError:  # of components that are not installed now
         return False
     if old is None:
@@ -194,23 +195,13 @@ def _computes_the_same(run_dir: Path, config: Node[Any]) -> bool:
 
 def trained_config(run_dir: Path | str, step: int | None) -> Node[Any] | None:
     """What a run was trained with: the config in the checkpoint that it goes on from, else that of the run directory."""
-    config: Any = saved_config(run_dir)
+    config: Any = Run(run_dir).config
     if config is None or not isinstance(getattr(config, "checkpointer", None), ShardedCheckpointer.Config):
         return config
     try:
         return open_checkpoint(run_dir, open_storage(run_dir), config, step).config
     except (CheckpointError, StorageError):
         return config  # there is none, or it is damaged, which is said where it is restored
-
-
-def saved_config(run_dir: str | Path) -> Node[Any] | None:
-    """The resolved config of a run directory, or of a run at the URI of a storage; None where there is no config file.
-
-    Raises:
-        CheckpointError: the file cannot be read back.
-        RequestError: no plugin knows the scheme.
-    """
-    return read_run_config(open_storage(run_dir), run_dir)
 
 
 def provenance(resolved: Resolved) -> dict[str, list[dict[str, str]]]:

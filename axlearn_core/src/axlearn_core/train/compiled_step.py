@@ -35,8 +35,8 @@ from axlearn_core.config.flat import qualified_name
 from axlearn_core.errors import AxlearnError, RequestError
 from axlearn_core.plugins.source_hash import installed_versions, plugin_packages, source_hashes
 from axlearn_core.plugins.unregistered import stable_repr
-from axlearn_core.train.holder import JOB
-from axlearn_core.train.run_dir import write_whole
+from axlearn_core.run.holder import JOB
+from axlearn_core.run.record import write_whole
 
 FOLDER = "compiled"
 KEEP = 2

@@ -13,8 +13,8 @@ from axlearn_core.contracts.capabilities import DeclaresBatches
 from axlearn_core.errors import RequestError, StorageError
 from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import resolve
+from axlearn_core.run.record import RunDir
 from axlearn_core.train.api import check_stored, detect_devices, place_of_run, trained_config, with_recovered_assets
-from axlearn_core.train.run_dir import RunDir
 from axlearn_core.train.trainer import Trainer
 
 

@@ -6,13 +6,13 @@ from typing import Any
 import attrs
 import jax
 
-from axlearn_core.checkpoint.weights import bind_weights, open_weights
 from axlearn_core.compose import Program, compose
 from axlearn_core.compose.devices import configure_devices
 from axlearn_core.config import find, patch
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import CheckpointError, RequestError
 from axlearn_core.plugins.registry import registry
+from axlearn_core.run.weights import bind_weights, open_weights
 from axlearn_core.train.session import log_message
 from axlearn_core.train.trainer import Trainer
 

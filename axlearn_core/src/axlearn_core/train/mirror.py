@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from axlearn_core.checkpoint import open_storage
 from axlearn_core.errors import MissingFileError, StorageError, WorkError
-from axlearn_core.train.run_dir import RunDir
+from axlearn_core.run.record import RunDir
 from axlearn_core.train.session import log_message
 
 CHECKPOINTS = "checkpoints/"

@@ -7,11 +7,11 @@ import attrs
 import jax
 from flax import nnx
 
-from axlearn_core.checkpoint import open_weights
 from axlearn_core.compose import Program
 from axlearn_core.config import Configurable, node
 from axlearn_core.contracts.parts import Batch, Weights
 from axlearn_core.errors import CheckpointError
+from axlearn_core.run import open_weights
 
 
 class ModelLoss(Configurable, nnx.Module):

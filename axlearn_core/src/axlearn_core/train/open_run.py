@@ -12,12 +12,12 @@ from axlearn_core.compose.state import TrainState
 from axlearn_core.contracts.capabilities import ReportsSaves
 from axlearn_core.contracts.parts import BatchIterator, Checkpointer, Input, Watchdog
 from axlearn_core.plugins.decisions import Decision
+from axlearn_core.run.phases import PhaseClock
+from axlearn_core.run.record import RunDir
 from axlearn_core.train.evaluators import Evaluator
 from axlearn_core.train.loop import Loop
 from axlearn_core.train.mirror import RunMirror
 from axlearn_core.train.ownership import SAVED
-from axlearn_core.train.phases import PhaseClock
-from axlearn_core.train.run_dir import RunDir
 from axlearn_core.train.session import log_message
 
 

@@ -11,10 +11,10 @@ from axlearn_core.checkpoint import open_storage
 from axlearn_core.checkpoint.state import agree
 from axlearn_core.contracts.capabilities import OwnsCheckpoints
 from axlearn_core.errors import AxlearnError, CheckpointError, RequestError, StorageError
+from axlearn_core.run.holder import Holder
+from axlearn_core.run.metrics import METRICS, read_jsonl
+from axlearn_core.run.record import RunDir
 from axlearn_core.train.distributed import allgather_data_state
-from axlearn_core.train.holder import Holder
-from axlearn_core.train.run_dir import RunDir
-from axlearn_core.train.trackers.jsonl import METRICS, read_jsonl
 
 SAVED = "saved"
 """In the lock: whether the run ever had a checkpoint."""

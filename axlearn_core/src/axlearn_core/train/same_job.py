@@ -15,7 +15,7 @@ from axlearn_core.config.assets import portable
 from axlearn_core.config.flat import flatten
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.unregistered import code_name, stable_repr
-from axlearn_core.train.lock import versions
+from axlearn_core.run.lock import versions
 
 JOIN_SECONDS = 300.0
 """For processes that have just joined the job."""

@@ -18,10 +18,10 @@ from axlearn_core.config import offers
 from axlearn_core.contracts.capabilities import DescribesPosition, KeepsLocalTier, ObservesSteps
 from axlearn_core.contracts.parts import BatchIterator, Checkpointer, Input, Profiler, Tracker, Watchdog
 from axlearn_core.errors import InputError, escape_controls
+from axlearn_core.run.phases import PhaseClock
 from axlearn_core.train.compiled_step import CompiledStep
 from axlearn_core.train.distributed import allgather_data_state, preempted
 from axlearn_core.train.input_failure import LookAhead, StopAgreement
-from axlearn_core.train.phases import PhaseClock
 from axlearn_core.train.signals import InputWaitEnded, StopSignals
 
 

@@ -11,7 +11,6 @@ import attrs
 import jax
 
 from axlearn_core.checkpoint import ShardedCheckpointer, open_storage
-from axlearn_core.checkpoint.assets import write_assets
 from axlearn_core.checkpoint.sharded import WEIGHTS_ONLY
 from axlearn_core.compose import Function, Functional, ModelAndObjective, Program, compose
 from axlearn_core.compose.objective import replicated
@@ -36,19 +35,20 @@ from axlearn_core.errors import RequestError, WorkError
 from axlearn_core.learn import Learner
 from axlearn_core.nn.held import check_stateless
 from axlearn_core.plugins.decisions import Decision
+from axlearn_core.run.asset_copies import write_assets
+from axlearn_core.run.lock import make_lock, peak_flops
+from axlearn_core.run.phases import PhaseClock
+from axlearn_core.run.record import RunDir, lock_drift
 from axlearn_core.train.compiled_step import CompiledStep
 from axlearn_core.train.data_facts import check_facts, log_context, plain_facts
 from axlearn_core.train.distributed import Distributed
 from axlearn_core.train.evaluators import Evaluator, LossEvaluator
-from axlearn_core.train.lock import make_lock, peak_flops
 from axlearn_core.train.loop import Loop, TrainLoop
 from axlearn_core.train.mirror import RunMirror, read_lock
 from axlearn_core.train.objective import FrozenWeights
 from axlearn_core.train.open_run import OnSave, OpenRun, record_decision, record_saves
 from axlearn_core.train.ownership import SAVED, check_metrics, hold_run
 from axlearn_core.train.peers import PeerWatch
-from axlearn_core.train.phases import PhaseClock
-from axlearn_core.train.run_dir import RunDir, lock_drift
 from axlearn_core.train.same_job import check_same_config, check_same_data
 from axlearn_core.train.session import Session, log_message
 from axlearn_core.train.step import TrainingFunctions

@@ -20,7 +20,7 @@ def upcycle(run_dir: str, new_run_dir: str, with_: Sequence[str], set_: Sequence
     Every expert starts as a copy of the feed-forward layer that it replaces. The new run begins at step 0 with a fresh
     optimizer, and takes the training data from where the old run stopped.
     """
-    from axlearn_plugins_finetune.runs.convert import converted
+    from axlearn_plugins_finetune.conversion.convert import converted
 
     converted(run_dir, new_run_dir, with_=with_ or ("moe",), set=set_, step=step)
     run = shlex.quote(new_run_dir)

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from axlearn_core.compose import Functional
-from axlearn_plugins_finetune.runs import FRESH, ZERO, transfer_params
+from axlearn_plugins_finetune.conversion import FRESH, ZERO, transfer_params
 
 
 def bridge(path: str, shape: Sequence[int], axes: Sequence[str | None], old: Callable[[str], np.ndarray | None]) -> Any:
-    """What a mixture of experts has and a dense layer has not; see `axlearn_plugins_finetune.runs.Bridge`.
+    """What a mixture of experts has and a dense layer has not; see `axlearn_plugins_finetune.conversion.Bridge`.
 
     Routers are initialised. Shared experts too, but their last matrix is zero, so that at first they add nothing.
     """

@@ -21,7 +21,7 @@ def quantize(run_dir: str, out: str, storage: Any, tile_size: int | None, target
 
     OUT generates as RUN_DIR does, and cannot be trained. Its path goes to standard output, the sizes to standard error.
     """
-    from axlearn_plugins_quantization.runs import quantize_run
+    from axlearn_plugins_quantization.store import quantize_run
 
     before, after = quantize_run(run_dir, out, storage=storage, tile_size=tile_size, target=target, step=step)
     echo(f"parameters: {before:,} bytes, now {after:,} ({after / before:.0%})", err=True)

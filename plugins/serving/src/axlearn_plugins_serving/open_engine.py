@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import attrs
 
-from axlearn_core.checkpoint.weights import bind_weights, open_weights
 from axlearn_core.compose import ModelWeights, Part
 from axlearn_core.compose.devices import configure_devices
 from axlearn_core.config import Node, find, patch
 from axlearn_core.contracts.capabilities import GeneratesTokens, HasVocabulary
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import CheckpointError, RequestError
+from axlearn_core.run.weights import bind_weights, open_weights
 from axlearn_core.train.session import log_message
 from axlearn_plugins_serving.devices import serving_program
 from axlearn_plugins_serving.engine import ServingEngine

@@ -1,5 +1,7 @@
 """Adapters in PEFT's format: applied to the exported base by PEFT's formula they give the merged model's weights."""
 
+from types import SimpleNamespace
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,13 +10,11 @@ import axlearn_core as ax
 from axlearn_core.compose import Functional
 from axlearn_core.config import patch
 from axlearn_core.errors import RequestError
-from axlearn_core.plugins import request
-from axlearn_core.plugins.registry import registry
+from axlearn_core.run import derive
 from axlearn_plugins_finetune.lora.adapters import merge, scales_of, split
+from axlearn_plugins_finetune.lora.merge import merge_run
 from axlearn_plugins_finetune.lora.peft import adapter_config, export_peft, files
-from axlearn_plugins_finetune.lora.runs import merge_run
-from axlearn_plugins_finetune.runs import write_weights
-from axlearn_plugins_models.huggingface.runs import export_run
+from axlearn_plugins_models.huggingface.import_export import export_run
 
 SIZES = {
     "model.vocab_size": 64,
@@ -99,8 +99,7 @@ def run_of(directory, config):
 
 
 def write(directory, config, params):
-    write_weights(directory, config, request.write(config, registry()), params, {}, step=1)
-    return directory
+    return derive(SimpleNamespace(step=1), directory, config, lambda _: params)
 
 
 @pytest.mark.slow

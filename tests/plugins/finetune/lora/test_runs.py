@@ -8,11 +8,12 @@ import pytest
 from click.testing import CliRunner
 
 import axlearn_core as ax
-from axlearn_core.checkpoint import manifest, open_weights
+from axlearn_core.checkpoint import manifest
 from axlearn_core.cli.main import cli
 from axlearn_core.errors import CheckpointError, RequestError
+from axlearn_core.run import open_weights
 from axlearn_plugins_finetune.lora.adapters import is_adapter
-from axlearn_plugins_finetune.lora.runs import export_run, merge_run
+from axlearn_plugins_finetune.lora.merge import export_run, merge_run
 from axlearn_plugins_finetune.lora.start import StartFromRun, read_like
 
 pytestmark = pytest.mark.slow

@@ -10,11 +10,11 @@ import toy
 from safetensors.numpy import load_file
 from tiny import SETTINGS, axlearn, losses, metrics
 
-from axlearn_core.checkpoint import open_weights
 from axlearn_core.compose import ModelWeights, compose
 from axlearn_core.config import patch
 from axlearn_core.errors import ConfigError
 from axlearn_core.learn.paths import flatten
+from axlearn_core.run import open_weights
 
 PAIRS = "dpo:data=pairs.jsonl"
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from axlearn_core.checkpoint import bind_weights, split_weights
 from axlearn_core.compose import Functional, compose
 from axlearn_core.config import find, patch
 from axlearn_core.learn import AdamW, Learner
+from axlearn_core.run import bind_weights, split_weights
 from axlearn_plugins_models.huggingface.source import open_model
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -13,7 +13,7 @@ from axlearn_core.checkpoint import manifest
 from axlearn_core.errors import RequestError, WorkError
 from axlearn_core.train.inference import load
 from axlearn_plugins_models.huggingface.files import stored_tensors, write
-from axlearn_plugins_models.huggingface.runs import export_run, import_run
+from axlearn_plugins_models.huggingface.import_export import export_run, import_run
 from axlearn_plugins_models.huggingface.source import open_model
 from axlearn_plugins_transformer.text.processor import text_processor
 

@@ -15,7 +15,7 @@ import text_matrix_reference as texts
 
 import axlearn_core as ax
 from axlearn_core.errors import AxlearnError
-from axlearn_plugins_models.huggingface.runs import import_run
+from axlearn_plugins_models.huggingface.import_export import import_run
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_tools.evaluation.data import Data
 from axlearn_plugins_tools.evaluation.evaluate import chat

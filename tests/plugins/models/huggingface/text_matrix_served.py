@@ -14,7 +14,7 @@ from text_matrix_routes import DPO, Captured, Distillation, Evaluation, Harness,
 
 import axlearn_core as ax
 from axlearn_core.errors import AxlearnError
-from axlearn_plugins_models.huggingface.runs import export_run
+from axlearn_plugins_models.huggingface.import_export import export_run
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.server.app import create_app
 from axlearn_plugins_serving.server.command import _config, _open

@@ -21,7 +21,7 @@ from axlearn_core.errors import InputError, RequestError
 from axlearn_core.learn import AdamW, Learner
 from axlearn_plugins_models.huggingface.family import family_of
 from axlearn_plugins_models.huggingface.files import stored_tensors
-from axlearn_plugins_models.huggingface.runs import export_run, import_run
+from axlearn_plugins_models.huggingface.import_export import export_run, import_run
 from axlearn_plugins_models.huggingface.source import open_model
 from axlearn_plugins_models.vit.images import SHAPES, DrawnShapes, ImageArrays
 

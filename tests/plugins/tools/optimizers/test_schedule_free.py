@@ -8,10 +8,10 @@ import pytest
 from optax.contrib import schedule_free_adamw, schedule_free_eval_params
 from tiny import arguments, axlearn, losses
 
-from axlearn_core.checkpoint import open_weights
 from axlearn_core.config import patch
 from axlearn_core.learn import Constant, Learner
 from axlearn_core.plugins.resolve import resolve
+from axlearn_core.run import open_weights
 from axlearn_plugins_tools.optimizers.schedule_free import ScheduleFree
 from axlearn_testing import LearnerSuite
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from axlearn_core.train.phases import PHASES, PhaseClock
+from axlearn_core.run.phases import PHASES, PhaseClock
 from axlearn_plugins_tools.reporting.goodput import goodput_of, read_attempts
 from axlearn_plugins_tools.reporting.page import render
 from axlearn_plugins_tools.reporting.run import read_run

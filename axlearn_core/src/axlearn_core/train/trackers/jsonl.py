@@ -1,19 +1,15 @@
-"""Metrics and samples as files of JSON lines in the run directory, and their reader."""
+"""Writes metrics and samples as files of JSON lines in the run directory; `axlearn_core.run.metrics` reads them."""
 
 import json
 import math
-import os
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from axlearn_core.config import Configurable, node
-from axlearn_core.config.files import read_regular
+from axlearn_core.run.metrics import METRICS, SAMPLES, cut_back
 from axlearn_core.train.trackers.common import writing
-
-METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 
 
 class JsonlTracker(Configurable):
@@ -89,53 +85,3 @@ class JsonlTracker(Configurable):
         with writing(self._run_dir / name):
             file.write(json.dumps(record, allow_nan=False) + "\n")
             file.flush()
-
-
-def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """The records of a file that a `JsonlTracker` wrote or is writing, and a remark per line that is not one.
-
-    A missing file has no records. Raises `OSError` where the file cannot be read.
-    """
-    lines, remarks = _parse(path)
-    return [record for _, record in lines], remarks
-
-
-def cut_back(path: Path, start_step: int) -> list[dict[str, Any]]:
-    """Drops, in one atomic replacement, the lines after `start_step` and those that are not whole; returns the rest.
-
-    Starting at 0 drops all: nothing has been done yet.
-    """
-    lines, remarks = _parse(path)
-    entries = [(raw, record) for raw, record in lines if 0 < start_step >= record["step"]]
-    if remarks or len(entries) < len(lines) or any(not raw.endswith(b"\n") for raw, _ in entries):
-        temporary = path.with_name(path.name + ".tmp")
-        with temporary.open("wb") as file:
-            file.writelines(raw if raw.endswith(b"\n") else raw + b"\n" for raw, _ in entries)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    return [record for _, record in entries]
-
-
-def _is_finite(seconds: Any) -> bool:
-    return seconds is None or (type(seconds) in (int, float) and math.isfinite(seconds))
-
-
-def _parse(path: Path) -> tuple[list[tuple[bytes, dict[str, Any]]], list[str]]:
-    try:
-        raw_lines = read_regular(path, sys.maxsize).splitlines(keepends=True)
-    except FileNotFoundError:
-        return [], []
-    lines, remarks = [], []
-    for number, raw in enumerate(raw_lines, 1):
-        try:
-            record = json.loads(raw)
-        except (ValueError, RecursionError):
-            record = None
-        if isinstance(record, dict) and type(record.get("step")) is int and _is_finite(record.get("elapsed_seconds")):
-            lines.append((raw, record))
-        elif number == len(raw_lines) and not raw.endswith(b"\n"):
-            remarks.append(f"{path.name}: the last line is incomplete, as after a sudden stop; it is left out")
-        else:
-            remarks.append(f"{path.name}: line {number} is not a record with a step; it is left out")
-    return lines, remarks

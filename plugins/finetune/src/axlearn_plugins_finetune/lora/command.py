@@ -30,7 +30,7 @@ def merge(run_dir: str, out: str, adapters: Path | None, step: int | None) -> No
 
     OUT is a run like any other: it generates, and can be trained on. Its path goes to standard output.
     """
-    from axlearn_plugins_finetune.lora.runs import merge_run
+    from axlearn_plugins_finetune.lora.merge import merge_run
 
     merge_run(run_dir, out, exported=adapters, step=step)
     echo(out)
@@ -55,7 +55,7 @@ def export(run_dir: str, directory: str, format_: str, base: str | None, step: i
 
         export_peft(run_dir, directory, base=base, step=step)
     else:
-        from axlearn_plugins_finetune.lora.runs import export_run
+        from axlearn_plugins_finetune.lora.merge import export_run
 
         export_run(run_dir, directory, step=step)
     echo(directory)

@@ -13,9 +13,9 @@ from axlearn_core.config.tree import children, join, with_children
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.learn import ParameterRule
 from axlearn_core.plugins.feature import Feature
+from axlearn_plugins_finetune.conversion.targets import matching_paths
 from axlearn_plugins_finetune.lora.linear import LoraLinear
 from axlearn_plugins_finetune.lora.start import CONTINUES_WITHOUT, StartFromRun
-from axlearn_plugins_finetune.runs.targets import matching_paths
 
 Tree = TypeVar("Tree", bound=Node[Any])
 
@@ -37,7 +37,7 @@ class Lora(Feature):
     """
 
     stage = "wrap"
-    bridge = "axlearn_plugins_finetune.lora.runs:bridge"
+    bridge = "axlearn_plugins_finetune.lora.merge:bridge"
 
     rank: int | None = setting(default=None, ge=1)
     alpha: float | None = setting(default=None, gt=0)

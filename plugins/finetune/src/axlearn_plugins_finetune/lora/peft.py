@@ -16,11 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from axlearn_core.compose import Functional
+from axlearn_core.compose.devices import configure_devices
 from axlearn_core.errors import RequestError, WorkError
+from axlearn_core.run import Run
+from axlearn_core.run.derive import local_target
 from axlearn_plugins_finetune.lora.feature import without_adapters
 from axlearn_plugins_finetune.lora.linear import ADAPTERS
-from axlearn_plugins_finetune.lora.runs import moved_variables, scales_of
-from axlearn_plugins_finetune.runs import local_target, open_run
+from axlearn_plugins_finetune.lora.merge import moved_variables, scales_of
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
@@ -45,7 +47,8 @@ def export_peft(
     from safetensors.flax import save_file
 
     directory = local_target(directory)
-    source = open_run(run_dir, step)
+    configure_devices(None)
+    source = Run(run_dir).weights(step)
     if not scales_of(source):
         raise RequestError(f"{run_dir} has no adapters to write\n    fix: give a run that was trained with lora")
     if variables := moved_variables(source):

@@ -7,19 +7,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from axlearn_core.checkpoint import open_weights
 from axlearn_core.compose import ModelWeights, Program
 from axlearn_core.config import Configurable, Node, node, setting
 from axlearn_core.contracts.capabilities import tokenizer_of
 from axlearn_core.contracts.parts import Weights
 from axlearn_core.errors import CheckpointError, InputError, RequestError
+from axlearn_core.run import Run, open_weights
 from axlearn_core.train import TrainLoop
-from axlearn_core.train.api import saved_config
 from axlearn_core.train.loop import Loop
 from axlearn_core.train.session import Session, log_message
+from axlearn_plugins_finetune.conversion import carried
 from axlearn_plugins_finetune.lora import adapters
 from axlearn_plugins_finetune.lora.adapters import is_adapter
-from axlearn_plugins_finetune.runs import carried
 
 CONTINUES_WITHOUT = "a run that has begun goes on without it: `axlearn train RUN/config.yaml --run-dir RUN`"
 """For errors about a base that is gone."""
@@ -137,7 +136,7 @@ def read_like(weights: Weights, like: Mapping[str, Any], *, name: str) -> dict[s
 def _check_tokenizer(uri: str, own: Any) -> None:
     """Raises `RequestError` where a run was trained with another tokenizer than the data is read with."""
     try:
-        config = saved_config(uri)
+        config = Run(uri).config
     except CheckpointError:
         raise
     except RequestError:  # weights of a scheme that no storage has

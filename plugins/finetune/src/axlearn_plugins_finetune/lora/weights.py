@@ -7,10 +7,10 @@ from typing import Any
 import jax
 from jax.sharding import Sharding
 
-from axlearn_core.checkpoint import open_weights
 from axlearn_core.config import Node
 from axlearn_core.contracts.parts import Tokenizer, Weights
 from axlearn_core.errors import CheckpointError
+from axlearn_core.run import open_weights
 from axlearn_plugins_finetune.lora import adapters
 from axlearn_plugins_finetune.lora.adapters import Exported
 from axlearn_plugins_finetune.lora.linear import ADAPTERS

@@ -5,9 +5,9 @@ from typing import Any, TypeVar
 
 import attrs
 
-from axlearn_core.checkpoint import open_weights
 from axlearn_core.config import Node, patch
 from axlearn_core.errors import CheckpointError, ConfigError, Problem
+from axlearn_core.run import open_weights
 from axlearn_plugins_finetune.lora.start import CONTINUES_WITHOUT, StartFromRun
 
 Tree = TypeVar("Tree", bound=Node[Any])

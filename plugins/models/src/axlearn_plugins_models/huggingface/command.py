@@ -20,7 +20,7 @@ def import_hf(directory: Path, run_dir: Path, with_: Sequence[str], set_: Sequen
     The run begins at step 0 with these weights and a fresh optimizer. What it is to be trained on, and how, is set here:
     `--set input.source.paths=[...]`.
     """
-    from axlearn_plugins_models.huggingface.runs import import_run
+    from axlearn_plugins_models.huggingface.import_export import import_run
 
     run = shlex.quote(str(run_dir))
     source = import_run(directory, run_dir, with_=with_, set=set_)
@@ -44,7 +44,7 @@ def import_hf(directory: Path, run_dir: Path, with_: Sequence[str], set_: Sequen
 )
 def export_hf(run_dir: str, directory: str, step: int | None, dtype: str | None) -> None:
     """Write the model of RUN_DIR in Hugging Face format to the new directory DIR."""
-    from axlearn_plugins_models.huggingface.runs import export_run
+    from axlearn_plugins_models.huggingface.import_export import export_run
 
     export_run(run_dir, directory, step=step, dtype=dtype)
     echo(str(directory))

@@ -6,7 +6,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from axlearn_core.errors import RequestError
-from axlearn_core.train.phases import PROGRESS
+from axlearn_core.run.phases import PROGRESS
 from axlearn_plugins_runtime.launch.job import Job
 from axlearn_plugins_runtime.launch.start import is_uri
 

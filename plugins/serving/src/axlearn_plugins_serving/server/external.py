@@ -93,7 +93,7 @@ def _wait(process: "subprocess.Popen[bytes]") -> int:
 def _hugging_face_directory(uri: str, step: int | None) -> Iterator[Path]:
     """The directory itself, or a temporary one with the model of a run."""
     try:
-        from axlearn_plugins_models.huggingface.runs import export_run
+        from axlearn_plugins_models.huggingface.import_export import export_run
         from axlearn_plugins_models.huggingface.source import is_model
     except ImportError as error:
         raise RequestError(

@@ -17,7 +17,7 @@ from axlearn_core.config import Node, patch
 from axlearn_core.config.tree import children, join
 from axlearn_core.contracts.capabilities import vocabulary_size
 from axlearn_core.errors import CheckpointError, RequestError, unknown
-from axlearn_core.train.api import saved_config
+from axlearn_core.run import Run
 from axlearn_core.train.trainer import Trainer
 
 CLEAR = 4.0
@@ -104,7 +104,7 @@ def read_runs(first: Path, second: Path) -> tuple[Any, Any]:
     """
     configs = []
     for path in (first, second):
-        config = saved_config(path)
+        config = Run(path).config
         if not isinstance(config, Trainer.Config):
             raise RequestError(f"{path} is not the directory of a run\n    fix: see `axlearn runs list`")
         configs.append(config)

@@ -9,7 +9,8 @@ import click
 
 from axlearn_core.cli.common import json_option, print_json, print_table
 from axlearn_core.cli.terminal import echo
-from axlearn_core.errors import CheckpointError, MissingFileError
+from axlearn_core.errors import CheckpointError
+from axlearn_core.run import Run
 
 if TYPE_CHECKING:
     from axlearn_core.checkpoint.manifest import Checkpoints
@@ -22,7 +23,7 @@ run_dir_argument = click.argument("run_dir", metavar="RUN_DIR|URI")
 @json_option
 def list_(run_dir: str, as_json: bool) -> None:
     """List the checkpoints of a run, oldest first. RUN_DIR may be a URI, or where the checkpoints themselves are."""
-    place = _find(run_dir)
+    place = Run(run_dir).checkpoints
     rows = [_row(place, step) for step in place.steps()]
     if as_json:
         print_json(rows)
@@ -43,7 +44,7 @@ def list_(run_dir: str, as_json: bool) -> None:
 @json_option
 def inspect(run_dir: str, step: int | None, verify: bool, as_json: bool) -> None:
     """List the arrays in a checkpoint of RUN_DIR: path, shape, dtype."""
-    place = _find(run_dir)
+    place = Run(run_dir).checkpoints
     steps = place.steps()
     if not steps:
         raise CheckpointError(f"{place.name} has no checkpoint")
@@ -58,27 +59,6 @@ def inspect(run_dir: str, step: int | None, verify: bool, as_json: bool) -> None
         err=True,
     )
     print_table([{**r, "shape": " x ".join(map(str, r["shape"])) or "()"} for r in rows], ("name", "shape", "dtype"))
-
-
-def _find(run_dir: str) -> "Checkpoints":
-    """Where the run keeps its checkpoints: the URI of its config, or a folder of its own."""
-    from axlearn_core.checkpoint.manifest import Checkpoints
-    from axlearn_core.checkpoint.storage import open_storage
-    from axlearn_core.config import parse
-
-    storage = open_storage(run_dir)
-    try:
-        text = storage.read("config.yaml").decode()
-    except MissingFileError:
-        place = Checkpoints(storage, run_dir)
-        if place.steps():
-            return place
-        raise CheckpointError(f"{run_dir} is not a run directory: it has no config.yaml") from None
-    data = parse(text, f"{run_dir}/config.yaml").data
-    uri = (data.get("checkpointer") or {}).get("uri") if isinstance(data, dict) else None
-    return (
-        Checkpoints(open_storage(uri), uri) if uri else Checkpoints(storage, f"{run_dir}/checkpoints", "checkpoints/")
-    )
 
 
 def _row(place: "Checkpoints", step: int) -> dict[str, Any]:

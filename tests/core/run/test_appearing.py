@@ -5,7 +5,7 @@ import os
 import pytest
 
 from axlearn_core.errors import WorkError
-from axlearn_plugins_finetune.runs import appearing
+from axlearn_core.run.derive import appearing
 
 
 def fill(out):

@@ -10,7 +10,7 @@ import importlib_metadata
 
 from axlearn_core.compose import Program
 from axlearn_core.plugins.decisions import Decision
-from axlearn_core.train.run_dir import short_hash
+from axlearn_core.run.record import short_hash
 
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers", "numpy")
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")

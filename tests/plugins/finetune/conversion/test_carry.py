@@ -11,7 +11,8 @@ from axlearn_core.cli.main import cli
 from axlearn_core.compose import Functional
 from axlearn_core.errors import CheckpointError
 from axlearn_core.plugins.resolve import resolve
-from axlearn_plugins_finetune.runs import FRESH, ZERO, bridges, open_run, transfer_params
+from axlearn_core.run import Run
+from axlearn_plugins_finetune.conversion import FRESH, ZERO, bridges, transfer_params
 
 QUICK = {"xla_backend_optimization_level": 0}
 SIZES = {
@@ -124,7 +125,7 @@ def test_the_command_converts_a_run(tmp_path):
 
     result = call(str(new), "--with", "interleave:window=64", "--with", "ema", "--set", "max_steps=2")
     assert result.exit_code == 0, result.output
-    before, after = open_run(old), open_run(new)
+    before, after = Run(old).weights(), Run(new).weights()
     assert after.step == 0
     assert after.extra["data"] == before.extra["data"]
     np.testing.assert_array_equal(

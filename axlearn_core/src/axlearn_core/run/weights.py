@@ -8,8 +8,6 @@ from typing import Any
 import jax
 from jax.sharding import Sharding
 
-from axlearn_core.checkpoint.run import RunCheckpoint, WholeCheckpoint, open_checkpoint, open_folder, read_run_config
-from axlearn_core.checkpoint.storage import open_storage
 from axlearn_core.compose import Functional, ModelAndObjective
 from axlearn_core.compose.objective import PREFIX
 from axlearn_core.config import Node
@@ -19,6 +17,8 @@ from axlearn_core.errors import CheckpointError, RequestError, nearest
 from axlearn_core.learn.evaluation import Source, evaluation_sources
 from axlearn_core.learn.paths import select
 from axlearn_core.plugins.manager import host
+from axlearn_core.run.checkpoints import RunCheckpoint, WholeCheckpoint, open_checkpoint, open_folder
+from axlearn_core.run.run import Run
 
 
 def open_weights(uri: str | Path, *, step: int | None = None, storage: Storage | None = None) -> Weights:
@@ -34,25 +34,26 @@ def open_weights(uri: str | Path, *, step: int | None = None, storage: Storage |
         CheckpointError: no weights there, no such step, or the tensors are not those of the run's model.
         RequestError: no plugin knows the scheme.
     """
-    unknown: RequestError | None = None
     try:
-        files = storage or open_storage(uri)
-        if (config := read_run_config(files, uri)) is not None:
-            return RunWeights(open_checkpoint(uri, files, config, step))
-        if (checkpoint := open_folder(uri, files, step)) is not None:
-            return RunWeights(checkpoint)
+        run = Run(uri, storage=storage)
+        if (opened := run.find_weights(step)) is not None:
+            return opened
+        error: RequestError = run.missing()
     except CheckpointError:
         raise
-    except RequestError as error:  # a plugin may know the scheme all the same
-        unknown = error
+    except RequestError as unknown:  # a plugin may know the scheme all the same
+        error = unknown
     if step is None and (weights := host().only("axlearn_weights", uri=str(uri))) is not None:
         return weights
-    if unknown is not None:
-        raise unknown
-    reason = "does not exist" if "://" not in str(uri) and not Path(uri).exists() else "has no config.yaml"
-    raise CheckpointError(
-        f"{uri} is not a run directory: it {reason}\n    fix: give the directory that `axlearn train` named"
-    )
+    raise error
+
+
+def open_run_weights(run: Run, step: int | None = None) -> "RunWeights | None":
+    """The weights of a run, or of a run's folder of checkpoints; None if it is neither. See `Run.weights`."""
+    if run.config is not None:
+        return RunWeights(open_checkpoint(run.uri, run.storage, run.config, step))
+    checkpoint = open_folder(run.uri, run.storage, step)
+    return None if checkpoint is None else RunWeights(checkpoint)
 
 
 class RunWeights:

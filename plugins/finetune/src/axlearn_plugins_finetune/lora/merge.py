@@ -1,20 +1,22 @@
-"""Adapters of whole runs: a run merged into a dense one, or its adapters exported."""
+"""Adapters of whole runs: merges a run into a dense one, or exports its adapters."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from axlearn_core.checkpoint import RunWeights
+from axlearn_core.compose.devices import configure_devices
 from axlearn_core.contracts.capabilities import FreezesVariables
 from axlearn_core.errors import RequestError
+from axlearn_core.run import Run, RunWeights
+from axlearn_core.run.derive import local_target, new_directory
+from axlearn_plugins_finetune.conversion import FRESH
 from axlearn_plugins_finetune.lora import adapters
 from axlearn_plugins_finetune.lora.feature import without_adapters
 from axlearn_plugins_finetune.lora.start import StartFromRun
-from axlearn_plugins_finetune.runs import FRESH, check_new, local_target, open_run, write_run
 
 
 def bridge(path: str, shape: Sequence[int], axes: Sequence[str | None], old: Callable[[str], Any]) -> Any:
-    """New adapters are initialised, which makes them add nothing; see `axlearn_plugins_finetune.runs.Bridge`."""
+    """New adapters are initialised, which makes them add nothing; see `axlearn_plugins_finetune.conversion.Bridge`."""
     return FRESH if adapters.is_adapter(path) else None
 
 
@@ -34,7 +36,8 @@ def moved_variables(run: RunWeights) -> list[str]:
 def export_run(run_dir: str | Path, directory: str | Path, *, step: int | None = None) -> None:
     """Writes the adapters of a run on their own; see `adapters.save`."""
     directory = local_target(directory)
-    source = open_run(run_dir, step)
+    configure_devices(None)
+    source = Run(run_dir).weights(step)
     moved = moved_variables(source)
     adapters.save(directory, source.read(), scales_of(source), run=base_of(source), variables=moved)
 
@@ -53,9 +56,10 @@ def merge_run(run_dir: str | Path, out: str | Path, *, exported: Path | None = N
     Raises:
         RequestError: there is nothing to merge, the adapters are of another base, or `out` is taken.
     """
-    out = local_target(out)
-    check_new(out)
-    source = open_run(run_dir, step)
+    new_directory(out)
+    configure_devices(None)
+    run = Run(run_dir)
+    source = run.weights(step)
     scales = scales_of(source)
     if not scales and exported is None:
         raise RequestError(f"{run_dir} has no adapters to merge\n    fix: give a run that was trained with lora")
@@ -63,12 +67,16 @@ def merge_run(run_dir: str | Path, out: str | Path, *, exported: Path | None = N
         raise RequestError(
             f"{run_dir} has adapters of its own\n    fix: give the run of their base, or leave --adapters out"
         )
-    params = source.read()
-    if exported is not None:
+
+    def merge(weights: RunWeights) -> Mapping[str, Any]:
+        params = weights.read()
+        if exported is None:
+            return adapters.merge(params, scales)
         adapter_export = adapters.load(exported)
         adapter_export.check(params)
-        params, scales = {**params, **adapter_export.variables, **adapter_export.params}, adapter_export.scales
-    write_run(out, without_adapters(source.experiment), adapters.merge(params, scales), source)
+        return adapters.merge({**params, **adapter_export.variables, **adapter_export.params}, adapter_export.scales)
+
+    run.derive(out, without_adapters(source.experiment), merge, step=step)
 
 
 def base_of(run: RunWeights) -> str | None:

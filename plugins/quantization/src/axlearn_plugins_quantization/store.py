@@ -10,8 +10,10 @@ from flax import nnx
 
 from axlearn_core.compose import Functional
 from axlearn_core.compose.arrays import array_function
+from axlearn_core.compose.devices import configure_devices
 from axlearn_core.errors import RequestError
-from axlearn_plugins_finetune.runs import check_new, local_target, open_run, write_run
+from axlearn_core.run import Run, RunWeights
+from axlearn_core.run.derive import new_directory
 from axlearn_plugins_quantization.feature import stored
 from axlearn_plugins_quantization.weight_only import Storage, WeightOnlyLinear
 
@@ -68,11 +70,18 @@ def quantize_run(
     Raises:
         RequestError: `run_dir` is not a run, `out` is taken, or nothing fits `target`.
     """
-    out = local_target(out)
-    check_new(out)
-    source = open_run(run_dir, step)
-    config: Any = stored(source.experiment, storage, tile_size=tile_size, target=target)  # before anything is read
-    dense = source.read()
-    params = store(dense, Functional.of(config.model))
-    write_run(out, config, params, source)
-    return size(dense), size(params)
+    new_directory(out)
+    configure_devices(None)
+    run = Run(run_dir)
+    # Before anything is read.
+    config: Any = stored(run.weights(step).experiment, storage, tile_size=tile_size, target=target)
+    sizes: list[int] = []
+
+    def quantize(source: RunWeights) -> dict[str, Any]:
+        dense = source.read()
+        params = store(dense, Functional.of(config.model))
+        sizes.extend((size(dense), size(params)))
+        return params
+
+    run.derive(out, config, quantize, step=step)
+    return sizes[0], sizes[1]

@@ -1,19 +1,20 @@
 """Run directories made of Hugging Face models, and the other way round."""
 
+import functools
 import json
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from axlearn_core.checkpoint import LocalStorage, open_storage, split_weights
+from axlearn_core.checkpoint import LocalStorage, open_storage
 from axlearn_core.compose import Functional, compose
 from axlearn_core.compose.devices import configure_devices
 from axlearn_core.errors import RequestError
-from axlearn_core.train.api import provenance, saved_config
-from axlearn_core.train.run_dir import RunDir
+from axlearn_core.run import Run, derive
+from axlearn_core.run.derive import appearing, local_target, new_directory
+from axlearn_core.train.api import provenance
 from axlearn_core.train.session import log_message
-from axlearn_plugins_finetune.runs import appearing, local_target, open_run, write_weights
 from axlearn_plugins_models.huggingface import files, stream
 from axlearn_plugins_models.huggingface.export_text import KEPT, complete_text_files, model_settings, read_beside
 from axlearn_plugins_models.huggingface.family import Family, Json, families, family, family_of
@@ -44,25 +45,34 @@ def import_run(directory: Path, run_dir: Path, *, with_: Iterable[str] = (), set
         RequestError: the directory is not what it says, or `run_dir` is taken; nothing was written.
         WorkError: it cannot be written.
     """
+    new_directory(run_dir)
     configure_devices(None)
     source = open_model(directory, with_=with_, set=set)
     config = source.config
-    if RunDir.check(run_dir, config, saved_config(run_dir), allow_drift=True).resumes:
-        raise RequestError(f"{run_dir} holds a run already; nothing was written\n    fix: give another RUN_DIR")
     if getattr(config.checkpointer, "uri", None) is not None:
         raise RequestError(
             f"checkpointer.uri: an import keeps its checkpoint in RUN_DIR\n    got: {config.checkpointer.uri}\n"
             "    fix: import without it; a run of its own that keeps its checkpoints there begins with these weights by\n"
             "    --set 'loop={type: start-from-run, run_dir: RUN_DIR}'"
         )
-    state = compose(config).state
-    places = {path: spec.sharding for path, spec in {**state.params, **state.variables}.items()}
-    params, variables = split_weights(DirectoryWeights(source).read("**", places), source.model)
-    _report_source(source)
+
+    def read(weights: DirectoryWeights) -> Mapping[str, Any]:
+        state = compose(config).state
+        places = {path: spec.sharding for path, spec in {**state.params, **state.variables}.items()}
+        tensors = weights.read("**", places)
+        _report_source(source)
+        return tensors
+
     lock = {"imported_from": str(directory), "provenance": provenance(source.resolved)}
-    with appearing(run_dir) as partial:
-        _keep(source, partial)
-        write_weights(partial, config, params, variables, step=0, lock=lock)
+    derive(
+        DirectoryWeights(source),
+        run_dir,
+        config,
+        read,
+        new_step=0,
+        lock=lock,
+        add_files=functools.partial(_keep, source),
+    )
     return source
 
 
@@ -96,11 +106,11 @@ def export_run(
         RequestError: it is not a run, nothing in the format describes its model, or `directory` is taken.
         WorkError: it cannot be written.
     """
-    configure_devices(None)
     directory = local_target(directory)
     if directory.exists():
         raise RequestError(f"{directory} is there already; nothing was written\n    fix: give another DIR")
-    source = open_run(run_dir, step)
+    configure_devices(None)
+    source = Run(run_dir).weights(step)
     config: Any = source.experiment
     run_files = _kept_files(run_dir)
     text = text_processor(config)

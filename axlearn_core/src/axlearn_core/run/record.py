@@ -18,7 +18,6 @@ from typing import Any
 
 import attrs
 
-from axlearn_core.checkpoint.assets import aligned_assets, located_by_content, write_assets
 from axlearn_core.checkpoint.storage import LocalStorage
 from axlearn_core.config import Change, Node, diff
 from axlearn_core.config.files import read_regular
@@ -27,8 +26,10 @@ from axlearn_core.config.types import show
 from axlearn_core.errors import CheckpointError, RequestError, StorageError, WorkError
 from axlearn_core.plugins.decisions import Decision
 from axlearn_core.plugins.unregistered import code_name, stable_repr
+from axlearn_core.run.asset_copies import aligned_assets, located_by_content, write_assets
 
 Who = Callable[[str], str | None]
+CONFIG, LOCK = "config.yaml", "run.lock.json"
 SUPERVISOR = ("processes.jsonl", "launch")
 """What may be in the directory before the run is: events of its processes, their logs and compiled programs."""
 LOCK_TYPES: Mapping[str, type] = {
@@ -152,41 +153,57 @@ class RunDir:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             write_assets(LocalStorage(self.path), assets)
-            write_whole(self.path / "config.yaml", config_text)
-            write_whole(self.path / "run.lock.json", json.dumps(lock, indent=1, default=str) + "\n")
+            write_whole(self.path / CONFIG, config_text)
+            write_whole(self.path / LOCK, json.dumps(lock, indent=1, default=str) + "\n")
         except (OSError, StorageError) as error:
             reason = (error.strerror if isinstance(error, OSError) else None) or error
             raise WorkError(f"cannot write the run directory {self.path}: {reason}") from error
 
     def read_lock(self) -> dict[str, Any]:
-        """The lock, or an empty one where it is missing. Raises `CheckpointError` where it is damaged."""
-        file = self.path / "run.lock.json"
-        if not file.exists():
-            return {}
+        """The lock; empty if it is missing. Raises `CheckpointError` if it is damaged."""
+        file = self.path / LOCK
         try:
-            lock = json.loads(read_regular(file))
-        except (OSError, ValueError, RecursionError) as error:
-            raise _damaged_lock(file, str(error).partition("\n")[0][:200] or type(error).__name__) from None
-        if not isinstance(lock, dict):
-            raise _damaged_lock(file, f"a {type(lock).__name__}")
-        for name, kind in LOCK_TYPES.items():
-            if name in lock and not isinstance(lock[name], kind):
-                raise _damaged_lock(file, f"{name}: {show(lock[name])}")
-        return lock
+            return parse_lock(read_regular(file), str(file))
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            raise _damaged_lock(str(file), str(error).partition("\n")[0][:200]) from None
 
     def write_fact(self, name: str, value: object) -> None:
         """Adds one fact to the lock that is known only once the step is compiled."""
         lock = self.read_lock() | {name: value}
-        write_whole(self.path / "run.lock.json", json.dumps(lock, indent=1, default=str) + "\n")
+        write_whole(self.path / LOCK, json.dumps(lock, indent=1, default=str) + "\n")
 
     def add_decision(self, decision: Decision) -> None:
         """Adds a decision to the lock that was made once the run had begun."""
         self.write_fact("decisions", [*self.read_lock().get("decisions", ()), attrs.asdict(decision)])
 
 
-def _damaged_lock(file: Path, problem: str) -> CheckpointError:
+def parse_lock(data: bytes, name: str) -> dict[str, Any]:
+    """The content of `run.lock.json`.
+
+    Args:
+        data: the file.
+        name: of the file, for the error.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    try:
+        lock = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise _damaged_lock(name, str(error).partition("\n")[0][:200] or type(error).__name__) from None
+    if not isinstance(lock, dict):
+        raise _damaged_lock(name, f"a {type(lock).__name__}")
+    for key, kind in LOCK_TYPES.items():
+        if key in lock and not isinstance(lock[key], kind):
+            raise _damaged_lock(name, f"{key}: {show(lock[key])}")
+    return lock
+
+
+def _damaged_lock(name: str, problem: str) -> CheckpointError:
     return CheckpointError(
-        f"{file} is damaged\n    got: {problem}\n"
+        f"{name} is damaged\n    got: {problem}\n"
         "    fix: bring it back, such as from a checkpoint's folder, or delete it: the next run writes it again"
     )
 

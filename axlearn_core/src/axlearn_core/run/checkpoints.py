@@ -13,60 +13,23 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from axlearn_core.checkpoint import manifest, stream
-from axlearn_core.checkpoint.assets import Place, aligned_assets, attach_assets
-from axlearn_core.checkpoint.manifest import ArrayInfo, Checkpoints
+from axlearn_core.checkpoint import manifest
+from axlearn_core.checkpoint.manifest import ArrayInfo, Checkpoints, Manifest
+from axlearn_core.checkpoint.reader import CheckpointReader
 from axlearn_core.checkpoint.sharded import WEIGHTS_ONLY, ShardedCheckpointer
-from axlearn_core.checkpoint.shards import StoredArray
-from axlearn_core.checkpoint.state import agree
 from axlearn_core.checkpoint.storage import open_storage
 from axlearn_core.compose import ModelAndObjective, TrainState
-from axlearn_core.config import Node, diff
+from axlearn_core.config import diff
 from axlearn_core.config.kinds import DECISIVE, change_kinds
 from axlearn_core.contracts.storage import Storage
-from axlearn_core.errors import CheckpointError, ConfigError, MissingFileError
+from axlearn_core.errors import CheckpointError, MissingFileError
 from axlearn_core.learn.paths import flatten
-from axlearn_core.plugins.registry import registry
-from axlearn_core.plugins.request import read_text
-from axlearn_core.plugins.unregistered import CodeNames, code_name, with_values
+from axlearn_core.plugins.unregistered import code_name
+from axlearn_core.run.asset_copies import Place, aligned_assets
+from axlearn_core.run.record import CONFIG
+from axlearn_core.run.run import CHECKPOINTS, find_checkpoints, read_run_config
 
 log = logging.getLogger(__name__)
-CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
-
-
-def read_run_config(
-    storage: Storage, uri: str | Path, path: str = CONFIG, *, places: Sequence[Place] | None = None
-) -> Node[Any] | None:
-    """The resolved config of a run at a path of its storage; None where there is no such file.
-
-    Paths of the run's assets are local paths in it, which can be opened now.
-
-    Args:
-        storage: where the file is.
-        uri: of the storage, for messages.
-        path: of the file.
-        places: where the run's assets are; by default beside the file.
-
-    Raises:
-        CheckpointError: the file cannot be read back, or the run lacks an asset.
-    """
-    file = f"{uri}/{path}"
-    try:
-        text = storage.read(path).decode()
-        request = read_text(text, file, CodeNames(registry()))
-    except MissingFileError:
-        return None
-    except ConfigError as error:
-        raise CheckpointError(f"{file} does not fit the installed packages:\n{error}") from error
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{file} is not a text file: {error}") from None
-    if not isinstance(request.experiment, Node):
-        raise CheckpointError(f"{file} is a run file, not the resolved config of a run (it lacks `resolved: true`)")
-    try:
-        config = with_values(request.experiment)
-    except ConfigError as error:
-        raise CheckpointError(f"{file} cannot be read by this process:\n{error}") from error
-    return attach_assets(config, file, places or [(storage, path.removesuffix(CONFIG))])
 
 
 class RunCheckpoint:
@@ -77,17 +40,20 @@ class RunCheckpoint:
         config: the run's root config.
         place: where its checkpoints lie.
         step: of the checkpoint.
-        manifest: what it holds.
     """
 
     def __init__(self, uri: str | Path, place: Checkpoints, config: Any, step: int | None = None):
         self.uri, self.place, self.config = uri, place, config
         self.step = _find_step(uri, place.steps(), step)
-        self.manifest = place.inspect(self.step)
-        self._indices: dict[str, dict[str, StoredArray]] = {}
+        self._reader = CheckpointReader(place, place.inspect(self.step))
 
     def __str__(self) -> str:
         return f"the checkpoint of step {self.step} of {self.uri}"
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the checkpoint holds."""
+        return self._reader.manifest
 
     @property
     def arrays(self) -> Mapping[str, ArrayInfo]:
@@ -96,7 +62,7 @@ class RunCheckpoint:
 
     def migrate(self, expected: Collection[str]) -> None:
         """Gives arrays that are wanted and missing the paths of this version, where an earlier version had others."""
-        self.manifest = self.manifest.migrated(expected)
+        self._reader.manifest = self.manifest.migrated(expected)
 
     @property
     def weights_only(self) -> bool:
@@ -119,27 +85,7 @@ class RunCheckpoint:
         Raises:
             CheckpointError: a file is damaged.
         """
-        if not like:
-            return {}
-        paths = {p: self.arrays[p].path for p in like}
-        error: CheckpointError | None = None
-        loaded: dict[str, jax.Array] = {}
-        try:
-            for folder in (manifest.WEIGHTS, manifest.OTHERS):
-                if missing := like.keys() - loaded.keys():
-                    index = self._index(folder)
-                    places = {p: like[p].sharding for p in like if p in missing and paths[p] in index}
-                    arrays = {p: index[paths[p]] for p in places}
-                    loaded |= dict(stream.read_arrays(self.place.storage, self._root + folder, arrays, places))
-        except stream.DamagedError as damage:
-            error = self._damage_error(str(damage))
-        agree(error, error)
-        return loaded
-
-    def _index(self, folder: str) -> dict[str, StoredArray]:
-        if folder not in self._indices:
-            self._indices[folder] = stream.read_index(self.place.storage, self._root, self.manifest.files, folder)
-        return self._indices[folder]
+        return self._reader.read({path: spec.sharding for path, spec in like.items()}) if like else {}
 
     @property
     def _root(self) -> str:
@@ -216,13 +162,6 @@ def _find_step(uri: str | Path, steps: Sequence[int], step: int | None) -> int:
         listed = ", ".join(map(str, steps)) or "none"
         raise CheckpointError(f"{uri} has no checkpoint{suffix} (there: {listed})\n    fix: give one of those")
     return steps[-1] if step is None else step
-
-
-def find_checkpoints(uri: str | Path, storage: Storage, elsewhere: str | None) -> Checkpoints:
-    """Where the run at `uri` keeps its checkpoints; `elsewhere` is the URI in its config."""
-    if elsewhere is not None:
-        return Checkpoints(open_storage(elsewhere), elsewhere)
-    return Checkpoints(storage, f"{uri}/{CHECKPOINTS}", f"{CHECKPOINTS}/")
 
 
 def open_folder(uri: str | Path, storage: Storage, step: int | None = None) -> RunCheckpoint | None:

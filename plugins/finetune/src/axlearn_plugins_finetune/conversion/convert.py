@@ -8,15 +8,17 @@ from typing import Any
 import jax
 
 from axlearn_core.compose import Functional
+from axlearn_core.compose.devices import configure_devices
 from axlearn_core.config import Node
 from axlearn_core.errors import CheckpointError, PluginError, RequestError
 from axlearn_core.plugins.feature import Feature
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import resolve
+from axlearn_core.run import Run, RunWeights
+from axlearn_core.run.derive import new_directory
 from axlearn_core.train.api import provenance
-from axlearn_plugins_finetune.runs.carry import Params, bridges, transfer_params
-from axlearn_plugins_finetune.runs.runs import check_new, local_target, open_run, write_run
+from axlearn_plugins_finetune.conversion.carry import Params, bridges, transfer_params
 
 
 def converted(
@@ -40,15 +42,19 @@ def converted(
         CheckpointError: `run_dir` is not a run, or its parameters cannot be carried over; it says which feature is why.
         RequestError: `out` is taken, or a feature does not fit.
     """
-    out = local_target(out)
-    check_new(out)
-    source = open_run(run_dir, step)
-    resolved = resolve(Request.of(source.experiment, with_=with_, set=set)).checked()
+    new_directory(out)
+    configure_devices(None)
+    run = Run(run_dir)
+    resolved = resolve(Request.of(run.weights(step).experiment, with_=with_, set=set)).checked()
     config: Any = resolved.config
     by, reasons = bridges(resolved.features)
-    target = Functional.of(config.model)
-    params = transfer_params(source.read(), source.functional, target, by, reasons=reasons, seed=config.seed)
-    write_run(out, config, params, source, step=0, lock={"features": list(with_), "provenance": provenance(resolved)})
+
+    def transfer(source: RunWeights) -> Params:
+        target = Functional.of(config.model)
+        return transfer_params(source.read(), source.functional, target, by, reasons=reasons, seed=config.seed)
+
+    lock = {"features": list(with_), "provenance": provenance(resolved)}
+    run.derive(out, config, transfer, step=step, new_step=0, lock=lock)
 
 
 def carried(run_dir: str | Path, config: Any, functional: Functional, *, step: int | None = None) -> Params:
@@ -76,7 +82,7 @@ def carried(run_dir: str | Path, config: Any, functional: Functional, *, step: i
             f"the parameters of {run_dir} are of another model; they are carried over by one process only\n"
             f"    fix: make the new run before, by `axlearn convert {run} NEW_RUN_DIR --with ...`, and train that"
         )
-    source = open_run(run_dir, step)
+    source = Run(run_dir).weights(step)
     by, reasons = bridges(_installed_features(source.experiment, config))
     try:
         return transfer_params(source.read(), source.functional, functional, by, reasons=reasons, seed=config.seed)

@@ -1,0 +1,217 @@
+"""A run, opened by its path or URI: its config, lock, checkpoints, weights, metrics and text."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from axlearn_core.checkpoint.manifest import Checkpoints
+from axlearn_core.checkpoint.storage import open_storage
+from axlearn_core.config import Node, parse
+from axlearn_core.contracts.storage import Storage
+from axlearn_core.contracts.text import TextFacts
+from axlearn_core.errors import CheckpointError, ConfigError, MissingFileError
+from axlearn_core.plugins.registry import registry
+from axlearn_core.plugins.request import read_text
+from axlearn_core.plugins.unregistered import CodeNames, with_values
+from axlearn_core.run.asset_copies import Place, attach_assets
+from axlearn_core.run.metrics import METRICS, parse_records
+from axlearn_core.run.record import CONFIG, LOCK, parse_lock
+
+if TYPE_CHECKING:
+    from axlearn_core.run.weights import RunWeights
+
+CHECKPOINTS = "checkpoints"
+
+
+class Run:
+    """A run at a path, or at the URI of a storage. Nothing is read before it is asked for.
+
+    `config`, `weights`, `text` and `derive` import what the config names, and JAX with it; the rest does not.
+
+    Attributes:
+        uri: of the run directory, or of its folder of checkpoints.
+        storage: of `uri`.
+    """
+
+    def __init__(self, uri: str | Path, *, storage: Storage | None = None):
+        self.uri = str(uri)
+        self.storage = storage or open_storage(uri)
+        self._weights: dict[int | None, RunWeights | None] = {}
+
+    def __str__(self) -> str:
+        return self.uri
+
+    @cached_property
+    def settings(self) -> Mapping[str, Any]:
+        """The config file as plain data; empty if there is none.
+
+        Raises:
+            CheckpointError: the file cannot be parsed.
+        """
+        try:
+            text = self.storage.read(CONFIG).decode()
+            data = parse(text, f"{self.uri}/{CONFIG}").data
+        except MissingFileError:
+            return {}
+        except (ConfigError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{self.uri}/{CONFIG} cannot be read: {error}") from error
+        return data if isinstance(data, Mapping) else {}
+
+    @cached_property
+    def config(self) -> Node[Any] | None:
+        """The resolved config; None if there is no config file. Paths of assets can be opened.
+
+        Raises:
+            CheckpointError: the file cannot be read back, or the run lacks an asset.
+        """
+        return read_run_config(self.storage, self.uri)
+
+    @cached_property
+    def lock(self) -> Mapping[str, Any]:
+        """Versions, devices, data, provenance, the run's id; empty if there is no lock.
+
+        Raises:
+            CheckpointError: the lock is damaged.
+        """
+        try:
+            return parse_lock(self.storage.read(LOCK), f"{self.uri}/{LOCK}")
+        except MissingFileError:
+            return {}
+
+    @cached_property
+    def checkpoints(self) -> Checkpoints:
+        """The folder of the run's checkpoints, wherever its config keeps it.
+
+        Raises:
+            CheckpointError: `uri` is neither a run directory nor a folder of checkpoints.
+        """
+        if not self.settings:
+            place = Checkpoints(self.storage, self.uri)
+            if place.steps():
+                return place
+            raise self.missing()
+        checkpointer = self.settings.get("checkpointer")
+        return find_checkpoints(
+            self.uri, self.storage, checkpointer.get("uri") if isinstance(checkpointer, Mapping) else None
+        )
+
+    @cached_property
+    def metrics(self) -> Sequence[Mapping[str, Any]]:
+        """The records of `metrics.jsonl`: `step`, the values, `elapsed_seconds`. Damaged lines are left out."""
+        try:
+            return [record for _, record in parse_records(self.storage.read(METRICS), METRICS)[0]]
+        except MissingFileError:
+            return []
+
+    def weights(self, step: int | None = None) -> "RunWeights":
+        """The weights of a checkpoint. Reads no tensor.
+
+        Args:
+            step: of the checkpoint; by default the newest.
+
+        Raises:
+            CheckpointError: this is not a run, there is no such checkpoint, or the checkpoint is damaged.
+        """
+        weights = self.find_weights(step)
+        if weights is None:
+            raise self.missing()
+        return weights
+
+    def missing(self) -> CheckpointError:
+        """The error for a path or URI that is not a run."""
+        reason = "does not exist" if "://" not in self.uri and not Path(self.uri).exists() else f"has no {CONFIG}"
+        return CheckpointError(
+            f"{self.uri} is not a run directory: it {reason}\n"
+            "    fix: give the directory that `axlearn train` named; a Hugging Face model becomes a run with\n"
+            "    `axlearn checkpoint import-hf`, adapters with their base with `axlearn lora merge`"
+        )
+
+    def find_weights(self, step: int | None = None) -> "RunWeights | None":
+        """As `weights`; None if there is no run."""
+        from axlearn_core.run.weights import open_run_weights
+
+        if step not in self._weights:
+            self._weights[step] = open_run_weights(self, step)
+        return self._weights[step]
+
+    @cached_property
+    def text(self) -> TextFacts | None:
+        """How the model's text becomes tokens, and what ends an output; None if the model has no text.
+
+        Raises:
+            CheckpointError: this is not a run.
+            RequestError: no installed package processes text.
+        """
+        experiment = self.weights().experiment
+        if getattr(getattr(experiment, "input", None), "tokenizer", None) is None:
+            return None
+        return registry().entry("functions", "text_processor").load()(experiment)
+
+    def derive(
+        self,
+        out: str | Path,
+        config: Node[Any],
+        transform: "Callable[[RunWeights], Mapping[str, Any]]",
+        *,
+        step: int | None = None,
+        new_step: int | None = None,
+        lock: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """Writes a run with weights made of this run's; see `axlearn_core.run.derive.derive`.
+
+        Args:
+            out: the new run directory.
+            config: of the new run's trainer.
+            transform: from this run's weights to the tensors of the new model.
+            step: the checkpoint to take; by default the newest.
+            new_step: the step of the new run's checkpoint; by default that of the checkpoint.
+            lock: more for the lock of the new run.
+        """
+        from axlearn_core.run.derive import derive
+
+        weights = self.weights(step)
+        facts = {"made_from": self.uri, "step": weights.step, **(lock or {})}
+        return derive(weights, out, config, transform, new_step=new_step, extra=weights.extra, lock=facts)
+
+
+def read_run_config(
+    storage: Storage, uri: str | Path, path: str = CONFIG, *, places: Sequence[Place] | None = None
+) -> Node[Any] | None:
+    """The resolved config of a run at a path of its storage; None if there is no such file.
+
+    Paths of the run's assets are local paths in it, which can be opened now.
+
+    Args:
+        storage: of the file.
+        uri: of the storage, for messages.
+        path: of the file.
+        places: folders with the run's assets; by default that of the file.
+
+    Raises:
+        CheckpointError: the file cannot be read back, or the run lacks an asset.
+    """
+    file = f"{uri}/{path}"
+    try:
+        text = storage.read(path).decode()
+        request = read_text(text, file, CodeNames(registry()))
+    except MissingFileError:
+        return None
+    except ConfigError as error:
+        raise CheckpointError(f"{file} does not fit the installed packages:\n{error}") from error
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{file} is not a text file: {error}") from None
+    if not isinstance(request.experiment, Node):
+        raise CheckpointError(f"{file} is a run file, not the resolved config of a run (it lacks `resolved: true`)")
+    try:
+        config = with_values(request.experiment)
+    except ConfigError as error:
+        raise CheckpointError(f"{file} cannot be read by this process:\n{error}") from error
+    return attach_assets(config, file, places or [(storage, path.removesuffix(CONFIG))])
+
+
+def find_checkpoints(uri: str | Path, storage: Storage, elsewhere: str | None) -> Checkpoints:
+    """The folder of checkpoints of the run at `uri`; `elsewhere` is `checkpointer.uri` of its config."""
+    if elsewhere is not None:
+        return Checkpoints(open_storage(elsewhere), elsewhere)
+    return Checkpoints(storage, f"{uri}/{CHECKPOINTS}", f"{CHECKPOINTS}/")
