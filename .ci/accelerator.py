@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 IMAGE = BENCHMARKS / "accelerator_/image.txt"
 TESTS = tuple(
-    f"tests/plugins/gpu/test_{name}.py" for name in ("choices", "cudnn", "mosaic", "targets", "tokamax_attention")
+    f"tests/plugins/gpu/test_{name}.py" for name in ("choices", "cudnn", "gpus", "mosaic", "tokamax_attention")
 )
 """What meets versions first: kernels below JAX's public names, and the GPU compiler."""
 

@@ -9,8 +9,8 @@ from axlearn_core.contracts.target import Target
 from axlearn_core.plugins.hookspecs import hookimpl
 from axlearn_plugins_gpu import compat
 from axlearn_plugins_gpu.choices import PRIORITIES
+from axlearn_plugins_gpu.gpus import TARGETS
 from axlearn_plugins_gpu.rules import POLICIES, rules
-from axlearn_plugins_gpu.targets import TARGETS
 
 
 @hookimpl

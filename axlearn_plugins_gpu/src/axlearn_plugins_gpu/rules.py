@@ -3,7 +3,7 @@
 from axlearn_core.contracts.mesh import MeshRule
 from axlearn_core.contracts.remat import RematPolicy
 from axlearn_plugins_gpu.choices import LAYOUTS
-from axlearn_plugins_gpu.targets import TARGETS
+from axlearn_plugins_gpu.gpus import TARGETS
 
 POLICIES = (
     RematPolicy(

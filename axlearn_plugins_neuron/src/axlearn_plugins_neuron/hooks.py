@@ -6,7 +6,7 @@ from axlearn_core.contracts.remat import RematPolicy
 from axlearn_core.contracts.target import Target
 from axlearn_core.plugins.hookspecs import hookimpl
 from axlearn_plugins_neuron.rules import POLICIES, rules
-from axlearn_plugins_neuron.targets import TRN2
+from axlearn_plugins_neuron.trainium import TRN2
 
 _ATTENTION = "axlearn_plugins_transformer.kernels.attention:Attention"
 

@@ -2,7 +2,7 @@
 
 from axlearn_core.contracts.mesh import MeshRule
 from axlearn_core.contracts.remat import RematPolicy
-from axlearn_plugins_neuron.targets import CORES
+from axlearn_plugins_neuron.trainium import CORES
 
 SPLIT = 3e9
 """Parameters from which on layers are split over the cores of a chip."""

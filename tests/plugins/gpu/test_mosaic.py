@@ -14,8 +14,8 @@ from axlearn_core.errors import RequestError
 from axlearn_core.plugins.targets import find_machine
 from axlearn_plugins_gpu import compat
 from axlearn_plugins_gpu.chips import CHIPS
+from axlearn_plugins_gpu.gpus import TARGETS
 from axlearn_plugins_gpu.kernels import mosaic
-from axlearn_plugins_gpu.targets import TARGETS
 
 pytestmark = pytest.mark.usefixtures("library", "first_kernel")
 

@@ -18,7 +18,7 @@ from axlearn_core.nn import sharding
 from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.targets import find_machine
 from axlearn_plugins_neuron import attention, sdk
-from axlearn_plugins_neuron.targets import TRN2
+from axlearn_plugins_neuron.trainium import TRN2
 from axlearn_plugins_transformer.kernels.attention import Attention
 from axlearn_plugins_transformer.kernels.bias import LinearBias
 from axlearn_plugins_transformer.kernels.masks import Causal, Full, Prefix, Segments

@@ -39,7 +39,7 @@ from axlearn_plugins_tpu.kernels.blocks import (
 )
 from axlearn_plugins_tpu.kernels.chip import known_chip
 from axlearn_plugins_tpu.kernels.ragged_paged import RAGGED_PAGED
-from axlearn_plugins_tpu.targets import TARGETS
+from axlearn_plugins_tpu.tpus import TARGETS
 from axlearn_plugins_transformer.kernels.attention import Attention
 from axlearn_plugins_transformer.kernels.masks import Causal, Prefix, Segments, SlidingWindow
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention

@@ -21,8 +21,8 @@ from axlearn_core.contracts.target import Target
 from axlearn_core.errors import RequestError
 from axlearn_plugins_gpu import compat
 from axlearn_plugins_gpu.chips import CHIPS
+from axlearn_plugins_gpu.gpus import TARGETS
 from axlearn_plugins_gpu.kernels import tokamax
-from axlearn_plugins_gpu.targets import TARGETS
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import AbstractDevice
 
 from axlearn_plugins_gpu.chips import CHIPS
-from axlearn_plugins_gpu.targets import TARGETS
+from axlearn_plugins_gpu.gpus import TARGETS
 
 
 @contextlib.contextmanager

@@ -161,7 +161,7 @@ def search_serving(
 def _planned(
     request: Request, engine: Sequence[Setting], layout: ServingLayout, failures: list[tuple[str, str]]
 ) -> ServingRow | None:
-    from axlearn_plugins_serving.plan.targets import planned
+    from axlearn_plugins_serving.plan.plan_request import planned
     from axlearn_plugins_serving.settings import engine_config
 
     own = [Setting(path=p, value=v) for p, v in layout.settings.items()]

@@ -39,7 +39,7 @@ def plan_serving(_flag: bool, request: Any, function: str, as_json: bool, export
     no_devices()
     from axlearn_plugins_plan.command import styled
     from axlearn_plugins_serving.plan import render
-    from axlearn_plugins_serving.plan.targets import planned
+    from axlearn_plugins_serving.plan.plan_request import planned
 
     plan = planned(request, config, None if export is None else Path(export))
     if as_json:

@@ -9,7 +9,7 @@ from axlearn_core.plugins.request import Request
 from axlearn_plugins_serving.devices import serving_program, set_up_devices
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.open_engine import check_decoder, fit_config, without_kernels
-from axlearn_plugins_serving.plan.targets import opened_directory
+from axlearn_plugins_serving.plan.plan_request import opened_directory
 from axlearn_plugins_serving.programs import check_new, export_programs
 from axlearn_plugins_serving.runner import ModelRunner
 from axlearn_plugins_serving.runner_program import abstract_program, block_counts, buckets

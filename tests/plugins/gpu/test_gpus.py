@@ -8,10 +8,10 @@ import pytest
 from axlearn_core.compose.devices import topology_devices
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.targets import find_machine
-from axlearn_plugins_gpu import targets, topology
+from axlearn_plugins_gpu import gpus, topology
 
 
-@pytest.mark.parametrize("target", targets.TARGETS, ids=lambda t: t.name)
+@pytest.mark.parametrize("target", gpus.TARGETS, ids=lambda t: t.name)
 def test_devices_of_absent_gpus_are_those_of_the_target(target):
     for name in target.examples:
         machine = find_machine(name)
@@ -30,7 +30,7 @@ def test_a_size_is_gpus_of_a_host_by_hosts():
 
 
 def test_figures_are_dense_and_of_one_device():
-    for target in targets.TARGETS:
+    for target in gpus.TARGETS:
         peaks = target.peak_flops
         assert peaks["float32"] < peaks["bfloat16"] < peaks["int8"]
         assert target.source
