@@ -22,7 +22,7 @@ from axlearn_core.checkpoint.writer import PartWriter, collect_parts
 from axlearn_core.config import Configurable, Node, node, setting
 from axlearn_core.errors import AxlearnError, CheckpointError, MissingFileError, WorkError
 from axlearn_core.learn.paths import flatten
-from axlearn_plugins_runtime import peers
+from axlearn_plugins_runtime import part_transfers
 from axlearn_plugins_runtime.local_tier import PART, LocalParts, Part, is_covered, needs_of, overlaps_of
 
 log = logging.getLogger(__name__)
@@ -176,8 +176,8 @@ class TieredCheckpointer(ShardedCheckpointer):
             candidates = [p % count for p in range(source + 1, source + count) if rows[p % count][0] != machine]
             for target in candidates[: self.local.copies]:
                 own = Part(part.step, part.attempt, source, part.timeline)
-                transfers.append(peers.Transfer(source, target, own, tuple((n, s) for n, s in files)))
-        peers.send_parts(transfers, self.parts)
+                transfers.append(part_transfers.Transfer(source, target, own, tuple((n, s) for n, s in files)))
+        part_transfers.send_parts(transfers, self.parts)
 
     def _machine(self) -> str:
         """What shares a directory: a machine; where one stands for several, as in tests, a directory."""
@@ -325,15 +325,15 @@ class TieredCheckpointer(ShardedCheckpointer):
             if any(self._gather(problem, "local restore")):
                 return "again", None
             missing = [n for n in needs if not is_covered(n, overlaps_of(n, arrays))]
-            rows = self._gather(peers.as_json(missing), "local restore")
+            rows = self._gather(part_transfers.as_json(missing), "local restore")
             if not any(rows):
                 return "whole", arrays
-            missing_of = [peers.from_json(row) for row in rows]
-            offers = self._gather(peers.offer_parts(self.parts, parts, missing_of), "local restore")
-            transfers = peers.plan_transfers(missing_of, offers)
+            missing_of = [part_transfers.from_json(row) for row in rows]
+            offers = self._gather(part_transfers.offer_parts(self.parts, parts, missing_of), "local restore")
+            transfers = part_transfers.plan_transfers(missing_of, offers)
             if transfers is None:
                 return "missing", None
-            got = peers.send_parts(transfers, self.parts)
+            got = part_transfers.send_parts(transfers, self.parts)
             if got:
                 log.warning(
                     "process %d got %d bytes of step %d from other machines",
