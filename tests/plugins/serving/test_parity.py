@@ -13,7 +13,7 @@ from axlearn_core.config import patch
 from axlearn_core.errors import RequestError
 from axlearn_plugins_serving.runner import ModelRunner
 from axlearn_plugins_serving.weight_layout import ROWS, ROWS_OF_WIDE_MAPS, least_rows
-from axlearn_plugins_transformer.kernels.declared import axlearn_kernels
+from axlearn_plugins_transformer.kernels.hooks import axlearn_kernels
 
 
 @pytest.mark.parametrize("features", [(), ("alibi",), ("interleave",)], ids=str)

@@ -7,7 +7,7 @@ Both kernels run one and the same loop over blocks; a block that a query does no
 They are ops of their own, so that a plugin can compute both in another order, which then has to be one and the same in both. Its
 kernels decide by `traits`, which both ops of a model have in common, so that a training and a server get the same.
 
-A program with one of them is compiled so that nothing else in it depends on the number of rows either (`declared.py`).
+A program with one of them is compiled so that nothing else in it depends on the number of rows either (`hooks.py`).
 
 Legend: B batch, Q queries, C tokens of a tile, N query heads, G key-value heads, n = N / G, H head size, V size of a value.
 """
