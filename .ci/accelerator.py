@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
-IMAGE = BENCHMARKS / "accelerator_/image.txt"
+IMAGE = BENCHMARKS / "accelerator_jobs/image.txt"
 TESTS = tuple(
     f"tests/plugins/gpu/test_{name}.py" for name in ("choices", "cudnn", "gpus", "mosaic", "tokamax_attention")
 )
@@ -37,14 +37,16 @@ def main(python: str) -> None:
     """`python`: an interpreter of 3.12."""
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
-        call("wheels", sys.executable, str(BENCHMARKS / "accelerator_/wheels.py"), str(home / "wheels"))
+        call("wheels", sys.executable, str(BENCHMARKS / "accelerator_jobs/wheels.py"), str(home / "wheels"))
         call("image, its environment", "uv", "venv", "-q", "--python", python, str(home / "image"))
         image = str(home / "image/bin/python")
         # Elsewhere than in the workspace, whose own constraints are those of another JAX.
         call("image, its packages", "uv", "pip", "install", "-q", "--python", image, "-r", str(IMAGE), cwd=home)
         rehearsal = ("--dry-run", "--minutes", "15", "--wheels", str(home / "wheels"), "--out", str(home / "out"))
         call("rehearsal", image, str(BENCHMARKS / "accelerator.py"), *rehearsal)
-        make = "import sys; from pathlib import Path; from accelerator_.environment import make_environment as make; "
+        make = (
+            "import sys; from pathlib import Path; from accelerator_jobs.environment import make_environment as make; "
+        )
         make += "make(Path(sys.argv[1]), Path(sys.argv[2]))"
         call("environment", image, "-c", make, str(home / "wheels"), str(home / "tests"), PYTHONPATH=str(BENCHMARKS))
         call("tests", str(home / "tests/bin/python"), "-m", "pytest", *TESTS, show=True)

@@ -5,7 +5,7 @@
 For a machine with a GPU or a TPU. Parts: kernels, peaks, steps, plan, decode, checkpoint. Each job of a part is a process of its
 own with its own time limit: one that fails, hangs or runs out of memory loses only itself. `accelerator.md` and
 `accelerator.json` in DIR (by default `accelerator-results`) hold what is there so far, at any time, and `log.txt` what was printed.
-`--wheels` installs what the machine lacks from a folder first, without a network; `benchmarks/accelerator_/wheels.py` makes one.
+`--wheels` installs what the machine lacks from a folder first, without a network; `benchmarks/accelerator_jobs/wheels.py` makes one.
 `--dry-run` rehearses: every part runs at toy size on a CPU, and the result says so.
 
 Exit code 0 where everything ran, 1 where a job failed, 2 where the request was wrong. No setting of the device is changed.
@@ -22,11 +22,11 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from accelerator_.environment import InstallError, make_environment, missing_requirements
-from accelerator_.harness import Run
-from accelerator_.jobs import PARTS, Part
-from accelerator_.machine import describe, versions
-from accelerator_.report import Report
+from accelerator_jobs.environment import InstallError, make_environment, missing_requirements
+from accelerator_jobs.harness import Run
+from accelerator_jobs.jobs import PARTS, Part
+from accelerator_jobs.machine import describe, versions
+from accelerator_jobs.report import Report
 
 ROOT = Path(__file__).resolve().parent.parent
 

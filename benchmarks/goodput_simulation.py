@@ -16,7 +16,7 @@ import attrs
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from goodput_.model import DAY, Cluster, Outcome, Recovery, Simulation, Tier, daly_goodput, young_interval
+from goodput_model import DAY, Cluster, Outcome, Recovery, Simulation, Tier, daly_goodput, young_interval
 
 GIB, MINUTE = 2**30, 60.0
 PUBLISHED, MEASURED, ASSUMED = "published", "measured", "assumed"

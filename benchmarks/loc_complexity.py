@@ -28,8 +28,8 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # thousands of forward passes, each of a few microseconds
 
-from loc_complexity_ import count, features, modules, packages, report, subtyping
-from loc_complexity_.installed import installed
+from loc_projects import count, features, modules, packages, report, subtyping
+from loc_projects.installed import installed
 
 Lines = dict[tuple[int, int], dict[str, int]]
 """(modules, experiments) -> file -> lines."""
@@ -88,7 +88,7 @@ def prove_ours(n: int, m: int, tell: Callable[[str], None]) -> dict[str, set[tup
 def proven(feature: str, n: int, m: int, experiments: range) -> tuple[set[tuple[int, int]], list[str]]:
     """The cells of some experiments in which a feature is active, in a project as the counted integration leaves it."""
     import jax
-    from loc_complexity_ import cells
+    from loc_projects import cells
 
     from axlearn_core.errors import AxlearnError
 

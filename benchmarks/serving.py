@@ -42,7 +42,7 @@ import ml_dtypes
 import numpy as np
 import tokenizers
 from safetensors.numpy import save_file
-from serving_.report import device_table, table
+from serving_report import device_table, table
 
 from axlearn_core.contracts.target import Target
 from axlearn_core.errors import RequestError

@@ -28,7 +28,7 @@ JOBS = {
 def harness(monkeypatch):
     """The benchmark's modules."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from accelerator_ import findings, harness, jobs, report
+    from accelerator_jobs import findings, harness, jobs, report
 
     return {"harness": harness, "jobs": jobs, "report": report, "findings": findings}
 
@@ -39,7 +39,7 @@ def run_jobs(harness, tmp_path, monkeypatch):
     runner = tmp_path / "run_job.py"
     runner.write_text(
         f"import sys; sys.path.insert(0, {str(ROOT / 'benchmarks')!r})\n"
-        "from pathlib import Path\nfrom accelerator_.context import Context\n"
+        "from pathlib import Path\nfrom accelerator_jobs.context import Context\n"
         "context = Context(Path(sys.argv[2]), seconds=float(sys.argv[3]), rehearsal=True)\n"
         f"exec({JOBS!r}[sys.argv[1]])\n"
     )
@@ -141,7 +141,7 @@ def test_every_job_is_a_function_that_exists(harness):
     assert len({j.name for j in jobs}) == len(jobs)
     for job in jobs:
         module, _, name = job.function.partition(":")
-        assert callable(getattr(importlib.import_module(f"accelerator_.{module}"), name))
+        assert callable(getattr(importlib.import_module(f"accelerator_jobs.{module}"), name))
 
 
 def results_of(**jobs):
@@ -179,7 +179,7 @@ def test_priorities_that_results_contradict_are_named(harness):
 
 
 def test_batches_are_halved_until_they_fit(harness):
-    from accelerator_.timing import OutOfMemoryError, largest_batch
+    from accelerator_jobs.timing import OutOfMemoryError, largest_batch
 
     released = []
 
@@ -216,7 +216,7 @@ SKIPPED [1] tests/plugins/gpu/test_b.py:9: needs a thing
 
 @pytest.mark.parametrize("kind", PRINTED)
 def test_outcomes_are_read_from_what_pytest_prints(harness, kind):
-    from accelerator_ import kernel_tests
+    from accelerator_jobs import kernel_tests
 
     outcomes = kernel_tests.outcomes_of(PRINTED[kind])
     assert {name.partition("::")[2]: outcome for name, outcome in outcomes.items()} == {
@@ -228,8 +228,8 @@ def test_outcomes_are_read_from_what_pytest_prints(harness, kind):
 
 
 def test_tests_of_kernels_that_are_missing_or_fail_are_told(harness, tmp_path, monkeypatch):
-    from accelerator_ import kernel_tests
-    from accelerator_.context import Context
+    from accelerator_jobs import kernel_tests
+    from accelerator_jobs.context import Context
 
     def row(name):
         kernel_tests.measure(Context(tmp_path / name, seconds=60, rehearsal=True))

@@ -19,7 +19,7 @@ def parts():
     """The benchmark's modules."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     try:
-        from loc_complexity_ import cells, count, features, installed, modules, packages, subtyping
+        from loc_projects import cells, count, features, installed, modules, packages, subtyping
 
         yield {
             "cells": cells,
@@ -85,7 +85,7 @@ def test_what_is_counted(parts, tmp_path):
 
 def test_slopes():
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    from loc_complexity_ import count
+    from loc_projects import count
 
     assert count.slope((1, 2, 5), (1, 1, 1)) == 0
     assert count.slope((1, 2, 5), (3, 5, 11)) == pytest.approx(2)

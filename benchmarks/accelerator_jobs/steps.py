@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from accelerator_.context import Context
-from accelerator_.models import settings_of, shape_of
-from accelerator_.timing import check_fits, largest_batch
+from accelerator_jobs.context import Context
+from accelerator_jobs.models import settings_of, shape_of
+from accelerator_jobs.timing import check_fits, largest_batch
 
 WARMUPS, STEPS = 2, 8
 FIRST = "bfloat16, scan"
@@ -43,7 +43,7 @@ def measure_variants(context: Context, name: str) -> None:
 
 def resolve_shape(context: Context, device: Any, name: str, features: Any = (), settings: Any = None) -> Any:
     """The experiment of a shape, resolved for the machine that is here: its mesh rule brings the remat policy."""
-    from accelerator_.local import machine_of
+    from accelerator_jobs.local import machine_of
     from axlearn_core import resolve
 
     shape = shape_of(name, rehearsal=context.rehearsal)

@@ -3,9 +3,9 @@
 import functools
 from typing import Any
 
-from accelerator_.context import Context
-from accelerator_.peaks import peak
-from accelerator_.timing import is_out_of_memory, median_seconds
+from accelerator_jobs.context import Context
+from accelerator_jobs.peaks import peak
+from accelerator_jobs.timing import is_out_of_memory, median_seconds
 
 WIDTH = 4096
 TOKENS = 16_384
@@ -26,7 +26,7 @@ def flops(batch: int, heads: int, length: int, size: int, *, backward: bool) -> 
 def measure(context: Context) -> None:
     """Rows `HEADxLENGTH kernel`, with the figures of both passes."""
     device = context.device()
-    from accelerator_.local import machine_of
+    from accelerator_jobs.local import machine_of
     from axlearn_core.kernels import selection
     from axlearn_plugins_transformer.kernels.attention import Attention
 

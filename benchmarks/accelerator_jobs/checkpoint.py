@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from accelerator_.context import Context
+from accelerator_jobs.context import Context
 
 BYTES, ARRAYS = 10 * 10**9, 40
 TOY_BYTES, TOY_ARRAYS = 8 * 10**6, 4

@@ -1,6 +1,6 @@
 """Runs one job of the benchmark in this process.
 
-    python benchmarks/accelerator_/job.py MODULE:FUNCTION [OPTION ...] --rows FILE --seconds S [--earlier DIR] [--dry-run]
+    python benchmarks/accelerator_jobs/job.py MODULE:FUNCTION [OPTION ...] --rows FILE --seconds S [--earlier DIR] [--dry-run]
 
 Each row of the result goes to FILE as a line of JSON at once, so that what was measured survives what comes after.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `benchmarks`, from any folder
 
-from accelerator_.context import Context
+from accelerator_jobs.context import Context
 
 
 def prepare_environment(rehearsal: bool) -> None:
@@ -38,7 +38,7 @@ def main() -> None:
     args = parser.parse_args()
     prepare_environment(args.dry_run)
     module, _, name = args.function.partition(":")
-    function = getattr(importlib.import_module(f"accelerator_.{module}"), name)
+    function = getattr(importlib.import_module(f"accelerator_jobs.{module}"), name)
     function(Context(args.rows, seconds=args.seconds, rehearsal=args.dry_run, earlier=args.earlier), *args.options)
 
 

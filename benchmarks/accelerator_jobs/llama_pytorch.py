@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from accelerator_.models import NORM_EPS, Shape
+from accelerator_jobs.models import NORM_EPS, Shape
 
 
 class Norm(nn.Module):

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from accelerator_.context import Context
+from accelerator_jobs.context import Context
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 OPS = ("attention", "grouped_matmul", "gated_linear_unit", "rms_norm", "cross_entropy", "paged_attention")
@@ -28,7 +28,7 @@ def measure(context: Context) -> None:
     sys.path[:0] = [str(TESTS / "plugins" / "gpu"), str(TESTS / "conformance")]
     import kernel_cases
 
-    from accelerator_.local import machine_of
+    from accelerator_jobs.local import machine_of
     from axlearn_core.kernels import selection
 
     platform = "gpu" if context.rehearsal else device.platform

@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from accelerator_.context import Context
+from accelerator_jobs.context import Context
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = "tests/plugins/gpu"

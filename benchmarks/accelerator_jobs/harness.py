@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accelerator_.jobs import Job, Part
-from accelerator_.machine import Sampler
+from accelerator_jobs.jobs import Job, Part
+from accelerator_jobs.machine import Sampler
 
 STARTUP = 10.0
 """Seconds under which no job is started: a process needs them to import JAX and find its device."""

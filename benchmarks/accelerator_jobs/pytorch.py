@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from accelerator_.context import Context
-from accelerator_.models import BETAS, CLIP, DECAY, EPS, RATE, shape_of
-from accelerator_.timing import OutOfMemoryError, is_out_of_memory, median_seconds
+from accelerator_jobs.context import Context
+from accelerator_jobs.models import BETAS, CLIP, DECAY, EPS, RATE, shape_of
+from accelerator_jobs.timing import OutOfMemoryError, is_out_of_memory, median_seconds
 
 WARMUPS, STEPS = 3, 8
 ROW = "torch.compile"
@@ -59,7 +59,7 @@ def _attention_figures(shape: Any, backend: Any, grouped: bool) -> dict[str, Any
     import torch
     from torch.nn.attention import sdpa_kernel
 
-    from accelerator_.llama_pytorch import attend
+    from accelerator_jobs.llama_pytorch import attend
 
     size = shape.width // shape.heads
     q, k, v = (
@@ -109,7 +109,7 @@ def _release() -> None:
 def _measure_batch(shape: Any, attention: tuple[str | None, bool], batch: int, checkpointed: bool) -> dict[str, Any]:
     import torch
 
-    from accelerator_.llama_pytorch import Llama
+    from accelerator_jobs.llama_pytorch import Llama
 
     backend, grouped = attention
     device = "cuda" if torch.cuda.is_available() else "cpu"

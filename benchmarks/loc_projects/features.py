@@ -14,7 +14,7 @@ from axlearn_core.config import map
 from axlearn_plugins_moe.layer import MixtureOfExperts
 from axlearn_plugins_rope.rotary import RotaryEmbedding
 from axlearn_plugins_transformer.dropout import DropoutOutput
-from loc_complexity_ import packages
+from loc_projects import packages
 
 ACTIVATION = {
     "rope": "rope:theta=100",  # at this width and length the default base would hardly turn anything

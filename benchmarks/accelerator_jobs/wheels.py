@@ -1,6 +1,6 @@
 """Collects what a GPU machine lacks, as wheels: ours, and what they need beside the packages of its image.
 
-    uv run python benchmarks/accelerator_/wheels.py DIR
+    uv run python benchmarks/accelerator_jobs/wheels.py DIR
 
 DIR then goes to the machine, which needs no network: `python benchmarks/accelerator.py --wheels DIR`. `image.txt` beside this file
 lists the image's packages; versions are chosen to fit them.

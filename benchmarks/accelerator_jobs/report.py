@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accelerator_.findings import disagreements, findings
+from accelerator_jobs.findings import disagreements, findings
 
 REHEARSAL = (
     "**Rehearsal: every part ran at toy size on a CPU. No figure on this page is a measurement of an accelerator or of this"

@@ -26,7 +26,7 @@ def make_environment(wheels: Path, folder: Path) -> str:
     files = sorted(wheels.glob("*.whl"))
     if not files:
         raise InstallError(
-            f"no wheels in {wheels}\n    fix: `python benchmarks/accelerator_/wheels.py DIR` collects them"
+            f"no wheels in {wheels}\n    fix: `python benchmarks/accelerator_jobs/wheels.py DIR` collects them"
         )
     _call(sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder))
     python = str(folder / "bin" / "python")

@@ -63,7 +63,7 @@ class Context:
 
     def earlier(self, job: str) -> dict[str, dict[str, Any]]:
         """The rows of a job that ran before, by name; empty where it has none."""
-        from accelerator_.harness import read_rows
+        from accelerator_jobs.harness import read_rows
 
         rows = read_rows(self._earlier / f"{job}.jsonl")[0] if self._earlier else []
         return {row["name"]: row for row in rows}

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from accelerator_.context import Context
-from accelerator_.models import settings_of, shape_of
-from accelerator_.peaks import bandwidth
-from accelerator_.timing import median_seconds
+from accelerator_jobs.context import Context
+from accelerator_jobs.models import settings_of, shape_of
+from accelerator_jobs.peaks import bandwidth
+from accelerator_jobs.timing import median_seconds
 
 PROMPT, TOKENS, BATCH, CACHE = 128, 64, 64, 1024
 TOY_PROMPT, TOY_TOKENS, TOY_BATCH, TOY_CACHE = 16, 8, 4, 128
@@ -19,7 +19,7 @@ TOY_PROMPT, TOY_TOKENS, TOY_BATCH, TOY_CACHE = 16, 8, 4, 128
 def measure(context: Context) -> None:
     """Rows `batch 1` (the shipped generator) and `batch 64` (its step, for several rows at once)."""
     device = context.device()
-    from accelerator_.local import machine_of
+    from accelerator_jobs.local import machine_of
     from axlearn_plugins_transformer.generate import Generator
 
     generator = Generator(_model(context))

@@ -3,8 +3,8 @@
 import functools
 from typing import Any
 
-from accelerator_.context import Context
-from accelerator_.timing import median_seconds
+from accelerator_jobs.context import Context
+from accelerator_jobs.timing import median_seconds
 
 SIZES = (8192, 16_384, 4096)
 TOY_SIZES = (256,)

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from accelerator_.context import Context
-from accelerator_.models import shape_of
-from accelerator_.steps import random_tokens, resolve_shape, specs_of
-from accelerator_.timing import check_fits
+from accelerator_jobs.context import Context
+from accelerator_jobs.models import shape_of
+from accelerator_jobs.steps import random_tokens, resolve_shape, specs_of
+from accelerator_jobs.timing import check_fits
 
 STEPS = 5
 LISTED = 25

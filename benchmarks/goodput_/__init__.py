@@ -1,1 +1,0 @@
-"""The simulation behind goodput_simulation.py."""
