@@ -5,7 +5,7 @@
 For a machine with a GPU or a TPU. Parts: kernels, peaks, steps, plan, decode, checkpoint. Each job of a part is a process of its
 own with its own time limit: one that fails, hangs or runs out of memory loses only itself. `accelerator.md` and
 `accelerator.json` in DIR (by default `accelerator-results`) hold what is there so far, at any time, and `log.txt` what was printed.
-`--wheels` installs what the machine lacks from a folder first, without a network; `benchmarks/accelerator_jobs/wheels.py` makes one.
+`--wheels` first installs missing packages from a folder, without a network. `benchmarks/accelerator_jobs/wheels.py` fills it.
 `--dry-run` rehearses: every part runs at toy size on a CPU, and the result says so.
 
 Exit code 0 where everything ran, 1 where a job failed, 2 where the request was wrong. No setting of the device is changed.
