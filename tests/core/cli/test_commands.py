@@ -196,6 +196,37 @@ def test_doctor_goes_on_and_lists_everything(install, monkeypatch):
     assert "examined, " in text.stderr
 
 
+KERNELS = """
+from axlearn_core import hookimpl
+from axlearn_core.contracts.kernels import KernelImplementation
+
+def kernel(op, name):
+    return KernelImplementation(name=name, op=op, load="lost:KERNEL")
+
+@hookimpl
+def axlearn_kernels():
+    return [
+        kernel("lost_ops:Score", "near"), kernel("lost_ops:ScoreOp", "known"),
+        kernel("axlearn_core.no_such_ops:Op", "gone"), kernel("not_installed.ops:Op", "absent"),
+    ]
+"""
+
+
+def test_doctor_names_the_op_that_a_kernel_is_not_for(install):
+    ops = "class ScoreOp:\n    pass"
+    install("axlearn-plugins-lost", modules={"lost": KERNELS, "lost_ops": ops}, points={"plugins": {"lost": "lost"}})
+    result = run("plugins", "doctor", "--json")
+    rows = [row for row in json.loads(result.stdout) if row["name"] == "lost" and row["status"] == "error"]
+    near = (
+        "'near' is for lost_ops:Score, which does not exist, so that nothing runs it; did you mean: lost_ops:ScoreOp?"
+    )
+    assert [near in rows[0]["message"], "No module named 'axlearn_core.no_such_ops'" in rows[1]["message"]] == [
+        True,
+        True,
+    ]
+    assert (len(rows), result.exit_code) == (2, 1)
+
+
 HOOK = "@hookimpl\ndef axlearn_targest():\n    return []"
 
 

@@ -1,5 +1,6 @@
 """Loads everything that is installed, one thing after the other, and says what is wrong."""
 
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -55,6 +56,8 @@ def examine(names: Registry) -> Iterator[Finding]:
                     yield from _find_misspelled_names(claims[0], names)
                 if group == "plugins":
                     yield from _find_unmarked_hooks(claims[0])
+    for entry in names.entries("plugins"):  # last, because ops import JAX
+        yield from _find_unknown_ops(manager, entry)
     for name, now in replaced_attributes():
         message = f"it is not what the core defines\n    got: {now}\n    fix: leave out the package that replaces it"
         yield Finding(
@@ -85,6 +88,27 @@ def _find_unmarked_hooks(entry: Entry) -> Iterator[Finding]:
         hint = f"; did you mean: {names[0]}?" if names and names[0] != name else ""
         message = f"the function {name} lacks @hookimpl, so that nothing calls it{hint}"
         yield _finding(entry, "error", message)
+
+
+def _find_unknown_ops(manager: pluggy.PluginManager, entry: Entry) -> Iterator[Finding]:
+    """An error for each kernel whose op does not exist; no call would ever consider it. Skips packages that are not installed."""
+    for hook in manager.hook.axlearn_kernels.get_hookimpls():
+        if hook.plugin_name != entry.name:
+            continue
+        for kernel in hook.function():
+            module_name, _, cls = kernel.op.partition(":")
+            if importlib.util.find_spec(module_name.split(".")[0]) is None:
+                continue
+            try:
+                module = importlib.import_module(module_name)
+            except ImportError as error:
+                yield _finding(entry, "error", f"the kernel {kernel.name!r} is for {kernel.op}, and {error}")
+                continue
+            if not hasattr(module, cls):
+                close = nearest(cls, [*vars(module)], limit=1)
+                hint = f"; did you mean: {module_name}:{close[0]}?" if close else ""
+                message = f"the kernel {kernel.name!r} is for {kernel.op}, which does not exist, so that nothing runs it{hint}"
+                yield _finding(entry, "error", message)
 
 
 def _find_misspelled_names(entry: Entry, names: Registry) -> Iterator[Finding]:
