@@ -28,10 +28,10 @@ def measure(context: Context) -> None:
     device = context.device()
     from accelerator_jobs.local import machine_of
     from axlearn_core.kernels import selection
-    from axlearn_plugins_transformer.kernels.attention import Attention
+    from axlearn_plugins_transformer.kernels.attention import AttentionOp
 
     machine = machine_of(device)
-    ranked = sorted(selection.installed(Attention), key=lambda k: -k.priority)
+    ranked = sorted(selection.installed(AttentionOp), key=lambda k: -k.priority)
     for size, length in TOY_SHAPES if context.rehearsal else SHAPES:
         for implementation in ranked:
             name = f"{size}x{length} {implementation.name}"
@@ -83,11 +83,11 @@ def _program(machine: Any, kernel: str, gradients: bool) -> Any:
     import jax
 
     from axlearn_core.kernels import selection
-    from axlearn_plugins_transformer.kernels.attention import Attention
+    from axlearn_plugins_transformer.kernels.attention import AttentionOp
     from axlearn_plugins_transformer.kernels.masks import Causal
 
     def run(query: Any, key: Any, value: Any) -> Any:
-        return Attention(query, key, value, mask=Causal(), scale=query.shape[-1] ** -0.5).run(kernel)
+        return AttentionOp(query, key, value, mask=Causal(), scale=query.shape[-1] ** -0.5).run(kernel)
 
     def both(query: Any, key: Any, value: Any, gradient: Any) -> Any:
         out, transpose = jax.vjp(run, query, key, value)

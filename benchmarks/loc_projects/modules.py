@@ -18,7 +18,7 @@ from axlearn_core.nn.layer import Layer
 from axlearn_core.nn.linear import Linear, Projection
 from axlearn_plugins_transformer.attention import AttentionLayer, PositionEncoding, cached_slots
 from axlearn_plugins_transformer.feed_forward import FeedForward, GatedFeedForward, PlainFeedForward
-from axlearn_plugins_transformer.kernels.attention import Attention
+from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.bias import LinearBias
 from axlearn_plugins_transformer.kernels.masks import Causal, SlidingWindow
 from axlearn_plugins_transformer.kv_cache import ContiguousCache, KVCache, build_cache
@@ -59,7 +59,7 @@ class Attention{i}(Layer):
             at = jnp.arange(x.shape[1], dtype=jnp.int32)[None] if context.positions is None else context.positions
             q, k = self.position(q, k, at)
         mask = Causal() & SlidingWindow({window})
-        op = Attention(q, k, v, mask=mask, {score})
+        op = AttentionOp(q, k, v, mask=mask, {score})
         if cache is None:
             mixed = op.run()
         else:

@@ -9,15 +9,15 @@ from flax import nnx
 
 from axlearn_core.nn.layer import Precision
 from axlearn_core.nn.linear import Linear
-from axlearn_plugins_moe.grouped_matmul import GroupedMatmul
-from axlearn_plugins_transformer.kernels.attention import Attention
+from axlearn_plugins_moe.grouped_matmul import GroupedMatmulOp
+from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.bias import LinearBias
-from axlearn_plugins_transformer.kernels.cross_entropy import CrossEntropy, Options
-from axlearn_plugins_transformer.kernels.gated_linear_unit import ACTIVATIONS, GatedLinearUnit
-from axlearn_plugins_transformer.kernels.invariant import InvariantAttention, InvariantPagedAttention
+from axlearn_plugins_transformer.kernels.cross_entropy import CrossEntropyOp, Options
+from axlearn_plugins_transformer.kernels.gated_linear_unit import ACTIVATIONS, GatedLinearUnitOp
+from axlearn_plugins_transformer.kernels.invariant import InvariantAttentionOp, InvariantPagedAttentionOp
 from axlearn_plugins_transformer.kernels.masks import Causal, Full, Prefix, Segments, SlidingWindow
-from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention, Split
-from axlearn_plugins_transformer.kernels.rms_norm import RMSNorm
+from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp, Split
+from axlearn_plugins_transformer.kernels.rms_norm import RMSNormOp
 from axlearn_testing import Case
 
 RNG = np.random.default_rng(0)
@@ -28,7 +28,7 @@ def normal(*shape, dtype="float32"):
     return jnp.asarray(RNG.standard_normal(shape, np.float32), dtype)
 
 
-def _attend(kernel, query, key, value, mask, op=Attention, **options):
+def _attend(kernel, query, key, value, mask, op=AttentionOp, **options):
     return op(query, key, value, mask=mask, scale=0.3, **options).run(kernel)
 
 
@@ -66,11 +66,11 @@ def _invariant_attentions():
         ("window", Causal() & SlidingWindow(100), {"size": 32, "softcap": 2.0}),
         ("alibi", Causal(), {"size": 16, "bias": LinearBias((0.5, 0.25, 0.125, 0.0625))}),
     ):
-        yield _attention(name, mask, op=InvariantAttention, **more)
+        yield _attention(name, mask, op=InvariantAttentionOp, **more)
 
 
 def _entropy(kernel, hidden, weight, targets, weights, options):
-    return CrossEntropy(hidden, weight, targets, weights, options).run(kernel)[0]
+    return CrossEntropyOp(hidden, weight, targets, weights, options).run(kernel)[0]
 
 
 def _entropies():
@@ -86,7 +86,7 @@ def _entropies():
 
 def grouped(kernel, lhs, rhs, sizes):
     used = jnp.arange(lhs.shape[0]) < jnp.sum(sizes)  # what is behind the last group is not specified
-    return jnp.where(used[:, None], GroupedMatmul(jnp.where(used[:, None], lhs, 0), rhs, sizes).run(kernel), 0)
+    return jnp.where(used[:, None], GroupedMatmulOp(jnp.where(used[:, None], lhs, 0), rhs, sizes).run(kernel), 0)
 
 
 def _grouped():
@@ -101,7 +101,7 @@ def _grouped():
 
 
 def _normalized(kernel, x, weight, **options):
-    return RMSNorm(x, weight, **options).run(kernel)
+    return RMSNormOp(x, weight, **options).run(kernel)
 
 
 def _norms():
@@ -135,7 +135,7 @@ def projection(weight, bias=None):
 
 def gated(kernel, x, gate, up, bias=None, activation="silu"):
     """The op `gated_linear_unit` of arrays."""
-    return GatedLinearUnit(
+    return GatedLinearUnitOp(
         x, projection(gate, bias), projection(up), hidden_dim=gate.shape[1], activation=activation
     ).run(kernel)
 
@@ -156,7 +156,7 @@ def _gated_units():
         )
 
 
-def _read(kernel, query, pages, table, lengths, starts, count, op=PagedAttention, **options):
+def _read(kernel, query, pages, table, lengths, starts, count, op=PagedAttentionOp, **options):
     actual = op(query, pages, table, lengths, starts, count, scale=0.2, **options).run(kernel)
     used = jnp.arange(query.shape[0]) < starts[count[0]]
     return jnp.where(used[:, None, None], actual, 0)  # what no request has is not specified
@@ -212,16 +212,16 @@ def _invariant_pages():
         ("split-window", {"size": 32, "window": 6, "softcap": 2.0}),
         ("split-bias", {"size": 16, "bias": LinearBias((0.5, 0.25, 0.125, 0.0625))}),
     ):
-        yield paged(name, op=InvariantPagedAttention, **split, **more)
+        yield paged(name, op=InvariantPagedAttentionOp, **split, **more)
 
 
 CASES = {
-    Attention: list(_attentions()),
-    InvariantAttention: list(_invariant_attentions()),
-    InvariantPagedAttention: list(_invariant_pages()),
-    CrossEntropy: list(_entropies()),
-    GatedLinearUnit: list(_gated_units()),
-    GroupedMatmul: list(_grouped()),
-    PagedAttention: list(_pages()),
-    RMSNorm: list(_norms()),
+    AttentionOp: list(_attentions()),
+    InvariantAttentionOp: list(_invariant_attentions()),
+    InvariantPagedAttentionOp: list(_invariant_pages()),
+    CrossEntropyOp: list(_entropies()),
+    GatedLinearUnitOp: list(_gated_units()),
+    GroupedMatmulOp: list(_grouped()),
+    PagedAttentionOp: list(_pages()),
+    RMSNormOp: list(_norms()),
 }

@@ -5,9 +5,9 @@ from axlearn_core.plugins.hookspecs import hookimpl
 
 _OPS = "axlearn_plugins_transformer.kernels"
 _KERNELS = {
-    f"{_OPS}.paged_attention:PagedAttention": "paged_attention:NATIVE",
-    f"{_OPS}.invariant:InvariantAttention": "invariant:ROWS",
-    f"{_OPS}.invariant:InvariantPagedAttention": "invariant:PAGES",
+    f"{_OPS}.paged_attention:PagedAttentionOp": "paged_attention:NATIVE",
+    f"{_OPS}.invariant:InvariantAttentionOp": "invariant:ROWS",
+    f"{_OPS}.invariant:InvariantPagedAttentionOp": "invariant:PAGES",
 }
 """Op -> where in `axlearn_plugins_cpu.kernels` its kernel is."""
 

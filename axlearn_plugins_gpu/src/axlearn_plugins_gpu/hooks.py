@@ -32,11 +32,11 @@ def axlearn_before_devices() -> None:
         compat.skip_cuda_check()
 
 
-_ATTENTION = "axlearn_plugins_transformer.kernels.attention:Attention"
-_PAGED_ATTENTION = "axlearn_plugins_transformer.kernels.paged_attention:PagedAttention"
-_RMS_NORM = "axlearn_plugins_transformer.kernels.rms_norm:RMSNorm"
-_GATED_LINEAR_UNIT = "axlearn_plugins_transformer.kernels.gated_linear_unit:GatedLinearUnit"
-_GROUPED_MATMUL = "axlearn_plugins_moe.grouped_matmul:GroupedMatmul"
+_ATTENTION = "axlearn_plugins_transformer.kernels.attention:AttentionOp"
+_PAGED_ATTENTION = "axlearn_plugins_transformer.kernels.paged_attention:PagedAttentionOp"
+_RMS_NORM = "axlearn_plugins_transformer.kernels.rms_norm:RMSNormOp"
+_GATED_LINEAR_UNIT = "axlearn_plugins_transformer.kernels.gated_linear_unit:GatedLinearUnitOp"
+_GROUPED_MATMUL = "axlearn_plugins_moe.grouped_matmul:GroupedMatmulOp"
 
 _KERNELS = (
     (_ATTENTION, "attention", "cudnn", "cudnn_attention:CUDNN"),

@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from axlearn_core.contracts.kernels import KernelContext
 from axlearn_plugins_neuron.sdk import missing
-from axlearn_plugins_transformer.kernels.attention import Attention
+from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.masks import And, Causal, Full
 from axlearn_plugins_transformer.kernels.per_device import per_device
 
@@ -43,13 +43,13 @@ class _Static(NamedTuple):
 class _Flash:
     """See the module."""
 
-    def supports(self, op: Attention, context: KernelContext) -> str | None:
+    def supports(self, op: AttentionOp, context: KernelContext) -> str | None:
         """Self-attention with heads up to 128, lengths in tiles of 512; no soft cap, no bias on the scores."""
         if reason := missing(("jax-neuronx", "neuronx-cc")):
             return reason
         return unsupported(op)
 
-    def __call__(self, op: Attention) -> jax.Array:
+    def __call__(self, op: AttentionOp) -> jax.Array:
         """[B, S, N, V]."""
         query, key, value = op.query, op.key, op.value
         length = key.shape[1]
@@ -73,7 +73,7 @@ class _Flash:
 NKI_FLASH = _Flash()
 
 
-def unsupported(op: Attention) -> str | None:
+def unsupported(op: AttentionOp) -> str | None:
     """Why the kernels cannot do a call, whether they are here or not."""
     query, key, value = (x.shape for x in (op.query, op.key, op.value))
     if len(set(op.dtypes.values())) > 1:

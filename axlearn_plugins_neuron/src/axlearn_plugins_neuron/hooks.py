@@ -8,7 +8,7 @@ from axlearn_core.plugins.hookspecs import hookimpl
 from axlearn_plugins_neuron.rules import POLICIES, rules
 from axlearn_plugins_neuron.trainium import TRN2
 
-_ATTENTION = "axlearn_plugins_transformer.kernels.attention:Attention"
+_ATTENTION = "axlearn_plugins_transformer.kernels.attention:AttentionOp"
 
 
 @hookimpl

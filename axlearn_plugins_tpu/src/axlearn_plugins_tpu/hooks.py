@@ -31,10 +31,10 @@ def axlearn_before_devices() -> None:
         compat.describe_host("v5litepod-4")
 
 
-_ATTENTION = "axlearn_plugins_transformer.kernels.attention:Attention"
-_PAGED_ATTENTION = "axlearn_plugins_transformer.kernels.paged_attention:PagedAttention"
-_CROSS_ENTROPY = "axlearn_plugins_transformer.kernels.cross_entropy:CrossEntropy"
-_GROUPED_MATMUL = "axlearn_plugins_moe.grouped_matmul:GroupedMatmul"
+_ATTENTION = "axlearn_plugins_transformer.kernels.attention:AttentionOp"
+_PAGED_ATTENTION = "axlearn_plugins_transformer.kernels.paged_attention:PagedAttentionOp"
+_CROSS_ENTROPY = "axlearn_plugins_transformer.kernels.cross_entropy:CrossEntropyOp"
+_GROUPED_MATMUL = "axlearn_plugins_moe.grouped_matmul:GroupedMatmulOp"
 
 KERNELS = (
     KernelImplementation(

@@ -34,7 +34,7 @@ from axlearn_plugins_my_parts.watchdog import StackDump
 from axlearn_plugins_my_parts.weights import save_npz
 from axlearn_plugins_serving.testing import DrafterSuite, SchedulerSuite
 from axlearn_plugins_transformer.attention_variants.testing import LatentCacheSuite
-from axlearn_plugins_transformer.kernels.rms_norm import RMSNorm
+from axlearn_plugins_transformer.kernels.rms_norm import RMSNormOp
 from axlearn_plugins_transformer.testing import KVCacheSuite
 from axlearn_testing import (
     Case,
@@ -203,7 +203,7 @@ class TestInt8LatentCache(LatentCacheSuite):
 
 
 def normalize(kernel, x, weight, **options):
-    return RMSNorm(x, weight, **options).run(kernel)
+    return RMSNormOp(x, weight, **options).run(kernel)
 
 
 def case(dtype, offset):
@@ -214,7 +214,7 @@ def case(dtype, offset):
 
 
 class TestProduct(KernelSuite):
-    op, name = RMSNorm, "product"
+    op, name = RMSNormOp, "product"
     cases = (case("float32", 0.0), case("bfloat16", 1.0))
 
 

@@ -10,16 +10,16 @@ from axlearn_core.contracts.kernels import KernelImplementation
 from axlearn_core.errors import PluginError, RequestError
 from axlearn_core.kernels import selection
 from axlearn_core.kernels.selection import REFERENCE_KERNEL, Selection, choose, use
-from axlearn_plugins_transformer.kernels.attention import XLA_BLOCKED, Attention
-from axlearn_plugins_transformer.kernels.cross_entropy import CrossEntropy
+from axlearn_plugins_transformer.kernels.attention import XLA_BLOCKED, AttentionOp
+from axlearn_plugins_transformer.kernels.cross_entropy import CrossEntropyOp
 from axlearn_plugins_transformer.kernels.masks import Causal, Full, Segments
 
-PATH = "axlearn_plugins_transformer.kernels.attention:Attention"
+PATH = "axlearn_plugins_transformer.kernels.attention:AttentionOp"
 X = jnp.zeros((1, 256, 2, 8))
 
 
 def call(mask=None, **options):
-    return Attention(X, X, X, mask=mask or Causal(), scale=1.0, **options)
+    return AttentionOp(X, X, X, mask=mask or Causal(), scale=1.0, **options)
 
 
 def test_the_reference_runs_outside_a_program():
@@ -105,11 +105,11 @@ def host_of(*claims):
 def test_two_plugins_with_one_kernel_name_are_an_error(monkeypatch):
     monkeypatch.setattr("axlearn_core.plugins.manager.host", host_of(("one 1.0", "fast"), ("k of other 1.0", "fast")))
     with pytest.raises(PluginError, match=r"'fast' is claimed by one 1\.0 and by k of other 1\.0"):
-        selection.installed(Attention)
+        selection.installed(AttentionOp)
     monkeypatch.setattr("axlearn_core.plugins.manager.host", host_of(("one 1.0", "xla")))
     with pytest.raises(PluginError, match=r"'xla' is claimed by the op itself and by one 1\.0"):
-        selection.installed(Attention)
-    assert [k.name for k in selection.installed(CrossEntropy)] == ["xla"]  # the claims are about another op
+        selection.installed(AttentionOp)
+    assert [k.name for k in selection.installed(CrossEntropyOp)] == ["xla"]  # the claims are about another op
 
 
 def test_kernels_of_a_compiled_program_are_imported(monkeypatch):
@@ -136,9 +136,9 @@ def test_a_declaration_names_a_module_and_what_is_in_it(wrong):
 
 
 def test_installed_kernels_come_through_the_hook():
-    assert {k.name for k in selection.installed(Attention)} >= {"xla", "xla-blocked"}
+    assert {k.name for k in selection.installed(AttentionOp)} >= {"xla", "xla-blocked"}
     # Others may be installed, and wait to be named.
-    assert [k.name for k in selection.installed(CrossEntropy) if k.priority >= 0] == ["xla"]
+    assert [k.name for k in selection.installed(CrossEntropyOp) if k.priority >= 0] == ["xla"]
 
 
 def test_ops_are_equal_by_what_kernels_decide_by():

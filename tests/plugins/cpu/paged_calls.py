@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention, Split
+from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp, Split
 from axlearn_plugins_transformer.paged_cache import to_narrow
 
 INSTRUCTIONS = range(4)
@@ -35,4 +35,4 @@ def call(requests, *, heads=6, groups=2, size=32, slots=16, dtype="float32", sto
     starts = [*range(singles), *(singles + chunk * i for i in range(chunks + 1))]
     table, lengths, starts, count = (jnp.asarray(x, jnp.int32) for x in (table, lengths, starts, [rows]))
     options |= {"scale": 0.2, "heads_first": True, "split": Split(singles, chunk), "scales": scales}
-    return PagedAttention(query, pages, table, lengths, starts, count, **options)
+    return PagedAttentionOp(query, pages, table, lengths, starts, count, **options)

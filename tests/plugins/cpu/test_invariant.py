@@ -17,16 +17,16 @@ from axlearn_plugins_cpu.kernels import library
 from axlearn_plugins_cpu.kernels.invariant import PAGES, ROWS, attend_rows
 from axlearn_plugins_cpu.kernels.paged_attention import attend
 from axlearn_plugins_plan.flops import ScopedSelection, works
-from axlearn_plugins_transformer.kernels.attention import Attention
+from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.bias import LinearBias
-from axlearn_plugins_transformer.kernels.invariant import InvariantAttention, InvariantPagedAttention
+from axlearn_plugins_transformer.kernels.invariant import InvariantAttentionOp, InvariantPagedAttentionOp
 from axlearn_plugins_transformer.kernels.masks import Causal, SlidingWindow
 from axlearn_plugins_transformer.kernels.paged_attention import Split
 
 LENGTH, HEADS, GROUPS = 300, 6, 2
 
 
-def rows(batch=2, length=LENGTH, size=32, op=InvariantAttention, window=None, seed=0, **options):
+def rows(batch=2, length=LENGTH, size=32, op=InvariantAttentionOp, window=None, seed=0, **options):
     rng = np.random.default_rng(seed)
     query, key, value = (
         jnp.asarray(rng.standard_normal((batch, length, heads, size)), jnp.float32) for heads in (HEADS, GROUPS, GROUPS)
@@ -54,7 +54,7 @@ def in_pages(dense, row, split, lengths, slots=16, seed=0, heads_first=True):
         "split": split,
     }
     query = dense.query[row, jnp.asarray(new)]
-    return InvariantPagedAttention(query, jnp.asarray(pages), tables, lengths, none, none[:1], **options), new
+    return InvariantPagedAttentionOp(query, jnp.asarray(pages), tables, lengths, none, none[:1], **options), new
 
 
 def assert_same_bits(got, expected):
@@ -174,7 +174,7 @@ def chosen(op):
 
 
 def test_the_kernel_invariant_is_computed_here():
-    assert chosen(rows(op=Attention)) == {"attention": "invariant", "invariant_attention": "native"}
+    assert chosen(rows(op=AttentionOp)) == {"attention": "invariant", "invariant_attention": "native"}
     paged = call("tokens and chunks")
     assert chosen(paged) == {"paged_attention": "invariant", "invariant_paged_attention": "native"}
 
@@ -182,7 +182,7 @@ def test_the_kernel_invariant_is_computed_here():
 @pytest.mark.parametrize("options", [{"size": 24}, {"bias": LinearBias((0.5,) * HEADS)}], ids=["size", "bias"])
 def test_what_one_refuses_the_other_does(options):
     """Or a server would compute in another order than the training."""
-    assert chosen(rows(op=Attention, **options))["invariant_attention"] == "xla"
+    assert chosen(rows(op=AttentionOp, **options))["invariant_attention"] == "xla"
     assert chosen(call("tokens and chunks", **options))["invariant_paged_attention"] == "xla"
 
 
@@ -216,7 +216,7 @@ def test_pages_have_the_numbers_of_the_reference():
 
 
 def test_plans_count_what_it_multiplies():
-    dense, paged = rows(op=Attention, batch=2), call("tokens and chunks")
+    dense, paged = rows(op=AttentionOp, batch=2), call("tokens and chunks")
     for op, kernel in ((dense, "invariant"), (paged, "native")):
         with selection.use(ScopedSelection(platform="cpu", gradients=False)) as program:
             jaxpr = jax.make_jaxpr(lambda op=op, kernel=kernel: op.run(kernel))().jaxpr

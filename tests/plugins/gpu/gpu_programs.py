@@ -23,7 +23,7 @@ from axlearn_core.contracts.mesh import DEFAULT_RULES, MESH_AXES
 from axlearn_core.kernels import selection
 from axlearn_core.nn import sharding
 from axlearn_core.plugins.targets import find_machine
-from axlearn_plugins_transformer.kernels.attention import Attention
+from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.masks import Causal, Segments
 from axlearn_testing import KernelSuite
 
@@ -125,7 +125,7 @@ def attention_call(
     mask = Causal() & Segments(ids, ids) if packed else Causal()
     operands = arrays(dtype, query, key, (*key[:3], value or query[3]))
     context = KernelContext(platform="gpu", target=target, gradients=gradients)
-    return Attention(*operands, mask=mask, scale=0.1, **options), context
+    return AttentionOp(*operands, mask=mask, scale=0.1, **options), context
 
 
 @pytest.mark.usefixtures("interpreted")

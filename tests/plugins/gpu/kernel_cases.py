@@ -21,7 +21,7 @@ import cases as conformance
 
 from axlearn_core.kernels import selection
 from axlearn_plugins_gpu.kernels import tokamax
-from axlearn_plugins_transformer.kernels.attention import Attention
+from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.masks import Causal, Full, Prefix, Segments, SlidingWindow
 from axlearn_plugins_transformer.kernels.paged_attention import Split
 from axlearn_testing import Case, KernelSuite
@@ -71,7 +71,7 @@ def _indexing():
 
 
 def attend(kernel, query, key, value, mask, **options):
-    return Attention(query, key, value, mask=mask, scale=query.shape[-1] ** -0.5, **options).run(kernel)
+    return AttentionOp(query, key, value, mask=mask, scale=query.shape[-1] ** -0.5, **options).run(kernel)
 
 
 def attention_cases(size, length, rng):

@@ -11,7 +11,7 @@ from gpu_programs import attention_call, compiled
 from axlearn_core.nn.remat import Remat
 from axlearn_plugins_gpu.kernels.cudnn_attention import CUDNN
 from axlearn_plugins_gpu.kernels.masks import structure
-from axlearn_plugins_transformer.kernels.attention import Attention
+from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.bias import LinearBias
 from axlearn_plugins_transformer.kernels.masks import Causal, Full, Prefix, Segments, SlidingWindow
 
@@ -78,7 +78,7 @@ def calls(text):
 
 
 def attend(mask, scale=0.1):
-    return lambda q, k, v: Attention(q, k, v, mask=mask, scale=scale).run()
+    return lambda q, k, v: AttentionOp(q, k, v, mask=mask, scale=scale).run()
 
 
 def operands(heads=8, groups=2, size=64, value=None, batch=8, length=128):
@@ -110,7 +110,7 @@ def test_documents_in_a_row_and_heads_over_a_host_compile():
     ids = jnp.zeros((8, 128), jnp.int32)
 
     def run(q, k, v, ids):
-        return Attention(q, k, v, mask=Causal() & Segments(ids, ids), scale=0.1).run()
+        return AttentionOp(q, k, v, mask=Causal() & Segments(ids, ids), scale=0.1).run()
 
     shapes = [*operands(heads=16, groups=4), (ids.shape, jnp.int32, "fsdp")]
     text, choices = compiled(run, "h100-8x2", *shapes, gradients=True, tensor=8)

@@ -22,8 +22,8 @@ from axlearn_plugins_gpu.kernels.gated_linear_unit import MOSAIC as GATED
 from axlearn_plugins_gpu.kernels.grouped_matmul import MOSAIC
 from axlearn_plugins_gpu.kernels.grouped_matmul import TRITON as OTHER
 from axlearn_plugins_gpu.kernels.tokamax import LATER
-from axlearn_plugins_moe.grouped_matmul import GroupedMatmul
-from axlearn_plugins_transformer.kernels.gated_linear_unit import ACTIVATIONS, GatedLinearUnit
+from axlearn_plugins_moe.grouped_matmul import GroupedMatmulOp
+from axlearn_plugins_transformer.kernels.gated_linear_unit import ACTIVATIONS, GatedLinearUnitOp
 from axlearn_testing import Case
 
 slow = pytest.mark.slow
@@ -31,7 +31,7 @@ slow = pytest.mark.slow
 
 def product(rows=64, groups=4, inner=256, outer=512, lhs="bfloat16", rhs="bfloat16", target="h100"):
     (lhs,), (rhs,) = arrays(lhs, (rows, inner)), arrays(rhs, (groups, inner, outer))
-    op = GroupedMatmul(lhs, rhs, *arrays("int32", (groups,)))
+    op = GroupedMatmulOp(lhs, rhs, *arrays("int32", (groups,)))
     return op, KernelContext(platform="gpu", target=target)
 
 
@@ -70,7 +70,7 @@ def test_it_stands_behind_triton(library, first_kernel):
 
 def unit(dims=(2, 64, 64), hidden=64, target="b200", activation="silu"):
     operands = arrays("bfloat16", dims, *((dims[-1], hidden),) * 2)
-    op = GatedLinearUnit(*operands, hidden_dim=hidden, activation=activation)
+    op = GatedLinearUnitOp(*operands, hidden_dim=hidden, activation=activation)
     return op, KernelContext(platform="gpu", target=target)
 
 
@@ -152,8 +152,8 @@ def test_a_network_of_grouped_products_has_the_reference_gradients(library, firs
     sizes = jnp.asarray([70, 0, 111], jnp.int32)
 
     def loss(kernel, x, first, second):
-        hidden = jnp.tanh(GroupedMatmul(x, first, sizes).run(kernel))
-        out = GroupedMatmul(hidden, second, sizes).run(kernel)
+        hidden = jnp.tanh(GroupedMatmulOp(x, first, sizes).run(kernel))
+        out = GroupedMatmulOp(hidden, second, sizes).run(kernel)
         out = jnp.where((jnp.arange(rows) < 181)[:, None], out, 0)
         return jnp.sum(out.astype(jnp.float32) ** 2)
 
@@ -191,14 +191,14 @@ def gated_cases():
 
 @pytest.mark.usefixtures("in_jax")
 class TestGated(Interpreted):
-    op = GatedLinearUnit
+    op = GatedLinearUnitOp
     name = "tokamax-mosaic"
     target = "b200"
     cases = tuple(gated_cases())
 
 
 def grouped(lhs, rhs, sizes):
-    return jnp.sin(GroupedMatmul(lhs, rhs, sizes).run("tokamax-mosaic"))
+    return jnp.sin(GroupedMatmulOp(lhs, rhs, sizes).run("tokamax-mosaic"))
 
 
 def gated(x, gate, up, activation="silu"):

@@ -36,7 +36,7 @@ from axlearn_plugins_gpu.kernels.blocks import PAGED, paged, parts_of_table
 from axlearn_plugins_gpu.kernels.paged_attention import TRITON
 from axlearn_plugins_serving.local_engine import serve as server
 from axlearn_plugins_transformer.kernels.bias import LinearBias
-from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention, Split
+from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp, Split
 from axlearn_plugins_transformer.kernels.paged_split import XLA_SPLIT
 
 H100 = KernelContext(platform="gpu", target="h100", gradients=False)
@@ -73,9 +73,9 @@ def error(op):
 
 
 class TestKernel(Interpreted):
-    op = PagedAttention
+    op = PagedAttentionOp
     name = "pallas-triton"
-    cases = tuple(c for c in cases.CASES[PagedAttention] if "finite" in c.name)
+    cases = tuple(c for c in cases.CASES[PagedAttentionOp] if "finite" in c.name)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def serve(query, pages, table, lengths, starts, count, new, at, *scales, split, 
     """As a layer does: new keys and values into the pages, and then attention to them. Gives both."""
     pages = pages.at[at].set(new, mode="drop")
     options |= {"scales": scales[0] if scales else None, "heads_first": heads_first, "scale": 0.1, "finite": True}
-    op = PagedAttention(query, pages, table, lengths, starts, count, split=Split(*split), **options)
+    op = PagedAttentionOp(query, pages, table, lengths, starts, count, split=Split(*split), **options)
     return op.run(), pages
 
 

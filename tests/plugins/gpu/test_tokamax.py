@@ -34,15 +34,15 @@ from axlearn_plugins_gpu.kernels.blocks import (
 from axlearn_plugins_gpu.kernels.gated_linear_unit import TRITON as GATED
 from axlearn_plugins_gpu.kernels.grouped_matmul import TRITON
 from axlearn_plugins_gpu.kernels.rms_norm import TRITON as NORM
-from axlearn_plugins_moe.grouped_matmul import GroupedMatmul
-from axlearn_plugins_transformer.kernels.gated_linear_unit import GatedLinearUnit
-from axlearn_plugins_transformer.kernels.rms_norm import RMSNorm
+from axlearn_plugins_moe.grouped_matmul import GroupedMatmulOp
+from axlearn_plugins_transformer.kernels.gated_linear_unit import GatedLinearUnitOp
+from axlearn_plugins_transformer.kernels.rms_norm import RMSNormOp
 
 TARGETS = ["h100", *(pytest.param(t, marks=pytest.mark.slow) for t in ("a100", "h200", "b200"))]
 
 
 def product(inner=256, outer=512, dtype="bfloat16", target="h100"):
-    op = GroupedMatmul(*arrays(dtype, (64, inner), (4, inner, outer)), *arrays("int32", (4,)))
+    op = GroupedMatmulOp(*arrays(dtype, (64, inner), (4, inner, outer)), *arrays("int32", (4,)))
     return op, KernelContext(platform="gpu", target=target)
 
 
@@ -84,7 +84,7 @@ def test_grouped_products_compile_forward_and_backward(library, target):
     shapes = [((512, 256), jnp.bfloat16), ((4, 256, 512), jnp.bfloat16), ((4,), jnp.int32)]
 
     def run(*operands):
-        return GroupedMatmul(*operands).run("tokamax-triton")
+        return GroupedMatmulOp(*operands).run("tokamax-triton")
 
     for gradients, kernels in ((False, 1), (True, 2)):  # the gradients need no result of the forward pass
         text, choices = compiled(run, f"{target}-1x1", *shapes, gradients=gradients)
@@ -98,26 +98,26 @@ def declared(op):
 
 
 class TestNorm(Interpreted):
-    op = RMSNorm
-    cases = tuple(cases.CASES[RMSNorm])
+    op = RMSNormOp
+    cases = tuple(cases.CASES[RMSNormOp])
 
 
 QUICK = ("silu-64-bfloat16", "silu-64-float32", "relu_squared-64-bfloat16", "silu-80")
 
 
 class TestGated(Interpreted):
-    op = GatedLinearUnit
-    cases = tuple(c for c in cases.CASES[GatedLinearUnit] if c.name.startswith(QUICK))
+    op = GatedLinearUnitOp
+    cases = tuple(c for c in cases.CASES[GatedLinearUnitOp] if c.name.startswith(QUICK))
 
 
 @pytest.mark.slow
 class TestGatedOnTheOtherCases(Interpreted):
-    op = GatedLinearUnit
-    cases = tuple(c for c in cases.CASES[GatedLinearUnit] if not c.name.startswith(QUICK))
+    op = GatedLinearUnitOp
+    cases = tuple(c for c in cases.CASES[GatedLinearUnitOp] if not c.name.startswith(QUICK))
 
 
 def rows(dims, dtype="bfloat16", target="h100"):
-    op = RMSNorm(*arrays(dtype, dims, dims[-1:]), eps=1e-5)
+    op = RMSNormOp(*arrays(dtype, dims, dims[-1:]), eps=1e-5)
     return op, KernelContext(platform="gpu", target=target)
 
 
@@ -132,7 +132,7 @@ def test_norm_says_what_it_cannot_do(library):
 def unit(dims=(2, 16, 32), hidden=64, dtype="bfloat16", plain=True, activation="silu"):
     x, gate, up = arrays(dtype, dims, *((dims[-1], hidden),) * 2)
     matrices = (gate, up) if plain else (gate, None)
-    op = GatedLinearUnit(x, *matrices, hidden_dim=hidden, activation=activation)
+    op = GatedLinearUnitOp(x, *matrices, hidden_dim=hidden, activation=activation)
     return op, KernelContext(platform="gpu", target="h100")
 
 
@@ -167,7 +167,7 @@ def test_devices_compute_their_own_rows_and_columns(interpreted):
     )
 
     def loss(kernel, x, weight, gate, up):
-        y = cases.gated(kernel, RMSNorm(x, weight, eps=1e-5).run(kernel), gate / 8, up / 8)
+        y = cases.gated(kernel, RMSNormOp(x, weight, eps=1e-5).run(kernel), gate / 8, up / 8)
         return jnp.sum(y.astype(jnp.float32) ** 2)
 
     measured = jax.grad(loss, argnums=(1, 2, 3, 4))
@@ -186,7 +186,7 @@ def test_devices_compute_their_own_rows_and_columns(interpreted):
 @pytest.mark.parametrize("target", TARGETS)
 def test_norms_and_gated_units_compile_forward_and_backward(library, target):
     def run(x, weight, gate, up):
-        y = RMSNorm(x, weight, eps=1e-5).run("tokamax-triton")
+        y = RMSNormOp(x, weight, eps=1e-5).run("tokamax-triton")
         return cases.gated("tokamax-triton", y, gate, up)
 
     shapes = [(s, jnp.bfloat16) for s in ((4, 128, 256), (256,), (256, 512), (256, 512))]

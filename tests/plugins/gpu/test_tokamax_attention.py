@@ -15,7 +15,7 @@ from axlearn_plugins_gpu.hooks import axlearn_kernels
 from axlearn_plugins_gpu.kernels.blocks import MOSAIC, MOSAIC_LATER, TRITON_ATTENTION, attending
 from axlearn_plugins_gpu.kernels.tokamax import LATER
 from axlearn_plugins_gpu.kernels.tokamax_attention import MOSAIC_ATTENTION, TRITON
-from axlearn_plugins_transformer.kernels.attention import Attention
+from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.bias import LinearBias
 from axlearn_plugins_transformer.kernels.masks import Causal, Full, Prefix, Segments, SlidingWindow
 from axlearn_testing import Case
@@ -75,7 +75,7 @@ def attend(query, key, value, ids, *, mask="causal", softcap=None, kernel=None):
         "window": Causal() & SlidingWindow(100),
         "packed": Causal() & Segments(ids, ids),
     }
-    return Attention(query, key, value, mask=masks[mask], scale=0.1, softcap=softcap).run(kernel)
+    return AttentionOp(query, key, value, mask=masks[mask], scale=0.1, softcap=softcap).run(kernel)
 
 
 def arrays(size):
@@ -146,7 +146,7 @@ def test_what_it_keeps_is_the_context(library):
 
 
 def called(kernel, query, key, value, mask, **options):
-    return Attention(query, key, value, mask=mask, scale=0.2, **options).run(kernel)
+    return AttentionOp(query, key, value, mask=mask, scale=0.2, **options).run(kernel)
 
 
 def cases():
@@ -166,7 +166,7 @@ def cases():
 
 
 class TestTriton(Interpreted):
-    op = Attention
+    op = AttentionOp
     cases = tuple(c for c in cases() if c.name == "packed")
 
     def declared(self, name):
@@ -181,7 +181,7 @@ class TestTritonOnTheOtherCases(TestTriton):
 def test_a_soft_cap_keeps_large_scores_finite(interpreted):
     rng = np.random.default_rng(2)
     q, k, v = (jnp.asarray(rng.normal(size=(1, 128, 2, 64)) * n, "bfloat16") for n in (3, 3, 1))
-    declared = [attrs.evolve(d, platforms=()) for d in axlearn_kernels() if d.op == Attention.path()]
+    declared = [attrs.evolve(d, platforms=()) for d in axlearn_kernels() if d.op == AttentionOp.path()]
     with selection.use(selection.Selection(target="h100", gradients=False, declared=lambda op: declared)):
         got = called("tokamax-triton", q, k, v, Causal(), softcap=50.0)
     expected = np.asarray(called("xla", q, k, v, Causal(), softcap=50.0), np.float32)

@@ -16,7 +16,7 @@ from axlearn_core.nn.initializers import VarianceScaling
 from axlearn_core.nn.linear import Linear
 from axlearn_core.nn.remat import Remat
 from axlearn_plugins_moe.dispatch import CapacityDispatch, DroplessDispatch
-from axlearn_plugins_moe.grouped_matmul import XLA_BLOCKED, GroupedMatmul
+from axlearn_plugins_moe.grouped_matmul import XLA_BLOCKED, GroupedMatmulOp
 from axlearn_plugins_moe.layer import MixtureOfExperts
 from axlearn_plugins_moe.routers import ExpertChoiceRouter, SigmoidRouter
 from axlearn_plugins_transformer.feed_forward import GatedFeedForward
@@ -102,7 +102,7 @@ def _product(lhs, rhs, sizes, probe):
     valid = (jnp.arange(lhs.shape[0]) < jnp.sum(sizes))[:, None]
 
     def run(lhs, rhs):
-        y = jnp.where(valid, XLA_BLOCKED(GroupedMatmul(jnp.where(valid, lhs, 0), rhs, sizes)), 0)
+        y = jnp.where(valid, XLA_BLOCKED(GroupedMatmulOp(jnp.where(valid, lhs, 0), rhs, sizes)), 0)
         return jnp.sum(y * probe), y
 
     return jax.grad(run, (0, 1), has_aux=True)(lhs, rhs)
@@ -123,10 +123,10 @@ def test_the_blocked_product_is_that_of_each_group(sizes, normal):
 
 def test_the_selection_knows_the_op_and_takes_the_blocked_product_on_cpu(normal):
     with selection.use(selection.Selection(platform="cpu")) as choices:
-        GroupedMatmul(normal(4, 3), normal(2, 3, 5), jnp.asarray([1, 3])).run()
+        GroupedMatmulOp(normal(4, 3), normal(2, 3, 5), jnp.asarray([1, 3])).run()
     assert [(c.name, c.op.name) for c in choices.choices] == [("xla-blocked", "grouped_matmul")]
     with selection.use(selection.Selection(platform="tpu")) as choices:
-        GroupedMatmul(normal(4, 3), normal(2, 3, 5), jnp.asarray([1, 3])).run()
+        GroupedMatmulOp(normal(4, 3), normal(2, 3, 5), jnp.asarray([1, 3])).run()
     assert choices.choices[0].name == "xla"
     assert "not on tpu" in choices.choices[0].rejected["xla-blocked"]
 

@@ -19,7 +19,7 @@ from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.targets import find_machine
 from axlearn_plugins_neuron import attention, sdk
 from axlearn_plugins_neuron.trainium import TRN2
-from axlearn_plugins_transformer.kernels.attention import Attention
+from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.bias import LinearBias
 from axlearn_plugins_transformer.kernels.masks import Causal, Full, Prefix, Segments
 
@@ -60,7 +60,7 @@ def test_placeholders_are_told_from_the_sdk(monkeypatch, versions, message):
 
 def call(length=1024, heads=4, size=128, **options):
     x = jax.ShapeDtypeStruct((2, length, heads, size), "bfloat16")
-    return Attention(x, x, x, mask=Causal(), scale=0.1, **options)
+    return AttentionOp(x, x, x, mask=Causal(), scale=0.1, **options)
 
 
 def test_it_says_what_it_cannot_do():
@@ -141,7 +141,7 @@ def test_values_and_gradients_are_those_of_the_reference(kernels, name, split):
     q, k, v = (jax.random.normal(s, (2, 512, n, 16)) for s, n in zip(keys, (8, 4, 4), strict=True))
 
     def total(kernel, *args):
-        return jnp.sum(jnp.sin(kernel(Attention(*args, mask=MASKS[name], scale=0.25))))
+        return jnp.sum(jnp.sin(kernel(AttentionOp(*args, mask=MASKS[name], scale=0.25))))
 
     mesh = make_mesh(Mesh(shape={"fsdp": 2, "tensor": 4}), jax.devices()[:8])
     want = jax.value_and_grad(lambda *a: total(REFERENCE_KERNEL, *a), (0, 1, 2))(q, k, v)

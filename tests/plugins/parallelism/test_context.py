@@ -15,7 +15,7 @@ from axlearn_core.nn import sharding
 from axlearn_plugins_parallelism import context
 from axlearn_plugins_parallelism.blockwise import Scores
 from axlearn_plugins_parallelism.zigzag import Parts
-from axlearn_plugins_transformer.kernels.attention import Attention
+from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.bias import LinearBias
 from axlearn_plugins_transformer.kernels.masks import Causal, Full, Mask, Prefix, Segments, SlidingWindow
 
@@ -44,7 +44,7 @@ def both(kernel, case, shape, groups=2, rules=None, length=24):
     probe = jnp.asarray(RNG.normal(size=(2, length, 4, 6)), jnp.float32)
 
     def run(q, k, v, kernel):
-        out = Attention(q, k, v, mask=mask, scale=0.3, **options).run(kernel)
+        out = AttentionOp(q, k, v, mask=mask, scale=0.3, **options).run(kernel)
         return jnp.sum(out * probe), out
 
     def on(kernel, config):
@@ -114,7 +114,7 @@ def test_a_mask_with_arrays_that_nobody_knows_is_refused():
             return cls()
 
     x = jax.ShapeDtypeStruct((1, 8, 2, 4), "float32")
-    op = Attention(x, x, x, mask=Causal() & Odd(), scale=1.0)
+    op = AttentionOp(x, x, x, mask=Causal() & Odd(), scale=1.0)
     with pytest.raises(RequestError, match="does not go with the mask 'odd'"):
         Scores(op)
 

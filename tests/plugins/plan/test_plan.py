@@ -272,7 +272,7 @@ def test_the_roofline_is_the_slowest_of_its_parts():
 )
 def test_a_kernel_of_a_grouped_product_counts_its_rows_once_whatever_the_groups(platform, target, kernel):
     pytest.importorskip("tokamax", reason="needs tokamax: axlearn-plugins-gpu[kernels]")
-    from axlearn_plugins_moe.grouped_matmul import GroupedMatmul
+    from axlearn_plugins_moe.grouped_matmul import GroupedMatmulOp
     from axlearn_plugins_plan.flops import ScopedSelection, works
 
     rows, groups, inner, outer = 256, 4, 256, 384
@@ -281,7 +281,7 @@ def test_a_kernel_of_a_grouped_product_counts_its_rows_once_whatever_the_groups(
     selection = ScopedSelection(platform=platform, target=target)
 
     def loss(lhs, rhs, sizes):
-        return GroupedMatmul(lhs, rhs, sizes).run(kernel).astype("float32").sum()
+        return GroupedMatmulOp(lhs, rhs, sizes).run(kernel).astype("float32").sum()
 
     with use(selection):
         actual = list(
@@ -318,13 +318,13 @@ def test_what_nothing_needs_is_not_counted():
 @pytest.mark.parametrize("save", [("attention_residuals",), ()])
 def test_a_kernel_whose_results_are_kept_does_not_run_again(save):
     pytest.importorskip("axlearn_plugins_tpu")
-    from axlearn_plugins_transformer.kernels.attention import Attention
+    from axlearn_plugins_transformer.kernels.attention import AttentionOp
     from axlearn_plugins_transformer.kernels.masks import Causal
 
     policy = jax.checkpoint_policies.save_only_these_names(*save)
 
     def loss(query, key, value):
-        attend = jax.checkpoint(lambda *x: Attention(*x, mask=Causal(), scale=0.1).run("splash"), policy=policy)
+        attend = jax.checkpoint(lambda *x: AttentionOp(*x, mask=Causal(), scale=0.1).run("splash"), policy=policy)
         return attend(query, key, value).astype("float32").sum()
 
     shape = (1, 1024, 2, 128), "bfloat16"
@@ -347,11 +347,11 @@ def counted(platform, target, function, *shapes, gradients=()):
 
 def test_a_fused_loss_counts_its_products_once():
     pytest.importorskip("tokamax", reason="needs tokamax: axlearn-plugins-tpu[kernels]")
-    from axlearn_plugins_transformer.kernels.cross_entropy import CrossEntropy, Options
+    from axlearn_plugins_transformer.kernels.cross_entropy import CrossEntropyOp, Options
 
     def loss(hidden, weight, targets):
         weights = jax.numpy.ones(targets.shape)
-        return CrossEntropy(hidden, weight, targets, weights, Options(dtype="bfloat16")).run("tokamax-mosaic-tpu")[0]
+        return CrossEntropyOp(hidden, weight, targets, weights, Options(dtype="bfloat16")).run("tokamax-mosaic-tpu")[0]
 
     shapes = ((2, 1024, 256), "bfloat16"), ((256, 1024), "bfloat16"), ((2, 1024), "int32")
     product = 2 * 2048 * 256 * 1024
@@ -363,11 +363,11 @@ def test_a_fused_loss_counts_its_products_once():
 def test_attention_in_mosaic_counts_by_its_formula(target, size, monkeypatch):
     pytest.importorskip("tokamax", reason="needs tokamax: axlearn-plugins-gpu[kernels]")
     from axlearn_plugins_gpu.kernels import mosaic, tokamax
-    from axlearn_plugins_transformer.kernels.attention import Attention
+    from axlearn_plugins_transformer.kernels.attention import AttentionOp
     from axlearn_plugins_transformer.kernels.masks import Causal
 
     def loss(query, key, value):
-        out = Attention(query, key, value, mask=Causal(), scale=0.1, softcap=30.0).run("tokamax-mosaic")
+        out = AttentionOp(query, key, value, mask=Causal(), scale=0.1, softcap=30.0).run("tokamax-mosaic")
         return out.astype("float32").sum()
 
     monkeypatch.setattr(mosaic, "_first", {})  # it is only traced, also where this process has compiled for another GPU
@@ -384,10 +384,10 @@ def test_a_gated_unit_in_mosaic_counts_by_its_formula():
 
     from axlearn_core.kernels.op import Op
     from axlearn_plugins_gpu.kernels.gated_linear_unit import _pipelined_unit
-    from axlearn_plugins_transformer.kernels.gated_linear_unit import GatedLinearUnit
+    from axlearn_plugins_transformer.kernels.gated_linear_unit import GatedLinearUnitOp
 
     @attrs.frozen(eq=False)
-    class OfArrays(GatedLinearUnit):
+    class OfArrays(GatedLinearUnitOp):
         def reference(self):
             return _pipelined_unit(self.x, self.gate, self.up, "b200", "silu")
 

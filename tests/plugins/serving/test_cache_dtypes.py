@@ -10,7 +10,7 @@ from axlearn_core.config import find
 from axlearn_core.errors import ConfigError, RequestError
 from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_serving.local_engine import serve
-from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention, Split
+from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp, Split
 from axlearn_plugins_transformer.kernels.paged_split import XLA_SPLIT
 from axlearn_plugins_transformer.paged_cache import PagedCache, to_narrow
 
@@ -47,7 +47,7 @@ def test_the_kernel_reads_scaled_pages_as_the_reference_does(heads_first):
         pages, scales = jnp.transpose(narrow, (0, 3, 2, 1, 4)), jnp.transpose(scales, (0, 3, 2, 1))
     else:
         pages, scales = narrow.reshape(6, 8, 4, 16), scales.reshape(6, 8, 4)
-    op = PagedAttention(
+    op = PagedAttentionOp(
         jnp.asarray(rng.standard_normal((6, 4, 16)), jnp.float32), pages,
         jnp.asarray([[0, 3, 5], [2, 1, 4], [5, 0, 0]], jnp.int32), jnp.asarray([19, 9, 4], jnp.int32),
         jnp.asarray([0, 1, 2, 6], jnp.int32), jnp.asarray([3], jnp.int32),

@@ -24,7 +24,7 @@ MODEL = {"model.decoder.num_layers": 1, "model.decoder.hidden_dim": 32, "evaluat
 MODEL["model.decoder.layer.attention.num_heads"] = MODEL["model.decoder.layer.attention.num_kv_heads"] = (
     2  # of 16 numbers
 )
-ATTENTION = "axlearn_plugins_transformer.kernels.paged_attention:PagedAttention"
+ATTENTION = "axlearn_plugins_transformer.kernels.paged_attention:PagedAttentionOp"
 
 
 def environment():

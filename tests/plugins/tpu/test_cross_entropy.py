@@ -23,7 +23,7 @@ from axlearn_core.nn.sharding import logical_rules
 from axlearn_plugins_tpu.kernels import tokamax
 from axlearn_plugins_tpu.kernels.blocks import LOSS, LossBlocks
 from axlearn_plugins_tpu.kernels.cross_entropy import _MODULE, MOSAIC
-from axlearn_plugins_transformer.kernels.cross_entropy import CrossEntropy, Options
+from axlearn_plugins_transformer.kernels.cross_entropy import CrossEntropyOp, Options
 from axlearn_testing import Case, KernelSuite
 
 NAME = "tokamax-mosaic-tpu"
@@ -87,7 +87,7 @@ def loss(length, width, vocabulary, dtype="float32", z_loss=0.0):
 class TestTheLoss(KernelSuite):
     """Positions that do not fill a block; of 384 the second tile is not a whole one, unless it is narrower."""
 
-    op, name = CrossEntropy, NAME
+    op, name = CrossEntropyOp, NAME
     cases = (loss(100, 384, 384, z_loss=1e-2), loss(64, 128, 256, "bfloat16"))
 
     def declared(self, name):
@@ -99,7 +99,7 @@ class TestTheLoss(KernelSuite):
 
 def call(width=256, vocabulary=512, softcap=None, target="tpu-v5e"):
     shapes = (((2, 64, width), "bfloat16"), ((width, vocabulary), "float32"), ((2, 64), "int32"), ((2, 64), "float32"))
-    op = CrossEntropy(*(jax.ShapeDtypeStruct(*s) for s in shapes), Options(softcap=softcap))
+    op = CrossEntropyOp(*(jax.ShapeDtypeStruct(*s) for s in shapes), Options(softcap=softcap))
     return op, KernelContext(platform="tpu", target=target)
 
 
@@ -168,7 +168,7 @@ def test_only_by_name():
 
 def entropy(hidden, weight, targets, dtype="bfloat16"):
     weights = jnp.ones(targets.shape, jnp.float32)
-    return CrossEntropy(hidden, weight, targets, weights, Options(dtype=dtype)).run(NAME)[0]
+    return CrossEntropyOp(hidden, weight, targets, weights, Options(dtype=dtype)).run(NAME)[0]
 
 
 @pytest.mark.parametrize("generation", not_only("tpu-v5e-4", SUPPORTED))

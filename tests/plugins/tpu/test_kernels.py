@@ -24,7 +24,7 @@ from axlearn_core.contracts.mesh import DEFAULT_RULES, Mesh
 from axlearn_core.kernels import selection
 from axlearn_core.nn.sharding import logical_rules
 from axlearn_core.plugins.targets import find_machine
-from axlearn_plugins_moe.grouped_matmul import GroupedMatmul
+from axlearn_plugins_moe.grouped_matmul import GroupedMatmulOp
 from axlearn_plugins_tpu.hooks import KERNELS
 from axlearn_plugins_tpu.kernels import megablox, ragged_paged, splash
 from axlearn_plugins_tpu.kernels.blocks import (
@@ -40,9 +40,9 @@ from axlearn_plugins_tpu.kernels.blocks import (
 from axlearn_plugins_tpu.kernels.chip import known_chip
 from axlearn_plugins_tpu.kernels.ragged_paged import RAGGED_PAGED
 from axlearn_plugins_tpu.tpus import TARGETS
-from axlearn_plugins_transformer.kernels.attention import Attention
+from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.masks import Causal, Prefix, Segments, SlidingWindow
-from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention
+from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp
 from axlearn_testing import Case, KernelSuite
 
 SMALL = SplashBlocks(
@@ -79,7 +79,7 @@ def simulated(monkeypatch):
 
 @pytest.mark.usefixtures("simulated")
 class TestRaggedPaged(KernelSuite):
-    op, name = PagedAttention, "ragged-paged"
+    op, name = PagedAttentionOp, "ragged-paged"
     cases = (
         cases.paged("mixed", new=[1, 12, 1], lengths=[40, 20, 1], size=128, window=6, tokens=3),
         cases.paged("capped", new=[9], lengths=[30], size=128, softcap=2.0, groups=1, dtype="bfloat16"),
@@ -93,7 +93,7 @@ class TestRaggedPaged(KernelSuite):
 def paged_call(heads=8, groups=4, size=128, dtype="bfloat16", pages="bfloat16", table=(4, 8)):
     shapes = [((16, heads, size), dtype), ((32, 16, 2 * groups, size), pages)]
     shapes += [(shape, "int32") for shape in (table, table[:1], (table[0] + 1,), (1,))]
-    op = PagedAttention(*(jax.ShapeDtypeStruct(*s) for s in shapes), scale=0.1)
+    op = PagedAttentionOp(*(jax.ShapeDtypeStruct(*s) for s in shapes), scale=0.1)
     return op, KernelContext(platform="tpu", target="tpu-v5e", gradients=False)
 
 
@@ -122,7 +122,7 @@ def test_paged_attention_splits_heads_that_can_be_split():
 
 def test_devices_read_the_pages_of_their_own_heads(simulated, monkeypatch):
     case = cases.paged("mixed", new=[3, 1], lengths=[20, 9], heads=8, groups=4, size=128)
-    declared = [attrs.evolve(k, platforms=()) for k in KERNELS if k.op == PagedAttention.path()]
+    declared = [attrs.evolve(k, platforms=()) for k in KERNELS if k.op == PagedAttentionOp.path()]
     monkeypatch.setitem(PAGED, "tpu-v5e", PAGED[""])  # the small ones
     mesh = make_mesh(Mesh(shape={"fsdp": 2, "tensor": 4}))
 
@@ -139,18 +139,18 @@ QUICK = ("window", "prefix", "decoding", "odd", "alibi")
 
 
 class TestSplash(Interpreted):
-    op, name = Attention, "splash"
-    cases = tuple(c for c in cases.CASES[Attention] if c.name.startswith(QUICK))
+    op, name = AttentionOp, "splash"
+    cases = tuple(c for c in cases.CASES[AttentionOp] if c.name.startswith(QUICK))
 
 
 @pytest.mark.slow
 class TestSplashOnTheOtherCases(Interpreted):
-    op, name = Attention, "splash"
-    cases = tuple(c for c in cases.CASES[Attention] if not c.name.startswith(QUICK))
+    op, name = AttentionOp, "splash"
+    cases = tuple(c for c in cases.CASES[AttentionOp] if not c.name.startswith(QUICK))
 
 
 class TestMegablox(Interpreted):
-    op, name = GroupedMatmul, "megablox"
+    op, name = GroupedMatmulOp, "megablox"
     cases = tuple(
         Case(
             name=f"{rows}-{dtype}",
@@ -175,9 +175,9 @@ def test_devices_attend_on_their_own_rows_and_heads(interpreted, shape, groups):
     mesh = make_mesh(Mesh(shape=shape))
 
     def run(kernel, *operands):
-        return Attention(*operands, mask=Causal() & Segments(ids, ids), scale=0.3).run(kernel)
+        return AttentionOp(*operands, mask=Causal() & Segments(ids, ids), scale=0.3).run(kernel)
 
-    declared = [attrs.evolve(k, platforms=()) for k in KERNELS if k.op == Attention.path()]
+    declared = [attrs.evolve(k, platforms=()) for k in KERNELS if k.op == AttentionOp.path()]
 
     @jax.jit
     def sharded(*operands):
@@ -190,7 +190,7 @@ def test_devices_attend_on_their_own_rows_and_heads(interpreted, shape, groups):
 def attend(query, key, value, ids, prefix=None, window=None, softcap=None):
     mask = Causal() | Prefix(prefix) if prefix is not None else Causal()
     mask = mask if window is None else mask & SlidingWindow(window)
-    return Attention(query, key, value, mask=mask & Segments(ids, ids), scale=0.1, softcap=softcap).run()
+    return AttentionOp(query, key, value, mask=mask & Segments(ids, ids), scale=0.1, softcap=softcap).run()
 
 
 def attended(generation, length, heads, groups, size, dtype, rows=1, **options):
@@ -211,7 +211,7 @@ def test_attention_compiles_for_every_generation(generation):
 
 
 def product(*operands):
-    return GroupedMatmul(*operands).run()
+    return GroupedMatmulOp(*operands).run()
 
 
 @pytest.mark.parametrize("generation", not_only("tpu-v5p-8", GENERATIONS))
@@ -227,7 +227,7 @@ def test_paged_attention_compiles_for_one_device_that_is_not_here(generation):
     numbers = [((n,), "int32") for n in (4, 5, 1)]
 
     def run(*operands):
-        return PagedAttention(*operands, scale=0.1).run()
+        return PagedAttentionOp(*operands, scale=0.1).run()
 
     assert compiled(generation, run, *shapes, *numbers, gradients=False)[1] == ["ragged-paged"]
 
@@ -264,7 +264,7 @@ def test_paged_attention_compiles_for_every_generation(generation):
 
     def run(*operands):
         with logical_rules(mesh, DEFAULT_RULES):
-            return PagedAttention(*operands, scale=0.1, window=512, softcap=30.0).run()
+            return PagedAttentionOp(*operands, scale=0.1, window=512, softcap=30.0).run()
 
     for groups, slots, dtype in ((2, 16, "bfloat16"), (1, 64, "bfloat16"), (8, 16, "float32")):
         groups *= len(devices)
@@ -318,14 +318,14 @@ def test_the_blocks_are_those_of_the_target(target, monkeypatch):
     monkeypatch.setattr(megablox.ops, "gmm", lambda lhs, rhs, sizes, dtype, tiling: block_log.append(tiling) or lhs)
     with selection.use(selection.Selection(platform="tpu", target=target)):
         x = jnp.ones((1, 4096, 2, 128), jnp.bfloat16)
-        jax.eval_shape(lambda x: Attention(x, x, x, mask=Causal(), scale=1.0).run(), x)
+        jax.eval_shape(lambda x: AttentionOp(x, x, x, mask=Causal(), scale=1.0).run(), x)
         y = jnp.ones((4096, 4096), jnp.bfloat16)
-        jax.eval_shape(lambda y: GroupedMatmul(y, y[None], jnp.asarray([4096])).run(), y)
+        jax.eval_shape(lambda y: GroupedMatmulOp(y, y[None], jnp.asarray([4096])).run(), y)
         z, ids = jnp.ones((64, 16, 128), jnp.bfloat16), jnp.zeros((4, 256), jnp.int32)
         monkeypatch.setattr(ragged_paged.library, "ragged_paged_attention", lambda q, *a, **k: paged.append(k) or q)
         row = ids[0, :5]
         jax.eval_shape(
-            lambda z: PagedAttention(z, z[:, :8, None].repeat(2, 2), ids, row[:4], row, row[:1], scale=1.0).run(), z
+            lambda z: PagedAttentionOp(z, z[:, :8, None].repeat(2, 2), ids, row[:4], row, row[:1], scale=1.0).run(), z
         )
     keys = paged[0]["num_kv_pages_per_block"] * 8
     assert (paged[0]["num_queries_per_block"], keys) == (PAGED[target].queries, PAGED[target].keys)

@@ -18,7 +18,7 @@ from axlearn_core.compose.devices import topology_devices
 from axlearn_core.contracts.kernels import KernelContext
 from axlearn_core.kernels.selection import Selection, use
 from axlearn_core.plugins.targets import find_machine
-from axlearn_plugins_moe.grouped_matmul import GroupedMatmul
+from axlearn_plugins_moe.grouped_matmul import GroupedMatmulOp
 from axlearn_plugins_tpu.kernels import tokamax
 from axlearn_plugins_tpu.kernels.blocks import GROUPED
 from axlearn_testing import Case, KernelSuite
@@ -28,7 +28,7 @@ SUPPORTED = [g for g in GENERATIONS if g != "tpu-v4-8"]
 
 
 def by_tokamax(*operands):
-    return GroupedMatmul(*operands).run(NAME)
+    return GroupedMatmulOp(*operands).run(NAME)
 
 
 pytestmark = pytest.mark.usefixtures("library")
@@ -60,7 +60,7 @@ def product(rows, inner, outer, sizes, dtype):
 
 @pytest.mark.usefixtures("interpreted")
 class Interpreted(KernelSuite):
-    op, name = GroupedMatmul, NAME
+    op, name = GroupedMatmulOp, NAME
 
     def declared(self, name):
         return attrs.evolve(super().declared(name), platforms=())
@@ -87,7 +87,7 @@ class TestGroupedProductsOnTheOtherCases(Interpreted):
 
 def call(inner=256, outer=512, dtype="bfloat16", other="bfloat16", target="tpu-v5e"):
     shapes = (((64, inner), dtype), ((4, inner, outer), other), ((4,), "int32"))
-    op = GroupedMatmul(*(jax.ShapeDtypeStruct(*s) for s in shapes))
+    op = GroupedMatmulOp(*(jax.ShapeDtypeStruct(*s) for s in shapes))
     return op, KernelContext(platform="tpu", target=target)
 
 
@@ -172,6 +172,6 @@ def test_the_tiles_are_those_of_the_target(target, monkeypatch):
     with use(Selection(platform="tpu", target=target)):
         for dtype in ("bfloat16", "float32"):
             x = jnp.ones((4096, 4096), dtype)
-            jax.eval_shape(lambda x: tokamax.MOSAIC(GroupedMatmul(x, x[None], jnp.asarray([4096]))), x)
+            jax.eval_shape(lambda x: tokamax.MOSAIC(GroupedMatmulOp(x, x[None], jnp.asarray([4096]))), x)
     tile = GROUPED[target]
     assert tiles == [(tile.rows, tile.inner // n, tile.outer) for n in (1, 2)]

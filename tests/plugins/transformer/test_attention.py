@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from axlearn_core.errors import RequestError
-from axlearn_plugins_transformer.kernels.attention import Attention
+from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.masks import Causal, Full, Prefix, Segments, SlidingWindow
 
 
@@ -41,7 +41,7 @@ MASKS = {
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_reference_is_softmax_attention(mask, kv_heads, softcap):
     q, k, v = operands(256, kv_heads=kv_heads)
-    actual = Attention(q, k, v, mask=mask, scale=0.3, softcap=softcap).run("xla")
+    actual = AttentionOp(q, k, v, mask=mask, scale=0.3, softcap=softcap).run("xla")
     expected = reference(q, k, v, np.asarray(mask.materialize((0, 256), (0, 256))), 0.3, softcap)
     np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
 
@@ -70,7 +70,7 @@ def test_blocked_equals_reference_in_values_and_gradients(mask, heads, dtype):
 
     def total(kernel):
         def run(q, k, v):
-            out = Attention(q, k, v, mask=mask, scale=0.4, softcap=8.0).run(kernel)
+            out = AttentionOp(q, k, v, mask=mask, scale=0.4, softcap=8.0).run(kernel)
             return jnp.sum(out.astype(jnp.float32) * weigh), out
 
         return jax.jit(jax.value_and_grad(run, argnums=(0, 1, 2), has_aux=True))
@@ -88,7 +88,7 @@ def test_blocked_multiplies_only_blocks_that_are_visible():
     q, k, v = operands(512, batch=1)
 
     def flops(mask, kernel):
-        run = jax.jit(lambda q, k, v: Attention(q, k, v, mask=mask, scale=1.0).run(kernel))
+        run = jax.jit(lambda q, k, v: AttentionOp(q, k, v, mask=mask, scale=1.0).run(kernel))
         return run.lower(q, k, v).compile().cost_analysis()["flops"]
 
     full = flops(Causal(), "xla")
@@ -99,11 +99,11 @@ def test_blocked_multiplies_only_blocks_that_are_visible():
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_queries_at_given_slots_are_rows_of_the_whole(kv_heads):
     q, k, v = operands(9, kv_heads=kv_heads)
-    whole = Attention(q, k, v, mask=Causal(), scale=1.0).run()
+    whole = AttentionOp(q, k, v, mask=Causal(), scale=1.0).run()
     slots = jnp.asarray([[6], [3]], jnp.int32)
     queries = jnp.take_along_axis(q, slots[:, :, None, None], axis=1)
     keys = jnp.arange(9, dtype=jnp.int32)[None]
-    one = Attention(queries, k, v, mask=Causal(), scale=1.0, query_slots=slots, key_slots=keys).run()
+    one = AttentionOp(queries, k, v, mask=Causal(), scale=1.0, query_slots=slots, key_slots=keys).run()
     np.testing.assert_allclose(one, jnp.take_along_axis(whole, slots[:, :, None, None], axis=1), rtol=1e-5, atol=1e-6)
 
 
@@ -118,4 +118,4 @@ def test_queries_at_given_slots_are_rows_of_the_whole(kv_heads):
 def test_blocked_says_why_it_cannot(length, mask, reason):
     q, k, v = (jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32) for _ in range(3))
     with pytest.raises(RequestError, match=reason):
-        jax.eval_shape(lambda q, k, v: Attention(q, k, v, mask=mask, scale=1.0).run("xla-blocked"), q, k, v)
+        jax.eval_shape(lambda q, k, v: AttentionOp(q, k, v, mask=mask, scale=1.0).run("xla-blocked"), q, k, v)

@@ -10,7 +10,7 @@ from axlearn_plugins_plan.collectives import collectives
 from axlearn_plugins_plan.groups import Places
 from axlearn_plugins_plan.hlo import parse
 from axlearn_plugins_transformer.kernels import cross_entropy
-from axlearn_plugins_transformer.kernels.cross_entropy import CrossEntropy, Options, chunk_positions
+from axlearn_plugins_transformer.kernels.cross_entropy import CrossEntropyOp, Options, chunk_positions
 
 B, S, D, V = 3, 20, 16, 37
 WIDE = 4 * B * S
@@ -50,7 +50,7 @@ def test_equals_the_plain_formulation(width, chunk, z_loss, softcap):
     options = Options(chunk=chunk, z_loss=z_loss, softcap=softcap)
 
     def ours(h, w):
-        return CrossEntropy(h, w, *operands[2:], options).run()
+        return CrossEntropyOp(h, w, *operands[2:], options).run()
 
     def theirs(h, w):
         return plain(h, w, *operands[2:], softcap, z_loss)
@@ -75,7 +75,7 @@ def test_never_holds_all_logits_and_computes_no_product_twice():
 
     def step(hidden, weight, targets, weights):
         return jax.grad(
-            lambda h, w: CrossEntropy(h, w, targets, weights, Options(chunk=16)).run()[0], argnums=(0, 1)
+            lambda h, w: CrossEntropyOp(h, w, targets, weights, Options(chunk=16)).run()[0], argnums=(0, 1)
         )(hidden, weight)  # fmt: skip
 
     jaxpr = jax.make_jaxpr(step)(*shapes)
@@ -105,7 +105,8 @@ def test_what_waits_for_the_product_behind_the_chunks_is_the_smaller(monkeypatch
         hidden, weight, targets, weights = operands_of(width)
         options = Options(chunk=4)
         jax.eval_shape(
-            jax.grad(lambda w, h=hidden, t=targets, s=weights, o=options: CrossEntropy(h, w, t, s, o).run()[0]), weight
+            jax.grad(lambda w, h=hidden, t=targets, s=weights, o=options: CrossEntropyOp(h, w, t, s, o).run()[0]),
+            weight,
         )
     assert calls == ["_scan_gradients", "_scan_slopes"]
 
@@ -122,7 +123,7 @@ def test_chunks_are_as_long_as_a_device_has_memory_for():
 def test_gradients_of_the_head_add_up_in_float32(width):
     hidden, weight, targets, weights = operands_of(width)
     options = Options(dtype="bfloat16", chunk=4)
-    actual = jax.grad(lambda w: CrossEntropy(hidden, w, targets, weights, options).run()[0])(weight)
+    actual = jax.grad(lambda w: CrossEntropyOp(hidden, w, targets, weights, options).run()[0])(weight)
     expected = jax.grad(lambda w: plain(hidden, w, targets, weights, None, 0.0)[0])(weight)
     assert actual.dtype == jnp.float32
     np.testing.assert_allclose(actual, expected, atol=2e-2 * float(jnp.abs(expected).max()))
@@ -132,8 +133,8 @@ def test_positions_without_weight_do_not_count(operands):
     hidden, weight, targets, weights = operands
     weights = weights.at[:, 5:].set(0)
     other = hidden.at[:, 5:].set(100.0)
-    a = CrossEntropy(hidden, weight, targets, weights, Options(chunk=3)).run()
-    b = CrossEntropy(other, weight, targets, weights, Options(chunk=3)).run()
+    a = CrossEntropyOp(hidden, weight, targets, weights, Options(chunk=3)).run()
+    b = CrossEntropyOp(other, weight, targets, weights, Options(chunk=3)).run()
     np.testing.assert_array_equal(a, b)
 
 
@@ -145,7 +146,7 @@ def test_chunks_send_nothing_of_the_weight(shape, width):
     hidden, weight = jax.random.normal(keys[0], (16, 64, width)), jax.random.normal(keys[1], (width, 128))
     targets, weights = jax.random.randint(keys[2], (16, 64), 0, 128), jnp.full((16, 64), 1 / 1024)
     options = Options(chunk=8, constrain=lambda x: constrain(x, "batch", "sequence", "activation_vocab"))
-    loss = jax.value_and_grad(lambda h, w: CrossEntropy(h, w, targets, weights, options).run()[0], (0, 1))
+    loss = jax.value_and_grad(lambda h, w: CrossEntropyOp(h, w, targets, weights, options).run()[0], (0, 1))
 
     def sharded(h, w):
         with logical_rules(mesh, DEFAULT_RULES):
@@ -168,6 +169,6 @@ def test_a_tied_output_layer_in_bfloat16():
     """XLA for CPU cannot run the product that it would make of this one, transposed."""
     table, hidden = jnp.ones((24, 8)), jnp.ones((2, 5, 8), jnp.bfloat16)
     targets, weights, options = jnp.zeros((2, 5), jnp.int32), jnp.full((2, 5), 0.1), Options(dtype="bfloat16")
-    slope = jax.jit(jax.grad(lambda t: CrossEntropy(hidden, t.T, targets, weights, options).run()[0]))(table)
+    slope = jax.jit(jax.grad(lambda t: CrossEntropyOp(hidden, t.T, targets, weights, options).run()[0]))(table)
     expected = np.where(np.arange(24) == 0, 1 / 24 - 1, 1 / 24)[:, None] * np.ones((24, 8))
     np.testing.assert_allclose(slope, expected, rtol=2e-2)

@@ -9,8 +9,8 @@ from axlearn_core.config import Configurable, node
 from axlearn_core.contracts.kernels import KernelImplementation
 from axlearn_core.errors import RequestError
 from axlearn_core.kernels import selection
-from axlearn_plugins_transformer.kernels.attention import Attention
-from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention
+from axlearn_plugins_transformer.kernels.attention import AttentionOp
+from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp
 
 ATTENTION = "decoder.layer.attention"
 SIZE = 4
@@ -39,7 +39,7 @@ class Pages(Configurable):
         cache = cache.at[jnp.take_along_axis(table, slots // SIZE, axis=1), slots % SIZE].set(pairs)
         starts = jnp.arange(batch + 1, dtype=jnp.int32) * new
         query, lengths, count = op.query.reshape(-1, heads, size), slots[:, -1] + 1, jnp.asarray([batch], jnp.int32)
-        paged = PagedAttention(
+        paged = PagedAttentionOp(
             query, cache, table, lengths, starts, count, scale=op.scale, softcap=op.softcap, window=None
         )
         return paged.run(kernel).reshape(op.query.shape), cache
@@ -83,9 +83,9 @@ RECORDED = Recorded()
 
 def test_a_kernel_that_the_config_names_holds_with_a_cache(tiny, build, batch, monkeypatch):
     model = build(tiny({f"{ATTENTION}.kernel": "reading", f"{ATTENTION}.softcap": 3.0, f"{ATTENTION}.window": 5}), 0)
-    declaration = KernelImplementation(name="reading", op=Attention.path(), load=f"{__name__}:RECORDED")
+    declaration = KernelImplementation(name="reading", op=AttentionOp.path(), load=f"{__name__}:RECORDED")
     installed = selection.installed
-    declared = lambda op: [*installed(op), *([declaration] if op is Attention else [])]  # noqa: E731
+    declared = lambda op: [*installed(op), *([declaration] if op is AttentionOp else [])]  # noqa: E731
     monkeypatch.setattr(RECORDED, "calls", [])
     with selection.use(selection.Selection(platform="cpu", gradients=False, declared=declared)):
         jax.eval_shape(lambda: model(batch["tokens"][:, :4], cache=model.init_cache(2, 24)))

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from axlearn_core.contracts.kernels import KernelContext
 from axlearn_plugins_cpu.kernels import library
 from axlearn_plugins_cpu.kernels.paged_attention import NATIVE, attend
-from axlearn_plugins_transformer.kernels.attention import Attention
-from axlearn_plugins_transformer.kernels.invariant import InvariantAttention, InvariantPagedAttention, traits
-from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention, on_each_device
+from axlearn_plugins_transformer.kernels.attention import AttentionOp
+from axlearn_plugins_transformer.kernels.invariant import InvariantAttentionOp, InvariantPagedAttentionOp, traits
+from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp, on_each_device
 from axlearn_plugins_transformer.kernels.per_device import parts_of, per_device
 
 TARGET = "axlearn_attention"
@@ -22,7 +22,7 @@ TARGET = "axlearn_attention"
 QUERY, KEY = ("batch", None, "activation_heads", None), ("batch", None, "activation_kv", None)
 
 
-def _refusal(op: Attention | PagedAttention) -> str | None:
+def _refusal(op: AttentionOp | PagedAttentionOp) -> str | None:
     """Of a model's layers, the same for both ops."""
     if library.missing is not None:
         return library.missing
@@ -39,14 +39,14 @@ def _refusal(op: Attention | PagedAttention) -> str | None:
 class _Rows:
     """Every device attends with its own rows and heads."""
 
-    def supports(self, op: InvariantAttention, context: KernelContext) -> str | None:
+    def supports(self, op: InvariantAttentionOp, context: KernelContext) -> str | None:
         """float32, without a bias, heads of a multiple of 16 numbers."""
         if reason := _refusal(op):
             return reason
         divided = parts_of(op.query.shape, QUERY) == parts_of(op.key.shape, KEY)
         return None if divided else "its heads cannot be divided among the devices"
 
-    def __call__(self, op: InvariantAttention) -> jax.Array:
+    def __call__(self, op: InvariantAttentionOp) -> jax.Array:
         """[B, Q, N, H]; the backward pass is that of XLA's kernel."""
 
         @jax.custom_vjp
@@ -63,13 +63,13 @@ class _Rows:
         return run(op.query, op.key, op.value)
 
 
-def _with(op: InvariantAttention, query: jax.Array, key: jax.Array, value: jax.Array) -> InvariantAttention:
+def _with(op: InvariantAttentionOp, query: jax.Array, key: jax.Array, value: jax.Array) -> InvariantAttentionOp:
     options = {"mask": op.mask, "scale": op.scale, "softcap": op.softcap}
-    return InvariantAttention(query, key, value, **options)
+    return InvariantAttentionOp(query, key, value, **options)
 
 
 def attend_rows(
-    op: InvariantAttention, query: jax.Array, key: jax.Array, value: jax.Array, instructions: int = 0
+    op: InvariantAttentionOp, query: jax.Array, key: jax.Array, value: jax.Array, instructions: int = 0
 ) -> jax.Array:
     """[B, Q, N, H] on one device, of what it has of the operands; see `paged_attention.attend`."""
     call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(query.shape, jnp.float32), vmap_method="sequential")
@@ -79,20 +79,20 @@ def attend_rows(
 class _Pages:
     """Every device attends with its own heads."""
 
-    def supports(self, op: InvariantPagedAttention, context: KernelContext) -> str | None:
+    def supports(self, op: InvariantPagedAttentionOp, context: KernelContext) -> str | None:
         """As of rows. Pages of another order are put into that of CPUs, whose kernel has to take the rest."""
         if reason := _refusal(op):
             return reason
         return NATIVE.supports(op if op.heads_first else attrs.evolve(op, heads_first=True, pages=_spec(op)), context)
 
-    def __call__(self, op: InvariantPagedAttention) -> jax.Array:
+    def __call__(self, op: InvariantPagedAttentionOp) -> jax.Array:
         """[T, N, H]."""
         if not op.heads_first:
             op = attrs.evolve(op, heads_first=True, pages=_heads_first(op.pages))
         return on_each_device(op, lambda own: attend(own, invariant=True))
 
 
-def _spec(op: InvariantPagedAttention) -> Any:
+def _spec(op: InvariantPagedAttentionOp) -> Any:
     return jax.eval_shape(_heads_first, op.pages)
 
 

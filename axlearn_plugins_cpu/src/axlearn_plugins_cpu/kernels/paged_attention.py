@@ -10,7 +10,7 @@ import numpy as np
 
 from axlearn_core.contracts.kernels import KernelContext
 from axlearn_plugins_cpu.kernels import library
-from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention, divides_heads, on_each_device
+from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp, divides_heads, on_each_device
 
 TARGET = "axlearn_paged_attention"
 """What exported programs call it."""
@@ -20,7 +20,7 @@ QUERIES, PAGES = ("float32", "bfloat16"), ("float32", "bfloat16", "int8")
 class _Native:
     """Every device attends with its own heads, on its share of the processors."""
 
-    def supports(self, op: PagedAttention, context: KernelContext) -> str | None:
+    def supports(self, op: PagedAttentionOp, context: KernelContext) -> str | None:
         """Keys and values apart and head by head, without a bias, in float32, bfloat16 or int8."""
         if library.missing is not None:
             return library.missing
@@ -37,12 +37,12 @@ class _Native:
             return f"queries of {query} with pages of {pages}: it takes {' and '.join(QUERIES)} with {', '.join(PAGES)}"
         return None if divides_heads(op) else "its heads cannot be divided among the devices"
 
-    def __call__(self, op: PagedAttention) -> jax.Array:
+    def __call__(self, op: PagedAttentionOp) -> jax.Array:
         """[T, N, H]."""
         return on_each_device(op, attend)
 
 
-def attend(op: PagedAttention, instructions: int = 0, *, invariant: bool = False) -> jax.Array:
+def attend(op: PagedAttentionOp, instructions: int = 0, *, invariant: bool = False) -> jax.Array:
     """[T, N, H] on one device.
 
     Args:

@@ -22,7 +22,7 @@ constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
 constexpr int64_t MOST_ROWS = 128;  // of a tile
 constexpr int64_t BYTES_OF_A_THREAD = 1 << 17, FLOPS_OF_A_THREAD = 1 << 19;  // 10 microseconds; waking one takes as long
 
-// What a device has of one call, sizes as in `PagedAttention`: queries and the result [T, groups * heads, size], pages
+// What a device has of one call, sizes as in `PagedAttentionOp`: queries and the result [T, groups * heads, size], pages
 // [P, 2, groups, page_size, size] of keys and of values, their scales [P, 2, groups, page_size] or none, the table
 // [R, most_pages], lengths [R]. Each of the first `singles` requests has one token, each of the others `chunk`.
 // With `invariant` those of one token are computed as chunks are.

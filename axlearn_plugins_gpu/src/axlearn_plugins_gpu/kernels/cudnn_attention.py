@@ -22,7 +22,7 @@ from axlearn_plugins_gpu import compat
 from axlearn_plugins_gpu.chips import CHIPS, unknown_gpu
 from axlearn_plugins_gpu.kernels.heads import by_heads
 from axlearn_plugins_gpu.kernels.masks import structure
-from axlearn_plugins_transformer.kernels.attention import Attention
+from axlearn_plugins_transformer.kernels.attention import AttentionOp
 
 cudnn = compat.cudnn()
 
@@ -44,7 +44,7 @@ class _CuDNN:
 
     tags_result = True
 
-    def supports(self, op: Attention, context: KernelContext) -> str | None:
+    def supports(self, op: AttentionOp, context: KernelContext) -> str | None:
         """16-bit numbers; heads up to 128, 256 from Hopper on, where values may have a size of their own; no soft cap."""
         if reason := unknown_gpu(context.target):
             return reason
@@ -70,7 +70,7 @@ class _CuDNN:
             return f"the lengths {query[1]} and {key[1]} are not both even"
         return None
 
-    def __call__(self, op: Attention) -> jax.Array:
+    def __call__(self, op: AttentionOp) -> jax.Array:
         """[B, S, N, V]."""
         query, key = op.query, op.key
         causal, window, rest = structure(op.mask, (query.shape[1], key.shape[1]), op.aligned)

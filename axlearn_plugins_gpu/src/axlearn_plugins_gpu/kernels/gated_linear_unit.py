@@ -22,7 +22,7 @@ from axlearn_plugins_gpu.chips import CHIPS, unknown_gpu
 from axlearn_plugins_gpu.kernels import tokamax
 from axlearn_plugins_gpu.kernels.blocks import GATED_MOSAIC, GATED_MOSAIC_LATER, PipelinedBlocks, gated
 from axlearn_plugins_gpu.kernels.mosaic import compiling_for, refusal
-from axlearn_plugins_transformer.kernels.gated_linear_unit import ACTIVATIONS, Activation, GatedLinearUnit
+from axlearn_plugins_transformer.kernels.gated_linear_unit import ACTIVATIONS, Activation, GatedLinearUnitOp
 from axlearn_plugins_transformer.kernels.per_device import parts_of, per_device
 
 ROWS = ("batch", "sequence", None)
@@ -43,7 +43,7 @@ class _Tokamax:
 
     mosaic: bool
 
-    def supports(self, op: GatedLinearUnit, context: KernelContext) -> str | None:
+    def supports(self, op: GatedLinearUnitOp, context: KernelContext) -> str | None:
         """Projections that are plain matrices, in one dtype of 16 bits, with dimensions that its blocks divide."""
         if reason := tokamax.missing() or unknown_gpu(context.target):
             return reason
@@ -61,7 +61,7 @@ class _Tokamax:
             return "it takes rows [B, S, D] and two matrices of the same shape"
         return self._uneven(op, context.target)
 
-    def _uneven(self, op: GatedLinearUnit, target: str) -> str | None:
+    def _uneven(self, op: GatedLinearUnitOp, target: str) -> str | None:
         *rows, inner = op.x.shape
         sizes_here = (math.prod(_local(rows, ROWS[:2])), inner, *_local((op.hidden_dim,), MATRIX[1:]))
         multiples = (MULTIPLE,) * 3
@@ -73,7 +73,7 @@ class _Tokamax:
                 return f"the {name} on a device, {size}, is not a multiple of {multiple}"
         return None
 
-    def __call__(self, op: GatedLinearUnit) -> jax.Array:
+    def __call__(self, op: GatedLinearUnitOp) -> jax.Array:
         """[B, S, F]."""
         kernel_selection: Any = (
             selection.in_force()

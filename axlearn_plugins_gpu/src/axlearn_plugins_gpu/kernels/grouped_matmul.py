@@ -21,7 +21,7 @@ from axlearn_plugins_gpu.kernels.blocks import GROUPED_MOSAIC, grouped
 from axlearn_plugins_gpu.kernels.mosaic import compiling_for, refusal
 
 if TYPE_CHECKING:  # only a program that has the op loads this module
-    from axlearn_plugins_moe.grouped_matmul import GroupedMatmul
+    from axlearn_plugins_moe.grouped_matmul import GroupedMatmulOp
 
 ROWS = 8
 """A multiple of which Mosaic's kernels take: blocks start at one."""
@@ -35,7 +35,7 @@ class _Tokamax:
 
     mosaic: bool
 
-    def supports(self, op: "GroupedMatmul", context: KernelContext) -> str | None:
+    def supports(self, op: "GroupedMatmulOp", context: KernelContext) -> str | None:
         """16-bit numbers, dimensions that its blocks divide."""
         if reason := tokamax.missing() or unknown_gpu(context.target):
             return reason
@@ -45,7 +45,7 @@ class _Tokamax:
             return f"it takes bfloat16 and float16, not {dtype}"
         return (_mosaic_does_not_fit if self.mosaic else _triton_does_not_fit)(op, context.target)
 
-    def __call__(self, op: "GroupedMatmul") -> jax.Array:
+    def __call__(self, op: "GroupedMatmulOp") -> jax.Array:
         """[M, N]. The caller has split everything among devices."""
         kernel_selection: Any = (
             selection.in_force()
@@ -68,7 +68,7 @@ class _Triton(_Tokamax):
 MOSAIC, TRITON = _Mosaic(), _Triton()
 
 
-def _triton_does_not_fit(op: "GroupedMatmul", target: str) -> str | None:
+def _triton_does_not_fit(op: "GroupedMatmulOp", target: str) -> str | None:
     blocks = grouped(target)
     for size in op.rhs.shape[1:]:
         if size % blocks.n or size % blocks.k:
@@ -76,7 +76,7 @@ def _triton_does_not_fit(op: "GroupedMatmul", target: str) -> str | None:
     return None
 
 
-def _mosaic_does_not_fit(op: "GroupedMatmul", target: str) -> str | None:
+def _mosaic_does_not_fit(op: "GroupedMatmulOp", target: str) -> str | None:
     blocks, rows = GROUPED_MOSAIC[CHIPS[target].capability], op.lhs.shape[0]
     if len(set(op.dtypes.values())) > 1:
         return f"the dtypes are {', '.join(sorted(set(op.dtypes.values())))}; it takes one"

@@ -18,7 +18,7 @@ from axlearn_core.contracts.kernels import KernelContext
 from axlearn_plugins_gpu import compat
 from axlearn_plugins_gpu.chips import CHIPS, unknown_gpu
 from axlearn_plugins_gpu.kernels.paged_parts import LOW, Parts, attend_to_pages, blocks_of
-from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention, divides_heads, on_each_device
+from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp, divides_heads, on_each_device
 from axlearn_plugins_transformer.kernels.per_device import parts_of
 
 LONGEST = 128
@@ -30,7 +30,7 @@ ADA = (8, 9)
 class _Triton:
     """See the module."""
 
-    def supports(self, op: PagedAttention, context: KernelContext) -> str | None:
+    def supports(self, op: PagedAttentionOp, context: KernelContext) -> str | None:
         """A static split, pages without NaN, and heads and pages whose sizes are powers of two."""
         if reason := unknown_gpu(context.target) or compat.missing_paged_attention():
             return reason
@@ -48,7 +48,7 @@ class _Triton:
             return reason
         return None if divides_heads(op) else "the heads of queries and of keys are not split over devices the same way"
 
-    def __call__(self, op: PagedAttention) -> jax.Array:
+    def __call__(self, op: PagedAttentionOp) -> jax.Array:
         """[T, N, H]."""
         return on_each_device(op, _attend)
 
@@ -56,7 +56,7 @@ class _Triton:
 TRITON = _Triton()
 
 
-def _refused_sizes(op: PagedAttention, target: str) -> str | None:
+def _refused_sizes(op: PagedAttentionOp, target: str) -> str | None:
     size, slots = op.query.shape[-1], op.page_size
     if size not in (16, 32, 64, 128, 256):
         return f"the head size {size} is not a power of two from 16 to 256"
@@ -71,7 +71,7 @@ def _refused_sizes(op: PagedAttention, target: str) -> str | None:
     return None
 
 
-def _refused_dtypes(op: PagedAttention, target: str) -> str | None:
+def _refused_dtypes(op: PagedAttentionOp, target: str) -> str | None:
     query, pages = op.dtypes["query"], op.dtypes["pages"]
     if query not in ("bfloat16", "float16", "float32"):
         return f"the queries are {query}; it takes bfloat16, float16 and float32"
@@ -84,7 +84,7 @@ def _refused_dtypes(op: PagedAttention, target: str) -> str | None:
     return None
 
 
-def _attend(op: PagedAttention) -> jax.Array:
+def _attend(op: PagedAttentionOp) -> jax.Array:
     """[T, N, H]."""
     assert op.split is not None
     singles, chunk = op.split
@@ -114,7 +114,7 @@ class _Common(NamedTuple):
     new: int
 
     @classmethod
-    def of(cls, op: PagedAttention, lengths: jax.Array, count: int) -> "_Common":
+    def of(cls, op: PagedAttentionOp, lengths: jax.Array, count: int) -> "_Common":
         """By causality, and by a window where there is one."""
         first = jnp.zeros_like(lengths)
         if op.window is not None:
@@ -122,7 +122,7 @@ class _Common(NamedTuple):
         return cls(first, jnp.maximum(lengths - count + 1, first), count)
 
 
-def _attend_rows(op: PagedAttention, query: jax.Array, table: jax.Array, lengths: jax.Array) -> jax.Array:
+def _attend_rows(op: PagedAttentionOp, query: jax.Array, table: jax.Array, lengths: jax.Array) -> jax.Array:
     """[R, C, G, n, H], int32 [R, M] and [R] -> float32 [R, C, G, n, H]."""
     _, count, groups, heads, size = query.shape
     rows = jnp.transpose(query, (0, 2, 3, 1, 4)).reshape(-1, groups, heads * count, size)
@@ -139,7 +139,7 @@ def _attend_rows(op: PagedAttention, query: jax.Array, table: jax.Array, lengths
 
 
 def _attend_to_edges(
-    op: PagedAttention, query: jax.Array, table: jax.Array, lengths: jax.Array, common: _Common
+    op: PagedAttentionOp, query: jax.Array, table: jax.Array, lengths: jax.Array, common: _Common
 ) -> Parts | None:
     """[R, G, Q, H], int32 [R, M] and [R] -> one part; None where all tokens see the same keys."""
     size, count = op.page_size, common.new

@@ -18,7 +18,7 @@ from axlearn_core.kernels import selection
 from axlearn_plugins_gpu import compat
 from axlearn_plugins_gpu.kernels.blocks import PagedBlocks, paged, parts_of_table
 from axlearn_plugins_gpu.kernels.named_gpu import named
-from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention
+from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp
 
 LOW = -1e30
 """The score of a hidden key."""
@@ -52,13 +52,13 @@ class Parts(NamedTuple):
         return jnp.sum(self.result * weights[..., None], axis=0) / total[..., None]
 
 
-def blocks_of(op: PagedAttention, target: str, rows: int) -> PagedBlocks:
+def blocks_of(op: PagedAttentionOp, target: str, rows: int) -> PagedBlocks:
     """For so many rows of queries on a GPU that `CHIPS` knows; values with scales are multiplied in 32 bits."""
     wide = op.scales is not None or op.query.dtype == jnp.float32
     return paged(target, rows, op.query.shape[-1], wide=wide)
 
 
-def attend_to_pages(op: PagedAttention, query: jax.Array, table: jax.Array, lengths: jax.Array) -> Parts:
+def attend_to_pages(op: PagedAttentionOp, query: jax.Array, table: jax.Array, lengths: jax.Array) -> Parts:
     """[R, G, Q, H], int32 [R, M] and [R] -> attention to the first `lengths` keys of each request."""
     requests, groups, rows, size = query.shape
     kernel_selection: Any = selection.in_force()  # `supports` has said that its GPU is known
@@ -110,7 +110,7 @@ def _request_and_head(index: Any, groups: int) -> tuple[Any, Any]:
     return lax.div(index, jnp.int32(groups)), lax.rem(index, jnp.int32(groups))
 
 
-def _spec_of_head(op: PagedAttention, pages: jax.Array | None, which: int) -> Any:
+def _spec_of_head(op: PagedAttentionOp, pages: jax.Array | None, which: int) -> Any:
     """All keys (0) or all values (1) of a block's head, of the pages or of their scales; None where there are none."""
     if pages is None:
         return None

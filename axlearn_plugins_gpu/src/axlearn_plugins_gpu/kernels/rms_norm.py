@@ -15,7 +15,7 @@ from axlearn_plugins_gpu.chips import unknown_gpu
 from axlearn_plugins_gpu.kernels import tokamax
 from axlearn_plugins_gpu.kernels.blocks import WIDEST, normalized
 from axlearn_plugins_transformer.kernels.per_device import per_device
-from axlearn_plugins_transformer.kernels.rms_norm import RMSNorm
+from axlearn_plugins_transformer.kernels.rms_norm import RMSNormOp
 
 AXES = {
     2: ("batch", None),
@@ -27,7 +27,7 @@ AXES = {
 class _Triton:
     """Whole rows in registers, all arithmetic in float32."""
 
-    def supports(self, op: RMSNorm, context: KernelContext) -> str | None:
+    def supports(self, op: RMSNormOp, context: KernelContext) -> str | None:
         """Rows of up to 16,384 numbers, in one dtype of up to 32 bits."""
         if reason := tokamax.missing() or unknown_gpu(context.target):
             return reason
@@ -38,7 +38,7 @@ class _Triton:
             return f"it takes 2 to 4 dimensions, not {len(shape)}"
         return None if shape[-1] <= WIDEST else f"a row of {shape[-1]} numbers is longer than {WIDEST}"
 
-    def __call__(self, op: RMSNorm) -> jax.Array:
+    def __call__(self, op: RMSNormOp) -> jax.Array:
         """[..., D]."""
         kernel_selection: Any = (
             selection.in_force()

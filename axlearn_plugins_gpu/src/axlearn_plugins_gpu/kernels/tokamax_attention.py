@@ -30,7 +30,7 @@ from axlearn_plugins_gpu.kernels.blocks import (
 from axlearn_plugins_gpu.kernels.heads import by_heads
 from axlearn_plugins_gpu.kernels.masks import structure
 from axlearn_plugins_gpu.kernels.mosaic import HOPPER, compiling_for, refusal
-from axlearn_plugins_transformer.kernels.attention import Attention
+from axlearn_plugins_transformer.kernels.attention import AttentionOp
 
 _STABLE = {"use_stable_softmax": True}
 """With a soft cap tokamax would leave the largest score in, whose exponential is more than float16 can hold."""
@@ -53,7 +53,7 @@ class _Tokamax:
     mosaic: bool
     tags_result = True
 
-    def supports(self, op: Attention, context: KernelContext) -> str | None:
+    def supports(self, op: AttentionOp, context: KernelContext) -> str | None:
         """16-bit numbers, positions in whole blocks, heads that its table has blocks for."""
         if reason := tokamax.missing() or unknown_gpu(context.target):
             return reason
@@ -72,7 +72,7 @@ class _Tokamax:
             return "queries and values differ in head size"
         return self._does_not_fit(op, context)
 
-    def _does_not_fit(self, op: Attention, context: KernelContext) -> str | None:
+    def _does_not_fit(self, op: AttentionOp, context: KernelContext) -> str | None:
         length, size = op.query.shape[1], op.query.shape[3]
         blocks = attending(_tables(self.mosaic), context.target, size)
         if blocks is None:
@@ -87,7 +87,7 @@ class _Tokamax:
             return f"its backward pass takes up to {blocks.back.longest} positions on {context.target}, not {length}"
         return None
 
-    def __call__(self, op: Attention) -> jax.Array:
+    def __call__(self, op: AttentionOp) -> jax.Array:
         """[B, S, N, V]."""
         kernel_selection: Any = (
             selection.in_force()

@@ -23,7 +23,7 @@ from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_tpu import compat
 from axlearn_plugins_tpu.kernels import tokamax
 from axlearn_plugins_tpu.kernels.blocks import LANES, LOSS, LossBlocks, fitting
-from axlearn_plugins_transformer.kernels.cross_entropy import WEIGHT_AXES, CrossEntropy
+from axlearn_plugins_transformer.kernels.cross_entropy import WEIGHT_AXES, CrossEntropyOp
 from axlearn_plugins_transformer.kernels.per_device import parts_of, per_device
 
 POSITIONS = ("batch", "sequence")
@@ -35,7 +35,7 @@ _NONE = -1
 class _Mosaic:
     """Tiles of positions, width and vocabulary; the backward pass makes the logits again."""
 
-    def supports(self, op: CrossEntropy, context: KernelContext) -> str | None:
+    def supports(self, op: CrossEntropyOp, context: KernelContext) -> str | None:
         """From v5 on; whole lanes of both dimensions, a vocabulary that is not split, no soft cap."""
         if reason := tokamax.missing():
             return reason
@@ -50,7 +50,7 @@ class _Mosaic:
         ways = parts_of(shape, (None, "activation_vocab"))[1]
         return None if ways == 1 else f"the vocabulary is split over {ways} devices"
 
-    def __call__(self, op: CrossEntropy) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, op: CrossEntropyOp) -> tuple[jax.Array, jax.Array]:
         """(loss, cross-entropy). No weight may be negative: its gradient would be NaN."""
         options, kernel_selection = op.static, selection.in_force()
         blocks = LOSS.get(kernel_selection.target if kernel_selection else "", LOSS[""])

@@ -14,13 +14,13 @@ from axlearn_core.kernels import selection
 from axlearn_plugins_tpu.kernels.blocks import LANES, tiles
 
 if TYPE_CHECKING:  # only a program that has the op loads this module
-    from axlearn_plugins_moe.grouped_matmul import GroupedMatmul
+    from axlearn_plugins_moe.grouped_matmul import GroupedMatmulOp
 
 
 class _Megablox:
     """Tiles of rows, each of one group or at the border of several; the work is that of the rows."""
 
-    def supports(self, op: "GroupedMatmul", context: KernelContext) -> str | None:
+    def supports(self, op: "GroupedMatmulOp", context: KernelContext) -> str | None:
         """Both dimensions of the matrices at least a lane wide, in bfloat16 or float32."""
         inner, outer = op.rhs.shape[1:]
         dtypes = set(op.dtypes.values())
@@ -30,7 +30,7 @@ class _Megablox:
             return f"the dtypes are {', '.join(sorted(dtypes))}; it takes bfloat16, or float32"
         return None
 
-    def __call__(self, op: "GroupedMatmul") -> jax.Array:
+    def __call__(self, op: "GroupedMatmulOp") -> jax.Array:
         """[M, N]. The caller has split everything among devices."""
         kernel_selection = selection.in_force()
         lhs, rhs = op.lhs, op.rhs

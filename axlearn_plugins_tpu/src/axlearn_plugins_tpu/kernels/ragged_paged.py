@@ -13,7 +13,7 @@ from axlearn_core.contracts.kernels import KernelContext
 from axlearn_core.kernels import selection
 from axlearn_plugins_tpu.kernels.blocks import LANES, PAGED
 from axlearn_plugins_tpu.kernels.chip import known_chip
-from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention
+from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp
 from axlearn_plugins_transformer.kernels.per_device import parts_of, per_device
 
 QUERY_AXES = (None, "activation_heads", None)
@@ -26,7 +26,7 @@ BYTES = {"bfloat16": 2, "float32": 4}
 class _RaggedPaged:
     """Blocks of queries, each over blocks of the pages of their requests."""
 
-    def supports(self, op: PagedAttention, context: KernelContext) -> str | None:
+    def supports(self, op: PagedAttentionOp, context: KernelContext) -> str | None:
         """bfloat16 or float32, heads of 128 numbers, as many of them as fill its registers, and a table that it can hold."""
         if op.bias is not None:
             return "it adds no bias to scores"
@@ -50,7 +50,7 @@ class _RaggedPaged:
             return f"{both // keys // 2} key-value heads on a device do not fill its registers"
         return None
 
-    def __call__(self, op: PagedAttention) -> jax.Array:
+    def __call__(self, op: PagedAttentionOp) -> jax.Array:
         """[T, N, H]."""
         query, pages, table = op.query, op.pages, op.table
         kernel_selection = selection.in_force()

@@ -18,7 +18,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from axlearn_core.contracts.kernels import KernelContext
 from axlearn_core.kernels import selection
 from axlearn_plugins_tpu.kernels.blocks import LANES, SPLASH, SplashBlocks, fitting, narrowed
-from axlearn_plugins_transformer.kernels.attention import Attention
+from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.masks import Causal, Mask, Or, Prefix, Segments, SlidingWindow
 from axlearn_plugins_transformer.kernels.per_device import per_device, split_over
 
@@ -100,7 +100,7 @@ class _CausalFrom(splash_masks.Mask):
 class _Splash:
     """Forward and backward in blocks, with nothing of the size S x S in memory."""
 
-    def supports(self, op: Attention, context: KernelContext) -> str | None:
+    def supports(self, op: AttentionOp, context: KernelContext) -> str | None:
         """Self-attention under causal, sliding-window, prefix and segment masks."""
         (_, length, heads, _), groups, mask = op.query.shape, op.key.shape[2], op.mask.describe()
         dtypes = set(op.dtypes.values())
@@ -122,7 +122,7 @@ class _Splash:
             return f"the dtypes are {', '.join(sorted(dtypes))}; it takes bfloat16, or float32"
         return None
 
-    def __call__(self, op: Attention) -> jax.Array:
+    def __call__(self, op: AttentionOp) -> jax.Array:
         """[B, S, N, V]."""
         query, key, value, structure = op.query, op.key, op.value, Structure.of(op.mask)
         kernel_selection = selection.in_force()

@@ -23,7 +23,7 @@ from axlearn_plugins_tpu.kernels.blocks import LANES, tiles
 from axlearn_plugins_tpu.kernels.chip import known_chip
 
 if TYPE_CHECKING:  # only a program that has the op loads this module
-    from axlearn_plugins_moe.grouped_matmul import GroupedMatmul
+    from axlearn_plugins_moe.grouped_matmul import GroupedMatmulOp
 
 VERSION = "0.0.14" if sys.version_info >= (3, 12) else "0.0.12"
 """The one whose kernels are used. They have no public names."""
@@ -46,7 +46,7 @@ def missing() -> str | None:
 class _Mosaic:
     """Tiles of rows, each of one group or at the border of several, fetched by a pipeline of the kernel's own."""
 
-    def supports(self, op: "GroupedMatmul", context: KernelContext) -> str | None:
+    def supports(self, op: "GroupedMatmulOp", context: KernelContext) -> str | None:
         """From v5 on; both dimensions of the matrices whole lanes, in bfloat16 or float32."""
         if reason := missing():
             return reason
@@ -60,7 +60,7 @@ class _Mosaic:
             return f"the dtypes are {', '.join(sorted(dtypes))}; it takes bfloat16, or float32"
         return None
 
-    def __call__(self, op: "GroupedMatmul") -> jax.Array:
+    def __call__(self, op: "GroupedMatmulOp") -> jax.Array:
         """[M, N]. The caller has split everything among devices."""
         kernel_selection = selection.in_force()
         lhs, rhs = op.lhs, op.rhs

@@ -12,7 +12,7 @@ from axlearn_core.plugins.hookspecs import hookimpl
 @hookimpl
 def axlearn_kernels() -> list[KernelImplementation]:
     """Below the reference, which has priority 0: it runs only where a config names it."""
-    op = "axlearn_plugins_transformer.kernels.rms_norm:RMSNorm"
+    op = "axlearn_plugins_transformer.kernels.rms_norm:RMSNormOp"
     load = "axlearn_plugins_my_parts.kernel:PRODUCT"
     return [KernelImplementation(name="product", op=op, load=load, priority=-10)]
 

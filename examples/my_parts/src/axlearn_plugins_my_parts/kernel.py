@@ -6,17 +6,17 @@ from jax import lax
 
 from axlearn_core.contracts.kernels import KernelContext
 from axlearn_core.nn.layer import expand_to
-from axlearn_plugins_transformer.kernels.rms_norm import RMSNorm
+from axlearn_plugins_transformer.kernels.rms_norm import RMSNormOp
 
 
 class ProductNorm:
     """Sums the squares by a dot product, which a compiler may give to a matrix unit."""
 
-    def supports(self, op: RMSNorm, context: KernelContext) -> str | None:
+    def supports(self, op: RMSNormOp, context: KernelContext) -> str | None:
         """Everything but float64, which is summed in float32 here."""
         return "it sums in float32, and the input is float64" if op.x.dtype == jnp.float64 else None
 
-    def __call__(self, op: RMSNorm) -> jax.Array:
+    def __call__(self, op: RMSNormOp) -> jax.Array:
         """[..., D], as the reference."""
         squares = jnp.einsum("...d,...d->...", op.x, op.x, preferred_element_type=jnp.float32)
         y = op.x.astype(jnp.float32) * lax.rsqrt(squares[..., None] / op.x.shape[-1] + op.eps)

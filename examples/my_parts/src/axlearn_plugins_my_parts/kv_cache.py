@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from axlearn_core.config import Configurable, node
-from axlearn_plugins_transformer.kernels.attention import Attention
+from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kv_cache import ContiguousCache
 
 
@@ -28,7 +28,7 @@ class Int8Cache(Configurable):
             "scales": self.arrays.init(batch, length, num_kv_heads, 1, "float32"),
         }
 
-    def attend(self, cache: Any, op: Attention, slots: jax.Array, kernel: str | None) -> tuple[jax.Array, Any]:
+    def attend(self, cache: Any, op: AttentionOp, slots: jax.Array, kernel: str | None) -> tuple[jax.Array, Any]:
         """See `axlearn_plugins_transformer.kv_cache.KVCache`."""
         (key, key_scale), (value, value_scale) = _quantize(op.key), _quantize(op.value)
         values, slots_view = self.arrays.append(cache["values"], key, value, slots)

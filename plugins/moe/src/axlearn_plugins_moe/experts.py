@@ -19,7 +19,7 @@ from axlearn_core.errors import RequestError
 from axlearn_core.nn.axis_names import name_stack_axis
 from axlearn_core.nn.linear import Projection
 from axlearn_core.nn.sharding import is_sharded
-from axlearn_plugins_moe.grouped_matmul import GroupedMatmul
+from axlearn_plugins_moe.grouped_matmul import GroupedMatmulOp
 
 
 class Product(Protocol):
@@ -90,8 +90,8 @@ class GroupedProduct:
     adds: jax.Array | None = None
 
     def __call__(self, rows: jax.Array, matrices: jax.Array) -> jax.Array:
-        """[M, K], [E, K, N] -> [M, N]; see `GroupedMatmul` for rows behind the last group."""
-        return GroupedMatmul(rows, matrices, self.sizes).run(self.kernel)
+        """[M, K], [E, K, N] -> [M, N]; see `GroupedMatmulOp` for rows behind the last group."""
+        return GroupedMatmulOp(rows, matrices, self.sizes).run(self.kernel)
 
     def spread(self, values: jax.Array, like: jax.Array) -> jax.Array:
         """[E, N] -> [M, N]."""

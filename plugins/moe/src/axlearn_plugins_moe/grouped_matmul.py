@@ -21,7 +21,7 @@ BLOCK = 128
 
 
 @attrs.frozen(eq=False)
-class GroupedMatmul(Op[jax.Array]):
+class GroupedMatmulOp(Op[jax.Array]):
     """Each group of rows times its matrix.
 
     The result is [M, N] in the dtype of `lhs`. Rows behind the last group are not specified, nor are their gradients by
@@ -62,11 +62,11 @@ class GroupedMatmul(Op[jax.Array]):
 class _XLABlocked:
     """A loop over blocks of rows of one group: the work is that of the rows, regardless of the number of groups."""
 
-    def supports(self, op: GroupedMatmul, context: KernelContext) -> str | None:
+    def supports(self, op: GroupedMatmulOp, context: KernelContext) -> str | None:
         """Everything."""
         return None
 
-    def __call__(self, op: GroupedMatmul) -> jax.Array:
+    def __call__(self, op: GroupedMatmulOp) -> jax.Array:
         """[M, N]."""
         return _blocked_matmul(op.lhs, op.rhs, op.sizes, min(BLOCK, op.lhs.shape[0]))
 

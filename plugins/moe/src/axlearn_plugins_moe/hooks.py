@@ -11,7 +11,7 @@ def axlearn_kernels() -> list[KernelImplementation]:
     """Products by blocks of rows, for CPUs."""
     blocked = KernelImplementation(
         name="xla-blocked",
-        op=f"{_MODULE}:GroupedMatmul",
+        op=f"{_MODULE}:GroupedMatmulOp",
         load=f"{_MODULE}:XLA_BLOCKED",
         priority=10,
         platforms=("cpu",),

@@ -14,7 +14,7 @@ from jax import lax
 
 from axlearn_core.errors import RequestError
 from axlearn_plugins_transformer.kernels import masks
-from axlearn_plugins_transformer.kernels.attention import Attention
+from axlearn_plugins_transformer.kernels.attention import AttentionOp
 
 HIDDEN = -1e30
 
@@ -72,7 +72,7 @@ class Sums(NamedTuple):
 class Scores:
     """How scores come of queries and keys, and which keys a query sees."""
 
-    def __init__(self, op: Attention, heads: Any = None):
+    def __init__(self, op: AttentionOp, heads: Any = None):
         """Of an op, without its operands.
 
         Args:

@@ -18,7 +18,7 @@ from axlearn_core.contracts.kernels import KernelContext
 from axlearn_core.nn.sharding import Placement, constrain, logical_rules, placement
 from axlearn_plugins_parallelism.blockwise import Chunks, Kept, Scores, Sums, Tiles, add, gradients
 from axlearn_plugins_parallelism.zigzag import Parts
-from axlearn_plugins_transformer.kernels.attention import Attention
+from axlearn_plugins_transformer.kernels.attention import AttentionOp
 
 TILE = 512
 """Queries whose scores are in memory at one time, with those of all keys of a chunk."""
@@ -41,7 +41,7 @@ def _count(place: Placement, axes: Sequence[str]) -> int:
 _whole_sequence: contextvars.ContextVar[bool] = contextvars.ContextVar("axlearn_whole_sequence", default=False)
 
 
-def _attend_whole(op: Attention) -> jax.Array:
+def _attend_whole(op: AttentionOp) -> jax.Array:
     """By the best other kernel; by the reference where no other is declared."""
     if _whole_sequence.get():
         return op.reference()
@@ -55,7 +55,7 @@ def _attend_whole(op: Attention) -> jax.Array:
 class _OverSequence:
     """The base: what is asked of all, and what happens where the sequence is not split."""
 
-    def supports(self, op: Attention, context: KernelContext) -> str | None:
+    def supports(self, op: AttentionOp, context: KernelContext) -> str | None:
         """Self-attention over a sequence that its devices divide, and anything over a sequence that is not split."""
         place = placement()
         axes = sequence_axes(place)
@@ -68,17 +68,17 @@ class _OverSequence:
             return f"the sequence length {length} is not divisible by the mesh axes {', '.join(axes)} ({count} devices)"
         return self._refuses(op, place, axes)
 
-    def _refuses(self, op: Attention, place: Placement, axes: Sequence[str]) -> str | None:
+    def _refuses(self, op: AttentionOp, place: Placement, axes: Sequence[str]) -> str | None:
         return None
 
-    def __call__(self, op: Attention) -> jax.Array:
+    def __call__(self, op: AttentionOp) -> jax.Array:
         """[B, S, N, V]; where the sequence is whole, by the best other kernel."""
         place = placement()
         if place is None or not sequence_axes(place):
             return _attend_whole(op)
         return self._run(place, op)
 
-    def _run(self, place: Placement, op: Attention) -> jax.Array:
+    def _run(self, place: Placement, op: AttentionOp) -> jax.Array:
         raise NotImplementedError
 
 
@@ -87,7 +87,7 @@ class _PerDevice(_OverSequence):
 
     keys: Callable[..., Any]
 
-    def _run(self, place: Placement, op: Attention) -> jax.Array:
+    def _run(self, place: Placement, op: AttentionOp) -> jax.Array:
         query, key, value = op.query, op.key, op.value
         axes = sequence_axes(place)
         batch, sequence, heads, *_ = place.spec(query.shape, QUERY)
@@ -235,7 +235,7 @@ class _AllGather(_PerDevice):
 class _AllToAll(_OverSequence):
     """Every device gets all positions of some heads, and the best other implementation (Jacobs et al., 2023, "Ulysses")."""
 
-    def _refuses(self, op: Attention, place: Placement, axes: Sequence[str]) -> str | None:
+    def _refuses(self, op: AttentionOp, place: Placement, axes: Sequence[str]) -> str | None:
         heads, across = op.query.shape[2], self._sequence_split(place, axes)
         if heads % _count(place, across):
             return f"{heads} heads are not divisible by the mesh axes {', '.join(across)} ({_count(place, across)} devices)"
@@ -246,7 +246,7 @@ class _AllToAll(_OverSequence):
         own = tuple(a for a in place.rules.get("activation_heads", ()) if place.mesh.shape[a] > 1)
         return (*own, *(a for a in axes if a not in own))
 
-    def _run(self, place: Placement, op: Attention) -> jax.Array:
+    def _run(self, place: Placement, op: AttentionOp) -> jax.Array:
         query, key, value = op.query, op.key, op.value
         across = self._sequence_split(place, sequence_axes(place))
         if key.shape[2] % _count(place, across):

@@ -4,7 +4,7 @@ from axlearn_core.contracts.kernels import KernelImplementation
 from axlearn_core.plugins.hookspecs import hookimpl
 
 _MODULE = "axlearn_plugins_parallelism.context"
-_ATTENTION = "axlearn_plugins_transformer.kernels.attention:Attention"
+_ATTENTION = "axlearn_plugins_transformer.kernels.attention:AttentionOp"
 _BY_NAME_ONLY = -1  # the reference has 0 and can do everything
 _IMPLEMENTATIONS = tuple(
     KernelImplementation(name=name, op=_ATTENTION, priority=_BY_NAME_ONLY, load=f"{_MODULE}:{attribute}")

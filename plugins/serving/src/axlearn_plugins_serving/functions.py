@@ -24,7 +24,7 @@ from axlearn_plugins_serving.sampling import Chosen, Tables
 from axlearn_plugins_serving.steps import KIND, LOGPROBS, MASKED, SAMPLED, TARGETS, Step, StepBucket
 from axlearn_plugins_transformer.causal_lm import TwoPartDecoder
 from axlearn_plugins_transformer.functions import Arrays, GenerationFunctions
-from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention
+from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp
 from axlearn_plugins_transformer.transformer import Cache
 
 HEAD = "head"
@@ -141,7 +141,7 @@ class ServingFunctions:
                 donate=(1, 2),
                 of_model=False,
                 by_bucket=True,
-                required_kernels=(PagedAttention.name,),
+                required_kernels=(PagedAttentionOp.name,),
                 describe="a step: tokens of requests into the cache, and the tokens that follow",
             ),
             "serve_decode": Function(
@@ -151,7 +151,7 @@ class ServingFunctions:
                 donate=(1, 2),
                 of_model=False,
                 by_bucket=True,
-                required_kernels=(PagedAttention.name,),
+                required_kernels=(PagedAttentionOp.name,),
                 describe="several steps of one token for each request",
             ),
         }

@@ -162,7 +162,7 @@ class Attention(Layer):
             q, k = self.position(
                 q, k, jnp.arange(x.shape[1], dtype=jnp.int32)[None] if positions is None else positions
             )
-        op = attention.Attention(
+        op = attention.AttentionOp(
             q,
             k,
             v,

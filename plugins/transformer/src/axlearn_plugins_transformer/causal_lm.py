@@ -15,7 +15,7 @@ from axlearn_core.errors import Problem
 from axlearn_core.nn import padding, summaries
 from axlearn_core.nn.layer import Context, Layer, Precision
 from axlearn_core.nn.sharding import constrain
-from axlearn_plugins_transformer.kernels.cross_entropy import CrossEntropy, Options, logits_of
+from axlearn_plugins_transformer.kernels.cross_entropy import CrossEntropyOp, Options, logits_of
 from axlearn_plugins_transformer.transformer import Cache, Decoder
 
 
@@ -146,7 +146,7 @@ class CausalLM(Layer):
         else:
             size = arrays["targets"].size
             weight, weights = jnp.float32(size), jnp.full(arrays["targets"].shape, 1 / size, jnp.float32)
-        op = CrossEntropy(hidden, self.decoder.head_weight(), arrays["targets"], weights, self._options(z_loss))
+        op = CrossEntropyOp(hidden, self.decoder.head_weight(), arrays["targets"], weights, self._options(z_loss))
         loss, entropy = op.run(self.cfg.loss_kernel)
         report = {"weight": weight, **collector.summaries, **collector.losses}
         if z_loss:

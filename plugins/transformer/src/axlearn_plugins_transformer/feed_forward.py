@@ -10,7 +10,7 @@ from axlearn_core.nn.layer import Layer, Precision
 from axlearn_core.nn.linear import Linear, Projection
 from axlearn_core.nn.remat import tag
 from axlearn_core.nn.sharding import constrain
-from axlearn_plugins_transformer.kernels.gated_linear_unit import ACTIVATIONS, Activation, GatedLinearUnit
+from axlearn_plugins_transformer.kernels.gated_linear_unit import ACTIVATIONS, Activation, GatedLinearUnitOp
 
 
 class FeedForward(Protocol):
@@ -51,7 +51,7 @@ class GatedFeedForward(Layer):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, S, D] -> [B, S, D]."""
         cfg = self.cfg
-        unit = GatedLinearUnit(x, self.gate, self.up, hidden_dim=self.hidden_dim, activation=cfg.activation)
+        unit = GatedLinearUnitOp(x, self.gate, self.up, hidden_dim=self.hidden_dim, activation=cfg.activation)
         hidden = tag(unit.run(cfg.kernel), "mlp_hidden")
         return tag(self.down(constrain(hidden, "batch", "sequence", "activation_mlp")), "mlp_out")
 

@@ -9,7 +9,7 @@ from jax import lax
 
 from axlearn_core.config import Configurable, Node, node
 from axlearn_core.errors import RequestError
-from axlearn_plugins_transformer.kernels.attention import Attention
+from axlearn_plugins_transformer.kernels.attention import AttentionOp
 
 
 class Seen(NamedTuple):
@@ -27,7 +27,7 @@ class KVCache(Protocol):
         """An empty cache."""
         ...
 
-    def attend(self, cache: Any, op: Attention, slots: jax.Array, kernel: str | None) -> tuple[jax.Array, Any]:
+    def attend(self, cache: Any, op: AttentionOp, slots: jax.Array, kernel: str | None) -> tuple[jax.Array, Any]:
         """Writes the new keys and values, and attends to all that is in the cache.
 
         Slots that were never written, or are written again later, hold anything: the causal mask hides what is ahead.
@@ -96,7 +96,7 @@ class ContiguousCache(Configurable):
         return cache, Seen(**cache, slots=jnp.arange(cache["key"].shape[1], dtype=jnp.int32)[None])
 
     def attend(
-        self, cache: dict[str, jax.Array], op: Attention, slots: jax.Array, kernel: str | None
+        self, cache: dict[str, jax.Array], op: AttentionOp, slots: jax.Array, kernel: str | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """See `KVCache`."""
         cache, slots_view = self.append(cache, op.key, op.value, slots)

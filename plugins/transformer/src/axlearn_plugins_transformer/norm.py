@@ -44,7 +44,7 @@ class RMSNorm(Layer):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., dim] -> [..., dim]."""
         cfg = self.cfg
-        return rms_norm.RMSNorm(x, self.computed(self.weight), eps=cfg.eps, offset=cfg.offset).run(cfg.kernel)
+        return rms_norm.RMSNormOp(x, self.computed(self.weight), eps=cfg.eps, offset=cfg.offset).run(cfg.kernel)
 
 
 class LayerNorm(Layer):

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from axlearn_core.config import Configurable, node, setting
 from axlearn_core.errors import RequestError
 from axlearn_core.nn.sharding import constrain
-from axlearn_plugins_transformer.kernels.attention import Attention
+from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.masks import Causal, Mask, SlidingWindow
-from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention, Split
+from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp, Split
 
 
 @jax.tree_util.register_dataclass
@@ -130,7 +130,7 @@ class PagedCache(Configurable):
         return constrain(array, *axes[: len(axes) + last])
 
     def attend(
-        self, cache: dict[str, jax.Array], op: Attention, slots: Any, kernel: str | None
+        self, cache: dict[str, jax.Array], op: AttentionOp, slots: Any, kernel: str | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """See `KVCache`; `slots` may be a `PagedSlots`."""
         window = window_size(op.mask, "paged")
@@ -143,7 +143,7 @@ class PagedCache(Configurable):
         new = jnp.where(jnp.isfinite(new), new, 0)
         new = new if heads_first else new.reshape(key.shape[0], -1, key.shape[2])
         cache = self._write(cache, new, slots.write)
-        result = PagedAttention(
+        result = PagedAttentionOp(
             query,
             cache["pages"],
             slots.table,

@@ -11,7 +11,7 @@ import pytest
 from axlearn_core.nn.layer import Context
 from axlearn_plugins_transformer import attention
 from axlearn_plugins_transformer.attention_variants.alibi import Alibi, slopes
-from axlearn_plugins_transformer.kernels.attention import Attention
+from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.bias import LinearBias
 from axlearn_plugins_transformer.kernels.masks import Causal, Prefix, SlidingWindow
 
@@ -62,7 +62,7 @@ def operands(length, heads=4, kv_heads=2, size=8, value_size=8):
 def test_the_op_adds_the_bias(kernel, length, softcap):
     q, k, v = operands(length, value_size=5)
     run = jax.jit(
-        lambda q, k, v: Attention(q, k, v, mask=Causal(), scale=0.3, softcap=softcap, bias=LinearBias(slopes(4))).run(
+        lambda q, k, v: AttentionOp(q, k, v, mask=Causal(), scale=0.3, softcap=softcap, bias=LinearBias(slopes(4))).run(
             kernel
         )
     )
@@ -76,7 +76,7 @@ def test_blocked_equals_reference_in_gradients(normal):
     def grads(kernel):
         def total(q, k, v):
             mask = Causal() & SlidingWindow(150)
-            return jnp.sum(Attention(q, k, v, mask=mask, scale=0.3, bias=LinearBias(slopes(4))).run(kernel) * weigh)
+            return jnp.sum(AttentionOp(q, k, v, mask=mask, scale=0.3, bias=LinearBias(slopes(4))).run(kernel) * weigh)
 
         return jax.jit(jax.grad(total, argnums=(0, 1, 2)))(*args)
 
@@ -131,7 +131,7 @@ def test_a_prefix_is_seen_in_both_directions(layer, run, normal):
 
 def test_kernels_are_told_of_the_bias():
     q, k, v = operands(3)
-    plain = Attention(q, k, v, mask=Causal(), scale=1.0)
+    plain = AttentionOp(q, k, v, mask=Causal(), scale=1.0)
     biased = attrs.evolve(plain, bias=LinearBias(slopes(4)))
     assert plain.options()["bias"] is None
     assert biased.options()["bias"] == "linearbias"

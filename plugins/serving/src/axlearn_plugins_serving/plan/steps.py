@@ -25,7 +25,7 @@ from axlearn_plugins_plan.roofline import Roofline, peak
 from axlearn_plugins_serving.runner import ModelRunner
 from axlearn_plugins_serving.runner_program import abstract_program, block_counts, buckets
 from axlearn_plugins_serving.steps import StepBucket
-from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention
+from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp
 
 LAYERS = "decoder.num_layers"
 DEPTHS = (2, 3)
@@ -204,7 +204,7 @@ class Steps:
 
     def _query_width(self) -> float:
         """Numbers of all heads of the queries of a token, over all layers."""
-        ops = [c.op for c in self.choices() if isinstance(c.op, PagedAttention)]
+        ops = [c.op for c in self.choices() if isinstance(c.op, PagedAttentionOp)]
         layers = find(self.model, LAYERS).get(LAYERS, 1)
         return max((op.query.shape[1] * op.query.shape[2] for op in ops), default=0) * layers
 

@@ -18,7 +18,7 @@ from axlearn_core.nn.remat import tag
 from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_transformer.attention import PositionEncoding, bias_of, cached_slots, window_of
 from axlearn_plugins_transformer.attention_variants.latent_cache import ContiguousLatentCache, LatentCache, SeenLatents
-from axlearn_plugins_transformer.kernels.attention import Attention
+from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.masks import visible
 from axlearn_plugins_transformer.kv_cache import build_cache
 from axlearn_plugins_transformer.norm import Norm, RMSNorm
@@ -127,7 +127,7 @@ class LatentAttention(Layer):
         else:
             entries = jnp.concatenate([latents, k_rope[:, :, 0]], axis=-1)
             y, cache = self._attend_cached(q, q_rope, entries, context, cache)
-            y = Attention.as_context(y)
+            y = AttentionOp.as_context(y)
         return tag(self.output(y), "attention_out"), cache
 
     def _queries(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -144,7 +144,7 @@ class LatentAttention(Layer):
         """[B, S, N, H], [B, S, N, P], new entries [B, S, R + P] and the cache -> [B, S, N, U] and the new cache."""
         absorbed = entries.shape[1] == 1
 
-        def attention(slots_view: SeenLatents) -> Attention:
+        def attention(slots_view: SeenLatents) -> AttentionOp:
             latents, k_rope = slots_view.latents[..., : self.rank], slots_view.latents[..., None, self.rank :]
             build = self._attend_absorbed if absorbed else self._attend_expanded
             return build(q, q_rope, latents, k_rope, context, slots_view.slots)
@@ -161,7 +161,7 @@ class LatentAttention(Layer):
         k_rope: jax.Array,
         context: Context,
         slots: jax.Array | None = None,
-    ) -> Attention:
+    ) -> AttentionOp:
         """With the keys and values of every head; its result is [B, S, N, U]."""
         heads = ("batch", "sequence", "activation_heads", None)
         k = constrain(tag(self.key(latents), "key"), *heads)
@@ -178,7 +178,7 @@ class LatentAttention(Layer):
         k_rope: jax.Array,
         context: Context,
         slots: jax.Array | None = None,
-    ) -> Attention:
+    ) -> AttentionOp:
         """In the space of the latents, which are the keys and values of one head; its result [B, S, N, R] needs `_values`."""
         up_key, key_bias = _affine(self.key, self.rank, self.precision.compute)
         queries = [jnp.einsum("bsnh,rnh->bsnr", q, up_key), q_rope]
@@ -195,9 +195,9 @@ class LatentAttention(Layer):
         y = jnp.einsum("bsnr,rnu->bsnu", y, up_value)
         return y if value_bias is None else y + value_bias[None, None]
 
-    def _op(self, q: jax.Array, k: jax.Array, v: jax.Array, context: Context, slots: jax.Array | None) -> Attention:
+    def _op(self, q: jax.Array, k: jax.Array, v: jax.Array, context: Context, slots: jax.Array | None) -> AttentionOp:
         cfg = self.cfg
-        return Attention(
+        return AttentionOp(
             q,
             k,
             v,

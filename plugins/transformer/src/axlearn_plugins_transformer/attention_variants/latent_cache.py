@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from axlearn_core.config import Configurable, node
-from axlearn_plugins_transformer.kernels.attention import Attention
+from axlearn_plugins_transformer.kernels.attention import AttentionOp
 
 
 class SeenLatents(NamedTuple):
@@ -20,7 +20,7 @@ class SeenLatents(NamedTuple):
 class LatentAttentionOp(Protocol):
     """The attention of some queries, which only the layer knows, to latents that only the cache holds."""
 
-    def __call__(self, slots_view: SeenLatents) -> Attention:
+    def __call__(self, slots_view: SeenLatents) -> AttentionOp:
         """The op over these vectors, with the slots of queries and keys."""
         ...
 

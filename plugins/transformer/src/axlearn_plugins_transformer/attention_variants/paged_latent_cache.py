@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from axlearn_core.config import Configurable, node, setting
 from axlearn_core.errors import RequestError
 from axlearn_plugins_transformer.attention_variants.latent_cache import LatentAttentionOp, SeenLatents
-from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention
+from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp
 from axlearn_plugins_transformer.paged_cache import PagedSlots, window_size, write_slots
 
 
@@ -55,7 +55,7 @@ class PagedLatentCache(Configurable):
                     "    fix: leave out the bias of `key`, or the softcap"
                 )
             query = query[..., :dim]
-        result = PagedAttention(
+        result = PagedAttentionOp(
             query,
             pages[:, :, None],
             slots.table,

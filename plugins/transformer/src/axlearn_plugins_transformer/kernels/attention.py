@@ -23,7 +23,7 @@ MAX_BLOCKS = 64
 
 
 @attrs.frozen(eq=False)
-class Attention(Op[jax.Array]):
+class AttentionOp(Op[jax.Array]):
     """softmax(mask(cap(scale * query @ key) + bias)) @ value, the softmax in float32.
 
     The result is [B, Q, N, V] in the dtype of the value.
@@ -161,7 +161,7 @@ def _attend(
 class _XLABlocked:
     """A block of queries at a time, over the keys from the first visible block to the last."""
 
-    def supports(self, op: Attention, context: KernelContext) -> str | None:
+    def supports(self, op: AttentionOp, context: KernelContext) -> str | None:
         """Self-attention whose mask hides whole blocks."""
         length = op.query.shape[1]
         if not op.aligned:
@@ -172,7 +172,7 @@ class _XLABlocked:
             return f"the sequence length {length} makes more than {MAX_BLOCKS} blocks, each with code of its own"
         return None if op.skips else f"the mask ({op.mask.describe()}) hides no whole block"
 
-    def __call__(self, op: Attention) -> jax.Array:
+    def __call__(self, op: AttentionOp) -> jax.Array:
         """[B, Q, N, V]."""
         q, k, v = _by_head(op.query, op.key, op.value, op.scale)
         parts = []

@@ -43,7 +43,7 @@ class Options(NamedTuple):
 
 
 @attrs.frozen(eq=False)
-class CrossEntropy(Op[tuple[jax.Array, jax.Array]]):
+class CrossEntropyOp(Op[tuple[jax.Array, jax.Array]]):
     """The weighted sum of the cross-entropy of `hidden @ weight` with `targets`.
 
     The results are (loss, cross-entropy), float32 scalars; the first includes the z-loss, the second has no gradient.

@@ -26,7 +26,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 @attrs.frozen(eq=False)
-class GatedLinearUnit(Op[jax.Array]):
+class GatedLinearUnitOp(Op[jax.Array]):
     """`activation(gate(x)) * up(x)`.
 
     A kernel computes both products at once, for which it needs their matrices. A projection that is more than a product

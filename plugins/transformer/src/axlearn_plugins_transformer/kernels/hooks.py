@@ -14,11 +14,11 @@ smaller work itself, with other results. A norm's 1 / sqrt(mean) would then depe
 def axlearn_kernels() -> list[KernelImplementation]:
     """Attention by blocks, for masks that hide blocks; attention over pages where each request's share is known."""
     blocked = KernelImplementation(
-        name="xla-blocked", op=f"{_MODULE}:Attention", load=f"{_MODULE}:XLA_BLOCKED", priority=10
+        name="xla-blocked", op=f"{_MODULE}:AttentionOp", load=f"{_MODULE}:XLA_BLOCKED", priority=10
     )
     paged = KernelImplementation(
         name="xla-split",
-        op=f"{_PAGED}:PagedAttention",
+        op=f"{_PAGED}:PagedAttentionOp",
         load="axlearn_plugins_transformer.kernels.paged_split:XLA_SPLIT",
         priority=10,
     )
@@ -31,6 +31,9 @@ def axlearn_kernels() -> list[KernelImplementation]:
             priority=-1,
             compiler_options=_ROW_BY_ROW,
         )
-        for op, attribute in ((f"{_MODULE}:Attention", "INVARIANT"), (f"{_PAGED}:PagedAttention", "INVARIANT_PAGED"))
+        for op, attribute in (
+            (f"{_MODULE}:AttentionOp", "INVARIANT"),
+            (f"{_PAGED}:PagedAttentionOp", "INVARIANT_PAGED"),
+        )
     ]
     return [blocked, paged, *invariant]

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from axlearn_core.contracts.kernels import KernelContext
-from axlearn_plugins_transformer.kernels.attention import Attention
+from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.masks import Causal, SlidingWindow
-from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention, on_each_device
+from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp, on_each_device
 
 ROWS = 32
 """Of a product, at least: XLA for CPU multiplies 16 rows and fewer by another algorithm."""
@@ -103,18 +103,18 @@ class Traits(NamedTuple):
     biased: bool
 
 
-def traits(op: Attention | PagedAttention) -> Traits:
+def traits(op: AttentionOp | PagedAttentionOp) -> Traits:
     """Of a call of either op, or of one that is computed by the kernel `invariant`."""
     size, query, biased = op.query.shape[-1], str(op.query.dtype), op.bias is not None
-    if isinstance(op, Attention):
+    if isinstance(op, AttentionOp):
         return Traits(size, op.value.shape[-1], (query, str(op.key.dtype), str(op.value.dtype)), biased)
     pages = str(op.pages.dtype)
     return Traits(size, op.value_size or size, (query, pages, pages), biased)
 
 
 @attrs.frozen(eq=False)
-class InvariantAttention(Attention):
-    """`Attention` of aligned positions under a causal mask, with a window or without; nobody looks at others in it."""
+class InvariantAttentionOp(AttentionOp):
+    """`AttentionOp` of aligned positions under a causal mask, with a window or without; nobody looks at others in it."""
 
     name = "invariant_attention"
 
@@ -129,8 +129,8 @@ class InvariantAttention(Attention):
 
 
 @attrs.frozen(eq=False)
-class InvariantPagedAttention(PagedAttention):
-    """`PagedAttention` with a static split."""
+class InvariantPagedAttentionOp(PagedAttentionOp):
+    """`PagedAttentionOp` with a static split."""
 
     name = "invariant_paged_attention"
 
@@ -150,7 +150,7 @@ def _as(op_class: type[Any], op: Any) -> Any:
 class _Invariant:
     """The op `attention`."""
 
-    def supports(self, op: Attention, context: KernelContext) -> str | None:
+    def supports(self, op: AttentionOp, context: KernelContext) -> str | None:
         """Causal attention."""
         if not op.aligned:
             return "queries and keys are not the same positions"
@@ -159,12 +159,12 @@ class _Invariant:
             return f"the mask is {op.mask.describe()}; it takes causal ones, with a window or without"
         return None
 
-    def __call__(self, op: Attention) -> jax.Array:
+    def __call__(self, op: AttentionOp) -> jax.Array:
         """[B, Q, N, V]."""
-        return _as(InvariantAttention, op).run()
+        return _as(InvariantAttentionOp, op).run()
 
 
-def _attend_rows(op: InvariantAttention) -> jax.Array:
+def _attend_rows(op: InvariantAttentionOp) -> jax.Array:
     """[B, Q, N, V]."""
     batch, length, heads, size = op.query.shape
     groups = op.key.shape[2]
@@ -193,7 +193,7 @@ def _attend_rows(op: InvariantAttention) -> jax.Array:
 class _InvariantPaged:
     """The op `paged_attention`."""
 
-    def supports(self, op: PagedAttention, context: KernelContext) -> str | None:
+    def supports(self, op: PagedAttentionOp, context: KernelContext) -> str | None:
         """A static split, and pages that make up blocks."""
         if op.split is None:
             return "how many tokens each request has is not known when it is compiled"
@@ -201,12 +201,12 @@ class _InvariantPaged:
             None if KEYS % op.page_size == 0 else f"pages of {op.page_size} slots do not make up blocks of {KEYS} keys"
         )
 
-    def __call__(self, op: PagedAttention) -> jax.Array:
+    def __call__(self, op: PagedAttentionOp) -> jax.Array:
         """[T, N, V]."""
-        return _as(InvariantPagedAttention, op).run()
+        return _as(InvariantPagedAttentionOp, op).run()
 
 
-def _attend_pages(op: PagedAttention) -> jax.Array:
+def _attend_pages(op: PagedAttentionOp) -> jax.Array:
     """[T, N, V]."""
     assert op.split is not None
     singles, chunk = op.split
@@ -244,7 +244,7 @@ def _attend_pages(op: PagedAttention) -> jax.Array:
     return results[0] if len(results) == 1 else jnp.concatenate(results)
 
 
-def _chunks(op: PagedAttention, query: jax.Array, tile: Callable[[Any], jax.Array]) -> jax.Array:
+def _chunks(op: PagedAttentionOp, query: jax.Array, tile: Callable[[Any], jax.Array]) -> jax.Array:
     """[K, C, G, n, H] -> [K, C, G, n, V]."""
     many, chunk = query.shape[:2]
     singles = op.split.singles if op.split else 0

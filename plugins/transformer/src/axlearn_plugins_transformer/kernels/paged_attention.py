@@ -36,7 +36,7 @@ class Split(NamedTuple):
 
 
 @attrs.frozen(eq=False)
-class PagedAttention(Op[jax.Array]):
+class PagedAttentionOp(Op[jax.Array]):
     """softmax(mask(cap(scale * query @ key))) @ value under a causal mask, the softmax in float32. It has no derivative.
 
     The result is [T, N, H] (with `value_size` [T, N, value_size]) in the dtype of the queries. Rows of tokens that no request has
@@ -191,20 +191,20 @@ class PagedAttention(Op[jax.Array]):
         return lax.map(one, (query, owner, position), batch_size=AT_ONCE)
 
 
-def _axes(op: PagedAttention) -> tuple[tuple[str | None, ...], tuple[str | None, ...]]:
+def _axes(op: PagedAttentionOp) -> tuple[tuple[str | None, ...], tuple[str | None, ...]]:
     """The logical axes of queries and of pages."""
     pages = (None, None, "activation_kv", None, None) if op.heads_first else (None, None, "activation_kv", None)
     return (None, "activation_heads", None), pages
 
 
-def divides_heads(op: PagedAttention) -> bool:
+def divides_heads(op: PagedAttentionOp) -> bool:
     """Whether each device of the placement in force can attend with its own heads, and needs nothing of the others."""
     heads, pages = _axes(op)
     parts, parts_of_pages = parts_of(op.query.shape, heads)[1], parts_of(op.pages.shape, pages)[2]
     return parts == parts_of_pages and (parts == 1 or (op.bias is None and op.value_size is None))
 
 
-def on_each_device(op: PagedAttention, attend: Callable[[PagedAttention], jax.Array]) -> jax.Array:
+def on_each_device(op: PagedAttentionOp, attend: Callable[[PagedAttentionOp], jax.Array]) -> jax.Array:
     """[T, N, V]; each device attends with its own heads. Where they cannot be divided so, XLA divides `attend`."""
     if not divides_heads(op):
         return attend(op)

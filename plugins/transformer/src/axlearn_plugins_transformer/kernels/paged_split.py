@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from axlearn_core.contracts.kernels import KernelContext
-from axlearn_plugins_transformer.kernels.paged_attention import PagedAttention, on_each_device
+from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp, on_each_device
 
 LOW = -1e30
 FEW_KEYS, MANY_KEYS, CHUNK_KEYS = 512, 1024, 128
@@ -24,15 +24,15 @@ MANY = 16
 class _XLASplit:
     """Loops over the pages that requests have, with a running softmax."""
 
-    def supports(self, op: PagedAttention, context: KernelContext) -> str | None:
+    def supports(self, op: PagedAttentionOp, context: KernelContext) -> str | None:
         """A static split."""
         return None if op.split is not None else "how many tokens each request has is not known when it is compiled"
 
-    def __call__(self, op: PagedAttention) -> jax.Array:
+    def __call__(self, op: PagedAttentionOp) -> jax.Array:
         """[T, N, V]."""
         return on_each_device(op, self._attend)
 
-    def _attend(self, op: PagedAttention) -> jax.Array:
+    def _attend(self, op: PagedAttentionOp) -> jax.Array:
         """[T, N, V]."""
         assert op.split is not None
         singles, chunk = op.split
@@ -49,7 +49,7 @@ class _XLASplit:
         return results[0] if len(results) == 1 else jnp.concatenate(results)
 
 
-def _span(op: PagedAttention, lengths: jax.Array, queries: int) -> tuple[jax.Array, jax.Array]:
+def _span(op: PagedAttentionOp, lengths: jax.Array, queries: int) -> tuple[jax.Array, jax.Array]:
     """int32 [R]: the first page that the last `queries` tokens of each request see, and how many from there on."""
     pages = jnp.clip(-(-lengths // op.page_size), 0, op.table.shape[1])
     if op.window is None:
@@ -58,7 +58,7 @@ def _span(op: PagedAttention, lengths: jax.Array, queries: int) -> tuple[jax.Arr
     return first, pages - first
 
 
-def _scores(op: PagedAttention, scores: jax.Array, positions: jax.Array, slots: jax.Array) -> jax.Array:
+def _scores(op: PagedAttentionOp, scores: jax.Array, positions: jax.Array, slots: jax.Array) -> jax.Array:
     """[B, G, n, C, K] with cap, bias and mask, by int32 [B, C] positions of queries and [B, K] slots of keys."""
     scores = scores.astype(jnp.float32)
     if op.softcap is not None:
@@ -73,7 +73,7 @@ def _scores(op: PagedAttention, scores: jax.Array, positions: jax.Array, slots: 
     return jnp.where(visible[:, None, None], scores, LOW)
 
 
-def _singles(op: PagedAttention, query: jax.Array) -> jax.Array:
+def _singles(op: PagedAttentionOp, query: jax.Array) -> jax.Array:
     """[R, G, n, H] -> [R, G, n, V]."""
     rows, groups, heads, _ = query.shape
     size, lengths, table = op.page_size, op.lengths[:rows], op.table[:rows]
@@ -114,7 +114,7 @@ def _singles(op: PagedAttention, query: jax.Array) -> jax.Array:
     return result / jnp.maximum(total, 1e-30)[..., None]
 
 
-def _chunk(op: PagedAttention, query: jax.Array, table: jax.Array, length: jax.Array) -> jax.Array:
+def _chunk(op: PagedAttentionOp, query: jax.Array, table: jax.Array, length: jax.Array) -> jax.Array:
     """[C, G, n, H], int32 [M] and int32 [] -> [C, G, n, V]."""
     count, groups, heads, _ = query.shape
     size = op.page_size

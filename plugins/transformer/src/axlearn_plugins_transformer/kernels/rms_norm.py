@@ -13,7 +13,7 @@ from axlearn_core.nn.layer import expand_to
 
 
 @attrs.frozen(eq=False)
-class RMSNorm(Op[jax.Array]):
+class RMSNormOp(Op[jax.Array]):
     """`x / sqrt(mean(x^2) + eps) * (weight + offset)` over the last axis, the mean in float32.
 
     The result is [..., D] in the dtype of the weight.

@@ -11,7 +11,7 @@ import pytest
 
 from axlearn_core.config import Node
 from axlearn_core.errors import RequestError
-from axlearn_plugins_transformer.kernels.attention import Attention
+from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.masks import Causal, Mask, SlidingWindow
 from axlearn_plugins_transformer.kv_cache import build_cache
 from axlearn_testing.common import assert_close, compiled
@@ -33,17 +33,17 @@ class KVCacheSuite:
     tolerance: float = 1e-5
     length: int = 16
 
-    def tokens(self, dtype: str = "float32", mask: Mask | None = None, **options: Any) -> Attention:
+    def tokens(self, dtype: str = "float32", mask: Mask | None = None, **options: Any) -> AttentionOp:
         """Attention over all tokens at once: [B, S, N, H] queries, [B, S, K, H] keys and values."""
         rng = np.random.default_rng(0)
         query, key, value = (jnp.asarray(rng.standard_normal((B, S, n, H), np.float32), dtype) for n in (N, K, K))
-        return Attention(query, key, value, mask=mask or Causal(), scale=H**-0.5, **options)
+        return AttentionOp(query, key, value, mask=mask or Causal(), scale=H**-0.5, **options)
 
     def empty(self, dtype: str = "float32") -> Any:
         """A cache of `length` slots."""
         return build_cache(self.config).init(B, self.length, K, H, dtype)
 
-    def attend(self, cache: Any, op: Attention, rows: Sequence[Any], slots: Any, kernel: str | None = None) -> Any:
+    def attend(self, cache: Any, op: AttentionOp, rows: Sequence[Any], slots: Any, kernel: str | None = None) -> Any:
         """(result, new cache) for some tokens of each row (slices or indices), written to `slots` [B or 1, number of tokens]."""
         rows_of = [jnp.stack([x[b, row] for b, row in enumerate(rows)]) for x in (op.query, op.key, op.value)]
 
@@ -52,11 +52,11 @@ class KVCacheSuite:
 
         return compiled(call)(cache, *rows_of, jnp.asarray(slots, jnp.int32))
 
-    def step(self, cache: Any, op: Attention, slots: jax.Array, kernel: str | None = None) -> Any:
+    def step(self, cache: Any, op: AttentionOp, slots: jax.Array, kernel: str | None = None) -> Any:
         """(result, new cache) of one call of the layout: the op's tokens go to `slots` [B or 1, S]."""
         return build_cache(self.config).attend(cache, op, slots, kernel)
 
-    def decode(self, op: Attention, chunks: Sequence[int], rows: int = 1) -> jax.Array:
+    def decode(self, op: AttentionOp, chunks: Sequence[int], rows: int = 1) -> jax.Array:
         """The results of all tokens, taken in chunks; `rows` is the first dimension of the slots."""
         cache, results, begin = self.empty(str(op.value.dtype)), [], 0
         for size in chunks:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from axlearn_plugins_transformer.attention_variants.latent_cache import SeenLatents
-from axlearn_plugins_transformer.kernels.attention import Attention
+from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.masks import Causal, Mask
 from axlearn_plugins_transformer.kv_cache import build_cache
 from axlearn_plugins_transformer.testing import KVCacheSuite
@@ -29,20 +29,20 @@ class LatentCacheSuite(KVCacheSuite):
         length: slots of the cache.
     """
 
-    def tokens(self, dtype: str = "float32", mask: Mask | None = None, **options: Any) -> Attention:
+    def tokens(self, dtype: str = "float32", mask: Mask | None = None, **options: Any) -> AttentionOp:
         """Attention over all tokens at once: queries [B, S, N, L], latents [B, S, 1, L] as keys, a part of them as values."""
         rng = np.random.default_rng(0)
         query, key = (jnp.asarray(rng.standard_normal((B, S, n, L), np.float32), dtype) for n in (N, 1))
-        return Attention(query, key, key[..., :R], mask=mask or Causal(), scale=L**-0.5, **options)
+        return AttentionOp(query, key, key[..., :R], mask=mask or Causal(), scale=L**-0.5, **options)
 
     def empty(self, dtype: str = "float32") -> Any:
         """A cache of `length` slots."""
         return build_cache(self.config).init(B, self.length, L, dtype)
 
-    def step(self, cache: Any, op: Attention, slots: jax.Array, kernel: str | None = None) -> Any:
+    def step(self, cache: Any, op: AttentionOp, slots: jax.Array, kernel: str | None = None) -> Any:
         """(result, new cache) of one call of the layout: the op's latents go to `slots` [B or 1, S]."""
 
-        def attention(slots_view: SeenLatents) -> Attention:
+        def attention(slots_view: SeenLatents) -> AttentionOp:
             assert slots_view.latents.shape == (B, self.length, L), "the latents of all slots"
             key = slots_view.latents[:, :, None]
             return attrs.evolve(op, key=key, value=key[..., :R], query_slots=slots, key_slots=slots_view.slots)
