@@ -48,8 +48,8 @@ from axlearn_core.contracts.target import Target
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.targets import find_machine
 from axlearn_plugins_serving.bench.client import measure, new_client, send
+from axlearn_plugins_serving.bench.latency_figures import summarize
 from axlearn_plugins_serving.bench.load import Lengths, Load
-from axlearn_plugins_serving.bench.report import summarize
 
 SPECIAL = ("<unk>", "<s>", "</s>")
 

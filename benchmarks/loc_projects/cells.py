@@ -19,7 +19,7 @@ from flax import nnx
 from axlearn_core.compose.functional import Functional
 from axlearn_core.compose.objective import ModelAndObjective
 from axlearn_core.config import node
-from axlearn_plugins_moe.layer import MixtureOfExperts
+from axlearn_plugins_moe.mixture_of_experts import MixtureOfExperts
 from axlearn_plugins_rope.rotary import RotaryEmbedding
 from axlearn_plugins_transformer.feed_forward import ACTIVATIONS
 from axlearn_plugins_transformer.kv_cache import ContiguousCache

@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 
 from axlearn_core.config import map
-from axlearn_plugins_moe.layer import MixtureOfExperts
+from axlearn_plugins_moe.mixture_of_experts import MixtureOfExperts
 from axlearn_plugins_rope.rotary import RotaryEmbedding
 from axlearn_plugins_transformer.dropout import DropoutOutput
 from loc_projects import packages

@@ -8,9 +8,9 @@ from axlearn_core.config import find
 from axlearn_core.errors import AxlearnError
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.resolve import resolve
-from axlearn_plugins_finetune.lora.linear import LoraLinear
-from axlearn_plugins_moe.layer import MixtureOfExperts
-from axlearn_plugins_quantization.linear import QuantizedLinear
+from axlearn_plugins_finetune.lora.lora_linear import LoraLinear
+from axlearn_plugins_moe.mixture_of_experts import MixtureOfExperts
+from axlearn_plugins_quantization.quantized_linear import QuantizedLinear
 from axlearn_plugins_rope.rotary import RotaryEmbedding
 from axlearn_plugins_transformer.alternate import Alternate
 from axlearn_plugins_transformer.attention_variants.alibi import Alibi

@@ -8,8 +8,8 @@ from axlearn_core.config import check
 from axlearn_core.errors import ConfigError, InputError, RequestError
 from axlearn_plugins_transformer.text import template_process
 from axlearn_plugins_transformer.text.chat_template import ChatTemplate
+from axlearn_plugins_transformer.text.data_files import list_files
 from axlearn_plugins_transformer.text.sources import Files
-from axlearn_plugins_transformer.text.storage import list_files
 from axlearn_plugins_transformer.text.tokenizers import ByteTokenizer
 
 MESSAGES = [{"role": "user", "content": "hello"}]

@@ -8,7 +8,7 @@ from flax import nnx
 
 from axlearn_core.nn import summaries
 from axlearn_core.nn.layer import Precision
-from axlearn_plugins_moe.layer import MixtureOfExperts
+from axlearn_plugins_moe.mixture_of_experts import MixtureOfExperts
 from axlearn_plugins_transformer.feed_forward import ACTIVATIONS
 
 QUICK = {"xla_backend_optimization_level": 0}  # most of the time of these tests would go into compiling

@@ -11,7 +11,7 @@ from axlearn_core.nn.linear import Linear
 from axlearn_core.plugins.registry import registry
 from axlearn_plugins_moe.dispatch import CapacityDispatch, DroplessDispatch
 from axlearn_plugins_moe.feature import MoE
-from axlearn_plugins_moe.layer import MixtureOfExperts
+from axlearn_plugins_moe.mixture_of_experts import MixtureOfExperts
 from axlearn_plugins_moe.routers import ExpertChoiceRouter, SigmoidRouter, SoftmaxRouter
 from axlearn_plugins_transformer.alternate import Alternate
 from axlearn_plugins_transformer.attention import Attention

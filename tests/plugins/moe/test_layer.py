@@ -17,7 +17,7 @@ from axlearn_core.nn.linear import Linear
 from axlearn_core.nn.remat import Remat
 from axlearn_plugins_moe.dispatch import CapacityDispatch, DroplessDispatch
 from axlearn_plugins_moe.grouped_matmul import XLA_BLOCKED, GroupedMatmulOp
-from axlearn_plugins_moe.layer import MixtureOfExperts
+from axlearn_plugins_moe.mixture_of_experts import MixtureOfExperts
 from axlearn_plugins_moe.routers import ExpertChoiceRouter, SigmoidRouter
 from axlearn_plugins_transformer.feed_forward import GatedFeedForward
 

@@ -17,7 +17,7 @@ from axlearn_core.nn.layer import Context, Precision
 from axlearn_core.plugins.resolve import resolve
 from axlearn_core.train.step import TrainingFunctions
 from axlearn_plugins_moe.dispatch import CapacityDispatch
-from axlearn_plugins_moe.layer import MixtureOfExperts
+from axlearn_plugins_moe.mixture_of_experts import MixtureOfExperts
 from axlearn_plugins_moe.routers import ExpertChoiceRouter, SigmoidRouter, SoftmaxRouter
 
 QUICK = {"xla_backend_optimization_level": 0}

@@ -16,9 +16,9 @@ from axlearn_core.kernels import selection
 from axlearn_core.nn import sharding
 from axlearn_core.nn.layer import Precision
 from axlearn_core.nn.linear import Linear
-from axlearn_plugins_finetune.lora.linear import LoraLinear
+from axlearn_plugins_finetune.lora.lora_linear import LoraLinear
 from axlearn_plugins_moe.dispatch import CapacityDispatch, DroplessDispatch
-from axlearn_plugins_moe.layer import MixtureOfExperts
+from axlearn_plugins_moe.mixture_of_experts import MixtureOfExperts
 from axlearn_plugins_moe.routers import ExpertChoiceRouter, SigmoidRouter, SoftmaxRouter
 from axlearn_plugins_transformer.attention import Attention
 from axlearn_plugins_transformer.causal_lm import CausalLM

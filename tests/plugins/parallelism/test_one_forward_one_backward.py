@@ -14,9 +14,9 @@ from axlearn_core.learn import Learner
 from axlearn_core.nn.summaries import values_of
 from axlearn_core.plugins.resolve import resolve
 from axlearn_core.train.step import TrainingFunctions
-from axlearn_plugins_parallelism.learner import PlacedLearner
 from axlearn_plugins_parallelism.loss_parts import prune
 from axlearn_plugins_parallelism.one_forward_one_backward import interleave_gradients
+from axlearn_plugins_parallelism.placed_learner import PlacedLearner
 from axlearn_plugins_parallelism.schedule import OneForwardOneBackward
 
 QUICK = {"xla_backend_optimization_level": 0}

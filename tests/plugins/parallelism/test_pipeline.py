@@ -10,7 +10,7 @@ from axlearn_core.config import patch
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.errors import ConfigError
 from axlearn_core.plugins.resolve import resolve
-from axlearn_plugins_parallelism.pipeline import PipelinedStack
+from axlearn_plugins_parallelism.pipelined_stack import PipelinedStack
 
 
 def program(*features, shape=None, layers=2, rows=None):

@@ -14,7 +14,7 @@ from axlearn_core.errors import ConfigError, RequestError
 from axlearn_core.nn.linear import Linear
 from axlearn_core.nn.remat import Remat
 from axlearn_plugins_quantization.feature import Quantization
-from axlearn_plugins_quantization.linear import QuantizedLinear
+from axlearn_plugins_quantization.quantized_linear import QuantizedLinear
 
 DELAYED = Quantization(format="fp8", history=4)
 

@@ -24,7 +24,7 @@ from axlearn_plugins_moe.experts import BatchedProduct, GroupedProduct
 from axlearn_plugins_moe.feature import MoE
 from axlearn_plugins_quantization import library
 from axlearn_plugins_quantization.feature import Quantization
-from axlearn_plugins_quantization.linear import QuantizedLinear
+from axlearn_plugins_quantization.quantized_linear import QuantizedLinear
 
 ATTENTION = "model.decoder.layer.attention"
 

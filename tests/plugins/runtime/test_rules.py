@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from axlearn_plugins_runtime.rules import Hang, LossSpike, SlowSteps, StarvedInput
+from axlearn_plugins_runtime.watchdog_rules import Hang, LossSpike, SlowSteps, StarvedInput
 
 
 class Clock:

@@ -15,7 +15,6 @@ import axlearn_core as ax
 from axlearn_core.errors import RequestError
 from axlearn_plugins_runtime.actions import RESTART, DumpStacks, RestartProcess, Webhook
 from axlearn_plugins_runtime.feature import WatchdogFeature
-from axlearn_plugins_runtime.rules import Hang, LossSpike
 from axlearn_plugins_runtime.watchdog import RuleWatchdog
 from axlearn_testing import WatchdogSuite
 
@@ -149,7 +148,7 @@ PROCESS = """
     import ctypes, sys, time
     from pathlib import Path
     from axlearn_plugins_runtime.actions import DumpStacks, RestartProcess
-    from axlearn_plugins_runtime.rules import Hang
+    from axlearn_plugins_runtime.watchdog_rules import Hang
     from axlearn_plugins_runtime.watchdog import RuleWatchdog
 
     hang = Hang.Config(seconds=1.0, start_seconds=1.0, actions=(DumpStacks.Config(), RestartProcess.Config()))
@@ -184,7 +183,7 @@ def test_a_run_that_hangs_is_found_and_ended(tmp_path):
         from axlearn_core.config import Configurable, node
         from axlearn_testing.train import Noise, Numbers, TrainerSuite
         from axlearn_plugins_runtime.actions import DumpStacks, RestartProcess
-        from axlearn_plugins_runtime.rules import Hang
+        from axlearn_plugins_runtime.watchdog_rules import Hang
         from axlearn_plugins_runtime.watchdog import RuleWatchdog
 
         class Stuck(Numbers):

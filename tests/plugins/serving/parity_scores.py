@@ -10,8 +10,8 @@ from axlearn_core.compose.model_program import ModelProgram
 from axlearn_core.config import map as map_nodes
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_plugins_serving.contracts import Sampling
-from axlearn_plugins_serving.devices import serving_program
 from axlearn_plugins_serving.engine import ServingEngine
+from axlearn_plugins_serving.engine_devices import serving_program
 from axlearn_plugins_serving.runner import ModelRunner
 from axlearn_plugins_transformer.functions import ScoreBucket
 

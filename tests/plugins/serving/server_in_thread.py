@@ -6,7 +6,7 @@ import threading
 
 from axlearn_plugins_serving.server.engine_thread import EngineThread
 from axlearn_plugins_serving.server.limits import Limits
-from axlearn_plugins_serving.server.run import Runner, bind
+from axlearn_plugins_serving.server.server_runner import Runner, bind
 from axlearn_plugins_serving.server.service import Service
 from axlearn_plugins_transformer.text.chat_template import ChatTemplate
 from axlearn_plugins_transformer.text.processor import TextProcessor

@@ -20,8 +20,8 @@ from server_in_thread import serving
 from axlearn_core.cli.main import cli
 from axlearn_core.errors import RequestError
 from axlearn_plugins_serving.bench.client import measure, new_client, send
+from axlearn_plugins_serving.bench.latency_figures import Record, render, summarize
 from axlearn_plugins_serving.bench.load import Lengths, Load, parse_goodput
-from axlearn_plugins_serving.bench.report import Record, render, summarize
 from axlearn_plugins_serving.server.limits import Limits
 
 

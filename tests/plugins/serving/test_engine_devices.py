@@ -15,9 +15,9 @@ import axlearn_core as ax
 from axlearn_core.config import patch
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.errors import ConfigError, RequestError
-from axlearn_plugins_serving import devices, runner_program
-from axlearn_plugins_serving.devices import VIRTUAL_DEVICES, serving_program
+from axlearn_plugins_serving import engine_devices, runner_program
 from axlearn_plugins_serving.engine import ServingEngine
+from axlearn_plugins_serving.engine_devices import VIRTUAL_DEVICES, serving_program
 from axlearn_plugins_transformer.generate import Generator
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
@@ -140,10 +140,10 @@ def test_a_model_object_stays_on_its_devices():
 
 def test_cores_are_those_of_the_quota(monkeypatch, tmp_path):
     quota = tmp_path / "cpu.max"
-    monkeypatch.setattr(devices, "CPU_QUOTA", quota)
+    monkeypatch.setattr(engine_devices, "CPU_QUOTA", quota)
     for text, cores in (("50000 100000", 0.5), ("max 100000", None), ("", None)):
         quota.write_text(text)
-        count = devices._count_cores()
+        count = engine_devices._count_cores()
         assert count == cores if cores else count >= 1
 
 

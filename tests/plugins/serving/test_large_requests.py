@@ -15,11 +15,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fake_server_engine import FakeEngine
 from server_in_thread import serving
 
-from axlearn_plugins_serving.server import body_check, memory, schemas, text_pool
+from axlearn_plugins_serving.server import body_check, memory_return, schemas, text_pool
+from axlearn_plugins_serving.server.api_errors import ApiError, parse_body
 from axlearn_plugins_serving.server.body_check import BodyCheck, count_values
-from axlearn_plugins_serving.server.errors import ApiError, parse_body
 from axlearn_plugins_serving.server.limits import Limits
-from axlearn_plugins_serving.server.memory import Budget, MemoryReturn
+from axlearn_plugins_serving.server.memory_return import Budget, MemoryReturn
 from axlearn_plugins_serving.server.text_pool import TextLimit
 from axlearn_plugins_transformer.text.tokenizers import ByteTokenizer, TokenizerJson
 
@@ -306,8 +306,8 @@ def test_a_tokenizer_that_does_not_tell_is_asked_for_tokens():
 
 def test_memory_is_given_back_once_after_several_large_requests(monkeypatch):
     times = []
-    monkeypatch.setattr(memory, "_SECONDS", 0.0)
-    monkeypatch.setattr(memory, "give_back", lambda: times.append(threading.current_thread().name))
+    monkeypatch.setattr(memory_return, "_SECONDS", 0.0)
+    monkeypatch.setattr(memory_return, "give_back", lambda: times.append(threading.current_thread().name))
 
     async def notes(*sizes):
         back = MemoryReturn()
@@ -318,7 +318,7 @@ def test_memory_is_given_back_once_after_several_large_requests(monkeypatch):
 
     asyncio.run(notes(10, 1000))
     assert times == []
-    asyncio.run(notes(memory.LARGE, 10, memory.LARGE * 2))
+    asyncio.run(notes(memory_return.LARGE, 10, memory_return.LARGE * 2))
     assert len(times) == 1
     assert times[0] != threading.current_thread().name
 
@@ -349,7 +349,7 @@ def test_a_budget_is_given_in_order():
 
 def test_large_bodies_take_turns():
     """Bodies of which one at a time may be held are all answered, and so are those after one that never arrives."""
-    size = memory.LARGE * 4
+    size = memory_return.LARGE * 4
     limits = Limits(large_bytes=size, body_seconds=0.3)
     with serving(FakeEngine(max_context=CONTEXT), limits=limits) as running:
         slow = httpx.Client(base_url=running.url, timeout=20)

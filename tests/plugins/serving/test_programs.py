@@ -126,7 +126,7 @@ def refused(run_dir, tmp_path, **changes):
     script = (
         "import sys; from pathlib import Path\n"
         "from axlearn_plugins_serving.open_engine import open_engine\n"
-        "from axlearn_plugins_serving.devices import set_up_devices\n"
+        "from axlearn_plugins_serving.engine_devices import set_up_devices\n"
         "from axlearn_plugins_serving.engine import ServingEngine\n"
         "from axlearn_core.config import patch\n"
         f"config = patch(ServingEngine.Config(), {SIZES!r})\n"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from serving_models import Requests, model, prompts, runner
 
-from axlearn_plugins_serving import sampling
+from axlearn_plugins_serving import token_sampling
 from axlearn_plugins_serving.contracts import Row, Sampling
 
 VOCABULARY = 64
@@ -35,7 +35,7 @@ def test_limits_are_those_of_sorting(top_k, top_p, min_p):
     logits = rng.standard_normal((8, VOCABULARY)).astype(np.float32) * 2
     logits -= logits.max(axis=1, keepdims=True)
     many = [np.full((8,), x, t) for x, t in ((top_k, np.int32), (top_p, np.float32), (min_p, np.float32))]
-    mask = np.asarray(sampling.limited(jnp.asarray(logits), *map(jnp.asarray, many))) > sampling.LOW
+    mask = np.asarray(token_sampling.limited(jnp.asarray(logits), *map(jnp.asarray, many))) > token_sampling.LOW
     for row, values in zip(mask, logits, strict=True):
         assert (row == reference_limits(values, top_k, top_p, min_p)).all()
 
@@ -66,19 +66,19 @@ def logits_with_weights(weights):
 def test_top_p_keeps_the_fewest_tokens_that_reach_it_exactly(top_p, count):
     logits = logits_with_weights([1.0, 0.5, 0.25, 0.25])
     one = jnp.ones((1,), jnp.float32)
-    mask = sampling.limited(logits, jnp.asarray([4]), top_p * one, 0 * one) > sampling.LOW
+    mask = token_sampling.limited(logits, jnp.asarray([4]), top_p * one, 0 * one) > token_sampling.LOW
     assert np.asarray(mask)[0].tolist() == [place < count for place in range(4)]
 
 
 def test_presence_counts_a_token_once_and_frequency_each_time():
     counts = np.array([[0, 1, 2, 7]], np.int32)
-    rows = sampling.Tables.init(1, 4)
+    rows = token_sampling.Tables.init(1, 4)
     logits, never = jnp.asarray([[3.0, 2.0, 1.0, 0.5]]), jnp.zeros((1,), bool)
     for presence, frequency in ((1.5, 0.0), (-1.5, 0.0), (0.0, 0.25), (1.5, 0.25)):
         row = dataclasses.replace(
             rows, counts=jnp.asarray(counts), presence=jnp.asarray([presence]), frequency=jnp.asarray([frequency])
         )
-        taken = np.asarray(logits - sampling.adjusted(logits, row, never))
+        taken = np.asarray(logits - token_sampling.adjusted(logits, row, never))
         np.testing.assert_allclose(taken, presence * (counts > 0) + frequency * counts, atol=1e-6)
 
 
@@ -91,7 +91,7 @@ def first_logprobs(prompt):
 def test_the_likeliest_token_is_that_of_argmax(special):
     logits = np.random.default_rng(0).integers(0, 4, (16, 7)).astype(np.float32)  # many are equal
     logits[3, 7 - len(special) :] = special
-    assert (np.asarray(sampling.likeliest(jnp.asarray(logits))) == np.asarray(jnp.argmax(logits, axis=-1))).all()
+    assert (np.asarray(token_sampling.likeliest(jnp.asarray(logits))) == np.asarray(jnp.argmax(logits, axis=-1))).all()
 
 
 def test_log_probabilities_are_those_of_the_model():
@@ -130,11 +130,11 @@ def test_equal_seeds_draw_equal_tokens_whatever_is_beside():
 def test_draws_have_the_probabilities_of_the_model():
     rows, vocab = 4096, 8
     logits = jnp.asarray(np.log([[0.4, 0.2, 0.1, 0.1, 0.1, 0.05, 0.03, 0.02]]), jnp.float32)
-    tables = sampling.Tables.init(rows, vocab)
+    tables = token_sampling.Tables.init(rows, vocab)
     tables = dataclasses.replace(
         tables, seed=jnp.arange(rows, dtype=jnp.uint32), temperature=jnp.ones((rows,), jnp.float32)
     )
-    tokens = np.asarray(sampling.draw(jnp.broadcast_to(logits, (rows, vocab)), tables))
+    tokens = np.asarray(token_sampling.draw(jnp.broadcast_to(logits, (rows, vocab)), tables))
     actual = np.bincount(tokens, minlength=vocab) / rows
     np.testing.assert_allclose(actual, np.exp(logits[0]), atol=4 * np.sqrt(0.25 / rows))
 

@@ -22,7 +22,7 @@ import axlearn_core as ax
 from axlearn_core.cli.main import cli
 from axlearn_core.train.inference import load
 from axlearn_plugins_serving.open_engine import OpenedEngine
-from axlearn_plugins_serving.server.run import bind
+from axlearn_plugins_serving.server.server_runner import bind
 from axlearn_plugins_transformer.text.processor import TextProcessor
 from axlearn_plugins_transformer.text.tokenizers import ByteTokenizer
 
@@ -120,7 +120,7 @@ def test_options_reach_the_server(monkeypatch):
     engine = FakeEngine()
     engine.adapters = ()
     opened = OpenedEngine(engine, TextProcessor.Config().build(tokenizer=ByteTokenizer.Config().build()), "tiny")
-    monkeypatch.setattr("axlearn_plugins_serving.devices.set_up_devices", lambda *args, **options: None)
+    monkeypatch.setattr("axlearn_plugins_serving.engine_devices.set_up_devices", lambda *args, **options: None)
     monkeypatch.setattr("axlearn_plugins_serving.open_engine.open_engine", lambda *args, **options: opened)
     runners = []
 
@@ -132,7 +132,7 @@ def test_options_reach_the_server(monkeypatch):
             listener.close()
             return 0
 
-    monkeypatch.setattr("axlearn_plugins_serving.server.run.Runner", Recorder)
+    monkeypatch.setattr("axlearn_plugins_serving.server.server_runner.Runner", Recorder)
     options = ["--max-body", "2048", "--grace", "7", "--log-requests", "--served-model-name", "mine"]
     result = serve("runs/any", "--port", "0", *options, "--chat-template", "plain")
     assert result.exit_code == 0, result.output

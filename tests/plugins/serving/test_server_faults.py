@@ -18,7 +18,7 @@ from server_in_thread import serving
 from axlearn_core.errors import RequestError
 from axlearn_plugins_serving.contracts import Output
 from axlearn_plugins_serving.server.limits import Limits, hosts_of
-from axlearn_plugins_serving.server.run import bind
+from axlearn_plugins_serving.server.server_runner import bind
 
 FOREVER = {"prompt": "abc", "max_tokens": 90_000, "stream": True}
 

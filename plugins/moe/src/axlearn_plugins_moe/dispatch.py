@@ -15,7 +15,7 @@ from axlearn_core.nn import padding
 from axlearn_core.nn.remat import tag
 from axlearn_core.nn.sharding import constrain, is_sharded
 from axlearn_core.nn.summaries import Summary, add_summary
-from axlearn_plugins_moe import sharded
+from axlearn_plugins_moe import sharded_experts
 from axlearn_plugins_moe.exchange import exchanged
 from axlearn_plugins_moe.experts import BatchedProduct, Experts, GroupedProduct, Product
 from axlearn_plugins_moe.routing import Routing, of_tokens
@@ -101,15 +101,15 @@ class DroplessDispatch(Configurable):
     def __call__(self, x: jax.Array, routing: Routing, experts: Experts, activation: Activation) -> jax.Array:
         """[B, S, D] -> [B, S, D]."""
 
-        def local(x: jax.Array, routing: Routing, experts: Experts, device: sharded.Device) -> jax.Array:
+        def local(x: jax.Array, routing: Routing, experts: Experts, device: sharded_experts.Device) -> jax.Array:
             return self._local(x, routing, experts, activation, device)
 
         if is_sharded():
-            return sharded.over_devices(local, x, routing, experts, gathers=self.cfg.exchange == "all-gather")
-        return local(x, routing, experts, sharded.Device())
+            return sharded_experts.over_devices(local, x, routing, experts, gathers=self.cfg.exchange == "all-gather")
+        return local(x, routing, experts, sharded_experts.Device())
 
     def _local(
-        self, x: jax.Array, routing: Routing, experts: Experts, activation: Activation, device: sharded.Device
+        self, x: jax.Array, routing: Routing, experts: Experts, activation: Activation, device: sharded_experts.Device
     ) -> jax.Array:
         """The part of the sum that the experts of a device give."""
         count, width = experts.num_experts, x.shape[-1]
@@ -127,7 +127,12 @@ class DroplessDispatch(Configurable):
         return _collect(y, routing.token, x.shape[1])
 
     def _grouped_rows(
-        self, rows: jax.Array, expert: jax.Array, experts: Experts, activation: Activation, device: sharded.Device
+        self,
+        rows: jax.Array,
+        expert: jax.Array,
+        experts: Experts,
+        activation: Activation,
+        device: sharded_experts.Device,
     ) -> jax.Array:
         """[M, D] -> [M, D], each row by its expert; zero for the rows of experts that the device does not have."""
         count, is_local = experts.num_experts, None

@@ -12,7 +12,7 @@ from axlearn_core.config.tree import children, join, with_children
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_moe.dispatch import Dispatch
-from axlearn_plugins_moe.layer import MixtureOfExperts
+from axlearn_plugins_moe.mixture_of_experts import MixtureOfExperts
 from axlearn_plugins_moe.routing import Router
 from axlearn_plugins_transformer.alternate import Alternate
 from axlearn_plugins_transformer.feed_forward import FeedForward, GatedFeedForward, PlainFeedForward

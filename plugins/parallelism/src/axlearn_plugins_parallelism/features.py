@@ -11,7 +11,7 @@ from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_moe.dispatch import DroplessDispatch
 from axlearn_plugins_parallelism.learner_features import with_learner
-from axlearn_plugins_parallelism.pipeline import AXIS, PipelinedStack
+from axlearn_plugins_parallelism.pipelined_stack import AXIS, PipelinedStack
 from axlearn_plugins_transformer.stack import Stack
 
 Tree = TypeVar("Tree", bound=Node[Any])

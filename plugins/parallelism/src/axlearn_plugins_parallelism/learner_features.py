@@ -8,7 +8,7 @@ from axlearn_core.config import Node, get, node, patch
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.learn.learner import Learner
 from axlearn_core.plugins.feature import Feature
-from axlearn_plugins_parallelism.learner import PlacedLearner
+from axlearn_plugins_parallelism.placed_learner import PlacedLearner
 
 Tree = TypeVar("Tree", bound=Node[Any])
 

@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from axlearn_core.contracts.parts import Loss
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.nn.sharding import constrain
-from axlearn_plugins_parallelism.pipeline import PipelinedStack, uneven_rows
+from axlearn_plugins_parallelism.pipelined_stack import PipelinedStack, uneven_rows
 from axlearn_plugins_parallelism.stack_call import StackCall, StackOutput, cut_at_stack
 from axlearn_plugins_transformer.stacked import Layers, Written
 

@@ -27,7 +27,7 @@ from axlearn_core.contracts.parts import Loss
 from axlearn_core.nn.sharding import Placement, logical_rules, placement
 from axlearn_core.nn.summaries import add_reports, map_plain
 from axlearn_plugins_parallelism.loss_parts import LossParts, Pruned
-from axlearn_plugins_parallelism.pipeline import AXIS, Chunks, check_rows, stage_rules
+from axlearn_plugins_parallelism.pipelined_stack import AXIS, Chunks, check_rows, stage_rules
 from axlearn_plugins_parallelism.schedule import OneForwardOneBackward, Schedule
 
 Tree = Any

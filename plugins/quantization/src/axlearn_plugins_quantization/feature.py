@@ -10,7 +10,7 @@ from axlearn_core.config.tree import children, join, with_children
 from axlearn_core.nn.linear import Linear
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_finetune.conversion.target_patterns import matching_paths
-from axlearn_plugins_quantization.linear import QuantizedLinear
+from axlearn_plugins_quantization.quantized_linear import QuantizedLinear
 from axlearn_plugins_quantization.weight_only import NoLearner, Storage, WeightOnlyLinear
 
 Tree = TypeVar("Tree", bound=Node[Any])

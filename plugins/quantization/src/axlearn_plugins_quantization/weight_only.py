@@ -12,7 +12,7 @@ from axlearn_core.errors import Problem, RequestError
 from axlearn_core.nn.initializers import Constant, Initializer, VarianceScaling
 from axlearn_core.nn.layer import Layer, Precision, expand_to
 from axlearn_plugins_quantization.library import dequantized, quantized, stored_product
-from axlearn_plugins_quantization.linear import contracted
+from axlearn_plugins_quantization.quantized_linear import contracted
 
 Storage = Literal["int8", "int4"]
 

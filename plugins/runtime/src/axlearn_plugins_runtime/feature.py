@@ -5,8 +5,8 @@ from typing import Any, Literal, TypeVar
 from axlearn_core.config import Node, node, patch, setting
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_runtime.actions import DumpStacks, RestartProcess, StopRun
-from axlearn_plugins_runtime.rules import Hang
 from axlearn_plugins_runtime.watchdog import RuleWatchdog
+from axlearn_plugins_runtime.watchdog_rules import Hang
 
 Tree = TypeVar("Tree", bound=Node[Any])
 

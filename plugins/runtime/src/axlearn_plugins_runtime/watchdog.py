@@ -15,7 +15,7 @@ import jax
 
 from axlearn_core.config import Configurable, Node, node
 from axlearn_plugins_runtime.actions import RestartProcess, stacks_path, timestamp
-from axlearn_plugins_runtime.rules import Hang, LossSpike, Rule, SlowSteps, StarvedInput
+from axlearn_plugins_runtime.watchdog_rules import Hang, LossSpike, Rule, SlowSteps, StarvedInput
 
 
 class RuleWatchdog(Configurable):

@@ -19,9 +19,9 @@ from axlearn_core.compose import Array, Function
 from axlearn_core.nn.layer import Context
 from axlearn_core.nn.linear import Linear
 from axlearn_core.nn.sharding import constrain
-from axlearn_plugins_serving import sampling
-from axlearn_plugins_serving.sampling import Chosen, Tables
-from axlearn_plugins_serving.steps import KIND, LOGPROBS, MASKED, SAMPLED, TARGETS, Step, StepBucket
+from axlearn_plugins_serving import token_sampling
+from axlearn_plugins_serving.step_inputs import KIND, LOGPROBS, MASKED, SAMPLED, TARGETS, Step, StepBucket
+from axlearn_plugins_serving.token_sampling import Chosen, Tables
 from axlearn_plugins_transformer.causal_lm import TwoPartDecoder
 from axlearn_plugins_transformer.functions import Arrays, GenerationFunctions
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp
@@ -238,9 +238,9 @@ class ServingFunctions:
 
     def _choose(self, logits: jax.Array, tables: Tables, step: Step) -> tuple[Chosen, Tables]:
         slot, flags, kind = self._pad(step.slot, self.sizes.slots), self._pad(step.flags), step.header[KIND]
-        token = sampling.choose(logits, tables, slot, flags & MASKED > 0, kind)
-        tables = sampling.record(tables, slot, token, flags & SAMPLED > 0, kind)
-        chosen = sampling.report(logits, token, step.header[LOGPROBS] > 0)
+        token = token_sampling.choose(logits, tables, slot, flags & MASKED > 0, kind)
+        tables = token_sampling.record(tables, slot, token, flags & SAMPLED > 0, kind)
+        chosen = token_sampling.report(logits, token, step.header[LOGPROBS] > 0)
         return jax.tree.map(lambda x: x[: step.bucket.results], chosen), tables
 
     def serve(
@@ -257,12 +257,12 @@ class ServingFunctions:
     def _targets(self, model: Any, arrays: Arrays, tables: Tables, x: jax.Array, step: Step) -> Chosen:
         """The log-probabilities of the targets, a chunk at a time."""
         needed = step.header[TARGETS] > 0
-        rows, chunks, top = step.bucket.rows, step.bucket.chunks, min(sampling.TOP, self.vocab)
+        rows, chunks, top = step.bucket.rows, step.bucket.chunks, min(token_sampling.TOP, self.vocab)
 
         def part(chunk: tuple[jax.Array, jax.Array, jax.Array]) -> Chosen:
             x, targets, slot = chunk
             logits = self._logits(model, arrays, tables, x, jnp.broadcast_to(slot, targets.shape))
-            scores = sampling.report(logits, self._pad(targets), jnp.bool(True))
+            scores = token_sampling.report(logits, self._pad(targets), jnp.bool(True))
             return jax.tree.map(lambda y: y[: targets.shape[0]], scores)
 
         def compute(_: Any) -> Chosen:

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from axlearn_plugins_serving.contracts import Row, RowResult, Sampling, TokenLogprobs
-from axlearn_plugins_serving.sampling import DRAWN, FULL, GREEDY
-from axlearn_plugins_serving.steps import KIND, LOGPROBS, MASKED, SAMPLED, TARGETS, StepBucket
+from axlearn_plugins_serving.step_inputs import KIND, LOGPROBS, MASKED, SAMPLED, TARGETS, StepBucket
+from axlearn_plugins_serving.token_sampling import DRAWN, FULL, GREEDY
 
 
 @attrs.define

@@ -22,7 +22,7 @@ from axlearn_core.errors import RequestError
 from axlearn_core.plugins.source_hash import source_hashes
 from axlearn_core.plugins.unregistered import stable_repr
 from axlearn_plugins_serving.runner_program import RunnerConfig, step_functions
-from axlearn_plugins_serving.steps import StepBucket
+from axlearn_plugins_serving.step_inputs import StepBucket
 
 
 class ProgramsError(RequestError):

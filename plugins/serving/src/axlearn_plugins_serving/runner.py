@@ -26,7 +26,7 @@ from axlearn_plugins_serving.runner_program import (
     runner_program,
     step_functions,
 )
-from axlearn_plugins_serving.sampling import MAX_BIAS, table_row
+from axlearn_plugins_serving.token_sampling import MAX_BIAS, table_row
 
 
 class ModelRunner(Configurable):

@@ -15,7 +15,7 @@ from axlearn_core.contracts.target import Target
 from axlearn_core.errors import RequestError
 from axlearn_plugins_serving.functions import ServingFunctions, Sizes
 from axlearn_plugins_serving.paged import UsePagedCache
-from axlearn_plugins_serving.steps import StepBucket
+from axlearn_plugins_serving.step_inputs import StepBucket
 from axlearn_plugins_serving.weight_layout import least_rows, refusal_of_parity, stores_transposed
 
 RunnerConfig: TypeAlias = Any

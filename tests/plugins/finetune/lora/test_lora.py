@@ -17,7 +17,7 @@ from axlearn_core.plugins.registry import registry
 from axlearn_plugins_finetune.lora import adapters
 from axlearn_plugins_finetune.lora.adapters import is_adapter, merge, scales_of, split, unmerge
 from axlearn_plugins_finetune.lora.feature import FROZEN, Lora, without_adapters
-from axlearn_plugins_finetune.lora.linear import LoraLinear, is_adapted
+from axlearn_plugins_finetune.lora.lora_linear import LoraLinear, is_adapted
 from axlearn_plugins_moe.feature import MoE
 from axlearn_plugins_rope.feature import Rope
 

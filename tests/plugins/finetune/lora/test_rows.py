@@ -9,7 +9,7 @@ from flax import nnx
 from axlearn_core.errors import RequestError
 from axlearn_core.nn.layer import Precision
 from axlearn_plugins_finetune.lora.adapters import Exported
-from axlearn_plugins_finetune.lora.linear import LoraLinear
+from axlearn_plugins_finetune.lora.lora_linear import LoraLinear
 from axlearn_plugins_finetune.lora.rows import RowAdapters, RowLoraLinear, row_adapters
 
 SHAPES = {"input_dims": (6,), "output_dims": (2, 4), "axes": ("embed", "heads", "head_dim")}

@@ -4,8 +4,8 @@ import itertools
 from datetime import UTC, datetime, timedelta
 
 from axlearn_core.checkpoint.storage import LocalStorage
+from axlearn_plugins_runtime.launch.failure_limits import Limits
 from axlearn_plugins_runtime.launch.journal import Journal
-from axlearn_plugins_runtime.launch.limits import Limits
 from axlearn_plugins_runtime.launch.pool import HostLostError
 from axlearn_plugins_runtime.launch.supervisor import Supervisor
 

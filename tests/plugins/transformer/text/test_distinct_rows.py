@@ -20,13 +20,13 @@ from axlearn_plugins_transformer.text import (
     Mixture,
 )
 from axlearn_plugins_transformer.text.cycle import Cycle, Permutations
+from axlearn_plugins_transformer.text.data_files import list_files
 from axlearn_plugins_transformer.text.language_model import batch_of
-from axlearn_plugins_transformer.text.layout import Joined, Packed, spread
 from axlearn_plugins_transformer.text.pipeline import Order, begin_at, training_rows_of_order_1
 from axlearn_plugins_transformer.text.records import FileRecords
+from axlearn_plugins_transformer.text.row_layout import Joined, Packed, spread
 from axlearn_plugins_transformer.text.shares import Shares
 from axlearn_plugins_transformer.text.small_data import is_small
-from axlearn_plugins_transformer.text.storage import list_files
 
 PACKINGS = ("concat", "first-fit", "none")
 

@@ -151,7 +151,7 @@ def test_resume_is_exact_anywhere(corpus, packing, at, either_size):
 
 
 def one_state(state):
-    from axlearn_plugins_transformer.text.batches import _restore_tuples
+    from axlearn_plugins_transformer.text.batch_iterator import _restore_tuples
 
     return _restore_tuples(state)
 

@@ -15,9 +15,9 @@ import pytest
 from axlearn_core.config import check
 from axlearn_core.errors import ConfigError, InputError
 from axlearn_plugins_transformer.text import Files, Mixture, StandardLibrary
+from axlearn_plugins_transformer.text.data_files import DataFile, list_files
 from axlearn_plugins_transformer.text.records import FileRecords
 from axlearn_plugins_transformer.text.sources import describe, is_held_out, standard_library_files
-from axlearn_plugins_transformer.text.storage import DataFile, list_files
 
 
 def texts(source, split="train"):

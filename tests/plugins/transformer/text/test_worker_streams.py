@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from axlearn_core.errors import InputError
-from axlearn_plugins_transformer.text.batches import Batches
+from axlearn_plugins_transformer.text.batch_iterator import Batches
 from axlearn_plugins_transformer.text.workers import WorkerStream
 
 SECONDS = 60

@@ -25,7 +25,7 @@ from jax import lax
 
 from axlearn_core.compose.arrays import array_function
 from axlearn_core.errors import CheckpointError, RequestError, WorkError, nearest
-from axlearn_plugins_finetune.lora.linear import ADAPTERS, is_adapted
+from axlearn_plugins_finetune.lora.lora_linear import ADAPTERS, is_adapted
 
 Params = Mapping[str, Any]
 WEIGHTS, FACTS = "adapters.safetensors", "adapters.json"

@@ -14,7 +14,7 @@ from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.learn import ParameterRule
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_finetune.conversion.target_patterns import matching_paths
-from axlearn_plugins_finetune.lora.linear import LoraLinear
+from axlearn_plugins_finetune.lora.lora_linear import LoraLinear
 from axlearn_plugins_finetune.lora.start import CONTINUES_WITHOUT, StartFromRun
 
 Tree = TypeVar("Tree", bound=Node[Any])

@@ -21,7 +21,7 @@ from axlearn_core.errors import RequestError, WorkError
 from axlearn_core.run import Run
 from axlearn_core.run.derive import local_target
 from axlearn_plugins_finetune.lora.feature import without_adapters
-from axlearn_plugins_finetune.lora.linear import ADAPTERS
+from axlearn_plugins_finetune.lora.lora_linear import ADAPTERS
 from axlearn_plugins_finetune.lora.merge import moved_variables, scales_of
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"

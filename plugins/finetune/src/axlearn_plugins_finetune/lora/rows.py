@@ -28,7 +28,7 @@ from axlearn_core.nn.layer import Layer, Precision
 from axlearn_core.nn.linear import Linear, Projection
 from axlearn_plugins_finetune.lora.adapters import Exported, load
 from axlearn_plugins_finetune.lora.feature import projections
-from axlearn_plugins_finetune.lora.linear import LoraLinear, subclass_with
+from axlearn_plugins_finetune.lora.lora_linear import LoraLinear, subclass_with
 
 Tree = TypeVar("Tree", bound=Node[Any])
 

@@ -13,7 +13,7 @@ from axlearn_core.errors import CheckpointError
 from axlearn_core.run import open_weights
 from axlearn_plugins_finetune.lora import adapters
 from axlearn_plugins_finetune.lora.adapters import Exported
-from axlearn_plugins_finetune.lora.linear import ADAPTERS
+from axlearn_plugins_finetune.lora.lora_linear import ADAPTERS
 
 
 def open_adapters(directory: Path, *, base: str | None = None) -> "AdaptedWeights":

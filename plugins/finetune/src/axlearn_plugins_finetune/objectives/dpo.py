@@ -16,7 +16,7 @@ from axlearn_core.config import Configurable, Node, find, node, setting
 from axlearn_core.contracts.parts import Batch, Model
 from axlearn_core.nn import padding, summaries
 from axlearn_core.nn.layer import Context
-from axlearn_plugins_finetune.lora.linear import LoraLinear, is_adapted
+from axlearn_plugins_finetune.lora.lora_linear import LoraLinear, is_adapted
 from axlearn_plugins_finetune.objectives.preference_input import ANSWERS
 from axlearn_plugins_finetune.objectives.sequences import check_language_model, log_probabilities
 

@@ -4,7 +4,7 @@ from axlearn_core.config import patch
 from axlearn_core.train import Trainer
 from axlearn_plugins_models.huggingface.published import published
 from axlearn_plugins_models.llama.experiments import llama, pretraining
-from axlearn_plugins_moe.layer import MixtureOfExperts
+from axlearn_plugins_moe.mixture_of_experts import MixtureOfExperts
 from axlearn_plugins_moe.routers import SoftmaxRouter
 from axlearn_plugins_transformer.norm import RMSNorm
 

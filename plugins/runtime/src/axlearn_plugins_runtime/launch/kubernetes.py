@@ -14,6 +14,7 @@ from ruamel.yaml.scalarstring import LiteralScalarString
 
 from axlearn_core.errors import RequestError, WorkError
 from axlearn_plugins_runtime.launch.job import Job
+from axlearn_plugins_runtime.launch.job_text import line
 from axlearn_plugins_runtime.launch.pods import (
     SPARE_PRIORITY,
     check_image,
@@ -23,9 +24,8 @@ from axlearn_plugins_runtime.launch.pods import (
     pod_spec,
     resources,
 )
-from axlearn_plugins_runtime.launch.start import setup_of
+from axlearn_plugins_runtime.launch.supervised_job import setup_of
 from axlearn_plugins_runtime.launch.task import FINAL
-from axlearn_plugins_runtime.launch.text import line
 
 HOSTS = "host"
 """Of the pods that train: pod names are JOBSET-host-SLICE-INDEX."""

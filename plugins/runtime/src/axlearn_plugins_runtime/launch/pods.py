@@ -8,7 +8,7 @@ from typing import Any
 from axlearn_core.errors import RequestError
 from axlearn_core.run.phases import PROGRESS
 from axlearn_plugins_runtime.launch.job import Job
-from axlearn_plugins_runtime.launch.start import is_uri
+from axlearn_plugins_runtime.launch.supervised_job import is_uri
 
 SPARE_PRIORITY = "axlearn-spare"
 PROGRESS_FILE = "/tmp/axlearn-progress"

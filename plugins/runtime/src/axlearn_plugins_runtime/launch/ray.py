@@ -12,9 +12,9 @@ from axlearn_core.checkpoint import open_storage
 from axlearn_core.compat import assign_environment
 from axlearn_core.errors import RequestError
 from axlearn_plugins_runtime.launch.exits import DEFAULT_BUDGETS
+from axlearn_plugins_runtime.launch.failure_limits import Limits
 from axlearn_plugins_runtime.launch.job import Job
 from axlearn_plugins_runtime.launch.journal import Journal
-from axlearn_plugins_runtime.launch.limits import Limits
 
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",  # no telemetry
@@ -91,7 +91,7 @@ class RayLauncher:
 
     def launch(self, job: Job, *, dry_run: bool) -> int:
         """See `Launcher`."""
-        from axlearn_plugins_runtime.launch.start import compile_cache, supervise
+        from axlearn_plugins_runtime.launch.supervised_job import compile_cache, supervise
 
         if dry_run:
             self._print(job, compile_cache(job))

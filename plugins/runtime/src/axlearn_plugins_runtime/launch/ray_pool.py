@@ -8,7 +8,7 @@ from axlearn_core.errors import RequestError
 from axlearn_plugins_runtime.launch.agent import Agent
 from axlearn_plugins_runtime.launch.job import Job
 from axlearn_plugins_runtime.launch.pool import HostLostError
-from axlearn_plugins_runtime.launch.start import setup_of
+from axlearn_plugins_runtime.launch.supervised_job import setup_of
 
 POLL_SECONDS = 5.0
 ANSWER_SECONDS = 15.0

@@ -14,9 +14,9 @@ from ruamel.yaml.scalarstring import LiteralScalarString
 
 from axlearn_core.errors import RequestError
 from axlearn_plugins_runtime.launch.job import Job
+from axlearn_plugins_runtime.launch.job_text import line
 from axlearn_plugins_runtime.launch.run_files import write_script
-from axlearn_plugins_runtime.launch.start import is_uri, setup_of
-from axlearn_plugins_runtime.launch.text import line
+from axlearn_plugins_runtime.launch.supervised_job import is_uri, setup_of
 
 COMMAND = "AXLEARN_SKY"
 """The environment variable with the command `sky`, where it is not on the PATH: SkyPilot pins packages that others need newer."""

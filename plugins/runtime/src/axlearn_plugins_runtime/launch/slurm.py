@@ -14,10 +14,10 @@ import attrs
 
 from axlearn_core.errors import RequestError, WorkError
 from axlearn_plugins_runtime.launch.job import Job
+from axlearn_plugins_runtime.launch.job_text import line
 from axlearn_plugins_runtime.launch.run_files import write_script
-from axlearn_plugins_runtime.launch.start import is_uri, setup_of
+from axlearn_plugins_runtime.launch.supervised_job import is_uri, setup_of
 from axlearn_plugins_runtime.launch.task import FINAL
-from axlearn_plugins_runtime.launch.text import line
 
 _TIME = re.compile(r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2}")
 

@@ -12,9 +12,9 @@ import attrs
 from axlearn_core.errors import RequestError, WorkError
 from axlearn_plugins_runtime.launch.environment import attempt_environment
 from axlearn_plugins_runtime.launch.exits import Death, root_cause
+from axlearn_plugins_runtime.launch.failure_limits import Limits, Tally
 from axlearn_plugins_runtime.launch.hosts import Host, Hosts
 from axlearn_plugins_runtime.launch.journal import Journal
-from axlearn_plugins_runtime.launch.limits import Limits, Tally
 from axlearn_plugins_runtime.launch.pool import HostLostError, Pool
 
 

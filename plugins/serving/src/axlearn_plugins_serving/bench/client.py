@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 
 from axlearn_core.errors import RequestError, WorkError
+from axlearn_plugins_serving.bench.latency_figures import Record
 from axlearn_plugins_serving.bench.load import Endpoint, Load
-from axlearn_plugins_serving.bench.report import Record
 
 _PATHS: Mapping[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 

@@ -49,7 +49,7 @@ def serve(**options: Any) -> None:
     import asyncio
     import json
 
-    from axlearn_plugins_serving.bench.report import render
+    from axlearn_plugins_serving.bench.latency_figures import render
 
     summary = asyncio.run(_measure(**options))
     echo(json.dumps(summary, indent=2) if options["as_json"] else render(summary))
@@ -61,8 +61,8 @@ async def _measure(**options: Any) -> dict[str, Any]:
 
     from axlearn_core.errors import WorkError
     from axlearn_plugins_serving.bench.client import find_model, measure, new_client, send
+    from axlearn_plugins_serving.bench.latency_figures import summarize
     from axlearn_plugins_serving.bench.load import Lengths, Load, parse_goodput
-    from axlearn_plugins_serving.bench.report import summarize
 
     load = Load(
         endpoint=options["endpoint"],

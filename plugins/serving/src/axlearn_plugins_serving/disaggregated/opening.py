@@ -5,8 +5,8 @@ from typing import Any
 
 from axlearn_core.errors import RequestError
 from axlearn_core.run.weights import open_weights
+from axlearn_plugins_serving.disaggregated.engine_worker import Settings
 from axlearn_plugins_serving.disaggregated.router import RouterEngine
-from axlearn_plugins_serving.disaggregated.worker import Settings
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.open_engine import OpenedEngine, check_decoder, name_of
 from axlearn_plugins_serving.programs import programs_of_run

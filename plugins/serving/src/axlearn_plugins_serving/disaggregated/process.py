@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from axlearn_plugins_serving.contracts import Statistics
-from axlearn_plugins_serving.disaggregated.messages import Close, Failed, Ready, Report
-from axlearn_plugins_serving.disaggregated.worker import Settings
+from axlearn_plugins_serving.disaggregated.engine_worker import Settings
+from axlearn_plugins_serving.disaggregated.router_messages import Close, Failed, Ready, Report
 
 Kind = Literal["prefill", "decode"]
 _END_SECONDS = 10.0
@@ -38,7 +38,12 @@ class WorkerProcess:
         self.statistics: Statistics | None = None
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", "axlearn_plugins_serving.disaggregated.worker", str(theirs.fileno())]
+            command = [
+                sys.executable,
+                "-m",
+                "axlearn_plugins_serving.disaggregated.engine_worker",
+                str(theirs.fileno()),
+            ]
             self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdout=sys.stderr)
         self.connection = multiprocessing.connection.Connection(ours.detach())
         with contextlib.suppress(OSError):  # it ended at once: `receive` tells

@@ -18,10 +18,18 @@ import attrs
 from axlearn_core.errors import RequestError, WorkError
 from axlearn_plugins_serving.admission import check_request
 from axlearn_plugins_serving.contracts import Output, QueueFullError, Request, Statistics
+from axlearn_plugins_serving.disaggregated.engine_worker import Settings
 from axlearn_plugins_serving.disaggregated.handoff import Transfer, shared_folder
-from axlearn_plugins_serving.disaggregated.messages import Abort, Decode, Failed, Prefill, Prefilled, Ready, Report
 from axlearn_plugins_serving.disaggregated.process import Kind, WorkerProcess
-from axlearn_plugins_serving.disaggregated.worker import Settings
+from axlearn_plugins_serving.disaggregated.router_messages import (
+    Abort,
+    Decode,
+    Failed,
+    Prefill,
+    Prefilled,
+    Ready,
+    Report,
+)
 from axlearn_plugins_serving.measure import Meter
 
 _POLL_SECONDS = 0.002

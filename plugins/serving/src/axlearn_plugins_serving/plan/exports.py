@@ -6,8 +6,8 @@ from typing import Any
 
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.request import Request
-from axlearn_plugins_serving.devices import serving_program, set_up_devices
 from axlearn_plugins_serving.engine import ServingEngine
+from axlearn_plugins_serving.engine_devices import serving_program, set_up_devices
 from axlearn_plugins_serving.open_engine import check_decoder, fit_config, without_kernels
 from axlearn_plugins_serving.plan.plan_request import opened_directory
 from axlearn_plugins_serving.programs import check_new, export_programs

@@ -24,7 +24,7 @@ from axlearn_plugins_plan.memory import shard_bytes
 from axlearn_plugins_plan.roofline import Roofline, peak
 from axlearn_plugins_serving.runner import ModelRunner
 from axlearn_plugins_serving.runner_program import abstract_program, block_counts, buckets
-from axlearn_plugins_serving.steps import StepBucket
+from axlearn_plugins_serving.step_inputs import StepBucket
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp
 
 LAYERS = "decoder.num_layers"

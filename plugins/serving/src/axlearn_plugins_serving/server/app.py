@@ -9,9 +9,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from axlearn_plugins_serving.server import endpoints
+from axlearn_plugins_serving.server.api_errors import ApiError
 from axlearn_plugins_serving.server.chat import chat_completions
 from axlearn_plugins_serving.server.completions import completions
-from axlearn_plugins_serving.server.errors import ApiError
 from axlearn_plugins_serving.server.http import error_response
 from axlearn_plugins_serving.server.limits import LimitRequests, Limits
 from axlearn_plugins_serving.server.responses import create_response

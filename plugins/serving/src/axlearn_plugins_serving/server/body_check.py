@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from axlearn_plugins_serving.server import schemas
-from axlearn_plugins_serving.server.errors import ApiError, parse_body
-from axlearn_plugins_serving.server.memory import give_back
+from axlearn_plugins_serving.server.api_errors import ApiError, parse_body
+from axlearn_plugins_serving.server.memory_return import give_back
 
 T = TypeVar("T", bound=BaseModel)
 

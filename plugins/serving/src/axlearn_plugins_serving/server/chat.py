@@ -9,8 +9,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from axlearn_plugins_serving.server.http import DONE, EventStream, UsageReport, event, read_json, respond
-from axlearn_plugins_serving.server.job import Delta, Job
 from axlearn_plugins_serving.server.logprobs import chat_logprobs
+from axlearn_plugins_serving.server.prompt_job import Delta, Job
 from axlearn_plugins_serving.server.schemas import ChatRequest, Message, Tool
 from axlearn_plugins_serving.server.service import Service
 

@@ -78,7 +78,7 @@ def serve(
     """
     from axlearn_core.errors import RequestError
     from axlearn_plugins_serving.server.limits import Limits, hosts_of, is_loopback
-    from axlearn_plugins_serving.server.run import bind
+    from axlearn_plugins_serving.server.server_runner import bind
 
     key = _key(api_key_env)
     if key is None and not is_loopback(host):
@@ -98,7 +98,7 @@ def serve(
         workers = None if prefill is None and decode is None else (prefill or 1, decode or 1)
         config = _config(set_, max_queue, adapters)
         if replicas is None and workers is None:
-            from axlearn_plugins_serving.devices import set_up_devices
+            from axlearn_plugins_serving.engine_devices import set_up_devices
 
             set_up_devices(config, owns_cores=True)
         if replicas is not None:
@@ -241,7 +241,7 @@ def _check_names(name: str, config: Any) -> None:
 def _open_engine(uri: str, config: Any, step: int | None, programs: str | None) -> Any:
     from pathlib import Path
 
-    from axlearn_plugins_serving.devices import set_up_devices
+    from axlearn_plugins_serving.engine_devices import set_up_devices
     from axlearn_plugins_serving.open_engine import open_engine, open_with_programs
     from axlearn_plugins_serving.programs import programs_of_run
 
@@ -274,7 +274,7 @@ def _run_replicas(engine_options: tuple[Any, ...], limits: Any, replicas: int, h
 def _run(service: Any, limits: Any, listener: Any, host: str, grace: float, log_requests: bool) -> int:
     import asyncio
 
-    from axlearn_plugins_serving.server.run import Runner
+    from axlearn_plugins_serving.server.server_runner import Runner
 
     sys.setswitchinterval(_SWITCH_SECONDS)
     gc.freeze()  # what the server stands on is never garbage

@@ -10,8 +10,8 @@ from starlette.responses import Response
 
 from axlearn_plugins_serving.contracts import TokenLogprobs
 from axlearn_plugins_serving.server.http import DONE, EventStream, UsageReport, event, read_json, respond
-from axlearn_plugins_serving.server.job import Choice, Delta, Job
 from axlearn_plugins_serving.server.logprobs import completion_logprobs
+from axlearn_plugins_serving.server.prompt_job import Choice, Delta, Job
 from axlearn_plugins_serving.server.schemas import CompletionRequest
 from axlearn_plugins_serving.server.service import Service
 

@@ -10,7 +10,7 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from axlearn_core.contracts.parts import Tokenizer
-from axlearn_plugins_serving.server.errors import ApiError
+from axlearn_plugins_serving.server.api_errors import ApiError
 from axlearn_plugins_transformer.text.decoding import HasTokenizerJson
 from axlearn_plugins_transformer.text.tokenizers import ByteTokenizer
 

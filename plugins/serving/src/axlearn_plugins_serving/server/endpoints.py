@@ -10,8 +10,8 @@ from prometheus_client import generate_latest
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
+from axlearn_plugins_serving.server.api_errors import ApiError
 from axlearn_plugins_serving.server.chat import template_input
-from axlearn_plugins_serving.server.errors import ApiError
 from axlearn_plugins_serving.server.http import read_json
 from axlearn_plugins_serving.server.openapi import document
 from axlearn_plugins_serving.server.schemas import DetokenizeRequest, TokenizeRequest

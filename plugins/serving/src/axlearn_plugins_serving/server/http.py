@@ -10,8 +10,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from axlearn_plugins_serving.server.errors import ApiError
-from axlearn_plugins_serving.server.job import Job
+from axlearn_plugins_serving.server.api_errors import ApiError
+from axlearn_plugins_serving.server.prompt_job import Job
 from axlearn_plugins_serving.server.schemas import StreamOptions
 
 DONE = b"data: [DONE]\n\n"

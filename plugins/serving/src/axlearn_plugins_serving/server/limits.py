@@ -12,9 +12,9 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from axlearn_plugins_serving.server.errors import ApiError
+from axlearn_plugins_serving.server.api_errors import ApiError
 from axlearn_plugins_serving.server.http import error_response
-from axlearn_plugins_serving.server.memory import LARGE, Budget, MemoryReturn
+from axlearn_plugins_serving.server.memory_return import LARGE, Budget, MemoryReturn
 
 OPEN_PATHS = frozenset({"/", "/health", "/openapi.json"})
 """Answered without an API key."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from axlearn_plugins_serving.contracts import TokenLogprobs
 from axlearn_plugins_serving.server.constraints import Grammars
-from axlearn_plugins_serving.server.job import ScoredToken
+from axlearn_plugins_serving.server.prompt_job import ScoredToken
 
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON does not have."""

@@ -8,9 +8,9 @@ import attrs
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from axlearn_plugins_serving.server.errors import ApiError
+from axlearn_plugins_serving.server.api_errors import ApiError
 from axlearn_plugins_serving.server.http import EventStream, event, read_json, respond
-from axlearn_plugins_serving.server.job import Job
+from axlearn_plugins_serving.server.prompt_job import Job
 from axlearn_plugins_serving.server.schemas import (
     JsonSchema,
     JsonSchemaFormat,

@@ -13,12 +13,12 @@ import attrs
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import AxlearnError, RequestError, nearest
 from axlearn_plugins_serving.contracts import QueueFullError, Request, Sampling
+from axlearn_plugins_serving.server.api_errors import ApiError
 from axlearn_plugins_serving.server.body_check import BodyCheck
 from axlearn_plugins_serving.server.constraints import GrammarConstraint, Grammars
 from axlearn_plugins_serving.server.engine_thread import EngineFailedError, EngineThread
-from axlearn_plugins_serving.server.errors import ApiError
-from axlearn_plugins_serving.server.job import Choice, Job
 from axlearn_plugins_serving.server.metrics import Metrics
+from axlearn_plugins_serving.server.prompt_job import Choice, Job
 from axlearn_plugins_serving.server.schemas import JsonObjectFormat, JsonSchemaFormat, ResponseFormat, SamplingFields
 from axlearn_plugins_serving.server.text_pool import COUNTED, TextLimit, TextPool
 from axlearn_plugins_transformer.text.processor import TextProcessor

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from axlearn_core.contracts.parts import Tokenizer
-from axlearn_plugins_serving.server.errors import ApiError
+from axlearn_plugins_serving.server.api_errors import ApiError
 from axlearn_plugins_transformer.text.token_lengths import longest_token
 
 T = TypeVar("T")

@@ -12,10 +12,10 @@ import attrs
 
 from axlearn_core.errors import InputError, nearest
 from axlearn_plugins_transformer.text.conversations import check_conversation
+from axlearn_plugins_transformer.text.data_files import is_url, list_files
 from axlearn_plugins_transformer.text.fingerprint import DataFile
-from axlearn_plugins_transformer.text.jsonl import Row, rows
+from axlearn_plugins_transformer.text.jsonl_rows import Row, rows
 from axlearn_plugins_transformer.text.records import FileRecords, check_head, format_of
-from axlearn_plugins_transformer.text.storage import is_url, list_files
 
 Kind = Literal["text", "chat", "choices"]
 

@@ -1,7 +1,7 @@
 """Input pipelines: sources, tokenizers, packing, conversations, and the iterator whose position a checkpoint keeps."""
 
-from axlearn_plugins_transformer.text.batches import Batches
-from axlearn_plugins_transformer.text.chat import ChatInput
+from axlearn_plugins_transformer.text.batch_iterator import Batches
+from axlearn_plugins_transformer.text.chat_input import ChatInput
 from axlearn_plugins_transformer.text.chat_template import ChatTemplate
 from axlearn_plugins_transformer.text.conversations import ChatFiles, Conversation
 from axlearn_plugins_transformer.text.examples import Example, example

@@ -7,7 +7,7 @@ import attrs
 from axlearn_core.config import REQUIRED, Node, node, patch, replace_config, setting
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.feature import Feature
-from axlearn_plugins_transformer.text.chat import ChatInput
+from axlearn_plugins_transformer.text.chat_input import ChatInput
 from axlearn_plugins_transformer.text.chat_template import ChatTemplate
 from axlearn_plugins_transformer.text.conversations import ChatFiles
 from axlearn_plugins_transformer.text.language_model import LanguageModelInput

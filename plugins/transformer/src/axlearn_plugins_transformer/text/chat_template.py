@@ -19,8 +19,8 @@ from axlearn_core.config import Configurable, node, setting
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.contracts.text import EncodesSpecialTokens
 from axlearn_core.errors import InputError
+from axlearn_plugins_transformer.text.data_files import open_file
 from axlearn_plugins_transformer.text.messages import normalize_messages, normalize_tools
-from axlearn_plugins_transformer.text.storage import open_file
 from axlearn_plugins_transformer.text.template_process import TemplateFailed, TemplateProcess
 from axlearn_plugins_transformer.text.template_server import BEGIN, END, FAILURES, compile_template
 

@@ -12,12 +12,12 @@ import numpy as np
 
 from axlearn_core.config import Configurable, node, setting
 from axlearn_core.errors import InputError, Problem, nearest
+from axlearn_plugins_transformer.text.data_files import list_files, open_data
 from axlearn_plugins_transformer.text.fingerprint import DataFile
-from axlearn_plugins_transformer.text.jsonl import rows
+from axlearn_plugins_transformer.text.jsonl_rows import rows
 from axlearn_plugins_transformer.text.messages import content_problem
 from axlearn_plugins_transformer.text.records import Document, decode
 from axlearn_plugins_transformer.text.sources import Part, Split, check_paths, is_held_out, many
-from axlearn_plugins_transformer.text.storage import list_files, open_data
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 

@@ -17,7 +17,7 @@ from axlearn_core.config import REQUIRED, Configurable, Node, node, setting
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.contracts.text import digest_of, encodes_batches, first_token
 from axlearn_core.errors import ConfigError, InputError, Problem
-from axlearn_plugins_transformer.text.batches import Batches, Places
+from axlearn_plugins_transformer.text.batch_iterator import Batches, Places
 from axlearn_plugins_transformer.text.examples import Example, example
 from axlearn_plugins_transformer.text.positions import OLD_ORDER, check_position
 from axlearn_plugins_transformer.text.records import Document, FileRecords

@@ -28,9 +28,9 @@ from axlearn_core.errors import InputError
 from axlearn_plugins_transformer.text import order_1
 from axlearn_plugins_transformer.text.cycle import Cycle
 from axlearn_plugins_transformer.text.examples import Example
-from axlearn_plugins_transformer.text.layout import BINS
 from axlearn_plugins_transformer.text.positions import ORDER
 from axlearn_plugins_transformer.text.records import Document, Records
+from axlearn_plugins_transformer.text.row_layout import BINS
 from axlearn_plugins_transformer.text.shares import Shares
 from axlearn_plugins_transformer.text.small_data import SmallData
 from axlearn_plugins_transformer.text.sources import Part

@@ -14,8 +14,8 @@ import attrs
 import numpy as np
 
 from axlearn_core.errors import InputError, nearest
+from axlearn_plugins_transformer.text.data_files import is_url, open_data, open_file
 from axlearn_plugins_transformer.text.fingerprint import DataFile
-from axlearn_plugins_transformer.text.storage import is_url, open_data, open_file
 
 
 @attrs.frozen

@@ -15,11 +15,11 @@ import attrs
 import numpy as np
 
 from axlearn_core.errors import InputError
+from axlearn_plugins_transformer.text.data_files import is_url, open_data
 from axlearn_plugins_transformer.text.examples import Example
-from axlearn_plugins_transformer.text.layout import Joined, Layout, Packed, assemble
 from axlearn_plugins_transformer.text.records import Document, Records
+from axlearn_plugins_transformer.text.row_layout import Joined, Layout, Packed, assemble
 from axlearn_plugins_transformer.text.sources import Part
-from axlearn_plugins_transformer.text.storage import is_url, open_data
 
 SMALL_BYTES = 1 << 22
 LARGE_BYTES = 1 << 25

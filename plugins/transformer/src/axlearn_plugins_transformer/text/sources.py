@@ -10,9 +10,9 @@ import attrs
 
 from axlearn_core.config import REQUIRED, Configurable, Node, node, setting
 from axlearn_core.errors import InputError, Problem
+from axlearn_plugins_transformer.text.data_files import is_url, list_files
 from axlearn_plugins_transformer.text.fingerprint import DataFile, fingerprint_files
 from axlearn_plugins_transformer.text.records import LINE_BYTES, FileRecords, Records, check_head, format_of
-from axlearn_plugins_transformer.text.storage import is_url, list_files
 from axlearn_plugins_transformer.text.urls import PROTOCOLS, url_problem
 
 Split = Literal["train", "validation"]

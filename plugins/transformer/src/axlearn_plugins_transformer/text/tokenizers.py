@@ -16,7 +16,7 @@ from axlearn_core.config import Configurable, node, setting
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.contracts.text import CountsBytes, EncodesSpecialTokens, HasAddedTokens
 from axlearn_core.errors import InputError, Problem, nearest
-from axlearn_plugins_transformer.text.storage import open_file
+from axlearn_plugins_transformer.text.data_files import open_file
 from axlearn_plugins_transformer.text.token_lengths import most_characters
 
 

@@ -1,6 +1,6 @@
 """A worker: one engine in a process of its own, which does what the router asks for.
 
-    python -m axlearn_plugins_serving.disaggregated.worker FD
+    python -m axlearn_plugins_serving.disaggregated.engine_worker FD
 
 FD is its end of a socket pair. It ends when the other end is closed, so no worker outlives its router.
 """
@@ -18,7 +18,7 @@ import attrs
 
 from axlearn_core.errors import RequestError
 from axlearn_plugins_serving.contracts import Output, Sampling
-from axlearn_plugins_serving.disaggregated.messages import (
+from axlearn_plugins_serving.disaggregated.router_messages import (
     Abort,
     Close,
     Decode,
@@ -144,7 +144,7 @@ def main(descriptor: int) -> int:
     connection = multiprocessing.connection.Connection(descriptor)
     settings: Settings = pickle.loads(connection.recv_bytes())
     from axlearn_core.errors import AxlearnError
-    from axlearn_plugins_serving.devices import set_up_devices
+    from axlearn_plugins_serving.engine_devices import set_up_devices
     from axlearn_plugins_serving.open_engine import open_engine, open_with_programs
 
     set_up_devices(settings.config, owns_cores=settings.programs is not None)

@@ -7,9 +7,9 @@ from typing import Any
 import attrs
 
 from axlearn_core.errors import InputError
+from axlearn_plugins_transformer.text.data_files import open_data
 from axlearn_plugins_transformer.text.fingerprint import DataFile
 from axlearn_plugins_transformer.text.records import LINE_BYTES, decode, long_line
-from axlearn_plugins_transformer.text.storage import open_data
 
 
 @attrs.frozen
