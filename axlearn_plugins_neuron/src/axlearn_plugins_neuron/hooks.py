@@ -32,5 +32,5 @@ def axlearn_remat_policies() -> list[RematPolicy]:
 @hookimpl
 def axlearn_kernels() -> list[KernelImplementation]:
     """Flash attention of the Neuron SDK."""
-    load = "axlearn_plugins_neuron.attention:NKI_FLASH"
+    load = "axlearn_plugins_neuron.flash_attention:NKI_FLASH"
     return [KernelImplementation(name="nki-flash", op=_ATTENTION, load=load, priority=50, platforms=("neuron",))]

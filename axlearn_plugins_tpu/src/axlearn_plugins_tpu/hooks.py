@@ -8,8 +8,8 @@ from axlearn_core.contracts.remat import RematPolicy
 from axlearn_core.contracts.target import Target
 from axlearn_core.plugins.hookspecs import hookimpl
 from axlearn_plugins_tpu import compat
+from axlearn_plugins_tpu.generations import TARGETS
 from axlearn_plugins_tpu.rules import POLICIES, RULES
-from axlearn_plugins_tpu.tpus import TARGETS
 
 OTHER_DEVICES = ("0x001f", "0x0042")
 """What else Google makes for the PCI bus: storage and network adapters of its virtual machines."""

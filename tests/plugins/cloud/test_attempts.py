@@ -3,9 +3,9 @@
 import pytest
 
 from axlearn_core.errors import MissingFileError, StorageError
-from axlearn_plugins_cloud import storage as module
+from axlearn_plugins_cloud import object_storage as module
+from axlearn_plugins_cloud.object_storage import ATTEMPTS, ObjectStorage
 from axlearn_plugins_cloud.objects import Missing, Refused, Transient
-from axlearn_plugins_cloud.storage import ATTEMPTS, ObjectStorage
 
 
 class Flaky:

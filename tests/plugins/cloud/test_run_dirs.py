@@ -127,7 +127,7 @@ def test_a_storage_that_goes_away_is_said_and_made_up_for(s3, capsys, monkeypatc
     (mirror.path / "metrics.jsonl").write_text("1\n")
     with monkeypatch.context() as patched:
         patched.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
-        from axlearn_plugins_cloud import storage as retries
+        from axlearn_plugins_cloud import object_storage as retries
 
         patched.setattr(retries, "ATTEMPTS", 1)
         broken = RunMirror(uri)

@@ -21,8 +21,8 @@ from axlearn_core.learn import AdamW
 from axlearn_core.run import open_weights
 from axlearn_core.run.holder import Holder
 from axlearn_plugins_cloud import gcs
+from axlearn_plugins_cloud import object_storage as retries
 from axlearn_plugins_cloud import s3 as client
-from axlearn_plugins_cloud import storage as retries
 
 SETTINGS = {
     "model.decoder.num_layers": 1,

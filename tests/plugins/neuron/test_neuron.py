@@ -17,7 +17,7 @@ from axlearn_core.kernels.selection import REFERENCE_KERNEL
 from axlearn_core.nn import sharding
 from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.targets import find_machine
-from axlearn_plugins_neuron import attention, sdk
+from axlearn_plugins_neuron import flash_attention, sdk
 from axlearn_plugins_neuron.trainium import TRN2
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.bias import LinearBias
@@ -64,12 +64,12 @@ def call(length=1024, heads=4, size=128, **options):
 
 
 def test_it_says_what_it_cannot_do():
-    assert attention.unsupported(call()) is None
-    assert "multiple of 512" in attention.unsupported(call(length=640))
-    assert "at most 128" in attention.unsupported(call(size=256))
-    assert "soft cap" in attention.unsupported(call(softcap=30.0))
-    assert "bias" in attention.unsupported(call(bias=LinearBias((0.5,) * 4)))
-    assert "not the same positions" in attention.unsupported(call(key_slots=jnp.arange(1024)[None]))
+    assert flash_attention.unsupported(call()) is None
+    assert "multiple of 512" in flash_attention.unsupported(call(length=640))
+    assert "at most 128" in flash_attention.unsupported(call(size=256))
+    assert "soft cap" in flash_attention.unsupported(call(softcap=30.0))
+    assert "bias" in flash_attention.unsupported(call(bias=LinearBias((0.5,) * 4)))
+    assert "not the same positions" in flash_attention.unsupported(call(key_slots=jnp.arange(1024)[None]))
 
 
 class Kernels:
@@ -122,7 +122,7 @@ class Kernels:
 @pytest.fixture
 def kernels(monkeypatch):
     result = Kernels()
-    monkeypatch.setattr(attention, "_kernels", lambda: (result.forward, result, result.language))
+    monkeypatch.setattr(flash_attention, "_kernels", lambda: (result.forward, result, result.language))
     return result
 
 
@@ -147,10 +147,10 @@ def test_values_and_gradients_are_those_of_the_reference(kernels, name, split):
     want = jax.value_and_grad(lambda *a: total(REFERENCE_KERNEL, *a), (0, 1, 2))(q, k, v)
     if split:
         with sharding.logical_rules(mesh, DEFAULT_RULES):
-            got = jax.jit(jax.value_and_grad(lambda *a: total(attention.NKI_FLASH, *a), (0, 1, 2)))(q, k, v)
+            got = jax.jit(jax.value_and_grad(lambda *a: total(flash_attention.NKI_FLASH, *a), (0, 1, 2)))(q, k, v)
         assert set(kernels.grids) == {(1, 2)}
     else:
-        got = jax.value_and_grad(lambda *a: total(attention.NKI_FLASH, *a), (0, 1, 2))(q, k, v)
+        got = jax.value_and_grad(lambda *a: total(flash_attention.NKI_FLASH, *a), (0, 1, 2))(q, k, v)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), got, want)
 
 

@@ -25,6 +25,7 @@ from axlearn_core.kernels import selection
 from axlearn_core.nn.sharding import logical_rules
 from axlearn_core.plugins.targets import find_machine
 from axlearn_plugins_moe.grouped_matmul import GroupedMatmulOp
+from axlearn_plugins_tpu.generations import TARGETS
 from axlearn_plugins_tpu.hooks import KERNELS
 from axlearn_plugins_tpu.kernels import megablox, ragged_paged, splash
 from axlearn_plugins_tpu.kernels.blocks import (
@@ -39,7 +40,6 @@ from axlearn_plugins_tpu.kernels.blocks import (
 )
 from axlearn_plugins_tpu.kernels.chip import known_chip
 from axlearn_plugins_tpu.kernels.ragged_paged import RAGGED_PAGED
-from axlearn_plugins_tpu.tpus import TARGETS
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.masks import Causal, Prefix, Segments, SlidingWindow
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp

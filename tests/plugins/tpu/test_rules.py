@@ -10,8 +10,8 @@ from axlearn_core.config import get
 from axlearn_core.plugins.resolve import resolve
 from axlearn_core.plugins.targets import find_rule
 from axlearn_plugins_tools.features.remat_tags import RematPolicyTags
+from axlearn_plugins_tpu.generations import TARGETS
 from axlearn_plugins_tpu.rules import ATTENTION, POLICIES, RULES
-from axlearn_plugins_tpu.tpus import TARGETS
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,8 @@ def _find_unknown_ops(manager: pluggy.PluginManager, entry: Entry) -> Iterator[F
     for hook in manager.hook.axlearn_kernels.get_hookimpls():
         if hook.plugin_name != entry.name:
             continue
-        for kernel in hook.function():
+        kernels: Any = hook.function()
+        for kernel in kernels:
             module_name, _, cls = kernel.op.partition(":")
             if importlib.util.find_spec(module_name.split(".")[0]) is None:
                 continue

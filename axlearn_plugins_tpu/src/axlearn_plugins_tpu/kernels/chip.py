@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import jax
 
 from axlearn_core.kernels import selection
-from axlearn_plugins_tpu.tpus import TARGETS
+from axlearn_plugins_tpu.generations import TARGETS
 
 _KNOWN = {t.name: t for t in TARGETS}
 

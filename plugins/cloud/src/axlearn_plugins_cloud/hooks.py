@@ -25,7 +25,7 @@ def axlearn_checkpoint_storage(uri: str) -> Storage | None:
     if scheme not in ("s3", "gs", *FSSPEC):
         return None
     bucket, prefix = _split(uri)
-    from axlearn_plugins_cloud.storage import ObjectStorage
+    from axlearn_plugins_cloud.object_storage import ObjectStorage
 
     if scheme == "s3":
         from axlearn_plugins_cloud.s3 import S3Objects

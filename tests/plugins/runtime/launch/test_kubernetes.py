@@ -19,7 +19,7 @@ from axlearn_plugins_gpu.gpus import H100
 from axlearn_plugins_runtime.launch.job import Job, parse_options
 from axlearn_plugins_runtime.launch.kubernetes import KubernetesLauncher, KubernetesOptions, render, to_yaml
 from axlearn_plugins_runtime.launch.task import FINAL
-from axlearn_plugins_tpu.tpus import V5P
+from axlearn_plugins_tpu.generations import V5P
 
 SCHEMAS = next((p / "shared/schemas" for p in Path(__file__).parents if (p / "shared/schemas").is_dir()), None)
 needs_schemas = pytest.mark.skipif(

@@ -11,7 +11,7 @@ from axlearn_core.errors import RequestError
 from axlearn_plugins_gpu.gpus import H100
 from axlearn_plugins_runtime.launch.job import Job
 from axlearn_plugins_runtime.launch.sky import COMMAND, SkyLauncher, SkyOptions, find_sky, task_of, to_yaml
-from axlearn_plugins_tpu.tpus import V5E, V5P
+from axlearn_plugins_tpu.generations import V5E, V5P
 
 DOCUMENT = "experiment: quickstart\nset:\n  # 'quotes' and $dollars\n  max_steps: 3\n"
 

@@ -10,7 +10,7 @@ from axlearn_plugins_runtime.launch.exits import Exit
 from axlearn_plugins_runtime.launch.job import Job, parse_options
 from axlearn_plugins_runtime.launch.slurm import SlurmLauncher, SlurmOptions, render_script
 from axlearn_plugins_runtime.launch.task import coordinator_port, exit_code, kubernetes_place, sky_place, slurm_place
-from axlearn_plugins_tpu.tpus import V5P
+from axlearn_plugins_tpu.generations import V5P
 
 DOCUMENT = "experiment: quickstart\nset:\n  # 'quotes', $dollars and @HOSTS@\n  max_steps: 3\n"
 

@@ -16,10 +16,10 @@ from axlearn_core.plugins.targets import find_machine
 from axlearn_plugins_plan.collectives import collectives
 from axlearn_plugins_plan.groups import Places
 from axlearn_plugins_plan.hlo import parse
+from axlearn_plugins_tpu.generations import TARGETS
 from axlearn_plugins_tpu.hooks import tpu_here
 from axlearn_plugins_tpu.shapes import SLICES, shape_of
 from axlearn_plugins_tpu.topology import topology_name
-from axlearn_plugins_tpu.tpus import TARGETS
 
 
 @pytest.mark.parametrize(
