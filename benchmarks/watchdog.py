@@ -27,6 +27,7 @@ from axlearn_core.config import Configurable, node
 from axlearn_core.train.loop import TrainLoop
 from axlearn_plugins_runtime.actions import DumpStacks, RestartProcess
 from axlearn_plugins_runtime.watchdog import RuleWatchdog
+from axlearn_plugins_runtime.watchdog_rules import Hang
 from axlearn_testing.train import Noise, Numbers, TrainerSuite
 
 PHASES = ("input", "step", "save", "evaluate")

@@ -16,6 +16,7 @@ from axlearn_core.errors import RequestError
 from axlearn_plugins_runtime.actions import RESTART, DumpStacks, RestartProcess, Webhook
 from axlearn_plugins_runtime.feature import WatchdogFeature
 from axlearn_plugins_runtime.watchdog import RuleWatchdog
+from axlearn_plugins_runtime.watchdog_rules import Hang, LossSpike
 from axlearn_testing import WatchdogSuite
 
 
