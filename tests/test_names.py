@@ -83,7 +83,8 @@ NAMED_AFTER = {
     "contracts": "the part that keeps the contract",
     "features": "a feature",
     "kernels": "an op, for which every backend may have kernels",
-    "testing": "the part that a suite tests",
+    "axlearn_testing": "the part that a suite tests",
+    "testing": "the part that a suite of a plugin tests",
 }
 """Folders whose modules have the name of something else, and what that is."""
 
