@@ -61,7 +61,7 @@ def _public(path):
 
 PUBLIC_NAMES = 14
 """Of a module of the core, at most; these are lists by their nature, or hold what has to know one another."""
-MORE_PUBLIC_NAMES = {"contracts/capabilities.py": 24, "config/node.py": 22, "config/tree.py": 17}
+MORE_PUBLIC_NAMES = {"contracts/capabilities.py": 24, "config/node.py": 22, "config/tree.py": 23}
 
 
 def test_a_module_of_the_core_defines_few_names():

@@ -1,7 +1,6 @@
 """Dropout: where masks differ, where they must not, and where nothing is drawn."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +15,9 @@ from axlearn_core.learn import value_and_grad
 from axlearn_core.nn import randomness
 from axlearn_core.nn.layer import Layer
 from axlearn_core.train.step import TrainingFunctions
-from axlearn_plugins_transformer.attention import Attention
+from axlearn_plugins_transformer.attention import Attention, AttentionLayer
 from axlearn_plugins_transformer.dropout import Dropout
-from axlearn_plugins_transformer.feed_forward import GatedFeedForward
+from axlearn_plugins_transformer.feed_forward import FeedForward, GatedFeedForward
 
 RATE = ["dropout:rate=0.3"]
 KEY = jax.random.key(5)
@@ -128,8 +127,8 @@ class OwnBlock(Layer):
     @node
     class Config(Layer.Config["OwnBlock"]):
         input_dim: int = interface()
-        attention: Node[Any] = Attention.Config(num_heads=2)
-        feed_forward: Node[Any] = GatedFeedForward.Config(hidden_dim=16)
+        attention: Node[AttentionLayer] = Attention.Config(num_heads=2)
+        feed_forward: Node[FeedForward] = GatedFeedForward.Config(hidden_dim=16)
 
     def __init__(self, cfg, *, rngs, precision):
         super().__init__(cfg, precision=precision)

@@ -26,6 +26,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar, dataclass_transform
 
 import attrs
 
+from axlearn_core.config.roles import missing_fields
 from axlearn_core.config.types import Mismatch, check_type, show
 from axlearn_core.errors import ConfigError, Problem
 
@@ -105,7 +106,8 @@ def node(cls: type[C]) -> type[C]:
     """Makes a config class: frozen, slotted, keyword-only, hashed once.
 
     Raises:
-        TypeError: a field has no default (use `REQUIRED`), or has a name that every node needs for itself.
+        TypeError: a field has no default (use `REQUIRED`) or has a name that every node needs for itself, or a role of
+            the class promises a field that it lacks.
     """
     frozen_cls = attrs.frozen(kw_only=True, slots=True, cache_hash=True)(cls)
     for attribute in attrs.fields(frozen_cls):
@@ -113,6 +115,8 @@ def node(cls: type[C]) -> type[C]:
             raise TypeError(f"{cls.__qualname__}.{attribute.name} has no default: give it one, or `= REQUIRED`")
         if attribute.name in RESERVED:
             raise TypeError(f"{cls.__qualname__}: no field can be called {attribute.name!r}; every node uses that name")
+    if lacking := missing_fields(frozen_cls, {attribute.name for attribute in attrs.fields(frozen_cls)}):
+        raise TypeError(f"{cls.__qualname__} lacks the field {lacking[0]}: declare it, or leave the role out")
     return frozen_cls
 
 

@@ -34,6 +34,12 @@ def wrong_parts(value: Node[Any]) -> Iterator[Problem]:
                 )
 
 
+@functools.lru_cache(maxsize=4096)
+def slots_of(cls: type, protocol: type) -> tuple[str, ...]:
+    """The fields of a config class that are annotated `Node[protocol]`, whether optional or not."""
+    return tuple(name for name, annotation in hints_of(cls).items() if _protocol(annotation) is protocol)
+
+
 def _has(part: Node[Any], owner: object, method: str) -> bool:
     """Whether a part has a method itself, or a part directly below it that it may pass the call to, as wrappers do."""
     if callable(getattr(owner, method, None)):

@@ -13,8 +13,9 @@ from immutabledict import immutabledict
 
 from axlearn_core.config.node import REQUIRED, Node, interface_fields, is_interface
 from axlearn_core.config.offers import refused
+from axlearn_core.config.roles import Role
 from axlearn_core.config.run_scheme import unattached
-from axlearn_core.config.slots import wrong_parts
+from axlearn_core.config.slots import slots_of, wrong_parts
 from axlearn_core.config.types import show
 from axlearn_core.errors import SHOWN_PROBLEMS, ConfigError, Problem, nearest
 
@@ -78,7 +79,7 @@ def _fits(pattern: list[str], parts: list[str]) -> bool:
 
 
 def find(tree: object, query: str | type) -> dict[str, Any]:
-    """Path -> value for all that fit a path pattern, or all nodes of a class (`RMSNorm` or `RMSNorm.Config`)."""
+    """Path -> value for all that fit a path pattern, or all nodes of a class (`RMSNorm` or `RMSNorm.Config`) or role."""
     if isinstance(query, str):
         return {p: v for p, v in walk(tree) if matches(query, p)}
     kind = config_class(query)
@@ -86,8 +87,8 @@ def find(tree: object, query: str | type) -> dict[str, Any]:
 
 
 def config_class(target: object) -> type:
-    """The config class of `target`, which may be that class, its owner, or a callable given to `configure`."""
-    if isinstance(target, type) and issubclass(target, Node):
+    """The config class of `target`, which may be that class, a role, its owner, or a callable given to `configure`."""
+    if isinstance(target, type) and issubclass(target, (Node, Role)):
         return target
     kind = getattr(target, "Config", None)
     if isinstance(kind, type) and issubclass(kind, Node):
@@ -274,6 +275,107 @@ def replace_config(tree: object, target: object, new: Node[Any], drop: tuple[str
         )
     if problems:
         raise ConfigError(problems)
+    return result
+
+
+def find_slots(tree: object, protocol: type) -> dict[str, Any]:
+    """Path -> value of every slot that is annotated `Node[protocol]`; the value of an empty slot is None."""
+    nodes = find(tree, Node).items()
+    return {join(path, n): getattr(node, n) for path, node in nodes for n in slots_of(type(node), protocol)}
+
+
+Edit = Callable[[str, Any], Any]
+"""(path, value) -> the value to put there, or None to leave it. A `ConfigError` may have paths relative to that path."""
+SKIP: Any = object()
+"""What an edit returns to leave a value and everything below it, without counting as an edit."""
+
+
+class _Edits:
+    """The edits of one walk: how many were made, and the problems of those that failed."""
+
+    def __init__(self, edit: Edit):
+        self.edit, self.count = edit, 0
+        self.problems: list[Problem] = []
+
+    def attempt(self, value: Any, path: str) -> Any:
+        """What to put in the place of `value`, or None."""
+        try:
+            new = self.edit(path, value)
+        except ConfigError as error:
+            self.problems += [attrs.evolve(p, path=join(path, p.path) if p.path else path) for p in error.problems]
+            return value
+        self.count += new is not None and new is not SKIP
+        return value if new is SKIP or new == value else new
+
+    def check(self, nothing: Problem | None) -> None:
+        """Raises the problems; or `nothing`, if no edit was made."""
+        if not self.problems and nothing is not None and not self.count:
+            self.problems.append(nothing)
+        if self.problems:
+            raise ConfigError(self.problems)
+
+
+def edit_nodes(tree: Any, edit: Edit, *, nothing: Problem | None, outermost: bool = False) -> Any:
+    """Offers each node to `edit` and puts what it returns in place. What does not change stays the same object.
+
+    Args:
+        tree: the config.
+        edit: gets a node with its children edited already.
+        nothing: the problem if `edit` leaves every node; None accepts that.
+        outermost: start at the root instead, and do not look below a node that `edit` replaced.
+
+    Raises:
+        ConfigError: all problems that `edit` raises, with full paths; or `nothing`.
+    """
+    edits = _Edits(edit)
+
+    def visit(value: Any, path: str) -> Any:
+        if outermost and isinstance(value, Node) and (new := edits.attempt(value, path)) is not None:
+            return new
+        value = with_children(value, {k: visit(v, join(path, k)) for k, v in children(value).items()})
+        new = edits.attempt(value, path) if isinstance(value, Node) and not outermost else None
+        return value if new is None else new
+
+    result = visit(tree, "")
+    edits.check(nothing)
+    return result
+
+
+def set_fields(tree: Any, target: type, values: Mapping[str, Any], *, nothing: Problem) -> Any:
+    """Sets fields on every node of a class or role.
+
+    Raises:
+        ConfigError: `nothing`, if there is no such node.
+    """
+    kind = config_class(target)
+    set_on = lambda _, part: attrs.evolve(part, **values) if isinstance(part, kind) else None  # noqa: E731
+    return edit_nodes(tree, set_on, nothing=nothing)
+
+
+def fill_slots(tree: Any, protocol: type, fill: Edit, *, nothing: Problem) -> Any:
+    """Puts what `fill` returns into every slot that is annotated `Node[protocol]`, outermost slots first.
+
+    Args:
+        tree: the config. Nothing below a slot that was filled is looked at.
+        protocol: what the slots are for.
+        fill: gets the path and the value of a slot, which may be None or a node that builds one of several.
+        nothing: the problem if there is no slot, or `fill` leaves all of them.
+
+    Raises:
+        ConfigError: all problems that `fill` raises, with full paths; or `nothing`.
+    """
+    edits = _Edits(fill)
+
+    def visit(value: Any, path: str) -> Any:
+        slots = slots_of(type(value), protocol) if isinstance(value, Node) else ()
+        below = {}
+        for name, child in children(value).items():
+            new = edits.attempt(child, join(path, name)) if name in slots else None
+            below[name] = visit(child, join(path, name)) if new is None else new
+        return with_children(value, below)
+
+    result = visit(tree, "")
+    edits.check(nothing)
     return result
 
 

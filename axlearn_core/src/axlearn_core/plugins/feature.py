@@ -18,10 +18,22 @@ from typing import Any, ClassVar, Literal, TypeVar
 import attrs
 
 from axlearn_core.config import Node, node
+from axlearn_core.errors import Problem
 
 Stage = Literal["replace", "wrap", "tune", "execute"]
 STAGES: tuple[Stage, ...] = ("replace", "wrap", "tune", "execute")
 Tree = TypeVar("Tree", bound=Node[Any])
+
+
+def nothing_to_set(feature: str, expected: str) -> Problem:
+    """The problem of a feature that finds no node to change, for the edits of `axlearn_core.config.tree`.
+
+    Args:
+        feature: its name.
+        expected: what it looks for.
+    """
+    message, fix = f"{feature} finds nothing to set", f"leave the feature {feature} out"
+    return Problem(path="model", message=message, expected=expected, fix=fix)
 
 
 @node

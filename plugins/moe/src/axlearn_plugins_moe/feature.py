@@ -1,25 +1,21 @@
 """The feature `moe`."""
 
-import typing
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import attrs
 
 from axlearn_core.config import Node, Scaled, node, setting
-from axlearn_core.config.node import hints_of, is_interface
-from axlearn_core.config.tree import children, join, with_children
+from axlearn_core.config.node import is_interface
+from axlearn_core.config.tree import fill_slots
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_moe.dispatch import Dispatch
 from axlearn_plugins_moe.mixture_of_experts import MixtureOfExperts
 from axlearn_plugins_moe.routing import Router
-from axlearn_plugins_transformer.alternate import Alternate
+from axlearn_plugins_transformer.alternate import Alternate, change_slot
 from axlearn_plugins_transformer.feed_forward import FeedForward, GatedFeedForward, PlainFeedForward
 
 Tree = TypeVar("Tree", bound=Node[Any])
-
-SLOT = "feed_forward"
 
 
 @node
@@ -50,31 +46,14 @@ class MoE(Feature):
 
     def apply(self, cfg: Tree) -> Tree:
         """Puts experts into every slot for a feed-forward layer."""
-        problems: list[Problem] = []
-        count = 0
-
-        def place(old: Any, path: str) -> Any:
-            nonlocal count
-            count += 1
-            try:
-                return self._slot(old)
-            except ConfigError as error:
-                problems.extend(attrs.evolve(p, path=join(path, p.path) if p.path else path) for p in error.problems)
-                return old
-
-        result = _in_slots(cfg, place)
-        if not count:
-            raise ConfigError(
-                Problem(
-                    path="model",
-                    message="moe finds no feed-forward layer to replace",
-                    expected=f"a node with a child `{SLOT}`, or one annotated Node[FeedForward]",
-                    fix="leave moe out, or name that child so",
-                )
-            )
-        if problems:
-            raise ConfigError(problems)
-        return result
+        nothing = Problem(
+            path="model",
+            message="moe finds no feed-forward layer to replace",
+            expected="a layer with a slot `Node[FeedForward]`",
+            fix="leave moe out, or annotate the slot for the feed-forward layer so",
+        )
+        fill = lambda _, old: self._slot(old) if isinstance(old, Node) else None  # noqa: E731
+        return fill_slots(cfg, FeedForward, fill, nothing=nothing)
 
     def _slot(self, old: Node[Any]) -> Node[Any]:
         """What stands in a slot instead of `old`."""
@@ -86,11 +65,11 @@ class MoE(Feature):
                 raise _incompatible(
                     "feed-forward layers alternate here already", "leave `every` and `dense_layers` out"
                 )
-            return _change_slot(old, self._new)
+            return change_slot(old, self._new)
         lead, every = (len(old.first), len(old.children)) if isinstance(old, Alternate) else (0, 1)
         layout = lead if self.dense_layers is None else self.dense_layers, every if self.every is None else self.every
         if layout == (lead, every):
-            return _change_slot(old, lambda kind: self._set(kind) if _has_experts(kind) else kind)
+            return change_slot(old, lambda kind: self._set(kind) if _has_experts(kind) else kind)
         dense = [k for k in kinds if not _has_experts(k)]
         if layout != (0, 1) and not dense:
             raise _incompatible(
@@ -161,13 +140,6 @@ def _has_experts(kind: Any) -> bool:
     return isinstance(kind, MixtureOfExperts.Config)
 
 
-def _change_slot(slot: Any, change: Callable[[Any], Any]) -> Any:
-    """A slot with each of the nodes that take turns in it changed, or the one that it holds."""
-    if not isinstance(slot, Alternate):
-        return change(slot)
-    return attrs.evolve(slot, first=tuple(map(change, slot.first)), children=tuple(map(change, slot.children)))
-
-
 def _arrange_layers(dense: Any, experts: Any, lead: int, every: int) -> Any:
     """`lead` dense layers, then experts in the last of each `every` layers."""
     if (lead, every) == (0, 1):
@@ -177,21 +149,3 @@ def _arrange_layers(dense: Any, experts: Any, lead: int, every: int) -> Any:
 
 def _incompatible(message: str, fix: str) -> ConfigError:
     return ConfigError(Problem(path="", message=message, fix=fix))
-
-
-def _in_slots(value: Any, place: Callable[[Any, str], Any], path: str = "") -> Any:
-    """Applies `place` to the outermost node of each feed-forward slot in `value`."""
-    changed = {}
-    hints = hints_of(type(value)) if isinstance(value, Node) else {}
-    for name, child in children(value).items():
-        full_path = join(path, name)
-        if isinstance(child, Node) and (name == SLOT or _takes_feed_forward(hints.get(name))):
-            changed[name] = place(child, full_path)
-        else:
-            changed[name] = _in_slots(child, place, full_path)
-    return with_children(value, changed)
-
-
-def _takes_feed_forward(annotation: Any) -> bool:
-    annotations = (annotation, *typing.get_args(annotation))
-    return any(FeedForward in typing.get_args(a) for a in annotations)

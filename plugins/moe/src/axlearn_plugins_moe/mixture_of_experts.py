@@ -20,6 +20,7 @@ from axlearn_plugins_moe.routers import SoftmaxRouter
 from axlearn_plugins_moe.routing import Router, Routing, counts, of_tokens
 from axlearn_plugins_transformer.feed_forward import FeedForward
 from axlearn_plugins_transformer.kernels.gated_linear_unit import Activation
+from axlearn_plugins_transformer.roles import ExpertsRole
 
 
 class MixtureOfExperts(Layer):
@@ -29,7 +30,7 @@ class MixtureOfExperts(Layer):
     """
 
     @node
-    class Config(Layer.Config["MixtureOfExperts"]):
+    class Config(Layer.Config["MixtureOfExperts"], ExpertsRole):
         """The experts, and who chooses among them.
 
         Attributes:

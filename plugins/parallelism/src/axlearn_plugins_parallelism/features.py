@@ -1,17 +1,18 @@
 """The features of this distribution that rewrite models and meshes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
 import attrs
 
-from axlearn_core.config import REQUIRED, Node, get, map, node, patch, setting
+from axlearn_core.config import REQUIRED, Node, get, node, patch, setting
+from axlearn_core.config.tree import edit_nodes, set_fields
 from axlearn_core.contracts.mesh import DEFAULT_RULES
-from axlearn_core.errors import ConfigError, Problem
-from axlearn_core.plugins.feature import Feature
+from axlearn_core.plugins.feature import Feature, nothing_to_set
 from axlearn_plugins_moe.dispatch import DroplessDispatch
 from axlearn_plugins_parallelism.learner_features import with_learner
 from axlearn_plugins_parallelism.pipelined_stack import AXIS, PipelinedStack
+from axlearn_plugins_transformer.roles import AttentionKernelRole
 from axlearn_plugins_transformer.stack import Stack
 
 Tree = TypeVar("Tree", bound=Node[Any])
@@ -22,25 +23,6 @@ def with_rules(cfg: Tree, rules: Mapping[str, tuple[str, ...]]) -> Tree:
     old = get(cfg, "mesh.rules")
     new = {**old, **rules}
     return cfg if new == dict(old) else patch(cfg, {"mesh.rules": new})
-
-
-def rewrite(cfg: Tree, fits: Callable[[Any], bool], change: Callable[[Any], Any], *, name: str, needs: str) -> Tree:
-    """`cfg` with every node that fits changed; raises `ConfigError` where none does."""
-    count = 0
-
-    def place(part: Node[Any]) -> Node[Any]:
-        nonlocal count
-        if not fits(part):
-            return part
-        count += 1
-        new = change(part)
-        return part if new == part else new
-
-    result = map(cfg, place)
-    if not count:
-        fix = f"leave the feature {name} out"
-        raise ConfigError(Problem(path="model", message=f"{name} finds nothing to change", expected=needs, fix=fix))
-    return result
 
 
 @node
@@ -67,12 +49,14 @@ class Pipeline(Feature):
         """Puts a `PipelinedStack` in the place of every `Stack`, and the layers on the axis `pipeline`."""
         options = {n: getattr(self, n) for n in ("microbatches", "schedule", "rounds")}
 
-        def change(stack: Any) -> Any:
+        def change(_: str, stack: Any) -> Any:
+            if not _is_stack(stack):
+                return None
             settings = {a.name: getattr(stack, a.name) for a in attrs.fields(Stack.Config)}
             return PipelinedStack.Config(**{**settings, **options})
 
-        needs = "a stack of layers (`stack`, or a component that is one)"
-        result = rewrite(cfg, _is_stack, change, name="pipeline", needs=needs)
+        nothing = nothing_to_set("pipeline", "a stack of layers (`stack`, or a component that is one)")
+        result = edit_nodes(cfg, change, nothing=nothing)
         pipelined = self.schedule == "1f1b"
         if pipelined or getattr(get(result, "learner"), "pipelined", False):
             result = with_learner(result, "pipeline:schedule=1f1b", pipelined=pipelined)
@@ -105,16 +89,9 @@ class ContextParallel(Feature):
     method: Literal["ring", "all-gather", "all-to-all"] = "ring"
 
     def apply(self, cfg: Tree) -> Tree:
-        """Sets `kernel` of every attention."""
-        kernel = METHODS[self.method]
-        fits = {"num_heads", "kernel"}
-        return rewrite(
-            cfg,
-            lambda part: fits <= {a.name for a in attrs.fields(type(part))},
-            lambda part: attrs.evolve(part, kernel=kernel),
-            name="context-parallel",
-            needs="an attention layer: a node with `num_heads` and `kernel`",
-        )
+        """Sets `kernel` of every attention with the role `AttentionKernelRole`."""
+        nothing = nothing_to_set("context-parallel", "an attention layer: a node with the role AttentionKernelRole")
+        return set_fields(cfg, AttentionKernelRole, {"kernel": METHODS[self.method]}, nothing=nothing)
 
 
 @node
@@ -152,10 +129,5 @@ class ExpertParallel(Feature):
 
     def apply(self, cfg: Tree) -> Tree:
         """Sets `exchange` of every dropless dispatch."""
-        return rewrite(
-            cfg,
-            lambda part: isinstance(part, DroplessDispatch.Config),
-            lambda part: attrs.evolve(part, exchange=self.exchange),
-            name="expert-parallel",
-            needs="experts with the dropless dispatch",
-        )
+        nothing = nothing_to_set("expert-parallel", "experts with the dropless dispatch")
+        return set_fields(cfg, DroplessDispatch, {"exchange": self.exchange}, nothing=nothing)

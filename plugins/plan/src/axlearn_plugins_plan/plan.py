@@ -11,9 +11,9 @@ import jax
 from axlearn_core.compose import Program, compose
 from axlearn_core.compose.devices import configure_devices, topology_devices
 from axlearn_core.compose.objective import replicated
-from axlearn_core.config import Node, flatten, get, missing
-from axlearn_core.config.tree import walk
+from axlearn_core.config import Node, find, flatten, get, missing
 from axlearn_core.contracts.capabilities import DeclaresBatches, vocabulary_size
+from axlearn_core.contracts.roles import StackRole
 from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import ConfigError, RequestError
 from axlearn_core.kernels.selection import Choice
@@ -237,11 +237,9 @@ def _read(module: Any, program: Program, machine: Machine) -> tuple[float, list[
 def _remat(config: Node[Any]) -> tuple[str, ...]:
     """What the config says of rematerialisation, a line for each stack that does."""
     lines = []
-    for path, value in walk(config):
-        if isinstance(value, Node) and hasattr(value, "remat"):
-            remat: Any = getattr(value, "remat")  # noqa: B009
-            if remat is None:
-                lines.append(f"{path}.remat: null")
-            else:
-                lines += [f"{path}.remat.{k}: {v}" for k, v in flatten(remat).items() if k != "type"]
+    for path, stack in find(config, StackRole).items():
+        if stack.remat is None:
+            lines.append(f"{path}.remat: null")
+        else:
+            lines += [f"{path}.remat.{k}: {v}" for k, v in flatten(stack.remat).items() if k != "type"]
     return tuple(lines)

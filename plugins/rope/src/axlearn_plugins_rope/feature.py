@@ -4,12 +4,14 @@ from typing import Any, TypeVar
 
 import attrs
 
-from axlearn_core.config import Node, map, node, setting
-from axlearn_core.errors import ConfigError, Problem
+from axlearn_core.config import Node, node, setting
+from axlearn_core.config.tree import fill_slots
+from axlearn_core.errors import Problem
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_rope.rotary import RotaryEmbedding
 from axlearn_plugins_rope.scaling import Scaling
-from axlearn_plugins_transformer.alternate import Alternate
+from axlearn_plugins_transformer.alternate import change_slot
+from axlearn_plugins_transformer.attention import PositionEncoding
 
 Tree = TypeVar("Tree", bound=Node[Any])
 
@@ -30,37 +32,16 @@ class Rope(Feature):
     scaling: Node[Scaling] | None = None
 
     def apply(self, cfg: Tree) -> Tree:
-        """Sets `position` wherever a node has such a field for a position encoding."""
+        """Fills every slot for a position encoding."""
         options = {k: v for k, v in (("theta", self.theta), ("scaling", self.scaling)) if v is not None}
-        count = 0
 
         def rotary(old: Any) -> Node[Any]:
-            if isinstance(old, Alternate):
-                first, children = (tuple(rotary(kind) for kind in kinds) for kinds in (old.first, old.children))
-                return attrs.evolve(old, first=first, children=children)
             return attrs.evolve(old if isinstance(old, RotaryEmbedding.Config) else RotaryEmbedding.Config(), **options)
 
-        def place(part: Node[Any]) -> Node[Any]:
-            nonlocal count
-            if not _takes_position(part):
-                return part
-            count += 1
-            old = part.position  # type: ignore[attr-defined]
-            new = rotary(old)
-            return part if new == old else attrs.evolve(part, position=new)
-
-        result = map(cfg, place)
-        if not count:
-            raise ConfigError(
-                Problem(
-                    path="model",
-                    message="rope finds no attention to put a position encoding in",
-                    expected="a node with `num_heads` and `position`",
-                    fix="leave rope out, or use an attention that has a `position` child",
-                )
-            )
-        return result
-
-
-def _takes_position(part: Node[Any]) -> bool:
-    return {"num_heads", "position"} <= {a.name for a in attrs.fields(type(part))}
+        nothing = Problem(
+            path="model",
+            message="rope finds no attention to put a position encoding in",
+            expected="a layer with a slot `Node[PositionEncoding]`",
+            fix="leave rope out, or annotate the attention's slot for position encodings so",
+        )
+        return fill_slots(cfg, PositionEncoding, lambda _, old: change_slot(old, rotary), nothing=nothing)

@@ -12,11 +12,12 @@ from axlearn_core import compat
 from axlearn_core.compose import Functional
 from axlearn_core.compose.devices import configure_devices
 from axlearn_core.compose.model_program import ModelProgram
-from axlearn_core.config import Node, find
+from axlearn_core.config import Node
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.errors import ConfigError, Problem, RequestError
 from axlearn_core.train.session import log_message
 from axlearn_plugins_serving.engine import ServingEngine
+from axlearn_plugins_serving.paged import has_latents
 from axlearn_plugins_serving.runner import ModelRunner
 from axlearn_plugins_serving.weight_layout import refusal_of_parity
 
@@ -69,7 +70,7 @@ def serving_program(model: Node[Any], mesh: Mesh, config: ServingEngine.Config) 
     if config.tensor_parallel is not None:
         _check_count(config.tensor_parallel, devices)
         return program(config.tensor_parallel)
-    can_share = devices[0].platform == "cpu" and len(devices) >= VIRTUAL_DEVICES and not _has_latents(model)
+    can_share = devices[0].platform == "cpu" and len(devices) >= VIRTUAL_DEVICES and not has_latents(model)
     if can_share and _may_share(config):
         with contextlib.suppress(ConfigError):  # its sizes cannot be divided
             shared = program(VIRTUAL_DEVICES)
@@ -96,11 +97,6 @@ def _may_share(config: ServingEngine.Config) -> bool:
     Not with several tokens in one dispatch, a loop that XLA for CPU may not end with few threads.
     """
     return isinstance(config.runner, ModelRunner.Config) and config.runner.decode_steps == 1
-
-
-def _has_latents(model: Node[Any]) -> bool:
-    """Whether all devices would hold the whole cache, and attend to all of it."""
-    return any("latent_cache" in {a.name for a in attrs.fields(type(part))} for part in find(model, Node).values())
 
 
 def _count_cores() -> float:

@@ -4,12 +4,18 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import attrs
 
-from axlearn_core.config import Node, find, map, node, setting
+from axlearn_core.config import Node, find, node, setting
+from axlearn_core.config.slots import slots_of
+from axlearn_core.config.tree import edit_nodes, find_slots
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_transformer.alternate import Alternate
 from axlearn_plugins_transformer.attention import window_of
+from axlearn_plugins_transformer.attention_variants.latent_cache import LatentCache
+from axlearn_plugins_transformer.attention_variants.paged_latent_cache import PagedLatentCache
+from axlearn_plugins_transformer.kv_cache import KVCache
 from axlearn_plugins_transformer.paged_cache import PagedCache
+from axlearn_plugins_transformer.roles import AttentionKernelRole, WindowRole
 
 Tree = TypeVar("Tree", bound=Node[Any])
 
@@ -33,45 +39,29 @@ class UsePagedCache(Feature):
     kernel: str | None = None
 
     def apply(self, cfg: Tree) -> Tree:
-        """Sets `kv_cache` or `latent_cache` wherever a node has such a field."""
-        count = 0
+        """Fills every slot for a cache."""
+        nothing = Problem(
+            path="model",
+            message="paged-cache finds no attention that keeps a cache",
+            expected="a layer with a slot `Node[KVCache]` or `Node[LatentCache]`",
+            fix="leave paged-cache out, or serve a model that generates text",
+        )
+        return edit_nodes(cfg, lambda _, part: self._pages(part), nothing=nothing)
 
-        def place(part: Node[Any]) -> Node[Any]:
-            nonlocal count
-            names = {a.name for a in attrs.fields(type(part))}
-            options: dict[str, Any] = {}
-            if "kv_cache" in names:
-                cache_now: Any = getattr(part, "kv_cache", None)
-                before = getattr(cache_now, "store", None)
-                if None not in (before, self.store) and before != self.store:
-                    raise ConfigError(_two_stores(before, self.store))
-                cache = PagedCache.Config(page_size=self.page_size, heads_first=self.heads_first, store=self.store)
-                options = {"kv_cache": cache}
-            elif "latent_cache" in names:
-                if self.store is not None:
-                    raise ConfigError(_no_store(self.store))
-                # Where there is latent attention, its plugin is installed.
-                from axlearn_plugins_transformer.attention_variants.paged_latent_cache import PagedLatentCache
-
-                options = {"latent_cache": PagedLatentCache.Config(page_size=self.page_size)}
-            if not options:
-                return part
-            count += 1
-            if "kernel" in names and (self.clears_kernel or self.kernel is not None):
-                options["kernel"] = self.kernel
-            return attrs.evolve(part, **options)
-
-        result = map(cfg, place)
-        if not count:
-            raise ConfigError(
-                Problem(
-                    path="model",
-                    message="paged-cache finds no attention that keeps a cache",
-                    expected="a node with `kv_cache` or `latent_cache`",
-                    fix="leave paged-cache out, or serve a model that generates text",
-                )
-            )
-        return result
+    def _pages(self, part: Any) -> Any:
+        values: dict[str, Any] = {}
+        for name in slots_of(type(part), KVCache):
+            before = getattr(getattr(part, name), "store", None)
+            if None not in (before, self.store) and before != self.store:
+                raise ConfigError(_two_stores(before, self.store))
+            values[name] = PagedCache.Config(page_size=self.page_size, heads_first=self.heads_first, store=self.store)
+        for name in slots_of(type(part), LatentCache):
+            if self.store is not None:
+                raise ConfigError(_no_store(self.store))
+            values[name] = PagedLatentCache.Config(page_size=self.page_size)
+        if values and isinstance(part, AttentionKernelRole) and (self.clears_kernel or self.kernel is not None):
+            values["kernel"] = self.kernel
+        return attrs.evolve(part, **values) if values else None
 
 
 @node
@@ -92,14 +82,24 @@ class UseFloat8Cache(UsePagedCache):
     store: Literal["int8", "float8_e4m3fn"] | None = "float8_e4m3fn"
 
 
+def keeps_cache(part: Node[Any]) -> bool:
+    """Whether a node has a slot for a cache."""
+    return bool(slots_of(type(part), KVCache) or slots_of(type(part), LatentCache))
+
+
+def has_latents(model: Node[Any]) -> bool:
+    """Whether a model's config has latent attention, whose cache holds one vector per token for all heads."""
+    return bool(find_slots(model, LatentCache))
+
+
 def visible_window(model: Any) -> int | None:
     """Keys that a token sees in any layer of a model's config, itself included; None where a layer sees all."""
     if not isinstance(model, Node):
         return None
     windows: list[int | None] = []
     for part in find(model, Node).values():
-        if {"kv_cache", "latent_cache"} & {a.name for a in attrs.fields(type(part))}:
-            window = getattr(part, "window", None)
+        if keeps_cache(part):
+            window: Any = getattr(part, "window") if isinstance(part, WindowRole) else None  # noqa: B009
             choices = (*window.first, *window.children) if isinstance(window, Alternate) else (window,)
             windows += [window_of(choice) for choice in choices]
     sizes = [window for window in windows if window is not None]

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-import attrs
 import jax
 from flax import nnx
 
@@ -14,9 +13,10 @@ from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.contracts.target import Target
 from axlearn_core.errors import RequestError
 from axlearn_plugins_serving.functions import ServingFunctions, Sizes
-from axlearn_plugins_serving.paged import UsePagedCache
+from axlearn_plugins_serving.paged import UsePagedCache, has_latents
 from axlearn_plugins_serving.step_inputs import StepBucket
 from axlearn_plugins_serving.weight_layout import least_rows, refusal_of_parity, stores_transposed
+from axlearn_plugins_transformer.roles import ExpertsRole
 
 RunnerConfig: TypeAlias = Any
 """The config of a `ModelRunner`, whose module imports this one."""
@@ -101,15 +101,10 @@ def check_parity(
         reasons.append("with adapters: those are added to the weights elsewhere, and to the results here")
     if model.precision.compute != "float32":
         reasons.append(f"the model computes in {model.precision.compute}: its sums are rounded by their order")
-    for fields, reason in (
-        ("num_experts", "it has experts, whose products have as many rows as tokens chose them"),
-        (
-            "latent_cache",
-            "it has latent attention, which steps compute in the space of the latents and training does not",
-        ),
-    ):
-        if any(fields in {a.name for a in attrs.fields(type(part))} for part in find(model.cfg, Node).values()):
-            reasons.append(reason)
+    if find(model.cfg, ExpertsRole):
+        reasons.append("it has experts, whose products have as many rows as tokens chose them")
+    if has_latents(model.cfg):
+        reasons.append("it has latent attention, which steps compute in the space of the latents and training does not")
     if reasons:
         raise RequestError(
             f"the mode parity cannot serve this model: {reasons[0]}\n"

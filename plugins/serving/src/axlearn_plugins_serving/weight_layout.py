@@ -4,11 +4,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import attrs
 from flax import nnx
 
 from axlearn_core.config import Node, find
 from axlearn_core.nn.linear import Linear
+from axlearn_plugins_serving.paged import has_latents
 from axlearn_plugins_transformer.attention_variants.alibi import Alibi
 
 ROWS = 64
@@ -65,4 +65,4 @@ def stores_transposed(model: Node[Any], devices: Sequence[Any]) -> bool:
     """Whether the maps of a model are stored as [outputs, inputs]: on CPUs, where nothing but the map reads its weight."""
     if devices[0].platform != "cpu":
         return False
-    return not any("latent_cache" in {a.name for a in attrs.fields(type(n))} for n in find(model, Node).values())
+    return not has_latents(model)

@@ -5,8 +5,10 @@
 Layers of one kind share a stacked set of parameters; how they follow one another is static.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
+
+import attrs
 
 from axlearn_core.config import REQUIRED, Node, map, node
 from axlearn_core.errors import ConfigError, Problem
@@ -43,6 +45,14 @@ class Alternate(Node[Any]):
                 fix="move it below decoder.layer, or put one of its children in its place",
             )
         )
+
+
+def change_slot(slot: Any, change: Callable[[Any], Any]) -> Any:
+    """A slot with each of the nodes that take turns in it changed, or the one that it holds."""
+    if not isinstance(slot, Alternate):
+        return change(slot)
+    first, children = (tuple(change(kind) for kind in kinds) for kinds in (slot.first, slot.children))
+    return attrs.evolve(slot, first=first, children=children)
 
 
 def layer_configs(layer: Node[Any], num_layers: int) -> list[Node[Any]]:

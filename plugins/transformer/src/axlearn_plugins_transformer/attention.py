@@ -17,6 +17,7 @@ from axlearn_plugins_transformer.kernels import attention, masks
 from axlearn_plugins_transformer.kernels.bias import Bias
 from axlearn_plugins_transformer.kv_cache import ContiguousCache, KVCache, build_cache
 from axlearn_plugins_transformer.norm import Norm
+from axlearn_plugins_transformer.roles import AttentionKernelRole, WindowRole
 
 
 class PositionEncoding(Protocol):
@@ -80,7 +81,7 @@ class Attention(Layer):
     """
 
     @node
-    class Config(Layer.Config["Attention"]):
+    class Config(Layer.Config["Attention"], WindowRole, AttentionKernelRole):
         """The heads, and what is optional around them.
 
         `num_kv_heads` defaults to `num_heads`, `head_dim` to the width over the heads, `scale` to head_dim ** -0.5.

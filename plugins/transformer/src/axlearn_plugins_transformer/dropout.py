@@ -7,10 +7,14 @@ import jax
 from flax import nnx
 
 from axlearn_core.config import REQUIRED, Node, interface, map, node, setting
-from axlearn_core.errors import ConfigError, Problem
+from axlearn_core.config.slots import slots_of
+from axlearn_core.config.tree import edit_nodes
+from axlearn_core.errors import Problem
 from axlearn_core.nn.layer import Layer, Precision
 from axlearn_core.plugins.feature import Feature
+from axlearn_plugins_transformer.attention import AttentionLayer
 from axlearn_plugins_transformer.embedding import Embedding
+from axlearn_plugins_transformer.feed_forward import FeedForward
 from axlearn_plugins_transformer.transformer import TransformerLayer
 
 Tree = TypeVar("Tree", bound=Node[Any])
@@ -85,15 +89,6 @@ class DropoutOutput(Layer):
         return (self.dropout(result[0]), *result[1:]) if isinstance(result, tuple) else self.dropout(result)
 
 
-HALVES = ("attention", "feed_forward")
-"""The fields of a block whose outputs are dropped out."""
-
-REPLACEMENTS: dict[type[Node[Any]], type[Node[Any]]] = {
-    TransformerLayer.Config: DropoutTransformerLayer.Config,
-    Embedding.Config: DropoutEmbedding.Config,
-}
-
-
 @node
 class Dropout(Feature):
     """Drops out the output of each attention and feed-forward layer, and the embeddings (Vaswani et al., 2017, section 5.4).
@@ -101,8 +96,8 @@ class Dropout(Feature):
     Masks differ by place, layer, microbatch and step, and are derived from the run's seed: a resumed run draws what it would
     have drawn. Evaluation and generation drop nothing. With it the number of microbatches (accumulation, pipelines) changes
     the mathematics, since each microbatch draws masks of its own. `embedding=false` leaves the embeddings alone. A block of
-    another class than `transformer-layer` keeps its class: its children `attention` and `feed_forward` are wrapped. Where
-    there is dropout already, the rate is set anew.
+    another class than `transformer-layer` keeps its class: what stands in its slots for an `AttentionLayer` and a
+    `FeedForward` is wrapped. Where there is dropout already, the rate is set anew.
     """
 
     stage = "wrap"
@@ -114,33 +109,29 @@ class Dropout(Feature):
 
     def apply(self, cfg: Tree) -> Tree:
         """Puts the layers that draw in the place of those that do not."""
-        count = 0
+        nothing = Problem(
+            path="model",
+            message="dropout finds no layer to drop out",
+            expected="a transformer-layer, or a layer with a slot `Node[AttentionLayer]` or `Node[FeedForward]`",
+            fix="leave the feature dropout out",
+        )
+        config = edit_nodes(cfg, lambda _, part: self._block(part), nothing=nothing, outermost=True)
+        return map(config, self._embedding) if self.embedding else config
 
-        def place(part: Node[Any]) -> Node[Any]:
-            nonlocal count
-            target = REPLACEMENTS.get(type(part), type(part) if type(part) in REPLACEMENTS.values() else None)
-            if target is None:
-                halves = {name: getattr(part, name, None) for name in HALVES}
-                wrapped = {name: self._wrap(half) for name, half in halves.items() if isinstance(half, Node)}
-                count += len(wrapped)
-                return attrs.evolve(part, **wrapped)
-            if target is DropoutEmbedding.Config and not self.embedding:
-                return part
-            count += target is DropoutTransformerLayer.Config
-            fields = {a.name: getattr(part, a.name) for a in attrs.fields(type(part)) if a.init}
-            return target(**{**fields, "dropout": self.rate})
+    def _block(self, part: Any) -> Any:
+        if type(part) in (TransformerLayer.Config, DropoutTransformerLayer.Config):
+            return self._replace(part, DropoutTransformerLayer.Config)
+        slots = [name for half in (AttentionLayer, FeedForward) for name in slots_of(type(part), half)]
+        halves = {name: half for name in slots if isinstance(half := getattr(part, name), Node)}
+        return attrs.evolve(part, **{name: self._wrap(half) for name, half in halves.items()}) if halves else None
 
-        config = map(cfg, place)
-        if not count:
-            raise ConfigError(
-                Problem(
-                    path="model",
-                    message="dropout finds no layer to drop out",
-                    expected="a node of type transformer-layer, or one with a child `attention` or `feed_forward`",
-                    fix="leave the feature dropout out",
-                )
-            )
-        return config
+    def _embedding(self, part: Any) -> Any:
+        draws = type(part) in (Embedding.Config, DropoutEmbedding.Config)
+        return self._replace(part, DropoutEmbedding.Config) if draws else part
+
+    def _replace(self, part: Any, target: Any) -> Any:
+        fields = {a.name: getattr(part, a.name) for a in attrs.fields(type(part)) if a.init}
+        return target(**{**fields, "dropout": self.rate})
 
     def _wrap(self, part: Node[Any]) -> DropoutOutput.Config:
         base = part.base if isinstance(part, DropoutOutput.Config) else part

@@ -11,8 +11,8 @@ from jax.extend.core import Literal
 
 from axlearn_core.compose import Program, compose
 from axlearn_core.compose.flops import called
-from axlearn_core.config import Node, patch
-from axlearn_core.config.tree import walk
+from axlearn_core.config import Node, find, patch
+from axlearn_core.contracts.roles import StackRole
 from axlearn_core.contracts.target import Machine
 from axlearn_plugins_plan.flops import ScopedSelection, works
 
@@ -121,8 +121,8 @@ def alone(config: Node[Any]) -> Node[Any]:
     edits: dict[str, Any] = {"mesh.shape": {"fsdp": 1}}
     if getattr(getattr(config, "learner", None), "accumulate_steps", 1) != 1:
         edits["learner.accumulate_steps"] = 1
-    for path, value in walk(config):
-        if isinstance(value, Node) and hasattr(value, "remat") and getattr(value, "mode", None) == "unrolled":
+    for path, stack in find(config, StackRole).items():
+        if stack.mode == "unrolled":
             edits[f"{path}.mode"] = "scan"
     return patch(config, edits)
 

@@ -26,6 +26,7 @@ from axlearn_plugins_serving.runner import ModelRunner
 from axlearn_plugins_serving.runner_program import abstract_program, block_counts, buckets
 from axlearn_plugins_serving.step_inputs import StepBucket
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp
+from axlearn_plugins_transformer.roles import ExpertsRole
 
 LAYERS = "decoder.num_layers"
 DEPTHS = (2, 3)
@@ -199,8 +200,7 @@ class Steps:
         return flops, traffic + (requests * context + prompt + tokens) * self.token_bytes  # read, and written
 
     def _top_k(self) -> int:
-        counts = [getattr(n, "top_k", None) for n in find(self.model, Node).values()]
-        return max((k for k in counts if isinstance(k, int)), default=1)
+        return max((experts.top_k for experts in find(self.model, ExpertsRole).values()), default=1)
 
     def _query_width(self) -> float:
         """Numbers of all heads of the queries of a token, over all layers."""

@@ -1,42 +1,14 @@
-"""What the features share: setting fields by path or wherever nodes have them, and components by name."""
+"""What the features share: nodes that they set by path, and components by name."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
 
-from axlearn_core.config import Decoder, Node, map
+from axlearn_core.config import Decoder, Node
 from axlearn_core.config.tree import get
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.registry import registry
-
-
-def set_fields(cfg: Any, has: frozenset[str], values: dict[str, Any], *, feature: str, needs: str) -> Any:
-    """`cfg` with the values set on every node that has all the fields of `has`.
-
-    Raises:
-        ConfigError: no node has them; `needs` says what `feature` looks for.
-    """
-    count = 0
-
-    def place(part: Node[Any]) -> Node[Any]:
-        nonlocal count
-        if not has <= {a.name for a in attrs.fields(type(part))}:
-            return part
-        count += 1
-        return part if all(getattr(part, k) == v for k, v in values.items()) else attrs.evolve(part, **values)
-
-    result = map(cfg, place)
-    if not count:
-        raise ConfigError(
-            Problem(
-                path="",
-                message=f"{feature} finds nothing to set",
-                expected=needs,
-                fix=f"leave the feature {feature} out",
-            )
-        )
-    return result
 
 
 def require_fields(cfg: Any, path: str, names: tuple[str, ...], *, feature: str) -> Any:

@@ -5,12 +5,13 @@ from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from axlearn_core.config import Node, node
+from axlearn_core.config.tree import set_fields
 from axlearn_core.contracts.remat import RematPolicy
+from axlearn_core.contracts.roles import StackRole
 from axlearn_core.errors import PluginError, Problem, nearest
 from axlearn_core.nn.remat import Remat
-from axlearn_core.plugins.feature import Feature
+from axlearn_core.plugins.feature import Feature, nothing_to_set
 from axlearn_core.plugins.manager import host
-from axlearn_plugins_tools.features.edit import set_fields
 from axlearn_plugins_tools.features.remat_tags import RematPolicyTags, RematTags
 
 Tree = TypeVar("Tree", bound=Node[Any])
@@ -86,8 +87,8 @@ class UseRemat(Feature):
 
     def apply(self, cfg: Tree) -> Tree:
         """Sets `remat` of every stack."""
-        needs = "a stack of layers: a node with `mode` and `remat`"
-        return set_fields(cfg, frozenset({"mode", "remat"}), {"remat": self._node()}, feature="remat", needs=needs)
+        nothing = nothing_to_set("remat", "a stack of layers: a node with the role StackRole")
+        return set_fields(cfg, StackRole, {"remat": self._node()}, nothing=nothing)
 
     def _node(self) -> Node[Remat] | None:
         if self.policy == "none":

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import attrs
 
 from axlearn_core.config import REQUIRED, Node, find, matches, node, replace_config
-from axlearn_core.config.tree import children, expand, get, join, with_children
+from axlearn_core.config.tree import SKIP, edit_nodes, expand, get
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.feature import Feature
 from axlearn_core.plugins.registry import registry
@@ -50,38 +50,31 @@ class Replace(Feature):
         if self.path is not None:
             _expect_nodes(cfg, self.path)
         kind = registry().component(self.target) if self.target is not None else Node
-        problems: list[Problem] = []
-        count = 0
 
-        def swap(value: Any, path: str) -> Any:
-            nonlocal count
-            if isinstance(value, Node) and (self.path is None or matches(self.path, path)):
-                if type(value) is type(new):
-                    meant = self.path is not None or isinstance(value, kind)
-                    count += meant
-                    return attrs.evolve(value, **settings) if meant else value  # else: placed before
-                if isinstance(value, kind):
-                    count += 1
-                    try:
-                        return attrs.evolve(replace_config(value, type(value), new, self.drop), **settings)
-                    except ConfigError as error:
-                        problems.extend(attrs.evolve(p, path=join(path, p.path)) for p in error.problems)
-            return with_children(value, {k: swap(v, join(path, k)) for k, v in children(value).items()})
+        def swap(path: str, value: Any) -> Any:
+            if self.path is not None and not matches(self.path, path):
+                return None
+            if type(value) is type(new):
+                meant = self.path is not None or isinstance(value, kind)
+                return attrs.evolve(value, **settings) if meant else SKIP  # else: placed before
+            if not isinstance(value, kind):
+                return None
+            try:
+                return attrs.evolve(replace_config(value, type(value), new, self.drop), **settings)
+            except ConfigError as error:
+                raise ConfigError(attrs.evolve(p, fix=_fix(p)) for p in error.problems) from None
 
-        result = swap(cfg, "")
-        if problems:
-            raise ConfigError(attrs.evolve(p, fix=_fix(p)) for p in problems)
-        if not count and not _is_there(cfg, type(new), settings):
-            kinds = ", ".join(sorted({registry().shown_name(type(n)) for n in find(cfg, Node).values()}))
-            place = f" at {self.path}" if self.path else ""
-            raise ConfigError(
-                Problem(
-                    path=self.path or "",
-                    message=f"nothing to replace: there is no {self.target}{place}",
-                    expected=f"one of {kinds}",
-                )
-            )
-        return result
+        nothing = None if _is_there(cfg, type(new), settings) else self._nothing(cfg)
+        return edit_nodes(cfg, swap, nothing=nothing, outermost=True)
+
+    def _nothing(self, cfg: Node[Any]) -> Problem:
+        kinds = ", ".join(sorted({registry().shown_name(type(n)) for n in find(cfg, Node).values()}))
+        place = f" at {self.path}" if self.path else ""
+        return Problem(
+            path=self.path or "",
+            message=f"nothing to replace: there is no {self.target}{place}",
+            expected=f"one of {kinds}",
+        )
 
 
 def _is_there(cfg: Node[Any], kind: type, settings: Mapping[str, Any]) -> bool:

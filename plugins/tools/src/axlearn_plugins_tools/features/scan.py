@@ -3,8 +3,9 @@
 from typing import Any, TypeVar
 
 from axlearn_core.config import Node, node
-from axlearn_core.plugins.feature import Feature
-from axlearn_plugins_tools.features.edit import set_fields
+from axlearn_core.config.tree import set_fields
+from axlearn_core.contracts.roles import StackRole
+from axlearn_core.plugins.feature import Feature, nothing_to_set
 
 Tree = TypeVar("Tree", bound=Node[Any])
 
@@ -24,5 +25,5 @@ class Scan(Feature):
     def apply(self, cfg: Tree) -> Tree:
         """Sets `mode` of every stack."""
         mode = "scan" if self.on else "unrolled"
-        needs = "a stack of layers: a node with `mode` and `remat`"
-        return set_fields(cfg, frozenset({"mode", "remat"}), {"mode": mode}, feature="scan", needs=needs)
+        nothing = nothing_to_set("scan", "a stack of layers: a node with the role StackRole")
+        return set_fields(cfg, StackRole, {"mode": mode}, nothing=nothing)

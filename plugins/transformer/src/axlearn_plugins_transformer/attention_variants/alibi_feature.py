@@ -2,11 +2,11 @@
 
 from typing import Any, TypeVar
 
-import attrs
-
-from axlearn_core.config import Node, map, node
-from axlearn_core.errors import ConfigError, Problem
+from axlearn_core.config import Node, node
+from axlearn_core.config.tree import fill_slots
+from axlearn_core.errors import Problem
 from axlearn_core.plugins.feature import Feature
+from axlearn_plugins_transformer.attention import PositionEncoding
 from axlearn_plugins_transformer.attention_variants.alibi import Alibi
 
 Tree = TypeVar("Tree", bound=Node[Any])
@@ -24,25 +24,11 @@ class UseAlibi(Feature):
     excludes = ("rope",)
 
     def apply(self, cfg: Tree) -> Tree:
-        """Sets `position` wherever a node has such a field for a position encoding."""
-        count = 0
-
-        def place(part: Node[Any]) -> Node[Any]:
-            nonlocal count
-            if not {"num_heads", "position"} <= {a.name for a in attrs.fields(type(part))}:
-                return part
-            count += 1
-            is_alibi = isinstance(part.position, Alibi.Config)  # type: ignore[attr-defined]
-            return part if is_alibi else attrs.evolve(part, position=Alibi.Config())
-
-        result = map(cfg, place)
-        if not count:
-            raise ConfigError(
-                Problem(
-                    path="model",
-                    message="alibi finds no attention to put a bias on",
-                    expected="a node with `num_heads` and `position`",
-                    fix="leave alibi out, or use an attention that has a `position` child",
-                )
-            )
-        return result
+        """Fills every slot for a position encoding."""
+        nothing = Problem(
+            path="model",
+            message="alibi finds no attention to put a bias on",
+            expected="a layer with a slot `Node[PositionEncoding]`",
+            fix="leave alibi out, or annotate the attention's slot for position encodings so",
+        )
+        return fill_slots(cfg, PositionEncoding, lambda _path, _old: Alibi.Config(), nothing=nothing)

@@ -5,10 +5,11 @@ from typing import Any, TypeVar
 import attrs
 
 from axlearn_core.config import Node, node, setting
-from axlearn_core.config.tree import children, join, with_children
+from axlearn_core.config.tree import edit_nodes
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_transformer.alternate import Alternate
+from axlearn_plugins_transformer.roles import WindowRole
 
 Tree = TypeVar("Tree", bound=Node[Any])
 
@@ -43,44 +44,29 @@ class Interleave(Feature):
     window: int | None = setting(default=None, ge=1)
 
     def apply(self, cfg: Tree) -> Tree:
-        """Sets `window` of every node that has it and `num_heads`."""
-        count = 0
-        problems: list[Problem] = []
+        """Sets `window` of every node with the role `WindowRole`."""
+        nothing = Problem(
+            path="model",
+            message="interleave finds no attention that takes a window",
+            expected="a layer with the role WindowRole",
+            fix="leave interleave out",
+        )
+        return edit_nodes(cfg, lambda _, part: self._set(part), nothing=nothing)
 
-        def place(value: Any, path: str) -> Any:
-            nonlocal count
-            value = with_children(value, {k: place(v, join(path, k)) for k, v in children(value).items()})
-            if not isinstance(value, Node) or not {"num_heads", "window"} <= {
-                a.name for a in attrs.fields(type(value))
-            }:
-                return value
-            count += 1
-            pattern = _parse_window(value.window)  # type: ignore[attr-defined]
-            if pattern is None:
-                problems.append(
-                    Problem(
-                        path=join(path, "window"),
-                        message="interleave cannot change windows that differ by layer in another way",
-                        fix="leave interleave out, or set this to a number or to null",
-                    )
-                )
-                return value
-            new = self._windows(*pattern)
-            return value if new == value.window else attrs.evolve(value, window=new)  # type: ignore[attr-defined]
-
-        result = place(cfg, "")
-        if problems:
-            raise ConfigError(problems)
-        if not count:
+    def _set(self, part: Any) -> Any:
+        if not isinstance(part, WindowRole):
+            return None
+        node: Any = part
+        pattern = _parse_window(node.window)
+        if pattern is None:
             raise ConfigError(
                 Problem(
-                    path="model",
-                    message="interleave finds no attention that takes a window",
-                    expected="a node with `num_heads` and `window`",
-                    fix="leave interleave out",
+                    path="window",
+                    message="interleave cannot change windows that differ by layer in another way",
+                    fix="leave interleave out, or set this to a number or to null",
                 )
             )
-        return result
+        return attrs.evolve(node, window=self._windows(*pattern))
 
     def _windows(self, every: int, window: int) -> Alternate:
         local = Window(size=self.window or window)

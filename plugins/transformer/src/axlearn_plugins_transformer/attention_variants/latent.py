@@ -22,6 +22,7 @@ from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.masks import visible
 from axlearn_plugins_transformer.kv_cache import build_cache
 from axlearn_plugins_transformer.norm import Norm, RMSNorm
+from axlearn_plugins_transformer.roles import AttentionKernelRole, WindowRole
 
 
 class LatentAttention(Layer):
@@ -39,7 +40,7 @@ class LatentAttention(Layer):
     """
 
     @node
-    class Config(Layer.Config["LatentAttention"]):
+    class Config(Layer.Config["LatentAttention"], WindowRole, AttentionKernelRole):
         """Sizes may be relative: of `head_dim` for `kv_rank`, `rope_head_dim` and `value_head_dim`, of the width for
         `query_rank`. The defaults are the paper's ratios (R = 4 H, P = H / 2, U = H, Q = 0.3 D).
 
