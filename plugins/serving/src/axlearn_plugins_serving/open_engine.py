@@ -20,6 +20,7 @@ from axlearn_plugins_serving.engine_devices import serving_program
 from axlearn_plugins_serving.programs import ProgramsError
 from axlearn_plugins_serving.runner import ModelRunner
 from axlearn_plugins_transformer.embedding import LearnedPositions
+from axlearn_plugins_transformer.roles import LanguageModelRole
 from axlearn_plugins_transformer.text.chat_template import ChatTemplate
 from axlearn_plugins_transformer.text.processor import TextProcessor, text_processor
 
@@ -142,7 +143,8 @@ def build_engine(
     if not (isinstance(model, GeneratesTokens) and isinstance(model, HasVocabulary)):
         raise RequestError(
             f"a {type(model).__name__} cannot be served: it does not generate tokens\n"
-            "    expected: a language model\n    fix: give the directory of one"
+            "    expected: a language model, whose config has the role LanguageModelRole\n"
+            "    fix: give the directory of one"
         )
     config = fit_config(config or ServingEngine.Config(), getattr(model, "cfg", None), text)
     if programs is not None and not isinstance(config.runner, ModelRunner.Config):
@@ -202,13 +204,12 @@ def warn_of_end_token(uri: str | Path, input: Any, tokenizer: Any) -> None:
 
 def check_decoder(model: Node[Any]) -> None:
     """Raises `RequestError` where the config is of a model that does not generate tokens."""
-    owner = type(model).owner
-    protocol = all(hasattr(owner, name) for name in ("generate", "init_cache"))
-    if not protocol or "vocab_size" not in {a.name for a in attrs.fields(type(model))}:
-        name = getattr(owner, "__name__", type(model).__qualname__)
+    if not isinstance(model, LanguageModelRole):
+        name = getattr(type(model).owner, "__name__", type(model).__qualname__)
         raise RequestError(
             f"a {name} cannot be served: it does not generate tokens\n"
-            "    expected: a language model\n    fix: give the directory or the experiment of one"
+            "    expected: a language model, whose config has the role LanguageModelRole\n"
+            "    fix: give the directory or the experiment of one"
         )
 
 

@@ -16,6 +16,7 @@ from axlearn_core.nn import padding, summaries
 from axlearn_core.nn.layer import Context, Layer, Precision
 from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_transformer.kernels.cross_entropy import CrossEntropyOp, Options, logits_of
+from axlearn_plugins_transformer.roles import LanguageModelRole
 from axlearn_plugins_transformer.transformer import Cache, Decoder
 
 
@@ -52,11 +53,26 @@ class TwoPartDecoder(Protocol):
         ...
 
 
+@runtime_checkable
+class LanguageModel(Protocol):
+    """A model that gives the logits of chosen positions, so that those of a whole batch are never in memory together.
+
+    Attributes:
+        decoder: tokens -> hidden states.
+    """
+
+    decoder: Any
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """[..., D] -> [..., V]."""
+        ...
+
+
 class CausalLM(Layer):
     """Predicts the next token."""
 
     @node
-    class Config(Layer.Config["CausalLM"]):
+    class Config(Layer.Config["CausalLM"], LanguageModelRole):
         """The decoder, the dtypes and the loss.
 
         `param_dtype` is of the stored parameters, `dtype` of what the layers compute, `output_dtype` of the logits that

@@ -19,6 +19,12 @@ class AttentionKernelRole(Role, fields=("kernel",)):
     __slots__ = ()
 
 
+class LanguageModelRole(Role, fields=("vocab_size", "decoder")):
+    """A model that builds a `LanguageModel`: `decoder` gives hidden states, and the model the logits of any of them."""
+
+    __slots__ = ()
+
+
 class ExpertsRole(Role, fields=("num_experts", "top_k")):
     """A layer with `num_experts` experts, of which each token uses `top_k`."""
 

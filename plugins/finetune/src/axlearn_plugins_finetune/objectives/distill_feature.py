@@ -9,6 +9,7 @@ from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_finetune.objectives.distillation import Distillation
 from axlearn_plugins_finetune.objectives.edit import model_at, start_from
+from axlearn_plugins_transformer.roles import LanguageModelRole
 
 Tree = TypeVar("Tree", bound=Node[Any])
 
@@ -34,12 +35,12 @@ class Distill(Feature):
 
     def apply(self, cfg: Tree) -> Tree:
         """Sets `objective`, and `loop` where there is a base."""
-        if not hasattr(cfg, "objective") or not hasattr(getattr(cfg, "model", None), "decoder"):
+        if not hasattr(cfg, "objective") or not isinstance(getattr(cfg, "model", None), LanguageModelRole):
             raise ConfigError(
                 Problem(
                     path="model",
                     message="distill finds no language model that could learn from another one",
-                    expected="a causal-lm",
+                    expected="a causal-lm, or another model with the role LanguageModelRole",
                     fix="leave distill out",
                 )
             )

@@ -12,18 +12,18 @@ from jax import lax
 
 from axlearn_core.config import Node
 from axlearn_core.errors import ConfigError, Problem
+from axlearn_plugins_transformer.roles import LanguageModelRole
 
 
 def check_language_model(model: Node[Any], path: str) -> None:
-    """Raises `ConfigError` unless the config is of a model with a decoder and logits, such as `causal-lm`."""
-    owner = type(model).owner
-    if not hasattr(owner, "logits") or not hasattr(model, "decoder"):
+    """Raises `ConfigError` unless the config has the role `LanguageModelRole`, as that of a `causal-lm` does."""
+    if not isinstance(model, LanguageModelRole):
         raise ConfigError(
             Problem(
                 path=path,
                 message="this objective is for language models: it needs a decoder and its logits",
                 got=type(model).__qualname__,
-                expected="a causal-lm",
+                expected="a causal-lm, or another model with the role LanguageModelRole",
             )
         )
 

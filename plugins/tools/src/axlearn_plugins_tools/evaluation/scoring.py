@@ -14,6 +14,7 @@ import numpy as np
 from axlearn_core.compose import Program
 from axlearn_core.compose.model_program import with_program
 from axlearn_core.errors import RequestError
+from axlearn_plugins_transformer.causal_lm import LanguageModel
 from axlearn_plugins_transformer.functions import ScoreBucket
 
 SHORTEST = 32
@@ -75,7 +76,7 @@ class Scorer:
     """
 
     def __init__(self, model: Any, *, length: int, batch_tokens: int = 8192, program: Program | None = None):
-        if not (hasattr(model, "decoder") and hasattr(model, "logits")):
+        if not isinstance(model, LanguageModel):
             raise RequestError(f"a {type(model).__name__} gives no likelihoods: it has no decoder with logits")
         self.model, self.length, self.batch_tokens = model, length, batch_tokens
         self.program, self.weights = with_program(model, program)
