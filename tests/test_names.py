@@ -89,9 +89,8 @@ NAMED_AFTER = {
 """Folders whose modules have the name of something else, and what that is."""
 
 SHARED = {
-    *("assets", "objective", "state"),
-    *("collectives", "files", "flops", "held", "render", "run", "runs", "sizes"),
-    *("storage", "stream"),
+    *("objective", "state"),
+    *("collectives", "files", "flops", "held", "render", "run", "sizes", "stream"),
 }
 """Names that two modules still share. Rename one of them rather than add to this."""
 

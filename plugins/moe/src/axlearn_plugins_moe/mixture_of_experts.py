@@ -20,7 +20,7 @@ from axlearn_plugins_moe.routers import SoftmaxRouter
 from axlearn_plugins_moe.routing import Router, Routing, counts, of_tokens
 from axlearn_plugins_transformer.feed_forward import FeedForward
 from axlearn_plugins_transformer.kernels.gated_linear_unit import Activation
-from axlearn_plugins_transformer.roles import ExpertsRole
+from axlearn_plugins_transformer.layer_roles import ExpertsRole
 
 
 class MixtureOfExperts(Layer):

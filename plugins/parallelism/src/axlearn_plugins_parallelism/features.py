@@ -12,7 +12,7 @@ from axlearn_core.plugins.feature import Feature, nothing_to_set
 from axlearn_plugins_moe.dispatch import DroplessDispatch
 from axlearn_plugins_parallelism.learner_features import with_learner
 from axlearn_plugins_parallelism.pipelined_stack import AXIS, PipelinedStack
-from axlearn_plugins_transformer.roles import AttentionKernelRole
+from axlearn_plugins_transformer.layer_roles import AttentionKernelRole
 from axlearn_plugins_transformer.stack import Stack
 
 Tree = TypeVar("Tree", bound=Node[Any])

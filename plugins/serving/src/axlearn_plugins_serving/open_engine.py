@@ -20,7 +20,7 @@ from axlearn_plugins_serving.engine_devices import serving_program
 from axlearn_plugins_serving.programs import ProgramsError
 from axlearn_plugins_serving.runner import ModelRunner
 from axlearn_plugins_transformer.embedding import LearnedPositions
-from axlearn_plugins_transformer.roles import LanguageModelRole
+from axlearn_plugins_transformer.layer_roles import LanguageModelRole
 from axlearn_plugins_transformer.text.chat_template import ChatTemplate
 from axlearn_plugins_transformer.text.processor import TextProcessor, text_processor
 

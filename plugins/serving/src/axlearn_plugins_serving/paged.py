@@ -14,8 +14,8 @@ from axlearn_plugins_transformer.attention import window_of
 from axlearn_plugins_transformer.attention_variants.latent_cache import LatentCache
 from axlearn_plugins_transformer.attention_variants.paged_latent_cache import PagedLatentCache
 from axlearn_plugins_transformer.kv_cache import KVCache
+from axlearn_plugins_transformer.layer_roles import AttentionKernelRole, WindowRole
 from axlearn_plugins_transformer.paged_cache import PagedCache
-from axlearn_plugins_transformer.roles import AttentionKernelRole, WindowRole
 
 Tree = TypeVar("Tree", bound=Node[Any])
 

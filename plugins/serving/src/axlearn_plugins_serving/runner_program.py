@@ -16,7 +16,7 @@ from axlearn_plugins_serving.functions import ServingFunctions, Sizes
 from axlearn_plugins_serving.paged import UsePagedCache, has_latents
 from axlearn_plugins_serving.step_inputs import StepBucket
 from axlearn_plugins_serving.weight_layout import least_rows, refusal_of_parity, stores_transposed
-from axlearn_plugins_transformer.roles import ExpertsRole
+from axlearn_plugins_transformer.layer_roles import ExpertsRole
 
 RunnerConfig: TypeAlias = Any
 """The config of a `ModelRunner`, whose module imports this one."""

@@ -16,8 +16,8 @@ from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_transformer.kernels import attention, masks
 from axlearn_plugins_transformer.kernels.bias import Bias
 from axlearn_plugins_transformer.kv_cache import ContiguousCache, KVCache, build_cache
+from axlearn_plugins_transformer.layer_roles import AttentionKernelRole, WindowRole
 from axlearn_plugins_transformer.norm import Norm
-from axlearn_plugins_transformer.roles import AttentionKernelRole, WindowRole
 
 
 class PositionEncoding(Protocol):

@@ -16,7 +16,7 @@ from axlearn_core.nn import padding, summaries
 from axlearn_core.nn.layer import Context, Layer, Precision
 from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_transformer.kernels.cross_entropy import CrossEntropyOp, Options, logits_of
-from axlearn_plugins_transformer.roles import LanguageModelRole
+from axlearn_plugins_transformer.layer_roles import LanguageModelRole
 from axlearn_plugins_transformer.transformer import Cache, Decoder
 
 

@@ -9,7 +9,7 @@ from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_finetune.objectives.distillation import Distillation
 from axlearn_plugins_finetune.objectives.edit import model_at, start_from
-from axlearn_plugins_transformer.roles import LanguageModelRole
+from axlearn_plugins_transformer.layer_roles import LanguageModelRole
 
 Tree = TypeVar("Tree", bound=Node[Any])
 

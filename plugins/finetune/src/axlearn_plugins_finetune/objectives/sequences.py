@@ -12,7 +12,7 @@ from jax import lax
 
 from axlearn_core.config import Node
 from axlearn_core.errors import ConfigError, Problem
-from axlearn_plugins_transformer.roles import LanguageModelRole
+from axlearn_plugins_transformer.layer_roles import LanguageModelRole
 
 
 def check_language_model(model: Node[Any], path: str) -> None:

@@ -26,7 +26,7 @@ from axlearn_plugins_serving.runner import ModelRunner
 from axlearn_plugins_serving.runner_program import abstract_program, block_counts, buckets
 from axlearn_plugins_serving.step_inputs import StepBucket
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp
-from axlearn_plugins_transformer.roles import ExpertsRole
+from axlearn_plugins_transformer.layer_roles import ExpertsRole
 
 LAYERS = "decoder.num_layers"
 DEPTHS = (2, 3)

@@ -9,7 +9,7 @@ import attrs
 from axlearn_plugins_serving.contracts import Output, Request, TokenLogprobs
 from axlearn_plugins_serving.server.api_errors import ApiError
 from axlearn_plugins_serving.server.engine_thread import EngineFailedError, EngineThread, SlowReaderError
-from axlearn_plugins_serving.server.metrics import Metrics
+from axlearn_plugins_serving.server.server_metrics import Metrics
 from axlearn_plugins_transformer.text.decoding import OutputText
 
 

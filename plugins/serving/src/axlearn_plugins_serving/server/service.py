@@ -17,9 +17,9 @@ from axlearn_plugins_serving.server.api_errors import ApiError
 from axlearn_plugins_serving.server.body_check import BodyCheck
 from axlearn_plugins_serving.server.constraints import GrammarConstraint, Grammars
 from axlearn_plugins_serving.server.engine_thread import EngineFailedError, EngineThread
-from axlearn_plugins_serving.server.metrics import Metrics
 from axlearn_plugins_serving.server.prompt_job import Choice, Job
 from axlearn_plugins_serving.server.schemas import JsonObjectFormat, JsonSchemaFormat, ResponseFormat, SamplingFields
+from axlearn_plugins_serving.server.server_metrics import Metrics
 from axlearn_plugins_serving.server.text_pool import COUNTED, TextLimit, TextPool
 from axlearn_plugins_transformer.text.processor import TextProcessor
 from axlearn_plugins_transformer.text.tokenizers import tokens_beyond

@@ -9,7 +9,7 @@ from axlearn_core.config.tree import edit_nodes
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_transformer.alternate import Alternate
-from axlearn_plugins_transformer.roles import WindowRole
+from axlearn_plugins_transformer.layer_roles import WindowRole
 
 Tree = TypeVar("Tree", bound=Node[Any])
 

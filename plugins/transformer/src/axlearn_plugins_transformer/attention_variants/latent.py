@@ -21,8 +21,8 @@ from axlearn_plugins_transformer.attention_variants.latent_cache import Contiguo
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.masks import visible
 from axlearn_plugins_transformer.kv_cache import build_cache
+from axlearn_plugins_transformer.layer_roles import AttentionKernelRole, WindowRole
 from axlearn_plugins_transformer.norm import Norm, RMSNorm
-from axlearn_plugins_transformer.roles import AttentionKernelRole, WindowRole
 
 
 class LatentAttention(Layer):
