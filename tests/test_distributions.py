@@ -2,7 +2,9 @@
 
 import ast
 import re
+import sys
 import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -22,38 +24,98 @@ def distribution_of(module):
     return name if name in OWN else None
 
 
-def eager_imports(tree):
-    """Modules that importing the file imports: not those of functions, nor of `if TYPE_CHECKING`."""
-    for node in tree.body:
-        blocks = [node]
-        if isinstance(node, ast.Try):
-            blocks = [*node.body, *node.orelse, *node.finalbody]
-        for statement in blocks:
-            if isinstance(statement, ast.ImportFrom) and statement.module:
-                yield statement.module
-            elif isinstance(statement, ast.Import):
-                yield from (alias.name for alias in statement.names)
+def imports(tree):
+    """(module, whether importing the file imports it) of each import, but for those of `if TYPE_CHECKING`."""
+
+    def visit(nodes, eager):
+        for node in nodes:
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                yield from visit(node.orelse, eager)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                yield node.module, eager
+            elif isinstance(node, ast.Import):
+                yield from ((alias.name, eager) for alias in node.names)
+            else:
+                is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+                guarded = isinstance(node, ast.Try) and any("ImportError" in ast.unparse(h) for h in node.handlers)
+                yield from visit(ast.iter_child_nodes(node), eager and not is_function and not guarded)
+
+    return visit(tree.body, True)
+
+
+def test_imports_are_told_apart():
+    source = (
+        "import a\ntry:\n    import b\nexcept ImportError:\n    pass\ntry:\n    import c\nfinally:\n    pass\n"
+        "if TYPE_CHECKING:\n    import d\nelse:\n    import e\ndef f():\n    from g import h\nclass I:\n    import j\n"
+    )
+    assert dict(imports(ast.parse(source))) == {"a": True, "b": False, "c": True, "e": True, "g": False, "j": True}
+
+
+def normalized(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def names_of(requirements):
-    return {re.match(r"[A-Za-z0-9_-]+", requirement)[0] for requirement in requirements}
+    return {normalized(re.match(r"[A-Za-z0-9_.-]+", requirement)[0]) for requirement in requirements}
+
+
+PROVIDERS = packages_distributions()
+
+
+def distributions_of(module):
+    """The distributions that may bring a module; empty for the standard library."""
+    top = module.split(".")[0]
+    if top in sys.stdlib_module_names:
+        return set()
+    return {name} if (name := distribution_of(module)) else {normalized(n) for n in PROVIDERS.get(top, [top])}
+
+
+EXTRAS = {
+    ("axlearn-plugins-serving", "plan"): "axlearn-plugins-plan",
+    ("axlearn-plugins-serving", "testing"): "axlearn-testing",
+    ("axlearn-plugins-transformer", "testing"): "axlearn-testing",
+    ("axlearn-plugins-tools", "harness.py"): "lm-eval",
+}
+"""(distribution, folder or file) -> the extra that it is for, which may be imported there when the module is."""
+BROUGHT = {"axlearn-testing": {"pytest"}}
+"""What an extra brings along."""
 
 
 @pytest.mark.parametrize("path", PROJECTS, ids=lambda path: path.parent.name)
 def test_what_is_imported_is_required(path):
+    """Modules that importing a distribution imports are of its requirements, or the core's; others may be of an extra."""
     project = project_of(path)["project"]
-    required = names_of(project["dependencies"]) | {project["name"]}
-    # A module that only another distribution loads (by its entry point or its command) may need that one.
-    plan = {"axlearn-plugins-serving": {"plan": "axlearn-plugins-plan"}}.get(project["name"], {})
-    optional = {"testing": "axlearn-testing", **plan}
+    core = names_of(project_of(ROOT / "axlearn_core/pyproject.toml")["project"]["dependencies"])
+    required = names_of(project["dependencies"]) | core | {project["name"]}
+    extras = names_of(r for extra in project.get("optional-dependencies", {}).values() for r in extra)
     missing = {}
     for file in path.parent.glob("src/axlearn_*/**/*.py"):
-        allowed = required | {optional[part] for part in file.parts if part in optional}
-        for module in eager_imports(ast.parse(file.read_text("utf-8"))):
-            name = distribution_of(module)
-            if name and name not in allowed:
-                missing.setdefault(name, []).append(str(file.relative_to(ROOT)))
+        here = {extra for (name, part), extra in EXTRAS.items() if name == project["name"] and part in file.parts}
+        assert here <= extras
+        allowed = required.union(here, *(BROUGHT.get(extra, ()) for extra in here))
+        for module, eager in imports(ast.parse(file.read_text("utf-8"))):
+            providers = distributions_of(module)
+            if providers and not providers & (allowed if eager else allowed | extras):
+                missing.setdefault(module.split(".")[0], []).append(str(file.relative_to(ROOT)))
     assert not missing, f"{project['name']} imports what it does not require"
+
+
+NOT_IMPORTED = {
+    "axlearn-core": {"orbax-checkpoint"},
+    "axlearn-plugins-gpu": {"jax-cuda12-plugin", "nvidia-cuda-runtime-cu12"},  # JAX loads them
+    "axlearn-plugins-serving": {"h11", "tokenizers"},  # uvicorn imports the one; the other raises transformer's version
+}
+"""Requirements that no module imports. Requirements among our own may be for names in configs, which other tests check."""
+
+
+@pytest.mark.parametrize("path", PROJECTS, ids=lambda path: path.parent.name)
+def test_what_is_required_is_imported(path):
+    project = project_of(path)["project"]
+    files = path.parent.glob("src/axlearn_*/**/*.py")
+    modules = {module for file in files for module, _ in imports(ast.parse(file.read_text("utf-8")))}
+    imported = set().union(*map(distributions_of, modules))
+    unused = names_of(project["dependencies"]) - imported - OWN - {"axlearn-core"}
+    assert unused <= NOT_IMPORTED.get(project["name"], set())
 
 
 @pytest.mark.parametrize("path", PROJECTS, ids=lambda path: path.parent.name)

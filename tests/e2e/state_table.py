@@ -182,7 +182,7 @@ def _lora(kind, path):
     from axlearn_core.run import open_weights
     from axlearn_plugins_finetune.lora.adapters import is_adapter, load
     from axlearn_plugins_finetune.lora.merge import export_run, merge_run
-    from axlearn_plugins_finetune.lora.peft import export_peft
+    from axlearn_plugins_models.huggingface.peft import export_peft
 
     adapted = trained(kind, "lora:rank=2")
     same(adapted, trained(kind, "lora:rank=2", mode="unrolled"))

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import attrs
 
+from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import RequestError
 
 Shape = tuple[int, ...]
@@ -70,6 +71,13 @@ def shape_of(target: str, chips: int, unit: int = 1) -> Shape:
         f"    nearest: {names}\n"
         f"    fix: take one of those, or several slices ({target}-{sizes[-1] * unit}x2)"
     )
+
+
+def domain_shape(machine: Machine) -> Shape:
+    """The chips of one slice of a machine, along each dimension; raises `RequestError` if no slice has that size."""
+    target = machine.target
+    unit = target.cores_per_chip if target.size == "cores" else 1
+    return shape_of(target.name, machine.chips // machine.domains, unit)
 
 
 def _shapes(slices: Slices, chips: int) -> Iterator[Shape]:

@@ -7,15 +7,12 @@ from typing import Any
 from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import RequestError
 from axlearn_plugins_tpu import compat
-from axlearn_plugins_tpu.shapes import SLICES, shape_of
+from axlearn_plugins_tpu.shapes import SLICES, domain_shape
 
 
 def topology_name(machine: Machine) -> str:
     """What libtpu calls one slice of the machine: `v5p:8x8x8`; raises `RequestError` where no slice has that size."""
-    target = machine.target
-    unit = target.cores_per_chip if target.size == "cores" else 1
-    shape = shape_of(target.name, machine.chips // machine.domains, unit)
-    return f"{SLICES[target.name].prefix}:{'x'.join(map(str, shape))}"
+    return f"{SLICES[machine.target.name].prefix}:{'x'.join(map(str, domain_shape(machine)))}"
 
 
 def devices(machine: Machine) -> Sequence[Any]:

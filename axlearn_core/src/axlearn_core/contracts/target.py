@@ -35,6 +35,8 @@ class Target:
         network_bandwidth: bytes/s that one device sends out of its domain.
         topology: `"module:function"`, from a `Machine` to JAX devices that are not here, to compile for; None where
             only the hardware itself will do. It raises `RequestError` where its compiler is not installed.
+        domain_shape: `"module:function"`, from a `Machine` to the numbers of chips along each dimension of one domain. None if
+            its chips have no such arrangement. It raises `RequestError` if there is no domain of that size.
         lowering: `"module:function"`, from this target to a context manager: the compiler holds it while it lowers a
             program for the target, and no longer. For what JAX's lowering has no other way to be told; None where it needs
             nothing.
@@ -58,6 +60,7 @@ class Target:
     link_bandwidth: float | None = None
     network_bandwidth: float | None = None
     topology: str | None = None
+    domain_shape: str | None = None
     lowering: str | None = None
     stand_in: str = ""
     compiler_options: Mapping[str, Any] = {}

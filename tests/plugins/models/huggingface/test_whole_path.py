@@ -11,9 +11,9 @@ import pytest
 
 import axlearn_core as ax
 from axlearn_plugins_finetune.lora.merge import merge_run
-from axlearn_plugins_finetune.lora.peft import export_peft
 from axlearn_plugins_models.huggingface.files import stored_tensors
 from axlearn_plugins_models.huggingface.import_export import export_run, import_run
+from axlearn_plugins_models.huggingface.peft import export_peft
 
 FIXTURE = Path(__file__).parent / "fixtures/llama3"  # in bfloat16, with a tied output layer
 TUNE = """

@@ -51,9 +51,9 @@ def export(run_dir: str, directory: str, format_: str, base: str | None, step: i
     if base is not None and format_ != "peft":
         raise click.UsageError("--base goes with --format peft")
     if format_ == "peft":
-        from axlearn_plugins_finetune.lora.peft import export_peft
+        from axlearn_plugins_finetune.lora.adapter_format import adapter_format
 
-        export_peft(run_dir, directory, base=base, step=step)
+        adapter_format(format_).export(run_dir, directory, base=base, step=step)
     else:
         from axlearn_plugins_finetune.lora.merge import export_run
 

@@ -6,6 +6,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from axlearn_core.errors import RequestError
+from axlearn_core.plugins.targets import load
 from axlearn_core.run.phases import PROGRESS
 from axlearn_plugins_runtime.launch.job import Job
 from axlearn_plugins_runtime.launch.supervised_job import is_uri
@@ -59,13 +60,11 @@ def node_selector(job: Job) -> Manifest:
     if machine is not None and job.options.cloud == "gke":
         name = machine.target.name
         if machine.target.platform == "tpu":
-            if name not in GKE_TPUS:
+            if name not in GKE_TPUS or machine.target.domain_shape is None:
                 raise _unknown(name, GKE_TPUS)
-            from axlearn_plugins_tpu.shapes import shape_of
-
-            shape = shape_of(name, machine.chips // machine.domains, machine.target.cores_per_chip)
+            shape: Any = load(machine.target.domain_shape)
             labels["cloud.google.com/gke-tpu-accelerator"] = GKE_TPUS[name]
-            labels["cloud.google.com/gke-tpu-topology"] = "x".join(map(str, shape))
+            labels["cloud.google.com/gke-tpu-topology"] = "x".join(map(str, shape(machine)))
         elif machine.target.platform == "gpu":
             if name not in GKE_GPUS:
                 raise _unknown(name, GKE_GPUS)

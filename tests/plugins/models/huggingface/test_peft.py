@@ -13,8 +13,8 @@ from axlearn_core.errors import RequestError
 from axlearn_core.run import derive
 from axlearn_plugins_finetune.lora.adapters import merge, scales_of, split
 from axlearn_plugins_finetune.lora.merge import merge_run
-from axlearn_plugins_finetune.lora.peft import adapter_config, export_peft, files
 from axlearn_plugins_models.huggingface.import_export import export_run
+from axlearn_plugins_models.huggingface.peft import adapter_config, export_peft, files
 
 SIZES = {
     "model.vocab_size": 64,

@@ -17,15 +17,26 @@ import numpy as np
 
 from axlearn_core.compose import Functional
 from axlearn_core.compose.devices import configure_devices
+from axlearn_core.config import Configurable
 from axlearn_core.errors import RequestError, WorkError
 from axlearn_core.run import Run
 from axlearn_core.run.derive import local_target
 from axlearn_plugins_finetune.lora.feature import without_adapters
 from axlearn_plugins_finetune.lora.lora_linear import ADAPTERS
 from axlearn_plugins_finetune.lora.merge import moved_variables, scales_of
+from axlearn_plugins_models.huggingface.family import family_of
+from axlearn_plugins_models.huggingface.table import layout
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
+
+
+class PeftFormat(Configurable):
+    """The format of adapters that `axlearn lora export --format peft` writes; see `AdapterFormat`."""
+
+    def export(self, run_dir: str, directory: str, *, base: str | None, step: int | None) -> None:
+        """See `export_peft`."""
+        export_peft(run_dir, directory, base=base, step=step)
 
 
 def export_peft(
@@ -70,7 +81,9 @@ def files(
     config: Any, adapters: Mapping[str, Any], scales: Mapping[str, float], *, base: str | None = None
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """(the arrays by name, `adapter_config.json`) of the adapters of a trainer's config; see `export_peft`."""
-    tensors = _tensors(without_adapters(config))
+    model = without_adapters(config)
+    family, _ = family_of(model)
+    tensors = layout(Functional.of(model.model), family.rules)
     modules: dict[str, tuple[str, Any]] = {}
     for name, tensor in tensors.items():
         path = tensor.parts[0].path.removesuffix(".weight")
@@ -115,19 +128,6 @@ def adapter_config(
         "rank_pattern": {n: r for n, r in ranks.items() if r != rank},
         "alpha_pattern": {n: a for n, a in alphas.items() if a != alpha},
     }
-
-
-def _tensors(config: Any) -> dict[str, Any]:
-    try:
-        from axlearn_plugins_models.huggingface.family import family_of
-        from axlearn_plugins_models.huggingface.table import layout
-    except ImportError:
-        raise RequestError(
-            "PEFT's format names modules as Hugging Face models do, and axlearn-plugins-models is not installed\n"
-            "    fix: pip install axlearn-plugins-models"
-        ) from None
-    family, _ = family_of(config)
-    return layout(Functional.of(config.model), family.rules)
 
 
 def _matrices(path: str, tensor: Any, adapters: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
