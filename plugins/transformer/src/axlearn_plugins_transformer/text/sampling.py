@@ -9,6 +9,7 @@ from axlearn_core.config import node, setting
 from axlearn_core.contracts.capabilities import tokenizer_of
 from axlearn_core.contracts.parts import Model
 from axlearn_core.errors import ConfigError, Problem
+from axlearn_core.plugins.index import package_of
 from axlearn_core.plugins.registry import registry
 from axlearn_core.train.evaluators import Periodic
 from axlearn_plugins_transformer.text.processor import TextProcessor, text_processor
@@ -40,7 +41,7 @@ class SampleEvaluator(Periodic):
             max_tokens: of each sample.
             temperature: 0 takes the likeliest token each time.
             count: samples of the prompt; the i-th draws with the run's seed + i.
-            engine: generates with the engine of axlearn-plugins-serving: all samples in the same steps. It is kept between
+            engine: generates with the engine of `ax.serve`: all samples in the same steps. It is kept between
                 evaluations, with a cache and a copy of the weights of its own. Otherwise the model's `generate` writes one
                 sample after another.
         """
@@ -107,7 +108,8 @@ def _check_engine() -> None:
     """Raises `ConfigError` where no engine can be had: the plugin is missing, or the run has several processes."""
     problem = fix = None
     if "serve" not in registry().claims["functions"]:
-        problem, fix = "the engine is in axlearn-plugins-serving, which is not installed", "install it"
+        package = package_of("functions", "serve") or "a plugin"
+        problem, fix = f"the engine is in {package}, which is not installed", "install it"
     elif jax.process_count() > 1:
         problem, fix = "the engine is of one process, and this run has several", "engine=false"
     if problem is not None:

@@ -1,4 +1,4 @@
-"""One text of a model, by the engine that serves it if `axlearn-plugins-serving` is installed."""
+"""One text of a model, by the engine of `ax.serve` if a plugin brings one."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -117,7 +117,7 @@ def _processor(loaded: Loaded) -> TextProcessor:
 
 
 def _open(loaded: Loaded, text: TextProcessor, room: int) -> Any:
-    """An engine for one request of `room` tokens, or None if axlearn-plugins-serving is not installed."""
+    """An engine for one request of `room` tokens, or None if no plugin brings the function `serve`."""
     if "serve" not in registry().claims["functions"]:
         return None
     if text.context_length is not None and room > text.context_length:
