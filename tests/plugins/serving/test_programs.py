@@ -188,7 +188,7 @@ def test_requests_that_cannot_be_exported(tmp_path):
     assert "'quickstart' is not a directory of a model" in nothing.stderr
     alone = plan("quickstart", "--export", tmp_path / "new")
     assert alone.exit_code == 2
-    assert "--export belongs to --serve" in alone.stderr
+    assert "--export is an option of `axlearn plan serve`" in alone.stderr
 
 
 def test_programs_that_others_may_write_are_refused(tmp_path):

@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
-from axlearn_core.cli.extensible import change_request
 from axlearn_core.cli.completion import complete_experiments, complete_features
+from axlearn_core.cli.extensible import change_request
 from axlearn_core.cli.terminal import echo
 from axlearn_core.compat import only_cpu
 

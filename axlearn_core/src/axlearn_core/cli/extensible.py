@@ -169,9 +169,7 @@ def load_command(name: str) -> click.Command:
 
 def _longest_path(name: str, words: set[str]) -> list[str]:
     """The words that lead from a command to one as far below it as possible."""
-    paths = (
-        [word, *_longest_path(child, words - {word})] for word, child in children(name).items() if word in words
-    )
+    paths = ([word, *_longest_path(child, words - {word})] for word, child in children(name).items() if word in words)
     return max(paths, key=len, default=[])
 
 

@@ -27,9 +27,11 @@ def check_command(entry: Entry) -> None:
 
 def check_option(entry: Entry) -> None:
     """Raises `PluginError` if an option cannot be loaded, or if its command does not exist or takes no such options."""
-    name, separator, option = entry.name.partition("--")
+    name, _, option = entry.name.partition("--")
     if not name or not option:
-        raise PluginError(f"the {entry} names no option of a command\n    expected: COMMAND--OPTION, such as train--seed")
+        raise PluginError(
+            f"the {entry} names no option of a command\n    expected: COMMAND--OPTION, such as train--seed"
+        )
     command = load_command(name)
     takes_request = any(parameter.name == "with_" for parameter in command.params)
     if not isinstance(command, ExtensibleCommand) or not takes_request:

@@ -12,8 +12,8 @@ from axlearn_core.errors import RequestError, nearest
 from axlearn_core.plugins import hookspecs
 from axlearn_core.plugins.intact import replaced_attributes
 from axlearn_core.plugins.manager import register
-from axlearn_core.plugins.removed import HOOKS
 from axlearn_core.plugins.registry import BLOCK, CORE, GROUPS, Entry, Group, Registry, core_version
+from axlearn_core.plugins.removed import HOOKS
 
 
 @attrs.frozen(kw_only=True)
