@@ -14,6 +14,7 @@ HOOKS: Mapping[str, str] = {
 """Hook -> what to do instead."""
 
 NAMES: Mapping[str, str] = {
+    "axlearn_core.testing": "axlearn_testing, of the distribution axlearn-testing",
     "axlearn_core.cli.open_command": "axlearn_core.cli.extensible, whose ExtensibleCommand replaces OpenCommand",
 }
 """Module, or `module.name` -> what to use instead. A module stands for all that is below it."""
