@@ -13,9 +13,11 @@ from click.testing import CliRunner
 
 import axlearn_core as ax
 from axlearn_core.cli.main import cli
+from axlearn_core.config import Configurable, node
 from axlearn_core.errors import RequestError
 from axlearn_plugins_cpu.kernels import library
-from axlearn_plugins_serving.programs import Loading, programs_of_run
+from axlearn_plugins_serving.programs import Loading, ProgramsError, identity, programs_of_run
+from axlearn_plugins_serving.runner import ModelRunner
 
 SIZES = {"runner.max_rows": 2, "runner.max_context": 64, "runner.row_buckets": (), "runner.chunk_buckets": ()}
 SET = ["--set", "serving.runner.max_rows=2", "--set", "serving.runner.max_context=64"]
@@ -155,6 +157,19 @@ def refused(run_dir, tmp_path, **changes):
 )
 def test_programs_that_do_not_fit(run_dir, tmp_path, changes, says):
     assert says in refused(run_dir, tmp_path, **changes)
+
+
+class Unpackaged(Configurable):
+    """A layer of a script: its code has neither a version nor a hash."""
+
+    @node
+    class Config(Configurable.Config["Unpackaged"]):
+        size: int = 1
+
+
+def test_a_model_with_code_that_is_not_installed_has_no_programs():
+    with pytest.raises(ProgramsError, match="its config has code that is not installed"):
+        identity(None, ModelRunner.Config(), Unpackaged.Config())
 
 
 def test_what_is_not_begun_is_not_loaded_once_the_runner_is_closed():

@@ -283,7 +283,7 @@ def test_a_damaged_cache_is_compiled_again(compiler, tmp_path, request_, ranked)
         (("--target", "h100-8x1", "--chips", "9"), "--chips takes a range A..B"),
         (("--target", "h100-8x1", "--chips", "3..3"), "no machine has that many chips"),
         (("--target", "h100-8x1", "--vary", "bacth"), "bacth"),
-        (("--target", "h100-8x1", "--function", "decode"), "layouts of the training step"),
+        (("--target", "h100-8x1", "--function", "decode"), "--function is an option of `axlearn plan`"),
         (("--target", "h100-8x64", "--set", "input.batch_size=3"), "no layout of quickstart is legal"),
     ],
 )
