@@ -241,8 +241,8 @@ def only_mine(monkeypatch):
     """The doctor looks at few distributions: importing all of them takes its time."""
     from axlearn_core.plugins.registry import GROUPS, registry
 
-    kept = {"axlearn-core", "axlearn-plugins-plan", "axlearn-plugins-my"}
-    others = {e.distribution for group in GROUPS for e in registry().entries(group)} - kept
+    names = {"axlearn-core", "axlearn-plugins-plan", "axlearn-plugins-my"}
+    others = {e.distribution for group in GROUPS for e in registry().entries(group)} - names
     monkeypatch.setenv("AXLEARN_PLUGINS", ",".join(f"-{name}" for name in sorted(others)))
 
 
@@ -318,10 +318,10 @@ def suite(install, monkeypatch):
         points = {"options": {f"{command}{name}": "suite_options:OPTION"}}
         folder = install("axlearn-plugins-suite", "1.0", modules={"suite_options": source}, points=points)
         monkeypatch.setenv("PYTHONPATH", str(folder))
-        made = CommandOptionSuite()
-        made.command, made.name, made.value = command, name, "cpu-8"
-        made.arguments = ("quickstart", name, "cpu-8", "--function", "init", "--json")
-        return made
+        checks = CommandOptionSuite()
+        checks.command, checks.name, checks.value = command, name, "cpu-8"
+        checks.arguments = ("quickstart", name, "cpu-8", "--function", "init", "--json")
+        return checks
 
     return make
 

@@ -28,8 +28,8 @@ def program(cfg=None, devices=1):
     return compose(cfg or config(), jax.devices()[:devices])
 
 
-def parts(made):
-    return program_identity(made, {"config": made.config})
+def parts(composed):
+    return program_identity(composed, {"config": composed.config})
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +69,9 @@ def test_another_config(whole, changes, name):
     ],
 )
 def test_another_flag(whole, monkeypatch, variable, value):
-    made = program()
+    composed = program()
     monkeypatch.setenv(variable, value)
-    assert differs(parts(made), whole) == {variable}
+    assert differs(parts(composed), whole) == {variable}
 
 
 @pytest.mark.parametrize(
@@ -84,10 +84,10 @@ def test_another_flag(whole, monkeypatch, variable, value):
     ],
 )
 def test_another_option_of_jax(whole, option, value):
-    made, before = program(), jax.config.values[option]
+    composed, before = program(), jax.config.values[option]
     jax.config.update(option, value)
     try:
-        assert differs(parts(made), whole) == {option}
+        assert differs(parts(composed), whole) == {option}
     finally:
         jax.config.update(option, before)
 
@@ -104,36 +104,36 @@ def test_another_topology(whole):
 def test_other_donation_gradients_or_kernels(whole):
     changes = {"donate": (), "differentiates": False, "required_kernels": ("attention",)}
     for field, value in changes.items():
-        made = program()
-        made.functions["train"] = attrs.evolve(made.functions["train"], **{field: value})
-        assert differs(parts(made), whole) == {"function train"}, field
+        composed = program()
+        composed.functions["train"] = attrs.evolve(composed.functions["train"], **{field: value})
+        assert differs(parts(composed), whole) == {"function train"}, field
 
 
 def test_arrays_that_no_config_gives(whole):
-    made = program()
-    part = next(iter(p for p in made.parts if p.name == "WEIGHTS"))
-    made.parts[part] = jax.tree.map(lambda s: jax.ShapeDtypeStruct((*s.shape, 2), s.dtype), made.parts[part])
-    assert differs(parts(made), whole) == {"arrays"}
+    composed = program()
+    part = next(iter(p for p in composed.parts if p.name == "WEIGHTS"))
+    composed.parts[part] = jax.tree.map(lambda s: jax.ShapeDtypeStruct((*s.shape, 2), s.dtype), composed.parts[part])
+    assert differs(parts(composed), whole) == {"arrays"}
 
 
 def test_another_version_or_code(whole, monkeypatch):
-    made = program()
+    composed = program()
     versions = dict(dependency_versions()) | {"optax": "0.0.1"}
     monkeypatch.setattr(identity, "dependency_versions", lambda packages: versions)
-    assert "version of optax" in differs(parts(made), whole)
+    assert "version of optax" in differs(parts(composed), whole)
     monkeypatch.setattr(identity, "source_hashes", lambda: {"axlearn_core": "0"})
-    assert "code of axlearn_core" in differs(parts(made), whole)
+    assert "code of axlearn_core" in differs(parts(composed), whole)
 
 
 def test_where_things_are_and_what_is_printed_does_not_matter(whole, monkeypatch):
-    made = program()
+    composed = program()
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3 --xla_dump_to=/nowhere")
     before = jax.config.values["jax_log_compiles"]
     jax.config.update("jax_log_compiles", not before)
     try:
-        assert not {n for n in differs(parts(made), whole) if n != "XLA_FLAGS"}
-        assert "dump" not in parts(made)["XLA_FLAGS"]
-        assert "device_count" not in parts(made)["XLA_FLAGS"]
+        assert not {n for n in differs(parts(composed), whole) if n != "XLA_FLAGS"}
+        assert "dump" not in parts(composed)["XLA_FLAGS"]
+        assert "device_count" not in parts(composed)["XLA_FLAGS"]
     finally:
         jax.config.update("jax_log_compiles", before)
 
@@ -153,7 +153,7 @@ class Thing:
 @pytest.mark.parametrize(
     "value",
     [make(2), lambda x: x, Thing(), Thing().method, (1, make(2)), functools.partial(make(2), 1), np.arange(2000)],
-    ids=["made", "lambda", "object", "method", "inside", "partial", "array"],
+    ids=["composed", "lambda", "object", "method", "inside", "partial", "array"],
 )
 def test_a_value_that_no_text_tells_from_others(value):
     """`repr` without addresses, or with dots in it, is equal for values that compute otherwise."""
@@ -185,18 +185,18 @@ def test_code_that_has_no_version_has_no_identity():
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
     """`init`, exported with its identity."""
-    directory, made = tmp_path_factory.mktemp("export") / "executables", program()
-    made.export(directory, {"init": [None]}, parts(made))
+    directory, composed = tmp_path_factory.mktemp("export") / "executables", program()
+    composed.export(directory, {"init": [None]}, parts(composed))
     return directory
 
 
 @pytest.mark.parametrize("variable", ["XLA_FLAGS", "LIBTPU_INIT_ARGS", "NEURON_CC_FLAGS"])
 def test_an_export_is_of_its_flags_even_if_its_program_is_compared(exported, monkeypatch, variable):
-    made = program()
-    assert made.load(exported) == ["init"]
+    composed = program()
+    assert composed.load(exported) == ["init"]
     monkeypatch.setenv(variable, "--xla_cpu_enable_fast_math=true")
     with pytest.raises(RequestError, match=f"exported from another value of {variable}"):
-        made.load(exported)
+        composed.load(exported)
 
 
 def test_an_export_is_of_its_options_even_if_its_program_is_compared(exported):
@@ -211,11 +211,11 @@ def test_an_export_is_of_its_options_even_if_its_program_is_compared(exported):
 
 
 def test_further_options_of_the_compiler_compile_anew(exported, monkeypatch):
-    made = program()
-    made.load(exported, parts(made))
+    composed = program()
+    composed.load(exported, parts(composed))
     loaded = []
     monkeypatch.setattr(executables, "load", lambda *args: loaded.append(args))
-    with_option = made.compile("init", xla_embed_ir_in_executable=True)
+    with_option = composed.compile("init", xla_embed_ir_in_executable=True)
     assert with_option is not None
     assert not loaded, "the export was compiled without this option"
 
@@ -233,8 +233,8 @@ def test_an_identity_speaks_for_its_own_export_alone(exported, tmp_path, first):
 
 
 def test_what_was_loaded_again_with_an_identity_is_taken_by_it(exported, monkeypatch):
-    made = program()
-    made.load(exported)
-    made.load(exported, parts(made))
-    monkeypatch.setattr(type(made), "lower", lambda *args: pytest.fail("it was traced"))
-    assert made.compile("init") is not None
+    composed = program()
+    composed.load(exported)
+    composed.load(exported, parts(composed))
+    monkeypatch.setattr(type(composed), "lower", lambda *args: pytest.fail("it was traced"))
+    assert composed.compile("init") is not None

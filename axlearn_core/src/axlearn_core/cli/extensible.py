@@ -28,15 +28,18 @@ class ExtensibleCommand(click.Command):
     A click command has the name of its entry point: `@click.command("plan-search", cls=ExtensibleCommand)`.
     """
 
-    name: str
+    @property
+    def entry_name(self) -> str:
+        """The name of the command's entry point."""
+        return self.name or ""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The words of the subcommands."""
-        return list(children(self.name))
+        return list(children(self.entry_name))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Imports the subcommand of a word; None if there is none."""
-        name = children(self.name).get(cmd_name)
+        name = children(self.entry_name).get(cmd_name)
         return load_command(name) if name else None
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
@@ -53,8 +56,10 @@ class ExtensibleCommand(click.Command):
             click.UsageError: as click does, with the subcommand, command or package that was probably meant.
         """
         words, rest = self._split(args)
+        if words and not extra.get("resilient_parsing"):
+            self._note_experiment(args[0])
         if words:
-            name = "-".join([self.name, *words])
+            name = "-".join([self.entry_name, *words])
             return load_command(name).make_context(" ".join([info_name or "", *words]), rest, parent, **extra)
         self._check_installed(args)
         try:
@@ -67,7 +72,7 @@ class ExtensibleCommand(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The options, then the subcommands with a line about each, none of them imported."""
         super().format_options(ctx, formatter)
-        if subcommands := children(self.name):
+        if subcommands := children(self.entry_name):
             from axlearn_core.cli.summaries import summary
 
             values = plugin_commands()
@@ -76,25 +81,27 @@ class ExtensibleCommand(click.Command):
 
     def _split(self, args: Sequence[str]) -> tuple[list[str], list[str]]:
         """(the words of the subcommand that the arguments name, the other arguments)."""
-        if args and args[0] in children(self.name):
-            if _is_experiment(args[0]):
-                line = f"{command_line(self.name)} -- {args[0]}"
-                click.echo(f"note: {args[0]} is a command; for the experiment of this name: {line}", err=True)
+        if args and args[0] in children(self.entry_name):
             return [args[0]], list(args[1:])
         own = {name for parameter in self.params for name in parameter.opts}
         flags = [arg for arg in _before_separator(args) if arg.startswith("--") and arg not in own]
-        words = _longest_path(self.name, {flag[2:] for flag in flags})
+        words = _longest_path(self.entry_name, {flag[2:] for flag in flags})
         chosen = {f"--{word}" for word in words}
         return words, [arg for arg in args if arg not in chosen]
+
+    def _note_experiment(self, word: str) -> None:
+        if word in children(self.entry_name) and _is_experiment(word):
+            line = f"{command_line(self.entry_name)} -- {word}"
+            click.echo(f"note: {word} is a command; for the experiment of this name: {line}", err=True)
 
     def _check_installed(self, args: Sequence[str]) -> None:
         from axlearn_core.plugins.index import package_of
 
         flags = (arg[2:] for arg in _before_separator(args) if arg.startswith("--"))
         for word in (*args[:1], *flags):
-            package = package_of("commands", f"{self.name}-{word}")
+            package = package_of("commands", f"{self.entry_name}-{word}")
             if package and not _is_experiment(word):
-                line = f"{command_line(self.name)} {word}"
+                line = f"{command_line(self.entry_name)} {word}"
                 raise click.UsageError(f"`{line}` is not installed: {package} brings it (pip install {package}).")
 
     def _plugin_options(self) -> list[tuple[str, "CommandOption"]]:
@@ -107,7 +114,7 @@ class ExtensibleCommand(click.Command):
         from axlearn_core.errors import PluginError
         from axlearn_core.plugins.registry import registry
 
-        prefix = f"{self.name}--"
+        prefix = f"{self.entry_name}--"
         own = {name for parameter in self.params for name in parameter.opts}
         options = []
         for name in sorted(n for n in registry().claims["options"] if n.startswith(prefix)):
@@ -116,7 +123,9 @@ class ExtensibleCommand(click.Command):
             if not isinstance(option, CommandOption):
                 raise PluginError(f"the {entry} is not a CommandOption, it is {option!r}")
             if flag in own:
-                raise PluginError(f"{flag} is an option of `{command_line(self.name)}` itself and of {entry.origin}")
+                raise PluginError(
+                    f"{flag} is an option of `{command_line(self.entry_name)}` itself and of {entry.origin}"
+                )
             options.append((flag, option))
         return options
 
@@ -124,34 +133,35 @@ class ExtensibleCommand(click.Command):
         """The error for an unknown option: with the commands or the package that have it, or with the nearest names."""
         from axlearn_core.plugins.index import package_of
 
-        option, line = error.option_name, command_line(self.name)
-        others = [name for name in family(self.name) if name != self.name]
+        option, line = error.option_name, command_line(self.entry_name)
+        others = [name for name in family(self.entry_name) if name != self.entry_name]
         if owners := [command_line(name) for name in others if option in _option_names(name)]:
             message = f"{option} is an option of {_join(owners)}, and not of `{line}`."
         elif lines := [c for c in map(command_line, others) if option[2:] in c.split()[2:]]:
             message = f"{option} cannot be given to `{line}`: it stands for {_join(lines)}."
-        elif package := package_of("options", f"{self.name}{option}"):
+        elif package := package_of("options", f"{self.entry_name}{option}"):
             message = f"{option} is not installed: {package} brings it (pip install {package})."
         else:
-            names = [*_option_names(self.name), *(f"--{word}" for word in children(self.name))]
+            names = [*_option_names(self.entry_name), *(f"--{word}" for word in children(self.entry_name))]
             return click.NoSuchOption(option, possibilities=names, ctx=error.ctx)
         return click.UsageError(message, error.ctx)
 
     def _with_hint(self, args: Sequence[str], error: click.UsageError) -> click.UsageError:
         """A usage error with the subcommand that the first word nearly names, or that stands behind other words."""
-        subcommands = children(self.name)
+        subcommands = children(self.entry_name)
         near = difflib.get_close_matches(args[0], subcommands, n=1) if args else []
         meant = [*near, *(arg for arg in args if arg in subcommands)]
         if not meant:
             return error
-        hint = f" Did you mean: {command_line(self.name)} {meant[0]} ...?"
+        hint = f" Did you mean: {command_line(self.entry_name)} {meant[0]} ...?"
         return click.UsageError(error.format_message() + hint, error.ctx)
 
 
 def change_request(request: "Request") -> "Request":
     """The request as the options of plugins change it that were given to this command, in the order of their names."""
     context = click.get_current_context(silent=True)
-    for _, (option, value) in sorted(context.meta.get(_GIVEN, {}).items() if context else ()):
+    given: dict[str, Any] = context.meta.get(_GIVEN, {}) if context else {}
+    for _, (option, value) in sorted(given.items()):
         request = option.change(value, request)
     return request
 

@@ -13,17 +13,18 @@ import re
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 
+from axlearn_core.compose.functions import Function, Part
+from axlearn_core.compose.layout import Layout
 from axlearn_core.config import Node, flatten, walk
 from axlearn_core.config.flat import qualified_name
+from axlearn_core.contracts.mesh import Mesh
+from axlearn_core.contracts.target import Target
 from axlearn_core.plugins.registry import normalized
 from axlearn_core.plugins.source_hash import plugin_packages, source_hashes
-
-if TYPE_CHECKING:
-    from axlearn_core.compose.compiler import Compiler
 
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NEURON_CC_FLAGS")
 """Variables that compilers read."""
@@ -61,7 +62,22 @@ def circumstances() -> dict[str, str]:
     return {**{name: " ".join(sorted(words)) for name, words in flags.items()}, **dict(sorted(options.items()))}
 
 
-def program_identity(program: "Compiler", configs: Mapping[str, Node[Any]]) -> dict[str, str] | None:
+class DescribedProgram(Protocol):
+    """What an identity reads of a `Compiler`; see its attributes."""
+
+    functions: dict[str, Function]
+    layout: Layout
+    mesh: Mesh
+    target: Target | None
+    parts: dict[Part, Any]
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """XLA's options for all functions."""
+        ...
+
+
+def program_identity(program: DescribedProgram, configs: Mapping[str, Node[Any]]) -> dict[str, str] | None:
     """Everything that the functions of a program are made from, by name.
 
     Args:
@@ -97,9 +113,8 @@ def program_identity(program: "Compiler", configs: Mapping[str, Node[Any]]) -> d
 def value_text(value: object) -> str | None:
     """A value of a config as text that tells it from others; None if no text does."""
     if isinstance(value, functools.partial):
-        inner = [value_text(v) for v in (value.func, *value.args, *value.keywords.values())]
-        known = [text for text in inner if text is not None]
-        return f"partial({', '.join(known)}; {[*value.keywords]})" if len(known) == len(inner) else None
+        text = value_text((value.func, *value.args, *value.keywords.values()))
+        return text and f"partial{text} of {[*value.keywords]}"
     if isinstance(value, tuple | list):
         texts = [value_text(v) for v in value]
         return None if None in texts else f"({', '.join(map(str, texts))})"

@@ -1,14 +1,9 @@
 """An option that a plugin adds to a command of another distribution. Imports no JAX."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
-
-if TYPE_CHECKING:
-    from axlearn_core.plugins.request import Request
 
 
 @attrs.frozen(kw_only=True)
@@ -20,10 +15,10 @@ class CommandOption:
 
     Attributes:
         help: one line for `--help`.
-        change: takes the value of the option (True for a flag) and the request, and returns the request to run instead.
+        change: takes the value of the option (True for a flag) and the `Request`, and returns the request to run instead.
         metavar: stands for the value in `--help`; None makes the option a flag.
     """
 
     help: str
-    change: Callable[[Any, Request], Request]
+    change: Callable[[Any, Any], Any]
     metavar: str | None = None
