@@ -77,11 +77,14 @@ class DescribedProgram(Protocol):
         ...
 
 
-def program_identity(program: DescribedProgram, configs: Mapping[str, Node[Any]]) -> dict[str, str] | None:
-    """Everything that the functions of a program are made from, by name.
+def program_identity(
+    program: DescribedProgram, configs: Mapping[str, Node[Any]], functions: Iterable[str]
+) -> dict[str, str] | None:
+    """Everything that some functions of a program are made from, by name.
 
     Args:
         program: has the functions; of arrays whose shapes no config gives, it has the shapes.
+        functions: the names of those whose donation and gradients count besides their code, which always counts.
         configs: name -> config, of all that the functions read.
 
     Returns:
@@ -100,7 +103,7 @@ def program_identity(program: DescribedProgram, configs: Mapping[str, Node[Any]]
     parts |= {f"mesh.{axis}": str(size) for axis, size in program.layout.mesh.shape.items()}
     parts |= {f"mesh config.{path}": str(value) for path, value in flatten(program.mesh).items()}
     parts |= {f"compiler_options.{name}": str(value) for name, value in program.compiler_options.items()}
-    parts |= {f"function {name}": _describe_function(function) for name, function in program.functions.items()}
+    parts |= {f"function {name}": _describe_function(program.functions[name]) for name in functions}
     parts["arrays"] = _digest_arrays(program.parts)
     parts["target"] = program.target.name if program.target else ""
     parts["processes"] = str(len({device.process_index for device in program.layout.mesh.devices.flat}))

@@ -182,7 +182,7 @@ def identity(program: Program) -> dict[str, str] | None:
         None if the config has code that only this process knows; see `program_identity`.
     """
     config: Any = program.config
-    return program_identity(program, {"config": portable(config)[0]})
+    return program_identity(program, {"config": portable(config)[0]}, ["train"])
 
 
 def check_private(folder: Path) -> None:

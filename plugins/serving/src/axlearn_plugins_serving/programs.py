@@ -45,7 +45,8 @@ def identity(program: ModelProgram, cfg: RunnerConfig, model: Node[Any]) -> dict
     Raises:
         ProgramsError: a config has code that only this process knows.
     """
-    parts = program_identity(program, {"model": model, "runner": cfg})
+    # A program that is to be loaded has not declared the functions of steps: their code and the configs stand for them.
+    parts = program_identity(program, {"model": model, "runner": cfg}, functions=())
     if parts is None:
         raise ProgramsError(
             "nothing tells the programs of this model from those of another: its config has code that is not installed\n"
