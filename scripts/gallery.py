@@ -47,7 +47,7 @@ RUN = "axlearn train quickstart --steps 120 --run-dir run --set model.decoder.nu
 PAGES = {
     "report": ((RUN, "axlearn report run"), "run/report.html", 1500),
     "search": (
-        ("axlearn plan llama2-7b --target h100-8x32 --search --front 6 --budget 4 --html search.html",),
+        ("axlearn plan search llama2-7b --target h100-8x32 --front 6 --budget 4 --html search.html",),
         "search.html",
         900,
     ),

@@ -5,13 +5,17 @@ import threading
 import time
 from pathlib import Path
 
+import attrs
 import click
 import jax
 from mutants import mutants, suite
 
 from axlearn_core.config import Configurable, node
 from axlearn_core.contracts.options import CommandOption
-from axlearn_testing import CommandOptionSuite, ProcessGroupSuite, ProfilerSuite, WatchdogSuite
+from axlearn_core.errors import PluginError
+from axlearn_core.plugins.request import Setting
+from axlearn_plugins_plan.bench_command import step as bench_step
+from axlearn_testing import CommandOptionSuite, CommandSuite, ProcessGroupSuite, ProfilerSuite, WatchdogSuite
 
 
 class Observer(Configurable):
@@ -155,33 +159,30 @@ GROUPS = mutants(
 )
 
 
-def run_echo(value, request, as_json):
-    """What `axlearn echo --twice` runs."""
-    click.echo(f"{request} {request}")
+class Registered:
+    """An entry point that no distribution has."""
+
+    def __init__(self, name, value):
+        self.name, self.value = name, value
+
+    def load(self):
+        return self.value
 
 
-def run_other(value, request):
-    """Takes less than the command gives."""
+def _seeded(value, request):
+    return attrs.evolve(request, settings=(*request.settings, Setting(path="seed", value=int(value))))
 
 
-@click.command()
-@click.argument("request")
-@click.option("--json", "as_json", is_flag=True)
-def echo(request, as_json):
-    """Prints a word."""
-    click.echo(request)
-
-
-def _option(name="--twice", run="run_echo", text="Print it twice.", arguments=("a", "--twice")):
-    option = CommandOption(name=name, help=text, run=f"{__name__}:{run}")
+def _option(name="--every", change=_seeded, text="Seed of the run.", metavar="N", command="train"):
+    option = CommandOption(help=text, metavar=metavar, change=change)
     return suite(
         CommandOptionSuite,
         None,
-        command="echo",
+        command=command,
         name=name,
-        arguments=arguments,
-        option=lambda self: option,
-        target=lambda self: echo,
+        value="3",
+        arguments=("quickstart",),
+        entry=lambda self: Registered(f"{self.command}{self.name}", option),
     )
 
 
@@ -190,8 +191,45 @@ OPTIONS = mutants(
     {
         "is written with an underscore": (_option(name="--at_once"), "test_it_is_written_like_an_option"),
         "has no help": (_option(text=" "), "test_it_is_written_like_an_option"),
-        "takes less than the command gives": (_option(run="run_other"), "test_it_takes_what_the_command_takes"),
+        "takes a value and says that it is a flag": (_option(metavar=None), "test_it_is_written_like_an_option"),
+        "changes nothing": (_option(change=lambda value, request: request), "test_it_changes_the_request"),
+        "loses the request": (_option(change=lambda value, request: None), "test_it_changes_the_request"),
+        "is for a command without a request": (_option(command="serve"), "test_its_command_takes_it"),
+        "is not listed": (_option(name="--not-registered"), "test_it_is_listed_and_imports_no_jax"),
     },
+    errors=(PluginError,),
 )
 
-MUTANTS = [*PROFILERS, *WATCHDOGS, *GROUPS, *OPTIONS]
+
+@click.command()
+def count():
+    """Counts nothing."""
+
+
+def _command(name="bench-step", arguments=("--help",), value=bench_step, line="Measure steps.", exit_code=0):
+    return suite(
+        CommandSuite,
+        None,
+        name=name,
+        arguments=arguments,
+        exit_code=exit_code,
+        entry=lambda self: Registered(self.name, value),
+        summary=lambda self: line,
+    )
+
+
+COMMANDS = mutants(
+    _command(),
+    {
+        "is no command": (_command(value=len), "test_it_stands_where_its_name_says"),
+        "stands below one that has no subcommands": (
+            _command(name="bench-step-count", value=count),
+            "test_it_stands_where_its_name_says",
+        ),
+        "has no docstring": (_command(line=None), "test_it_has_a_line_for_help"),
+        "fails": (_command(arguments=("--nope",)), "test_it_works"),
+    },
+    errors=(PluginError,),
+)
+
+MUTANTS = [*PROFILERS, *WATCHDOGS, *GROUPS, *OPTIONS, *COMMANDS]

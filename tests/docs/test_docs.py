@@ -16,6 +16,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import blocks
 
+from axlearn_core.cli.extensible import ExtensibleCommand
+
 ROOT = Path(__file__).resolve().parents[2]
 PLUGINS = [ROOT / "examples/my_norm_plugin", ROOT / "examples/my_objective_plugin"]
 """What the pages use."""
@@ -158,15 +160,15 @@ def test_links_resolve(page):
             assert anchor in slugs, f"{page.name} links to {target}; the headings there: {sorted(slugs)}"
 
 
-def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, click.Command]]:
+def commands(group: click.Group | ExtensibleCommand, path: tuple[str, ...] = ()) -> Iterator[tuple[str, click.Command]]:
     """Every command, with its words."""
     context = click.Context(group)
     for name in group.list_commands(context):
         command = group.get_command(context, name)
         assert command is not None
-        if isinstance(command, click.Group):
+        if isinstance(command, click.Group | ExtensibleCommand):
             yield from commands(command, (*path, name))
-        else:
+        if not isinstance(command, click.Group):
             yield " ".join((*path, name)), command
 
 

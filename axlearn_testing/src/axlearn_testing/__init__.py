@@ -23,7 +23,7 @@ from axlearn_testing.layer import LayerSuite  # noqa: E402
 from axlearn_testing.learn import LearnerSuite  # noqa: E402
 from axlearn_testing.measure import EvaluatorSuite, ProfilerSuite, WatchdogSuite  # noqa: E402
 from axlearn_testing.objective import ObjectiveSuite  # noqa: E402
-from axlearn_testing.options import CommandOptionSuite  # noqa: E402
+from axlearn_testing.options import CommandOptionSuite, CommandSuite  # noqa: E402
 from axlearn_testing.process_group import ProcessGroupSuite  # noqa: E402
 from axlearn_testing.tokenizer import TokenizerSuite  # noqa: E402
 from axlearn_testing.tracker import TrackerSuite  # noqa: E402
@@ -31,7 +31,7 @@ from axlearn_testing.train import TrainerSuite  # noqa: E402
 from axlearn_testing.weights import WeightsSuite  # noqa: E402
 
 __all__ = [
-    "Case", "CheckpointerSuite", "CommandOptionSuite", "Contract", "EvaluatorSuite", "FeatureSuite", "InputSuite",
+    "Case", "CheckpointerSuite", "CommandOptionSuite", "CommandSuite", "Contract", "EvaluatorSuite", "FeatureSuite", "InputSuite",
     "KernelSuite", "LayerSuite", "LearnerSuite", "ObjectiveSuite", "ProcessGroupSuite", "ProfilerSuite", "StorageSuite",
     "TokenizerSuite", "TrackerSuite", "TrainerSuite", "WatchdogSuite", "WeightsSuite", "contract_of",
 ]  # fmt: skip

@@ -1,91 +1,124 @@
-"""The suite for options that plugins add to commands of others."""
+"""The suites for commands, and for options of commands, that plugins register through entry points."""
 
-import importlib
-import inspect
 import subprocess
 import sys
 from typing import Any
 
 import click
-import pytest
 from click.testing import CliRunner
 
+from axlearn_core.cli.commands import command_line, plugin_commands
+from axlearn_core.cli.extension_checks import check_command, check_option
 from axlearn_core.cli.main import cli
+from axlearn_core.cli.summaries import summary
 from axlearn_core.contracts.options import CommandOption
-from axlearn_core.plugins.manager import host
+from axlearn_core.plugins.registry import Entry, registry
+from axlearn_core.plugins.request import Request
 
 
-class CommandOptionSuite:
-    """What every option keeps that a plugin adds through the hook `axlearn_command_options`.
+class CommandSuite:
+    """Checks a command that a plugin registers in the entry-point group `axlearn.commands`.
 
     Attributes:
-        command: the command, such as `plan`.
-        name: the option as it is written: `--one-line`.
-        arguments: a command line behind the command with which the option works.
-        exit_code: what the command then ends with.
+        name: the name of the entry point: `plan-search` for `axlearn plan search`.
+        arguments: a command line behind the command with which it works.
+        exit_code: the exit code of that command line.
     """
 
-    command: str
     name: str
     arguments: tuple[str, ...]
     exit_code: int = 0
 
-    def option(self) -> CommandOption:
-        """The option, as the plugin that adds it declares it."""
-        answers = host().answers("axlearn_command_options", command=self.command)
-        matches = [option for _, options in answers for option in options if option.name == self.name]
-        assert len(matches) == 1, f"{len(matches)} plugins add {self.name} to `axlearn {self.command}`, expected one"
-        return matches[0]
+    def entry(self) -> Entry:
+        """The entry point of the command."""
+        return registry().entry("commands", self.name)
 
-    def target(self) -> click.Command:
-        """The command that it is added to."""
-        command = cli.get_command(click.Context(cli), self.command)
-        assert command is not None, f"there is no command {self.command}"
-        return command
+    def summary(self) -> str | None:
+        """The line about the command in the help of the command above it."""
+        return summary(plugin_commands()[self.name][0])
+
+    def test_it_stands_where_its_name_says(self) -> None:
+        check_command(self.entry())
+        assert isinstance(self.entry().load(), click.Command)
+
+    def test_it_has_a_line_for_help(self) -> None:
+        line = self.summary()
+        assert line, f"the function of {self.name} has no docstring"
+        assert line.endswith("."), f"the first line of the docstring is no sentence: {line}"
+
+    def test_help_imports_no_jax(self) -> None:
+        _check_help(command_line(self.name))
+
+    def test_it_works(self) -> None:
+        result: Any = CliRunner().invoke(cli, [*command_line(self.name).split()[1:], *self.arguments])
+        assert result.exit_code == self.exit_code, result.output
+        assert result.stdout.strip(), f"{command_line(self.name)} prints nothing on standard output"
+
+
+class CommandOptionSuite:
+    """Checks an option that a plugin registers in the entry-point group `axlearn.options`.
+
+    Attributes:
+        command: the name of the command: `train`, or `plan-search` for `axlearn plan search`.
+        name: the option as it is written: `--seed`.
+        value: a value as the command line gives it to the option; True for a flag.
+        arguments: a command line behind the command, with the option, that works.
+        experiment: what `value` is tried on.
+        exit_code: the exit code of that command line.
+    """
+
+    command: str
+    name: str
+    value: Any = True
+    arguments: tuple[str, ...]
+    experiment: str = "quickstart"
+    exit_code: int = 0
+
+    def entry(self) -> Entry:
+        """The entry point of the option."""
+        return registry().entry("options", f"{self.command}{self.name}")
+
+    def option(self) -> CommandOption:
+        """The option."""
+        return self.entry().load()
+
+    def test_its_command_takes_it(self) -> None:
+        check_option(self.entry())
 
     def test_it_is_written_like_an_option(self) -> None:
         option = self.option()
-        assert option.name.startswith("--"), option.name
-        assert option.name == option.name.lower(), option.name
-        assert "_" not in option.name, f"{option.name}: options of the command line are written with hyphens"
-        assert option.help.strip(), f"{option.name} has no help"
-        assert "\n" not in option.help, f"{option.name}: one line for --help"
+        assert self.name.startswith("--"), self.name
+        assert self.name == self.name.lower(), self.name
+        assert "_" not in self.name, f"{self.name}: options of the command line are written with hyphens"
+        assert option.help.strip(), f"{self.name} has no help"
+        assert "\n" not in option.help, f"{self.name}: one line for --help"
+        assert (option.metavar is None) == (self.value is True), f"{self.name} has a metavar if it takes a value"
 
-    def test_it_is_listed_without_loading_what_it_runs(self) -> None:
-        module = self.option().run.partition(":")[0]
-        code = (
-            "import sys\nfrom axlearn_core.cli.main import cli\n"
-            f"cli(['{self.command}', '--help'], standalone_mode=False)\n"
-            f"print([m for m in ('jax', {module!r}) if m in sys.modules])\n"
-        )
-        listed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
-        assert listed.returncode == 0, listed.stderr
-        assert self.name in listed.stdout, f"`axlearn {self.command} --help` does not list {self.name}"
-        assert listed.stdout.splitlines()[-1] == "[]", f"--help imports {listed.stdout.splitlines()[-1]}"
+    def test_it_is_listed_and_imports_no_jax(self) -> None:
+        assert self.name in _check_help(command_line(self.command)), f"--help does not list {self.name}"
 
-    def test_it_takes_what_the_command_takes(self) -> None:
-        module, _, attribute = self.option().run.partition(":")
-        run = getattr(importlib.import_module(module), attribute)
-        takes = self.target().callback
-        assert takes is not None
-        own = inspect.signature(inspect.unwrap(takes)).parameters
-        try:
-            inspect.signature(run).bind("value", **dict.fromkeys(own))
-        except TypeError as error:
-            raise AssertionError(f"{self.option().run} cannot be called as {self.command} is: {error}") from None
-
-    def test_it_runs_in_the_place_of_the_command(self, monkeypatch: Any) -> None:
-        if self.option().belongs_to is not None:
-            pytest.skip(f"{self.option().belongs_to} runs in its place, and gets its value")
-        module, _, attribute = self.option().run.partition(":")
-        calls: list[Any] = []
-        monkeypatch.setattr(importlib.import_module(module), attribute, lambda *args, **named: calls.append(args))
-        result: Any = CliRunner().invoke(cli, [self.command, *self.arguments])
-        assert calls, (
-            f"`axlearn {self.command} {' '.join(self.arguments)}` does not run {self.option().run}: {result.output}"
-        )
+    def test_it_changes_the_request(self) -> None:
+        before = Request.of(self.experiment)
+        after = self.option().change(self.value, before)
+        assert isinstance(after, Request), f"{self.name} gives {type(after).__name__}, expected a Request"
+        assert after != before, f"{self.name} changes nothing"
+        assert after == self.option().change(self.value, before), f"{self.name} gives another request each time"
 
     def test_it_works(self) -> None:
-        result: Any = CliRunner().invoke(cli, [self.command, *self.arguments])
+        words = command_line(self.command).split()[1:]
+        result: Any = CliRunner().invoke(cli, [*words, *self.arguments])
         assert result.exit_code == self.exit_code, result.output
-        assert result.stdout.strip(), f"{self.name} prints nothing on standard output"
+
+
+def _check_help(line: str) -> str:
+    """The help of a command in a process of its own, in which JAX was not imported."""
+    code = (
+        "import sys\nfrom axlearn_core.cli.main import cli\n"
+        f"cli({[*line.split()[1:], '--help']!r}, standalone_mode=False)\n"
+        "print('jax' in sys.modules)\n"
+    )
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert process.returncode == 0, process.stderr
+    help_text, _, is_imported = process.stdout.rstrip().rpartition("\n")
+    assert is_imported == "False", f"`{line} --help` imports JAX"
+    return help_text

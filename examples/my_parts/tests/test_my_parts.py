@@ -40,6 +40,7 @@ from axlearn_testing import (
     Case,
     CheckpointerSuite,
     CommandOptionSuite,
+    CommandSuite,
     EvaluatorSuite,
     InputSuite,
     KernelSuite,
@@ -233,17 +234,29 @@ def test_the_experiment_has_a_part_in_every_slot(tmp_path):
     assert my_parts() == ax.resolve("my-parts").config
 
 
-class TestOneLine(CommandOptionSuite):
-    command, name = "plan", "--one-line"
-    arguments = ("my-parts", "--target", f"cpu-{len(jax.devices())}", "--one-line")
+class TestOneLine(CommandSuite):
+    name = "plan-one-line"
+    arguments = ("my-parts", "--target", f"cpu-{len(jax.devices())}")
 
 
-def test_the_option_prints_one_line():
+def test_the_command_prints_one_line_by_its_word_and_as_a_flag():
     machine = f"cpu-{len(jax.devices())}"
-    result = CliRunner().invoke(cli, ["plan", "my-parts", "--target", machine, "--one-line"])
-    assert (result.exit_code, result.output) == (0, f"my-parts train on {machine}: fits\n"), result.output
+    for words in (["plan", "one-line", "my-parts"], ["plan", "my-parts", "--one-line"]):
+        result = CliRunner().invoke(cli, [*words, "--target", machine])
+        assert (result.exit_code, result.output) == (0, f"my-parts on {machine}: fits\n"), result.output
     both = CliRunner().invoke(cli, ["plan", "my-parts", "--target", machine, "--one-line", "--json"])
     assert both.exit_code == 2
+
+
+class TestSeed(CommandOptionSuite):
+    command, name, value = "train", "--seed", "3"
+    arguments = ("my-parts", "--seed", "3", "--dry-run")
+
+
+def test_the_option_sets_the_seed():
+    wrong = CliRunner().invoke(cli, ["train", "my-parts", "--seed", "three", "--dry-run"])
+    assert wrong.exit_code == 2
+    assert "--seed three" in wrong.output
 
 
 class TestShortestFirst(SchedulerSuite):

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "docs"))
 import blocks
 
 from axlearn_core.cli.common import REQUEST_OPTIONS, with_request
+from axlearn_core.cli.extensible import ExtensibleCommand
 from axlearn_core.cli.main import cli
 from axlearn_core.plugins.request import Request
 
@@ -24,15 +25,17 @@ ROOT = Path(__file__).resolve().parents[3]
 RUN = ROOT / "tests/fixtures/run_of_llama/run"
 
 
-def all_commands(group: click.Group = cli, path: tuple[str, ...] = ()) -> Iterator[tuple[str, click.Command]]:
+def all_commands(
+    group: click.Group | ExtensibleCommand = cli, path: tuple[str, ...] = ()
+) -> Iterator[tuple[str, click.Command]]:
     """Yields the words of each command, and the command."""
     context = click.Context(group)
     for name in group.list_commands(context):
         command = group.get_command(context, name)
         assert command is not None
-        if isinstance(command, click.Group):
+        if isinstance(command, click.Group | ExtensibleCommand):
             yield from all_commands(command, (*path, name))
-        else:
+        if not isinstance(command, click.Group):
             yield " ".join((*path, name)), command
 
 

@@ -141,7 +141,6 @@ def test_the_example_of_each_hook_can_be_registered(hook):
     manager.register(module)
     manager.check_pending()
     arguments = {"axlearn_checkpoint_storage": {"uri": "other://x"}, "axlearn_weights": {"uri": "elsewhere"}}
-    arguments["axlearn_command_options"] = {"command": "plan"}
     answers = getattr(manager.hook, hook)(**arguments.get(hook, {}))
     silent = ("axlearn_before_devices", "axlearn_checkpoint_storage", "axlearn_weights")
     assert bool(answers) == (hook not in silent)

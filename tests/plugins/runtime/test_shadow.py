@@ -63,10 +63,10 @@ def test_the_command_refuses_before_anything_begins(tmp_path):
     assert "precision" in result.output, "the nearest name"
     result = CliRunner().invoke(cli, [*words, "remat", "--every", "x"])
     assert result.exit_code == 2
-    assert "--every takes a number of steps" in result.output
+    assert "--every x and --shadow remat: shadow.every_steps: wrong type" in result.output
     result = CliRunner().invoke(cli, [*words[:-1], "--every", "3"])
     assert result.exit_code == 2
-    assert "--every belongs to --shadow" in result.output
+    assert "--every 3: shadow.feature: ShadowFeature needs a value" in result.output
     assert not (tmp_path / "run").exists()
 
 

@@ -13,9 +13,11 @@ from click.testing import CliRunner
 
 import axlearn_core as ax
 from axlearn_core.cli.main import cli
+from axlearn_core.config import Configurable, node
 from axlearn_core.errors import RequestError
 from axlearn_plugins_cpu.kernels import library
-from axlearn_plugins_serving.programs import Loading, programs_of_run
+from axlearn_plugins_serving.programs import Loading, ProgramsError, identity, programs_of_run
+from axlearn_plugins_serving.runner import ModelRunner
 
 SIZES = {"runner.max_rows": 2, "runner.max_context": 64, "runner.row_buckets": (), "runner.chunk_buckets": ()}
 SET = ["--set", "serving.runner.max_rows=2", "--set", "serving.runner.max_context=64"]
@@ -157,6 +159,19 @@ def test_programs_that_do_not_fit(run_dir, tmp_path, changes, says):
     assert says in refused(run_dir, tmp_path, **changes)
 
 
+class Unpackaged(Configurable):
+    """A layer of a script: its code has neither a version nor a hash."""
+
+    @node
+    class Config(Configurable.Config["Unpackaged"]):
+        size: int = 1
+
+
+def test_a_model_with_code_that_is_not_installed_has_no_programs():
+    with pytest.raises(ProgramsError, match="its config has code that is not installed"):
+        identity(None, ModelRunner.Config(), Unpackaged.Config())
+
+
 def test_what_is_not_begun_is_not_loaded_once_the_runner_is_closed():
     began, go_on, loaded = threading.Event(), threading.Event(), []
 
@@ -188,7 +203,7 @@ def test_requests_that_cannot_be_exported(tmp_path):
     assert "'quickstart' is not a directory of a model" in nothing.stderr
     alone = plan("quickstart", "--export", tmp_path / "new")
     assert alone.exit_code == 2
-    assert "--export belongs to --serve" in alone.stderr
+    assert "--export is an option of `axlearn plan serve`" in alone.stderr
 
 
 def test_programs_that_others_may_write_are_refused(tmp_path):

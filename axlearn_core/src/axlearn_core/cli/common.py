@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from axlearn_core.cli.completion import complete_experiments, complete_features
+from axlearn_core.cli.extensible import change_request
 from axlearn_core.cli.terminal import echo
 from axlearn_core.compat import only_cpu
 
@@ -43,7 +44,7 @@ REQUEST_OPTIONS = (
     click.option("--set", "set_", multiple=True, metavar="PATH=VALUE", help="Set a value; the path may hold * and **."),
     click.option("--steps", type=click.IntRange(min=1), metavar="N", help="Short for --set max_steps=N."),
     click.option("--target", metavar="NAME", help="The hardware to run on; `none` for no mesh rule."),
-    click.option("--layout", metavar="FILE", help="A layout that `axlearn plan --search --layout-out` wrote."),
+    click.option("--layout", metavar="FILE", help="A layout that `axlearn plan search --layout-out` wrote."),
 )
 """The options that say what to train, for a command that passes them on."""
 
@@ -79,9 +80,8 @@ def with_request(function: Callable[..., Any]) -> Callable[..., Any]:
 
         options = {"with_": with_, "without": without, "set": set_, "steps": steps, "target": target, "layout": layout}
         request = Request.of(experiment, **options)  # type: ignore[arg-type]
-        return function(*args, request=request, **kwargs)
+        return function(*args, request=change_request(request), **kwargs)
 
-    command.wrap = with_request  # type: ignore[attr-defined]  # for options of plugins; see `open_command`
     return command
 
 

@@ -3,11 +3,15 @@
 import click
 from click.shell_completion import CompletionItem
 
+from axlearn_core.cli.extensible import ExtensibleCommand
 from axlearn_core.plugins.registry import Group, registry
 
 
 def complete_experiments(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Installed experiments, or files where no name begins so."""
+    """Installed experiments, and as the first word the subcommands of a command; or files if no name begins so."""
+    if isinstance(ctx.command, ExtensibleCommand):
+        words = [CompletionItem(word) for word in ctx.command.list_commands(ctx) if word.startswith(incomplete)]
+        return [*words, *_names("experiments", incomplete)] or [CompletionItem(incomplete, type="file")]
     return _names("experiments", incomplete) or [CompletionItem(incomplete, type="file")]
 
 

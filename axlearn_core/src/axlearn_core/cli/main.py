@@ -2,7 +2,6 @@
 
 import difflib
 import importlib
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,18 +10,9 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-# A built-in command: where it is, and its line in `axlearn --help`.
-COMMANDS: dict[str, tuple[str, str]] = {
-    "train": ("axlearn_core.cli.train:train", "Train an experiment, or resume its run."),
-    "bench": ("axlearn_core.cli.bench:bench", "Measure a training step on this machine, or a server at an address."),
-    "checkpoint": ("axlearn_core.cli.checkpoint:checkpoint", "List, inspect and convert checkpoints."),
-    "config": ("axlearn_core.cli.config:config", "Show, compare, explain and check configs."),
-    "experiments": ("axlearn_core.cli.experiments:experiments", "List the experiments that are installed."),
-    "features": ("axlearn_core.cli.features:features", "List features, and show what one does."),
-    "plugins": ("axlearn_core.cli.plugins:plugins", "List and examine what is installed."),
-}
+from axlearn_core.cli.commands import COMMANDS, children, command_line, parent, plugin_commands
+
 TRAINING = ("train", "bench")  # for these the process starts anew with other settings of the C library
-OPEN = ("bench", "checkpoint", "config", "plugins")  # below these, plugins add commands of their own
 
 
 class Commands(click.Group):
@@ -30,12 +20,12 @@ class Commands(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """All names, the core's first."""
-        names = {n for n in _plugin_commands() if n.partition("-")[0] not in OPEN}
+        names = {n for n in plugin_commands() if parent(n) is None}
         return [*COMMANDS, *sorted(names - COMMANDS.keys())]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Imports the one command."""
-        plugin = _plugin_commands().get(cmd_name)
+        _, plugin = plugin_commands().get(cmd_name, ("", ""))
         if cmd_name in COMMANDS and not plugin:
             module, _, name = COMMANDS[cmd_name][0].partition(":")
             return getattr(importlib.import_module(module), name)
@@ -59,9 +49,8 @@ class Commands(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            below = {
-                n.partition("-")[2]: n.replace("-", " ", 1) for n in _plugin_commands() if n.partition("-")[0] in OPEN
-            }
+            lines = {n: command_line(n).removeprefix("axlearn ") for n in plugin_commands()}
+            below = {line.split()[-1]: line for line in lines.values() if " " in line}
             names = below | {n: n for n in self.list_commands(ctx)}
             raise _unknown(args[0], args[0], names, error, ctx) from None
 
@@ -69,10 +58,10 @@ class Commands(click.Group):
         """The commands with the lines of the table, none of them imported."""
         from axlearn_core.cli.summaries import summary
 
-        plugins, values = _plugin_commands(), _plugin_commands(value=True)
-        lines = {n: COMMANDS[n][1] if n in COMMANDS else summary(values[n]) for n in self.list_commands(ctx)}
+        plugins = plugin_commands()
+        lines = {n: COMMANDS[n][1] if n in COMMANDS else summary(plugins[n][0]) for n in self.list_commands(ctx)}
         with formatter.section("Commands"):
-            formatter.write_dl([(name, line or f"({plugins[name]})") for name, line in lines.items()])
+            formatter.write_dl([(name, line or f"({plugins[name][1]})") for name, line in lines.items()])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """The names of commands and options, without importing any command."""
@@ -95,9 +84,7 @@ class Group(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """All names."""
-        prefix = f"{self.name}-"
-        plugins = sorted(n.removeprefix(prefix) for n in _plugin_commands() if n.startswith(prefix))
-        return [*super().list_commands(ctx), *plugins]
+        return [*super().list_commands(ctx), *children(self.name or "")]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Imports the command of a plugin."""
@@ -163,25 +150,6 @@ def _errors() -> Iterator[None]:
             raise
         click.echo(f"{click.style('error:', fg='red', bold=True)} {escape_controls(str(error))}", err=True)
         raise click.exceptions.Exit(error.exit_code) from error
-
-
-def _plugin_commands(*, value: bool = False) -> dict[str, str]:
-    """The commands that plugins register; imports no plugin.
-
-    Args:
-        value: give what each entry point names (`module:function`) in place of its distribution.
-    """
-    if os.environ.get("AXLEARN_PLUGINS"):
-        from axlearn_core.plugins.registry import registry
-
-        entries = {name: claims[0] for name, claims in registry().claims["commands"].items()}
-        return {name: entry.value if value else entry.origin for name, entry in entries.items()}
-    import importlib_metadata  # not the registry, whose imports would take as long again as all of `--help`
-
-    points = importlib_metadata.entry_points(group="axlearn.commands")
-    if value:
-        return {p.name: p.value for p in points}
-    return {p.name: f"{p.dist.name} {p.dist.version}" if p.dist else "" for p in points}
 
 
 @click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

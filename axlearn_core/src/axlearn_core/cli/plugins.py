@@ -57,9 +57,10 @@ def doctor(as_json: bool) -> None:
     no_devices()
     import attrs
 
+    from axlearn_core.cli.extension_checks import check_command, check_option
     from axlearn_core.plugins.doctor import examine
 
-    findings = list(examine(registry()))
+    findings = list(examine(registry(), {"commands": check_command, "options": check_option}))
     if as_json:
         print_json([attrs.asdict(f) for f in findings])
     else:

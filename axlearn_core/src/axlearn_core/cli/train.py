@@ -7,11 +7,11 @@ from typing import Any
 import click
 
 from axlearn_core.cli.common import experiment_argument, request_options
-from axlearn_core.cli.open_command import OpenCommand
+from axlearn_core.cli.extensible import ExtensibleCommand
 from axlearn_core.cli.terminal import echo
 
 
-@click.command(cls=OpenCommand)
+@click.command(cls=ExtensibleCommand)
 @experiment_argument
 @request_options
 @click.option("--run-dir", metavar="DIR|URI", help="Default: runs/<experiment>-<hash of the config>.")

@@ -54,7 +54,7 @@ class Compiler:
         self._compiling: dict[Any, threading.Lock] = {}
         self._guard, self._tracing = threading.Lock(), threading.RLock()
         self._exported: dict[tuple[str, str], tuple[Any, executables.Executable]] = {}
-        self._identified = False
+        self._identified: set[tuple[str, str]] = set()
         self._cached: set[Any] = set()
 
     @property
@@ -173,13 +173,12 @@ class Compiler:
                 raise
 
     def _load(self, name: str, bucket: Any, options: Mapping[str, Any]) -> Any:
-        exported = self._exported.get((name, str(_bucket_key(bucket))))
-        if exported is None:
+        key = (name, str(_bucket_key(bucket)))
+        if key not in self._exported or options:  # an export has the options of the function and no others
             return None
-        program = None
-        if not self._identified:
-            program = executables.program_hash(self.lower(name, bucket), {**options, **self.options(name)})
-        return executables.load(*exported, program, self.layout.mesh.devices)
+        identified = key in self._identified
+        program = None if identified else executables.program_hash(self.lower(name, bucket), self.options(name))
+        return executables.load(*self._exported[key], program, self.layout.mesh.devices)
 
     def _compile(self, name: str, bucket: object, options: Mapping[str, Any]) -> Any:
         if not self._has_packed_arguments(name, bucket):
@@ -266,7 +265,8 @@ class Compiler:
             RequestError: the directory is not such an export, is damaged, or is of another version, machine or identity.
         """
         entries = executables.read_index(directory, self.layout.mesh.devices, identity)
-        self._identified = identity is not None
+        self._identified -= entries.keys()
+        self._identified |= set() if identity is None else entries.keys()
         self._exported.update({key: (directory, entry) for key, entry in entries.items()})
         return list(dict.fromkeys(name for name, _ in entries))
 

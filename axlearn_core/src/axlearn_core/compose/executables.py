@@ -19,10 +19,11 @@ import jax
 from jax.experimental import serialize_executable
 from jaxlib import version as jaxlib_version
 
+from axlearn_core.compose.identity import circumstances
 from axlearn_core.errors import RequestError
 from axlearn_core.kernels.selection import import_kernels
 
-FORMAT = 1
+FORMAT = 2
 INDEX = "executables.json"
 
 
@@ -74,6 +75,7 @@ def environment(devices: Any) -> dict[str, Any]:
         "processes": sorted({d.process_index for d in flat}),
         "mesh": list(devices.shape),
         "cpu": _cpu_features(features=flat[0].platform == "cpu"),
+        **circumstances(),
     }
 
 
@@ -161,7 +163,7 @@ def read_index(
     for name, expected in environment(devices).items():
         if index.get(name) != expected:
             raise RequestError(
-                f"{directory} was exported from another {_NAMES.get(name, name)}\n"
+                f"{directory} was exported from another {_NAMES.get(name, f'value of {name}')}\n"
                 f"    got: {_short(index.get(name))}\n"
                 f"    expected: {_short(expected)}\n"
                 "    fix: export again, here"
@@ -231,6 +233,9 @@ def load(directory: str | os.PathLike[str], entry: Executable, program: str | No
 
 
 _NAMES = {
+    "format": "version of its format",
+    "compiler": "compiler",
+    "mesh": "mesh",
     "jax": "version of JAX",
     "jaxlib": "version of jaxlib",
     "devices": "machine",

@@ -3,7 +3,7 @@
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -14,6 +14,7 @@ from axlearn_core.plugins import hookspecs
 from axlearn_core.plugins.intact import replaced_attributes
 from axlearn_core.plugins.manager import register
 from axlearn_core.plugins.registry import BLOCK, CORE, GROUPS, Entry, Group, Registry, core_version
+from axlearn_core.plugins.removed import HOOKS
 
 
 @attrs.frozen(kw_only=True)
@@ -28,18 +29,25 @@ class Finding:
     message: str = ""
 
 
-def examine(names: Registry) -> Iterator[Finding]:
-    """One finding per entry point, per distribution with something to say of it, and per useless block."""
+def examine(names: Registry, checks: Mapping[Group, Callable[[Entry], Any]] | None = None) -> Iterator[Finding]:
+    """One finding per entry point, per distribution with something to say of it, and per useless block.
+
+    Args:
+        names: what is installed.
+        checks: group -> what to do with each of its entry points instead of only loading it; raises `RequestError`.
+    """
     manager = pluggy.PluginManager("axlearn")
     manager.add_hookspecs(hookspecs)
     load: dict[Group, Callable[[Entry], Any]] = {
         "plugins": lambda entry: register(manager, entry),
         "commands": lambda entry: entry.load(),
+        "options": lambda entry: entry.load(),
         "functions": lambda entry: entry.load(),
         "launchers": lambda entry: entry.load(),
         "features": lambda entry: names.feature(entry.name),
         "experiments": lambda entry: names.experiment(entry.name),
         "components": lambda entry: names.component(entry.name),
+        **(checks or {}),
     }
     unstated: dict[str, Entry] = {}
     for group in sorted(GROUPS, key=list(load).index):  # hook modules first, while no JAX is there yet
@@ -83,6 +91,9 @@ def _find_unmarked_hooks(entry: Entry) -> Iterator[Finding]:
     for name, value in module.items():
         own = inspect.isfunction(value) and value.__module__ == module.get("__name__")
         if not own or not name.startswith("axlearn_") or hasattr(value, "axlearn_impl"):
+            continue
+        if name in HOOKS:
+            yield _finding(entry, "error", f"the hook {name} was removed\n    instead: {HOOKS[name]}")
             continue
         names = [name] if name in hooks else list(nearest(name, hooks, limit=1))
         hint = f"; did you mean: {names[0]}?" if names and names[0] != name else ""

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from axlearn_core.contracts.kernels import KernelImplementation
     from axlearn_core.contracts.mesh import MeshRule
     from axlearn_core.contracts.migration import Migration
-    from axlearn_core.contracts.options import CommandOption
     from axlearn_core.contracts.parts import Weights
     from axlearn_core.contracts.remat import RematPolicy
     from axlearn_core.contracts.storage import Storage
@@ -58,11 +57,6 @@ def axlearn_migrations() -> Iterable[Migration]:  # type: ignore[empty-body]
 @hookspec
 def axlearn_checkpoint_storage(uri: str) -> Storage | None:
     """The storage of a URI (`"s3://bucket/run"`), or None where its scheme is not this plugin's."""
-
-
-@hookspec
-def axlearn_command_options(command: str) -> Iterable[CommandOption]:  # type: ignore[empty-body]
-    """Options that this plugin adds to a command that takes some: `plan`."""
 
 
 @hookspec

@@ -8,8 +8,10 @@ import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from axlearn_core.errors import RequestError
+if TYPE_CHECKING:
+    from axlearn_core.errors import RequestError
 
 FILE = Path(__file__).with_name("index.json")
 
@@ -32,8 +34,10 @@ def package_of(group: str, name: str) -> str | None:
     return names[max(fits, key=len)] if fits else None
 
 
-def not_installed(group: str, name: str) -> RequestError | None:
+def not_installed(group: str, name: str) -> "RequestError | None":
     """The error for a name whose package is not installed; None where no package of the project has that name."""
+    from axlearn_core.errors import RequestError  # the index is read for `axlearn --help`, which imports no attrs
+
     package = package_of(group, name)
     if package is None:
         return None

@@ -75,7 +75,7 @@ class LayoutFile:
             raise RequestError(
                 f"{self.source} is a layout of another machine\n    got: --target {request.target}\n"
                 f"    expected: {self.target}\n    fix: leave --target out, or search again: "
-                f"axlearn plan {self.experiment} --target {request.target} --search"
+                f"axlearn plan search {self.experiment} --target {request.target}"
             )
         features = [attrs.evolve(parse_feature(text), location=self.source) for text in self.features]
         settings = [Setting(path=p, value=v, location=self.source) for p, v in self.settings.items()]
@@ -97,7 +97,7 @@ class LayoutFile:
             raise RequestError(
                 f"{self.source} is a layout of another model, or of other batches\n    got: {digest}\n"
                 f"    expected: {self.model}, of {self.experiment} with the options that it was searched with\n"
-                f"    fix: search for this one: axlearn plan ... --target {self.target} --search --layout-out FILE"
+                f"    fix: search for this one: axlearn plan search ... --target {self.target} --layout-out FILE"
             )
         kinds = change_kinds(diff(before, after), before, after)
         wrong = [c.path for c, kind in kinds if kind not in ("execution", "microbatches") and not self._varies(c.path)]
@@ -139,7 +139,7 @@ def read_layout(path: str | Path) -> LayoutFile:
                 path="",
                 message="is not a layout file",
                 got=show(data),
-                expected="`layout: 1` and what `axlearn plan --search --layout-out` writes",
+                expected="`layout: 1` and what `axlearn plan search --layout-out` writes",
                 location=str(path),
             )
         )

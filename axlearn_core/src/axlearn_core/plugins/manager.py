@@ -9,6 +9,7 @@ from axlearn_core.contracts.target import Target
 from axlearn_core.errors import PluginError, nearest
 from axlearn_core.plugins import hookspecs
 from axlearn_core.plugins.registry import BLOCK, Entry, Registry, registry
+from axlearn_core.plugins.removed import HOOKS
 
 
 class Host:
@@ -77,8 +78,12 @@ def register(manager: pluggy.PluginManager, entry: Entry) -> None:
     hooks = [n for n in vars(hookspecs) if n.startswith("axlearn_")]
     wrong = [c.name for c in manager.get_hookcallers(module) or () if c.name not in hooks]
     if wrong:
-        close = nearest(wrong[0], hooks)
         manager.unregister(module)
+        if wrong[0] in HOOKS:
+            raise PluginError(
+                f"the {entry} implements the hook {wrong[0]!r}, which was removed\n    instead: {HOOKS[wrong[0]]}"
+            )
+        close = nearest(wrong[0], hooks)
         raise PluginError(
             f"the {entry} implements the hook {wrong[0]!r}, which does not exist\n"
             + (f"    did you mean: {', '.join(close)}?\n" if close else "")

@@ -19,6 +19,7 @@ import importlib_metadata
 
 from axlearn_core.errors import AxlearnError, PluginError, RequestError, unknown
 from axlearn_core.plugins.index import not_installed
+from axlearn_core.plugins.removed import replacement
 
 if TYPE_CHECKING:
     from axlearn_core.config import Node
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 CORE = "axlearn-core"
 BLOCK = "AXLEARN_PLUGINS"
-Group = Literal["plugins", "components", "features", "experiments", "commands", "functions", "launchers"]
+Group = Literal["plugins", "components", "features", "experiments", "commands", "options", "functions", "launchers"]
 GROUPS: tuple[Group, ...] = get_args(Group)
 
 
@@ -106,9 +107,11 @@ class Entry:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
         frames = [f for f in frames if f.filename != __file__]
         at = f"\n    at: {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+        removed = replacement(error)
+        now = f"\n    removed: {removed[0]}\n    instead: {removed[1]}" if removed else ""
         out = f", or leave it out with {BLOCK}=-{self.distribution}" if self.distribution != CORE else ""
         return PluginError(
-            f"the {self} {problem}\n    cause: {type(error).__name__}: {error}{at}\n"
+            f"the {self} {problem}\n    cause: {type(error).__name__}: {error}{at}{now}\n"
             f"    fix: repair or upgrade {self.distribution}{out}"
         )
 
@@ -195,6 +198,7 @@ class Registry:
             "components": "axlearn plugins list",
             "functions": "axlearn plugins list",
             "launchers": "axlearn plugins list",
+            "options": "axlearn plugins list",
             "commands": "axlearn --help",
         }.get(group, f"axlearn {group} list")
         raise unknown(_singular(group), name, self.claims[group], listing=listing)

@@ -4,7 +4,6 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -21,13 +20,6 @@ def plugin_packages() -> tuple[str, ...]:
 def source_hashes() -> Mapping[str, str]:
     """Package -> 16 hex digits of SHA-256 of its source and its compiled libraries, for each of `plugin_packages`."""
     return {name: _hash_package(name) for name in plugin_packages()}
-
-
-def installed_versions() -> tuple[str, ...]:
-    """`name-version` of every distribution on the path, by the names of the folders that installers write."""
-    folders = (Path(entry or ".") for entry in sys.path)
-    versions = {p.stem for folder in folders if folder.is_dir() for p in folder.glob("*.dist-info")}
-    return tuple(sorted(versions))
 
 
 def _hash_package(package: str) -> str:

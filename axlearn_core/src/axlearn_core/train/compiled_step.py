@@ -29,12 +29,9 @@ import jax
 from axlearn_core.checkpoint.barrier import gather_objects
 from axlearn_core.compose import Program
 from axlearn_core.compose.executables import INDEX, read_facts
-from axlearn_core.config import Node, flatten, walk
+from axlearn_core.compose.identity import program_identity
 from axlearn_core.config.assets import portable
-from axlearn_core.config.flat import qualified_name
 from axlearn_core.errors import AxlearnError, RequestError
-from axlearn_core.plugins.source_hash import installed_versions, plugin_packages, source_hashes
-from axlearn_core.plugins.unregistered import stable_repr
 from axlearn_core.run.holder import JOB
 from axlearn_core.run.record import write_whole
 
@@ -47,9 +44,6 @@ LOAD_SECONDS = 300.0
 """One that takes longer to load never will: XLA was seen to wait for a thread of its own that had long answered."""
 RESTART = 75
 """Exit code of a process that wants to be started again: EX_TEMPFAIL of sysexits.h."""
-_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NEURON_CC_FLAGS", "AXLEARN_PLUGINS")
-_PLACES = ("cache", "coordinator", "dump", "log", "traceback", "profiler", "debug", "array_garbage")
-"""Options of JAX with these words in their names say where things go, or what is printed."""
 
 
 class CompiledStep:
@@ -185,37 +179,10 @@ def identity(program: Program) -> dict[str, str] | None:
     """Everything that a step is made from, by name: equal identities are equal programs.
 
     Returns:
-        None where the config names code that is neither of a plugin nor of an installed distribution.
+        None if the config has code that only this process knows; see `program_identity`.
     """
     config: Any = program.config
-    if any(not _is_installed(value) for _, value in walk(config)):
-        return None
-    layout = program.layout
-    parts = {f"config.{path}": stable_repr(value) for path, value in flatten(portable(config)[0]).items()}
-    parts |= {f"mesh.{axis}": str(size) for axis, size in layout.mesh.shape.items()}
-    parts |= {f"compiler_options.{name}": str(value) for name, value in program.compiler_options.items()}
-    parts["target"] = program.target.name if program.target else ""
-    parts["processes"] = str(jax.process_count())
-    parts |= {name: os.environ.get(name, "") for name in _FLAGS}
-    values: Mapping[str, Any] = jax.config.values
-    options = {name: str(v) for name, v in values.items() if not any(word in name for word in _PLACES)}
-    parts["options of JAX"] = _digest(json.dumps(options, sort_keys=True))
-    parts["installed"] = _digest(" ".join(installed_versions()))
-    parts["python"] = sys.version
-    return parts | {f"code of {name}": digest for name, digest in source_hashes().items()}
-
-
-def _is_installed(value: Any) -> bool:
-    """Whether the code of a node, class or function has a version or a hash."""
-    if isinstance(value, Node):
-        value = type(value)
-    elif not callable(value):
-        return True
-    package = qualified_name(value).partition(":")[0].partition(".")[0]
-    if package in plugin_packages() or package in sys.stdlib_module_names:
-        return True
-    file = getattr(sys.modules.get(package), "__file__", None) or ""
-    return "site-packages" in file or "dist-packages" in file
+    return program_identity(program, {"config": portable(config)[0]}, ["train"])
 
 
 def check_private(folder: Path) -> None:
@@ -262,10 +229,6 @@ def _user_key() -> bytes:
         return file.read_bytes() if status.st_uid == os.getuid() and not status.st_mode & 0o077 else b""
     except (OSError, RuntimeError):
         return b""
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _log_note(text: str) -> None:

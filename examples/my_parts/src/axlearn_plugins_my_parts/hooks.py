@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from axlearn_core.contracts.kernels import KernelImplementation
-from axlearn_core.contracts.options import CommandOption
 from axlearn_core.contracts.parts import Weights
 from axlearn_core.contracts.storage import Storage
 from axlearn_core.plugins.hookspecs import hookimpl
@@ -36,12 +35,3 @@ def axlearn_weights(uri: str) -> Weights | None:
     from axlearn_plugins_my_parts.weights import NpzWeights
 
     return NpzWeights(file)
-
-
-@hookimpl
-def axlearn_command_options(command: str) -> list[CommandOption]:
-    """`axlearn plan --one-line`."""
-    if command != "plan":
-        return []
-    run = "axlearn_plugins_my_parts.options:one_line"
-    return [CommandOption(name="--one-line", help="Print one line: whether it fits.", run=run)]

@@ -1,22 +1,16 @@
-"""The option `axlearn plan --one-line`."""
+"""The option `axlearn train --seed N`. Imports no JAX."""
 
-from typing import Any
+import attrs
 
-import click
-
-from axlearn_core.cli.common import no_devices
-from axlearn_core.errors import RequestError
+from axlearn_core.contracts.options import CommandOption
+from axlearn_core.plugins.request import Request, Setting, parse_value
 
 
-def one_line(_flag: bool, request: Any, function: str, as_json: bool) -> None:
-    """Prints title, machine, and whether it fits, for a loop over many experiments. Exit code 1 where it does not fit."""
-    if as_json:
-        raise RequestError("--one-line and --json cannot be given together\n    fix: leave one of them out")
-    no_devices()
-    from axlearn_core.plugins.resolve import resolve
-    from axlearn_plugins_plan.plan import make_plan
+def set_seed(value: str, request: Request) -> Request:
+    """The request with the seed of the run set."""
+    location = f"--seed {value}"
+    setting = Setting(path="seed", value=parse_value(value, location), location=location)
+    return attrs.evolve(request, settings=(*request.settings, setting))
 
-    plan = make_plan(resolve(request), function)
-    click.echo(f"{plan.title} {function} on {plan.machine.name}: {'fits' if plan.memory.fits else 'does not fit'}")
-    if not plan.memory.fits:
-        raise SystemExit(1)
+
+SEED = CommandOption(help="Seed of the run. Short for --set seed=N.", metavar="N", change=set_seed)

@@ -6,11 +6,11 @@ from typing import Any
 import click
 
 from axlearn_core.cli.common import experiment_argument, no_devices, plain, request_options
-from axlearn_core.cli.open_command import OpenCommand
+from axlearn_core.cli.extensible import ExtensibleCommand
 from axlearn_core.cli.terminal import echo
 
 
-@click.command(cls=OpenCommand)
+@click.command("plan", cls=ExtensibleCommand)
 @experiment_argument
 @request_options
 @click.option("--function", default="train", show_default=True, help="Or evaluate, score, prefill, decode, ...")
@@ -21,6 +21,8 @@ def plan(request: Any, function: str, as_json: bool) -> None:
     Exit code 1 if it does not fit. The step is the very program that `axlearn train` runs, compiled for the machine that --target
     names. --function plans another function of the experiment: `decode` of one token, for instance, with a cache as long as the
     rows of training.
+
+    A command below may also be written as a flag: `axlearn plan EXPERIMENT --search`.
     """
     no_devices()
     from axlearn_core.plugins.registry import registry

@@ -4,23 +4,17 @@ An exported program is code. It is loaded from a directory that the user names, 
 belongs to the user; never from a directory in Hugging Face format.
 """
 
-import hashlib
-import importlib.metadata
 import os
-import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from axlearn_core.compose.executables import INDEX
+from axlearn_core.compose.identity import program_identity
 from axlearn_core.compose.model_program import ModelProgram
-from axlearn_core.config import Node, flatten
+from axlearn_core.config import Node
 from axlearn_core.errors import RequestError
-from axlearn_core.plugins.source_hash import source_hashes
-from axlearn_core.plugins.unregistered import stable_repr
 from axlearn_plugins_serving.runner_program import RunnerConfig, step_functions
 from axlearn_plugins_serving.step_inputs import StepBucket
 
@@ -33,8 +27,6 @@ FOLDER = "programs"
 """Of a run directory."""
 FIRST = ("serve_tables", "serve_cache", "serve_weights")
 """Functions that make what steps work on."""
-_COUNT = re.compile(r"--xla_force_host_platform_device_count=\d+")
-_OPTIONS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_default_prng_impl")
 
 
 def runner_functions(cfg: RunnerConfig, buckets: Sequence[StepBucket]) -> dict[str, list[StepBucket | None]]:
@@ -43,30 +35,24 @@ def runner_functions(cfg: RunnerConfig, buckets: Sequence[StepBucket]) -> dict[s
 
 
 def identity(program: ModelProgram, cfg: RunnerConfig, model: Node[Any]) -> dict[str, str]:
-    """Everything that the programs of a runner are made from, by name: configs, mesh, options, and the code itself.
+    """Everything that the programs of a runner are made from, by name.
 
     Args:
         program: of the runner.
         cfg: of the runner.
         model: the config of the model.
+
+    Raises:
+        ProgramsError: a config has code that only this process knows.
     """
-    parts = {f"model.{path}": stable_repr(value) for path, value in flatten(model).items()}
-    parts |= {f"runner.{path}": stable_repr(value) for path, value in flatten(cfg).items()}
-    parts |= {f"mesh.{path}": stable_repr(value) for path, value in flatten(program.mesh).items()}
-    parts |= {f"compiler_options.{name}": str(value) for name, value in program.compiler_options.items()}
-    parts["target"] = program.target.name if program.target else ""
-    parts["arrays"] = _digest_arrays({**program.functional.abstract, **program.functional.variables})
-    settings: Any = jax.config
-    parts |= {name: str(getattr(settings, name, None)) for name in _OPTIONS}
-    parts["XLA_FLAGS"] = " ".join(sorted(_COUNT.sub("", os.environ.get("XLA_FLAGS", "")).split()))
-    parts |= {f"version of {name}": importlib.metadata.version(name) for name in ("flax", "numpy")}
-    return parts | {f"code of {name}": digest for name, digest in source_hashes().items()}
-
-
-def _digest_arrays(arrays: Mapping[str, Any]) -> str:
-    """Of paths, shapes and dtypes: adapters have ranks that no config says."""
-    lines = (f"{path} {tuple(spec.shape)} {spec.dtype}\n" for path, spec in sorted(arrays.items()))
-    return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
+    # A program that is to be loaded has not declared the functions of steps: their code and the configs stand for them.
+    parts = program_identity(program, {"model": model, "runner": cfg}, functions=())
+    if parts is None:
+        raise ProgramsError(
+            "nothing tells the programs of this model from those of another: its config has code that is not installed\n"
+            "    fix: install the code as a package, or serve without exported programs"
+        )
+    return parts
 
 
 def export_programs(

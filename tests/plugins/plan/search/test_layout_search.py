@@ -17,7 +17,7 @@ from axlearn_plugins_plan.search.compiled import Cache, plan_words, resolved_req
 from axlearn_plugins_plan.search.estimate import HOST_BANDWIDTH, Host, with_host
 from axlearn_plugins_plan.search.machines import machine_names
 from axlearn_plugins_plan.search.space import Choice, MeshChoice, microbatches, written
-from axlearn_testing import CommandOptionSuite
+from axlearn_testing import CommandSuite
 
 SMALL = ("--set", "model.decoder.num_layers=2")
 REMATS = ["remat:policy=full", "remat:save=[query,key,value]"]
@@ -283,7 +283,7 @@ def test_a_damaged_cache_is_compiled_again(compiler, tmp_path, request_, ranked)
         (("--target", "h100-8x1", "--chips", "9"), "--chips takes a range A..B"),
         (("--target", "h100-8x1", "--chips", "3..3"), "no machine has that many chips"),
         (("--target", "h100-8x1", "--vary", "bacth"), "bacth"),
-        (("--target", "h100-8x1", "--function", "decode"), "layouts of the training step"),
+        (("--target", "h100-8x1", "--function", "decode"), "--function is an option of `axlearn plan`"),
         (("--target", "h100-8x64", "--set", "input.batch_size=3"), "no layout of quickstart is legal"),
     ],
 )
@@ -303,7 +303,7 @@ def test_a_budget_too_small_for_one_compilation_is_an_error(monkeypatch, tmp_pat
 def test_what_says_more_to_the_search_needs_it():
     result = CliRunner().invoke(cli, ["plan", "quickstart", "--target", "h100-8x1", "--budget", "3"])
     assert result.exit_code == 2
-    assert "--budget belongs to --search" in result.stderr
+    assert "--budget is an option of `axlearn plan search`" in result.stderr
 
 
 def test_machines_by_chips():
@@ -313,14 +313,13 @@ def test_machines_by_chips():
 
 
 @pytest.mark.slow
-class TestSearchOption(CommandOptionSuite):
-    command, name = "plan", "--search"
+class TestSearchCommand(CommandSuite):
+    name = "plan-search"
     arguments = (
         "quickstart",
         *SMALL,
         "--target",
         "h100-8x1",
-        "--search",
         "--front",
         "1",
         "--json",

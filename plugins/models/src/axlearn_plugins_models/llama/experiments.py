@@ -32,7 +32,7 @@ SEARCHED_7B = {
     "h100-8x32": TargetRule(shape={"data": 8, "fsdp": 32}, features=(PRODUCTS.format(attention="context"),)),
     "tpu-v5p-512": TargetRule(shape={"data": 16, "fsdp": 16}, features=(PRODUCTS_TPU,)),
 }
-"""The layouts that `axlearn plan --search` finds for the machines of the published trainings; benchmarks/results/layouts.json has
+"""The layouts that `axlearn plan search` finds for the machines of the published trainings; benchmarks/results/layouts.json has
 what was compiled. They are within 1% of the fastest and take at least a seventh less memory. Other machines have their
 plugin's rules."""
 SEARCHED_70B = {

@@ -1,46 +1,46 @@
-"""`axlearn plan --search`."""
+"""`axlearn plan search`."""
 
 import json
 import math
 from pathlib import Path
 from typing import Any
 
-from axlearn_core.cli.common import no_devices, plain
+import click
+
+from axlearn_core.cli.common import experiment_argument, no_devices, plain, request_options
+from axlearn_core.cli.extensible import ExtensibleCommand
 from axlearn_core.cli.terminal import echo
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.request import Request
 
 
+@click.command("plan-search", cls=ExtensibleCommand)
+@experiment_argument
+@request_options
+@click.option("--budget", metavar="MINUTES", help="Time for compiling (default: 10).")
+@click.option("--chips", metavar="A..B", help="Every size of the target's machines between A and B chips.")
+@click.option("--vary", metavar="batch,...", help="What else may change: batch, optimizer-precision.")
+@click.option("--front", metavar="N", help="Stop after N compiled layouts.")
+@click.option("--layout-out", metavar="FILE", help="Write the best layout, for `axlearn train --layout FILE`.")
+@click.option("--png", metavar="FILE", help="Draw memory against time. Needs matplotlib.")
+@click.option("--html", metavar="FILE", help="Write table and picture as one page.")
+@click.option("--cache", metavar="DIR", help="Keep compiled figures there (default: the user's cache directory).")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; bytes are of one chip.")
 def search(
-    enabled: bool,
-    *,
     request: Request,
-    function: str,
+    budget: str | None,
+    chips: str | None,
+    vary: str | None,
+    front: str | None,
+    layout_out: str | None,
+    png: str | None,
+    html: str | None,
+    cache: str | None,
     as_json: bool,
-    budget: str | None = None,
-    chips: str | None = None,
-    vary: str | None = None,
-    front: str | None = None,
-    layout_out: str | None = None,
-    png: str | None = None,
-    html: str | None = None,
-    cache: str | None = None,
 ) -> None:
-    """Prints the layouts of a training step, the best first; exit code 1 where none fits.
+    """Rank the layouts of a training step, and compile the best.
 
-    Args:
-        enabled: True.
-        request: the experiment, on every machine of `request.target` (`A,B`).
-        function: has to be `train`.
-        as_json: print one object.
-        budget: minutes for compiling.
-        chips: `A..B`: also every other size of the targets' machines in this range.
-        vary: what else may change, joined by commas.
-        front: how many layouts to compile.
-        layout_out: the file to write the best layout to.
-        png: the file to draw the picture to.
-        html: the file to write the page to.
-        cache: the directory of compiled figures.
+    The layouts are those of the machine that --target names, or of several (--target A,B). Exit code 1 if none fits.
     """
     no_devices()
     from axlearn_plugins_plan.search import report
@@ -51,12 +51,8 @@ def search(
     from axlearn_plugins_plan.search.search import search as run
     from axlearn_plugins_plan.search.space import VARIED
 
-    if function != "train":
-        raise RequestError(
-            f"--search looks for layouts of the training step\n    got: --function {function}\n    fix: leave it out"
-        )
     if not isinstance(request.experiment, (str, Path)):
-        raise RequestError("--search takes an experiment by name, or a file")
+        raise RequestError("a search takes an experiment by name, or a file")
     if png is not None:
         report.require_matplotlib("--png")
     minutes = positive("--budget", budget, 10.0)

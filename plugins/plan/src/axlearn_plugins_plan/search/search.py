@@ -102,7 +102,7 @@ def search(
     if shipped and all(c.error == TIMEOUT for c in first):
         raise RequestError(
             f"the budget is too small to compile one layout\n    got: {clock.budget / 60:.3g} minutes\n"
-            "    fix: give more (--budget MINUTES), or compile it by itself: `axlearn plan` without --search"
+            "    fix: give more (--budget MINUTES), or compile it by itself: `axlearn plan` without a search"
         )
     rest = [r for r in layouts if not r.choice.shipped]
     ended = f"{most} layouts are compiled"

@@ -1,32 +1,33 @@
-"""`axlearn plan --serve`."""
+"""`axlearn plan serve`."""
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import attrs
+import click
 
-from axlearn_core.cli.common import no_devices, plain
+from axlearn_core.cli.common import experiment_argument, no_devices, plain, request_options
+from axlearn_core.cli.extensible import ExtensibleCommand
 from axlearn_core.cli.terminal import echo
 from axlearn_core.errors import RequestError
-from axlearn_plugins_serving.settings import PREFIX, engine_config
 
 
-def plan_serving(_flag: bool, request: Any, function: str, as_json: bool, export: str | None) -> None:
-    """Plans a server of an experiment, a run or a model in Hugging Face format; exit code 1 where it does not fit.
+@click.command("plan-serve", cls=ExtensibleCommand)
+@experiment_argument
+@request_options
+@click.option("--export", metavar="DIR", help="Write the compiled programs, for `axlearn serve --programs DIR`.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; bytes are of one device.")
+def plan_serving(request: Any, export: str | None, as_json: bool) -> None:
+    """Plan a server of an experiment, a run, or a model in Hugging Face format.
 
-    Args:
-        request: its settings under `serving.` are of the engine.
-        function: must be the command's default.
-        as_json: prints one JSON object.
-        export: writes the compiled programs to this directory. Without a target they are for the devices that are here,
-            and no plan is made.
-
-    Raises:
-        RequestError: the model is not a decoder, no machine is named, or options that do not go together.
+    `--set serving.PATH=VALUE` sets the engine. --export without --target compiles for the devices that are here, and makes no
+    plan. Exit code 1 if the server does not fit.
     """
-    if function != "train":
-        raise RequestError("--serve and --function cannot be given together\n    fix: leave one of them out")
+    require_plan()
+    from axlearn_plugins_serving.settings import PREFIX, engine_config
+
     engine = [s for s in request.settings if s.path.startswith(PREFIX)]
     config = engine_config(engine)
     request = attrs.evolve(request, settings=tuple(s for s in request.settings if s not in engine))
@@ -51,3 +52,11 @@ def plan_serving(_flag: bool, request: Any, function: str, as_json: bool, export
         echo(f"exported to {export}", err=True)
     if not plan.fits:
         raise SystemExit(1)
+
+
+def require_plan() -> None:
+    """Raises `RequestError` if axlearn-plugins-plan, which reads compiled programs, is not installed."""
+    if importlib.util.find_spec("axlearn_plugins_plan") is None:
+        raise RequestError(
+            "planning a server needs axlearn-plugins-plan\n    fix: pip install 'axlearn-plugins-serving[plan]'"
+        )

@@ -26,7 +26,7 @@ _SWITCH_SECONDS = 5e-4  # Python's 5 ms would let the engine's thread wait so lo
     "--adapter", "adapters", multiple=True, metavar="NAME=DIR", help="Exported adapters, a model of this name."
 )
 @click.option("--step", type=click.IntRange(min=1), help="The checkpoint to serve; default: the newest.")
-@click.option("--programs", metavar="DIR", help="Load what `axlearn plan --serve --export` wrote; it is code.")
+@click.option("--programs", metavar="DIR", help="Load what `axlearn plan serve --export` wrote; it is code.")
 @click.option("--replicas", type=click.IntRange(min=1), metavar="N", help="Serve N times, behind Ray Serve.")
 @click.option("--prefill", type=click.IntRange(min=1), metavar="N", help="Processes that compute prompts.")
 @click.option("--decode", type=click.IntRange(min=1), metavar="N", help="Processes that continue them.")

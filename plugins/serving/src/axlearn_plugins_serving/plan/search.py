@@ -12,6 +12,8 @@ from axlearn_core.compose.devices import configure_devices
 from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.request import Request, Setting
+from axlearn_plugins_serving.plan.plan_request import planned
+from axlearn_plugins_serving.settings import PREFIX, engine_config
 
 ROWS = (4, 8, 16, 32, 64, 128, 256, 512)
 CACHE_DTYPES = ("int8", "float8_e4m3fn")
@@ -126,8 +128,6 @@ def search_serving(
     Raises:
         RequestError: a target without figures, or nothing was compiled in time.
     """
-    from axlearn_plugins_serving.settings import PREFIX, engine_config
-
     if not machine.target.peak_flops or machine.target.hbm_bytes is None:
         raise RequestError(
             f"the target {machine.name} has no figures: nothing can be ranked\n"
@@ -161,9 +161,6 @@ def search_serving(
 def _planned(
     request: Request, engine: Sequence[Setting], layout: ServingLayout, failures: list[tuple[str, str]]
 ) -> ServingRow | None:
-    from axlearn_plugins_serving.plan.plan_request import planned
-    from axlearn_plugins_serving.settings import engine_config
-
     own = [Setting(path=p, value=v) for p, v in layout.settings.items()]
     settings = [s for s in engine if s.path not in layout.settings]
     try:

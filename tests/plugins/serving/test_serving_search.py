@@ -7,8 +7,8 @@ from click.testing import CliRunner
 
 from axlearn_core.cli.main import cli
 from axlearn_core.plugins.targets import find_machine
-from axlearn_plugins_plan.search import serving
-from axlearn_plugins_plan.search.serving import ServingLayout, ServingRow, layouts
+from axlearn_plugins_serving.plan import search
+from axlearn_plugins_serving.plan.layout_search import ServingLayout, ServingRow, layouts
 
 SMALL = (
     "model.decoder.num_layers=1",
@@ -54,7 +54,7 @@ def row(tokens, tpot, fits=True, shipped=False):
 def test_the_front_has_what_nothing_is_better_than_in_both():
     best, quick, worse, big = row(100, 3.0), row(50, 1.0), row(40, 2.0), row(900, 0.1, fits=False)
     shipped = row(1, 9.0, fits=False, shipped=True)
-    result = serving._result([worse, big, best, quick, shipped], (), "")
+    result = search._result([worse, big, best, quick, shipped], (), "")
     assert list(result.rows) == [best, quick, worse, shipped], "what does not fit is left out, but for what ships"
     assert list(result.front) == [best, quick]
 
@@ -66,11 +66,11 @@ def test_requests_are_doubled_until_they_no_longer_fit(monkeypatch):
         tried.append((layout.machine.devices, layout.rows))
         return ServingRow(layout=layout, tpot=1.0, tokens_per_second=1.0, bytes=1.0, fits=layout.rows <= 16)
 
-    monkeypatch.setattr(serving, "_planned", planned)
-    monkeypatch.setattr(serving, "configure_devices", lambda machine: None)
+    monkeypatch.setattr(search, "_planned", planned)
+    monkeypatch.setattr(search, "configure_devices", lambda machine: None)
     from axlearn_core.plugins.request import Request
 
-    result = serving.search_serving(Request.of("quickstart"), find_machine("h100-2x1"), (), 100.0)
+    result = search.search_serving(Request.of("quickstart"), find_machine("h100-2x1"), (), 100.0)
     assert tried == [(2, 16), *((1, n) for n in (4, 8, 16, 32)), *((2, n) for n in (4, 8, 32))]
     assert all(r.fits for r in result.rows)
 
@@ -81,10 +81,11 @@ def test_requests_are_doubled_until_they_no_longer_fit(monkeypatch):
         (["--target", "cpu-8"], "has no figures: nothing can be ranked"),
         ([], "a search is for some hardware, and none is named"),
         (["--target", "h100-1x1,h100-8x1"], "takes one machine"),
-        (["--target", "h100-1x1", "--png", "x.png"], "--png is for a search of training layouts"),
+        (["--target", "h100-8x1", "--chips", "1..8"], "takes one machine"),
+        (["--target", "h100-1x1", "--png", "x.png"], "--png is an option of `axlearn plan search`"),
         (["--target", "h100-1x1", "--vary", "batch"], "part of a layout that --vary takes"),
-        (["--target", "h100-1x1", "--function", "decode"], "--serve and --function cannot be given together"),
-        (["--target", "h100-1x1", "--export", "x"], "--export cannot be given with --search"),
+        (["--target", "h100-1x1", "--function", "decode"], "--function is an option of `axlearn plan`"),
+        (["--target", "h100-1x1", "--export", "x"], "--export is an option of `axlearn plan serve`"),
         (["--target", "h100-1x1", "--budget", "0"], "--budget takes a positive number"),
     ],
 )

@@ -1,0 +1,41 @@
+"""Hooks and names that earlier versions had, with what replaces them: for the errors of plugins that still use them.
+
+Add an entry here when a hook, a module or a name that plugins may use goes. `axlearn plugins doctor` then says what to use.
+"""
+
+import re
+from collections.abc import Mapping
+from types import ModuleType
+
+HOOKS: Mapping[str, str] = {
+    "axlearn_command_options": "register an option that changes the request as `COMMAND--OPTION` in the entry-point group "
+    "`axlearn.options`, and an option that does a job of its own as the subcommand `COMMAND-WORD` in `axlearn.commands`",
+}
+"""Hook -> what to do instead."""
+
+NAMES: Mapping[str, str] = {
+    "axlearn_core.testing": "axlearn_testing, of the distribution axlearn-testing",
+    "axlearn_core.cli.open_command": "axlearn_core.cli.extensible, whose ExtensibleCommand replaces OpenCommand",
+}
+"""Module, or `module.name` -> what to use instead. A module stands for all that is below it."""
+
+
+def replacement(error: BaseException) -> tuple[str, str] | None:
+    """The removed name that an import or an attribute access failed for.
+
+    Returns:
+        (the key in `NAMES`, what replaces it); None if the error has another cause.
+    """
+    name = _missing_name(error)
+    parts = name.split(".")
+    keys = (".".join(parts[:size]) for size in range(len(parts), 0, -1))
+    return next(((key, NAMES[key]) for key in keys if key in NAMES), None)
+
+
+def _missing_name(error: BaseException) -> str:
+    if isinstance(error, ImportError):
+        name = re.match(r"cannot import name '(\w+)'", str(error))
+        return f"{error.name}.{name[1]}" if name else error.name or ""
+    if isinstance(error, AttributeError) and isinstance(error.obj, ModuleType):
+        return f"{error.obj.__name__}.{error.name}"
+    return ""

@@ -1,0 +1,26 @@
+"""The command `axlearn plan one-line`."""
+
+from typing import Any
+
+import click
+
+from axlearn_core.cli.common import experiment_argument, no_devices, request_options
+from axlearn_core.cli.extensible import ExtensibleCommand
+
+
+@click.command("plan-one-line", cls=ExtensibleCommand)
+@experiment_argument
+@request_options
+def one_line(request: Any) -> None:
+    """Print one line about a training step: whether it fits.
+
+    The line has the title and the machine, for a loop over many experiments. Exit code 1 if the step does not fit.
+    """
+    no_devices()
+    from axlearn_core.plugins.resolve import resolve
+    from axlearn_plugins_plan.plan import make_plan
+
+    plan = make_plan(resolve(request), "train")
+    click.echo(f"{plan.title} on {plan.machine.name}: {'fits' if plan.memory.fits else 'does not fit'}")
+    if not plan.memory.fits:
+        raise SystemExit(1)

@@ -1,0 +1,44 @@
+"""`axlearn plan search serve`."""
+
+from typing import Any
+
+import click
+
+from axlearn_core.cli.common import experiment_argument, no_devices, request_options
+from axlearn_core.cli.extensible import ExtensibleCommand
+from axlearn_core.cli.terminal import echo
+from axlearn_core.errors import RequestError
+from axlearn_plugins_serving.plan.command import require_plan
+
+
+@click.command("plan-search-serve", cls=ExtensibleCommand)
+@experiment_argument
+@request_options
+@click.option("--budget", metavar="MINUTES", help="Time for compiling (default: 10).")
+@click.option("--chips", metavar="A..B", help="Another size of the target's machine: the one between A and B chips.")
+@click.option("--vary", metavar="cache-dtype", help="What else may change: the dtype of the cache.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; bytes are of one device.")
+def search_serving(request: Any, budget: str | None, chips: str | None, vary: str | None, as_json: bool) -> None:
+    """Rank the layouts of a server: replicas, tensor parallelism and requests at one time.
+
+    The layout with the most tokens/s comes first. `--set serving.PATH=VALUE` sets the engine. Exit code 1 if none fits.
+    """
+    no_devices()
+    require_plan()
+    from axlearn_core.plugins.targets import find_machine
+    from axlearn_plugins_plan.search.command import positive
+    from axlearn_plugins_plan.search.machines import machine_names
+    from axlearn_plugins_plan.search.rank import varied
+    from axlearn_plugins_serving.plan import search
+
+    names = machine_names(request.target, chips)
+    if len(names) > 1:
+        raise RequestError(f"a search for serving takes one machine\n    got: {', '.join(names)}\n    fix: name one")
+    machine = find_machine(names[0])
+    seconds = 60 * positive("--budget", budget, 10.0)
+    result = search.search_serving(
+        request, machine, varied(vary, search.VARIED), seconds, lambda line: echo(line, err=True)
+    )
+    echo(search.dumps(machine, result) if as_json else search.text(request, machine, result))
+    if not any(row.fits for row in result.rows):
+        raise SystemExit(1)
