@@ -84,9 +84,10 @@ LAYERS = {
     "nn": {"config", "errors", "kernels"},
     "compose": {"compat", "config", "contracts", "errors", "kernels", "nn", "plugins"},
     "learn": {"compose", "config", "contracts", "errors", "kernels", "nn"},
-    "checkpoint": {"compat", "compose", "config", "contracts", "errors", "learn", "plugins"},
-    "train": {"checkpoint", "compat", "compose", "config", "contracts", "errors", "learn", "nn", "plugins"},
-    "cli": {"checkpoint", "compat", "compose", "config", "contracts", "errors", "plugins", "train"},
+    "checkpoint": {"compat", "config", "contracts", "errors", "learn", "plugins"},
+    "run": {"checkpoint", "compose", "config", "contracts", "errors", "learn", "plugins"},
+    "train": {"checkpoint", "compat", "compose", "config", "contracts", "errors", "learn", "nn", "plugins", "run"},
+    "cli": {"checkpoint", "compat", "compose", "config", "contracts", "errors", "plugins", "run", "train"},
 }
 """Layer of the core -> the layers that it imports, types included. import-linter keeps the order; this, that nothing is added
 unseen."""

@@ -20,7 +20,7 @@ import toy
 from axlearn_core.config import patch
 from axlearn_core.contracts import parts
 from axlearn_core.errors import ConfigError
-from axlearn_core.run.metrics import METRICS, read_jsonl
+from axlearn_core.run.metric_files import METRICS, read_jsonl
 from axlearn_core.train.loop import Loop
 from axlearn_testing import (
     CheckpointerSuite,

@@ -9,8 +9,8 @@ import pytest
 import axlearn_core as ax
 import axlearn_plugins_transformer.text as text
 from axlearn_core.errors import CheckpointError, ConfigError, RequestError
-from axlearn_core.run import open_weights
-from axlearn_core.train.api import default_run_dir, saved_config
+from axlearn_core.run import Run, open_weights
+from axlearn_core.train.api import default_run_dir
 from axlearn_plugins_finetune.conversion.convert import converted
 from axlearn_plugins_finetune.lora.merge import export_run as export_adapters
 from axlearn_plugins_finetune.lora.merge import merge_run
@@ -161,7 +161,7 @@ def test_a_run_of_an_earlier_version(tmp_path, tokenizer, caplog):
     )
     (run / "huggingface").mkdir()
     tokenizer.rename(run / "huggingface/tokenizer.json")
-    assert saved_config(run).input.tokenizer.path == str(run / "huggingface/tokenizer.json")
+    assert Run(run).config.input.tokenizer.path == str(run / "huggingface/tokenizer.json")
     assert "using the run's own tokenizer.json" in caplog.text
 
 
@@ -202,7 +202,7 @@ def test_a_run_made_of_another_does_not_need_it(kind, imported, tmp_path):
     shutil.rmtree(base)
     shutil.rmtree(directory)
     run = (tmp_path / "out").rename(tmp_path / "moved")
-    assert saved_config(run).loop == saved_config(run).loop.__class__()  # nothing to begin with but its own weights
+    assert Run(run).config.loop == Run(run).config.loop.__class__()  # nothing to begin with but its own weights
     loaded = ax.load(run)
     assert loaded.generate("w1 w2", max_tokens=2) == ax.load(run / "checkpoints").generate("w1 w2", max_tokens=2)
     files = {p.name for p in (run / "files/input.tokenizer").iterdir()}

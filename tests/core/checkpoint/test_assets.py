@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from axlearn_core.checkpoint import LocalStorage
-from axlearn_core.checkpoint import assets as module
 from axlearn_core.config import Configurable, node, setting
 from axlearn_core.errors import CheckpointError, ConfigError, MissingFileError
+from axlearn_core.run import asset_copies as module
 from axlearn_core.run.asset_copies import (
     aligned_assets,
     attach_assets,

@@ -223,7 +223,7 @@ def test_another_checkpointer_restores_whole_states(tmp_path, monkeypatch):
     config = patch(ax.resolve("quickstart", set=SETTINGS).config, {"checkpointer": Pickled.Config()})
     params = {p: jnp.full(s.shape, 3, s.dtype) for p, s in Functional.of(config.model).abstract.items()}
     monkeypatch.setattr(Pickled, "kept", {7: {f"params.{p}": x for p, x in params.items()}})
-    monkeypatch.setattr("axlearn_core.run.weights.read_run_config", lambda storage, uri: config)
+    monkeypatch.setattr("axlearn_core.run.run.read_run_config", lambda storage, uri: config)
     weights = open_weights(tmp_path)
     assert weights.step == 7
     assert all((x == 3).all() for x in weights.read().values())

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from axlearn_core.errors import WorkError
-from axlearn_core.run.metrics import read_jsonl
+from axlearn_core.run.metric_files import read_jsonl
 from axlearn_core.train.trackers import JsonlTracker
 
 

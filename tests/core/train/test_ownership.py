@@ -15,8 +15,8 @@ import axlearn_core as ax
 from axlearn_core.checkpoint import LocalStorage, manifest
 from axlearn_core.errors import CheckpointError, RequestError, WorkError
 from axlearn_core.learn import AdamW
+from axlearn_core.run import holder
 from axlearn_core.run.holder import Holder
-from axlearn_core.train import holder
 
 SETTINGS = {
     "model.decoder.num_layers": 1,

@@ -20,8 +20,8 @@ from axlearn_core.plugins import unregistered
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import read_text, write
 from axlearn_core.plugins.unregistered import CodeNames, with_values
-from axlearn_core.run.checkpoints import read_run_config
 from axlearn_core.run.record import short_hash
+from axlearn_core.run.stored_config import read_run_config
 
 SMALL = {
     "model.decoder.num_layers": 1, "model.decoder.hidden_dim": 16, "model.decoder.layer.attention.num_heads": 2,

@@ -12,7 +12,7 @@ import pytest
 import axlearn_core as ax
 from axlearn_core.config import patch
 from axlearn_core.errors import RequestError
-from axlearn_core.run.weights import open_weights
+from axlearn_core.run import open_weights
 from axlearn_plugins_serving.contracts import QueueFullError, Request, Sampling
 from axlearn_plugins_serving.disaggregated.opening import open_router
 from axlearn_plugins_serving.engine import ServingEngine

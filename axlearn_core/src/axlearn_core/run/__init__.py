@@ -4,14 +4,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from axlearn_core.run.derive import derive
-    from axlearn_core.run.run import Run
-    from axlearn_core.run.weights import RunWeights, bind_weights, open_weights, split_weights
+    from axlearn_core.run.derive import derive_run
+    from axlearn_core.run.run import Run, open_weights
+    from axlearn_core.run.weights import RunWeights, bind_weights, split_weights
 
-__all__ = ["Run", "RunWeights", "bind_weights", "derive", "open_weights", "split_weights"]
+__all__ = ["Run", "RunWeights", "bind_weights", "derive_run", "open_weights", "split_weights"]
 
-_HOMES = {"Run": "run", "derive": "derive"} | dict.fromkeys(
-    ("RunWeights", "bind_weights", "open_weights", "split_weights"), "weights"
+_HOMES = {"Run": "run", "open_weights": "run", "derive_run": "derive"} | dict.fromkeys(
+    ("RunWeights", "bind_weights", "split_weights"), "weights"
 )
 
 

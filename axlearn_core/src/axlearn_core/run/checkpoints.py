@@ -27,7 +27,7 @@ from axlearn_core.learn.paths import flatten
 from axlearn_core.plugins.unregistered import code_name
 from axlearn_core.run.asset_copies import Place, aligned_assets
 from axlearn_core.run.record import CONFIG
-from axlearn_core.run.run import CHECKPOINTS, find_checkpoints, read_run_config
+from axlearn_core.run.stored_config import CHECKPOINTS, find_checkpoints, read_run_config
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ LAST = ("config.yaml", "config.json")
 """The files that make a directory a run, or a model: `appearing` moves them last."""
 
 
-def derive(
+def derive_run(
     weights: AnyWeights,
     out: str | Path,
     config: Node[Any],

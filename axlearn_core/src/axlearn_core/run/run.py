@@ -8,20 +8,18 @@ from typing import TYPE_CHECKING, Any
 from axlearn_core.checkpoint.manifest import Checkpoints
 from axlearn_core.checkpoint.storage import open_storage
 from axlearn_core.config import Node, parse
+from axlearn_core.contracts.parts import Weights
 from axlearn_core.contracts.storage import Storage
 from axlearn_core.contracts.text import TextFacts
-from axlearn_core.errors import CheckpointError, ConfigError, MissingFileError
+from axlearn_core.errors import CheckpointError, ConfigError, MissingFileError, RequestError
+from axlearn_core.plugins.manager import host
 from axlearn_core.plugins.registry import registry
-from axlearn_core.plugins.request import read_text
-from axlearn_core.plugins.unregistered import CodeNames, with_values
-from axlearn_core.run.asset_copies import Place, attach_assets
-from axlearn_core.run.metrics import METRICS, parse_records
+from axlearn_core.run.metric_files import METRICS, parse_records
 from axlearn_core.run.record import CONFIG, LOCK, parse_lock
+from axlearn_core.run.stored_config import find_checkpoints, read_run_config
 
 if TYPE_CHECKING:
     from axlearn_core.run.weights import RunWeights
-
-CHECKPOINTS = "checkpoints"
 
 
 class Run:
@@ -132,7 +130,7 @@ class Run:
         from axlearn_core.run.weights import open_run_weights
 
         if step not in self._weights:
-            self._weights[step] = open_run_weights(self, step)
+            self._weights[step] = open_run_weights(self.uri, self.storage, self.config, step)
         return self._weights[step]
 
     @cached_property
@@ -158,7 +156,7 @@ class Run:
         new_step: int | None = None,
         lock: Mapping[str, Any] | None = None,
     ) -> Path:
-        """Writes a run with weights made of this run's; see `axlearn_core.run.derive.derive`.
+        """Writes a run with weights made of this run's; see `axlearn_core.run.derive.derive_run`.
 
         Args:
             out: the new run directory.
@@ -168,50 +166,35 @@ class Run:
             new_step: the step of the new run's checkpoint; by default that of the checkpoint.
             lock: more for the lock of the new run.
         """
-        from axlearn_core.run.derive import derive
+        from axlearn_core.run.derive import derive_run
 
         weights = self.weights(step)
         facts = {"made_from": self.uri, "step": weights.step, **(lock or {})}
-        return derive(weights, out, config, transform, new_step=new_step, extra=weights.extra, lock=facts)
+        return derive_run(weights, out, config, transform, new_step=new_step, extra=weights.extra, lock=facts)
 
 
-def read_run_config(
-    storage: Storage, uri: str | Path, path: str = CONFIG, *, places: Sequence[Place] | None = None
-) -> Node[Any] | None:
-    """The resolved config of a run at a path of its storage; None if there is no such file.
-
-    Paths of the run's assets are local paths in it, which can be opened now.
+def open_weights(uri: str | Path, *, step: int | None = None, storage: Storage | None = None) -> Weights:
+    """The weights at a path or URI: of a run, or of anything that an installed plugin knows. Reads no tensor.
 
     Args:
-        storage: of the file.
-        uri: of the storage, for messages.
-        path: of the file.
-        places: folders with the run's assets; by default that of the file.
+        uri: a run directory or its folder of checkpoints, a directory in Hugging Face format, exported adapters (`DIR` or
+            `DIR?base=RUN`), ...
+        step: which checkpoint of a run; by default the newest.
+        storage: what the run's files are read from; by default the storage of `uri`.
 
     Raises:
-        CheckpointError: the file cannot be read back, or the run lacks an asset.
+        CheckpointError: no weights there, no such step, or the tensors are not those of the run's model.
+        RequestError: no plugin knows the scheme.
     """
-    file = f"{uri}/{path}"
     try:
-        text = storage.read(path).decode()
-        request = read_text(text, file, CodeNames(registry()))
-    except MissingFileError:
-        return None
-    except ConfigError as error:
-        raise CheckpointError(f"{file} does not fit the installed packages:\n{error}") from error
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{file} is not a text file: {error}") from None
-    if not isinstance(request.experiment, Node):
-        raise CheckpointError(f"{file} is a run file, not the resolved config of a run (it lacks `resolved: true`)")
-    try:
-        config = with_values(request.experiment)
-    except ConfigError as error:
-        raise CheckpointError(f"{file} cannot be read by this process:\n{error}") from error
-    return attach_assets(config, file, places or [(storage, path.removesuffix(CONFIG))])
-
-
-def find_checkpoints(uri: str | Path, storage: Storage, elsewhere: str | None) -> Checkpoints:
-    """The folder of checkpoints of the run at `uri`; `elsewhere` is `checkpointer.uri` of its config."""
-    if elsewhere is not None:
-        return Checkpoints(open_storage(elsewhere), elsewhere)
-    return Checkpoints(storage, f"{uri}/{CHECKPOINTS}", f"{CHECKPOINTS}/")
+        run = Run(uri, storage=storage)
+        if (opened := run.find_weights(step)) is not None:
+            return opened
+        error: RequestError = run.missing()
+    except CheckpointError:
+        raise
+    except RequestError as unknown:  # a plugin may know the scheme all the same
+        error = unknown
+    if step is None and (weights := host().only("axlearn_weights", uri=str(uri))) is not None:
+        return weights
+    raise error

@@ -1,8 +1,7 @@
-"""Opens weights: of runs here, of everything else through `axlearn_weights`. Reads no optimizer state."""
+"""The weights of a run. Reads no optimizer state."""
 
 from collections.abc import Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,48 +10,26 @@ from jax.sharding import Sharding
 from axlearn_core.compose import Functional, ModelAndObjective
 from axlearn_core.compose.objective import PREFIX
 from axlearn_core.config import Node
-from axlearn_core.contracts.parts import Tokenizer, Weights
+from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.contracts.storage import Storage
 from axlearn_core.errors import CheckpointError, RequestError, nearest
 from axlearn_core.learn.evaluation import Source, evaluation_sources
 from axlearn_core.learn.paths import select
-from axlearn_core.plugins.manager import host
 from axlearn_core.run.checkpoints import RunCheckpoint, WholeCheckpoint, open_checkpoint, open_folder
-from axlearn_core.run.run import Run
 
 
-def open_weights(uri: str | Path, *, step: int | None = None, storage: Storage | None = None) -> Weights:
-    """The weights at a path or URI: of a run, or of anything that an installed plugin knows. Reads no tensor.
+def open_run_weights(uri: str, storage: Storage, config: Node[Any] | None, step: int | None) -> "RunWeights | None":
+    """The weights of a run, or of a run's folder of checkpoints; None if it is neither. See `Run.weights`.
 
     Args:
-        uri: a run directory or its folder of checkpoints, a directory in Hugging Face format, exported adapters (`DIR` or
-            `DIR?base=RUN`), ...
-        step: which checkpoint of a run; by default the newest.
-        storage: what the run's files are read from; by default the storage of `uri`.
-
-    Raises:
-        CheckpointError: no weights there, no such step, or the tensors are not those of the run's model.
-        RequestError: no plugin knows the scheme.
+        uri: of the run or the folder.
+        storage: of `uri`.
+        config: of the run; None if `uri` has no config file.
+        step: of the checkpoint; by default the newest.
     """
-    try:
-        run = Run(uri, storage=storage)
-        if (opened := run.find_weights(step)) is not None:
-            return opened
-        error: RequestError = run.missing()
-    except CheckpointError:
-        raise
-    except RequestError as unknown:  # a plugin may know the scheme all the same
-        error = unknown
-    if step is None and (weights := host().only("axlearn_weights", uri=str(uri))) is not None:
-        return weights
-    raise error
-
-
-def open_run_weights(run: Run, step: int | None = None) -> "RunWeights | None":
-    """The weights of a run, or of a run's folder of checkpoints; None if it is neither. See `Run.weights`."""
-    if run.config is not None:
-        return RunWeights(open_checkpoint(run.uri, run.storage, run.config, step))
-    checkpoint = open_folder(run.uri, run.storage, step)
+    if config is not None:
+        return RunWeights(open_checkpoint(uri, storage, config, step))
+    checkpoint = open_folder(uri, storage, step)
     return None if checkpoint is None else RunWeights(checkpoint)
 
 

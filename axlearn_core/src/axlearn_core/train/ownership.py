@@ -12,7 +12,7 @@ from axlearn_core.checkpoint.state import agree
 from axlearn_core.contracts.capabilities import OwnsCheckpoints
 from axlearn_core.errors import AxlearnError, CheckpointError, RequestError, StorageError
 from axlearn_core.run.holder import Holder
-from axlearn_core.run.metrics import METRICS, read_jsonl
+from axlearn_core.run.metric_files import METRICS, read_jsonl
 from axlearn_core.run.record import RunDir
 from axlearn_core.train.distributed import allgather_data_state
 

@@ -14,7 +14,7 @@ from axlearn_core.compose import ModelWeights
 from axlearn_core.config import patch
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import RequestError, unknown
-from axlearn_core.run.weights import open_weights, split_weights
+from axlearn_core.run import open_weights, split_weights
 from axlearn_core.train.inference import Loaded
 from axlearn_plugins_serving.contracts import (
     FinishReason,

@@ -10,7 +10,7 @@ import axlearn_core as ax
 from axlearn_core.compose import Functional
 from axlearn_core.config import patch
 from axlearn_core.errors import RequestError
-from axlearn_core.run import derive
+from axlearn_core.run import derive_run
 from axlearn_plugins_finetune.lora.adapters import merge, scales_of, split
 from axlearn_plugins_finetune.lora.merge import merge_run
 from axlearn_plugins_models.huggingface.import_export import export_run
@@ -99,7 +99,7 @@ def run_of(directory, config):
 
 
 def write(directory, config, params):
-    return derive(SimpleNamespace(step=1), directory, config, lambda _: params)
+    return derive_run(SimpleNamespace(step=1), directory, config, lambda _: params)
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ def test_a_round_trip_changes_no_bit(tmp_path, monkeypatch):
     prompt = "w1 w2 w3"
     assert run.tokenizer.encode_prompt(prompt)[0] == 1
     assert run.generate(prompt, max_tokens=3) == direct.generate(prompt, max_tokens=3)
-    with pytest.raises(RequestError, match="holds a run already"):
+    with pytest.raises(RequestError, match="is there already"):
         import_run(source, tmp_path / "run")
     with pytest.raises(RequestError, match="is there already"):
         export_run(tmp_path / "run", tmp_path / "out")

@@ -1,4 +1,4 @@
-"""Writes metrics and samples as files of JSON lines in the run directory; `axlearn_core.run.metrics` reads them."""
+"""Writes metrics and samples as files of JSON lines in the run directory; `axlearn_core.run.metric_files` reads them."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from axlearn_core.config import Configurable, node
-from axlearn_core.run.metrics import METRICS, SAMPLES, cut_back
+from axlearn_core.run.metric_files import METRICS, SAMPLES, cut_back
 from axlearn_core.train.trackers.common import writing
 
 

@@ -11,7 +11,7 @@ from axlearn_core.checkpoint import LocalStorage, open_storage
 from axlearn_core.compose import Functional, compose
 from axlearn_core.compose.devices import configure_devices
 from axlearn_core.errors import RequestError
-from axlearn_core.run import Run, derive
+from axlearn_core.run import Run, derive_run
 from axlearn_core.run.derive import appearing, local_target, new_directory
 from axlearn_core.train.api import provenance
 from axlearn_core.train.session import log_message
@@ -64,7 +64,7 @@ def import_run(directory: Path, run_dir: Path, *, with_: Iterable[str] = (), set
         return tensors
 
     lock = {"imported_from": str(directory), "provenance": provenance(source.resolved)}
-    derive(
+    derive_run(
         DirectoryWeights(source),
         run_dir,
         config,

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from axlearn_core.errors import RequestError
-from axlearn_core.run.weights import open_weights
+from axlearn_core.run import open_weights
 from axlearn_plugins_serving.disaggregated.engine_worker import Settings
 from axlearn_plugins_serving.disaggregated.router import RouterEngine
 from axlearn_plugins_serving.engine import ServingEngine

@@ -10,7 +10,7 @@ from axlearn_core.config import Node
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import resolve
-from axlearn_core.run.weights import open_weights
+from axlearn_core.run import open_weights
 from axlearn_plugins_plan.plan import machine_of
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.open_engine import without_kernels
