@@ -137,8 +137,9 @@ def test_a_run_that_an_earlier_version_named_is_continued(runs):
 
 def test_once_continued_it_is_found_by_what_it_recorded(runs, monkeypatch):
     old = runs("quickstart-0123abcd", config(), digest=short_hash(config()))
-    runs("quickstart-11111111", config(), digest="11111111")
-    (old / "config.yaml").write_text("damaged: [")  # it would be an error to read it
+    other = runs("quickstart-11111111", config(), digest="11111111")
+    (other / "config.yaml").unlink()
+    (old / "config.yaml").write_text("damaged: [")  # nobody reads it
     assert api.default_run_dir("quickstart", config())[0] == old
 
 
