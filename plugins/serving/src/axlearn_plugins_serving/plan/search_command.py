@@ -29,16 +29,16 @@ def search_serving(request: Any, budget: str | None, chips: str | None, vary: st
     from axlearn_plugins_plan.search.command import positive
     from axlearn_plugins_plan.search.machines import machine_names
     from axlearn_plugins_plan.search.rank import varied
-    from axlearn_plugins_serving.plan import search
+    from axlearn_plugins_serving.plan import layout_search
 
     names = machine_names(request.target, chips)
     if len(names) > 1:
         raise RequestError(f"a search for serving takes one machine\n    got: {', '.join(names)}\n    fix: name one")
     machine = find_machine(names[0])
     seconds = 60 * positive("--budget", budget, 10.0)
-    result = search.search_serving(
-        request, machine, varied(vary, search.VARIED), seconds, lambda line: echo(line, err=True)
+    result = layout_search.search_serving(
+        request, machine, varied(vary, layout_search.VARIED), seconds, lambda line: echo(line, err=True)
     )
-    echo(search.dumps(machine, result) if as_json else search.text(request, machine, result))
+    echo(layout_search.dumps(machine, result) if as_json else layout_search.text(request, machine, result))
     if not any(row.fits for row in result.rows):
         raise SystemExit(1)
