@@ -10,6 +10,8 @@ from pathlib import Path
 import click
 import pytest
 
+from axlearn_core.cli.commands import family
+from axlearn_core.cli.extensible import ExtensibleCommand, load_command
 from axlearn_core.cli.main import cli
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,13 +34,19 @@ def _projects() -> dict[str, set[str]]:
     return {project["name"]: set(project.get("optional-dependencies", ())) for project in projects}
 
 
+def _entry_points(file: Path, *groups: str) -> list[str]:
+    points = tomllib.loads(file.read_text("utf-8"))["project"].get("entry-points", {})
+    return [name for group in groups for name in points.get(f"axlearn.{group}", ())]
+
+
 PROJECTS = _projects()
 ADDED = {
     option
-    for file in (ROOT / "examples").glob("*/src/*/hooks.py")
-    for option in re.findall(r'name="(--[a-z-]+)"', file.read_text("utf-8"))
+    for file in (ROOT / "examples").glob("*/pyproject.toml")
+    for name in _entry_points(file, "commands", "options")
+    for option in (f"--{name.partition('-')[2].lstrip('-')}",)
 }
-"""Options that the example plugins add."""
+"""Options, and flags of commands, that the example plugins add."""
 
 
 def strings(source: str) -> Iterator[str]:
@@ -124,6 +132,10 @@ def wrong_commands(text: str) -> list[str]:
             command = child
         else:
             options = {o for p in command.get_params(click.Context(command)) for o in (*p.opts, *p.secondary_opts)}
+            if isinstance(command, ExtensibleCommand):  # its subcommands are flags, with options of their own
+                names = family(command.entry_name)
+                options |= {f"--{name.rpartition('-')[2]}" for name in names}
+                options |= {o for name in names for p in load_command(name).params for o in p.opts}
             spellings = {w for word in words if (w := re.match(r"-{1,2}[a-z][a-z-]*", word.strip("[]()'\",.:")))}
             wrong += [
                 f"{' '.join(path)} {w[0]}: no such option" for w in spellings if w[0] not in options | ADDED | {"-h"}
