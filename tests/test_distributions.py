@@ -90,9 +90,9 @@ def test_what_is_imported_is_required(path):
     extras = names_of(r for extra in project.get("optional-dependencies", {}).values() for r in extra)
     missing = {}
     for file in path.parent.glob("src/axlearn_*/**/*.py"):
-        here = {extra for (name, part), extra in EXTRAS.items() if name == project["name"] and part in file.parts}
-        assert here <= extras
-        allowed = required.union(here, *(BROUGHT.get(extra, ()) for extra in here))
+        optional = {extra for (name, part), extra in EXTRAS.items() if name == project["name"] and part in file.parts}
+        assert optional <= extras
+        allowed = required.union(optional, *(BROUGHT.get(extra, ()) for extra in optional))
         for module, eager in imports(ast.parse(file.read_text("utf-8"))):
             providers = distributions_of(module)
             if providers and not providers & (allowed if eager else allowed | extras):
