@@ -13,8 +13,11 @@ from click.testing import CliRunner
 
 import axlearn_core as ax
 from axlearn_core.cli.main import cli
-from axlearn_core.config import check
+from axlearn_core.compose import Functional
+from axlearn_core.config import check, flatten
 from axlearn_core.errors import CheckpointError, ConfigError, RequestError, WorkError
+from axlearn_core.plugins.registry import registry
+from axlearn_plugins_my_parts.attention import CosineAttention
 from axlearn_plugins_my_parts.checkpointer import MsgpackCheckpointer
 from axlearn_plugins_my_parts.data import CopyTask
 from axlearn_plugins_my_parts.drafter import RepeatDrafter
@@ -201,6 +204,47 @@ class TestInt8LatentCache(LatentCacheSuite):
 
     def test_it_holds_a_byte_for_each_number(self):
         assert str(self.empty("bfloat16")["latents"].dtype) == "int8"
+
+
+class TestCosineAttention(LayerSuite):
+    config = CosineAttention.Config(num_heads=4)
+
+
+ATTENTION = "model.decoder.layer.attention"
+SMALL = {
+    "model.vocab_size": 64,
+    "model.decoder.num_layers": 2,
+    "model.decoder.hidden_dim": 32,
+    "model.decoder.layer.feed_forward.hidden_dim": 48,
+    "model.dtype": "float32",
+    ATTENTION: {"type": "cosine-attention", "num_heads": 4},
+}
+
+
+@pytest.mark.parametrize(
+    ("feature", "path", "value"),
+    [
+        ("rope", "position.type", "rope"),
+        ("alibi", "position.type", "alibi"),
+        ("interleave:every=2,window=4", "window.children.0.size", 4),
+        ("context-parallel", "kernel", "ring"),
+        ("paged-cache", "kv_cache.type", "paged-cache"),
+        ("dropout:rate=0.5", "base.type", "cosine-attention"),
+    ],
+)
+def test_features_find_the_attention_by_its_roles_and_slots(feature, path, value):
+    config = ax.resolve("quickstart", with_=[feature], set=SMALL).config
+    assert flatten(config, registry().shown_name)[f"{ATTENTION}.{path}"] == value
+
+
+def test_attention_generates_from_pages_what_it_generates_without():
+    config = ax.resolve("quickstart", with_=["rope", "interleave:every=2,window=4"], set=SMALL).config
+    paged = ax.resolve(config, with_=["paged-cache:page_size=4"]).config
+    functional, rng = Functional.of(config.model), np.random.default_rng(0)
+    params = {p: jnp.asarray(rng.normal(size=s.shape), s.dtype) for p, s in functional.abstract.items()}
+    tokens = [list(f.bind(params).generate([1, 2, 3], max_tokens=8)) for f in (functional, Functional.of(paged.model))]
+    assert tokens[0] == tokens[1]
+    assert len(set(tokens[0])) > 1
 
 
 def normalize(kernel, x, weight, **options):

@@ -44,7 +44,7 @@ class Attention(Configurable):
 
 
 class LookAlike(Configurable):
-    """It has every field of an attention, and is none."""
+    """Has the fields of an attention, but not its role."""
 
     @node
     class Config(Configurable.Config["LookAlike"]):

@@ -287,7 +287,7 @@ def find_slots(tree: object, protocol: type) -> dict[str, Any]:
 Edit = Callable[[str, Any], Any]
 """(path, value) -> the value to put there, or None to leave it. A `ConfigError` may have paths relative to that path."""
 SKIP: Any = object()
-"""What an edit returns to leave a value and everything below it, without counting as an edit."""
+"""An edit returns this to leave a value and everything below it. It does not count as an edit."""
 
 
 class _Edits:
@@ -298,7 +298,7 @@ class _Edits:
         self.problems: list[Problem] = []
 
     def attempt(self, value: Any, path: str) -> Any:
-        """What to put in the place of `value`, or None."""
+        """Returns the value to put in place, or None if the edit leaves it."""
         try:
             new = self.edit(path, value)
         except ConfigError as error:
@@ -316,7 +316,7 @@ class _Edits:
 
 
 def edit_nodes(tree: Any, edit: Edit, *, nothing: Problem | None, outermost: bool = False) -> Any:
-    """Offers each node to `edit` and puts what it returns in place. What does not change stays the same object.
+    """Offers each node to `edit` and puts the result in place. Unchanged values stay the same objects.
 
     Args:
         tree: the config.
@@ -353,12 +353,12 @@ def set_fields(tree: Any, target: type, values: Mapping[str, Any], *, nothing: P
 
 
 def fill_slots(tree: Any, protocol: type, fill: Edit, *, nothing: Problem) -> Any:
-    """Puts what `fill` returns into every slot that is annotated `Node[protocol]`, outermost slots first.
+    """Fills every slot that is annotated `Node[protocol]`, outermost slots first.
 
     Args:
-        tree: the config. Nothing below a slot that was filled is looked at.
-        protocol: what the slots are for.
-        fill: gets the path and the value of a slot, which may be None or a node that builds one of several.
+        tree: the config. The walk does not enter a slot that was filled.
+        protocol: the protocol that annotates the slots.
+        fill: gets the path and the value of a slot, and returns the new value. The old one may be None or an `alternate`.
         nothing: the problem if there is no slot, or `fill` leaves all of them.
 
     Raises:

@@ -8,7 +8,7 @@ the cache.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import attrs
 import numpy as np
@@ -176,8 +176,7 @@ class Engine(Protocol):
         vocab_size: token ids are 0 to `vocab_size` - 1.
         max_context: tokens of a prompt and its output together.
 
-    An engine may have `spare_seconds()`: for how long after now a call of `step` would bring nothing but an early plan, without
-    the requests that come meanwhile.
+    An engine may also be a `PacesSteps`.
     """
 
     vocab_size: int
@@ -271,6 +270,35 @@ class Pending(Protocol):
         ...
 
 
+@runtime_checkable
+class HasWindow(Protocol):
+    """A runner of a model whose tokens see a limited number of keys. The engine uses the blocks behind them again.
+
+    Attributes:
+        window: keys that a token sees in any layer, itself included; None if a layer sees all.
+    """
+
+    window: int | None
+
+
+@runtime_checkable
+class HoldsResources(Protocol):
+    """A runner with something to release when its engine closes."""
+
+    def close(self) -> None:
+        """Releases it. Nothing is called afterwards."""
+        ...
+
+
+@runtime_checkable
+class PacesSteps(Protocol):
+    """An engine that can wait for more requests before it plans its next step."""
+
+    def spare_seconds(self) -> float:
+        """Seconds for which a call of `step` would only plan early, without the requests that arrive meanwhile."""
+        ...
+
+
 class Runner(Protocol):
     """Computes steps of one model on its devices, over a cache of blocks. Steps run in the order of `submit`.
 
@@ -288,7 +316,7 @@ class Runner(Protocol):
         decode_steps: the largest `steps` of `submit`.
         adapters: names of LoRA adapters that requests may take.
 
-    A runner may have `window`: keys that a token sees in any layer, itself included. Blocks behind it are then used again.
+    A runner may also be a `HasWindow` or `HoldsResources`.
     """
 
     vocab_size: int

@@ -18,7 +18,17 @@ from axlearn_core.errors import RequestError
 from axlearn_plugins_serving.admission import check_request
 from axlearn_plugins_serving.blocks import BlockPool
 from axlearn_plugins_serving.cache import Cache
-from axlearn_plugins_serving.contracts import Output, Pending, QueueFullError, Request, Row, Runner, Statistics
+from axlearn_plugins_serving.contracts import (
+    HasWindow,
+    HoldsResources,
+    Output,
+    Pending,
+    QueueFullError,
+    Request,
+    Row,
+    Runner,
+    Statistics,
+)
 from axlearn_plugins_serving.drafting import Drafter, add_drafts, can_draft
 from axlearn_plugins_serving.measure import Meter
 from axlearn_plugins_serving.request_state import RequestState
@@ -75,7 +85,7 @@ class ServingEngine(Configurable):
             BlockPool(runner.num_blocks, runner.block_size),
             runner.max_rows,
             prefixes=cfg.prefix_cache,
-            window=getattr(runner, "window", None),
+            window=runner.window if isinstance(runner, HasWindow) else None,
         )
         self.limits = Limits(
             rows=runner.max_rows,
@@ -169,8 +179,8 @@ class ServingEngine(Configurable):
         if not self._closed:
             self._drop()
             self._closed = True
-            if (close := getattr(self.runner, "close", None)) is not None:
-                close()
+            if isinstance(self.runner, HoldsResources):
+                self.runner.close()
             del self.runner
 
     def _step(self) -> list[Output]:

@@ -1,7 +1,7 @@
 """Roles of layers, by which features, plans and servers find them. Imports no JAX.
 
-The parts of a layer need no role. A slot says what it takes by its annotation: `rope` fills slots for a `PositionEncoding`,
-`paged-cache` those for a `KVCache` or a `LatentCache`, `moe` those for a `FeedForward`.
+The parts of a layer need no role, because the annotation of a slot names its kind. `rope` fills slots for a `PositionEncoding`,
+`paged-cache` fills slots for a `KVCache` or a `LatentCache`, and `moe` fills slots for a `FeedForward`.
 """
 
 from axlearn_core.config.roles import Role

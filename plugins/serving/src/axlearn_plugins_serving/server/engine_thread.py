@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from axlearn_core.errors import RequestError
-from axlearn_plugins_serving.contracts import Engine, Output, QueueFullError, Request, Statistics
+from axlearn_plugins_serving.contracts import Engine, Output, PacesSteps, QueueFullError, Request, Statistics
 
 _SAMPLE_SECONDS = 0.2
 _IDLE_SECONDS = 0.001  # between steps that had nothing ready
@@ -207,8 +207,7 @@ class EngineThread:
 
     def _wait_for_more(self) -> bool:
         """Waits while the next step need not be planned yet; True where a command came, which it can take in."""
-        spare_seconds = getattr(self.engine, "spare_seconds", None)
-        seconds = 0.0 if spare_seconds is None else spare_seconds()
+        seconds = self.engine.spare_seconds() if isinstance(self.engine, PacesSteps) else 0.0
         if seconds <= 0:
             return False
         with self._wake:
