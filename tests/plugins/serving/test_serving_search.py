@@ -95,6 +95,16 @@ def test_what_is_refused(words, message):
     assert message in result.output
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["search", "serve", "quickstart"], ["search", "quickstart", "--serve"], ["quickstart", "--search", "--serve"]],
+)
+def test_every_spelling_is_the_same_search(words):
+    result = CliRunner().invoke(cli, ["plan", *words, "--target", "h100-1x1,h100-8x1"])
+    assert result.exit_code == 2
+    assert "a search for serving takes one machine" in result.stderr
+
+
 @pytest.mark.slow
 def test_layouts_are_compiled_and_compared():
     pytest.importorskip("jax_plugins.xla_cuda12")
