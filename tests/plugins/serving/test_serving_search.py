@@ -81,7 +81,7 @@ def test_requests_are_doubled_until_they_no_longer_fit(monkeypatch):
         (["--target", "cpu-8"], "has no figures: nothing can be ranked"),
         ([], "a search is for some hardware, and none is named"),
         (["--target", "h100-1x1,h100-8x1"], "takes one machine"),
-        (["--target", "h100-8x1", "--chips", "1..8"], "takes one machine"),
+        (["--target", "tpu-v5p-8", "--chips", "8..32"], "takes one machine"),
         (["--target", "h100-1x1", "--png", "x.png"], "--png is an option of `axlearn plan search`"),
         (["--target", "h100-1x1", "--vary", "batch"], "part of a layout that --vary takes"),
         (["--target", "h100-1x1", "--function", "decode"], "--function is an option of `axlearn plan`"),

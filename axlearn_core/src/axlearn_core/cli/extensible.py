@@ -160,8 +160,8 @@ class ExtensibleCommand(click.Command):
 def change_request(request: "Request") -> "Request":
     """The request as the options of plugins change it that were given to this command, in the order of their names."""
     context = click.get_current_context(silent=True)
-    given: dict[str, Any] = context.meta.get(_GIVEN, {}) if context else {}
-    for _, (option, value) in sorted(given.items()):
+    changes: dict[str, Any] = context.meta.get(_GIVEN, {}) if context else {}
+    for _, (option, value) in sorted(changes.items()):
         request = option.change(value, request)
     return request
 
