@@ -93,6 +93,32 @@ def test_commands_that_are_not_installed(monkeypatch):
     assert "Did you mean: list" in command("checkpoint", "lits")
 
 
+@pytest.mark.parametrize(
+    "words", [("serve", "quickstart"), ("quickstart", "--serve"), ("quickstart", "--export", "x", "--serve")]
+)
+def test_a_subcommand_that_is_not_installed(monkeypatch, words):
+    without(monkeypatch, "axlearn-plugins-serving")
+    error = (
+        "`axlearn plan serve` is not installed: axlearn-plugins-serving brings it (pip install axlearn-plugins-serving)"
+    )
+    assert error in command("plan", *words)
+    assert "serve" not in CliRunner().invoke(cli, ["plan", "--help"]).stdout.partition("Commands:")[2]
+
+
+def test_a_subcommand_whose_command_is_not_installed(monkeypatch):
+    without(monkeypatch, "axlearn-plugins-plan")
+    assert "'plan' is not installed: axlearn-plugins-plan brings it" in command("plan", "serve", "quickstart")
+    listed = CliRunner().invoke(cli, ["--help"]).stdout
+    assert "plan-serve" not in listed
+    assert "serve " in listed
+
+
+def test_an_option_that_is_not_installed(monkeypatch):
+    without(monkeypatch, "axlearn-plugins-runtime")
+    error = "--shadow is not installed: axlearn-plugins-runtime brings it (pip install axlearn-plugins-runtime)"
+    assert error in command("train", "quickstart", "--shadow", "remat")
+
+
 def test_features_experiments_and_targets_that_are_not_installed(monkeypatch):
     without(monkeypatch, "axlearn-plugins-rope", "axlearn-plugins-models", "axlearn-plugins-gpu")
     assert "the feature 'rope' is not installed: axlearn-plugins-rope" in command("features", "show", "rope")

@@ -10,7 +10,10 @@ from small_runs import lines, losses
 
 from axlearn_core.cli.main import cli
 from axlearn_core.errors import RequestError
+from axlearn_core.plugins.request import Request
+from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_runtime.shadow import Comparison, read
+from axlearn_plugins_runtime.train_options import EVERY, SHADOW
 
 train = functools.partial(small_runs.train, steps=3, **{"model.decoder.num_layers": 2})
 
@@ -68,6 +71,25 @@ def test_the_command_refuses_before_anything_begins(tmp_path):
     assert result.exit_code == 2
     assert "--every 3: shadow.feature: ShadowFeature needs a value" in result.output
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("changes", [(SHADOW, EVERY), (EVERY, SHADOW)], ids=["shadow-every", "every-shadow"])
+def test_the_options_are_the_feature(changes):
+    values = {SHADOW: "precision:dtype=bfloat16", EVERY: "7"}
+    request = Request.of("quickstart")
+    for option in changes:
+        request = option.change(values[option], request)
+    feature = 'shadow:feature="precision:dtype=bfloat16",every_steps=7'
+    assert resolve(request).config == resolve("quickstart", with_=[feature]).config
+    with_feature = Request.of("quickstart", with_=['shadow:feature="precision:dtype=bfloat16"'])
+    assert resolve(EVERY.change("7", with_feature)).config == resolve(request).config
+    with pytest.raises(RequestError, match="gets two values for 'every_steps'"):
+        resolve(EVERY.change("8", request))
+
+
+def test_the_feature_refuses_before_anything_begins():
+    with pytest.raises(RequestError, match="did you mean: precision"):
+        resolve("quickstart", with_=['shadow:feature="precisio:dtype=bfloat16"'])
 
 
 def test_the_command_asks_for_the_feature(tmp_path):

@@ -1,6 +1,9 @@
 """`axlearn plan --serve`: what a machine that is not here can serve."""
 
+import importlib.util
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -132,6 +135,27 @@ def test_requests_that_are_wrong(words, says):
     result = plan(*words, "--serve")
     assert result.exit_code == 2, result.output
     assert says in result.stderr
+
+
+def test_planning_needs_the_package_that_plans(monkeypatch):
+    find_spec = importlib.util.find_spec
+    missing = "axlearn_plugins_plan"
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == missing else find_spec(name, *more)
+    )
+    for words in (["serve"], ["search", "serve"]):
+        result = plan(*words, "quickstart", "--target", "h100-1x1")
+        assert result.exit_code == 2
+        assert "pip install 'axlearn-plugins-serving[plan]'" in result.stderr
+
+
+def test_a_server_does_not_import_the_package_that_plans():
+    code = (
+        "import sys, axlearn_plugins_serving.server.command, axlearn_plugins_serving.local_engine\n"
+        "import axlearn_plugins_serving.open_engine, axlearn_plugins_serving.programs\n"
+        "assert not [m for m in sys.modules if m.startswith(('axlearn_plugins_plan', 'axlearn_plugins_serving.plan'))]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_what_a_compiler_refuses_does_not_fit():

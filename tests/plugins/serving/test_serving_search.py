@@ -81,7 +81,7 @@ def test_requests_are_doubled_until_they_no_longer_fit(monkeypatch):
         (["--target", "cpu-8"], "has no figures: nothing can be ranked"),
         ([], "a search is for some hardware, and none is named"),
         (["--target", "h100-1x1,h100-8x1"], "takes one machine"),
-        (["--target", "h100-8x1", "--chips", "1..8"], "takes one machine"),
+        (["--target", "tpu-v5p-8", "--chips", "8..32"], "takes one machine"),
         (["--target", "h100-1x1", "--png", "x.png"], "--png is an option of `axlearn plan search`"),
         (["--target", "h100-1x1", "--vary", "batch"], "part of a layout that --vary takes"),
         (["--target", "h100-1x1", "--function", "decode"], "--function is an option of `axlearn plan`"),
@@ -93,6 +93,16 @@ def test_what_is_refused(words, message):
     result = run(*words)
     assert result.exit_code == 2, result.output
     assert message in result.output
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["search", "serve", "quickstart"], ["search", "quickstart", "--serve"], ["quickstart", "--search", "--serve"]],
+)
+def test_every_spelling_is_the_same_search(words):
+    result = CliRunner().invoke(cli, ["plan", *words, "--target", "h100-1x1,h100-8x1"])
+    assert result.exit_code == 2
+    assert "a search for serving takes one machine" in result.stderr
 
 
 @pytest.mark.slow
