@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from axlearn_core.cli.main import cli
 from axlearn_core.plugins.targets import find_machine
-from axlearn_plugins_serving.plan import search
+from axlearn_plugins_serving.plan import layout_search
 from axlearn_plugins_serving.plan.layout_search import ServingLayout, ServingRow, layouts
 
 SMALL = (
@@ -54,7 +54,7 @@ def row(tokens, tpot, fits=True, shipped=False):
 def test_the_front_has_what_nothing_is_better_than_in_both():
     best, quick, worse, big = row(100, 3.0), row(50, 1.0), row(40, 2.0), row(900, 0.1, fits=False)
     shipped = row(1, 9.0, fits=False, shipped=True)
-    result = search._result([worse, big, best, quick, shipped], (), "")
+    result = layout_search._result([worse, big, best, quick, shipped], (), "")
     assert list(result.rows) == [best, quick, worse, shipped], "what does not fit is left out, but for what ships"
     assert list(result.front) == [best, quick]
 
@@ -66,11 +66,11 @@ def test_requests_are_doubled_until_they_no_longer_fit(monkeypatch):
         tried.append((layout.machine.devices, layout.rows))
         return ServingRow(layout=layout, tpot=1.0, tokens_per_second=1.0, bytes=1.0, fits=layout.rows <= 16)
 
-    monkeypatch.setattr(search, "_planned", planned)
-    monkeypatch.setattr(search, "configure_devices", lambda machine: None)
+    monkeypatch.setattr(layout_search, "_planned", planned)
+    monkeypatch.setattr(layout_search, "configure_devices", lambda machine: None)
     from axlearn_core.plugins.request import Request
 
-    result = search.search_serving(Request.of("quickstart"), find_machine("h100-2x1"), (), 100.0)
+    result = layout_search.search_serving(Request.of("quickstart"), find_machine("h100-2x1"), (), 100.0)
     assert tried == [(2, 16), *((1, n) for n in (4, 8, 16, 32)), *((2, n) for n in (4, 8, 32))]
     assert all(r.fits for r in result.rows)
 
