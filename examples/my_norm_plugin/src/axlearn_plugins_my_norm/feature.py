@@ -2,8 +2,7 @@
 
 from typing import Any, TypeVar
 
-from axlearn_core.config import Node, find, node, patch, replace_config, setting
-from axlearn_core.plugins.feature import Feature
+from axlearn_core.extend import Feature, Node, find, node, patch, replace_config, setting
 from axlearn_plugins_my_norm.layer import DynamicTanh
 from axlearn_plugins_transformer.norm import RMSNorm
 

@@ -4,9 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from axlearn_core.config import interface, node, setting
-from axlearn_core.nn.initializers import Constant
-from axlearn_core.nn.layer import Layer, Precision, expand_to
+from axlearn_core.extend import Constant, Layer, Precision, expand_to, interface, node, setting
 
 
 class DynamicTanh(Layer):

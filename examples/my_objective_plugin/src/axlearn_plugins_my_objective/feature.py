@@ -4,9 +4,7 @@ from typing import Any, TypeVar
 
 import attrs
 
-from axlearn_core.config import Node, node, patch, setting
-from axlearn_core.plugins.feature import Feature
-from axlearn_core.train.objective import ModelLoss
+from axlearn_core.extend import Feature, ModelLoss, Node, node, patch, setting
 from axlearn_plugins_my_objective.objective import ConfidencePenalty
 
 Tree = TypeVar("Tree", bound=Node[Any])

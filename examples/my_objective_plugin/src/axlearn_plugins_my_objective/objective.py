@@ -4,9 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from axlearn_core.config import Configurable, Node, node, setting
-from axlearn_core.contracts.parts import Objective
-from axlearn_core.train.objective import ModelLoss
+from axlearn_core.extend import Configurable, ModelLoss, Node, Objective, node, setting
 
 
 class ConfidencePenalty(Configurable, nnx.Module):

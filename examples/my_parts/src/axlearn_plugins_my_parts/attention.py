@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from axlearn_core.config import REQUIRED, Node, interface, node, setting
-from axlearn_core.nn.layer import Context, Layer, Precision
-from axlearn_core.nn.linear import Linear, Projection
+from axlearn_core.extend import REQUIRED, Context, Layer, Linear, Node, Precision, Projection, interface, node, setting
 from axlearn_plugins_transformer.attention import PositionEncoding, bias_of, cached_slots, window_of
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kernels.masks import visible

@@ -10,10 +10,17 @@ import jax
 import numpy as np
 from flax.serialization import msgpack_restore, msgpack_serialize
 
-from axlearn_core.checkpoint.storage import LocalStorage
-from axlearn_core.config import Configurable, node, setting
-from axlearn_core.errors import CheckpointError, RequestError, StorageError
-from axlearn_core.learn import flatten, unflatten
+from axlearn_core.extend import (
+    CheckpointError,
+    Configurable,
+    LocalStorage,
+    RequestError,
+    StorageError,
+    flatten,
+    node,
+    setting,
+    unflatten,
+)
 
 
 class MsgpackCheckpointer(Configurable):

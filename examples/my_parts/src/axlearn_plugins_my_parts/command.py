@@ -4,8 +4,7 @@ from typing import Any
 
 import click
 
-from axlearn_core.cli.common import experiment_argument, no_devices, request_options
-from axlearn_core.cli.extensible import ExtensibleCommand
+from axlearn_core.extend import ExtensibleCommand, experiment_argument, no_devices, request_options
 
 
 @click.command("plan-one-line", cls=ExtensibleCommand)
@@ -17,7 +16,7 @@ def one_line(request: Any) -> None:
     The line has the title and the machine, for a loop over many experiments. Exit code 1 if the step does not fit.
     """
     no_devices()
-    from axlearn_core.plugins.resolve import resolve
+    from axlearn_core.extend import resolve
     from axlearn_plugins_plan.plan import make_plan
 
     plan = make_plan(resolve(request), "train")

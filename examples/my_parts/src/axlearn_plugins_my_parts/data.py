@@ -6,8 +6,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from axlearn_core.config import Configurable, node, setting
-from axlearn_core.errors import ConfigError, Problem
+from axlearn_core.extend import ConfigError, Configurable, Problem, node, setting
 
 
 class CopyTask(Configurable):

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from axlearn_core.config import Configurable, node
+from axlearn_core.extend import Configurable, node
 from axlearn_plugins_serving.request_state import RequestState
 
 

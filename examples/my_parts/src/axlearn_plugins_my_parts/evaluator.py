@@ -3,12 +3,10 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from axlearn_core.config import node
-from axlearn_core.learn import global_norm, select
-from axlearn_core.train.evaluators import Periodic
+from axlearn_core.extend import Periodic, global_norm, node, select
 
 if TYPE_CHECKING:
-    from axlearn_core.train.session import Session
+    from axlearn_core.extend import Session
 
 
 class ParameterNorms(Periodic):

@@ -1,8 +1,6 @@
 """The experiment `my-parts`."""
 
-from axlearn_core.train import Trainer
-from axlearn_core.train.evaluators import LossEvaluator
-from axlearn_core.train.trackers import LinesTracker
+from axlearn_core.extend import LinesTracker, LossEvaluator, Trainer
 from axlearn_plugins_my_parts.checkpointer import MsgpackCheckpointer
 from axlearn_plugins_my_parts.data import CopyTask
 from axlearn_plugins_my_parts.evaluator import ParameterNorms

@@ -2,10 +2,7 @@
 
 from pathlib import Path
 
-from axlearn_core.contracts.kernels import KernelImplementation
-from axlearn_core.contracts.parts import Weights
-from axlearn_core.contracts.storage import Storage
-from axlearn_core.plugins.hookspecs import hookimpl
+from axlearn_core.extend import KernelImplementation, Storage, Weights, hookimpl
 
 
 @hookimpl

@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from axlearn_core.contracts.kernels import KernelContext
-from axlearn_core.nn.layer import expand_to
+from axlearn_core.extend import KernelContext, expand_to
 from axlearn_plugins_transformer.kernels.rms_norm import RMSNormOp
 
 

@@ -6,7 +6,7 @@ import attrs
 import jax
 import jax.numpy as jnp
 
-from axlearn_core.config import Configurable, node
+from axlearn_core.extend import Configurable, node
 from axlearn_plugins_transformer.kernels.attention import AttentionOp
 from axlearn_plugins_transformer.kv_cache import ContiguousCache
 

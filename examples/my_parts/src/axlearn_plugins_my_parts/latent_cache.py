@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from axlearn_core.config import Configurable, node
+from axlearn_core.extend import Configurable, node
 from axlearn_plugins_transformer.attention_variants.latent_cache import (
     ContiguousLatentCache,
     LatentAttentionOp,

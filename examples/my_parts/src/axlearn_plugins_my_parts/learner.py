@@ -5,9 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from axlearn_core.config import Configurable, node, setting
-from axlearn_core.contracts.parts import Batch, Loss
-from axlearn_core.learn import global_norm, value_and_grad
+from axlearn_core.extend import Batch, Configurable, Loss, global_norm, node, setting, value_and_grad
 
 
 class SignLearner(Configurable):

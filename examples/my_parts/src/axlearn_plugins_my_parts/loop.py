@@ -2,9 +2,7 @@
 
 from collections.abc import Mapping
 
-from axlearn_core.config import REQUIRED, node, setting
-from axlearn_core.train.loop import TrainLoop
-from axlearn_core.train.session import Session, log_message
+from axlearn_core.extend import REQUIRED, Session, TrainLoop, log_message, node, setting
 
 
 class StopAtLoss(TrainLoop):

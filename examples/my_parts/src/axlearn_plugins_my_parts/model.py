@@ -6,10 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from axlearn_core.config import REQUIRED, node, setting
-from axlearn_core.contracts.parts import Batch
-from axlearn_core.nn.initializers import Normal
-from axlearn_core.nn.layer import Layer, Precision
+from axlearn_core.extend import REQUIRED, Batch, Layer, Normal, Precision, node, setting
 
 
 class Bigram(Layer):

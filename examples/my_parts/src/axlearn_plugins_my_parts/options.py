@@ -2,8 +2,7 @@
 
 import attrs
 
-from axlearn_core.contracts.options import CommandOption
-from axlearn_core.plugins.request import Request, Setting, parse_value
+from axlearn_core.extend import CommandOption, Request, Setting, parse_value
 
 
 def set_seed(value: str, request: Request) -> Request:

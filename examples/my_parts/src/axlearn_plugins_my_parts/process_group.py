@@ -4,8 +4,7 @@ import os
 
 import jax
 
-from axlearn_core.config import Configurable, node
-from axlearn_core.errors import RequestError
+from axlearn_core.extend import Configurable, RequestError, node
 
 
 class RankFromEnvironment(Configurable):

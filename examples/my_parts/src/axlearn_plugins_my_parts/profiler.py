@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from axlearn_core.config import Configurable, node, setting
+from axlearn_core.extend import Configurable, node, setting
 
 
 class SlowestSteps(Configurable):

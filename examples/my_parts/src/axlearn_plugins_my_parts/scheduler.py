@@ -4,7 +4,7 @@ from typing import Any
 
 import attrs
 
-from axlearn_core.config import node
+from axlearn_core.extend import node
 from axlearn_plugins_serving.request_state import RequestState
 from axlearn_plugins_serving.scheduler import PriorityScheduler
 

@@ -6,8 +6,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from axlearn_core.contracts.storage import StoredFile
-from axlearn_core.errors import MissingFileError, StorageError
+from axlearn_core.extend import MissingFileError, StorageError, StoredFile
 
 SCHEMA = "CREATE TABLE IF NOT EXISTS files (path TEXT PRIMARY KEY, data BLOB NOT NULL)"
 BELOW = "substr(path, 1, length(?1) + 1) = ?1 || '/'"

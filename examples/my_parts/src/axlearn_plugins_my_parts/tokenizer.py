@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from axlearn_core.config import Configurable, node
-from axlearn_core.errors import Problem
+from axlearn_core.extend import Configurable, Problem, node
 
 
 class Characters(Configurable):

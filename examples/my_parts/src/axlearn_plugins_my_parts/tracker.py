@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from axlearn_core.config import Configurable, node
-from axlearn_core.train.trackers.common import printable, writing
+from axlearn_core.extend import Configurable, node, printable, writing
 
 FILE, HEADER = "metrics.csv", ("step", "name", "value")
 

@@ -6,7 +6,7 @@ from typing import IO
 
 import jax
 
-from axlearn_core.config import Configurable, node, setting
+from axlearn_core.extend import Configurable, node, setting
 
 
 class StackDump(Configurable):

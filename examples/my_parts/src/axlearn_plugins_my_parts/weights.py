@@ -9,13 +9,18 @@ import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from axlearn_core.compose import Functional
-from axlearn_core.config import Node
-from axlearn_core.contracts.parts import Tokenizer, Weights
-from axlearn_core.errors import CheckpointError
-from axlearn_core.plugins.registry import registry
-from axlearn_core.plugins.request import read_text, write
-from axlearn_core.run.weights import check_tensors, select_tensors
+from axlearn_core.extend import (
+    CheckpointError,
+    Functional,
+    Node,
+    Tokenizer,
+    Weights,
+    check_tensors,
+    read_text,
+    registry,
+    select_tensors,
+    write,
+)
 
 CONFIG, STEP = "config.yaml", "step"
 

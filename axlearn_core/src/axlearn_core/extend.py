@@ -1,0 +1,154 @@
+"""The names that plugins use, in one place.
+
+    from axlearn_core.extend import Configurable, Feature, Layer, node, setting
+
+Everything here is documented and keeps its name and meaning within a minor version; see "What is stable" in the documentation.
+Each name is loaded when it is first used, so that a module with hooks imports no JAX.
+"""
+
+# ruff: noqa: F401
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from axlearn_core.checkpoint import LocalStorage, ShardedCheckpointer, open_storage
+    from axlearn_core.cli.common import (
+        experiment_argument,
+        json_option,
+        no_devices,
+        print_json,
+        print_table,
+        request_options,
+    )
+    from axlearn_core.cli.extensible import ExtensibleCommand
+    from axlearn_core.cli.terminal import echo
+    from axlearn_core.compose import FrozenModel, Function, Functional, ModelWeights, Program, compose
+    from axlearn_core.config import (
+        REQUIRED,
+        Configurable,
+        Node,
+        Scaled,
+        check,
+        diff,
+        find,
+        get,
+        interface,
+        node,
+        offers,
+        patch,
+        replace_config,
+        setting,
+        size_of,
+    )
+    from axlearn_core.config.roles import Role
+    from axlearn_core.config.tree import children, edit_nodes, fill_slots, join, set_fields, with_children
+    from axlearn_core.contracts.kernels import Kernel, KernelContext, KernelImplementation
+    from axlearn_core.contracts.mesh import Mesh, MeshRule, Size, TargetRule
+    from axlearn_core.contracts.migration import Migration
+    from axlearn_core.contracts.options import CommandOption
+    from axlearn_core.contracts.parts import Batch, Loss, Model, Objective, Tokenizer, Weights
+    from axlearn_core.contracts.remat import RematPolicy
+    from axlearn_core.contracts.roles import StackRole
+    from axlearn_core.contracts.storage import Storage, StoredFile
+    from axlearn_core.contracts.target import Machine, Target
+    from axlearn_core.errors import (
+        AxlearnError,
+        CheckpointError,
+        ConfigError,
+        InputError,
+        MissingFileError,
+        PluginError,
+        Problem,
+        RequestError,
+        StorageError,
+        WorkError,
+        nearest,
+    )
+    from axlearn_core.kernels.op import Op, Shape
+    from axlearn_core.learn import Learner, flatten, global_norm, select, unflatten, value_and_grad
+    from axlearn_core.nn.initializers import Constant, Initializer, Normal, VarianceScaling
+    from axlearn_core.nn.layer import Context, Layer, Precision, expand_to
+    from axlearn_core.nn.linear import Linear, Projection
+    from axlearn_core.nn.remat import Remat, tag
+    from axlearn_core.nn.sharding import constrain
+    from axlearn_core.nn.summaries import add_loss, add_summary
+    from axlearn_core.plugins.feature import Feature, nothing_to_set
+    from axlearn_core.plugins.hookspecs import hookimpl
+    from axlearn_core.plugins.registry import registry
+    from axlearn_core.plugins.request import Request, Setting, parse_value, read_text, write
+    from axlearn_core.plugins.resolve import resolve
+    from axlearn_core.run import Run, RunWeights, bind_weights, derive_run, open_weights, split_weights
+    from axlearn_core.run.weights import check_tensors, select_tensors
+    from axlearn_core.train import Trainer
+    from axlearn_core.train.evaluators import LossEvaluator, Periodic
+    from axlearn_core.train.loop import TrainLoop
+    from axlearn_core.train.objective import ModelLoss
+    from axlearn_core.train.session import Session, log_message
+    from axlearn_core.train.trackers import JsonlTracker, LinesTracker
+    from axlearn_core.train.trackers.common import printable, writing
+
+_MODULES = {
+    "checkpoint": ("LocalStorage", "ShardedCheckpointer", "open_storage"),
+    "cli.common": (
+        "experiment_argument", "json_option", "no_devices", "print_json", "print_table", "request_options",
+    ),
+    "cli.extensible": ("ExtensibleCommand",),
+    "cli.terminal": ("echo",),
+    "compose": ("FrozenModel", "Function", "Functional", "ModelWeights", "Program", "compose"),
+    "config": (
+        "REQUIRED", "Configurable", "Node", "Scaled", "check", "diff", "find", "get", "interface", "node", "offers", "patch",
+        "replace_config", "setting", "size_of",
+    ),
+    "config.roles": ("Role",),
+    "config.tree": ("children", "edit_nodes", "fill_slots", "join", "set_fields", "with_children"),
+    "contracts.kernels": ("Kernel", "KernelContext", "KernelImplementation"),
+    "contracts.mesh": ("Mesh", "MeshRule", "Size", "TargetRule"),
+    "contracts.migration": ("Migration",),
+    "contracts.options": ("CommandOption",),
+    "contracts.parts": ("Batch", "Loss", "Model", "Objective", "Tokenizer", "Weights"),
+    "contracts.remat": ("RematPolicy",),
+    "contracts.roles": ("StackRole",),
+    "contracts.storage": ("Storage", "StoredFile"),
+    "contracts.target": ("Machine", "Target"),
+    "errors": (
+        "AxlearnError", "CheckpointError", "ConfigError", "InputError", "MissingFileError", "PluginError", "Problem",
+        "RequestError", "StorageError", "WorkError", "nearest",
+    ),
+    "kernels.op": ("Op", "Shape"),
+    "learn": ("Learner", "flatten", "global_norm", "select", "unflatten", "value_and_grad"),
+    "nn.initializers": ("Constant", "Initializer", "Normal", "VarianceScaling"),
+    "nn.layer": ("Context", "Layer", "Precision", "expand_to"),
+    "nn.linear": ("Linear", "Projection"),
+    "nn.remat": ("Remat", "tag"),
+    "nn.sharding": ("constrain",),
+    "nn.summaries": ("add_loss", "add_summary"),
+    "plugins.feature": ("Feature", "nothing_to_set"),
+    "plugins.hookspecs": ("hookimpl",),
+    "plugins.registry": ("registry",),
+    "plugins.request": ("Request", "Setting", "parse_value", "read_text", "write"),
+    "plugins.resolve": ("resolve",),
+    "run": ("Run", "RunWeights", "bind_weights", "derive_run", "open_weights", "split_weights"),
+    "run.weights": ("check_tensors", "select_tensors"),
+    "train": ("Trainer",),
+    "train.evaluators": ("LossEvaluator", "Periodic"),
+    "train.loop": ("TrainLoop",),
+    "train.objective": ("ModelLoss",),
+    "train.session": ("Session", "log_message"),
+    "train.trackers": ("JsonlTracker", "LinesTracker"),
+    "train.trackers.common": ("printable", "writing"),
+}  # fmt: skip
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = importlib.import_module(f"axlearn_core.{_HOMES[name]}")
+    value = globals()[name] = getattr(home, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
