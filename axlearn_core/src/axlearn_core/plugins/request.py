@@ -14,7 +14,7 @@ A file with `resolved: true` at the top is a whole config instead, as `axlearn c
 """
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -308,3 +308,42 @@ def write(config: Node[Any], names: Names) -> str:
         RequestError: a node in it is not registered as a component, or holds a value that is not plain.
     """
     return dump({"resolved": True, **encode(config, names)})
+
+
+def with_file(request: Request, names: Names) -> Request:
+    """With what the file says, and the files that it stands on."""
+    if isinstance(request.experiment, Node) or not is_file(request.experiment):
+        return request
+    file = _read_chain(str(request.experiment), names)
+    both = {k: getattr(file, k) + getattr(request, k) for k in ("features", "without", "file_settings")}
+    target = request.target or file.target
+    return attrs.evolve(file, **both, settings=request.settings, target=target, layout=request.layout)
+
+
+def _read_chain(name: str, names: Names, visited: tuple[str, ...] = ()) -> Request:
+    """A run file over the one that it stands on, whose options and values it may override; or over the config of a run."""
+    if name in visited:
+        raise RequestError(f"run files that begin with one another: {' -> '.join((*visited, name))}")
+    file = read(name, names)
+    if isinstance(file.experiment, Node) or not is_file(file.experiment):
+        return file
+    base = _read_chain(str(file.experiment), names, (*visited, name))
+    return attrs.evolve(
+        base,
+        features=_overridden(base.features, file.features),
+        without=(*base.without, *file.without),
+        base_settings=(*base.base_settings, base.file_settings),
+        file_settings=file.file_settings,
+        target=file.target or base.target,
+    )
+
+
+def _overridden(base: Sequence[FeatureUse], over: Sequence[FeatureUse]) -> tuple[FeatureUse, ...]:
+    """The uses of two files, where the second stands on the first: its options hold, the first's others stay."""
+    later = {use.name: use for use in over}
+    remaining = [
+        attrs.evolve(use, options={**use.options, **later[use.name].options}) if use.name in later else use
+        for use in base
+    ]
+    changed = [use.name for use in base]
+    return (*remaining, *(attrs.evolve(use, options={}) if use.name in changed else use for use in over))

@@ -14,23 +14,20 @@ from typing import Any
 
 import attrs
 
-from axlearn_core.config import ABSENT, Change, Decoder, Node, check, diff, flatten, patch
+from axlearn_core.config import ABSENT, Change, Decoder, Node, check, diff, flatten, get, patch
 from axlearn_core.config.kinds import change_kinds
 from axlearn_core.config.tree import matches
 from axlearn_core.config.types import show
 from axlearn_core.contracts.mesh import Mesh, MeshRule, TargetRule
 from axlearn_core.contracts.target import Detected, Machine
-from axlearn_core.errors import ConfigError, PluginError, Problem, RequestError
-from axlearn_core.plugins.application import applied, check_execution, check_needs, conflict, merged
+from axlearn_core.errors import AxlearnError, ConfigError, PluginError, Problem, RequestError
 from axlearn_core.plugins.decisions import Decision, show_changes
 from axlearn_core.plugins.feature import Feature
 from axlearn_core.plugins.indivisible import replace_shape
 from axlearn_core.plugins.layout_file import read_layout
 from axlearn_core.plugins.order import Order
 from axlearn_core.plugins.registry import Entry, Registry, registry
-from axlearn_core.plugins.request import FeatureUse, Request, Setting, parse_feature
-from axlearn_core.plugins.resolved import Resolved, Step
-from axlearn_core.plugins.run_file import with_file
+from axlearn_core.plugins.request import FeatureUse, Request, Setting, parse_feature, with_file, write
 from axlearn_core.plugins.targets import find_machine, find_own_rule, find_rule, load
 
 NO_TARGET = "none"
@@ -38,6 +35,74 @@ NO_TARGET = "none"
 
 Detect = Callable[[Node[Any]], Detected]
 """From the config of a request without a mesh rule to the machine that it is to run on."""
+
+
+@attrs.frozen
+class Step:
+    """One change of one path: who made it, and the values before and after (`ABSENT` where there was none)."""
+
+    set_by: str
+    old: Any
+    new: Any
+
+
+@attrs.frozen(kw_only=True)
+class Resolved:
+    """A config, and where each of its values came from.
+
+    Attributes:
+        config: the tree; `REQUIRED` fields may still be unset (see `checked`).
+        provenance: path (as `flatten` gives them) -> its steps, first to last; paths that were removed are kept.
+        title: the name of the experiment or file.
+        features: the features that were applied, in that order, with their options.
+        machine: the hardware that was asked for, or that was detected and has a mesh rule.
+        detected: whether the machine was detected, for which JAX has started.
+        rule: who says how to lay it out there.
+        notes: for people, what of the mesh rule does not fit this config and was left out.
+        decisions: the machine, the mesh rule, what it changed and what it left out, and features that changed nothing.
+    """
+
+    config: Node[Any]
+    provenance: Mapping[str, tuple[Step, ...]]
+    title: str
+    features: tuple[tuple[str, Feature], ...] = ()
+    machine: Machine | None = None
+    rule: str | None = None
+    notes: tuple[str, ...] = ()
+    decisions: tuple[Decision, ...] = ()
+    detected: bool = False
+    names: Registry = attrs.field(repr=False)
+
+    def checked(self) -> "Resolved":
+        """Itself, when nothing is missing and all values fit together; raises `ConfigError` with every problem."""
+        try:
+            check(self.config)
+        except ConfigError as error:
+            raise ConfigError(
+                attrs.evolve(p, location=p.location or self.setter(p.path)) for p in error.problems
+            ) from None
+        return self
+
+    def setter(self, path: str) -> str | None:
+        """Who set a path last; None where it is as the experiment has it."""
+        steps = self.provenance.get(path)
+        return f"set by {steps[-1].set_by}" if steps and len(steps) > 1 else None
+
+    def explain(self, path: str) -> dict[str, tuple[Step, ...]]:
+        """The steps of a path; for a node, of everything below it. Raises `ConfigError` with the nearest names."""
+        steps = {p: s for p, s in self.provenance.items() if not path or p == path or p.startswith(f"{path}.")}
+        if not steps:
+            get(self.config, path)
+            inside = [p for p in self.provenance if path.startswith(f"{p}.")]  # an item of a tuple or mapping
+            if not inside:
+                message = "is at its default, or passed by the parent when it is built: nobody set it"
+                raise ConfigError(Problem(path=path, message=message))
+            steps = {p: self.provenance[p] for p in inside}
+        return steps
+
+    def to_yaml(self) -> str:
+        """The config as the text of a file that `resolve` takes back."""
+        return write(self.config, self.names)
 
 
 def resolve(
@@ -95,7 +160,7 @@ class _Resolution:
             [attrs.evolve(parse_feature(f), location=str(rule_title)) for f in rule.features] if rule else []
         )
         features = {use.name: self._build_feature(use) for use in uses}
-        check_needs(features, {u.name: u.location for u in uses})
+        _check_needs(features, {u.name: u.location for u in uses})
         tree = self._features(tree, features)
         if machine and rule:
             self._check_installed(of_rule, rule, str(rule_title))
@@ -221,10 +286,10 @@ class _Resolution:
         """A feature of the mesh rule; rules are for all models, so one that does not fit is left out, with a note."""
         try:
             features = {use.name: self._build_feature(use)}
-            check_needs(
+            _check_needs(
                 {**dict(self.applied), **features}, dict.fromkeys((*dict(self.applied), use.name), use.location)
             )
-            after = applied(tree, features[use.name], self.names.entry("features", use.name))
+            after = _applied(tree, features[use.name], self.names.entry("features", use.name))
             changes = diff(tree, after, self.names.shown_name)
             kinds = change_kinds(changes, tree, after)
             decisive = [change for change, kind in kinds if kind != "execution"]
@@ -295,7 +360,7 @@ class _Resolution:
         """
         uses: dict[str, FeatureUse] = {}
         for use in self.request.features:
-            uses[use.name] = merged(uses[use.name], use) if use.name in uses else use
+            uses[use.name] = _merged(uses[use.name], use) if use.name in uses else use
         of_rule = {use.name: use for use in rule_features}
         for name in self.request.without:
             if name not in uses and name not in of_rule:
@@ -333,7 +398,7 @@ class _Resolution:
         for name in order.names:
             feature = features[name]
             entry = self.names.entry("features", name)
-            before, tree = tree, applied(tree, feature, entry)
+            before, tree = tree, _applied(tree, feature, entry)
             changes = diff(before, tree, self.names.shown_name)
             if not changes and not feature.in_effect(tree):
                 raise RequestError(
@@ -343,12 +408,12 @@ class _Resolution:
             if not changes and any(use.name == name for use in self.request.features):
                 self._decide("unchanged", f"the feature {name!r}", "the config is already as it asks")
             if feature.stage == "execute":
-                check_execution(changes, before, tree, entry)
+                _check_execution(changes, before, tree, entry)
             for change in changes:
                 earlier = changed.setdefault((feature.stage, change.path), [])
                 for other in earlier:
                     if other[0].name not in order.below[name]:
-                        raise conflict((entry, change), other, feature.stage)
+                        raise _conflict((entry, change), other, feature.stage)
                 earlier.append((entry, change))
             self.record(changes, f"feature {name} ({entry.origin})")
             self.applied.append((name, feature))
@@ -398,3 +463,69 @@ def _setter(path: str, settings: Sequence[Setting]) -> str:
 def _locate_problem(problem: Problem, settings: Sequence[Setting], paths: Mapping[str, Setting]) -> Problem:
     source = paths.get(problem.path) or _setting_of(problem.path, settings)
     return attrs.evolve(problem, location=source.location) if source and not problem.location else problem
+
+
+def _merged(first: FeatureUse, second: FeatureUse) -> FeatureUse:
+    """Two uses of one feature as one; raises `RequestError` where they give one option two values."""
+    for key in first.options.keys() & second.options.keys():
+        a, b = first.options[key], second.options[key]
+        if a != b or type(a) is not type(b):
+            raise RequestError(
+                f"the feature {first.name!r} gets two values for {key!r}: {show(a)} by {first.location}, "
+                f"{show(b)} by {second.location}\n    fix: give one of them"
+            )
+    location = first.location if second.location == first.location else f"{first.location} and {second.location}"
+    return attrs.evolve(first, options={**first.options, **second.options}, location=location)
+
+
+def _check_needs(features: Mapping[str, Feature], locations: Mapping[str, str]) -> None:
+    """Raises `RequestError` where a feature lacks what it needs, or stands beside what it excludes."""
+    for name, feature in sorted(features.items()):
+        for other in feature.needs:
+            if other not in features:
+                raise RequestError(
+                    f"the feature {name!r} ({locations[name]}) needs {other!r}\n    fix: add `--with {other}`"
+                )
+        for other in feature.excludes:
+            if other in features:
+                raise RequestError(
+                    f"the features {name!r} ({locations[name]}) and {other!r} ({locations[other]}) cannot be used together\n"
+                    "    fix: leave one of them out"
+                )
+
+
+def _applied(tree: Node[Any], feature: Feature, entry: Entry) -> Node[Any]:
+    """The tree with a feature; raises `RequestError` where it does not fit, `PluginError` where it fails."""
+    try:
+        result = feature.apply(tree)
+    except PluginError:
+        raise
+    except AxlearnError as error:
+        raise RequestError(f"the feature {entry.name!r} ({entry.origin}) does not fit this config:\n{error}") from error
+    except Exception as error:  # a feature is a plugin's code and may raise anything; the cause is chained and shown
+        raise entry.failed("failed in apply()", error) from error
+    if not isinstance(result, Node):
+        raise PluginError(f"apply() of the {entry} returned {type(result).__name__}, not a config node")
+    return result
+
+
+def _check_execution(changes: tuple[Change, ...], before: Node[Any], after: Node[Any], entry: Entry) -> None:
+    """Raises `PluginError` where a feature of the stage `execute` changes more than how a program runs."""
+    for change, kind in change_kinds(changes, before, after):
+        if kind not in ("execution", "microbatches"):
+            raise PluginError(
+                f"the feature {entry.name!r} ({entry.origin}) is of the stage 'execute' and changes {change.path}, which is "
+                f"{kind}: {change.old!r} -> {change.new!r}\n"
+                '    fix: give it another stage, or mark the field with setting(kind="execution") if no result depends on it'
+            )
+
+
+def _conflict(later: tuple[Entry, Change], earlier: tuple[Entry, Change], stage: str) -> RequestError:
+    """The error for two features of one stage, without a stated order, that change one path."""
+    (a, first), (b, second) = earlier, later
+    return RequestError(
+        f"two features of the stage {stage!r} change {second.path}:\n"
+        f"    {a.name} ({a.origin}): {first.old!r} -> {first.new!r}\n"
+        f"    {b.name} ({b.origin}): {second.old!r} -> {second.new!r}\n"
+        "    fix: leave one of them out"
+    )

@@ -15,8 +15,7 @@ from axlearn_core.config.assets import portable
 from axlearn_core.contracts.target import Detected
 from axlearn_core.errors import CheckpointError, RequestError, StorageError
 from axlearn_core.plugins.request import Request, write
-from axlearn_core.plugins.resolve import resolve
-from axlearn_core.plugins.resolved import Resolved
+from axlearn_core.plugins.resolve import Resolved, resolve
 from axlearn_core.plugins.unregistered import CodeNames, code_name
 from axlearn_core.run.asset_copies import aligned_assets, collect_assets, recovered_assets
 from axlearn_core.run.checkpoints import open_checkpoint, open_folder

@@ -18,7 +18,7 @@ from axlearn_core.compose.devices import configure_devices
 from axlearn_core.contracts.capabilities import vocabulary_size
 from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import RequestError
-from axlearn_core.plugins.resolved import Resolved
+from axlearn_core.plugins.resolve import Resolved
 from axlearn_core.run.lock import peak_flops
 from axlearn_core.train.session import batch_tokens
 from axlearn_core.train.trainer import Trainer

@@ -17,7 +17,7 @@ from axlearn_core.contracts.roles import StackRole
 from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import ConfigError, RequestError
 from axlearn_core.kernels.selection import Choice
-from axlearn_core.plugins.resolved import Resolved
+from axlearn_core.plugins.resolve import Resolved
 from axlearn_core.plugins.targets import targets
 from axlearn_plugins_plan.batches import abstract_batch
 from axlearn_plugins_plan.collectives import Collective, by_axes, collectives

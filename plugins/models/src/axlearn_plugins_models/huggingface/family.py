@@ -18,7 +18,7 @@ from axlearn_core.errors import ConfigError, Problem, RequestError, nearest, unk
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import resolve
-from axlearn_core.plugins.resolved import Resolved
+from axlearn_core.plugins.resolve import Resolved
 from axlearn_plugins_models.huggingface.table import Rule
 
 PREFIX = "huggingface-"

@@ -6,7 +6,7 @@ from axlearn_core.config.tree import matches
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import Request
-from axlearn_core.plugins.run_file import with_file
+from axlearn_core.plugins.request import with_file
 
 PATHS = {
     "mesh": "mesh.shape",
