@@ -17,8 +17,7 @@ from axlearn_core.config.tree import children
 from axlearn_core.errors import ConfigError, Problem, RequestError, nearest, unknown
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import Request
-from axlearn_core.plugins.resolve import resolve
-from axlearn_core.plugins.resolve import Resolved
+from axlearn_core.plugins.resolve import Resolved, resolve
 from axlearn_plugins_models.huggingface.table import Rule
 
 PREFIX = "huggingface-"

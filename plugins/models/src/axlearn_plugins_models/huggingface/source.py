@@ -10,8 +10,7 @@ import attrs
 from axlearn_core.compose import Functional
 from axlearn_core.errors import CheckpointError, ConfigError, Problem
 from axlearn_core.plugins.request import Request
-from axlearn_core.plugins.resolve import resolve
-from axlearn_core.plugins.resolve import Resolved
+from axlearn_core.plugins.resolve import Resolved, resolve
 from axlearn_plugins_models.huggingface import files, stream
 from axlearn_plugins_models.huggingface.family import Family, Json, Settings, families, family
 from axlearn_plugins_models.huggingface.files import Stored

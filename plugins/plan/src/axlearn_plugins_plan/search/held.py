@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from axlearn_core.config.tree import matches
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.registry import registry
-from axlearn_core.plugins.request import Request
-from axlearn_core.plugins.request import with_file
+from axlearn_core.plugins.request import Request, with_file
 
 PATHS = {
     "mesh": "mesh.shape",
