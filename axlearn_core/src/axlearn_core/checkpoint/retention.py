@@ -3,10 +3,13 @@
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from axlearn_core.checkpoint.manifest import Manifest
+from axlearn_core.checkpoint.manifest import MANIFEST, Checkpoints, Manifest
+from axlearn_core.checkpoint.storage import LocalStorage
 from axlearn_core.contracts.storage import Storage
 from axlearn_core.errors import StorageError
 
@@ -45,3 +48,45 @@ def begun_by(storage: Storage, folder: str, files: Sequence[str], run: str) -> b
         return json.loads(storage.read(begun)).get("run") == run
     except (StorageError, ValueError):
         return False
+
+
+def clear_staging(place: Checkpoints, step: int, run: str) -> None:
+    """Deletes what an earlier save of a step left in the folder that the next save writes to.
+
+    Raises:
+        StorageError: the folder has files that no save of `run` wrote.
+    """
+    storage, target = place.storage, f"{place.folder}{step}"
+    folder = storage.staging(target)
+    files = [f.path for f in storage.list(f"{folder}/")]
+    if files and folder == target and not begun_by(storage, folder, files, run):
+        raise StorageError(f"{folder} holds files that are not of this run, such as {files[0]}")
+    if files:
+        storage.delete(folder)
+
+
+def remove_unfinished(place: Checkpoints, run: str) -> None:
+    """Deletes what saves and deletions of `run` left behind because the process was killed."""
+    storage, folder = place.storage, place.folder
+    if isinstance(storage, LocalStorage):
+        for path in storage.directory().glob(".*"):
+            if re.fullmatch(r"\.\d+\.(partial|deleted)", path.name):
+                storage.delete(path.name)
+        return
+    files = [f.path for f in storage.list(folder)]
+    for name in {p.removeprefix(folder).partition("/")[0] for p in files}:
+        inside = [p for p in files if p.startswith(f"{folder}{name}/")]
+        whole = f"{folder}{name}/{MANIFEST}" in inside
+        if name.isdecimal() and not whole and begun_by(storage, f"{folder}{name}", inside, run):
+            storage.delete(f"{folder}{name}")
+
+
+def set_aside(place: Checkpoints, steps: Iterable[int], restored: int) -> None:
+    """Renames the checkpoints of steps that a run left behind when it went back to step `restored`."""
+    for step in steps:
+        aside = f"{place.folder}{step}.superseded-{int(time.time())}"
+        place.storage.commit(f"{place.folder}{step}", aside)
+        log.warning(
+            "the run goes on from step %d: the checkpoint of step %d is now %s in %s",
+            *(restored, step, aside, place.name),
+        )
