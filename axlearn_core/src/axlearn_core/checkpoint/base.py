@@ -349,11 +349,13 @@ class StorageCheckpointer(Configurable):
             log.warning("a save that failed could not be removed: %s", error)
 
     def _steps_to_delete(self) -> list[int]:
-        cfg = self.cfg
-        if cfg.keep_last is None:
+        if self.cfg.keep_last is None:
             return []
-        manifests = {s: m for s in self.steps() if (m := self._own_manifest(s)) is not None}
-        return unwanted_steps(cfg, manifests)
+        return self._unwanted_steps({s: m for s in self.steps() if (m := self._own_manifest(s)) is not None})
+
+    def _unwanted_steps(self, manifests: Mapping[int, Manifest]) -> list[int]:
+        """Those of the run's own checkpoints that none of the `keep_` fields wants."""
+        return unwanted_steps(self.cfg, manifests)
 
     def _own_manifest(self, step: int) -> Manifest | None:
         """The manifest of a checkpoint that this run wrote; None for all others."""

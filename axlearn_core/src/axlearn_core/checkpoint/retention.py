@@ -30,14 +30,24 @@ def unwanted_steps(cfg: Any, manifests: Mapping[int, Manifest]) -> list[int]:
     keep = set(steps[-cfg.keep_last :])
     if cfg.keep_every is not None:
         keep |= {s for s in steps if s % cfg.keep_every == 0}
-    if cfg.keep_best:
-        values = {s: manifests[s].metrics.get(cfg.best_metric) for s in steps}
-        numbers = {s: v for s, v in values.items() if v is not None and not math.isnan(v)}
-        scored = [(v if cfg.best_mode == "min" else -v, s) for s, v in numbers.items()]
-        if not scored:
-            log.warning("no checkpoint has the metric %r that checkpointer.keep_best goes by", cfg.best_metric)
-        keep |= {s for _, s in sorted(scored)[: cfg.keep_best]}
+    ranks = rank_steps(cfg, manifests)
+    keep |= set(sorted(ranks, key=lambda s: ranks[s], reverse=True)[: cfg.keep_best])
     return [s for s in steps if s not in keep]
+
+
+def rank_steps(cfg: Any, manifests: Mapping[int, Manifest]) -> dict[int, tuple[float, int]]:
+    """How good the checkpoints are by `best_metric`: larger is better, and of equal ones the earlier.
+
+    Returns:
+        Step -> rank, of the steps whose metric is a number; empty if the policy keeps no best ones.
+    """
+    if not cfg.keep_best:
+        return {}
+    values = {s: m.metrics.get(cfg.best_metric) for s, m in manifests.items()}
+    numbers = {s: v for s, v in values.items() if v is not None and not math.isnan(v)}
+    if not numbers:
+        log.warning("no checkpoint has the metric %r that checkpointer.keep_best goes by", cfg.best_metric)
+    return {s: (-v if cfg.best_mode == "min" else v, -s) for s, v in numbers.items()}
 
 
 def begun_by(storage: Storage, folder: str, files: Sequence[str], run: str) -> bool:

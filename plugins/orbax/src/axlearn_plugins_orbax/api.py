@@ -1,0 +1,152 @@
+"""Everything that this plugin calls of Orbax. No other module imports it, since the import takes most of a second.
+
+The API is version 1, which Orbax 0.12 has under `experimental`.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import orbax.checkpoint.experimental.v1 as ocp
+
+FILE_BYTES, CHUNK_BYTES = 64 * 2**20, 32 * 2**20
+"""Sizes of files and of chunks of arrays in OCDBT: several threads can hash files of this size."""
+PLACEHOLDER: Any = ocp.PLACEHOLDER
+"""Stands for a leaf that is not to be read."""
+
+# TensorStore, which reads and writes the arrays, has another variable for an emulator of Google's store.
+if (emulator := os.environ.get("STORAGE_EMULATOR_HOST")) is not None:
+    os.environ.setdefault("TENSORSTORE_GCS_HTTP_URL", emulator)
+
+
+@attrs.frozen
+class ArrayFormat:
+    """How Orbax stores arrays.
+
+    Attributes:
+        ocdbt: keeps all arrays of a tree in one database. Otherwise each array has a folder.
+        zarr3: writes version 3 of the zarr format, otherwise version 2.
+        compression: compresses with zstd.
+        max_host_bytes: limit on copies in host memory; None copies everything at once.
+    """
+
+    ocdbt: bool = True
+    zarr3: bool = True
+    compression: bool = False
+    max_host_bytes: int | None = None
+
+    def context(self) -> ocp.Context:
+        """Options of Orbax for saving in this format."""
+        context = ocp.Context()
+        saving = context.array.saving
+        saving.use_ocdbt, saving.use_zarr3, saving.use_compression = self.ocdbt, self.zarr3, self.compression
+        if self.ocdbt and self.zarr3:
+            saving.ocdbt_target_data_file_size = FILE_BYTES
+            saving.storage_options.chunk_byte_size = CHUNK_BYTES
+        context.memory.transfer_concurrent_bytes = self.max_host_bytes
+        return context
+
+
+def start_save(path: str, trees: Mapping[str, Any], array_format: ArrayFormat) -> Callable[[], None]:
+    """Starts to write trees of arrays, each as an item of one checkpoint.
+
+    Args:
+        path: of the checkpoint, absolute or a URI; it must not exist.
+        trees: item name -> pytree. The arrays may be donated once this returns.
+        array_format: how to store them.
+
+    Returns:
+        A function that waits until the checkpoint is complete, and raises what went wrong.
+    """
+    with array_format.context():
+        response = ocp.save_checkpointables_async(path, dict(trees))
+    return response.result
+
+
+def load_tree(path: str, item: str | None, tree: Any) -> Any:
+    """Reads the arrays of one item that `tree` names, in its shardings.
+
+    Args:
+        path: of the checkpoint.
+        item: the item's name; None if the checkpoint is one tree without items.
+        tree: `jax.ShapeDtypeStruct` leaves; the structure of a part of what was saved.
+    """
+    context = ocp.Context()
+    context.pytree.loading.partial_load = True
+    with context:
+        if item is None:
+            return ocp.load(path, tree, checkpointable_name=None)
+        return ocp.load_checkpointables(path, {item: tree})[item]
+
+
+def read_trees(path: str) -> dict[str | None, Any]:
+    """Describes the trees of a checkpoint without reading arrays.
+
+    Returns:
+        Item name -> pytree of objects with `shape` and `dtype`. Items that are not trees of arrays are left out. The name
+        is None if the checkpoint is one tree without items.
+    """
+    try:
+        items = ocp.checkpointables_metadata(path).metadata
+    except ocp.errors.InvalidLayoutError:
+        return {None: ocp.metadata(path, checkpointable_name=None).metadata}
+    return {name: tree for name, tree in items.items() if isinstance(tree, (Mapping, Sequence))}
+
+
+def is_due(every_steps: int, step: int) -> bool:
+    """Whether Orbax's policy of fixed intervals saves a step."""
+    policies = ocp.training.save_decision_policies
+    context = policies.DecisionContext(
+        is_saving_in_progress=False,
+        reached_preemption=False,
+        multiprocessing_options=ocp.options.MultiprocessingOptions().v0(),
+    )
+    return policies.FixedIntervalPolicy(every_steps).should_save(_describe(step, None), [], context=context)
+
+
+@attrs.frozen
+class BestSteps:
+    """Orbax's `BestN` over those checkpoints alone that have a score.
+
+    `BestN` keeps every checkpoint while there are at most `count` of them, whether they have a score or not.
+
+    Attributes:
+        count: how many to preserve.
+    """
+
+    count: int
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
+        """See `ocp.training.preservation_policies.PreservationPolicy`. `metrics` is a tuple that grows with the quality."""
+        scored = [c for c in checkpoints if c.metrics is not None]
+        best = ocp.training.preservation_policies.BestN(get_metric_fn=lambda rank: rank, n=self.count)
+        kept = {c.step for c, keep in zip(scored, best.should_preserve(scored, context=context), strict=True) if keep}
+        return [c.step in kept for c in checkpoints]
+
+
+def preserved_steps(
+    steps: Sequence[int], ranks: Mapping[int, tuple[float, ...]], *, last: int, every: int | None, best: int
+) -> set[int]:
+    """The steps that any of Orbax's preservation policies keeps.
+
+    Args:
+        steps: of all checkpoints.
+        ranks: of the steps that have a metric; larger is better.
+        last: how many of the newest to keep.
+        every: keep the steps that this divides.
+        best: how many of those with the largest rank to keep.
+    """
+    policies = ocp.training.preservation_policies
+    chosen: list[Any] = [policies.LatestN(last)]
+    if every is not None:
+        chosen.append(policies.EveryNSteps(every))
+    if best:
+        chosen.append(BestSteps(best))
+    checkpoints = [_describe(step, ranks.get(step)) for step in sorted(steps)]
+    kept = policies.AnyPreservationPolicy(chosen).should_preserve(checkpoints, context=policies.PreservationContext())
+    return {c.step for c, keep in zip(checkpoints, kept, strict=True) if keep}
+
+
+def _describe(step: int, metrics: Any) -> Any:
+    return ocp.training.CheckpointMetadata(step=step, path=None, metadata=None, metrics=metrics)  # type: ignore[arg-type]
