@@ -1,7 +1,7 @@
 """The checkpointer keeps the contract of every checkpointer, in each format that Orbax has."""
 
 from axlearn_plugins_orbax.checkpointer import OrbaxCheckpointer
-from axlearn_core.testing import CheckpointerSuite
+from axlearn_testing import CheckpointerSuite
 
 
 class TestOrbax(CheckpointerSuite):

@@ -64,20 +64,19 @@ def start_save(path: str, trees: Mapping[str, Any], array_format: ArrayFormat) -
     return response.result
 
 
-def load_tree(path: str, item: str | None, tree: Any) -> Any:
-    """Reads the arrays of one item that `tree` names, in its shardings.
+def load_tree(path: str, item: str | None, tree: Any, *, partial: bool = False) -> Any:
+    """Reads the arrays of one item, in the shardings of `tree`.
 
     Args:
         path: of the checkpoint.
         item: the item's name; None if the checkpoint is one tree without items.
-        tree: `jax.ShapeDtypeStruct` leaves; the structure of a part of what was saved.
+        tree: has a `jax.ShapeDtypeStruct` for each array to read, and `PLACEHOLDER` for all others.
+        partial: whether `tree` lacks what is not to be read instead; it has no placeholders then.
     """
     context = ocp.Context()
-    context.pytree.loading.partial_load = True
+    context.pytree.loading.partial_load = partial
     with context:
-        if item is None:
-            return ocp.load(path, tree, checkpointable_name=None)
-        return ocp.load_checkpointables(path, {item: tree})[item]
+        return ocp.load(path, tree, checkpointable_name=item)
 
 
 def read_trees(path: str) -> dict[str | None, Any]:
@@ -92,6 +91,11 @@ def read_trees(path: str) -> dict[str | None, Any]:
     except ocp.errors.InvalidLayoutError:
         return {None: ocp.metadata(path, checkpointable_name=None).metadata}
     return {name: tree for name, tree in items.items() if isinstance(tree, (Mapping, Sequence))}
+
+
+def open_path(path: str) -> Any:
+    """A local path, absolute, or a URI of Google's store; with the methods of `pathlib.Path`."""
+    return ocp.options.FileOptions().path_class(path if "://" in path else os.path.abspath(path))
 
 
 def is_due(every_steps: int, step: int) -> bool:

@@ -207,7 +207,7 @@ class OrbaxCheckpointer(StorageCheckpointer):
             if tree:
                 path = self._locate(f"{self.place.folder}{checkpoint.step}/{STATE}")
                 try:
-                    arrays = self._api.load_tree(path, item, tree)
+                    arrays = self._api.load_tree(path, item, tree, partial=True)
                 except (
                     Exception
                 ) as error:  # the hashes hold: what Orbax or TensorStore raise is about the files all the same
