@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Sharding
 
 from axlearn_core.checkpoint import manifest, stream
 from axlearn_core.checkpoint.manifest import ArrayInfo, Checkpoints, Manifest
@@ -23,6 +24,22 @@ from axlearn_core.errors import CheckpointError, StorageError, WorkError
 from axlearn_core.learn.paths import flatten
 
 log = logging.getLogger(__name__)
+
+
+class ArrayReader(Protocol):
+    """Reads arrays of one checkpoint."""
+
+    def read(self, shardings: Mapping[str, Sharding | None]) -> dict[str, jax.Array]:
+        """The arrays at some paths of the manifest, in their shardings (None: the default device).
+
+        Compares the hashes of what it reads. All processes call this together.
+
+        Raises:
+            CheckpointError: a file is damaged, on this process or on another one.
+        """
+        ...
+
+
 TextFiles = Mapping[str, str | Callable[[], str]]
 WEIGHTS_ONLY = "weights_only"
 """In `extra`: the checkpoint holds `step`, `params` and `variables` only, and a run begins with them."""
@@ -34,7 +51,7 @@ class StorageCheckpointer(Configurable):
     `save` copies the state off the devices and returns; the rest happens in threads. A checkpoint appears under its step once
     everything in it is written, so that a process killed at any moment leaves whole checkpoints only.
 
-    A subclass says how arrays become files and arrays again: `_copy`, `_collect_files` and `_read`.
+    A subclass says how arrays become files and arrays again: `_copy`, `_collect_files` and `reader`.
 
     Attributes:
         place: where the checkpoints lie.
@@ -105,11 +122,11 @@ class StorageCheckpointer(Configurable):
         """
         raise NotImplementedError
 
-    def _read(self, checkpoint: Manifest, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        """Reads the arrays of `abstract`, by their paths in the training state.
+    def reader(self, checkpoint: Manifest) -> ArrayReader:
+        """What reads the arrays of a checkpoint.
 
-        Raises:
-            DamagedError: a file is not what was written.
+        Args:
+            checkpoint: the manifest, with the paths to read the arrays by.
         """
         raise NotImplementedError
 
@@ -257,7 +274,7 @@ class StorageCheckpointer(Configurable):
             self._open()
 
     def _verify_step(self, step: int) -> Manifest:
-        """Compares files with the manifest before any array is read."""
+        """Compares files with the manifest, but for those of arrays, which a reader compares."""
         # Before any process enters a collective restore: one that fails in the middle would leave the others waiting.
         error: CheckpointError | None = None
         if jax.process_index() == 0:
@@ -280,22 +297,12 @@ class StorageCheckpointer(Configurable):
 
     def _load(self, checkpoint: Manifest, like: object, names: list[str]) -> Any:
         abstract = abstract_arrays(like, names)
-        loaded = self._read_together(checkpoint, abstract)
+        # Each byte is read once in the job; the links of the devices are faster than a storage that every replica reads.
+        places = {p: stream.spread_sharding(x.sharding, x.shape) for p, x in abstract.items()}
+        loaded = self.reader(checkpoint).read(places)
+        loaded = {p: jax.device_put(x, abstract[p].sharding) for p, x in loaded.items()}
         loaded = {p: x if checkpoint.arrays[p].path == p else x.astype(abstract[p].dtype) for p, x in loaded.items()}
         return rebuild_state(like, names, loaded)
-
-    def _read_together(
-        self, checkpoint: Manifest, abstract: Mapping[str, jax.ShapeDtypeStruct]
-    ) -> dict[str, jax.Array]:
-        """Reads arrays in the shardings of `abstract`. If one process finds damage, all of them raise."""
-        error: CheckpointError | None = None
-        loaded: dict[str, jax.Array] = {}
-        try:
-            loaded = self._read(checkpoint, abstract)
-        except stream.DamagedError as damage:
-            error = self.place.damaged(checkpoint.step, [str(damage)])
-        agree(error, error)
-        return {p: jax.device_put(x, abstract[p].sharding) for p, x in loaded.items()}
 
     def _staging(self, step: int) -> str:
         return self.place.storage.staging(f"{self.place.folder}{step}")

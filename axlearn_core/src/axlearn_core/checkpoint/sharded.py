@@ -8,9 +8,10 @@ from typing import Any
 
 import jax
 
-from axlearn_core.checkpoint import manifest, stream
+from axlearn_core.checkpoint import manifest
 from axlearn_core.checkpoint.base import WEIGHTS_ONLY, StorageCheckpointer
 from axlearn_core.checkpoint.manifest import Manifest
+from axlearn_core.checkpoint.reader import CheckpointReader
 from axlearn_core.checkpoint.writer import HostBuffers, PartWriter, RateLimit, collect_parts
 from axlearn_core.config import node, setting
 
@@ -61,14 +62,6 @@ class ShardedCheckpointer(StorageCheckpointer):
     def _collect_files(self, folder: str) -> dict[str, dict[str, Any]]:
         return collect_parts(self.place.storage, folder, jax.process_count())
 
-    def _read(self, checkpoint: Manifest, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        """Reads each byte once in the job: the links of the devices are faster than a storage that every replica reads."""
-        storage, root = self.place.storage, f"{self.place.folder}{checkpoint.step}/"
-        paths = {p: checkpoint.arrays[p].path for p in abstract}
-        loaded: dict[str, jax.Array] = {}
-        for folder in (manifest.WEIGHTS, manifest.OTHERS):
-            index = stream.read_index(storage, root, checkpoint.files, folder)
-            arrays = {p: index[paths[p]] for p in abstract if paths[p] in index}
-            places = {p: stream.spread_sharding(abstract[p].sharding, abstract[p].shape) for p in arrays}
-            loaded |= dict(stream.read_arrays(storage, root + folder, arrays, places))
-        return loaded
+    def reader(self, checkpoint: Manifest) -> CheckpointReader:
+        """See `StorageCheckpointer.reader`."""
+        return CheckpointReader(self.place, checkpoint)

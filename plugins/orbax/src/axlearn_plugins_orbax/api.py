@@ -3,6 +3,7 @@
 The API is version 1, which Orbax 0.12 has under `experimental`.
 """
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,9 +16,8 @@ FILE_BYTES, CHUNK_BYTES = 64 * 2**20, 32 * 2**20
 PLACEHOLDER: Any = ocp.PLACEHOLDER
 """Stands for a leaf that is not to be read."""
 
-# TensorStore, which reads and writes the arrays, has another variable for an emulator of Google's store.
-if (emulator := os.environ.get("STORAGE_EMULATOR_HOST")) is not None:
-    os.environ.setdefault("TENSORSTORE_GCS_HTTP_URL", emulator)
+# A tree without OCDBT has nothing to merge, which Orbax warns of at each save.
+logging.getLogger("absl").addFilter(lambda record: "Skipping merge of OCDBT" not in record.getMessage())
 
 
 @attrs.frozen
@@ -59,24 +59,28 @@ def start_save(path: str, trees: Mapping[str, Any], array_format: ArrayFormat) -
     Returns:
         A function that waits until the checkpoint is complete, and raises what went wrong.
     """
+    _find_emulator()
     with array_format.context():
         response = ocp.save_checkpointables_async(path, dict(trees))
     return response.result
 
 
-def load_tree(path: str, item: str | None, tree: Any, *, partial: bool = False) -> Any:
+def load_tree(path: str, item: str | None, tree: Any) -> Any:
     """Reads the arrays of one item, in the shardings of `tree`.
 
     Args:
         path: of the checkpoint.
         item: the item's name; None if the checkpoint is one tree without items.
         tree: has a `jax.ShapeDtypeStruct` for each array to read, and `PLACEHOLDER` for all others.
-        partial: whether `tree` lacks what is not to be read instead; it has no placeholders then.
     """
-    context = ocp.Context()
-    context.pytree.loading.partial_load = partial
-    with context:
-        return ocp.load(path, tree, checkpointable_name=item)
+    _find_emulator()
+    return ocp.load(path, tree, checkpointable_name=item)
+
+
+def read_tree(path: str, item: str) -> Any:
+    """Describes the tree of one item without reading arrays: objects with `shape` and `dtype`."""
+    _find_emulator()
+    return ocp.metadata(path, checkpointable_name=item).metadata
 
 
 def read_trees(path: str) -> dict[str | None, Any]:
@@ -86,11 +90,20 @@ def read_trees(path: str) -> dict[str | None, Any]:
         Item name -> pytree of objects with `shape` and `dtype`. Items that are not trees of arrays are left out. The name
         is None if the checkpoint is one tree without items.
     """
+    _find_emulator()
     try:
         items = ocp.checkpointables_metadata(path).metadata
     except ocp.errors.InvalidLayoutError:
         return {None: ocp.metadata(path, checkpointable_name=None).metadata}
-    return {name: tree for name, tree in items.items() if isinstance(tree, (Mapping, Sequence))}
+    if lost := [name for name, tree in items.items() if tree is None]:  # Orbax logs why
+        raise ValueError(f"the arrays of item {lost[0]} are missing or damaged")
+    return {name: tree for name, tree in sorted(items.items()) if isinstance(tree, (Mapping, Sequence))}
+
+
+def _find_emulator() -> None:
+    """Points TensorStore to an emulator of Google's store. It has a variable of its own for that."""
+    if (emulator := os.environ.get("STORAGE_EMULATOR_HOST")) is not None:
+        os.environ.setdefault("TENSORSTORE_GCS_HTTP_URL", emulator)
 
 
 def open_path(path: str) -> Any:

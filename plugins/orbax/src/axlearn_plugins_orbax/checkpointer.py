@@ -7,26 +7,26 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from axlearn_core.checkpoint import manifest
 from axlearn_core.checkpoint.barrier import PEER_SECONDS
 from axlearn_core.checkpoint.base import WEIGHTS_ONLY, StorageCheckpointer
-from axlearn_core.checkpoint.manifest import OTHERS, STATE, WEIGHTS, Manifest, hash_file
+from axlearn_core.checkpoint.manifest import OTHERS, STATE, WEIGHTS, ArrayInfo, Checkpoints, Manifest, hash_file
 from axlearn_core.checkpoint.retention import rank_steps
 from axlearn_core.checkpoint.shards import is_weight
 from axlearn_core.checkpoint.state import agree
 from axlearn_core.checkpoint.storage import LocalStorage
-from axlearn_core.checkpoint.stream import DamagedError
 from axlearn_core.config import node, setting
 from axlearn_core.contracts.storage import Storage
 from axlearn_core.errors import CheckpointError, Problem, StorageError
-from axlearn_plugins_orbax.foreign import METADATA, ForeignSteps
+from axlearn_plugins_orbax.foreign import ForeignSteps
+from axlearn_plugins_orbax.trees import METADATA, OrbaxTrees
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 ITEMS = {folder: folder.removeprefix(f"{STATE}/").rstrip("/") for folder in (WEIGHTS, OTHERS)}
 """Folder in a checkpoint -> name of Orbax's item in it."""
 HASHES = "hashes"
@@ -102,20 +102,9 @@ class OrbaxCheckpointer(StorageCheckpointer):
         parts = {path.partition(".")[0] for path in self.inspect(step).arrays}
         return {WEIGHTS_ONLY: True} if parts <= {"step", "params", "variables"} else {}
 
-    def read_arrays(self, step: int, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        """Reads some arrays of a step, after comparing the hashes of those files that they may lie in.
-
-        Args:
-            step: of the checkpoint.
-            like: path in the training state -> shape, dtype and sharding (None: the default device).
-
-        Raises:
-            CheckpointError: there is no such step, it lacks an array, or a file is damaged.
-        """
-        checkpoint = self._verify_step(step, [folder for folder in ITEMS if any(_folder(p) == folder for p in like)])
-        default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        placed = {p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or default) for p, x in like.items()}
-        return self._read_together(checkpoint.migrated(placed), placed)
+    def reader(self, checkpoint: Manifest) -> "OrbaxReader":
+        """What reads the arrays of a checkpoint; of a step of plain Orbax too."""
+        return OrbaxReader(self.place, checkpoint, self._locate)
 
     def _unwanted_steps(self, manifests: Mapping[int, Manifest]) -> list[int]:
         cfg = self.cfg
@@ -164,74 +153,101 @@ class OrbaxCheckpointer(StorageCheckpointer):
             raise StorageError("the processes do not see the same files; is the storage shared between them?")
         return files
 
-    def _verify_step(self, step: int, folders: Collection[str] = (WEIGHTS, OTHERS)) -> Manifest:
-        """Compares files with the manifest before any array is read. Each process compares a share.
-
-        Args:
-            step: of the checkpoint.
-            folders: of arrays that are to be read.
-        """
+    def _verify_step(self, step: int) -> Manifest:
+        """Compares the files that are not of arrays with the manifest; each process does, and they agree on the result."""
         error: CheckpointError | None = None
         checkpoint: Manifest | None = None
         try:
             checkpoint = self.inspect(step)
-            if not checkpoint.files:
+            if checkpoint.files:
+                self._check_layout(checkpoint)
+                names = [n for n in checkpoint.files if not n.startswith(tuple(ITEMS))]
+                self.place.verify(step, pieces=False, names=names)
+            else:
                 log.warning(
                     "note: step %d in %s has no manifest, so its files cannot be verified, and the position in the data is "
                     "unknown",
                     *(step, self.place.name),
                 )
-            else:
-                self._check_layout(checkpoint)
-                unread = tuple(f for f in ITEMS if f not in folders)
-                names = [n for n in checkpoint.files if not n.startswith(unread)] if unread else list(checkpoint.files)
-                sizes = {n: checkpoint.files[n]["bytes"] for n in names}
-                self.place.verify(step, pieces=False, names=_share(sizes))
         except CheckpointError as caught:
             error = caught
         agree(error, error)
         assert checkpoint is not None
         return checkpoint
 
-    def _read(self, checkpoint: Manifest, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        infos = checkpoint.arrays
-        if not checkpoint.files:
-            return self._foreign.open(checkpoint.step).read(abstract)
-        loaded: dict[str, jax.Array] = {}
-        for folder, item in ITEMS.items():
-            tree = {
-                infos[p].path: jax.ShapeDtypeStruct(x.shape, _stored_dtype(infos[p], x), sharding=x.sharding)
-                for p, x in abstract.items()
-                if _folder(infos[p].path) == folder
-            }
-            if tree:
-                path = self._locate(f"{self.place.folder}{checkpoint.step}/{STATE}")
-                try:
-                    arrays = self._api.load_tree(path, item, tree, partial=True)
-                except (
-                    Exception
-                ) as error:  # the hashes hold: what Orbax or TensorStore raise is about the files all the same
-                    raise DamagedError(f"{folder}: {str(error).splitlines()[0]}") from error
-                loaded |= {p: arrays[infos[p].path] for p in abstract if infos[p].path in arrays}
-        return loaded
+
+class OrbaxReader:
+    """The arrays of one checkpoint; see `axlearn_core.checkpoint.base.ArrayReader`.
+
+    Args:
+        place: the folder of checkpoints.
+        manifest: of the checkpoint; without files for a step of plain Orbax.
+        locate: path in the storage -> path as Orbax takes it.
+    """
+
+    def __init__(self, place: Checkpoints, manifest: Manifest, locate: Callable[[str], str]):
+        self.place, self.manifest, self.locate = place, manifest, locate
+
+    def read(self, shardings: Mapping[str, Sharding | None]) -> dict[str, jax.Array]:
+        """The arrays at some paths of the manifest, in their shardings (None: the default device).
+
+        Compares first the hashes of all files that the arrays may lie in, each process a share of them.
+
+        Raises:
+            CheckpointError: a file is damaged, on this process or on another one.
+        """
+        infos = {path: self.manifest.arrays[path] for path in shardings}
+        folders = {_folder(info.path) for info in infos.values()}
+        self._together(lambda: self._verify(folders))
+        return self._together(lambda: self._load(infos, shardings))
+
+    def _verify(self, folders: Collection[str]) -> None:
+        sizes = {n: f["bytes"] for n, f in self.manifest.files.items() if n.startswith(tuple(folders))}
+        if sizes:
+            self.place.verify(self.manifest.step, pieces=False, names=_share(sizes))
+
+    def _load(self, infos: Mapping[str, ArrayInfo], shardings: Mapping[str, Sharding | None]) -> dict[str, jax.Array]:
+        if not infos:
+            return {}
+        root, default = f"{self.place.folder}{self.manifest.step}", SingleDeviceSharding(jax.local_devices()[0])
+        if self.manifest.files:
+            items = sorted({ITEMS[_folder(info.path)] for info in infos.values()})
+            trees = OrbaxTrees.open(self.locate(f"{root}/{STATE}"), items)
+        else:
+            trees = OrbaxTrees.open(self.locate(root))
+        stored = trees.arrays()
+        if lacking := [info.path for info in infos.values() if info.path not in stored]:
+            raise CheckpointError(f"Orbax finds no array {lacking[0]} in {trees.path}")
+        like = {
+            info.path: jax.ShapeDtypeStruct(
+                stored[info.path].shape, stored[info.path].dtype, sharding=shardings[path] or default
+            )
+            for path, info in infos.items()
+        }
+        loaded = trees.read(like)
+        return {path: loaded[info.path] for path, info in infos.items()}
+
+    def _together(self, call: Callable[[], T]) -> T:
+        """Calls a function; if it fails on one process, all of them raise."""
+        error: CheckpointError | None = None
+        result: Any = None
+        try:
+            result = call()
+        except CheckpointError as caught:
+            error = caught
+        agree(error, error)
+        return result
 
 
 def _folder(path: str) -> str:
     return WEIGHTS if is_weight(path) else OTHERS
 
 
-def _stored_dtype(info: manifest.ArrayInfo, like: jax.ShapeDtypeStruct) -> Any:
-    """The dtype in the files. An array that an earlier version stored under another path may have another dtype."""
-    return like.dtype if info.dtype.startswith("key<") else jnp.dtype(info.dtype)
-
-
 def _global(array: jax.Array) -> jax.Array:
     """The array on all devices of the job, as Orbax wants it; each process holds a copy of what is not split."""
     if jax.process_count() == 1 or not array.is_fully_addressable:
         return array
-    everywhere = jax.sharding.NamedSharding(
-        jax.make_mesh((jax.device_count(),), ("all",)), jax.sharding.PartitionSpec()
-    )
+    everywhere = NamedSharding(jax.make_mesh((jax.device_count(),), ("all",)), PartitionSpec())
     return jax.make_array_from_process_local_data(everywhere, jax.device_get(array), array.shape)
 
 

@@ -62,11 +62,13 @@ def import_orbax(
     """
     from axlearn_plugins_orbax.transfer import import_checkpoint
 
-    tree = import_checkpoint(directory, out, config, step=step, layout=layout, item=item, with_=with_, set=set_)
+    weights = import_checkpoint(directory, out, config, step=step, layout=layout, item=item, with_=with_, set=set_)
     run = shlex.quote(out)
-    ignored = f"; not read: {len(tree.ignored)} other arrays, such as {tree.ignored[0]}" if tree.ignored else ""
+    ignored = (
+        f"; not read: {len(weights.ignored)} other arrays, such as {weights.ignored[0]}" if weights.ignored else ""
+    )
     echo(
-        f"{tree.layout.name}: {tree.count:,} parameters from {tree.path}{ignored}\n"
+        f"{weights.layout.name}: {weights.functional.num_parameters:,} parameters from {weights.trees.path}{ignored}\n"
         f"try next:\n  axlearn train {run}/config.yaml --run-dir {run}",
         err=True,
     )
