@@ -1,11 +1,7 @@
-"""The checkpointer keeps the contract of every checkpointer, in each format that Orbax has."""
+"""The checkpointer keeps its contract in Orbax's older formats; `tests/conformance` runs the suite with the defaults."""
 
 from axlearn_plugins_orbax.checkpointer import OrbaxCheckpointer
 from axlearn_testing import CheckpointerSuite
-
-
-class TestOrbax(CheckpointerSuite):
-    config = OrbaxCheckpointer.Config()
 
 
 class TestFolders(CheckpointerSuite):
