@@ -4,13 +4,13 @@
 
 Prints, and with `--json FILE` keeps, for `sharded` and for `orbax` with and without compression:
 
-- stall: how much longer a training step takes when it saves, with the step after it; that step donates the state;
+- stall: how much longer two training steps take if a save precedes them; the steps donate the state;
 - save: until the checkpoint is complete, its files are on the disk, and the manifest is written;
 - restore: with every hash compared; also for plain Orbax, which compares none;
 - kills: how often a process that is killed during a save leaves a last checkpoint that restores, with the right values;
 - damage: how often a flipped byte, a truncated file and a missing file are found before a restore.
 
-What is compared alternates, and the medians count.
+Checkpointers alternate within each round. Medians count.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def build(name, directory, **fields):
 
 
 def throughput(folder, megabytes, rounds):
-    """Medians of seconds, by checkpointer and by what was timed."""
+    """Median seconds of each phase, by checkpointer."""
     state = make_state(megabytes)
     like = jax.eval_shape(lambda: state)
     step = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
@@ -109,7 +109,7 @@ def write_forever(directory, name, megabytes):
 
 
 def kills(folder, megabytes, count):
-    """Of processes that are killed during a save: how many leave a last checkpoint that restores."""
+    """Counts the killed processes whose last checkpoint restores with the right values."""
     like, dice = jax.eval_shape(lambda: make_state(megabytes)), random.Random(0)
     results = {name: {"killed": 0, "during a save": 0, "restored": 0} for name in KINDS if "," not in name}
     for _ in range(count):
@@ -132,7 +132,7 @@ def kills(folder, megabytes, count):
 
 
 def plant(file, kind):
-    """Damages a file; returns what repairs it."""
+    """Damages a file. Returns a function that repairs it."""
     if kind == "missing":
         aside = file.with_name(f"{file.name}.aside")
         file.rename(aside)
@@ -154,7 +154,7 @@ def plant(file, kind):
 
 
 def damage(folder, megabytes):
-    """Of planted damage: how much is found before a restore; and what plain Orbax makes of the same."""
+    """Counts the planted damage that is found before a restore, and the outcomes of plain Orbax."""
     state = make_state(megabytes)
     like = jax.eval_shape(lambda: state)
     place = folder.parent / f"{folder.name}-damage"
@@ -191,7 +191,7 @@ def damage(folder, megabytes):
 
 
 def plain_outcome(step, state):
-    """What reading a damaged checkpoint by Orbax alone comes to."""
+    """Reads a damaged checkpoint by Orbax alone, and names the outcome."""
     try:
         loaded = plain_restore(step, state)
     except Exception:

@@ -1,4 +1,4 @@
-"""What every checkpointer over a storage does: saves in the background, commits in one step, keeps what a policy wants."""
+"""The base of checkpointers over a storage: background saves, atomic commits, ownership and retention."""
 
 import json
 import logging
@@ -51,7 +51,7 @@ class StorageCheckpointer(Configurable):
     `save` copies the state off the devices and returns; the rest happens in threads. A checkpoint appears under its step once
     everything in it is written, so that a process killed at any moment leaves whole checkpoints only.
 
-    A subclass says how arrays become files and arrays again: `_copy`, `_collect_files` and `reader`.
+    A subclass writes arrays to files and reads them: it implements `_copy`, `_collect_files` and `reader`.
 
     Attributes:
         place: where the checkpoints lie.
@@ -69,7 +69,7 @@ class StorageCheckpointer(Configurable):
         """When to save and what to keep; a checkpoint stays if any of the `keep_` fields wants it.
 
         Attributes:
-            every_steps: a checkpoint is due after each such number of steps.
+            every_steps: number of steps between checkpoints.
             keep_last: how many of the newest stay; None keeps all.
             keep_every: those of steps that this divides stay.
             keep_best: how many of those with the best `best_metric` stay.
@@ -118,12 +118,12 @@ class StorageCheckpointer(Configurable):
             folder: the staging folder of the step, with a `/` at its end.
 
         Returns:
-            Every file with its size and hash, as the manifest has them; without those that a commit adds.
+            Path -> size and hash of each file, as in the manifest. The commit adds its own files.
         """
         raise NotImplementedError
 
     def reader(self, checkpoint: Manifest) -> ArrayReader:
-        """What reads the arrays of a checkpoint.
+        """Opens a checkpoint to read its arrays.
 
         Args:
             checkpoint: the manifest, with the paths to read the arrays by.
@@ -137,7 +137,7 @@ class StorageCheckpointer(Configurable):
         return (storage.root if isinstance(storage, LocalStorage) else storage.directory()).absolute()
 
     def due(self, step: int) -> bool:
-        """Whether the policy wants a checkpoint of this step."""
+        """Says whether the policy saves this step."""
         return step > 0 and step % self.cfg.every_steps == 0
 
     def steps(self) -> list[int]:
@@ -149,11 +149,11 @@ class StorageCheckpointer(Configurable):
         return max(self.steps(), default=None)
 
     def inspect(self, step: int) -> Manifest:
-        """What a checkpoint holds, without reading arrays."""
+        """Reads the manifest of a checkpoint, and no arrays."""
         return self.place.inspect(step)
 
     def owner(self) -> str:
-        """The id of the run that wrote the newest checkpoint; empty where there is none, or it does not say."""
+        """The id of the run that wrote the newest checkpoint; empty if there is none, or it has no id."""
         try:
             return "" if (step := self.latest_step()) is None else self.inspect(step).run
         except CheckpointError:  # damaged: restoring says so
@@ -167,7 +167,7 @@ class StorageCheckpointer(Configurable):
         extra: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> bool:
-        """Starts saving a pytree of arrays, JSON-able `extra` and `files`; False where the step is already there.
+        """Starts saving a pytree of arrays, JSON-able `extra` and `files`. Returns False if the step exists.
 
         Waits while as many saves as allowed are under way. The state may be donated as soon as this returns. A save that fails
         is a warning (and False) until more than `max_failed_saves` in a row have failed.
@@ -234,7 +234,7 @@ class StorageCheckpointer(Configurable):
             self._pool.shutdown()
 
     def read_extra(self, step: int) -> dict[str, Any]:
-        """What was given to `save` in addition to the state, such as the position in the data.
+        """Reads the `extra` that was saved with the state, such as the position in the data.
 
         Raises:
             CheckpointError: the file is missing or damaged.
@@ -247,7 +247,7 @@ class StorageCheckpointer(Configurable):
     def restore(self, step: int, like: object) -> tuple[Any, dict[str, Any]]:
         """(state, extra) of a step. Shapes, dtypes and shardings are those of `like`, which may be abstract.
 
-        A checkpoint of weights only leaves the learner, the objective and the random key as they are in `like`. Each process
+        If a checkpoint has weights only, the learner, the objective and the random key stay as they are in `like`. Each process
         compares the hashes of what it reads.
 
         Raises:
@@ -274,8 +274,8 @@ class StorageCheckpointer(Configurable):
             self._open()
 
     def _verify_step(self, step: int) -> Manifest:
-        """Compares files with the manifest, but for those of arrays, which a reader compares."""
-        # Before any process enters a collective restore: one that fails in the middle would leave the others waiting.
+        """Compares all files with the manifest except those of arrays. A reader compares these."""
+        # This comes before any process enters a collective restore: one that fails there would leave the others waiting.
         error: CheckpointError | None = None
         if jax.process_index() == 0:
             try:
@@ -308,7 +308,7 @@ class StorageCheckpointer(Configurable):
         return self.place.storage.staging(f"{self.place.folder}{step}")
 
     def _begin(self, step: int) -> bool:
-        """Makes room for a step, on the first process; False on all where the step is already there."""
+        """Makes room for a step, on the first process. Returns False on all processes if the step exists."""
         error: WorkError | None = None
         is_new = True
         if jax.process_index() == 0:
@@ -325,7 +325,7 @@ class StorageCheckpointer(Configurable):
         return bool(multihost_utils.broadcast_one_to_all(np.asarray(is_new))) if jax.process_count() > 1 else is_new
 
     def _open(self) -> None:
-        """Before the first save: removes what was cut off, and sets aside what a rollback left ahead."""
+        """Cleans up before the first save: deletes unfinished saves, and sets aside the steps after a rollback."""
         if not self._opened:
             remove_unfinished(self.place, self.run)
             if self._restored is not None:
@@ -361,7 +361,7 @@ class StorageCheckpointer(Configurable):
         return self._unwanted_steps({s: m for s in self.steps() if (m := self._own_manifest(s)) is not None})
 
     def _unwanted_steps(self, manifests: Mapping[int, Manifest]) -> list[int]:
-        """Those of the run's own checkpoints that none of the `keep_` fields wants."""
+        """Lists the run's own checkpoints that no `keep_` field wants."""
         return unwanted_steps(self.cfg, manifests)
 
     def _own_manifest(self, step: int) -> Manifest | None:

@@ -252,7 +252,7 @@ def hash_file(storage: Storage, path: str, size: int) -> str:
 
 
 def _compare(storage: Storage, root: str, name: str, expected: Mapping[str, Any]) -> str | None:
-    """What is wrong with a file; None if its size and hash are as expected. A large file is read in parts."""
+    """Describes damage of a file; None if its size and hash are as expected. Reads a large file in parts."""
     size = expected["bytes"]
     try:
         if size <= _PART:

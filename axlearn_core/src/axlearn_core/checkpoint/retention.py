@@ -36,7 +36,7 @@ def unwanted_steps(cfg: Any, manifests: Mapping[int, Manifest]) -> list[int]:
 
 
 def rank_steps(cfg: Any, manifests: Mapping[int, Manifest]) -> dict[int, tuple[float, int]]:
-    """How good the checkpoints are by `best_metric`: larger is better, and of equal ones the earlier.
+    """Ranks checkpoints by `best_metric`: larger is better, and of two equal ones the earlier.
 
     Returns:
         Step -> rank, of the steps whose metric is a number; empty if the policy keeps no best ones.
@@ -61,7 +61,7 @@ def begun_by(storage: Storage, folder: str, files: Sequence[str], run: str) -> b
 
 
 def clear_staging(place: Checkpoints, step: int, run: str) -> None:
-    """Deletes what an earlier save of a step left in the folder that the next save writes to.
+    """Empties the folder that the next save of a step writes to.
 
     Raises:
         StorageError: the folder has files that no save of `run` wrote.
@@ -76,7 +76,7 @@ def clear_staging(place: Checkpoints, step: int, run: str) -> None:
 
 
 def remove_unfinished(place: Checkpoints, run: str) -> None:
-    """Deletes what saves and deletions of `run` left behind because the process was killed."""
+    """Deletes the remains of saves and deletions of `run` whose process was killed."""
     storage, folder = place.storage, place.folder
     if isinstance(storage, LocalStorage):
         for path in storage.directory().glob(".*"):

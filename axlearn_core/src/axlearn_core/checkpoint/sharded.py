@@ -25,10 +25,10 @@ class ShardedCheckpointer(StorageCheckpointer):
 
     @node
     class Config(StorageCheckpointer.Config):
-        """The fields of every checkpointer over a storage, and limits.
+        """The fields of `StorageCheckpointer`, and limits.
 
         Attributes:
-            max_host_bytes: host memory for copies of one process's shards, or the largest shard where that is more. `save`
+            max_host_bytes: host memory for copies of one process's shards, or the largest shard if that is more. `save`
                 waits for room. None copies everything at once.
             max_bytes_per_second: of each process, on the way to the storage. None writes as fast as it can.
             max_saves_in_flight: how many saves may be under way; one more waits for the oldest.

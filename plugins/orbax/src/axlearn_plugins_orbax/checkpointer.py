@@ -47,7 +47,7 @@ class OrbaxCheckpointer(StorageCheckpointer):
 
     @node
     class Config(StorageCheckpointer.Config):
-        """The fields of every checkpointer over a storage, and how Orbax stores arrays.
+        """The fields of `StorageCheckpointer`, and how Orbax stores arrays.
 
         Attributes:
             ocdbt: keeps all arrays in one database. Otherwise each array has a folder.
@@ -84,7 +84,7 @@ class OrbaxCheckpointer(StorageCheckpointer):
         self._foreign = ForeignSteps(self.place, self._locate)
 
     def due(self, step: int) -> bool:
-        """Whether Orbax's policy of fixed intervals wants a checkpoint of this step."""
+        """Says whether Orbax's policy of fixed intervals saves this step."""
         return step > 0 and self._api.is_due(self.cfg.every_steps, step)
 
     def steps(self) -> list[int]:
@@ -92,7 +92,7 @@ class OrbaxCheckpointer(StorageCheckpointer):
         return sorted({*self.place.steps(), *self._foreign.steps()})
 
     def inspect(self, step: int) -> Manifest:
-        """What a checkpoint holds, without reading arrays. The manifest of a step of plain Orbax lists no files."""
+        """Reads the manifest of a checkpoint, and no arrays. That of a step of plain Orbax lists no files."""
         return self._foreign.describe(step) if self._foreign.has(step) else self.place.inspect(step)
 
     def read_extra(self, step: int) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class OrbaxCheckpointer(StorageCheckpointer):
         return {WEIGHTS_ONLY: True} if parts <= {"step", "params", "variables"} else {}
 
     def reader(self, checkpoint: Manifest) -> "OrbaxReader":
-        """What reads the arrays of a checkpoint; of a step of plain Orbax too."""
+        """Opens a checkpoint to read its arrays. A step of plain Orbax works too."""
         return OrbaxReader(self.place, checkpoint, self._locate)
 
     def _unwanted_steps(self, manifests: Mapping[int, Manifest]) -> list[int]:
