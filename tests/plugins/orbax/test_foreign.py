@@ -26,14 +26,14 @@ LIKE = jax.eval_shape(lambda: state(0))
 
 @pytest.fixture
 def make(tmp_path):
-    made = []
+    checkpointers = []
 
     def build(**fields):
-        made.append(OrbaxCheckpointer.Config(**fields).build(directory=tmp_path / "checkpoints"))
-        return made[-1]
+        checkpointers.append(OrbaxCheckpointer.Config(**fields).build(directory=tmp_path / "checkpoints"))
+        return checkpointers[-1]
 
     yield build
-    for one in made:
+    for one in checkpointers:
         one.close()
 
 

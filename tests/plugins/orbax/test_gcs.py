@@ -17,15 +17,15 @@ def state(step):
 
 @pytest.fixture
 def make(gs):
-    made = []
+    checkpointers = []
 
     def build(**fields):
-        made.append(OrbaxCheckpointer.Config(uri=f"{gs}/run", **fields).build(directory="unused"))
-        made[-1].run = "ours"
-        return made[-1]
+        checkpointers.append(OrbaxCheckpointer.Config(uri=f"{gs}/run", **fields).build(directory="unused"))
+        checkpointers[-1].run = "ours"
+        return checkpointers[-1]
 
     yield build
-    for one in made:
+    for one in checkpointers:
         one.close()
 
 

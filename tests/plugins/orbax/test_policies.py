@@ -37,9 +37,9 @@ def test_they_keep_what_the_core_keeps(build, losses, fields):
         step: Manifest(step, {}, {} if loss is None else {"eval_loss": loss}, {}) for step, loss in losses.items()
     }
     one = build(**fields)
-    kept = one._unwanted_steps(manifests)
+    unwanted = one._unwanted_steps(manifests)
     one.close()
-    assert kept == unwanted_steps(ShardedCheckpointer.Config(**fields), manifests)
+    assert unwanted == unwanted_steps(ShardedCheckpointer.Config(**fields), manifests)
 
 
 def test_they_save_when_the_core_saves(build, tmp_path):

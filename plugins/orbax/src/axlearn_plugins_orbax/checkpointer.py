@@ -40,7 +40,7 @@ class OrbaxCheckpointer(StorageCheckpointer):
     is done, the processes hash its files together, and the manifest is written over all of them. A restore compares the hashes
     first. Steps that plain Orbax wrote are readable too; nothing can verify their files.
 
-    Orbax's policies decide what is due and what is kept.
+    Orbax's policies decide what is due and what is preserved.
     """
 
     layout_file = f"{STATE}/{METADATA}"
@@ -75,17 +75,17 @@ class OrbaxCheckpointer(StorageCheckpointer):
 
     def __init__(self, cfg: Config, *, directory: Path | str):
         super().__init__(cfg, directory=directory)
-        from axlearn_plugins_orbax import api
+        from axlearn_plugins_orbax import compat
 
-        self._api = api
-        self._format = api.ArrayFormat(
+        self._compat = compat
+        self._format = compat.ArrayFormat(
             ocdbt=cfg.ocdbt, zarr3=cfg.zarr3, compression=cfg.compression, max_host_bytes=cfg.max_host_bytes
         )
         self._foreign = ForeignSteps(self.place, self._locate)
 
     def due(self, step: int) -> bool:
         """Says whether Orbax's policy of fixed intervals saves this step."""
-        return step > 0 and self._api.is_due(self.cfg.every_steps, step)
+        return step > 0 and self._compat.is_due(self.cfg.every_steps, step)
 
     def steps(self) -> list[int]:
         """All complete steps, oldest first; those that plain Orbax wrote are among them."""
@@ -109,10 +109,10 @@ class OrbaxCheckpointer(StorageCheckpointer):
     def _unwanted_steps(self, manifests: Mapping[int, Manifest]) -> list[int]:
         cfg = self.cfg
         assert cfg.keep_last is not None
-        kept = self._api.preserved_steps(
+        preserved = self._compat.preserved_steps(
             list(manifests), rank_steps(cfg, manifests), last=cfg.keep_last, every=cfg.keep_every, best=cfg.keep_best
         )
-        return sorted(manifests.keys() - kept)
+        return sorted(manifests.keys() - preserved)
 
     def _locate(self, path: str) -> str:
         """A path in the storage, as Orbax takes it."""
@@ -125,7 +125,7 @@ class OrbaxCheckpointer(StorageCheckpointer):
         folder = f"{self._staging(step)}/"
         trees = {ITEMS[f]: {p: _global(x) for p, x in arrays.items() if _folder(p) == f} for f in ITEMS}
         try:
-            finish = self._api.start_save(
+            finish = self._compat.start_save(
                 self._locate(folder + STATE), {name: tree for name, tree in trees.items() if tree}, self._format
             )
         except (

@@ -28,7 +28,7 @@ def export_orbax(
 
     The names of parameters are those of the run's model. MaxText and Tunix find them where they look for theirs.
     """
-    from axlearn_plugins_orbax.api import ArrayFormat
+    from axlearn_plugins_orbax.compat import ArrayFormat
     from axlearn_plugins_orbax.transfer import export_run
 
     array_format = ArrayFormat(ocdbt=ocdbt, zarr3=zarr3, compression=compression)

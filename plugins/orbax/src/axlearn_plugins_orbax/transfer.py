@@ -12,10 +12,10 @@ from axlearn_core.errors import RequestError, WorkError
 from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import resolve
 from axlearn_core.run import Run
-from axlearn_core.run.derive import derive, local_target, new_directory
+from axlearn_core.run.derive import derive_run, local_target, new_directory
 from axlearn_core.train.api import provenance
 from axlearn_core.train.session import log_message
-from axlearn_plugins_orbax import api
+from axlearn_plugins_orbax import compat
 from axlearn_plugins_orbax.layouts import LAYOUTS, nest
 from axlearn_plugins_orbax.trees import METADATA, TREE_METADATA
 from axlearn_plugins_orbax.weights import OrbaxWeights
@@ -28,7 +28,7 @@ def export_run(
     step: int | None = None,
     layout: str = "maxtext",
     item: str | None = None,
-    array_format: api.ArrayFormat = api.ArrayFormat(),
+    array_format: compat.ArrayFormat = compat.ArrayFormat(),
 ) -> Path:
     """Writes the parameters of a run to `OUT/STEP/ITEM`; the step appears in one piece.
 
@@ -57,7 +57,7 @@ def export_run(
     tree = chosen.pack(nest(source.read()), source.step)
     try:
         target.mkdir(parents=True, exist_ok=True)
-        api.start_save(str(folder), {item or chosen.item: tree}, array_format)()
+        compat.start_save(str(folder), {item or chosen.item: tree}, array_format)()
     except (OSError, ValueError) as error:
         for partial in target.glob(f"{folder.name}.orbax-checkpoint-tmp*"):
             shutil.rmtree(partial, ignore_errors=True)
@@ -106,7 +106,7 @@ def import_checkpoint(
         state = compose(experiment).state
         return source.read("**", {p: x.sharding for p, x in {**state.params, **state.variables}.items()})
 
-    derive(weights, out, experiment, read, lock={"imported_from": path, "provenance": provenance(resolved)})
+    derive_run(weights, out, experiment, read, lock={"imported_from": path, "provenance": provenance(resolved)})
     return weights
 
 
@@ -119,7 +119,7 @@ def find_checkpoint(directory: str, step: int | None) -> tuple[str, str | None]:
     Raises:
         RequestError: there is no checkpoint, or not of this step; or axlearn wrote it.
     """
-    root = api.open_path(directory)
+    root = compat.open_path(directory)
     names = sorted(p.name for p in root.iterdir()) if root.is_dir() else []
     item = root.name if TREE_METADATA in names and METADATA not in names else None
     if item is not None:

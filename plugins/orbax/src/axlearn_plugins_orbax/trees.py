@@ -38,11 +38,11 @@ class OrbaxTrees:
         Raises:
             CheckpointError: Orbax cannot read it, or it has no arrays.
         """
-        from axlearn_plugins_orbax import api
+        from axlearn_plugins_orbax import compat
 
         try:
             trees: dict[str | None, Any] = (
-                api.read_trees(path) if items is None else {item: api.read_tree(path, item) for item in items}
+                compat.read_trees(path) if items is None else {item: compat.read_tree(path, item) for item in items}
             )
         except Exception as error:  # Orbax raises errors of many kinds for what is no checkpoint
             raise _unreadable(path, error) from error
@@ -65,19 +65,19 @@ class OrbaxTrees:
         Raises:
             CheckpointError: Orbax cannot read the files.
         """
-        from axlearn_plugins_orbax import api
+        from axlearn_plugins_orbax import compat
 
         loaded: dict[str, jax.Array] = {}
         for item, tree in self.items.items():
             prefix = self._prefix(item)
 
             def choose(keys: Any, _: Any, prefix: str = prefix) -> Any:
-                return like.get(prefix + path_of(keys), api.PLACEHOLDER)
+                return like.get(prefix + path_of(keys), compat.PLACEHOLDER)
 
             paths = [p for p in flatten(tree) if prefix + p in like]
             if paths:
                 try:
-                    arrays = flatten(api.load_tree(self.path, item, jax.tree_util.tree_map_with_path(choose, tree)))
+                    arrays = flatten(compat.load_tree(self.path, item, jax.tree_util.tree_map_with_path(choose, tree)))
                 except Exception as error:  # of TensorStore too
                     raise _unreadable(self.path, error) from error
                 loaded |= {prefix + p: arrays[p] for p in paths}

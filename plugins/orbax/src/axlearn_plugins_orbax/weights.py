@@ -104,8 +104,10 @@ def choose_item(trees: OrbaxTrees, item: str | None) -> OrbaxTrees:
         RequestError: several may be meant, or there is no item of this name.
     """
     names = list(trees.items)
-    known = [layout.item for layout in LAYOUTS.values()]
-    candidates = [item] if item is not None else names if len(names) == 1 else [n for n in known if n in names][:1]
+    usual_names = [layout.item for layout in LAYOUTS.values()]
+    candidates = (
+        [item] if item is not None else names if len(names) == 1 else [n for n in usual_names if n in names][:1]
+    )
     if not candidates or candidates[0] not in names:
         close = nearest(item or "", [str(n) for n in names], limit=1)
         raise RequestError(

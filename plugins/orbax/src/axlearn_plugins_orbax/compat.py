@@ -138,8 +138,10 @@ class BestSteps:
         """See `ocp.training.preservation_policies.PreservationPolicy`. `metrics` is a tuple that grows with the quality."""
         scored = [c for c in checkpoints if c.metrics is not None]
         best = ocp.training.preservation_policies.BestN(get_metric_fn=lambda rank: rank, n=self.count)
-        kept = {c.step for c, keep in zip(scored, best.should_preserve(scored, context=context), strict=True) if keep}
-        return [c.step in kept for c in checkpoints]
+        preserved = {
+            c.step for c, keep in zip(scored, best.should_preserve(scored, context=context), strict=True) if keep
+        }
+        return [c.step in preserved for c in checkpoints]
 
 
 def preserved_steps(
@@ -161,8 +163,10 @@ def preserved_steps(
     if best:
         chosen.append(BestSteps(best))
     checkpoints = [_describe(step, ranks.get(step)) for step in sorted(steps)]
-    kept = policies.AnyPreservationPolicy(chosen).should_preserve(checkpoints, context=policies.PreservationContext())
-    return {c.step for c, keep in zip(checkpoints, kept, strict=True) if keep}
+    preserved = policies.AnyPreservationPolicy(chosen).should_preserve(
+        checkpoints, context=policies.PreservationContext()
+    )
+    return {c.step for c, keep in zip(checkpoints, preserved, strict=True) if keep}
 
 
 def _describe(step: int, metrics: Any) -> Any:
