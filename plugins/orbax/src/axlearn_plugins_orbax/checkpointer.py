@@ -154,15 +154,16 @@ class OrbaxCheckpointer(StorageCheckpointer):
         return files
 
     def _verify_step(self, step: int) -> Manifest:
-        """Compares the files that are not of arrays with the manifest; each process does, and they agree on the result."""
+        """Compares the files that are not of arrays with the manifest, on the first process. All processes agree."""
         error: CheckpointError | None = None
         checkpoint: Manifest | None = None
         try:
             checkpoint = self.inspect(step)
             if checkpoint.files:
                 self._check_layout(checkpoint)
-                names = [n for n in checkpoint.files if not n.startswith(tuple(ITEMS))]
-                self.place.verify(step, pieces=False, names=names)
+                if jax.process_index() == 0:
+                    names = [n for n in checkpoint.files if not n.startswith(tuple(ITEMS))]
+                    self.place.verify(step, pieces=False, names=names)
             else:
                 log.warning(
                     "note: step %d in %s has no manifest, so its files cannot be verified, and the position in the data is "
