@@ -11,14 +11,15 @@ SETTINGS = ("checkpointer.every_steps=2",)
 
 
 @pytest.mark.slow
-def test_twenty_kills_leave_no_trace(tmp_path):
-    steps, kills = 160, 20
+@pytest.mark.parametrize("kind", ["sharded", "orbax"])
+def test_twenty_kills_leave_no_trace(kind, tmp_path):
+    steps, kills, settings = 160, 20, (f"checkpointer={{type: {kind}, every_steps: 2}}",)
     whole, run = tmp_path / "whole", tmp_path / "run"
-    tiny.axlearn(*tiny.arguments(whole, steps=steps, settings=SETTINGS))
+    tiny.axlearn(*tiny.arguments(whole, steps=steps, settings=settings))
     random_ = random.Random(0)
     in_save = 0
     for kill in range(kills):
-        process = tiny.start(*tiny.arguments(run, steps=steps, settings=SETTINGS))
+        process = tiny.start(*tiny.arguments(run, steps=steps, settings=settings))
         at = len(tiny.logged(run)) + random_.randint(1, 6)
         saving = kill % 2 == 0
 
@@ -35,7 +36,7 @@ def test_twenty_kills_leave_no_trace(tmp_path):
         in_save += saving
     assert kill >= 15, "the run ended before it was killed often enough"
     assert in_save >= 5
-    tiny.axlearn(*tiny.arguments(run, steps=steps, settings=SETTINGS))
+    tiny.axlearn(*tiny.arguments(run, steps=steps, settings=settings))
     assert tiny.losses(run) == tiny.losses(whole)
 
 

@@ -19,8 +19,8 @@ from axlearn_core.errors import WorkError
 # Saves steps without end; the state of step i holds i everywhere, and the metric says so too.
 WRITER = """
 import sys, jax, jax.numpy as jnp
-from axlearn_core.checkpoint import ShardedCheckpointer
-one = ShardedCheckpointer.Config(keep_last=2).build(directory=sys.argv[1])
+from axlearn_core.plugins.registry import registry
+one = registry().component(sys.argv[2])(keep_last=2).build(directory=sys.argv[1])
 first = (one.latest_step() or 0) + 1
 print("ready", flush=True)
 for step in range(first, first + 10_000):
@@ -28,14 +28,15 @@ for step in range(first, first + 10_000):
 """
 
 
-def start(directory: Path) -> subprocess.Popen[str]:
+def start(directory: Path, kind: str) -> subprocess.Popen[str]:
     env = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
-    return subprocess.Popen([sys.executable, "-c", WRITER, str(directory)], stdout=subprocess.PIPE, text=True, env=env)
+    command = [sys.executable, "-c", WRITER, str(directory), kind]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
 
 
-def killed_during_a_save(directory: Path, delay: float) -> None:
+def killed_during_a_save(directory: Path, kind: str, delay: float) -> None:
     """Starts the writer, waits for it to be within a save, then kills it after `delay` more seconds."""
-    with start(directory) as process:
+    with start(directory, kind) as process:
         try:
             assert process.stdout.readline() == "ready\n"
             deadline = time.monotonic() + 60
@@ -57,10 +58,10 @@ def whole_or_absent(make, directory: Path) -> int | None:
     return one.latest_step()
 
 
-def kill_often(make, directory: Path, times: int, seed: int) -> None:
+def kill_often(make, kind: str, directory: Path, times: int, seed: int) -> None:
     dice, newest, cut_off = random.Random(seed), 0, 0
     for _ in range(times):
-        killed_during_a_save(directory, dice.random() * 0.4)
+        killed_during_a_save(directory, kind, dice.random() * 0.4)
         cut_off += bool(list(directory.glob(".*.partial")))
         newest, before = whole_or_absent(make, directory) or 0, newest
         assert newest >= before
@@ -73,13 +74,13 @@ def kill_often(make, directory: Path, times: int, seed: int) -> None:
 
 
 @pytest.mark.slow
-def test_killed_in_the_middle_of_a_save(make, tmp_path):
-    kill_often(make, tmp_path / "checkpoints", 5, seed=0)
+def test_killed_in_the_middle_of_a_save(make, kind, tmp_path):
+    kill_often(make, kind, tmp_path / "checkpoints", 5, seed=0)
 
 
 @pytest.mark.slow
-def test_killed_in_the_middle_of_many_saves(make, tmp_path):
-    kill_often(make, tmp_path / "checkpoints", 20, seed=1)
+def test_killed_in_the_middle_of_many_saves(make, kind, tmp_path):
+    kill_often(make, kind, tmp_path / "checkpoints", 20, seed=1)
 
 
 def fails_then_recovers(make, directory: Path, reason: str, make_room) -> None:

@@ -12,6 +12,12 @@ from axlearn_core.errors import WorkError
 from axlearn_testing.chaos import FaultyStorage
 
 
+@pytest.fixture
+def kind():
+    """Only this checkpointer has several saves under way and a limit of bandwidth."""
+    return "sharded"
+
+
 def state(step):
     return {f"w{i}": jnp.full((64, 64), step, jnp.int32) for i in range(4)}
 

@@ -144,19 +144,20 @@ class Checkpoints:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise self.damaged(step, [f"{MANIFEST}: not what was written ({error})"]) from None
 
-    def verify(self, step: int, *, pieces: bool = True) -> Manifest:
+    def verify(self, step: int, *, pieces: bool = True, names: Collection[str] | None = None) -> Manifest:
         """`inspect`, and compares the size and hash of every file with what was written.
 
         Args:
             step: which checkpoint.
             pieces: whether to read the arrays too; who reads them next compares their hashes then.
+            names: which files of the manifest to compare; None compares all.
 
         Raises:
             CheckpointError: names each file that differs, and how to go on from the checkpoint before it.
         """
         manifest = self.inspect(step)
         root = f"{self.folder}{step}/"
-        whole = {n: f for n, f in manifest.files.items() if "sha256" in f}
+        whole = {n: f for n, f in manifest.files.items() if "sha256" in f and (names is None or n in names)}
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             problems = [p for p in pool.map(lambda n: _compare(self.storage, root, n, whole[n]), whole) if p]
             if not problems and pieces:
@@ -240,28 +241,35 @@ def _digest(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
+def hash_file(storage: Storage, path: str, size: int) -> str:
+    """The SHA-256 of a file of `size` bytes, read in parts. Raises `StorageError` if the file is missing or shorter."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(min(size, _PART)))
+    for begin in range(0, size, _PART):
+        part = buffer[: size - begin]
+        storage.read_into(path, begin, part)
+        digest.update(part)
+    return digest.hexdigest()
+
+
 def _compare(storage: Storage, root: str, name: str, expected: Mapping[str, Any]) -> str | None:
-    """What is wrong with a file. Files of earlier formats may be large: those are read in parts."""
-    size, digest = expected["bytes"], hashlib.sha256()
+    """Describes damage of a file; None if its size and hash are as expected. Reads a large file in parts."""
+    size = expected["bytes"]
     try:
         if size <= _PART:
             data = storage.read(f"{root}{name}")
-            digest.update(data)
-            actual_size = len(data)
+            actual_size, got = len(data), hashlib.sha256(data).hexdigest()
         else:
-            actual_size = next((f.bytes for f in storage.list(f"{root}{name}") if f.path == f"{root}{name}"), 0)
-        if actual_size != size:
-            return f"{name}: got {actual_size} bytes, expected {size}"
-        buffer = memoryview(bytearray(_PART if size > _PART else 0))
-        for begin in range(0, size if buffer else 0, _PART):
-            part = buffer[: size - begin]
-            storage.read_into(f"{root}{name}", begin, part)
-            digest.update(part)
+            sizes = [f.bytes for f in storage.list(f"{root}{name}") if f.path == f"{root}{name}"]
+            if not sizes:
+                return f"{name}: No such file or directory"
+            actual_size = sizes[0]
+            got = hash_file(storage, f"{root}{name}", size) if actual_size == size else ""
     except MissingFileError:
         return f"{name}: No such file or directory"
     except StorageError as error:
         return f"{name}: {str(error).splitlines()[0]}"
-    got = digest.hexdigest()
+    if actual_size != size:
+        return f"{name}: got {actual_size} bytes, expected {size}"
     return None if got == expected["sha256"] else f"{name}: got sha256 {got[:16]}, expected {expected['sha256'][:16]}"
 
 

@@ -3,10 +3,13 @@
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from axlearn_core.checkpoint.manifest import Manifest
+from axlearn_core.checkpoint.manifest import MANIFEST, Checkpoints, Manifest
+from axlearn_core.checkpoint.storage import LocalStorage
 from axlearn_core.contracts.storage import Storage
 from axlearn_core.errors import StorageError
 
@@ -27,14 +30,24 @@ def unwanted_steps(cfg: Any, manifests: Mapping[int, Manifest]) -> list[int]:
     keep = set(steps[-cfg.keep_last :])
     if cfg.keep_every is not None:
         keep |= {s for s in steps if s % cfg.keep_every == 0}
-    if cfg.keep_best:
-        values = {s: manifests[s].metrics.get(cfg.best_metric) for s in steps}
-        numbers = {s: v for s, v in values.items() if v is not None and not math.isnan(v)}
-        scored = [(v if cfg.best_mode == "min" else -v, s) for s, v in numbers.items()]
-        if not scored:
-            log.warning("no checkpoint has the metric %r that checkpointer.keep_best goes by", cfg.best_metric)
-        keep |= {s for _, s in sorted(scored)[: cfg.keep_best]}
+    ranks = rank_steps(cfg, manifests)
+    keep |= set(sorted(ranks, key=lambda s: ranks[s], reverse=True)[: cfg.keep_best])
     return [s for s in steps if s not in keep]
+
+
+def rank_steps(cfg: Any, manifests: Mapping[int, Manifest]) -> dict[int, tuple[float, int]]:
+    """Ranks checkpoints by `best_metric`: larger is better, and of two equal ones the earlier.
+
+    Returns:
+        Step -> rank, of the steps whose metric is a number; empty if the policy keeps no best ones.
+    """
+    if not cfg.keep_best:
+        return {}
+    values = {s: m.metrics.get(cfg.best_metric) for s, m in manifests.items()}
+    numbers = {s: v for s, v in values.items() if v is not None and not math.isnan(v)}
+    if not numbers:
+        log.warning("no checkpoint has the metric %r that checkpointer.keep_best goes by", cfg.best_metric)
+    return {s: (-v if cfg.best_mode == "min" else v, -s) for s, v in numbers.items()}
 
 
 def begun_by(storage: Storage, folder: str, files: Sequence[str], run: str) -> bool:
@@ -45,3 +58,45 @@ def begun_by(storage: Storage, folder: str, files: Sequence[str], run: str) -> b
         return json.loads(storage.read(begun)).get("run") == run
     except (StorageError, ValueError):
         return False
+
+
+def clear_staging(place: Checkpoints, step: int, run: str) -> None:
+    """Empties the folder that the next save of a step writes to.
+
+    Raises:
+        StorageError: the folder has files that no save of `run` wrote.
+    """
+    storage, target = place.storage, f"{place.folder}{step}"
+    folder = storage.staging(target)
+    files = [f.path for f in storage.list(f"{folder}/")]
+    if files and folder == target and not begun_by(storage, folder, files, run):
+        raise StorageError(f"{folder} holds files that are not of this run, such as {files[0]}")
+    if files:
+        storage.delete(folder)
+
+
+def remove_unfinished(place: Checkpoints, run: str) -> None:
+    """Deletes the remains of saves and deletions of `run` whose process was killed."""
+    storage, folder = place.storage, place.folder
+    if isinstance(storage, LocalStorage):
+        for path in storage.directory().glob(".*"):
+            if re.fullmatch(r"\.\d+\.(partial|deleted)", path.name):
+                storage.delete(path.name)
+        return
+    files = [f.path for f in storage.list(folder)]
+    for name in {p.removeprefix(folder).partition("/")[0] for p in files}:
+        inside = [p for p in files if p.startswith(f"{folder}{name}/")]
+        whole = f"{folder}{name}/{MANIFEST}" in inside
+        if name.isdecimal() and not whole and begun_by(storage, f"{folder}{name}", inside, run):
+            storage.delete(f"{folder}{name}")
+
+
+def set_aside(place: Checkpoints, steps: Iterable[int], restored: int) -> None:
+    """Renames the checkpoints of steps that a run left behind when it went back to step `restored`."""
+    for step in steps:
+        aside = f"{place.folder}{step}.superseded-{int(time.time())}"
+        place.storage.commit(f"{place.folder}{step}", aside)
+        log.warning(
+            "the run goes on from step %d: the checkpoint of step %d is now %s in %s",
+            *(restored, step, aside, place.name),
+        )

@@ -1,367 +1,67 @@
 """Checkpoints over a storage: asynchronous, atomic, hashed while they are written. The layout is in `manifest`."""
 
-import json
-import logging
 import os
-import re
-import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import UTC, datetime
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
-from axlearn_core.checkpoint import manifest, stream
-from axlearn_core.checkpoint.manifest import ArrayInfo, Checkpoints, Manifest
+from axlearn_core.checkpoint import manifest
+from axlearn_core.checkpoint.base import WEIGHTS_ONLY, StorageCheckpointer
+from axlearn_core.checkpoint.manifest import Manifest
 from axlearn_core.checkpoint.reader import CheckpointReader
-from axlearn_core.checkpoint.retention import BEGUN, begun_by, unwanted_steps
-from axlearn_core.checkpoint.state import abstract_arrays, agree, check_same, describe, rebuild_state, stored
-from axlearn_core.checkpoint.storage import LocalStorage, open_storage
 from axlearn_core.checkpoint.writer import HostBuffers, PartWriter, RateLimit, collect_parts
-from axlearn_core.config import Configurable, node, setting
-from axlearn_core.errors import CheckpointError, StorageError, WorkError
-from axlearn_core.learn.paths import flatten
+from axlearn_core.config import node, setting
 
-log = logging.getLogger(__name__)
-TextFiles = Mapping[str, str | Callable[[], str]]
-WEIGHTS_ONLY = "weights_only"
-"""In `extra`: the checkpoint holds `step`, `params` and `variables` only, and a run begins with them."""
+__all__ = ["WEIGHTS_ONLY", "ShardedCheckpointer"]
 
 
-class ShardedCheckpointer(Configurable):
-    """The shipped checkpointer; see `axlearn_core.contracts.parts.Checkpointer`.
+class ShardedCheckpointer(StorageCheckpointer):
+    """The shipped checkpointer. Every process writes and hashes its own shards."""
 
-    `save` copies the state off the devices and returns; the rest happens in threads. Every process writes and hashes its own
-    shards. A checkpoint appears under its step once everything in it is written, so that a process killed at any moment
-    leaves whole checkpoints only.
-
-    Attributes:
-        place: where the checkpoints lie.
-        files: text files (or functions that give their text) to put into each checkpoint, by name.
-        run: the id of the run that owns what is saved. Checkpoints of other ids are never deleted.
-        on_result: see `axlearn_core.contracts.capabilities.ReportsSaves`.
-    """
+    layout_file = f"{manifest.OTHERS}0.json"
 
     @node
-    class Config(Configurable.Config["ShardedCheckpointer"]):
-        """When to save and what to keep; a checkpoint stays where any of the `keep_` fields wants it.
+    class Config(StorageCheckpointer.Config):
+        """The fields of `StorageCheckpointer`, and limits.
 
         Attributes:
-            every_steps: a checkpoint is due after each such number of steps.
-            keep_last: how many of the newest stay; None keeps all.
-            keep_every: those of steps that this divides stay.
-            keep_best: how many of those with the best `best_metric` stay.
-            best_metric: a name among the metrics given to `save`.
-            best_mode: whether small or large values are good.
-            uri: where to keep checkpoints instead of the run directory: a path, or a URI that a plugin stores.
-            max_host_bytes: host memory for copies of one process's shards, or the largest shard where that is more. `save`
+            max_host_bytes: host memory for copies of one process's shards, or the largest shard if that is more. `save`
                 waits for room. None copies everything at once.
             max_bytes_per_second: of each process, on the way to the storage. None writes as fast as it can.
             max_saves_in_flight: how many saves may be under way; one more waits for the oldest.
-            max_failed_saves: saves in a row that may fail with a warning before training stops.
         """
 
-        every_steps: int = setting(default=500, ge=1)
-        keep_last: int | None = setting(default=3, ge=1)
-        keep_every: int | None = setting(default=None, ge=1)
-        keep_best: int = setting(default=0, ge=0)
-        best_metric: str = "eval_loss"
-        best_mode: Literal["min", "max"] = "min"
-        uri: str | None = None
         max_host_bytes: int | None = setting(default=None, ge=1, hide_default=True)
         max_bytes_per_second: int | None = setting(default=None, ge=1, hide_default=True)
         max_saves_in_flight: int = setting(default=1, ge=1, hide_default=True)
-        max_failed_saves: int = setting(default=2, ge=0, hide_default=True)
 
     def __init__(self, cfg: Config, *, directory: Path | str):
-        self.cfg = cfg
-        name = cfg.uri if cfg.uri is not None else str(directory)
-        storage = open_storage(name)
-        self.place = Checkpoints(storage, str(storage.root) if isinstance(storage, LocalStorage) else name)
-        self.files: TextFiles = {}
-        self.run = ""
-        self.on_result: Callable[[int, str | None], None] = lambda step, reason: None
+        super().__init__(cfg, directory=directory)
+        self.max_saves_in_flight = cfg.max_saves_in_flight
         self._buffers = HostBuffers(cfg.max_host_bytes)
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writers = ThreadPoolExecutor(min(8, 2 * (os.cpu_count() or 1)), thread_name_prefix="checkpoint-files")
         self._rate = RateLimit(cfg.max_bytes_per_second)
-        self._pending: deque[tuple[int, Future[None]]] = deque()
-        self._failures = 0
-        self._restored: int | None = None
-        self._opened = False
-
-    @property
-    def directory(self) -> Path:
-        """The local or mounted directory of the checkpoints. Raises `StorageError` where there is none."""
-        storage = self.place.storage
-        return (storage.root if isinstance(storage, LocalStorage) else storage.directory()).absolute()
-
-    def due(self, step: int) -> bool:
-        """Whether the policy wants a checkpoint of this step."""
-        return step > 0 and step % self.cfg.every_steps == 0
-
-    def steps(self) -> list[int]:
-        """All complete steps, oldest first."""
-        return self.place.steps()
-
-    def latest_step(self) -> int | None:
-        """The newest complete step."""
-        return max(self.steps(), default=None)
-
-    def inspect(self, step: int) -> Manifest:
-        """What a checkpoint holds, without reading arrays."""
-        return self.place.inspect(step)
-
-    def owner(self) -> str:
-        """The id of the run that wrote the newest checkpoint; empty where there is none, or it does not say."""
-        try:
-            return "" if (step := self.latest_step()) is None else self.inspect(step).run
-        except CheckpointError:  # damaged: restoring says so
-            return ""
-
-    def save(
-        self,
-        step: int,
-        state: object,
-        *,
-        extra: Mapping[str, Any] | None = None,
-        metrics: Mapping[str, float] | None = None,
-    ) -> bool:
-        """Starts saving a pytree of arrays, JSON-able `extra` and `files`; False where the step is already there.
-
-        Waits while `max_saves_in_flight` are under way. The state may be donated as soon as this returns. A save that fails
-        is a warning (and False) until more than `max_failed_saves` in a row have failed.
-
-        Raises:
-            WorkError: too many saves failed; earlier checkpoints are intact.
-        """
-        texts = {name: text() if callable(text) else text for name, text in self.files.items()}
-        texts[manifest.EXTRA] = json.dumps(dict(extra or {}))
-        described = {p: describe(p, x) for p, x in flatten(state).items()}
-        arrays = stored(state)
-        while len(self._pending) >= self.cfg.max_saves_in_flight or step in dict(self._pending):
-            try:
-                self._finish_oldest()
-            except WorkError as error:
-                self._tolerate(error)
-        try:
-            if not self._begin(step):
-                return False
-        except WorkError as error:
-            self._tolerate(error)
-            return False
-        folder = self._staging(step)
-        writer = PartWriter(self.place.storage, f"{folder}/", self._buffers, self._writers, rate=self._rate)
-        writer.copy(arrays)
-
-        def finish() -> None:
-            try:
-                writer.finish()
-                if jax.process_index() == 0:
-                    self._commit(step, folder, described, texts, dict(metrics or {}))
-            except BaseException:
-                if jax.process_index() == 0:
-                    self._discard(folder)
-                raise
-
-        self._pending.append((step, self._pool.submit(finish)))
-        return True
-
-    def wait(self) -> None:
-        """Blocks until every save under way is complete on every process.
-
-        Raises:
-            WorkError: one failed, with the reason.
-        """
-        errors: list[WorkError] = []
-        while self._pending:
-            try:
-                self._finish_oldest()
-            except WorkError as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
-
-    def _finish_oldest(self) -> None:
-        step, future = self._pending.popleft()
-        error = future.exception()
-        agree(self._write_error(step, error) if error else None, error)
-        self._failures = 0
 
     def close(self) -> None:
         """Waits, then ends the threads."""
         try:
-            self.wait()
+            super().close()
         finally:
-            self._pool.shutdown()
             self._writers.shutdown()
             self._buffers.trim()
 
-    def restore(self, step: int, like: object) -> tuple[Any, dict[str, Any]]:
-        """(state, extra) of a step. Shapes, dtypes and shardings are those of `like`, which may be abstract.
+    def _copy(self, step: int, arrays: Mapping[str, jax.Array]) -> Callable[[], None]:
+        folder = f"{self._staging(step)}/"
+        writer = PartWriter(self.place.storage, folder, self._buffers, self._writers, rate=self._rate)
+        writer.copy(arrays)
+        return writer.finish
 
-        A checkpoint of weights only leaves the learner, the objective and the random key as they are in `like`. Each process
-        compares the hashes of what it reads.
+    def _collect_files(self, folder: str) -> dict[str, dict[str, Any]]:
+        return collect_parts(self.place.storage, folder, jax.process_count())
 
-        Raises:
-            CheckpointError: no such step; a damaged file; or arrays that are missing, unexpected or of another shape.
-        """
-        checkpoint = self._verify_step(step)
-        extra = json.loads(self.place.storage.read(f"{self.place.folder}{step}/{manifest.EXTRA}"))
-        expected = {p: describe(p, x) for p, x in flatten(like).items()}
-        if extra.get(WEIGHTS_ONLY):
-            parts = ("step", "params", "variables")
-            expected = {
-                p: x for p, x in expected.items() if p.split(".")[0] in parts and p.split(".")[1:2] != ["objective"]
-            }
-        checkpoint = checkpoint.migrated(expected)
-        check_same(step, expected, checkpoint.arrays, unexpected=True)
-        state = self._load(checkpoint, like, list(expected))
-        self._restored = step
-        return state, extra
-
-    def restart(self) -> None:
-        """Begins at step 0 all the same: sets every checkpoint aside."""
-        self._restored = 0
-        if jax.process_index() == 0:
-            self._open()
-
-    def _verify_step(self, step: int) -> Manifest:
-        # Before any process enters a collective restore: one that fails in the middle would leave the others waiting.
-        error: CheckpointError | None = None
-        if jax.process_index() == 0:
-            try:
-                self.place.verify(step, pieces=False)
-            except CheckpointError as caught:
-                error = caught
-        agree(error, error)
-        return self.inspect(step)
-
-    def _load(self, checkpoint: Manifest, like: object, names: list[str]) -> Any:
-        abstract = abstract_arrays(like, names)
-        paths = {p: checkpoint.arrays[p].path for p in abstract}
-        places = {p: stream.spread_sharding(x.sharding, x.shape) for p, x in abstract.items()}
-        loaded = CheckpointReader(self.place, checkpoint).read(places)
-        # Each byte is read once in the job; the links of the devices are faster than a storage that every replica reads.
-        loaded = {p: jax.device_put(x, abstract[p].sharding) for p, x in loaded.items()}
-        loaded = {p: x if paths[p] == p else x.astype(abstract[p].dtype) for p, x in loaded.items()}
-        return rebuild_state(like, names, loaded)
-
-    def _staging(self, step: int) -> str:
-        return self.place.storage.staging(f"{self.place.folder}{step}")
-
-    def _begin(self, step: int) -> bool:
-        """Makes room for a step, on the first process; False on all where the step is already there."""
-        error: WorkError | None = None
-        is_new = True
-        if jax.process_index() == 0:
-            try:
-                self._open()
-                is_new = step not in self.steps()
-                if is_new:
-                    self._clear(step)
-                    text = json.dumps({"run": self.run, "step": step}).encode()
-                    self.place.storage.write(f"{self._staging(step)}/{BEGUN}", [text])
-            except (OSError, StorageError) as caught:
-                error = self._write_error(step, caught)
-        agree(error, error)
-        return bool(multihost_utils.broadcast_one_to_all(np.asarray(is_new))) if jax.process_count() > 1 else is_new
-
-    def _clear(self, step: int) -> None:
-        """Deletes what an earlier save of this step left where the next one is written."""
-        storage, folder = self.place.storage, self._staging(step)
-        files = [f.path for f in storage.list(f"{folder}/")]
-        if files and folder == f"{self.place.folder}{step}" and not begun_by(storage, folder, files, self.run):
-            raise StorageError(f"{folder} holds files that are not of this run, such as {files[0]}")
-        if files:
-            storage.delete(folder)
-
-    def _open(self) -> None:
-        """Before the first save: removes what was cut off, and sets aside what a rollback left ahead."""
-        if self._opened:
-            return
-        storage, folder = self.place.storage, self.place.folder
-        if isinstance(storage, LocalStorage):
-            for path in storage.directory().glob(".*"):
-                if re.fullmatch(r"\.\d+\.(partial|deleted)", path.name):
-                    storage.delete(path.name)
-        else:
-            files = [f.path for f in storage.list(folder)]
-            for name in {p.removeprefix(folder).partition("/")[0] for p in files}:
-                inside = [p for p in files if p.startswith(f"{folder}{name}/")]
-                whole = f"{folder}{name}/{manifest.MANIFEST}" in inside
-                if name.isdecimal() and not whole and begun_by(storage, f"{folder}{name}", inside, self.run):
-                    storage.delete(f"{folder}{name}")
-        for step in self.steps():
-            if self._restored is not None and step > self._restored:
-                aside = f"{folder}{step}.superseded-{int(time.time())}"
-                storage.commit(f"{folder}{step}", aside)
-                log.warning(
-                    "the run goes on from step %d: the checkpoint of step %d is now %s in %s",
-                    *(self._restored, step, aside, self.place.name),
-                )
-        self._opened = True
-
-    def _commit(
-        self, step: int, folder: str, arrays: dict[str, ArrayInfo], texts: Mapping[str, str], metrics: dict[str, float]
-    ) -> None:
-        storage = self.place.storage
-        files = collect_parts(storage, f"{folder}/", jax.process_count())
-        for name, text in texts.items():
-            storage.write(f"{folder}/{name}", [text.encode()])
-            files[name] = manifest.describe(text.encode())
-        files[BEGUN] = manifest.describe(storage.read(f"{folder}/{BEGUN}"))
-        created = datetime.now(UTC).isoformat(timespec="seconds")
-        body = Manifest(step, arrays, metrics, files, created, self.run)
-        storage.write(f"{folder}/{manifest.MANIFEST}", [manifest.render(body)])
-        storage.commit(folder, f"{self.place.folder}{step}")
-        self.on_result(step, None)
-        for old in self._steps_to_delete():
-            storage.delete(f"{self.place.folder}{old}")
-
-    def _discard(self, folder: str) -> None:
-        try:
-            self.place.storage.delete(folder)
-        except StorageError as error:
-            log.warning("a save that failed could not be removed: %s", error)
-
-    def _steps_to_delete(self) -> list[int]:
-        cfg = self.cfg
-        if cfg.keep_last is None:
-            return []
-        manifests = {s: m for s in self.steps() if (m := self._own_manifest(s)) is not None}
-        return unwanted_steps(cfg, manifests)
-
-    def _own_manifest(self, step: int) -> Manifest | None:
-        """The manifest of a checkpoint that this run wrote; None for all others."""
-        try:
-            manifest = self.inspect(step)
-        except CheckpointError:
-            return None
-        return manifest if manifest.run == self.run else None
-
-    def _tolerate(self, error: WorkError) -> None:
-        self._failures += 1
-        if self._failures > self.cfg.max_failed_saves:
-            raise error
-        log.warning(
-            "%s\n    training goes on: failure %d in a row, and the %dth stops it (checkpointer.max_failed_saves)",
-            *(error, self._failures, self.cfg.max_failed_saves + 1),
-        )
-
-    def _write_error(self, step: int, error: BaseException) -> WorkError:
-        try:
-            intact_steps = ", ".join(map(str, self.steps())) or "none"
-        except StorageError:
-            intact_steps = "unknown: they cannot be listed"
-        reason = (getattr(error, "strerror", None) or str(error) or type(error).__name__).splitlines()[0]
-        self.on_result(step, reason)
-        return WorkError(
-            f"the checkpoint of step {step} could not be written to {self.place.name}: {reason}\n"
-            f"    intact: {intact_steps}\n    fix: free space or make the directory writable, then run the same command again"
-        )
+    def reader(self, checkpoint: Manifest) -> CheckpointReader:
+        """See `StorageCheckpointer.reader`."""
+        return CheckpointReader(self.place, checkpoint)

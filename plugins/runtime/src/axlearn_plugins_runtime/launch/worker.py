@@ -30,7 +30,6 @@ MODULES = (
     "axlearn_core.train.api",
     "axlearn_core.checkpoint.sharded",
     "jax.experimental.multihost_utils",
-    "orbax.checkpoint",
 )
 """What every run imports."""
 

@@ -1,0 +1,142 @@
+"""Parameters of a run as a checkpoint that MaxText, Tunix or plain Orbax reads, and the other way round."""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from axlearn_core.checkpoint.manifest import MANIFEST
+from axlearn_core.compose import compose
+from axlearn_core.compose.devices import configure_devices
+from axlearn_core.errors import RequestError, WorkError
+from axlearn_core.plugins.request import Request
+from axlearn_core.plugins.resolve import resolve
+from axlearn_core.run import Run
+from axlearn_core.run.derive import derive_run, local_target, new_directory
+from axlearn_core.train.api import provenance
+from axlearn_core.train.session import log_message
+from axlearn_plugins_orbax import compat
+from axlearn_plugins_orbax.layouts import LAYOUTS, nest
+from axlearn_plugins_orbax.trees import METADATA, TREE_METADATA
+from axlearn_plugins_orbax.weights import OrbaxWeights
+
+
+def export_run(
+    run_dir: str | Path,
+    out: str | Path,
+    *,
+    step: int | None = None,
+    layout: str = "maxtext",
+    item: str | None = None,
+    array_format: compat.ArrayFormat = compat.ArrayFormat(),
+) -> Path:
+    """Writes the parameters of a run to `OUT/STEP/ITEM`; the step appears in one piece.
+
+    Args:
+        run_dir: the run, or the URI of one.
+        out: the directory of checkpoints, which may have other steps.
+        step: the checkpoint to take; None takes the newest.
+        layout: one of `LAYOUTS`.
+        item: the name of the item, instead of the layout's.
+        array_format: how Orbax stores the arrays.
+
+    Returns:
+        The directory of the step.
+
+    Raises:
+        CheckpointError: it is not a run, or has no such checkpoint.
+        RequestError: `out` has the step.
+        WorkError: the checkpoint cannot be written.
+    """
+    target, chosen = local_target(out), LAYOUTS[layout]
+    configure_devices(None)
+    source = Run(run_dir).weights(step)
+    folder = target.absolute() / str(source.step)
+    if folder.exists():
+        raise RequestError(f"{folder} is there already; nothing was written\n    fix: give another OUT or --step")
+    tree = chosen.pack(nest(source.read()), source.step)
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        compat.start_save(str(folder), {item or chosen.item: tree}, array_format)()
+    except (OSError, ValueError) as error:
+        for partial in target.glob(f"{folder.name}.orbax-checkpoint-tmp*"):
+            shutil.rmtree(partial, ignore_errors=True)
+        reason = (getattr(error, "strerror", None) or str(error)).splitlines()[0]
+        raise WorkError(f"cannot write {folder}: {reason}") from error
+    return folder
+
+
+def import_checkpoint(
+    directory: str | Path,
+    out: str | Path,
+    config: str | Path,
+    *,
+    step: int | None = None,
+    layout: str | None = None,
+    item: str | None = None,
+    with_: Sequence[str] = (),
+    set: Sequence[str] = (),
+) -> OrbaxWeights:
+    """Writes a run at step 0 whose model has the parameters of an Orbax checkpoint.
+
+    Args:
+        directory: of one checkpoint, or of checkpoints by step; a path or gs://.
+        out: the new run.
+        config: whose parameters they are: an experiment, a run file or a run.
+        step: which checkpoint of `directory`; None takes the newest.
+        layout: one of `LAYOUTS`; None goes by the arrays.
+        item: the item with the parameters; None goes by the names of items.
+        with_: features to add to the experiment, as on the command line.
+        set: settings to make in it.
+
+    Raises:
+        CheckpointError: Orbax cannot read it, or its arrays are not those of the model; lists every difference.
+        RequestError: `out` is taken, or the experiment does not fit.
+        WorkError: the run cannot be written.
+    """
+    new_directory(out)
+    path, own_item = find_checkpoint(str(directory), step)
+    configure_devices(None)
+    resolved = resolve(Request.of(Run(config).config or config, with_=with_, set=set)).checked()
+    experiment: Any = resolved.config
+    weights = OrbaxWeights(path, experiment, item=item or own_item, layout=layout)
+    log_message(f"note: {path} has no manifest of axlearn, so its files cannot be verified")
+
+    def read(source: OrbaxWeights) -> Mapping[str, Any]:
+        state = compose(experiment).state
+        return source.read("**", {p: x.sharding for p, x in {**state.params, **state.variables}.items()})
+
+    derive_run(weights, out, experiment, read, lock={"imported_from": path, "provenance": provenance(resolved)})
+    return weights
+
+
+def find_checkpoint(directory: str, step: int | None) -> tuple[str, str | None]:
+    """Finds one checkpoint in a directory, which has its files, its items or its steps.
+
+    Returns:
+        (path of the checkpoint, name of the item if `directory` is that of an item)
+
+    Raises:
+        RequestError: there is no checkpoint, or not of this step; or axlearn wrote it.
+    """
+    root = compat.open_path(directory)
+    names = sorted(p.name for p in root.iterdir()) if root.is_dir() else []
+    item = root.name if TREE_METADATA in names and METADATA not in names else None
+    if item is not None:
+        root = root.parent
+    elif METADATA not in names and not any((root / n / TREE_METADATA).exists() for n in names):
+        steps = sorted(int(n) for n in names if n.isdecimal())
+        if not steps or (step is not None and step not in steps):
+            listed = f"steps: {', '.join(map(str, steps))}" if steps else f"files: {', '.join(names[:8]) or 'none'}"
+            raise RequestError(
+                f"{directory} has no Orbax checkpoint{'' if step is None else f' of step {step}'}\n    got: {listed}\n"
+                "    expected: the directory of a checkpoint, or of checkpoints in folders named by their steps"
+            )
+        root, step = root / str(steps[-1] if step is None else step), None
+    if step is not None:
+        raise RequestError(f"{directory} is one checkpoint\n    got: --step {step}\n    fix: leave --step out")
+    if (root / MANIFEST).exists():
+        raise RequestError(
+            f"{root} is a checkpoint of an axlearn run\n    fix: give its run directory to the command that needs the weights"
+        )
+    return str(root), item

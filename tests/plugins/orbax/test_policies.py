@@ -1,0 +1,77 @@
+"""Orbax's policies decide as the core's do, from the same fields."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from axlearn_core.checkpoint import ShardedCheckpointer
+from axlearn_core.checkpoint.manifest import Manifest
+from axlearn_core.checkpoint.retention import unwanted_steps
+from axlearn_core.errors import ConfigError
+from axlearn_plugins_orbax.checkpointer import OrbaxCheckpointer
+
+LOSSES = st.one_of(st.none(), st.sampled_from([0.5, 1.0, 2.0, math.nan, math.inf]))
+FIELDS = st.fixed_dictionaries(
+    {
+        "keep_last": st.integers(1, 4),
+        "keep_every": st.one_of(st.none(), st.integers(1, 6)),
+        "keep_best": st.integers(0, 4),
+        "best_mode": st.sampled_from(["min", "max"]),
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory):
+    return lambda **fields: OrbaxCheckpointer.Config(**fields).build(directory=tmp_path_factory.mktemp("checkpoints"))
+
+
+@settings(deadline=None, max_examples=200)
+@given(losses=st.dictionaries(st.integers(1, 40), LOSSES, max_size=12), fields=FIELDS)
+def test_they_keep_what_the_core_keeps(build, losses, fields):
+    manifests = {
+        step: Manifest(step, {}, {} if loss is None else {"eval_loss": loss}, {}) for step, loss in losses.items()
+    }
+    one = build(**fields)
+    unwanted = one._unwanted_steps(manifests)
+    one.close()
+    assert unwanted == unwanted_steps(ShardedCheckpointer.Config(**fields), manifests)
+
+
+def test_they_save_when_the_core_saves(build, tmp_path):
+    one, core = build(every_steps=7), ShardedCheckpointer.Config(every_steps=7).build(directory=tmp_path)
+    assert [one.due(s) for s in range(50)] == [core.due(s) for s in range(50)]
+    one.close()
+    core.close()
+
+
+def test_a_store_that_orbax_cannot_reach_is_refused():
+    problems = list(OrbaxCheckpointer.Config(uri="s3://bucket/run").validate())
+    assert [(p.path, p.got) for p in problems] == [("uri", "s3://")]
+    assert "checkpointer.type=sharded" in problems[0].fix
+    for uri in (None, "runs/a", "/mnt/a", "file:///mnt/a", "gs://bucket/run"):
+        assert not list(OrbaxCheckpointer.Config(uri=uri).validate())
+
+
+def test_the_field_is_named_by_a_check_of_the_config():
+    from axlearn_core.plugins.request import Request
+    from axlearn_core.plugins.resolve import resolve
+
+    request = Request.of("quickstart", set=["checkpointer={type: orbax, uri: 's3://bucket/run'}"])
+    with pytest.raises(ConfigError, match=r"checkpointer\.uri: Orbax keeps checkpoints at paths and gs:// only"):
+        resolve(request).checked()
+
+
+def test_orbax_is_imported_by_a_checkpointer_and_not_by_its_config():
+    code = (
+        "import sys; from axlearn_core.plugins.registry import registry\n"
+        "config = registry().component('orbax')()\n"
+        "assert not [m for m in sys.modules if m.split('.')[0] == 'orbax' and 'experimental' in m], 'imported'\n"
+        "config.build(directory='unused').close()\n"
+        "assert 'orbax.checkpoint.experimental.v1' in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

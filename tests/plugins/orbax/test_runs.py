@@ -1,0 +1,83 @@
+"""Runs with this checkpointer: resumed bit for bit on any mesh, and read by every command that reads runs."""
+
+import json
+
+import pytest
+import tiny
+from click.testing import CliRunner
+
+import axlearn_core as ax
+from axlearn_core.cli.main import cli
+from axlearn_core.errors import CheckpointError
+from axlearn_core.learn import AdamW
+from axlearn_core.run import open_weights
+from axlearn_plugins_orbax.checkpointer import OrbaxCheckpointer
+
+SETTINGS = {
+    "model.decoder.num_layers": 1,
+    "model.decoder.hidden_dim": 16,
+    "model.decoder.layer.attention.num_heads": 2,
+    "model.decoder.layer.feed_forward.hidden_dim": 16,
+    "learner.optimizer": AdamW(learning_rate=0.01),
+    "input.batch_size": 8,
+    "input.sequence_length": 16,
+    "evaluators": {},
+    "log_every_steps": 1,
+}
+ORBAX = OrbaxCheckpointer.Config(every_steps=2)
+
+
+def train(run, steps, **settings):
+    return ax.train("quickstart", set={**SETTINGS, "checkpointer": ORBAX, **settings}, steps=steps, run_dir=run)
+
+
+def run_command(*words):
+    result = CliRunner().invoke(cli, list(map(str, words)))
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    run = tmp_path_factory.mktemp("whole") / "run"
+    train(run, 6)
+    return run
+
+
+def test_a_resumed_run_is_an_uninterrupted_one(whole, tmp_path):
+    train(tmp_path / "run", 3)
+    train(tmp_path / "run", 6)
+    assert tiny.losses(tmp_path / "run") == tiny.losses(whole)
+    resumed, uninterrupted = (open_weights(r).read() for r in (tmp_path / "run", whole))
+    for path, value in uninterrupted.items():
+        assert (resumed[path] == value).all(), path
+
+
+def test_the_checkpointer_changes_no_number(whole, tmp_path):
+    train(tmp_path / "run", 6, checkpointer=ax.checkpoint.ShardedCheckpointer.Config(every_steps=2))
+    assert tiny.losses(tmp_path / "run") == tiny.losses(whole)
+
+
+def test_commands_read_a_run(whole, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("def add(a, b):\n    return a + b\n" * 20)
+    assert run_command("generate", whole, "--prompt", "def ", "--max-tokens", 3)
+    assert "loss" in run_command("evaluate", whole, "--data", text)
+    rows = json.loads(run_command("checkpoint", "list", whole, "--json"))
+    assert [(row["step"], row["state"]) for row in rows] == [(2, "complete"), (4, "complete"), (6, "complete")]
+    run_command("checkpoint", "inspect", whole, "--verify")
+    run_command("convert", whole, tmp_path / "converted", "--with", "moe:num_experts=2,top_k=1")
+    assert run_command("generate", tmp_path / "converted", "--prompt", "def ", "--max-tokens", 3)
+
+
+def test_another_checkpointer_is_refused_by_name(whole, tmp_path):
+    for ours, theirs in (
+        (ORBAX, ax.checkpoint.ShardedCheckpointer.Config()),
+        (ax.checkpoint.ShardedCheckpointer.Config(), ORBAX),
+    ):
+        run = tmp_path / type(ours).__qualname__
+        train(run, 2, checkpointer=ours)
+        with pytest.raises(
+            CheckpointError, match=r"another checkpointer wrote the checkpoint of step 2[^$]*checkpointer.type"
+        ):
+            train(run, 4, checkpointer=theirs)
