@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from axlearn_core.checkpoint import manifest
-from axlearn_core.checkpoint.manifest import ArrayInfo, Checkpoints, Manifest
+from axlearn_core.checkpoint.base import WEIGHTS_ONLY, ArrayReader, StorageCheckpointer
+from axlearn_core.checkpoint.manifest import ArrayInfo, Checkpoints
 from axlearn_core.checkpoint.reader import CheckpointReader
-from axlearn_core.checkpoint.sharded import WEIGHTS_ONLY, ShardedCheckpointer
+from axlearn_core.checkpoint.sharded import ShardedCheckpointer
 from axlearn_core.checkpoint.storage import open_storage
 from axlearn_core.compose import ModelAndObjective, TrainState
 from axlearn_core.config import diff
@@ -40,20 +41,16 @@ class RunCheckpoint:
         config: the run's root config.
         place: where its checkpoints lie.
         step: of the checkpoint.
+        manifest: what the checkpoint holds.
     """
 
     def __init__(self, uri: str | Path, place: Checkpoints, config: Any, step: int | None = None):
         self.uri, self.place, self.config = uri, place, config
         self.step = _find_step(uri, place.steps(), step)
-        self._reader = CheckpointReader(place, place.inspect(self.step))
+        self.manifest = place.inspect(self.step)
 
     def __str__(self) -> str:
         return f"the checkpoint of step {self.step} of {self.uri}"
-
-    @property
-    def manifest(self) -> Manifest:
-        """What the checkpoint holds."""
-        return self._reader.manifest
 
     @property
     def arrays(self) -> Mapping[str, ArrayInfo]:
@@ -62,7 +59,17 @@ class RunCheckpoint:
 
     def migrate(self, expected: Collection[str]) -> None:
         """Gives arrays that are wanted and missing the paths of this version, where an earlier version had others."""
-        self._reader.manifest = self.manifest.migrated(expected)
+        self.manifest = self.manifest.migrated(expected)
+        self.__dict__.pop("_reader", None)
+
+    @cached_property
+    def _reader(self) -> ArrayReader:
+        checkpointer = self.config.checkpointer
+        if isinstance(checkpointer, ShardedCheckpointer.Config):
+            return CheckpointReader(self.place, self.manifest)
+        other: StorageCheckpointer = attrs.evolve(checkpointer, uri=None).build(directory=self.place.name)
+        other.place = self.place
+        return other.reader(self.manifest)
 
     @property
     def weights_only(self) -> bool:
@@ -196,7 +203,7 @@ def open_checkpoint(
     checkpointer = getattr(config, "checkpointer", None)
     if checkpointer is None:
         raise CheckpointError(f"{uri}/{CONFIG} is not a trainer's config: it has no checkpointer")
-    if isinstance(checkpointer, ShardedCheckpointer.Config):
+    if isinstance(checkpointer, StorageCheckpointer.Config):
         checkpoint = RunCheckpoint(uri, find_checkpoints(uri, storage, checkpointer.uri), config, step)
         checkpoint.config = _trained_config(checkpoint, storage, config)
         return checkpoint

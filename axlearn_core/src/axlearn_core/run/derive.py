@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import jax.numpy as jnp
 
-from axlearn_core.checkpoint.sharded import WEIGHTS_ONLY
+from axlearn_core.checkpoint.base import WEIGHTS_ONLY
 from axlearn_core.compose import Functional
 from axlearn_core.config import Node, patch
 from axlearn_core.config import map as map_nodes

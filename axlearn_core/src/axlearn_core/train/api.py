@@ -7,7 +7,8 @@ from typing import Any
 
 import attrs
 
-from axlearn_core.checkpoint import ShardedCheckpointer, open_storage
+from axlearn_core.checkpoint import open_storage
+from axlearn_core.checkpoint.base import StorageCheckpointer
 from axlearn_core.compose.devices import configure_devices, detect
 from axlearn_core.config import Node, diff, encode
 from axlearn_core.config.assets import assets as assets_of
@@ -111,10 +112,11 @@ def place_of_run(run_dir: str | Path | None, experiment: str, config: Any) -> tu
 
 def _check_remote(uri: str, config: Any) -> None:
     """Raises `RequestError` where a run cannot be kept at a URI."""
-    if not isinstance(config.checkpointer, ShardedCheckpointer.Config):
+    if not isinstance(config.checkpointer, StorageCheckpointer.Config):
         raise RequestError(
             f"--run-dir {uri}: this checkpointer keeps checkpoints in a directory\n"
-            f"    got: checkpointer {type(config.checkpointer).__qualname__}\n    expected: sharded, or one derived from it\n"
+            f"    got: checkpointer {type(config.checkpointer).__qualname__}\n"
+            "    expected: a checkpointer over a storage, such as sharded\n"
             "    fix: give a path as run directory"
         )
     try:
@@ -195,7 +197,7 @@ def _computes_the_same(run_dir: Path, config: Node[Any]) -> bool:
 def trained_config(run_dir: Path | str, step: int | None) -> Node[Any] | None:
     """What a run was trained with: the config in the checkpoint that it goes on from, else that of the run directory."""
     config: Any = Run(run_dir).config
-    if config is None or not isinstance(getattr(config, "checkpointer", None), ShardedCheckpointer.Config):
+    if config is None or not isinstance(getattr(config, "checkpointer", None), StorageCheckpointer.Config):
         return config
     try:
         return open_checkpoint(run_dir, open_storage(run_dir), config, step).config

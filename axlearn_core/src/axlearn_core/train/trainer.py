@@ -11,7 +11,7 @@ import attrs
 import jax
 
 from axlearn_core.checkpoint import ShardedCheckpointer, open_storage
-from axlearn_core.checkpoint.sharded import WEIGHTS_ONLY
+from axlearn_core.checkpoint.base import WEIGHTS_ONLY
 from axlearn_core.compose import Function, Functional, ModelAndObjective, Program, compose
 from axlearn_core.compose.objective import replicated
 from axlearn_core.config import REQUIRED, Configurable, Node, check, node, setting
