@@ -19,7 +19,7 @@ import blocks
 from axlearn_core.cli.extensible import ExtensibleCommand
 
 ROOT = Path(__file__).resolve().parents[2]
-PLUGINS = [ROOT / "examples/my_norm_plugin", ROOT / "examples/my_objective_plugin"]
+PLUGINS = [ROOT / f"examples/{name}" for name in ("my_attention", "my_norm_plugin", "my_objective_plugin")]
 """What the pages use."""
 PARTS = ROOT / "examples/my_parts"
 MODEL = ROOT / "tests/plugins/models/huggingface/fixtures/qwen3"

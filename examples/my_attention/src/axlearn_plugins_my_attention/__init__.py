@@ -1,0 +1,1 @@
+"""An attention with an output gate, a plugin for axlearn-core."""
