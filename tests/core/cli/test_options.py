@@ -119,6 +119,7 @@ def test_a_layout_changes_the_config(tmp_path):
 
 OF_A_CHECKPOINT = {
     "checkpoint export-hf": ["OUT"],
+    "checkpoint export-orbax": ["OUT"],
     "checkpoint inspect": [],
     "convert": ["OUT", "--with", "ema"],
     "evaluate": ["--data", str(ROOT / "tests/fixtures/run_of_llama/text.txt")],
@@ -128,12 +129,14 @@ OF_A_CHECKPOINT = {
     "quantize": ["OUT"],
     "upcycle": ["OUT"],
 }
-"""Commands with `--step`, and what else they need. `serve` has it too and sets up devices; its own tests try it."""
+"""Commands with `--step` of a run, and what else they need."""
+ELSEWHERE = {"serve", "checkpoint import-orbax"}
+"""Commands whose own tests try `--step`: one sets up devices, the other reads no run."""
 
 
 def test_these_are_the_commands_that_read_a_checkpoint():
     have = {name for name, command in COMMANDS.items() if any("--step" in p.opts for p in command.params)}
-    assert have == {*OF_A_CHECKPOINT, "serve"}
+    assert have == {*OF_A_CHECKPOINT} | ELSEWHERE
 
 
 @pytest.mark.parametrize("name", OF_A_CHECKPOINT)

@@ -14,6 +14,18 @@ HOOKS: Mapping[str, str] = {
 """Hook -> what to do instead."""
 
 NAMES: Mapping[str, str] = {
+    "axlearn_core.checkpoint.assets": "axlearn_core.run.asset_copies",
+    "axlearn_core.checkpoint.orbax": "axlearn_core.checkpoint.sharded, or axlearn_plugins_orbax.checkpointer for Orbax",
+    "axlearn_core.checkpoint.run": "axlearn_core.run, whose Run opens a run",
+    "axlearn_core.checkpoint.weights": "axlearn_core.run, which has open_weights and RunWeights",
+    "axlearn_core.plugins.application": "axlearn_core.plugins.resolve",
+    "axlearn_core.plugins.resolved": "axlearn_core.plugins.resolve",
+    "axlearn_core.plugins.run_file": "axlearn_core.plugins.request",
+    "axlearn_core.train.holder": "axlearn_core.run.holder",
+    "axlearn_core.train.lock": "axlearn_core.run.lock",
+    "axlearn_core.train.phases": "axlearn_core.run.phases",
+    "axlearn_core.train.run_dir": "axlearn_core.run.record",
+    "axlearn_plugins_finetune.runs": "axlearn_core.run.Run.derive to write a run; axlearn_plugins_finetune.conversion",
     "axlearn_core.testing": "axlearn_testing, of the distribution axlearn-testing",
     "axlearn_core.cli.open_command": "axlearn_core.cli.extensible, whose ExtensibleCommand replaces OpenCommand",
 }
