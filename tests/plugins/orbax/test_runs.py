@@ -2,6 +2,8 @@
 
 import json
 
+import jax.numpy as jnp
+import orbax.checkpoint.experimental.v1 as ocp
 import pytest
 import tiny
 from click.testing import CliRunner
@@ -81,3 +83,16 @@ def test_another_checkpointer_is_refused_by_name(whole, tmp_path):
             CheckpointError, match=r"another checkpointer wrote the checkpoint of step 2[^$]*checkpointer.type"
         ):
             train(run, 4, checkpointer=theirs)
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+def test_a_step_of_plain_orbax_opens_with_a_note(tmp_path, caplog):
+    train(tmp_path / "run", 2)
+    weights = open_weights(tmp_path / "run").read()
+    with ocp.training.Checkpointer(tmp_path / "run/checkpoints") as plain:
+        assert plain.save(5, {"step": jnp.asarray(5), "params": {p: x + 1 for p, x in weights.items()}}, force=True)
+    opened = open_weights(tmp_path / "run")
+    assert opened.step == 5
+    assert all((x == weights[path] + 1).all() for path, x in opened.read().items())
+    assert "cannot be verified" in caplog.text
+    assert open_weights(tmp_path / "run", step=2).step == 2

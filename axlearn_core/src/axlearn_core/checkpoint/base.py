@@ -132,7 +132,7 @@ class StorageCheckpointer(Configurable):
 
     @property
     def directory(self) -> Path:
-        """The local or mounted directory of the checkpoints. Raises `StorageError` where there is none."""
+        """The local or mounted directory of the checkpoints. Raises `StorageError` if the storage has no directory."""
         storage = self.place.storage
         return (storage.root if isinstance(storage, LocalStorage) else storage.directory()).absolute()
 
@@ -234,15 +234,8 @@ class StorageCheckpointer(Configurable):
             self._pool.shutdown()
 
     def read_extra(self, step: int) -> dict[str, Any]:
-        """Reads the `extra` that was saved with the state, such as the position in the data.
-
-        Raises:
-            CheckpointError: the file is missing or damaged.
-        """
-        try:
-            return json.loads(self.place.storage.read(f"{self.place.folder}{step}/{manifest.EXTRA}"))
-        except (StorageError, ValueError) as error:
-            raise self.place.damaged(step, [f"{manifest.EXTRA}: {str(error).splitlines()[0]}"]) from None
+        """See `Checkpoints.read_extra`."""
+        return self.place.read_extra(step)
 
     def restore(self, step: int, like: object) -> tuple[Any, dict[str, Any]]:
         """(state, extra) of a step. Shapes, dtypes and shardings are those of `like`, which may be abstract.

@@ -144,6 +144,17 @@ class Checkpoints:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise self.damaged(step, [f"{MANIFEST}: not what was written ({error})"]) from None
 
+    def read_extra(self, step: int) -> dict[str, Any]:
+        """Reads what was saved with the state, such as the position in the data.
+
+        Raises:
+            CheckpointError: the file is missing or damaged.
+        """
+        try:
+            return json.loads(self.storage.read(f"{self.folder}{step}/{EXTRA}"))
+        except (MissingFileError, ValueError) as error:
+            raise self.damaged(step, [f"{EXTRA}: {str(error).splitlines()[0]}"]) from None
+
     def verify(self, step: int, *, pieces: bool = True, names: Collection[str] | None = None) -> Manifest:
         """`inspect`, and compares the size and hash of every file with what was written.
 

@@ -9,13 +9,11 @@ from typing import Any
 import jax
 
 from axlearn_core.checkpoint import manifest
-from axlearn_core.checkpoint.base import WEIGHTS_ONLY, StorageCheckpointer
+from axlearn_core.checkpoint.base import StorageCheckpointer
 from axlearn_core.checkpoint.manifest import Manifest
 from axlearn_core.checkpoint.reader import CheckpointReader
 from axlearn_core.checkpoint.writer import HostBuffers, PartWriter, RateLimit, collect_parts
 from axlearn_core.config import node, setting
-
-__all__ = ["WEIGHTS_ONLY", "ShardedCheckpointer"]
 
 
 class ShardedCheckpointer(StorageCheckpointer):

@@ -165,7 +165,7 @@ def _add_versions(versions: dict[str, str], names: Iterable[str], roots: Collect
         for text in re.findall(r"^Requires-Dist: (.+)$", headers, re.MULTILINE):
             extra = _EXTRA.search(text)  # other markers do not matter: what is not installed has no version
             if extra is None or (name in roots and extra[1] not in _TOOLS):
-                pending.append(_NAME.match(text)[0])  # type: ignore[index]
+                pending += _NAME.findall(text)[:1]
 
 
 def _describe_function(function: Any) -> str:

@@ -348,7 +348,10 @@ def set_fields(tree: Any, target: type, values: Mapping[str, Any], *, nothing: P
         ConfigError: `nothing`, if there is no such node.
     """
     kind = config_class(target)
-    set_on = lambda _, part: attrs.evolve(part, **values) if isinstance(part, kind) else None  # noqa: E731
+
+    def set_on(_path: str, part: Node[Any]) -> Node[Any] | None:
+        return attrs.evolve(part, **values) if isinstance(part, kind) else None
+
     return edit_nodes(tree, set_on, nothing=nothing)
 
 

@@ -1,6 +1,5 @@
 """The checkpoint of a run, read through a storage: its config, its manifest, and some of its arrays."""
 
-import json
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from axlearn_core.compose import ModelAndObjective, TrainState
 from axlearn_core.config import diff
 from axlearn_core.config.kinds import DECISIVE, change_kinds
 from axlearn_core.contracts.storage import Storage
-from axlearn_core.errors import CheckpointError, MissingFileError
+from axlearn_core.errors import CheckpointError
 from axlearn_core.learn.paths import flatten
 from axlearn_core.plugins.unregistered import code_name
 from axlearn_core.run.asset_copies import Place, aligned_assets
@@ -45,9 +44,12 @@ class RunCheckpoint:
     """
 
     def __init__(self, uri: str | Path, place: Checkpoints, config: Any, step: int | None = None):
-        self.uri, self.place, self.config = uri, place, config
-        self.step = _find_step(uri, place.steps(), step)
-        self.manifest = place.inspect(self.step)
+        self.uri, self.config = uri, config
+        self._other = _open_other(config.checkpointer, place)
+        self.place = place if self._other is None else self._other.place
+        source = self._other or place
+        self.step = _find_step(uri, source.steps(), step)
+        self.manifest = source.inspect(self.step)
 
     def __str__(self) -> str:
         return f"the checkpoint of step {self.step} of {self.uri}"
@@ -64,12 +66,7 @@ class RunCheckpoint:
 
     @cached_property
     def _reader(self) -> ArrayReader:
-        checkpointer = self.config.checkpointer
-        if isinstance(checkpointer, ShardedCheckpointer.Config):
-            return CheckpointReader(self.place, self.manifest)
-        other: StorageCheckpointer = attrs.evolve(checkpointer, uri=None).build(directory=self.place.name)
-        other.place = self.place
-        return other.reader(self.manifest)
+        return CheckpointReader(self.place, self.manifest) if self._other is None else self._other.reader(self.manifest)
 
     @property
     def weights_only(self) -> bool:
@@ -79,10 +76,7 @@ class RunCheckpoint:
     @cached_property
     def extra(self) -> dict[str, Any]:
         """Everything but the arrays, such as the position in the data."""
-        try:
-            return json.loads(self.place.storage.read(f"{self._root}{manifest.EXTRA}"))
-        except (MissingFileError, ValueError) as error:
-            raise self._damage_error(f"{manifest.EXTRA}: {error}") from None
+        return (self._other or self.place).read_extra(self.step)
 
     def read(self, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
         """The arrays of `like`, by their paths in the training state, in its shardings (None: the default device).
@@ -94,12 +88,12 @@ class RunCheckpoint:
         """
         return self._reader.read({path: spec.sharding for path, spec in like.items()}) if like else {}
 
-    @property
-    def _root(self) -> str:
-        return f"{self.place.folder}{self.step}/"
 
-    def _damage_error(self, problem: str) -> CheckpointError:
-        return self.place.damaged(self.step, [problem])
+def _open_other(cfg: StorageCheckpointer.Config, place: Checkpoints) -> StorageCheckpointer | None:
+    """Opens the checkpointer that knows how arrays are stored; None for those of the core, which store them in shards."""
+    if isinstance(cfg, ShardedCheckpointer.Config):
+        return None
+    return attrs.evolve(cfg, uri=None).build(directory=place.name)
 
 
 class WholeCheckpoint:

@@ -103,7 +103,12 @@ class OrbaxCheckpointer(StorageCheckpointer):
         return {WEIGHTS_ONLY: True} if parts <= {"step", "params", "variables"} else {}
 
     def reader(self, checkpoint: Manifest) -> "OrbaxReader":
-        """Opens a checkpoint to read its arrays. A step of plain Orbax works too."""
+        """Opens a checkpoint to read its arrays. A step of plain Orbax works too, with a note."""
+        if not checkpoint.files:
+            log.warning(
+                "note: step %d in %s has no manifest, so its files cannot be verified, and the position in the data is unknown",
+                *(checkpoint.step, self.place.name),
+            )
         return OrbaxReader(self.place, checkpoint, self._locate)
 
     def _unwanted_steps(self, manifests: Mapping[int, Manifest]) -> list[int]:
@@ -164,12 +169,6 @@ class OrbaxCheckpointer(StorageCheckpointer):
                 if jax.process_index() == 0:
                     names = [n for n in checkpoint.files if not n.startswith(tuple(ITEMS))]
                     self.place.verify(step, pieces=False, names=names)
-            else:
-                log.warning(
-                    "note: step %d in %s has no manifest, so its files cannot be verified, and the position in the data is "
-                    "unknown",
-                    *(step, self.place.name),
-                )
         except CheckpointError as caught:
             error = caught
         agree(error, error)

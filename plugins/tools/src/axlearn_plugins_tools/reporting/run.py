@@ -12,10 +12,11 @@ from axlearn_core.config import parse
 from axlearn_core.errors import ConfigError, RequestError
 from axlearn_core.run.metric_files import METRICS, SAMPLES, read_jsonl
 from axlearn_core.run.phases import PHASES
+from axlearn_core.run.record import CONFIG, LOCK
 from axlearn_plugins_tools.reporting.goodput import Attempt, read_attempts
 from axlearn_plugins_tools.reporting.processes import PROCESSES, process_incidents
 
-CONFIG, LOCK, INCIDENTS = "config.yaml", "run.lock.json", "watchdog.jsonl"
+INCIDENTS = "watchdog.jsonl"
 Points = list[tuple[int, float]]
 
 
