@@ -466,7 +466,7 @@ def _locate_problem(problem: Problem, settings: Sequence[Setting], paths: Mappin
 
 
 def _merged(first: FeatureUse, second: FeatureUse) -> FeatureUse:
-    """Two uses of one feature as one; raises `RequestError` where they give one option two values."""
+    """Merges two uses of one feature. Raises `RequestError` if they give one option two values."""
     for key in first.options.keys() & second.options.keys():
         a, b = first.options[key], second.options[key]
         if a != b or type(a) is not type(b):
@@ -479,7 +479,7 @@ def _merged(first: FeatureUse, second: FeatureUse) -> FeatureUse:
 
 
 def _check_needs(features: Mapping[str, Feature], locations: Mapping[str, str]) -> None:
-    """Raises `RequestError` where a feature lacks what it needs, or stands beside what it excludes."""
+    """Raises `RequestError` if a feature that another one needs is missing, or two features exclude each other."""
     for name, feature in sorted(features.items()):
         for other in feature.needs:
             if other not in features:
@@ -495,7 +495,7 @@ def _check_needs(features: Mapping[str, Feature], locations: Mapping[str, str]) 
 
 
 def _applied(tree: Node[Any], feature: Feature, entry: Entry) -> Node[Any]:
-    """The tree with a feature; raises `RequestError` where it does not fit, `PluginError` where it fails."""
+    """Applies a feature. Raises `RequestError` if it does not fit, `PluginError` if it fails."""
     try:
         result = feature.apply(tree)
     except PluginError:
@@ -510,7 +510,7 @@ def _applied(tree: Node[Any], feature: Feature, entry: Entry) -> Node[Any]:
 
 
 def _check_execution(changes: tuple[Change, ...], before: Node[Any], after: Node[Any], entry: Entry) -> None:
-    """Raises `PluginError` where a feature of the stage `execute` changes more than how a program runs."""
+    """Raises `PluginError` if a feature of the stage `execute` changes more than how a program runs."""
     for change, kind in change_kinds(changes, before, after):
         if kind not in ("execution", "microbatches"):
             raise PluginError(

@@ -44,7 +44,7 @@ class OrbaxTrees:
             trees: dict[str | None, Any] = (
                 compat.read_trees(path) if items is None else {item: compat.read_tree(path, item) for item in items}
             )
-        except Exception as error:  # Orbax raises errors of many kinds for what is no checkpoint
+        except Exception as error:  # Orbax raises many kinds of errors for a directory that is not a checkpoint
             raise _unreadable(path, error) from error
         if not trees:
             raise CheckpointError(f"the Orbax checkpoint {path} has no tree of arrays")
