@@ -5,6 +5,7 @@ import signal
 import jax.numpy as jnp
 import pytest
 
+from axlearn_core.run.record import RunDir
 from axlearn_core.train.session import Session
 
 
@@ -36,8 +37,7 @@ class Batches:
 def session(tmp_path):
     return Session(
         program=None, state=jnp.zeros(1), step=0, max_steps=8, log_every_steps=1, seed=0, input=None, batches=Batches(),
-        evaluators={"eval": Evaluator()}, checkpointer=Checkpointer(), trackers=(), run_dir=tmp_path, peak_flops=None,
-        on_compiled=lambda *_: None,
+        evaluators={"eval": Evaluator()}, checkpointer=Checkpointer(), run_dir=RunDir(tmp_path, resumes=False),
     )  # fmt: skip
 
 

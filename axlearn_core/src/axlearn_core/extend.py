@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from axlearn_core.plugins.request import Request, Setting, parse_value, read_text, write
     from axlearn_core.plugins.resolve import resolve
     from axlearn_core.run import Run, RunWeights, bind_weights, derive_run, open_weights, split_weights
+    from axlearn_core.run.events import RunListener
     from axlearn_core.run.weights import check_tensors, select_tensors
     from axlearn_core.train import Trainer
     from axlearn_core.train.evaluators import LossEvaluator, Periodic
@@ -128,6 +129,7 @@ _MODULES = {
     "plugins.request": ("Request", "Setting", "parse_value", "read_text", "write"),
     "plugins.resolve": ("resolve",),
     "run": ("Run", "RunWeights", "bind_weights", "derive_run", "open_weights", "split_weights"),
+    "run.events": ("RunListener",),
     "run.weights": ("check_tensors", "select_tensors"),
     "train": ("Trainer",),
     "train.evaluators": ("LossEvaluator", "Periodic"),

@@ -16,7 +16,7 @@ from axlearn_core.errors import CheckpointError, RequestError
 from axlearn_core.learn import AdamW
 from axlearn_core.run.asset_copies import cache_folder
 from axlearn_core.run.holder import Holder
-from axlearn_core.train.mirror import RunMirror, working_copy
+from axlearn_core.run.mirror import RunMirror, working_copy
 
 SETTINGS = {
     "model.decoder.num_layers": 1,

@@ -235,3 +235,20 @@ class KeepsLocalTier(Protocol):
     def step_behind(self, step: int) -> int | None:
         """A checkpoint to go back to because `step` was not finite soon after a local restore; None goes on instead."""
         ...
+
+
+@runtime_checkable
+class KeepsExecutables(Protocol):
+    """A listener of a run that keeps the compiled step for the processes that continue the run."""
+
+    def load_step(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Loads the step for a batch into the program, on all processes or on none.
+
+        Returns:
+            What was known of the step when it was compiled; empty if it is not loaded.
+        """
+        ...
+
+    def keep_step(self, batch: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        """Keeps the step that the first process compiled, with what is known of it."""
+        ...

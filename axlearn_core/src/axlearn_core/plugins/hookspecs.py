@@ -62,3 +62,8 @@ def axlearn_checkpoint_storage(uri: str) -> Storage | None:
 @hookspec
 def axlearn_weights(uri: str) -> Weights | None:
     """The weights at a URI or path that is not a run directory, or None where this plugin does not know them."""
+
+
+@hookspec
+def axlearn_run_listeners() -> Iterable[str]:  # type: ignore[empty-body]
+    """Functions that give a run a listener, as `"module:function"`: from the session to a `RunListener`, or to None."""

@@ -71,14 +71,12 @@ class TrainLoop(Configurable):
                 # While the devices compute the step before, waiting for a batch costs nothing.
                 session.beat("step", count_as=None if record.devices_idle() else "step")
                 session.first_batch(batch)
-                if session.profiler is not None:
-                    session.profiler.before(session.step)
+                session.events.notify("step_begins", session.step)
                 session.state, scalars = self._step(session, batch)
                 session.step += 1
                 record.flush()
                 record.hold(scalars, batch)
-                if session.profiler is not None:
-                    session.profiler.after(session.step, scalars)
+                session.events.notify("step_dispatched", session.step, scalars)
                 if self._anything_due(session):
                     record.flush()
                     since = time.perf_counter()

@@ -4,7 +4,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,11 +15,11 @@ from jax.experimental import multihost_utils
 
 from axlearn_core.compose import Program
 from axlearn_core.config import offers
-from axlearn_core.contracts.capabilities import DescribesPosition, KeepsLocalTier, ObservesSteps
-from axlearn_core.contracts.parts import BatchIterator, Checkpointer, Input, Profiler, Tracker, Watchdog
+from axlearn_core.contracts.capabilities import DescribesPosition, KeepsExecutables, KeepsLocalTier
+from axlearn_core.contracts.parts import BatchIterator, Checkpointer, Input
 from axlearn_core.errors import InputError, escape_controls
-from axlearn_core.run.phases import PhaseClock
-from axlearn_core.train.compiled_step import CompiledStep
+from axlearn_core.run.events import RunEvents
+from axlearn_core.run.record import RunDir
 from axlearn_core.train.distributed import allgather_data_state, preempted
 from axlearn_core.train.input_failure import LookAhead, StopAgreement
 from axlearn_core.train.signals import InputWaitEnded, StopSignals
@@ -61,24 +61,26 @@ class Evaluator(Protocol):
 
 @attrs.define(kw_only=True, eq=False, repr=False)  # `signal.signal` formats handlers, and so would fetch the state
 class Session:
-    """The parts of one run, built; the state; and what the loop asks of them.
+    """A run while it is trained: its parts, its state, and what the loop asks of them.
+
+    The trainer opens it before anything is written. `state` is None until it is restored or initialized.
 
     Attributes:
         program: the compiled functions.
         state: the training state after `step` steps.
         batches: the training stream.
-        clock: adds up the time of each phase.
-        peak_flops: of all devices together for the dtype in use, or None where the hardware's peak is not known.
+        events: the listeners: trackers, watchdog, profiler, clock, and the parts of jobs.
+        run_dir: the run directory, checked.
+        lock: the lock of the run that is continued; empty for a new one.
+        run_id: of the run; its checkpoints carry it.
+        begins: whether the state is not restored: the run is new, or it begins with weights alone.
+        peak_flops: of all devices together for the dtype in use, in FLOP/s; None if the hardware's peak is not known.
         metrics: the latest values.
         facts: what the input said of its data (`Input.describe`), kept in each checkpoint.
         stop_signal: what asked the job to stop, once `stops` has said so.
-        on_save: called before each save, on every process; what it raises stops the run.
-        compiled_step: keeps the compiled step beside the checkpoints; None compiles it in every attempt.
     """
 
     program: Program
-    state: Any
-    step: int
     max_steps: int
     log_every_steps: int
     seed: int
@@ -86,37 +88,49 @@ class Session:
     batches: BatchIterator
     evaluators: Mapping[str, Evaluator]
     checkpointer: Checkpointer
-    trackers: Sequence[Tracker]
-    run_dir: Path
-    peak_flops: float | None
-    on_compiled: Callable[["Session", Mapping[str, Any]], None]
-    on_save: Callable[[], None] = lambda: None
-    profiler: Profiler | None = None
-    watchdog: Watchdog | None = None
-    compiled_step: CompiledStep | None = None
-    clock: PhaseClock = attrs.field(factory=PhaseClock)
+    run_dir: RunDir
+    events: RunEvents = attrs.field(factory=RunEvents)
+    lock: Mapping[str, Any] = attrs.field(factory=dict)
+    run_id: str = ""
+    peak_flops: float | None = None
+    facts: Mapping[str, Any] = attrs.field(factory=dict)
+    state: Any = None
+    step: int = 0
+    begins: bool = True
     flops_per_step: int | None = None
     metrics: dict[str, float] = attrs.field(factory=dict)
-    facts: Mapping[str, Any] = attrs.field(factory=dict)
     stop_signal: int | None = None
     start_step: int = attrs.field(init=False)
     kept_step: int = attrs.field(init=False)
     _saved_step: int = attrs.field(init=False)
     _signals: StopSignals = attrs.field(init=False)
     _measured: dict[str, int] = attrs.field(init=False, factory=dict)
-    _observer: ObservesSteps | None = attrs.field(init=False)
     _local_tier: KeepsLocalTier | None = attrs.field(init=False)
     _positions: DescribesPosition | None = attrs.field(init=False)
     _agreement: StopAgreement | None = attrs.field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
-        self.start_step, self.kept_step, self._saved_step = self.step, self.step, self.step or -1
+        self.begin_at(self.step)
         # One of several processes that stops waiting would leave the others waiting for it.
         self._signals = StopSignals(_announce_stop, ends_input=jax.process_count() == 1)
         # Asked once and not at each step: to compare a part with a protocol takes longer than the loop's other work.
-        self._observer = self.watchdog if isinstance(self.watchdog, ObservesSteps) else None
         self._local_tier = self.checkpointer if isinstance(self.checkpointer, KeepsLocalTier) else None
         self._positions = self.batches if isinstance(self.batches, DescribesPosition) else None
+
+    @property
+    def path(self) -> Path:
+        """The run directory, or the working copy of a run at a URI."""
+        return self.run_dir.path
+
+    @property
+    def uri(self) -> str | None:
+        """Of a run that is kept in a storage; None for a local one."""
+        return self.run_dir.uri
+
+    def begin_at(self, step: int) -> None:
+        """Sets the step that this attempt begins at."""
+        self.step = self.start_step = self.kept_step = step
+        self._saved_step = step or -1
 
     def next_batch(self) -> Any:
         """The next batch, on the devices; None where a signal to stop ended the wait for it.
@@ -135,39 +149,58 @@ class Session:
         """Compiles the step for this batch and counts its FLOPs, once."""
         if self.flops_per_step is None:
             self.beat("compile")
-            facts = self.compiled_step.facts if self.compiled_step and self.compiled_step.load(batch) else {}
+            facts = self.load_step(batch)
             self.program.compile("train", batch)
             self.flops_per_step = facts.get("flops") or self.program.model_flops(batch)
-            self.on_compiled(self, batch)
+            self._record_compilation(batch, facts)
             self.beat("step")
 
+    def load_step(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Loads the compiled step of an earlier attempt, if a listener keeps it.
+
+        Returns:
+            What was known of the step when it was compiled (`flops`, `kernels`, `fingerprint`); empty if it is not loaded.
+        """
+        keeper = self._executables()
+        return keeper.load_step(batch) if keeper else {}
+
+    def _executables(self) -> KeepsExecutables | None:
+        return next((one for one in self.events.listeners if isinstance(one, KeepsExecutables)), None)
+
+    def _record_compilation(self, batch: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        """Notes kernels and fingerprint of the step in the lock, and hands a new step to the listener that keeps it."""
+        if jax.process_index() != 0:
+            return
+        if not facts:
+            kernels = [str(choice) for choice in self.program.choices("train")]
+            facts = {"kernels": kernels, "fingerprint": self.program.fingerprint(batch)}
+            if keeper := self._executables():
+                keeper.keep_step(batch, {**facts, "flops": self.flops_per_step})
+        self.run_dir.write_fact("kernels", facts["kernels"])
+        before, now = self.run_dir.read_lock().get("hlo_fingerprint"), facts["fingerprint"]
+        if before and before != now:
+            log_message(f"note: the compiled step changed ({before} -> {now}); losses may differ in the last bits")
+        self.run_dir.write_fact("hlo_fingerprint", now)
+
     def model(self) -> Any:
-        """The model with the current parameters (their moving average where the learner keeps one)."""
+        """The model with the current parameters (their moving average if the learner keeps one)."""
         return self.program.model(self.state)
 
     def beat(self, phase: str, count_as: str | None = None) -> None:
-        """Tells the clock and the watchdog what begins now; see `PhaseClock.begin` and `Watchdog.beat`."""
-        self.clock.begin(phase, count_as, step=self.step)
-        self.clock.record(self.step)
-        if self.watchdog is not None:
-            self.watchdog.beat(phase, self.step)
+        """Tells the listeners what begins now; see `RunListener.phase`."""
+        self.events.phase(phase, self.step, count_as)
 
     def observe(self, step: int, values: Mapping[str, float]) -> None:
-        """Shows the scalars of a finished step to the watchdog."""
-        if self.compiled_step is not None and step == self.start_step + 1:
-            self.compiled_step.prove()
-        if self._observer is not None:
-            self._observer.observe(step, values)
+        """Shows the scalars of a finished step to the listeners."""
+        self.events.notify("step", step, values)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Sends scalars to every tracker."""
-        for tracker in self.trackers:
-            tracker.log(step, values)
+        self.events.notify("log", step, values)
 
     def text(self, name: str, value: str) -> None:
         """Sends a text to every tracker."""
-        for tracker in self.trackers:
-            tracker.text(self.step, name, value)
+        self.events.notify("text", self.step, name, value)
 
     def evaluate(self, *, last: bool = False) -> None:
         """Runs every evaluator that is due."""
@@ -187,7 +220,7 @@ class Session:
         save = self.checkpointer.save
         if force or self.checkpointer.due(self.step):
             self.beat("save")
-            self.on_save()
+            self.events.notify("saving", self.step)
         elif self._local_tier is not None and self._local_tier.local_due(self.step):
             self.beat("save")
             save = self._local_tier.save_local
@@ -200,6 +233,12 @@ class Session:
         if save == self.checkpointer.save:
             self.kept_step = max(self.kept_step, self._saved_step)  # it was waited for, before this one began
             self._saved_step = self.step
+
+    def finish(self) -> None:
+        """Waits for the last save."""
+        self.beat("save")
+        self.checkpointer.wait()
+        self.events.notify("saving", self.step)
 
     def save_due(self) -> bool:
         """Whether a checkpoint of this step is due."""

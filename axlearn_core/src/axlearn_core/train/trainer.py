@@ -1,7 +1,7 @@
 """The root of every experiment, and how its parts become a running job."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,10 +15,15 @@ from axlearn_core.checkpoint.base import WEIGHTS_ONLY
 from axlearn_core.compose import Function, Functional, ModelAndObjective, Program, compose
 from axlearn_core.compose.objective import replicated
 from axlearn_core.config import REQUIRED, Configurable, Node, check, node, setting
-from axlearn_core.contracts.capabilities import ChecksBeginning, KeepsLocalTier, OwnsCheckpoints, vocabulary_size
+from axlearn_core.contracts.capabilities import (
+    ChecksBeginning,
+    KeepsLocalTier,
+    OwnsCheckpoints,
+    ReportsSaves,
+    vocabulary_size,
+)
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.contracts.parts import (
-    BatchIterator,
     Checkpointer,
     Input,
     Model,
@@ -35,20 +40,20 @@ from axlearn_core.errors import RequestError, WorkError
 from axlearn_core.learn import Learner
 from axlearn_core.nn.held import check_stateless
 from axlearn_core.plugins.decisions import Decision
+from axlearn_core.plugins.manager import host
+from axlearn_core.plugins.targets import load
 from axlearn_core.run.asset_copies import write_assets
+from axlearn_core.run.events import RunListener
 from axlearn_core.run.lock import make_lock, peak_flops
-from axlearn_core.run.phases import PhaseClock
 from axlearn_core.run.record import RunDir, lock_drift
-from axlearn_core.train.compiled_step import CompiledStep
+from axlearn_core.run.run import Run
 from axlearn_core.train.data_facts import check_facts, log_context, plain_facts
 from axlearn_core.train.distributed import Distributed
 from axlearn_core.train.evaluators import Evaluator, LossEvaluator
+from axlearn_core.train.listeners import ClockListener, MirrorListener, ProfilerListener, TrackerListener, listen_with
 from axlearn_core.train.loop import Loop, TrainLoop
-from axlearn_core.train.mirror import RunMirror, read_lock
 from axlearn_core.train.objective import FrozenWeights
-from axlearn_core.train.open_run import OnSave, OpenRun, record_decision, record_saves
-from axlearn_core.train.ownership import SAVED, check_metrics, hold_run
-from axlearn_core.train.peers import PeerWatch
+from axlearn_core.train.ownership import SAVED, Ownership, check_metrics, was_saved
 from axlearn_core.train.same_job import check_same_config, check_same_data
 from axlearn_core.train.session import Session, log_message
 from axlearn_core.train.step import TrainingFunctions
@@ -163,33 +168,31 @@ class Trainer(Configurable):
         check_same_config(self.config)
         program = compose(self.config, machine=machine)
         with ExitStack() as closing:
-            peers = PeerWatch(run_dir.uri or str(run_dir.path))
-            closing.callback(peers.close)  # after all else: closing the checkpointer may wait for one that is lost
-            run = self._open(program, run_dir, closing)
-            self._restore(run, restore_step, restart=restart)
-            if run.state is None and not restart:
-                check_metrics(run_dir, run.old_lock)
+            session, loop = self._open(program, run_dir, closing, experiment)
+            self._restore(session, restore_step, restart=restart)
+            if session.state is None and not restart:
+                check_metrics(run_dir, session.lock)
             decisions = (*decisions, *replicated(program.trained))
-            lock = make_lock(program, run.facts, experiment=experiment, provenance=provenance, decisions=decisions)
-            saved = run.step > 0 or (run.old_lock.get(SAVED, False) and not restart)
-            if run.step == 0 and isinstance(run.loop, ChecksBeginning):
-                run.loop.check_beginning()
-            frozen = FrozenWeights.of(program) if run.begins else None
-            self._write(run, lock | {"run": run.run_id, SAVED: saved}, config_text, assets, decisions)
-            program.kernel_notes.listener = functools.partial(record_decision, run)
-            on_save = OnSave(run, saved)
-            session = self._start(run, frozen, experiment, on_save)
-            closing.callback(lambda: run.clock.write("end", session.step))
-            peers.start(lambda: session.kept_step)
-            self._run_loop(run.loop, session)
-            session.beat("save")
-            run.checkpointer.wait()
-            on_save()
+            lock = make_lock(program, session.facts, experiment=experiment, provenance=provenance, decisions=decisions)
+            if session.step == 0 and isinstance(loop, ChecksBeginning):
+                loop.check_beginning()
+            frozen = FrozenWeights.of(program) if session.begins else None
+            lock |= {"run": session.run_id, SAVED: was_saved(session, restart=restart)}
+            self._write(session, lock, config_text, assets, decisions)
+            program.kernel_notes.listener = functools.partial(record_decision, session)
+            session.events.notify("restored", session)
+            session.beat("compile")
+            if session.state is None:
+                session.state = _ready(session)
+            if frozen:
+                session.state = frozen.load(session.state)
+            self._run_loop(loop, session)
+            session.finish()
         return Result(run_dir.path, session.step, dict(session.metrics), session.stop_signal, run_dir.uri)
 
-    def _open(self, program: Program, run_dir: RunDir, closing: ExitStack) -> OpenRun:
+    def _open(self, program: Program, run_dir: RunDir, closing: ExitStack, experiment: str) -> tuple[Session, Loop]:
         """Builds the parts and takes hold of the run; nothing is written."""
-        cfg, clock = self.config, PhaseClock()
+        cfg, clock = self.config, ClockListener()
         vocab_size = vocabulary_size(program.functional.describe())
         source = cfg.build_input(cfg.input, vocab_size)
         batches = source.train()
@@ -203,114 +206,76 @@ class Trainer(Configurable):
             check_stateless(evaluator, f"evaluators.{name}")
         loop = check_stateless(cfg.loop.build(**offered), "loop")
         checkpointer: Any = cfg.checkpointer.build(directory=run_dir.checkpoints)
-        mirror = RunMirror(run_dir.uri, run_dir.path) if run_dir.uri else None
-        old_lock = read_lock(run_dir, mirror)
-        run_id, check_held = hold_run(run_dir, checkpointer, old_lock, closing)
-        if mirror and jax.process_index() == 0:
-            mirror.fetch()
-            closing.callback(mirror.push)
-        closing.callback(checkpointer.close)
-        record_saves(checkpointer, clock)
-        watchdog = cfg.watchdog.build(run_dir=run_dir.path) if cfg.watchdog else None
-        if watchdog:
-            closing.callback(watchdog.close)
-            watchdog.start()
-            watchdog.beat("restore", 0)
-        clock.begin("restore")
-        return OpenRun(
-            run_dir=run_dir,
-            closing=closing,
-            clock=clock,
+        session = Session(
             program=program,
-            source=source,
+            max_steps=cfg.max_steps,
+            log_every_steps=cfg.log_every_steps,
+            seed=cfg.seed,
+            input=source,
             batches=batches,
             evaluators=evaluators,
-            loop=loop,
             checkpointer=checkpointer,
-            mirror=mirror,
-            old_lock=old_lock,
-            run_id=run_id,
-            check_held=check_held,
-            watchdog=watchdog,
+            run_dir=run_dir,
+            lock=Run(run_dir.uri or run_dir.path).lock if run_dir.resumes else {},
+            peak_flops=peak_flops(program),
             facts=facts,
         )
+        for listener in run_listeners(session):
+            self._listen(session, listener, closing)
+        closing.callback(checkpointer.close)
+        for listener in (*self._listeners(program, run_dir, experiment), clock):  # the clock is closed first
+            self._listen(session, listener, closing)
+        if isinstance(checkpointer, ReportsSaves):
+            checkpointer.on_result = functools.partial(session.events.notify, "saved")
+        session.beat("restore")
+        return session, loop
+
+    @staticmethod
+    def _listen(session: Session, listener: RunListener, closing: ExitStack) -> None:
+        closing.callback(listener.closed)
+        session.events.add(listener)
+        listener.opened(session)
+
+    def _listeners(self, program: Program, run_dir: RunDir, experiment: str) -> Iterator[RunListener]:
+        """The listeners that the config names."""
+        cfg = self.config
+        if cfg.watchdog:
+            yield listen_with(cfg.watchdog.build(run_dir=run_dir.path))
+        info = {
+            "experiment": experiment,
+            "parameters": program.functional.num_parameters,
+            "devices": program.layout.mesh.size,
+            "max_steps": cfg.max_steps,
+        }
+        for tracker in cfg.trackers if jax.process_index() == 0 else ():
+            yield TrackerListener(functools.partial(tracker.build, run_dir=run_dir.path), info)
+        if cfg.profiler:
+            yield ProfilerListener(functools.partial(cfg.profiler.build, run_dir=run_dir.path))
 
     @staticmethod
     def _write(
-        run: OpenRun,
+        session: Session,
         lock: dict[str, Any],
         config_text: str,
         assets: Mapping[str, bytes],
         decisions: Sequence[Decision],
     ) -> None:
         """Logs what was decided and what changed, and writes the run directory."""
-        run_dir, old = run.run_dir, run.old_lock
+        run_dir, old = session.run_dir, session.lock
         for decision in decisions:
             log_message(str(decision))
         for note in (*run_dir.notes, *(lock_drift(old, lock) if old else ())):
             log_message(f"note: {note}")
-        if jax.process_index() == 0 or run.mirror:  # machines do not share a working copy
+        if jax.process_index() == 0 or run_dir.uri:  # machines do not share a working copy
             run_dir.write(config_text, {k: old[k] for k in ("kernels", "hlo_fingerprint") if k in old} | lock, assets)
         if jax.process_index() == 0:
-            run.clock.open(run_dir.path, run.step)
-            config: Any = run.program.config
+            config: Any = session.program.config
             if (elsewhere := getattr(config.checkpointer, "uri", None)) is not None:
                 write_assets(open_storage(elsewhere), assets)  # its checkpoints can be used without the run directory
-        run.checkpointer.files = {
+        session.checkpointer.files = {
             "config.yaml": config_text,
             "run.lock.json": (run_dir.path / "run.lock.json").read_text,
         }
-
-    def _start(
-        self, run: OpenRun, frozen: FrozenWeights | None, experiment: str, on_save: Callable[[], None]
-    ) -> Session:
-        """Opens trackers and the profiler, compiles the step, and puts the state on the devices."""
-        cfg, program, run_dir = self.config, run.program, run.run_dir
-        trackers = [t.build(run_dir=run_dir.path) for t in cfg.trackers] if jax.process_index() == 0 else []
-        for tracker in trackers:
-            run.closing.callback(tracker.close)
-            tracker.start(
-                {
-                    "experiment": experiment,
-                    "parameters": program.functional.num_parameters,
-                    "devices": program.layout.mesh.size,
-                    "max_steps": cfg.max_steps,
-                    "start_step": run.step,
-                    "run_dir": str(run_dir.path),
-                }
-            )
-        profiler = cfg.profiler.build(run_dir=run_dir.path) if cfg.profiler else None
-        if profiler:
-            run.closing.callback(profiler.close)
-        if run.watchdog:
-            run.watchdog.beat("compile", run.step)
-        run.clock.begin("compile", step=run.step)
-        compiled_step = CompiledStep(run_dir.path, program) if cfg.keep_compiled_step and not run.mirror else None
-        if compiled_step:
-            run.closing.callback(compiled_step.close)
-        state = _ready(program, run.batches, cfg.seed, compiled_step) if run.state is None else run.state
-        return Session(
-            program=program,
-            state=frozen.load(state) if frozen else state,
-            step=run.step,
-            max_steps=cfg.max_steps,
-            log_every_steps=cfg.log_every_steps,
-            seed=cfg.seed,
-            input=run.source,
-            batches=run.batches,
-            evaluators=run.evaluators,
-            checkpointer=run.checkpointer,
-            trackers=trackers,
-            run_dir=run_dir.path,
-            peak_flops=peak_flops(program),
-            on_compiled=lambda s, batch: self._record_compilation(s, batch, run_dir),
-            on_save=on_save,
-            compiled_step=compiled_step,
-            profiler=profiler,
-            watchdog=run.watchdog,
-            clock=run.clock,
-            facts=run.facts,
-        )
 
     @staticmethod
     def _run_loop(loop: Loop, session: Session) -> None:
@@ -322,12 +287,12 @@ class Trainer(Configurable):
                 raise
             raise WorkError(f"after step {session.step}: {error}") from error
 
-    def _restore(self, run: OpenRun, target_step: int | None, *, restart: bool) -> None:
+    def _restore(self, session: Session, target_step: int | None, *, restart: bool) -> None:
         """Fills in the state and step of a checkpoint; leaves them as they are where there is none.
 
         The position in the data is one in the data that the checkpoint was written with: other data is refused.
         """
-        program, checkpointer, run_dir = run.program, run.checkpointer, run.run_dir
+        program, checkpointer, run_dir = session.program, session.checkpointer, session.run_dir
         if restart:
             if isinstance(checkpointer, OwnsCheckpoints):
                 checkpointer.restart()
@@ -346,43 +311,46 @@ class Trainer(Configurable):
                 raise RequestError(f"there is no checkpoint of step {step}\n    checkpoints: {steps}")
             state, extra = checkpointer.restore(step, program.state)
         if "data" in extra:  # not where the run was made of a model from elsewhere
-            before = extra.get("facts") or run.old_lock.get("data") or {}
-            for note in check_facts(run_dir.path, before, run.facts, allow_drift=run_dir.allow_drift):
+            before = extra.get("facts") or session.lock.get("data") or {}
+            for note in check_facts(run_dir.path, before, session.facts, allow_drift=run_dir.allow_drift):
                 log_message(f"note: {note}")
-            run.batches.set_state(extra["data"])
-        run.state, run.step, run.begins = state, step, bool(extra.get(WEIGHTS_ONLY))
-        if run.begins:
+            session.batches.set_state(extra["data"])
+        session.begin_at(step)
+        session.state, session.begins = state, bool(extra.get(WEIGHTS_ONLY))
+        if session.begins:
             log_message(f"starting from the weights of step {step}: the optimizer's state is new")
-            run.state = program.begin(self.config.seed, state)
+            session.state = program.begin(self.config.seed, state)
         else:
             log_message(f"continuing from the checkpoint of step {step}")
 
-    @staticmethod
-    def _record_compilation(session: Session, batch: Mapping[str, Any], run_dir: RunDir) -> None:
-        if jax.process_index() != 0:
-            return
-        step = session.compiled_step
-        facts = dict(step.facts) if step else {}
-        if not facts:
-            kernels = [str(c) for c in session.program.choices("train")]
-            facts = {"kernels": kernels, "fingerprint": session.program.fingerprint(batch)}
-            if step:
-                step.write(batch, {**facts, "flops": session.flops_per_step})
-        run_dir.write_fact("kernels", facts["kernels"])
-        before, now = run_dir.read_lock().get("hlo_fingerprint"), facts["fingerprint"]
-        if before and before != now:
-            log_message(f"note: the compiled step changed ({before} -> {now}); losses may differ in the last bits")
-        run_dir.write_fact("hlo_fingerprint", now)
+
+def run_listeners(session: Session) -> Iterator[RunListener]:
+    """The listeners of every run: those that hold its places, then those of installed packages."""
+    yield Ownership()
+    if session.uri is not None:
+        yield MirrorListener(session.uri, session.path)
+    for _, locations in host().answers("axlearn_run_listeners"):
+        for location in locations:
+            make: Any = load(location)
+            if (listener := make(session)) is not None:
+                yield listener
 
 
-def _ready(program: Program, batches: BatchIterator, seed: int, compiled_step: CompiledStep | None) -> Any:
-    """A fresh state; while its initialisation compiles, so does the step."""
+def record_decision(session: Session, decision: Decision) -> None:
+    """Shows a decision that a function's compilation took, and keeps it in the lock."""
+    log_message(str(decision))
+    if jax.process_index() == 0 or session.uri:
+        session.run_dir.add_decision(decision)
+
+
+def _ready(session: Session) -> Any:
+    """A fresh state; while its initialization compiles, so does the step."""
+    program, batches = session.program, session.batches
     start = batches.get_state()
     batch = program.put(next(batches))
     batches.set_state(start)
     with ThreadPoolExecutor(1) as pool:
-        state = pool.submit(program.init, seed)
-        if compiled_step:
-            compiled_step.load(batch)
+        state = pool.submit(program.init, session.seed)
+        session.load_step(batch)
         program.compile("train", batch)
         return state.result()

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from axlearn_core.extend import REQUIRED, Session, TrainLoop, log_message, node, setting
+from axlearn_core.extend import REQUIRED, RunListener, Session, TrainLoop, log_message, node, setting
 
 
 class StopAtLoss(TrainLoop):
@@ -20,27 +20,18 @@ class StopAtLoss(TrainLoop):
 
     def run(self, session: Session) -> None:
         """See `axlearn_core.train.loop.Loop`."""
-        session.trackers = [*session.trackers, _Target(session, self.loss)]
+        session.events.add(_Target(session, self.loss))
         super().run(session)
 
 
-class _Target:
-    """A tracker that makes the present step the last one."""
+class _Target(RunListener):
+    """Makes the present step the last one."""
 
     def __init__(self, session: Session, loss: float):
         self.session, self.loss = session, loss
-
-    def start(self, info: Mapping[str, object]) -> None:
-        """Nothing: it is added to a run that has started."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Every process logs the same values, so that all stop at one step."""
         if values.get("loss", float("inf")) <= self.loss and self.session.step < self.session.max_steps:
             log_message(f"step {step}: the loss {values['loss']:.4g} is at most {self.loss:g}")
             self.session.max_steps = self.session.step
-
-    def text(self, step: int, name: str, value: str) -> None:
-        """Ignores texts."""
-
-    def close(self) -> None:
-        """Holds nothing."""

@@ -23,7 +23,7 @@ def report(run_dir: str) -> None:
     if "://" not in run_dir:
         echo(write_report(Path(run_dir)))
         return
-    from axlearn_core.train.mirror import RunMirror, working_copy
+    from axlearn_core.run.mirror import RunMirror, working_copy
 
     with tempfile.TemporaryDirectory() as folder:  # a trainer of this machine may be at work in the working copy
         mirror = RunMirror(run_dir, Path(folder))

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from axlearn_core.train import peers
-from axlearn_core.train.peers import PeerWatch
+from axlearn_plugins_runtime.job.peers import PeerWatch
 
 
 class Store:

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from axlearn_core.compat import coordination_client, coordinator_address
+from axlearn_core.run.events import RunListener
 from axlearn_core.train.session import log_message
 
 BEAT_SECONDS = 5.0
@@ -30,7 +31,7 @@ while IFS= read -r line; do last=$line; done
 """Of a shell that waits for its input to end: where the coordinator is lost, JAX aborts the process before any Python can run."""
 
 
-class PeerWatch:
+class PeerWatch(RunListener):
     """Tells the other processes of a job that this one lives, and says which one does not.
 
     A supervisor says that itself: below one (`AXLEARN_JOB`), and in a job of one process, this does nothing.
@@ -51,6 +52,10 @@ class PeerWatch:
         self._noted = -1
         self._thread: threading.Thread | None = None
 
+    def restored(self, run: Any) -> None:
+        """Begins to watch."""
+        self.start(lambda: run.kept_step)
+
     def start(self, newest_step: Callable[[], int]) -> None:
         """Begins to watch.
 
@@ -68,7 +73,7 @@ class PeerWatch:
         self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
+    def closed(self) -> None:
         """Ends it. What ends the process from now on is said by others."""
         self._closed.set()
         if self._thread is not None:
@@ -155,3 +160,8 @@ class PeerWatch:
                 notice.stdin.write("\n")
                 notice.stdin.close()
             notice.wait(10)
+
+
+def peer_watch(session: Any) -> PeerWatch:
+    """The listener of a run."""
+    return PeerWatch(session.uri or str(session.path))

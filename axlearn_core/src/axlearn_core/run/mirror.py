@@ -3,17 +3,15 @@
 Checkpoints themselves go to the storage directly, below `checkpoints/`.
 """
 
-import json
+import logging
 import re
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from axlearn_core.checkpoint import open_storage
-from axlearn_core.errors import MissingFileError, StorageError, WorkError
-from axlearn_core.run.record import RunDir
-from axlearn_core.train.session import log_message
+from axlearn_core.errors import StorageError, WorkError
 
+log = logging.getLogger(__name__)
 CHECKPOINTS = "checkpoints/"
 
 
@@ -60,11 +58,7 @@ class RunMirror:
                     self.storage.write(name, [(self.path / name).read_bytes()])
                     self._pushed[name] = state
         except (StorageError, OSError) as error:
-            log_message(f"note: {self.uri} was not brought up to date: {error}\n    its files are in {self.path}")
-
-    def read(self, name: str) -> str:
-        """A file of the storage. Raises `StorageError`."""
-        return self.storage.read(name).decode()
+            log.warning("note: %s was not brought up to date: %s\n    its files are in %s", self.uri, error, self.path)
 
     def _local_files(self) -> set[str]:
         files = (p.relative_to(self.path).as_posix() for p in self.path.rglob("*") if p.is_file())
@@ -73,18 +67,6 @@ class RunMirror:
     def _state(self, name: str) -> tuple[int, int]:
         status = (self.path / name).stat()
         return status.st_size, status.st_mtime_ns
-
-
-def read_lock(run_dir: RunDir, mirror: RunMirror | None) -> dict[str, Any]:
-    """The lock of a run that is continued; empty for a new one."""
-    if not run_dir.resumes:
-        return {}
-    if mirror is None:
-        return run_dir.read_lock()
-    try:
-        return json.loads(mirror.read("run.lock.json"))
-    except (MissingFileError, ValueError):
-        return {}
 
 
 def is_remote(run_dir: str | Path) -> bool:

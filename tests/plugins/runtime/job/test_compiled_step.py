@@ -15,8 +15,8 @@ from axlearn_core.config import patch
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.resolve import resolve
 from axlearn_core.train import compiled_step
-from axlearn_core.train.compiled_step import _seals, check_seal, identity
 from axlearn_core.train.loop import TrainLoop
+from axlearn_plugins_runtime.job.compiled_step import _seals, check_seal, identity
 
 LOADED = "note: the compiled step is loaded from "
 
@@ -194,7 +194,7 @@ def test_files_without_a_seal_are_never_loaded(seal, tmp_path, monkeypatch, capf
 
 def test_loading_that_never_ends_ends_the_process_for_its_supervisor():
     script = (
-        "import time\nfrom axlearn_core.train.compiled_step import time_limit\n"
+        "import time\nfrom axlearn_plugins_runtime.job.compiled_step import time_limit\n"
         "with time_limit(60, 'it is not loaded after'): pass\n"
         "with time_limit(0.3, 'it is not loaded after'): time.sleep(60)\n"
     )

@@ -32,6 +32,7 @@ from axlearn_core.compose.executables import INDEX, read_facts
 from axlearn_core.compose.identity import program_identity
 from axlearn_core.config.assets import portable
 from axlearn_core.errors import AxlearnError, RequestError
+from axlearn_core.run.events import RunListener
 from axlearn_core.run.holder import JOB
 from axlearn_core.run.record import write_whole
 
@@ -46,8 +47,8 @@ RESTART = 75
 """Exit code of a process that wants to be started again: EX_TEMPFAIL of sysexits.h."""
 
 
-class CompiledStep:
-    """Keeps and loads the function `train` of a program.
+class CompiledStep(RunListener):
+    """Keeps and loads the function `train` of a program; see `axlearn_core.contracts.capabilities.KeepsExecutables`.
 
     Args:
         run_dir: of the run, which every process reaches.
@@ -66,6 +67,11 @@ class CompiledStep:
         self._thread: threading.Thread | None = None
         self._loaded: bool | None = None
         self._is_unfit = False
+        self._is_proven = False
+
+    def load_step(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Loads the step for a batch; returns what was known of it when it was compiled, or nothing if it is not loaded."""
+        return self.facts if self.load(batch) else {}
 
     def load(self, batch: Mapping[str, Any]) -> bool:
         """Takes the step for a batch from the files of an earlier attempt, if all processes can; returns whether they did.
@@ -117,12 +123,15 @@ class CompiledStep:
             tries.unlink()
             raise RequestError(f"{TRIES} attempts began with it and finished no step; it is removed")
 
-    def prove(self) -> None:
-        """A step was finished with what was loaded."""
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        """Forgets the attempts that began with what was loaded: it finished a step."""
+        if self._is_proven:
+            return
+        self._is_proven = True
         if self.facts and jax.process_index() == 0 and self._folder is not None:
             self._folder.with_suffix(".tries").unlink(missing_ok=True)
 
-    def write(self, batch: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    def keep_step(self, batch: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         """Keeps the step that the first process compiled, from a thread. A step that cannot be kept is compiled each time."""
         if self._folder is None or self.facts or jax.process_index():
             return
@@ -148,10 +157,16 @@ class CompiledStep:
         except (AxlearnError, OSError, NotImplementedError, ValueError, jax.errors.JaxRuntimeError) as error:
             _log_note(f"the compiled step is not kept: {(str(error) or type(error).__name__).splitlines()[0]}")
 
-    def close(self) -> None:
+    def closed(self) -> None:
         """Waits until it is written."""
         if self._thread is not None:
             self._thread.join()
+
+
+def compiled_step(session: Any) -> CompiledStep | None:
+    """The listener of a run in a directory; None if the config keeps no compiled step, or the run is at a URI."""
+    keeps = session.program.config.keep_compiled_step and session.uri is None
+    return CompiledStep(session.path, session.program) if keeps else None
 
 
 @contextlib.contextmanager
