@@ -79,12 +79,13 @@ if TYPE_CHECKING:
     from axlearn_core.plugins.resolve import resolve
     from axlearn_core.run import Run, RunWeights, bind_weights, derive_run, open_weights, split_weights
     from axlearn_core.run.events import RunListener
+    from axlearn_core.run.notices import log_message
     from axlearn_core.run.weights import check_tensors, select_tensors
     from axlearn_core.train import Trainer
     from axlearn_core.train.evaluators import LossEvaluator, Periodic
     from axlearn_core.train.loop import TrainLoop
     from axlearn_core.train.objective import ModelLoss
-    from axlearn_core.train.session import Session, log_message
+    from axlearn_core.train.session import Session
     from axlearn_core.train.trackers import JsonlTracker, LinesTracker
     from axlearn_core.train.trackers.common import printable, writing
 
@@ -135,7 +136,8 @@ _MODULES = {
     "train.evaluators": ("LossEvaluator", "Periodic"),
     "train.loop": ("TrainLoop",),
     "train.objective": ("ModelLoss",),
-    "train.session": ("Session", "log_message"),
+    "run.notices": ("log_message",),
+    "train.session": ("Session",),
     "train.trackers": ("JsonlTracker", "LinesTracker"),
     "train.trackers.common": ("printable", "writing"),
 }  # fmt: skip

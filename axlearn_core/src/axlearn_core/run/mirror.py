@@ -3,15 +3,14 @@
 Checkpoints themselves go to the storage directly, below `checkpoints/`.
 """
 
-import logging
 import re
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from axlearn_core.checkpoint import open_storage
 from axlearn_core.errors import StorageError, WorkError
+from axlearn_core.run.notices import log_message
 
-log = logging.getLogger(__name__)
 CHECKPOINTS = "checkpoints/"
 
 
@@ -58,7 +57,7 @@ class RunMirror:
                     self.storage.write(name, [(self.path / name).read_bytes()])
                     self._pushed[name] = state
         except (StorageError, OSError) as error:
-            log.warning("note: %s was not brought up to date: %s\n    its files are in %s", self.uri, error, self.path)
+            log_message(f"note: {self.uri} was not brought up to date: {error}\n    its files are in {self.path}")
 
     def _local_files(self) -> set[str]:
         files = (p.relative_to(self.path).as_posix() for p in self.path.rglob("*") if p.is_file())

@@ -7,7 +7,7 @@ from typing import Any
 
 from axlearn_core.checkpoint.state import agree
 from axlearn_core.errors import CheckpointError
-from axlearn_core.train.session import log_message
+from axlearn_core.run.notices import log_message
 
 SHOWN = 12
 

@@ -13,7 +13,7 @@ from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import CheckpointError, RequestError
 from axlearn_core.plugins.registry import registry
 from axlearn_core.run import bind_weights, open_weights
-from axlearn_core.train.session import log_message
+from axlearn_core.run.notices import log_message
 from axlearn_core.train.trainer import Trainer
 
 

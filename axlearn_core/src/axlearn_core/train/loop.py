@@ -11,7 +11,8 @@ import numpy as np
 
 from axlearn_core.config import Configurable, Node, node, offers, setting
 from axlearn_core.errors import WorkError
-from axlearn_core.train.session import Session, StepTimer, batch_tokens, log_message
+from axlearn_core.run.notices import log_message
+from axlearn_core.train.session import Session, StepTimer, batch_tokens
 
 
 @offers("input", "build_input")

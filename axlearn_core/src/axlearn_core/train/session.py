@@ -2,7 +2,6 @@
 
 import math
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,18 +16,13 @@ from axlearn_core.compose import Program
 from axlearn_core.config import offers
 from axlearn_core.contracts.capabilities import DescribesPosition, KeepsExecutables, KeepsLocalTier
 from axlearn_core.contracts.parts import BatchIterator, Checkpointer, Input
-from axlearn_core.errors import InputError, escape_controls
+from axlearn_core.errors import InputError
 from axlearn_core.run.events import RunEvents
+from axlearn_core.run.notices import log_message
 from axlearn_core.run.record import RunDir
 from axlearn_core.train.distributed import allgather_data_state, preempted
 from axlearn_core.train.input_failure import LookAhead, StopAgreement
 from axlearn_core.train.signals import InputWaitEnded, StopSignals
-
-
-def log_message(message: str) -> None:
-    """One line for a person, on standard error, from the first process only."""
-    if jax.process_index() == 0:
-        print(escape_controls(message), file=sys.stderr, flush=True)
 
 
 class RollBack(Exception):

@@ -45,6 +45,7 @@ from axlearn_core.plugins.targets import load
 from axlearn_core.run.asset_copies import write_assets
 from axlearn_core.run.events import RunListener
 from axlearn_core.run.lock import make_lock, peak_flops
+from axlearn_core.run.notices import log_message
 from axlearn_core.run.record import RunDir, lock_drift
 from axlearn_core.run.run import Run
 from axlearn_core.train.data_facts import check_facts, log_context, plain_facts
@@ -55,7 +56,7 @@ from axlearn_core.train.loop import Loop, TrainLoop
 from axlearn_core.train.objective import FrozenWeights
 from axlearn_core.train.ownership import SAVED, Ownership, check_metrics, was_saved
 from axlearn_core.train.same_job import check_same_config, check_same_data
-from axlearn_core.train.session import Session, log_message
+from axlearn_core.train.session import Session
 from axlearn_core.train.step import TrainingFunctions
 from axlearn_core.train.trackers import JsonlTracker, LinesTracker
 

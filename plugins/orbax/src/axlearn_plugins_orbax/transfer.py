@@ -13,8 +13,8 @@ from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import resolve
 from axlearn_core.run import Run
 from axlearn_core.run.derive import derive_run, local_target, new_directory
+from axlearn_core.run.notices import log_message
 from axlearn_core.train.api import provenance
-from axlearn_core.train.session import log_message
 from axlearn_plugins_orbax import compat
 from axlearn_plugins_orbax.layouts import LAYOUTS, nest
 from axlearn_plugins_orbax.trees import METADATA, TREE_METADATA

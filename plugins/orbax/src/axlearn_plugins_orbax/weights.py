@@ -12,8 +12,8 @@ from axlearn_core.compose import Functional
 from axlearn_core.config import Node
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import RequestError, nearest
+from axlearn_core.run.notices import log_message
 from axlearn_core.run.weights import check_tensors, select_tensors
-from axlearn_core.train.session import log_message
 from axlearn_plugins_orbax.layouts import LAYOUTS, TreeLayout, find_layout
 from axlearn_plugins_orbax.trees import OrbaxTrees
 

@@ -65,7 +65,7 @@ class ShadowCheck(Configurable):
         comparison = compare(*self._programs, session.state, batch)
         session.log(session.step + 1, comparison.scalars())
         if jax.process_index() == 0:
-            with (session.run_dir / FILE).open("a", encoding="utf-8") as file:
+            with (session.path / FILE).open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": session.step + 1, **comparison.as_json()}) + "\n")
         return session.program.train_step(session.state, batch)
 

@@ -15,7 +15,7 @@ from axlearn_core.compose.model_program import ModelProgram
 from axlearn_core.config import Node
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.errors import ConfigError, Problem, RequestError
-from axlearn_core.train.session import log_message
+from axlearn_core.run.notices import log_message
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.paged import has_latents
 from axlearn_plugins_serving.runner import ModelRunner

@@ -14,7 +14,7 @@ from axlearn_core.contracts.capabilities import GeneratesTokens, HasVocabulary
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import CheckpointError, RequestError
 from axlearn_core.run import bind_weights, open_weights
-from axlearn_core.train.session import log_message
+from axlearn_core.run.notices import log_message
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.engine_devices import serving_program
 from axlearn_plugins_serving.programs import ProgramsError

@@ -14,8 +14,8 @@ from axlearn_core.compose import compose
 from axlearn_core.config import patch
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.resolve import resolve
-from axlearn_core.train import compiled_step
 from axlearn_core.train.loop import TrainLoop
+from axlearn_plugins_runtime.job import compiled_step
 from axlearn_plugins_runtime.job.compiled_step import _seals, check_seal, identity
 
 LOADED = "note: the compiled step is loaded from "

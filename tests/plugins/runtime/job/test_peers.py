@@ -7,7 +7,7 @@ import time
 import jax
 import pytest
 
-from axlearn_core.train import peers
+from axlearn_plugins_runtime.job import peers
 from axlearn_plugins_runtime.job.peers import PeerWatch
 
 

@@ -13,9 +13,10 @@ from axlearn_core.contracts.capabilities import tokenizer_of
 from axlearn_core.contracts.parts import Weights
 from axlearn_core.errors import CheckpointError, InputError, RequestError
 from axlearn_core.run import Run, open_weights
+from axlearn_core.run.notices import log_message
 from axlearn_core.train import TrainLoop
 from axlearn_core.train.loop import Loop
-from axlearn_core.train.session import Session, log_message
+from axlearn_core.train.session import Session
 from axlearn_plugins_finetune.conversion import carried
 from axlearn_plugins_finetune.lora import adapters
 from axlearn_plugins_finetune.lora.adapters import is_adapter

@@ -13,8 +13,8 @@ from axlearn_core.compose.devices import configure_devices
 from axlearn_core.errors import RequestError
 from axlearn_core.run import Run, derive_run
 from axlearn_core.run.derive import appearing, local_target, new_directory
+from axlearn_core.run.notices import log_message
 from axlearn_core.train.api import provenance
-from axlearn_core.train.session import log_message
 from axlearn_plugins_models.huggingface import files, stream
 from axlearn_plugins_models.huggingface.export_text import KEPT, complete_text_files, model_settings, read_beside
 from axlearn_plugins_models.huggingface.family import Family, Json, families, family, family_of

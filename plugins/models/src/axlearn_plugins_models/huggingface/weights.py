@@ -9,8 +9,8 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from axlearn_core.config import Node
 from axlearn_core.contracts.parts import Tokenizer
+from axlearn_core.run.notices import log_message
 from axlearn_core.run.weights import select_tensors
-from axlearn_core.train.session import log_message
 from axlearn_plugins_models.huggingface.source import Source, open_model
 
 

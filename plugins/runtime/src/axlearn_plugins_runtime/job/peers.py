@@ -17,7 +17,7 @@ import jax
 
 from axlearn_core.compat import coordination_client, coordinator_address
 from axlearn_core.run.events import RunListener
-from axlearn_core.train.session import log_message
+from axlearn_core.run.notices import log_message
 
 BEAT_SECONDS = 5.0
 LOST_SECONDS = 30.0
@@ -74,6 +74,10 @@ class PeerWatch(RunListener):
         self._thread.start()
 
     def closed(self) -> None:
+        """Ends it."""
+        self.close()
+
+    def close(self) -> None:
         """Ends it. What ends the process from now on is said by others."""
         self._closed.set()
         if self._thread is not None:

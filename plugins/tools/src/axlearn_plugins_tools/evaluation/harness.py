@@ -18,7 +18,7 @@ import axlearn_core as ax
 from axlearn_core.contracts.text import digest_of
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.registry import registry
-from axlearn_core.train.session import log_message
+from axlearn_core.run.notices import log_message
 from axlearn_plugins_tools.evaluation.evaluate import Subject
 from axlearn_plugins_tools.evaluation.subjects import subject_in
 from axlearn_plugins_transformer.generate import Generator

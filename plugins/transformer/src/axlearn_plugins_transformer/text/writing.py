@@ -7,8 +7,8 @@ import axlearn_core as ax
 from axlearn_core.contracts.capabilities import GeneratesTokens, vocabulary_size
 from axlearn_core.errors import AxlearnError, RequestError
 from axlearn_core.plugins.registry import registry
+from axlearn_core.run.notices import log_message
 from axlearn_core.train.inference import Loaded
-from axlearn_core.train.session import log_message
 from axlearn_plugins_transformer.text.processor import TextProcessor, text_processor
 from axlearn_plugins_transformer.text.tokenizers import check_ids
 

@@ -1,0 +1,113 @@
+"""Listeners of a run: what they are told and when, that a save can be refused, and that every opened one is closed."""
+
+import pytest
+
+import axlearn_core as ax
+from axlearn_core.errors import RequestError, WorkError
+from axlearn_core.run.events import EVENTS, RunEvents, RunListener
+
+SMALL = {
+    "model.decoder.num_layers": 1,
+    "model.decoder.hidden_dim": 16,
+    "model.decoder.layer.attention.num_heads": 2,
+    "model.decoder.layer.feed_forward.hidden_dim": 16,
+    "input.batch_size": 8,
+    "input.sequence_length": 16,
+    "evaluators": {},
+    "checkpointer.every_steps": 2,
+    "log_every_steps": 1,
+}
+MODULE = """
+from axlearn_core.extend import RequestError, RunListener, WorkError
+calls = []
+class Recorder(RunListener):
+    def __init__(self, refuse):
+        self.refuse = refuse
+    def opened(self, run):
+        calls.append("opened")
+        assert not (run.path / "config.yaml").exists() or run.run_dir.resumes
+        if self.refuse == "run":
+            raise RequestError("this run is refused")
+    def restored(self, run):
+        assert (run.path / "config.yaml").exists()
+        calls.append(("restored", run.step))
+    def phase(self, name, step, count_as=None):
+        calls.append((name, step))
+    def step(self, step, values):
+        calls.append(("finished", step, sorted(values)[:0]))
+    def saving(self, step):
+        calls.append(("saving", step))
+        if self.refuse == "save":
+            raise WorkError("this save is refused")
+    def closed(self):
+        calls.append("closed")
+REFUSE = ""
+def recorder(session):
+    return Recorder(REFUSE)
+def nothing(session):
+    return None
+"""
+HOOKS = """
+from axlearn_core.extend import hookimpl
+@hookimpl
+def axlearn_run_listeners():
+    return ["listening:recorder", "listening:nothing"]
+"""
+
+
+@pytest.fixture
+def listening(install):
+    import importlib
+
+    modules = {"listening": MODULE, "listening_hooks": HOOKS}
+    install("axlearn-plugins-listening", "0.1", modules=modules, points={"plugins": {"listening": "listening_hooks"}})
+    return importlib.import_module("listening")
+
+
+def train(path, steps=3):
+    return ax.train("quickstart", set=SMALL, steps=steps, run_dir=path)
+
+
+def test_a_listener_of_a_plugin_hears_the_whole_run(listening, tmp_path):
+    train(tmp_path / "run")
+    calls = listening.calls
+    assert calls[0] == "opened"
+    assert calls[-1] == "closed"
+    assert calls.count("closed") == 1
+    assert calls.index(("restore", 0)) < calls.index(("restored", 0)) < calls.index(("compile", 0))
+    assert [c[1] for c in calls if c[0] == "finished"] == [1, 2, 3]
+    assert [c[1] for c in calls if c[0] == "saving"] == [2, 3, 3]  # and once when the last save is complete
+    calls.clear()
+    train(tmp_path / "run", steps=4)
+    assert ("restored", 3) in calls
+
+
+def test_a_listener_can_refuse_a_run_before_anything_is_written(listening, tmp_path, monkeypatch):
+    monkeypatch.setattr(listening, "REFUSE", "run")
+    with pytest.raises(RequestError, match="this run is refused"):
+        train(tmp_path / "run")
+    assert listening.calls == ["opened", "closed"]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_listener_can_veto_a_save(listening, tmp_path, monkeypatch):
+    monkeypatch.setattr(listening, "REFUSE", "save")
+    with pytest.raises(WorkError, match="this save is refused"):
+        train(tmp_path / "run")
+    assert listening.calls[-1] == "closed"
+    assert not [p for p in (tmp_path / "run").glob("checkpoints/*") if p.name.isdecimal()]
+
+
+def test_only_methods_that_are_overridden_are_called():
+    class Steps(RunListener):
+        def __init__(self):
+            self.steps = []
+
+        def step(self, step, values):
+            self.steps.append(step)
+
+    one, other = Steps(), RunListener()
+    events = RunEvents([one, other])
+    events.notify("step", 5, {})
+    assert one.steps == [5]
+    assert {event: len(events._calls[event]) for event in EVENTS if events._calls[event]} == {"step": 1}
