@@ -1,4 +1,4 @@
-"""Walks through the modules: a weight between a Hugging Face file and a layer, a config from the command line to a step."""
+"""Walks through the modules: of weights between files, layers and checkpoints, and of a config from the command line to a step."""
 
 import re
 import sys
@@ -7,11 +7,13 @@ from collections import Counter
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
 from click.testing import CliRunner
 
+from axlearn_core.checkpoint import ShardedCheckpointer
 from axlearn_core.cli.main import cli
 from axlearn_core.compose import Functional
 from axlearn_core.run import open_weights
@@ -25,13 +27,19 @@ TOOLS = ("axlearn_core.config", "axlearn_core.errors", "axlearn_testing")
 
 
 class Walk:
-    """The modules that something comes from or is handed to, in order. One that is under way already is not entered again.
+    """The modules that something comes from or is handed to, in order.
 
     Threads that start meanwhile are walked through too.
+
+    Args:
+        carries: whether a value is what the walk follows.
+        until: the module that the walk ends before.
+        counts_all: counts it as another entry if a module that is under way is handed the value again.
     """
 
-    def __init__(self, carries, until=None):
+    def __init__(self, carries, until=None, counts_all=False):
         self.carries, self.until, self.under_way, self.entered = carries, until, Counter(), []
+        self.counts_all = counts_all
         self.lock = threading.RLock()
 
     def __enter__(self):
@@ -62,7 +70,8 @@ class Walk:
         if module == self.until:
             self.carries = lambda value: False
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        again = self.under_way[module] > 0 or self.entered[-1:] == [module]  # one weight after the other
+        is_under_way = self.under_way[module] > 0 and not self.counts_all
+        again = is_under_way or self.entered[-1:] == [module]  # one weight after the other
         if not again and any(self.carries(frame.f_locals.get(n)) for n in names):
             self.entered.append(module)
         self.under_way[module] += 1
@@ -107,6 +116,9 @@ def test_something_that_comes_back_is_seen():
     with Walk(carries_array) as entered:
         module.call(lambda x: module.take(other.take(x)), x)
     assert entered == ["axlearn_walks", "axlearn_walks_too"], "the first one is under way"
+    with Walk(carries_array, counts_all=True) as entered:
+        module.call(lambda x: module.take(other.take(x)), x)
+    assert entered == ["axlearn_walks", "axlearn_walks_too", "axlearn_walks"]
 
 
 def test_from_a_file_to_a_layer():
@@ -117,13 +129,29 @@ def test_from_a_file_to_a_layer():
     assert_walk(entered, "A weight from a Hugging Face file to a layer")
 
 
+def test_from_a_state_to_a_checkpoint_and_back(tmp_path):
+    state = {"params": {"weight": jnp.ones((37, 41))}, "step": jnp.zeros((), "int32")}
+    checkpointer = ShardedCheckpointer.Config().build(directory=tmp_path)
+    with Walk(carries_array) as entered:
+        checkpointer.save(1, state)
+        checkpointer.wait()
+    assert_walk(entered, "A state from the devices to a checkpoint")
+    like = jax.eval_shape(lambda: state)
+    with Walk(carries_array) as entered:
+        checkpointer.restore(1, like)
+    assert_walk(entered, "A state from a checkpoint to the devices")
+    checkpointer.close()
+
+
 @pytest.mark.slow
 def test_from_the_command_line_to_a_step_and_from_a_run_to_files(tmp_path):
     words = tiny.arguments(tmp_path / "run", steps=1, settings=("input.batch_size=8",))
-    with Walk(carries_config, until="axlearn_core.compose.compiler") as entered:
+    with Walk(carries_config, until="axlearn_core.compose.compiler", counts_all=True) as entered:
         result = CliRunner().invoke(cli, words)
     assert result.exit_code == 0, result.output
-    assert_walk(entered, "A config from the command line to the compiled step")
+    assert list(dict.fromkeys(entered)) == documented("A config from the command line to the compiled step")
+    again = [module for i, module in enumerate(entered) if module in entered[:i]]
+    assert again == ["axlearn_core.plugins.resolve", "axlearn_core.train.trainer", "axlearn_core.compose.objective"]
     with Walk(carries_array) as entered:
         export_run(tmp_path / "run", tmp_path / "directory")
     assert_walk(entered, "A weight from a checkpoint to a Hugging Face file")

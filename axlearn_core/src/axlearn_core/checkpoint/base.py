@@ -17,11 +17,10 @@ from jax.sharding import Sharding
 from axlearn_core.checkpoint import manifest, stream
 from axlearn_core.checkpoint.manifest import ArrayInfo, Checkpoints, Manifest
 from axlearn_core.checkpoint.retention import BEGUN, clear_staging, remove_unfinished, set_aside, unwanted_steps
-from axlearn_core.checkpoint.state import abstract_arrays, agree, check_same, describe, rebuild_state, stored
+from axlearn_core.checkpoint.state import abstract_arrays, agree, check_same, collect_arrays, describe, rebuild_state
 from axlearn_core.checkpoint.storage import LocalStorage, open_storage
 from axlearn_core.config import Configurable, node, setting
 from axlearn_core.errors import CheckpointError, StorageError, WorkError
-from axlearn_core.learn.paths import flatten
 
 log = logging.getLogger(__name__)
 
@@ -177,8 +176,7 @@ class StorageCheckpointer(Configurable):
         """
         texts = {name: text() if callable(text) else text for name, text in self.files.items()}
         texts[manifest.EXTRA] = json.dumps(dict(extra or {}))
-        described = {p: describe(p, x) for p, x in flatten(state).items()}
-        arrays = stored(state)
+        described, arrays = collect_arrays(state)
         while len(self._pending) >= self.max_saves_in_flight or step in dict(self._pending):
             try:
                 self._finish_oldest()
@@ -248,7 +246,7 @@ class StorageCheckpointer(Configurable):
         """
         checkpoint = self._verify_step(step)
         extra = self.read_extra(step)
-        expected = {p: describe(p, x) for p, x in flatten(like).items()}
+        expected = describe(like)
         if extra.get(WEIGHTS_ONLY):
             parts = ("step", "params", "variables")
             expected = {

@@ -13,25 +13,38 @@ from axlearn_core.errors import CheckpointError, WorkError, nearest
 from axlearn_core.learn.paths import flatten, unflatten
 
 
-def describe(path: str, leaf: Any) -> ArrayInfo:
-    """The shape and dtype of a leaf, which may be abstract.
+def describe(state: object) -> dict[str, ArrayInfo]:
+    """The shape and dtype of each leaf, which may be abstract, by dotted path.
 
     Raises:
-        CheckpointError: it is not an array that JAX holds as it is.
+        CheckpointError: a leaf is not an array that JAX holds as it is.
     """
+    return {path: _describe_leaf(path, leaf) for path, leaf in flatten(state).items()}
+
+
+def collect_arrays(state: object) -> tuple[dict[str, ArrayInfo], dict[str, jax.Array]]:
+    """What to save of a state.
+
+    Returns:
+        The shape and dtype of each leaf, and the arrays of those that have elements, both by dotted path. Random keys become
+        their data.
+
+    Raises:
+        CheckpointError: a leaf is not an array that JAX holds as it is, or two have the same path.
+    """
+    flat = flatten(state)
+    if len(flat) != len(jax.tree.leaves(state)):
+        raise CheckpointError("two leaves of the state have the same dotted path")
+    described = {path: _describe_leaf(path, leaf) for path, leaf in flat.items()}
+    values = {p: jax.random.key_data(x) if is_key(x) else jnp.asarray(x) for p, x in flat.items()}
+    return described, {p: x for p, x in values.items() if x.size}
+
+
+def _describe_leaf(path: str, leaf: Any) -> ArrayInfo:
     dtype = getattr(leaf, "dtype", None)
     if dtype is None or not (is_key(leaf) or jax.dtypes.canonicalize_dtype(dtype) == dtype):
         raise CheckpointError(f"{path}: a checkpoint holds JAX arrays, not {type(leaf).__name__} {dtype or repr(leaf)}")
     return ArrayInfo(path, tuple(leaf.shape), str(dtype))
-
-
-def stored(state: object) -> dict[str, jax.Array]:
-    """The arrays of a checkpoint: by dotted path, random keys as their data, without those that have no elements."""
-    flat = flatten(state)
-    if len(flat) != len(jax.tree.leaves(state)):
-        raise CheckpointError("two leaves of the state have the same dotted path")
-    values = {p: jax.random.key_data(x) if is_key(x) else jnp.asarray(x) for p, x in flat.items()}
-    return {p: x for p, x in values.items() if x.size}
 
 
 def is_key(leaf: Any) -> bool:

@@ -12,9 +12,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from axlearn_core import compat
+from axlearn_core.contracts.capabilities import HasProcessGroup
 from axlearn_core.contracts.target import Detected, Machine, Target
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.manager import host
+from axlearn_core.plugins.request import Request
+from axlearn_core.plugins.resolve import Resolved, resolve
 from axlearn_core.plugins.targets import load
 
 
@@ -73,6 +76,28 @@ def detect() -> Detected:
         description=", ".join(f"{count} x {kind}" for kind, count in sorted(counts.items())),
         machine=target and target.machine_of(len(devices), _count_domains(target, devices)),
     )
+
+
+def detect_for(config: object) -> Detected:
+    """What the job of a config runs on, once its processes have joined."""
+    configure_devices(None)
+    if isinstance(config, HasProcessGroup):
+        config.distributed.build().initialize()
+    return detect()
+
+
+def resolve_for_devices(request: Request) -> Resolved:
+    """The complete config of a request for the machine that it names, or for this one if it names none.
+
+    JAX's devices are set up for it.
+
+    Raises:
+        RequestError: the request is wrong; then JAX has not started.
+    """
+    resolved = resolve(request, detect=detect_for).checked()
+    if not resolved.detected:
+        configure_devices(resolved.machine)
+    return resolved
 
 
 def _count_domains(target: Target, devices: Sequence[Any]) -> int:

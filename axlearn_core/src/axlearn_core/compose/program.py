@@ -27,6 +27,9 @@ from axlearn_core.plugins.manager import host
 SMALL_BATCH = 2**20
 """Bytes up to which a batch for one device is copied once more, since that takes less time than calls in Python."""
 
+BatchShapes = Mapping[str, tuple[tuple[int, ...], Any]]
+"""Name -> (shape, dtype) of each array of a batch."""
+
 
 class Experiment(Protocol):
     """What `compose` needs of a root config."""
@@ -60,11 +63,11 @@ class Program(Compiler):
 
     def __init__(self, config: Experiment, devices: Sequence[Any] | None = None, machine: Machine | None = None):
         devices = machines.local_devices(machine) if devices is None else devices
-        self.config = config
+        self.config, batches = config, _batch_shapes(config)
         self.functional = functional = Functional.of(config.model)
         self.trained = trained = ModelAndObjective.of(config, functional)
         layout = Layout(make_mesh(config.mesh, devices, machine.domains if machine else 1), config.mesh)
-        _check_batch(config, layout)
+        _check_batch(batches, layout)
         target = machine.target if machine else host().target(devices[0].device_kind)
         functions = config.functions(functional)
         shardings = array_shardings(trained, layout)
@@ -188,14 +191,15 @@ def _global(sharding: NamedSharding, value: Any) -> jax.Array:
     return jax.make_array_from_process_local_data(sharding, value)
 
 
-def _batch_shapes(config: object) -> Mapping[str, tuple[tuple[int, ...], Any]]:
+def _batch_shapes(config: object) -> BatchShapes:
+    """What the input says of its batches; empty if it says nothing."""
     source = getattr(config, "input", None)
     return source.batch_shapes() if isinstance(source, DeclaresBatches) else {}
 
 
-def _check_batch(config: object, layout: Layout) -> None:
-    """Where the input says what its batches look like, checks that they can be split, before there is one."""
-    for name, (shape, _) in _batch_shapes(config).items():
+def _check_batch(shapes: BatchShapes, layout: Layout) -> None:
+    """Checks that batches of these shapes can be split."""
+    for name, (shape, _) in shapes.items():
         layout.spec(batch_axes(shape), shape, f"input ({name})")
 
 
@@ -209,7 +213,7 @@ def refusal_of_layout(config: Any, mesh: Mesh, devices: int) -> str | None:
     """
     try:
         layout = _lay_out(mesh, ModelAndObjective.of(config, Functional.of(config.model)), devices)
-        _check_batch(config, layout)
+        _check_batch(_batch_shapes(config), layout)
     except ConfigError as error:
         problem = error.problems[0]
         return f"{problem.path}: {problem.message}" + (f" ({problem.got})" if problem.got else "")
@@ -246,12 +250,13 @@ def check_program(config: Experiment, machine: Machine | None = None) -> ModelAn
     trained = ModelAndObjective.of(config, functional)
     functions = config.functions(functional)
     jax.eval_shape(functions["init"].call, jax.random.key(0))
-    batch = {name: jax.ShapeDtypeStruct(*spec) for name, spec in _batch_shapes(config).items()}
+    shapes = _batch_shapes(config)
+    batch = {name: jax.ShapeDtypeStruct(*spec) for name, spec in shapes.items()}
     if batch and "loss" in functions:
         jax.eval_shape(functions["loss"].call, trained.specs, batch)
     if config.mesh.shape or machine:
         devices = machine.devices if machine else math.prod(map(abs, config.mesh.shape.values()))
-        _check_batch(config, _lay_out(config.mesh, trained, devices))
+        _check_batch(shapes, _lay_out(config.mesh, trained, devices))
     return trained
 
 

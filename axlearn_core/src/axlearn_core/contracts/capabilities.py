@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import jax
 
     from axlearn_core.config import Node
-    from axlearn_core.contracts.parts import Tokenizer
+    from axlearn_core.contracts.parts import ProcessGroup, Tokenizer
 
 
 @runtime_checkable
@@ -21,6 +21,13 @@ class HasVocabulary(Protocol):
     """
 
     vocab_size: int
+
+
+@runtime_checkable
+class HasProcessGroup(Protocol):
+    """The config of an experiment whose processes join before JAX says which devices there are."""
+
+    distributed: Node[ProcessGroup]
 
 
 @runtime_checkable

@@ -8,6 +8,7 @@ A target that the request names brings its whole mesh rule. A detected machine b
 of the config itself (`mesh.targets`) is one layout, so a detected machine brings the whole rule or the backend's instead.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -130,63 +131,91 @@ def resolve(
     elif options:
         raise TypeError(f"a Request takes no further options: {', '.join(options)}")
     request = with_file(request, names)
+    start = _Start.of(request, names)
     if request.layout is None:
-        return _Resolution(request, names, detect).run()
+        return _resolve_from(start, request, names, detect)
     layout = read_layout(request.layout)
     laid = layout.apply(request)
-    resolved = _Resolution(laid, names).run()
+    resolved = _resolve_from(start, laid, names)
     without = attrs.evolve(request, layout=None, target=laid.target)
-    layout.check(_Resolution(without, names).run().config, resolved.config)
+    layout.check(_resolve_from(start, without, names).config, resolved.config)
     return resolved
 
 
-class _Resolution:
-    """The state of one call of `resolve`."""
+def _resolve_from(start: "_Start", request: Request, names: Registry, detect: Detect | None = None) -> Resolved:
+    return _Resolution(start, request, names, _RuleChooser(start, request, names, detect).choose()).run()
 
-    def __init__(self, request: Request, names: Registry, detect: Detect | None = None):
-        self.request, self.names, self.detect = request, names, detect
-        self.decoder = Decoder(names)
-        self.provenance: dict[str, tuple[Step, ...]] = {}
-        self.applied: list[tuple[str, Feature]] = []
-        self.notes: list[str] = []
+
+@attrs.frozen
+class _Start:
+    """The experiment of a request, and who set what of it. Every pass over the request begins with it."""
+
+    tree: Node[Any]
+    provenance: Mapping[str, tuple[Step, ...]]
+
+    @classmethod
+    def of(cls, request: Request, names: Registry) -> "_Start":
+        if isinstance(request.experiment, Node):
+            tree, document = request.experiment, request.document
+            lines, setter = (document.lines, "the default") if document else ({}, "given")
+        else:
+            entry = names.entry("experiments", str(request.experiment))
+            tree, document = names.experiment(entry.name), None
+            lines, setter = {}, f"experiment {entry.name} ({entry.origin})"
+        provenance = {}
+        for path, value in flatten(tree, names.shown_name).items():
+            line = lines.get(path)
+            provenance[path] = (Step(f"{document.source}:{line}" if document and line else setter, ABSENT, value),)
+        return cls(tree, provenance)
+
+
+@attrs.frozen(kw_only=True)
+class _RuleChoice:
+    """The machine and the mesh rule of a request.
+
+    Attributes:
+        machine: None if no mesh rule is applied, or if no package knows the machine.
+        rule_title: the rule and where it comes from, for people.
+        rule: its shape, its rules and its features.
+        indivisible: the rule of the machine that has a shape for parameters that cannot be split, even if it is not applied.
+        decisions: how the choice was made.
+        detected: whether the machine was to be detected.
+    """
+
+    machine: Machine | None = None
+    rule_title: str | None = None
+    rule: MeshRule | None = None
+    indivisible: tuple[str, MeshRule, Machine] | None = None
+    decisions: tuple[Decision, ...] = ()
+    detected: bool = False
+
+
+class _RuleChooser:
+    """Chooses the machine and the mesh rule of a request."""
+
+    def __init__(self, start: _Start, request: Request, names: Registry, detect: Detect | None):
+        self.start, self.request, self.names, self.detect = start, request, names, detect
         self.decisions: list[Decision] = []
         self.indivisible: tuple[str, MeshRule, Machine] | None = None
 
-    def run(self) -> Resolved:
-        request = self.request
-        tree = self._experiment()
-        machine, rule_title, rule = self._machine(tree)
-        uses, of_rule = self._select_features(
-            [attrs.evolve(parse_feature(f), location=str(rule_title)) for f in rule.features] if rule else []
-        )
-        features = {use.name: self._build_feature(use) for use in uses}
-        _check_needs(features, {u.name: u.location for u in uses})
-        tree = self._features(tree, features)
-        if machine and rule:
-            self._check_installed(of_rule, rule, str(rule_title))
-            by_name = {use.name: use for use in of_rule}
-            for name in Order.of({n: self.names.feature(n) for n in by_name}, self.names).names:
-                tree = self._optional(tree, by_name[name], machine)
-            tree = self._laid_out(tree, rule, machine, str(rule_title))
-        for settings in (*request.base_settings, request.file_settings, request.settings):
-            tree = self._settings(tree, settings)
-        tree = self._replicated(tree)
-        title = request.title or (request.experiment if isinstance(request.experiment, str) else "config")
-        return Resolved(
-            config=tree,
-            provenance=self.provenance,
-            title=title,
-            features=tuple(self.applied),
+    def choose(self) -> _RuleChoice:
+        """The machine to run on, its mesh rule, and who says so."""
+        machine, rule_title, rule = self._machine_and_rule()
+        return _RuleChoice(
             machine=machine,
-            rule=rule_title,
-            notes=tuple(self.notes),
+            rule_title=rule_title,
+            rule=rule,
+            indivisible=self.indivisible,
             decisions=tuple(self.decisions),
-            detected=request.target is None and self.detect is not None,
-            names=self.names,
+            detected=self.request.target is None and self.detect is not None,
         )
 
-    def _machine(self, tree: Node[Any]) -> tuple[Machine | None, str | None, MeshRule | None]:
-        """The machine to run on, its mesh rule, and who says so."""
+    @functools.cached_property
+    def without_rule(self) -> Resolved:
+        """The request without a mesh rule."""
+        return _resolve_from(self.start, self.request.without_rule(), self.names)
+
+    def _machine_and_rule(self) -> tuple[Machine | None, str | None, MeshRule | None]:
         target = self.request.target
         if target == NO_TARGET:
             self._decide("mesh rule", "none", "--target none")
@@ -198,14 +227,14 @@ class _Resolution:
         else:
             assert self.detect is not None
             # A wrong config is an error before JAX starts and waits for other processes.
-            detected = self.detect(_Resolution(self.request.without_rule(), self.names).run().checked().config)
+            detected = self.detect(self.without_rule.checked().config)
             machine = detected.machine
             if machine is None:
                 self._decide("machine", detected.description, "no installed package knows it: no mesh rule")
                 return None, None, None
             self._decide("machine", f"{machine.name}, {detected.description}")
-        own = self._own_rules(tree)
-        refused = None if target or self.request.document else self._refused_own_rule(tree, machine, own)
+        own = self._own_rules()
+        refused = None if target or self.request.document else self._refused_own_rule(machine, own)
         if refused:
             self._decide("left out", *refused)
         rule_title, rule = find_rule(machine, {} if refused else own, self._count_parameters) or (None, None)
@@ -222,50 +251,97 @@ class _Resolution:
         self._decide("mesh rule", str(rule_title).removeprefix("mesh rule "))
         return machine, rule_title, rule
 
-    def _refused_own_rule(
-        self, tree: Node[Any], machine: Machine, own: Mapping[str, TargetRule]
-    ) -> tuple[str, str] | None:
+    def _refused_own_rule(self, machine: Machine, own: Mapping[str, TargetRule]) -> tuple[str, str] | None:
         """The config's own rule and the reason not to apply it on a detected machine; None where it applies or there is none."""
         own_rule = find_own_rule(machine, own)
         if own_rule is None:
             return None
-        mesh, rule = getattr(tree, "mesh", None), own_rule[1]
+        mesh, rule = getattr(self.start.tree, "mesh", None), own_rule[1]
         if isinstance(mesh, Mesh) and mesh.shape and (rule.shape or rule.rules):
             return own_rule[0], f"the config has the mesh {dict(mesh.shape)}; --target {machine.name} brings the rule"
-        before = _Resolution(self.request.without_rule(), self.names).run().config
-        after = _Resolution(attrs.evolve(self.request, target=machine.name), self.names).run().config
+        before = self.without_rule.config
+        after = _resolve_from(self.start, attrs.evolve(self.request, target=machine.name), self.names).config
         kinds = change_kinds(diff(before, after, self.names.shown_name), before, after)
         decisive = [change for change, kind in kinds if kind != "execution"]
         if not decisive:
             return None
         return own_rule[0], f"changes more than execution: {show_changes(decisive)}; --target {machine.name} brings it"
 
-    def _decide(self, kind: Any, subject: str, reason: str = "") -> None:
-        self.decisions.append(Decision(kind, subject, reason))
-
-    def _own_rules(self, tree: Node[Any]) -> Mapping[str, TargetRule]:
+    def _own_rules(self) -> Mapping[str, TargetRule]:
         """The rules of the config itself: the experiment's, with what the request sets of them."""
-        scratch = _Resolution(self.request, self.names)  # keeps the record of it
+        tree = self.start.tree
         leaves = [p.split(".") for p in flatten(tree, self.names.shown_name) if p.startswith("mesh.targets")]
         existing = {".".join(parts[: i + 1]) for parts in leaves for i in range(len(parts))}
         for settings in self.request.settings_of("mesh.targets", existing):
-            tree = scratch._settings(tree, settings)
+            tree = _set_values(tree, settings, self.names, Decoder(self.names))[0]
         mesh = getattr(tree, "mesh", None)
         return mesh.targets if isinstance(mesh, Mesh) else {}
 
     def _count_parameters(self) -> int:
-        trial = self.request.without_rule()
         try:
-            config = _Resolution(trial, self.names).run().config
+            config = self.without_rule.config
         except ConfigError:
             # A setting may be of what the rule brings; a wrong one is reported with the rule in place.
-            config = (
-                _Resolution(attrs.evolve(trial, settings=(), file_settings=(), base_settings=()), self.names)
-                .run()
-                .config
-            )
-        counted: Any = load("axlearn_core.compose.functional:count_parameters")  # imports JAX: only where asked for
+            no_settings: Any = {"settings": (), "file_settings": (), "base_settings": ()}
+            trial = attrs.evolve(self.request.without_rule(), **no_settings)
+            config = _resolve_from(self.start, trial, self.names).config
+        counted: Any = load("axlearn_core.compose.functional:count_parameters")  # imports JAX: only if it is asked for
         return counted(getattr(config, "model", config))
+
+    def _decide(self, kind: Any, subject: str, reason: str = "") -> None:
+        self.decisions.append(Decision(kind, subject, reason))
+
+
+class _Resolution:
+    """One pass over a request: the changes to its experiment, in order, and the record of them."""
+
+    def __init__(self, start: _Start, request: Request, names: Registry, choice: _RuleChoice):
+        self.start, self.request, self.names, self.choice = start, request, names, choice
+        self.decoder = Decoder(names)
+        self.provenance = dict(start.provenance)
+        self.applied: list[tuple[str, Feature]] = []
+        self.notes: list[str] = []
+        self.decisions = list(choice.decisions)
+
+    def run(self) -> Resolved:
+        request, choice = self.request, self.choice
+        machine, rule, rule_title = choice.machine, choice.rule, choice.rule_title
+        tree = self.start.tree
+        uses, of_rule = self._select_features(
+            [attrs.evolve(parse_feature(f), location=str(rule_title)) for f in rule.features] if rule else []
+        )
+        features = {use.name: self._build_feature(use) for use in uses}
+        _check_needs(features, {u.name: u.location for u in uses})
+        tree = self._features(tree, features)
+        if machine and rule:
+            self._check_installed(of_rule, rule, str(rule_title))
+            by_name = {use.name: use for use in of_rule}
+            for name in Order.of({n: self.names.feature(n) for n in by_name}, self.names).names:
+                tree = self._optional(tree, by_name[name], machine)
+            tree = self._laid_out(tree, rule, machine, str(rule_title))
+        for settings in (*request.base_settings, request.file_settings, request.settings):
+            tree = self._settings(tree, settings)
+        replacement = replace_shape(tree, *choice.indivisible[1:]) if choice.indivisible else None
+        if choice.indivisible and replacement:
+            before, tree = tree, patch(tree, {"mesh.shape": replacement.shape}, self.decoder.decode_at)
+            self.record(diff(before, tree, self.names.shown_name), choice.indivisible[0])
+            self._decide("applied", "mesh", replacement.reason)
+        title = request.title or (request.experiment if isinstance(request.experiment, str) else "config")
+        return Resolved(
+            config=tree,
+            provenance=self.provenance,
+            title=title,
+            features=tuple(self.applied),
+            machine=machine,
+            rule=rule_title,
+            notes=tuple(self.notes),
+            decisions=tuple(self.decisions),
+            detected=choice.detected,
+            names=self.names,
+        )
+
+    def _decide(self, kind: Any, subject: str, reason: str = "") -> None:
+        self.decisions.append(Decision(kind, subject, reason))
 
     def _check_installed(self, uses: Iterable[FeatureUse], rule: MeshRule, rule_title: str) -> None:
         """Raises `RequestError` for features of the mesh rule that are not installed."""
@@ -323,35 +399,10 @@ class _Resolution:
             self._decide("applied", "mesh", show_changes([c for c in changes if c.new is not ABSENT], limit=4))
         return after
 
-    def _replicated(self, tree: Node[Any]) -> Node[Any]:
-        """`tree` in the shape that the rule has for parameters that cannot be split, if they cannot."""
-        if self.indivisible and (replacement := replace_shape(tree, *self.indivisible[1:])):
-            before, tree = tree, patch(tree, {"mesh.shape": replacement.shape}, self.decoder.decode_at)
-            self.record(diff(before, tree, self.names.shown_name), self.indivisible[0])
-            self._decide("applied", "mesh", replacement.reason)
-        return tree
-
     def record(self, changes: Iterable[Change], set_by: str) -> None:
         for change in changes:
             step = Step(set_by, change.old, change.new)
             self.provenance[change.path] = (*self.provenance.get(change.path, ()), step)
-
-    def _experiment(self) -> Node[Any]:
-        experiment = self.request.experiment
-        if isinstance(experiment, Node):
-            document = self.request.document
-            for path, value in flatten(experiment, self.names.shown_name).items():
-                line = document.lines.get(path) if document else None
-                set_by = f"{document.source}:{line}" if document and line else "the default" if document else "given"
-                self.record([Change(path, ABSENT, value)], set_by)
-            return experiment
-        entry = self.names.entry("experiments", str(experiment))
-        tree = self.names.experiment(str(experiment))
-        set_by = f"experiment {entry.name} ({entry.origin})"
-        self.record(
-            (Change(path, ABSENT, value) for path, value in flatten(tree, self.names.shown_name).items()), set_by
-        )
-        return tree
 
     def _select_features(self, rule_features: Sequence[FeatureUse]) -> tuple[list[FeatureUse], list[FeatureUse]]:
         """What the user asks for and what the mesh rule adds, each once, without what is to be left out.
@@ -420,31 +471,46 @@ class _Resolution:
         return tree
 
     def _settings(self, tree: Node[Any], settings: Sequence[Setting]) -> Node[Any]:
-        edits: dict[str, Setting] = {}
-        for setting in settings:
-            first = edits.setdefault(setting.path, setting)
-            if first.value != setting.value or type(first.value) is not type(setting.value):
-                raise ConfigError(
-                    Problem(
-                        path=setting.path,
-                        message="is set to two values",
-                        got=f"{show(first.value)} by {first.location} and {show(setting.value)} by {setting.location}",
-                    )
-                )
-        try:
-            after = patch(tree, {path: s.value for path, s in edits.items()}, self.decoder.decode_at)
-        except ConfigError as error:
-            paths = {s.path: s for s in reversed(settings)}
-            raise ConfigError(_locate_problem(p, settings, paths) for p in error.problems) from None
-        changes = {c.path: c for c in diff(tree, after, self.names.shown_name)}
-        flat = flatten(after, self.names.shown_name)
-        for pattern in edits:
-            for path in flat:  # set to what it was: the user still said so
-                if path not in changes and matches(pattern, path):
-                    changes[path] = Change(path, flat[path], flat[path])
-        for change in changes.values():
+        after, changes = _set_values(tree, settings, self.names, self.decoder)
+        for change in changes:
             self.record([change], _setter(change.path, settings))
         return after
+
+
+def _set_values(
+    tree: Node[Any], settings: Sequence[Setting], names: Registry, decoder: Decoder
+) -> tuple[Node[Any], list[Change]]:
+    """Sets what the settings say.
+
+    Returns:
+        The tree, and the changes; a value that was set to what it was is one of them, since somebody said so.
+
+    Raises:
+        ConfigError: a path gets two values, matches nothing, or its value does not fit.
+    """
+    edits: dict[str, Setting] = {}
+    for setting in settings:
+        first = edits.setdefault(setting.path, setting)
+        if first.value != setting.value or type(first.value) is not type(setting.value):
+            raise ConfigError(
+                Problem(
+                    path=setting.path,
+                    message="is set to two values",
+                    got=f"{show(first.value)} by {first.location} and {show(setting.value)} by {setting.location}",
+                )
+            )
+    try:
+        after = patch(tree, {path: s.value for path, s in edits.items()}, decoder.decode_at)
+    except ConfigError as error:
+        paths = {s.path: s for s in reversed(settings)}
+        raise ConfigError(_locate_problem(p, settings, paths) for p in error.problems) from None
+    changes = {c.path: c for c in diff(tree, after, names.shown_name)}
+    flat = flatten(after, names.shown_name)
+    for pattern in edits:
+        for path in flat:
+            if path not in changes and matches(pattern, path):
+                changes[path] = Change(path, flat[path], flat[path])
+    return after, list(changes.values())
 
 
 def _setting_of(path: str, settings: Sequence[Setting]) -> Setting | None:

@@ -9,17 +9,16 @@ import attrs
 
 from axlearn_core.checkpoint import open_storage
 from axlearn_core.checkpoint.base import StorageCheckpointer
-from axlearn_core.compose.devices import configure_devices, detect
+from axlearn_core.compose.devices import resolve_for_devices
 from axlearn_core.config import Node, diff, encode
 from axlearn_core.config.assets import assets as assets_of
 from axlearn_core.config.assets import portable
-from axlearn_core.contracts.target import Detected
 from axlearn_core.errors import CheckpointError, RequestError, StorageError
 from axlearn_core.plugins.request import Request, write
-from axlearn_core.plugins.resolve import Resolved, resolve
+from axlearn_core.plugins.resolve import Resolved
 from axlearn_core.plugins.unregistered import CodeNames, code_name
 from axlearn_core.run.asset_copies import aligned_assets, collect_assets, recovered_assets
-from axlearn_core.run.checkpoints import open_checkpoint, open_folder
+from axlearn_core.run.checkpoints import RunCheckpoint, open_checkpoint, open_folder
 from axlearn_core.run.mirror import is_remote, working_copy
 from axlearn_core.run.notices import log_message
 from axlearn_core.run.record import RunDir, check_config, refused_changes, short_hash
@@ -64,37 +63,74 @@ def train(
     from_python = not isinstance(request, Request)
     if not isinstance(request, Request):
         request = Request.of(request, with_=with_, set=set, steps=steps, target=target)
-    resolved = resolve(request, detect=detect_devices).checked()
-    if not resolved.detected:
-        configure_devices(resolved.machine)
-    if not isinstance(resolved.config, Trainer.Config):
-        raise RequestError(f"{resolved.title} is a {type(resolved.config).__qualname__}; expected a Trainer.Config")
-    path, uri, notes = place_of_run(run_dir, resolved.title, resolved.config)
+    resolved, destination = prepare(request, run_dir, restore_step)
     names = CodeNames(resolved.names)
     writer = names if from_python else resolved.names
     encode(resolved.config, writer)  # the run's config may name the same values of code
-    old = trained_config(uri or path, restore_step)
-    resolved, recovered = with_recovered_assets(resolved, old)
     stored_config, assets = collect_assets(resolved.config)
-    text = write(stored_config, writer)
-    checked = RunDir.check(path, resolved.config, old, allow_drift=allow_drift, set_by=resolved.setter, uri=uri)
-    if old is None:
-        check_stored(resolved, allow_drift=allow_drift)
-    checked = attrs.evolve(checked, notes=(*notes, *recovered, *checked.notes))
-    trainer = resolved.config.build()
     facts: dict[str, Any] = {
         "experiment": resolved.title,
-        "config_text": text,
+        "config_text": write(stored_config, writer),
         "assets": assets,
         "provenance": provenance(resolved),
         "machine": resolved.machine,
         "decisions": (*resolved.decisions, *names.decisions(resolved.config)),
     }
+    checked = destination.check(resolved, allow_drift=allow_drift)
+    trainer = resolved.config.build()
     try:
         return trainer.run(checked, restore_step=restore_step, restart=restart, **facts)
     except RollBack as back:  # once: what is asked for by its step is not gone back from
         log_message(f"going back to the checkpoint of step {back.step}")
         return trainer.run(attrs.evolve(checked, resumes=True), restore_step=back.step, **facts)
+
+
+@attrs.frozen
+class Destination:
+    """Where a run goes, and what is there.
+
+    Attributes:
+        path: the local directory.
+        uri: of the run, if the directory is a working copy.
+        old: the config of the run that is continued; None for a new one.
+        notes: for the user.
+    """
+
+    path: Path
+    uri: str | None
+    old: Node[Any] | None
+    notes: tuple[str, ...]
+
+    def check(self, resolved: Resolved, *, allow_drift: bool) -> RunDir:
+        """The run directory, if the config may be trained there. Raises as `RunDir.check`; nothing is written."""
+        options: Any = {"allow_drift": allow_drift, "set_by": resolved.setter}
+        config: Any = resolved.config
+        elsewhere = None if self.old else stored_beside(getattr(config.checkpointer, "uri", None))
+        run_dir = RunDir.check(self.path, config, self.old, uri=self.uri, **options)
+        if elsewhere is not None:
+            check_config(f"{elsewhere.uri} has checkpoints of a run", elsewhere.config, config, **options)
+        return attrs.evolve(run_dir, notes=(*self.notes, *run_dir.notes))
+
+
+def prepare(request: Request, run_dir: str | Path | None, restore_step: int | None) -> tuple[Resolved, Destination]:
+    """The config that a request to train stands for, and where it goes. Nothing is written.
+
+    Args:
+        request: an experiment that trains.
+        run_dir: see `train`.
+        restore_step: of the checkpoint to continue from; None is the newest.
+
+    Raises:
+        RequestError: the request is wrong, or its run directory cannot be read.
+    """
+    resolved = resolve_for_devices(request)
+    config = resolved.config
+    if not isinstance(config, Trainer.Config):
+        raise RequestError(f"{resolved.title} is a {type(config).__qualname__}; expected a Trainer.Config")
+    path, uri, notes = place_of_run(run_dir, resolved.title, config)
+    old = trained_config(uri or path, restore_step)
+    config, recovered = recovered_assets(config, old)
+    return attrs.evolve(resolved, config=config), Destination(path, uri, old, (*notes, *recovered))
 
 
 def place_of_run(run_dir: str | Path | None, experiment: str, config: Any) -> tuple[Path, str | None, tuple[str, ...]]:
@@ -128,34 +164,16 @@ def _check_remote(uri: str, config: Any) -> None:
         ) from error
 
 
-def with_recovered_assets(resolved: Resolved, stored: Any) -> tuple[Resolved, list[str]]:
-    """A request that continues a run, with the run's copies of assets whose original is gone, and notes about them."""
-    config, notes = recovered_assets(resolved.config, stored)
-    return (attrs.evolve(resolved, config=config), notes) if notes else (resolved, notes)
-
-
-def check_stored(resolved: Resolved, *, allow_drift: bool) -> None:
-    """Compares a new run with the config inside the checkpoints that lie at its `checkpointer.uri` already."""
-    config: Any = resolved.config
-    if (uri := getattr(config.checkpointer, "uri", None)) is None:
-        return
+def stored_beside(uri: str | None) -> RunCheckpoint | None:
+    """The newest checkpoint that is at a `checkpointer.uri` already; None if there is none."""
+    if uri is None:
+        return None
     try:
-        checkpoint = open_folder(uri, open_storage(uri))
+        return open_folder(uri, open_storage(uri))
     except StorageError as error:
         raise RequestError(
             f"checkpointer.uri: {uri} cannot be read: {error}\n    fix: make it reachable, or give another place"
         ) from error
-    if checkpoint is not None:
-        subject = f"{uri} has checkpoints of a run"
-        check_config(subject, checkpoint.config, config, allow_drift=allow_drift, set_by=resolved.setter)
-
-
-def detect_devices(config: object) -> Detected:
-    """What this job runs on, once its processes have joined."""
-    configure_devices(None)
-    if isinstance(config, Trainer.Config):
-        config.distributed.build().initialize()
-    return detect()
 
 
 def default_run_dir(experiment: str, config: Node[Any]) -> tuple[Path, tuple[str, ...]]:

@@ -8,14 +8,11 @@ import attrs
 import jax
 
 from axlearn_core.compose import compose
-from axlearn_core.compose.devices import configure_devices
 from axlearn_core.contracts.capabilities import DeclaresBatches
-from axlearn_core.errors import RequestError, StorageError
+from axlearn_core.errors import StorageError
 from axlearn_core.plugins.request import Request
-from axlearn_core.plugins.resolve import resolve
 from axlearn_core.run.record import RunDir
-from axlearn_core.train.api import check_stored, detect_devices, place_of_run, trained_config, with_recovered_assets
-from axlearn_core.train.trainer import Trainer
+from axlearn_core.train.api import prepare
 
 
 @attrs.frozen
@@ -42,19 +39,9 @@ def dry_run(
     Raises:
         RequestError: as `train` does, before anything is written.
     """
-    resolved = resolve(request, detect=detect_devices).checked()
-    if not resolved.detected:
-        configure_devices(resolved.machine)
+    resolved, destination = prepare(request, run_dir, restore_step)
     config: Any = resolved.config
-    if not isinstance(config, Trainer.Config):
-        raise RequestError(f"{resolved.title} is a {type(config).__qualname__}; expected a Trainer.Config")
-    path, uri, notes = place_of_run(run_dir, resolved.title, config)
-    old = trained_config(uri or path, restore_step)
-    resolved, recovered = with_recovered_assets(resolved, old)
-    config = resolved.config
-    checked = RunDir.check(path, config, old, allow_drift=allow_drift, set_by=resolved.setter, uri=uri)
-    if old is None:
-        check_stored(resolved, allow_drift=allow_drift)
+    checked = destination.check(resolved, allow_drift=allow_drift)
     program = compose(config, machine=resolved.machine)
     devices = program.layout.mesh.devices
     shape = {axis: size for axis, size in program.layout.mesh.shape.items() if size > 1}
@@ -71,11 +58,14 @@ def dry_run(
     ]
     if isinstance(config.input, DeclaresBatches) and (shapes := config.input.batch_shapes()):
         facts.append(Fact("batch", ", ".join(f"{n} {list(shape)}" for n, (shape, _) in sorted(shapes.items()))))
-    facts += [Fact("run", uri or str(path)), Fact("steps", _steps(config, checked, restore_step, restart))]
+    facts += [
+        Fact("run", checked.uri or str(checked.path)),
+        Fact("steps", _steps(config, checked, restore_step, restart)),
+    ]
     if (every := getattr(config.checkpointer, "every_steps", None)) is not None:
         place = getattr(config.checkpointer, "uri", None) or checked.checkpoints
         facts.append(Fact("checkpoints", f"every {every} steps and at the end, in {place}"))
-    return [*facts, *(Fact("note", note) for note in (*notes, *recovered, *checked.notes))]
+    return [*facts, *(Fact("note", note) for note in checked.notes)]
 
 
 def _steps(config: Any, run_dir: RunDir, restore_step: int | None, restart: bool) -> str:

@@ -14,7 +14,6 @@ import attrs
 import jax
 
 from axlearn_core.compose import Program, compose
-from axlearn_core.compose.devices import configure_devices
 from axlearn_core.contracts.capabilities import vocabulary_size
 from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import RequestError
@@ -97,8 +96,6 @@ def measure_step(
     config: Any = resolved.config
     if not isinstance(config, Trainer.Config):
         raise RequestError(f"{resolved.title} is a {type(config).__qualname__}; expected a Trainer.Config")
-    if not resolved.detected:
-        configure_devices(resolved.machine)
     config.distributed.build().initialize()
     program = compose(config, machine=resolved.machine)
     batches, input_seconds = _batches(program, config)

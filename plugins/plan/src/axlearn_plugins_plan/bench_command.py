@@ -23,15 +23,14 @@ def step(request: Any, measure: int, warmup: int, trace: str | None, as_json: bo
     Prints the steady time of a step, tokens/s, model FLOPs utilisation, and the memory used beside the memory planned. The
     step is the very program that `axlearn train` runs, on batches of the experiment's input. Nothing is saved.
     """
+    from axlearn_core.compose.devices import resolve_for_devices
     from axlearn_core.errors import RequestError
-    from axlearn_core.plugins.resolve import resolve
-    from axlearn_core.train.api import detect_devices
     from axlearn_plugins_plan import bench
 
     directory = Path(trace) if trace else None
     if directory is not None and directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise RequestError(f"--trace: {directory} exists and is not an empty directory\n    fix: name a new one")
-    resolved = resolve(request, detect=detect_devices).checked()
+    resolved = resolve_for_devices(request)
     measured = bench.measure_step(
         resolved, steps=measure, warmup=warmup, trace=directory, progress=lambda line: echo(line, err=True)
     )

@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 from axlearn_core.checkpoint import ShardedCheckpointer, manifest, stream
 from axlearn_core.checkpoint.barrier import gather_objects
 from axlearn_core.checkpoint.manifest import ArrayInfo, Manifest
-from axlearn_core.checkpoint.state import abstract_arrays, check_same, describe, rebuild_state, stored
+from axlearn_core.checkpoint.state import abstract_arrays, check_same, collect_arrays, describe, rebuild_state
 from axlearn_core.checkpoint.writer import PartWriter, collect_parts
 from axlearn_core.config import Configurable, Node, node, setting
 from axlearn_core.errors import AxlearnError, CheckpointError, MissingFileError, WorkError
@@ -101,14 +101,14 @@ class TieredCheckpointer(ShardedCheckpointer):
         self._finish_saves(wait=True)
         part = Part(step, self._attempt, jax.process_index(), self._timeline)
         folder = parts.storage.staging(part.folder)
-        described = {p: describe(p, x) for p, x in flatten(state).items()}
+        described, arrays = collect_arrays(state)
         texts = {n: text() if callable(text) else text for n, text in self.files.items()}
         texts[manifest.EXTRA] = json.dumps(dict(extra))
         texts[PART] = json.dumps({"attempt": part.attempt, "process": part.process, "timeline": part.timeline})
         parts.delete([part])
         parts.remove(folder)
         writer = PartWriter(parts.storage, f"{folder}/", self._buffers, self._writers, alone=True)
-        writer.copy(stored(state))
+        writer.copy(arrays)
         self._saving = self._threads.submit(self._write, writer, part, folder, described, texts, dict(metrics))
         return True
 
@@ -317,8 +317,7 @@ class TieredCheckpointer(ShardedCheckpointer):
             try:
                 arrays = self.parts.index(parts)
                 for part in parts[:1]:
-                    expected = {p: describe(p, x) for p, x in flatten(like).items()}
-                    check_same(part.step, expected, self.parts.inspect(part).arrays, unexpected=True)
+                    check_same(part.step, describe(like), self.parts.inspect(part).arrays, unexpected=True)
             except CheckpointError as error:
                 problem = str(error)
                 self._set_aside(parts, problem)
