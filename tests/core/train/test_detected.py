@@ -4,10 +4,12 @@ import json
 
 import pytest
 
+from axlearn_core.compose import devices
 from axlearn_core.contracts.mesh import MeshRule
 from axlearn_core.contracts.target import Detected, Target
+from axlearn_core.errors import RequestError
 from axlearn_core.plugins import resolve as resolution
-from axlearn_core.train import api
+from axlearn_core.train import train
 
 TINY = {
     "model.decoder.num_layers": 1,
@@ -29,7 +31,7 @@ RULE = MeshRule(
 def toy(monkeypatch):
     """The eight virtual devices are a machine with a mesh rule."""
     machine = TOY.machine("toy-8x1")
-    monkeypatch.setattr(api, "detect", lambda: Detected(description="8 x Toy", machine=machine))
+    monkeypatch.setattr(devices, "detect", lambda: Detected(description="8 x Toy", machine=machine))
     monkeypatch.setattr(resolution, "find_rule", lambda *_: ("mesh rule 'toy-*' (toy of toys 1.0)", RULE))
 
 
@@ -39,7 +41,7 @@ def lock(run_dir):
 
 @pytest.mark.usefixtures("toy")
 def test_a_run_says_and_keeps_what_was_decided(tmp_path, capfd):
-    result = api.train("quickstart", steps=2, set=TINY, run_dir=tmp_path / "run")
+    result = train("quickstart", steps=2, set=TINY, run_dir=tmp_path / "run")
     lock_data = lock(result.run_dir)
     assert [(d["kind"], d["subject"]) for d in lock_data["decisions"]] == [
         ("machine", "toy-8x1, 8 x Toy"),
@@ -56,22 +58,22 @@ def test_a_run_says_and_keeps_what_was_decided(tmp_path, capfd):
     assert "machine: toy-8x1, 8 x Toy\nmesh rule: 'toy-*' (toy of toys 1.0)\n    left out: precision:" in output
     assert "    applied: mesh (mesh.shape.fsdp: (absent) -> -1; mesh.shape.tensor: (absent) -> 2)\n" in output
     # It goes on without the rule: that is another execution.
-    again = api.train("quickstart", steps=3, set=TINY, run_dir=tmp_path / "run", target="none")
+    again = train("quickstart", steps=3, set=TINY, run_dir=tmp_path / "run", target="none")
     assert again.step == 3
     assert lock(result.run_dir)["decisions"] == [{"kind": "mesh rule", "subject": "none", "reason": "--target none"}]
 
 
 def test_the_name_of_a_run_does_not_depend_on_the_machine(tmp_path, monkeypatch, request):
     monkeypatch.chdir(tmp_path)
-    plain = api.train("quickstart", steps=1, set=TINY)
+    plain = train("quickstart", steps=1, set=TINY)
     assert [d["kind"] for d in lock(plain.run_dir)["decisions"]] == ["machine", "mesh rule"]
     request.getfixturevalue("toy")
-    assert api.train("quickstart", steps=1, set=TINY).run_dir == plain.run_dir
+    assert train("quickstart", steps=1, set=TINY).run_dir == plain.run_dir
 
 
 def test_a_machine_that_nobody_knows_trains_without_a_rule(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(api, "detect", lambda: Detected(description="8 x Abacus", machine=None))
-    api.train("quickstart", steps=1, set=TINY, run_dir=tmp_path / "run")
+    monkeypatch.setattr(devices, "detect", lambda: Detected(description="8 x Abacus", machine=None))
+    train("quickstart", steps=1, set=TINY, run_dir=tmp_path / "run")
     assert "machine: 8 x Abacus (no installed package knows it: no mesh rule)\n" in capfd.readouterr().err
 
 
@@ -79,6 +81,6 @@ def test_a_machine_that_nobody_knows_trains_without_a_rule(tmp_path, monkeypatch
 def test_a_feature_of_the_rule_that_is_missing_stops_the_run_before_anything_is_written(tmp_path, monkeypatch):
     rule = MeshRule(target="toy-*", features=("warp",), packages={"warp": "axlearn-plugins-loom"})
     monkeypatch.setattr(resolution, "find_rule", lambda *_: ("mesh rule 'toy-*'", rule))
-    with pytest.raises(api.RequestError, match="pip install axlearn-plugins-loom"):
-        api.train("quickstart", steps=1, set=TINY, run_dir=tmp_path / "run")
+    with pytest.raises(RequestError, match="pip install axlearn-plugins-loom"):
+        train("quickstart", steps=1, set=TINY, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
