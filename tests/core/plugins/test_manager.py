@@ -6,6 +6,7 @@ from pathlib import Path
 import pluggy
 import pytest
 
+from axlearn_core.checkpoint.manifest import Checkpoints
 from axlearn_core.contracts.target import Target
 from axlearn_core.errors import PluginError
 from axlearn_core.plugins import hookspecs
@@ -140,7 +141,11 @@ def test_the_example_of_each_hook_can_be_registered(hook):
     manager.add_hookspecs(hookspecs)
     manager.register(module)
     manager.check_pending()
-    arguments = {"axlearn_checkpoint_storage": {"uri": "other://x"}, "axlearn_weights": {"uri": "elsewhere"}}
+    arguments = {
+        "axlearn_checkpoint_storage": {"uri": "other://x"},
+        "axlearn_weights": {"uri": "elsewhere"},
+        "axlearn_foreign_checkpoints": {"place": Checkpoints.of("elsewhere")},
+    }
     answers = getattr(manager.hook, hook)(**arguments.get(hook, {}))
-    silent = ("axlearn_before_devices", "axlearn_checkpoint_storage", "axlearn_weights")
+    silent = ("axlearn_before_devices", *arguments)
     assert bool(answers) == (hook not in silent)

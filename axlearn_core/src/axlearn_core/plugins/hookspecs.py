@@ -12,6 +12,7 @@ import pluggy
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from axlearn_core.checkpoint.manifest import Checkpoints, ForeignCheckpoints
     from axlearn_core.contracts.kernels import KernelImplementation
     from axlearn_core.contracts.mesh import MeshRule
     from axlearn_core.contracts.migration import Migration
@@ -62,6 +63,11 @@ def axlearn_checkpoint_storage(uri: str) -> Storage | None:
 @hookspec
 def axlearn_weights(uri: str) -> Weights | None:
     """The weights at a URI or path that is not a run directory, or None where this plugin does not know them."""
+
+
+@hookspec
+def axlearn_foreign_checkpoints(place: Checkpoints) -> ForeignCheckpoints | None:
+    """The checkpoints in a folder that another library wrote, or None if this plugin finds none."""
 
 
 @hookspec

@@ -5,7 +5,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from axlearn_core.checkpoint.manifest import Checkpoints
+from axlearn_core.checkpoint.manifest import Checkpoints, ForeignCheckpoints
 from axlearn_core.checkpoint.storage import open_storage
 from axlearn_core.config import Node, parse
 from axlearn_core.contracts.parts import Weights
@@ -86,13 +86,18 @@ class Run:
         """
         if not self.settings:
             place = Checkpoints(self.storage, self.uri)
-            if place.steps():
+            if place.steps() or find_foreign(place) is not None:
                 return place
             raise self.missing()
         checkpointer = self.settings.get("checkpointer")
         return find_checkpoints(
             self.uri, self.storage, checkpointer.get("uri") if isinstance(checkpointer, Mapping) else None
         )
+
+    @cached_property
+    def foreign_checkpoints(self) -> ForeignCheckpoints | None:
+        """The checkpoints that another library wrote beside the run's; None if there are none, or no plugin knows them."""
+        return find_foreign(self.checkpoints)
 
     @cached_property
     def metrics(self) -> Sequence[Mapping[str, Any]]:
@@ -171,6 +176,11 @@ class Run:
         weights = self.weights(step)
         facts = {"made_from": self.uri, "step": weights.step, **(lock or {})}
         return derive_run(weights, out, config, transform, new_step=new_step, extra=weights.extra, lock=facts)
+
+
+def find_foreign(place: Checkpoints) -> ForeignCheckpoints | None:
+    """The checkpoints in a folder that another library wrote, if an installed plugin finds some."""
+    return host().only("axlearn_foreign_checkpoints", place=place)
 
 
 def open_weights(uri: str | Path, *, step: int | None = None, storage: Storage | None = None) -> Weights:

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,15 +16,15 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from axlearn_core.checkpoint.barrier import PEER_SECONDS
 from axlearn_core.checkpoint.base import WEIGHTS_ONLY, StorageCheckpointer
 from axlearn_core.checkpoint.manifest import OTHERS, STATE, WEIGHTS, ArrayInfo, Checkpoints, Manifest, hash_file
-from axlearn_core.checkpoint.retention import rank_steps
+from axlearn_core.checkpoint.retention import BEGUN, rank_steps
 from axlearn_core.checkpoint.shards import is_weight
 from axlearn_core.checkpoint.state import agree
 from axlearn_core.checkpoint.storage import LocalStorage
 from axlearn_core.config import node, setting
 from axlearn_core.contracts.storage import Storage
 from axlearn_core.errors import CheckpointError, Problem, StorageError
-from axlearn_plugins_orbax.foreign import ForeignSteps
-from axlearn_plugins_orbax.trees import METADATA, OrbaxTrees
+from axlearn_plugins_orbax.foreign import METADATA, ForeignSteps, locate
+from axlearn_plugins_orbax.trees import OrbaxTrees
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -31,6 +32,12 @@ ITEMS = {folder: folder.removeprefix(f"{STATE}/").rstrip("/") for folder in (WEI
 """Folder in a checkpoint -> name of Orbax's item in it."""
 HASHES = "hashes"
 """The folder for what each process hashed, until the first one collects it."""
+FAILED = ".failed"
+"""Ends the name of the file there that a process writes if its save fails."""
+
+
+class PeerError(StorageError):
+    """A save failed on another process."""
 
 
 class OrbaxCheckpointer(StorageCheckpointer):
@@ -54,12 +61,14 @@ class OrbaxCheckpointer(StorageCheckpointer):
             zarr3: writes version 3 of the zarr format, otherwise version 2.
             compression: compresses with zstd. Trained weights barely shrink, and a save takes several times as long.
             max_host_bytes: limit on copies of arrays in host memory. `save` waits for room. None copies everything at once.
+            timeout_seconds: limit on a save. One that takes longer fails.
         """
 
         ocdbt: bool = True
         zarr3: bool = True
         compression: bool = False
         max_host_bytes: int | None = setting(default=None, ge=1, hide_default=True)
+        timeout_seconds: int = setting(default=1200, ge=1, hide_default=True)
 
         def validate(self) -> Iterable[Problem]:
             """Refuses a `uri` that Orbax cannot reach."""
@@ -79,9 +88,16 @@ class OrbaxCheckpointer(StorageCheckpointer):
 
         self._compat = compat
         self._format = compat.ArrayFormat(
-            ocdbt=cfg.ocdbt, zarr3=cfg.zarr3, compression=cfg.compression, max_host_bytes=cfg.max_host_bytes
+            ocdbt=cfg.ocdbt,
+            zarr3=cfg.zarr3,
+            compression=cfg.compression,
+            max_host_bytes=cfg.max_host_bytes,
+            timeout_seconds=cfg.timeout_seconds,
         )
-        self._foreign = ForeignSteps(self.place, self._locate)
+        self._foreign = ForeignSteps(self.place)
+        self._left: dict[
+            int, Callable[[Callable[[], object]], None]
+        ] = {}  # step -> waits for a save that goes on unattended
 
     def due(self, step: int) -> bool:
         """Says whether Orbax's policy of fixed intervals saves this step."""
@@ -109,7 +125,7 @@ class OrbaxCheckpointer(StorageCheckpointer):
                 "note: step %d in %s has no manifest, so its files cannot be verified, and the position in the data is unknown",
                 *(checkpoint.step, self.place.name),
             )
-        return OrbaxReader(self.place, checkpoint, self._locate)
+        return OrbaxReader(self.place, checkpoint)
 
     def _unwanted_steps(self, manifests: Mapping[int, Manifest]) -> list[int]:
         cfg = self.cfg
@@ -119,37 +135,53 @@ class OrbaxCheckpointer(StorageCheckpointer):
         )
         return sorted(manifests.keys() - preserved)
 
-    def _locate(self, path: str) -> str:
-        """A path in the storage, as Orbax takes it."""
-        storage = self.place.storage
-        if isinstance(storage, LocalStorage):
-            return str(storage.root.absolute() / path)
-        return f"{self.place.name.rstrip('/')}/{path}"
-
     def _copy(self, step: int, arrays: Mapping[str, jax.Array]) -> Callable[[], None]:
         folder = f"{self._staging(step)}/"
         trees = {ITEMS[f]: {p: _global(x) for p, x in arrays.items() if _folder(p) == f} for f in ITEMS}
         try:
             finish = self._compat.start_save(
-                self._locate(folder + STATE), {name: tree for name, tree in trees.items() if tree}, self._format
-            )
+                locate(self.place, folder + STATE), {name: tree for name, tree in trees.items() if tree}, self._format
+            ).finish
         except (
             Exception
         ) as error:  # of the file system, of Orbax or of TensorStore: the save fails like one that failed later
-            return _raiser(error)
+            finish = _raiser(error)
 
         def write() -> None:
-            storage, part = self.place.storage, f"{folder}{HASHES}/{jax.process_index()}"
+            storage = self.place.storage
             try:
-                finish()
+                finish((lambda: list_hashes(storage, folder)) if jax.process_count() > 1 else (lambda: None))
                 hashes = _hash_share(storage, folder)
             except BaseException as error:
-                if jax.process_index() > 0:
-                    storage.write(f"{part}.failed", [str(error).encode() or b"?"])
+                if isinstance(error, (PeerError, TimeoutError)):
+                    self._left[step] = finish
+                _mark_failure(storage, folder, error)
                 raise
-            storage.write(f"{part}.json", [json.dumps(hashes).encode()])
+            storage.write(f"{folder}{HASHES}/{jax.process_index()}.json", [json.dumps(hashes).encode()])
 
         return write
+
+    def _begin(self, step: int) -> bool:
+        if (finish := self._left.pop(step, None)) is not None:  # both would write to the same folder
+            with suppress(Exception):  # the save that failed already, of Orbax or of TensorStore
+                finish(lambda: None)
+        return super()._begin(step)
+
+    def _discard(self, folder: str) -> None:
+        """Deletes the files of a save that failed, except those that say whose it was and why it failed.
+
+        Those are needed if Orbax still writes there, on this process or on another one, which has yet to learn of the failure.
+        They stay until the step is saved again, or the run is opened again.
+        """
+        storage, marks = self.place.storage, {}
+        try:
+            if failed := [f.path for f in storage.list(f"{folder}/{HASHES}/") if f.path.endswith(FAILED)]:
+                marks = {path: storage.read(path) for path in (f"{folder}/{BEGUN}", *failed)}
+            super()._discard(folder)
+            for path, content in marks.items():
+                storage.write(path, [content])
+        except StorageError as error:
+            log.warning("a save that failed could not be marked: %s", error)
 
     def _collect_files(self, folder: str) -> dict[str, dict[str, Any]]:
         files = collect_hashes(self.place.storage, folder, jax.process_count())
@@ -182,11 +214,10 @@ class OrbaxReader:
     Args:
         place: the folder of checkpoints.
         manifest: of the checkpoint; without files for a step of plain Orbax.
-        locate: path in the storage -> path as Orbax takes it.
     """
 
-    def __init__(self, place: Checkpoints, manifest: Manifest, locate: Callable[[str], str]):
-        self.place, self.manifest, self.locate = place, manifest, locate
+    def __init__(self, place: Checkpoints, manifest: Manifest):
+        self.place, self.manifest = place, manifest
 
     def read(self, shardings: Mapping[str, Sharding | None]) -> dict[str, jax.Array]:
         """The arrays at some paths of the manifest, in their shardings (None: the default device).
@@ -212,9 +243,9 @@ class OrbaxReader:
         root, default = f"{self.place.folder}{self.manifest.step}", SingleDeviceSharding(jax.local_devices()[0])
         if self.manifest.files:
             items = sorted({ITEMS[_folder(info.path)] for info in infos.values()})
-            trees = OrbaxTrees.open(self.locate(f"{root}/{STATE}"), items)
+            trees = OrbaxTrees.open(locate(self.place, f"{root}/{STATE}"), items)
         else:
-            trees = OrbaxTrees.open(self.locate(root))
+            trees = OrbaxTrees.open(locate(self.place, root))
         stored = trees.arrays()
         if lacking := [info.path for info in infos.values() if info.path not in stored]:
             raise CheckpointError(f"Orbax finds no array {lacking[0]} in {trees.path}")
@@ -296,10 +327,7 @@ def collect_hashes(
     deadline, pause = time.monotonic() + seconds, 0.02
     expected = {f"{folder}{HASHES}/{p}.json": p for p in range(processes)}
     while True:
-        paths = {f.path for f in storage.list(f"{folder}{HASHES}/")}
-        if failed := sorted(p for p in paths if p.endswith(".failed")):
-            process = failed[0].rpartition("/")[2].removesuffix(".failed")
-            raise StorageError(f"process {process}: {storage.read(failed[0]).decode(errors='replace')}")
+        paths = list_hashes(storage, folder)
         if not (missing := [p for path, p in expected.items() if path not in paths]):
             break
         if time.monotonic() > deadline:
@@ -313,8 +341,35 @@ def collect_hashes(
     return files
 
 
-def _raiser(error: Exception) -> Callable[[], None]:
-    def fail() -> None:
+def list_hashes(storage: Storage, folder: str) -> set[str]:
+    """The files of hashes that the processes of a save have written so far.
+
+    Args:
+        storage: of the save.
+        folder: its staging folder, with a `/` at its end.
+
+    Raises:
+        PeerError: a process failed; says which, and why.
+    """
+    paths = {f.path for f in storage.list(f"{folder}{HASHES}/")}
+    if failed := sorted(p for p in paths if p.endswith(FAILED)):
+        process = failed[0].rpartition("/")[2].removesuffix(FAILED)
+        raise PeerError(f"process {process}: {storage.read(failed[0]).decode(errors='replace')}")
+    return paths
+
+
+def _mark_failure(storage: Storage, folder: str, error: BaseException) -> None:
+    """Tells the other processes of a save that it failed here, or that Orbax was still writing when its time was over."""
+    if isinstance(error, PeerError) or (jax.process_count() == 1 and not isinstance(error, TimeoutError)):
+        return
+    try:
+        storage.write(f"{folder}{HASHES}/{jax.process_index()}{FAILED}", [str(error).encode() or b"?"])
+    except StorageError as unwritten:  # the others wait until Orbax gives up
+        log.warning("the other processes could not be told that a save failed: %s", unwritten)
+
+
+def _raiser(error: Exception) -> Callable[[Callable[[], object]], None]:
+    def fail(check: Callable[[], object]) -> None:
         raise error
 
     return fail

@@ -13,6 +13,8 @@ import orbax.checkpoint.experimental.v1 as ocp
 
 FILE_BYTES, CHUNK_BYTES = 64 * 2**20, 32 * 2**20
 """Sizes of files and of chunks of arrays in OCDBT: several threads can hash files of this size."""
+FIRST_CHECK, LAST_CHECK = 0.25, 4.0
+"""Seconds between two looks at whether another process failed, which grow during a save."""
 PLACEHOLDER: Any = ocp.PLACEHOLDER
 """Stands for a leaf that is not to be read."""
 
@@ -29,12 +31,14 @@ class ArrayFormat:
         zarr3: writes version 3 of the zarr format, otherwise version 2.
         compression: compresses with zstd.
         max_host_bytes: limit on copies in host memory; None copies everything at once.
+        timeout_seconds: limit on a save; None takes Orbax's, which is 20 minutes.
     """
 
     ocdbt: bool = True
     zarr3: bool = True
     compression: bool = False
     max_host_bytes: int | None = None
+    timeout_seconds: int | None = None
 
     def context(self) -> ocp.Context:
         """Options of Orbax for saving in this format."""
@@ -45,24 +49,62 @@ class ArrayFormat:
             saving.ocdbt_target_data_file_size = FILE_BYTES
             saving.storage_options.chunk_byte_size = CHUNK_BYTES
         context.memory.transfer_concurrent_bytes = self.max_host_bytes
+        if self.timeout_seconds is not None:
+            context.asynchronous.timeout_secs = self.timeout_seconds
         return context
 
 
-def start_save(path: str, trees: Mapping[str, Any], array_format: ArrayFormat) -> Callable[[], None]:
+@attrs.frozen
+class SaveInProgress:
+    """A save that Orbax's threads are busy with.
+
+    Attributes:
+        response: of Orbax.
+        timeout_seconds: limit on the save, for the error.
+    """
+
+    response: Any
+    timeout_seconds: int | None
+
+    def finish(self, check: Callable[[], object] = lambda: None) -> None:
+        """Waits until the checkpoint is complete.
+
+        Args:
+            check: called every few seconds meanwhile. If it raises, the wait ends with its error; Orbax's threads go on.
+
+        Raises:
+            TimeoutError: the save takes longer than its limit.
+            Exception: whatever else went wrong in Orbax, in TensorStore or in `check`.
+        """
+        pause, previous = FIRST_CHECK, None
+        while True:
+            try:
+                self.response.result(timeout=pause)
+                return
+            except TimeoutError as error:
+                if error is previous:  # Orbax's own, which it raises again
+                    limit = (
+                        f"{self.timeout_seconds} s (checkpointer.timeout_seconds)"
+                        if self.timeout_seconds
+                        else "its limit"
+                    )
+                    raise TimeoutError(f"the save took longer than {limit}: {error}") from error
+                previous = error
+            check()
+            pause = min(2 * pause, LAST_CHECK)
+
+
+def start_save(path: str, trees: Mapping[str, Any], array_format: ArrayFormat) -> SaveInProgress:
     """Starts to write trees of arrays, each as an item of one checkpoint.
 
     Args:
         path: of the checkpoint, absolute or a URI; it must not exist.
         trees: item name -> pytree. The arrays may be donated once this returns.
         array_format: how to store them.
-
-    Returns:
-        A function that waits until the checkpoint is complete, and raises what went wrong.
     """
     _find_emulator()
     with array_format.context():
-        response = ocp.save_checkpointables_async(path, dict(trees))
-    return response.result
+        return SaveInProgress(ocp.save_checkpointables_async(path, dict(trees)), array_format.timeout_seconds)
 
 
 def load_tree(path: str, item: str | None, tree: Any) -> Any:

@@ -1,41 +1,52 @@
-"""Steps that plain Orbax wrote beside those of a run: readable, without a manifest that says whether their files are whole."""
+"""Steps that plain Orbax wrote, beside those of a run or alone. They have no manifest that says whether their files are whole.
 
-from collections.abc import Callable
+Imports neither JAX nor Orbax before a step is opened.
+"""
+
+from typing import TYPE_CHECKING
 
 import attrs
 
 from axlearn_core.checkpoint.manifest import MANIFEST, STATE, ArrayInfo, Checkpoints, Manifest
-from axlearn_plugins_orbax.trees import METADATA, TREE_METADATA, OrbaxTrees
+from axlearn_core.checkpoint.storage import LocalStorage
+
+if TYPE_CHECKING:
+    from axlearn_plugins_orbax.trees import OrbaxTrees
+
+METADATA, TREE_METADATA, COMMITTED = "_CHECKPOINT_METADATA", "_METADATA", "commit_success.txt"
+"""Orbax's file in a checkpoint, its file beside the arrays of each tree, and its last file in an object store."""
 
 
 @attrs.frozen
 class ForeignSteps:
-    """The steps of plain Orbax among the checkpoints of a run.
+    """The steps of plain Orbax in a folder; see `axlearn_core.checkpoint.manifest.ForeignCheckpoints`.
+
+    Steps are folders that are named by their number. The names of the items in them do not matter.
 
     Attributes:
-        place: where the checkpoints lie.
-        locate: path in the storage -> path as Orbax takes it.
+        place: the folder.
     """
 
     place: Checkpoints
-    locate: Callable[[str], str]
+    writer = "Orbax"
 
     def steps(self) -> list[int]:
         """The steps that have Orbax's files and are not of an `OrbaxCheckpointer`."""
         paths = [f.path.removeprefix(self.place.folder) for f in self.place.storage.list(self.place.folder)]
         names = {p.partition("/")[0] for p in paths}
-        return sorted(int(n) for n in names if n.isdecimal() and _is_foreign(n, paths))
+        return sorted(int(n) for n in names if n.isdecimal() and str(int(n)) == n and self._is_foreign(n, paths))
 
     def has(self, step: int) -> bool:
         """Whether plain Orbax wrote a step."""
         folder = self.place.folder
-        return _is_foreign(
-            str(step), [f.path.removeprefix(folder) for f in self.place.storage.list(f"{folder}{step}/")]
-        )
+        paths = [f.path.removeprefix(folder) for f in self.place.storage.list(f"{folder}{step}/")]
+        return self._is_foreign(str(step), paths)
 
-    def open(self, step: int) -> OrbaxTrees:
+    def open(self, step: int) -> "OrbaxTrees":
         """The trees of a step."""
-        return OrbaxTrees.open(self.locate(f"{self.place.folder}{step}"))
+        from axlearn_plugins_orbax.trees import OrbaxTrees
+
+        return OrbaxTrees.open(locate(self.place, f"{self.place.folder}{step}"))
 
     def describe(self, step: int) -> Manifest:
         """The arrays of a step as a manifest without files."""
@@ -43,9 +54,17 @@ class ForeignSteps:
         infos = {p: ArrayInfo(p, tuple(x.shape), str(x.dtype)) for p, x in arrays.items()}
         return Manifest(step, infos, {}, {})
 
+    def _is_foreign(self, name: str, paths: list[str]) -> bool:
+        inside = {p.removeprefix(f"{name}/") for p in paths if p.startswith(f"{name}/")}
+        if inside & {MANIFEST, f"{STATE}/{METADATA}"}:
+            return False
+        if not isinstance(self.place.storage, LocalStorage) and COMMITTED not in inside:
+            return False  # a save of Orbax that is under way, or was cut off
+        return METADATA in inside or any(p.partition("/")[2] == TREE_METADATA for p in inside)
 
-def _is_foreign(name: str, paths: list[str]) -> bool:
-    inside = {p.removeprefix(f"{name}/") for p in paths if p.startswith(f"{name}/")}
-    if inside & {MANIFEST, f"{STATE}/{METADATA}"}:
-        return False
-    return METADATA in inside or any(p.partition("/")[2] == TREE_METADATA for p in inside)
+
+def locate(place: Checkpoints, path: str) -> str:
+    """A path in the storage of a folder of checkpoints, as Orbax takes it."""
+    if isinstance(place.storage, LocalStorage):
+        return str(place.storage.root.absolute() / path)
+    return f"{place.name.rstrip('/')}/{path.removeprefix(place.folder)}"

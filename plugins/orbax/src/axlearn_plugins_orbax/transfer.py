@@ -16,8 +16,8 @@ from axlearn_core.run.derive import derive_run, local_target, new_directory
 from axlearn_core.run.notices import log_message
 from axlearn_core.train.api import provenance
 from axlearn_plugins_orbax import compat
+from axlearn_plugins_orbax.foreign import METADATA, TREE_METADATA
 from axlearn_plugins_orbax.layouts import LAYOUTS, nest
-from axlearn_plugins_orbax.trees import METADATA, TREE_METADATA
 from axlearn_plugins_orbax.weights import OrbaxWeights
 
 
@@ -57,7 +57,7 @@ def export_run(
     tree = chosen.pack(nest(source.read()), source.step)
     try:
         target.mkdir(parents=True, exist_ok=True)
-        compat.start_save(str(folder), {item or chosen.item: tree}, array_format)()
+        compat.start_save(str(folder), {item or chosen.item: tree}, array_format).finish()
     except (OSError, ValueError) as error:
         for partial in target.glob(f"{folder.name}.orbax-checkpoint-tmp*"):
             shutil.rmtree(partial, ignore_errors=True)

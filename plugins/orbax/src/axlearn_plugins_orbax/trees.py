@@ -9,9 +9,6 @@ import jax
 from axlearn_core.errors import CheckpointError
 from axlearn_core.learn.paths import flatten, path_of
 
-METADATA, TREE_METADATA = "_CHECKPOINT_METADATA", "_METADATA"
-"""Orbax's last file in a checkpoint, and its file beside the arrays of each tree."""
-
 
 @attrs.frozen
 class OrbaxTrees:

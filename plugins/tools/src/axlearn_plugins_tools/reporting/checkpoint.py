@@ -1,6 +1,6 @@
 """`axlearn checkpoint list` and `inspect`: what a run has saved, from the manifests alone.
 
-No arrays are read, and JAX is not imported.
+No arrays are read. JAX is imported only for checkpoints that another library wrote.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,9 @@ from axlearn_core.errors import CheckpointError
 from axlearn_core.run import Run
 
 if TYPE_CHECKING:
-    from axlearn_core.checkpoint.manifest import Checkpoints
+    from collections.abc import Callable
+
+    from axlearn_core.checkpoint.manifest import Manifest
 
 run_dir_argument = click.argument("run_dir", metavar="RUN_DIR|URI")
 
@@ -23,8 +25,18 @@ run_dir_argument = click.argument("run_dir", metavar="RUN_DIR|URI")
 @json_option
 def list_(run_dir: str, as_json: bool) -> None:
     """List the checkpoints of a run, oldest first. RUN_DIR may be a URI, or where the checkpoints themselves are."""
-    place = Run(run_dir).checkpoints
-    rows = [_row(place, step) for step in place.steps()]
+    run = Run(run_dir)
+    place, foreign = run.checkpoints, run.foreign_checkpoints
+    others = () if foreign is None else foreign.steps()
+    rows = [
+        _row(step, place.inspect if foreign is None or step not in others else foreign.describe)
+        for step in sorted({*place.steps(), *others})
+    ]
+    if foreign is not None:
+        listed = ", ".join(map(str, others))
+        echo(
+            f"note: {foreign.writer} wrote step {listed} without a manifest, so the files cannot be verified", err=True
+        )
     if as_json:
         print_json(rows)
         return
@@ -33,7 +45,7 @@ def list_(run_dir: str, as_json: bool) -> None:
         return
     for row in rows:
         row["metrics"] = "  ".join(f"{k} {v:.4g}" for k, v in row["metrics"].items())
-        row["size"] = _size(row["bytes"])
+        row["size"] = _size(row["bytes"]) if row["bytes"] else ""
     print_table(rows, ("step", "created", "arrays", "size", "state", "metrics"))
 
 
@@ -44,29 +56,38 @@ def list_(run_dir: str, as_json: bool) -> None:
 @json_option
 def inspect(run_dir: str, step: int | None, verify: bool, as_json: bool) -> None:
     """List the arrays in a checkpoint of RUN_DIR: path, shape, dtype."""
-    place = Run(run_dir).checkpoints
-    steps = place.steps()
+    run = Run(run_dir)
+    place, foreign = run.checkpoints, run.foreign_checkpoints
+    others = () if foreign is None else foreign.steps()
+    steps = sorted({*place.steps(), *others})
     if not steps:
         raise CheckpointError(f"{place.name} has no checkpoint")
-    manifest = (place.verify if verify else place.inspect)(steps[-1] if step is None else step)
+    number = steps[-1] if step is None else step
+    if foreign is not None and number in others:
+        if verify:
+            raise CheckpointError(
+                f"{foreign.writer} wrote the checkpoint of step {number} in {place.name} without a manifest, "
+                "so its files cannot be verified\n    fix: leave --verify out"
+            )
+        manifest = foreign.describe(number)
+    else:
+        manifest = (place.verify if verify else place.inspect)(number)
     rows = [{"name": a.path, "shape": a.shape, "dtype": a.dtype} for a in manifest.arrays.values()]
     if as_json:
         print_json(rows)
         return
     whole = "; every file is what was written" if verify else ""
-    echo(
-        f"step {manifest.step}: {len(rows)} arrays, {_size(manifest.bytes)} in {len(manifest.files)} files{whole}",
-        err=True,
-    )
+    files = f", {_size(manifest.bytes)} in {len(manifest.files)} files" if manifest.files else "; without a manifest"
+    echo(f"step {manifest.step}: {len(rows)} arrays{files}{whole}", err=True)
     print_table([{**r, "shape": " x ".join(map(str, r["shape"])) or "()"} for r in rows], ("name", "shape", "dtype"))
 
 
-def _row(place: "Checkpoints", step: int) -> dict[str, Any]:
+def _row(step: int, describe: "Callable[[int], Manifest]") -> dict[str, Any]:
     from axlearn_core.checkpoint.manifest import FormatError
 
     row: dict[str, Any] = {"name": str(step), "step": step, "created": "", "arrays": 0, "bytes": 0, "metrics": {}}
     try:
-        manifest = place.inspect(step)
+        manifest = describe(step)
     except FormatError as error:
         return {**row, "state": f"format {error.format}"}
     except CheckpointError:
@@ -77,7 +98,7 @@ def _row(place: "Checkpoints", step: int) -> dict[str, Any]:
         "bytes": manifest.bytes,
         "metrics": manifest.metrics,
     }
-    return {**row, **facts, "state": "complete"}
+    return {**row, **facts, "state": "complete" if manifest.files else "unverified"}
 
 
 def _size(count: float) -> str:
