@@ -38,6 +38,7 @@ def test_twenty_kills_leave_no_trace(kind, tmp_path):
     assert in_save >= 5
     tiny.axlearn(*tiny.arguments(run, steps=steps, settings=settings))
     assert tiny.losses(run) == tiny.losses(whole)
+    assert tiny.stored_state(run) == tiny.stored_state(whole)
 
 
 KILLS, STEPS = 5, 60

@@ -125,3 +125,22 @@ def losses(run_dir: Path) -> list[tuple[int, float]]:
     rows = [(m["step"], m["loss"]) for m in metrics(run_dir) if "loss" in m]
     assert rows, f"{run_dir} has logged no loss"
     return rows
+
+
+def stored_state(run_dir: Path) -> dict[str, tuple[str, bytes]]:
+    """Path -> (dtype, bytes) of every array in the newest checkpoint of a run, whichever checkpointer wrote it."""
+    import numpy as np
+
+    from axlearn_core.plugins.registry import registry
+
+    root = run_dir / "checkpoints"
+    step = max(int(p.name) for p in root.iterdir() if p.name.isdigit())
+    kind = "orbax" if (root / f"{step}/state/_CHECKPOINT_METADATA").exists() else "sharded"
+    checkpointer = registry().component(kind)().build(directory=root)
+    try:
+        manifest = checkpointer.inspect(step)
+        paths = [path for path, info in manifest.arrays.items() if 0 not in info.shape]
+        arrays = checkpointer.reader(manifest).read(dict.fromkeys(paths))
+    finally:
+        checkpointer.close()
+    return {path: (str(x.dtype), np.asarray(x).tobytes()) for path, x in sorted(arrays.items())}

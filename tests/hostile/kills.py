@@ -1,8 +1,8 @@
-"""kill -9 at seeded moments over ten shapes of runs, and what is compared after each.
+"""kill -9 at seeded moments over twelve shapes of runs, and what is compared after each.
 
     uv run --all-packages python tests/hostile/kills.py --kills 20 --record kills.jsonl
 
-makes 20 kills of each shape, 200 in all; it goes on after one that left a trace, prints a table, and ends with exit code 1
+makes 20 kills of each shape, 240 in all; it goes on after one that left a trace, prints a table, and ends with exit code 1
 where there was one.
 """
 
@@ -43,10 +43,15 @@ SHAPES = {
     "dropout": ("--with", "dropout:rate=0.1"),
     "moe": ("--with", "moe:num_experts=4"),
     "first-fit": ("--set", "input.packing=first-fit"),
+    "orbax": (),
+    "orbax-two-processes": ("--set", "distributed.heartbeat_seconds=20", "--set", "distributed.join_seconds=60"),
 }
 MOMENTS = ("compile", "start", "step", "save", "read", "restore", "save", "step", "compile", "read")
 """In turn: while the first step compiles, while it imports, after a step, during a save, while it reads the checkpoint's
 arrays, while it builds and restores."""
+SECONDS = {"start": 4.0, "compile": 3.0, "restore": 1.2, "save": 0.03, "read": 0.003, "step": 0.02}
+"""Moment -> the longest time from its beginning to the kill."""
+SECONDS_OF_ORBAX = {"save": 0.3, "read": 0.03}
 STEPS = 80
 PEER_SECONDS = 90.0
 """For the processes that were not killed to end."""
@@ -91,7 +96,7 @@ class Job:
     @classmethod
     def start(cls, shape, run, folder, *, cached=True):
         """`cached`: with JAX's cache of compiled programs, which all attempts share."""
-        count = 2 if shape == "two-processes" else 1
+        count = 2 if shape.endswith("two-processes") else 1
         command = [sys.executable, "-m", "axlearn_core", *arguments(shape, run)]
         environment = tiny.environment() | {"PYTHONDONTWRITEBYTECODE": ""}
         environment |= {"JAX_ENABLE_COMPILATION_CACHE": str(cached).lower()}
@@ -139,7 +144,10 @@ class Job:
 
 
 def arguments(shape, run):
-    settings = (f"checkpointer.every_steps={1 if shape == 'every-step' else 2}", "trackers=[{type: jsonl}]")
+    every = 1 if shape == "every-step" else 2
+    orbax = f"checkpointer={{type: orbax, every_steps: {every}}}"
+    checkpointer = orbax if shape.startswith("orbax") else f"checkpointer.every_steps={every}"
+    settings = (checkpointer, "trackers=[{type: jsonl}]")
     return tiny.arguments(run, steps=STEPS, settings=settings, more=SHAPES[shape])
 
 
@@ -174,20 +182,17 @@ def partial_saves(run):
 
 def digest(run):
     """Hash of the newest checkpoint's arrays, byte for byte."""
-    root = run / "checkpoints" / str(checkpoints(run)[-1]) / "state"
     result = hashlib.sha256()
-    for file in sorted(p for p in root.rglob("*") if p.is_file()):
-        result.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
+    for path, (dtype, data) in tiny.stored_state(run).items():
+        result.update(f"{path} {dtype}\0".encode() + data)
     return result.hexdigest()
 
 
-def wait_for(moment, job, run, draw):
+def wait_for(moment, job, run, draw, longest):
     """Returns at the moment, or with False where the job ended before it."""
     steps, events, end = len(tiny.logged(run)), None, time.monotonic() + 300
     goal = steps + draw.randint(2, 12)
-    delay = {"start": 4.0, "compile": 3.0, "restore": 1.2, "save": 0.03, "read": 0.003, "step": 0.02}[
-        moment
-    ] * draw.random()
+    delay = longest[moment] * draw.random()
     if moment == "read":
         newest = run / "checkpoints" / str(checkpoints(run)[-1]) / "state"
         events = FileEvents([newest / "weights", newest / "others"], IN_OPEN)
@@ -205,7 +210,7 @@ def wait_for(moment, job, run, draw):
             elif moment == "start":
                 passed = True
             else:
-                passed = any(n.endswith((".bin", ".partial")) for n in events.names())
+                passed = any(n.endswith((".bin", ".partial", "manifest.ocdbt")) for n in events.names())
             time.sleep(0 if events else 0.002)
         time.sleep(delay)
         return not job.over()
@@ -254,7 +259,7 @@ def kill_many(shape, kills, folder):
             shutil.rmtree(run / "compiled", ignore_errors=True)
         before = partial_saves(run)
         job = Job.start(shape, run, folder, cached=moment != "compile")
-        landed = wait_for(moment, job, run, draw)
+        landed = wait_for(moment, job, run, draw, SECONDS | (SECONDS_OF_ORBAX if shape.startswith("orbax") else {}))
         ranks = range(len(job.processes))
         phase, left = job.kill(draw.choice([[0], [ranks[-1]], list(ranks)]))
         problem = trace(run, whole)

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import small_runs
 from click.testing import CliRunner
 
 import axlearn_core as ax
@@ -13,23 +14,9 @@ from axlearn_core.checkpoint import open_storage
 from axlearn_core.cli.main import cli
 from axlearn_core.config import Configurable, node, patch
 from axlearn_core.errors import CheckpointError, RequestError
-from axlearn_core.learn import AdamW
 from axlearn_core.run.asset_copies import cache_folder
 from axlearn_core.run.holder import Holder
 from axlearn_core.run.mirror import RunMirror, working_copy
-
-SETTINGS = {
-    "model.decoder.num_layers": 1,
-    "model.decoder.hidden_dim": 16,
-    "model.decoder.layer.attention.num_heads": 2,
-    "model.decoder.layer.feed_forward.hidden_dim": 16,
-    "learner.optimizer": AdamW(learning_rate=0.01),
-    "input.batch_size": 8,
-    "input.sequence_length": 16,
-    "evaluators": {},
-    "checkpointer.every_steps": 2,
-    "log_every_steps": 1,
-}
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +25,7 @@ def local_run(tmp_path, monkeypatch):
 
 
 def train(run, *, steps, **settings):
-    return ax.train("quickstart", set={**SETTINGS, **settings}, steps=steps, run_dir=run)
+    return small_runs.train(run, steps=steps, **{"checkpointer.every_steps": 2, **settings})
 
 
 def losses(storage):

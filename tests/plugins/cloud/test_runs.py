@@ -10,6 +10,7 @@ import time
 
 import jax.numpy as jnp
 import pytest
+import small_runs
 from click.testing import CliRunner
 
 import axlearn_core as ax
@@ -17,25 +18,12 @@ from axlearn_core.checkpoint import ShardedCheckpointer, open_storage
 from axlearn_core.checkpoint.manifest import Checkpoints
 from axlearn_core.cli.main import cli
 from axlearn_core.errors import CheckpointError, RequestError, WorkError
-from axlearn_core.learn import AdamW
 from axlearn_core.run import open_weights
 from axlearn_core.run.holder import Holder
 from axlearn_plugins_cloud import gcs
 from axlearn_plugins_cloud import object_storage as retries
 from axlearn_plugins_cloud import s3 as client
 
-SETTINGS = {
-    "model.decoder.num_layers": 1,
-    "model.decoder.hidden_dim": 16,
-    "model.decoder.layer.attention.num_heads": 2,
-    "model.decoder.layer.feed_forward.hidden_dim": 16,
-    "learner.optimizer": AdamW(learning_rate=0.01),
-    "input.batch_size": 8,
-    "input.sequence_length": 16,
-    "evaluators": {},
-    "checkpointer.every_steps": 2,
-    "log_every_steps": 1,
-}
 LIKE = {f"w{i}": jnp.zeros((64, 256), jnp.int32) for i in range(4)}
 
 
@@ -48,11 +36,8 @@ def checkpointer(uri, **fields):
 
 
 def train(run, uri, *, steps=4, **settings):
-    return ax.train("quickstart", set={**SETTINGS, "checkpointer.uri": uri, **settings}, steps=steps, run_dir=run)
-
-
-def losses(run):
-    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    chosen = {"checkpointer.every_steps": 2, "checkpointer.uri": uri, **settings}
+    return small_runs.train(run, steps=steps, **chosen)
 
 
 @pytest.fixture
@@ -74,7 +59,7 @@ def test_a_run_is_saved_listed_resumed_pruned_and_read(store, tmp_path, request,
     train(tmp_path / "run", uri, steps=5, **{"checkpointer.keep_last": 2})
     assert Checkpoints(open_storage(uri), uri).steps() == [4, 5]
     train(tmp_path / "run", uri, steps=8, **{"checkpointer.keep_last": 2})
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert small_runs.losses(tmp_path / "run") == small_runs.losses(tmp_path / "whole")
     files = [f.path for f in open_storage(uri).list()]
     assert {f.partition("/")[0] for f in files} == {"6", "8"}  # pruned, and nobody holds it any more
     for place in (uri, str(tmp_path / "run")):

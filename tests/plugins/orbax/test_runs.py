@@ -1,36 +1,26 @@
 """Runs with this checkpointer: resumed bit for bit on any mesh, and read by every command that reads runs."""
 
 import json
+from pathlib import Path
 
 import jax.numpy as jnp
 import orbax.checkpoint.experimental.v1 as ocp
 import pytest
+import small_runs
 import tiny
 from click.testing import CliRunner
 
 import axlearn_core as ax
 from axlearn_core.cli.main import cli
 from axlearn_core.errors import CheckpointError
-from axlearn_core.learn import AdamW
 from axlearn_core.run import open_weights
 from axlearn_plugins_orbax.checkpointer import OrbaxCheckpointer
 
-SETTINGS = {
-    "model.decoder.num_layers": 1,
-    "model.decoder.hidden_dim": 16,
-    "model.decoder.layer.attention.num_heads": 2,
-    "model.decoder.layer.feed_forward.hidden_dim": 16,
-    "learner.optimizer": AdamW(learning_rate=0.01),
-    "input.batch_size": 8,
-    "input.sequence_length": 16,
-    "evaluators": {},
-    "log_every_steps": 1,
-}
 ORBAX = OrbaxCheckpointer.Config(every_steps=2)
 
 
 def train(run, steps, **settings):
-    return ax.train("quickstart", set={**SETTINGS, "checkpointer": ORBAX, **settings}, steps=steps, run_dir=run)
+    return small_runs.train(run, steps=steps, **{"checkpointer": ORBAX, **settings})
 
 
 def run_command(*words):
@@ -70,6 +60,44 @@ def test_commands_read_a_run(whole, tmp_path):
     run_command("checkpoint", "inspect", whole, "--verify")
     run_command("convert", whole, tmp_path / "converted", "--with", "moe:num_experts=2,top_k=1")
     assert run_command("generate", tmp_path / "converted", "--prompt", "def ", "--max-tokens", 3)
+
+
+@pytest.mark.slow
+def test_the_runs_that_are_made_of_a_run_work(whole, tmp_path):
+    def check(model):
+        assert run_command("generate", model, "--prompt", "def ", "--max-tokens", 3), model
+
+    lora = tmp_path / "lora"
+    small_runs.train(lora, f"lora:base={whole}", steps=4, checkpointer=ORBAX)
+    assert [row["step"] for row in json.loads(run_command("checkpoint", "list", lora, "--json"))] == [2, 4]
+    check(lora)
+    run_command("lora", "merge", lora, tmp_path / "merged")
+    run_command("lora", "export", lora, tmp_path / "adapters")
+    run_command("quantize", whole, tmp_path / "quantized")
+    run_command("upcycle", whole, tmp_path / "upcycled")
+    run_command("checkpoint", "export-hf", whole, tmp_path / "hf")
+    for name in ("merged", "quantized", "upcycled", "hf"):
+        check(tmp_path / name)
+    for name in ("merged", "quantized", "upcycled"):  # these keep the checkpointer of the run
+        assert (tmp_path / name / "checkpoints").is_dir()
+        assert next((tmp_path / name / "checkpoints").glob("*/state/_CHECKPOINT_METADATA"))
+        run_command("checkpoint", "inspect", tmp_path / name, "--verify")
+    for path, value in open_weights(whole).read().items():
+        assert (open_weights(tmp_path / "hf").read(path)[path] == value).all(), path
+    report = run_command("report", whole).strip()
+    assert "quickstart" in Path(report).read_text()
+
+
+@pytest.mark.slow
+def test_a_run_and_a_step_of_it_are_served(whole):
+    sizes = {"runner.max_rows": 1, "runner.max_context": 64, "runner.max_step_tokens": 16, "runner.chunk": 16}
+    texts = []
+    for step in (None, 2):
+        texts.append(ax.load(whole, step=step).generate("def f(", max_tokens=8))
+        with ax.serve(str(whole), step=step, set=sizes) as engine:
+            (result,) = engine.generate("def f(", max_tokens=8, temperature=0)
+        assert result.text == texts[-1]
+    assert texts[0] != texts[1], "both steps were the same"
 
 
 def test_another_checkpointer_is_refused_by_name(whole, tmp_path):

@@ -10,31 +10,21 @@ import numpy as np
 import orbax.checkpoint as ocp_v0
 import orbax.checkpoint.experimental.v1 as ocp
 import pytest
+import small_runs
 from click.testing import CliRunner
 from flax import nnx
 
-import axlearn_core as ax
 from axlearn_core.cli.main import cli
 from axlearn_core.compose import Functional
 from axlearn_core.errors import RequestError
 from axlearn_core.run import Run, open_weights
 from axlearn_plugins_orbax.layouts import nest
 
-SETTINGS = {
-    "model.decoder.num_layers": 1,
-    "model.decoder.hidden_dim": 16,
-    "model.decoder.layer.attention.num_heads": 2,
-    "model.decoder.layer.feed_forward.hidden_dim": 16,
-    "input.batch_size": 8,
-    "input.sequence_length": 16,
-    "evaluators": {},
-}
-
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     path = tmp_path_factory.mktemp("runs") / "run"
-    ax.train("quickstart", set=SETTINGS, steps=2, run_dir=path)
+    small_runs.train(path, steps=2)
     return path
 
 
@@ -118,7 +108,7 @@ def test_what_was_exported_is_imported(run, weights, layout, item, tmp_path):
     assert "cannot be verified" in result.stderr
     same({p: np.asarray(x) for p, x in open_weights(tmp_path / "run").read().items()}, weights)
     assert json.loads((tmp_path / "run/run.lock.json").read_text())["imported_from"] == str(tmp_path / "out/2")
-    ax.train("quickstart", set=SETTINGS, steps=1, run_dir=tmp_path / "run")  # trains from the weights
+    small_runs.train(tmp_path / "run", steps=1)  # trains from the weights
 
 
 def write_v0_tree(path, weights):

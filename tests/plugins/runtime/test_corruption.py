@@ -18,7 +18,7 @@ from axlearn_core.errors import RequestError, WorkError
 from axlearn_core.train.trainer import Trainer
 from axlearn_plugins_runtime.corruption import checksums, compare_replicas
 
-train = functools.partial(small_runs.train, steps=6)
+train = functools.partial(small_runs.train, steps=6, **small_runs.REPLICAS)
 
 
 def flip(array, device):

@@ -15,7 +15,7 @@ from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_runtime.shadow import Comparison, read
 from axlearn_plugins_runtime.train_options import EVERY, SHADOW
 
-train = functools.partial(small_runs.train, steps=3, **{"model.decoder.num_layers": 2})
+train = functools.partial(small_runs.train, steps=3, **small_runs.REPLICAS, **{"model.decoder.num_layers": 2})
 
 
 def test_gradients_part_and_the_run_does_not(tmp_path):

@@ -1,5 +1,6 @@
 """Run directories made of Hugging Face models, and the other way round."""
 
+import contextlib
 import functools
 import json
 import shutil
@@ -158,34 +159,29 @@ def _kept_files(run_dir: str | Path) -> dict[str, bytes]:
 
 
 def _describe_run(run_files: Mapping[str, bytes], config: Any, text: TextProcessor | None) -> tuple[Family, Json]:
-    """The family and `config.json` of a run: those that it was imported from, where they still describe it."""
-    if data := json.loads(run_files.get(CONFIG, b"{}")):
-        model_family = family(str(data["model_type"]))
-        if not model_family.differences(data, config):
-            return model_family, data | model_family.missing(data)
-    if (imported := _described_beside(config, text)) is not None:
-        return imported
+    """The family and `config.json` of a run.
+
+    Takes the `config.json` that it was imported with, or the one beside its tokenizer, which runs have that were trained or merged
+    from an import, with all that `family_of` cannot know. If neither describes the run's model any more, makes a new one.
+    """
+    data = json.loads(run_files.get(CONFIG, b"{}"))
+    if data and (kept := _match_config(data, config)):
+        return kept
+    beside = json.loads((None if text is None else read_beside(text.tokenizer, CONFIG)) or b"{}")
+    if text is not None and isinstance(beside, dict) and beside.get("model_type") in families():
+        with contextlib.suppress(AttributeError, RequestError):  # it is not of such a model
+            if context_length(beside) == text.context_length and (kept := _match_config(beside, config)):
+                return kept
     model_family, fresh = family_of(config)
     same = {k: v for k, v in data.items() if k.endswith("_token_id")}
     facts = model_settings(text, _length(config)) if text is not None and model_family.text else {}
     return model_family, {**facts, **fresh, **same}
 
 
-def _described_beside(config: Any, text: TextProcessor | None) -> tuple[Family, Json] | None:
-    """The family and the `config.json` that lies beside the tokenizer of a run, if it describes the model of the run.
-
-    Runs that were trained or merged from an import have it there, with all that `family_of` cannot know.
-    """
-    content = None if text is None else read_beside(text.tokenizer, CONFIG)
-    data = json.loads(content or b"{}")
-    if text is None or not isinstance(data, dict) or data.get("model_type") not in families():
-        return None
-    model_family = family(data["model_type"])
-    try:
-        differs = model_family.differences(data, config) or context_length(data) != text.context_length
-    except (AttributeError, RequestError):
-        return None
-    return None if differs else (model_family, data | model_family.missing(data))
+def _match_config(data: Json, config: Any) -> tuple[Family, Json] | None:
+    """The family and the completed `config.json`, if it describes the model of a run."""
+    model_family = family(str(data["model_type"]))
+    return None if model_family.differences(data, config) else (model_family, data | model_family.missing(data))
 
 
 def _length(config: Any) -> int | None:

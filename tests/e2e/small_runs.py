@@ -1,4 +1,4 @@
-"""Runs of a toy on eight devices, four of which hold the same shards."""
+"""Runs of a toy in this process, on its eight devices; `tiny` has those of the command line."""
 
 import json
 
@@ -15,8 +15,9 @@ SETTINGS = {
     "input.sequence_length": 16,
     "evaluators": {},
     "log_every_steps": 1,
-    "mesh.shape": {"data": 4, "fsdp": 2},
 }
+REPLICAS = {"mesh.shape": {"data": 4, "fsdp": 2}}
+"""Four devices hold the same shards."""
 
 
 def train(run, *features, steps, **settings):
