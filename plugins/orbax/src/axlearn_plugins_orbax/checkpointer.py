@@ -95,9 +95,8 @@ class OrbaxCheckpointer(StorageCheckpointer):
             timeout_seconds=cfg.timeout_seconds,
         )
         self._foreign = ForeignSteps(self.place)
-        self._left: dict[
-            int, Callable[[Callable[[], object]], None]
-        ] = {}  # step -> waits for a save that goes on unattended
+        # The last save that failed, as (step, what waits for it): Orbax may still be busy with it.
+        self._left: tuple[int, Callable[[Callable[[], object]], None]] | None = None
 
     def due(self, step: int) -> bool:
         """Says whether Orbax's policy of fixed intervals saves this step."""
@@ -153,8 +152,7 @@ class OrbaxCheckpointer(StorageCheckpointer):
                 finish((lambda: list_hashes(storage, folder)) if jax.process_count() > 1 else (lambda: None))
                 hashes = _hash_share(storage, folder)
             except BaseException as error:
-                if isinstance(error, (PeerError, TimeoutError)):
-                    self._left[step] = finish
+                self._left = step, finish
                 _mark_failure(storage, folder, error)
                 raise
             storage.write(f"{folder}{HASHES}/{jax.process_index()}.json", [json.dumps(hashes).encode()])
@@ -162,9 +160,10 @@ class OrbaxCheckpointer(StorageCheckpointer):
         return write
 
     def _begin(self, step: int) -> bool:
-        if (finish := self._left.pop(step, None)) is not None:  # both would write to the same folder
-            with suppress(Exception):  # the save that failed already, of Orbax or of TensorStore
-                finish(lambda: None)
+        left, self._left = self._left, None
+        if left is not None and left[0] == step:  # both would write to the same folder
+            with suppress(Exception):  # was reported already
+                left[1](lambda: None)
         return super()._begin(step)
 
     def _discard(self, folder: str) -> None:
