@@ -59,24 +59,31 @@ async def full(self, directory, *, commit_futures, **fields):
     for future in commit_futures:
         await asyncio.to_thread(future.result)
     raise OSError(28, "No space left on device")
-if index == failing:
-    PyTreeHandler._background_save = full
-assert one.save(2, make(2))
-try:
-    one.wait()
-    raise SystemExit("no error")
-except WorkError as error:
-    print(error, flush=True)
-PyTreeHandler._background_save = write
-for step in (3, 2):  # the next step at once; the step that failed once Orbax has given up the first try
+def fail(step):
+    if index == failing:
+        PyTreeHandler._background_save = full
+    assert one.save(step, make(step))
+    try:
+        one.wait()
+        raise SystemExit("no error")
+    except WorkError as error:
+        print(error, flush=True)
+    PyTreeHandler._background_save = write
+def save(step):
     assert one.save(step, make(step))
     one.wait()
-assert one.steps() == [1, 2, 3], one.steps()
-for step in (2, 3):
+fail(2)
+save(3)  # while Orbax waits in the save of step 2
+fail(4)
+save(4)  # once Orbax has given up the first try
+assert one.steps() == [1, 3, 4], one.steps()
+for step in (3, 4):
     got, _ = one.restore(step, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), make(0)))
     for shard in got["params"]["x"].addressable_shards:
         assert (shard.data == (jnp.arange(8.0) + step)[shard.index]).all()
 print("done", flush=True)
+if index == 0:
+    sys.stdin.read()  # the process that coordinates them goes last
 os._exit(0)  # the thread that Orbax waits in ends with its limit
 """
 
@@ -92,6 +99,7 @@ def test_all_processes_hear_of_a_failure_while_orbax_waits(failing, tmp_path):
     workers = [
         subprocess.Popen(
             [*command, str(i), str(tmp_path / "checkpoints"), str(failing)],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -100,7 +108,7 @@ def test_all_processes_hear_of_a_failure_while_orbax_waits(failing, tmp_path):
         for i in range(2)
     ]
     try:
-        for i, worker in enumerate(workers):
+        for i, worker in reversed(list(enumerate(workers))):
             out, err = worker.communicate(timeout=240)
             assert worker.returncode == 0, err[-3000:]
             expected = "" if i == failing else f"process {failing}: [Errno 28] "
@@ -109,3 +117,5 @@ def test_all_processes_hear_of_a_failure_while_orbax_waits(failing, tmp_path):
     finally:
         for worker in workers:
             worker.kill()
+            for pipe in (worker.stdin, worker.stdout, worker.stderr):
+                pipe.close()

@@ -30,7 +30,7 @@ def train(run, steps, **fields):
 
 @pytest.mark.slow
 def test_a_run_is_saved_listed_resumed_pruned_and_read(gs, tmp_path):
-    uri = f"{gs}/runs/toy [1]"
+    uri = f"{gs}/runs/toy (1)"
     train(tmp_path / "whole", 8)
     train(tmp_path / "run", 5, uri=uri)
     assert listed(uri) == listed(tmp_path / "run") == [(4, "complete"), (5, "complete")]

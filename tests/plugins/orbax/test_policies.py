@@ -4,6 +4,8 @@ import math
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from axlearn_core.checkpoint import ShardedCheckpointer
 from axlearn_core.checkpoint.manifest import Manifest
 from axlearn_core.checkpoint.retention import unwanted_steps
-from axlearn_core.errors import ConfigError
+from axlearn_core.errors import ConfigError, RequestError
 from axlearn_plugins_orbax.checkpointer import OrbaxCheckpointer
 
 LOSSES = st.one_of(st.none(), st.sampled_from([0.5, 1.0, 2.0, math.nan, math.inf]))
@@ -55,6 +57,27 @@ def test_a_store_that_orbax_cannot_reach_is_refused():
     assert "checkpointer.type=sharded" in problems[0].fix
     for uri in (None, "runs/a", "/mnt/a", "file:///mnt/a", "gs://bucket/run"):
         assert not list(OrbaxCheckpointer.Config(uri=uri).validate())
+
+
+@pytest.mark.parametrize("name", ["a[1]", "a*", "a?b", "a#b", "a;b"])
+def test_a_name_in_a_bucket_that_orbax_takes_for_something_else_is_refused(name, gs):
+    (problem,) = OrbaxCheckpointer.Config(uri=f"{gs}/{name}").validate()
+    assert problem.path == "uri"
+    assert all(character in name for character in problem.got.split(", "))
+    with pytest.raises(RequestError, match="Orbax loses or misplaces arrays"):  # a run directory
+        OrbaxCheckpointer.Config().build(directory=f"{gs}/{name}/checkpoints")
+
+
+@pytest.mark.parametrize("name", ["a b", "a[1]", "a*", "a?b", "a#b", "a;b", "a%20b", "ü"])
+def test_a_local_path_has_any_name(name, tmp_path):
+    state = {"params": {"w": jnp.ones((4, 2))}, "step": jnp.asarray(1)}
+    one = OrbaxCheckpointer.Config().build(directory=tmp_path / name)
+    one.save(1, state)
+    one.wait()
+    got, _ = one.restore(1, jax.eval_shape(lambda: state))
+    assert (got["params"]["w"] == 1).all()
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+    one.close()
 
 
 def test_the_field_is_named_by_a_check_of_the_config():

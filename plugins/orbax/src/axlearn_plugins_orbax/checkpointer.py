@@ -22,7 +22,7 @@ from axlearn_core.checkpoint.state import agree
 from axlearn_core.checkpoint.storage import LocalStorage
 from axlearn_core.config import node, setting
 from axlearn_core.contracts.storage import Storage
-from axlearn_core.errors import CheckpointError, Problem, StorageError
+from axlearn_core.errors import CheckpointError, Problem, RequestError, StorageError
 from axlearn_plugins_orbax.foreign import METADATA, ForeignSteps, locate
 from axlearn_plugins_orbax.trees import OrbaxTrees
 
@@ -34,6 +34,9 @@ HASHES = "hashes"
 """The folder for what each process hashed, until the first one collects it."""
 FAILED = ".failed"
 """Ends the name of the file there that a process writes if its save fails."""
+
+
+SPECIAL = "Orbax loses or misplaces arrays at gs:// if a name has a character of patterns or of URLs"
 
 
 class PeerError(StorageError):
@@ -73,17 +76,30 @@ class OrbaxCheckpointer(StorageCheckpointer):
         def validate(self) -> Iterable[Problem]:
             """Refuses a `uri` that Orbax cannot reach."""
             scheme, separator, _ = (self.uri or "").partition("://")
+            fix = "set checkpointer.type=sharded, which takes every storage"
             if separator and scheme not in ("gs", "file"):
                 yield Problem(
                     path="uri",
                     message="Orbax keeps checkpoints at paths and gs:// only",
                     got=f"{scheme}://",
                     expected="a path, file:// or gs://",
-                    fix="set checkpointer.type=sharded, which takes every storage",
+                    fix=fix,
+                )
+            elif wrong := _special_characters(self.uri or ""):
+                yield Problem(
+                    path="uri",
+                    message=SPECIAL,
+                    got=", ".join(wrong),
+                    expected="a name without them",
+                    fix=f"rename it, or {fix}",
                 )
 
     def __init__(self, cfg: Config, *, directory: Path | str):
         super().__init__(cfg, directory=directory)
+        if wrong := _special_characters(self.place.name):
+            raise RequestError(
+                f"{self.place.name}: {SPECIAL}\n    got: {', '.join(wrong)}\n    fix: give a name without them"
+            )
         from axlearn_plugins_orbax import compat
 
         self._compat = compat
@@ -164,6 +180,7 @@ class OrbaxCheckpointer(StorageCheckpointer):
         if left is not None and left[0] == step:  # both would write to the same folder
             with suppress(Exception):  # was reported already
                 left[1](lambda: None)
+        agree(None, None)  # the first process empties the folder next
         return super()._begin(step)
 
     def _discard(self, folder: str) -> None:
@@ -267,6 +284,11 @@ class OrbaxReader:
             error = caught
         agree(error, error)
         return result
+
+
+def _special_characters(uri: str) -> list[str]:
+    """The characters of a URI in `gs://` that Orbax takes for parts of a pattern or of the URI."""
+    return sorted(set("[]*?#;") & set(uri)) if uri.startswith("gs://") else []
 
 
 def _folder(path: str) -> str:

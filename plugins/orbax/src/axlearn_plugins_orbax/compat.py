@@ -11,6 +11,8 @@ from typing import Any
 import attrs
 import orbax.checkpoint.experimental.v1 as ocp
 
+from axlearn_plugins_orbax.foreign import TREE_METADATA
+
 FILE_BYTES, CHUNK_BYTES = 64 * 2**20, 32 * 2**20
 """Sizes of files and of chunks of arrays in OCDBT: several threads can hash files of this size."""
 FIRST_CHECK, LAST_CHECK = 0.25, 4.0
@@ -137,7 +139,10 @@ def read_trees(path: str) -> dict[str | None, Any]:
         items = ocp.checkpointables_metadata(path).metadata
     except ocp.errors.InvalidLayoutError:
         return {None: ocp.metadata(path, checkpointable_name=None).metadata}
-    if lost := [name for name, tree in items.items() if tree is None]:  # Orbax logs why
+    root = open_path(path)
+    if lost := [
+        n for n, tree in items.items() if tree is None and (root / n / TREE_METADATA).exists()
+    ]:  # Orbax logs why
         raise ValueError(f"the arrays of item {lost[0]} are missing or damaged")
     return {name: tree for name, tree in sorted(items.items()) if isinstance(tree, (Mapping, Sequence))}
 
