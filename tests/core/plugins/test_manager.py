@@ -6,7 +6,7 @@ from pathlib import Path
 import pluggy
 import pytest
 
-from axlearn_core.checkpoint.manifest import Checkpoints
+from axlearn_core.checkpoint import LocalStorage
 from axlearn_core.contracts.target import Target
 from axlearn_core.errors import PluginError
 from axlearn_core.plugins import hookspecs
@@ -144,7 +144,7 @@ def test_the_example_of_each_hook_can_be_registered(hook):
     arguments = {
         "axlearn_checkpoint_storage": {"uri": "other://x"},
         "axlearn_weights": {"uri": "elsewhere"},
-        "axlearn_foreign_checkpoints": {"place": Checkpoints.of("elsewhere")},
+        "axlearn_foreign_checkpoints": {"storage": LocalStorage("elsewhere"), "folder": "", "uri": "elsewhere"},
     }
     answers = getattr(manager.hook, hook)(**arguments.get(hook, {}))
     silent = ("axlearn_before_devices", *arguments)

@@ -66,9 +66,9 @@ def test_a_run_directory_in_a_bucket_goes_on_elsewhere(gs, tmp_path, monkeypatch
 @pytest.mark.slow
 def test_kills_in_saves_leave_whole_checkpoints_and_no_trace(gs, tmp_path):
     steps, run, whole, uri = 24, tmp_path / "run", tmp_path / "whole", f"{gs}/run"
-    local = ("checkpointer={type: orbax, every_steps: 2}",)
-    there = (f"checkpointer={{type: orbax, every_steps: 2, uri: {uri}}}",)
-    tiny.axlearn(*tiny.arguments(whole, steps=steps, settings=local), fresh=True)
+    on_disk = ("checkpointer={type: orbax, every_steps: 2}",)
+    in_bucket = (f"checkpointer={{type: orbax, every_steps: 2, uri: {uri}}}",)
+    tiny.axlearn(*tiny.arguments(whole, steps=steps, settings=on_disk), fresh=True)
     storage, cut = open_storage(uri), 0
 
     def unfinished():
@@ -78,7 +78,7 @@ def test_kills_in_saves_leave_whole_checkpoints_and_no_trace(gs, tmp_path):
         }
 
     for _ in range(3):
-        process = tiny.start(*tiny.arguments(run, steps=steps, settings=there))
+        process = tiny.start(*tiny.arguments(run, steps=steps, settings=in_bucket))
         goal, before = len(tiny.logged(run)) + 2, unfinished()
         assert tiny.kill_when(process, lambda g=goal, b=before: len(tiny.logged(run)) >= g and unfinished() - b)
         process.communicate()
@@ -86,7 +86,7 @@ def test_kills_in_saves_leave_whole_checkpoints_and_no_trace(gs, tmp_path):
         if any(f.path.endswith("/manifest.json") for f in storage.list()):
             assert {state for _, state in listed(uri)} == {"complete"}
     assert cut > 0, "no save was cut off: the test shows nothing"
-    tiny.axlearn(*tiny.arguments(run, steps=steps, settings=there), fresh=True)
+    tiny.axlearn(*tiny.arguments(run, steps=steps, settings=in_bucket), fresh=True)
     assert tiny.losses(run) == tiny.losses(whole)
     assert not unfinished()
     expected = open_weights(whole).read()

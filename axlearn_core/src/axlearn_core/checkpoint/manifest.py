@@ -15,10 +15,10 @@ An object store cannot rename: files are written to `140/` there, and a step wit
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 
@@ -189,28 +189,6 @@ class Checkpoints:
         lines = [*problems[:8], *([f"and {len(problems) - 8} more"] if len(problems) > 8 else [])]
         listed = "\n".join(f"    {p}" for p in lines)
         return CheckpointError(f"the checkpoint of step {step} in {self.name} is damaged\n{listed}\n    fix: {fix}")
-
-
-class ForeignCheckpoints(Protocol):
-    """Checkpoints in a folder that another library wrote. They have no manifest, so nothing can verify their files.
-
-    Attributes:
-        writer: the name of the library, for people.
-    """
-
-    writer: str
-
-    def steps(self) -> Sequence[int]:
-        """The steps that have a checkpoint, oldest first."""
-        ...
-
-    def describe(self, step: int) -> Manifest:
-        """The arrays of a checkpoint, as a manifest without files.
-
-        Raises:
-            CheckpointError: the checkpoint is damaged.
-        """
-        ...
 
 
 def steps(place: Checkpoints | Path) -> list[int]:

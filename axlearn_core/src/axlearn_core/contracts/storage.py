@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -75,5 +75,27 @@ class Storage(Protocol):
 
         Raises:
             StorageError: it cannot be written, or the storage has no such directory.
+        """
+        ...
+
+
+class ForeignCheckpoints(Protocol):
+    """Checkpoints in a folder that another library wrote. They have no manifest, so nothing can verify their files.
+
+    Attributes:
+        writer: the name of the library, for people.
+    """
+
+    writer: str
+
+    def steps(self) -> Sequence[int]:
+        """The steps that have a checkpoint, oldest first."""
+        ...
+
+    def arrays(self, step: int) -> Mapping[str, tuple[tuple[int, ...], str]]:
+        """Dotted path -> (shape, name of the dtype) of each array in a checkpoint.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged.
         """
         ...

@@ -12,13 +12,12 @@ import pluggy
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from axlearn_core.checkpoint.manifest import Checkpoints, ForeignCheckpoints
     from axlearn_core.contracts.kernels import KernelImplementation
     from axlearn_core.contracts.mesh import MeshRule
     from axlearn_core.contracts.migration import Migration
     from axlearn_core.contracts.parts import Weights
     from axlearn_core.contracts.remat import RematPolicy
-    from axlearn_core.contracts.storage import Storage
+    from axlearn_core.contracts.storage import ForeignCheckpoints, Storage
     from axlearn_core.contracts.target import Target
 
 hookspec = pluggy.HookspecMarker("axlearn")
@@ -66,8 +65,8 @@ def axlearn_weights(uri: str) -> Weights | None:
 
 
 @hookspec
-def axlearn_foreign_checkpoints(place: Checkpoints) -> ForeignCheckpoints | None:
-    """The checkpoints in a folder that another library wrote, or None if this plugin finds none."""
+def axlearn_foreign_checkpoints(storage: Storage, folder: str, uri: str) -> ForeignCheckpoints | None:
+    """The checkpoints that another library wrote in a folder of a storage (`uri` is the folder's), or None."""
 
 
 @hookspec

@@ -5,11 +5,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from axlearn_core.checkpoint.manifest import Checkpoints, ForeignCheckpoints
+from axlearn_core.checkpoint.manifest import Checkpoints
 from axlearn_core.checkpoint.storage import open_storage
 from axlearn_core.config import Node, parse
 from axlearn_core.contracts.parts import Weights
-from axlearn_core.contracts.storage import Storage
+from axlearn_core.contracts.storage import ForeignCheckpoints, Storage
 from axlearn_core.contracts.text import TextFacts
 from axlearn_core.errors import CheckpointError, ConfigError, MissingFileError, RequestError
 from axlearn_core.plugins.manager import host
@@ -180,7 +180,7 @@ class Run:
 
 def find_foreign(place: Checkpoints) -> ForeignCheckpoints | None:
     """The checkpoints in a folder that another library wrote, if an installed plugin finds some."""
-    return host().only("axlearn_foreign_checkpoints", place=place)
+    return host().only("axlearn_foreign_checkpoints", storage=place.storage, folder=place.folder, uri=place.name)
 
 
 def open_weights(uri: str | Path, *, step: int | None = None, storage: Storage | None = None) -> Weights:

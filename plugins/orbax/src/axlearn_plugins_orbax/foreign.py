@@ -19,7 +19,7 @@ METADATA, TREE_METADATA, COMMITTED = "_CHECKPOINT_METADATA", "_METADATA", "commi
 
 @attrs.frozen
 class ForeignSteps:
-    """The steps of plain Orbax in a folder; see `axlearn_core.checkpoint.manifest.ForeignCheckpoints`.
+    """The steps of plain Orbax in a folder; see `axlearn_core.contracts.storage.ForeignCheckpoints`.
 
     Steps are folders that are named by their number. The names of the items in them do not matter.
 
@@ -32,15 +32,16 @@ class ForeignSteps:
 
     def steps(self) -> list[int]:
         """The steps that have Orbax's files and are not of an `OrbaxCheckpointer`."""
-        paths = [f.path.removeprefix(self.place.folder) for f in self.place.storage.list(self.place.folder)]
-        names = {p.partition("/")[0] for p in paths}
-        return sorted(int(n) for n in names if n.isdecimal() and str(int(n)) == n and self._is_foreign(n, paths))
+        files: dict[str, set[str]] = {}
+        for file in self.place.storage.list(self.place.folder):
+            name, _, path = file.path.removeprefix(self.place.folder).partition("/")
+            files.setdefault(name, set()).add(path)
+        return sorted(int(n) for n in files if n.isdecimal() and str(int(n)) == n and self._is_foreign(files[n]))
 
     def has(self, step: int) -> bool:
         """Whether plain Orbax wrote a step."""
-        folder = self.place.folder
-        paths = [f.path.removeprefix(folder) for f in self.place.storage.list(f"{folder}{step}/")]
-        return self._is_foreign(str(step), paths)
+        folder = f"{self.place.folder}{step}/"
+        return self._is_foreign({f.path.removeprefix(folder) for f in self.place.storage.list(folder)})
 
     def open(self, step: int) -> "OrbaxTrees":
         """The trees of a step."""
@@ -48,19 +49,20 @@ class ForeignSteps:
 
         return OrbaxTrees.open(locate(self.place, f"{self.place.folder}{step}"))
 
+    def arrays(self, step: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Dotted path -> (shape, name of the dtype) of each array in a step."""
+        return {p: (tuple(x.shape), str(x.dtype)) for p, x in self.open(step).arrays().items()}
+
     def describe(self, step: int) -> Manifest:
         """The arrays of a step as a manifest without files."""
-        arrays = self.open(step).arrays()
-        infos = {p: ArrayInfo(p, tuple(x.shape), str(x.dtype)) for p, x in arrays.items()}
-        return Manifest(step, infos, {}, {})
+        return Manifest(step, {p: ArrayInfo(p, *of) for p, of in self.arrays(step).items()}, {}, {})
 
-    def _is_foreign(self, name: str, paths: list[str]) -> bool:
-        inside = {p.removeprefix(f"{name}/") for p in paths if p.startswith(f"{name}/")}
-        if inside & {MANIFEST, f"{STATE}/{METADATA}"}:
+    def _is_foreign(self, files: set[str]) -> bool:
+        if files & {MANIFEST, f"{STATE}/{METADATA}"}:
             return False
-        if not isinstance(self.place.storage, LocalStorage) and COMMITTED not in inside:
+        if not isinstance(self.place.storage, LocalStorage) and COMMITTED not in files:
             return False  # a save of Orbax that is under way, or was cut off
-        return METADATA in inside or any(p.partition("/")[2] == TREE_METADATA for p in inside)
+        return METADATA in files or any(f.partition("/")[2] == TREE_METADATA for f in files)
 
 
 def locate(place: Checkpoints, path: str) -> str:

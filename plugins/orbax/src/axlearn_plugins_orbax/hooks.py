@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from axlearn_core.checkpoint.manifest import Checkpoints
+from axlearn_core.contracts.storage import Storage
 from axlearn_core.plugins.hookspecs import hookimpl
 from axlearn_plugins_orbax.foreign import ForeignSteps
 
 
 @hookimpl
-def axlearn_foreign_checkpoints(place: Checkpoints) -> ForeignSteps | None:
+def axlearn_foreign_checkpoints(storage: Storage, folder: str, uri: str) -> ForeignSteps | None:
     """The steps of plain Orbax in a folder."""
-    found = ForeignSteps(place)
-    return found if found.steps() else None
+    foreign = ForeignSteps(Checkpoints(storage, uri, folder))
+    return foreign if foreign.steps() else None

@@ -165,13 +165,13 @@ def _describe_run(run_files: Mapping[str, bytes], config: Any, text: TextProcess
     from an import, with all that `family_of` cannot know. If neither describes the run's model any more, makes a new one.
     """
     data = json.loads(run_files.get(CONFIG, b"{}"))
-    if data and (kept := _match_config(data, config)):
-        return kept
+    if data and (description := _match_config(data, config)):
+        return description
     beside = json.loads((None if text is None else read_beside(text.tokenizer, CONFIG)) or b"{}")
     if text is not None and isinstance(beside, dict) and beside.get("model_type") in families():
         with contextlib.suppress(AttributeError, RequestError):  # it is not of such a model
-            if context_length(beside) == text.context_length and (kept := _match_config(beside, config)):
-                return kept
+            if context_length(beside) == text.context_length and (description := _match_config(beside, config)):
+                return description
     model_family, fresh = family_of(config)
     same = {k: v for k, v in data.items() if k.endswith("_token_id")}
     facts = model_settings(text, _length(config)) if text is not None and model_family.text else {}

@@ -13,9 +13,8 @@ from axlearn_core.errors import CheckpointError
 from axlearn_core.run import Run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from axlearn_core.checkpoint.manifest import Manifest
+    from axlearn_core.checkpoint.manifest import Checkpoints, Manifest
+    from axlearn_core.contracts.storage import ForeignCheckpoints
 
 run_dir_argument = click.argument("run_dir", metavar="RUN_DIR|URI")
 
@@ -28,10 +27,7 @@ def list_(run_dir: str, as_json: bool) -> None:
     run = Run(run_dir)
     place, foreign = run.checkpoints, run.foreign_checkpoints
     others = () if foreign is None else foreign.steps()
-    rows = [
-        _row(step, place.inspect if foreign is None or step not in others else foreign.describe)
-        for step in sorted({*place.steps(), *others})
-    ]
+    rows = [_row(place, foreign if step in others else None, step) for step in sorted({*place.steps(), *others})]
     if foreign is not None:
         listed = ", ".join(map(str, others))
         echo(
@@ -63,15 +59,13 @@ def inspect(run_dir: str, step: int | None, verify: bool, as_json: bool) -> None
     if not steps:
         raise CheckpointError(f"{place.name} has no checkpoint")
     number = steps[-1] if step is None else step
-    if foreign is not None and number in others:
-        if verify:
-            raise CheckpointError(
-                f"{foreign.writer} wrote the checkpoint of step {number} in {place.name} without a manifest, "
-                "so its files cannot be verified\n    fix: leave --verify out"
-            )
-        manifest = foreign.describe(number)
-    else:
-        manifest = (place.verify if verify else place.inspect)(number)
+    foreign = foreign if number in others else None
+    if verify and foreign is not None:
+        raise CheckpointError(
+            f"{foreign.writer} wrote the checkpoint of step {number} in {place.name} without a manifest, "
+            "so its files cannot be verified\n    fix: leave --verify out"
+        )
+    manifest = place.verify(number) if verify else _describe(place, foreign, number)
     rows = [{"name": a.path, "shape": a.shape, "dtype": a.dtype} for a in manifest.arrays.values()]
     if as_json:
         print_json(rows)
@@ -82,12 +76,21 @@ def inspect(run_dir: str, step: int | None, verify: bool, as_json: bool) -> None
     print_table([{**r, "shape": " x ".join(map(str, r["shape"])) or "()"} for r in rows], ("name", "shape", "dtype"))
 
 
-def _row(step: int, describe: "Callable[[int], Manifest]") -> dict[str, Any]:
+def _describe(place: "Checkpoints", foreign: "ForeignCheckpoints | None", step: int) -> "Manifest":
+    """The manifest of a checkpoint, without files for one of `foreign`."""
+    from axlearn_core.checkpoint.manifest import ArrayInfo, Manifest
+
+    if foreign is None:
+        return place.inspect(step)
+    return Manifest(step, {path: ArrayInfo(path, *array) for path, array in foreign.arrays(step).items()}, {}, {})
+
+
+def _row(place: "Checkpoints", foreign: "ForeignCheckpoints | None", step: int) -> dict[str, Any]:
     from axlearn_core.checkpoint.manifest import FormatError
 
     row: dict[str, Any] = {"name": str(step), "step": step, "created": "", "arrays": 0, "bytes": 0, "metrics": {}}
     try:
-        manifest = describe(step)
+        manifest = _describe(place, foreign, step)
     except FormatError as error:
         return {**row, "state": f"format {error.format}"}
     except CheckpointError:
