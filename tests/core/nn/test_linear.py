@@ -1,6 +1,4 @@
-"""Linear maps whose weight is stored as [outputs, inputs]."""
-
-import re
+"""`Linear`: the product of its last input dimensions, as one matrix or with its dimensions apart."""
 
 import jax
 import jax.numpy as jnp
@@ -9,36 +7,38 @@ import pytest
 from flax import nnx
 
 from axlearn_core.nn.layer import Precision
-from axlearn_core.nn.linear import WEIGHT_FIRST_ROWS, Linear
+from axlearn_core.nn.linear import Linear, linear_product
+from axlearn_core.nn.sharding import logical_rules
 
-FEW, MANY = 16, WEIGHT_FIRST_ROWS + 16
+DIMS = [((24,), (4, 10)), ((4, 6), (40,)), ((4, 6), (5, 8))]
 
 
-def linear(inputs=(24,), outputs=(4, 10), bias=True):
-    axes = (*"i" * len(inputs), *"o" * len(outputs))
-    cfg = Linear.Config(bias=bias)
-    return cfg.build(
-        input_dims=inputs, output_dims=outputs, axes=(None,) * len(axes), rngs=nnx.Rngs(0), precision=Precision()
+def linear(inputs, outputs, **options):
+    axes = (None,) * (len(inputs) + len(outputs))
+    return Linear.Config(**options).build(
+        input_dims=inputs, output_dims=outputs, axes=axes, rngs=nnx.Rngs(0), precision=Precision()
     )
 
 
-@pytest.mark.parametrize("rows", [1, FEW, MANY])
-@pytest.mark.parametrize(("inputs", "outputs"), [((24,), (4, 10)), ((4, 6), (40,))])
-def test_a_transposed_weight_gives_the_same(rows, inputs, outputs):
-    plain, transposed = linear(inputs, outputs), linear(inputs, outputs)
-    transposed.transpose()
-    assert transposed.weight.shape == (40, 24)
-    x = jax.random.normal(jax.random.key(0), (rows, 1, *inputs))
-    np.testing.assert_allclose(transposed(x), plain(x), atol=1e-5)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("inputs", "outputs"), DIMS)
+def test_the_last_dimensions_are_summed(inputs, outputs, bias):
+    one, x = linear(inputs, outputs, bias=bias), jax.random.normal(jax.random.key(0), (3, 2, *inputs))
+    if bias:
+        one.bias[...] = jnp.arange(np.prod(outputs), dtype=jnp.float32).reshape(outputs)
+    expected = np.tensordot(x, one.weight[...], len(inputs)) + (np.asarray(one.bias[...]) if bias else 0)
+    np.testing.assert_allclose(one(x), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize(("rows", "first"), [(FEW, True), (MANY, False)])
-def test_a_transposed_weight_is_the_first_factor_for_few_rows(rows, first):
-    """XLA for CPU copies the second factor of a product at each call, and would turn the transposed product round."""
-    one = linear(bias=False)
-    one.transpose()
-    graph, state = nnx.split(one)
-    run = jax.jit(lambda state, x: jnp.tanh(nnx.merge(graph, state)(x)))
-    program = run.lower(state, jnp.zeros((rows, 24))).compile().as_text()
-    products = re.findall(r"= f32\[(\d+),(\d+)\]\S* (?:dot|custom-call|fusion)\([^\n]*dot_general", program)
-    assert (("40", str(rows)) if first else (str(rows), "40")) in products
+@pytest.mark.parametrize(("inputs", "outputs"), DIMS)
+def test_sharded_dimensions_are_not_mixed(inputs, outputs):
+    x, weight = jnp.ones((3, 2, *inputs)), jnp.ones((*inputs, *outputs))
+
+    def text_of_program():
+        return str(jax.make_jaxpr(lambda x, weight: linear_product(x, weight, len(inputs)))(x, weight))
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("tensor",))
+    with logical_rules(mesh, {}):
+        apart = text_of_program()
+    assert "reshape" not in apart
+    assert "reshape" in text_of_program()

@@ -17,9 +17,9 @@ from jax import lax
 
 from axlearn_core.compose import Array, Function
 from axlearn_core.nn.layer import Context
-from axlearn_core.nn.linear import Linear
 from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_serving import token_sampling
+from axlearn_plugins_serving.serving_linear import WeightLayout, lay_out_maps
 from axlearn_plugins_serving.step_inputs import KIND, LOGPROBS, MASKED, SAMPLED, TARGETS, Step, StepBucket
 from axlearn_plugins_serving.token_sampling import Chosen, Tables
 from axlearn_plugins_transformer.causal_lm import TwoPartDecoder
@@ -43,8 +43,7 @@ class Sizes:
         steps: tokens that `serve_decode` chooses at most.
         adapters: that rows choose from.
         least: rows of everything but attention at least, so that rows do not depend on their number.
-        column_parallel: whether devices share outputs of maps, never a sum.
-        transposed: whether maps store [outputs, inputs], as processors without units for matrices multiply them best.
+        layout: of the weights of linear maps; None leaves them as training has them.
     """
 
     blocks: int
@@ -54,8 +53,7 @@ class Sizes:
     steps: int
     adapters: int = 0
     least: int = 1
-    column_parallel: bool = False
-    transposed: bool = False
+    layout: WeightLayout | None = None
 
 
 class ServingFunctions:
@@ -64,7 +62,7 @@ class ServingFunctions:
     def __init__(self, model: Any, sizes: Sizes):
         """`model`: a `CausalLM` with abstract arrays, whose caches are paged."""
         self.sizes, self.vocab = sizes, model.vocab_size
-        self._generation = GenerationFunctions(model, _edit_maps(sizes))
+        self._generation = GenerationFunctions(model, _lay_out(sizes.layout))
         decoder = model.decoder
         self._tied = getattr(decoder.cfg, "head", None) is None
         self.specs: dict[str, Any] = dict(self._generation.specs)
@@ -302,21 +300,16 @@ class _TurnsHeads(Protocol):
     whole_heads: bool
 
 
-def _edit_maps(sizes: Sizes) -> Callable[[Any], None]:
-    """Changes how plain linear maps of a model with separate layers are stored and computed."""
+def _lay_out(layout: WeightLayout | None) -> Callable[[Any], None]:
+    """Changes how a model with separate layers stores and multiplies its weights."""
 
     def edit(model: Any) -> None:
-        for _, module in nnx.iter_modules(model):
-            if sizes.transposed and isinstance(module, _TurnsHeads):
-                module.whole_heads = True
-            if type(module) is not Linear or module.weight[...].ndim != len(
-                module.cfg.input_dims + module.cfg.output_dims
-            ):
-                continue
-            if sizes.column_parallel:
-                module.split_outputs("mlp")
-            elif sizes.transposed:
-                module.transpose()
+        if layout is not None:
+            lay_out_maps(model, layout)
+        if layout == "transposed":
+            for _, module in nnx.iter_modules(model):
+                if isinstance(module, _TurnsHeads):
+                    module.whole_heads = True
 
     return edit
 

@@ -11,6 +11,7 @@ from axlearn_core.compose import ModelWeights, Program
 from axlearn_core.compose.model_program import ModelProgram
 from axlearn_core.config import Configurable, node, setting
 from axlearn_core.errors import Problem, RequestError
+from axlearn_core.run.notices import log_message
 from axlearn_plugins_serving.contracts import Pending, Row, Sampling
 from axlearn_plugins_serving.packing import Packer, StepResult
 from axlearn_plugins_serving.paged import visible_window
@@ -21,6 +22,7 @@ from axlearn_plugins_serving.runner_program import (
     buckets,
     check_parity,
     declare_steps,
+    layout_notes,
     model_weights,
     read_adapters,
     runner_program,
@@ -117,6 +119,8 @@ class ModelRunner(Configurable):
             check_parity(model, self.adapters, cfg.cache_dtype, program, cfg.kernel)
         self.buckets = buckets(cfg, self.max_blocks_per_request)
         self.program = runner_program(cfg, self.num_blocks, model, program)
+        for note in layout_notes(cfg, self.program):
+            log_message(f"note: {note}")
         if programs is not None:
             load_programs(self.program, cfg, self.buckets, model.cfg, programs)
         self._tables: Any = self.program.compile("serve_tables")()

@@ -14,6 +14,7 @@ from axlearn_core.contracts.target import Target
 from axlearn_core.errors import RequestError
 from axlearn_plugins_serving.functions import ServingFunctions, Sizes
 from axlearn_plugins_serving.paged import UsePagedCache, has_latents
+from axlearn_plugins_serving.serving_linear import WeightLayout, own_products
 from axlearn_plugins_serving.step_inputs import StepBucket
 from axlearn_plugins_serving.weight_layout import least_rows, refusal_of_parity, stores_transposed
 from axlearn_plugins_transformer.layer_roles import ExpertsRole
@@ -113,6 +114,20 @@ def check_parity(
         )
 
 
+def weight_layout(cfg: RunnerConfig, model: Node[Any], devices: Sequence[Any]) -> WeightLayout | None:
+    """How a runner stores the weights of linear maps. None leaves them as training has them."""
+    if cfg.mode == "parity":
+        return "column_parallel" if len(devices) > 1 else None
+    return "transposed" if not cfg.adapters and stores_transposed(model, devices) else None
+
+
+def layout_notes(cfg: RunnerConfig, program: ModelProgram) -> tuple[str, ...]:
+    """For a person: the linear maps of a runner's model whose weights stay as they are although others are laid out anew."""
+    model = program.functional.describe()
+    devices = list(program.layout.mesh.devices.flat)
+    return () if weight_layout(cfg, model.cfg, devices) is None else own_products(model)
+
+
 def _functions(cfg: RunnerConfig, blocks: int, model: Any, devices: Sequence[Any]) -> ServingFunctions:
     """Those of a model with abstract arrays, whose caches are paged."""
     sizes = Sizes(
@@ -122,9 +137,8 @@ def _functions(cfg: RunnerConfig, blocks: int, model: Any, devices: Sequence[Any
         moved=MOVED,
         steps=cfg.decode_steps,
         adapters=len(cfg.adapters),
-        transposed=cfg.mode == "fast" and not cfg.adapters and stores_transposed(model.cfg, devices),
         least=least_rows(model) if cfg.mode == "parity" else 1,
-        column_parallel=cfg.mode == "parity",
+        layout=weight_layout(cfg, model.cfg, devices),
     )
     return ServingFunctions(model, sizes)
 

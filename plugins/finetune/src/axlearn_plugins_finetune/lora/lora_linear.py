@@ -6,7 +6,6 @@ built as a subclass of its own class (`with_subclass`), so that whoever looks fo
 """
 
 import functools
-import math
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,14 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 from axlearn_core.config import REQUIRED, Node, interface, node, setting, with_subclass
 from axlearn_core.config.node import take
 from axlearn_core.nn.initializers import Initializer, VarianceScaling
 from axlearn_core.nn.layer import Layer, Precision
-from axlearn_core.nn.linear import Linear, Projection
-from axlearn_core.nn.sharding import is_sharded
+from axlearn_core.nn.linear import Linear, Projection, linear_product
 
 _Product = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -94,7 +91,9 @@ class LoraMap:
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., *input_dims] -> [..., *output_dims]."""
         base: Any = super()
-        return self._add_update(base.__call__(x), x, lambda x, a: _product(x, a, self.lora_inputs), _matrix_product)
+        return self._add_update(
+            base.__call__(x), x, lambda x, a: linear_product(x, a, self.lora_inputs), _matrix_product
+        )
 
     def _add_update(self, y: jax.Array, x: jax.Array, to_rank: _Product, from_rank: _Product) -> jax.Array:
         a, b = (p[...].astype(self.lora_dtype) for p in (self.lora_a, self.lora_b))
@@ -127,18 +126,8 @@ def subclass_with(mixin: type, kind: type, suffix: str) -> type:
     return types.new_class(f"{kind.__name__}{suffix}", (mixin, kind), exec_body=lambda body: body.update(names))
 
 
-def _product(x: jax.Array, weight: jax.Array, count: int) -> jax.Array:
-    # As in Linear: dimensions stay apart where they are sharded, and are one matrix where they are not.
-    if is_sharded():
-        contracted = (tuple(range(x.ndim - count, x.ndim)), tuple(range(count)))
-        return lax.dot_general(x, weight, (contracted, ((), ())))
-    inner = math.prod(weight.shape[:count])
-    y = x.reshape(-1, inner) @ weight.reshape(inner, -1)
-    return y.reshape(*x.shape[: x.ndim - count], *weight.shape[count:])
-
-
 def _matrix_product(x: jax.Array, weight: jax.Array) -> jax.Array:
-    return _product(x, weight, 1)
+    return linear_product(x, weight, 1)
 
 
 def _key(rngs: nnx.Rngs) -> jax.Array:

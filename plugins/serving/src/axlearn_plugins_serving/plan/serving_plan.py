@@ -19,6 +19,7 @@ from axlearn_plugins_serving.open_engine import check_decoder, fit_config
 from axlearn_plugins_serving.plan.steps import StepPlan, Steps
 from axlearn_plugins_serving.programs import check_new, export_programs
 from axlearn_plugins_serving.runner import ModelRunner
+from axlearn_plugins_serving.runner_program import layout_notes
 
 
 @attrs.frozen(kw_only=True)
@@ -166,7 +167,7 @@ def plan_model(
         layers=next(iter(counts), 0),
         layers_compiled=steps.layers_compiled,
         kernels=steps.choices(),
-        notes=tuple(notes),
+        notes=(*notes, *layout_notes(runner, steps.program)),
         compile_seconds=time.perf_counter() - started,
     )
 
