@@ -5,7 +5,7 @@ from typing import Any, Protocol
 import pytest
 
 from axlearn_core.config import Configurable, Node, configure, find, node
-from axlearn_core.config.roles import Role
+from axlearn_core.config.roles import Role, states_role
 from axlearn_core.config.slots import slots_of
 from axlearn_core.config.tree import SKIP, edit_nodes, fill_slots, find_slots, set_fields
 from axlearn_core.errors import ConfigError, Problem
@@ -69,6 +69,16 @@ CFG = Model.Config()
 
 def test_a_role_finds_its_nodes_and_their_subclasses():
     assert [*find(CFG, WindowRole)] == ["layers.0", "layers.2"]
+
+
+def test_a_class_states_a_role_for_itself_alone():
+    class Restated(Attention):
+        @node
+        class Config(Attention.Config, WindowRole):
+            pass
+
+    stated = [states_role(part, WindowRole) for part in (Attention.Config(), Derived.Config(), Restated.Config(), None)]
+    assert stated == [True, False, True, False]
 
 
 def test_a_node_with_a_role_is_a_value_as_any_other():

@@ -5,8 +5,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from axlearn_core.config import node
 from axlearn_core.nn.layer import Context
 from axlearn_plugins_transformer.causal_lm import TwoPartDecoder
+from axlearn_plugins_transformer.dropout import DropoutTransformerLayer
+from axlearn_plugins_transformer.layer_roles import TwoHalvesRole
 from axlearn_plugins_transformer.stack import Stack
 from axlearn_plugins_transformer.transformer import Decoder, TransformerLayer
 
@@ -67,4 +70,35 @@ def test_what_a_subclass_computes_is_not_taken_apart(tiny, changed):
     expected, _ = decoder(tokens, Context(), decoder.init_cache(1, 8))
     assert not np.allclose(expected, plain(tokens, Context(), plain.init_cache(1, 8))[0], atol=1e-2)
     begun, _ = decoder.begin(tokens, Context(), decoder.init_cache(1, 8))
+    np.testing.assert_allclose(decoder.finish(begun), expected, rtol=1e-5, atol=1e-5)
+
+
+class HalvedLayer(TransformerLayer):
+    """Changes a half, and states the halves anew."""
+
+    @node
+    class Config(TransformerLayer.Config, TwoHalvesRole):
+        """Nothing to set."""
+
+    def feed_forward_half(self, x):
+        return super().feed_forward_half(x) + 2 * x
+
+
+class SilentLayer(HalvedLayer):
+    """States nothing, so it is run whole although it computes what its base does."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "apart"),
+    [(TransformerLayer, True), (DropoutTransformerLayer, True), (HalvedLayer, True), (SilentLayer, False)],
+)
+def test_a_layer_is_taken_apart_if_its_own_class_states_its_halves(tiny, kind, apart):
+    layer = tiny().decoder.layer
+    cfg = tiny({"decoder.layer": kind.Config(**{f.name: getattr(layer, f.name) for f in attrs.fields(type(layer))})})
+    decoder = cfg.build(rngs=nnx.Rngs(0)).decoder.unstacked()
+    decoder.eval()
+    tokens = jnp.asarray([[3, 1, 4, 1, 5]])
+    expected, _ = decoder(tokens, Context(), decoder.init_cache(1, 8))
+    begun, _ = decoder.begin(tokens, Context(), decoder.init_cache(1, 8))
+    assert np.array_equal(begun, expected) is not apart
     np.testing.assert_allclose(decoder.finish(begun), expected, rtol=1e-5, atol=1e-5)

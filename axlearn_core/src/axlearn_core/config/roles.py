@@ -26,6 +26,14 @@ class Role:
             cls.promised_fields = fields
 
 
+def states_role(node: object, role: type[Role]) -> bool:
+    """Whether the class of a node names a role itself, among its own bases.
+
+    For a role that says how a class computes. `isinstance` would also take a subclass, which may compute something else.
+    """
+    return role in type(node).__bases__
+
+
 def missing_fields(cls: type, names: set[str]) -> list[str]:
     """Describes each field that a role of `cls` promises and that is not among `names`."""
     roles = [base for base in cls.__mro__ if issubclass(base, Role) and "promised_fields" in vars(base)]

@@ -68,6 +68,17 @@ class LanguageModel(Protocol):
         ...
 
 
+@runtime_checkable
+class HasEndTokens(Protocol):
+    """A model that names the tokens that end its outputs.
+
+    Attributes:
+        end_tokens: ids that end an output of `generate`, in addition to its `eos_id`.
+    """
+
+    end_tokens: tuple[int, ...]
+
+
 class CausalLM(Layer):
     """Predicts the next token."""
 
@@ -103,7 +114,7 @@ class CausalLM(Layer):
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         super().__init__(cfg, precision=Precision())
         self.vocab_size = cfg.vocab_size
-        self.end_tokens: tuple[int, ...] = ()  # ids that end an output of `generate`, in addition to its `eos_id`
+        self.end_tokens: tuple[int, ...] = ()
         self.decoder = self.child(cfg.decoder, rngs=rngs, vocab_size=cfg.vocab_size)
 
     def __call__(

@@ -15,6 +15,7 @@ from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_transformer.attention import AttentionLayer
 from axlearn_plugins_transformer.embedding import Embedding
 from axlearn_plugins_transformer.feed_forward import FeedForward
+from axlearn_plugins_transformer.layer_roles import TwoHalvesRole
 from axlearn_plugins_transformer.transformer import TransformerLayer
 
 Tree = TypeVar("Tree", bound=Node[Any])
@@ -28,7 +29,7 @@ class DropoutTransformerLayer(TransformerLayer):
     """
 
     @node
-    class Config(TransformerLayer.Config):
+    class Config(TransformerLayer.Config, TwoHalvesRole):
         """`dropout`: the share of activations that are set to zero; the rest is scaled up by 1 / (1 - dropout)."""
 
         dropout: float = setting(default=0.1, ge=0, lt=1)

@@ -10,6 +10,7 @@ import numpy as np
 from axlearn_core.compose import Program
 from axlearn_core.compose.model_program import ModelProgram, with_program
 from axlearn_core.errors import RequestError
+from axlearn_plugins_transformer.causal_lm import HasEndTokens
 from axlearn_plugins_transformer.functions import Draw, GenerationBucket, GenerationFunctions
 
 SMALLEST_PROMPT = 16
@@ -28,7 +29,7 @@ class Generator:
 
     def __init__(self, model: Any, program: Program | ModelProgram | None = None):
         self.vocab_size = model.vocab_size
-        self.end_tokens = frozenset(getattr(model, "end_tokens", ()))
+        self.end_tokens = frozenset(model.end_tokens if isinstance(model, HasEndTokens) else ())
         self.program, weights = with_program(model, program)
         self.arrays = self.program.compile("unstack")(weights)
         self.functions = GenerationFunctions(self.program.functional.describe())

@@ -29,3 +29,33 @@ class ExpertsRole(Role, fields=("num_experts", "top_k")):
     """A layer with `num_experts` experts, of which each token uses `top_k`."""
 
     __slots__ = ()
+
+
+class TwoHalvesRole(Role):
+    """A layer whose `__call__` is `attention_half` and then `feed_forward_half`, which maps each position on its own.
+
+        def attention_half(self, x, context, cache=None): [B, S, D] and the cache of the layer -> ([B, S, D], the new cache)
+        def feed_forward_half(self, x): [B, S, D] -> [B, S, D]
+
+    Each class states it for itself (`states_role`): a subclass may compute something else.
+    """
+
+    __slots__ = ()
+
+
+class OneByOneRole(Role):
+    """A stack that runs separate layers one after the other, so that a layer may also be run behind it.
+
+    Each class states it for itself (`states_role`): a subclass may compute something else.
+    """
+
+    __slots__ = ()
+
+
+class TwoPartRole(Role):
+    """A decoder whose `__call__` is `finish` of what `begin` gives (see `TwoPartDecoder`).
+
+    Each class states it for itself (`states_role`): a subclass may compute something else.
+    """
+
+    __slots__ = ()

@@ -18,6 +18,7 @@ from axlearn_core.nn.layer import Context
 from axlearn_core.nn.remat import Remat
 from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_transformer.alternate import Plan, layer_configs, plan
+from axlearn_plugins_transformer.layer_roles import OneByOneRole
 from axlearn_plugins_transformer.stacked import Layers, MixedLayers, Record, Run, Written, rows_of, write_variables
 
 
@@ -59,7 +60,7 @@ def unstack(layers: Any, num_layers: int) -> nnx.List:
 def each_layer(layers: Any, num_layers: int) -> Sequence[Any]:
     """For each layer a module of its kind, whose parameters may be those of several layers."""
     if isinstance(layers, MixedLayers):
-        return [getattr(layers, str(kind)) for kind in layers.kinds]
+        return [layers.of_kind(kind) for kind in layers.kinds]
     return layers if isinstance(layers, nnx.List) else [layers] * num_layers
 
 
@@ -77,7 +78,7 @@ class Stack(Configurable):
     """
 
     @node
-    class Config(Configurable.Config["Stack"], StackRole):
+    class Config(Configurable.Config["Stack"], StackRole, OneByOneRole):
         """`remat` says what the backward pass keeps of each layer; None keeps what it needs.
 
         Both are execution: the parameters, and what the layers compute, are the same.

@@ -27,6 +27,10 @@ class MixedLayers(nnx.Module):
         for kind, layers in enumerate(stacked):
             setattr(self, str(kind), layers)
 
+    def of_kind(self, kind: int) -> Any:
+        """The stacked layers of a kind."""
+        return getattr(self, str(kind))
+
 
 @attrs.frozen(eq=False)
 class Layers:
@@ -51,7 +55,7 @@ class Layers:
             graphs, states = zip(*map(nnx.split, module), strict=True)
             return cls(tuple(range(len(states))), graphs, states, separate=True)
         if isinstance(module, MixedLayers):
-            parts = [nnx.split(getattr(module, str(kind))) for kind in range(max(module.kinds) + 1)]
+            parts = [nnx.split(module.of_kind(kind)) for kind in range(max(module.kinds) + 1)]
             return cls(module.kinds, tuple(g for g, _ in parts), tuple(s for _, s in parts))
         graph, state = nnx.split(module)
         return cls((0,) * (num_layers or jax.tree.leaves(state)[0].shape[0]), (graph,), (state,))
@@ -96,7 +100,7 @@ def write_variables(module: Any, written: Written) -> None:
         if isinstance(module, nnx.List):
             variables.write(module[kind], values)
         else:
-            variables.write(getattr(module, str(kind)) if isinstance(module, MixedLayers) else module, values)
+            variables.write(module.of_kind(kind) if isinstance(module, MixedLayers) else module, values)
 
 
 @attrs.frozen(eq=False)

@@ -2,43 +2,26 @@
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from axlearn_core.config import REQUIRED, Node, interface, node, setting
+from axlearn_core.config.roles import states_role
 from axlearn_core.errors import Problem
 from axlearn_core.nn.layer import Context, Layer, Precision
 from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_transformer.attention import Attention, AttentionLayer
 from axlearn_plugins_transformer.embedding import Embedding, OutputHead, PositionEmbedding, TokenEmbedding
 from axlearn_plugins_transformer.feed_forward import FeedForward, GatedFeedForward
+from axlearn_plugins_transformer.layer_roles import OneByOneRole, TwoHalvesRole, TwoPartRole
 from axlearn_plugins_transformer.norm import Norm, RMSNorm
 from axlearn_plugins_transformer.stack import LayerStack, Stack, StackLayer, each_layer, unstack
 
 RESIDUAL = ("batch", "residual_sequence", "activation_embed")
 """The logical axes of what goes from block to block."""
-
-
-@runtime_checkable
-class TwoHalves(Protocol):
-    """A layer whose second half maps each position on its own: of the last layer only where somebody needs the result."""
-
-    def attention_half(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
-        """[B, S, D] and the cache of the layer -> ([B, S, D], the new cache)."""
-        ...
-
-    def feed_forward_half(self, x: jax.Array) -> jax.Array:
-        """[B, S, D] -> [B, S, D]."""
-        ...
-
-
-def _one_class_defines(kind: type, *methods: str) -> bool:
-    """Whether a class has all these methods from one place: a subclass with a `__call__` of its own computes something else."""
-    owners = {next((base for base in kind.__mro__ if method in vars(base)), None) for method in methods}
-    return len(owners) == 1 and None not in owners
 
 
 class TransformerLayer(Layer):
@@ -49,7 +32,7 @@ class TransformerLayer(Layer):
     """
 
     @node
-    class Config(Layer.Config["TransformerLayer"]):
+    class Config(Layer.Config["TransformerLayer"], TwoHalvesRole):
         """Each norm node is built twice, once for either half."""
 
         input_dim: int = interface(default=REQUIRED)
@@ -86,12 +69,12 @@ class TransformerLayer(Layer):
         return self.feed_forward_half(x), cache
 
     def attention_half(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
-        """See `TwoHalves`."""
+        """See `TwoHalvesRole`."""
         y, cache = self.attention(self._before("attention", x), context, cache)
         return self._after("attention", x, y), cache
 
     def feed_forward_half(self, x: jax.Array) -> jax.Array:
-        """See `TwoHalves`."""
+        """See `TwoHalvesRole`."""
         return self._after("feed_forward", x, self.feed_forward(self._before("feed_forward", x)))
 
     def _before(self, half: str, x: jax.Array) -> jax.Array:
@@ -123,7 +106,7 @@ class Decoder(Layer):
     """Token ids to hidden states: an embedding, a stack of layers, a final norm."""
 
     @node
-    class Config(Layer.Config["Decoder"]):
+    class Config(Layer.Config["Decoder"], TwoPartRole):
         """`hidden_dim` is the width. Without a `head` the output layer is the embedding transposed.
 
         `position` is added to the embeddings, for models whose attention has no positions of its own.
@@ -193,16 +176,18 @@ class Decoder(Layer):
     def _normalized(self, x: jax.Array) -> jax.Array:
         return x if self.cfg.norm is None else self.norm(x)
 
-    def _last_layer(self) -> TwoHalves | None:
-        """A copy of the last of separate layers, whose variables any trace may write; None where `begin` does everything."""
-        if not isinstance(self.layer, nnx.List) or len(self.layer) < 2 or not isinstance(self.layer[-1], TwoHalves):
+    def _last_layer(self) -> Any:
+        """A copy of the last of separate layers, whose variables any trace may write; None if `begin` does everything."""
+        if not isinstance(self.layer, nnx.List) or len(self.layer) < 2:
             return None
-        one_meaning = (
-            _one_class_defines(type(self), "__call__", "begin", "finish")
-            and _one_class_defines(type(self.cfg.stack.build()), "__call__", "run")
-            and _one_class_defines(type(self.layer[-1]), "__call__", "attention_half", "feed_forward_half")
+        last = self.layer[-1]
+        apart = (
+            states_role(self.cfg, TwoPartRole)
+            and states_role(self.cfg.stack, OneByOneRole)
+            and isinstance(last, Layer)
+            and states_role(last.cfg, TwoHalvesRole)
         )
-        return nnx.merge(*nnx.split(self.layer[-1]), copy=True) if one_meaning else None
+        return nnx.merge(*nnx.split(last), copy=True) if apart else None
 
     def init_cache(self, batch: int, length: int) -> Cache:
         """An empty cache for `batch` rows of at most `length` tokens."""
