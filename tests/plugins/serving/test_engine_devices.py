@@ -15,7 +15,7 @@ import axlearn_core as ax
 from axlearn_core.config import patch
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.errors import ConfigError, RequestError
-from axlearn_plugins_serving import engine_devices, runner_program
+from axlearn_plugins_serving import engine_devices
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.engine_devices import VIRTUAL_DEVICES, serving_program
 from axlearn_plugins_transformer.generate import Generator
@@ -87,7 +87,7 @@ def test_the_mesh_of_the_training_does_not_matter():
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("number", [2, 4])
 def test_devices_that_share_products_give_the_tokens_of_one(number, transposed, monkeypatch):
-    monkeypatch.setattr(runner_program, "stores_transposed", lambda model, devices: transposed)
+    monkeypatch.setattr("axlearn_plugins_serving.runner.stores_transposed", lambda model, devices: transposed)
     cfg = config(tensor_parallel=number)
     built = model().build(rngs=nnx.Rngs(0))
     program = serving_program(model(), Mesh(), cfg)

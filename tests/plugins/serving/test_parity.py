@@ -11,8 +11,8 @@ from serving_models import SIZES, config, model, prompts
 from axlearn_core.compose import Functional
 from axlearn_core.config import patch
 from axlearn_core.errors import RequestError
+from axlearn_plugins_serving.parity import ROWS, ROWS_OF_WIDE_MAPS, least_rows
 from axlearn_plugins_serving.runner import ModelRunner
-from axlearn_plugins_serving.weight_layout import ROWS, ROWS_OF_WIDE_MAPS, least_rows
 from axlearn_plugins_transformer.kernels.hooks import axlearn_kernels
 
 

@@ -169,7 +169,7 @@ class Unpackaged(Configurable):
 
 def test_a_model_with_code_that_is_not_installed_has_no_programs():
     with pytest.raises(ProgramsError, match="its config has code that is not installed"):
-        identity(None, ModelRunner.Config(), Unpackaged.Config())
+        identity(None, {"runner": ModelRunner.Config(), "model": Unpackaged.Config()})
 
 
 def test_what_is_not_begun_is_not_loaded_once_the_runner_is_closed():

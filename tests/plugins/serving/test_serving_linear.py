@@ -11,10 +11,12 @@ from flax import nnx
 
 from axlearn_core.compose import Functional
 from axlearn_core.config import map as map_nodes
+from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.nn.layer import Layer, Precision
 from axlearn_core.nn.linear import Linear
 from axlearn_core.nn.sharding import logical_rules
 from axlearn_plugins_serving.local_engine import serve
+from axlearn_plugins_serving.runner import ModelRunner, RunnerProgram
 from axlearn_plugins_serving.serving_linear import (
     LAYOUTS,
     WEIGHT_FIRST_ROWS,
@@ -144,7 +146,7 @@ def test_maps_of_every_kind_are_served_as_they_generate(kind, capsys):
 
 
 def test_a_served_map_is_a_projection_without_the_interface_of_training():
-    assert not issubclass(ServingLinear, Layer), "it is no component, and no config names it"
+    assert not issubclass(ServingLinear, Layer), "it is not a component, and configs do not name it"
     served = TransposedLinear(linear())
     assert sorted(".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(served))) == ["bias", "weight"]
 
@@ -158,3 +160,31 @@ def test_weights_that_a_server_takes_keep_the_shapes_of_training():
         }
         engine.update_weights(functional.weights_of(serving_models.model()))
         assert runner._arrays["decoder.layer.0.attention.query.weight"].ndim == 2
+
+
+@pytest.mark.parametrize(
+    ("features", "changes", "devices", "layout"),
+    [
+        ([], {}, 1, "transposed"),
+        ([], {}, 2, "transposed"),
+        (["mla"], {}, 1, None),
+        ([], {"mode": "parity"}, 1, None),
+        ([], {"mode": "parity"}, 2, "column_parallel"),
+    ],
+)
+def test_the_mode_the_devices_and_the_model_choose_the_layout(features, changes, devices, layout):
+    cfg = ModelRunner.Config(**{**serving_models.SIZES, **changes})
+    mesh = Mesh(shape={"tensor": devices} if devices > 1 else {})
+    program = RunnerProgram(cfg, serving_models.config(*features), jax.devices()[:devices], mesh)
+    shapes = {path: spec.shape for path, spec in program._serving.specs.items()}
+    names = ("decoder.layer.0.feed_forward.up.weight", "decoder.layer.1.attention.output.weight")
+    assert program._serving.sizes.layout == layout
+    assert [len(shapes[name]) for name in names] == ([2, 2] if layout == "transposed" else [2, 3])
+
+
+@pytest.mark.parametrize(("changes", "count"), [({}, 1), ({"mode": "parity"}, 0)])
+def test_maps_are_named_if_others_are_laid_out(changes, count):
+    cfg = ModelRunner.Config(**{**serving_models.SIZES, **changes})
+    program = RunnerProgram(cfg, serving_models.config("lora:rank=2"), jax.devices()[:1])
+    notes = program.notes()
+    assert [note.partition(" multiplies")[0].rpartition(" ")[2] for note in notes] == ["LinearWithLora"] * count

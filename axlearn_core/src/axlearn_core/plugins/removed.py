@@ -30,6 +30,12 @@ NAMES: Mapping[str, str] = {
     "axlearn_core.train.phases": "axlearn_core.run.phases",
     "axlearn_core.train.run_dir": "axlearn_core.run.record",
     "axlearn_plugins_finetune.runs": "axlearn_core.run.Run.derive to write a run; axlearn_plugins_finetune.conversion",
+    "axlearn_core.nn.linear.WEIGHT_FIRST_ROWS": "axlearn_plugins_serving.serving_linear.WEIGHT_FIRST_ROWS",
+    "axlearn_plugins_serving.runner_program": "axlearn_plugins_serving.runner, whose RunnerProgram has the functions of a runner",
+    "axlearn_plugins_serving.weight_layout": "axlearn_plugins_serving.serving_linear for layouts of weights, and "
+    "axlearn_plugins_serving.parity for what the mode parity needs",
+    "axlearn_plugins_transformer.transformer.TwoHalves": "axlearn_plugins_transformer.layer_roles.TwoHalvesRole, a base of the "
+    "layer's Config",
     "axlearn_core.testing": "axlearn_testing, of the distribution axlearn-testing",
     "axlearn_core.cli.open_command": "axlearn_core.cli.extensible, whose ExtensibleCommand replaces OpenCommand",
 }

@@ -75,6 +75,17 @@ class Constraint(Protocol):
         ...
 
 
+@runtime_checkable
+class HasGrammar(Protocol):
+    """A constraint that another process can make again.
+
+    Attributes:
+        grammar: all that the constraint is made from.
+    """
+
+    grammar: str
+
+
 @attrs.frozen(kw_only=True)
 class Request:
     """One prompt to continue.
@@ -271,6 +282,17 @@ class Pending(Protocol):
 
 
 @runtime_checkable
+class HasConfig(Protocol):
+    """A module that keeps the config that built it.
+
+    Attributes:
+        cfg: a `Node`.
+    """
+
+    cfg: Any
+
+
+@runtime_checkable
 class HasWindow(Protocol):
     """A runner of a model whose tokens see a limited number of keys. The engine uses the blocks behind them again.
 
@@ -279,6 +301,30 @@ class HasWindow(Protocol):
     """
 
     window: int | None
+
+
+@runtime_checkable
+class HasProgram(Protocol):
+    """A runner that computes by a program, whose structure weights in other forms are fitted to.
+
+    Attributes:
+        program: an `axlearn_core.compose.model_program.ModelProgram`.
+    """
+
+    program: Any
+
+
+@runtime_checkable
+class ReadsWeights(Protocol):
+    """Weights that somebody opened and nobody has read yet, such as an `axlearn_core.run.RunWeights`."""
+
+    def specs(self) -> Mapping[str, Any]:
+        """Path -> shape and dtype of each tensor."""
+        ...
+
+    def read(self, pattern: str = "**") -> Mapping[str, Any]:
+        """Path -> each tensor that fits the pattern."""
+        ...
 
 
 @runtime_checkable
@@ -316,7 +362,7 @@ class Runner(Protocol):
         decode_steps: the largest `steps` of `submit`.
         adapters: names of LoRA adapters that requests may take.
 
-    A runner may also be a `HasWindow` or `HoldsResources`.
+    A runner may also be a `HasWindow`, `HasProgram` or `HoldsResources`.
     """
 
     vocab_size: int

@@ -18,8 +18,8 @@ from axlearn_core.errors import ConfigError, Problem, RequestError
 from axlearn_core.run.notices import log_message
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.paged import has_latents
+from axlearn_plugins_serving.parity import refusal_of_parity
 from axlearn_plugins_serving.runner import ModelRunner
-from axlearn_plugins_serving.weight_layout import refusal_of_parity
 
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 VIRTUAL_DEVICES = 2
@@ -39,10 +39,9 @@ def set_up_devices(config: ServingEngine.Config, *, owns_cores: bool = False) ->
     shares = owns_cores and _may_share(config) and _count_cores() >= VIRTUAL_DEVICES
     count = config.tensor_parallel or (VIRTUAL_DEVICES if shares else 1)
     if count > 1:
-        if (
-            getattr(config.runner, "decode_steps", 1) > 1
-        ):  # a loop with collectives, in which each device holds a thread
-            compat.threads_for(count)
+        runner = config.runner
+        if isinstance(runner, ModelRunner.Config) and runner.decode_steps > 1:
+            compat.threads_for(count)  # a loop with collectives, in which each device holds a thread
         _make_virtual(count)
 
 
@@ -74,7 +73,8 @@ def serving_program(model: Node[Any], mesh: Mesh, config: ServingEngine.Config) 
     if can_share and _may_share(config):
         with contextlib.suppress(ConfigError):  # its sizes cannot be divided
             shared = program(VIRTUAL_DEVICES)
-            if getattr(config.runner, "mode", None) != "parity" or refusal_of_parity(shared) is None:
+            parity = isinstance(config.runner, ModelRunner.Config) and config.runner.mode == "parity"
+            if not parity or refusal_of_parity(shared) is None:
                 log_message(
                     f"note: {VIRTUAL_DEVICES} virtual CPU devices share each product; serving.tensor_parallel=1 takes one"
                 )

@@ -16,6 +16,7 @@ from flax import nnx
 from jax import lax
 
 from axlearn_core.compose import Array, Function
+from axlearn_core.config.tree import children
 from axlearn_core.nn.layer import Context
 from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_serving import token_sampling
@@ -25,6 +26,7 @@ from axlearn_plugins_serving.token_sampling import Chosen, Tables
 from axlearn_plugins_transformer.causal_lm import TwoPartDecoder
 from axlearn_plugins_transformer.functions import Arrays, GenerationFunctions
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp
+from axlearn_plugins_transformer.layer_roles import OutputHeadRole
 from axlearn_plugins_transformer.transformer import Cache
 
 HEAD = "head"
@@ -64,7 +66,8 @@ class ServingFunctions:
         self.sizes, self.vocab = sizes, model.vocab_size
         self._generation = GenerationFunctions(model, _lay_out(sizes.layout))
         decoder = model.decoder
-        self._tied = getattr(decoder.cfg, "head", None) is None
+        head = children(decoder.cfg)["head"] if isinstance(decoder.cfg, OutputHeadRole) else None
+        self._tied = head is None
         self.specs: dict[str, Any] = dict(self._generation.specs)
         self._like: Any = None
 

@@ -18,8 +18,10 @@ from axlearn_core.run import open_weights, split_weights
 from axlearn_core.train.inference import Loaded
 from axlearn_plugins_serving.contracts import (
     FinishReason,
+    HasProgram,
     Output,
     QueueFullError,
+    ReadsWeights,
     Request,
     Sampling,
     Statistics,
@@ -28,7 +30,7 @@ from axlearn_plugins_serving.contracts import (
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.generation import Generation, Sample
 from axlearn_plugins_serving.open_engine import build_engine, open_engine
-from axlearn_plugins_serving.runner_program import model_weights
+from axlearn_plugins_serving.runner import model_weights
 from axlearn_plugins_transformer.text.decoding import OutputText
 from axlearn_plugins_transformer.text.processor import TextProcessor, text_processor
 
@@ -253,16 +255,17 @@ class LocalEngine:
         )
 
     def _model_weights(self, weights: Any) -> ModelWeights:
-        program: Any = getattr(self.engine.runner, "program", None)
-        if isinstance(weights, ModelWeights) or program is None:
+        runner: Any = self.engine.runner
+        if isinstance(weights, ModelWeights) or not isinstance(runner, HasProgram):
             return weights
+        functional = runner.program.functional
         if isinstance(weights, (str, Path)):
             weights = open_weights(weights)
         if isinstance(weights, Mapping):
-            return ModelWeights(*split_weights(weights, program.functional))
-        if hasattr(weights, "read") and hasattr(weights, "specs"):
-            return ModelWeights(*split_weights(weights.read("**"), program.functional))
-        return model_weights(program.functional, weights)
+            return ModelWeights(*split_weights(weights, functional))
+        if isinstance(weights, ReadsWeights):
+            return ModelWeights(*split_weights(weights.read("**"), functional))
+        return model_weights(functional, weights)
 
 
 class _Collection:

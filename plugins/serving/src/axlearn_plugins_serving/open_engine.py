@@ -15,6 +15,7 @@ from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import CheckpointError, RequestError
 from axlearn_core.run import bind_weights, open_weights
 from axlearn_core.run.notices import log_message
+from axlearn_plugins_serving.contracts import HasConfig
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.engine_devices import serving_program
 from axlearn_plugins_serving.programs import ProgramsError
@@ -23,6 +24,7 @@ from axlearn_plugins_transformer.embedding import LearnedPositions
 from axlearn_plugins_transformer.layer_roles import LanguageModelRole
 from axlearn_plugins_transformer.text.chat_template import ChatTemplate
 from axlearn_plugins_transformer.text.processor import TextProcessor, text_processor
+from axlearn_plugins_transformer.text.tokenizers import TokenizerJson
 
 
 class OpenedEngine(NamedTuple):
@@ -146,7 +148,7 @@ def build_engine(
             "    expected: a language model, whose config has the role LanguageModelRole\n"
             "    fix: give the directory of one"
         )
-    config = fit_config(config or ServingEngine.Config(), getattr(model, "cfg", None), text)
+    config = fit_config(config or ServingEngine.Config(), model.cfg if isinstance(model, HasConfig) else None, text)
     if programs is not None and not isinstance(config.runner, ModelRunner.Config):
         raise RequestError(f"a {type(config.runner).__qualname__} loads no programs\n    fix: leave --programs out")
     devices = 1 if program is None else program.layout.mesh.size
@@ -194,8 +196,7 @@ def fit_config(config: ServingEngine.Config, model: Any, text: TextProcessor | N
 
 def warn_of_end_token(uri: str | Path, input: Any, tokenizer: Any) -> None:
     """One line where no file of a model names the token that ends a text, and a usual one is taken."""
-    config = getattr(input, "tokenizer", None)
-    if getattr(config, "eos", "") is None and getattr(config, "path", None) is not None:
+    if any(part.eos is None and part.path is not None for part in find(input, TokenizerJson).values()):
         log_message(
             f"warning: outputs end at {tokenizer.eos_token!r}, which the vocabulary of {uri} has and no file of it chose; "
             "clients can name others in stop_token_ids"
@@ -205,7 +206,8 @@ def warn_of_end_token(uri: str | Path, input: Any, tokenizer: Any) -> None:
 def check_decoder(model: Node[Any]) -> None:
     """Raises `RequestError` where the config is of a model that does not generate tokens."""
     if not isinstance(model, LanguageModelRole):
-        name = getattr(type(model).owner, "__name__", type(model).__qualname__)
+        owner = type(model).owner
+        name = owner.__name__ if isinstance(owner, type) else type(model).__qualname__
         raise RequestError(
             f"a {name} cannot be served: it does not generate tokens\n"
             "    expected: a language model, whose config has the role LanguageModelRole\n"

@@ -6,7 +6,7 @@ import attrs
 
 from axlearn_core.config import Node, find, node, setting
 from axlearn_core.config.slots import slots_of
-from axlearn_core.config.tree import edit_nodes, find_slots
+from axlearn_core.config.tree import children, edit_nodes, find_slots
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_transformer.alternate import Alternate
@@ -51,7 +51,8 @@ class UsePagedCache(Feature):
     def _pages(self, part: Any) -> Any:
         values: dict[str, Any] = {}
         for name in slots_of(type(part), KVCache):
-            before = getattr(getattr(part, name), "store", None)
+            cache = children(part)[name]
+            before = cache.store if isinstance(cache, PagedCache.Config) else None
             if None not in (before, self.store) and before != self.store:
                 raise ConfigError(_two_stores(before, self.store))
             values[name] = PagedCache.Config(page_size=self.page_size, heads_first=self.heads_first, store=self.store)
@@ -99,7 +100,7 @@ def visible_window(model: Any) -> int | None:
     windows: list[int | None] = []
     for part in find(model, Node).values():
         if keeps_cache(part):
-            window: Any = getattr(part, "window") if isinstance(part, WindowRole) else None  # noqa: B009
+            window = children(part)["window"] if isinstance(part, WindowRole) else None
             choices = (*window.first, *window.children) if isinstance(window, Alternate) else (window,)
             windows += [window_of(choice) for choice in choices]
     sizes = [window for window in windows if window is not None]

@@ -8,14 +8,13 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from axlearn_core.compose.executables import INDEX
 from axlearn_core.compose.identity import program_identity
 from axlearn_core.compose.model_program import ModelProgram
 from axlearn_core.config import Node
 from axlearn_core.errors import RequestError
-from axlearn_plugins_serving.runner_program import RunnerConfig, step_functions
 from axlearn_plugins_serving.step_inputs import StepBucket
 
 
@@ -25,28 +24,22 @@ class ProgramsError(RequestError):
 
 FOLDER = "programs"
 """Of a run directory."""
-FIRST = ("serve_tables", "serve_cache", "serve_weights")
-"""Functions that make what steps work on."""
+Shapes: TypeAlias = Mapping[str, Sequence[StepBucket | None]]
+"""Function -> the shapes that it is compiled for."""
 
 
-def runner_functions(cfg: RunnerConfig, buckets: Sequence[StepBucket]) -> dict[str, list[StepBucket | None]]:
-    """Name -> shapes, of everything that a runner computes."""
-    return {**{name: [None] for name in FIRST}, **step_functions(cfg, buckets)}
-
-
-def identity(program: ModelProgram, cfg: RunnerConfig, model: Node[Any]) -> dict[str, str]:
+def identity(program: ModelProgram, configs: Mapping[str, Node[Any]]) -> dict[str, str]:
     """Everything that the programs of a runner are made from, by name.
 
     Args:
         program: of the runner.
-        cfg: of the runner.
-        model: the config of the model.
+        configs: of the runner and of its model.
 
     Raises:
         ProgramsError: a config has code that only this process knows.
     """
     # A program that is to be loaded has not declared the functions of steps: their code and the configs stand for them.
-    parts = program_identity(program, {"model": model, "runner": cfg}, functions=())
+    parts = program_identity(program, configs, functions=())
     if parts is None:
         raise ProgramsError(
             "nothing tells the programs of this model from those of another: its config has code that is not installed\n"
@@ -55,38 +48,25 @@ def identity(program: ModelProgram, cfg: RunnerConfig, model: Node[Any]) -> dict
     return parts
 
 
-def export_programs(
-    program: ModelProgram, cfg: RunnerConfig, buckets: Sequence[StepBucket], model: Node[Any], directory: Path
-) -> None:
-    """Compiles what is not compiled yet, and writes all functions of a runner to a new directory.
-
-    Raises:
-        RequestError: the directory exists, or a function cannot be written.
-    """
-    program.export(directory, runner_functions(cfg, buckets), identity(program, cfg, model))
-
-
 def check_new(directory: Path | None) -> None:
     """Raises `RequestError` where a directory exists that programs are to be written to."""
     if directory is not None and directory.exists():
         raise RequestError(f"{directory} exists\n    fix: name a new directory, or remove this one")
 
 
-def load_programs(
-    program: ModelProgram, cfg: RunnerConfig, buckets: Sequence[StepBucket], model: Node[Any], directory: Path
-) -> None:
-    """Takes the functions of a runner from a directory: nothing is traced or compiled.
+def load_programs(program: ModelProgram, functions: Shapes, configs: Mapping[str, Node[Any]], directory: Path) -> None:
+    """Takes functions of a runner from a directory: nothing is traced or compiled.
 
     Raises:
         ProgramsError: they are of another model, other settings, other code, another version or another machine; or one is
             missing or damaged.
     """
     try:
-        program.load(directory, identity(program, cfg, model))
+        program.load(directory, identity(program, configs))
         program.verify()
     except RequestError as error:
         raise ProgramsError(str(error)) from error
-    for name, bucket in each_function(runner_functions(cfg, buckets)):
+    for name, bucket in each_function(functions):
         if not program.exported(name, bucket):
             raise ProgramsError(
                 f"{directory} has no program {name}" + (f" of the shape {bucket}" if bucket else "") + "\n"
@@ -102,7 +82,7 @@ class Loading:
         functions: name -> shapes.
     """
 
-    def __init__(self, program: ModelProgram, functions: Mapping[str, Sequence[StepBucket | None]]):
+    def __init__(self, program: ModelProgram, functions: Shapes):
         pool = ThreadPoolExecutor(1, "load-programs")
         self._loads = [pool.submit(program.compile, *function) for function in each_function(functions)]
         pool.shutdown(wait=False)
@@ -113,7 +93,7 @@ class Loading:
             load.cancel()
 
 
-def each_function(functions: Mapping[str, Sequence[StepBucket | None]]) -> list[tuple[str, StepBucket | None]]:
+def each_function(functions: Shapes) -> list[tuple[str, StepBucket | None]]:
     """(name, shape) of all shapes of functions."""
     return [(name, bucket) for name, shapes in functions.items() for bucket in shapes]
 

@@ -1,34 +1,40 @@
-"""`ModelRunner`: computes steps of a model over a cache of blocks, by functions that are compiled before the first request."""
+"""`ModelRunner`: computes steps of a model over a cache of blocks, by functions that are compiled before the first request.
+
+`RunnerProgram` is those functions. It stands without a runner too: a plan compiles it for devices that are not here.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
+from flax import nnx
 
-from axlearn_core.compose import ModelWeights, Program
+from axlearn_core.compose import Function, Functional, ModelWeights, Program
 from axlearn_core.compose.model_program import ModelProgram
-from axlearn_core.config import Configurable, node, setting
+from axlearn_core.config import Configurable, Node, node, setting
+from axlearn_core.contracts.mesh import Mesh
+from axlearn_core.contracts.target import Target
 from axlearn_core.errors import Problem, RequestError
 from axlearn_core.run.notices import log_message
 from axlearn_plugins_serving.contracts import Pending, Row, Sampling
+from axlearn_plugins_serving.functions import ServingFunctions, Sizes
 from axlearn_plugins_serving.packing import Packer, StepResult
-from axlearn_plugins_serving.paged import visible_window
-from axlearn_plugins_serving.programs import Loading, each_function, load_programs
-from axlearn_plugins_serving.runner_program import (
-    MOVED,
-    block_counts,
-    buckets,
-    check_parity,
-    declare_steps,
-    layout_notes,
-    model_weights,
-    read_adapters,
-    runner_program,
-    step_functions,
-)
+from axlearn_plugins_serving.paged import UsePagedCache, visible_window
+from axlearn_plugins_serving.parity import check_parity, least_rows
+from axlearn_plugins_serving.programs import Loading, Shapes, each_function, identity, load_programs
+from axlearn_plugins_serving.serving_linear import WeightLayout, own_products, stores_transposed
+from axlearn_plugins_serving.step_inputs import StepBucket
 from axlearn_plugins_serving.token_sampling import MAX_BIAS, table_row
+
+if TYPE_CHECKING:
+    from axlearn_plugins_finetune.lora.rows import RowAdapters
+
+MOVED = 16
+"""Blocks that are copied, read or written at once."""
+FIRST = ("serve_tables", "serve_cache", "serve_weights")
+"""Functions that make what steps work on."""
 
 
 class ModelRunner(Configurable):
@@ -83,11 +89,11 @@ class ModelRunner(Configurable):
             """Buckets that are not sizes, and more tokens than steps can count."""
             yield from super().validate()
             most = 2**31 // max(1, self.block_size) - 1
-            if block_counts(self)[1] > most:
+            if self.total_blocks > most:
                 yield Problem(
                     path="num_blocks",
                     message="a step counts tokens of the cache in 32 bits",
-                    got=str(block_counts(self)[1]),
+                    got=str(self.total_blocks),
                     expected=f"at most {most}",
                 )
             for name in ("row_buckets", "chunk_buckets"):
@@ -95,6 +101,28 @@ class ModelRunner(Configurable):
                     yield Problem(
                         path=name, message="not sizes", got=str(getattr(self, name)), expected="at least 1 each"
                     )
+
+        @property
+        def blocks_per_request(self) -> int:
+            """The most blocks that one request can have."""
+            return -(-self.max_context // max(1, self.block_size))
+
+        @property
+        def total_blocks(self) -> int:
+            """Blocks of the cache."""
+            return self.num_blocks or self.max_rows * self.blocks_per_request
+
+        def buckets(self) -> list[StepBucket]:
+            """The shapes of steps; smaller ones first."""
+            rows = sorted({min(n, self.max_rows) for n in (*self.row_buckets, self.max_rows)})
+            most = -(-self.max_step_tokens // self.chunk)
+            chunks = sorted({min(n, most) for n in (*self.chunk_buckets, most)})
+
+            def bucket(rows: int, chunks: int) -> StepBucket:
+                return StepBucket(rows, chunks, self.chunk, self.blocks_per_request)
+
+            alone = [bucket(0, k) for k in sorted({chunks[0], most})]
+            return [*[bucket(n, 0) for n in rows], *alone, *[bucket(rows[-1], k) for k in chunks]]
 
     def __init__(
         self,
@@ -108,7 +136,7 @@ class ModelRunner(Configurable):
         self.cfg = cfg
         self.adapters = tuple(cfg.adapters)
         self.block_size, self.max_rows, self.decode_steps = cfg.block_size, cfg.max_rows, cfg.decode_steps
-        self.max_blocks_per_request, self.num_blocks = block_counts(cfg)
+        self.max_blocks_per_request, self.num_blocks = cfg.blocks_per_request, cfg.total_blocks
         self.chunk, self.max_context, self.max_logit_bias = cfg.chunk, cfg.max_context, MAX_BIAS
         # Chunks of prompts beside a token of every request, so that steps with prompts are as full as they can be.
         self.max_prompt_tokens = -(-cfg.max_step_tokens // cfg.chunk) * cfg.chunk
@@ -117,16 +145,15 @@ class ModelRunner(Configurable):
         self.window = visible_window(model.cfg)
         if cfg.mode == "parity":
             check_parity(model, self.adapters, cfg.cache_dtype, program, cfg.kernel)
-        self.buckets = buckets(cfg, self.max_blocks_per_request)
-        self.program = runner_program(cfg, self.num_blocks, model, program)
-        for note in layout_notes(cfg, self.program):
+        self.program = RunnerProgram.beside(program, cfg, model)
+        self.buckets = self.program.buckets
+        for note in self.program.notes():
             log_message(f"note: {note}")
         if programs is not None:
-            load_programs(self.program, cfg, self.buckets, model.cfg, programs)
+            load_programs(self.program, self.program.shapes(), self.program.configs, programs)
         self._tables: Any = self.program.compile("serve_tables")()
         self.cache: Any = self.program.compile("serve_cache")()
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.cache)
-        declare_steps(self.program, cfg, self.num_blocks, shapes)
+        self.program.declare_steps(self.cache)
         self._sampling: dict[int, Sampling] = {}
         self._warm: int | None = None
         loaded = model_weights(self.program.functional, model) if weights is None else weights()
@@ -134,7 +161,7 @@ class ModelRunner(Configurable):
         self.update_weights(loaded)
         self._loading: Loading | None = None
         if programs is not None:  # after the weights, because the start waits for those alone
-            self._loading = Loading(self.program, step_functions(cfg, self.buckets))
+            self._loading = Loading(self.program, self.program.step_shapes())
         self._packer = Packer(self.buckets, self.max_rows)
 
     @property
@@ -145,7 +172,7 @@ class ModelRunner(Configurable):
     def warm_up(self) -> None:
         """Compiles all functions that steps may need. Exported ones are loaded in the background."""
         if self._loading is None:
-            self.program.compile_all(each_function(step_functions(self.cfg, self.buckets)))
+            self.program.compile_all(each_function(self.program.step_shapes()))
         self._warm = self._count_compiled()
 
     def _count_compiled(self) -> int:
@@ -237,7 +264,7 @@ class ModelRunner(Configurable):
         self._adapter_arrays: dict[str, np.ndarray] = {}
         if not self.adapters:
             return
-        functional, adapters = self.program.functional, read_adapters(self.cfg)
+        functional, adapters = self.program.functional, read_adapters(self.cfg.adapters)
         adapters.check(weights.params)
         self._adapter_arrays = adapters.arrays(functional.abstract)
 
@@ -253,3 +280,135 @@ class ModelRunner(Configurable):
         for index, row in enumerate(masked):
             slots[index], masks[index] = row.slot, np.asarray(row.mask)
         self._tables = self.program.compile("serve_mask")(self._tables, slots, masks)
+
+
+class RunnerProgram(ModelProgram):
+    """The functions of a runner, on devices that need not be here. Its steps are declared once the cache is known.
+
+    Attributes:
+        cfg: of the runner.
+        model: the config of the model, without the caches and adapters of the runner.
+        buckets: the shapes of steps; smaller ones first.
+    """
+
+    def __init__(
+        self,
+        cfg: ModelRunner.Config,
+        model: Node[Any],
+        devices: Sequence[Any],
+        mesh: Mesh | None = None,
+        target: Target | None = None,
+    ):
+        """`model` is the config of a `CausalLM`; see `ModelProgram` for the others."""
+        self.cfg, self.model, self.buckets = cfg, model, cfg.buckets()
+        self._weight_layout: WeightLayout | None = _weight_layout(cfg, model, devices)
+        kernel = cfg.kernel or ("invariant" if cfg.mode == "parity" else None)
+        on_cpu = devices[0].platform == "cpu"
+        cache = UsePagedCache(page_size=cfg.block_size, heads_first=on_cpu, store=cfg.cache_dtype, kernel=kernel)
+        served = cache.apply(model)
+        if cfg.adapters:
+            served = read_adapters(cfg.adapters).apply(served)
+        super().__init__(Functional.of(served), devices, mesh, target, self._declare)
+
+    @classmethod
+    def beside(cls, program: Program | ModelProgram | None, cfg: ModelRunner.Config, model: Any) -> "RunnerProgram":
+        """The program for a model on the devices of the program that it belongs to, or on one device."""
+        if program is None:
+            return cls(cfg, model.cfg, jax.local_devices()[:1])
+        return cls(cfg, model.cfg, list(program.layout.mesh.devices.flat), program.mesh, program.target)
+
+    @classmethod
+    def with_steps(
+        cls,
+        cfg: ModelRunner.Config,
+        model: Node[Any],
+        devices: Sequence[Any],
+        mesh: Mesh | None = None,
+        target: Target | None = None,
+    ) -> "RunnerProgram":
+        """The program with all its functions, and nothing on its devices."""
+        program = cls(cfg, model, devices, mesh, target)
+        shapes, places = program.trace("serve_cache").out_info, program.compile("serve_cache").output_shardings
+        program.declare_steps(
+            jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), shapes, places)
+        )
+        return program
+
+    @property
+    def configs(self) -> Mapping[str, Node[Any]]:
+        """All that the functions are made from."""
+        return {"model": self.model, "runner": self.cfg}
+
+    def _declare(self, model: Any) -> Mapping[str, Function]:
+        cfg = self.cfg
+        sizes = Sizes(
+            blocks=cfg.total_blocks,
+            block_size=cfg.block_size,
+            slots=cfg.max_rows,
+            moved=MOVED,
+            steps=cfg.decode_steps,
+            adapters=len(cfg.adapters),
+            least=least_rows(model) if cfg.mode == "parity" else 1,
+            layout=self._weight_layout,
+        )
+        self._serving = ServingFunctions(model, sizes)
+        return self._serving.declare()
+
+    def declare_steps(self, cache: Any) -> None:
+        """Adds the steps. `cache` is what `serve_cache` gives: arrays, or abstract ones with their shardings."""
+        specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), cache)
+        self.functions.update(self._serving.declare_steps(specs))
+
+    def step_shapes(self) -> Shapes:
+        """All functions that steps may need."""
+        moves = ("serve_assign", "serve_mask", "serve_copy", "serve_read", "serve_write")
+        shapes: dict[str, Sequence[StepBucket | None]] = {**{name: [None] for name in moves}, "serve": self.buckets}
+        if self.cfg.decode_steps > 1:
+            shapes["serve_decode"] = [bucket for bucket in self.buckets if not bucket.chunks]
+        return shapes
+
+    def shapes(self) -> Shapes:
+        """Everything that a runner computes."""
+        return {**{name: [None] for name in FIRST}, **self.step_shapes()}
+
+    def notes(self) -> tuple[str, ...]:
+        """Names the linear maps that keep their weights as training has them although others do not."""
+        return () if self._weight_layout is None else own_products(self.functional.describe())
+
+    def export_all(self, directory: Path) -> None:
+        """Compiles what is not compiled yet, and writes all functions to a new directory.
+
+        Raises:
+            RequestError: the directory exists, or a function cannot be written.
+        """
+        self.export(directory, self.shapes(), identity(self, self.configs))
+
+
+def model_weights(functional: Functional, model: Any) -> ModelWeights:
+    """The arrays of a model that may lack the adapters of `functional`."""
+    flat = {".".join(map(str, k)): v.get_value() for k, v in nnx.to_flat_state(nnx.state(model))}
+    parts = functional.abstract, functional.variables
+    return ModelWeights(*({p: flat[p] for p in part if p in flat} for part in parts))
+
+
+def read_adapters(directories: Mapping[str, str]) -> "RowAdapters":
+    """The adapters in directories, by name.
+
+    Raises:
+        RequestError: the plugin for them is not installed, or they cannot be chosen by row.
+        CheckpointError: a directory holds none.
+    """
+    try:
+        from axlearn_plugins_finetune.lora.rows import RowAdapters
+    except ImportError as error:
+        raise RequestError(
+            f"adapters need a plugin that is not installed: {error}\n    fix: pip install axlearn-plugins-finetune"
+        ) from error
+    return RowAdapters.read(directories)
+
+
+def _weight_layout(cfg: ModelRunner.Config, model: Node[Any], devices: Sequence[Any]) -> WeightLayout | None:
+    """The layout for the weights of linear maps; None keeps the one of training."""
+    if cfg.mode == "parity":
+        return "column_parallel" if len(devices) > 1 else None
+    return "transposed" if not cfg.adapters and stores_transposed(model, devices) else None

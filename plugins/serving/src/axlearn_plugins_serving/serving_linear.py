@@ -6,16 +6,18 @@ layers: checkpoints, adapters and the weights that a server takes keep the shape
 
 import abc
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 from flax import nnx
 from jax import lax
 
+from axlearn_core.config import Node
 from axlearn_core.nn.layer import expand_to
 from axlearn_core.nn.linear import Linear, linear_product
 from axlearn_core.nn.sharding import constrain
+from axlearn_plugins_serving.paged import has_latents
 
 WeightLayout = Literal["transposed", "column_parallel"]
 
@@ -24,7 +26,7 @@ WEIGHT_FIRST_ROWS = 224
 
 
 class ServingLinear(nnx.Module):
-    """Computes what a `Linear` does. The parameters have its names.
+    """A `Linear` in another layout. The parameters keep their names.
 
     Attributes:
         cfg: of the `Linear`.
@@ -113,16 +115,22 @@ def lay_out_maps(model: Any, layout: WeightLayout) -> None:
     as they are; `own_products` names the subclasses.
     """
     served: dict[int, ServingLinear] = {}
-    for _, parent in list(nnx.iter_modules(model)):
+    parents: list[Any] = [module for _, module in nnx.iter_modules(model)]
+    for parent in parents:
         for name, child in list(nnx.iter_children(parent)):
             if type(child) is not Linear or _is_stack(child):
                 continue
             if id(child) not in served:
                 served[id(child)] = LAYOUTS[layout](child)
-            if isinstance(parent, (nnx.List, nnx.Dict)):
-                parent[name] = served[id(child)]
+            if isinstance(name, int):
+                parent[name] = served[id(child)]  # of an `nnx.List`
             else:
                 setattr(parent, str(name), served[id(child)])
+
+
+def stores_transposed(model: Node[Any], devices: Sequence[Any]) -> bool:
+    """Whether a fast server stores the maps of a model as [outputs, inputs]: on CPUs, if nothing but the map reads its weight."""
+    return devices[0].platform == "cpu" and not has_latents(model)
 
 
 def own_products(model: Any) -> tuple[str, ...]:

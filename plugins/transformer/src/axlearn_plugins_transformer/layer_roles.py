@@ -25,6 +25,12 @@ class LanguageModelRole(Role, fields=("vocab_size", "decoder")):
     __slots__ = ()
 
 
+class OutputHeadRole(Role, fields=("head",)):
+    """A decoder whose `head` builds the output layer; None takes the embedding transposed."""
+
+    __slots__ = ()
+
+
 class ExpertsRole(Role, fields=("num_experts", "top_k")):
     """A layer with `num_experts` experts, of which each token uses `top_k`."""
 

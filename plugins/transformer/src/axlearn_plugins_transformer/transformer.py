@@ -16,7 +16,7 @@ from axlearn_core.nn.sharding import constrain
 from axlearn_plugins_transformer.attention import Attention, AttentionLayer
 from axlearn_plugins_transformer.embedding import Embedding, OutputHead, PositionEmbedding, TokenEmbedding
 from axlearn_plugins_transformer.feed_forward import FeedForward, GatedFeedForward
-from axlearn_plugins_transformer.layer_roles import OneByOneRole, TwoHalvesRole, TwoPartRole
+from axlearn_plugins_transformer.layer_roles import OneByOneRole, OutputHeadRole, TwoHalvesRole, TwoPartRole
 from axlearn_plugins_transformer.norm import Norm, RMSNorm
 from axlearn_plugins_transformer.stack import LayerStack, Stack, StackLayer, each_layer, unstack
 
@@ -106,7 +106,7 @@ class Decoder(Layer):
     """Token ids to hidden states: an embedding, a stack of layers, a final norm."""
 
     @node
-    class Config(Layer.Config["Decoder"], TwoPartRole):
+    class Config(Layer.Config["Decoder"], OutputHeadRole, TwoPartRole):
         """`hidden_dim` is the width. Without a `head` the output layer is the embedding transposed.
 
         `position` is added to the embeddings, for models whose attention has no positions of its own.

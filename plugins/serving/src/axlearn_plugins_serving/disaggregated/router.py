@@ -17,7 +17,7 @@ import attrs
 
 from axlearn_core.errors import RequestError, WorkError
 from axlearn_plugins_serving.admission import check_request
-from axlearn_plugins_serving.contracts import Output, QueueFullError, Request, Statistics
+from axlearn_plugins_serving.contracts import HasGrammar, Output, QueueFullError, Request, Statistics
 from axlearn_plugins_serving.disaggregated.engine_worker import Settings
 from axlearn_plugins_serving.disaggregated.handoff import Transfer, shared_folder
 from axlearn_plugins_serving.disaggregated.process import Kind, WorkerProcess
@@ -107,7 +107,7 @@ class RouterEngine:
             max_logit_bias=ready.max_logit_bias,
             adapters=ready.adapters,
         )
-        if request.constraint is not None and not isinstance(getattr(request.constraint, "grammar", None), str):
+        if request.constraint is not None and not isinstance(request.constraint, HasGrammar):
             raise RequestError(
                 f"a {type(request.constraint).__name__} cannot be sent to the process that decodes\n"
                 "    expected: a constraint with its `grammar` as text\n"
@@ -230,7 +230,8 @@ class RouterEngine:
     def _send(self, entry: _Entry, worker: WorkerProcess) -> None:
         entry.worker = worker
         worker.requests.add(entry.request.id)
-        grammar = None if entry.request.constraint is None else getattr(entry.request.constraint, "grammar", None)
+        constraint = entry.request.constraint
+        grammar = constraint.grammar if isinstance(constraint, HasGrammar) else None
         request = attrs.evolve(entry.request, constraint=None)  # the worker makes its own
         if worker.kind == "prefill":
             worker.send(Prefill(request))

@@ -10,9 +10,8 @@ from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.engine_devices import serving_program, set_up_devices
 from axlearn_plugins_serving.open_engine import check_decoder, fit_config, without_kernels
 from axlearn_plugins_serving.plan.plan_request import opened_directory
-from axlearn_plugins_serving.programs import check_new, export_programs
-from axlearn_plugins_serving.runner import ModelRunner
-from axlearn_plugins_serving.runner_program import abstract_program, block_counts, buckets
+from axlearn_plugins_serving.programs import check_new
+from axlearn_plugins_serving.runner import ModelRunner, RunnerProgram
 
 
 def export_here(request: Request, config: ServingEngine.Config, directory: Path) -> tuple[int, float]:
@@ -50,7 +49,7 @@ def export_here(request: Request, config: ServingEngine.Config, directory: Path)
     if not isinstance(runner, ModelRunner.Config):
         raise RequestError(f"a {type(runner).__qualname__} cannot be exported\n    expected: model-runner")
     layout = serving_program(model, experiment.mesh, config)
-    program = abstract_program(runner, model, list(layout.layout.mesh.devices.flat), layout.mesh, layout.target)
-    shapes = buckets(runner, block_counts(runner)[0])
-    export_programs(program, runner, shapes, model, directory)
+    devices = list(layout.layout.mesh.devices.flat)
+    program = RunnerProgram.with_steps(runner, model, devices, layout.mesh, layout.target)
+    program.export_all(directory)
     return len(program.compiled), time.perf_counter() - started

@@ -29,11 +29,13 @@ def planned(request: Request, config: ServingEngine.Config, export: Path | None 
         RequestError: no machine is named, nothing can compile for it, or the model is not a decoder of tokens.
         ConfigError: the devices do not divide the model.
     """
+    from axlearn_core.train import Trainer
+
     opened = opened_directory(request)
     resolved = resolve(opened or request)
     machine = machine_of(resolved)
-    root: Any = resolved.config
-    if not hasattr(root, "model"):
+    root = resolved.config
+    if not isinstance(root, Trainer.Config):
         raise RequestError(f"{resolved.title} is a {type(root).__qualname__}; expected a Trainer.Config")
     model, notes = without_kernels(root.model), resolved.notes
     if opened is None:

@@ -12,14 +12,14 @@ from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import RequestError
 from axlearn_core.kernels.selection import Choice
+from axlearn_core.nn.layer import Layer
 from axlearn_plugins_plan.compilation import uncached
 from axlearn_plugins_plan.memory import capacity
 from axlearn_plugins_serving.engine import ServingEngine
 from axlearn_plugins_serving.open_engine import check_decoder, fit_config
 from axlearn_plugins_serving.plan.steps import StepPlan, Steps
-from axlearn_plugins_serving.programs import check_new, export_programs
+from axlearn_plugins_serving.programs import check_new
 from axlearn_plugins_serving.runner import ModelRunner
-from axlearn_plugins_serving.runner_program import layout_notes
 
 
 @attrs.frozen(kw_only=True)
@@ -145,7 +145,7 @@ def plan_model(
     mixed = steps.plan(largest, min(runner.max_rows, largest.rows), largest.chunks * largest.chunk, context)
     if export is not None:
         with uncached():
-            export_programs(steps.program, runner, steps.buckets, model, export)
+            steps.program.export_all(export)
     counts = find(model, "decoder.num_layers").values()
     return ServingPlan(
         title=title,
@@ -167,7 +167,7 @@ def plan_model(
         layers=next(iter(counts), 0),
         layers_compiled=steps.layers_compiled,
         kernels=steps.choices(),
-        notes=(*notes, *layout_notes(runner, steps.program)),
+        notes=(*notes, *steps.program.notes()),
         compile_seconds=time.perf_counter() - started,
     )
 
@@ -182,7 +182,9 @@ def held_in_compute_dtype(model: Node[Any]) -> tuple[Node[Any], tuple[str, ...]]
 
     Training holds float32 weights of a model that computes in bfloat16; what is served is exported in the latter.
     """
-    stored, computed = getattr(model, "param_dtype", None), getattr(model, "dtype", None)
+    if not isinstance(model, Layer.Config):
+        return model, ()
+    stored, computed = model.param_dtype, model.dtype
     if stored is None or computed is None or stored == computed:
         return model, ()
     note = f"the weights are taken to be in {computed}, as exports hold them; training holds them in {stored}"

@@ -22,8 +22,7 @@ from axlearn_plugins_plan.groups import Places, domains_of
 from axlearn_plugins_plan.hlo import parse
 from axlearn_plugins_plan.memory import shard_bytes
 from axlearn_plugins_plan.roofline import Roofline, peak
-from axlearn_plugins_serving.runner import ModelRunner
-from axlearn_plugins_serving.runner_program import abstract_program, block_counts, buckets
+from axlearn_plugins_serving.runner import ModelRunner, RunnerProgram
 from axlearn_plugins_serving.step_inputs import StepBucket
 from axlearn_plugins_transformer.kernels.paged_attention import PagedAttentionOp
 from axlearn_plugins_transformer.layer_roles import ExpertsRole
@@ -96,9 +95,8 @@ class Steps:
     def __init__(self, cfg: ModelRunner.Config, model: Node[Any], machine: Machine, mesh: Mesh):
         self.cfg, self.model, self.machine, self.mesh = cfg, model, machine, mesh
         self.devices, self.depths = topology_devices(machine), DEPTHS
-        each, self.blocks = block_counts(cfg)
-        self.program = self._build(model)
-        self.buckets = buckets(cfg, each)
+        self.blocks, self.program = cfg.total_blocks, self._build(model)
+        self.buckets = self.program.buckets
         weights, cache, tables, _ = self.program.arguments("serve", self.buckets[0])
         self.weights, self.tables = shard_bytes(weights), shard_bytes(tables)
         self.token_bytes = shard_bytes(cache) / (self.blocks * cfg.block_size)
@@ -138,9 +136,9 @@ class Steps:
         """The kernels of the steps that were compiled."""
         return tuple(self._traced_program().choices("serve"))
 
-    def _build(self, model: Node[Any]) -> ModelProgram:
+    def _build(self, model: Node[Any]) -> RunnerProgram:
         with uncached():
-            return abstract_program(self.cfg, model, self.devices, self.mesh, self.machine.target)
+            return RunnerProgram.with_steps(self.cfg, model, self.devices, self.mesh, self.machine.target)
 
     def _shallow(self) -> Sequence[ModelProgram]:
         """The programs of fewer layers, where all layers are alike; empty where all have to be compiled."""

@@ -230,8 +230,9 @@ def _open(
 def _check_names(name: str, config: Any) -> None:
     """Raises `RequestError` where an adapter has the name of the model: clients could ask for one of them only."""
     from axlearn_core.errors import RequestError
+    from axlearn_plugins_serving.runner import ModelRunner
 
-    if name in getattr(config.runner, "adapters", ()):
+    if isinstance(config.runner, ModelRunner.Config) and name in config.runner.adapters:
         raise RequestError(
             f"--adapter {name} has the name of the model that is served\n"
             "    fix: give the adapter another name, or the model one with --served-model-name"

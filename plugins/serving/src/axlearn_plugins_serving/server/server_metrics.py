@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
+import attrs
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -67,8 +68,8 @@ class _EngineCollector(Collector):
         self._statistics = statistics
 
     def collect(self) -> Iterable[Metric]:
-        statistics = self._statistics()
+        statistics = attrs.asdict(self._statistics(), recurse=False)
         for name, help in GAUGES.items():
-            yield GaugeMetricFamily(f"axlearn_{name}", help, value=getattr(statistics, name))
+            yield GaugeMetricFamily(f"axlearn_{name}", help, value=statistics[name])
         for name, help in COUNTERS.items():
-            yield CounterMetricFamily(f"axlearn_{name}", help, value=getattr(statistics, name))
+            yield CounterMetricFamily(f"axlearn_{name}", help, value=statistics[name])
