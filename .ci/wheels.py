@@ -11,6 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 MEMBERS = [
     "axlearn_core",
+    "axlearn_index",
     "axlearn_testing",
     *sorted(str(p.parent.relative_to(ROOT)) for p in ROOT.glob("axlearn_plugins_*/pyproject.toml")),
     *sorted(str(p.parent.relative_to(ROOT)) for p in ROOT.glob("plugins/*/pyproject.toml")),

@@ -1,48 +1,172 @@
 """The index of which package brings a name, and the errors where that package is not installed."""
 
 import json
-import tomllib
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 import axlearn_core as ax
+import axlearn_index
 from axlearn_core.checkpoint import open_storage
 from axlearn_core.cli.main import cli
 from axlearn_core.errors import RequestError
-from axlearn_core.plugins.index import FILE, not_installed, package_of
+from axlearn_core.plugins.doctor import examine_indexes
+from axlearn_core.plugins.index import indexes, not_installed, package_of
 from axlearn_core.plugins.manager import host
-from axlearn_core.plugins.registry import GROUPS
+from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.targets import find_machine
+from axlearn_index.build import collect_names, workspace_members, write_index
 from axlearn_plugins_cloud.hooks import FSSPEC
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def registered():
-    """Group -> name -> distribution: what the packages of this repository register."""
-    projects = [ROOT / "axlearn_core", *ROOT.glob("axlearn_plugins_*"), *ROOT.glob("plugins/*")]
-    names = {group: {} for group in GROUPS if group != "plugins"} | {"targets": {}, "storages": {}}
-    own = set()
-    for folder in projects:
-        project = tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))["project"]
-        own.add(project["name"])
-        for group, points in project.get("entry-points", {}).items():
-            if (word := group.removeprefix("axlearn.")) in names:
-                names[word] |= dict.fromkeys(points, project["name"])
+@pytest.fixture(scope="module")
+def names():
+    return collect_names(workspace_members(ROOT))
+
+
+def test_the_installed_index_is_that_of_the_workspace(names):
+    file = Path(axlearn_index.__file__).with_name("index.json")
+    assert json.loads(file.read_text("utf-8")) == names, "`uv sync --all-packages` makes it again"
+
+
+def test_the_index_has_what_is_registered(names):
+    """Of the packages of this repository; those of examples may be installed beside them."""
+    own = {package for group in names.values() for package in group.values()}
+    for group, claims in registry().claims.items():
+        if group != "plugins":
+            registered = {n: e.distribution for n, entries in claims.items() for e in entries if e.distribution in own}
+            assert registered == names.get(group, {})
+
+
+def test_the_index_has_the_targets_and_schemes_of_hooks(names):
+    answered = {}
     for origin, targets in host().answers("axlearn_targets"):
-        package = origin.split()[-2]  # "gpu of axlearn-plugins-gpu 0.1.0"
-        names["targets"] |= {t.name: package for t in targets if package in own}
-    names["storages"] = dict.fromkeys(("s3", "gs", *FSSPEC), "axlearn-plugins-cloud")
-    return {group: dict(sorted(names[group].items())) for group in sorted(names)}
+        answered |= {t.name: origin.split()[-2] for t in targets}  # "gpu of axlearn-plugins-gpu 0.1.0"
+    own = {package for group in names.values() for package in group.values()}
+    assert {name: package for name, package in answered.items() if package in own} == names["targets"]
+    assert set(names["storages"]) == {"s3", "gs", *FSSPEC}
 
 
-def test_the_index_is_what_is_registered(pytestconfig):
-    text = json.dumps(registered(), indent=1) + "\n"
-    if pytestconfig.getoption("--update-goldens"):
-        FILE.write_text(text, "utf-8")
-    assert FILE.read_text("utf-8") == text, "pytest tests/core/plugins/test_index.py --update-goldens"
+def test_nothing_generated_is_kept_in_git():
+    tracked = subprocess.run(["git", "ls-files", "axlearn_index"], cwd=ROOT, capture_output=True, text=True).stdout
+    assert "index.json" not in tracked
+
+
+def write_project(folder, name, text):
+    folder.mkdir(parents=True)
+    (folder / "pyproject.toml").write_text(f'[project]\nname = "{name}"\n{text}')
+    return folder
+
+
+def test_a_project_declares_names(tmp_path):
+    one = write_project(
+        tmp_path / "one",
+        "one",
+        '[project.entry-points."axlearn.features"]\nmore = "one:More"\n'
+        '[project.entry-points."axlearn.plugins"]\none = "one.hooks"\n'
+        '[project.entry-points."other.group"]\nx = "one:x"\n'
+        '[tool.axlearn.index]\ntargets = ["chip"]\n',
+    )
+    empty = write_project(tmp_path / "empty", "empty", "")
+    assert collect_names([one, empty]) == {"features": {"more": "one"}, "targets": {"chip": "one"}}
+    write_index(tmp_path / "index.json", [one])
+    assert json.loads((tmp_path / "index.json").read_text())["targets"] == {"chip": "one"}
+
+
+def test_two_projects_with_one_name_have_no_index(tmp_path):
+    points = '[project.entry-points."axlearn.features"]\nmore = "x:More"\n'
+    folders = [write_project(tmp_path / name, name, points) for name in ("one", "two")]
+    with pytest.raises(ValueError, match="features: one and two both declare 'more'"):
+        collect_names(folders)
+
+
+def add_index(install, content, name="theirs"):
+    """A third party's index, whose package must not be imported."""
+    package = f"{name}_index"
+    root = install(f"{name}-index", modules={package: "raise AssertionError"}, points={"index": {name: package}})
+    (root / f"{package}.py").unlink()
+    folder = root / package
+    folder.mkdir()
+    (folder / "__init__.py").write_text("raise AssertionError")
+    if content is not None:
+        (folder / "index.json").write_text(content)
+    return folder
+
+
+def index_findings():
+    return list(examine_indexes())
+
+
+def test_an_index_of_a_third_party(install):
+    add_index(install, json.dumps({"features": {"sparkle": "their-plugins"}, "targets": {"chip": "their-chip"}}))
+    assert package_of("features", "sparkle") == "their-plugins"
+    assert package_of("targets", "chip-8") == "their-chip"
+    assert package_of("features", "rope") == "axlearn-plugins-rope"
+    with pytest.raises(
+        RequestError, match=r"'sparkle' is not installed: their-plugins brings it\n.*pip install their-pl"
+    ):
+        registry().feature("sparkle")
+    assert [(i.name, i.origin, i.problem) for i in indexes()][1] == ("theirs", ("theirs-index", "1.0"), None)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "the package 'theirs_index' has no index.json"),
+        ("{", "index.json of 'theirs_index' cannot be read: JSONDecodeError"),
+        ("[]", "is not an index\n    expected: {group: {name: distribution}}"),
+        ('{"features": ["rope"]}', "is not an index"),
+        ('{"features": {"rope": 3}}', "is not an index"),
+    ],
+)
+def test_a_broken_index_is_a_warning(install, content, problem):
+    add_index(install, content)
+    assert package_of("features", "rope") == "axlearn-plugins-rope"
+    assert package_of("features", "sparkle") is None
+    first, broken = index_findings()
+    assert (first.status, first.distribution) == ("ok", "axlearn-index")
+    assert (broken.status, broken.name, broken.distribution) == ("warning", "theirs", "theirs-index")
+    assert problem in broken.message
+
+
+def test_an_index_whose_package_is_gone_is_a_warning(install):
+    (add_index(install, None) / "__init__.py").unlink()
+    install("lost-index", points={"index": {"lost": "nowhere.lost_index"}})
+    assert [f.status for f in index_findings()] == ["ok", "warning", "warning"]
+
+
+def test_two_indexes_that_disagree(install):
+    add_index(install, json.dumps({"features": {"rope": "their-rope"}}))
+    assert package_of("features", "rope") == "axlearn-plugins-rope"
+    *_, warning = index_findings()
+    assert warning.status == "warning"
+    assert "features: it gives 'rope' to their-rope; axlearn of axlearn-index gives it to axlearn-plugins-rope" in (
+        warning.message
+    )
+
+
+def test_without_an_index_errors_say_how_to_get_one(monkeypatch):
+    without(monkeypatch, "axlearn-index", "axlearn-plugins-rope", "axlearn-plugins-gpu", "axlearn-plugins-cloud")
+    for ask in (lambda: registry().feature("rope"), lambda: find_machine("h100-8x4"), lambda: open_storage("s3://b/r")):
+        with pytest.raises(RequestError) as caught:
+            ask()
+        assert "pip install axlearn-index" in str(caught.value)
+    assert "known: " in command("features", "show", "rope")
+
+
+def test_help_and_an_error_import_no_index():
+    code = (
+        "import sys; from axlearn_core.plugins.index import package_of; assert package_of('features', 'rope')\n"
+        "assert not {'axlearn_index', 'attrs', 'jax'} & {*sys.modules}"
+    )
+    env = os.environ | {"PYTHONPATH": str(ROOT / "axlearn_core/src")}
+    subprocess.run([sys.executable, "-c", code], env=env, check=True)
 
 
 @pytest.mark.parametrize(

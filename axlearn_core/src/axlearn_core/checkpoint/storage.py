@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 from axlearn_core.config.files import open_regular, read_regular
 from axlearn_core.contracts.storage import Storage, StoredFile
 from axlearn_core.errors import ConfigError, MissingFileError, PluginError, Problem, RequestError, StorageError
-from axlearn_core.plugins.index import package_of
+from axlearn_core.plugins.index import NO_INDEX, has_index, package_of
 from axlearn_core.plugins.manager import Host, host
 
 
@@ -191,7 +191,7 @@ def open_storage(uri: str | Path, plugins: Host | None = None) -> Storage:
             "    known: paths and file:// (the core)"
             + "".join(f"; what {name} takes" for name in sorted(names))
             + "\n    fix: install a plugin for it, or mount it and give the path"
-            + (f"; {package} has {parts.scheme}://" if (package := package_of("storages", parts.scheme)) else "")
+            + _storage_hint(parts.scheme)
         )
     methods = [name for name, value in vars(Storage).items() if callable(value) and not name.startswith("_")]
     missing = sorted(name for name in methods if not callable(getattr(storage, name, None)))
@@ -203,6 +203,12 @@ def open_storage(uri: str | Path, plugins: Host | None = None) -> Storage:
             "    fix: install a version of its plugin for this version of axlearn-core"
         )
     return storage
+
+
+def _storage_hint(scheme: str) -> str:
+    if package := package_of("storages", scheme):
+        return f"; {package} has {scheme}://"
+    return "" if has_index() else f"; {NO_INDEX}"
 
 
 def _hide_credentials(uri: str) -> str:

@@ -40,9 +40,9 @@ def _plugin_commands(path: Sequence[str], block: str) -> Mapping[str, tuple[str,
 
 def parent(name: str) -> str | None:
     """The command that a command is below: the longest beginning of its name that is a command; None at the top."""
-    from axlearn_core.plugins.index import packages
+    from axlearn_core.plugins.index import packages_of
 
-    names = {*COMMANDS, *plugin_commands(), *packages()["commands"]}  # also those of packages that are not installed
+    names = {*COMMANDS, *plugin_commands(), *packages_of("commands")}  # also those of packages that are not installed
     parts = name.split("-")
     prefixes = ("-".join(parts[:size]) for size in range(len(parts) - 1, 0, -1))
     return next((prefix for prefix in prefixes if prefix in names), None)

@@ -11,6 +11,7 @@ import pluggy
 
 from axlearn_core.errors import RequestError, nearest
 from axlearn_core.plugins import hookspecs
+from axlearn_core.plugins.index import Index, indexes
 from axlearn_core.plugins.intact import replaced_attributes
 from axlearn_core.plugins.manager import register
 from axlearn_core.plugins.registry import BLOCK, CORE, GROUPS, Entry, Group, Registry, core_version
@@ -71,6 +72,7 @@ def examine(names: Registry, checks: Mapping[Group, Callable[[Entry], Any]] | No
         yield Finding(
             name=name, group="core", distribution=CORE, version=core_version(), status="error", message=message
         )
+    yield from examine_indexes()
     for entry in unstated.values():
         message = f"it does not say which {CORE} it works with; fix: add `{CORE}>={core_version()}` to its dependencies"
         yield attrs.evolve(_finding(entry, "warning", message), name=entry.distribution, group="distribution")
@@ -79,6 +81,21 @@ def examine(names: Registry, checks: Mapping[Group, Callable[[Entry], Any]] | No
     for name in names.unused_blocks():
         message = f"{BLOCK} blocks it, and nothing that is installed has that name"
         yield Finding(name=name, group=BLOCK, distribution="", version="", status="warning", message=message)
+
+
+def examine_indexes() -> Iterator[Finding]:
+    """One finding per index of names, and a warning for each name that two of them give to different distributions."""
+    owners: dict[tuple[str, str], tuple[str, Index]] = {}
+    for index in indexes():
+        distribution, version = index.origin
+        finding = Finding(name=index.name, group="index", distribution=distribution, version=version, status="ok")
+        yield attrs.evolve(finding, status="warning", message=index.problem) if index.problem else finding
+        for group, name, package in ((g, n, p) for g, names in index.names.items() for n, p in names.items()):
+            first, owner = owners.setdefault((group, name), (package, index))
+            if first != package:
+                other = f"{owner.name} of {owner.origin[0]} gives it to {first}, and counts"
+                message = f"{group}: it gives {name!r} to {package}; {other}"
+                yield attrs.evolve(finding, status="warning", message=message)
 
 
 def _find_unmarked_hooks(entry: Entry) -> Iterator[Finding]:

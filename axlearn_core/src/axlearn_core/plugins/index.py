@@ -1,33 +1,99 @@
-"""Which of the project's own packages brings a name, for the error where that package is not installed.
+"""Which package brings a name, for the error about a name that is not installed.
 
-`index.json` has the names: group -> name -> distribution. `pytest tests/core/plugins/test_index.py --update-goldens` writes it
-from the entry points of a clone. Imports nothing but the standard library.
+The names are not in the core. A distribution publishes an index with an entry point in the group `axlearn.index` that names a
+package; the package holds `index.json`: group -> name -> distribution. axlearn-core requires axlearn-index, which lists the
+plugins of this project. Reading an index imports nothing of its package.
 """
 
 import functools
+import importlib.util
 import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from axlearn_core.errors import RequestError
 
-FILE = Path(__file__).with_name("index.json")
+GROUP = "axlearn.index"
+FILE = "index.json"
+NO_INDEX = "pip install axlearn-index, whose errors then say which package brings a name"
+
+Names = Mapping[str, Mapping[str, str]]
 
 
-@functools.cache
-def packages() -> Mapping[str, Mapping[str, str]]:
-    """Group (`features`, `commands`, `targets`, ...) -> name -> the distribution that brings it."""
-    return json.loads(FILE.read_text("utf-8"))
+class Index(NamedTuple):
+    """One published index.
+
+    Attributes:
+        name: of its entry point.
+        origin: its distribution and version.
+        names: group -> name -> distribution; empty if the index is broken.
+        problem: why it cannot be read, or None.
+    """
+
+    name: str
+    origin: tuple[str, str]
+    names: Names
+    problem: str | None
+
+
+def indexes() -> Sequence[Index]:
+    """The indexes that are installed, by the name of their entry point. Read again when `sys.path` changes."""
+    return _indexes(tuple(sys.path))
+
+
+@functools.lru_cache(maxsize=1)
+def _indexes(path: Sequence[str]) -> Sequence[Index]:
+    import importlib_metadata  # not the registry, whose imports would take as long again as all of `--help`
+
+    points = importlib_metadata.entry_points(group=GROUP)
+    origins = [(p, (p.dist.name, p.dist.version) if p.dist else ("(no distribution)", "?")) for p in points]
+    return [_read_index(p.name, p.value, origin) for p, origin in sorted(origins, key=lambda o: (o[0].name, o[1]))]
+
+
+def _read_index(name: str, package: str, origin: tuple[str, str]) -> Index:
+    try:
+        spec = importlib.util.find_spec(package)
+        folders = (spec.submodule_search_locations if spec else None) or ()
+        file = next((f for folder in folders if (f := Path(folder, FILE)).is_file()), None)
+        if file is None:
+            return Index(name, origin, {}, f"the package {package!r} has no {FILE}")
+        names = json.loads(file.read_text("utf-8"))
+    except Exception as error:  # a broken index costs a hint in errors, and must break nothing else
+        return Index(name, origin, {}, f"{FILE} of {package!r} cannot be read: {type(error).__name__}: {error}")
+    if not _is_index(names):
+        return Index(name, origin, {}, f"{file} is not an index\n    expected: {{group: {{name: distribution}}}}")
+    return Index(name, origin, names, None)
+
+
+def _is_index(content: Any) -> bool:
+    return isinstance(content, dict) and all(
+        isinstance(names, dict) and all(isinstance(package, str) for package in names.values())
+        for names in content.values()
+    )
+
+
+def packages_of(group: str) -> dict[str, str]:
+    """Name -> distribution of all indexes; the first index by name wins."""
+    names: dict[str, str] = {}
+    for index in reversed(indexes()):
+        names |= index.names.get(group, {})
+    return names
+
+
+def has_index() -> bool:
+    """Whether an index that can be read is installed."""
+    return any(index.problem is None for index in indexes())
 
 
 def package_of(group: str, name: str) -> str | None:
-    """The distribution of the project that brings a name; None where none does.
+    """The distribution that brings a name, or None if no index has it.
 
     A target is also found by the size behind its name: `tpu-v5p-512` comes with what brings `tpu-v5p`.
     """
-    names = packages().get(group, {})
+    names = packages_of(group)
     if name in names or group != "targets":
         return names.get(name)
     fits = [target for target in names if name.startswith(f"{target}-")]
@@ -35,7 +101,7 @@ def package_of(group: str, name: str) -> str | None:
 
 
 def not_installed(group: str, name: str) -> "RequestError | None":
-    """The error for a name whose package is not installed; None where no package of the project has that name."""
+    """The error for a name whose package is not installed, or None if no index has that name."""
     from axlearn_core.errors import RequestError  # the index is read for `axlearn --help`, which imports no attrs
 
     package = package_of(group, name)
@@ -43,3 +109,21 @@ def not_installed(group: str, name: str) -> "RequestError | None":
         return None
     kind = group.removesuffix("s")
     return RequestError(f"the {kind} {name!r} is not installed: {package} brings it\n    fix: pip install {package}")
+
+
+def not_known(kind: str, group: str, name: str, candidates: Sequence[str], listing: str) -> "RequestError":
+    """The error for a name that nothing installed has: the package that brings it, or else the nearest names.
+
+    Args:
+        kind: what to call the name, such as `feature`.
+        group: where to look in the indexes.
+        name: what was asked for.
+        candidates: the names that are installed.
+        listing: the command that lists them.
+    """
+    from axlearn_core.errors import RequestError, unknown
+
+    if error := not_installed(group, name):
+        return error
+    error = unknown(kind, name, candidates, listing=listing)
+    return error if has_index() else RequestError(f"{error}\n    or: {NO_INDEX}")

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import importlib_metadata
 
-from axlearn_core.errors import AxlearnError, PluginError, RequestError, unknown
-from axlearn_core.plugins.index import not_installed
+from axlearn_core.errors import AxlearnError, PluginError, RequestError
+from axlearn_core.plugins.index import not_known
 from axlearn_core.plugins.removed import replacement
 
 if TYPE_CHECKING:
@@ -192,8 +192,6 @@ class Registry:
                 "    fix: run the Python code that defines it and read the config in the same process, or register it "
                 'under [project.entry-points."axlearn.components"] and put its name in the file'
             )
-        if error := not_installed(group, name):
-            raise error
         listing = {
             "components": "axlearn plugins list",
             "functions": "axlearn plugins list",
@@ -201,7 +199,7 @@ class Registry:
             "options": "axlearn plugins list",
             "commands": "axlearn --help",
         }.get(group, f"axlearn {group} list")
-        raise unknown(_singular(group), name, self.claims[group], listing=listing)
+        raise not_known(_singular(group), group, name, [*self.claims[group]], listing)
 
     def experiment(self, name: str) -> "Node[Any]":
         """The config of a named experiment."""

@@ -7,12 +7,14 @@ import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 
+from axlearn_core.plugins.index import GROUP as INDEX
+
 
 @functools.cache
 def plugin_packages() -> tuple[str, ...]:
-    """The import names of the core and of every installed plugin."""
+    """The import names of the core and of every installed plugin; an index of names is data, not a plugin."""
     points = importlib.metadata.entry_points()
-    groups = [group for group in points.groups if group.startswith("axlearn.")]
+    groups = [group for group in points.groups if group.startswith("axlearn.") and group != INDEX]
     modules = {point.module.partition(".")[0] for group in groups for point in points.select(group=group)}
     return tuple(sorted({*modules, "axlearn_core"}))
 

@@ -6,8 +6,8 @@ from fnmatch import fnmatchcase
 
 from axlearn_core.contracts.mesh import MeshRule, TargetRule
 from axlearn_core.contracts.target import Machine, Target
-from axlearn_core.errors import PluginError, unknown
-from axlearn_core.plugins.index import not_installed
+from axlearn_core.errors import PluginError
+from axlearn_core.plugins.index import not_known
 from axlearn_core.plugins.manager import Host, host
 
 
@@ -33,10 +33,8 @@ def find_machine(name: str) -> Machine:
     targets_by_name = targets()
     fits = [t for t in targets_by_name if name == t or name.startswith(f"{t}-")]
     if not fits:
-        if error := not_installed("targets", name):
-            raise error
-        examples = {e for _, t in targets_by_name.values() for e in (t.examples or (t.name,))}
-        raise unknown("target", name, examples, listing="axlearn targets list")
+        examples = [e for _, t in targets_by_name.values() for e in (t.examples or (t.name,))]
+        raise not_known("target", "targets", name, examples, "axlearn targets list")
     return targets_by_name[max(fits, key=len)][1].machine(name)
 
 
