@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from axlearn_core.nn.remat import Remat, tag
     from axlearn_core.nn.sharding import constrain
     from axlearn_core.nn.summaries import add_loss, add_summary
+    from axlearn_core.plugins.doctor import Finding
     from axlearn_core.plugins.feature import Feature, nothing_to_set
     from axlearn_core.plugins.hookspecs import hookimpl
     from axlearn_core.plugins.registry import registry
@@ -125,6 +126,7 @@ _MODULES = {
     "nn.sharding": ("constrain",),
     "nn.summaries": ("add_loss", "add_summary"),
     "plugins.feature": ("Feature", "nothing_to_set"),
+    "plugins.doctor": ("Finding",),
     "plugins.hookspecs": ("hookimpl",),
     "plugins.registry": ("registry",),
     "plugins.request": ("Request", "Setting", "parse_value", "read_text", "write"),

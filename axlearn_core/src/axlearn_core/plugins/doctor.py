@@ -3,8 +3,8 @@
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, cast
 
 import attrs
 import pluggy
@@ -12,7 +12,6 @@ import pluggy
 from axlearn_core.errors import RequestError, nearest
 from axlearn_core.plugins import hookspecs
 from axlearn_core.plugins.index import Index, indexes
-from axlearn_core.plugins.intact import replaced_attributes
 from axlearn_core.plugins.manager import register
 from axlearn_core.plugins.registry import BLOCK, CORE, GROUPS, Entry, Group, Registry, core_version
 from axlearn_core.plugins.removed import HOOKS
@@ -20,18 +19,27 @@ from axlearn_core.plugins.removed import HOOKS
 
 @attrs.frozen(kw_only=True)
 class Finding:
-    """What became of one entry point: `ok`, `warning`, `error` or `blocked`."""
+    """What became of one entry point, or what a check of a plugin says.
+
+    Attributes:
+        name: of the entry point, or of what the check looked at.
+        group: of the entry point; a check names the kind of thing that it looks at.
+        distribution: that has it; empty in a check's finding stands for the distribution of the check.
+        version: of the distribution.
+        status: `ok`, `warning`, `error` or `blocked`.
+        message: what is wrong and how to repair it.
+    """
 
     name: str
-    group: str
-    distribution: str
-    version: str
+    group: str = "check"
+    distribution: str = ""
+    version: str = ""
     status: str
     message: str = ""
 
 
 def examine(names: Registry, checks: Mapping[Group, Callable[[Entry], Any]] | None = None) -> Iterator[Finding]:
-    """One finding per entry point, per distribution with something to say of it, and per useless block.
+    """One finding per entry point, those of the plugins' checks, and one per index, faulty distribution and useless block.
 
     Args:
         names: what is installed.
@@ -65,13 +73,13 @@ def examine(names: Registry, checks: Mapping[Group, Callable[[Entry], Any]] | No
                     yield from _find_misspelled_names(claims[0], names)
                 if group == "plugins":
                     yield from _find_unmarked_hooks(claims[0])
-    for entry in names.entries("plugins"):  # last, because ops import JAX
+    modules = [
+        claims[0] for name, claims in sorted(names.claims["plugins"].items()) if not names.conflict("plugins", name)
+    ]
+    for entry in modules:  # last, because ops import JAX
         yield from _find_unknown_ops(manager, entry)
-    for name, now in replaced_attributes():
-        message = f"it is not what the core defines\n    got: {now}\n    fix: leave out the package that replaces it"
-        yield Finding(
-            name=name, group="core", distribution=CORE, version=core_version(), status="error", message=message
-        )
+    for entry in modules:
+        yield from _run_checks(manager, entry)
     yield from examine_indexes()
     for entry in unstated.values():
         message = f"it does not say which {CORE} it works with; fix: add `{CORE}>={core_version()}` to its dependencies"
@@ -120,24 +128,55 @@ def _find_unmarked_hooks(entry: Entry) -> Iterator[Finding]:
 
 def _find_unknown_ops(manager: pluggy.PluginManager, entry: Entry) -> Iterator[Finding]:
     """An error for each kernel whose op does not exist; no call would ever consider it. Skips packages that are not installed."""
-    for hook in manager.hook.axlearn_kernels.get_hookimpls():
-        if hook.plugin_name != entry.name:
+    kernels, failures = _hook_answers(manager.hook.axlearn_kernels, entry)
+    yield from failures
+    for kernel in kernels:
+        module_name, _, cls = kernel.op.partition(":")
+        if importlib.util.find_spec(module_name.split(".")[0]) is None:
             continue
-        kernels: Any = hook.function()
-        for kernel in kernels:
-            module_name, _, cls = kernel.op.partition(":")
-            if importlib.util.find_spec(module_name.split(".")[0]) is None:
-                continue
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError as error:
+            yield _finding(entry, "error", f"the kernel {kernel.name!r} is for {kernel.op}, and {error}")
+            continue
+        if cls not in vars(module):
+            close = nearest(cls, [*vars(module)], limit=1)
+            hint = f"; did you mean: {module_name}:{close[0]}?" if close else ""
+            message = (
+                f"the kernel {kernel.name!r} is for {kernel.op}, which does not exist, so that nothing runs it{hint}"
+            )
+            yield _finding(entry, "error", message)
+
+
+def _run_checks(manager: pluggy.PluginManager, entry: Entry) -> Iterator[Finding]:
+    """The findings of a plugin's own checks. A check that fails is an error, and the others go on."""
+    locations, failures = _hook_answers(manager.hook.axlearn_doctor_checks, entry)
+    yield from failures
+    for location in locations:
+        try:
+            module, _, function = location.partition(":")
+            for finding in vars(importlib.import_module(module))[function]():
+                if not isinstance(finding, Finding):
+                    raise TypeError(f"the check returned {finding!r}, not a Finding")
+                owner = {} if finding.distribution else {"distribution": entry.distribution, "version": entry.version}
+                yield attrs.evolve(finding, **owner)
+        except Exception as error:  # a plugin's check may raise anything
+            message = str(entry.failed(f"has a check that failed: {location}", error))
+            yield attrs.evolve(_finding(entry, "error", message), name=str(location), group="check")
+
+
+def _hook_answers(caller: pluggy.HookCaller, entry: Entry) -> tuple[list[Any], list[Finding]]:
+    """(what a plugin returns for a hook, an error for each implementation that raises)."""
+    answers: list[Any] = []
+    failures = []
+    for implementation in caller.get_hookimpls():
+        if implementation.plugin_name == entry.name:
             try:
-                module = importlib.import_module(module_name)
-            except ImportError as error:
-                yield _finding(entry, "error", f"the kernel {kernel.name!r} is for {kernel.op}, and {error}")
-                continue
-            if not hasattr(module, cls):
-                close = nearest(cls, [*vars(module)], limit=1)
-                hint = f"; did you mean: {module_name}:{close[0]}?" if close else ""
-                message = f"the kernel {kernel.name!r} is for {kernel.op}, which does not exist, so that nothing runs it{hint}"
-                yield _finding(entry, "error", message)
+                answers += cast("Iterable[Any]", implementation.function())
+            except Exception as error:  # a plugin's hook may raise anything
+                problem = str(entry.failed(f"has a hook that failed: {caller.name}", error))
+                failures.append(_finding(entry, "error", problem))
+    return answers, failures
 
 
 def _find_misspelled_names(entry: Entry, names: Registry) -> Iterator[Finding]:

@@ -70,5 +70,10 @@ def axlearn_foreign_checkpoints(storage: Storage, folder: str, uri: str) -> Fore
 
 
 @hookspec
+def axlearn_doctor_checks() -> Iterable[str]:  # type: ignore[empty-body]
+    """Checks of `axlearn plugins doctor`, as `"module:function"`: each returns `Finding`s and takes no arguments."""
+
+
+@hookspec
 def axlearn_run_listeners() -> Iterable[str]:  # type: ignore[empty-body]
     """Functions that give a run a listener, as `"module:function"`: from the session to a `RunListener`, or to None."""

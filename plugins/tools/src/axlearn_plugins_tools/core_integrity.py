@@ -1,4 +1,4 @@
-"""Whether the core is what its files say: a plugin that replaces a function of it changes what others compute, in silence."""
+"""Checks that the core is what its files say: a plugin that replaces a function of it changes in silence what others compute."""
 
 import ast
 import inspect
@@ -8,7 +8,23 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
+from axlearn_core.plugins.doctor import Finding
+from axlearn_core.plugins.registry import CORE, core_version
+
 PACKAGE = "axlearn_core"
+
+
+def find_replaced_attributes() -> Iterator[Finding]:
+    """An error for each function, method or class of the core that is not the one in its file."""
+    for name, replacement in replaced_attributes():
+        yield Finding(
+            name=name,
+            group="core",
+            distribution=CORE,
+            version=core_version(),
+            status="error",
+            message=f"it is not what the core defines\n    got: {replacement}\n    fix: leave out the package that replaces it",
+        )
 
 
 def replaced_attributes() -> Iterator[tuple[str, str]]:
