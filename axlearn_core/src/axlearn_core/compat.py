@@ -166,7 +166,7 @@ def restart_with_tunables() -> None:
         os.environ.pop("GLIBC_TUNABLES", None)
         os.environ.update({"GLIBC_TUNABLES": users} if users else {})
         return
-    has_glibc = "CS_GNU_LIBC_VERSION" in getattr(os, "confstr_names", {})
+    has_glibc = "CS_GNU_LIBC_VERSION" in os.confstr_names
     can_begin_again = sys.executable and sys.argv[0] not in ("", "-") and sys.gettrace() is None
     if not has_glibc or not can_begin_again or own == tunables:
         return

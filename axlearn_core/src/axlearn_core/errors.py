@@ -47,6 +47,12 @@ class MissingFileError(StorageError):
     """A storage has no file of this path."""
 
 
+def reason(error: BaseException) -> str:
+    """Why something failed, in one line: what the system says of it, or else the error's own text."""
+    text = error.strerror if isinstance(error, OSError) else None
+    return (text or str(error) or type(error).__name__).splitlines()[0]
+
+
 @attrs.frozen(kw_only=True)
 class Problem:
     """One thing that is wrong with a config."""

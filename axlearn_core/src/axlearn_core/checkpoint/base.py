@@ -20,7 +20,7 @@ from axlearn_core.checkpoint.retention import BEGUN, clear_staging, remove_unfin
 from axlearn_core.checkpoint.state import abstract_arrays, agree, check_same, collect_arrays, describe, rebuild_state
 from axlearn_core.checkpoint.storage import LocalStorage, open_storage
 from axlearn_core.config import Configurable, node, setting
-from axlearn_core.errors import CheckpointError, StorageError, WorkError
+from axlearn_core.errors import CheckpointError, StorageError, WorkError, reason
 
 log = logging.getLogger(__name__)
 
@@ -377,9 +377,9 @@ class StorageCheckpointer(Configurable):
             intact_steps = ", ".join(map(str, self.steps())) or "none"
         except StorageError:
             intact_steps = "unknown: they cannot be listed"
-        reason = (getattr(error, "strerror", None) or str(error) or type(error).__name__).splitlines()[0]
-        self.on_result(step, reason)
+        why = reason(error)
+        self.on_result(step, why)
         return WorkError(
-            f"the checkpoint of step {step} could not be written to {self.place.name}: {reason}\n"
+            f"the checkpoint of step {step} could not be written to {self.place.name}: {why}\n"
             f"    intact: {intact_steps}\n    fix: free space or make the directory writable, then run the same command again"
         )

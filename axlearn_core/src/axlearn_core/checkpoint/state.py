@@ -9,6 +9,7 @@ import numpy as np
 
 from axlearn_core.checkpoint.barrier import gather_objects
 from axlearn_core.checkpoint.manifest import ArrayInfo
+from axlearn_core.contracts.arrays import is_array
 from axlearn_core.errors import CheckpointError, WorkError, nearest
 from axlearn_core.learn.paths import flatten, unflatten
 
@@ -41,7 +42,7 @@ def collect_arrays(state: object) -> tuple[dict[str, ArrayInfo], dict[str, jax.A
 
 
 def _describe_leaf(path: str, leaf: Any) -> ArrayInfo:
-    dtype = getattr(leaf, "dtype", None)
+    dtype = leaf.dtype if is_array(leaf) else None
     if dtype is None or not (is_key(leaf) or jax.dtypes.canonicalize_dtype(dtype) == dtype):
         raise CheckpointError(f"{path}: a checkpoint holds JAX arrays, not {type(leaf).__name__} {dtype or repr(leaf)}")
     return ArrayInfo(path, tuple(leaf.shape), str(dtype))

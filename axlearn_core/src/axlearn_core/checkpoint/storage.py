@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from axlearn_core.config.files import open_regular, read_regular
+from axlearn_core.contracts.experiment import checkpoint_uri
 from axlearn_core.contracts.storage import Storage, StoredFile
 from axlearn_core.errors import ConfigError, MissingFileError, PluginError, Problem, RequestError, StorageError
 from axlearn_core.plugins.index import NO_INDEX, has_index, package_of
@@ -217,7 +218,7 @@ def _hide_credentials(uri: str) -> str:
 
 def check_uri(config: Any) -> None:
     """Raises `ConfigError` where nothing stores the scheme of a trainer's `checkpointer.uri`. Reaches nothing."""
-    uri = getattr(getattr(config, "checkpointer", None), "uri", None)
+    uri = checkpoint_uri(config)
     if not isinstance(uri, str):
         return
     try:

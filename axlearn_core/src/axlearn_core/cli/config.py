@@ -10,8 +10,9 @@ import click
 from axlearn_core.cli.common import experiment_argument, json_option, no_devices, plain, print_json, request_options
 from axlearn_core.cli.main import Group
 from axlearn_core.cli.terminal import echo
-from axlearn_core.config import ABSENT, diff, flatten, missing
+from axlearn_core.config import ABSENT, diff, fields_of, flatten, missing
 from axlearn_core.config.assets import with_equal_names
+from axlearn_core.contracts.capabilities import DeclaresFunctions
 from axlearn_core.errors import ConfigError, RequestError
 from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import resolve
@@ -116,8 +117,8 @@ def check(request: Request, as_json: bool) -> None:
     try:
         resolved = resolve(request).checked()
         decisions = tuple(decision for decision in resolved.decisions if decision.kind == "unchanged")
-        experiment: Any = resolved.config
-        if hasattr(experiment, "functions"):
+        if isinstance(resolved.config, DeclaresFunctions):
+            experiment: Any = resolved.config
             from axlearn_core.checkpoint.storage import check_uri
             from axlearn_core.compose.objective import replicated  # imports JAX
             from axlearn_core.compose.program import check_program
@@ -140,7 +141,8 @@ def check(request: Request, as_json: bool) -> None:
 
 def _problem_fields(problem: object) -> dict[str, Any]:
     keys = {k: k for k in ("message", "got", "expected", "nearest", "fix")} | {"where": "location"}
-    return {key: getattr(problem, name) for key, name in keys.items() if getattr(problem, name)}
+    fields = fields_of(problem)
+    return {key: fields[name] for key, name in keys.items() if fields[name]}
 
 
 def text(value: object) -> str:

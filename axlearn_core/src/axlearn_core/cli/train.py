@@ -60,11 +60,14 @@ def run_training(
 def suggestions(experiment: str, run_dir: Any) -> list[str]:
     """Commands that make sense after this run: to write text only where the model can."""
     from axlearn_core.config.flat import flatten
+    from axlearn_core.contracts.capabilities import GeneratesTokens
+    from axlearn_core.contracts.experiment import model_of
     from axlearn_core.run import Run
 
     config: Any = Run(run_dir).config
     layers = [f"{path.partition('.layer.')[0]}.layer" for path in flatten(config) if ".layer." in path]
-    writes = hasattr(getattr(config, "model", None) and config.model.owner, "generate")
+    model = model_of(config)
+    writes = model is not None and isinstance(model.owner, type) and issubclass(model.owner, GeneratesTokens)
     run = shlex.quote(str(run_dir))
     return [
         *([f"axlearn generate {run} --prompt 'def '"] if writes else []),

@@ -18,6 +18,7 @@ from axlearn_core.compose.functions import Array, Function, Part
 from axlearn_core.compose.kernel_notes import KernelNotes
 from axlearn_core.compose.layout import Layout
 from axlearn_core.compose.options import check_refusal, merge_options
+from axlearn_core.contracts.arrays import is_array
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.contracts.target import Target
 from axlearn_core.errors import RequestError, unknown
@@ -386,8 +387,8 @@ class CacheHits:
         self._counts[threading.get_ident()] += event == "/jax/compilation_cache/cache_hits"
 
 
-def _is_packed(spec: object) -> bool:
-    return getattr(spec, "dtype", None) in (jnp.int4, jnp.uint4)
+def _is_packed(spec: Any) -> bool:
+    return is_array(spec) and spec.dtype in (jnp.int4, jnp.uint4)
 
 
 def _bucket_key(bucket: object) -> Any:

@@ -100,10 +100,25 @@ def resolve_for_devices(request: Request) -> Resolved:
     return resolved
 
 
+def slice_of(device: Any) -> int | None:
+    """The slice of a TPU that a device is in; None for other devices, and for one whose slice nobody says."""
+    return getattr(device, "slice_index", None)
+
+
+def coordinates_of(device: Any) -> list[int]:
+    """The place of a TPU chip among its neighbours; empty for other devices."""
+    return list(getattr(device, "coords", ())) if device.platform == "tpu" else []
+
+
+def client_of(device: Any) -> Any:
+    """What compiles for a device; None if the device is only described and its library does not say."""
+    return getattr(device, "client", None)
+
+
 def _count_domains(target: Target, devices: Sequence[Any]) -> int:
     """Groups of devices with fast links among themselves: the slices of a TPU, the hosts of GPUs."""
     if target.size in ("chips", "cores"):
-        return len({getattr(d, "slice_index", 0) for d in devices})
+        return len({slice_of(d) for d in devices})
     if target.size != "hosts" or jax.process_count() == 1:
         return 1
     name = zlib.crc32(socket.gethostname().encode())  # a host may have a process for each of its devices

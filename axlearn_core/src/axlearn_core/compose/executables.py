@@ -19,6 +19,7 @@ import jax
 from jax.experimental import serialize_executable
 from jaxlib import version as jaxlib_version
 
+from axlearn_core.compose.devices import client_of, coordinates_of
 from axlearn_core.compose.identity import circumstances
 from axlearn_core.errors import RequestError
 from axlearn_core.kernels.selection import import_kernels
@@ -64,14 +65,14 @@ def environment(devices: Any) -> dict[str, Any]:
         RequestError: their client cannot say what it compiles with.
     """
     flat = list(devices.flat)
-    if not hasattr(flat[0], "client"):
+    if client_of(flat[0]) is None:
         raise RequestError(f"executables for {flat[0].device_kind} cannot be exported: nothing says what compiles them")
     return {
         "format": FORMAT,
         "jax": jax.__version__,
         "jaxlib": jaxlib_version.__version__,
         "compiler": _compiler(flat[0]),
-        "devices": [[d.platform, d.device_kind, d.id, _coordinates(d)] for d in flat],
+        "devices": [[d.platform, d.device_kind, d.id, coordinates_of(d)] for d in flat],
         "processes": sorted({d.process_index for d in flat}),
         "mesh": list(devices.shape),
         "cpu": _cpu_features(features=flat[0].platform == "cpu"),
@@ -92,10 +93,6 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _coordinates(device: Any) -> list[int]:
-    return list(getattr(device, "coords", ())) if device.platform == "tpu" else []
 
 
 def write(

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 
 def count_flops(function: Callable[..., Any], *args: object) -> int:
@@ -37,8 +38,13 @@ def equation_flops(eqn: Any) -> int:
 def called(params: Mapping[str, Any]) -> Any:
     """The jaxpr that an equation calls once: of a jit, of rematerialisation, of custom derivatives or batching. Or None."""
     values = (params.get(name) for name in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call"))
-    jaxprs = (getattr(value, "jaxpr", value) for value in values)
-    return next((j for j in jaxprs if hasattr(j, "eqns")), None)
+    return next((jaxpr for value in values if (jaxpr := jaxpr_of(value)) is not None), None)
+
+
+def jaxpr_of(value: object) -> Jaxpr | None:
+    """The jaxpr that a parameter of an equation is or closes over; None for other parameters."""
+    value = value.jaxpr if isinstance(value, ClosedJaxpr) else value
+    return value if isinstance(value, Jaxpr) else None
 
 
 def mapped_devices(params: Mapping[str, Any]) -> int:

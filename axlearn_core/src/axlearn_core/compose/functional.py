@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from axlearn_core.config import Node
+from axlearn_core.contracts.arrays import is_array
 from axlearn_core.contracts.capabilities import DependsOnBatch, EndsStep
 from axlearn_core.errors import ConfigError, Problem, RequestError, nearest
 from axlearn_core.nn import held, randomness
@@ -105,7 +106,7 @@ class Functional:
         learned: list[str] = []
         for key, variable in template:
             path, value = ".".join(map(str, key)), variable.get_value()
-            if not hasattr(value, "shape"):
+            if not is_array(value):
                 raise ConfigError(_not_an_array(path, variable, value))
             kind = _kind(variable)
             arrays[kind][path] = jax.ShapeDtypeStruct(value.shape, value.dtype)

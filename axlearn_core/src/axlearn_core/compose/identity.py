@@ -12,15 +12,17 @@ import platform
 import re
 import sys
 from collections.abc import Collection, Iterable, Mapping
-from types import ModuleType
+from types import BuiltinMethodType, MethodType, MethodWrapperType, ModuleType
 from typing import Any, Protocol
 
 import jax
+from jax.sharding import NamedSharding
 
 from axlearn_core.compose.functions import Function, Part
 from axlearn_core.compose.layout import Layout
 from axlearn_core.config import Node, flatten, walk
-from axlearn_core.config.flat import qualified_name
+from axlearn_core.config.flat import is_named, qualified_name
+from axlearn_core.contracts.arrays import is_array
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.contracts.target import Target
 from axlearn_core.plugins.registry import normalized
@@ -121,12 +123,20 @@ def value_text(value: object) -> str | None:
     if isinstance(value, tuple | list):
         texts = [value_text(v) for v in value]
         return None if None in texts else f"({', '.join(map(str, texts))})"
-    if callable(value) and hasattr(value, "__qualname__") and not isinstance(value, Node):
+    if callable(value) and is_named(value) and not isinstance(value, Node):
         # Code that a function made may compute with what that function was given. A method's object may hold anything.
-        is_plain = "<" not in value.__qualname__ and isinstance(getattr(value, "__self__", None), ModuleType | None)
+        is_plain = "<" not in qualified_name(value) and not _is_bound(value)
         return qualified_name(value) if is_plain else None
     text = repr(value)
-    return None if " at 0x" in text or getattr(value, "ndim", 0) else text  # long arrays are not printed as a whole
+    return (
+        None if " at 0x" in text or (is_array(value) and value.ndim) else text
+    )  # long arrays are not printed as a whole
+
+
+def _is_bound(value: object) -> bool:
+    """Whether a callable is a method of an object; functions in C are bound to their modules."""
+    is_method = isinstance(value, MethodType | BuiltinMethodType | MethodWrapperType)
+    return is_method and not isinstance(value.__self__, ModuleType | None)
 
 
 @functools.cache
@@ -172,7 +182,7 @@ def _describe_function(function: Any) -> str:
     call = function.call
     while isinstance(call, functools.partial):
         call = call.func
-    name = f"{getattr(call, '__module__', '')}:{getattr(call, '__qualname__', type(call).__qualname__)}"
+    name = qualified_name(call)
     required = sorted(function.required_kernels or ())
     return f"{name} donate={function.donate} differentiates={function.differentiates} required={required}"
 
@@ -182,7 +192,7 @@ def _digest_arrays(parts: Mapping[Any, Any]) -> str:
     lines = []
     for part, specs in parts.items():
         for path, spec in jax.tree_util.tree_leaves_with_path(specs):
-            where = getattr(getattr(spec, "sharding", None), "spec", None)
+            where = spec.sharding.spec if isinstance(spec.sharding, NamedSharding) else None
             lines.append(f"{part.name}{jax.tree_util.keystr(path)} {spec.shape} {spec.dtype} {where}\n")
     return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()[:16]
 
@@ -192,7 +202,8 @@ def _is_installed(value: Any) -> bool:
     package = _package(value)
     if package is None or package in plugin_packages():
         return True
-    file = getattr(sys.modules.get(package), "__file__", None) or ""
+    module = sys.modules.get(package)
+    file = (module and module.__spec__ and module.__spec__.origin) or ""
     return "site-packages" in file or "dist-packages" in file
 
 

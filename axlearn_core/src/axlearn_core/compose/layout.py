@@ -12,6 +12,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from axlearn_core.contracts.mesh import DEFAULT_RULES, MESH_AXES, Mesh
 from axlearn_core.errors import ConfigError, Problem, nearest
 
+_KEYS = (jax.tree_util.DictKey, jax.tree_util.FlattenedIndexKey)
+
 
 def make_mesh(config: Mesh, devices: Sequence[Any] | None = None, domains: int = 1) -> jax.sharding.Mesh:
     """The mesh of all devices (or of `devices`) in the shape that the config gives.
@@ -114,7 +116,7 @@ class Layout:
 
         def place(path: Any, leaf: Any) -> NamedSharding:
             for entry in reversed(path):
-                name = str(getattr(entry, "key", ""))
+                name = str(entry.key) if isinstance(entry, _KEYS) else ""
                 if name in shardings and tuple(shapes[name].shape) == tuple(leaf.shape):
                     return shardings[name]
             return self.replicated

@@ -15,6 +15,7 @@ from jax import lax
 
 from axlearn_core.compose.functional import Axes, Functional, ModelWeights, Params
 from axlearn_core.config import Node
+from axlearn_core.contracts.experiment import objective_of
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.decisions import Decision
 
@@ -73,7 +74,7 @@ class ModelAndObjective:
             ConfigError: the objective is not a module, or a frozen model in it cannot begin as the model does.
         """
         model = Functional.of(config.model) if model is None else model
-        node = getattr(config, "objective", None)
+        node = objective_of(config)
         if node is None:
             return cls(model)
         if clashes := [path for path in (*model.abstract, *model.variables) if path.startswith(PREFIX)]:

@@ -19,6 +19,7 @@ from axlearn_core.compose.layout import Layout, make_mesh
 from axlearn_core.compose.objective import ModelAndObjective
 from axlearn_core.config import Node
 from axlearn_core.contracts.capabilities import DeclaresBatches
+from axlearn_core.contracts.experiment import input_of
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import ConfigError
@@ -193,7 +194,7 @@ def _global(sharding: NamedSharding, value: Any) -> jax.Array:
 
 def _batch_shapes(config: object) -> BatchShapes:
     """What the input says of its batches; empty if it says nothing."""
-    source = getattr(config, "input", None)
+    source = input_of(config)
     return source.batch_shapes() if isinstance(source, DeclaresBatches) else {}
 
 

@@ -11,7 +11,7 @@ import io
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
 import cattrs
@@ -19,7 +19,7 @@ import cattrs.gen
 from ruamel.yaml import YAML
 
 from axlearn_core.config.flat import qualified_name
-from axlearn_core.config.node import REQUIRED, Node, hidden_defaults, hints_of, interface_fields, is_node
+from axlearn_core.config.node import REQUIRED, Node, fields_of, hidden_defaults, hints_of, interface_fields, is_node
 from axlearn_core.config.tree import children, config_class, join
 from axlearn_core.config.types import Mismatch, check_type, describe, show
 from axlearn_core.errors import SHOWN_PROBLEMS, ConfigError, Problem, RequestError, nearest
@@ -34,6 +34,15 @@ class Names(Protocol):
 
     def name_of(self, cls: type) -> str:
         """The registered name of a config class; raises `RequestError` where it has none."""
+        ...
+
+
+@runtime_checkable
+class NamesValues(Protocol):
+    """Names that also write values which no file can hold, for people to read."""
+
+    def text_of(self, value: object) -> str:
+        """The value as text."""
         ...
 
 
@@ -63,8 +72,8 @@ def encode(value: object, names: Names) -> Any:
         return value.name
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if text_of := getattr(names, "text_of", None):  # names for people, in a file that need not be read back
-        return text_of(value)
+    if isinstance(names, NamesValues):  # names for people, in a file that need not be read back
+        return names.text_of(value)
     raise RequestError(
         f"a config that goes to a file holds plain values and nodes, not {show(value)}; make it a registered component"
     )
@@ -72,12 +81,13 @@ def encode(value: object, names: Names) -> Any:
 
 def _defaults_of_code(value: Node[Any]) -> set[str]:
     """The fields of a configured callable that hold a default of its signature which no file can hold (a dtype)."""
-    if not getattr(type(value), "__configured__", False):
+    if not type(value).__configured__:
         return set()
+    fields = fields_of(value)
     return {
         a.name
         for a in attrs.fields(type(value))
-        if getattr(value, a.name) is a.default
+        if fields[a.name] is a.default
         and not (a.default is None or isinstance(a.default, (bool, int, float, str, tuple, Mapping, enum.Enum)))
     }
 

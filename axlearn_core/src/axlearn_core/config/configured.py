@@ -10,7 +10,16 @@ from typing import Any
 import attrs
 
 from axlearn_core.config.flat import qualified_name
-from axlearn_core.config.node import REQUIRED, RESERVED, Node, interface, interface_fields, parameters_of, take
+from axlearn_core.config.node import (
+    REQUIRED,
+    RESERVED,
+    Node,
+    fields_of,
+    interface,
+    interface_fields,
+    parameters_of,
+    take,
+)
 from axlearn_core.config.types import freeze
 from axlearn_core.errors import ConfigError, Problem, RequestError, nearest
 
@@ -39,9 +48,9 @@ class Configured(Node[Any]):
         node, rest = take(self, offered)
         precision = rest.pop("precision", None)  # flax has an argument of this name that means another thing
         rest |= _dtypes(cls, precision)
-        settings = {}
+        settings, fields = {}, fields_of(node)
         for attribute in attrs.fields(cls):
-            value = getattr(node, attribute.name)
+            value = fields[attribute.name]
             if not _is_default(value, attribute):
                 settings[attribute.name] = _build(value, offered)
             elif attribute.name in rest:  # offered, and not set by the user
@@ -55,10 +64,9 @@ class Configured(Node[Any]):
         return _call(cls.owner, settings)
 
     def __reduce__(self) -> Any:
-        settings = {
-            a.name: getattr(self, a.name) for a in attrs.fields(type(self)) if not _is_default(getattr(self, a.name), a)
-        }
-        return _restore, (type(self).owner, type(self).__interface__, settings)  # type: ignore[attr-defined]
+        attributes = attrs.fields_dict(type(self))
+        settings = {k: v for k, v in fields_of(self).items() if not _is_default(v, attributes[k])}
+        return _restore, (type(self).owner, type(self).__interface__, settings)
 
 
 def _is_default(value: Any, attribute: Any) -> bool:
@@ -183,7 +191,7 @@ def _make_class(function: Callable[..., Any], interface_names: tuple[str, ...]) 
     body = {
         **fields,
         "__annotations__": annotations,
-        "__module__": getattr(function, "__module__", __name__),
+        "__module__": function.__module__ or __name__,
         "__qualname__": f"configure({_title(function)})",
         "__doc__": inspect.getdoc(function),
         "__configured__": True,

@@ -11,7 +11,7 @@ MAX_BYTES = 64 << 20
 def open_regular(path: Path) -> int:
     """A descriptor of a regular file, for reading; the caller closes it. Raises `OSError` for a pipe, a device, a directory."""
     # Opening a pipe for reading would wait for a writer, for ever.
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     mode = os.fstat(handle).st_mode
     if stat.S_ISREG(mode):
         return handle

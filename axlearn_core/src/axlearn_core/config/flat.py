@@ -6,16 +6,21 @@ from typing import Any
 
 import attrs
 
-from axlearn_core.config.node import Kind, Node, hidden_defaults, interface_fields, marked_kind
+from axlearn_core.config.node import Kind, Node, hidden_defaults, interface_fields, is_node, marked_kind
 from axlearn_core.config.tree import children, join
 
 
-def qualified_name(cls: object) -> str:
+def qualified_name(cls: Any) -> str:
     """`module:Class` of a class or function, or of what a config class configures."""
-    owner = getattr(cls, "owner", None) or cls
+    owner = (cls.owner if is_node(cls) else None) or cls
     while isinstance(owner, functools.partial):
         owner = owner.func
-    return f"{owner.__module__}:{getattr(owner, '__qualname__', type(owner).__qualname__)}"
+    return f"{owner.__module__}:{owner.__qualname__ if is_named(owner) else type(owner).__qualname__}"
+
+
+def is_named(value: object) -> bool:
+    """Whether a value is a class or function, or another callable that says what it is called."""
+    return hasattr(value, "__qualname__")
 
 
 @attrs.frozen

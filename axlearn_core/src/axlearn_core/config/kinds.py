@@ -19,7 +19,7 @@ from typing import Any, get_args
 import attrs
 
 from axlearn_core.config.flat import Change, field_kind, leaves, qualified_name
-from axlearn_core.config.node import Kind, Node, marked_kind
+from axlearn_core.config.node import Kind, Node, fields_of, marked_kind
 from axlearn_core.config.tree import children, get, join, walk
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -71,11 +71,11 @@ def mathematics(tree: object) -> dict[str, Any]:
 def microbatches(tree: object) -> dict[str, Any]:
     """Path -> value of each field that cuts up the batch of a step and is not at its default."""
     return {
-        join(path, a.name): getattr(value, a.name)
+        join(path, a.name): below
         for path, value in walk(tree)
         if isinstance(value, Node)
-        for a in attrs.fields(type(value))
-        if marked_kind(a) == "microbatches" and getattr(value, a.name) != a.default
+        for a, below in zip(attrs.fields(type(value)), fields_of(value).values(), strict=True)
+        if marked_kind(a) == "microbatches" and below != a.default
     }
 
 

@@ -128,6 +128,10 @@ class Node(Generic[T_co]):
     """The base of all config nodes; `T_co` is what `build` returns."""
 
     owner: ClassVar[Any] = None
+    __configured__: ClassVar[bool] = False
+    """Whether `configure` made this class."""
+    __interface__: ClassVar[tuple[str, ...]] = ()
+    """The parameters that `configure` was told to leave to the parent."""
     computes_like: ClassVar[Any] = None
     """The config class that this one computes the same as, with the fields that it adds at their defaults. Subclasses do
     not inherit it."""
@@ -186,11 +190,21 @@ class Node(Generic[T_co]):
         return owner(config, **accepted(owner.__init__, rest))
 
 
+def fields_of(value: object) -> dict[str, Any]:
+    """Name -> value of each field of a node, or of another object of attrs."""
+    return {a.name: getattr(value, a.name) for a in attrs.fields(type(value))}
+
+
+def options_of(value: object, *names: str) -> dict[str, Any]:
+    """Name -> value of those fields that are set, which means not None; all fields if no names are given."""
+    return {k: v for k, v in fields_of(value).items() if v is not None and (not names or k in names)}
+
+
 def take(cfg: object, offered: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """`cfg` with its interface fields filled from `offered`, and what of `offered` they did not use."""
     interface = {n: offered[n] for n in interface_fields(type(cfg)) if n in offered}
     config = attrs.evolve(cfg, **interface) if interface else cfg
-    missing = [a.name for a in attrs.fields(type(config)) if getattr(config, a.name) is REQUIRED]
+    missing = [name for name, value in fields_of(config).items() if value is REQUIRED]
     if missing:
         raise ConfigError(
             Problem(
@@ -281,7 +295,7 @@ def interface_fields(cls: type) -> frozenset[str]:
 def hints_of(cls: type) -> dict[str, Any]:
     """The resolved annotation of each field."""
     annotations = {a.name: a.type for a in attrs.fields(cls)}
-    if not any(isinstance(t, str) for t in annotations.values()) and getattr(cls, "__configured__", False):
+    if not any(isinstance(t, str) for t in annotations.values()) and is_node(cls) and cls.__configured__:
         return annotations
     try:
         hints = typing.get_type_hints(cls, include_extras=True)

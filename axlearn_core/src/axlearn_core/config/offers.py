@@ -10,12 +10,12 @@ that its slot does not offer is reported when the config is checked, before anyt
 
 import functools
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import attrs
 
-from axlearn_core.config.node import REQUIRED, Node, hints_of, interface_fields, required_arguments
+from axlearn_core.config.node import REQUIRED, Node, fields_of, hints_of, interface_fields, required_arguments
 from axlearn_core.errors import Problem
 
 P = TypeVar("P", bound=type)
@@ -45,8 +45,8 @@ def offered_by(annotation: object) -> tuple[str, frozenset[str]] | None:
 def asked_for(cls: type[Node[Any]]) -> frozenset[str]:
     """The names that a component cannot be built without, of those that its parent has to offer."""
     fields = frozenset(a.name for a in attrs.fields(cls) if a.name in interface_fields(cls) and a.default is REQUIRED)
-    if (renamed := getattr(cls, "__interface__", None)) is not None:  # of `configure`
-        return fields | {name.partition("=")[2] or name for name in renamed}
+    if cls.__configured__:
+        return fields | {name.partition("=")[2] or name for name in cls.__interface__}
     if cls.owner is None or cls.build is not Node.build:
         return fields
     return fields | required_arguments(cls.owner.__init__, 2)
@@ -54,8 +54,9 @@ def asked_for(cls: type[Node[Any]]) -> frozenset[str]:
 
 def refused(node: object) -> Iterator[Problem]:
     """The components directly below a node that ask for what their slot does not offer; paths relative to the node."""
+    fields = fields_of(node)
     for name, (protocol, offered) in _slots(type(node)).items():
-        value = getattr(node, name)
+        value = fields[name]
         for path, component in _components(value, name):
             if lacking := sorted(asked_for(type(component)) - offered):
                 yield Problem(
@@ -78,6 +79,6 @@ def _components(value: Any, path: str) -> Iterator[tuple[str, Node[Any]]]:
     elif isinstance(value, tuple):
         for i, item in enumerate(value):
             yield from _components(item, f"{path}.{i}")
-    elif hasattr(value, "items"):
+    elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from _components(item, f"{path}.{key}")

@@ -6,7 +6,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from axlearn_core.config.node import Node, hints_of, is_node
+from axlearn_core.config.node import Node, fields_of, hints_of, is_node
 from axlearn_core.errors import Problem
 
 
@@ -15,14 +15,15 @@ def wrong_parts(value: Node[Any]) -> Iterator[Problem]:
 
     Only classes are looked at: what a function returns is known once it is called. Attributes are not: instances have them.
     """
+    below = fields_of(value)
     for name, annotation in hints_of(type(value)).items():
         protocol = _protocol(annotation)
         if protocol is None:
             continue
         methods = methods_of(protocol)
-        for path, part in _nodes(getattr(value, name, None), name):
-            owner = getattr(part, "owner", None) or _built_by(type(part))
-            if not inspect.isclass(owner) or getattr(type(part), "__configured__", False):
+        for path, part in _nodes(below.get(name), name):
+            owner = type(part).owner or _built_by(type(part))
+            if not inspect.isclass(owner) or type(part).__configured__:
                 continue
             if lacking := [method for method in methods if not _has(part, owner, method)]:
                 yield Problem(
@@ -44,8 +45,8 @@ def _has(part: Node[Any], owner: object, method: str) -> bool:
     """Whether a part has a method itself, or a part directly below it that it may pass the call to, as wrappers do."""
     if callable(getattr(owner, method, None)):
         return True
-    below = (child for name in hints_of(type(part)) for _, child in _nodes(getattr(part, name, None), name))
-    return any(_has(child, getattr(child, "owner", None) or _built_by(type(child)), method) for child in below)
+    below = (child for name, value in fields_of(part).items() for _, child in _nodes(value, name))
+    return any(_has(child, type(child).owner or _built_by(type(child)), method) for child in below)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -61,10 +62,14 @@ def methods_of(protocol: type) -> list[str]:
     """The public methods that a protocol asks for."""
     names: dict[str, None] = {}
     for base in reversed(protocol.__mro__):
-        if getattr(base, "_is_protocol", False) and base is not typing.Protocol:
+        if _is_protocol(base):
             members = vars(base).items()
             names |= {n: None for n, m in members if inspect.isfunction(m) and (n == "__call__" or n[0] != "_")}
     return list(names)
+
+
+def _is_protocol(kind: object) -> bool:
+    return inspect.isclass(kind) and typing.Protocol in kind.__bases__
 
 
 def _protocol(annotation: object) -> type | None:
@@ -72,7 +77,7 @@ def _protocol(annotation: object) -> type | None:
     arguments = typing.get_args(annotation)
     if is_node(typing.get_origin(annotation)):
         kind = arguments[0] if arguments else None
-        return kind if inspect.isclass(kind) and getattr(kind, "_is_protocol", False) else None
+        return kind if _is_protocol(kind) else None
     return next((protocol for a in arguments if (protocol := _protocol(a)) is not None), None)
 
 

@@ -3,11 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-import attrs
-
 from axlearn_core.config.configured import Configured, configured_class
 from axlearn_core.config.flat import qualified_name
-from axlearn_core.config.node import Node
+from axlearn_core.config.node import Node, fields_of
 from axlearn_core.errors import ConfigError, Problem
 
 
@@ -26,7 +24,7 @@ def with_subclass(cfg: Node[Any], subclass_of: Callable[[type], type]) -> Node[A
     """
     owner = type(cfg).owner
     if isinstance(cfg, Configured) and isinstance(owner, type):
-        cls: Any = configured_class(subclass_of(owner), type(cfg).__interface__)  # type: ignore[attr-defined]
+        cls: Any = configured_class(subclass_of(owner), type(cfg).__interface__)
     elif isinstance(owner, type) and type(cfg).build is Node.build:
         subclass: Any = subclass_of(owner)
         cls = subclass.Config
@@ -40,4 +38,4 @@ def with_subclass(cfg: Node[Any], subclass_of: Callable[[type], type]) -> Node[A
                 fix="give the module a class with a Config of its own, or leave it out of the targets",
             )
         )
-    return cls(**{a.name: getattr(cfg, a.name) for a in attrs.fields(type(cfg))})
+    return cls(**fields_of(cfg))

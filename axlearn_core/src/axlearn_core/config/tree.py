@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 from immutabledict import immutabledict
 
-from axlearn_core.config.node import REQUIRED, Node, interface_fields, is_interface
+from axlearn_core.config.node import REQUIRED, Node, fields_of, interface_fields, is_interface
 from axlearn_core.config.offers import refused
 from axlearn_core.config.roles import Role
 from axlearn_core.config.run_scheme import unattached
@@ -23,7 +23,7 @@ from axlearn_core.errors import SHOWN_PROBLEMS, ConfigError, Problem, nearest
 def children(value: object) -> dict[str, Any]:
     """What is directly below `value`: the fields of a node, the items of a tuple or mapping; empty for a leaf."""
     if isinstance(value, Node):
-        return {a.name: getattr(value, a.name) for a in attrs.fields(type(value))}
+        return fields_of(value)
     if isinstance(value, tuple):
         return {str(i): v for i, v in enumerate(value)}
     if isinstance(value, Mapping):
@@ -226,6 +226,7 @@ def replace_config(tree: object, target: object, new: Node[Any], drop: tuple[str
     """
     kind = config_class(target)
     defaults = {a.name: a.default for a in attrs.fields(type(new))}
+    untouched = fields_of(new)
     problems: list[Problem] = []
     count = 0
 
@@ -237,29 +238,20 @@ def replace_config(tree: object, target: object, new: Node[Any], drop: tuple[str
         if not isinstance(value, kind):
             return with_children(value, {k: swap(v, join(path, k)) for k, v in children(value).items()})
         count += 1
-        fields = attrs.fields(type(value))
-        lost = [
-            a.name
-            for a in fields
-            if a.name not in defaults
-            and a.name not in drop
-            and not is_interface(a)
-            and getattr(value, a.name) != a.default
-        ]
+        fields, old = attrs.fields(type(value)), fields_of(value)
+        changed = [a.name for a in fields if old[a.name] != a.default]
+        interfaces = interface_fields(type(value))
+        lost = [n for n in changed if n not in defaults and n not in drop and n not in interfaces]
         problems.extend(
             Problem(
                 path=join(path, name),
                 message=f"would be lost: {type(new).__qualname__} has no such field",
-                got=show(getattr(value, name)),
+                got=show(old[name]),
                 fix=f"name {name!r} in drop= to let it go",
             )
             for name in lost
         )
-        values = {
-            a.name: getattr(value, a.name)
-            for a in fields
-            if a.name in defaults and getattr(new, a.name) == defaults[a.name] and getattr(value, a.name) != a.default
-        }
+        values = {name: old[name] for name in changed if name in defaults and untouched[name] == defaults[name]}
         return attrs.evolve(new, **values)
 
     result = swap(tree, "")
@@ -281,7 +273,7 @@ def replace_config(tree: object, target: object, new: Node[Any], drop: tuple[str
 def find_slots(tree: object, protocol: type) -> dict[str, Any]:
     """Path -> value of every slot that is annotated `Node[protocol]`; the value of an empty slot is None."""
     nodes = find(tree, Node).items()
-    return {join(path, n): getattr(node, n) for path, node in nodes for n in slots_of(type(node), protocol)}
+    return {join(path, n): children(node)[n] for path, node in nodes for n in slots_of(type(node), protocol)}
 
 
 Edit = Callable[[str, Any], Any]
@@ -387,10 +379,11 @@ def missing(tree: object) -> list[Problem]:
     paths = []
     for path, value in walk(tree):
         if isinstance(value, Node):
+            below = fields_of(value)
             paths += [
                 Problem(path=join(path, a.name), message=f"{type(value).__qualname__} needs a value", fix="set it")
                 for a in attrs.fields(type(value))
-                if getattr(value, a.name) is REQUIRED and not is_interface(a)
+                if below[a.name] is REQUIRED and not is_interface(a)
             ]
     return paths
 

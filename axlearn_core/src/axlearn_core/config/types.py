@@ -37,7 +37,8 @@ def describe(annotation: object) -> str:
         return "one of " + ", ".join(repr(a) for a in args)
     if origin is typing.Annotated:
         return describe(args[0])
-    name = getattr(origin or annotation, "__qualname__", str(origin or annotation))
+    kind = origin or annotation
+    name = kind.__qualname__ if isinstance(kind, type) else str(kind)
     if args:
         return f"{name}[{', '.join('...' if a is ... else describe(a) for a in args)}]"
     return name

@@ -83,6 +83,15 @@ class HasTokenizer(Protocol):
 
 
 @runtime_checkable
+class DeclaresFunctions(Protocol):
+    """The root config of an experiment that can be compiled: a trainer's."""
+
+    def functions(self, functional: Any) -> Mapping[str, Any]:
+        """Name -> `axlearn_core.compose.Function`: what the experiment computes with a model."""
+        ...
+
+
+@runtime_checkable
 class DeclaresBatches(Protocol):
     """An input's config that knows its batches without reading data, so that plans need none."""
 
@@ -99,6 +108,50 @@ class DescribesPosition(Protocol):
         """Files and offsets of the batch returned last, for a message to a person: what `str` gives of it, which is asked for
         only where there is a message. It is asked at every step, so it should look nothing up before."""
         ...
+
+
+@runtime_checkable
+class StacksMaps(Protocol):
+    """A linear map whose module can also be a stack of maps, such as the matrices of experts."""
+
+    def grouped(self, x: jax.Array, product: Any) -> jax.Array:
+        """Each row of x times the map of its group; see `axlearn_core.nn.linear.Linear.grouped`."""
+        ...
+
+
+@runtime_checkable
+class HasEndTokens(Protocol):
+    """A model that knows what ends its outputs.
+
+    Attributes:
+        end_tokens: ids, in addition to the one that a caller names.
+    """
+
+    end_tokens: Collection[int]
+
+
+@runtime_checkable
+class HasLearningRate(Protocol):
+    """The config of an optimizer that has one learning rate, as those of optax do.
+
+    Attributes:
+        learning_rate: a number, the config of a schedule, or a function of the step.
+    """
+
+    learning_rate: Any
+
+
+@runtime_checkable
+class WarmsUp(Protocol):
+    """The config of a schedule that rises to its peak.
+
+    Attributes:
+        peak: the highest value.
+        warmup_steps: steps until then, or a fraction of all steps.
+    """
+
+    peak: float
+    warmup_steps: int | float
 
 
 @runtime_checkable
@@ -180,6 +233,11 @@ class HasHeldOutLoss(Protocol):
 def vocabulary_size(model: object) -> int | None:
     """Of a model; None where it has no tokens."""
     return model.vocab_size if isinstance(model, HasVocabulary) else None
+
+
+def learning_rate_of(optimizer: object) -> Any:
+    """Of an optimizer's config; None if it has no single one."""
+    return optimizer.learning_rate if isinstance(optimizer, HasLearningRate) else None
 
 
 def tokenizer_of(source: object) -> Tokenizer | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar, runtime_checkable
 
 import attrs
 
@@ -89,6 +89,22 @@ class Call(Protocol[R_co]):
     def path(cls) -> str:
         """`"module:Class"`, by which kernels name their op."""
         ...
+
+
+@runtime_checkable
+class TagsResult(Protocol):
+    """A kernel that may give its result the activation tag itself, so that the layer does not give it once more.
+
+    Attributes:
+        tags_result: whether it does.
+    """
+
+    tags_result: bool
+
+
+def tags_result(kernel: object) -> bool:
+    """Whether a kernel gives its result the activation tag; see `TagsResult`."""
+    return isinstance(kernel, TagsResult) and kernel.tags_result
 
 
 class Kernel(Protocol[O_contra, R_co]):

@@ -58,6 +58,50 @@ class HasSpecialTokens(Protocol):
 
 
 @runtime_checkable
+class HasBosId(Protocol):
+    """A tokenizer with a token that begins documents.
+
+    Attributes:
+        bos_id: its id, or None if the model was trained without it.
+    """
+
+    bos_id: int | None
+
+
+@runtime_checkable
+class SpellsBos(Protocol):
+    """A tokenizer that knows the text of the token that begins documents.
+
+    Attributes:
+        bos_token: such as `<s>`, or None if there is none.
+    """
+
+    bos_token: str | None
+
+
+@runtime_checkable
+class SpellsEos(Protocol):
+    """A tokenizer that knows the text of the token that ends documents.
+
+    Attributes:
+        eos_token: such as `</s>`.
+    """
+
+    eos_token: str
+
+
+@runtime_checkable
+class HasFolder(Protocol):
+    """A tokenizer that was read from a file, beside which others may lie.
+
+    Attributes:
+        folder: of the file, or None if it came with a package.
+    """
+
+    folder: str | None
+
+
+@runtime_checkable
 class HasAddedTokens(Protocol):
     """A tokenizer whose vocabulary was extended after the model was made.
 
@@ -104,8 +148,23 @@ def special_tokens_of(tokenizer: Tokenizer) -> Mapping[int, str]:
 
 def first_token(tokenizer: Tokenizer) -> int:
     """The token that a document begins with: the BOS token, or the end-of-document token if there is none."""
-    bos = getattr(tokenizer, "bos_id", None)
+    bos = bos_id_of(tokenizer)
     return tokenizer.eos_id if bos is None else bos
+
+
+def bos_id_of(tokenizer: object) -> int | None:
+    """The id of the token that begins documents; None if there is none."""
+    return tokenizer.bos_id if isinstance(tokenizer, HasBosId) else None
+
+
+def bos_token_of(tokenizer: object) -> str | None:
+    """The text of the token that begins documents; None if there is none, or the tokenizer cannot tell."""
+    return tokenizer.bos_token if isinstance(tokenizer, SpellsBos) else None
+
+
+def folder_of(tokenizer: object) -> str | None:
+    """The folder that a tokenizer was read from; None if it came with a package, or cannot tell."""
+    return tokenizer.folder if isinstance(tokenizer, HasFolder) else None
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:

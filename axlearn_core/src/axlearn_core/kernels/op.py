@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 import attrs
 import jax
 
+from axlearn_core.contracts.arrays import is_array
 from axlearn_core.kernels.selection import choose
 
 R = TypeVar("R")
@@ -63,7 +64,7 @@ class Op(Generic[R]):
     def result(self) -> Any:
         """The shapes and dtypes of the results."""
         leaves, tree = jax.tree.flatten(self._fields())
-        places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+        places = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
 
         def compute(arrays: list[Any]) -> R:
             values = dict(zip(places, arrays, strict=True))
@@ -101,7 +102,7 @@ class Op(Generic[R]):
         return {field.name: getattr(self, field.name) for field in attrs.fields(type(self))}
 
     def _arrays(self) -> list[Any]:
-        return [leaf for leaf in jax.tree.leaves(self._fields()) if _is_array(leaf)]
+        return [leaf for leaf in jax.tree.leaves(self._fields()) if is_array(leaf)]
 
     def _key(self) -> tuple[Any, ...]:
         shapes = tuple((name, tuple(x.shape)) for name, x in self.operands().items())
@@ -118,12 +119,8 @@ class Op(Generic[R]):
         return f"{self.name}({', '.join([*operands, *(f'{k}={v}' for k, v in self.options().items())])})"
 
 
-def _is_array(x: object) -> bool:
-    return hasattr(x, "shape") and hasattr(x, "dtype")
-
-
 def _spec(x: Any) -> Any:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype) if _is_array(x) else x
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x
 
 
 def _nbytes(x: Any) -> int:

@@ -7,7 +7,6 @@ the reference runs. A layer whose config names a kernel gets that one, or an err
 
 import contextlib
 import contextvars
-import importlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -16,6 +15,7 @@ import jax
 
 from axlearn_core.contracts.kernels import Call, Kernel, KernelContext, KernelImplementation
 from axlearn_core.errors import PluginError, RequestError, nearest
+from axlearn_core.plugins.targets import load
 
 R = TypeVar("R")
 OpClass = type[Call[Any]]
@@ -218,9 +218,8 @@ def _consider(implementation: KernelImplementation, op: Call[Any], context: Kern
 
 
 def _import(implementation: KernelImplementation, op: str) -> Any:
-    module, _, attribute = implementation.load.partition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)
+        return load(implementation.load)
     except (ImportError, AttributeError) as error:
         raise PluginError(f"the {op} kernel {implementation.name!r} cannot be loaded: {error}") from error
 

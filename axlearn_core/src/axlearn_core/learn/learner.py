@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from axlearn_core.config import REQUIRED, Configurable, Node, node, setting
+from axlearn_core.contracts.capabilities import learning_rate_of
 from axlearn_core.contracts.parts import Loss
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.kernels.selection import in_force
@@ -99,7 +100,7 @@ class Learner(Configurable):
     def __init__(self, cfg: Config, *, max_steps: int, axes: Axes | None = None):
         """`axes`: dotted path -> logical axis names of each parameter, for optimizers that go by them."""
         self.cfg, self.max_steps, self._axes = cfg, max_steps, axes or {}
-        rate = getattr(cfg.optimizer, "learning_rate", None)  # every optax optimizer calls it so; for the summary only
+        rate = learning_rate_of(cfg.optimizer)  # for the summary only
         self._rate = None if rate is None or callable(rate) else rate_of(rate, max_steps)
 
     def init(self, params: object) -> LearnerState:

@@ -10,7 +10,7 @@ from typing import Any
 
 import optax
 
-from axlearn_core.config import Node, node, setting
+from axlearn_core.config import Node, fields_of, node, setting
 from axlearn_core.errors import Problem
 
 Schedule = Callable[[Any], Any]
@@ -29,9 +29,8 @@ class _Warmed(Node[Schedule]):
 
     def validate(self) -> Iterable[Problem]:
         """A float is a fraction."""
-        for name in ("warmup_steps", "decay_steps"):
-            value = getattr(self, name, 0)
-            if isinstance(value, float) and value > 1:
+        for name, value in fields_of(self).items():
+            if name in ("warmup_steps", "decay_steps") and isinstance(value, float) and value > 1:
                 yield Problem(
                     path=name,
                     message="a float is a fraction of max_steps",

@@ -115,7 +115,7 @@ def _find_unmarked_hooks(entry: Entry) -> Iterator[Finding]:
     hooks = [name for name in vars(hookspecs) if name.startswith("axlearn_")]
     for name, value in module.items():
         own = inspect.isfunction(value) and value.__module__ == module.get("__name__")
-        if not own or not name.startswith("axlearn_") or hasattr(value, "axlearn_impl"):
+        if not own or not name.startswith("axlearn_") or "axlearn_impl" in vars(value):
             continue
         if name in HOOKS:
             yield _finding(entry, "error", f"the hook {name} was removed\n    instead: {HOOKS[name]}")

@@ -21,7 +21,7 @@ from axlearn_core.config import Node, diff, dump, parse
 from axlearn_core.config.kinds import change_kinds, mathematics
 from axlearn_core.config.types import show
 from axlearn_core.contracts.capabilities import DeclaresBatches
-from axlearn_core.errors import ConfigError, Problem, RequestError, nearest
+from axlearn_core.errors import ConfigError, Problem, RequestError, nearest, reason
 from axlearn_core.plugins.request import Setting, parse_feature
 
 FORMAT = 1
@@ -131,7 +131,7 @@ def read_layout(path: str | Path) -> LayoutFile:
     try:
         document = parse(file.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"cannot read the layout {path}: {getattr(error, 'strerror', None) or error}") from None
+        raise RequestError(f"cannot read the layout {path}: {reason(error)}") from None
     data = document.data
     if not isinstance(data, Mapping) or "layout" not in data:
         raise ConfigError(

@@ -1,13 +1,13 @@
 """Configs and checkpoints of earlier versions, by the migrations of the installed plugins."""
 
-import importlib
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from axlearn_core.config import Names
+from axlearn_core.config import Names, fields_of
 from axlearn_core.errors import PluginError
 from axlearn_core.plugins.manager import host
 from axlearn_core.plugins.registry import Registry
+from axlearn_core.plugins.targets import load
 
 
 def migrate_config(config: Mapping[str, Any], names: Names | None = None) -> Mapping[str, Any]:
@@ -43,10 +43,9 @@ def _functions(field: str, names: Names | None = None) -> Iterator[Any]:
     plugins = host(names if isinstance(names, Registry) else None)
     for title, migrations in plugins.answers("axlearn_migrations"):
         for migration in migrations:
-            if location := getattr(migration, field):
-                module, _, attribute = location.partition(":")
+            if location := fields_of(migration)[field]:
                 try:
-                    function = getattr(importlib.import_module(module), attribute)
+                    function = load(location)
                 except (ImportError, AttributeError) as error:
                     raise PluginError(
                         f"{title}: the migration {migration.name!r} cannot be loaded from {location}: {error}"

@@ -263,14 +263,15 @@ class Registry:
 
             return qualified_name(cls)
 
-    def _search(self, cls: type) -> str | RequestError:
-        owner: Any = getattr(cls, "owner", None) or cls
-        written = f"{owner.__module__}:{getattr(owner, '__qualname__', '?')}"
+    def _search(self, cls: Any) -> str | RequestError:
+        from axlearn_core.config.flat import qualified_name
+
+        written = qualified_name(cls)
         # Where the class was defined, else where it may be exported from: what is imported, or is of the same package.
         ranked = []
         for name, (entry, *_) in self.claims["components"].items():
             module = entry.value.partition(":")[0]
-            if entry.value == written or module in sys.modules or _top(module) == _top(owner.__module__):
+            if entry.value == written or module in sys.modules or _top(module) == _top(written.partition(":")[0]):
                 ranked.append((entry.value != written, module not in sys.modules, name))
         for elsewhere, _, name in sorted(ranked):
             try:
@@ -279,7 +280,7 @@ class Registry:
             except PluginError as error:
                 if not elsewhere:
                     return error  # another component that cannot be loaded is not what was asked for
-        extra = f" with interface {', '.join(cls.__interface__)}" if getattr(cls, "__interface__", ()) else ""  # type: ignore[attr-defined]
+        extra = f" with interface {', '.join(cls.__interface__)}" if cls.__interface__ else ""
         return RequestError(
             f"{written}{extra} is not registered as a component, so it cannot be written to a file\n"
             f'    fix: add `a-name = "{written}"` to [project.entry-points."axlearn.components"] in the pyproject.toml '

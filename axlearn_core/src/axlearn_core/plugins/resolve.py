@@ -19,7 +19,8 @@ from axlearn_core.config import ABSENT, Change, Decoder, Node, check, diff, flat
 from axlearn_core.config.kinds import change_kinds
 from axlearn_core.config.tree import matches
 from axlearn_core.config.types import show
-from axlearn_core.contracts.mesh import Mesh, MeshRule, TargetRule
+from axlearn_core.contracts.experiment import mesh_of, model_of
+from axlearn_core.contracts.mesh import MeshRule, TargetRule
 from axlearn_core.contracts.target import Detected, Machine
 from axlearn_core.errors import AxlearnError, ConfigError, PluginError, Problem, RequestError
 from axlearn_core.plugins.decisions import Decision, show_changes
@@ -256,8 +257,8 @@ class _RuleChooser:
         own_rule = find_own_rule(machine, own)
         if own_rule is None:
             return None
-        mesh, rule = getattr(self.start.tree, "mesh", None), own_rule[1]
-        if isinstance(mesh, Mesh) and mesh.shape and (rule.shape or rule.rules):
+        mesh, rule = mesh_of(self.start.tree), own_rule[1]
+        if mesh is not None and mesh.shape and (rule.shape or rule.rules):
             return own_rule[0], f"the config has the mesh {dict(mesh.shape)}; --target {machine.name} brings the rule"
         before = self.without_rule.config
         after = _resolve_from(self.start, attrs.evolve(self.request, target=machine.name), self.names).config
@@ -274,8 +275,8 @@ class _RuleChooser:
         existing = {".".join(parts[: i + 1]) for parts in leaves for i in range(len(parts))}
         for settings in self.request.settings_of("mesh.targets", existing):
             tree = _set_values(tree, settings, self.names, Decoder(self.names))[0]
-        mesh = getattr(tree, "mesh", None)
-        return mesh.targets if isinstance(mesh, Mesh) else {}
+        mesh = mesh_of(tree)
+        return {} if mesh is None else mesh.targets
 
     def _count_parameters(self) -> int:
         try:
@@ -286,7 +287,7 @@ class _RuleChooser:
             trial = attrs.evolve(self.request.without_rule(), **no_settings)
             config = _resolve_from(self.start, trial, self.names).config
         counted: Any = load("axlearn_core.compose.functional:count_parameters")  # imports JAX: only if it is asked for
-        return counted(getattr(config, "model", config))
+        return counted(model_of(config) or config)
 
     def _decide(self, kind: Any, subject: str, reason: str = "") -> None:
         self.decisions.append(Decision(kind, subject, reason))
@@ -385,8 +386,8 @@ class _Resolution:
         return tree
 
     def _laid_out(self, tree: Node[Any], rule: MeshRule, machine: Machine, rule_title: str) -> Node[Any]:
-        mesh = getattr(tree, "mesh", None)
-        if not isinstance(mesh, Mesh) or not (rule.shape or rule.rules):
+        mesh = mesh_of(tree)
+        if mesh is None or not (rule.shape or rule.rules):
             return tree
         if self.request.target is None and mesh.shape:
             self._decide("left out", "mesh.shape, mesh.rules", f"the config has the mesh {dict(mesh.shape)}")

@@ -15,7 +15,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from axlearn_core.config import Names, Node, patch, walk
-from axlearn_core.config.flat import qualified_name
+from axlearn_core.config.flat import is_named, qualified_name
 from axlearn_core.errors import ConfigError, PluginError, Problem, RequestError
 from axlearn_core.plugins.decisions import Decision
 
@@ -51,8 +51,7 @@ class CodeNames:
 
     def text_of(self, value: object) -> str:
         """How a value that no file can hold is written: by its code, or by what it prints."""
-        has_name = hasattr(value, "__qualname__") and hasattr(value, "__module__")
-        text = MARK + (qualified_name(value) + _suffix(value) if has_name else stable_repr(value))
+        text = MARK + (qualified_name(value) + _suffix(value) if is_named(value) else stable_repr(value))
         _VALUES[text] = value
         self.used[text] = None
         return text
@@ -72,15 +71,16 @@ def stable_repr(value: object) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
-def code_name(cls: type) -> str:
+def code_name(cls: type[Node[Any]]) -> str:
     """`module:Class` of a config class, with what `configure` was told that its parent offers."""
-    interface = ", ".join(getattr(cls, "__interface__", ()))
-    return qualified_name(cls) + _suffix(getattr(cls, "owner", None) or cls) + (f"({interface})" if interface else "")
+    interface = ", ".join(cls.__interface__)
+    return qualified_name(cls) + _suffix(cls.owner or cls) + (f"({interface})" if interface else "")
 
 
 def _suffix(value: object) -> str:
     """`#` and a digest of a class or function that can be defined again under its name; empty for others."""
-    if getattr(value, "__module__", "") != "__main__" and "<" not in getattr(value, "__qualname__", ""):
+    module, _, name = qualified_name(value).partition(":")
+    if not is_named(value) or (module != "__main__" and "<" not in name):
         return ""
     members = sorted(vars(value).items()) if isinstance(value, type) else [("", value)]
     sources = {name: _source(name, member) for name, member in members}
@@ -90,7 +90,11 @@ def _suffix(value: object) -> str:
 
 def _source(name: str, member: object) -> str:
     """What a function, a method, a property or a constant computes with, as text that is equal in other processes."""
-    function = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
+    function = member
+    if isinstance(member, classmethod | staticmethod):
+        function = member.__func__
+    elif isinstance(member, property):
+        function = member.fget
     if isinstance(function, FunctionType):
         defaults = function.__defaults__, sorted((function.__kwdefaults__ or {}).items())
         return f"{_code(function.__code__)} {stable_repr(defaults)} {[*map(_cell, function.__closure__ or ())]}"

@@ -21,6 +21,7 @@ from axlearn_core.checkpoint.storage import open_storage
 from axlearn_core.compose import ModelAndObjective, TrainState
 from axlearn_core.config import diff
 from axlearn_core.config.kinds import DECISIVE, change_kinds
+from axlearn_core.contracts.experiment import checkpointer_of, input_of
 from axlearn_core.contracts.storage import Storage
 from axlearn_core.errors import CheckpointError
 from axlearn_core.learn.paths import flatten
@@ -194,7 +195,7 @@ def open_checkpoint(
     Raises:
         CheckpointError: the config is not a trainer's, no such step, or a damaged manifest.
     """
-    checkpointer = getattr(config, "checkpointer", None)
+    checkpointer = checkpointer_of(config)
     if checkpointer is None:
         raise CheckpointError(f"{uri}/{CONFIG} is not a trainer's config: it has no checkpointer")
     if isinstance(checkpointer, StorageCheckpointer.Config):
@@ -230,5 +231,5 @@ def _trained_config(checkpoint: RunCheckpoint, storage: Storage, config: object)
         more = [f"    and {len(edited) - 12} more"] if len(edited) > 12 else []
         head = f"{checkpoint.uri}/{CONFIG} is not the config that step {checkpoint.step} was trained with"
         log.warning("%s", "\n".join([head, *lines, *more]))
-    own = getattr(config, "input", None)
+    own = input_of(config)
     return trained if own is None else attrs.evolve(trained, input=own)

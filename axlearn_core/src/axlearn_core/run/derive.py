@@ -14,6 +14,7 @@ from axlearn_core.compose import Functional
 from axlearn_core.config import Node, patch
 from axlearn_core.config import map as map_nodes
 from axlearn_core.contracts.capabilities import BeginsElsewhere
+from axlearn_core.contracts.experiment import checkpoint_uri, loop_of
 from axlearn_core.contracts.parts import Weights
 from axlearn_core.errors import RequestError, WorkError
 from axlearn_core.plugins.registry import registry
@@ -161,9 +162,9 @@ def _independent_config(config: Any) -> Any:
     def begun(part: Node[Any]) -> Node[Any]:
         return part.begun() if isinstance(part, BeginsElsewhere) else part
 
-    loop = getattr(config, "loop", None)
+    loop = loop_of(config)
     settings = config if loop is None else patch(config, {"loop": map_nodes(loop, begun)})
-    if getattr(settings.checkpointer, "uri", None) is not None:
+    if checkpoint_uri(settings) is not None:
         settings = patch(settings, {"checkpointer.uri": None})
     return settings
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from axlearn_core.checkpoint.manifest import Checkpoints
 from axlearn_core.checkpoint.storage import open_storage
 from axlearn_core.config import Node, parse
+from axlearn_core.contracts.experiment import tokenizer_of_input
 from axlearn_core.contracts.parts import Weights
 from axlearn_core.contracts.storage import ForeignCheckpoints, Storage
 from axlearn_core.contracts.text import TextFacts
@@ -147,7 +148,7 @@ class Run:
             RequestError: no installed package processes text.
         """
         experiment = self.weights().experiment
-        if getattr(getattr(experiment, "input", None), "tokenizer", None) is None:
+        if tokenizer_of_input(experiment) is None:
             return None
         return registry().entry("functions", "text_processor").load()(experiment)
 

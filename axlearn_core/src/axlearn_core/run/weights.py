@@ -10,6 +10,7 @@ from jax.sharding import Sharding
 from axlearn_core.compose import Functional, ModelAndObjective
 from axlearn_core.compose.objective import PREFIX
 from axlearn_core.config import Node
+from axlearn_core.contracts.experiment import build_tokenizer
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.contracts.storage import Storage
 from axlearn_core.errors import CheckpointError, RequestError, nearest
@@ -65,8 +66,7 @@ class RunWeights:
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of the run's input."""
-        node = getattr(getattr(self.experiment, "input", None), "tokenizer", None)
-        return None if node is None else node.build()
+        return build_tokenizer(self.experiment)
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         """See `axlearn_core.contracts.parts.Weights`."""

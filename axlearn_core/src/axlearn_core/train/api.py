@@ -13,6 +13,7 @@ from axlearn_core.compose.devices import resolve_for_devices
 from axlearn_core.config import Node, diff, encode
 from axlearn_core.config.assets import assets as assets_of
 from axlearn_core.config.assets import portable
+from axlearn_core.contracts.experiment import checkpoint_uri, checkpointer_of
 from axlearn_core.errors import CheckpointError, RequestError, StorageError
 from axlearn_core.plugins.request import Request, write
 from axlearn_core.plugins.resolve import Resolved
@@ -105,7 +106,7 @@ class Destination:
         """The run directory, if the config may be trained there. Raises as `RunDir.check`; nothing is written."""
         options: Any = {"allow_drift": allow_drift, "set_by": resolved.setter}
         config: Any = resolved.config
-        elsewhere = None if self.old else stored_beside(getattr(config.checkpointer, "uri", None))
+        elsewhere = None if self.old else stored_beside(checkpoint_uri(config))
         run_dir = RunDir.check(self.path, config, self.old, uri=self.uri, **options)
         if elsewhere is not None:
             check_config(f"{elsewhere.uri} has checkpoints of a run", elsewhere.config, config, **options)
@@ -216,7 +217,7 @@ def _computes_the_same(run_dir: Path, config: Node[Any]) -> bool:
 def trained_config(run_dir: Path | str, step: int | None) -> Node[Any] | None:
     """What a run was trained with: the config in the checkpoint that it goes on from, else that of the run directory."""
     config: Any = Run(run_dir).config
-    if config is None or not isinstance(getattr(config, "checkpointer", None), StorageCheckpointer.Config):
+    if config is None or not isinstance(checkpointer_of(config), StorageCheckpointer.Config):
         return config
     try:
         return open_checkpoint(run_dir, open_storage(run_dir), config, step).config

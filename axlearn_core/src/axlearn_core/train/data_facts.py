@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from axlearn_core.checkpoint.state import agree
+from axlearn_core.contracts.experiment import context_length, sequence_length
 from axlearn_core.errors import CheckpointError
 from axlearn_core.run.notices import log_message
 
@@ -19,8 +20,8 @@ def plain_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 def log_context(config: Any) -> None:
     """Log a note if the rows of an experiment's input are longer than its model was made for."""
-    limit, length = getattr(config.text, "context_length", None), getattr(config.input, "sequence_length", None)
-    if isinstance(limit, int) and isinstance(length, int) and length > limit:
+    limit, length = context_length(config), sequence_length(config)
+    if limit is not None and length is not None and length > limit:
         log_message(f"note: input.sequence_length is {length}, and the model was made for {limit} tokens")
 
 

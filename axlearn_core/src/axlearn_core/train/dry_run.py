@@ -9,6 +9,7 @@ import jax
 
 from axlearn_core.compose import compose
 from axlearn_core.contracts.capabilities import DeclaresBatches
+from axlearn_core.contracts.experiment import checkpoint_uri, save_interval
 from axlearn_core.errors import StorageError
 from axlearn_core.plugins.request import Request
 from axlearn_core.run.record import RunDir
@@ -62,8 +63,8 @@ def dry_run(
         Fact("run", checked.uri or str(checked.path)),
         Fact("steps", _steps(config, checked, restore_step, restart)),
     ]
-    if (every := getattr(config.checkpointer, "every_steps", None)) is not None:
-        place = getattr(config.checkpointer, "uri", None) or checked.checkpoints
+    if (every := save_interval(config)) is not None:
+        place = checkpoint_uri(config) or checked.checkpoints
         facts.append(Fact("checkpoints", f"every {every} steps and at the end, in {place}"))
     return [*facts, *(Fact("note", note) for note in checked.notes)]
 
@@ -85,7 +86,6 @@ def _state_bytes(state: object) -> int:
     """Bytes of the training state on one device."""
     total = 0
     for leaf in jax.tree.leaves(state):
-        shape = leaf.sharding.shard_shape(leaf.shape) if getattr(leaf, "sharding", None) is not None else leaf.shape
-        itemsize = getattr(leaf.dtype, "itemsize", 8)
-        total += math.prod(shape) * itemsize
+        shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+        total += math.prod(shape) * leaf.dtype.itemsize
     return total

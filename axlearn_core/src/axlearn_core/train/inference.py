@@ -9,6 +9,7 @@ import jax
 from axlearn_core.compose import Program, compose
 from axlearn_core.compose.devices import configure_devices
 from axlearn_core.config import find, patch
+from axlearn_core.contracts.experiment import end_tokens
 from axlearn_core.contracts.parts import Tokenizer
 from axlearn_core.errors import CheckpointError, RequestError
 from axlearn_core.plugins.registry import registry
@@ -71,8 +72,8 @@ def load(uri: str | Path, *, step: int | None = None) -> Loaded:
     model = {**program.weights_spec.params, **program.weights_spec.variables}
     tensors = weights.read("**", {path: spec.sharding for path, spec in model.items()})
     bound = bind_weights(program.functional, tensors)
-    if ends := getattr(config.text, "end_tokens", ()):
-        bound.end_tokens = tuple(ends)  # so that the model's own `generate` ends at each of them too
+    if ends := end_tokens(config):
+        bound.end_tokens = ends  # so that the model's own `generate` ends at each of them too
     return Loaded(config, program, bound, tokenizer, weights.step)
 
 

@@ -9,6 +9,7 @@ import jax
 from axlearn_core.checkpoint import open_storage
 from axlearn_core.checkpoint.state import agree
 from axlearn_core.contracts.capabilities import OwnsCheckpoints
+from axlearn_core.contracts.experiment import checkpoint_uri
 from axlearn_core.contracts.storage import Storage
 from axlearn_core.errors import AxlearnError, CheckpointError, RequestError, StorageError
 from axlearn_core.run.events import RunListener
@@ -69,7 +70,7 @@ class Ownership(RunListener):
         """Name -> storage of every place that the run writes to."""
         run_dir = self._session.run_dir
         places = {str(run_dir.path): open_storage(run_dir.path)}
-        if owns and getattr(getattr(owns, "cfg", None), "uri", None) is not None:
+        if owns and checkpoint_uri(self._session.program.config) is not None:
             places[owns.place.name] = owns.place.storage
         if run_dir.uri is not None:
             places[run_dir.uri] = open_storage(run_dir.uri)

@@ -22,6 +22,7 @@ from axlearn_core.contracts.capabilities import (
     ReportsSaves,
     vocabulary_size,
 )
+from axlearn_core.contracts.experiment import checkpoint_uri
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.contracts.parts import (
     Checkpointer,
@@ -271,7 +272,7 @@ class Trainer(Configurable):
             run_dir.write(config_text, {k: old[k] for k in ("kernels", "hlo_fingerprint") if k in old} | lock, assets)
         if jax.process_index() == 0:
             config: Any = session.program.config
-            if (elsewhere := getattr(config.checkpointer, "uri", None)) is not None:
+            if (elsewhere := checkpoint_uri(config)) is not None:
                 write_assets(open_storage(elsewhere), assets)  # its checkpoints can be used without the run directory
         session.checkpointer.files = {
             "config.yaml": config_text,

@@ -20,7 +20,7 @@ from axlearn_core.checkpoint.manifest import ArrayInfo, Manifest
 from axlearn_core.checkpoint.state import abstract_arrays, check_same, collect_arrays, describe, rebuild_state
 from axlearn_core.checkpoint.writer import PartWriter, collect_parts
 from axlearn_core.config import Configurable, Node, node, setting
-from axlearn_core.errors import AxlearnError, CheckpointError, MissingFileError, WorkError
+from axlearn_core.errors import AxlearnError, CheckpointError, MissingFileError, WorkError, reason
 from axlearn_core.learn.paths import flatten
 from axlearn_plugins_runtime import part_transfers
 from axlearn_plugins_runtime.local_tier import PART, LocalParts, Part, is_covered, needs_of, overlaps_of
@@ -149,9 +149,9 @@ class TieredCheckpointer(ShardedCheckpointer):
         try:
             part = saving.result()
         except Exception as error:
-            reason = str(getattr(error, "strerror", None) or error).splitlines()[0]
             log.warning(
-                "the local tier could not be written: %s\n    training goes on; checkpoints are not affected", reason
+                "the local tier could not be written: %s\n    training goes on; checkpoints are not affected",
+                reason(error),
             )
         step = -1 if part is None else part.step
         steps = np.asarray([step])

@@ -30,7 +30,7 @@ def member(directory: Path, name: str) -> Path:
         target = file.resolve(strict=True)
         status = target.stat()
     except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle, before Python 3.13
-        reason = getattr(error, "strerror", None) or "a link that leads nowhere"
+        reason = (error.strerror if isinstance(error, OSError) else None) or "a link that leads nowhere"
         raise CheckpointError(f"{file} cannot be read: {reason}") from None
     places = [directory.resolve()]
     if (cache := places[0].parent).name == "snapshots":

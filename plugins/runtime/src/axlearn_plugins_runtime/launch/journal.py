@@ -8,7 +8,7 @@ from typing import Any
 
 from axlearn_core.checkpoint.storage import LocalStorage
 from axlearn_core.contracts.storage import Storage
-from axlearn_core.errors import MissingFileError, RequestError, StorageError
+from axlearn_core.errors import MissingFileError, RequestError, StorageError, reason
 
 PROCESSES = "processes.jsonl"
 EVENTS = (
@@ -45,9 +45,8 @@ class Journal:
             else:
                 self.storage.write(PROCESSES, [self._earlier()])
         except (OSError, StorageError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
             raise RequestError(
-                f"--run-dir: the run cannot be launched there: {PROCESSES} cannot be written: {reason}\n"
+                f"--run-dir: the run cannot be launched there: {PROCESSES} cannot be written: {reason(error)}\n"
                 "    fix: make it reachable and writable, or give another --run-dir"
             ) from error
 

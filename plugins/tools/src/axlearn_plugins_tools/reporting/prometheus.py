@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from axlearn_core.config import Configurable, Node, node, patch, setting
-from axlearn_core.errors import RequestError
+from axlearn_core.contracts.experiment import trackers_of
+from axlearn_core.errors import RequestError, reason
 from axlearn_core.plugins.feature import Feature
 from axlearn_core.train.trackers.common import printable, writing
 
@@ -127,15 +128,15 @@ class PrometheusFeature(Feature):
 
     def apply(self, cfg: Tree) -> Tree:
         """Adds the tracker, or sets its options."""
-        other_trackers = tuple(t for t in getattr(cfg, "trackers", ()) if not isinstance(t, PrometheusTracker.Config))
+        other_trackers = tuple(t for t in trackers_of(cfg) if not isinstance(t, PrometheusTracker.Config))
         return patch(cfg, {"trackers": (*other_trackers, PrometheusTracker.Config(host=self.host, port=self.port))})
 
 
 def _listen_error(host: str, port: int, error: Exception) -> RequestError:
     in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-    reason = "the port is in use" if in_use else str(getattr(error, "strerror", None) or error)
+    why = "the port is in use" if in_use else reason(error)
     return RequestError(
-        f"the Prometheus endpoint cannot listen on {host}:{port}: {reason}\n"
+        f"the Prometheus endpoint cannot listen on {host}:{port}: {why}\n"
         "    expected: an address of this machine and a free port\n"
         "    fix: --with prometheus:port=0 takes a free port and writes it to RUN_DIR/prometheus.json, or stop what listens there"
     )
