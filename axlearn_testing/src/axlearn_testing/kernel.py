@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from axlearn_core.compose.flops import count_flops
+from axlearn_core.compose.flops import count_flops, jaxpr_of
 from axlearn_core.compose.layout import Layout, make_mesh
 from axlearn_core.contracts.kernels import KernelImplementation
 from axlearn_core.contracts.mesh import Mesh
@@ -20,6 +20,7 @@ from axlearn_core.errors import RequestError
 from axlearn_core.kernels import selection
 from axlearn_core.kernels.op import Op
 from axlearn_core.nn.sharding import logical_rules
+from axlearn_core.plugins.targets import load
 from axlearn_testing.common import assert_close, compiled, is_float, leaves_of, need_devices
 
 
@@ -178,8 +179,7 @@ class KernelSuite:
 
     def _refusal(self, case: Case, implementation: KernelImplementation) -> str | None:
         """Why the kernel does not support the case; None if it does."""
-        module, _, attribute = implementation.load.partition(":")
-        kernel = getattr(__import__(module, fromlist=[attribute]), attribute)
+        kernel: Any = load(implementation.load)
         with self._only(self.declared(self.against)) as op_selection:
             jax.eval_shape(lambda *operands: case.run(self.against, *operands), *case.operands)
             own = [c for c in op_selection.choices if type(c.op) is self.op]  # an op may call others
@@ -223,4 +223,4 @@ def _operations(jaxpr: Any) -> list[str]:
 
 def _jaxprs(parameter: object) -> list[Any]:
     values = parameter if isinstance(parameter, tuple | list) else [parameter]
-    return [getattr(x, "jaxpr", x) for x in values if hasattr(getattr(x, "jaxpr", x), "eqns")]
+    return [jaxpr for x in values if (jaxpr := jaxpr_of(x)) is not None]

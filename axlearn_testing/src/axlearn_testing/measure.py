@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from axlearn_core.config import Node, check
+from axlearn_core.contracts.capabilities import vocabulary_size
 from axlearn_core.learn import AdamW, Learner
 from axlearn_testing.common import assert_equal
 from axlearn_testing.train import Journal, Noise, Numbers, TrainerSuite
@@ -101,7 +102,7 @@ class EvaluatorSuite:
         assert due == [two.due(step, False) for step in range(1, 200)], "processes have to agree on what is due"
 
     def _build(self, cfg: Any) -> Any:
-        build_input = lambda own: cfg.build_input(own, getattr(cfg.model, "vocab_size", None))  # noqa: E731
+        build_input = lambda own: cfg.build_input(own, vocabulary_size(cfg.model))  # noqa: E731
         return self.config.build(name="probe", input=build_input(cfg.input), build_input=build_input)
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import attrs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 
 from axlearn_core.compose import Functional, Program, compose
 from axlearn_core.compose.objective import PREFIX
-from axlearn_core.config import Node, check, patch
+from axlearn_core.config import Node, check, fields_of, patch
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.errors import ConfigError
 from axlearn_core.learn import AdamW, Learner
@@ -49,7 +48,7 @@ class ObjectiveSuite:
         """Path -> another value, of what `options` names, or of each number and switch that the config has by itself."""
         if self.options is not None:
             return dict(self.options)
-        fields = {a.name: getattr(self.config, a.name) for a in attrs.fields(type(self.config))}
+        fields = fields_of(self.config)
         others = {
             n: (not x if isinstance(x, bool) else 0.5 * x + 0.1)
             for n, x in fields.items()

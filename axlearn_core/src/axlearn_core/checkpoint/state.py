@@ -62,7 +62,8 @@ def key_impl(leaf: Any) -> Any:
 
 def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
     """Shape, dtype and sharding of what is stored for a leaf: keys as their data, by default on the first device."""
-    sharding = getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    sharding = leaf.sharding if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else None
+    sharding = sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     if is_key(leaf):
         leaf = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from axlearn_core.config.node import Kind, Node, hidden_defaults, interface_fields, is_node, marked_kind
+from axlearn_core.config.node import Kind, Node, fields_of, hidden_defaults, interface_fields, is_node, marked_kind
 from axlearn_core.config.tree import children, join
 
 
@@ -68,7 +68,7 @@ def field_kind(value: Node[Any], name: str) -> Kind | None:
     A field that a class adds to the one that it `computes_like` changes nothing while it is at its default.
     """
     kind, adds, default = _marks(type(value))[name]
-    return "execution" if kind is None and adds and getattr(value, name) == default else kind
+    return "execution" if kind is None and adds and fields_of(value)[name] == default else kind
 
 
 @functools.lru_cache(maxsize=4096)

@@ -99,7 +99,7 @@ class Op(Generic[R]):
         return f"{cls.__module__}:{cls.__qualname__}"
 
     def _fields(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in attrs.fields(type(self))}
+        return attrs.asdict(self, recurse=False)
 
     def _arrays(self) -> list[Any]:
         return [leaf for leaf in jax.tree.leaves(self._fields()) if is_array(leaf)]

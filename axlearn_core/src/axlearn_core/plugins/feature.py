@@ -77,8 +77,8 @@ class Feature(Node[Any]):
             raise TypeError(f"{cls.__qualname__}.{name} is not an option: write `{name} = ...` without an annotation")
         if cls.stage not in STAGES:
             raise TypeError(f"{cls.__qualname__}.stage is {cls.stage!r}; it has to be one of {', '.join(STAGES)}")
-        for name in ("needs", "excludes", "before", "after"):
-            value = getattr(cls, name)
+        names = {"needs": cls.needs, "excludes": cls.excludes, "before": cls.before, "after": cls.after}
+        for name, value in names.items():
             if not isinstance(value, tuple) or not all(isinstance(n, str) for n in value):
                 raise TypeError(f"{cls.__qualname__}.{name} is {value!r}; it has to be a tuple of names of features")
         if both := {*cls.before} & {*cls.after}:

@@ -4,7 +4,7 @@ from typing import Any, TypeVar
 
 import attrs
 
-from axlearn_core.extend import Feature, ModelLoss, Node, node, patch, setting
+from axlearn_core.extend import Feature, ModelLoss, Node, children, node, patch, setting
 from axlearn_plugins_my_objective.objective import ConfidencePenalty
 
 Tree = TypeVar("Tree", bound=Node[Any])
@@ -19,7 +19,7 @@ class PenalizeConfidence(Feature):
 
     def apply(self, cfg: Tree) -> Tree:
         """Wraps the objective that is there."""
-        old: Any = getattr(cfg, "objective", None)
+        old = children(cfg).get("objective")
         if isinstance(old, ConfidencePenalty.Config):
             return patch(cfg, {"objective": attrs.evolve(old, weight=self.weight)})
         base = ModelLoss.Config() if old is None else old

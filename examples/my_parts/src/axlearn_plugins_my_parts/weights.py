@@ -16,6 +16,7 @@ from axlearn_core.extend import (
     Tokenizer,
     Weights,
     check_tensors,
+    children,
     read_text,
     registry,
     select_tensors,
@@ -55,7 +56,7 @@ class NpzWeights:
     @property
     def tokenizer(self) -> Tokenizer | None:
         """That of the experiment's input."""
-        node = getattr(self.experiment.input, "tokenizer", None)
+        node = children(self.experiment.input).get("tokenizer")
         return None if node is None else node.build()
 
     def specs(self) -> Mapping[str, jax.ShapeDtypeStruct]:

@@ -15,6 +15,7 @@ from flax import nnx
 from jax import lax
 
 from axlearn_core.config import Node
+from axlearn_core.contracts.capabilities import StacksMaps
 from axlearn_core.errors import RequestError
 from axlearn_core.nn.axis_names import name_stack_axis
 from axlearn_core.nn.linear import Projection
@@ -131,7 +132,7 @@ def stacked(cfg: Node[Any], count: int, *, rngs: nnx.Rngs, **offered: Any) -> An
 
     module = build_part(rngs)
     name_stack_axis(module, "experts")
-    if not hasattr(module, "grouped"):
+    if not isinstance(module, StacksMaps):
         raise RequestError(
             f"{type(cfg).__qualname__} cannot stand for the matrices of experts: what it builds has no method `grouped`\n"
             "    fix: leave it to other linear maps (by the target of the feature that put it there), or use a linear"

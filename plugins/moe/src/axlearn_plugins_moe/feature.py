@@ -4,7 +4,7 @@ from typing import Any, TypeVar
 
 import attrs
 
-from axlearn_core.config import Node, Scaled, node, setting
+from axlearn_core.config import Node, Scaled, fields_of, node, options_of, setting
 from axlearn_core.config.node import is_interface
 from axlearn_core.config.tree import fill_slots
 from axlearn_core.errors import ConfigError, Problem
@@ -86,28 +86,27 @@ class MoE(Feature):
         """The experts that replace a feed-forward layer; raises `ConfigError` where one of its settings would be lost."""
         default = MixtureOfExperts.Config()
         settings = {"hidden_dim", "activation", "dtype", "param_dtype", "gate", "up", "down"}
-        fields = {a.name: a for a in attrs.fields(type(old))}
+        fields, before = attrs.fields_dict(type(old)), fields_of(old)
         lost = [
             Problem(
                 path=name,
                 message="would be lost: experts have no such setting",
-                got=repr(getattr(old, name)),
+                got=repr(before[name]),
                 fix="set it back to its default, or leave moe out",
             )
             for name, a in fields.items()
-            if name not in settings and not is_interface(a) and getattr(old, name) != a.default
+            if name not in settings and not is_interface(a) and before[name] != a.default
         ]
         if lost:
             raise ConfigError(lost)
-        values: dict[str, Any] = {name: getattr(old, name) for name in settings & fields.keys()}
+        values: dict[str, Any] = {name: before[name] for name in settings & fields.keys()}
         if "up" in fields and "gate" not in fields:
             values["gate"] = None
         return self._set(attrs.evolve(default, **values))
 
     def _set(self, experts: Any) -> MixtureOfExperts.Config:
         """The experts with the options that are given."""
-        names = ("num_experts", "top_k", "router", "dispatch", "hidden_dim")
-        options = {n: getattr(self, n) for n in names if getattr(self, n) is not None}
+        options = options_of(self, "num_experts", "top_k", "router", "dispatch", "hidden_dim")
         new = attrs.evolve(experts, **options)
         if self.shared_experts is None:
             return new

@@ -84,7 +84,7 @@ class _Parameters:
 
 
 def _is_linear(module: Any) -> bool:
-    return getattr(type(module), "grouped", None) is Linear.grouped
+    return isinstance(module, Linear) and type(module).grouped is Linear.grouped
 
 
 class _Axes:

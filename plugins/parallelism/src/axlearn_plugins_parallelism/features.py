@@ -5,8 +5,9 @@ from typing import Any, Literal, TypeVar
 
 import attrs
 
-from axlearn_core.config import REQUIRED, Node, get, node, patch, setting
+from axlearn_core.config import REQUIRED, Node, fields_of, get, node, patch, setting
 from axlearn_core.config.tree import edit_nodes, set_fields
+from axlearn_core.contracts.experiment import is_pipelined
 from axlearn_core.contracts.mesh import DEFAULT_RULES
 from axlearn_core.plugins.feature import Feature, nothing_to_set
 from axlearn_plugins_moe.dispatch import DroplessDispatch
@@ -47,18 +48,18 @@ class Pipeline(Feature):
 
     def apply(self, cfg: Tree) -> Tree:
         """Puts a `PipelinedStack` in the place of every `Stack`, and the layers on the axis `pipeline`."""
-        options = {n: getattr(self, n) for n in ("microbatches", "schedule", "rounds")}
+        options = {"microbatches": self.microbatches, "schedule": self.schedule, "rounds": self.rounds}
 
         def change(_: str, stack: Any) -> Any:
             if not _is_stack(stack):
                 return None
-            settings = {a.name: getattr(stack, a.name) for a in attrs.fields(Stack.Config)}
-            return PipelinedStack.Config(**{**settings, **options})
+            settings = {a.name for a in attrs.fields(Stack.Config)}
+            return PipelinedStack.Config(**{k: v for k, v in fields_of(stack).items() if k in settings} | options)
 
         nothing = nothing_to_set("pipeline", "a stack of layers (`stack`, or a component that is one)")
         result = edit_nodes(cfg, change, nothing=nothing)
         pipelined = self.schedule == "1f1b"
-        if pipelined or getattr(get(result, "learner"), "pipelined", False):
+        if pipelined or is_pipelined(result):
             result = with_learner(result, "pipeline:schedule=1f1b", pipelined=pipelined)
         layers = get(result, "mesh.rules").get("layers", DEFAULT_RULES["layers"])
         return result if AXIS in layers else with_rules(result, {"layers": (AXIS, *layers)})

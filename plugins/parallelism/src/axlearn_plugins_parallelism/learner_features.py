@@ -2,9 +2,7 @@
 
 from typing import Any, Literal, TypeVar
 
-import attrs
-
-from axlearn_core.config import Node, get, node, patch
+from axlearn_core.config import Node, fields_of, get, node, patch
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.learn.learner import Learner
 from axlearn_core.plugins.feature import Feature
@@ -25,7 +23,7 @@ def with_learner(cfg: Tree, feature: str, **settings: Any) -> Tree:
                 fix=f"leave the feature {feature} out",
             )
         )
-    fields = {a.name: getattr(old, a.name) for a in attrs.fields(type(old))}
+    fields = fields_of(old)
     new = PlacedLearner.Config(**{**fields, **settings})
     return cfg if new == old else patch(cfg, {"learner": new})
 

@@ -11,10 +11,12 @@ from typing import Any, TypeVar
 
 import attrs
 import jax
+from jax.extend.core import Literal
 
 from axlearn_core.compose import Program
 from axlearn_core.compose.flops import called, equation_flops, mapped_devices
-from axlearn_core.contracts.kernels import Kernel, KernelContext
+from axlearn_core.contracts.arrays import is_array
+from axlearn_core.contracts.kernels import Kernel, KernelContext, tags_result
 from axlearn_core.kernels.op import Op
 from axlearn_core.kernels.selection import REFERENCE, Selection, use
 
@@ -61,7 +63,7 @@ class Work:
     @property
     def dtype(self) -> str:
         """Of what is multiplied: the narrower of both sides."""
-        operands = [v.aval for v in self.equation.invars if hasattr(v.aval, "dtype")]
+        operands = [v.aval for v in self.equation.invars if is_array(v.aval)]
         operands = [a for a in operands if a.ndim > 1] or operands  # a kernel has offsets among its operands
         return str(min((a.dtype for a in operands[:2]), key=lambda d: d.itemsize)) if operands else "float32"
 
@@ -137,11 +139,11 @@ def live_equations(jaxpr: Any) -> list[Any]:
 
     What the backward pass recomputes may hold calls whose results were all kept: the compiler takes them out.
     """
-    needed = {v for v in jaxpr.outvars if not hasattr(v, "val")}
+    needed = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
     result = []
     for equation in reversed(jaxpr.eqns):
         if equation.effects or any(v in needed for v in equation.outvars):
-            needed.update(v for v in equation.invars if not hasattr(v, "val"))
+            needed.update(v for v in equation.invars if not isinstance(v, Literal))
             result.append(equation)
     return result[::-1]
 
@@ -150,7 +152,7 @@ def _kernel_flops(equation: Any, op: Op[Any] | None) -> float | None:
     """The FLOPs of a kernel by its op; None where its body tells."""
     if op is None:
         return None
-    operands = [v.aval.shape for v in equation.invars if "float" in str(getattr(v.aval, "dtype", ""))]
+    operands = [v.aval.shape for v in equation.invars if is_array(v.aval) and "float" in str(v.aval.dtype)]
     results = [v.aval.shape for v in equation.outvars]
     return op.kernel_flops(operands, results, opaque=equation.primitive.name != "pallas_call")
 
@@ -216,7 +218,7 @@ class _ScopedKernel:
     @property
     def tags_result(self) -> bool:
         """As the kernel."""
-        return getattr(self.kernel, "tags_result", False)
+        return tags_result(self.kernel)
 
     def supports(self, op: Any, context: KernelContext) -> str | None:
         """As the kernel."""

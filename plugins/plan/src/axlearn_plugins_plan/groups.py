@@ -6,9 +6,12 @@ A group is of partitions, which JAX numbers in the order of the mesh.
 import math
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import attrs
 import numpy as np
+
+from axlearn_core.compose.devices import slice_of
 
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? ?\{([^}]*)\}")
@@ -100,9 +103,9 @@ class Places:
         return len(counts), int(counts.max())
 
 
-def domains_of(devices: Sequence[object], per_domain: int) -> np.ndarray:
+def domains_of(devices: Sequence[Any], per_domain: int) -> np.ndarray:
     """Of each device: its TPU slice where it says so, else by its number, since hosts number theirs together."""
-    slices = [getattr(d, "slice_index", None) for d in devices]
+    slices = [slice_of(d) for d in devices]
     if len(set(slices)) > 1:
         return np.array(slices)
-    return np.array([getattr(d, "id", i) // per_domain for i, d in enumerate(devices)])
+    return np.array([d.id // per_domain for d in devices])

@@ -57,7 +57,7 @@ def capacity(machine: Machine) -> int | None:
     """What one device of a machine has for a program. Devices of a CPU share the memory of this one."""
     if machine.target.hbm_bytes is not None:
         return int(machine.target.hbm_bytes)
-    if machine.target.platform == "cpu" and hasattr(os, "sysconf"):
+    if machine.target.platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // machine.devices
     return None
 
@@ -66,7 +66,7 @@ def shard_bytes(tree: Any) -> int:
     """What the memory of one device holds of a tree of abstract arrays with shardings: what is in its host's is not counted."""
     total = 0
     for leaf in jax.tree.leaves(tree):
-        if getattr(leaf.sharding, "memory_kind", None) in _HOST:
+        if leaf.sharding is not None and leaf.sharding.memory_kind in _HOST:
             continue
         shape = leaf.sharding.shard_shape(leaf.shape) if leaf.sharding is not None else leaf.shape
         size = leaf.dtype.itemsize

@@ -12,7 +12,8 @@ from axlearn_core.compose import Program, compose
 from axlearn_core.compose.devices import configure_devices, topology_devices
 from axlearn_core.compose.objective import replicated
 from axlearn_core.config import Node, find, flatten, get, missing
-from axlearn_core.contracts.capabilities import DeclaresBatches, vocabulary_size
+from axlearn_core.contracts.capabilities import DeclaresBatches, DeclaresFunctions, vocabulary_size
+from axlearn_core.contracts.experiment import accumulate_steps, input_of
 from axlearn_core.contracts.roles import StackRole
 from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import ConfigError, RequestError
@@ -125,7 +126,7 @@ def prepared(resolved: Resolved) -> tuple[Program, dict[str, jax.ShapeDtypeStruc
         RequestError: no machine is named, or nothing can compile for it.
     """
     machine, config = machine_of(resolved), resolved.config
-    if not hasattr(config, "input") or not hasattr(config, "functions"):
+    if input_of(config) is None or not isinstance(config, DeclaresFunctions):
         raise RequestError(f"{resolved.title} is a {type(config).__qualname__}; expected a Trainer.Config")
     _check(resolved)
     configure_devices(machine)
@@ -210,7 +211,7 @@ def make_plan(resolved: Resolved, function: str = "train") -> Plan:
         kernels=tuple(program.choices(function)),
         tags=tuple(activations),
         gradient_bytes=shard_bytes(program.state.params) if trains else 0,
-        accumulate_steps=getattr(getattr(resolved.config, "learner", None), "accumulate_steps", 1),
+        accumulate_steps=accumulate_steps(resolved.config),
         compiler_options=program.options(function),
         compile_seconds=seconds,
     )

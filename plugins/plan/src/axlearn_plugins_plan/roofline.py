@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
+from axlearn_core.config import options_of
 from axlearn_core.contracts.target import Target
 from axlearn_plugins_plan.collectives import Collective
 
@@ -40,8 +41,7 @@ class Roofline:
     @property
     def bound(self) -> str:
         """What the step waits for."""
-        names = ("compute", "hbm", "links", "network")
-        times = {n: getattr(self, n) for n in names if getattr(self, n) is not None}
+        times: dict[str, float] = options_of(self, "compute", "hbm", "links", "network")
         return max(times, key=lambda n: times[n]) if times else "unknown"
 
 

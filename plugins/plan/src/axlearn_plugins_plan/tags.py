@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 import jax
+from jax.extend.core import Literal
 
 from axlearn_core.compose import Program
 from axlearn_core.compose.flops import called
@@ -107,7 +108,7 @@ def _device_bytes(jaxpr: Any, producers: Mapping[Any, Any], equation: Any, place
     if local:
         return size
     operand = equation.invars[0]
-    beside = [producers.get(operand)] if not hasattr(operand, "val") else []  # literals hash by identity only
+    beside = [producers.get(operand)] if not isinstance(operand, Literal) else []  # literals hash by identity only
     beside += [e for e in jaxpr.eqns if e.invars and e.invars[0] is equation.outvars[0]]
     for neighbour in beside:
         if neighbour is not None and neighbour.primitive.name == "sharding_constraint":
@@ -129,7 +130,7 @@ def _slice_flops(producers: Mapping[Any, Any], scopes: Sequence[Scope], equation
     pending, visited, total = list(equation.invars), set(), 0.0
     while pending:
         var = pending.pop()
-        producer = producers.get(var) if not hasattr(var, "val") else None  # literals hash by identity only
+        producer = producers.get(var) if not isinstance(var, Literal) else None  # literals hash by identity only
         if producer is None or producer.primitive.name == "name" or id(producer) in visited:
             continue
         visited.add(id(producer))

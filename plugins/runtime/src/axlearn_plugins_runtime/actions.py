@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -124,7 +125,7 @@ class Webhook(Configurable):
             with urllib.request.urlopen(request, timeout=self.cfg.seconds):
                 pass
         except OSError as error:
-            reason = getattr(error, "reason", error)
+            reason = error.reason if isinstance(error, urllib.error.URLError) else error
             print(f"watchdog: the webhook cannot be reached: {reason}", file=sys.stderr, flush=True)
 
 

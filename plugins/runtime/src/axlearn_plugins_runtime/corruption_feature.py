@@ -3,6 +3,7 @@
 from typing import Any, TypeVar
 
 from axlearn_core.config import Node, node, patch, setting
+from axlearn_core.contracts.experiment import loop_of
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.feature import Feature
 from axlearn_core.train.loop import TrainLoop
@@ -28,7 +29,7 @@ class CorruptionFeature(Feature):
 
     def apply(self, cfg: Tree) -> Tree:
         """Puts the check into the loop."""
-        loop = getattr(cfg, "loop", None)
+        loop = loop_of(cfg)
         if not isinstance(loop, TrainLoop.Config):
             raise RequestError(
                 f"sdc-check is a part of the core's loop\n    got: loop {type(loop).__qualname__}\n    expected: train-loop\n"

@@ -3,6 +3,8 @@
 from typing import Any, TypeVar
 
 from axlearn_core.config import REQUIRED, Node, node, patch, setting
+from axlearn_core.config.tree import children
+from axlearn_core.contracts.experiment import loop_of
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.feature import Feature
 from axlearn_core.plugins.resolve import resolve
@@ -32,9 +34,10 @@ class ShadowFeature(Feature):
         Raises:
             RequestError: the loop has another check, or the config cannot have the other execution's feature.
         """
-        loop = getattr(cfg, "loop", None)
+        loop = loop_of(cfg)
         if not isinstance(loop, TrainLoop.Config) or not isinstance(loop.check, ShadowCheck.Config | None):
-            got = f"loop {type(loop).__qualname__}, check {type(getattr(loop, 'check', None)).__qualname__}"
+            check = type(children(loop).get("check")).__qualname__
+            got = f"loop {type(loop).__qualname__}, check {check}"
             raise RequestError(
                 f"shadow is the check of the core's loop\n    got: {got}\n    expected: train-loop without a check, such as "
                 "that of sdc-check\n    fix: leave one of them out"

@@ -2,10 +2,9 @@
 
 from typing import Any, TypeVar
 
-import attrs
-
 from axlearn_core.checkpoint import ShardedCheckpointer
-from axlearn_core.config import Node, node, patch, setting
+from axlearn_core.config import Node, fields_of, node, patch, setting
+from axlearn_core.contracts.experiment import checkpointer_of
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_runtime.tiered import LocalTier, TieredCheckpointer
@@ -31,7 +30,7 @@ class LocalTierFeature(Feature):
 
     def apply(self, cfg: Tree) -> Tree:
         """Puts the tier beside the checkpoints."""
-        checkpointer: Any = getattr(cfg, "checkpointer", None)
+        checkpointer = checkpointer_of(cfg)
         if not isinstance(checkpointer, ShardedCheckpointer.Config):
             raise RequestError(
                 "local-tier stands beside the core's checkpointer\n"
@@ -42,5 +41,5 @@ class LocalTierFeature(Feature):
         local = patch(
             local, {"every_steps": self.every, "directory": self.directory, "keep": self.keep, "copies": self.copies}
         )
-        fields = {f.name: getattr(checkpointer, f.name) for f in attrs.fields(type(checkpointer)) if f.name != "local"}
+        fields = {name: value for name, value in fields_of(checkpointer).items() if name != "local"}
         return patch(cfg, {"checkpointer": TieredCheckpointer.Config(**fields, local=local)})

@@ -5,7 +5,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from axlearn_core.plugins.doctor import Finding
@@ -33,7 +33,7 @@ def replaced_attributes() -> Iterator[tuple[str, str]]:
     What a file defines is compared with what its module holds, so that it does not matter when something was replaced.
     """
     for name, module in sorted(sys.modules.items()):
-        if (name == PACKAGE or name.startswith(f"{PACKAGE}.")) and getattr(module, "__file__", None):
+        if (name == PACKAGE or name.startswith(f"{PACKAGE}.")) and "__file__" in vars(module):
             yield from _of_module(name, module)
 
 
@@ -67,12 +67,17 @@ def _module(path: str) -> str:
 
 
 def _is_from(value: object, file: str) -> bool:
-    value = getattr(value, "__func__", value)  # Python makes class methods of some
+    value = _function_of(value)
     return isinstance(value, FunctionType) and value.__code__.co_filename == file
 
 
 def _origin(value: object) -> str:
-    code = getattr(getattr(value, "__func__", value), "__code__", None)
-    if code is not None:
-        return f"{code.co_filename}:{code.co_firstlineno}"
-    return "nothing" if value is None else f"{getattr(value, '__module__', '?')}: {value!r}"[:120]
+    function = _function_of(value)
+    if isinstance(function, FunctionType):
+        return f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
+    return "nothing" if value is None else f"{value.__module__}: {value!r}"[:120]
+
+
+def _function_of(value: object) -> object:
+    """The function inside of a class method, of which Python makes some by itself."""
+    return value.__func__ if isinstance(value, classmethod | staticmethod | MethodType) else value

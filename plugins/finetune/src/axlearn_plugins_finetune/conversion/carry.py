@@ -13,7 +13,6 @@ and one whose parameters cannot be made of those of other models says why, for t
 """
 
 import enum
-import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
@@ -26,6 +25,7 @@ from axlearn_core.compose import Functional
 from axlearn_core.compose.arrays import array_function
 from axlearn_core.errors import CheckpointError
 from axlearn_core.plugins.feature import Feature
+from axlearn_core.plugins.targets import load
 from axlearn_plugins_transformer.stacked import MixedLayers
 
 Params = dict[str, Any]
@@ -68,8 +68,7 @@ def bridges(features: Iterable[tuple[str, Feature]]) -> tuple[list[Bridge], dict
     usable, reasons = [], {}
     for name, feature in features:
         if feature.bridge:
-            module, _, attribute = feature.bridge.partition(":")
-            usable.append(getattr(importlib.import_module(module), attribute))
+            usable.append(load(feature.bridge))
         elif feature.no_bridge:
             reasons[name] = feature.no_bridge
     return usable, reasons

@@ -10,6 +10,7 @@ import attrs
 from axlearn_core.config import Node, map, node, patch, setting
 from axlearn_core.config.node import interface_fields
 from axlearn_core.config.tree import children, join, with_children
+from axlearn_core.contracts.experiment import loop_of, rules_of
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.learn import ParameterRule
 from axlearn_core.plugins.feature import Feature
@@ -47,11 +48,10 @@ class Lora(Feature):
 
     def validate(self) -> Iterable[Problem]:
         """Directories that hold no run and no adapters."""
-        for name, file, description in (
-            ("base", "config.yaml", "run"),
-            ("adapters", "adapters.json", "exported adapters"),
+        for name, directory, file, description in (
+            ("base", self.base, "config.yaml", "run"),
+            ("adapters", self.adapters, "adapters.json", "exported adapters"),
         ):
-            directory = getattr(self, name)
             if directory is None or (name == "base" and "://" in directory):  # a storage is asked when the run begins
                 continue
             if not (Path(directory).expanduser() / file).is_file():
@@ -78,7 +78,7 @@ class Lora(Feature):
         options: dict[str, Any] = {
             k: v for k, v in (("run_dir", self.base), ("adapters", self.adapters)) if v is not None
         }
-        loop: Any = getattr(cfg, "loop", None)
+        loop = loop_of(cfg)
         if not isinstance(loop, Node):
             raise ConfigError(
                 Problem(path="loop", message="lora finds no loop that could load `base`", fix="leave out `base`")
@@ -97,7 +97,7 @@ def without_adapters(cfg: Tree) -> Tree:
         return part.loop if isinstance(part, StartFromRun.Config) else part
 
     result = map(cfg, undone)
-    rules = getattr(result.learner, "rules", ())
+    rules = rules_of(result) or ()
     return patch(result, {"learner.rules": tuple(r for r in rules if r != FROZEN)}) if FROZEN in rules else result
 
 
@@ -132,8 +132,8 @@ def _place_adapters(value: Any, path: str, targets: set[str], adapt: Any) -> Any
 
 
 def _frozen(cfg: Tree) -> Tree:
-    rules = getattr(getattr(cfg, "learner", None), "rules", None)
-    if not isinstance(rules, tuple):
+    rules = rules_of(cfg)
+    if rules is None:
         raise ConfigError(
             Problem(
                 path="learner.rules",

@@ -16,6 +16,7 @@ from flax import nnx
 
 from axlearn_core.config import REQUIRED, Node, interface, node, setting, with_subclass
 from axlearn_core.config.node import take
+from axlearn_core.contracts.capabilities import StacksMaps
 from axlearn_core.nn.initializers import Initializer, VarianceScaling
 from axlearn_core.nn.layer import Layer, Precision
 from axlearn_core.nn.linear import Linear, Projection, linear_product
@@ -117,7 +118,7 @@ def is_adapted(module: object) -> bool:
 
 @functools.cache  # one class for each kind of base, so that equal modules stay equal
 def _adapted_class(kind: type) -> type:
-    return subclass_with(GroupedLoraMap if hasattr(kind, "grouped") else LoraMap, kind, "WithLora")
+    return subclass_with(GroupedLoraMap if issubclass(kind, StacksMaps) else LoraMap, kind, "WithLora")
 
 
 def subclass_with(mixin: type, kind: type, suffix: str) -> type:

@@ -23,6 +23,7 @@ from flax import nnx
 from axlearn_core.config import REQUIRED, Node, interface, node, setting, with_subclass
 from axlearn_core.config.node import take
 from axlearn_core.config.tree import children, join, with_children
+from axlearn_core.contracts.capabilities import StacksMaps
 from axlearn_core.errors import CheckpointError, RequestError, nearest
 from axlearn_core.nn.layer import Layer, Precision
 from axlearn_core.nn.linear import Linear, Projection
@@ -130,7 +131,7 @@ class GroupedRowMap(RowMap):
 
 @cache  # one class for each kind of base, so that equal modules stay equal
 def _class_with_rows(kind: type) -> type:
-    return subclass_with(GroupedRowMap if hasattr(kind, "grouped") else RowMap, kind, "WithRows")
+    return subclass_with(GroupedRowMap if issubclass(kind, StacksMaps) else RowMap, kind, "WithRows")
 
 
 @attrs.frozen(eq=False)

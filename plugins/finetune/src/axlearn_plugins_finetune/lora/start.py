@@ -10,7 +10,9 @@ import jax.numpy as jnp
 from axlearn_core.compose import ModelWeights, Program
 from axlearn_core.config import Configurable, Node, node, setting
 from axlearn_core.contracts.capabilities import tokenizer_of
+from axlearn_core.contracts.experiment import tokenizer_of_input
 from axlearn_core.contracts.parts import Weights
+from axlearn_core.contracts.text import HasDigest, bos_id_of
 from axlearn_core.errors import CheckpointError, InputError, RequestError
 from axlearn_core.run import Run, open_weights
 from axlearn_core.run.notices import log_message
@@ -142,7 +144,7 @@ def _check_tokenizer(uri: str, own: Any) -> None:
         raise
     except RequestError:  # weights of a scheme that no storage has
         return
-    node: Any = getattr(getattr(config, "input", None), "tokenizer", None)
+    node = tokenizer_of_input(config)
     if own is None or node is None:
         return
     try:
@@ -150,7 +152,7 @@ def _check_tokenizer(uri: str, own: Any) -> None:
     except InputError as error:
         log_message(f"note: the tokenizer of {uri} cannot be compared with the data's: {error}")
         return
-    facts = [{n: getattr(t, n, None) for n in ("digest", "vocab_size", "eos_id", "bos_id")} for t in (its, own)]
+    facts = [_describe(tokenizer) for tokenizer in (its, own)]
     if facts[0] != facts[1]:
         expected, got = (", ".join(f"{k} {v}" for k, v in f.items()) for f in facts)
         raise RequestError(
@@ -191,3 +193,8 @@ def _check_same_maps(exported: Mapping[str, Any], params: Mapping[str, Any]) -> 
 
 def _put_like(value: Any, like: jax.Array) -> jax.Array:
     return jax.device_put(jnp.asarray(value, like.dtype), like.sharding)
+
+
+def _describe(tokenizer: Any) -> dict[str, Any]:
+    sizes = {"vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id, "bos_id": bos_id_of(tokenizer)}
+    return {"digest": tokenizer.digest if isinstance(tokenizer, HasDigest) else None, **sizes}

@@ -4,7 +4,9 @@ from typing import Any, TypeVar
 
 import attrs
 
-from axlearn_core.config import Node, node, patch, setting
+from axlearn_core.config import Node, node, options_of, patch, setting
+from axlearn_core.config.tree import children
+from axlearn_core.contracts.experiment import model_of, objective_of
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_finetune.objectives.distillation import Distillation
@@ -35,7 +37,7 @@ class Distill(Feature):
 
     def apply(self, cfg: Tree) -> Tree:
         """Sets `objective`, and `loop` where there is a base."""
-        if not hasattr(cfg, "objective") or not isinstance(getattr(cfg, "model", None), LanguageModelRole):
+        if "objective" not in children(cfg) or not isinstance(model_of(cfg), LanguageModelRole):
             raise ConfigError(
                 Problem(
                     path="model",
@@ -44,9 +46,9 @@ class Distill(Feature):
                     fix="leave distill out",
                 )
             )
-        options: dict[str, Any] = {k: v for k in ("temperature", "alpha") if (v := getattr(self, k)) is not None}
+        options = options_of(self, "temperature", "alpha")
         if self.teacher is not None:
             options |= {"teacher": model_at(self.teacher), "teacher_weights": self.teacher}
-        old: Any = getattr(cfg, "objective", None)
+        old = objective_of(cfg)
         new = attrs.evolve(old, **options) if isinstance(old, Distillation.Config) else Distillation.Config(**options)
         return start_from(patch(cfg, {"objective": new}), self.base, "distill")

@@ -12,6 +12,7 @@ from flax import nnx
 
 from axlearn_core.compose import FrozenModel
 from axlearn_core.config import Configurable, Node, node, setting
+from axlearn_core.contracts.capabilities import vocabulary_size
 from axlearn_core.contracts.parts import Batch, Model
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.nn import summaries
@@ -49,7 +50,7 @@ class Distillation(Configurable, nnx.Module):
         teacher = cfg.teacher or model
         for config, path in ((model, "objective"), (teacher, "objective.teacher")):
             check_language_model(config, path)
-        sizes = [getattr(config, "vocab_size", None) for config in (teacher, model)]
+        sizes = [vocabulary_size(config) for config in (teacher, model)]
         if sizes[0] != sizes[1]:
             raise ConfigError(
                 Problem(

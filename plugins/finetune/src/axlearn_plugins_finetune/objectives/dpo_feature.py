@@ -4,7 +4,8 @@ from typing import Any, Literal, TypeVar
 
 import attrs
 
-from axlearn_core.config import REQUIRED, Node, node, patch, replace_config, setting
+from axlearn_core.config import REQUIRED, Node, node, options_of, patch, replace_config, setting
+from axlearn_core.contracts.experiment import input_of, objective_of
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_finetune.objectives.dpo import DPO
@@ -50,14 +51,14 @@ class Dpo(Feature):
         return start_from(patch(self._read(cfg), {"objective": self._objective(cfg)}), self.base, "dpo")
 
     def _objective(self, cfg: Any) -> DPO.Config:
-        options: dict[str, Any] = {k: v for k in ("beta", "label_smoothing") if (v := getattr(self, k)) is not None}
+        options = options_of(self, "beta", "label_smoothing")
         if self.reference is not None:
             options |= {"reference": model_at(self.reference), "reference_weights": self.reference}
-        old = getattr(cfg, "objective", None)
+        old = objective_of(cfg)
         return attrs.evolve(old, **options) if isinstance(old, DPO.Config) else DPO.Config(**options)
 
     def _read(self, cfg: Tree) -> Tree:
-        old: Any = getattr(cfg, "input", None)
+        old = input_of(cfg)
         fraction = self.validation_fraction
         if fraction is None:
             fraction = 0.0 if self.validation else HELD_OUT

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import attrs
 
 from axlearn_core.config import Node, patch
+from axlearn_core.contracts.experiment import loop_of
 from axlearn_core.errors import CheckpointError, ConfigError, Problem
 from axlearn_core.run import open_weights
 from axlearn_plugins_finetune.lora.start import CONTINUES_WITHOUT, StartFromRun
@@ -25,7 +26,7 @@ def start_from(cfg: Tree, base: str | None, feature: str) -> Tree:
     """The config with a loop that begins with the weights of `base`; unchanged where that is None."""
     if base is None:
         return cfg
-    loop: Any = getattr(cfg, "loop", None)
+    loop = loop_of(cfg)
     if not isinstance(loop, Node):
         raise ConfigError(
             Problem(path="loop", message=f"{feature} finds no loop that could load `base`", fix="leave out `base`")

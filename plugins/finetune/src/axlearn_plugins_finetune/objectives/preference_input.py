@@ -10,7 +10,7 @@ import numpy as np
 
 from axlearn_core.config import REQUIRED, Configurable, Node, node, setting
 from axlearn_core.contracts.parts import Tokenizer
-from axlearn_core.contracts.text import first_token
+from axlearn_core.contracts.text import bos_id_of, first_token
 from axlearn_core.errors import ConfigError, InputError, Problem
 from axlearn_plugins_finetune.objectives.preferences import PreferenceRecords
 from axlearn_plugins_transformer.text.cycle import Cycle, Permutations
@@ -138,7 +138,7 @@ class PreferenceInput(Configurable):
 
     def _answer(self, prompt: str, answer: str) -> Rows:
         prompt_ids, ids = self._encode(prompt), [*self._encode(answer), self.tokenizer.eos_id]
-        if prompt_ids[:1] == [getattr(self.tokenizer, "bos_id", None)]:  # the prompt spells it out
+        if prompt_ids[:1] == [bos_id_of(self.tokenizer)]:  # the prompt spells it out
             prompt_ids = prompt_ids[1:]
         whole = [first_token(self.tokenizer), *prompt_ids, *ids]
         columns = {"tokens": whole[:-1], "targets": whole[1:], "weights": [0.0] * len(prompt_ids) + [1.0] * len(ids)}

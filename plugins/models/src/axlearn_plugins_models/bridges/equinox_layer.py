@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.extend.core import Literal
 
 from axlearn_core.config import node, setting
 from axlearn_core.errors import ConfigError, PluginError, Problem
@@ -104,10 +105,10 @@ class EquinoxLayer(WrappedLayer):
         """Whether what the module returns in training depends on its key."""
         module = self._module()
         traced = jax.make_jaxpr(lambda key: self._map(module, sample, key))(jax.random.key(0)).jaxpr
-        needed = {v for v in traced.outvars if not hasattr(v, "val")}
+        needed = {v for v in traced.outvars if not isinstance(v, Literal)}
         for equation in reversed(traced.eqns):
             if needed & set(equation.outvars):
-                needed |= {v for v in equation.invars if not hasattr(v, "val")}
+                needed |= {v for v in equation.invars if not isinstance(v, Literal)}
         return traced.invars[0] in needed
 
 

@@ -10,6 +10,7 @@ from flax.core import meta
 from flax.core.scope import DenyList
 
 from axlearn_core.config import node
+from axlearn_core.contracts.arrays import is_array
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.nn.layer import Precision
 from axlearn_plugins_models.bridges.wrapped import Path, Structure, WrappedLayer, cast, wrong_module
@@ -48,7 +49,7 @@ class LinenLayer(WrappedLayer):
         collections = module.init({"params": rngs.params()}, sample, **self._mode(training=False))
         flat = traverse_util.flatten_dict(dict(collections))
         self.paths = tuple((str(key[0]), tuple(map(str, key[1:]))) for key in flat)
-        _refuse_sown([key for key, value in flat.items() if not hasattr(meta.unbox(value), "shape")])
+        _refuse_sown([key for key, value in flat.items() if not is_array(meta.unbox(value))])
         for (collection, path), boxed in zip(self.paths, flat.values(), strict=True):
             names = boxed.names if isinstance(boxed, meta.Partitioned) else None
             value = meta.unbox(boxed)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from axlearn_core.config import REQUIRED, Node, matches, node
+from axlearn_core.contracts.arrays import is_array
 from axlearn_core.errors import ConfigError, Problem, nearest
 from axlearn_core.nn.layer import Layer, Precision
 
@@ -140,7 +141,7 @@ def cast(tree: Any, dtype: str) -> Any:
     """A tree with its floating-point arrays in a dtype."""
 
     def convert(x: Any) -> Any:
-        return x.astype(dtype) if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating) else x
+        return x.astype(dtype) if is_array(x) and jnp.issubdtype(x.dtype, jnp.floating) else x
 
     return jax.tree.map(convert, tree)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import tokenizers
 
+from axlearn_core.contracts.text import bos_id_of, folder_of
 from axlearn_plugins_models.huggingface.family import Json
 from axlearn_plugins_models.huggingface.text_facts import GENERATION, TEMPLATE, TOKENIZER, TOKENIZER_CONFIG
 from axlearn_plugins_transformer.text.chat_template import TOOL_TEMPLATE, ChatTemplate
@@ -26,7 +27,7 @@ def model_settings(text: TextProcessor, length: int | None) -> Json:
         text: of the run.
         length: of its rows, which is the context length of a model that was trained from the start.
     """
-    bos = getattr(text.tokenizer, "bos_id", None)
+    bos = bos_id_of(text.tokenizer)
     return {
         "eos_token_id": _end_tokens(text),
         **({} if bos is None else {"bos_token_id": bos}),
@@ -143,7 +144,7 @@ def _with_bos(tokenizer: Any) -> str:
 
 def read_beside(tokenizer: Any, name: str) -> bytes | None:
     """Read a file from the folder of a run's tokenizer; return None if it is missing."""
-    folder = getattr(tokenizer, "folder", None)
+    folder = folder_of(tokenizer)
     paths = [] if folder is None else [os.path.join(folder, name), os.path.join(folder, KEPT, name)]
     return next((Path(p).read_bytes() for p in paths if os.path.isfile(p)), None)
 

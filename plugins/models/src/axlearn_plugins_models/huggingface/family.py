@@ -226,7 +226,7 @@ def _with_derived_heads(written: Json) -> Json:
 def _with_derived_sizes(model: Node[Any]) -> Node[Any]:
     """A model's config, its sizes that were left to be derived set."""
     config: Any = model
-    width = config.hidden_dim if hasattr(config, "hidden_dim") else config.decoder.hidden_dim
+    width = config.hidden_dim if "hidden_dim" in children(config) else config.decoder.hidden_dim
 
     def derive(part: Node[Any]) -> Node[Any]:
         fields: Json = children(part)

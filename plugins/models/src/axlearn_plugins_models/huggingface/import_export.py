@@ -11,6 +11,7 @@ from typing import Any
 from axlearn_core.checkpoint import LocalStorage, open_storage
 from axlearn_core.compose import Functional, compose
 from axlearn_core.compose.devices import configure_devices
+from axlearn_core.contracts.experiment import checkpoint_uri, sequence_length
 from axlearn_core.errors import RequestError
 from axlearn_core.run import Run, derive_run
 from axlearn_core.run.derive import appearing, local_target, new_directory
@@ -50,9 +51,9 @@ def import_run(directory: Path, run_dir: Path, *, with_: Iterable[str] = (), set
     configure_devices(None)
     source = open_model(directory, with_=with_, set=set)
     config = source.config
-    if getattr(config.checkpointer, "uri", None) is not None:
+    if (uri := checkpoint_uri(config)) is not None:
         raise RequestError(
-            f"checkpointer.uri: an import keeps its checkpoint in RUN_DIR\n    got: {config.checkpointer.uri}\n"
+            f"checkpointer.uri: an import keeps its checkpoint in RUN_DIR\n    got: {uri}\n"
             "    fix: import without it; a run of its own that keeps its checkpoints there begins with these weights by\n"
             "    --set 'loop={type: start-from-run, run_dir: RUN_DIR}'"
         )
@@ -174,7 +175,7 @@ def _describe_run(run_files: Mapping[str, bytes], config: Any, text: TextProcess
                 return description
     model_family, fresh = family_of(config)
     same = {k: v for k, v in data.items() if k.endswith("_token_id")}
-    facts = model_settings(text, _length(config)) if text is not None and model_family.text else {}
+    facts = model_settings(text, sequence_length(config)) if text is not None and model_family.text else {}
     return model_family, {**facts, **fresh, **same}
 
 
@@ -182,11 +183,6 @@ def _match_config(data: Json, config: Any) -> tuple[Family, Json] | None:
     """The family and the completed `config.json`, if it describes the model of a run."""
     model_family = family(str(data["model_type"]))
     return None if model_family.differences(data, config) else (model_family, data | model_family.missing(data))
-
-
-def _length(config: Any) -> int | None:
-    length = getattr(config.input, "sequence_length", None)
-    return length if isinstance(length, int) else None
 
 
 def _report_source(source: Source) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 
 from axlearn_core.compose import Functional
+from axlearn_core.contracts.experiment import sequence_length
 from axlearn_core.errors import CheckpointError, ConfigError, Problem
 from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import Resolved, resolve
@@ -99,7 +100,7 @@ def open_model(
     length = data.get("max_position_embeddings") or data.get("n_positions")
     length = length if type(length) is int else None
     trainer: Any = base.config
-    if length and getattr(trainer.input, "sequence_length", 0) > length:
+    if length and (sequence_length(trainer) or 0) > length:
         base, unread = _resolve(model_family, directory, data, {**more, "input.sequence_length": length})
     resolved = resolve(attrs.evolve(Request.of(base.config, with_=with_, set=set), title=model_family.model_type))
     model = Functional.of(resolved.config.model)  # type: ignore[attr-defined]

@@ -159,8 +159,8 @@ class ImageClassifier(Layer):
         def validate(self) -> Iterable[Problem]:
             """Dtypes that do not exist or are not given."""
             yield from super().validate()
-            for name in ("param_dtype", "dtype"):
-                if getattr(self, name) is None:
+            for name, dtype in (("param_dtype", self.param_dtype), ("dtype", self.dtype)):
+                if dtype is None:
                     yield Problem(
                         path=name, message="the root of the model has no parent to take it from", fix="set it"
                     )

@@ -7,6 +7,7 @@ from importlib.resources import files
 
 import attrs
 
+from axlearn_core.config import fields_of
 from axlearn_core.contracts.target import Target
 from axlearn_core.errors import RequestError
 
@@ -53,7 +54,8 @@ def coefficients(target: Target) -> Coefficients:
     Raises:
         RequestError: the target has no figures for its speed or memory, or its platform has no coefficients.
     """
-    lacks = [n for n in ("peak_flops", "hbm_bytes", "hbm_bandwidth", "link_bandwidth") if not getattr(target, n)]
+    needed = ("peak_flops", "hbm_bytes", "hbm_bandwidth", "link_bandwidth")
+    lacks = [name for name in needed if not fields_of(target)[name]]
     tables = _tables()
     if lacks or target.platform not in tables:
         got = f"no {', '.join(lacks)}" if lacks else f"the platform {target.platform}"

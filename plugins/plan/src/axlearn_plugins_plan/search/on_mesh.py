@@ -9,6 +9,7 @@ import attrs
 import jax
 
 from axlearn_core.compose import Program
+from axlearn_core.contracts.experiment import offloads_optimizer
 from axlearn_core.contracts.target import Machine
 from axlearn_plugins_plan.search.space import MeshChoice, laid
 from axlearn_plugins_plan.search.trace import Activation, StepTrace
@@ -90,7 +91,7 @@ class MeshFigures:
     @property
     def offloads_optimizer(self) -> bool:
         """Whether the config keeps the optimizer's state in the host's memory."""
-        return bool(getattr(getattr(self.config, "learner", None), "offload", False))
+        return offloads_optimizer(self.config)
 
     @cached_property
     def batch_shards(self) -> int:

@@ -8,7 +8,7 @@ import attrs
 
 from axlearn_core.compose import Program
 from axlearn_core.config import Node
-from axlearn_core.config.tree import walk
+from axlearn_core.config.tree import children, walk
 from axlearn_core.errors import ConfigError, RequestError
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.request import Request, parse_feature
@@ -109,9 +109,10 @@ def layer_counts(program: Program) -> set[int]:
 def pipeline_of(config: Node[Any], stages: int) -> Pipeline | None:
     """The schedule that a config has; None on one stage, and where it has none."""
     for _, part in walk(config):
-        schedule, count = (getattr(part, name, None) for name in ("schedule", "microbatches"))
+        fields = children(part)
+        schedule, count = fields.get("schedule"), fields.get("microbatches")
         if stages > 1 and schedule in SCHEDULES and isinstance(count, int):
-            rounds = getattr(part, "rounds", 1) if schedule == "interleaved" else 1
+            rounds = fields["rounds"] if schedule == "interleaved" else 1
             return Pipeline(stages=stages, microbatches=count, schedule=schedule, rounds=rounds)
     return None
 

@@ -9,7 +9,8 @@ import attrs
 
 from axlearn_core.compose import Program
 from axlearn_core.config import patch
-from axlearn_core.config.tree import walk
+from axlearn_core.config.tree import children, walk
+from axlearn_core.contracts.experiment import accumulate_steps
 from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import RequestError, unknown
 from axlearn_core.plugins.registry import registry
@@ -155,12 +156,12 @@ class Space:
     @cached_property
     def everything(self) -> StepTrace:
         """The step with layers that compute nothing again."""
-        edits = {f"{path}.remat": None for path, part in walk(self.base) if getattr(part, "remat", None) is not None}
+        edits = {f"{path}.remat": None for path, part in walk(self.base) if children(part).get("remat") is not None}
         return trace_step(program_alone(patch(self.base, edits), self.machine), self.batch)
 
     def base_steps(self) -> int:
         """Microbatches, as the request has them."""
-        return getattr(getattr(self.base, "learner", None), "accumulate_steps", 1)
+        return accumulate_steps(self.base)
 
     def ranked(self, progress: Callable[[str], None] = lambda _: None) -> list[Ranked]:
         """All legal layouts, the fastest for each row of a batch first; of equally fast ones that of least memory.

@@ -12,6 +12,8 @@ from jax.extend.core import Literal
 from axlearn_core.compose import Program, compose
 from axlearn_core.compose.flops import called
 from axlearn_core.config import Node, find, patch
+from axlearn_core.contracts.arrays import is_array
+from axlearn_core.contracts.experiment import accumulate_steps
 from axlearn_core.contracts.roles import StackRole
 from axlearn_core.contracts.target import Machine
 from axlearn_plugins_plan.flops import ScopedSelection, works
@@ -72,8 +74,8 @@ class StepTrace:
             return tuple(attrs.evolve(a, shape=(round(a.shape[0] * factor), *a.shape[1:])) for a in activations)
 
         executed = {dtype: flops * factor for dtype, flops in self.executed.items()}
-        sizes = {name: more(getattr(self, name)) for name in ("kept", "layer", "routed")}
-        return attrs.evolve(self, executed=executed, **sizes)
+        kept, layer, routed = more(self.kept), more(self.layer), more(self.routed)
+        return attrs.evolve(self, executed=executed, kept=kept, layer=layer, routed=routed)
 
     @property
     def grouped(self) -> bool:
@@ -119,7 +121,7 @@ class StepTrace:
 def alone(config: Node[Any]) -> Node[Any]:
     """The config for one device, whole batches and a loop over layers, whose trace shows what each layer keeps."""
     edits: dict[str, Any] = {"mesh.shape": {"fsdp": 1}}
-    if getattr(getattr(config, "learner", None), "accumulate_steps", 1) != 1:
+    if accumulate_steps(config) != 1:
         edits["learner.accumulate_steps"] = 1
     for path, stack in find(config, StackRole).items():
         if stack.mode == "unrolled":
@@ -221,14 +223,14 @@ def _activations(
 ) -> Iterator[Activation]:
     for variable in variables:
         aval = variable.aval
-        if not getattr(aval, "shape", ()) or aval.shape[0] != rows or aval.ndim < 2:
+        if not is_array(aval) or aval.ndim < 2 or aval.shape[0] != rows:
             continue
         yield Activation(
             shape=tuple(aval.shape),
             itemsize=aval.dtype.itemsize,
             axes=logical_axes(aval.shape, length, width),
             layers=layers,
-            offloaded="host" in str(getattr(aval, "memory_space", "")).lower(),
+            offloaded="host" in str(aval.memory_space).lower(),
             repeated=variable in repeated,
         )
 

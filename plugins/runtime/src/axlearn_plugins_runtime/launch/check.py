@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from axlearn_core.contracts.experiment import batch_size, num_shards
 from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.request import Request, is_file
@@ -102,8 +103,8 @@ def check_hosts(config: Any, machine: Machine | None, hosts: int | None, process
             f"    got: --hosts {hosts} --processes-per-host {processes_per_host}\n"
             "    fix: a number of hosts that divides it, or one mesh axis as -1 to take what is left"
         )
-    rows = getattr(config.input, "batch_size", None)
-    if isinstance(rows, int) and rows % processes:
+    rows = batch_size(config)
+    if rows is not None and rows % processes:
         raise RequestError(
             f"input.batch_size {rows} cannot be shared equally by {processes} processes\n"
             f"    got: --hosts {hosts} --processes-per-host {processes_per_host}\n"
@@ -151,8 +152,8 @@ def reduced_words(
             continue
         sizes = {**shape, axis: rest // other_sizes}
         shards = math.prod(sizes.get(name, 1) for name in ("data", "fsdp", "expert"))
-        rows = getattr(config.input, "batch_size", 0)
-        parts = getattr(config.input, "num_shards", None) or rows
+        rows = batch_size(config) or 0
+        parts = num_shards(config) or rows
         if rows % shards == 0 and rows % fewer == 0 and parts % fewer == 0:
             return () if free else ("--set", f"mesh.shape.{axis}={rest // other_sizes}")
     return None

@@ -51,10 +51,11 @@ def launch(
     no_devices()
     from axlearn_core.plugins.registry import registry
     from axlearn_plugins_runtime.launch.check import make_job
-    from axlearn_plugins_runtime.launch.job import NoOptions, parse_options
+    from axlearn_plugins_runtime.launch.job import parse_options
 
-    instance = registry().entry("launchers", launcher).load()()
-    options = parse_options(getattr(instance, "Options", NoOptions), pairs("--option", option), launcher)
+    instance: Any = registry().entry("launchers", launcher).load()()
+    kind = _options_of(instance)
+    options = parse_options(kind, pairs("--option", option), launcher)
     job = make_job(
         experiment,
         train,
@@ -100,3 +101,9 @@ class _Environment:
             self.environ.pop(self.name, None)
         else:
             self.environ[self.name] = self.value
+
+
+def _options_of(launcher: object) -> type:
+    from axlearn_plugins_runtime.launch.job import HasOptions, NoOptions
+
+    return launcher.Options if isinstance(launcher, HasOptions) else NoOptions

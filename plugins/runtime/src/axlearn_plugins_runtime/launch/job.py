@@ -2,7 +2,7 @@
 
 import typing
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import attrs
 
@@ -61,6 +61,24 @@ class Job:
             experiment: where the launcher put the run file (`document`); the default is where it was.
         """
         return "train", experiment or self.experiment, *self.words, "--run-dir", self.run_dir
+
+
+@runtime_checkable
+class HasOptions(Protocol):
+    """A launcher that `--option NAME=VALUE` can set something of; see `Launcher`."""
+
+    Options: ClassVar[type]
+
+
+@runtime_checkable
+class CachesCompilation(Protocol):
+    """Options of a launcher that say whether compiled programs are kept.
+
+    Attributes:
+        compile_cache: keep them in the run directory.
+    """
+
+    compile_cache: bool
 
 
 class Launcher(Protocol):

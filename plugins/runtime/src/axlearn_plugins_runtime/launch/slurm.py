@@ -12,6 +12,7 @@ from pathlib import Path
 
 import attrs
 
+from axlearn_core.config import options_of
 from axlearn_core.errors import RequestError, WorkError
 from axlearn_plugins_runtime.launch.job import Job
 from axlearn_plugins_runtime.launch.job_text import line
@@ -124,9 +125,7 @@ def directives(job: Job) -> dict[str, str | None]:
     }
     if options.exclusive:
         entries["exclusive"] = None
-    for name in ("partition", "account", "qos", "reservation", "constraint", "time", "mem"):
-        if (value := getattr(options, name)) is not None:
-            entries[name] = value
+    entries |= options_of(options, "partition", "account", "qos", "reservation", "constraint", "time", "mem")
     if machine is not None and machine.target.platform == "gpu":
         kind = f"{options.gpu_type}:" if options.gpu_type else ""
         entries["gpus-per-node"] = f"{kind}{machine.chips_per_host}"

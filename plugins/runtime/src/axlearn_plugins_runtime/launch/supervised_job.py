@@ -12,7 +12,7 @@ from axlearn_core.contracts.storage import Storage
 from axlearn_core.errors import StorageError
 from axlearn_plugins_runtime.launch.agent import Setup
 from axlearn_plugins_runtime.launch.check import reduced_words
-from axlearn_plugins_runtime.launch.job import Job
+from axlearn_plugins_runtime.launch.job import CachesCompilation, Job
 from axlearn_plugins_runtime.launch.journal import Journal
 from axlearn_plugins_runtime.launch.pool import Pool
 from axlearn_plugins_runtime.launch.supervisor import Supervisor
@@ -25,7 +25,8 @@ def is_uri(run_dir: str) -> bool:
 
 def compile_cache(job: Job) -> str | None:
     """The directory of compiled programs: rank 0 writes them, all ranks read them, so that all have to reach it."""
-    if not getattr(job.options, "compile_cache", True) or "JAX_COMPILATION_CACHE_DIR" in job.environment:
+    is_off = isinstance(job.options, CachesCompilation) and not job.options.compile_cache
+    if is_off or "JAX_COMPILATION_CACHE_DIR" in job.environment:
         return job.environment.get("JAX_COMPILATION_CACHE_DIR")
     return None if is_uri(job.run_dir) else str(Path(job.run_dir) / "launch" / "compiled")
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import attrs
 
-from axlearn_core.config import Decoder, Node
+from axlearn_core.config import Decoder, Node, fields_of
 from axlearn_core.config.tree import get
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.registry import registry
@@ -36,7 +36,8 @@ def component(name: str, settings: Mapping[str, Any]) -> tuple[Node[Any], dict[s
         RequestError: no component has that name, or it has no such setting.
     """
     node = Decoder(registry()).decode({"type": name, **settings}, Node[Any])
-    return node, {k: getattr(node, k) for k in settings}
+    fields = fields_of(node)
+    return node, {k: fields[k] for k in settings}
 
 
 def component_problems(name: str, settings: Mapping[str, Any]) -> Iterable[Problem]:

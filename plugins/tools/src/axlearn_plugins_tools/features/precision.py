@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any, Literal, TypeVar
 
-from axlearn_core.config import Node, node, patch
+from axlearn_core.config import Node, node, options_of, patch
 from axlearn_core.errors import Problem
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_tools.features.edit import require_fields
@@ -42,5 +42,4 @@ class UsePrecision(Feature):
         return patch(cfg, {f"model.{name}": value for name, value in dtypes.items()})
 
     def _dtypes(self) -> dict[str, str]:
-        names = ("param_dtype", "dtype", "output_dtype")
-        return {n: getattr(self, n) for n in names if getattr(self, n) is not None}
+        return options_of(self, "param_dtype", "dtype", "output_dtype")

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-from axlearn_core.config import Node, node
+from axlearn_core.config import Node, node, options_of
 from axlearn_core.config.tree import set_fields
 from axlearn_core.contracts.remat import RematPolicy
 from axlearn_core.contracts.roles import StackRole
@@ -68,13 +68,13 @@ class UseRemat(Feature):
                 expected=f"one of {', '.join(map(repr, names))}",
                 nearest=nearest(self.policy, names),
             )
-        for name in ("save", "recompute", "offload"):
-            for pattern in getattr(self, name) or ():
+        for name, patterns in options_of(self, "save", "recompute", "offload").items():
+            for pattern in patterns:
                 try:
                     re.compile(pattern)
                 except re.error as error:
                     yield Problem(path=name, message=f"no regular expression: {error}", got=repr(pattern))
-        options = [n for n in ("policy", "save", "recompute") if getattr(self, n) is not None]
+        options = [*options_of(self, "policy", "save", "recompute")]
         if len(options) > 1:
             yield Problem(
                 path=options[1], message=f"cannot be given together with {options[0]}", fix="leave one of them out"

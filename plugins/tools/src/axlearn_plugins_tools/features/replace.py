@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import attrs
 
-from axlearn_core.config import REQUIRED, Node, find, matches, node, replace_config
+from axlearn_core.config import REQUIRED, Node, fields_of, find, matches, node, replace_config
 from axlearn_core.config.tree import SKIP, edit_nodes, expand, get
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.feature import Feature
@@ -78,7 +78,7 @@ class Replace(Feature):
 
 
 def _is_there(cfg: Node[Any], kind: type, settings: Mapping[str, Any]) -> bool:
-    return any(all(getattr(n, k) == v for k, v in settings.items()) for n in find(cfg, kind).values())
+    return any(all(fields_of(n)[k] == v for k, v in settings.items()) for n in find(cfg, kind).values())
 
 
 def _expect_nodes(cfg: Node[Any], pattern: str) -> None:

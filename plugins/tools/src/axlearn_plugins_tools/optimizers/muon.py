@@ -7,6 +7,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from axlearn_core.config import Node, node, setting
+from axlearn_core.contracts.arrays import is_array
 from axlearn_core.errors import RequestError
 from axlearn_core.learn.optimizers import Axes, Optimizer, rate_of
 from axlearn_core.learn.schedules import Cosine, Schedule
@@ -68,7 +69,7 @@ class Muon(Node[Optimizer]):
         def labelled(tree: Any) -> Any:
             # Parameters that another optimizer updates are there as masked nodes, without axes.
             for path, value in tree.items():
-                if path in axes and axes[path] is None and getattr(value, "ndim", 0) > 1:
+                if path in axes and axes[path] is None and is_array(value) and value.ndim > 1:
                     raise RequestError(_unnamed(path))
             return {path: labels.get(path, "adamw") for path in tree}
 

@@ -7,6 +7,8 @@ import optax
 from optax.contrib import schedule_free, schedule_free_eval_params
 
 from axlearn_core.config import Node, get, node, patch, setting
+from axlearn_core.contracts.capabilities import WarmsUp, learning_rate_of
+from axlearn_core.contracts.experiment import optimizer_of
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.learn import Constant
 from axlearn_core.learn.optimizers import Optimizer, rate_of
@@ -68,7 +70,7 @@ class UseScheduleFree(Feature):
 
     def apply(self, cfg: Tree) -> Tree:
         """Sets `learner.optimizer`."""
-        old = getattr(getattr(cfg, "learner", None), "optimizer", None)
+        old = optimizer_of(cfg)
         if not isinstance(old, Node):
             raise ConfigError(
                 Problem(
@@ -94,8 +96,7 @@ class UseScheduleFree(Feature):
 
 def _constant(optimizer: Any) -> Any:
     """The learning rate of an optimizer without its decay."""
-    rate = getattr(optimizer, "learning_rate", None)
-    peak, warmup = getattr(rate, "peak", None), getattr(rate, "warmup_steps", None)
-    if peak is not None and warmup is not None:
-        return Constant(peak=peak, warmup_steps=warmup)
+    rate = learning_rate_of(optimizer)
+    if isinstance(rate, WarmsUp):
+        return Constant(peak=rate.peak, warmup_steps=rate.warmup_steps)
     return rate if isinstance(rate, float) else ScheduleFree().learning_rate

@@ -217,7 +217,7 @@ def _affine(projection: Any, rank: int, dtype: str) -> tuple[jax.Array, jax.Arra
     A `Linear` has them at hand; any other projection (with an adapter, quantized) is applied to the unit vectors.
     """
     if type(projection) is Linear:
-        bias = getattr(projection, "bias", None)
+        bias = projection.bias if projection.cfg.bias else None
         return projection.computed(projection.weight), None if bias is None else projection.computed(bias)
     units = projection(jnp.eye(rank + 1, rank, dtype=dtype))
     return units[:-1] - units[-1:], units[-1]

@@ -4,7 +4,7 @@ from typing import Any, TypeVar
 
 import attrs
 
-from axlearn_core.config import Node, find, map, node, replace_config, setting
+from axlearn_core.config import Node, find, map, node, options_of, replace_config, setting
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_transformer.attention import Attention
@@ -50,7 +50,7 @@ class UseLatentAttention(Feature):
                 )
             )
         names = ("kv_rank", "query_rank", "rope_head_dim", "value_head_dim")
-        option_values = {n: getattr(self, n) for n in names if getattr(self, n) is not None}
+        option_values = options_of(self, *names)
         if self.query_rank == 0:
             option_values["query_rank"] = None
         result = replace_config(cfg, Attention, LatentAttention.Config(), drop=("num_kv_heads", "qk_norm"))

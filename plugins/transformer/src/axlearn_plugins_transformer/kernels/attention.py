@@ -10,7 +10,7 @@ import attrs
 import jax
 import jax.numpy as jnp
 
-from axlearn_core.contracts.kernels import KernelContext
+from axlearn_core.contracts.kernels import KernelContext, tags_result
 from axlearn_core.kernels.op import Op, Shape
 from axlearn_core.kernels.selection import choose
 from axlearn_core.nn.remat import tag
@@ -59,7 +59,7 @@ class AttentionOp(Op[jax.Array]):
         """
         call: Any = self  # pyright takes the class variable `name` for an instance's
         chosen: Any = choose(call, kernel)
-        return self.as_context(chosen(call), tagged=getattr(chosen, "tags_result", False))
+        return self.as_context(chosen(call), tagged=tags_result(chosen))
 
     @staticmethod
     def as_context(result: jax.Array, *, tagged: bool = False) -> jax.Array:

@@ -105,5 +105,5 @@ def _matrix(projection: Any) -> jax.ShapeDtypeStruct | None:
     """The matrix of a plain projection. A subclass of `Linear` (adapters are one) may compute something else."""
     if isinstance(projection, jax.ShapeDtypeStruct):
         return projection
-    plain = type(projection) is Linear and not hasattr(projection, "bias") and projection.weight.ndim == 2
+    plain = type(projection) is Linear and not projection.cfg.bias and projection.weight.ndim == 2
     return jax.ShapeDtypeStruct(projection.weight.shape, projection.precision.compute) if plain else None

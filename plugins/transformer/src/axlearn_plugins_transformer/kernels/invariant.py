@@ -68,7 +68,7 @@ def _tile(op: Any, query: jax.Array, positions: jax.Array, length: Any, blocks: 
         peak = jnp.maximum(highest, jnp.max(scores, axis=-1))
         scale = jnp.exp(highest - peak)
         weights = jnp.where(scores > LOW, jnp.exp(scores - peak[..., None]), 0.0)
-        if not getattr(op, "finite", False):  # what no token wrote may be NaN
+        if not (isinstance(op, PagedAttentionOp) and op.finite):  # what no token wrote may be NaN
             value = jnp.where((slots < length)[None, :, None], value, 0)
         part = jnp.einsum("gqs,gsv->gqv", weights.astype(value.dtype), value).astype(jnp.float32)
         return peak, total * scale + jnp.sum(weights, axis=-1), result * scale[..., None] + part
@@ -144,7 +144,7 @@ class InvariantPagedAttentionOp(PagedAttentionOp):
 
 
 def _as(op_class: type[Any], op: Any) -> Any:
-    return op_class(**{field.name: getattr(op, field.name) for field in attrs.fields(type(op))})
+    return op_class(**attrs.asdict(op, recurse=False))
 
 
 class _Invariant:

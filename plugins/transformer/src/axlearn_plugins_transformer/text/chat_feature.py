@@ -4,7 +4,8 @@ from typing import Any, Literal, TypeVar
 
 import attrs
 
-from axlearn_core.config import REQUIRED, Node, node, patch, replace_config, setting
+from axlearn_core.config import REQUIRED, Node, node, options_of, patch, replace_config, setting
+from axlearn_core.contracts.experiment import input_of
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.feature import Feature
 from axlearn_plugins_transformer.text.chat_input import ChatInput
@@ -40,7 +41,7 @@ class Chat(Feature):
 
     def apply(self, cfg: Tree) -> Tree:
         """Puts the input for conversations in the place of the one for text."""
-        if not isinstance(getattr(cfg, "input", None), LanguageModelInput.Config):
+        if not isinstance(input_of(cfg), LanguageModelInput.Config):
             raise ConfigError(
                 Problem(
                     path="input",
@@ -52,7 +53,7 @@ class Chat(Feature):
         source = ChatFiles.Config(
             paths=self.data, validation_paths=self.validation, validation_fraction=self.validation_fraction
         )
-        options: dict[str, Any] = {k: v for k in ("answers", "too_long") if (v := getattr(self, k)) is not None}
+        options = options_of(self, "answers", "too_long")
         if self.template is not None:
             options["template"] = ChatTemplate.Config(path=self.template)
         if isinstance(cfg.input, ChatInput.Config):  # type: ignore[attr-defined]

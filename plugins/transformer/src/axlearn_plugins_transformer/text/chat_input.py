@@ -12,7 +12,7 @@ from axlearn_plugins_transformer.text.chat_template import ChatTemplate
 from axlearn_plugins_transformer.text.conversations import Conversation, ConversationRecords
 from axlearn_plugins_transformer.text.examples import Example, example
 from axlearn_plugins_transformer.text.language_model import LanguageModelInput
-from axlearn_plugins_transformer.text.records import Document
+from axlearn_plugins_transformer.text.records import Document, HasRecordSizes
 from axlearn_plugins_transformer.text.sources import Part, Split
 from axlearn_plugins_transformer.text.tokenizers import check_ids
 
@@ -105,7 +105,7 @@ class ChatInput(LanguageModelInput):
                         self.example(document)
 
     def _long_rows(self, records: Any) -> list[int]:
-        sizes = np.asarray(getattr(records, "sizes", ()), np.int64)
+        sizes = np.asarray(records.sizes if isinstance(records, HasRecordSizes) else (), np.int64)
         return np.flatnonzero(sizes > self.config.sequence_length // 2).tolist()
 
     @property

@@ -17,7 +17,7 @@ import attrs
 
 from axlearn_core.config import Configurable, node, setting
 from axlearn_core.contracts.parts import Tokenizer
-from axlearn_core.contracts.text import EncodesSpecialTokens
+from axlearn_core.contracts.text import EncodesSpecialTokens, SpellsEos, bos_token_of, folder_of
 from axlearn_core.errors import InputError
 from axlearn_plugins_transformer.text.data_files import open_file
 from axlearn_plugins_transformer.text.messages import normalize_messages, normalize_tools
@@ -100,8 +100,8 @@ class ChatTemplate(Configurable):
         self.source = PLAIN if self.is_plain else sources.get("default") or next(iter(sources.values()))
         self.tool_source = sources.get("tool_use")
         self.name = "the plain chat template" if self.is_plain else path
-        self.special.setdefault("eos_token", getattr(tokenizer, "eos_token", EOS))
-        if bos := getattr(tokenizer, "bos_token", None):
+        self.special.setdefault("eos_token", tokenizer.eos_token if isinstance(tokenizer, SpellsEos) else EOS)
+        if bos := bos_token_of(tokenizer):
             self.special.setdefault("bos_token", bos)
 
     @property
@@ -245,7 +245,7 @@ def _inside(offsets: Sequence[tuple[int, int]], answers: Sequence[Span]) -> list
 
 
 def _template_file(tokenizer: Tokenizer) -> str | None:
-    folder = getattr(tokenizer, "folder", None)
+    folder = folder_of(tokenizer)
     folders = [] if folder is None else [folder, os.path.join(folder, _KEPT)]
     paths = [os.path.join(f, name) for f in folders for name in _FILES]
     return next((p for p in paths if os.path.isfile(p) and _read(p)[0]), None)

@@ -14,8 +14,9 @@ import numpy as np
 from absl import flags
 
 from axlearn_core.config import REQUIRED, Configurable, Node, node, setting
+from axlearn_core.config.tree import children
 from axlearn_core.contracts.parts import Tokenizer
-from axlearn_core.contracts.text import digest_of, encodes_batches, first_token
+from axlearn_core.contracts.text import bos_id_of, bos_token_of, digest_of, encodes_batches, first_token
 from axlearn_core.errors import ConfigError, InputError, Problem
 from axlearn_plugins_transformer.text.batch_iterator import Batches, Places
 from axlearn_plugins_transformer.text.examples import Example, example
@@ -118,7 +119,7 @@ class LanguageModelInput(Configurable):
 
     def _example(self, document: Document, ids: list[int]) -> Example | None:
         check_ids(self.tokenizer, ids, self.vocab_size, f"the document {document.text[:60]!r}")
-        if ids[:1] == [getattr(self.tokenizer, "bos_id", None)]:  # the document spells it out
+        if ids[:1] == [bos_id_of(self.tokenizer)]:  # the document spells it out
             ids = ids[1:]
         ids = ids + [self.tokenizer.eos_id] * document.ends
         return example([self.first_token, *ids[:-1]], ids) if ids else None
@@ -261,7 +262,7 @@ class LanguageModelInput(Configurable):
         if not parts:
             if split == "train":
                 raise InputError("input.source has no train data")
-            share = getattr(self.config.source, "validation_fraction", 0)
+            share = children(self.config.source).get("validation_fraction", 0)
             got = f"\n    got: validation_fraction {share}, which takes none of so few chunks of text" if share else ""
             fix = (
                 "raise it, or lower chunk_bytes"
@@ -280,9 +281,9 @@ class LanguageModelInput(Configurable):
 
 def encoding_of(source: Any) -> str:
     """What tells how an input's text becomes tokens, for the run lock: its tokenizer, BOS token and special tokens."""
-    bos = getattr(source.tokenizer, "bos_token", None)
+    bos = bos_token_of(source.tokenizer)
     parts = [digest_of(source.tokenizer), *([] if bos is None else [f"documents begin with {bos!r}"])]
-    if getattr(source.config, "special_tokens", "text") == "parse":
+    if children(source.config).get("special_tokens") == "parse":
         parts.append("special tokens in documents are parsed")
     return ", ".join(parts)
 

@@ -6,8 +6,10 @@ from typing import Any
 import attrs
 
 from axlearn_core.config import Configurable, Node, node, setting
+from axlearn_core.config.tree import children
+from axlearn_core.contracts.experiment import build_tokenizer, input_of, text_of
 from axlearn_core.contracts.parts import Tokenizer
-from axlearn_core.contracts.text import EncodesSpecialTokens, encode_prompt, first_token
+from axlearn_core.contracts.text import EncodesSpecialTokens, bos_id_of, encode_prompt, first_token
 from axlearn_core.errors import Problem, nearest
 from axlearn_plugins_transformer.text.chat_template import ChatTemplate, Rendered
 from axlearn_plugins_transformer.text.decoding import Decoders, OutputText
@@ -160,7 +162,7 @@ class TextProcessor(Configurable):
         own = self.tokenizer.encode_special(text)[0] if isinstance(self.tokenizer, EncodesSpecialTokens) else None
         if own is None:
             return encode_prompt(self.tokenizer, text)
-        bos = getattr(self.tokenizer, "bos_id", None)
+        bos = bos_id_of(self.tokenizer)
         return own if bos is None or own[:1] == [bos] else [bos, *own]
 
     def _offsets_in(self, ids: Sequence[int], text: str) -> list[int] | None:
@@ -181,15 +183,12 @@ def text_processor(experiment: Any, tokenizer: Tokenizer | None = None) -> TextP
         experiment: the root config of a trainer.
         tokenizer: that of its input, if it is built already.
     """
-    source = getattr(experiment, "input", None)
-    if tokenizer is None:
-        node = getattr(source, "tokenizer", None)
-        tokenizer = None if node is None else node.build()
+    tokenizer = build_tokenizer(experiment) if tokenizer is None else tokenizer
     if tokenizer is None:
         return None
-    cfg = getattr(experiment, "text", None)
+    cfg = text_of(experiment)
     cfg = cfg if isinstance(cfg, TextProcessor.Config) else TextProcessor.Config()
-    trained = getattr(source, "template", None)
+    trained = children(input_of(experiment)).get("template")
     if cfg.template is None and isinstance(trained, ChatTemplate.Config):
         cfg = attrs.evolve(cfg, template=trained)
     return cfg.build(tokenizer=tokenizer)

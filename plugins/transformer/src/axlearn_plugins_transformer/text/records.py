@@ -8,7 +8,7 @@ import codecs
 import json
 import os
 from collections.abc import Callable, Sequence
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, runtime_checkable
 
 import attrs
 import numpy as np
@@ -41,6 +41,28 @@ class Records(Protocol):
     def name(self, index: int) -> str:
         """Where the record is, for messages."""
         ...
+
+
+@runtime_checkable
+class HasRecordBytes(Protocol):
+    """Records that know how large they are together.
+
+    Attributes:
+        num_bytes: of all records, before compression.
+    """
+
+    num_bytes: int
+
+
+@runtime_checkable
+class HasRecordSizes(Protocol):
+    """Records that know how large each of them is.
+
+    Attributes:
+        sizes: bytes of each record.
+    """
+
+    sizes: Sequence[int]
 
 
 LINE_BYTES = 1 << 24

@@ -17,7 +17,7 @@ import numpy as np
 from axlearn_core.errors import InputError
 from axlearn_plugins_transformer.text.data_files import is_url, open_data
 from axlearn_plugins_transformer.text.examples import Example
-from axlearn_plugins_transformer.text.records import Document, Records
+from axlearn_plugins_transformer.text.records import Document, HasRecordBytes, Records
 from axlearn_plugins_transformer.text.row_layout import Joined, Layout, Packed, assemble
 from axlearn_plugins_transformer.text.sources import Part
 
@@ -36,8 +36,9 @@ def is_small(records: Records, tokens: int) -> bool:
         records: the data.
         tokens: of a batch.
     """
-    size = getattr(records, "num_bytes", None)
-    return size is not None and size <= min(LARGE_BYTES, max(SMALL_BYTES, BATCHES * tokens))
+    return isinstance(records, HasRecordBytes) and records.num_bytes <= min(
+        LARGE_BYTES, max(SMALL_BYTES, BATCHES * tokens)
+    )
 
 
 @attrs.define(eq=False)

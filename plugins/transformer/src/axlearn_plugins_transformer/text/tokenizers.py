@@ -14,7 +14,7 @@ import tokenizers
 
 from axlearn_core.config import Configurable, node, setting
 from axlearn_core.contracts.parts import Tokenizer
-from axlearn_core.contracts.text import CountsBytes, EncodesSpecialTokens, HasAddedTokens
+from axlearn_core.contracts.text import CountsBytes, EncodesSpecialTokens, HasAddedTokens, bos_id_of
 from axlearn_core.errors import InputError, Problem, nearest
 from axlearn_plugins_transformer.text.data_files import open_file
 from axlearn_plugins_transformer.text.token_lengths import most_characters
@@ -279,7 +279,7 @@ def vocabulary_problems(tokenizer: Tokenizer, vocab_size: int | None) -> Iterato
     """
     if vocab_size is None or tokenizer.vocab_size <= vocab_size:
         return
-    needed = {tokenizer.eos_id, getattr(tokenizer, "bos_id", None)}
+    needed = {tokenizer.eos_id, bos_id_of(tokenizer)}
     beyond = tokens_beyond(tokenizer, vocab_size)
     if None in beyond.values() or needed & beyond.keys():
         yield Problem(

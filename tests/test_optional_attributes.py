@@ -1,0 +1,62 @@
+"""No part is asked for what it may have by a name in quotes: capabilities are protocols, and each has one home."""
+
+import ast
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LIBRARY = "what a version of a library has"
+ALLOWED = {
+    "axlearn_core/src/axlearn_core/compose/devices.py": "JAX's devices, which have other attributes on each platform",
+    "axlearn_core/src/axlearn_core/config/flat.py": "names of any callable",
+    "axlearn_core/src/axlearn_core/config/node.py": "type parameters of any class",
+    "axlearn_core/src/axlearn_core/config/tree.py": "the Config of any class",
+    "axlearn_core/src/axlearn_core/contracts/arrays.py": "the home of what an array is",
+    "axlearn_core/src/axlearn_core/nn/held.py": "attributes of any object",
+    "axlearn_plugins_gpu/src/axlearn_plugins_gpu/compat.py": LIBRARY,
+    "axlearn_plugins_tpu/src/axlearn_plugins_tpu/kernels/cross_entropy.py": LIBRARY,
+    "plugins/cloud/src/axlearn_plugins_cloud/filesystem.py": "errors of any file system of fsspec",
+    "plugins/models/src/axlearn_plugins_models/bridges/linen_layer.py": "any module of Linen",
+    "plugins/serving/src/axlearn_plugins_serving/server/memory_return.py": "functions of the C library",
+}
+"""File -> whose attributes it asks for by name. Only objects that are not ours, and helpers that are the one home of a question."""
+
+FEW = 100
+"""All uses of `getattr` and `hasattr` in the sources."""
+
+
+def shipped():
+    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [path for path in listed.stdout.split() if "src" in Path(path).parts and (ROOT / path).exists()]
+
+
+def uses(source):
+    """(line, name in quotes or None) of each call of `getattr` and `hasattr`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
+            name = node.args[1]
+            yield node.lineno, name.value if isinstance(name, ast.Constant) else None
+
+
+def test_uses_are_found():
+    source = (
+        "a = getattr(x, 'name', None)\nb = hasattr(x, name)\nc = x.getattr('name')\nd = getattr(getattr(x, 'y'), z)\n"
+    )
+    assert {*uses(source)} == {(1, "name"), (2, None), (4, "y"), (4, None)}
+
+
+def test_optional_attributes_of_our_own_parts_are_capabilities():
+    named = {}
+    for path in shipped():
+        if found_names := [
+            f"{line}: {name}" for line, name in uses((ROOT / path).read_text("utf-8")) if name is not None
+        ]:
+            named[path] = found_names
+    unexpected = {path: names for path, names in named.items() if path not in ALLOWED}
+    assert unexpected == {}, "ask by a protocol of contracts/capabilities.py, or by contracts/experiment.py"
+    assert ALLOWED.keys() <= named.keys(), "no longer needed here"
+
+
+def test_few_attributes_are_asked_for_by_name():
+    counts = {path: len([*uses((ROOT / path).read_text("utf-8"))]) for path in shipped()}
+    assert sum(counts.values()) <= FEW, sorted(counts.items(), key=lambda item: -item[1])[:20]
