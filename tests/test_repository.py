@@ -65,7 +65,7 @@ LAYERS = {
     "compose": {"compat", "config", "contracts", "errors", "kernels", "nn", "plugins"},
     "learn": {"compose", "config", "contracts", "errors", "kernels", "nn"},
     "checkpoint": {"compat", "config", "contracts", "errors", "learn", "plugins"},
-    "run": {"checkpoint", "compose", "config", "contracts", "errors", "learn", "plugins"},
+    "run": {"checkpoint", "compat", "compose", "config", "contracts", "errors", "learn", "plugins"},
     "train": {"checkpoint", "compat", "compose", "config", "contracts", "errors", "learn", "nn", "plugins", "run"},
     "cli": {"checkpoint", "compat", "compose", "config", "contracts", "errors", "plugins", "run", "train"},
 }

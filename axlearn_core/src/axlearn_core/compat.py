@@ -89,6 +89,22 @@ class CallablePackage(ModuleType):
         return f"{function.__name__}{inspect.signature(function)}\n\n{inspect.getdoc(function)}"
 
 
+def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """The `__getattr__` of a package that imports the module of a name when the name is first used.
+
+    Args:
+        package: its name.
+        homes: name -> the module in the package that defines it.
+    """
+
+    def load(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
+
+    return load
+
+
 def make_callable(name: str) -> None:
     """Makes a package callable, while it is imported."""
     sys.modules[name].__class__ = CallablePackage

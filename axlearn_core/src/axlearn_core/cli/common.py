@@ -7,7 +7,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,6 +15,9 @@ from axlearn_core.cli.completion import complete_experiments, complete_features
 from axlearn_core.cli.extensible import change_request
 from axlearn_core.cli.terminal import echo
 from axlearn_core.compat import only_cpu
+
+if TYPE_CHECKING:
+    from axlearn_core.plugins.registry import Entry
 
 _NARROWEST = 20
 """A column of fewer characters is not wrapped: it would be hard to read."""
@@ -160,6 +163,11 @@ def print_entries(group: Any, as_json: bool) -> None:
         echo("`axlearn plugins doctor` says more", err=True)
 
 
-def entry_row(entry: object) -> dict[str, Any]:
-    """What `list` says of a `plugins.registry.Entry`."""
-    return {name: getattr(entry, name) for name in ("name", "distribution", "version", "value")}
+def entry_row(entry: "Entry") -> dict[str, Any]:
+    """What `list` says of an entry point."""
+    return {
+        "name": entry.name,
+        "distribution": entry.distribution,
+        "version": entry.version,
+        "value": entry.value,
+    }

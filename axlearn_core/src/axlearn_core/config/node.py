@@ -140,8 +140,7 @@ class Node(Generic[T_co]):
         """Brings every field into canonical form; raises `ConfigError` with all that do not fit."""
         problems = []
         hints = hints_of(type(self))
-        for attribute in attrs.fields(type(self)):
-            value = getattr(self, attribute.name)
+        for attribute, value in zip(attrs.fields(type(self)), fields_of(self).values(), strict=True):
             if value is REQUIRED:
                 continue
             try:

@@ -315,7 +315,11 @@ def with_file(request: Request, names: Names) -> Request:
     if isinstance(request.experiment, Node) or not is_file(request.experiment):
         return request
     file = _read_chain(str(request.experiment), names)
-    both = {k: getattr(file, k) + getattr(request, k) for k in ("features", "without", "file_settings")}
+    both = {
+        "features": file.features + request.features,
+        "without": file.without + request.without,
+        "file_settings": file.file_settings + request.file_settings,
+    }
     target = request.target or file.target
     return attrs.evolve(file, **both, settings=request.settings, target=target, layout=request.layout)
 

@@ -1,7 +1,8 @@
 """Runs: a trained model with its config, lock, checkpoints, weights and metrics. `Run(uri)` opens one without JAX."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from axlearn_core.compat import lazy_names
 
 if TYPE_CHECKING:
     from axlearn_core.run.derive import derive_run
@@ -15,7 +16,4 @@ _HOMES = {"Run": "run", "open_weights": "run", "derive_run": "derive"} | dict.fr
 )
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = lazy_names(__name__, _HOMES)

@@ -73,7 +73,7 @@ class RunEvents:
         """Registers a listener behind the others."""
         self.listeners.append(listener)
         for event in EVENTS:
-            if getattr(type(listener), event) is not getattr(RunListener, event):
+            if getattr(type(listener), event) is not vars(RunListener)[event]:
                 self._calls[event].append(getattr(listener, event))
 
     def phase(self, name: str, step: int, count_as: str | None = None) -> None:

@@ -1,9 +1,8 @@
 """The trainer: state, step, loop, run directory, trackers. Names are loaded when they are first used."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from axlearn_core.compat import make_callable
+from axlearn_core.compat import lazy_names, make_callable
 
 if TYPE_CHECKING:
     from axlearn_core.train.api import train
@@ -25,9 +24,4 @@ _HOMES = {
 make_callable(__name__)
 
 
-def __getattr__(name: str) -> Any:
-    # Reading a run's files, as the report does, needs no JAX.
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+__getattr__ = lazy_names(__name__, _HOMES)  # reading a run's files, as the report does, needs no JAX

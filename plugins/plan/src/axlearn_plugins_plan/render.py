@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from axlearn_core.config import fields_of
 from axlearn_core.kernels.selection import Choice, installed
 from axlearn_plugins_plan.plan import Plan
 from axlearn_plugins_plan.remedies import Remedy
@@ -123,7 +124,7 @@ def _counted(number: int, noun: str) -> str:
 def _bytes_sent(plan: Plan, field: str) -> str:
     if plan.collectives is None:
         return "?"
-    return f"{size(sum(c.times * getattr(c, field) for c in plan.collectives))} sent"
+    return f"{size(sum(c.times * fields_of(c)[field] for c in plan.collectives))} sent"
 
 
 def _collectives(plan: Plan) -> Iterator[str]:
@@ -205,7 +206,13 @@ def as_json(plan: Plan, remedies: Sequence[Remedy] = ()) -> dict[str, Any]:
         "hbm_traffic_bytes": None if plan.hbm_traffic is None else plan.hbm_traffic * per_chip,
         "roofline_step_seconds": line.step,
         "roofline_bound": line.bound,
-        "roofline_seconds": {n: getattr(line, n) for n in ("compute", "hbm", "links", "network", "serial")},
+        "roofline_seconds": {
+            "compute": line.compute,
+            "hbm": line.hbm,
+            "links": line.links,
+            "network": line.network,
+            "serial": line.serial,
+        },
         "predicted_step_seconds": _prediction_fields(plan),
         "roofline_mfu": plan.mfu(),
         "roofline_mfu_causal": plan.mfu(causal=True),

@@ -46,7 +46,12 @@ class SupervisorOptions:
 
     def limits(self) -> Limits:
         """The limits of the supervisor."""
-        budgets = {name: getattr(self, f"budget_{name}") for name in ("infrastructure", "stalled", "data", "user")}
+        budgets = {
+            "infrastructure": self.budget_infrastructure,
+            "stalled": self.budget_stalled,
+            "data": self.budget_data,
+            "user": self.budget_user,
+        }
         return Limits(
             budgets={**DEFAULT_BUDGETS, **budgets},
             host_deaths=self.host_deaths,

@@ -64,7 +64,7 @@ class RayPool:
     def call(self, host: int, method: str, *args: Any) -> None:
         """See `Pool`."""
         if (actor := self.actors.get(host)) is not None:
-            getattr(actor, method).remote(*args)
+            _start(actor, method, args)
 
     def ask(self, host: int, method: str, *args: Any) -> Any:
         """See `Pool`."""
@@ -75,7 +75,7 @@ class RayPool:
 
     def ask_all(self, hosts: Sequence[int], method: str, *args: Any) -> dict[int, Any]:
         """See `Pool`."""
-        references = {host: getattr(self.actors[host], method).remote(*args) for host in hosts if host in self.actors}
+        references = {host: _start(self.actors[host], method, args) for host in hosts if host in self.actors}
         answers: dict[int, Any] = {}
         end = time.monotonic() + 2 * ANSWER_SECONDS
         for host, reference in references.items():
@@ -180,3 +180,8 @@ def _reason(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reasons = [line for line in lines if "node" in line.lower() or "exit" in line.lower() or "died" in line.lower()]
     return (reasons or lines or ["the actor died"])[0][:300]
+
+
+def _start(actor: Any, method: str, args: tuple[Any, ...]) -> Any:
+    """Begins a call of an actor's method; returns Ray's reference to the answer."""
+    return getattr(actor, method).remote(*args)
