@@ -22,8 +22,14 @@ from axlearn_plugins_models.huggingface.import_export import export_run
 
 ROOT = Path(__file__).parents[2]
 FIXTURE = ROOT / "tests/plugins/models/huggingface/fixtures/llama3"
-TOOLS = ("axlearn_core.config", "axlearn_core.errors", "axlearn_testing")
-"""What every room uses: trees of nodes, errors."""
+TOOLS = (
+    "axlearn_core.config",
+    "axlearn_core.contracts.arrays",
+    "axlearn_core.contracts.experiment",
+    "axlearn_core.errors",
+    "axlearn_testing",
+)
+"""What every room uses: trees of nodes and the names of their parts, what an array is, errors."""
 
 
 class Walk:
