@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from axlearn_core.checkpoint import ShardedCheckpointer
 from axlearn_core.checkpoint.manifest import Manifest
 from axlearn_core.checkpoint.retention import unwanted_steps
-from axlearn_core.errors import ConfigError, RequestError
+from axlearn_core.errors import ConfigError, RequestError, WorkError
 from axlearn_plugins_orbax.checkpointer import OrbaxCheckpointer
 
 LOSSES = st.one_of(st.none(), st.sampled_from([0.5, 1.0, 2.0, math.nan, math.inf]))
@@ -59,17 +59,41 @@ def test_a_store_that_orbax_cannot_reach_is_refused():
         assert not list(OrbaxCheckpointer.Config(uri=uri).validate())
 
 
+@pytest.mark.parametrize("place", ["gs://bucket", "file:///runs", "/runs", "runs"])
 @pytest.mark.parametrize("name", ["a[1]", "a*", "a?b", "a#b", "a;b"])
-def test_a_name_in_a_bucket_that_orbax_takes_for_something_else_is_refused(name, gs):
-    (problem,) = OrbaxCheckpointer.Config(uri=f"{gs}/{name}").validate()
-    assert problem.path == "uri"
-    assert all(character in name for character in problem.got.split(", "))
-    with pytest.raises(RequestError, match="Orbax loses or misplaces arrays"):  # a run directory
-        OrbaxCheckpointer.Config().build(directory=f"{gs}/{name}/checkpoints")
+def test_a_name_that_orbax_takes_for_something_else_is_refused(place, name):
+    problems = list(OrbaxCheckpointer.Config(uri=f"{place}/{name}").validate())
+    refused = place.startswith("gs://") or name in ("a[1]", "a*", "a?b")
+    assert [p.path for p in problems] == ["uri"] * refused
+    assert all(character in name for p in problems for character in p.got.split(", "))
 
 
-@pytest.mark.parametrize("name", ["a b", "a[1]", "a*", "a?b", "a#b", "a;b", "a%20b", "ü"])
-def test_a_local_path_has_any_name(name, tmp_path):
+@pytest.mark.parametrize("name", ["a[1]", "a*", "a?b"])
+def test_such_a_name_of_a_run_directory_or_above_it_is_refused_before_training(name, tmp_path, monkeypatch):
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / name)
+    for directory in ("runs/a/checkpoints", tmp_path / name / "checkpoints", f"gs://bucket/{name}/checkpoints"):
+        with pytest.raises(RequestError, match="Orbax loses or misplaces arrays"):
+            OrbaxCheckpointer.Config().build(directory=directory)
+
+
+def test_a_save_that_was_not_merged_fails(tmp_path, monkeypatch):
+    one = OrbaxCheckpointer.Config(max_failed_saves=0).build(directory=tmp_path)
+    merge = "orbax.checkpoint._src.serialization.ocdbt_utils.merge_ocdbt_per_process_files"
+
+    async def skip(*args, **fields):
+        pass
+
+    monkeypatch.setattr(merge, skip)
+    one.save(1, {"params": {"w": jnp.ones(2)}, "step": jnp.asarray(1)})
+    with pytest.raises(WorkError, match="Orbax did not merge the arrays in state/weights/"):
+        one.wait()
+    assert one.steps() == []
+    one.close()
+
+
+@pytest.mark.parametrize("name", ["a b", "a#b", "a;b", "a%20b", "ü"])
+def test_a_local_path_has_another_name(name, tmp_path):
     state = {"params": {"w": jnp.ones((4, 2))}, "step": jnp.asarray(1)}
     one = OrbaxCheckpointer.Config().build(directory=tmp_path / name)
     one.save(1, state)

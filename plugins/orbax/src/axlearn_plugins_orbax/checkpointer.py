@@ -2,10 +2,7 @@
 
 import json
 import logging
-import os
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,34 +10,32 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from axlearn_core.checkpoint.barrier import PEER_SECONDS
 from axlearn_core.checkpoint.base import WEIGHTS_ONLY, StorageCheckpointer
-from axlearn_core.checkpoint.manifest import OTHERS, STATE, WEIGHTS, ArrayInfo, Checkpoints, Manifest, hash_file
+from axlearn_core.checkpoint.manifest import OTHERS, STATE, WEIGHTS, ArrayInfo, Checkpoints, Manifest
 from axlearn_core.checkpoint.retention import BEGUN, rank_steps
 from axlearn_core.checkpoint.shards import is_weight
 from axlearn_core.checkpoint.state import agree
-from axlearn_core.checkpoint.storage import LocalStorage
 from axlearn_core.config import node, setting
-from axlearn_core.contracts.storage import Storage
 from axlearn_core.errors import CheckpointError, Problem, RequestError, StorageError
 from axlearn_plugins_orbax.foreign import METADATA, ForeignSteps, locate
+from axlearn_plugins_orbax.hashes import (
+    FAILED,
+    HASHES,
+    collect_hashes,
+    hash_share,
+    list_hashes,
+    mark_failure,
+    split_files,
+)
 from axlearn_plugins_orbax.trees import OrbaxTrees
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 ITEMS = {folder: folder.removeprefix(f"{STATE}/").rstrip("/") for folder in (WEIGHTS, OTHERS)}
 """Folder in a checkpoint -> name of Orbax's item in it."""
-HASHES = "hashes"
-"""The folder for what each process hashed, until the first one collects it."""
-FAILED = ".failed"
-"""Ends the name of the file there that a process writes if its save fails."""
-
-
-SPECIAL = "Orbax loses or misplaces arrays at gs:// if a name has a character of patterns or of URLs"
-
-
-class PeerError(StorageError):
-    """A save failed on another process."""
+DATABASE = "manifest.ocdbt"
+"""The file of an item by which Orbax finds the arrays of all processes."""
+SPECIAL = "Orbax loses or misplaces arrays if a path has a character of patterns or of URLs"
 
 
 class OrbaxCheckpointer(StorageCheckpointer):
@@ -96,7 +91,7 @@ class OrbaxCheckpointer(StorageCheckpointer):
 
     def __init__(self, cfg: Config, *, directory: Path | str):
         super().__init__(cfg, directory=directory)
-        if wrong := _special_characters(self.place.name):
+        if wrong := _special_characters(locate(self.place, self.place.folder)):
             raise RequestError(
                 f"{self.place.name}: {SPECIAL}\n    got: {', '.join(wrong)}\n    fix: give a name without them"
             )
@@ -166,10 +161,10 @@ class OrbaxCheckpointer(StorageCheckpointer):
             storage = self.place.storage
             try:
                 finish((lambda: list_hashes(storage, folder)) if jax.process_count() > 1 else (lambda: None))
-                hashes = _hash_share(storage, folder)
+                hashes = hash_share(storage, folder)
             except BaseException as error:
                 self._left = step, finish
-                _mark_failure(storage, folder, error)
+                mark_failure(storage, folder, error)
                 raise
             storage.write(f"{folder}{HASHES}/{jax.process_index()}.json", [json.dumps(hashes).encode()])
 
@@ -204,6 +199,10 @@ class OrbaxCheckpointer(StorageCheckpointer):
         listed = {f.path.removeprefix(folder): f.bytes for f in self.place.storage.list(f"{folder}{STATE}/")}
         if {n: f["bytes"] for n, f in files.items()} != listed:
             raise StorageError("the processes do not see the same files; is the storage shared between them?")
+        if self._format.ocdbt:
+            for item in ITEMS:
+                if any(n.startswith(item) for n in files) and f"{item}{DATABASE}" not in files:
+                    raise StorageError(f"Orbax did not merge the arrays in {item}")
         return files
 
     def _verify_step(self, step: int) -> Manifest:
@@ -251,7 +250,7 @@ class OrbaxReader:
     def _verify(self, folders: Collection[str]) -> None:
         sizes = {n: f["bytes"] for n, f in self.manifest.files.items() if n.startswith(tuple(folders))}
         if sizes:
-            self.place.verify(self.manifest.step, pieces=False, names=_share(sizes))
+            self.place.verify(self.manifest.step, pieces=False, names=split_files(sizes))
 
     def _load(self, infos: Mapping[str, ArrayInfo], shardings: Mapping[str, Sharding | None]) -> dict[str, jax.Array]:
         if not infos:
@@ -286,9 +285,10 @@ class OrbaxReader:
         return result
 
 
-def _special_characters(uri: str) -> list[str]:
-    """The characters of a URI in `gs://` that Orbax takes for parts of a pattern or of the URI."""
-    return sorted(set("[]*?#;") & set(uri)) if uri.startswith("gs://") else []
+def _special_characters(path: str) -> list[str]:
+    """The characters of a path or URI that Orbax takes for parts of a pattern or of a URL."""
+    special = "[]*?#;" if path.startswith("gs://") else "[]*?"
+    return sorted(set(special) & set(path))
 
 
 def _folder(path: str) -> str:
@@ -301,92 +301,6 @@ def _global(array: jax.Array) -> jax.Array:
         return array
     everywhere = NamedSharding(jax.make_mesh((jax.device_count(),), ("all",)), PartitionSpec())
     return jax.make_array_from_process_local_data(everywhere, jax.device_get(array), array.shape)
-
-
-def _share(sizes: Mapping[str, int]) -> list[str]:
-    """The files that this process hashes: every process takes as many bytes, to within one file."""
-    loads = [0] * jax.process_count()
-    shares: list[list[str]] = [[] for _ in loads]
-    for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
-        lightest = loads.index(min(loads))
-        loads[lightest] += sizes[name] + 1
-        shares[lightest].append(name)
-    return shares[jax.process_index()]
-
-
-def _hash_share(storage: Storage, folder: str) -> dict[str, dict[str, Any]]:
-    """Size and hash of this process's share of Orbax's files below a folder, by their paths in it."""
-    files = storage.list(f"{folder}{STATE}/")
-    sizes = {f.path.removeprefix(folder): f.bytes for f in files}
-
-    def describe(name: str) -> dict[str, Any]:
-        if isinstance(storage, LocalStorage):  # Orbax leaves its own files, though not TensorStore's, to the page cache
-            _sync_file(storage.root / folder / name)
-        return {"bytes": sizes[name], "sha256": hash_file(storage, f"{folder}{name}", sizes[name])}
-
-    names = _share(sizes)
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        return dict(zip(names, pool.map(describe, names), strict=True))
-
-
-def _sync_file(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def collect_hashes(
-    storage: Storage, folder: str, processes: int, seconds: float = PEER_SECONDS
-) -> dict[str, dict[str, Any]]:
-    """Waits until every process has hashed its share. Returns the files of all, and deletes what the processes wrote for that.
-
-    Raises:
-        StorageError: a process failed, or did not finish in time; it names which.
-    """
-    deadline, pause = time.monotonic() + seconds, 0.02
-    expected = {f"{folder}{HASHES}/{p}.json": p for p in range(processes)}
-    while True:
-        paths = list_hashes(storage, folder)
-        if not (missing := [p for path, p in expected.items() if path not in paths]):
-            break
-        if time.monotonic() > deadline:
-            raise StorageError(f"no hashes of process {', '.join(map(str, missing))} after {seconds:g} s")
-        time.sleep(pause)
-        pause = min(2 * pause, 1.0)
-    files: dict[str, dict[str, Any]] = {}
-    for path in expected:
-        files |= json.loads(storage.read(path))
-    storage.delete(f"{folder}{HASHES}")
-    return files
-
-
-def list_hashes(storage: Storage, folder: str) -> set[str]:
-    """The files of hashes that the processes of a save have written so far.
-
-    Args:
-        storage: of the save.
-        folder: its staging folder, with a `/` at its end.
-
-    Raises:
-        PeerError: a process failed; says which, and why.
-    """
-    paths = {f.path for f in storage.list(f"{folder}{HASHES}/")}
-    if failed := sorted(p for p in paths if p.endswith(FAILED)):
-        process = failed[0].rpartition("/")[2].removesuffix(FAILED)
-        raise PeerError(f"process {process}: {storage.read(failed[0]).decode(errors='replace')}")
-    return paths
-
-
-def _mark_failure(storage: Storage, folder: str, error: BaseException) -> None:
-    """Tells the other processes of a save that it failed here, or that Orbax was still writing when its time was over."""
-    if isinstance(error, PeerError) or (jax.process_count() == 1 and not isinstance(error, TimeoutError)):
-        return
-    try:
-        storage.write(f"{folder}{HASHES}/{jax.process_index()}{FAILED}", [str(error).encode() or b"?"])
-    except StorageError as unwritten:  # the others wait until Orbax gives up
-        log.warning("the other processes could not be told that a save failed: %s", unwritten)
 
 
 def _raiser(error: Exception) -> Callable[[Callable[[], object]], None]:

@@ -1,0 +1,114 @@
+"""Hashes of what Orbax wrote, each process a share of the files; and which process failed meanwhile."""
+
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from axlearn_core.checkpoint.barrier import PEER_SECONDS
+from axlearn_core.checkpoint.manifest import STATE, hash_file
+from axlearn_core.checkpoint.storage import LocalStorage
+from axlearn_core.contracts.storage import Storage
+from axlearn_core.errors import StorageError
+
+log = logging.getLogger(__name__)
+HASHES = "hashes"
+"""The folder for what each process hashed, until the first one collects it."""
+FAILED = ".failed"
+"""Ends the name of the file there that a process writes if its save fails."""
+
+
+class PeerError(StorageError):
+    """A save failed on another process."""
+
+
+def split_files(sizes: Mapping[str, int]) -> list[str]:
+    """The files that this process hashes: every process takes as many bytes, to within one file."""
+    loads = [0] * jax.process_count()
+    shares: list[list[str]] = [[] for _ in loads]
+    for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
+        lightest = loads.index(min(loads))
+        loads[lightest] += sizes[name] + 1
+        shares[lightest].append(name)
+    return shares[jax.process_index()]
+
+
+def hash_share(storage: Storage, folder: str) -> dict[str, dict[str, Any]]:
+    """Size and hash of this process's share of Orbax's files below a folder, by their paths in it."""
+    files = storage.list(f"{folder}{STATE}/")
+    sizes = {f.path.removeprefix(folder): f.bytes for f in files}
+
+    def describe(name: str) -> dict[str, Any]:
+        if isinstance(storage, LocalStorage):  # Orbax leaves its own files, though not TensorStore's, to the page cache
+            _sync_file(storage.root / folder / name)
+        return {"bytes": sizes[name], "sha256": hash_file(storage, f"{folder}{name}", sizes[name])}
+
+    names = split_files(sizes)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return dict(zip(names, pool.map(describe, names), strict=True))
+
+
+def _sync_file(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def collect_hashes(
+    storage: Storage, folder: str, processes: int, seconds: float = PEER_SECONDS
+) -> dict[str, dict[str, Any]]:
+    """Waits until every process has hashed its share. Returns the files of all, and deletes what the processes wrote for that.
+
+    Raises:
+        StorageError: a process failed, or did not finish in time; it names which.
+    """
+    deadline, pause = time.monotonic() + seconds, 0.02
+    expected = {f"{folder}{HASHES}/{p}.json": p for p in range(processes)}
+    while True:
+        paths = list_hashes(storage, folder)
+        if not (missing := [p for path, p in expected.items() if path not in paths]):
+            break
+        if time.monotonic() > deadline:
+            raise StorageError(f"no hashes of process {', '.join(map(str, missing))} after {seconds:g} s")
+        time.sleep(pause)
+        pause = min(2 * pause, 1.0)
+    files: dict[str, dict[str, Any]] = {}
+    for path in expected:
+        files |= json.loads(storage.read(path))
+    storage.delete(f"{folder}{HASHES}")
+    return files
+
+
+def list_hashes(storage: Storage, folder: str) -> set[str]:
+    """The files of hashes that the processes of a save have written so far.
+
+    Args:
+        storage: of the save.
+        folder: its staging folder, with a `/` at its end.
+
+    Raises:
+        PeerError: a process failed; says which, and why.
+    """
+    paths = {f.path for f in storage.list(f"{folder}{HASHES}/")}
+    if failed := sorted(p for p in paths if p.endswith(FAILED)):
+        process = failed[0].rpartition("/")[2].removesuffix(FAILED)
+        raise PeerError(f"process {process}: {storage.read(failed[0]).decode(errors='replace')}")
+    return paths
+
+
+def mark_failure(storage: Storage, folder: str, error: BaseException) -> None:
+    """Tells the other processes of a save that it failed here, or that Orbax was still writing when its time was over."""
+    if isinstance(error, PeerError) or (jax.process_count() == 1 and not isinstance(error, TimeoutError)):
+        return
+    try:
+        storage.write(f"{folder}{HASHES}/{jax.process_index()}{FAILED}", [str(error).encode() or b"?"])
+    except StorageError as unwritten:  # the others wait until Orbax gives up
+        log.warning("the other processes could not be told that a save failed: %s", unwritten)
