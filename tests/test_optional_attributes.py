@@ -25,17 +25,6 @@ NOT_YET = {
     "plugins/orbax/src/axlearn_plugins_orbax/transfer.py": {"strerror"},
     "plugins/orbax/src/axlearn_plugins_orbax/trees.py": {"dtype", "shape"},
     "plugins/orbax/src/axlearn_plugins_orbax/weights.py": {"input", "tokenizer"},
-    "plugins/serving/src/axlearn_plugins_serving/disaggregated/router.py": {"grammar"},
-    "plugins/serving/src/axlearn_plugins_serving/engine_devices.py": {"decode_steps", "mode", "sched_getaffinity"},
-    "plugins/serving/src/axlearn_plugins_serving/functions.py": {"head"},
-    "plugins/serving/src/axlearn_plugins_serving/local_engine.py": {"program", "read", "specs"},
-    "plugins/serving/src/axlearn_plugins_serving/open_engine.py": {"__name__", "cfg", "eos", "path", "tokenizer"},
-    "plugins/serving/src/axlearn_plugins_serving/paged.py": {"store", "window"},
-    "plugins/serving/src/axlearn_plugins_serving/plan/plan_request.py": {"model"},
-    "plugins/serving/src/axlearn_plugins_serving/plan/serving_plan.py": {"dtype", "param_dtype"},
-    "plugins/serving/src/axlearn_plugins_serving/server/command.py": {"adapters"},
-    "plugins/serving/src/axlearn_plugins_serving/weight_layout.py": {"cfg", "input_dims"},
-    "plugins/transformer/src/axlearn_plugins_transformer/generate.py": {"end_tokens"},
 }
 """File -> names that it still asks for, which are to become capabilities. Nothing is added here."""
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def _may_share(config: ServingEngine.Config) -> bool:
 
 def _count_cores() -> float:
     """Those that this process may use, by its affinity and the quota of its container."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     try:
         quota, period = CPU_QUOTA.read_text().split()
         return min(cores, int(quota) / int(period))

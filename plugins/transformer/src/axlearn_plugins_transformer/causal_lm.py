@@ -68,17 +68,6 @@ class LanguageModel(Protocol):
         ...
 
 
-@runtime_checkable
-class HasEndTokens(Protocol):
-    """A model that names the tokens that end its outputs.
-
-    Attributes:
-        end_tokens: ids that end an output of `generate`, in addition to its `eos_id`.
-    """
-
-    end_tokens: tuple[int, ...]
-
-
 class CausalLM(Layer):
     """Predicts the next token."""
 

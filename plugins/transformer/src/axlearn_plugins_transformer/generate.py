@@ -9,8 +9,8 @@ import numpy as np
 
 from axlearn_core.compose import Program
 from axlearn_core.compose.model_program import ModelProgram, with_program
+from axlearn_core.contracts.capabilities import HasEndTokens
 from axlearn_core.errors import RequestError
-from axlearn_plugins_transformer.causal_lm import HasEndTokens
 from axlearn_plugins_transformer.functions import Draw, GenerationBucket, GenerationFunctions
 
 SMALLEST_PROMPT = 16
