@@ -32,9 +32,10 @@ def _plugin_commands(path: Sequence[str], block: str) -> Mapping[str, tuple[str,
 
         entries = {name: claims[0] for name, claims in registry().claims["commands"].items()}
         return {name: (entry.value, entry.origin) for name, entry in entries.items()}
-    import importlib_metadata  # not the registry, whose imports would take as long again as all of `--help`
+    # Not from the registry, whose imports would take as long again as all of `--help`.
+    from axlearn_core.plugins.entry_points import entry_points
 
-    points = importlib_metadata.entry_points(group="axlearn.commands")
+    points = entry_points().select(group="axlearn.commands")
     return {p.name: (p.value, f"{p.dist.name} {p.dist.version}" if p.dist else "") for p in points}
 
 

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from axlearn_core.plugins.entry_points import entry_points
+
 if TYPE_CHECKING:
     from axlearn_core.errors import RequestError
 
@@ -46,9 +48,7 @@ def indexes() -> Sequence[Index]:
 
 @functools.lru_cache(maxsize=1)
 def _indexes(path: Sequence[str]) -> Sequence[Index]:
-    import importlib_metadata  # not the registry, whose imports would take as long again as all of `--help`
-
-    points = importlib_metadata.entry_points(group=GROUP)
+    points = entry_points().select(group=GROUP)
     origins = [(p, (p.dist.name, p.dist.version) if p.dist else ("(no distribution)", "?")) for p in points]
     return [_read_index(p.name, p.value, origin) for p, origin in sorted(origins, key=lambda o: (o[0].name, o[1]))]
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import importlib_metadata
 
 from axlearn_core.errors import AxlearnError, PluginError, RequestError
+from axlearn_core.plugins.entry_points import entry_points
 from axlearn_core.plugins.index import not_known
 from axlearn_core.plugins.removed import replacement
 
@@ -130,7 +131,7 @@ class Registry:
         self.claims: dict[Group, dict[str, list[Entry]]] = {group: {} for group in GROUPS}
         self.blocked: list[Entry] = []
         # One distribution seen twice on sys.path (installed, and as a folder) counts once: the first one found.
-        for point in importlib_metadata.entry_points():
+        for point in entry_points():
             group = point.group.removeprefix("axlearn.")
             if point.group.startswith("axlearn.") and group in GROUPS:
                 entry = Entry(group, point)
