@@ -17,6 +17,7 @@ ALLOWED = {
     "axlearn_plugins_tpu/src/axlearn_plugins_tpu/kernels/cross_entropy.py": LIBRARY,
     "plugins/cloud/src/axlearn_plugins_cloud/filesystem.py": "errors of any file system of fsspec",
     "plugins/models/src/axlearn_plugins_models/bridges/linen_layer.py": "any module of Linen",
+    "plugins/serving/src/axlearn_plugins_serving/engine_devices.py": "functions of the operating system",
     "plugins/serving/src/axlearn_plugins_serving/server/memory_return.py": "functions of the C library",
 }
 """File -> whose attributes it asks for by name. Only objects that are not ours, and helpers that are the one home of a question."""
@@ -28,7 +29,7 @@ NOT_YET = {
 }
 """File -> names that it still asks for, which are to become capabilities. Nothing is added here."""
 
-FEW = 100
+FEW = 75
 """All uses of `getattr` and `hasattr` in the sources."""
 
 
@@ -61,7 +62,7 @@ def test_optional_attributes_of_our_own_parts_are_capabilities():
     unexpected = {path: names - NOT_YET.get(path, set()) for path, names in named.items() if path not in ALLOWED}
     message = "ask by a protocol of contracts/capabilities.py or contracts/text.py, or through contracts/experiment.py"
     assert {path: names for path, names in unexpected.items() if names} == {}, message
-    assert ALLOWED.keys() <= named.keys(), "no longer needed here"
+    assert ALLOWED.keys() | NOT_YET.keys() <= named.keys(), "no longer needed here"
 
 
 def test_few_attributes_are_asked_for_by_name():
