@@ -17,7 +17,6 @@ ALLOWED = {
     "axlearn_plugins_tpu/src/axlearn_plugins_tpu/kernels/cross_entropy.py": LIBRARY,
     "plugins/cloud/src/axlearn_plugins_cloud/filesystem.py": "errors of any file system of fsspec",
     "plugins/models/src/axlearn_plugins_models/bridges/linen_layer.py": "any module of Linen",
-    "plugins/serving/src/axlearn_plugins_serving/engine_devices.py": "functions of the operating system",
     "plugins/serving/src/axlearn_plugins_serving/server/memory_return.py": "functions of the C library",
 }
 """File -> whose attributes it asks for by name. Only objects that are not ours, and helpers that are the one home of a question."""
