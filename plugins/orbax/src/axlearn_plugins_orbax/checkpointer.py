@@ -17,7 +17,8 @@ from axlearn_core.checkpoint.shards import is_weight
 from axlearn_core.checkpoint.state import agree
 from axlearn_core.config import node, setting
 from axlearn_core.errors import CheckpointError, Problem, RequestError, StorageError
-from axlearn_plugins_orbax.foreign import METADATA, ForeignSteps, locate
+from axlearn_plugins_orbax.file_names import METADATA
+from axlearn_plugins_orbax.foreign import ForeignSteps, locate
 from axlearn_plugins_orbax.hashes import (
     FAILED,
     HASHES,

@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import orbax.checkpoint.experimental.v1 as ocp
 
-from axlearn_plugins_orbax.foreign import TREE_METADATA
+from axlearn_plugins_orbax.file_names import TREE_METADATA
 
 FILE_BYTES, CHUNK_BYTES = 64 * 2**20, 32 * 2**20
 """Sizes of files and of chunks of arrays in OCDBT: several threads can hash files of this size."""

@@ -9,12 +9,10 @@ import attrs
 
 from axlearn_core.checkpoint.manifest import MANIFEST, STATE, ArrayInfo, Checkpoints, Manifest
 from axlearn_core.checkpoint.storage import LocalStorage
+from axlearn_plugins_orbax.file_names import COMMITTED, METADATA, TREE_METADATA
 
 if TYPE_CHECKING:
     from axlearn_plugins_orbax.trees import OrbaxTrees
-
-METADATA, TREE_METADATA, COMMITTED = "_CHECKPOINT_METADATA", "_METADATA", "commit_success.txt"
-"""Orbax's file in a checkpoint, its file beside the arrays of each tree, and its last file in an object store."""
 
 
 @attrs.frozen

@@ -16,7 +16,7 @@ from axlearn_core.run.derive import derive_run, local_target, new_directory
 from axlearn_core.run.notices import log_message
 from axlearn_core.train.api import provenance
 from axlearn_plugins_orbax import compat
-from axlearn_plugins_orbax.foreign import METADATA, TREE_METADATA
+from axlearn_plugins_orbax.file_names import METADATA, TREE_METADATA
 from axlearn_plugins_orbax.layouts import LAYOUTS, nest
 from axlearn_plugins_orbax.weights import OrbaxWeights
 
