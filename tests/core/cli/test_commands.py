@@ -194,6 +194,8 @@ def test_doctor_goes_on_and_lists_everything(install, monkeypatch):
     text = run("plugins", "doctor")
     assert text.exit_code == 1
     assert "examined, " in text.stderr
+    assert "with errors: " in text.stderr
+    assert "features ill" in text.stderr
 
 
 KERNELS = """

@@ -126,8 +126,17 @@ def test_a_plugin_that_raises_on_import(install):
 )
 def test_an_entry_point_to_nothing(toy, install, value, cause):
     install("axlearn-plugins-gone", points={"features": {"gone": value}})
-    with pytest.raises(PluginError, match=cause):
+    with pytest.raises(PluginError, match=cause) as caught:
         registry().feature("gone")
+    assert "if its pyproject.toml changed, install axlearn-plugins-gone again" in str(caught.value)
+
+
+@pytest.mark.parametrize("source", ["import no_such_module", "import math\nmath.no_such_name"])
+def test_a_module_that_lacks_something_else_need_not_be_installed_again(install, source):
+    install("axlearn-plugins-bad", modules={"bad_part": source}, points={"features": {"bad": "bad_part:Bad"}})
+    with pytest.raises(PluginError) as caught:
+        registry().feature("bad")
+    assert "install axlearn-plugins-bad again" not in str(caught.value)
 
 
 def test_a_plugin_for_another_core(install):

@@ -51,6 +51,7 @@ def test_a_module_with_a_removed_hook(install):
         caught.value
     )
     assert INSTEAD in str(caught.value)
+    assert "AXLEARN_PLUGINS=-axlearn-plugins-old" in str(caught.value)
 
 
 @pytest.mark.parametrize(

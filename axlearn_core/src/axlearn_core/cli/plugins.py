@@ -70,8 +70,8 @@ def doctor(as_json: bool) -> None:
             echo(f"{head}  {finding.group} {finding.name}  ({finding.distribution} {finding.version})")
             if finding.message:
                 echo("         " + finding.message.replace("\n", "\n         "))
-        bad = [f for f in findings if f.status == "error"]
-        echo(f"{len(findings)} examined, {len(bad)} with errors", err=True)
+        bad = [f"{f.group} {f.name}" for f in findings if f.status == "error"]
+        echo(f"{len(findings)} examined, {len(bad)} with errors{': ' if bad else ''}{', '.join(bad)}", err=True)
     if any(f.status == "error" for f in findings):
         sys.exit(1)
 

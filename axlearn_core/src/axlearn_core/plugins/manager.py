@@ -81,13 +81,14 @@ def register(manager: pluggy.PluginManager, entry: Entry) -> None:
         manager.unregister(module)
         if wrong[0] in HOOKS:
             raise PluginError(
-                f"the {entry} implements the hook {wrong[0]!r}, which was removed\n    instead: {HOOKS[wrong[0]]}"
+                f"the {entry} implements the hook {wrong[0]!r}, which was removed\n    instead: {HOOKS[wrong[0]]}\n"
+                f"    fix: {entry.remedy}"
             )
         close = nearest(wrong[0], hooks)
         raise PluginError(
             f"the {entry} implements the hook {wrong[0]!r}, which does not exist\n"
             + (f"    did you mean: {', '.join(close)}?\n" if close else "")
-            + f"    known: {', '.join(hooks)}"
+            + f"    known: {', '.join(hooks)}\n    fix: {entry.remedy}"
         )
     manager.check_pending()
 

@@ -13,6 +13,7 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import importlib_metadata
@@ -103,6 +104,12 @@ class Entry:
         except Exception as error:  # a plugin's module may raise anything; the cause is chained and shown
             raise self.failed("cannot be loaded", error) from error
 
+    @property
+    def remedy(self) -> str:
+        """What a user can do if the distribution is broken: the last line of its errors."""
+        out = f", or leave it out with {BLOCK}=-{self.distribution}" if self.distribution != CORE else ""
+        return f"repair or upgrade {self.distribution}{out}"
+
     def failed(self, problem: str, error: BaseException) -> PluginError:
         """The error for this entry point, with its cause and where that was raised."""
         frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
@@ -110,11 +117,18 @@ class Entry:
         at = f"\n    at: {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
         removed = replacement(error)
         now = f"\n    removed: {removed[0]}\n    instead: {removed[1]}" if removed else ""
-        out = f", or leave it out with {BLOCK}=-{self.distribution}" if self.distribution != CORE else ""
+        stale = f"if its pyproject.toml changed, install {self.distribution} again; if not, "
         return PluginError(
             f"the {self} {problem}\n    cause: {type(error).__name__}: {error}{at}{now}\n"
-            f"    fix: repair or upgrade {self.distribution}{out}"
+            f"    fix: {stale if self._names_nothing(error) else ''}{self.remedy}"
         )
+
+    def _names_nothing(self, error: BaseException) -> bool:
+        """Whether the error says that the module or attribute of this entry point does not exist."""
+        module = self.value.partition(":")[0].strip()
+        if isinstance(error, ModuleNotFoundError):
+            return f"{module}.".startswith(f"{error.name}.")
+        return isinstance(error, AttributeError) and isinstance(error.obj, ModuleType) and error.obj.__name__ == module
 
 
 @functools.cache
