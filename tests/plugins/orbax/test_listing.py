@@ -1,6 +1,7 @@
 """`axlearn checkpoint list` and `inspect` show what plain Orbax wrote, under any name of its items."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -106,6 +107,20 @@ def test_steps_beside_those_of_a_run(tmp_path):
     assert states == [(1, "complete"), (2, "damaged"), (3, "unverified"), (4, "damaged")]
     assert "Orbax wrote step 3, 4 without" in listed.stderr
     assert "every file is what was written" in checkpoint("inspect", tmp_path, "--step", 1, "--verify").stderr
+
+
+@pytest.mark.parametrize("command", ["list", "inspect"])
+def test_no_accelerator_is_looked_for(tmp_path, monkeypatch, command):
+    write_v1_alone(tmp_path)
+    monkeypatch.delenv("JAX_PLATFORMS")
+    checkpoint(command, tmp_path)
+    assert os.environ["JAX_PLATFORMS"] == "cpu"
+
+
+def test_the_folder_of_one_step(tmp_path):
+    write_v1_alone(tmp_path)
+    assert "give the folder above it" in checkpoint("list", tmp_path / "3", code=2).stderr
+    assert "the folder above" not in checkpoint("list", tmp_path / "none", code=2).stderr
 
 
 def test_other_folders_are_not_of_orbax(tmp_path):

@@ -125,10 +125,13 @@ class Run:
     def missing(self) -> CheckpointError:
         """The error for a path or URI that is not a run."""
         reason = "does not exist" if "://" not in self.uri and not Path(self.uri).exists() else f"has no {CONFIG}"
+        is_step = self.uri.rstrip("/").rpartition("/")[2].isdecimal()
+        above = "\n    if this is the checkpoint of one step, give the folder above it" if is_step else ""
         return CheckpointError(
             f"{self.uri} is not a run directory: it {reason}\n"
             "    fix: give the directory that `axlearn train` named; a Hugging Face model becomes a run with\n"
-            "    `axlearn checkpoint import-hf`, adapters with their base with `axlearn lora merge`"
+            "    `axlearn checkpoint import-hf`, an Orbax checkpoint with `axlearn checkpoint import-orbax`,\n"
+            f"    adapters with their base with `axlearn lora merge`{above}"
         )
 
     def find_weights(self, step: int | None = None) -> "RunWeights | None":

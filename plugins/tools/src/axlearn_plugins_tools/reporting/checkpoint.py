@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from axlearn_core.cli.common import json_option, print_json, print_table
+from axlearn_core.cli.common import json_option, no_devices, print_json, print_table
 from axlearn_core.cli.terminal import echo
 from axlearn_core.errors import CheckpointError
 from axlearn_core.run import Run
@@ -23,7 +23,8 @@ run_dir_argument = click.argument("run_dir", metavar="RUN_DIR|URI")
 @run_dir_argument
 @json_option
 def list_(run_dir: str, as_json: bool) -> None:
-    """List the checkpoints of a run, oldest first. RUN_DIR may be a URI, or where the checkpoints themselves are."""
+    """List the checkpoints of a run, oldest first. RUN_DIR may be a URI, or the folder that holds the steps."""
+    no_devices()
     run = Run(run_dir)
     place, foreign = run.checkpoints, run.foreign_checkpoints
     others = () if foreign is None else foreign.steps()
@@ -52,6 +53,7 @@ def list_(run_dir: str, as_json: bool) -> None:
 @json_option
 def inspect(run_dir: str, step: int | None, verify: bool, as_json: bool) -> None:
     """List the arrays in a checkpoint of RUN_DIR: path, shape, dtype."""
+    no_devices()
     run = Run(run_dir)
     place, foreign = run.checkpoints, run.foreign_checkpoints
     others = () if foreign is None else foreign.steps()
