@@ -198,6 +198,7 @@ def test_all_problems_of_a_file_with_path_and_line():
         ("type: axlearn_core.config:Scaled", "unknown component"),
         ("5", "a mapping with `type:`"),
         ("[1]", "a mapping with `type:`"),
+        ("toy", "a mapping with `type:`, such as {type: toy}"),
         ("type: root\nleaf: null", "f.yaml:2: leaf: wrong type"),
         ("type: root\nexact: {type: scaled}", "f.yaml:2: exact: wrong type"),
         ("type: root\npaths: 3", "f.yaml:2: paths: wrong type"),

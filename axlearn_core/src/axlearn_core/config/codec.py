@@ -211,7 +211,8 @@ class Decoder:
         kind = typing.get_origin(annotation) or annotation
         exact = kind is not Node  # a slot annotated by a config class; `Node[Protocol]` says nothing of which
         if not isinstance(data, Mapping):
-            raise Mismatch("a mapping with `type:`", data)
+            example = f", such as {{type: {data}}}" if isinstance(data, str) and data else ""
+            raise Mismatch(f"a mapping with `type:`{example}", data)
         fields = {k: v for k, v in data.items() if k != "type"}
         if "type" in data:
             if not isinstance(data["type"], str):
