@@ -26,7 +26,8 @@ MAX_BLOCKS = 64
 class AttentionOp(Op[jax.Array]):
     """softmax(mask(cap(scale * query @ key) + bias)) @ value, the softmax in float32.
 
-    The result is [B, Q, N, V] in the dtype of the value.
+    The result is [B, Q, N, V] in the dtype of the value. Query heads share key-value heads in order: query head n reads
+    key-value head n // (N / G).
 
     Attributes:
         query: [B, Q, N, H].
