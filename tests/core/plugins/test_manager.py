@@ -103,7 +103,7 @@ def test_the_order_of_sys_path_changes_nothing(install):
     install_chip(install, 1)
     names = [title for title, _ in host().answers("axlearn_kernels") if "chip" in title]
     assert names == ["chip1 of axlearn-plugins-chip1 1.0", "chip2 of axlearn-plugins-chip2 1.0"]
-    assert list(host().origins) == sorted(host().origins)
+    assert list(host().entries) == sorted(host().entries)
 
 
 @pytest.mark.parametrize(

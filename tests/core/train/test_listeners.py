@@ -3,7 +3,7 @@
 import pytest
 
 import axlearn_core as ax
-from axlearn_core.errors import RequestError, WorkError
+from axlearn_core.errors import PluginError, RequestError, WorkError
 from axlearn_core.run.events import EVENTS, RunEvents, RunListener
 
 SMALL = {
@@ -41,9 +41,27 @@ class Recorder(RunListener):
             raise WorkError("this save is refused")
     def closed(self):
         calls.append("closed")
-REFUSE = ""
+class Failing(RunListener):
+    def __init__(self, event):
+        self.event = event
+    def _meet(self, event):
+        calls.append(event)
+        if event in self.event.split(" and "):
+            raise ValueError(f"boom at {event}")
+    def opened(self, run):
+        self._meet("opened")
+    def step_begins(self, step):
+        self._meet("step_begins")
+    def saving(self, step):
+        self._meet("saving")
+    def saved(self, step, reason):
+        assert reason is None
+        self._meet("saved")
+    def closed(self):
+        self._meet("closed")
+REFUSE = FAIL = ""
 def recorder(session):
-    return Recorder(REFUSE)
+    return object() if FAIL == "make" else Failing(FAIL) if FAIL else Recorder(REFUSE)
 def nothing(session):
     return None
 """
@@ -111,3 +129,44 @@ def test_only_methods_that_are_overridden_are_called():
     events.notify("step", 5, {})
     assert one.steps == [5]
     assert {event: len(events._calls[event]) for event in EVENTS if events._calls[event]} == {"step": 1}
+
+
+BY = "listening' = listening_hooks of axlearn-plugins-listening 0.1 has a run listener that "
+
+
+def test_an_object_without_the_methods_is_refused_with_its_plugin(listening, tmp_path, monkeypatch):
+    monkeypatch.setattr(listening, "FAIL", "make")
+    with pytest.raises(PluginError, match=f"{BY}cannot be made: listening:recorder\\n.*not a RunListener"):
+        train(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("event", ["opened", "step_begins", "saving", "closed"])
+def test_an_error_of_a_listener_names_its_plugin_and_the_event(listening, tmp_path, monkeypatch, event):
+    monkeypatch.setattr(listening, "FAIL", event)
+    with pytest.raises(WorkError, match=f"{BY}failed at the event {event}\\n    cause: ValueError: boom at {event}"):
+        train(tmp_path / "run", steps=1)
+    assert (tmp_path / "run").exists() == (event != "opened")
+
+
+def test_an_error_at_the_end_does_not_hide_the_one_that_ended_the_run(listening, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(listening, "FAIL", "step_begins and closed")
+    with pytest.raises(WorkError, match="at the event step_begins"):
+        train(tmp_path / "run", steps=1)
+    assert "boom at closed" in capfd.readouterr().err
+
+
+def test_a_save_that_ended_stays_saved_if_a_listener_fails_then(listening, tmp_path, monkeypatch, capfd):
+    """The commit had been counted as a save that failed, and the reason reported to the listeners again."""
+    monkeypatch.setattr(listening, "FAIL", "saved")
+    assert train(tmp_path / "run").step == 3
+    assert [p.name for p in sorted((tmp_path / "run/checkpoints").iterdir())] == ["2", "3"]
+    assert "failed at the event saved" in capfd.readouterr().err
+
+
+def test_a_refusal_keeps_its_class_and_a_message_names_the_plugin(listening, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(listening, "REFUSE", "save")
+    with pytest.raises(WorkError, match=r"^this save is refused$"):
+        train(tmp_path / "run")
+    message = "listening of axlearn-plugins-listening 0.1 raises the next error, at the event saving"
+    assert message in capfd.readouterr().err

@@ -113,15 +113,20 @@ def _is_same(stored_array: ArrayInfo, expected: ArrayInfo) -> bool:
     )
 
 
-def agree(local_error: Exception | None, cause: BaseException | None) -> None:
-    """Raises on every process where any process has an error, so that none goes on alone.
+def agree(local_error: Exception | None, cause: BaseException | None, failure: str = "a checkpoint failed") -> None:
+    """Raises on every process if any process has an error, so that none goes on alone.
 
-    Where a process is missing for too long, that is the error.
+    If a process is missing for too long, that is the error.
+
+    Args:
+        local_error: of this process.
+        cause: of `local_error`.
+        failure: what the other processes report, before `on process N`.
     """
     if jax.process_count() > 1:
         flags = gather_objects(local_error is not None, "checkpoint")
         if local_error is None and any(flags):
             failed = ", ".join(str(i) for i, flag in enumerate(flags) if flag)
-            raise WorkError(f"a checkpoint failed on process {failed}; see its error")
+            raise WorkError(f"{failure} on process {failed}; see its error")
     if local_error is not None:
         raise local_error from (cause if cause is not local_error else None)

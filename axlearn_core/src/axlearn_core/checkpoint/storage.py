@@ -186,7 +186,7 @@ def open_storage(uri: str | Path, plugins: Host | None = None) -> Storage:
     storage = plugins.only("axlearn_checkpoint_storage", uri=text)
     if storage is None:
         implementations = plugins.hook.axlearn_checkpoint_storage.get_hookimpls()
-        names = [f"{o.plugin_name} ({plugins.origins[o.plugin_name]})" for o in implementations]
+        names = [f"{o.plugin_name} ({plugins.entries[o.plugin_name].origin})" for o in implementations]
         raise RequestError(
             f"no plugin stores checkpoints at {_hide_credentials(text)!r}: the scheme {parts.scheme!r} is unknown\n"
             "    known: paths and file:// (the core)"

@@ -22,25 +22,28 @@ class Host:
     def __init__(self, registry: Registry):
         self.manager = pluggy.PluginManager("axlearn")
         self.manager.add_hookspecs(hookspecs)
-        self.origins: dict[str, str] = {}
+        self.entries: dict[str, Entry] = {}
         for entry in registry.entries("plugins"):
             register(self.manager, entry)
-            self.origins[entry.name] = entry.origin
+            self.entries[entry.name] = entry
 
     @property
     def hook(self) -> pluggy.HookRelay:
         """The hooks, to call by name: `host().hook.axlearn_targets()` is a list of what the plugins returned."""
         return self.manager.hook
 
-    def answers(self, hook: str, **arguments: object) -> list[tuple[str, Any]]:
-        """(plugin, distribution and version; what it returned) for each plugin that returns something."""
+    def replies(self, hook: str, **arguments: object) -> list[tuple[Entry, Any]]:
+        """(the plugin, what it returned) for each plugin that returns something, by the plugin's name."""
         results = []
         for implementation in getattr(self.hook, hook).get_hookimpls():
             kwargs = {name: arguments[name] for name in implementation.argnames}
             if (result := implementation.function(**kwargs)) is not None:
-                title = f"{implementation.plugin_name} of {self.origins[implementation.plugin_name]}"
-                results.append((title, result))
-        return sorted(results, key=lambda f: f[0])
+                results.append((self.entries[implementation.plugin_name], result))
+        return sorted(results, key=lambda reply: reply[0].name)
+
+    def answers(self, hook: str, **arguments: object) -> list[tuple[str, Any]]:
+        """As `replies`, with a title of each plugin: its name, distribution and version."""
+        return [(f"{entry.name} of {entry.origin}", result) for entry, result in self.replies(hook, **arguments)]
 
     def only(self, hook: str, **arguments: object) -> Any | None:
         """What the one plugin that answers returns; None where none does.

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from axlearn_core.errors import AxlearnError, WorkError
+from axlearn_core.run.notices import log_message
+
 if TYPE_CHECKING:
     import jax
+
+    from axlearn_core.plugins.registry import Entry
 
 
 class RunListener:
@@ -46,10 +52,13 @@ class RunListener:
         """A sample or message to log."""
 
     def saving(self, step: int) -> None:
-        """A save is about to begin, or the last one is complete. Raising stops the run before anything is written."""
+        """A save is about to begin, or the last one is complete. Raising stops the run before anything is written.
+
+        In a job, all processes stop if one raises.
+        """
 
     def saved(self, step: int, reason: str | None) -> None:
-        """A save ended: complete if `reason` is None. May be called from any thread."""
+        """A save ended: complete if `reason` is None. May be called from any thread. An error is logged and changes nothing."""
 
     def closed(self) -> None:
         """The run ends, also after an error. Called in the opposite order of registration."""
@@ -69,12 +78,17 @@ class RunEvents:
         for listener in listeners:
             self.add(listener)
 
-    def add(self, listener: RunListener) -> None:
-        """Registers a listener behind the others."""
+    def add(self, listener: RunListener, plugin: Entry | None = None) -> None:
+        """Registers a listener behind the others.
+
+        Args:
+            listener: the listener.
+            plugin: that it comes from; errors in its methods then name the plugin and the event.
+        """
         self.listeners.append(listener)
         for event in EVENTS:
             if getattr(type(listener), event) is not vars(RunListener)[event]:
-                self._calls[event].append(getattr(listener, event))
+                self._calls[event].append(name_failures(getattr(listener, event), plugin))
 
     def phase(self, name: str, step: int, count_as: str | None = None) -> None:
         """See `RunListener.phase`."""
@@ -85,3 +99,34 @@ class RunEvents:
         """Calls the method `event` of every listener that overrides it."""
         for call in self._calls[event]:
             call(*arguments)
+
+    def notify_saved(self, step: int, reason: str | None) -> None:
+        """Calls `RunListener.saved`. The save has ended by then, so an error of a listener is only logged."""
+        for call in self._calls["saved"]:
+            try:
+                call(step, reason)
+            except Exception as error:  # a listener may raise anything
+                log_message(f"warning: {error}")
+
+
+def name_failures(method: Callable[..., None], plugin: Entry | None) -> Callable[..., None]:
+    """A method of a plugin's listener with errors that name the plugin and the event; the method itself without a plugin.
+
+    An error of this framework keeps its class, as a refusal of a run or a save; a message says which plugin raised it.
+    """
+    if plugin is None:
+        return method
+    event = method.__name__
+
+    @functools.wraps(method)
+    def call(*arguments: Any) -> None:
+        try:
+            method(*arguments)
+        except AxlearnError:
+            log_message(f"note: {plugin.name} of {plugin.origin} raises the next error, at the event {event}")
+            raise
+        except Exception as error:  # a plugin's listener may raise anything
+            problem = str(plugin.failed(f"has a run listener that failed at the event {event}", error))
+            raise WorkError(problem) from error
+
+    return call

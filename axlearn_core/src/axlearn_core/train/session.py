@@ -12,11 +12,12 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from axlearn_core.checkpoint.state import agree
 from axlearn_core.compose import Program
 from axlearn_core.config import offers
 from axlearn_core.contracts.capabilities import DescribesPosition, KeepsExecutables, KeepsLocalTier
 from axlearn_core.contracts.parts import BatchIterator, Checkpointer, Input
-from axlearn_core.errors import InputError
+from axlearn_core.errors import AxlearnError, InputError
 from axlearn_core.run.events import RunEvents
 from axlearn_core.run.notices import log_message
 from axlearn_core.run.record import RunDir
@@ -214,7 +215,7 @@ class Session:
         save = self.checkpointer.save
         if force or self.checkpointer.due(self.step):
             self.beat("save")
-            self.events.notify("saving", self.step)
+            self._ask_to_save()
         elif self._local_tier is not None and self._local_tier.local_due(self.step):
             self.beat("save")
             save = self._local_tier.save_local
@@ -232,7 +233,16 @@ class Session:
         """Waits for the last save."""
         self.beat("save")
         self.checkpointer.wait()
-        self.events.notify("saving", self.step)
+        self._ask_to_save()
+
+    def _ask_to_save(self) -> None:
+        """Raises on every process if a listener of one of them refuses the save."""
+        refusal: AxlearnError | None = None
+        try:
+            self.events.notify("saving", self.step)
+        except AxlearnError as error:
+            refusal = error
+        agree(refusal, refusal, "a save was refused")
 
     def save_due(self) -> bool:
         """Whether a checkpoint of this step is due."""

@@ -1,7 +1,7 @@
 """The root of every experiment, and how its parts become a running job."""
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +12,7 @@ import jax
 
 from axlearn_core.checkpoint import ShardedCheckpointer, open_storage
 from axlearn_core.checkpoint.base import WEIGHTS_ONLY
+from axlearn_core.checkpoint.state import agree
 from axlearn_core.compose import Function, Functional, ModelAndObjective, Program, compose
 from axlearn_core.compose.objective import replicated
 from axlearn_core.config import REQUIRED, Configurable, Node, check, node, setting
@@ -37,14 +38,15 @@ from axlearn_core.contracts.parts import (
 from axlearn_core.contracts.parts import Learner as LearnerProtocol
 from axlearn_core.contracts.target import Machine
 from axlearn_core.contracts.text import TextFacts
-from axlearn_core.errors import RequestError, WorkError
+from axlearn_core.errors import AxlearnError, RequestError, WorkError
 from axlearn_core.learn import Learner
 from axlearn_core.nn.held import check_stateless
 from axlearn_core.plugins.decisions import Decision
 from axlearn_core.plugins.manager import host
+from axlearn_core.plugins.registry import Entry
 from axlearn_core.plugins.targets import load
 from axlearn_core.run.asset_copies import write_assets
-from axlearn_core.run.events import RunListener
+from axlearn_core.run.events import RunListener, name_failures
 from axlearn_core.run.lock import make_lock, peak_flops
 from axlearn_core.run.notices import log_message
 from axlearn_core.run.record import RunDir, lock_drift
@@ -222,21 +224,26 @@ class Trainer(Configurable):
             peak_flops=peak_flops(program),
             facts=facts,
         )
-        for listener in run_listeners(session):
-            self._listen(session, listener, closing)
+        refusal: AxlearnError | None = None
+        try:
+            for listener, plugin in run_listeners(session):
+                self._listen(session, listener, closing, plugin)
+        except AxlearnError as error:
+            refusal = error
+        agree(refusal, refusal, "the run was refused")
         closing.callback(checkpointer.close)
         for listener in (*self._listeners(program, run_dir, experiment), clock):  # the clock is closed first
             self._listen(session, listener, closing)
         if isinstance(checkpointer, ReportsSaves):
-            checkpointer.on_result = functools.partial(session.events.notify, "saved")
+            checkpointer.on_result = session.events.notify_saved
         session.beat("restore")
         return session, loop
 
     @staticmethod
-    def _listen(session: Session, listener: RunListener, closing: ExitStack) -> None:
-        closing.callback(listener.closed)
-        session.events.add(listener)
-        listener.opened(session)
+    def _listen(session: Session, listener: RunListener, closing: ExitStack, plugin: Entry | None = None) -> None:
+        closing.push(functools.partial(_close, name_failures(listener.closed, plugin)))
+        session.events.add(listener, plugin)
+        name_failures(listener.opened, plugin)(session)
 
     def _listeners(self, program: Program, run_dir: RunDir, experiment: str) -> Iterator[RunListener]:
         """The listeners that the config names."""
@@ -326,16 +333,38 @@ class Trainer(Configurable):
             log_message(f"continuing from the checkpoint of step {step}")
 
 
-def run_listeners(session: Session) -> Iterator[RunListener]:
-    """The listeners of every run: those that hold its places, then those of installed packages."""
-    yield Ownership()
+def run_listeners(session: Session) -> Iterator[tuple[RunListener, Entry | None]]:
+    """The listeners of every run: those that hold its places, then those of installed packages, each with its plugin.
+
+    Raises:
+        PluginError: a plugin's function fails, or returns something else.
+    """
+    yield Ownership(), None
     if session.uri is not None:
-        yield MirrorListener(session.uri, session.path)
-    for _, locations in host().answers("axlearn_run_listeners"):
+        yield MirrorListener(session.uri, session.path), None
+    for plugin, locations in host().replies("axlearn_run_listeners"):
         for location in locations:
-            make: Any = load(location)
-            if (listener := make(session)) is not None:
-                yield listener
+            try:
+                make: Any = load(location)
+                listener = make(session)
+                if listener is not None and not isinstance(listener, RunListener):
+                    raise TypeError(f"it returned {listener!r}, not a RunListener")
+            except AxlearnError:
+                raise
+            except Exception as error:  # a plugin may raise anything
+                raise plugin.failed(f"has a run listener that cannot be made: {location}", error) from error
+            if listener is not None:
+                yield listener, plugin
+
+
+def _close(closed: Callable[..., None], kind: object, error: BaseException | None, _: object) -> None:
+    """Closes a listener. While another error ends the run, an error here is logged, so that it does not hide that one."""
+    try:
+        closed()
+    except Exception as failure:
+        if error is None:
+            raise
+        log_message(f"warning: {failure}")
 
 
 def record_decision(session: Session, decision: Decision) -> None:
