@@ -141,6 +141,16 @@ def test_an_index_whose_package_is_gone_is_a_warning(install):
     assert [f.status for f in index_findings()] == ["ok", "warning", "warning"]
 
 
+def test_an_index_in_a_package_below_another_imports_neither(install):
+    modules = {"their_tools": "raise SystemExit"}
+    root = install("their-index", modules=modules, points={"index": {"theirs": "their_tools.names"}})
+    (root / "their_tools.py").unlink()
+    (root / "their_tools/names").mkdir(parents=True)
+    (root / "their_tools/__init__.py").write_text("raise SystemExit")
+    (root / "their_tools/names/index.json").write_text('{"features": {"sparkle": "their-plugins"}}')
+    assert package_of("features", "sparkle") == "their-plugins"
+
+
 def test_two_indexes_that_disagree(install):
     add_index(install, json.dumps({"features": {"rope": "their-rope"}}))
     assert package_of("features", "rope") == "axlearn-plugins-rope"

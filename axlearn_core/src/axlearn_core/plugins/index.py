@@ -55,9 +55,10 @@ def _indexes(path: Sequence[str]) -> Sequence[Index]:
 
 def _read_index(name: str, package: str, origin: tuple[str, str]) -> Index:
     try:
-        spec = importlib.util.find_spec(package)
+        top, *below = package.split(".")  # to find the package below imports the one above it
+        spec = importlib.util.find_spec(top)
         folders = (spec.submodule_search_locations if spec else None) or ()
-        file = next((f for folder in folders if (f := Path(folder, FILE)).is_file()), None)
+        file = next((f for folder in folders if (f := Path(folder, *below, FILE)).is_file()), None)
         if file is None:
             return Index(name, origin, {}, f"the package {package!r} has no {FILE}")
         names = json.loads(file.read_text("utf-8"))
