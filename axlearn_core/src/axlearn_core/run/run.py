@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from axlearn_core.checkpoint.manifest import Checkpoints
 from axlearn_core.checkpoint.storage import open_storage
 from axlearn_core.config import Node, parse
+from axlearn_core.config.types import show
 from axlearn_core.contracts.experiment import tokenizer_of_input
 from axlearn_core.contracts.parts import Weights
 from axlearn_core.contracts.storage import ForeignCheckpoints, Storage
@@ -46,7 +47,7 @@ class Run:
         """The config file as plain data; empty if there is none.
 
         Raises:
-            CheckpointError: the file cannot be parsed.
+            CheckpointError: the file cannot be parsed, or has no settings.
         """
         try:
             text = self.storage.read(CONFIG).decode()
@@ -55,7 +56,12 @@ class Run:
             return {}
         except (ConfigError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{self.uri}/{CONFIG} cannot be read: {error}") from error
-        return data if isinstance(data, Mapping) else {}
+        if not isinstance(data, Mapping):
+            raise CheckpointError(
+                f"{self.uri}/{CONFIG} is damaged\n    got: {show(data)}\n    expected: a mapping\n"
+                "    fix: bring it back from the folder of a checkpoint, which has a copy"
+            )
+        return data
 
     @cached_property
     def config(self) -> Node[Any] | None:
@@ -124,7 +130,10 @@ class Run:
 
     def missing(self) -> CheckpointError:
         """The error for a path or URI that is not a run."""
-        reason = "does not exist" if "://" not in self.uri and not Path(self.uri).exists() else f"has no {CONFIG}"
+        path = None if "://" in self.uri else Path(self.uri)
+        reason = f"has no {CONFIG}"
+        if path is not None and not path.is_dir():
+            reason = "is a file" if path.exists() else "does not exist"
         is_step = self.uri.rstrip("/").rpartition("/")[2].isdecimal()
         above = "\n    if this is the checkpoint of one step, give the folder above it" if is_step else ""
         return CheckpointError(
