@@ -73,7 +73,7 @@ class Function:
 
 
 @runtime_checkable
-class DeclaresFunctions(Protocol):
+class DeclaresModelFunctions(Protocol):
     """A model that computes more than its loss."""
 
     def functions(self) -> Mapping[str, Function]:
@@ -87,7 +87,7 @@ def model_functions(functional: Functional) -> dict[str, Function]:
     A model's own functions take the bound model first; here they take `ModelWeights` in its place.
     """
     model = functional.describe()
-    return over_weights(model.functions() if isinstance(model, DeclaresFunctions) else {}, functional)
+    return over_weights(model.functions() if isinstance(model, DeclaresModelFunctions) else {}, functional)
 
 
 def over_weights(declared: Mapping[str, Function], functional: Functional) -> dict[str, Function]:

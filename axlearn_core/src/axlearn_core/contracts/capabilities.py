@@ -121,10 +121,10 @@ class StacksMaps(Protocol):
 
 @runtime_checkable
 class HasEndTokens(Protocol):
-    """A model that knows what ends its outputs.
+    """A model that names the tokens that end its outputs.
 
     Attributes:
-        end_tokens: ids, in addition to the one that a caller names.
+        end_tokens: ids that end an output of `generate`, in addition to its `eos_id`.
     """
 
     end_tokens: Collection[int]
