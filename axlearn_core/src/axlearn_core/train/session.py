@@ -242,7 +242,7 @@ class Session:
             self.events.notify("saving", self.step)
         except AxlearnError as error:
             refusal = error
-        agree(refusal, refusal, "a save was refused")
+        agree(refusal, refusal and refusal.__cause__, "a save was refused")
 
     def save_due(self) -> bool:
         """Whether a checkpoint of this step is due."""

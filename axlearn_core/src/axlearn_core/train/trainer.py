@@ -230,7 +230,7 @@ class Trainer(Configurable):
                 self._listen(session, listener, closing, plugin)
         except AxlearnError as error:
             refusal = error
-        agree(refusal, refusal, "the run was refused")
+        agree(refusal, refusal and refusal.__cause__, "the run was refused")
         closing.callback(checkpointer.close)
         for listener in (*self._listeners(program, run_dir, experiment), clock):  # the clock is closed first
             self._listen(session, listener, closing)

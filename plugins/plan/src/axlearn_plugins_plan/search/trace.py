@@ -74,8 +74,8 @@ class StepTrace:
             return tuple(attrs.evolve(a, shape=(round(a.shape[0] * factor), *a.shape[1:])) for a in activations)
 
         executed = {dtype: flops * factor for dtype, flops in self.executed.items()}
-        kept, layer, routed = more(self.kept), more(self.layer), more(self.routed)
-        return attrs.evolve(self, executed=executed, kept=kept, layer=layer, routed=routed)
+        activations = {"kept": more(self.kept), "layer": more(self.layer), "routed": more(self.routed)}
+        return attrs.evolve(self, executed=executed, **activations)
 
     @property
     def grouped(self) -> bool:
