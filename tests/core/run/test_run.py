@@ -4,6 +4,7 @@ import pytest
 
 from axlearn_core.errors import CheckpointError
 from axlearn_core.run import Run
+from axlearn_core.run.checkpoints import find_step
 
 
 def test_a_place_that_is_not_a_run(tmp_path):
@@ -25,3 +26,9 @@ def test_a_damaged_config_is_not_taken_for_a_missing_one(tmp_path, text):
         with pytest.raises(CheckpointError, match=r"config\.yaml"):
             ask()
     assert run.lock == {}
+
+
+def test_a_run_without_checkpoints_offers_none():
+    with pytest.raises(CheckpointError) as caught:
+        find_step("runs/new", [], 3)
+    assert str(caught.value).startswith("runs/new has no checkpoint\n    fix: train the run until it saves one")

@@ -49,7 +49,7 @@ class RunCheckpoint:
         self._other = _open_other(config.checkpointer, place)
         self.place = place if self._other is None else self._other.place
         source = self._other or place
-        self.step = _find_step(uri, source.steps(), step)
+        self.step = find_step(uri, source.steps(), step)
         self.manifest = source.inspect(self.step)
 
     def __str__(self) -> str:
@@ -108,7 +108,7 @@ class WholeCheckpoint:
     def __init__(self, uri: str | Path, config: Any, step: int | None = None):
         self.uri, self.config = uri, config
         with self._checkpointer() as checkpointer:
-            self.step = _find_step(uri, checkpointer.steps(), step)
+            self.step = find_step(uri, checkpointer.steps(), step)
         self.arrays: Mapping[str, Any] = flatten(self._abstract)
 
     def __str__(self) -> str:
@@ -158,11 +158,16 @@ class WholeCheckpoint:
             checkpointer.close()
 
 
-def _find_step(uri: str | Path, steps: Sequence[int], step: int | None) -> int:
-    if not steps or (step is not None and step not in steps):
-        suffix = "" if step is None else f" of step {step}"
-        listed = ", ".join(map(str, steps)) or "none"
-        raise CheckpointError(f"{uri} has no checkpoint{suffix} (there: {listed})\n    fix: give one of those")
+def find_step(uri: str | Path, steps: Sequence[int], step: int | None) -> int:
+    """The step to open: `step`, or else the newest. Raises `CheckpointError` if it is not one of `steps`."""
+    if not steps:
+        raise CheckpointError(
+            f"{uri} has no checkpoint\n"
+            "    fix: train the run until it saves one; for the folder of one checkpoint, give its run directory and the step"
+        )
+    if step is not None and step not in steps:
+        listed = ", ".join(map(str, steps))
+        raise CheckpointError(f"{uri} has no checkpoint of step {step} (there: {listed})\n    fix: give one of those")
     return steps[-1] if step is None else step
 
 
@@ -171,7 +176,7 @@ def open_folder(uri: str | Path, storage: Storage, step: int | None = None) -> R
     place = Checkpoints(storage, str(uri))
     if not (steps := place.steps()):
         return None
-    resolved_step = _find_step(uri, steps, step)
+    resolved_step = find_step(uri, steps, step)
     places: list[Place] = [(storage, ""), *_above(uri)]
     config = read_run_config(storage, uri, f"{resolved_step}/{CONFIG}", places=places)
     if config is None:

@@ -106,7 +106,7 @@ class RunEvents:
             try:
                 call(step, reason)
             except Exception as error:  # a listener may raise anything
-                log_message(f"warning: {error}")
+                log_message(f"warning: {error}", from_all=True)
 
 
 def name_failures(method: Callable[..., None], plugin: Entry | None) -> Callable[..., None]:
@@ -123,7 +123,8 @@ def name_failures(method: Callable[..., None], plugin: Entry | None) -> Callable
         try:
             method(*arguments)
         except AxlearnError:
-            log_message(f"note: {plugin.name} of {plugin.origin} raises the next error, at the event {event}")
+            title = f"{plugin.name} of {plugin.origin}"
+            log_message(f"note: {title} raises the next error, at the event {event}", from_all=True)
             raise
         except Exception as error:  # a plugin's listener may raise anything
             problem = str(plugin.failed(f"has a run listener that failed at the event {event}", error))

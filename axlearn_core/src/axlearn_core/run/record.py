@@ -241,10 +241,14 @@ def show_change(change: Change) -> str:
 
 
 def lock_drift(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What changed around the config since the lock was written: versions, devices, flags."""
+    """What changed around the config since the lock was written: versions, devices, flags.
+
+    The lock of a run that was derived has none of them.
+    """
     notes = []
-    for name in sorted({*old.get("versions", {}), *new.get("versions", {})}):
-        before, after = old.get("versions", {}).get(name), new.get("versions", {}).get(name)
+    old_versions, new_versions = old.get("versions", {}), new.get("versions", {})
+    for name in sorted({*old_versions, *new_versions}) if old_versions else ():
+        before, after = old_versions.get(name), new_versions.get(name)
         if before != after:
             notes.append(f"{name} was {before or 'not installed'}, is {after or 'not installed'}")
     for key in ("python", "devices", "flags"):

@@ -276,7 +276,9 @@ class Trainer(Configurable):
         for note in (*run_dir.notes, *(lock_drift(old, lock) if old else ())):
             log_message(f"note: {note}")
         if jax.process_index() == 0 or run_dir.uri:  # machines do not share a working copy
-            run_dir.write(config_text, {k: old[k] for k in ("kernels", "hlo_fingerprint") if k in old} | lock, assets)
+            run_dir.write(
+                config_text, {**old, **lock}, assets
+            )  # the old one has the kernels, and where a derived run is from
         if jax.process_index() == 0:
             config: Any = session.program.config
             if (elsewhere := checkpoint_uri(config)) is not None:
@@ -364,7 +366,7 @@ def _close(closed: Callable[..., None], kind: object, error: BaseException | Non
     except Exception as failure:
         if error is None:
             raise
-        log_message(f"warning: {failure}")
+        log_message(f"warning: {failure}", from_all=True)
 
 
 def record_decision(session: Session, decision: Decision) -> None:

@@ -1,0 +1,39 @@
+"""Runs that are made of runs, and trained further."""
+
+import axlearn_core as ax
+from axlearn_core.run import Run
+from axlearn_core.run.record import lock_drift
+
+SMALL = {
+    "model.decoder.num_layers": 1,
+    "model.decoder.hidden_dim": 16,
+    "model.decoder.layer.attention.num_heads": 2,
+    "model.decoder.layer.feed_forward.hidden_dim": 16,
+    "input.batch_size": 8,
+    "input.sequence_length": 16,
+    "evaluators": {},
+}
+
+
+def test_a_derived_run_that_is_trained_further_still_says_what_it_was_made_from(tmp_path, capfd):
+    ax.train("quickstart", set=SMALL, steps=1, run_dir=tmp_path / "base")
+    base = Run(tmp_path / "base")
+    base.derive(tmp_path / "made", base.config, lambda weights: weights.read(), lock={"note": "as it was"})
+    origin = {"made_from": str(tmp_path / "base"), "step": 1, "note": "as it was"}
+    assert Run(tmp_path / "made").lock == origin
+    capfd.readouterr()
+    ax.train(base.config, steps=2, run_dir=tmp_path / "made")
+    assert "was not installed" not in capfd.readouterr().err
+    lock = Run(tmp_path / "made").lock
+    assert origin.items() <= lock.items()
+    assert lock["versions"].keys() >= {"axlearn-core", "jax"}
+
+
+def test_versions_are_compared_if_both_locks_have_them():
+    assert lock_drift({"versions": {"jax": "1"}}, {"versions": {"jax": "2", "flax": "3"}}) == [
+        "flax was not installed, is 3",
+        "jax was 1, is 2",
+    ]
+    assert (
+        lock_drift({"made_from": "base"}, {"versions": {"jax": "2"}, "flags": {}, "python": "3", "devices": "1"}) == []
+    )
