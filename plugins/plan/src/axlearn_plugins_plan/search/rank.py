@@ -8,9 +8,9 @@ from typing import Any
 import attrs
 
 from axlearn_core.compose import Program
-from axlearn_core.config import patch
-from axlearn_core.config.tree import children, walk
+from axlearn_core.config import find, patch
 from axlearn_core.contracts.experiment import accumulate_steps
+from axlearn_core.contracts.roles import StackRole
 from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import RequestError, unknown
 from axlearn_core.plugins.registry import registry
@@ -156,7 +156,7 @@ class Space:
     @cached_property
     def everything(self) -> StepTrace:
         """The step with layers that compute nothing again."""
-        edits = {f"{path}.remat": None for path, part in walk(self.base) if children(part).get("remat") is not None}
+        edits = {f"{path}.remat": None for path, stack in find(self.base, StackRole).items() if stack.remat is not None}
         return trace_step(program_alone(patch(self.base, edits), self.machine), self.batch)
 
     def base_steps(self) -> int:
