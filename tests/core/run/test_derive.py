@@ -1,7 +1,11 @@
 """Runs that are made of runs, and trained further."""
 
+import pytest
+
 import axlearn_core as ax
+from axlearn_core.errors import RequestError
 from axlearn_core.run import Run
+from axlearn_core.run.derive import new_directory
 from axlearn_core.run.record import lock_drift
 
 SMALL = {
@@ -37,3 +41,22 @@ def test_versions_are_compared_if_both_locks_have_them():
     assert (
         lock_drift({"made_from": "base"}, {"versions": {"jax": "2"}, "flags": {}, "python": "3", "devices": "1"}) == []
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "got", "fix"),
+    [
+        ("x", "x", "give a"),
+        (".run.12.partial", r"\.run\.12\.partial", "delete what a process"),
+        (None, "a file", "give a"),
+    ],
+)
+def test_a_directory_that_is_not_empty_is_refused_with_what_is_there(tmp_path, name, got, fix):
+    out = tmp_path / "run"
+    assert new_directory(out) == out
+    if name:
+        out.mkdir()
+        assert new_directory(out) == out
+    (out / name if name else out).write_text("")
+    with pytest.raises(RequestError, match=f"run is there already\n    got: {got}\n    fix: {fix}"):
+        new_directory(out)

@@ -1,6 +1,7 @@
 """Writes runs that were made and not trained: converted, merged, quantized or imported ones."""
 
 import contextlib
+import fnmatch
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -85,9 +86,13 @@ def new_directory(uri: str | Path) -> Path:
         RequestError: it is the URI of a storage, or it holds something.
     """
     path = local_target(uri)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    present = sorted(part.name for part in path.iterdir())[:3] if path.is_dir() else ["a file"] if path.exists() else []
+    if present:
+        leftover = fnmatch.filter(present, ".*.partial")
+        remedy = "delete what a process that was killed left there, or give" if leftover else "give"
         raise RequestError(
-            f"{path} is there already\n    fix: give a directory that does not exist; nothing was written"
+            f"{path} is there already\n    got: {', '.join(leftover or present)}\n"
+            f"    fix: {remedy} a directory that does not exist; nothing was written"
         )
     return path
 
