@@ -30,6 +30,9 @@ def odd():
 
 def silent():
     return []
+
+def quitter():
+    raise SystemExit(3)
 """
 
 
@@ -60,6 +63,7 @@ def test_a_check_reports_what_it_finds(install):
         ("checks_part:broken", "OSError: no such device"),
         ("checks_part:odd", "TypeError: the check returned 'all is well', not a Finding"),
         ("checks_part:absent", "KeyError: 'absent'"),
+        ("checks_part:quitter", "SystemExit: 3"),
         ("absent_part:check", "ModuleNotFoundError: No module named 'absent_part'"),
     ],
 )
@@ -88,3 +92,11 @@ def test_a_failing_hook_of_kernels_does_not_end_the_doctor(install):
     body = "return []\n\n@hookimpl\ndef axlearn_kernels():\n    raise OSError('no driver')"
     (error,) = findings(install, body)
     assert "has a hook that failed: axlearn_kernels" in error.message
+
+
+def test_a_run_listener_that_cannot_be_loaded_is_reported(install):
+    """Its entry point loads: only a run would have met it."""
+    body = 'return []\n\n@hookimpl\ndef axlearn_run_listeners():\n    return ["checks_part:whole", "checks_part:gone"]'
+    (error,) = findings(install, body)
+    assert (error.name, error.status) == ("checked_hooks1", "error")
+    assert "has a run listener that cannot be made: checks_part:gone\n    cause: AttributeError" in error.message

@@ -15,6 +15,7 @@ from axlearn_core.plugins.index import Index, indexes
 from axlearn_core.plugins.manager import register
 from axlearn_core.plugins.registry import BLOCK, CORE, GROUPS, Entry, Group, Registry, core_version
 from axlearn_core.plugins.removed import HOOKS
+from axlearn_core.plugins.targets import load
 
 
 @attrs.frozen(kw_only=True)
@@ -47,7 +48,7 @@ def examine(names: Registry, checks: Mapping[Group, Callable[[Entry], Any]] | No
     """
     manager = pluggy.PluginManager("axlearn")
     manager.add_hookspecs(hookspecs)
-    load: dict[Group, Callable[[Entry], Any]] = {
+    loaders: dict[Group, Callable[[Entry], Any]] = {
         "plugins": lambda entry: register(manager, entry),
         "commands": lambda entry: entry.load(),
         "options": lambda entry: entry.load(),
@@ -59,7 +60,7 @@ def examine(names: Registry, checks: Mapping[Group, Callable[[Entry], Any]] | No
         **(checks or {}),
     }
     unstated: dict[str, Entry] = {}
-    for group in sorted(GROUPS, key=list(load).index):  # hook modules first, while no JAX is there yet
+    for group in sorted(GROUPS, key=list(loaders).index):  # hook modules first, while no JAX is there yet
         for name in sorted(names.claims[group]):
             claims = names.claims[group][name]
             for entry in claims:
@@ -68,7 +69,7 @@ def examine(names: Registry, checks: Mapping[Group, Callable[[Entry], Any]] | No
             if problem := names.conflict(group, name):
                 yield from (_finding(entry, "error", str(problem)) for entry in claims)
             else:
-                yield _load_finding(claims[0], load[group])
+                yield _load_finding(claims[0], loaders[group])
                 if group == "features":
                     yield from _find_misspelled_names(claims[0], names)
                 if group == "plugins":
@@ -78,6 +79,7 @@ def examine(names: Registry, checks: Mapping[Group, Callable[[Entry], Any]] | No
     ]
     for entry in modules:  # last, because ops import JAX
         yield from _find_unknown_ops(manager, entry)
+        yield from _find_missing_listeners(manager, entry)
     for entry in modules:
         yield from _run_checks(manager, entry)
     yield from examine_indexes()
@@ -148,6 +150,19 @@ def _find_unknown_ops(manager: pluggy.PluginManager, entry: Entry) -> Iterator[F
             yield _finding(entry, "error", message)
 
 
+def _find_missing_listeners(manager: pluggy.PluginManager, entry: Entry) -> Iterator[Finding]:
+    """An error for each function of `axlearn_run_listeners` that cannot be loaded; every run would end with it."""
+    locations, failures = _hook_answers(manager.hook.axlearn_run_listeners, entry)
+    yield from failures
+    for location in locations:
+        try:
+            load(location)
+        except (Exception, SystemExit) as error:  # a plugin's module may raise anything
+            yield _finding(
+                entry, "error", str(entry.failed(f"has a run listener that cannot be made: {location}", error))
+            )
+
+
 def _run_checks(manager: pluggy.PluginManager, entry: Entry) -> Iterator[Finding]:
     """The findings of a plugin's own checks. A check that fails is an error, and the others go on."""
     locations, failures = _hook_answers(manager.hook.axlearn_doctor_checks, entry)
@@ -160,7 +175,7 @@ def _run_checks(manager: pluggy.PluginManager, entry: Entry) -> Iterator[Finding
                     raise TypeError(f"the check returned {finding!r}, not a Finding")
                 owner = {} if finding.distribution else {"distribution": entry.distribution, "version": entry.version}
                 yield attrs.evolve(finding, **owner)
-        except Exception as error:  # a plugin's check may raise anything
+        except (Exception, SystemExit) as error:  # a plugin's check may raise anything
             message = str(entry.failed(f"has a check that failed: {location}", error))
             yield attrs.evolve(_finding(entry, "error", message), name=str(location), group="check")
 
@@ -173,7 +188,7 @@ def _hook_answers(caller: pluggy.HookCaller, entry: Entry) -> tuple[list[Any], l
         if implementation.plugin_name == entry.name:
             try:
                 answers += cast("Iterable[Any]", implementation.function())
-            except Exception as error:  # a plugin's hook may raise anything
+            except (Exception, SystemExit) as error:  # a plugin's hook may raise anything
                 problem = str(entry.failed(f"has a hook that failed: {caller.name}", error))
                 failures.append(_finding(entry, "error", problem))
     return answers, failures

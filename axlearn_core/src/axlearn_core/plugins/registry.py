@@ -101,7 +101,7 @@ class Entry:
             return (
                 functools.reduce(getattr, attribute.split("[")[0].strip().split("."), loaded) if attribute else loaded
             )
-        except Exception as error:  # a plugin's module may raise anything; the cause is chained and shown
+        except (Exception, SystemExit) as error:  # a plugin's module may raise anything; the cause is chained and shown
             raise self.failed("cannot be loaded", error) from error
 
     @property
