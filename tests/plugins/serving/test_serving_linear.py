@@ -71,9 +71,10 @@ class Holder(nnx.Module):
 def test_a_layout_computes_the_same(layout, inputs, outputs, rows):
     plain = linear(inputs, outputs)
     served = LAYOUTS[layout](plain)
-    assert served.weight.shape == (
-        (np.prod(outputs), np.prod(inputs)) if layout == "transposed" else plain.weight.shape
-    )
+    if layout == "transposed":
+        assert served.matrix.shape == (np.prod(outputs), np.prod(inputs))
+    np.testing.assert_array_equal(served.weight[...], plain.weight[...])
+    assert len(served.weight.get_metadata("out_sharding")) == plain.weight.ndim
     x = jax.random.normal(jax.random.key(0), (rows, 1, *inputs))
     np.testing.assert_allclose(served(x), plain(x), atol=1e-5)
 
@@ -109,7 +110,8 @@ def test_plain_maps_are_replaced_wherever_they_stand(layout):
     assert [type(x) for x in (model.alone, model.listed[0], model.named["a"])] == [LAYOUTS[layout]] * 3
     assert model.again is model.alone
     assert [type(x) for x in (model.listed[1], model.stack)] == [Scaled, Linear]
-    assert sorted(".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model))) == paths
+    laid_out = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model))]
+    assert sorted(path.replace(".matrix", ".weight") for path in laid_out) == paths
 
 
 def test_each_class_with_a_product_of_its_own_is_named_once():
@@ -145,10 +147,29 @@ def test_maps_of_every_kind_are_served_as_they_generate(kind, capsys):
     assert [name in note for name, note in zip(names, notes, strict=True)] == [True] * len(names)
 
 
+class ReadsWeight(nnx.Module):
+    """Multiplies by the weight of its map itself, which is square: no shape tells that it is transposed."""
+
+    def __init__(self):
+        self.up = linear(outputs=(24,))
+
+    def __call__(self, x):
+        return x @ self.up.weight[...].reshape(24, 24)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layer_that_reads_the_weight_of_its_map_computes_the_same(layout):
+    module, x = ReadsWeight(), jax.random.normal(jax.random.key(0), (3, 24))
+    expected = module(x)
+    lay_out_maps(module, layout)
+    assert isinstance(module.up, ServingLinear)
+    np.testing.assert_allclose(module(x), expected, atol=1e-5)
+
+
 def test_a_served_map_is_a_projection_without_the_interface_of_training():
     assert not issubclass(ServingLinear, Layer), "it is not a component, and configs do not name it"
     served = TransposedLinear(linear())
-    assert sorted(".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(served))) == ["bias", "weight"]
+    assert sorted(".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(served))) == ["bias", "matrix"]
 
 
 def test_weights_that_a_server_takes_keep_the_shapes_of_training():
@@ -159,7 +180,7 @@ def test_weights_that_a_server_takes_keep_the_shapes_of_training():
             p: s.shape for p, s in functional.abstract.items()
         }
         engine.update_weights(functional.weights_of(serving_models.model()))
-        assert runner._arrays["decoder.layer.0.attention.query.weight"].ndim == 2
+        assert runner._arrays["decoder.layer.0.attention.query.matrix"].ndim == 2
 
 
 @pytest.mark.parametrize(
@@ -177,9 +198,10 @@ def test_the_mode_the_devices_and_the_model_choose_the_layout(features, changes,
     mesh = Mesh(shape={"tensor": devices} if devices > 1 else {})
     program = RunnerProgram(cfg, serving_models.config(*features), jax.devices()[:devices], mesh)
     shapes = {path: spec.shape for path, spec in program._serving.specs.items()}
-    names = ("decoder.layer.0.feed_forward.up.weight", "decoder.layer.1.attention.output.weight")
+    maps = ("decoder.layer.0.feed_forward.up", "decoder.layer.1.attention.output")
     assert program._serving.sizes.layout == layout
-    assert [len(shapes[name]) for name in names] == ([2, 2] if layout == "transposed" else [2, 3])
+    name, ndims = ("matrix", [2, 2]) if layout == "transposed" else ("weight", [2, 3])
+    assert [len(shapes[f"{path}.{name}"]) for path in maps] == ndims
 
 
 @pytest.mark.parametrize(("changes", "count"), [({}, 1), ({"mode": "parity"}, 0)])

@@ -26,50 +26,65 @@ WEIGHT_FIRST_ROWS = 224
 
 
 class ServingLinear(nnx.Module):
-    """A `Linear` in another layout. The parameters keep their names.
+    """A `Linear` in another layout.
 
     Attributes:
         cfg: of the `Linear`.
         precision: of the `Linear`.
-        weight: in the layout of the subclass.
+        weight: [*input_dims, *output_dims] in every layout, for layers that read the weights of their maps.
         bias: [*output_dims], if the `Linear` has one.
     """
 
+    weight: Any
+
     def __init__(self, linear: Linear):
         self.cfg, self.precision = linear.cfg, linear.precision
-        self.weight = self._lay_out(linear.weight)
+        self._store(linear.weight)
         if linear.cfg.bias:
             self.bias = linear.bias
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., *input_dims] -> [..., *output_dims]."""
-        dtype = self.precision.compute
-        y = self._multiply(x.astype(dtype), self.weight[...].astype(dtype))
-        return y + expand_to(self.bias[...].astype(dtype), y.ndim) if self.cfg.bias else y
+        y = self._multiply(x.astype(self.precision.compute))
+        return y + expand_to(self._computed(self.bias), y.ndim) if self.cfg.bias else y
+
+    def _computed(self, variable: Any) -> jax.Array:
+        return variable[...].astype(self.precision.compute)
 
     @abc.abstractmethod
-    def _lay_out(self, weight: Any) -> Any:
-        """The variable to store, of the variable [*input_dims, *output_dims]."""
+    def _store(self, weight: Any) -> None:
+        """Stores the variable [*input_dims, *output_dims] in the layout of the subclass."""
 
     @abc.abstractmethod
-    def _multiply(self, x: jax.Array, weight: jax.Array) -> jax.Array:
-        """[..., *input_dims] and the stored weight, in one dtype -> [..., *output_dims]."""
+    def _multiply(self, x: jax.Array) -> jax.Array:
+        """[..., *input_dims] times the stored weight -> [..., *output_dims]."""
 
 
 class TransposedLinear(ServingLinear):
     """Stores the matrix [outputs, inputs], split over devices by the first dimension of the outputs and of the inputs.
 
     XLA for CPU multiplies 2 to 64 rows with it in 0.6 to 0.8 of the time, 200 in 0.95, and one or hundreds in 1 to 1.05.
+
+    Attributes:
+        matrix: [outputs, inputs].
     """
 
-    def _lay_out(self, weight: Any) -> Any:
+    def _store(self, weight: Any) -> None:
         inputs, outputs = len(self.cfg.input_dims), len(self.cfg.output_dims)
         axes = weight.get_metadata("out_sharding")  # a layer of a stack has the names of the stack before its own
-        matrix = weight.replace(weight[...].reshape(math.prod(self.cfg.input_dims), -1).T)
-        matrix.set_metadata(out_sharding=(axes[-outputs], axes[-outputs - inputs]))
-        return matrix
+        self.axes = tuple(axes[-outputs - inputs :])
+        self.matrix = weight.replace(weight[...].reshape(math.prod(self.cfg.input_dims), -1).T)
+        self.matrix.set_metadata(out_sharding=(axes[-outputs], axes[-outputs - inputs]))
 
-    def _multiply(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+    @property
+    def weight(self) -> Any:
+        """The weight as training has it, made anew at each use."""
+        weight = self.matrix.replace(self.matrix[...].T.reshape(*self.cfg.input_dims, *self.cfg.output_dims))
+        weight.set_metadata(out_sharding=self.axes)
+        return weight
+
+    def _multiply(self, x: jax.Array) -> jax.Array:
+        weight = self._computed(self.matrix)
         rows = x.reshape(-1, weight.shape[1])
         if rows.shape[0] > WEIGHT_FIRST_ROWS:
             y = lax.dot_general(rows, weight, (((1,), (1,)), ((), ())))
@@ -86,16 +101,15 @@ class ColumnParallelLinear(ServingLinear):
     does not split them.
     """
 
-    def _lay_out(self, weight: Any) -> Any:
+    def _store(self, weight: Any) -> None:
         inputs, outputs = len(self.cfg.input_dims), len(self.cfg.output_dims)
         self.gathers_outputs = weight.get_metadata("out_sharding")[-outputs] == "embed"
-        columns = weight.replace(weight[...])
-        columns.set_metadata(out_sharding=(*(None,) * inputs, "mlp", *(None,) * (outputs - 1)))
-        return columns
+        self.weight = weight.replace(weight[...])
+        self.weight.set_metadata(out_sharding=(*(None,) * inputs, "mlp", *(None,) * (outputs - 1)))
 
-    def _multiply(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+    def _multiply(self, x: jax.Array) -> jax.Array:
         inputs, outputs = len(self.cfg.input_dims), len(self.cfg.output_dims)
-        y = linear_product(constrain(x, *(None,) * x.ndim), weight, inputs)
+        y = linear_product(constrain(x, *(None,) * x.ndim), self._computed(self.weight), inputs)
         if self.gathers_outputs:  # split first: with one constraint XLA gathers the weight instead
             y = constrain(y, *(None,) * (y.ndim - outputs), *self.weight.get_metadata("out_sharding")[inputs:])
             y = constrain(y, *(None,) * y.ndim)
@@ -129,7 +143,10 @@ def lay_out_maps(model: Any, layout: WeightLayout) -> None:
 
 
 def stores_transposed(model: Node[Any], devices: Sequence[Any]) -> bool:
-    """Whether a fast server stores the maps of a model as [outputs, inputs]: on CPUs, if nothing but the map reads its weight."""
+    """Whether a fast server stores the maps of a model as [outputs, inputs].
+
+    It does on CPUs, unless layers read the weights of their maps in each step, as latent attention does.
+    """
     return devices[0].platform == "cpu" and not has_latents(model)
 
 
