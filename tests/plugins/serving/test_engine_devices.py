@@ -95,7 +95,8 @@ def test_devices_that_share_products_give_the_tokens_of_one(number, transposed, 
     with ax.serve(built, program=program, config=cfg) as engine:
         runner = engine.engine.runner
         assert runner.program.layout.mesh.size == number
-        weight = next(w for path, w in runner._arrays.items() if path.endswith("attention.output.weight"))
+        name = "attention.output.matrix" if transposed else "attention.output.weight"
+        weight = next(w for path, w in runner._arrays.items() if path.endswith(name))
         split = weight.addressable_shards[0].data.shape
         assert weight.ndim == (2 if transposed else 3)
         assert np.prod(split) * number == weight.size, "each device holds its own part"
