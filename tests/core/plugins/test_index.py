@@ -36,7 +36,7 @@ def test_the_installed_index_is_that_of_the_workspace(names):
 
 
 def test_the_index_has_what_is_registered(names):
-    """Of the packages of this repository; those of examples may be installed beside them."""
+    """Compares the packages of this repository only, since examples may be installed too."""
     own = {package for group in names.values() for package in group.values()}
     for group, claims in registry().claims.items():
         if group != "plugins":

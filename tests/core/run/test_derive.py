@@ -31,6 +31,8 @@ def test_a_derived_run_that_is_trained_further_still_says_what_it_was_made_from(
     lock = Run(tmp_path / "made").lock
     assert origin.items() <= lock.items()
     assert lock["versions"].keys() >= {"axlearn-core", "jax"}
+    ax.train(base.config, steps=1, run_dir=tmp_path / "made", restart=True)
+    assert "made_from" not in Run(tmp_path / "made").lock, "its weights are new"
 
 
 def test_versions_are_compared_if_both_locks_have_them():

@@ -164,7 +164,7 @@ def print_entries(group: Any, as_json: bool) -> None:
 
 
 def entry_row(entry: "Entry") -> dict[str, Any]:
-    """What `list` says of an entry point."""
+    """The row of an entry point for `list`."""
     return {
         "name": entry.name,
         "distribution": entry.distribution,

@@ -193,7 +193,7 @@ def _global(sharding: NamedSharding, value: Any) -> jax.Array:
 
 
 def _batch_shapes(config: object) -> BatchShapes:
-    """What the input says of its batches; empty if it says nothing."""
+    """The arrays of a batch as the input declares them; empty if it declares none."""
     source = input_of(config)
     return source.batch_shapes() if isinstance(source, DeclaresBatches) else {}
 

@@ -20,7 +20,7 @@ from axlearn_core.plugins.targets import load
 
 @attrs.frozen(kw_only=True)
 class Finding:
-    """What became of one entry point, or what a check of a plugin says.
+    """The result for one entry point, or of one check by a plugin.
 
     Attributes:
         name: of the entry point, or of what the check looked at.

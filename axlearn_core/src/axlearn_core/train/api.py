@@ -88,7 +88,7 @@ def train(
 
 @attrs.frozen
 class Destination:
-    """Where a run goes, and what is there.
+    """The place of a run, and the run that is there already.
 
     Attributes:
         path: the local directory.

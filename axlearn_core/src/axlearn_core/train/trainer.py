@@ -276,9 +276,11 @@ class Trainer(Configurable):
         for note in (*run_dir.notes, *(lock_drift(old, lock) if old else ())):
             log_message(f"note: {note}")
         if jax.process_index() == 0 or run_dir.uri:  # machines do not share a working copy
-            run_dir.write(
-                config_text, {**old, **lock}, assets
-            )  # the old one has the kernels, and where a derived run is from
+            # What the new lock does not say, such as where a derived run comes from, stays true only if its state goes on.
+            earlier = (
+                old if session.state is not None else {k: old[k] for k in ("kernels", "hlo_fingerprint") if k in old}
+            )
+            run_dir.write(config_text, {**earlier, **lock}, assets)
         if jax.process_index() == 0:
             config: Any = session.program.config
             if (elsewhere := checkpoint_uri(config)) is not None:
