@@ -119,10 +119,10 @@ class LocalStorage:
             raise StorageError(f"{end} exists already")
         try:
             for folder in (*(p for p in begin.rglob("*") if p.is_dir()), begin):
-                sync_directory(folder)
+                sync_path(folder)
             end.parent.mkdir(parents=True, exist_ok=True)
             begin.rename(end)
-            sync_directory(end.parent)
+            sync_path(end.parent)
         except OSError as error:
             raise self._error(source, error) from error
 
@@ -245,8 +245,8 @@ def resolve(uri: str | Path, plugins: Host | None = None) -> Path:
     return storage.root if isinstance(storage, LocalStorage) else storage.directory()
 
 
-def sync_directory(path: Path) -> None:
-    """Brings a directory's entries to the disk."""
+def sync_path(path: Path) -> None:
+    """Brings the content of a file, or the entries of a directory, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

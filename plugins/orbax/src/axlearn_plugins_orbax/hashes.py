@@ -6,14 +6,13 @@ import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from axlearn_core.checkpoint.barrier import PEER_SECONDS
 from axlearn_core.checkpoint.manifest import STATE, hash_file
-from axlearn_core.checkpoint.storage import LocalStorage
+from axlearn_core.checkpoint.storage import LocalStorage, sync_path
 from axlearn_core.contracts.storage import Storage
 from axlearn_core.errors import StorageError
 
@@ -46,20 +45,12 @@ def hash_share(storage: Storage, folder: str) -> dict[str, dict[str, Any]]:
 
     def describe(name: str) -> dict[str, Any]:
         if isinstance(storage, LocalStorage):  # Orbax leaves its own files, though not TensorStore's, to the page cache
-            _sync_file(storage.root / folder / name)
+            sync_path(storage.root / folder / name)
         return {"bytes": sizes[name], "sha256": hash_file(storage, f"{folder}{name}", sizes[name])}
 
     names = split_files(sizes)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return dict(zip(names, pool.map(describe, names), strict=True))
-
-
-def _sync_file(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def collect_hashes(
