@@ -30,7 +30,7 @@ for folder in (TESTS, TESTS / "e2e"):
 import attrs  # noqa: E402
 import tiny  # noqa: E402
 
-from axlearn_core.run.phases import Progress  # noqa: E402
+from axlearn_plugins_runtime.job.progress import Progress  # noqa: E402
 
 SHAPES = {
     "plain": (),

@@ -121,9 +121,9 @@ def test_one_ctrl_c_saves_although_a_worker_stands_still(tmp_path):
 
 STUBBORN = """
 import sys, time
-import axlearn_core.train.signals as signals
+import axlearn_plugins_runtime.job.signals as signals
 
-signals.end_process_at_second_signal()
+signals.owns_process.set()
 held = signals.StopSignals(lambda: print("asked", flush=True), ends_input=False)
 held.install(2)
 ready = False

@@ -15,8 +15,9 @@ from axlearn_core.cli.main import cli
 from axlearn_core.config import Configurable, node, patch
 from axlearn_core.errors import CheckpointError, RequestError
 from axlearn_core.run.asset_copies import cache_folder
-from axlearn_core.run.holder import Holder
-from axlearn_core.run.mirror import RunMirror, working_copy
+from axlearn_core.run.working_copy import working_copy
+from axlearn_plugins_runtime.job.holder import Holder
+from axlearn_plugins_runtime.job.mirror import RunMirror
 
 
 @pytest.fixture(autouse=True)

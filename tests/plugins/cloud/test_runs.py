@@ -19,10 +19,10 @@ from axlearn_core.checkpoint.manifest import Checkpoints
 from axlearn_core.cli.main import cli
 from axlearn_core.errors import CheckpointError, RequestError, WorkError
 from axlearn_core.run import open_weights
-from axlearn_core.run.holder import Holder
 from axlearn_plugins_cloud import gcs
 from axlearn_plugins_cloud import object_storage as retries
 from axlearn_plugins_cloud import s3 as client
+from axlearn_plugins_runtime.job.holder import Holder
 
 LIKE = {f"w{i}": jnp.zeros((64, 256), jnp.int32) for i in range(4)}
 

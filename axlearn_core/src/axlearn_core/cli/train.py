@@ -42,10 +42,10 @@ def run_training(
         for fact in facts:
             echo(f"{click.style(fact.name.ljust(width), fg='cyan')}  {fact.value}")
         return
+    from axlearn_core.run.events import owns_process
     from axlearn_core.train.api import train as run
-    from axlearn_core.train.signals import end_process_at_second_signal
 
-    end_process_at_second_signal()
+    owns_process.set()
     result = run(request, **places)
     if result.stop_signal is not None:
         words = [w for w in sys.argv[1:] if w not in ("--allow-drift", "--restart")]

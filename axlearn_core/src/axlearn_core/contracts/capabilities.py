@@ -303,6 +303,43 @@ class KeepsLocalTier(Protocol):
 
 
 @runtime_checkable
+class StopsEarly(Protocol):
+    """A listener of a run that ends it before `max_steps`, for example when the process is sent a signal."""
+
+    def begin(self) -> None:
+        """The loop begins. The listener may replace the session's `batches`."""
+        ...
+
+    def end(self) -> None:
+        """The loop has ended, also after an error."""
+        ...
+
+    def next_batch(self) -> Any:
+        """The next of the session's `batches`; None if the run stops without it. Raises what the input raises."""
+        ...
+
+    def stops(self) -> bool:
+        """Whether the run stops at the session's step. All processes get the same answer.
+
+        If a signal asked for it, the listener sets the session's `stop_signal`.
+        """
+        ...
+
+    def raise_failure(self) -> None:
+        """Raises the error that stopped the run on all processes, if there is one. Called after the loop has returned."""
+        ...
+
+
+@runtime_checkable
+class MirrorsRun(Protocol):
+    """A listener of a run at a URI that copies the run's files to the storage."""
+
+    def push(self) -> None:
+        """Copies changed files to the storage."""
+        ...
+
+
+@runtime_checkable
 class KeepsExecutables(Protocol):
     """A listener of a run that keeps the compiled step for the processes that continue the run."""
 

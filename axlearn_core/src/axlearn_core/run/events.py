@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from axlearn_core.errors import AxlearnError, WorkError
 from axlearn_core.run.notices import log_message
@@ -14,12 +15,25 @@ if TYPE_CHECKING:
 
     from axlearn_core.plugins.registry import Entry
 
+Position = Literal["first", "middle", "last"]
+POSITIONS: tuple[Position, ...] = get_args(Position)
+owns_process = threading.Event()
+"""Set by the command line, whose process is the run's: a listener may end the process."""
+
 
 class RunListener:
     """Takes part in a run without changing what it computes. Every method does nothing unless a subclass overrides it.
 
     Each process calls its listeners in the order of registration, on the main thread unless a method says otherwise.
+
+    Attributes:
+        position: `first` registers a plugin's listener before those of other plugins, and so closes it after them: a lock.
+            `last` registers it behind trackers, watchdog and profiler, and so closes it before them: a clock.
+        errors_name_plugin: whether the plugin is named when a method raises. False leaves errors as they are.
     """
+
+    position: ClassVar[Position] = "middle"
+    errors_name_plugin: ClassVar[bool] = True
 
     def opened(self, run: Any) -> None:
         """The parts of the run are built and nothing is written yet. May raise `RequestError` to refuse the run."""
@@ -83,7 +97,7 @@ class RunEvents:
 
         Args:
             listener: the listener.
-            plugin: that it comes from; errors in its methods then name the plugin and the event.
+            plugin: that it comes from. Errors in its methods name the plugin and the event, unless the listener says otherwise.
         """
         self.listeners.append(listener)
         for event in EVENTS:
@@ -110,11 +124,14 @@ class RunEvents:
 
 
 def name_failures(method: Callable[..., None], plugin: Entry | None) -> Callable[..., None]:
-    """A method of a plugin's listener with errors that name the plugin and the event; the method itself without a plugin.
+    """A method of a plugin's listener with errors that name the plugin and the event.
+
+    The method itself if there is no plugin, or if the listener does not want its errors changed.
 
     An error of this framework keeps its class, as a refusal of a run or a save; a message says which plugin raised it.
     """
-    if plugin is None:
+    listener: Any = getattr(method, "__self__", None)
+    if plugin is None or not listener.errors_name_plugin:
         return method
     event = method.__name__
 

@@ -10,6 +10,8 @@ from typing import Any
 from axlearn_core.config.files import read_regular
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+PHASES = "phases.jsonl"
+"""Seconds by phase; `axlearn_plugins_runtime.job.phases` writes it, and reports read it."""
 Lines = list[tuple[bytes, dict[str, Any]]]
 
 

@@ -20,10 +20,10 @@ from axlearn_core.plugins.resolve import Resolved
 from axlearn_core.plugins.unregistered import CodeNames, code_name
 from axlearn_core.run.asset_copies import aligned_assets, collect_assets, recovered_assets
 from axlearn_core.run.checkpoints import RunCheckpoint, open_checkpoint, open_folder
-from axlearn_core.run.mirror import is_remote, working_copy
 from axlearn_core.run.notices import log_message
 from axlearn_core.run.record import RunDir, check_config, refused_changes, short_hash
 from axlearn_core.run.run import Run
+from axlearn_core.run.working_copy import is_remote, working_copy
 from axlearn_core.train.session import RollBack
 from axlearn_core.train.trainer import Result, Trainer
 

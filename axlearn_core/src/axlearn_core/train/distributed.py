@@ -77,16 +77,6 @@ def _give_up(coordinator: str, seconds: int) -> None:
     os._exit(os.EX_IOERR)
 
 
-def preempted(step: int) -> bool:
-    """Whether the job stops at this step because one of its processes was sent SIGTERM, which all of them agree on.
-
-    To be called before every step. Where one process is the job, JAX does not watch for the signal.
-    """
-    if jax.process_count() == 1 or not jax.config.values["jax_enable_preemption_service"]:
-        return False
-    return multihost_utils.reached_preemption_sync_point(step)
-
-
 def allgather_data_state(state: object) -> Any:
     """The states of all processes as one: mappings are united key by key, other values are the first process's."""
     if jax.process_count() == 1:

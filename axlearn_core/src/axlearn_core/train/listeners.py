@@ -1,39 +1,20 @@
-"""Trackers, watchdog, profiler and clock as listeners of a run."""
+"""The listeners of a run: trackers, watchdog and profiler of the config, and those of installed packages."""
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 
-from axlearn_core.contracts.capabilities import ObservesSteps
+from axlearn_core.contracts.capabilities import MirrorsRun, ObservesSteps, StopsEarly
 from axlearn_core.contracts.parts import Profiler, Tracker, Watchdog
-from axlearn_core.run.events import RunListener
-from axlearn_core.run.mirror import RunMirror
-from axlearn_core.run.phases import PhaseClock
+from axlearn_core.errors import AxlearnError, RequestError
+from axlearn_core.plugins.manager import host
+from axlearn_core.plugins.registry import Entry
+from axlearn_core.plugins.targets import load
+from axlearn_core.run.events import POSITIONS, RunListener
+from axlearn_core.run.notices import log_message
 
-
-class MirrorListener(RunListener):
-    """Keeps a run at a URI up to date with its working copy, from the first process."""
-
-    def __init__(self, uri: str, path: Path):
-        self.mirror = RunMirror(uri, path)
-        self._is_fetched = False
-
-    def opened(self, run: Any) -> None:
-        """Fetches the working copy."""
-        if jax.process_index() == 0:
-            self.mirror.fetch()
-            self._is_fetched = True
-
-    def saving(self, step: int) -> None:
-        """Brings to the storage what changed."""
-        self.closed()
-
-    def closed(self) -> None:
-        """Brings to the storage what changed."""
-        if self._is_fetched:
-            self.mirror.push()
+INSTALL = "pip install axlearn-plugins-runtime"
 
 
 class TrackerListener(RunListener):
@@ -132,29 +113,42 @@ class ProfilerListener(RunListener):
             self.profiler.close()
 
 
-class ClockListener(RunListener):
-    """Adds up the time of each phase, and records it from the first process."""
+def plugin_listeners(session: Any) -> list[tuple[RunListener, Entry]]:
+    """The listeners that installed packages give a run, each with its plugin, ordered by `RunListener.position`.
 
-    def __init__(self) -> None:
-        self.clock = PhaseClock()
-        self._run: Any = None
+    Raises:
+        PluginError: a plugin's function fails, or returns something else.
+    """
+    listeners: list[tuple[RunListener, Entry]] = []
+    for plugin, locations in host().replies("axlearn_run_listeners"):
+        for location in locations:
+            try:
+                make: Any = load(location)
+                listener = make(session)
+                if listener is not None and not isinstance(listener, RunListener):
+                    raise TypeError(f"it returned {listener!r}, not a RunListener")
+            except AxlearnError:
+                raise
+            except Exception as error:  # a plugin may raise anything
+                raise plugin.failed(f"has a run listener that cannot be made: {location}", error) from error
+            if listener is not None:
+                listeners.append((listener, plugin))
+    return sorted(listeners, key=lambda entry: POSITIONS.index(entry[0].position))
 
-    def restored(self, run: Any) -> None:
-        """Opens the record in the run directory."""
-        self._run = run
-        if jax.process_index() == 0:
-            self.clock.open(run.path, run.step)
 
-    def phase(self, name: str, step: int, count_as: str | None = None) -> None:
-        """See `PhaseClock.begin`."""
-        self.clock.begin(name, count_as, step=step)
-        self.clock.record(step)
+def check_job(session: Any, listeners: Iterable[RunListener]) -> None:
+    """Logs what the run goes without if no plugin brings the parts of jobs.
 
-    def saved(self, step: int, reason: str | None) -> None:
-        """See `PhaseClock.checkpoint`."""
-        self.clock.checkpoint(step, reason)
-
-    def closed(self) -> None:
-        """Records the end of the attempt."""
-        if self._run is not None:
-            self.clock.write("end", self._run.step)
+    Raises:
+        RequestError: the run is at a URI, and nothing would copy its files there.
+    """
+    listeners = list(listeners)
+    if session.uri is not None and not any(isinstance(listener, MirrorsRun) for listener in listeners):
+        raise RequestError(
+            f"--run-dir {session.uri}: no installed plugin copies the files of a run to a storage\n    fix: {INSTALL}"
+        )
+    if not any(isinstance(listener, StopsEarly) for listener in listeners):
+        log_message(
+            "note: Ctrl-C and SIGTERM end this run without a save, and a second trainer is not kept out of its directory\n"
+            f"    fix: {INSTALL}"
+        )

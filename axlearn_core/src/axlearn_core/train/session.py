@@ -1,7 +1,7 @@
 """A running training job: everything that the loop and the evaluators work on."""
 
+import functools
 import math
-import signal
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,21 +9,18 @@ from typing import Any, Protocol
 
 import attrs
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from axlearn_core.checkpoint.state import agree
 from axlearn_core.compose import Program
 from axlearn_core.config import offers
-from axlearn_core.contracts.capabilities import DescribesPosition, KeepsExecutables, KeepsLocalTier
+from axlearn_core.contracts.capabilities import DescribesPosition, KeepsExecutables, KeepsLocalTier, StopsEarly
 from axlearn_core.contracts.parts import BatchIterator, Checkpointer, Input
-from axlearn_core.errors import AxlearnError, InputError
+from axlearn_core.errors import AxlearnError
 from axlearn_core.run.events import RunEvents
 from axlearn_core.run.notices import log_message
 from axlearn_core.run.record import RunDir
-from axlearn_core.train.distributed import allgather_data_state, preempted
-from axlearn_core.train.input_failure import LookAhead, StopAgreement
-from axlearn_core.train.signals import InputWaitEnded, StopSignals
+from axlearn_core.train.distributed import allgather_data_state
+from axlearn_core.train.ownership import SAVED
 
 
 class RollBack(Exception):
@@ -54,7 +51,7 @@ class Evaluator(Protocol):
         ...
 
 
-@attrs.define(kw_only=True, eq=False, repr=False)  # `signal.signal` formats handlers, and so would fetch the state
+@attrs.define(kw_only=True, eq=False, repr=False)  # a representation would fetch the state
 class Session:
     """A run while it is trained: its parts, its state, and what the loop asks of them.
 
@@ -73,6 +70,7 @@ class Session:
         metrics: the latest values.
         facts: what the input said of its data (`Input.describe`), kept in each checkpoint.
         stop_signal: what asked the job to stop, once `stops` has said so.
+        since: when the attempt began, in seconds of the monotonic clock.
     """
 
     program: Program
@@ -95,22 +93,28 @@ class Session:
     flops_per_step: int | None = None
     metrics: dict[str, float] = attrs.field(factory=dict)
     stop_signal: int | None = None
+    since: float = attrs.field(factory=time.monotonic)
     start_step: int = attrs.field(init=False)
     kept_step: int = attrs.field(init=False)
     _saved_step: int = attrs.field(init=False)
-    _signals: StopSignals = attrs.field(init=False)
     _measured: dict[str, int] = attrs.field(init=False, factory=dict)
     _local_tier: KeepsLocalTier | None = attrs.field(init=False)
     _positions: DescribesPosition | None = attrs.field(init=False)
-    _agreement: StopAgreement | None = attrs.field(init=False, default=None)
+    _is_noted: bool = attrs.field(init=False, default=False)
 
     def __attrs_post_init__(self) -> None:
         self.begin_at(self.step)
-        # One of several processes that stops waiting would leave the others waiting for it.
-        self._signals = StopSignals(_announce_stop, ends_input=jax.process_count() == 1)
         # Asked once and not at each step: to compare a part with a protocol takes longer than the loop's other work.
         self._local_tier = self.checkpointer if isinstance(self.checkpointer, KeepsLocalTier) else None
+        self._find_positions()
+
+    def _find_positions(self) -> None:
         self._positions = self.batches if isinstance(self.batches, DescribesPosition) else None
+
+    @functools.cached_property
+    def _stopping(self) -> StopsEarly | None:
+        """The listener that stops the run early. Ask for it once the listeners are registered."""
+        return next((one for one in self.events.listeners if isinstance(one, StopsEarly)), None)
 
     @property
     def path(self) -> Path:
@@ -128,17 +132,9 @@ class Session:
         self._saved_step = step or -1
 
     def next_batch(self) -> Any:
-        """The next batch, on the devices; None where a signal to stop ended the wait for it.
-
-        Whatever the input raises is passed on.
-        """
-        try:
-            batch = self._signals.wait(lambda: next(self.batches))
-        except InputWaitEnded:
-            self.stop_signal = self._signals.asked
-            log_message("the input gives no batch; stopping without it")
-            return None
-        return self.program.put(batch)
+        """The next batch, on the devices; None if a signal ended the wait for it. Raises what the input raises."""
+        batch = next(self.batches) if self._stopping is None else self._stopping.next_batch()
+        return None if batch is None else self.program.put(batch)
 
     def first_batch(self, batch: Mapping[str, Any]) -> None:
         """Compiles the step for this batch and counts its FLOPs, once."""
@@ -243,6 +239,15 @@ class Session:
         except AxlearnError as error:
             refusal = error
         agree(refusal, refusal and refusal.__cause__, "a save was refused")
+        self.note_checkpoint()
+
+    def note_checkpoint(self) -> None:
+        """Notes the first complete checkpoint in the lock. A listener calls it before it copies the lock elsewhere."""
+        if self._is_noted or jax.process_index() != 0 or self.checkpointer.latest_step() is None:
+            return
+        self._is_noted = True
+        if not self.run_dir.read_lock().get(SAVED):
+            self.run_dir.write_fact(SAVED, True)
 
     def save_due(self) -> bool:
         """Whether a checkpoint of this step is due."""
@@ -261,55 +266,24 @@ class Session:
         step = self.step
         return lambda: str(position) or f"number {step} of the stream"
 
-    def _stop_all(self, error: Exception) -> None:
-        if self._agreement is not None:
-            self._agreement.ask(f"{type(error).__name__}: {error}")
-
-    def raise_input_failure(self) -> None:
-        """Raises `InputError`, on every process, where the input of one of them stopped the run."""
-        if self._agreement is None or not self._agreement.reason:
-            return
-        self.checkpointer.wait()
-        raise InputError(f"{self._agreement.reason}\n    step {self.step} is saved")
+    def raise_failure(self) -> None:
+        """Raises the error that stopped the run on all processes, if there is one."""
+        if self._stopping is not None:
+            self._stopping.raise_failure()
 
     def stops(self) -> bool:
-        """Whether a signal asks the job to stop here.
-
-        Several processes agree on it: for SIGTERM, the notice of a preemption, at the next step; for SIGINT at the next step that
-        is logged.
-        """
-        signal_number = self._signals.asked
-        if jax.process_count() > 1 and self.stop_signal is None:
-            if self._agreement is not None and self._agreement.reached(self.step):
-                return True
-            if preempted(self.step):
-                log_message("one of the processes was sent SIGTERM: stopping here, then saving")
-                self.stop_signal = signal.SIGTERM
-                return True
-            if self.step % self.log_every_steps:
-                return False
-            signal_number = int(multihost_utils.process_allgather(np.asarray(signal_number or 0)).max()) or None
-        self.stop_signal = self.stop_signal or signal_number
-        return self.stop_signal is not None
+        """Whether the run stops here, before `max_steps`. All processes get the same answer."""
+        return self._stopping is not None and self._stopping.stops()
 
     def __enter__(self) -> "Session":
-        # In a job of several processes SIGTERM belongs to JAX, which tells the others; see `preempted`.
-        if jax.process_count() > 1:
-            self._agreement = StopAgreement(self.step)
-            self.batches = self._positions = LookAhead(self.batches, self.max_steps - self.step, self._stop_all)
-        self._signals.install(*((signal.SIGINT,) if jax.process_count() > 1 else (signal.SIGINT, signal.SIGTERM)))
+        if self._stopping is not None:
+            self._stopping.begin()
+            self._find_positions()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._agreement is not None:
-            self._agreement.close()
-        self._signals.uninstall()
-
-
-def _announce_stop() -> None:
-    log_message(
-        "stopping after this step, then saving; once more stops at once and loses the steps since the last checkpoint"
-    )
+        if self._stopping is not None:
+            self._stopping.end()
 
 
 class StepTimer:

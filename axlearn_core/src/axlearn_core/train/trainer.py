@@ -1,6 +1,7 @@
 """The root of every experiment, and how its parts become a running job."""
 
 import functools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -42,9 +43,7 @@ from axlearn_core.errors import AxlearnError, RequestError, WorkError
 from axlearn_core.learn import Learner
 from axlearn_core.nn.held import check_stateless
 from axlearn_core.plugins.decisions import Decision
-from axlearn_core.plugins.manager import host
 from axlearn_core.plugins.registry import Entry
-from axlearn_core.plugins.targets import load
 from axlearn_core.run.asset_copies import write_assets
 from axlearn_core.run.events import RunListener, name_failures
 from axlearn_core.run.lock import make_lock, peak_flops
@@ -54,10 +53,10 @@ from axlearn_core.run.run import Run
 from axlearn_core.train.data_facts import check_facts, log_context, plain_facts
 from axlearn_core.train.distributed import Distributed
 from axlearn_core.train.evaluators import Evaluator, LossEvaluator
-from axlearn_core.train.listeners import ClockListener, MirrorListener, ProfilerListener, TrackerListener, listen_with
+from axlearn_core.train.listeners import ProfilerListener, TrackerListener, check_job, listen_with, plugin_listeners
 from axlearn_core.train.loop import Loop, TrainLoop
 from axlearn_core.train.objective import FrozenWeights
-from axlearn_core.train.ownership import SAVED, Ownership, check_metrics, was_saved
+from axlearn_core.train.ownership import SAVED, check_metrics, claim_checkpoints, was_saved
 from axlearn_core.train.same_job import check_same_config, check_same_data
 from axlearn_core.train.session import Session
 from axlearn_core.train.step import TrainingFunctions
@@ -196,7 +195,7 @@ class Trainer(Configurable):
 
     def _open(self, program: Program, run_dir: RunDir, closing: ExitStack, experiment: str) -> tuple[Session, Loop]:
         """Builds the parts and takes hold of the run; nothing is written."""
-        cfg, clock = self.config, ClockListener()
+        cfg, since = self.config, time.monotonic()
         vocab_size = vocabulary_size(program.functional.describe())
         source = cfg.build_input(cfg.input, vocab_size)
         batches = source.train()
@@ -223,17 +222,26 @@ class Trainer(Configurable):
             lock=Run(run_dir.uri or run_dir.path).lock if run_dir.resumes else {},
             peak_flops=peak_flops(program),
             facts=facts,
+            since=since,
         )
         refusal: AxlearnError | None = None
+        listeners: list[tuple[RunListener, Entry]] = []
         try:
-            for listener, plugin in run_listeners(session):
-                self._listen(session, listener, closing, plugin)
+            claim_checkpoints(session)
+            listeners = plugin_listeners(session)
+            check_job(session, (listener for listener, _ in listeners))
+            for listener, plugin in listeners:
+                if listener.position != "last":
+                    self._listen(session, listener, closing, plugin)
         except AxlearnError as error:
             refusal = error
         agree(refusal, refusal and refusal.__cause__, "the run was refused")
         closing.callback(checkpointer.close)
-        for listener in (*self._listeners(program, run_dir, experiment), clock):  # the clock is closed first
+        for listener in self._listeners(program, run_dir, experiment):
             self._listen(session, listener, closing)
+        for listener, plugin in listeners:
+            if listener.position == "last":
+                self._listen(session, listener, closing, plugin)
         if isinstance(checkpointer, ReportsSaves):
             checkpointer.on_result = session.events.notify_saved
         session.beat("restore")
@@ -294,7 +302,7 @@ class Trainer(Configurable):
     def _run_loop(loop: Loop, session: Session) -> None:
         try:
             loop.run(session)
-            session.raise_input_failure()
+            session.raise_failure()
         except RequestError as error:  # such as data that went bad: not the request's fault any more
             if session.step == session.start_step:
                 raise
@@ -335,30 +343,6 @@ class Trainer(Configurable):
             session.state = program.begin(self.config.seed, state)
         else:
             log_message(f"continuing from the checkpoint of step {step}")
-
-
-def run_listeners(session: Session) -> Iterator[tuple[RunListener, Entry | None]]:
-    """The listeners of every run: those that hold its places, then those of installed packages, each with its plugin.
-
-    Raises:
-        PluginError: a plugin's function fails, or returns something else.
-    """
-    yield Ownership(), None
-    if session.uri is not None:
-        yield MirrorListener(session.uri, session.path), None
-    for plugin, locations in host().replies("axlearn_run_listeners"):
-        for location in locations:
-            try:
-                make: Any = load(location)
-                listener = make(session)
-                if listener is not None and not isinstance(listener, RunListener):
-                    raise TypeError(f"it returned {listener!r}, not a RunListener")
-            except AxlearnError:
-                raise
-            except Exception as error:  # a plugin may raise anything
-                raise plugin.failed(f"has a run listener that cannot be made: {location}", error) from error
-            if listener is not None:
-                yield listener, plugin
 
 
 def _close(closed: Callable[..., None], kind: object, error: BaseException | None, _: object) -> None:

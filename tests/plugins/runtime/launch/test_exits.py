@@ -77,7 +77,7 @@ def test_a_new_attempt_takes_the_run_over_at_once(tmp_path, monkeypatch):
     """Where rank 0 was on another machine, its file would count as alive for a minute."""
     from axlearn_core.checkpoint.storage import LocalStorage
     from axlearn_core.errors import CheckpointError
-    from axlearn_core.run.holder import Holder
+    from axlearn_plugins_runtime.job.holder import Holder
 
     monkeypatch.setenv("AXLEARN_JOB", "a job")
     first = Holder(LocalStorage(tmp_path), "the run", "id")
@@ -85,7 +85,7 @@ def test_a_new_attempt_takes_the_run_over_at_once(tmp_path, monkeypatch):
     file = tmp_path / f".trainer-{first.number}.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"machine": "elsewhere"}))
     monkeypatch.setenv("AXLEARN_JOB", "another job")
-    monkeypatch.setattr("axlearn_core.run.holder.STALE_SECONDS", 3600)
+    monkeypatch.setattr("axlearn_plugins_runtime.job.holder.STALE_SECONDS", 3600)
     with pytest.raises(CheckpointError, match="in use by another trainer"):
         Holder(LocalStorage(tmp_path), "the run", "id")
     monkeypatch.setenv("AXLEARN_JOB", "a job")

@@ -14,8 +14,8 @@ from ruamel.yaml import YAML
 
 from axlearn_core.contracts.target import Machine, Target
 from axlearn_core.errors import RequestError, WorkError
-from axlearn_core.run.phases import Progress
 from axlearn_plugins_gpu.gpus import H100
+from axlearn_plugins_runtime.job.progress import Progress
 from axlearn_plugins_runtime.launch.job import Job, parse_options
 from axlearn_plugins_runtime.launch.kubernetes import KubernetesLauncher, KubernetesOptions, render, to_yaml
 from axlearn_plugins_runtime.launch.task import FINAL

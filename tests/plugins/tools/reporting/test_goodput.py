@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from axlearn_core.run.phases import PHASES, PhaseClock
+from axlearn_core.run.metric_files import PHASES
+from axlearn_plugins_runtime.job.phases import PhaseClock
 from axlearn_plugins_tools.reporting.goodput import goodput_of, read_attempts
 from axlearn_plugins_tools.reporting.page import render
 from axlearn_plugins_tools.reporting.run import read_run

@@ -1,1 +1,1 @@
-"""What only jobs need of a run: lost processes, the compiled step for those that continue it."""
+"""What only jobs need of a run: lock, mirror, signals, lost processes, the compiled step, the record of phases."""

@@ -33,8 +33,8 @@ from axlearn_core.compose.identity import program_identity
 from axlearn_core.config.assets import portable
 from axlearn_core.errors import AxlearnError, RequestError
 from axlearn_core.run.events import RunListener
-from axlearn_core.run.holder import JOB
 from axlearn_core.run.record import write_whole
+from axlearn_plugins_runtime.job.holder import JOB
 
 FOLDER = "compiled"
 KEEP = 2

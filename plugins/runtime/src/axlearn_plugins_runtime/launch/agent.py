@@ -19,7 +19,7 @@ from typing import Any
 import attrs
 
 from axlearn_core.compat import glibc_tunables
-from axlearn_core.run.phases import PROGRESS, Progress
+from axlearn_plugins_runtime.job.progress import PROGRESS, Progress
 from axlearn_plugins_runtime.launch.environment import trainer_environment
 from axlearn_plugins_runtime.launch.exits import Exit, classify_exit
 from axlearn_plugins_runtime.launch.run_files import place_files

@@ -7,7 +7,7 @@ from typing import Any
 
 from axlearn_core.errors import RequestError
 from axlearn_core.plugins.targets import load
-from axlearn_core.run.phases import PROGRESS
+from axlearn_plugins_runtime.job.progress import PROGRESS
 from axlearn_plugins_runtime.launch.job import Job
 from axlearn_plugins_runtime.launch.supervised_job import is_uri
 

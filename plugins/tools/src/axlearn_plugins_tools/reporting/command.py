@@ -23,13 +23,14 @@ def report(run_dir: str) -> None:
     if "://" not in run_dir:
         echo(write_report(Path(run_dir)))
         return
-    from axlearn_core.run.mirror import RunMirror, working_copy
+    from axlearn_core.checkpoint import open_storage
+    from axlearn_core.run.working_copy import fetch_files, working_copy
 
+    uri = run_dir.rstrip("/")
     with tempfile.TemporaryDirectory() as folder:  # a trainer of this machine may be at work in the working copy
-        mirror = RunMirror(run_dir, Path(folder))
-        mirror.fetch()
-        page = write_report(mirror.path, name=mirror.uri)
-        target = working_copy(mirror.uri) / page.name
+        fetch_files(open_storage(uri), uri, Path(folder))
+        page = write_report(Path(folder), name=uri)
+        target = working_copy(uri) / page.name
         with writing(target):
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(page, target)

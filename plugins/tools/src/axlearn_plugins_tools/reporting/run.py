@@ -10,8 +10,7 @@ import attrs
 
 from axlearn_core.config import parse
 from axlearn_core.errors import ConfigError, RequestError
-from axlearn_core.run.metric_files import METRICS, SAMPLES, read_jsonl
-from axlearn_core.run.phases import PHASES
+from axlearn_core.run.metric_files import METRICS, PHASES, SAMPLES, read_jsonl
 from axlearn_core.run.record import CONFIG, LOCK
 from axlearn_plugins_tools.reporting.goodput import Attempt, read_attempts
 from axlearn_plugins_tools.reporting.processes import PROCESSES, process_incidents

@@ -10,7 +10,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from axlearn_core.run.phases import PHASES
+from axlearn_core.run.metric_files import PHASES
 from axlearn_plugins_tools.reporting.goodput import goodput_of, read_attempts
 from axlearn_plugins_tools.reporting.processes import PROCESSES
 from axlearn_plugins_tools.reporting.run import INCIDENTS

@@ -2,7 +2,7 @@
 
 import pytest
 
-from axlearn_core.train.input_failure import DEPTH, LookAhead
+from axlearn_plugins_runtime.job.input_failure import DEPTH, LookAhead
 
 
 class Numbers:

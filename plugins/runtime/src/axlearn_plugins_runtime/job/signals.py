@@ -9,16 +9,12 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from axlearn_core.run.events import owns_process
+
 INPUT_SECONDS = 2.0
 """How long a process that is asked to stop waits for the batch that it waits for."""
 END_SECONDS = 5.0
 """How long a process that is asked twice may take to end by itself."""
-_ends_process = threading.Event()
-
-
-def end_process_at_second_signal() -> None:
-    """For the command line, whose process is the run's: a second signal ends it even where it hangs."""
-    _ends_process.set()
 
 
 class InputWaitEnded(Exception):
@@ -99,7 +95,7 @@ def _watch(receive: socket.socket, signals: tuple[int, ...]) -> None:
                 break
         else:
             return
-        if not _ends_process.is_set():
+        if not owns_process.is_set():
             return
         timer = threading.Timer(END_SECONDS, _end_process)
         timer.daemon = True

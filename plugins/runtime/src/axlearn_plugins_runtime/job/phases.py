@@ -7,15 +7,18 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-PHASES = "phases.jsonl"
+import jax
+
+from axlearn_core.run.events import RunListener
+from axlearn_core.run.metric_files import PHASES
+from axlearn_plugins_runtime.job.progress import Progress
+
 WRITE_EVERY = 5.0
 """Seconds between records, in addition to those of events."""
-PROGRESS = "AXLEARN_PROGRESS"
-"""Environment variable: a file of this machine in which a supervisor sees what the process does, and since when."""
 
 
 class PhaseClock:
@@ -26,15 +29,19 @@ class PhaseClock:
     checkpoints have `checkpoint` (its step), and `reason` where it failed. Checkpoints end in threads of their own, so a lock
     guards the rest.
 
+    Args:
+        now: the current time in seconds.
+        since: when the attempt began, by `now`; None means now.
+
     Attributes:
         seconds: phase -> seconds of those that ended.
     """
 
-    def __init__(self, now: Callable[[], float] = time.monotonic):
+    def __init__(self, now: Callable[[], float] = time.monotonic, since: float | None = None):
         self.seconds: dict[str, float] = {}
         self._now = now
-        self._phase, self._since = "start", now()
-        self._attempt = _timestamp()
+        self._phase, self._since = "start", now() if since is None else since
+        self._attempt = _timestamp(now() - self._since)
         self._file: Path | None = None
         self._written = self._since
         self._progress = Progress.of_environment()
@@ -102,43 +109,48 @@ class PhaseClock:
         self._since = now
 
 
-class Progress:
-    """One line in a file, overwritten at each phase: seconds of the machine's monotonic clock, steps finished, phase.
+class ClockListener(RunListener):
+    """Adds up the time of each phase, and records it from the first process.
 
-    A write costs microseconds and no more than a line, so that a probe can look as often as it likes.
+    It is closed before the other listeners, so that the time they take then is not the run's.
+
+    Args:
+        since: when the attempt began, in seconds of the monotonic clock.
     """
 
-    SIZE = 64
+    position = "last"
+    errors_name_plugin = False
 
-    def __init__(self, path: str | os.PathLike[str]):
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    def __init__(self, since: float | None = None) -> None:
+        self.clock = PhaseClock(since=since)
+        self._run: Any = None
 
-    @classmethod
-    def of_environment(cls) -> "Progress | None":
-        """That of the file which `AXLEARN_PROGRESS` names; None where nobody watches, or the file cannot be written."""
-        path = os.environ.get(PROGRESS)
-        try:
-            return cls(path) if path else None
-        except OSError:
-            return None
+    def restored(self, run: Any) -> None:
+        """Opens the record in the run directory."""
+        self._run = run
+        if jax.process_index() == 0:
+            self.clock.open(run.path, run.step)
 
-    def write(self, phase: str, step: int) -> None:
-        """What begins now."""
-        line = f"{time.monotonic():.3f} {step} {phase}".encode()[: self.SIZE - 1]
-        try:
-            os.pwrite(self._descriptor, line.ljust(self.SIZE - 1) + b"\n", 0)
-        except OSError:  # a full disk must not end the run
-            return
+    def phase(self, name: str, step: int, count_as: str | None = None) -> None:
+        """See `PhaseClock.begin`."""
+        self.clock.begin(name, count_as, step=step)
+        self.clock.record(step)
 
-    @staticmethod
-    def read(path: str | os.PathLike[str]) -> tuple[float, int, str] | None:
-        """(when by the monotonic clock, steps finished, phase); None where nothing was written yet."""
-        try:
-            since, step, phase = Path(path).read_text().split()
-            return float(since), int(step), phase
-        except (OSError, ValueError):
-            return None
+    def saved(self, step: int, reason: str | None) -> None:
+        """See `PhaseClock.checkpoint`."""
+        self.clock.checkpoint(step, reason)
+
+    def closed(self) -> None:
+        """Records the end of the attempt."""
+        if self._run is not None:
+            self.clock.write("end", self._run.step)
 
 
-def _timestamp() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
+def phase_clock(session: Any) -> ClockListener:
+    """The listener of a run."""
+    return ClockListener(session.since)
+
+
+def _timestamp(age: float = 0.0) -> str:
+    """The time `age` seconds ago."""
+    return (datetime.now(UTC) - timedelta(seconds=age)).isoformat(timespec="milliseconds")

@@ -8,9 +8,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
+
+from axlearn_core.checkpoint import open_storage
+from axlearn_core.checkpoint.state import agree
 from axlearn_core.checkpoint.storage import LocalStorage
+from axlearn_core.contracts.capabilities import OwnsCheckpoints
+from axlearn_core.contracts.experiment import checkpoint_uri
 from axlearn_core.contracts.storage import Storage
-from axlearn_core.errors import CheckpointError, RequestError, StorageError, WorkError
+from axlearn_core.errors import AxlearnError, CheckpointError, RequestError, StorageError, WorkError
+from axlearn_core.run.events import RunListener
 
 PREFIX = ".trainer-"
 """The file is `.trainer-N.json`; the highest N holds the place. Whoever finds its holder dead creates N + 1."""
@@ -132,6 +139,63 @@ class Holder:
             f"{self.name} is in use by another trainer: {_describe_holder(record)}\n"
             "    fix: wait for it or stop it, or give another place; nothing was written"
         )
+
+
+class HolderListener(RunListener):
+    """Keeps other trainers out of the places of a run until the run is closed, from the first process."""
+
+    position = "first"
+    errors_name_plugin = False
+
+    def __init__(self) -> None:
+        self._holders: list[Holder] = []
+
+    def opened(self, run: Any) -> None:
+        """Takes hold of every place that the run writes to.
+
+        Raises:
+            CheckpointError: another trainer holds a place.
+            RequestError: a place cannot be reached.
+        """
+        error: AxlearnError | None = None
+        if jax.process_index() == 0:
+            try:
+                for name, storage in _places(run).items():
+                    self._holders.append(Holder(storage, name, run.run_id))
+            except AxlearnError as caught:
+                error = caught
+        agree(error, error)
+
+    def saving(self, step: int) -> None:
+        """Raises `WorkError` on every process if another trainer took over."""
+        lost: AxlearnError | None = None
+        for holder in self._holders:
+            try:
+                holder.check()
+            except AxlearnError as caught:
+                lost = caught
+        agree(lost, lost)
+
+    def closed(self) -> None:
+        """Lets the next trainer in."""
+        for holder in reversed(self._holders):
+            holder.release()
+
+
+def lock_holder(session: Any) -> HolderListener:
+    """The listener of a run."""
+    return HolderListener()
+
+
+def _places(session: Any) -> dict[str, Storage]:
+    """Name -> storage of every place that the run writes to: its directory, its URI, and its checkpoints elsewhere."""
+    run_dir, checkpointer = session.run_dir, session.checkpointer
+    places = {str(run_dir.path): open_storage(run_dir.path)}
+    if isinstance(checkpointer, OwnsCheckpoints) and checkpoint_uri(session.program.config) is not None:
+        places[checkpointer.place.name] = checkpointer.place.storage
+    if run_dir.uri is not None:
+        places[run_dir.uri] = open_storage(run_dir.uri)
+    return places
 
 
 def _describe_holder(record: dict[str, Any]) -> str:

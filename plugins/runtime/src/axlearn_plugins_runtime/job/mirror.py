@@ -1,0 +1,87 @@
+"""A run at the URI of a storage: its working copy is brought to the storage at each checkpoint and at the end."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from axlearn_core.checkpoint import open_storage
+from axlearn_core.errors import StorageError
+from axlearn_core.run.events import RunListener
+from axlearn_core.run.notices import log_message
+from axlearn_core.run.working_copy import fetch_files, local_files, working_copy
+
+
+class RunMirror:
+    """The files of a run, here and at a URI. The storage decides: what lies here is a copy.
+
+    Attributes:
+        uri: of the run, without a `/` at its end.
+        path: of the working copy.
+    """
+
+    def __init__(self, uri: str, path: Path | None = None):
+        self.uri = uri.rstrip("/")
+        self.path = path or working_copy(self.uri)
+        self.storage = open_storage(self.uri)
+        self._pushed: dict[str, tuple[int, int]] = {}
+
+    def fetch(self) -> None:
+        """Makes the working copy equal to the storage; see `fetch_files`."""
+        names = fetch_files(self.storage, self.uri, self.path)
+        self._pushed = {name: self._state(name) for name in names}
+
+    def push(self) -> None:
+        """Copies changed files to the storage. Logs a failure; the next push tries again."""
+        try:
+            for name in sorted(local_files(self.path)):
+                state = self._state(name)
+                if self._pushed.get(name) != state:
+                    self.storage.write(name, [(self.path / name).read_bytes()])
+                    self._pushed[name] = state
+        except (StorageError, OSError) as error:
+            log_message(f"note: {self.uri} was not brought up to date: {error}\n    its files are in {self.path}")
+
+    def _state(self, name: str) -> tuple[int, int]:
+        status = (self.path / name).stat()
+        return status.st_size, status.st_mtime_ns
+
+
+class MirrorListener(RunListener):
+    """Keeps a run at a URI up to date with its working copy, from the first process.
+
+    It is closed after the other listeners, so that the storage also gets what they write last.
+    """
+
+    position = "first"
+    errors_name_plugin = False
+
+    def __init__(self, session: Any):
+        self.session = session
+        self.mirror = RunMirror(session.uri, session.path)
+        self._is_fetched = False
+
+    def opened(self, run: Any) -> None:
+        """Fetches the working copy."""
+        if jax.process_index() == 0:
+            self.mirror.fetch()
+            self._is_fetched = True
+
+    def push(self) -> None:
+        """Copies changed files to the storage."""
+        if self._is_fetched:
+            self.mirror.push()
+
+    def saving(self, step: int) -> None:
+        """Copies changed files to the storage, the lock with a note of the first checkpoint among them."""
+        self.session.note_checkpoint()
+        self.push()
+
+    def closed(self) -> None:
+        """Copies changed files to the storage."""
+        self.push()
+
+
+def mirror(session: Any) -> MirrorListener | None:
+    """The listener of a run; None if the run is in a local directory."""
+    return None if session.uri is None else MirrorListener(session)
