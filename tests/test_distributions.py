@@ -106,6 +106,14 @@ NOT_IMPORTED = {
     "axlearn-plugins-serving": {"h11", "tokenizers"},  # uvicorn imports the one; the other raises transformer's version
 }
 """Requirements that no module imports. Requirements among our own may be for names in configs, which other tests check."""
+JOB = "axlearn-plugins-runtime"
+FOR_ENTRY_POINTS = {
+    **{
+        f"axlearn-plugins-{name}": {JOB} for name in ("cpu", "gpu", "neuron", "tpu")
+    },  # so that every installation locks its runs
+    "axlearn-testing": {JOB},  # the suite for loops stops them by a signal
+}
+"""Requirements that are there for the entry points that they register, and that no module may need to import."""
 
 
 @pytest.mark.parametrize("path", PROJECTS, ids=lambda path: path.parent.name)
@@ -116,6 +124,12 @@ def test_what_is_required_is_imported(path):
     imported = set().union(*map(distributions_of, modules))
     unused = names_of(project["dependencies"]) - imported - OWN - {"axlearn-core"}
     assert unused <= NOT_IMPORTED.get(project["name"], set())
+    assert FOR_ENTRY_POINTS.get(project["name"], set()) <= names_of(project["dependencies"]) - imported
+
+
+def test_every_accelerator_brings_the_parts_of_jobs():
+    accelerators = {project_of(path)["project"]["name"] for path in ROOT.glob("axlearn_plugins_*/pyproject.toml")}
+    assert {name for name, needs in FOR_ENTRY_POINTS.items() if JOB in needs} == accelerators | {"axlearn-testing"}
 
 
 @pytest.mark.parametrize("path", PROJECTS, ids=lambda path: path.parent.name)

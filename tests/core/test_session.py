@@ -1,10 +1,12 @@
-"""What a session hands to the checkpointer."""
+"""What a session hands to the checkpointer, and what a listener decides for it."""
 
 import signal
 
 import jax.numpy as jnp
 import pytest
 
+from axlearn_core.errors import InputError
+from axlearn_core.run.events import RunListener
 from axlearn_core.run.record import RunDir
 from axlearn_core.train.session import Session
 
@@ -26,6 +28,9 @@ class Checkpointer:
 
     def save(self, step, state, *, extra, metrics):
         self.saved[step] = metrics
+
+    def latest_step(self):
+        return None
 
 
 class Batches:
@@ -53,11 +58,60 @@ def test_a_checkpoint_is_judged_only_by_what_was_measured_at_its_step(session):
     assert saved[8] == {"loss": 8.0, "eval_loss": 2.0}
 
 
-def test_a_signal_stops_it_and_a_second_one_at_once(session):
+def test_without_a_listener_that_stops_it_a_session_runs_to_its_end(session):
+    handler = signal.getsignal(signal.SIGTERM)
     with session:
         assert not session.stops()
-        signal.raise_signal(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) == handler
+    session.raise_failure()
+
+
+class Stopping(RunListener):
+    """Stops at step 1, and has an error to raise afterwards."""
+
+    def __init__(self, session):
+        self.session, self.calls = session, []
+
+    def begin(self):
+        self.calls.append("begin")
+        self.session.batches = Positioned()
+
+    def end(self):
+        self.calls.append("end")
+
+    def next_batch(self):
+        return None
+
+    def stops(self):
+        return self.session.step == 1
+
+    def raise_failure(self):
+        raise InputError("the input failed")
+
+
+class Positioned(Batches):
+    def describe_position(self):
+        return "row 7"
+
+
+def test_a_listener_may_stop_a_session_and_replace_its_batches(session):
+    stopping = Stopping(session)
+    session.events.add(stopping)
+    with session:
+        assert not session.stops()
+        assert session.next_batch() is None
+        assert session.describe_batch()() == "row 7"
+        session.step = 1
         assert session.stops()
-        assert session.stop_signal == signal.SIGTERM
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
+    assert stopping.calls == ["begin", "end"]
+    with pytest.raises(InputError, match="the input failed"):
+        session.raise_failure()
+
+
+def test_the_first_checkpoint_is_noted_in_the_lock_once_it_is_complete(session, monkeypatch):
+    session.run_dir.write("", {"run": "id"})
+    session.note_checkpoint()
+    assert "saved" not in session.run_dir.read_lock()
+    monkeypatch.setattr(session.checkpointer, "latest_step", lambda: 2)
+    session.note_checkpoint()
+    assert session.run_dir.read_lock() == {"run": "id", "saved": True}

@@ -170,3 +170,73 @@ def test_a_refusal_keeps_its_class_and_a_message_names_the_plugin(listening, tmp
         train(tmp_path / "run")
     message = "listening of axlearn-plugins-listening 0.1 raises the next error, at the event saving"
     assert message in capfd.readouterr().err
+
+
+PLACED = """
+from axlearn_core.extend import RequestError, RunListener, WorkError
+calls = []
+class Usual(RunListener):
+    def opened(self, run):
+        calls.append(f"opened {self.position}")
+    def restored(self, run):
+        calls.append(f"restored {self.position}")
+    def closed(self):
+        calls.append(f"closed {self.position}")
+class First(Usual):
+    position = "first"
+    errors_name_plugin = False
+    def saving(self, step):
+        raise OSError("the disk is full")
+class Last(Usual):
+    position = "last"
+"""
+PLACED_HOOKS = """
+from axlearn_core.extend import hookimpl
+@hookimpl
+def axlearn_run_listeners():
+    return [f"placed:{name}" for name in ("last", "usual", "first")]
+"""
+
+
+def test_a_position_orders_listeners_and_an_error_may_stay_as_it_is(install, tmp_path):
+    import importlib
+
+    functions = "".join(f"def {n}(session):\n    return {n.title()}()\n" for n in ("first", "usual", "last"))
+    install(
+        "axlearn-plugins-placed",
+        modules={"placed": PLACED + functions, "placed_hooks": PLACED_HOOKS},
+        points={"plugins": {"placed": "placed_hooks"}},
+    )
+    placed = importlib.import_module("placed")
+    with pytest.raises(OSError, match=r"^the disk is full$"):
+        train(tmp_path / "run")
+    order = ["first", "middle", "last"]
+    calls = [f"{event} {position}" for event in ("opened", "restored") for position in order]
+    assert placed.calls == [*calls, *(f"closed {position}" for position in reversed(order))]
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    monkeypatch.setenv("AXLEARN_PLUGINS", "-axlearn-plugins-runtime")
+
+
+def test_the_core_trains_without_the_parts_of_jobs_and_says_what_is_missing(plain, tmp_path, capfd):
+    assert train(tmp_path / "run").step == 3
+    assert train(tmp_path / "run", steps=4).step == 4
+    names = {p.name for p in (tmp_path / "run").iterdir()}
+    assert {"config.yaml", "checkpoints", "metrics.jsonl"} <= names
+    assert not names & {"phases.jsonl", "compiled"}
+    message = "Ctrl-C and SIGTERM end this run without a save, and a second trainer is not kept out of its directory"
+    assert f"note: {message}\n    fix: pip install axlearn-plugins-runtime" in capfd.readouterr().err
+
+
+def test_a_run_at_a_uri_needs_what_copies_it_there(plain, install, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    body = "    return None if not uri.startswith('disk://') else LocalStorage('/' + uri.removeprefix('disk://'))\n"
+    source = "from axlearn_core.checkpoint.storage import LocalStorage\nfrom axlearn_core.extend import hookimpl\n"
+    source += f"@hookimpl\ndef axlearn_checkpoint_storage(uri):\n{body}"
+    install("axlearn-plugins-disk", modules={"disk_hooks": source}, points={"plugins": {"disk": "disk_hooks"}})
+    with pytest.raises(RequestError, match=r"no installed plugin copies [^$]*pip install axlearn-plugins-runtime"):
+        train(f"disk://{tmp_path.as_posix().lstrip('/')}/run")
+    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "runs").exists()

@@ -160,3 +160,12 @@ def test_a_config_that_cannot_be_read_is_no_earlier_run(runs):
     folder = runs("quickstart-0123abcd", config())
     (folder / "config.yaml").write_text("resolved: true\ntype: gone\n")
     assert api.default_run_dir("quickstart", config())[0] != folder
+
+
+def test_a_supervisor_may_have_been_in_the_directory_before_the_run(tmp_path):
+    (tmp_path / "processes.jsonl").write_text("{}\n")
+    (tmp_path / "launch").mkdir()
+    assert not RunDir.check(tmp_path, None, None, allow_drift=False).resumes  # type: ignore[arg-type]
+    (tmp_path / "thesis.tex").write_text("")
+    with pytest.raises(RequestError, match=r"not a run.*\n.*got: thesis.tex"):
+        RunDir.check(tmp_path, None, None, allow_drift=False)  # type: ignore[arg-type]

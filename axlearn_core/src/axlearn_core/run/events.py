@@ -97,7 +97,7 @@ class RunEvents:
 
         Args:
             listener: the listener.
-            plugin: that it comes from. Errors in its methods name the plugin and the event, unless the listener says otherwise.
+            plugin: that it comes from; errors in its methods then name the plugin and the event.
         """
         self.listeners.append(listener)
         for event in EVENTS:
@@ -124,14 +124,11 @@ class RunEvents:
 
 
 def name_failures(method: Callable[..., None], plugin: Entry | None) -> Callable[..., None]:
-    """A method of a plugin's listener with errors that name the plugin and the event.
-
-    The method itself if there is no plugin, or if the listener does not want its errors changed.
+    """A method of a plugin's listener with errors that name the plugin and the event; the method itself without a plugin.
 
     An error of this framework keeps its class, as a refusal of a run or a save; a message says which plugin raised it.
     """
-    listener: Any = getattr(method, "__self__", None)
-    if plugin is None or not listener.errors_name_plugin:
+    if plugin is None:
         return method
     event = method.__name__
 

@@ -113,13 +113,16 @@ class ProfilerListener(RunListener):
             self.profiler.close()
 
 
-def plugin_listeners(session: Any) -> list[tuple[RunListener, Entry]]:
-    """The listeners that installed packages give a run, each with its plugin, ordered by `RunListener.position`.
+def plugin_listeners(session: Any) -> list[tuple[RunListener, Entry | None]]:
+    """The listeners that installed packages give a run, ordered by `RunListener.position`.
+
+    Returns:
+        Each listener with the plugin that its errors name, or None if they name none.
 
     Raises:
         PluginError: a plugin's function fails, or returns something else.
     """
-    listeners: list[tuple[RunListener, Entry]] = []
+    listeners: list[tuple[RunListener, Entry | None]] = []
     for plugin, locations in host().replies("axlearn_run_listeners"):
         for location in locations:
             try:
@@ -132,7 +135,7 @@ def plugin_listeners(session: Any) -> list[tuple[RunListener, Entry]]:
             except Exception as error:  # a plugin may raise anything
                 raise plugin.failed(f"has a run listener that cannot be made: {location}", error) from error
             if listener is not None:
-                listeners.append((listener, plugin))
+                listeners.append((listener, plugin if listener.errors_name_plugin else None))
     return sorted(listeners, key=lambda entry: POSITIONS.index(entry[0].position))
 
 

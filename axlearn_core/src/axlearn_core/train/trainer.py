@@ -225,7 +225,7 @@ class Trainer(Configurable):
             since=since,
         )
         refusal: AxlearnError | None = None
-        listeners: list[tuple[RunListener, Entry]] = []
+        listeners: list[tuple[RunListener, Entry | None]] = []
         try:
             claim_checkpoints(session)
             listeners = plugin_listeners(session)

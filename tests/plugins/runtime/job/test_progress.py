@@ -1,12 +1,9 @@
-"""What a supervisor sees of a process, and what it may keep in a run directory before the run."""
+"""What a supervisor sees of a process."""
 
 import time
 
-import pytest
-
-from axlearn_core.errors import RequestError
-from axlearn_core.run.phases import PROGRESS, PhaseClock, Progress
-from axlearn_core.run.record import RunDir
+from axlearn_plugins_runtime.job.phases import PhaseClock
+from axlearn_plugins_runtime.job.progress import PROGRESS, Progress
 
 
 def test_each_phase_is_told_with_its_step(tmp_path, monkeypatch):
@@ -31,12 +28,3 @@ def test_nobody_watches(tmp_path, monkeypatch):
     monkeypatch.setenv(PROGRESS, str(tmp_path / "absent" / "progress"))
     PhaseClock().begin("step")  # training matters more than being watched
     assert Progress.read(tmp_path / "absent" / "progress") is None
-
-
-def test_a_supervisor_may_have_been_in_the_directory_before_the_run(tmp_path):
-    (tmp_path / "processes.jsonl").write_text("{}\n")
-    (tmp_path / "launch").mkdir()
-    assert not RunDir.check(tmp_path, None, None, allow_drift=False).resumes  # type: ignore[arg-type]
-    (tmp_path / "thesis.tex").write_text("")
-    with pytest.raises(RequestError, match=r"not a run.*\n.*got: thesis.tex"):
-        RunDir.check(tmp_path, None, None, allow_drift=False)  # type: ignore[arg-type]

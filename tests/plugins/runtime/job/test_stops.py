@@ -1,0 +1,63 @@
+"""A run that stops early in a job of one process; e2e/test_processes.py has several."""
+
+import signal
+import time
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import pytest
+
+from axlearn_core.run.record import RunDir
+from axlearn_core.train.session import Session
+from axlearn_plugins_runtime.job import signals
+from axlearn_plugins_runtime.job.stops import stops
+
+
+class Batches:
+    """Gives a batch, and none after it."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __next__(self):
+        self.count += 1
+        if self.count > 1:
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(60)
+        return {"x": self.count}
+
+    def get_state(self):
+        return {}
+
+
+@pytest.fixture
+def session(tmp_path):
+    session = Session(
+        program=SimpleNamespace(put=lambda batch: batch), state=jnp.zeros(1), step=0, max_steps=8, log_every_steps=1, seed=0,
+        input=None, batches=Batches(), evaluators={}, checkpointer=None, run_dir=RunDir(tmp_path, resumes=False),
+    )  # fmt: skip
+    session.events.add(stops(session))
+    return session
+
+
+def test_a_signal_stops_it_and_a_second_one_at_once(session):
+    handler = signal.getsignal(signal.SIGTERM)
+    with session:
+        assert not session.stops()
+        signal.raise_signal(signal.SIGTERM)
+        assert session.stops()
+        assert session.stop_signal == signal.SIGTERM
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) == handler
+    session.raise_failure()  # a signal is not a failure
+
+
+def test_a_signal_ends_the_wait_for_a_batch(session, monkeypatch, capsys):
+    monkeypatch.setattr(signals, "INPUT_SECONDS", 0.01)
+    with session:
+        assert session.next_batch() == {"x": 1}
+        assert session.next_batch() is None
+        assert session.stops()
+    assert session.stop_signal == signal.SIGTERM
+    assert "the input gives no batch; stopping without it" in capsys.readouterr().err
