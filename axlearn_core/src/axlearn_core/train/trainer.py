@@ -1,5 +1,6 @@
 """The root of every experiment, and how its parts become a running job."""
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -224,18 +225,15 @@ class Trainer(Configurable):
             facts=facts,
             since=since,
         )
-        refusal: AxlearnError | None = None
         listeners: list[tuple[RunListener, Entry | None]] = []
-        try:
+        with _agreed_refusal():
             claim_checkpoints(session)
             listeners = plugin_listeners(session)
             check_job(session, (listener for listener, _ in listeners))
+        with _agreed_refusal():
             for listener, plugin in listeners:
                 if listener.position != "last":
                     self._listen(session, listener, closing, plugin)
-        except AxlearnError as error:
-            refusal = error
-        agree(refusal, refusal and refusal.__cause__, "the run was refused")
         closing.callback(checkpointer.close)
         for listener in self._listeners(program, run_dir, experiment):
             self._listen(session, listener, closing)
@@ -343,6 +341,17 @@ class Trainer(Configurable):
             session.state = program.begin(self.config.seed, state)
         else:
             log_message(f"continuing from the checkpoint of step {step}")
+
+
+@contextlib.contextmanager
+def _agreed_refusal() -> Iterator[None]:
+    """Raises on every process if the block refuses the run on one of them."""
+    refusal: AxlearnError | None = None
+    try:
+        yield
+    except AxlearnError as error:
+        refusal = error
+    agree(refusal, refusal and refusal.__cause__, "the run was refused")
 
 
 def _close(closed: Callable[..., None], kind: object, error: BaseException | None, _: object) -> None:
