@@ -272,7 +272,7 @@ class Session:
             self._stopping.raise_failure()
 
     def stops(self) -> bool:
-        """Whether the run stops here, before `max_steps`. All processes get the same answer."""
+        """Whether to stop now, before `max_steps`. All processes get the same answer."""
         return self._stopping is not None and self._stopping.stops()
 
     def __enter__(self) -> "Session":

@@ -1,4 +1,4 @@
-"""One trainer for each place: a file that says who trains there, renewed while it lives."""
+"""One trainer for each place: a file names the trainer, which renews it as long as it lives."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from axlearn_core.errors import AxlearnError, CheckpointError, RequestError, Sto
 from axlearn_core.run.events import RunListener
 
 PREFIX = ".trainer-"
-"""The file is `.trainer-N.json`; the highest N holds the place. Whoever finds its holder dead creates N + 1."""
+"""The file is `.trainer-N.json`. The highest N holds the place. A trainer that finds the holder dead creates N + 1."""
 JOB = "AXLEARN_JOB"
 """Environment variable: the id of a supervisor, which starts processes only when those before them are dead."""
 BEAT_SECONDS = 10.0
@@ -58,7 +58,7 @@ class Holder:
         self._thread.start()
 
     def check(self) -> None:
-        """Raises `WorkError` where another trainer has taken the place since, as after a long freeze."""
+        """Raises `WorkError` if another trainer has taken the place, for example after a long freeze."""
         if self._lost is not None:
             raise WorkError(
                 f"another trainer took {self.name} while this one did not answer: {_describe_holder(self._lost)}\n"
@@ -75,7 +75,7 @@ class Holder:
             return  # the file goes stale
         if isinstance(self.storage, LocalStorage):
             try:
-                self.storage.root.rmdir()  # only where nothing else was ever written
+                self.storage.root.rmdir()  # only if nothing else was ever written
             except OSError:
                 return
 
@@ -95,7 +95,7 @@ class Holder:
         return newest + 1
 
     def _alive(self, number: int) -> dict[str, Any] | None:
-        """Who holds the place, or None where that one is dead."""
+        """The record of the holder, or None if the holder is dead."""
         record = self._read(number)
         if record is None or (self.info["job"] and record.get("job") == self.info["job"]):
             return None
@@ -216,7 +216,7 @@ def _identity() -> dict[str, Any]:
 
 
 def _machine() -> str:
-    """What process ids are unique in: a boot of a machine, and a namespace there."""
+    """The scope in which process ids are unique: a boot of a machine, and a namespace on it."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
@@ -225,7 +225,7 @@ def _machine() -> str:
 
 
 def _process_start(pid: int) -> str | None:
-    """When a process began, in the system's own units; None where there is no such process."""
+    """The start time of a process, in units of the system; None if there is no such process."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if status[0] == "Z" else status[19]

@@ -37,7 +37,7 @@ class LookAhead:
 
     Args:
         batches: of this process.
-        count: how many are wanted; no more are read.
+        count: batches to read at most.
         fail: called once with the error of the iterator, while batches are left.
     """
 
@@ -82,7 +82,7 @@ class LookAhead:
         self._taken, self._error = _Held(None, state, ""), None
 
     def describe_position(self) -> Any:
-        """See `DescribesPosition`; empty where the iterator cannot say."""
+        """See `DescribesPosition`; empty if the iterator cannot say."""
         return self._taken.position
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ class LookAhead:
 class StopAgreement:
     """Agrees on the step after which all processes stop, once one of them asks.
 
-    A thread looks for the question every `seconds`, through the job's coordinator. It asks nothing of the devices, where the
+    A thread looks for the question every `seconds`, through the job's coordinator. It does not use the devices, on which the
     process may be waiting for another one.
 
     Attributes:
@@ -112,14 +112,14 @@ class StopAgreement:
         self._thread.start()
 
     def ask(self, reason: str) -> None:
-        """Asks all processes to stop; returns once they have agreed where, or cannot."""
+        """Asks all processes to stop. Returns once they have agreed on a step, or cannot agree."""
         question = json.dumps([jax.process_index(), reason[:2000]])
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one asked before
             self._client.key_value_set(self._key, question)
         self._agreed.wait(_PEER_SECONDS)
 
     def reached(self, step: int) -> bool:
-        """Whether this is the step to stop after. To be called before each step."""
+        """Whether this is the step to stop after. Call it before each step."""
         with self._lock:
             self._step = step
             return step == self._stop_step

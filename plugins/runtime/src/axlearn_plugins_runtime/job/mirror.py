@@ -1,4 +1,4 @@
-"""A run at the URI of a storage: its working copy is brought to the storage at each checkpoint and at the end."""
+"""A run at the URI of a storage: its working copy is copied there at each checkpoint and at the end."""
 
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ class RunMirror:
 class MirrorListener(RunListener):
     """Keeps a run at a URI up to date with its working copy, from the first process.
 
-    It is closed after the other listeners, so that the storage also gets what they write last.
+    It is closed after the other listeners, so that the storage also gets the files that they write last.
     """
 
     position = "first"

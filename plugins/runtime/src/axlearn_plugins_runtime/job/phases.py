@@ -1,4 +1,4 @@
-"""Where the time of a run goes: seconds by phase, kept in `<run>/phases.jsonl`."""
+"""The time of a run by phase, in seconds, kept in `<run>/phases.jsonl`."""
 
 import contextlib
 import json
@@ -26,7 +26,7 @@ class PhaseClock:
 
     A record is an object on a line: `attempt` (when it began, which names it), `time`, `event` (`start`, `run`, `end`, and of
     checkpoints `saved`, `save-failed`), `step` (steps finished), `seconds` (phase -> so far), `host`, `pid`. Records of
-    checkpoints have `checkpoint` (its step), and `reason` where it failed. Checkpoints end in threads of their own, so a lock
+    checkpoints have `checkpoint` (its step), and `reason` if it failed. Checkpoints end in threads of their own, so a lock
     guards the rest.
 
     Args:
@@ -53,8 +53,8 @@ class PhaseClock:
 
         Args:
             phase: `restore`, `compile`, `input`, `step`, `evaluate`, `save`.
-            count_as: the phase that the ended time is added to, where it is not the one that ended.
-            step: steps finished, where that changed.
+            count_as: the phase that gets the time since the last call, if it is not the one that ended.
+            step: steps finished, if that changed.
         """
         with self._lock:
             self._step = self._step if step is None else step
@@ -64,12 +64,12 @@ class PhaseClock:
             self._phase = phase
 
     def open(self, run_dir: Path, step: int) -> None:
-        """From here on the attempt is recorded in a run directory that exists."""
+        """Begins to record the attempt in a run directory, which exists."""
         self._file = run_dir / PHASES
         self.write("start", step)
 
     def record(self, step: int) -> None:
-        """Writes a record where the last one is `WRITE_EVERY` seconds old."""
+        """Writes a record if the last one is `WRITE_EVERY` seconds old."""
         self._step = step
         if self._now() - self._written >= WRITE_EVERY:
             self.write("run", step)
@@ -112,7 +112,7 @@ class PhaseClock:
 class ClockListener(RunListener):
     """Adds up the time of each phase, and records it from the first process.
 
-    It is closed before the other listeners, so that the time they take then is not the run's.
+    It is closed before the other listeners, so that the time that they take to close is not counted.
 
     Args:
         since: when the attempt began, in seconds of the monotonic clock.

@@ -1,11 +1,11 @@
-"""A file in which a supervisor sees what a process does. Imports no JAX."""
+"""A file that shows a supervisor what a process does. Imports no JAX."""
 
 import os
 import time
 from pathlib import Path
 
 PROGRESS = "AXLEARN_PROGRESS"
-"""Environment variable: a file of this machine in which a supervisor sees what the process does, and since when."""
+"""Environment variable: a local file that shows a supervisor the current phase, and since when."""
 
 
 class Progress:
@@ -21,7 +21,7 @@ class Progress:
 
     @classmethod
     def of_environment(cls) -> "Progress | None":
-        """That of the file which `AXLEARN_PROGRESS` names; None where nobody watches, or the file cannot be written."""
+        """Opens the file that `AXLEARN_PROGRESS` names. None if the variable is not set, or the file cannot be written."""
         path = os.environ.get(PROGRESS)
         try:
             return cls(path) if path else None
@@ -29,7 +29,7 @@ class Progress:
             return None
 
     def write(self, phase: str, step: int) -> None:
-        """What begins now."""
+        """Writes the phase that begins now."""
         line = f"{time.monotonic():.3f} {step} {phase}".encode()[: self.SIZE - 1]
         try:
             os.pwrite(self._descriptor, line.ljust(self.SIZE - 1) + b"\n", 0)
@@ -38,7 +38,7 @@ class Progress:
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> tuple[float, int, str] | None:
-        """(when by the monotonic clock, steps finished, phase); None where nothing was written yet."""
+        """(time by the monotonic clock, steps finished, phase); None if nothing was written yet."""
         try:
             since, step, phase = Path(path).read_text().split()
             return float(since), int(step), phase

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM of a training process: asked once it saves and stops, asked twice it ends at once."""
+"""Ctrl-C and SIGTERM of a training process: the first signal saves and stops, the second ends the process at once."""
 
 import os
 import signal
@@ -12,9 +12,9 @@ from typing import Any
 from axlearn_core.run.events import owns_process
 
 INPUT_SECONDS = 2.0
-"""How long a process that is asked to stop waits for the batch that it waits for."""
+"""Seconds that a process waits for its next batch after it is asked to stop."""
 END_SECONDS = 5.0
-"""How long a process that is asked twice may take to end by itself."""
+"""Seconds that a process may take to end by itself after the second signal."""
 
 
 class InputWaitEnded(Exception):
@@ -24,12 +24,12 @@ class InputWaitEnded(Exception):
 class StopSignals:
     """Signal handlers from `install` to `uninstall`; does nothing outside of the main thread.
 
-    The first signal is kept in `asked`. The second raises `KeyboardInterrupt`. A process of the command line is ended where it runs
-    `END_SECONDS` later still. A thread of its own sees to that, because Python runs no handler while native code does not return.
+    The first signal is kept in `asked`. The second raises `KeyboardInterrupt`. If a process of the command line still runs
+    `END_SECONDS` later, a thread ends it: Python runs no handler until native code returns.
 
     Args:
         ask: called at the first signal.
-        ends_input: whether a wait for a batch is given up when the process is asked to stop.
+        ends_input: whether to give up the wait for a batch when the process is asked to stop.
     """
 
     def __init__(self, ask: Callable[[], None], *, ends_input: bool):
@@ -63,7 +63,7 @@ class StopSignals:
             self._sockets = None
 
     def wait(self, get: Callable[[], Any]) -> Any:
-        """What `get` returns. Raises `InputWaitEnded` where a signal ends the wait."""
+        """Returns what `get` returns. Raises `InputWaitEnded` if a signal ends the wait."""
         self._waiting = True
         try:
             return get()
