@@ -8,7 +8,10 @@ import os
 import shutil
 import sys
 import tempfile
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -49,3 +52,41 @@ def _programs_are_given_back(request):
     yield
     if request.config.option.markexpr.startswith("slow") and "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
+    """Adds a distribution for one test: a real dist-info folder on `sys.path`, with real modules beside it.
+
+    `install(name, version, modules={...}, points={group: {name: value}}, requires=(...))` -> its folder.
+    """
+    written: set[str] = set()
+
+    def make(
+        name: str,
+        version: str = "1.0",
+        *,
+        modules: Mapping[str, str] = {},
+        points: Mapping[str, Mapping[str, str]] = {},
+        requires: tuple[str, ...] = ("axlearn-core>=0.1",),
+        folder: str | None = None,
+    ) -> Path:
+        site = tmp_path / "sites" / (folder or f"{name}-{version}")
+        info = site / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir(parents=True)
+        lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+        (info / "METADATA").write_text("\n".join([*lines, *(f"Requires-Dist: {r}" for r in requires), ""]))
+        sections = (
+            f"[axlearn.{group}]\n" + "".join(f"{k} = {v}\n" for k, v in entries.items())
+            for group, entries in points.items()
+        )
+        (info / "entry_points.txt").write_text("\n".join(sections))
+        for module, source in modules.items():
+            (site / f"{module}.py").write_text(textwrap.dedent(source))
+            written.add(module)
+        monkeypatch.syspath_prepend(str(site))
+        return site
+
+    yield make
+    for module in written:
+        sys.modules.pop(module, None)

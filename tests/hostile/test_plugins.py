@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from axlearn_plugins_tools.core_integrity import replaced_attributes
+from axlearn_plugins_tools.doctor.core_integrity import replaced_attributes
 
 MODULES = {
     "evil_zero": """

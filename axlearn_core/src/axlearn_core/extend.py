@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     )
     from axlearn_core.config.roles import Role
     from axlearn_core.config.tree import children, edit_nodes, fill_slots, join, set_fields, with_children
+    from axlearn_core.contracts.finding import Finding
     from axlearn_core.contracts.kernels import Kernel, KernelContext, KernelImplementation
     from axlearn_core.contracts.mesh import Mesh, MeshRule, Size, TargetRule
     from axlearn_core.contracts.migration import Migration
@@ -72,7 +73,6 @@ if TYPE_CHECKING:
     from axlearn_core.nn.remat import Remat, tag
     from axlearn_core.nn.sharding import constrain
     from axlearn_core.nn.summaries import add_loss, add_summary
-    from axlearn_core.plugins.doctor import Finding
     from axlearn_core.plugins.feature import Feature, nothing_to_set
     from axlearn_core.plugins.hookspecs import hookimpl
     from axlearn_core.plugins.registry import registry
@@ -104,6 +104,7 @@ _MODULES = {
     ),
     "config.roles": ("Role",),
     "config.tree": ("children", "edit_nodes", "fill_slots", "join", "set_fields", "with_children"),
+    "contracts.finding": ("Finding",),
     "contracts.kernels": ("Kernel", "KernelContext", "KernelImplementation"),
     "contracts.mesh": ("Mesh", "MeshRule", "Size", "TargetRule"),
     "contracts.migration": ("Migration",),
@@ -126,7 +127,6 @@ _MODULES = {
     "nn.sharding": ("constrain",),
     "nn.summaries": ("add_loss", "add_summary"),
     "plugins.feature": ("Feature", "nothing_to_set"),
-    "plugins.doctor": ("Finding",),
     "plugins.hookspecs": ("hookimpl",),
     "plugins.registry": ("registry",),
     "plugins.request": ("Request", "Setting", "parse_value", "read_text", "write"),

@@ -8,7 +8,7 @@ import click
 from click.testing import CliRunner
 
 from axlearn_core.cli.commands import command_line, plugin_commands
-from axlearn_core.cli.extension_checks import check_command, check_option
+from axlearn_core.cli.extensible import check_command, check_option
 from axlearn_core.cli.main import cli
 from axlearn_core.cli.summaries import summary
 from axlearn_core.contracts.options import CommandOption

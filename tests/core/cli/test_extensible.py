@@ -241,7 +241,7 @@ def only_mine(monkeypatch):
     """The doctor looks at few distributions: importing all of them takes its time."""
     from axlearn_core.plugins.registry import GROUPS, registry
 
-    names = {"axlearn-core", "axlearn-plugins-plan", "axlearn-plugins-my"}
+    names = {"axlearn-core", "axlearn-plugins-plan", "axlearn-plugins-tools", "axlearn-plugins-my"}
     others = {e.distribution for group in GROUPS for e in registry().entries(group)} - names
     monkeypatch.setenv("AXLEARN_PLUGINS", ",".join(f"-{name}" for name in sorted(others)))
 

@@ -14,13 +14,13 @@ import axlearn_index
 from axlearn_core.checkpoint import open_storage
 from axlearn_core.cli.main import cli
 from axlearn_core.errors import RequestError
-from axlearn_core.plugins.doctor import examine_indexes
 from axlearn_core.plugins.index import indexes, not_installed, package_of
 from axlearn_core.plugins.manager import host
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.targets import find_machine
 from axlearn_index.build import collect_names, workspace_members, write_index
 from axlearn_plugins_cloud.hooks import FSSPEC
+from axlearn_plugins_tools.doctor.examine import examine_indexes
 
 ROOT = Path(__file__).resolve().parents[3]
 

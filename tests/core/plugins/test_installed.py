@@ -3,9 +3,9 @@
 import pytest
 
 from axlearn_core.config import flatten
-from axlearn_core.plugins.doctor import examine
 from axlearn_core.plugins.registry import registry
 from axlearn_core.plugins.resolve import resolve
+from axlearn_plugins_tools.doctor.examine import examine
 
 EXPERIMENTS = [entry.name for entry in registry().entries("experiments")]
 FEATURES = [entry.name for entry in registry().entries("features")]

@@ -235,7 +235,7 @@ def test_orders_that_are_wrong_in_themselves(install, more, message):
 
 
 def test_the_doctor_names_a_feature_that_a_stated_order_misspells(install):
-    from axlearn_core.plugins.doctor import examine
+    from axlearn_plugins_tools.doctor.examine import examine
 
     install_wrappers(install, ("a", {"after": ("toy-roep", "elsewhere-entirely")}))
     warnings = [f.message for f in examine(registry()) if f.status == "warning" and f.name == "a"]

@@ -1,13 +1,11 @@
-"""`axlearn plugins`: what is installed, and whether it works."""
+"""`axlearn plugins`: what is installed. Plugins add commands to it as `plugins-NAME`."""
 
-import sys
 from typing import Any
 
 import click
 
-from axlearn_core.cli.common import entry_row, json_option, no_devices, print_json, print_table
+from axlearn_core.cli.common import entry_row, json_option, print_json, print_table
 from axlearn_core.cli.main import Group
-from axlearn_core.cli.terminal import echo
 from axlearn_core.plugins.registry import GROUPS, registry
 
 
@@ -15,7 +13,7 @@ from axlearn_core.plugins.registry import GROUPS, registry
 def plugins() -> None:
     """Distributions that add something to axlearn.
 
-    `new` comes from axlearn-plugins-tools.
+    `doctor` and `new` come from axlearn-plugins-tools.
     """
 
 
@@ -48,32 +46,6 @@ def show(name: str, as_json: bool) -> None:
         raise unknown("plugin", name, names, listing="axlearn plugins list")
     rows = [{**entry_row(e), "group": e.group} for e in entries]
     print_json(rows) if as_json else print_table(rows, ("group", "name", "value", "distribution", "version"))
-
-
-@plugins.command()
-@json_option
-def doctor(as_json: bool) -> None:
-    """Load everything that is installed and report what is wrong. Exit code 1 where something is."""
-    no_devices()
-    import attrs
-
-    from axlearn_core.cli.extension_checks import check_command, check_option
-    from axlearn_core.plugins.doctor import examine
-
-    findings = list(examine(registry(), {"commands": check_command, "options": check_option}))
-    if as_json:
-        print_json([attrs.asdict(f) for f in findings])
-    else:
-        for finding in findings:
-            color = {"ok": "green", "error": "red"}.get(finding.status, "yellow")
-            head = click.style(finding.status.ljust(7), fg=color)
-            echo(f"{head}  {finding.group} {finding.name}  ({finding.distribution} {finding.version})")
-            if finding.message:
-                echo("         " + finding.message.replace("\n", "\n         "))
-        bad = [f"{f.group} {f.name}" for f in findings if f.status == "error"]
-        echo(f"{len(findings)} examined, {len(bad)} with errors{': ' if bad else ''}{', '.join(bad)}", err=True)
-    if any(f.status == "error" for f in findings):
-        sys.exit(1)
 
 
 def _distributions() -> list[dict[str, Any]]:

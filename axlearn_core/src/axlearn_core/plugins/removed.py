@@ -18,6 +18,8 @@ NAMES: Mapping[str, str] = {
     "axlearn_core.checkpoint.orbax": "axlearn_core.checkpoint.sharded, or axlearn_plugins_orbax.checkpointer for Orbax",
     "axlearn_core.checkpoint.run": "axlearn_core.run, whose Run opens a run",
     "axlearn_core.checkpoint.weights": "axlearn_core.run, which has open_weights and RunWeights",
+    "axlearn_core.cli.extension_checks": "axlearn_core.cli.extensible",
+    "axlearn_core.plugins.doctor": "axlearn_core.extend, which has Finding; axlearn_plugins_tools.doctor.examine",
     "axlearn_core.plugins.application": "axlearn_core.plugins.resolve",
     "axlearn_core.plugins.resolved": "axlearn_core.plugins.resolve",
     "axlearn_core.plugins.run_file": "axlearn_core.plugins.request",

@@ -8,4 +8,4 @@ from axlearn_core.plugins.hookspecs import hookimpl
 @hookimpl
 def axlearn_doctor_checks() -> list[str]:
     """Whether a plugin replaced a part of the core."""
-    return ["axlearn_plugins_tools.core_integrity:find_replaced_attributes"]
+    return ["axlearn_plugins_tools.doctor.core_integrity:find_replaced_attributes"]

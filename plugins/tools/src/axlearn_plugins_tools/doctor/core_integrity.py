@@ -8,7 +8,7 @@ from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-from axlearn_core.plugins.doctor import Finding
+from axlearn_core.contracts.finding import Finding
 from axlearn_core.plugins.registry import CORE, core_version
 
 PACKAGE = "axlearn_core"

@@ -3,12 +3,14 @@
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import attrs
 import pluggy
 
+from axlearn_core.cli.extensible import check_command, check_option
+from axlearn_core.contracts.finding import Finding
 from axlearn_core.errors import RequestError, nearest
 from axlearn_core.plugins import hookspecs
 from axlearn_core.plugins.index import Index, indexes
@@ -18,46 +20,23 @@ from axlearn_core.plugins.removed import HOOKS
 from axlearn_core.plugins.targets import load
 
 
-@attrs.frozen(kw_only=True)
-class Finding:
-    """The result for one entry point, or of one check by a plugin.
-
-    Attributes:
-        name: of the entry point, or of what the check looked at.
-        group: of the entry point; a check names the kind of thing that it looks at.
-        distribution: that has it; empty in a check's finding stands for the distribution of the check.
-        version: of the distribution.
-        status: `ok`, `warning`, `error` or `blocked`.
-        message: what is wrong and how to repair it.
-    """
-
-    name: str
-    group: str = "check"
-    distribution: str = ""
-    version: str = ""
-    status: str
-    message: str = ""
-
-
-def examine(names: Registry, checks: Mapping[Group, Callable[[Entry], Any]] | None = None) -> Iterator[Finding]:
+def examine(names: Registry) -> Iterator[Finding]:
     """One finding per entry point, those of the plugins' checks, and one per index, faulty distribution and useless block.
 
     Args:
         names: what is installed.
-        checks: group -> what to do with each of its entry points instead of only loading it; raises `RequestError`.
     """
     manager = pluggy.PluginManager("axlearn")
     manager.add_hookspecs(hookspecs)
     loaders: dict[Group, Callable[[Entry], Any]] = {
         "plugins": lambda entry: register(manager, entry),
-        "commands": lambda entry: entry.load(),
-        "options": lambda entry: entry.load(),
+        "commands": check_command,
+        "options": check_option,
         "functions": lambda entry: entry.load(),
         "launchers": lambda entry: entry.load(),
         "features": lambda entry: names.feature(entry.name),
         "experiments": lambda entry: names.experiment(entry.name),
         "components": lambda entry: names.component(entry.name),
-        **(checks or {}),
     }
     unstated: dict[str, Entry] = {}
     for group in sorted(GROUPS, key=list(loaders).index):  # hook modules first, while no JAX is there yet

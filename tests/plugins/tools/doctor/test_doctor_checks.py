@@ -2,8 +2,8 @@
 
 import pytest
 
-from axlearn_core.plugins.doctor import examine
 from axlearn_core.plugins.registry import Registry
+from axlearn_plugins_tools.doctor.examine import examine
 
 HOOKS = """
 from axlearn_core.plugins.hookspecs import hookimpl
