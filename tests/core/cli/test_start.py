@@ -78,8 +78,8 @@ def test_a_hook_module_that_imports_jax_is_warned_of(install):
     site = install(
         "axlearn-plugins-slow", modules={"slow_hooks": "import jax"}, points={"plugins": {"slow": "slow_hooks"}}
     )
-    kept = {"axlearn-plugins-slow", "axlearn-plugins-tools"}
-    other_plugins = {e.distribution for group in GROUPS for e in registry().entries(group)} - kept
+    installed = {"axlearn-plugins-slow", "axlearn-plugins-tools"}
+    other_plugins = {e.distribution for group in GROUPS for e in registry().entries(group)} - installed
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]),

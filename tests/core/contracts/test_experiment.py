@@ -5,11 +5,10 @@ import inspect
 import pytest
 
 import axlearn_core as ax
-from axlearn_core.config import Configurable, Node, fields_of, node, options_of
+from axlearn_core.config import Node, fields_of, node, options_of
 from axlearn_core.contracts import experiment
 from axlearn_core.contracts.arrays import is_array
 from axlearn_core.contracts.capabilities import learning_rate_of
-from axlearn_core.contracts.text import bos_id_of, bos_token_of, first_token, folder_of
 from axlearn_core.errors import StorageError, reason
 
 READERS = {
@@ -67,20 +66,6 @@ def test_fields_and_the_options_among_them():
     assert options_of(Lonely()) == {"width": 3}
     assert options_of(Lonely(depth=2), "depth") == {"depth": 2}
     assert options_of(Lonely(), "depth") == {}
-
-
-class Plain(Configurable):
-    eos_id = 9
-
-
-class Rich(Plain):
-    bos_id, bos_token, folder = 4, "<s>", "/somewhere"
-
-
-def test_what_a_tokenizer_may_have():
-    assert [f(Plain()) for f in (bos_id_of, bos_token_of, folder_of)] == [None, None, None]
-    assert [f(Rich()) for f in (bos_id_of, bos_token_of, folder_of)] == [4, "<s>", "/somewhere"]
-    assert (first_token(Plain()), first_token(Rich())) == (9, 4)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -84,9 +84,9 @@ def test_another_error_of_an_import_names_nothing_removed(install):
 
 @pytest.mark.parametrize("marker", ["@hookimpl", ""])
 def test_the_doctor_says_what_replaces_a_removed_hook(install, monkeypatch, marker):
-    kept = {"axlearn-core", "axlearn-plugins-tools"}
+    installed = {"axlearn-core", "axlearn-plugins-tools"}
     others = {e.distribution for claims in registry().claims.values() for es in claims.values() for e in es}
-    monkeypatch.setenv("AXLEARN_PLUGINS", ",".join(f"-{name}" for name in sorted(others - kept)))
+    monkeypatch.setenv("AXLEARN_PLUGINS", ",".join(f"-{name}" for name in sorted(others - installed)))
     modules = {"old_hooks": HOOK.format(marker=marker)}
     install("axlearn-plugins-old", "0.7", modules=modules, points={"plugins": {"old": "old_hooks"}})
     result = CliRunner().invoke(cli, ["plugins", "doctor", "--json"])

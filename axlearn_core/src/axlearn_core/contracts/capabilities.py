@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import jax
 
     from axlearn_core.config import Node
-    from axlearn_core.contracts.parts import ProcessGroup, Tokenizer
+    from axlearn_core.contracts.parts import ProcessGroup
 
 
 @runtime_checkable
@@ -72,17 +72,6 @@ class DependsOnBatch(Protocol):
 
 
 @runtime_checkable
-class HasTokenizer(Protocol):
-    """An input of text.
-
-    Attributes:
-        tokenizer: turns its text into tokens.
-    """
-
-    tokenizer: Tokenizer
-
-
-@runtime_checkable
 class DeclaresFunctions(Protocol):
     """The root config of an experiment that can be compiled: a trainer's."""
 
@@ -120,17 +109,6 @@ class StacksMaps(Protocol):
 
 
 @runtime_checkable
-class HasEndTokens(Protocol):
-    """A model that names the tokens that end its outputs.
-
-    Attributes:
-        end_tokens: ids that end an output of `generate`, in addition to its `eos_id`.
-    """
-
-    end_tokens: Collection[int]
-
-
-@runtime_checkable
 class HasLearningRate(Protocol):
     """The config of an optimizer that has one learning rate, as those of optax do.
 
@@ -139,19 +117,6 @@ class HasLearningRate(Protocol):
     """
 
     learning_rate: Any
-
-
-@runtime_checkable
-class WarmsUp(Protocol):
-    """The config of a schedule that rises to its peak.
-
-    Attributes:
-        peak: the highest value.
-        warmup_steps: steps until then, or a fraction of all steps.
-    """
-
-    peak: float
-    warmup_steps: int | float
 
 
 @runtime_checkable
@@ -238,11 +203,6 @@ def vocabulary_size(model: object) -> int | None:
 def learning_rate_of(optimizer: object) -> Any:
     """Of an optimizer's config; None if it has no single one."""
     return optimizer.learning_rate if isinstance(optimizer, HasLearningRate) else None
-
-
-def tokenizer_of(source: object) -> Tokenizer | None:
-    """Of a built input; None where it has no text."""
-    return source.tokenizer if isinstance(source, HasTokenizer) else None
 
 
 @runtime_checkable

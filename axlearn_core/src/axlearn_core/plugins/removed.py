@@ -13,11 +13,20 @@ HOOKS: Mapping[str, str] = {
 }
 """Hook -> what to do instead."""
 
+_TEXT = (
+    "HasAddedTokens", "HasBosId", "HasFolder", "HasSpecialTokens", "SpellsBos", "SpellsEos", "bos_id_of", "bos_token_of",
+    "encode_prompt", "encodes_batches", "first_token", "folder_of", "special_tokens_of",
+)  # fmt: skip
 NAMES: Mapping[str, str] = {
     "axlearn_core.checkpoint.assets": "axlearn_core.run.asset_copies",
     "axlearn_core.checkpoint.orbax": "axlearn_core.checkpoint.sharded, or axlearn_plugins_orbax.checkpointer for Orbax",
     "axlearn_core.checkpoint.run": "axlearn_core.run, whose Run opens a run",
     "axlearn_core.checkpoint.weights": "axlearn_core.run, which has open_weights and RunWeights",
+    **{f"axlearn_core.contracts.text.{name}": f"axlearn_plugins_transformer.text.protocols.{name}" for name in _TEXT},
+    "axlearn_core.contracts.capabilities.HasEndTokens": "axlearn_plugins_transformer.generate.HasEndTokens",
+    "axlearn_core.contracts.capabilities.HasTokenizer": "axlearn_plugins_transformer.text.protocols.HasTokenizer",
+    "axlearn_core.contracts.capabilities.tokenizer_of": "axlearn_plugins_transformer.text.protocols.tokenizer_of",
+    "axlearn_core.contracts.capabilities.WarmsUp": "axlearn_plugins_tools.optimizers.schedule_free.WarmsUp",
     "axlearn_core.cli.extension_checks": "axlearn_core.cli.extensible",
     "axlearn_core.plugins.doctor": "axlearn_core.extend, which has Finding; axlearn_plugins_tools.doctor.examine",
     "axlearn_core.plugins.application": "axlearn_core.plugins.resolve",

@@ -1,1 +1,1 @@
-"""Everyday tools: features such as remat and EMA, optimizers, reports and trackers, evaluation, `axlearn plugins new` and `doctor`."""
+"""Everyday tools: features such as remat and EMA, optimizers, reports and trackers, evaluation, new plugins, their doctor."""

@@ -1,7 +1,7 @@
 """Text generation: prefill of the whole prompt, then one compiled decode step per token, which updates the cache in place."""
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
 import jax
@@ -9,7 +9,6 @@ import numpy as np
 
 from axlearn_core.compose import Program
 from axlearn_core.compose.model_program import ModelProgram, with_program
-from axlearn_core.contracts.capabilities import HasEndTokens
 from axlearn_core.errors import RequestError
 from axlearn_plugins_transformer.functions import Draw, GenerationBucket, GenerationFunctions
 
@@ -17,6 +16,17 @@ SMALLEST_PROMPT = 16
 """Prompts are padded to this length or the next power of two, so that few lengths are compiled."""
 CACHE_STEP = 128
 """Caches have a multiple of this length, for the same reason."""
+
+
+@runtime_checkable
+class HasEndTokens(Protocol):
+    """A model that names the tokens that end its outputs.
+
+    Attributes:
+        end_tokens: ids that end an output of `generate`, in addition to its `eos_id`.
+    """
+
+    end_tokens: Collection[int]
 
 
 class Generator:

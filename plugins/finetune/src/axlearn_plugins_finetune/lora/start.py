@@ -9,10 +9,9 @@ import jax.numpy as jnp
 
 from axlearn_core.compose import ModelWeights, Program
 from axlearn_core.config import Configurable, Node, node, setting
-from axlearn_core.contracts.capabilities import tokenizer_of
 from axlearn_core.contracts.experiment import tokenizer_of_input
 from axlearn_core.contracts.parts import Weights
-from axlearn_core.contracts.text import HasDigest, bos_id_of
+from axlearn_core.contracts.text import HasDigest
 from axlearn_core.errors import CheckpointError, InputError, RequestError
 from axlearn_core.run import Run, open_weights
 from axlearn_core.run.notices import log_message
@@ -22,6 +21,7 @@ from axlearn_core.train.session import Session
 from axlearn_plugins_finetune.conversion import carried
 from axlearn_plugins_finetune.lora import adapters
 from axlearn_plugins_finetune.lora.adapters import is_adapter
+from axlearn_plugins_transformer.text.protocols import bos_id_of, tokenizer_of
 
 CONTINUES_WITHOUT = "a run that has begun goes on without it: `axlearn train RUN/config.yaml --run-dir RUN`"
 """For errors about a base that is gone."""

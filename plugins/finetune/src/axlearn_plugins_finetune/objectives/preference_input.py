@@ -10,12 +10,12 @@ import numpy as np
 
 from axlearn_core.config import REQUIRED, Configurable, Node, node, setting
 from axlearn_core.contracts.parts import Tokenizer
-from axlearn_core.contracts.text import bos_id_of, first_token
 from axlearn_core.errors import ConfigError, InputError, Problem
 from axlearn_plugins_finetune.objectives.preferences import PreferenceRecords
 from axlearn_plugins_transformer.text.cycle import Cycle, Permutations
 from axlearn_plugins_transformer.text.language_model import encoding_of
 from axlearn_plugins_transformer.text.positions import OLD_ORDER, ORDER, is_current
+from axlearn_plugins_transformer.text.protocols import bos_id_of, first_token
 from axlearn_plugins_transformer.text.small_data import print_note
 from axlearn_plugins_transformer.text.sources import Source, Split, describe
 from axlearn_plugins_transformer.text.tokenizers import check_ids, special_tokens_problems, vocabulary_problems

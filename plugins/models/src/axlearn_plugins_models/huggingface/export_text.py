@@ -8,12 +8,12 @@ from typing import Any
 
 import tokenizers
 
-from axlearn_core.contracts.text import bos_id_of, folder_of
 from axlearn_plugins_models.huggingface.family import Json
 from axlearn_plugins_models.huggingface.text_facts import GENERATION, TEMPLATE, TOKENIZER, TOKENIZER_CONFIG
 from axlearn_plugins_transformer.text.chat_template import TOOL_TEMPLATE, ChatTemplate
 from axlearn_plugins_transformer.text.decoding import HasTokenizerJson
 from axlearn_plugins_transformer.text.processor import SAMPLING, TextProcessor
+from axlearn_plugins_transformer.text.protocols import bos_id_of, folder_of
 
 KEPT = "huggingface"
 """The folder of an imported run that keeps the small files of the model."""

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from axlearn_core.config import REQUIRED, node, setting
-from axlearn_core.contracts.capabilities import tokenizer_of
 from axlearn_core.errors import RequestError
 from axlearn_core.train.evaluators import Periodic
 from axlearn_plugins_tools.evaluation.data import read
+from axlearn_plugins_transformer.text.protocols import tokenizer_of
 
 if TYPE_CHECKING:
     from axlearn_core.train.session import Session

@@ -1,13 +1,13 @@
 """Schedule-free AdamW, and the feature that trains with it."""
 
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import attrs
 import optax
 from optax.contrib import schedule_free, schedule_free_eval_params
 
 from axlearn_core.config import Node, get, node, patch, setting
-from axlearn_core.contracts.capabilities import WarmsUp, learning_rate_of
+from axlearn_core.contracts.capabilities import learning_rate_of
 from axlearn_core.contracts.experiment import optimizer_of
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.learn import Constant
@@ -16,6 +16,19 @@ from axlearn_core.learn.schedules import Schedule
 from axlearn_core.plugins.feature import Feature
 
 Tree = TypeVar("Tree", bound=Node[Any])
+
+
+@runtime_checkable
+class WarmsUp(Protocol):
+    """The config of a schedule that rises to its peak.
+
+    Attributes:
+        peak: the highest value.
+        warmup_steps: steps until then, or a fraction of all steps.
+    """
+
+    peak: float
+    warmup_steps: int | float
 
 
 @node

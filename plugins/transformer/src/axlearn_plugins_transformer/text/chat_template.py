@@ -17,10 +17,11 @@ import attrs
 
 from axlearn_core.config import Configurable, node, setting
 from axlearn_core.contracts.parts import Tokenizer
-from axlearn_core.contracts.text import EncodesSpecialTokens, SpellsEos, bos_token_of, folder_of
+from axlearn_core.contracts.text import EncodesSpecialTokens
 from axlearn_core.errors import InputError
 from axlearn_plugins_transformer.text.data_files import open_file
 from axlearn_plugins_transformer.text.messages import normalize_messages, normalize_tools
+from axlearn_plugins_transformer.text.protocols import SpellsEos, bos_token_of, folder_of
 from axlearn_plugins_transformer.text.template_process import TemplateFailed, TemplateProcess
 from axlearn_plugins_transformer.text.template_server import BEGIN, END, FAILURES, compile_template
 

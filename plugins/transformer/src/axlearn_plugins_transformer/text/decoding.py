@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers.decoders import DecodeStream
 
 from axlearn_core.contracts.parts import Tokenizer
-from axlearn_core.contracts.text import special_tokens_of
+from axlearn_plugins_transformer.text.protocols import special_tokens_of
 
 _HELD = 3  # bytes of a character that is not complete, each of which may stand as one replacement character
 _WINDOW = 256

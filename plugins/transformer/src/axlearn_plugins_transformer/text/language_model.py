@@ -16,11 +16,12 @@ from absl import flags
 from axlearn_core.config import REQUIRED, Configurable, Node, node, setting
 from axlearn_core.config.tree import children
 from axlearn_core.contracts.parts import Tokenizer
-from axlearn_core.contracts.text import bos_id_of, bos_token_of, digest_of, encodes_batches, first_token
+from axlearn_core.contracts.text import digest_of
 from axlearn_core.errors import ConfigError, InputError, Problem
 from axlearn_plugins_transformer.text.batch_iterator import Batches, Places
 from axlearn_plugins_transformer.text.examples import Example, example
 from axlearn_plugins_transformer.text.positions import OLD_ORDER, check_position
+from axlearn_plugins_transformer.text.protocols import bos_id_of, bos_token_of, encodes_batches, first_token
 from axlearn_plugins_transformer.text.records import Document, FileRecords
 from axlearn_plugins_transformer.text.shares import Shares
 from axlearn_plugins_transformer.text.small_data import SmallData, is_small, print_note

@@ -9,10 +9,11 @@ from axlearn_core.config import Configurable, Node, node, setting
 from axlearn_core.config.tree import children
 from axlearn_core.contracts.experiment import build_tokenizer, input_of, text_of
 from axlearn_core.contracts.parts import Tokenizer
-from axlearn_core.contracts.text import EncodesSpecialTokens, bos_id_of, encode_prompt, first_token
+from axlearn_core.contracts.text import EncodesSpecialTokens
 from axlearn_core.errors import Problem, nearest
 from axlearn_plugins_transformer.text.chat_template import ChatTemplate, Rendered
 from axlearn_plugins_transformer.text.decoding import Decoders, OutputText
+from axlearn_plugins_transformer.text.protocols import bos_id_of, encode_prompt, first_token
 
 SAMPLING: Mapping[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),

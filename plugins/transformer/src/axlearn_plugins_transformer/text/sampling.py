@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 
 from axlearn_core.config import node, setting
-from axlearn_core.contracts.capabilities import tokenizer_of
 from axlearn_core.contracts.parts import Model
 from axlearn_core.errors import ConfigError, Problem
 from axlearn_core.plugins.index import package_of
 from axlearn_core.plugins.registry import registry
 from axlearn_core.train.evaluators import Periodic
 from axlearn_plugins_transformer.text.processor import TextProcessor, text_processor
+from axlearn_plugins_transformer.text.protocols import tokenizer_of
 from axlearn_plugins_transformer.text.writing import PLAIN_SAMPLING, continue_text, engine_sizes
 
 if TYPE_CHECKING:

@@ -14,9 +14,10 @@ import tokenizers
 
 from axlearn_core.config import Configurable, node, setting
 from axlearn_core.contracts.parts import Tokenizer
-from axlearn_core.contracts.text import CountsBytes, EncodesSpecialTokens, HasAddedTokens, bos_id_of
+from axlearn_core.contracts.text import CountsBytes, EncodesSpecialTokens
 from axlearn_core.errors import InputError, Problem, nearest
 from axlearn_plugins_transformer.text.data_files import open_file
+from axlearn_plugins_transformer.text.protocols import HasAddedTokens, bos_id_of
 from axlearn_plugins_transformer.text.token_lengths import most_characters
 
 
