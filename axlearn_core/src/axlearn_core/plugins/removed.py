@@ -30,6 +30,7 @@ NAMES: Mapping[str, str] = {
     "axlearn_core.cli.extension_checks": "axlearn_core.cli.extensible",
     "axlearn_core.plugins.doctor": "axlearn_core.extend, which has Finding; axlearn_plugins_tools.doctor.examine",
     "axlearn_core.plugins.application": "axlearn_core.plugins.resolve",
+    "axlearn_core.plugins.layout_file": "axlearn_plugins_plan.search.layout_file",
     "axlearn_core.plugins.resolved": "axlearn_core.plugins.resolve",
     "axlearn_core.plugins.run_file": "axlearn_core.plugins.request",
     "axlearn_core.run.holder": "axlearn_plugins_runtime.job.holder",

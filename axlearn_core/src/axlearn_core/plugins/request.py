@@ -67,7 +67,7 @@ class Request:
         base_settings: those of the files that the run file stands on, the innermost first; a later one overrides.
         target: the hardware to run on; `none` for no mesh rule.
         title: what the run is called; by default the experiment's name.
-        layout: a file of settings that lay the training over a machine (`plugins.layout_file`).
+        layout: a file of settings that lay the training over a machine (`contracts.request_layout`).
     """
 
     experiment: str | Path | Node[Any]

@@ -21,12 +21,12 @@ from axlearn_core.config.tree import matches
 from axlearn_core.config.types import show
 from axlearn_core.contracts.experiment import mesh_of, model_of
 from axlearn_core.contracts.mesh import MeshRule, TargetRule
+from axlearn_core.contracts.request_layout import RequestLayout
 from axlearn_core.contracts.target import Detected, Machine
 from axlearn_core.errors import AxlearnError, ConfigError, PluginError, Problem, RequestError
 from axlearn_core.plugins.decisions import Decision, show_changes
 from axlearn_core.plugins.feature import Feature
 from axlearn_core.plugins.indivisible import replace_shape
-from axlearn_core.plugins.layout_file import read_layout
 from axlearn_core.plugins.order import Order
 from axlearn_core.plugins.registry import Entry, Registry, registry
 from axlearn_core.plugins.request import FeatureUse, Request, Setting, parse_feature, with_file, write
@@ -135,7 +135,7 @@ def resolve(
     start = _Start.of(request, names)
     if request.layout is None:
         return _resolve_from(start, request, names, detect)
-    layout = read_layout(request.layout)
+    layout: RequestLayout = names.entry("functions", "read_layout").load()(request.layout)
     laid = layout.apply(request)
     resolved = _resolve_from(start, laid, names)
     without = attrs.evolve(request, layout=None, target=laid.target)

@@ -8,13 +8,13 @@ from click.testing import CliRunner
 
 from axlearn_core.cli.main import cli
 from axlearn_core.errors import RequestError
-from axlearn_core.plugins.layout_file import read_layout
 from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import resolve
 from axlearn_core.plugins.targets import find_machine
 from axlearn_plugins_plan.search import compiled, rank
 from axlearn_plugins_plan.search.compiled import Cache, plan_words, resolved_request
 from axlearn_plugins_plan.search.estimate import HOST_BANDWIDTH, Host, with_host
+from axlearn_plugins_plan.search.layout_file import read_layout
 from axlearn_plugins_plan.search.machines import machine_names
 from axlearn_plugins_plan.search.space import Choice, MeshChoice, microbatches, written
 from axlearn_testing import CommandSuite

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from axlearn_core.errors import RequestError
-from axlearn_core.plugins.layout_file import LayoutFile, model_hash
 from axlearn_core.plugins.request import Request
 from axlearn_core.plugins.resolve import resolve
 from axlearn_plugins_plan.render import seconds, share, size
 from axlearn_plugins_plan.search.compiled import plan_words, resolved_request
+from axlearn_plugins_plan.search.layout_file import LayoutFile, model_hash
 from axlearn_plugins_plan.search.search import Result, Row
 
 COLUMNS = ("", "step", "memory", "estimated", "tokens/s/chip", "target", "layout")

@@ -5,8 +5,8 @@ from click.testing import CliRunner
 
 from axlearn_core.cli.main import cli
 from axlearn_core.errors import ConfigError, RequestError
-from axlearn_core.plugins.layout_file import LayoutFile, model_hash, read_layout
 from axlearn_core.plugins.resolve import resolve
+from axlearn_plugins_plan.search.layout_file import LayoutFile, model_hash, read_layout
 
 SMALL = {"model.decoder.num_layers": 1}
 

@@ -32,7 +32,7 @@ _KEYS = {
 
 @attrs.frozen(kw_only=True)
 class LayoutFile:
-    """A layout of one model on one machine.
+    """A layout of one model on one machine; see `axlearn_core.contracts.request_layout.RequestLayout`.
 
     Attributes:
         experiment: what it was found for, for people.
@@ -66,11 +66,7 @@ class LayoutFile:
         path.write_text(dump(data), encoding="utf-8")
 
     def apply(self, request: Any) -> Any:
-        """A `Request` with the layout beside what it says itself; its own settings come later.
-
-        Raises:
-            RequestError: the request is for another machine.
-        """
+        """See `RequestLayout`."""
         if request.target is not None and request.target != self.target:
             raise RequestError(
                 f"{self.source} is a layout of another machine\n    got: --target {request.target}\n"
@@ -88,11 +84,7 @@ class LayoutFile:
         )
 
     def check(self, before: Node[Any], after: Node[Any]) -> None:
-        """Compares the config without the layout and with it.
-
-        Raises:
-            RequestError: it is a layout of another model, or changes what is computed.
-        """
+        """See `RequestLayout`."""
         if (digest := model_hash(after)) != self.model:
             raise RequestError(
                 f"{self.source} is a layout of another model, or of other batches\n    got: {digest}\n"
