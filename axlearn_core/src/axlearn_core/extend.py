@@ -40,7 +40,7 @@ if TYPE_CHECKING:
         setting,
         size_of,
     )
-    from axlearn_core.config.roles import Role
+    from axlearn_core.config.roles import Role, StackRole
     from axlearn_core.config.tree import children, edit_nodes, fill_slots, join, set_fields, with_children
     from axlearn_core.contracts.finding import Finding
     from axlearn_core.contracts.kernels import Kernel, KernelContext, KernelImplementation
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from axlearn_core.contracts.options import CommandOption
     from axlearn_core.contracts.parts import Batch, Loss, Model, Objective, Tokenizer, Weights
     from axlearn_core.contracts.remat import RematPolicy
-    from axlearn_core.contracts.roles import StackRole
     from axlearn_core.contracts.storage import Storage, StoredFile
     from axlearn_core.contracts.target import Machine, Target
     from axlearn_core.errors import (
@@ -87,8 +86,7 @@ if TYPE_CHECKING:
     from axlearn_core.train.loop import TrainLoop
     from axlearn_core.train.objective import ModelLoss
     from axlearn_core.train.session import Session
-    from axlearn_core.train.trackers import JsonlTracker, LinesTracker
-    from axlearn_core.train.trackers.common import printable, writing
+    from axlearn_core.train.trackers import JsonlTracker, LinesTracker, printable, writing
 
 _MODULES = {
     "checkpoint": ("LocalStorage", "ShardedCheckpointer", "open_storage"),
@@ -102,7 +100,7 @@ _MODULES = {
         "REQUIRED", "Configurable", "Node", "Scaled", "check", "diff", "find", "get", "interface", "node", "offers", "patch",
         "replace_config", "setting", "size_of",
     ),
-    "config.roles": ("Role",),
+    "config.roles": ("Role", "StackRole"),
     "config.tree": ("children", "edit_nodes", "fill_slots", "join", "set_fields", "with_children"),
     "contracts.finding": ("Finding",),
     "contracts.kernels": ("Kernel", "KernelContext", "KernelImplementation"),
@@ -111,7 +109,6 @@ _MODULES = {
     "contracts.options": ("CommandOption",),
     "contracts.parts": ("Batch", "Loss", "Model", "Objective", "Tokenizer", "Weights"),
     "contracts.remat": ("RematPolicy",),
-    "contracts.roles": ("StackRole",),
     "contracts.storage": ("Storage", "StoredFile"),
     "contracts.target": ("Machine", "Target"),
     "errors": (
@@ -140,8 +137,7 @@ _MODULES = {
     "train.objective": ("ModelLoss",),
     "run.notices": ("log_message",),
     "train.session": ("Session",),
-    "train.trackers": ("JsonlTracker", "LinesTracker"),
-    "train.trackers.common": ("printable", "writing"),
+    "train.trackers": ("JsonlTracker", "LinesTracker", "printable", "writing"),
 }  # fmt: skip
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 

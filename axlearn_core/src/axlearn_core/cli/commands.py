@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 # A built-in command: where it is, and its line in `axlearn --help`.
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("axlearn_core.cli.train:train", "Train an experiment, or resume its run."),
-    "bench": ("axlearn_core.cli.bench:bench", "Measure a training step on this machine, or a server at an address."),
-    "checkpoint": ("axlearn_core.cli.checkpoint:checkpoint", "List, inspect and convert checkpoints."),
+    "bench": ("axlearn_core.cli.groups:bench", "Measure a training step on this machine, or a server at an address."),
+    "checkpoint": ("axlearn_core.cli.groups:checkpoint", "List, inspect and convert checkpoints."),
     "config": ("axlearn_core.cli.config:config", "Show, compare, explain and check configs."),
-    "experiments": ("axlearn_core.cli.experiments:experiments", "List the experiments that are installed."),
-    "features": ("axlearn_core.cli.features:features", "List features, and show what one does."),
-    "plugins": ("axlearn_core.cli.plugins:plugins", "List and examine what is installed."),
+    "experiments": ("axlearn_core.cli.listing:experiments", "List the experiments that are installed."),
+    "features": ("axlearn_core.cli.listing:features", "List features, and show what one does."),
+    "plugins": ("axlearn_core.cli.listing:plugins", "List and examine what is installed."),
 }
 
 
@@ -33,7 +33,7 @@ def _plugin_commands(path: Sequence[str], block: str) -> Mapping[str, tuple[str,
         entries = {name: claims[0] for name, claims in registry().claims["commands"].items()}
         return {name: (entry.value, entry.origin) for name, entry in entries.items()}
     # Not from the registry, whose imports would take as long again as all of `--help`.
-    from axlearn_core.plugins.entry_points import entry_points
+    from axlearn_core.plugins.index import entry_points
 
     points = entry_points().select(group="axlearn.commands")
     return {p.name: (p.value, f"{p.dist.name} {p.dist.version}" if p.dist else "") for p in points}

@@ -1,4 +1,4 @@
-"""What commands share: the options of a request, and how results are printed."""
+"""What commands share: the options of a request with what a shell completes, and how results are printed."""
 
 import functools
 import json
@@ -7,22 +7,40 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
-from axlearn_core.cli.completion import complete_experiments, complete_features
-from axlearn_core.cli.extensible import change_request
+from axlearn_core.cli.extensible import ExtensibleCommand, change_request
 from axlearn_core.cli.terminal import echo
 from axlearn_core.compat import only_cpu
-
-if TYPE_CHECKING:
-    from axlearn_core.plugins.registry import Entry
+from axlearn_core.plugins.registry import Group, registry
 
 _NARROWEST = 20
 """A column of fewer characters is not wrapped: it would be hard to read."""
 
 json_option = click.option("--json", "as_json", is_flag=True, help='Print JSON: a list of objects with "name".')
+
+
+def complete_experiments(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Installed experiments, and as the first word the subcommands of a command; or files if no name begins so.
+
+    Names come from the metadata of installed packages, so that Tab imports nothing of theirs.
+    """
+    if isinstance(ctx.command, ExtensibleCommand):
+        words = [CompletionItem(word) for word in ctx.command.list_commands(ctx) if word.startswith(incomplete)]
+        return [*words, *_names("experiments", incomplete)] or [CompletionItem(incomplete, type="file")]
+    return _names("experiments", incomplete) or [CompletionItem(incomplete, type="file")]
+
+
+def complete_features(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Installed features."""
+    return _names("features", incomplete)
+
+
+def _names(group: Group, incomplete: str) -> list[CompletionItem]:
+    return [CompletionItem(name) for name in sorted(registry().claims[group]) if name.startswith(incomplete)]
 
 
 experiment_argument = click.argument("experiment", metavar="EXPERIMENT|FILE.yaml", shell_complete=complete_experiments)
@@ -134,40 +152,3 @@ def _wrapped(text: str, indent: int) -> list[str]:
     if not sys.stdout.isatty() or len(text) <= room or room < _NARROWEST:
         return [text]
     return textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False)
-
-
-def print_entries(group: Any, as_json: bool) -> None:
-    """Prints the features or experiments with a line about each; marks those that cannot be used."""
-    from axlearn_core.cli.summaries import parameter_count, summary
-    from axlearn_core.plugins.registry import registry
-
-    listed = registry().listed(group)
-    rows = []
-    for entry, problem in listed:
-        row = entry_row(entry) | {"summary": summary(entry.value)}
-        if group == "experiments":
-            row["parameters"] = parameter_count(entry.value)
-        rows.append(row | ({"problem": problem} if problem else {}))
-    if as_json:
-        print_json(rows)
-        return
-    problems = any(problem for _, problem in listed)
-    columns = [
-        "name",
-        *(("parameters",) if group == "experiments" else ()),
-        *(("distribution", "problem") if problems else ()),
-        "summary",
-    ]
-    print_table([{"problem": ""} | {k: "-" if v is None else v for k, v in row.items()} for row in rows], columns)
-    if problems:
-        echo("`axlearn plugins doctor` says more", err=True)
-
-
-def entry_row(entry: "Entry") -> dict[str, Any]:
-    """The row of an entry point for `list`."""
-    return {
-        "name": entry.name,
-        "distribution": entry.distribution,
-        "version": entry.version,
-        "value": entry.value,
-    }

@@ -132,3 +132,16 @@ def share_code(function: Callable[..., Any]) -> Callable[..., Any]:
     The compiler puts it in line, so the program is the same. To be called inside of a trace only, where it compiles nothing.
     """
     return jax.jit(function)
+
+
+def array_function(*, static: Sequence[int] = (), donate: Sequence[int] = ()) -> Callable[[Callable[..., Any]], Any]:
+    """Decorates a pure function of arrays to be compiled for the devices of its arguments.
+
+    What a model computes is not among these: an experiment declares it as a `Function`, which its program compiles
+    under its mesh, rules and kernels.
+
+    Args:
+        static: positions of the arguments that are not arrays; hashable.
+        donate: positions of the arguments whose buffers the result takes over.
+    """
+    return lambda call: jax.jit(call, static_argnums=tuple(static), donate_argnums=tuple(donate))

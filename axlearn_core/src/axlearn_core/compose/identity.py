@@ -7,11 +7,13 @@ the programs of a server also compare the identity, and are then loaded without 
 import functools
 import hashlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
 import sys
 from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
 from types import BuiltinMethodType, MethodType, MethodWrapperType, ModuleType
 from typing import Any, Protocol
 
@@ -25,8 +27,8 @@ from axlearn_core.config.flat import is_named, qualified_name
 from axlearn_core.contracts.arrays import is_array
 from axlearn_core.contracts.mesh import Mesh
 from axlearn_core.contracts.target import Target
+from axlearn_core.plugins.index import GROUP as INDEX_GROUP
 from axlearn_core.plugins.registry import normalized
-from axlearn_core.plugins.source_hash import plugin_packages, source_hashes
 
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NEURON_CC_FLAGS")
 """Variables that compilers read."""
@@ -113,6 +115,30 @@ def program_identity(
     parts["python"] = platform.python_version()
     parts |= {f"version of {name}": version for name, version in dependency_versions(frozenset(packages)).items()}
     return {**parts, **circumstances(), **{f"code of {name}": digest for name, digest in source_hashes().items()}}
+
+
+@functools.cache
+def plugin_packages() -> tuple[str, ...]:
+    """The import names of the core and of every installed plugin; an index of names is data, not a plugin."""
+    points = importlib.metadata.entry_points()
+    groups = [group for group in points.groups if group.startswith("axlearn.") and group != INDEX_GROUP]
+    modules = {point.module.partition(".")[0] for group in groups for point in points.select(group=group)}
+    return tuple(sorted({*modules, "axlearn_core"}))
+
+
+def source_hashes() -> Mapping[str, str]:
+    """Package -> 16 hex digits of SHA-256 of its source and its compiled libraries, for each of `plugin_packages`."""
+    return {name: _hash_package(name) for name in plugin_packages()}
+
+
+def _hash_package(package: str) -> str:
+    spec = importlib.util.find_spec(package)
+    digest = hashlib.sha256()
+    for folder in sorted((spec.submodule_search_locations or ()) if spec else ()):
+        files = [path for pattern in ("*.py", "*.so") for path in Path(folder).rglob(pattern)]
+        for path in sorted(files):
+            digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
 
 
 def value_text(value: object) -> str | None:

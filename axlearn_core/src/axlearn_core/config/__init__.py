@@ -1,12 +1,11 @@
 """Configs as trees of frozen values. Imports no JAX."""
 
 from axlearn_core.config.codec import Decoder, Names, QualifiedNames, dump, encode
-from axlearn_core.config.configured import configure
+from axlearn_core.config.configured import configure, with_subclass
 from axlearn_core.config.flat import ABSENT, Change, diff, flatten
 from axlearn_core.config.node import REQUIRED, Configurable, Node, fields_of, interface, node, options_of, setting
 from axlearn_core.config.offers import offers
 from axlearn_core.config.sizes import Scaled, size_of
-from axlearn_core.config.subclass import with_subclass
 from axlearn_core.config.tree import check, find, get, map, matches, missing, patch, replace_config, walk
 from axlearn_core.config.yaml_file import Document, parse
 

@@ -26,6 +26,12 @@ class Role:
             cls.promised_fields = fields
 
 
+class StackRole(Role, fields=("mode", "remat")):
+    """A stack of layers: `mode` is `scan` or `unrolled`, and `remat` says what the backward pass recomputes of a layer."""
+
+    __slots__ = ()
+
+
 def states_role(node: object, role: type[Role]) -> bool:
     """Whether the class of a node names a role itself, among its own bases.
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from axlearn_core.compose.arrays import array_function
+from axlearn_core.compose.functions import array_function
 from axlearn_core.learn.paths import flatten, unflatten
 
 

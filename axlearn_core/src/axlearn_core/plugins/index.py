@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from axlearn_core.plugins.entry_points import entry_points
-
 if TYPE_CHECKING:
+    from importlib_metadata import EntryPoints
+
     from axlearn_core.errors import RequestError
 
 GROUP = "axlearn.index"
@@ -39,6 +39,21 @@ class Index(NamedTuple):
     origin: tuple[str, str]
     names: Names
     problem: str | None
+
+
+def entry_points() -> "EntryPoints":
+    """The entry points of everything that is installed. Read again when `sys.path` changes.
+
+    Reading them takes as long as all else that `axlearn --help` does.
+    """
+    return _entry_points(tuple(sys.path))
+
+
+@functools.lru_cache(maxsize=1)
+def _entry_points(path: Sequence[str]) -> "EntryPoints":
+    import importlib_metadata
+
+    return importlib_metadata.entry_points()
 
 
 def indexes() -> Sequence[Index]:

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import importlib_metadata
 
 from axlearn_core.errors import AxlearnError, PluginError, RequestError
-from axlearn_core.plugins.entry_points import entry_points
-from axlearn_core.plugins.index import not_known
+from axlearn_core.plugins.index import entry_points, not_known
 from axlearn_core.plugins.removed import replacement
 
 if TYPE_CHECKING:

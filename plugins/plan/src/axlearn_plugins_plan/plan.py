@@ -12,9 +12,9 @@ from axlearn_core.compose import Program, compose
 from axlearn_core.compose.devices import configure_devices, topology_devices
 from axlearn_core.compose.objective import replicated
 from axlearn_core.config import Node, find, flatten, get, missing
+from axlearn_core.config.roles import StackRole
 from axlearn_core.contracts.capabilities import DeclaresBatches, DeclaresFunctions, vocabulary_size
 from axlearn_core.contracts.experiment import accumulate_steps, input_of
-from axlearn_core.contracts.roles import StackRole
 from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import ConfigError, RequestError
 from axlearn_core.kernels.selection import Choice

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from axlearn_core.compose import Functional
-from axlearn_core.compose.arrays import array_function
 from axlearn_core.compose.devices import configure_devices
+from axlearn_core.compose.functions import array_function
 from axlearn_core.errors import RequestError
 from axlearn_core.run import Run, RunWeights
 from axlearn_core.run.derive import new_directory

@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from axlearn_core.compose.functions import share_code
 from axlearn_core.config import Configurable, Node, node, setting
-from axlearn_core.contracts.roles import StackRole
+from axlearn_core.config.roles import StackRole
 from axlearn_core.nn import padding, summaries, variables
 from axlearn_core.nn.axis_names import name_stack_axis
 from axlearn_core.nn.layer import Context

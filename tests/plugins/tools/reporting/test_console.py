@@ -6,7 +6,7 @@ import re
 import pytest
 from rich.console import Console
 
-from axlearn_core.train.trackers.common import printable
+from axlearn_core.train.trackers import printable
 from axlearn_plugins_tools.reporting.console import ConsoleTracker
 from axlearn_plugins_tools.reporting.durations import clock
 

@@ -22,7 +22,7 @@ import numpy as np
 from flax import nnx
 
 from axlearn_core.compose import Functional
-from axlearn_core.compose.arrays import array_function
+from axlearn_core.compose.functions import array_function
 from axlearn_core.errors import CheckpointError
 from axlearn_core.plugins.feature import Feature
 from axlearn_core.plugins.targets import load

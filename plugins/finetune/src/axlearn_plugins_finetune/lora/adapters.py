@@ -23,7 +23,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from axlearn_core.compose.arrays import array_function
+from axlearn_core.compose.functions import array_function
 from axlearn_core.errors import CheckpointError, RequestError, WorkError, nearest
 from axlearn_plugins_finetune.lora.lora_linear import ADAPTERS, is_adapted
 

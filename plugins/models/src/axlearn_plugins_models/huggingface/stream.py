@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from axlearn_core.compose.arrays import array_function
+from axlearn_core.compose.functions import array_function
 from axlearn_plugins_models.huggingface.files import DTYPES, Made, Stored
 from axlearn_plugins_models.huggingface.host_arrays import HostArray, in_host_memory
 from axlearn_plugins_models.huggingface.table import Axes, Part, Tensor

@@ -9,8 +9,8 @@ import attrs
 
 from axlearn_core.compose import Program
 from axlearn_core.config import find, patch
+from axlearn_core.config.roles import StackRole
 from axlearn_core.contracts.experiment import accumulate_steps
-from axlearn_core.contracts.roles import StackRole
 from axlearn_core.contracts.target import Machine
 from axlearn_core.errors import RequestError, unknown
 from axlearn_core.plugins.registry import registry

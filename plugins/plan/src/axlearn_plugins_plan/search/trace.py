@@ -12,9 +12,9 @@ from jax.extend.core import Literal
 from axlearn_core.compose import Program, compose
 from axlearn_core.compose.flops import called
 from axlearn_core.config import Node, find, patch
+from axlearn_core.config.roles import StackRole
 from axlearn_core.contracts.arrays import is_array
 from axlearn_core.contracts.experiment import accumulate_steps
-from axlearn_core.contracts.roles import StackRole
 from axlearn_core.contracts.target import Machine
 from axlearn_plugins_plan.flops import ScopedSelection, works
 

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from axlearn_core.config import Node, node, options_of
+from axlearn_core.config.roles import StackRole
 from axlearn_core.config.tree import set_fields
 from axlearn_core.contracts.remat import RematPolicy
-from axlearn_core.contracts.roles import StackRole
 from axlearn_core.errors import PluginError, Problem, nearest
 from axlearn_core.nn.remat import Remat
 from axlearn_core.plugins.feature import Feature, nothing_to_set

@@ -3,8 +3,8 @@
 from typing import Any, TypeVar
 
 from axlearn_core.config import Node, node
+from axlearn_core.config.roles import StackRole
 from axlearn_core.config.tree import set_fields
-from axlearn_core.contracts.roles import StackRole
 from axlearn_core.plugins.feature import Feature, nothing_to_set
 
 Tree = TypeVar("Tree", bound=Node[Any])

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from axlearn_core.train.trackers.common import printable
+from axlearn_core.train.trackers import printable
 
 WIDTH = 960
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 12, 24, 26

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from axlearn_core.cli.terminal import echo
-from axlearn_core.train.trackers.common import writing
+from axlearn_core.train.trackers import writing
 
 
 @click.command()

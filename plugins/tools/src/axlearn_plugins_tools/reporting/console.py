@@ -13,7 +13,7 @@ from rich.table import Column
 from rich.text import Text
 
 from axlearn_core.config import Configurable, node, setting
-from axlearn_core.train.trackers.common import printable
+from axlearn_core.train.trackers import printable
 from axlearn_plugins_tools.reporting.durations import clock
 
 _WINDOW = 20  # logged steps that the remaining time is estimated from

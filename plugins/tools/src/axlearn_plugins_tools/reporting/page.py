@@ -10,7 +10,7 @@ import attrs
 import numpy as np
 
 from axlearn_core.run.record import write_whole
-from axlearn_core.train.trackers.common import writing
+from axlearn_core.train.trackers import writing
 from axlearn_plugins_tools.reporting.charts import Series, histogram, line_chart, short, smooth, text
 from axlearn_plugins_tools.reporting.durations import clock
 from axlearn_plugins_tools.reporting.goodput import BADPUT, Attempt, goodput_of

@@ -14,7 +14,7 @@ from axlearn_core.config import Configurable, Node, node, patch, setting
 from axlearn_core.contracts.experiment import trackers_of
 from axlearn_core.errors import RequestError, reason
 from axlearn_core.plugins.feature import Feature
-from axlearn_core.train.trackers.common import printable, writing
+from axlearn_core.train.trackers import printable, writing
 
 Tree = TypeVar("Tree", bound=Node[Any])
 DISCOVERY = "prometheus.json"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from axlearn_core.config import Configurable, node, setting
-from axlearn_core.train.trackers.common import printable, writing
+from axlearn_core.train.trackers import printable, writing
 
 
 class TensorBoardTracker(Configurable):

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from axlearn_core.config import Configurable, node
 from axlearn_core.errors import RequestError, WorkError
-from axlearn_core.train.trackers.common import printable, writing
+from axlearn_core.train.trackers import printable, writing
 
 _FIX = 'pip install "axlearn-plugins-tools[wandb]"'
 

@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from axlearn_core.plugins import source_hash
+from axlearn_core.compose import identity
 
 
 @pytest.mark.parametrize("file", ["module.py", "inner/module.py", "_native.abi3.so"])
@@ -14,11 +14,11 @@ def test_each_file_of_code_counts(file, tmp_path, monkeypatch):
     (package / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
-    hashes = [source_hash._hash_package("hashed_package")]
+    hashes = [identity._hash_package("hashed_package")]
     for content in ("one", "two"):
         (package / file).write_text(content)
         (package / "notes.txt").write_text(content)
-        hashes.append(source_hash._hash_package("hashed_package"))
+        hashes.append(identity._hash_package("hashed_package"))
     assert len(set(hashes)) == 3
     (package / "notes.txt").unlink()
-    assert source_hash._hash_package("hashed_package") == hashes[-1]
+    assert identity._hash_package("hashed_package") == hashes[-1]

@@ -1,19 +1,48 @@
-"""Writes metrics and samples as files of JSON lines in the run directory; `axlearn_core.run.metric_files` reads them."""
+"""Trackers: where a run's scalars and samples go. Each meets `axlearn_core.contracts.parts.Tracker`."""
 
+import contextlib
 import json
 import math
+import sys
 import time
-from collections.abc import Mapping
+import unicodedata
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from axlearn_core.config import Configurable, node
+from axlearn_core.errors import WorkError
 from axlearn_core.run.metric_files import METRICS, SAMPLES, cut_back
-from axlearn_core.train.trackers.common import writing
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns what the system says against writing `path` (a full disk, no permission) into a `WorkError`."""
+    try:
+        yield
+    except OSError as error:
+        raise WorkError(
+            f"cannot write {path}: {error.strerror or error}\n"
+            "    fix: make room, or make the directory writable, and run the same command again; it resumes from the "
+            "last checkpoint"
+        ) from error
+
+
+def printable(text: str) -> str:
+    """`text` with control characters and lone surrogates shown as `\N{REPLACEMENT CHARACTER}`.
+
+    A model may sample any bytes; those that steer a terminal, or that UTF-8 cannot encode, must not get there.
+    """
+    text = text.replace("\r\n", "\n")
+    return "".join(
+        c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cs") else "\N{REPLACEMENT CHARACTER}" for c in text
+    )
 
 
 class JsonlTracker(Configurable):
-    """Appends to `metrics.jsonl` (one object per call of `log`) and `samples.jsonl` (`step`, `name`, `text`).
+    """Appends to `metrics.jsonl` (one object per call of `log`) and `samples.jsonl` (`step`, `name`, `text`) in the run directory.
+
+    `axlearn_core.run.metric_files` reads them.
 
     Each metrics line has `step`, the values, and `elapsed_seconds`: time spent in this run, downtime between a stop and
     its resumption left out. A value that is not finite is `null`, with what it was under `nonfinite`:
@@ -85,3 +114,33 @@ class JsonlTracker(Configurable):
         with writing(self._run_dir / name):
             file.write(json.dumps(record, allow_nan=False) + "\n")
             file.flush()
+
+
+class LinesTracker(Configurable):
+    """A line per call on standard error, with every value: what a run shows if it has no other tracker.
+
+    `console`, of axlearn-plugins-tools, has a bar and the remaining time.
+    """
+
+    @node
+    class Config(Configurable.Config["LinesTracker"]):
+        """Nothing to set."""
+
+    def __init__(self, cfg: Config):
+        self._max_steps = 0
+
+    def start(self, info: Mapping[str, Any]) -> None:
+        """Takes note of where the run ends."""
+        self._max_steps = int(info.get("max_steps", 0))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Prints the values to four digits."""
+        parts = (f"{name} {value:.4g}" for name, value in values.items())
+        print(f"step {step}/{self._max_steps}", *parts, sep="  ", file=sys.stderr, flush=True)
+
+    def text(self, step: int, name: str, value: str) -> None:
+        """Prints a sample, its control characters made harmless."""
+        print(f"{printable(name)} at step {step}:\n{printable(value)}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Nothing is open."""

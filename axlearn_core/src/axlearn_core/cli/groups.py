@@ -1,8 +1,16 @@
-"""`axlearn checkpoint`: its commands are those that plugins register as `checkpoint-NAME`."""
+"""`axlearn bench` and `axlearn checkpoint`: plugins register their commands as `bench-NAME` and `checkpoint-NAME`."""
 
 import click
 
 from axlearn_core.cli.main import Group
+
+
+@click.group(cls=Group)
+def bench() -> None:
+    """Measurements.
+
+    The commands come from plugins: `step` from axlearn-plugins-plan, `serve` from axlearn-plugins-serving.
+    """
 
 
 @click.group(cls=Group)

@@ -1,0 +1,168 @@
+"""Commands that list what is installed: `axlearn experiments`, `axlearn features` and `axlearn plugins`."""
+
+from typing import Any
+
+import click
+
+from axlearn_core.cli.common import json_option, no_devices, print_json, print_table
+from axlearn_core.cli.main import Group
+from axlearn_core.cli.terminal import echo
+from axlearn_core.plugins.registry import GROUPS, Entry, registry
+
+
+@click.group()
+def experiments() -> None:
+    """Experiments: complete configs, ready to train."""
+
+
+@experiments.command("list")
+@json_option
+def list_experiments(as_json: bool) -> None:
+    """List the experiments that are installed."""
+    _print_entries("experiments", as_json)
+
+
+@click.group()
+def features() -> None:
+    """Features: what `--with` adds to an experiment."""
+
+
+@features.command("list")
+@json_option
+def list_features(as_json: bool) -> None:
+    """List the features that are installed; none is imported."""
+    _print_entries("features", as_json)
+
+
+@features.command("show")
+@click.argument("name")
+@json_option
+def show_feature(name: str, as_json: bool) -> None:
+    """Show what the feature NAME does, and its options."""
+    no_devices()
+    row = _feature_row(name)
+    if as_json:
+        print_json([row])
+        return
+    echo(f"{click.style(name, bold=True)}  ({row['distribution']} {row['version']}, stage: {row['stage']})\n")
+    echo(f"{row['description']}\n")
+    for kind in ("needs", "excludes", "before", "after"):
+        if row[kind]:
+            echo(f"{kind}: {', '.join(row[kind])}")
+    if row["options"]:
+        echo("options:")
+    for option in row["options"]:
+        default = (
+            "has to be given"
+            if option["default"] == "REQUIRED"
+            else f"default: {option['default'].replace('None', 'null')}"
+        )
+        echo(f"    {option['name']}: {option['type']}  ({default})")
+
+
+@click.group(cls=Group)
+def plugins() -> None:
+    """Distributions that add something to axlearn.
+
+    `doctor` and `new` come from axlearn-plugins-tools.
+    """
+
+
+@plugins.command("list")
+@json_option
+def list_plugins(as_json: bool) -> None:
+    """List the distributions, and how much each registers; none is imported."""
+    rows = _distributions()
+    if as_json:
+        print_json(rows)
+        return
+    for row in rows:
+        row["registers"] = ", ".join(
+            f"{len(row[g])} {g if len(row[g]) > 1 else g.removesuffix('s')}" for g in GROUPS if row[g]
+        )
+    print_table(rows, ("name", "version", "registers"))
+
+
+@plugins.command("show")
+@click.argument("name")
+@json_option
+def show_plugin(name: str, as_json: bool) -> None:
+    """Show all that the distribution NAME registers, or everything that is registered as NAME; none is imported."""
+    claims = [e for group in GROUPS for es in registry().claims[group].values() for e in es]
+    entries = [e for e in claims if name in (e.distribution, e.name)]
+    if not entries:
+        from axlearn_core.errors import unknown
+
+        names = {e.distribution for e in claims} | {e.name for e in claims}
+        raise unknown("plugin", name, names, listing="axlearn plugins list")
+    rows = [{**_entry_row(e), "group": e.group} for e in entries]
+    print_json(rows) if as_json else print_table(rows, ("group", "name", "value", "distribution", "version"))
+
+
+def _print_entries(group: Any, as_json: bool) -> None:
+    """Prints the features or experiments with a line about each; marks those that cannot be used."""
+    from axlearn_core.cli.summaries import parameter_count, summary
+
+    listed = registry().listed(group)
+    rows = []
+    for entry, problem in listed:
+        row = _entry_row(entry) | {"summary": summary(entry.value)}
+        if group == "experiments":
+            row["parameters"] = parameter_count(entry.value)
+        rows.append(row | ({"problem": problem} if problem else {}))
+    if as_json:
+        print_json(rows)
+        return
+    problems = any(problem for _, problem in listed)
+    columns = [
+        "name",
+        *(("parameters",) if group == "experiments" else ()),
+        *(("distribution", "problem") if problems else ()),
+        "summary",
+    ]
+    print_table([{"problem": ""} | {k: "-" if v is None else v for k, v in row.items()} for row in rows], columns)
+    if problems:
+        echo("`axlearn plugins doctor` says more", err=True)
+
+
+def _entry_row(entry: Entry) -> dict[str, Any]:
+    """The row of an entry point for `list`."""
+    return {
+        "name": entry.name,
+        "distribution": entry.distribution,
+        "version": entry.version,
+        "value": entry.value,
+    }
+
+
+def _feature_row(name: str) -> dict[str, Any]:
+    import inspect
+
+    import attrs
+
+    from axlearn_core.config.node import hints_of
+    from axlearn_core.config.types import describe
+
+    names = registry()
+    cls, hints = names.feature(name), hints_of(names.feature(name))
+    options = [{"name": a.name, "type": describe(hints[a.name]), "default": repr(a.default)} for a in attrs.fields(cls)]
+    return {
+        **_entry_row(names.entry("features", name)),
+        "stage": cls.stage,
+        "needs": cls.needs,
+        "excludes": cls.excludes,
+        "before": cls.before,
+        "after": cls.after,
+        "description": inspect.getdoc(cls) or "(it has no description)",
+        "options": options,
+    }
+
+
+def _distributions() -> list[dict[str, Any]]:
+    rows: dict[str, dict[str, Any]] = {}
+    for group in GROUPS:
+        for claims in registry().claims[group].values():
+            for entry in claims:
+                empty = {"name": entry.distribution, "version": entry.version, **{g: [] for g in GROUPS}}
+                rows.setdefault(entry.distribution, empty)[group].append(entry.name)
+    return [rows[name] for name in sorted(rows)]
