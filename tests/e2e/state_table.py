@@ -17,13 +17,13 @@ BEGIN, END = "<!-- state: begin -->\n", "<!-- state: end -->\n"
 KINDS = {
     "dropout": "dropout",
     "batch-norm": "batch statistics",
-    "amax": "history of magnitudes",
-    "router-bias": "router's bias",
+    "amax": "amax history",
+    "router-bias": "router bias",
 }
 COLUMNS = {
     "scan": "scanned stack",
     "unrolled": "sharded over 8 devices",
-    "alternating": "layers that take turns",
+    "alternating": "alternating layers",
     "remat": "rematerialisation",
     "accumulation": "gradient accumulation",
     "pipeline": "pipeline",
@@ -36,12 +36,12 @@ COLUMNS = {
 EXPORT, PEFT = "no family describes", "PEFT's format has no place for the variables"
 """How the errors of refused cells begin."""
 OUTCOMES = {
-    "equal": "losses and state are those of the plain model",
-    "in turn": "each microbatch draws its own numbers or takes the state of the one before; equal on any number of stages",
-    "left out": "the average is of parameters; evaluation takes the newest state, and draws nothing",
-    "kept": "the state goes on or along unchanged, bit for bit",
-    "frozen": "as the base, which it is part of: bit for bit; `lora export` and `--format peft` leave it out",
-    "moves": f"moves while the base is frozen; `lora export` writes it, `--format peft` exits with 2: `{PEFT}`",
+    "equal": "same losses and state as the plain model",
+    "in turn": "each microbatch draws its own numbers or takes the previous state; equal for any number of stages",
+    "left out": "only parameters are averaged; evaluation uses the newest state and draws no random numbers",
+    "kept": "the state is carried over unchanged, bit for bit",
+    "frozen": "frozen as part of the base, bit for bit; `lora export` and `--format peft` leave it out",
+    "moves": f"still updated; `lora export` writes it, and `--format peft` exits with 2: `{PEFT}`",
     "refused": f"exit code 2: `{EXPORT} ...`, with the parts that the format lacks",
 }
 SAME = dict.fromkeys(("scan", "unrolled", "alternating", "remat"), "equal") | {"ema": "left out", "resume": "kept"}
